@@ -27,14 +27,16 @@ class SamplesConfig:
         seed: Start of each picture's noise, the same for every prompt and every time.
         steps: Steps per picture. Left out: what is usual for the model.
         guidance: Guidance of the pictures. Left out: the model's usual value. FLUX.1-dev and FLUX.2-dev take it as an
-            input. Other models compute each step twice where it is above 1, once with the empty prompt.
+            input. Other models compute each step twice where it is above 1, once with the empty prompt. Set 1 for a
+            distilled model.
         width: Width in pixels. Left out: the largest resolution of the dataset, as a square. More than that may take
             more memory than training, which the plan counts.
         height: Height in pixels. Left out: as width.
         frames: Length of a clip in frames; 1 is a picture. Left out: that of the longest training sample. For video
             models.
         vae: VAE folder or file that makes pictures of latents. Left out: the one that encodes the images. Needed where
-            ComfyUI's VAE encodes them.
+            ComfyUI's VAE encodes them for a model that is not ComfyUI's own. With family comfyui: a name in models/vae,
+            or a full path.
         use_ema: Whether the average of the LoRA draws them where train.ema_decay keeps one.
     """
 

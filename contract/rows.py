@@ -336,7 +336,10 @@ ROWS: tuple[Row, ...] = (
     *_read(
         "native",
         "comfy.samplers",
-        {"call": "encode_model_conds(model_function, conds, noise, device, prompt_type, ...); cond_cat(c_list)"},
+        {
+            "call": "encode_model_conds(model_function, conds, noise, device, prompt_type, ...); cond_cat(c_list); "
+            "calculate_sigmas(model_sampling, scheduler_name, steps)"
+        },
     ),
     *_read("native", "comfy.conds.CONDRegular", {"call": "process_cond(batch_size=, area=)"}),
     *_read(
@@ -351,9 +354,10 @@ ROWS: tuple[Row, ...] = (
         "native",
         "comfy.model_sampling",
         {
-            "has": "CONST.calculate_denoised",
-            "call": "CONST.noise_scaling(sigma, noise, latent_image, max_denoise); "
-            "ModelSamplingDiscrete.percent_to_sigma(percent)",
+            "has": "CONST.calculate_denoised; ModelSamplingDiscrete.sigma_max",
+            "call": "CONST.calculate_denoised(sigma, model_output, model_input); "
+            "CONST.noise_scaling(sigma, noise, latent_image, max_denoise); "
+            "CONST.inverse_noise_scaling(sigma, latent); ModelSamplingDiscrete.percent_to_sigma(percent)",
         },
     ),
     *_read(
@@ -373,7 +377,7 @@ ROWS: tuple[Row, ...] = (
         "comfy.latent_formats.LatentFormat",
         {
             "has": "latent_dimensions; latent_channels; spacial_downscale_ratio; temporal_downscale_ratio",
-            "call": "process_in(latent)",
+            "call": "process_in(latent); process_out(latent)",
         },
     ),
     *_read(
@@ -391,8 +395,26 @@ ROWS: tuple[Row, ...] = (
         "comfy.sd",
         {
             "has": "load_diffusion_model; CLIPType",
-            "call": "load_clip(ckpt_paths=, embedding_directory=, clip_type=); VAE(sd=, metadata=); "
+            "call": "load_clip(ckpt_paths=, embedding_directory=, clip_type=); VAE(sd=, metadata=, device=); "
             "load_checkpoint_guess_config(ckpt_path, output_vae=, output_clip=, embedding_directory=, output_model=)",
+        },
+    ),
+    *_read("native", "comfy.sd", {"has": "load_vae_patcher; load_checkpoint_vae_patcher"}, is_optional=True),
+    *_read(
+        "native",
+        "comfy.sd.VAE",
+        {
+            "has": "patcher; device; vae_dtype; latent_dim; memory_used_decode",
+            "call": "decode(samples_in); memory_used_decode(shape, dtype); model_size(); get_sd(); "
+            "throw_exception_if_invalid()",
+        },
+    ),
+    *_read(
+        "native",
+        "comfy.model_management",
+        {
+            "has": "InterruptProcessingException",
+            "call": "interrupt_current_processing(value); unload_all_models(); soft_empty_cache()",
         },
     ),
     *_read("native", "comfy.utils", {"call": "load_torch_file(ckpt, return_metadata=)"}),

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from .tensor_plan import TensorPlan
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
 
@@ -131,7 +133,8 @@ class SamplingSpec:
     """How a model draws a picture: Euler steps along shifted noise levels, as diffusers' pipeline of it does.
 
     steps: a usual number. guidance: a usual value, of the model's guidance input where it has one, else of
-    classifier-free guidance against the empty prompt; 1 is none. shift: s of ShiftRule, by image tokens and steps.
+    classifier-free guidance against the empty prompt; 1 is none. shift: s of ShiftRule, by image tokens and steps; of a
+    family with a host nobody asks it, for the host's levels have the model's shift in them.
     """
 
     steps: int
@@ -216,6 +219,56 @@ class ComfyInputs:
     clip_type: str = ""  # what its Load CLIP calls the text encoders' type
 
 
+class EulerSteps(Protocol):
+    """The steps of one picture from noise to latents: where its noise levels are, and what a step does.
+
+    All tensors are float32 on the CPU, latents and noise are [1, C, F, H, W].
+    """
+
+    @property
+    def levels(self) -> torch.Tensor:
+        """The noise level of each step, as the model is told. [steps]"""
+        ...
+
+    def start(self, noise: torch.Tensor) -> torch.Tensor:
+        """What the first step begins with, of plain noise."""
+        ...
+
+    def step(
+        self, index: int, latents: torch.Tensor, said: torch.Tensor, plain: torch.Tensor | None, scale: float
+    ) -> torch.Tensor:
+        """The latents after a step.
+
+        Args:
+            said: by the model of the prompt. plain: of the empty one; None without classifier-free guidance.
+            scale: of that guidance.
+        """
+        ...
+
+    def end(self, latents: torch.Tensor) -> torch.Tensor:
+        """Normalised latents, of those that the last step leaves."""
+        ...
+
+
+class HostDecoding(Protocol):
+    """A VAE of ComfyUI's that makes pixels of the latents that a HostModel computes with."""
+
+    def needed_bytes(self, shape: tuple[int, ...]) -> int:
+        """What weights and decoding take on a card, by ComfyUI's own estimate. shape: of latents, [1, C, F, H, W]"""
+        ...
+
+    def decode(self, latents: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Pixels in 0..1, float32 on the CPU, of latents [1, C, F, H, W]. [F, height, width, 3]
+
+        Raises: Stopped where the host's user has pressed Cancel.
+        """
+        ...
+
+    def close(self) -> None:
+        """Make room."""
+        ...
+
+
 class HostModel(Protocol):
     """One of ComfyUI's own models as training asks for it; nodes/host/native/ makes it, and nobody else can.
 
@@ -250,6 +303,14 @@ class HostModel(Protocol):
         Args:
             given: a CONDITIONING as families/comfy/inputs.py reads it from the cache, with a batch.
         """
+        ...
+
+    def euler_steps(self, steps: int) -> EulerSteps:
+        """So many steps, as its sampler makes them."""
+        ...
+
+    def open_vae(self, path: Path) -> HostDecoding:
+        """The VAE of a file. Raises: ValueError for a file that holds none."""
         ...
 
     def read_lora(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:

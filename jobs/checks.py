@@ -72,7 +72,9 @@ def check_tools(plan: JobPlan) -> None:
     if not plan.encoded:
         _check_encoders(plan)
     if job.samples.prompts:
-        _check_vae(plan, check_samples(plan))
+        vae = check_samples(plan)
+        if plan.family.host is None:
+            _check_vae(plan, vae)
     settings = job.model.quantize_settings
     if settings is not None:
         check_packages(settings)

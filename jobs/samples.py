@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,8 +17,8 @@ from ..parallel.devices import CPU, find_device
 from ..parallel.ranks.group import Ranks
 from ..parallel.runner import Runner
 from ..planning.question import latent_shape_of
-from ..sampling.decode import Decoder
-from ..sampling.draw import make_drawing, picture_size
+from ..sampling.decode import Decoder, HostDecoder
+from ..sampling.draw import Drawing, make_drawing, picture_size
 from ..sampling.sampler import Sampler
 from ..training.batches import CachedSamples
 from .checked_job import JobPlan, vae_path
@@ -49,6 +50,13 @@ def samples_vae(plan: JobPlan) -> Path:
     """Where the VAE that decodes is. Raises: ValueError if nothing names one."""
     if plan.job.samples.vae:
         return Path(plan.job.samples.vae)
+    if plan.family.host is not None:
+        if plan.job.cache.stock_vae:
+            return Path(plan.job.cache.stock_vae)
+        raise ValueError(
+            "samples.prompts need the VAE of the model, and no file of one is known: name it with cache.stock_vae or "
+            "samples.vae; in a graph, connect Load VAE or Load Checkpoint to stock VAE of Cache Captions and Latents"
+        )
     if plan.job.cache.latent_source and plan.info.pipeline_folder is None:
         raise ValueError(
             "samples.prompts need a VAE that makes pictures of latents, and the images were encoded by ComfyUI's; name "
@@ -62,13 +70,41 @@ def check_samples(plan: JobPlan) -> Path:
 
     Raises: ValueError for pictures that cannot be drawn, naming the setting.
     """
-    make_drawing(plan.job.samples, plan.family, plan.variant)
+    if reason := _beside_prompts(plan):
+        raise ValueError(
+            f"samples.prompts: {plan.family.title} is given {reason} beside a prompt, which sample pictures "
+            "have not; remove them"
+        )
+    _drawing(plan)
     size = size_of_pictures(plan.job, plan.family, plan.variant, _longest(plan))
     if not features.check("webp") and (size[2] if size else _longest(plan)) > 1:
         raise ValueError(
             "samples.prompts: this Pillow cannot write clips (WebP); install one that can, or set frames = 1"
         )
     return samples_vae(plan)
+
+
+def _beside_prompts(plan: JobPlan) -> str:
+    """What one of ComfyUI's own models needs that no prompt says; "" for nothing."""
+    if plan.family.host is None:
+        return ""
+    needs = () if plan.family.comfy is None else plan.family.comfy.needs
+    return " and ".join(needs) or plan.job.data.condition
+
+
+def _drawing(plan: JobPlan) -> Drawing:
+    """A guidance input of one of ComfyUI's own models gets what the job trains with, where nothing else is said."""
+    settings, trained = plan.job.samples, plan.job.objective.guidance
+    if plan.family.host is not None and plan.variant.training_guidance is not None and settings.guidance is None:
+        settings = replace(settings, guidance=trained)
+    return make_drawing(settings, plan.family, plan.variant)
+
+
+def _decoder(plan: JobPlan) -> Decoder | HostDecoder:
+    path, limits = samples_vae(plan), _limits(plan)
+    if plan.family.host is not None:
+        return HostDecoder(plan.family.host, path, limits)
+    return Decoder(plan.family, plan.variant, path, getattr(torch, plan.job.cache.dtype), limits)
 
 
 def _longest(plan: JobPlan) -> int:
@@ -107,7 +143,7 @@ def make_sampler(
     size = size_of_pictures(job, family, variant, _longest(plan))
     return Sampler(
         settings=job.samples,
-        drawing=make_drawing(job.samples, family, variant),
+        drawing=_drawing(plan),
         family=family,
         variant=variant,
         dtype=getattr(torch, job.model.dtype),
@@ -118,7 +154,7 @@ def make_sampler(
         replica=lambda: runner.replica_for(0),
         compiled=assembled.all_compiled,
         devices=plan.placement.used_devices,
-        decoder=Decoder(family, variant, samples_vae(plan), getattr(torch, job.cache.dtype), _limits(plan)),
+        decoder=_decoder(plan),
         events=events,
         is_writer=ranks.is_first,
         in_lockstep=runner.in_lockstep,

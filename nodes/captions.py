@@ -171,7 +171,8 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         for each in filter(None, (data, held_out)):
             KEPT.remember(folder, map(each.store.path, each.keys()))
         view.show_text(_describe(len(data.samples), cache))
-        return io.NodeOutput(dataclasses.replace(dataset, cache=cache))
+        vae_file = host.path_of_vae(sockets["stock_vae"]) if "stock_vae" in sockets else ""
+        return io.NodeOutput(dataclasses.replace(dataset, cache=cache, vae_file=vae_file))
 
 
 def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any], condition: str = "") -> ComfyEncoders:

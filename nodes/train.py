@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import job as config
+from ..config.model import COMFYUI
 from ..config.training import LORA_ENDING
 from . import background, host
 from .captions import DEFAULT_FOLDER
@@ -220,6 +221,7 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
     """
     folder = host.folder_in_output(f"devicebridge/{plain_name(sockets['name'])}", "name")
     read = partial(read_section, entries=_INPUTS, given=sockets)
+    draws_by_host = bool(sockets.get("sample_prompts", "").strip()) and model.model.family == COMFYUI
     return model.job(
         dataset,
         evaluation=dataset.evaluation,
@@ -231,7 +233,7 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
         parallel=read(config.ParallelConfig),
         schedule=read(config.ScheduleConfig),
         output=read(config.OutputConfig, folder=str(folder)),
-        samples=read(config.SamplesConfig),
+        samples=read(config.SamplesConfig, vae=dataset.vae_file if draws_by_host else ""),
     )
 
 

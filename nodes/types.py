@@ -41,8 +41,12 @@ class TrainingModel:
 
 @dataclass(frozen=True)
 class TrainingDataset:
-    """Images to train and to evaluate on, and where their captions and latents are kept; cache None is the default."""
+    """Images to train and to evaluate on, and where their captions and latents are kept; cache None is the default.
+
+    vae_file: of the stock VAE that encoded them; "" where nobody knows.
+    """
 
     data: DataConfig
     evaluation: EvaluationConfig
     cache: CacheConfig | None = None
+    vae_file: str = ""

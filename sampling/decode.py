@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from ..encoding.vae import load_vae
-from ..families.spec import ModelFamily, Variant
+from ..families.spec import HostDecoding, HostModel, ModelFamily, Variant
 from ..parallel.devices import CPU, device_module, free_bytes, release_cached_memory
 from ..planning.meter import Kernels, MemoryMeter, as_on_card
 
@@ -90,6 +90,38 @@ class Decoder:
             held = decoding_bytes(self.family, vae, shape, is_tiled=is_tiled)
             self._needs[shape, is_tiled] = int(held * _LOSSES) + _WORKSPACE_BYTES
         return self._needs[shape, is_tiled]
+
+
+@dataclass(frozen=True)
+class HostDecoder:
+    """As Decoder, with a VAE that ComfyUI loads and runs; it takes tiles by itself where a picture is too much.
+
+    Args:
+        path: of the VAE, or of a checkpoint that holds one.
+    """
+
+    host: HostModel
+    path: Path
+    limits: Mapping[torch.device, int] = field(default_factory=dict)
+
+    def decode(self, drawn: Sequence[torch.Tensor]) -> Generator[torch.Tensor, None, None]:
+        """See Decoder.decode. Raises: Stopped where the host's user has pressed Cancel."""
+        vae = self.host.open_vae(self.path)
+        try:
+            place = self._find_place(vae, max((tuple(each.shape) for each in drawn), key=_num_cells))
+            for latents in drawn:
+                pixels = vae.decode(latents, place)
+                if not torch.isfinite(pixels).all():
+                    raise RuntimeError(f"the VAE {self.path} makes numbers of it that are not finite")
+                yield (pixels * 255).clamp(0, 255).to(torch.uint8)  # as ComfyUI's Save Image rounds
+        finally:
+            vae.close()
+            release_cached_memory()
+
+    def _find_place(self, vae: HostDecoding, shape: tuple[int, ...]) -> torch.device:
+        needed = int(vae.needed_bytes(shape) * _LOSSES) + _WORKSPACE_BYTES
+        rooms = {device: _room(device, limit) for device, limit in self.limits.items()}
+        return next((device for device, room in rooms.items() if room is not None and needed <= room), CPU)
 
 
 def _num_cells(shape: tuple[int, ...]) -> int:

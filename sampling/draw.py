@@ -1,8 +1,10 @@
 """From a prompt to latents, in Euler steps of the model that trains.
 
-diffusers' scheduler makes the steps, on noise levels that the makers of the model shift (families/). What is drawn is
-kept on the CPU in float32, so a split changes nothing of it. The noise has a generator of its own, and its numbers are
-those that diffusers' pipelines and ComfyUI draw from the same seed on the CPU.
+Where the steps are and what each does is told by EulerSteps (families/spec.py). Of our own families diffusers'
+scheduler makes them, on noise levels that the makers of the model shift (families/). Of ComfyUI's own classes its
+sampler's rules do (nodes/host/native/drawing.py). What is drawn is kept on the CPU in float32, so a split changes
+nothing of it. The noise has a generator of its own, and its numbers are those that diffusers' pipelines and ComfyUI
+draw from the same seed on the CPU.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from typing import Any
 import torch
 
 from ..config.samples import SamplesConfig
-from ..families.spec import LatentSpec, ModelFamily, Variant
+from ..families.spec import EulerSteps, LatentSpec, ModelFamily, SamplingSpec, Variant
 from ..system.stopping import Stopped
 
 Text = Mapping[str, torch.Tensor]
-# (latents [1, C, F, H, W], sigma [1], text and conditions of one sample), float32 on the CPU -> velocity, likewise
+# (latents [1, C, F, H, W], noise level [1], text and conditions of one sample), float32 on the CPU -> what the model
+# says, shaped as latents, likewise
 Predict = Callable[[torch.Tensor, torch.Tensor, Text], torch.Tensor]
 
 
@@ -29,14 +32,13 @@ class Drawing:
     Args:
         guidance: what the model's guidance input gets; None for a model without one.
         cfg_scale: of classifier-free guidance; 1 computes a step once.
-        shift: of the noise levels, by image tokens and steps.
+        begin: the steps of a picture, by its image tokens.
     """
 
-    steps: int
     seed: int
     guidance: float | None
     cfg_scale: float
-    shift: Callable[[int, int], float]
+    begin: Callable[[int], EulerSteps]
 
 
 def make_drawing(settings: SamplesConfig, family: ModelFamily, variant: Variant) -> Drawing:
@@ -50,23 +52,48 @@ def make_drawing(settings: SamplesConfig, family: ModelFamily, variant: Variant)
     guidance = usual.guidance if settings.guidance is None else settings.guidance
     has_input = variant.training_guidance is not None
     return Drawing(
-        steps=settings.steps or usual.steps,
         seed=settings.seed,
         guidance=guidance if has_input else None,
         cfg_scale=1.0 if has_input else guidance,
-        shift=usual.shift,
+        begin=_beginning(family, usual, settings.steps or usual.steps),
     )
 
 
-def _make_scheduler(drawing: Drawing, num_tokens: int) -> Any:
-    """A scheduler whose steps are the drawing's: evenly from 1 to 1 / steps, shifted, then 0."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
+def _beginning(family: ModelFamily, usual: SamplingSpec, steps: int) -> Callable[[int], EulerSteps]:
+    host = family.host
+    if host is not None:
+        return lambda num_tokens: host.euler_steps(steps)
+    return lambda num_tokens: ScheduledSteps(steps, usual.shift(num_tokens, steps))
 
-    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=drawing.shift(num_tokens, drawing.steps))
-    even = [1 - index / drawing.steps for index in range(drawing.steps)]
-    scheduler.set_timesteps(sigmas=even)
-    scheduler.set_begin_index(0)
-    return scheduler
+
+class ScheduledSteps:
+    """diffusers' scheduler for models of velocity; see EulerSteps. Levels evenly from 1 to 1 / steps, shifted, then 0.
+
+    Args:
+        shift: s of families/spec.py's ShiftRule.
+    """
+
+    def __init__(self, steps: int, shift: float) -> None:
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        self._scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=shift)
+        self._scheduler.set_timesteps(sigmas=[1 - index / steps for index in range(steps)])
+        self._scheduler.set_begin_index(0)
+        self.levels: torch.Tensor = self._scheduler.sigmas[:-1]
+
+    def start(self, noise: torch.Tensor) -> torch.Tensor:
+        return noise
+
+    def step(
+        self, index: int, latents: torch.Tensor, said: torch.Tensor, plain: torch.Tensor | None, scale: float
+    ) -> torch.Tensor:
+        velocity = said if plain is None else plain + scale * (said - plain)
+        time = self._scheduler.timesteps[index]
+        stepped: torch.Tensor = self._scheduler.step(velocity, time, latents, return_dict=False)[0]
+        return stepped
+
+    def end(self, latents: torch.Tensor) -> torch.Tensor:
+        return latents
 
 
 def draw_latents(
@@ -86,16 +113,15 @@ def draw_latents(
         text, empty: what the model reads of the prompt and of the empty one; the latter for classifier-free guidance.
     Raises: Stopped between two steps, when should_stop() is true.
     """
-    scheduler = _make_scheduler(drawing, num_tokens)
-    latents = torch.randn((1, *shape), generator=torch.Generator("cpu").manual_seed(drawing.seed))
-    for timestep, sigma in zip(scheduler.timesteps, scheduler.sigmas[:-1], strict=True):
+    steps = drawing.begin(num_tokens)
+    latents = steps.start(torch.randn((1, *shape), generator=torch.Generator("cpu").manual_seed(drawing.seed)))
+    for index, level in enumerate(steps.levels):
         if should_stop():
             raise Stopped("stopped while a sample picture was drawn")
-        velocity = predict(latents, sigma.view(1), text)
-        if drawing.cfg_scale > 1:
-            plain = predict(latents, sigma.view(1), empty)
-            velocity = plain + drawing.cfg_scale * (velocity - plain)
-        latents = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
+        said = predict(latents, level.view(1), text)
+        plain = predict(latents, level.view(1), empty) if drawing.cfg_scale > 1 else None
+        latents = steps.step(index, latents, said, plain, drawing.cfg_scale)
+    latents = steps.end(latents)
     first = text.get("first_latents")
     return latents if first is None else torch.cat([first.to(latents), latents[:, :, 1:]], dim=2)
 

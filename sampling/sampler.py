@@ -20,6 +20,7 @@ from torch import nn
 
 from ..config.samples import SamplesConfig
 from ..events import EventLog, first_line
+from ..families.comfy.inputs import negative_prompt
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import random_states, release_cached_memory, restore_random_states
 from ..patches.attention import sound_attention
@@ -28,7 +29,8 @@ from ..system.files import write_atomically
 from ..system.requests import Requests
 from ..system.stopping import Stopped, never
 from ..training.batches import CachedSamples
-from .decode import Decoder, as_file
+from ..training.objective import predict
+from .decode import Decoder, HostDecoder, as_file
 from .draw import Drawing, Text, draw_latents
 
 _log = logging.getLogger(__name__)
@@ -64,7 +66,7 @@ class Sampler:
     replica: Callable[[], tuple[nn.Module, torch.device]]
     compiled: Sequence[CompiledBlocks]
     devices: Sequence[torch.device]
-    decoder: Decoder
+    decoder: Decoder | HostDecoder
     events: EventLog
     is_writer: bool = True
     in_lockstep: bool = False
@@ -168,6 +170,8 @@ class Sampler:
         conditions, shape = self._conditions(index)
         tokens = int(torch.Size(shape[1:]).numel() * self.family.latent_of(self.variant).num_tokens_per_cell)
         text, empty = ({**self.data.text(each), **conditions} for each in (prompt, ""))
+        if self.family.host is not None:
+            empty |= negative_prompt()
         return draw_latents(self._predict, self.drawing, shape, tokens, text, empty, should_stop)
 
     def _conditions(self, index: int) -> tuple[Mapping[str, torch.Tensor], Any]:
@@ -181,12 +185,13 @@ class Sampler:
         """One forward of the model that trains. See Predict."""
         model, home = self.replica()
         given = {name: self._in_type(states).to(home) for name, states in text.items()}
-        inputs = self.family.make_inputs(latents.to(self.dtype).to(home), sigma.to(home), given, self.drawing.guidance)
-        output = model(**inputs, return_dict=False)[0]
-        return self.family.read_prediction(output, latents).float().cpu()
+        noisy = self._in_type(latents).to(home)
+        return predict(self.family, model, noisy, sigma.to(home), given, self.drawing.guidance).float().cpu()
 
     def _in_type(self, states: torch.Tensor) -> torch.Tensor:
-        return states.to(self.dtype) if states.is_floating_point() else states
+        """Inputs in the type that the model computes in; ComfyUI's own models round by themselves."""
+        is_ours = states.is_floating_point() and self.family.host is None
+        return states.to(self.dtype) if is_ours else states
 
 
 def _stem(step: int, index: int) -> str:

@@ -41,6 +41,13 @@ def option_path(name: str) -> tuple[str, ...]:
     return ()
 
 
+def negative_prompt() -> dict[str, torch.Tensor]:
+    """What says in a batch of one that its text is the negative one; of ComfyUI's own models SDXL's refiner asks."""
+    import torch
+
+    return {f"{WORDS}prompt_type": torch.tensor([list(b"negative")], dtype=torch.uint8)}
+
+
 def read_text(comfy: ComfyInputs, entry: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What make_inputs takes as text, of one sample; see ComfyInputs."""
     if comfy.reads_all:

@@ -148,6 +148,13 @@ def path_of_model(model: Any) -> Path:
     return source.path_of_model(model)
 
 
+def path_of_vae(vae: Any) -> str:
+    """The file of a stock VAE; "" where nobody knows."""
+    from .native import files
+
+    return files.path_of_vae(vae)
+
+
 def read_native(path: str, dtype: str, like: Any = None) -> CheckpointInfo:
     """A file as ComfyUI's own model.
 

@@ -47,4 +47,4 @@ def test_a_job_is_told_what_its_model_takes_and_that_it_draws_no_pictures(found:
     assert "it takes vace" in found["refused"]["other model"]
     for way in ("first-frame", "fun-control"):
         assert "image embedder, which reads CLIP vision" in found["refused"][f"{way} without CLIP vision"]
-    assert "ComfyUI's VaceWanModel draws pictures is not described" in found["refused"]["pictures"]
+    assert "ComfyUI's VaceWanModel is given vace_frames beside a prompt" in found["refused"]["pictures"]

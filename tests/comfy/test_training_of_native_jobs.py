@@ -131,9 +131,16 @@ def trained(server: Server, checkpoint: Path, images: Path) -> dict[str, torch.T
 def test_a_job_file_trains_the_lora_of_the_graph(
     comfyui: Path, server: Server, trained: dict[str, torch.Tensor], images: Path, tmp_path: Path
 ) -> None:
-    job = _job(images, tmp_path / "run")
+    """The job draws pictures as well, of which the LoRA knows nothing."""
+    samples = {"prompts": ["a red house 0", "a blue boat"], "every_steps": 0, "steps": 2}
+    stock = str(server.base / "models" / "diffusion_models" / MODEL)  # the worker has a VAE in the place of any file's
+    job = _job(images, tmp_path / "run", samples=samples, cache={"stock_vae": stock})
     done = _worker(comfyui, server.base, "train", job)
     assert done.returncode == 0, done.stderr[-3000:]
+    drawn = {path.name: Image.open(path) for path in (tmp_path / "run" / "samples").iterdir()}
+    assert sorted(drawn) == [f"{step:06d}_{index}.png" for step in (0, 2) for index in (0, 1)], done.stderr[-3000:]
+    assert all(each.size == (SIDE, SIDE) for each in drawn.values())
+    assert drawn["000002_0.png"].tobytes() != drawn["000002_1.png"].tobytes()
     (path,) = (tmp_path / "run").glob("*.safetensors")
     found = load_file(path)
     assert found.keys() == trained.keys() and any(key.startswith("diffusion_model.double_blocks.0") for key in found)
@@ -144,7 +151,7 @@ def test_a_job_file_trains_the_lora_of_the_graph(
     again = _worker(comfyui, server.base, "train", job, "--resume")
     assert again.returncode == 0 and "complete: 2 of 2 steps are done" in again.stdout, again.stderr[-3000:]
     verified = _worker(comfyui, server.base, "cache", job, "--verify")
-    assert verified.returncode == 0 and "3 entries whole, 0 missing" in verified.stdout, verified.stderr[-3000:]
+    assert verified.returncode == 0 and "4 entries whole, 0 missing" in verified.stdout, verified.stderr[-3000:]
 
 
 @pytest.mark.long

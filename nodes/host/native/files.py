@@ -38,8 +38,12 @@ def with_files(job: JobConfig) -> JobConfig:
             clip = (_own("cache.stock_clip and stock_clip_type", "text encoders", model.path, "clip" in parts),)
         if not cache.has_stock_latents:
             vae = _own("cache.stock_vae", "VAE", model.path, "vae" in parts)
+    samples = job.samples
+    if model.family == COMFYUI and samples.vae:
+        samples = replace(samples, vae=str(find_file("samples.vae", samples.vae, ("vae", "checkpoints"))))
     vision = str(find_file("cache.stock_vision", cache.stock_vision, ("clip_vision",))) if cache.stock_vision else ""
-    return replace(job, model=model, cache=replace(cache, stock_clip=clip, stock_vae=vae, stock_vision=vision))
+    cache = replace(cache, stock_clip=clip, stock_vae=vae, stock_vision=vision)
+    return replace(job, model=model, cache=cache, samples=samples)
 
 
 def find_file(key: str, name: str, kinds: Sequence[str]) -> Path:
@@ -124,6 +128,25 @@ def _load_vae(path: str, model_path: str) -> Any:
         return _there(found[2], "VAE", path)
     weights, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
     return comfy.sd.VAE(sd=weights, metadata=metadata)
+
+
+def load_vae(path: str) -> Any:
+    """A VAE of its own file, or of a checkpoint that holds one. Raises: ValueError for a file without."""
+    is_part = "vae" in set(_parts_of(Path(path)))
+    vae = _load_vae(path, path if is_part else "")
+    vae.throw_exception_if_invalid()
+    return vae
+
+
+def path_of_vae(vae: Any) -> str:
+    """The file that a stock VAE was loaded from; "" where nobody knows."""
+    init = getattr(getattr(vae, "patcher", None), "cached_patcher_init", None)
+    if init is None:
+        return ""
+    import comfy.sd
+
+    loaders = [getattr(comfy.sd, name, None) for name in ("load_vae_patcher", "load_checkpoint_vae_patcher")]
+    return str(init[1][0]) if init[0] in loaders else ""
 
 
 def _load_vision(path: str) -> Any:

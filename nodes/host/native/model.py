@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ....parallel.block_lists import hooked_modules, placed_blocks
 from ....parallel.offload.block_call import Checkpoint, checkpoint_calls
 from ....parallel.offload.in_place import InPlaceGuard
 from ....patches.lora import is_lora_name
+from .drawing import ComfyDecoding, ComfySteps, scheduler_of
 from .lora import read_lora
 
 _BASE = "_devicebridge_base"  # of a diffusion model: its BaseModel
@@ -37,7 +39,9 @@ class ComfyModel:
     ) -> None:
         self._config, self._names, self._prefix, self._row = config, dict(names), prefix, row
         self._has_sequence = has_sequence
-        self.sampling = self._make_base(torch.device("meta")).model_sampling
+        base = self._make_base(torch.device("meta"))
+        self.sampling, self._form = base.model_sampling, base.latent_format
+        self._scheduler = scheduler_of(kind_of(base))
 
     def _make_base(self, device: torch.device) -> Any:
         from accelerate import init_empty_weights
@@ -100,6 +104,14 @@ class ComfyModel:
         options = {"cond_or_uncond": [0], "sigmas": sigmas, "optimized_attention_override": _plain_attention}
         output = base.apply_model(x, sigmas, transformer_options=options, **inputs)
         return output if self._has_sequence else output.unsqueeze(2)
+
+    def euler_steps(self, steps: int) -> ComfySteps:
+        """See HostModel.euler_steps."""
+        return ComfySteps(self.sampling, self._scheduler, steps)
+
+    def open_vae(self, path: Path) -> ComfyDecoding:
+        """See HostModel.open_vae."""
+        return ComfyDecoding(path, self._form, has_sequence=self._has_sequence)
 
     def read_lora(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See HostModel.read_lora."""
@@ -231,6 +243,11 @@ def _trained_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     Trained.__name__, Trained.__qualname__, Trained.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     return Trained
+
+
+def kind_of(base: Any) -> str:
+    """What it predicts, as ComfyUI spells it: "FLOW", "EPS"."""
+    return str(base.model_type).rpartition(".")[2]
 
 
 def own_config(config: Any) -> Any:

@@ -23,14 +23,17 @@ from ....families.spec import (
     ComfyInputs,
     LatentSpec,
     ModelFamily,
+    SamplingSpec,
     ShiftRule,
     TimestepSpec,
     Variant,
 )
 from ....parallel.block_lists import block_fqns, tail_modules
-from .model import ComfyModel, own_config
+from .drawing import usual_cfg
+from .model import ComfyModel, kind_of, own_config
 
 _DTYPES = {**TORCH_TYPES}
+_PICTURE_STEPS = 20
 _CLIPS = (1, 17, 33)  # frames; all classes take these
 _MOST_READ = 2**14  # numbers of a tensor that is read to tell the model by, such as a norm's weights
 # What a whole checkpoint says of its model beside the weights: how it predicts, and from how much noise.
@@ -168,7 +171,7 @@ def _why_not(base: Any, row: NativeModel | None) -> str:
         return row.refusal
     if row.per_device or row.remembers or row.is_watched:
         return "its blocks share what they compute, or add to others, and nobody has compared its gradients"
-    if (kind := _kind_of(base)).startswith("IMG_TO_IMG") or kind.endswith("_AV"):
+    if (kind := kind_of(base)).startswith("IMG_TO_IMG") or kind.endswith("_AV"):
         return f"a model of type {kind} needs more than a caption and one latent"
     if base.latent_format.latent_dimensions not in (2, 3):
         return "its latents are neither pictures nor videos"
@@ -178,14 +181,9 @@ def _why_not(base: Any, row: NativeModel | None) -> str:
 def _refuse_other_model(path: Path, base: Any, like: Any) -> None:
     if like is None:
         return
-    found = [(type(each), type(each.diffusion_model).__name__, _kind_of(each)) for each in (base, like.model)]
+    found = [(type(each), type(each.diffusion_model).__name__, kind_of(each)) for each in (base, like.model)]
     if found[0] != found[1]:
         raise ValueError(f"{path} is read as {found[0]}, but the MODEL is {found[1]}; load it again")
-
-
-def _kind_of(base: Any) -> str:
-    """What it predicts, as ComfyUI spells it: "FLOW", "EPS"."""
-    return str(base.model_type).rpartition(".")[2]
 
 
 def _has_sequence(base: Any) -> bool:
@@ -260,10 +258,18 @@ def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFami
         ),
         native=row,
         host=host,
-        prediction_target=_kind_of(base),
+        prediction_target=kind_of(base),
         tensor=row.tensor,
+        sampling=_sampling(base, variant),
     )
     return family, variant
+
+
+def _sampling(base: Any, variant: Variant) -> SamplingSpec:
+    """A guidance input gets what it gets in training. Shift: see SamplingSpec."""
+    guidance = variant.training_guidance
+    usual = usual_cfg(kind_of(base)) if guidance is None else guidance
+    return SamplingSpec(_PICTURE_STEPS, usual, lambda num_tokens, steps: 1.0)
 
 
 # What a model is given beside the noise, as its CONDITIONING calls it, where concat_cond does not tell. HunyuanVideo

@@ -1,0 +1,124 @@
+"""Pictures of one of ComfyUI's own models while it trains: its sampler's noise levels and Euler steps, and its VAE.
+
+A picture is what a KSampler with the sampler "euler" draws of the same seed, steps and cfg.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....checkpoints.header import read_header
+from ....system.stopping import Stopped
+from ..compiler import outside
+from . import files
+
+FLOWS = ("FLOW", "FLUX", "FLOW_COSMOS")  # kinds of prediction, as ComfyUI spells them
+
+
+def scheduler_of(kind: str) -> str:
+    """The scheduler for a kind of prediction: the one that ComfyUI's templates take for flow models, else its first."""
+    return "simple" if kind in FLOWS else "normal"
+
+
+def usual_cfg(kind: str) -> float:
+    """Of classifier-free guidance, for models that are not distilled."""
+    return 4.0 if kind in FLOWS else 7.0
+
+
+class ComfySteps:
+    """Euler steps between the noise levels of a model's own sampling; see EulerSteps of families/spec.py.
+
+    Args:
+        sampling: ComfyUI's model_sampling, on the CPU.
+        scheduler: name of what chooses the levels.
+    """
+
+    def __init__(self, sampling: Any, scheduler: str, steps: int) -> None:
+        import comfy.samplers
+
+        self._sampling = sampling
+        self._levels = comfy.samplers.calculate_sigmas(sampling, scheduler, steps)
+        self.levels: torch.Tensor = self._levels[:-1]
+
+    def start(self, noise: torch.Tensor) -> torch.Tensor:
+        first, most = float(self._levels[0]), float(self._sampling.sigma_max)
+        is_all = first > most or math.isclose(first, most, rel_tol=1e-5)
+        made: torch.Tensor = self._sampling.noise_scaling(self._levels[0], noise, torch.zeros_like(noise), is_all)
+        return made
+
+    def step(
+        self, index: int, latents: torch.Tensor, said: torch.Tensor, plain: torch.Tensor | None, scale: float
+    ) -> torch.Tensor:
+        level = self._levels[index]
+        denoised = self._sampling.calculate_denoised(level, said, latents)
+        if plain is not None:
+            other = self._sampling.calculate_denoised(level, plain, latents)
+            denoised = other + (denoised - other) * scale
+        stepped: torch.Tensor = latents + (latents - denoised) / level * (self._levels[index + 1] - level)
+        return stepped
+
+    def end(self, latents: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self._sampling.inverse_noise_scaling(self._levels[-1], latents)
+        return made
+
+
+class ComfyDecoding:
+    """A stock VAE; see HostDecoding of families/spec.py.
+
+    Args:
+        form: ComfyUI's latent format of the model that draws. has_sequence: whether a LATENT of it has frames.
+    """
+
+    def __init__(self, path: Path, form: Any, *, has_sequence: bool) -> None:
+        self._path, self._form, self._has_sequence = path, form, has_sequence
+        vae: Any = files.load_vae(str(path))
+        self._vae = vae
+
+    def needed_bytes(self, shape: tuple[int, ...]) -> int:
+        has_frames = self._has_sequence and self._vae.latent_dim != 2
+        sides = shape if has_frames else (*shape[:2], *shape[3:])
+        return int(self._vae.memory_used_decode(sides, self._vae.vae_dtype)) + int(self._vae.model_size())
+
+    def decode(self, latents: torch.Tensor, device: torch.device) -> torch.Tensor:
+        vae = self._on(device)
+        samples = self._form.process_out(latents if self._has_sequence else latents[:, :, 0])
+        with torch.inference_mode(), outside(about="this VAE"), _cancel_stops():
+            pixels: torch.Tensor = vae.decode(samples)
+            return pixels.reshape(-1, *pixels.shape[-3:])[..., :3].float().cpu()
+
+    def _on(self, device: torch.device) -> Any:
+        """The VAE, made anew where ComfyUI would run it on another device: its type goes by that."""
+        import comfy.sd
+
+        if self._vae.device != device:
+            metadata = dict(read_header(self._path).metadata)
+            self._vae = comfy.sd.VAE(sd=self._vae.get_sd(), device=device, metadata=metadata or None)
+        return self._vae
+
+    def close(self) -> None:
+        from comfy.model_management import soft_empty_cache, unload_all_models
+
+        del self._vae
+        unload_all_models()
+        soft_empty_cache()
+
+
+@contextmanager
+def _cancel_stops() -> Iterator[None]:
+    """Cancel ends ComfyUI's own layers with an error, and then counts as heard; here the training is to hear it.
+
+    Raises: Stopped.
+    """
+    from comfy.model_management import InterruptProcessingException, interrupt_current_processing
+
+    try:
+        yield
+    except InterruptProcessingException as error:
+        interrupt_current_processing(True)
+        raise Stopped("stopped while a sample picture was decoded") from error

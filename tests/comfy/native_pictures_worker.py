@@ -1,0 +1,224 @@
+"""One process with ComfyUI's Python: draws pictures with tiny models of its own classes while they train; run by
+test_native_pictures.py.
+
+Takes ComfyUI's folder, a folder for files, and names of trained_families.TRAINED; "+ways" after a name also draws with
+every strategy. Prints a line of JSON per name. The reference is a KSampler's own code with the stock MODEL, CLIP and
+VAE.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+CHECKOUT, FOLDER, *NAMES = sys.argv[1:]
+sys.path[0] = CHECKOUT
+sys.argv = sys.argv[:1]
+
+import comfy.cli_args  # noqa: E402
+
+comfy.cli_args.args.cpu = True
+runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
+
+import comfy.sample  # noqa: E402
+import comfy.sd  # noqa: E402
+import node_helpers  # noqa: E402
+import torch  # noqa: E402
+from devicebridge.config.job import make_job  # noqa: E402
+from devicebridge.jobs.comfy_entries import ComfyEncoders  # noqa: E402
+from devicebridge.jobs.encode_job import fill_job  # noqa: E402
+from devicebridge.jobs.job import check_job, run_job  # noqa: E402
+from devicebridge.nodes.host.native import files  # noqa: E402
+from devicebridge.nodes.host.native.context import native_training  # noqa: E402
+from devicebridge.nodes.host.native.source import read_native  # noqa: E402
+from devicebridge.sampling.decode import HostDecoder  # noqa: E402
+from devicebridge.system.stopping import never  # noqa: E402
+from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
+from devicebridge.tests.comfy.native_steps import _cards  # noqa: E402
+from devicebridge.tests.comfy.stock_encoders import make_vae, make_video_vae  # noqa: E402
+from devicebridge.tests.comfy.tiny_checkpoints import small_sizes  # noqa: E402
+from devicebridge.tests.comfy.trained_families import DIVIDED, TRAINED, save_trained  # noqa: E402
+from PIL import Image  # noqa: E402
+
+from nodes import VAEDecode  # noqa: E402
+
+PROMPTS, SEED, TRAIN_STEPS = ("a cat", "a dog, asleep"), 5, 2
+CLIP, VAE = f"comfyui 0 CLIP {'a' * 64}", f"comfyui 0 VAE {'b' * 64}"
+CARDS, TWO = {"devices": ["lazy:0", "lazy:1"]}, {"gradient_accumulation_steps": 2}
+WAYS: dict[str, dict[str, Any]] = {
+    "split": {"split": CARDS},
+    "pipeline": {"split": CARDS, "train": TWO, "parallel": {"strategy": "pipeline"}},
+    "data": {"split": CARDS, "train": TWO, "parallel": {"strategy": "data"}},
+    "tensor": {"split": CARDS, "parallel": {"strategy": "tensor"}, "lora": {"rank": 2, "alpha": 2.0}},
+}
+# Name -> a KSampler's cfg, guidance of FluxGuidance, scheduler and steps; what a job says of them.
+ASKED: dict[str, tuple[float, float | None, str, int, dict[str, Any]]] = {
+    "FLUX.2": (1.0, 1.0, "simple", 3, {"steps": 3}),
+    "FLUX.1": (1.0, 3.5, "simple", 3, {"steps": 3, "guidance": 3.5}),
+    "Wan 2.1 T2V, 2.2 T2V 14B": (4.0, None, "simple", 3, {"steps": 3, "frames": 5}),
+    "SD 1.5": (7.0, None, "normal", 20, {}),
+    "SDXL": (7.0, None, "normal", 20, {}),
+    "SDXL v-prediction": (2.5, None, "normal", 4, {"steps": 4, "guidance": 2.5}),
+    "Cosmos-Predict2": (4.0, None, "simple", 3, {"steps": 3}),
+    "HunyuanVideo": (1.0, 6.0, "simple", 3, {"steps": 3, "guidance": 6.0, "frames": 5}),
+}
+
+
+class Bench:
+    """A tiny model, two pictures to train on, and encoders that tell captions apart."""
+
+    def __init__(self, name: str, family: Any, folder: Path) -> None:
+        self.name, self.family, self.folder = name, family, folder
+        (folder / "images").mkdir(parents=True)
+        with small_sizes(family):
+            self.path = save_trained(name, folder / "model.safetensors", family)
+            self.info = read_native(self.path, "float32")
+        self.side = self.info.family.latent.spatial_stride * family.latent[-1]
+        for index in range(2):
+            Image.new("RGB", (self.side, self.side), (90 * index, 10, 200)).save(folder / "images" / f"{index}.png")
+            (folder / "images" / f"{index}.txt").write_text(f"caption {index}", encoding="utf-8")
+
+    def text(self, caption: str) -> Any:
+        return self.family.condition(sum(caption.encode()) % 1000)
+
+    def encoders(self) -> ComfyEncoders:
+        def encode(pixels: torch.Tensor) -> torch.Tensor:
+            channels, *frames, height, width = self.family.latent
+            shape = (1, channels, *[1] * len(frames), height, width)
+            return torch.randn(shape, generator=torch.Generator().manual_seed(int(pixels.sum())))
+
+        clip = SimpleNamespace(fingerprint=CLIP, encode=self.text, release=lambda: None)
+        vae = SimpleNamespace(fingerprint=VAE, encode=encode, release=lambda: None, takes_clips=True)
+        return ComfyEncoders(clip, vae)  # type: ignore[arg-type]
+
+    def vae(self) -> Any:
+        channels = self.family.latent[0]
+        if len(self.family.latent) == 4:
+            return make_video_vae()
+        return make_vae("flux2_native") if channels == 128 else make_vae("flux1", channels=channels)
+
+    def job(self, name: str, sections: Mapping[str, Any]) -> Any:
+        asked = {"prompts": list(PROMPTS), "every_steps": 0, "seed": SEED, **ASKED[self.name][4]}
+        sections = {"samples": {**asked, "vae": str(self.path)}, **sections}
+        return make_job(
+            {
+                "lora": {"rank": 2, "alpha": 2.0, "dropout": 0.3},
+                "optimizer": {"learning_rate": 0.02},
+                "split": {"devices": ["cpu"]},
+                "cache": {"folder": str(self.folder / "cache"), "text_source": CLIP, "latent_source": VAE},
+                **sections,
+                "model": {"path": str(self.path), "family": "comfyui", "dtype": "float32"},
+                "data": {"resolutions": [self.side], "folders": [{"path": str(self.folder / "images")}]},
+                "train": {"steps": TRAIN_STEPS, "seed": 3, **sections.get("train", {})},
+                "output": {"folder": str(self.folder / name), "tensorboard": False, "lora_dtype": "float32"},
+            }
+        )
+
+    def run(self, name: str, sections: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+        """The result of a job; of each time when it drew latents and pixels of every prompt."""
+        job, drawn = self.job(name, sections), []
+        plain = HostDecoder.decode
+
+        def remember(decoder: HostDecoder, latents: Any) -> Iterator[torch.Tensor]:
+            pixels = list(plain(decoder, latents))
+            drawn.append((list(latents), pixels))
+            yield from pixels
+
+        with small_sizes(self.family), native_training(), endless_memory(), _cards(job), ExitStack() as stack:
+            stack.enter_context(mock.patch.object(HostDecoder, "decode", remember))
+            stack.enter_context(mock.patch.object(files, "_load_vae", lambda path, model_path: self.vae()))
+            fill_job(check_job(job, info=self.info, is_to_train=False), lambda event: None, never, self.encoders())
+            return run_job(job, info=self.info), drawn
+
+    @torch.inference_mode()
+    def stock(self, lora: Mapping[str, torch.Tensor] | None, prompt: str, shape: torch.Size) -> torch.Tensor:
+        """Samples of a LATENT, as KSampler leaves them."""
+        cfg, guidance, scheduler, steps, _ = ASKED[self.name]
+        with small_sizes(self.family):
+            model = comfy.sd.load_diffusion_model(str(self.path))
+        if lora is not None:
+            model, _ = comfy.sd.load_lora_for_models(model, None, dict(lora), 1.0, 0)
+        positive, negative = self.text(prompt), self.text("")
+        if guidance is not None:
+            positive = node_helpers.conditioning_set_values(positive, {"guidance": guidance})
+        empty = torch.zeros(shape if len(self.family.latent) == 4 else (*shape[:2], *shape[3:]))
+        noise = comfy.sample.prepare_noise(empty, SEED)
+        return comfy.sample.sample(
+            model, noise, steps, cfg, "euler", scheduler, positive, negative, empty, disable_pbar=True, seed=SEED
+        )
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@torch.inference_mode()
+def _shown(vae: Any, samples: torch.Tensor) -> torch.Tensor:
+    """As VAE Decode and Save Image make it."""
+    (images,) = VAEDecode().decode(vae, {"samples": samples})
+    return (images * 255).clamp(0, 255).to(torch.uint8)
+
+
+def examine(name: str) -> dict[str, Any]:
+    bench = Bench(name, TRAINED[name], Path(FOLDER) / name.replace("/", "-"))
+    result, drawn = bench.run("run", {})
+    silent, _ = bench.run("silent", {"samples": {}})
+    (before, _), (after, pixels) = drawn
+    found: dict[str, Any] = {"name": name, "frames": after[0].shape[2]}
+    found["files"] = sorted(path.name for path in (bench.folder / "run" / "samples").iterdir())
+    found["same file"] = result.lora_path.read_bytes() == silent.lora_path.read_bytes()
+    found["moved"], found["differs"] = _distance(after[0], before[0]), _distance(after[0], after[1])
+    form = bench.info.family.host._form  # type: ignore[union-attr]
+    vae, errors, levels = bench.vae(), [], []
+    for latents, lora in ((before, None), (after, result.lora)):
+        for prompt, ours in zip(PROMPTS, latents, strict=True):
+            theirs = bench.stock(lora, prompt, ours.shape)
+            errors.append(_distance(form.process_out(ours.view(theirs.shape)), theirs))
+            if lora is not None:
+                shown = _shown(vae, theirs)
+                own = pixels[PROMPTS.index(prompt)]
+                assert own.shape == shown.shape, (own.shape, shown.shape)
+                levels.append(int((own.int() - shown.int()).abs().max()))
+                found["spread"] = int(shown.max()) - int(shown.min())
+    return {**found, "errors": errors, "levels": levels}
+
+
+def ways(name: str) -> dict[str, float]:
+    """How far the pictures before the first step are from those of one device."""
+    bench = Bench(name, DIVIDED.get(name, TRAINED[name]), Path(FOLDER) / f"{name.replace('/', '-')} ways")
+    _, ((alone, _), *_) = bench.run("alone", {})
+    found = {}
+    for way, sections in WAYS.items():
+        _, ((latents, _), (later, _)) = bench.run(way, sections)
+        assert not torch.equal(latents[0], later[0]), way
+        found[way] = max(map(_distance, latents, alone))
+    return found
+
+
+def refused(name: str) -> str:
+    bench = Bench(name, TRAINED[name], Path(FOLDER) / "refused")
+    job = bench.job("run", {"samples": {"prompts": ["a cat"]}})
+    with native_training(), endless_memory(), small_sizes(bench.family):
+        try:
+            check_job(job, info=bench.info)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for each in NAMES:
+        told = examine(each.removesuffix("+ways"))
+        if each.endswith("+ways"):
+            told["ways"] = ways(each.removesuffix("+ways"))
+        if each == NAMES[0]:
+            told["refused"] = refused(each)
+        print(json.dumps(told), flush=True)

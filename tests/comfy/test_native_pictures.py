@@ -1,0 +1,60 @@
+"""Pictures that models of ComfyUI's own classes draw while they train, beside those of a stock KSampler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from devicebridge.tests.comfy.server import ENVIRONMENT
+from devicebridge.tests.comfy_host import comfy_python
+
+# test_training_of_native_jobs.py has a job whose pictures are written, tests/unit/nodes/test_native_drawing.py the steps
+pytestmark = [pytest.mark.comfy, pytest.mark.long]
+WORKER = Path(__file__).with_name("native_pictures_worker.py")
+WITH_WAYS = "FLUX.2"
+EACH = ("SDXL", "Wan 2.1 T2V, 2.2 T2V 14B", "FLUX.1", WITH_WAYS, "SD 1.5", "SDXL v-prediction", "Cosmos-Predict2")
+EACH += ("HunyuanVideo",)
+VIDEO = ("Wan", "HunyuanVideo")
+
+
+@pytest.fixture(scope="module")
+def found(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    names = [f"{name}+ways" if name == WITH_WAYS else name for name in EACH]
+    command = [str(comfy_python(comfyui)), str(WORKER), str(comfyui), str(tmp_path_factory.mktemp("drawn")), *names]
+    environment = {**os.environ, **ENVIRONMENT}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
+    return {line["name"]: line for line in lines}
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_latents_are_those_of_a_ksampler_with_the_same_lora(name: str, found: dict[str, Any]) -> None:
+    """Before the first step without a LoRA, after the last with the one that was written; two prompts each."""
+    assert len(found[name]["errors"]) == 4 and max(found[name]["errors"]) < 1e-4, found[name]
+    assert found[name]["moved"] > 1e-3 and found[name]["differs"] > 1e-3, found[name]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_pictures_are_those_of_vae_decode(name: str, found: dict[str, Any]) -> None:
+    assert max(found[name]["levels"]) <= 1 and found[name]["spread"] > 20, found[name]
+    ending = "webp" if name.startswith(VIDEO) else "png"
+    assert found[name]["files"] == [f"{step:06d}_{index}.{ending}" for step in (0, 2) for index in (0, 1)]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_the_lora_file_is_the_same_with_and_without_pictures(name: str, found: dict[str, Any]) -> None:
+    assert found[name]["same file"]
+
+
+def test_a_job_without_a_vae_is_told_so(found: dict[str, Any]) -> None:
+    assert "name it with cache.stock_vae or samples.vae" in found[EACH[0]]["refused"]
+
+
+@pytest.mark.parametrize("way", ["split", "pipeline", "data", "tensor"])
+def test_every_strategy_draws_the_pictures_of_one_device(way: str, found: dict[str, Any]) -> None:
+    assert found[WITH_WAYS]["ways"][way] < 1e-4
