@@ -12,7 +12,7 @@ import pytest
 from devicebridge.tests.comfy.server import ENVIRONMENT
 from devicebridge.tests.comfy_host import comfy_python
 
-# In short: a job of test_training_of_native_jobs.py writes pictures, tests/unit/nodes/test_native_drawing.py has the steps.
+# In short: test_training_of_native_jobs.py has a job with pictures, tests/unit/nodes/test_native_drawing.py the steps.
 pytestmark = [pytest.mark.comfy, pytest.mark.long]
 WORKER = Path(__file__).with_name("native_pictures_worker.py")
 WITH_WAYS = "FLUX.2"
