@@ -331,16 +331,16 @@ ROWS: tuple[Row, ...] = (
     *_read("split", "comfy_api.torch_helpers.torch_compile", {"is": "COMPILE_KEY(torch.compile)"}),
     *_read("split", _PATCHER, {"has": "fast_disk"}, is_optional=True),
     # ---- nodes/host/native: its own models, trained
-    *_read("native", "comfy.model_management", {"has": "in_training"}),
+    *_read("native", "comfy.model_management", {"has": "in_training; InterruptProcessingException"}),
+    *_read("native", "comfy.model_management", {"call": "unload_all_models(); soft_empty_cache()"}),
+    *_read("native", "comfy.model_management", {"call": "interrupt_current_processing(value)"}),
     *_read("native", "comfy_kitchen.backends.eager", {"has": "adaln; rope"}),
     *_read(
         "native",
         "comfy.samplers",
-        {
-            "call": "encode_model_conds(model_function, conds, noise, device, prompt_type, ...); cond_cat(c_list); "
-            "calculate_sigmas(model_sampling, scheduler_name, steps)"
-        },
+        {"call": "encode_model_conds(model_function, conds, noise, device, prompt_type, ...); cond_cat(c_list)"},
     ),
+    *_read("native", "comfy.samplers", {"call": "calculate_sigmas(model_sampling, scheduler_name, steps)"}),
     *_read("native", "comfy.conds.CONDRegular", {"call": "process_cond(batch_size=, area=)"}),
     *_read(
         "native",
@@ -400,23 +400,9 @@ ROWS: tuple[Row, ...] = (
         },
     ),
     *_read("native", "comfy.sd", {"has": "load_vae_patcher; load_checkpoint_vae_patcher"}, is_optional=True),
-    *_read(
-        "native",
-        "comfy.sd.VAE",
-        {
-            "has": "patcher; device; vae_dtype; latent_dim; memory_used_decode",
-            "call": "decode(samples_in); memory_used_decode(shape, dtype); model_size(); get_sd(); "
-            "throw_exception_if_invalid()",
-        },
-    ),
-    *_read(
-        "native",
-        "comfy.model_management",
-        {
-            "has": "InterruptProcessingException",
-            "call": "interrupt_current_processing(value); unload_all_models(); soft_empty_cache()",
-        },
-    ),
+    *_read("native", "comfy.sd.VAE", {"has": "patcher; device; vae_dtype; latent_dim; memory_used_decode"}),
+    *_read("native", "comfy.sd.VAE", {"call": "throw_exception_if_invalid(); memory_used_decode(shape, dtype)"}),
+    *_read("native", "comfy.sd.VAE", {"call": "decode(samples_in); model_size(); get_sd()"}),
     *_read("native", "comfy.utils", {"call": "load_torch_file(ckpt, return_metadata=)"}),
     *_read("native", "comfy.cli_args", {"has": "args"}),
     *_read("native", "comfy.cli_args", {"says": "(--cpu, --base-directory)"}, is_written=True),

@@ -76,10 +76,11 @@ class ScheduledSteps:
     def __init__(self, steps: int, shift: float) -> None:
         from diffusers import FlowMatchEulerDiscreteScheduler
 
-        self._scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=shift)
-        self._scheduler.set_timesteps(sigmas=[1 - index / steps for index in range(steps)])
-        self._scheduler.set_begin_index(0)
-        self.levels: torch.Tensor = self._scheduler.sigmas[:-1]
+        scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=shift)
+        scheduler.set_timesteps(sigmas=[1 - index / steps for index in range(steps)])
+        scheduler.set_begin_index(0)
+        self._scheduler = scheduler
+        self.levels: torch.Tensor = scheduler.sigmas[:-1]
 
     def start(self, noise: torch.Tensor) -> torch.Tensor:
         return noise

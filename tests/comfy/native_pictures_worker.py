@@ -220,5 +220,5 @@ if __name__ == "__main__":
         if each.endswith("+ways"):
             told["ways"] = ways(each.removesuffix("+ways"))
         if each == NAMES[0]:
-            told["refused"] = refused(each)
+            told["refused"] = refused(each.removesuffix("+ways"))
         print(json.dumps(told), flush=True)

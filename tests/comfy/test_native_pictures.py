@@ -12,7 +12,7 @@ import pytest
 from devicebridge.tests.comfy.server import ENVIRONMENT
 from devicebridge.tests.comfy_host import comfy_python
 
-# test_training_of_native_jobs.py has a job whose pictures are written, tests/unit/nodes/test_native_drawing.py the steps
+# In short: test_training_of_native_jobs.py has a job with pictures, tests/unit/nodes/test_native_drawing.py the steps.
 pytestmark = [pytest.mark.comfy, pytest.mark.long]
 WORKER = Path(__file__).with_name("native_pictures_worker.py")
 WITH_WAYS = "FLUX.2"
