@@ -22,6 +22,7 @@ from .store import Busy, NotThere
 
 FREE_ROUTES = {"datasets", "dataset", "picture", "caption"}  # which know nothing of runs, and may take a while
 _SIDE = 192  # pixels of a small picture
+_NONE_OWN = ("", "auto")  # sizes of a folder that takes those of the dataset
 _FLAGS = {"true": True, "false": False}
 # What the dataset's node says of a folder, as it is where the node is not there.
 _SETTINGS = {
@@ -148,6 +149,6 @@ def _config(folder: Path, values: Mapping[str, Any]) -> DataConfig:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """As the node reads them: between commas or on lines of their own; () for auto. Raises: ValueError."""
-    parts = [] if text.strip().lower() == "auto" else text.replace("\n", ",").split(",")
-    return tuple(int(each) for each in parts if each.strip())
+    """As the node reads them: between commas or on lines of their own; () where none are meant. Raises: ValueError."""
+    parts = "" if text.strip().lower() in _NONE_OWN else text.replace("\n", ",")
+    return tuple(int(each) for each in parts.split(",") if each.strip())
