@@ -1,7 +1,6 @@
 """The parts of ComfyUI that this pack touches, one row each, as ComfyUI 0.33.0 has them.
 
-scripts/host_surface.py compares the rows with the pack's own code and writes them into the page of upstream facts. A
-touch without a row turns a test red. check.py asks a host for every row.
+scripts/host_surface.py compares them with the pack's own code and tells the page of upstream facts; check.py asks a host.
 """
 
 from __future__ import annotations
