@@ -1,6 +1,6 @@
 """The parts of ComfyUI that this pack touches, one row each, as ComfyUI 0.33.0 has them.
 
-scripts/host_surface.py compares them with the pack's own code and tells the page of upstream facts; check.py asks a host.
+scripts/host_surface.py compares them with the pack's own code and makes a page of them; check.py asks a host.
 """
 
 from __future__ import annotations
