@@ -36,7 +36,7 @@ def found(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def test_latents_are_those_of_a_ksampler_with_the_same_lora(name: str, found: dict[str, Any]) -> None:
     """Before the first step without a LoRA, after the last with the one that was written; two prompts each."""
     assert len(found[name]["errors"]) == 4 and max(found[name]["errors"]) < 1e-4, found[name]
-    assert found[name]["moved"] > 1e-3 and found[name]["differs"] > 1e-3, found[name]
+    assert found[name]["moved"] > 1e-3 and found[name]["differs"] > 5e-4, found[name]
 
 
 @pytest.mark.parametrize("name", EACH)
