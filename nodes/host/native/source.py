@@ -266,9 +266,10 @@ def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFami
 
 
 def _sampling(base: Any, variant: Variant) -> SamplingSpec:
-    """A guidance input gets what it gets in training. Shift: see SamplingSpec."""
-    guidance = variant.training_guidance
-    usual = usual_cfg(kind_of(base)) if guidance is None else guidance
+    """A guidance input gets what ComfyUI gives it where a CONDITIONING says nothing. Shift: see SamplingSpec."""
+    has_input = variant.training_guidance is not None
+    of_input = 6.0 if type(base).__name__.startswith("HunyuanVideo") else 3.5
+    usual = of_input if has_input else usual_cfg(kind_of(base))
     return SamplingSpec(_PICTURE_STEPS, usual, lambda num_tokens, steps: 1.0)
 
 
