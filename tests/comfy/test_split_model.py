@@ -54,6 +54,7 @@ DIVIDED = [
     "z_image",
     "sd3",
 ]
+LONG = {f"tensor_{name}" for name in DIVIDED if name not in ("flux2_heads", "wan_heads", "z_image")}
 CASES = [
     *(f"family_{name}" for name in FAMILIES),
     *(f"tensor_{name}" for name in DIVIDED),
@@ -279,7 +280,7 @@ def test_every_case_is_listed(worker: Worker) -> None:
     assert sorted(CASES + GGUF_CASES) == worker.ask("names")["names"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.long] * (each in LONG)) for each in CASES])
 def test_case(worker: Worker, case: str) -> None:
     _check(worker.ask(case))
 
@@ -328,6 +329,7 @@ GUARDS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("guard", GUARDS)
 def test_a_history_differs_without_its_guard(worker: Worker, guard: str) -> None:
     seed = GUARDS[guard]

@@ -181,7 +181,7 @@ def test_who_can_print_no_more_saves_and_ends(long_job):
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.long)],
+    [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.long) for each in (signal.SIGINT, signal.SIGHUP))],
     ids=["SIGTERM", "Ctrl-C", "SIGHUP"],
 )
 def test_signals_finish_the_step_save_and_say_how_to_resume(long_job, number):

@@ -241,7 +241,7 @@ def _with(job: JobConfig, **sections: Any) -> JobConfig:
 
 
 @pytest.mark.usefixtures("tiny_weights_leave")
-@pytest.mark.parametrize("scheme", ["none", "int8-compute"])
+@pytest.mark.parametrize("scheme", ["none", pytest.param("int8-compute", marks=pytest.mark.long)])
 def test_every_strategy_draws_the_pictures_and_writes_the_lora_of_one_card(scheme: str, tmp_path: Path) -> None:
     def run(name: str, folder: str, **sections: Any) -> tuple[bytes, dict[str, bytes]]:
         merged = {**STRATEGIES[name], "lora": {"dropout": 0.0}, **sections}

@@ -120,7 +120,9 @@ def _without_gradient(output):
     return output.detach() + 0 * output
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", ["pipeline", *(pytest.param(each, marks=pytest.mark.long) for each in SCHEDULES if each != "pipeline")]
+)
 def test_right_ones_stay_and_the_comparison_leaves_no_trace(job_of, plain, monkeypatch, caplog, schedule):
     """Losses, files and the order of the data are those of a run that compares nothing."""
     expected = plain(schedule)
