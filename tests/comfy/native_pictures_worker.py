@@ -58,16 +58,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "data": {"split": CARDS, "train": TWO, "parallel": {"strategy": "data"}},
     "tensor": {"split": CARDS, "parallel": {"strategy": "tensor"}, "lora": {"rank": 2, "alpha": 2.0}},
 }
-# Name -> a KSampler's cfg, guidance of FluxGuidance, scheduler and steps; what a job says of them.
+# Name -> a KSampler's cfg, guidance of FluxGuidance if there is one, scheduler and steps; what a job says of them.
 ASKED: dict[str, tuple[float, float | None, str, int, dict[str, Any]]] = {
-    "FLUX.2": (1.0, 1.0, "simple", 3, {"steps": 3}),
+    "FLUX.2": (1.0, None, "simple", 3, {"steps": 3}),
     "FLUX.1": (1.0, 3.5, "simple", 3, {"steps": 3, "guidance": 3.5}),
     "Wan 2.1 T2V, 2.2 T2V 14B": (4.0, None, "simple", 3, {"steps": 3, "frames": 5}),
     "SD 1.5": (7.0, None, "normal", 20, {}),
     "SDXL": (7.0, None, "normal", 20, {}),
     "SDXL v-prediction": (2.5, None, "normal", 4, {"steps": 4, "guidance": 2.5}),
     "Cosmos-Predict2": (4.0, None, "simple", 3, {"steps": 3}),
-    "HunyuanVideo": (1.0, 6.0, "simple", 3, {"steps": 3, "guidance": 6.0, "frames": 5}),
+    "HunyuanVideo": (1.0, None, "simple", 3, {"steps": 3, "frames": 5}),
 }
 
 
