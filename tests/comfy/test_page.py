@@ -23,6 +23,11 @@ STEPS = 400  # enough for all that is looked at before Stop on a busy machine
 SAMPLE_EVERY = 200
 
 
+IN_BOTH_RENDERERS = pytest.mark.parametrize(
+    "has_vue_nodes", [pytest.param(False, id="canvas"), pytest.param(True, id="vue", marks=pytest.mark.long)]
+)
+
+
 @pytest.fixture(scope="session")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_comfy_sized_pipeline(tmp_path_factory.mktemp("page_models") / "small_flux2")
@@ -64,9 +69,7 @@ def _wait_for_change(page: Any, script: str) -> None:
     page.wait_for_function(f"(before) => {{ const now = {script}; return now && now !== before }}", arg=before)
 
 
-@pytest.mark.parametrize(
-    "has_vue_nodes", [pytest.param(False, id="canvas"), pytest.param(True, id="vue", marks=pytest.mark.long)]
-)
+@IN_BOTH_RENDERERS
 def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
     chromium: str, server: Server, pipeline: Path, dataset: Path, tmp_path: Path, has_vue_nodes: bool
 ) -> None:
@@ -243,9 +246,7 @@ _LINKED = """async (kind) => {
 }"""
 
 
-@pytest.mark.parametrize(
-    "has_vue_nodes", [pytest.param(False, id="canvas"), pytest.param(True, id="vue", marks=pytest.mark.long)]
-)
+@IN_BOTH_RENDERERS
 def test_a_text_is_connected_to_a_list_of_folders_and_a_number_is_not(
     chromium: str, server: Server, pipeline: Path, dataset: Path, tmp_path: Path, has_vue_nodes: bool
 ) -> None:

@@ -228,19 +228,6 @@ def _made_of(name: str, **changes: Any) -> TinyFamily:
     return dataclasses.replace(FAMILIES[name], **changes)
 
 
-def _with(name: str, *, options: Any = None, config_class: str = "", latent: Any = (), **sizes: Any) -> TinyFamily:
-    """Of other sizes than its weights tell."""
-    own = FAMILIES[name]
-    return dataclasses.replace(
-        own,
-        unet_config={**own.unet_config, **sizes},
-        is_detected=False,
-        options=options or own.options,
-        config_class=config_class or own.config_class,
-        latent=latent or own.latent,
-    )
-
-
 def _wan(
     config_class: str,
     options: Callable[[torch.Generator, int], dict[str, Any]],
@@ -319,34 +306,21 @@ TRAINED: dict[str, TinyFamily] = {
 }
 
 
-def _with_more_heads(name: str, **sizes: Any) -> TinyFamily:
-    own = TRAINED[name]
-    return dataclasses.replace(own, unet_config={**own.unet_config, **sizes}, is_detected=False)
-
-
+_FLUX_1 = {"num_heads": 4, "axes_dim": [8, 12, 12]}
+_FLUX_2 = {"num_heads": 4, "axes_dim": [8, 8, 8, 8]}
+_QWEN = {"num_attention_heads": 4}
+_MORE_HEADS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("FLUX.1", "FLUX.1 Kontext", "Chroma", "HunyuanVideo", "HunyuanVideo 1.5"), _FLUX_1),
+    **dict.fromkeys(("FLUX.2", "FLUX.2 with references"), _FLUX_2),
+    **dict.fromkeys(("Qwen-Image", "Qwen-Image-Edit"), _QWEN),
+    "Lumina 2": {"n_heads": 8, "n_kv_heads": 4, "axes_dims": [4, 2, 2]},
+    **dict.fromkeys((name for name in TRAINED if name.startswith("Wan ")), {"num_heads": 4}),
+}
 # Builds with more heads, for what divides them among cards; the others have enough.
 DIVIDED: dict[str, TinyFamily] = {
-    "FLUX.1": FAMILIES["flux1_heads"],
-    "FLUX.1 Kontext": _made_of("flux1_heads", options=_reference),
-    "FLUX.2": FAMILIES["flux2_heads"],
-    "Chroma": FAMILIES["chroma_heads"],
-    "Wan 2.1 T2V, 2.2 T2V 14B": FAMILIES["wan_heads"],
-    "Wan 2.1 I2V": _made_of("wan_i2v_heads", options=_first_frame_seen),
-    "Wan 2.2 I2V 14B": _with("wan_heads", in_dim=36, options=_first_frame),
-    "Wan 2.2 TI2V 5B": _with("wan_heads", in_dim=48, out_dim=48, config_class="WAN22_T2V", latent=(48, 2, 4, 4)),
-    "Qwen-Image": _with("qwen_image", num_attention_heads=4),
-    "Lumina 2": _with("lumina2", **{**_NARROW, "n_heads": 8, "n_kv_heads": 4, "axes_dims": [4, 2, 2]}),
-    "HunyuanVideo": FAMILIES["hunyuan_video_heads"],
-    "HunyuanVideo 1.5": dataclasses.replace(
-        TRAINED["HunyuanVideo 1.5"], unet_config={**_HUNYUAN_VIDEO_15, "num_heads": 4, "axes_dim": [8, 12, 12]}
-    ),
+    name: dataclasses.replace(TRAINED[name], unet_config={**TRAINED[name].unet_config, **sizes}, is_detected=False)
+    for name, sizes in _MORE_HEADS.items()
 }
-
-DIVIDED |= {
-    name: _with_more_heads(name, num_heads=4) for name in TRAINED if name.startswith("Wan ") and name not in DIVIDED
-}
-DIVIDED["FLUX.2 with references"] = _with_more_heads("FLUX.2 with references", num_heads=4, axes_dim=[8, 8, 8, 8])
-DIVIDED["Qwen-Image-Edit"] = _with_more_heads("Qwen-Image-Edit", num_attention_heads=4)
 
 # What a file says beside its weights.
 _SAYS = {"SDXL v-prediction": {"v_pred": torch.zeros(1), "ztsnr": torch.zeros(1)}}

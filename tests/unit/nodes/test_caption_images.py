@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,16 +11,6 @@ import torch
 from devicebridge.config.job import DataConfig, EvaluationConfig, FolderConfig
 from devicebridge.tests import comfy_stub
 from PIL import Image
-
-
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> comfy_stub.FakeHost:
-    return comfy_stub.install(monkeypatch, tmp_path)
-
-
-@pytest.fixture
-def nodes(host: comfy_stub.FakeHost) -> ModuleType:
-    return importlib.import_module("devicebridge.nodes")
 
 
 @pytest.fixture

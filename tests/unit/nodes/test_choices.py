@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,16 +15,6 @@ from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
 from PIL import Image
 
 CARDS = (torch.device("cuda", 0), torch.device("cuda", 1))
-
-
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> comfy_stub.FakeHost:
-    return comfy_stub.install(monkeypatch, tmp_path)
-
-
-@pytest.fixture
-def nodes(host: comfy_stub.FakeHost) -> ModuleType:
-    return importlib.import_module("devicebridge.nodes")
 
 
 @pytest.fixture

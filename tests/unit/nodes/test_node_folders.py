@@ -20,11 +20,6 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> comfy_stub.FakeHost
 
 
 @pytest.fixture
-def nodes(host: comfy_stub.FakeHost) -> ModuleType:
-    return importlib.import_module("devicebridge.nodes")
-
-
-@pytest.fixture
 def folders(nodes: ModuleType) -> ModuleType:
     return importlib.import_module("devicebridge.nodes.host.folders")
 

@@ -48,16 +48,6 @@ STUB_LACKS = {
 }
 
 
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> comfy_stub.FakeHost:
-    return comfy_stub.install(monkeypatch, tmp_path)
-
-
-@pytest.fixture
-def nodes(host: comfy_stub.FakeHost) -> ModuleType:
-    return importlib.import_module("devicebridge.nodes")
-
-
 def _schemas(nodes: ModuleType) -> dict[str, Any]:
     schemas = [node.define_schema() for node in nodes.NODES]
     return {schema.node_id: schema for schema in schemas}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,11 +12,6 @@ from devicebridge.config.job import job_keys
 from devicebridge.tests import comfy_stub
 
 _log = logging.getLogger("devicebridge.jobs.checks")
-
-
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> comfy_stub.FakeHost:
-    return comfy_stub.install(monkeypatch, tmp_path)
 
 
 @pytest.fixture

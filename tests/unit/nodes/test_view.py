@@ -15,11 +15,6 @@ from devicebridge.tests.unit.system.test_pace import _Clock
 from PIL import Image
 
 
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> comfy_stub.FakeHost:
-    return comfy_stub.install(monkeypatch, tmp_path)
-
-
 def test_a_node_shows_captions_per_second_and_the_time_left(host: comfy_stub.FakeHost, tmp_path: Path) -> None:
     clock = _Clock()
     view = importlib.import_module("devicebridge.nodes.view").JobView("7", clock)
