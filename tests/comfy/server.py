@@ -74,6 +74,16 @@ class Server:
     def run(self, graph: dict[str, Any]) -> Finished:
         return self.wait(self.queue(graph))
 
+    def empty_cache(self) -> None:
+        """Empty ComfyUI's cache of outputs, as a restart does.
+
+        ComfyUI obeys /free after the prompt it next takes, which may be the caller's: a prompt of no meaning goes first.
+        """
+        self.post("/free", {"unload_models": True, "free_memory": True})
+        image = {"class_type": "EmptyImage", "inputs": {"width": 8, "height": 8, "batch_size": 1, "color": 0}}
+        preview = {"class_type": "PreviewImage", "inputs": {"images": ["1", 0]}}
+        self.run({"1": image, "2": preview})
+
 
 def _read_history(entry: dict[str, Any]) -> Finished:
     messages = dict(entry["status"]["messages"])

@@ -264,9 +264,8 @@ def test_resume_with_other_settings_is_refused_and_names_them(server: Server, gr
 
 
 def test_the_same_graph_run_again_gives_its_lora_and_a_changed_one_a_new_run(server: Server, graph: Any) -> None:
-    """/free empties ComfyUI's cache, as a restart does."""
     first = _succeed(server.run(graph(name="again", steps=2)))
-    server.post("/free", {"unload_models": True, "free_memory": True})
+    server.empty_cache()
     again = _succeed(server.run(graph(name="again", steps=2)))
     changed = _succeed(server.run(graph(name="again", steps=2, learning_rate=0.5)))
 
