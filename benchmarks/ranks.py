@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -190,6 +191,7 @@ def _attempt(mode: str, options: argparse.Namespace, ranks: Any, device: torch.d
     except Exception as error:
         if ranks.count > 1:
             raise
+        traceback.print_exc()
         print(json.dumps({"mode": mode, "error": f"{type(error).__name__}: {error}"[:2000]}), flush=True)
     gc.collect()
     torch._dynamo.reset()
