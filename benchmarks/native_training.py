@@ -6,10 +6,12 @@
 Random weights in published sizes, written to --folder as one file each, which the pack then reads as it reads a user's.
 FLUX.2 has half of its blocks, so that its file and two models fit. Ways of a subject take turns, step by step:
 
-- "native": ComfyUI's own class, every block recomputed.
+- "native": ComfyUI's own class, every block recomputed, its samples in memory.
+- "native, files read ahead": the same with its samples in the cache, as trainings read them.
+- "native, files read when needed": the same without reading ahead.
 - "without the guard": the same blocks as they are, not watched for what they write in place
   (parallel/offload/in_place.py); only where such a block can be computed again at all.
-- "diffusers": the pack's own family with the same sizes; FLUX.2 alone.
+- "diffusers": the pack's own family with the same sizes, its samples in memory; FLUX.2 alone.
 
 "forward_ms" is one block's forward with the guard and without, timed in turns where whole steps cannot be.
 bf16, LoRA rank 16, batch 1, 512 x 512 pixels, one micro-batch a step. "forecast" is the planner's peak of allocated
@@ -52,6 +54,7 @@ import cuda_malloc  # noqa: E402, F401
 
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
+import dataclasses  # noqa: E402
 import functools  # noqa: E402
 import statistics  # noqa: E402
 import time  # noqa: E402
@@ -64,6 +67,7 @@ import comfy.supported_models  # noqa: E402
 import comfyui_version  # noqa: E402
 import torch  # noqa: E402
 from devicebridge.config.job import make_job  # noqa: E402
+from devicebridge.data.order import Batch  # noqa: E402
 from devicebridge.encoding.comfy_data import read_pairs  # noqa: E402
 from devicebridge.encoding.encoded import save_encoded  # noqa: E402
 from devicebridge.encoding.store import CacheStore  # noqa: E402
@@ -77,10 +81,12 @@ from devicebridge.parallel.offload.in_place import InPlaceGuard, put_back, taken
 from devicebridge.patches.attention import sound_attention  # noqa: E402
 from devicebridge.tests.comfy.native_headers import SDXL, Z_IMAGE  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, small_sizes  # noqa: E402
+from devicebridge.training.batches import BatchReader, LoadedBatch  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
 from random_job import (  # noqa: E402
     TINY_CONFIG,
+    MemoryStore,
     attach_lora,
     make_config,
     make_picture_samples,
@@ -151,6 +157,30 @@ def native_trainer(subject: TinyFamily, path: Path) -> Iterator[tuple[Trainer, i
         trainer = build_trainer(plan, {}, cache_job(plan, events), events, cleanup)
         devices = plan.training.devices if plan.training is not None else ()
         yield trainer, max((each.allocated for each in devices), default=0)
+
+
+class _WhenNeeded(BatchReader):
+    """Reads files when their batch is loaded."""
+
+    def load(self, batch: Batch, following: Batch) -> LoadedBatch:
+        return self._samples.load(batch.indices, batch.captions_dropped)
+
+
+def readers(trainer: Trainer) -> dict[str, BatchReader]:
+    """Where a step's samples come from, by the name of the way."""
+    data = trainer.train_data
+    entries = {key: data.store.get(key) or {} for key in sorted(data.keys())}
+    held = dataclasses.replace(data, store=MemoryStore(entries))
+    return {
+        "native": BatchReader(held),
+        "native, files read ahead": BatchReader(data),
+        "native, files read when needed": _WhenNeeded(data),
+    }
+
+
+def _reading(trainer: Trainer, reader: BatchReader) -> float:
+    trainer._reader = reader
+    return timed(trainer)
 
 
 def timed(trainer: Trainer) -> float:
@@ -248,7 +278,8 @@ def measure(name: str) -> dict[str, Any]:
             found |= {"peak_gb": peak / 1e9, "forecast_gb": forecast / 1e9, "lora_parameters": _num_trained(trainer)}
             found["ratios"]["forecast over measured peak"] = forecast / peak if peak and forecast else None
             found["forward_ms"] = forward_cost(trainer, 4 * OPTIONS.rounds)
-            ways = {"native": lambda: timed(trainer), "without the guard": lambda: _without(trainer)}
+            ways = {way: functools.partial(_reading, trainer, reader) for way, reader in readers(trainer).items()}
+            ways["without the guard"] = lambda: _without(trainer)
             if name == "flux2":
                 own = _diffusers(subject, cleanup)
                 found["lora_parameters_diffusers"] = _num_trained(own)

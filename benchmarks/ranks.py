@@ -45,6 +45,7 @@ from devicebridge.parallel.ranks.across import AcrossRanks  # noqa: E402
 from devicebridge.parallel.ranks.group import joined  # noqa: E402
 from devicebridge.parallel.ranks.place import find_place  # noqa: E402
 from devicebridge.parallel.runner import MicroBatch, PlainAccumulation  # noqa: E402
+from devicebridge.patches.attention import sound_attention  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings  # noqa: E402
 from devicebridge.system.processes import start  # noqa: E402
 from devicebridge.tests.tiny_pipeline import save_tiny_pipeline  # noqa: E402
@@ -174,6 +175,7 @@ def _measure_here(options: argparse.Namespace) -> None:
                 options.checkpoint = name
                 write_header(Path(name), FAMILY, make_config(tuple(options.layers)))
                 stack.enter_context(random_weights(read_checkpoint(name)))
+            stack.enter_context(sound_attention())  # torch keeps cuDNN's plans of one mode for the next
             for mode in options.modes.split(","):
                 _attempt(mode, options, ranks, device)
         ranks.wait()

@@ -55,6 +55,15 @@ class BatchOrder:
         self._index += 1
         return self._batches[self._index - 1]
 
+    def ahead(self, count: int) -> Batch:
+        """The batch that `next` will give after so many others; the position stays."""
+        epoch, index, batches = self._epoch, self._index + count, self._batches
+        while index >= len(batches):
+            index -= len(batches)
+            epoch += 1
+            batches = self.batches_of(epoch)
+        return batches[index]
+
     def batches_of(self, epoch: int) -> list[Batch]:
         """All batches of an epoch, in order."""
         shuffled = sorted(range(len(self._buckets)), key=lambda i: self._draw("sample", epoch, i))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import shorten
@@ -11,6 +13,7 @@ from textwrap import shorten
 import torch
 
 from ..data.masks import load_mask
+from ..data.order import Batch
 from ..data.samples import Condition, Sample, TrainingSample
 from ..encoding.store import CacheStore
 from ..families.comfy.conditions import WAYS
@@ -57,6 +60,7 @@ class CachedSamples:
         gives_first_latents: whether the model is given the first latent frame, which the loss then leaves out.
         recompute: makes an entry that is gone, in the middle of a run; None where nobody can.
         condition_keys: of what a sample's model is given beside its caption, by both.
+        read: entries that were read ahead, by key, until somebody asks for them.
     """
 
     store: CacheStore
@@ -70,6 +74,7 @@ class CachedSamples:
     gives_first_latents: bool = False
     recompute: Callable[[str], None] | None = None
     condition_keys: Mapping[tuple[str, Condition], str] = field(default_factory=dict)
+    read: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict, compare=False)
 
     def keys(self) -> set[str]:
         """All entries that may be read."""
@@ -125,6 +130,14 @@ class CachedSamples:
             mask[:, :, 0] = 0
         return LoadedBatch(latents, text, mask, num_tokens, conditions, self._weights(indices))
 
+    def read_ahead(self, batch: Batch) -> None:
+        """Read the entries of a batch that will be loaded; one that cannot be read now is left to load()."""
+        for index, drop in zip(batch.indices, batch.captions_dropped, strict=True):
+            for key in (self.latent_keys[index], *self._text_keys(index, drop)):
+                entry = self.store.get(key) if key not in self.read else None
+                if entry is not None:
+                    self.read[key] = entry
+
     def _weights(self, indices: Sequence[int]) -> torch.Tensor | None:
         """Of the losses; a sample that arrived encoded has none."""
         weights = [getattr(self.samples[index], "loss_weight", 1.0) for index in indices]
@@ -142,7 +155,7 @@ class CachedSamples:
         return torch.stack([torch.ones(1, 1, height, width) if mask is None else mask for mask in masks])
 
     def _entry(self, key: str) -> dict[str, torch.Tensor]:
-        entry = self.store.get(key)
+        entry = self.read.pop(key, None) or self.store.get(key)
         if entry is None and self.recompute is not None:
             _log.warning("cache entry %s was deleted or damaged since this run began; it is computed again", key)
             try:
@@ -159,6 +172,28 @@ class CachedSamples:
         of += [f"the caption {shorten(caption, 80)!r}" for caption, other in self.text_keys.items() if other == key]
         of += [f"the condition of {each.paths[0]}" for (_, each), other in self.condition_keys.items() if other == key]
         return f"cache entry {self.store.path(key)} of {of[0]} was deleted or damaged since this run began"
+
+
+class BatchReader:
+    """Loads batches one after the other; while one is trained on, a thread reads the files of the next."""
+
+    def __init__(self, samples: CachedSamples) -> None:
+        self._samples = samples
+        self._thread: threading.Thread | None = None
+
+    def load(self, batch: Batch, following: Batch) -> LoadedBatch:
+        """As CachedSamples.load. following: what will probably be asked for next; another one is read when it is."""
+        if self._thread is not None:
+            self._thread.join()
+        loaded = self._samples.load(batch.indices, batch.captions_dropped)
+        self._samples.read.clear()
+        self._thread = threading.Thread(target=self._read, args=(following,), name="read ahead", daemon=True)
+        self._thread.start()
+        return loaded
+
+    def _read(self, batch: Batch) -> None:
+        with contextlib.suppress(OSError):  # load() will meet it
+            self._samples.read_ahead(batch)
 
 
 def join_texts(entries: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -32,7 +32,7 @@ from ..patches.cuda_graphs import GraphedBlocks
 from ..patches.lora_average import LoraAverage, split_average
 from ..system.requests import Request, nothing_asked
 from .adapter import LoraHandle
-from .batches import CachedSamples, LoadedBatch
+from .batches import BatchReader, CachedSamples, LoadedBatch
 from .loss_growth import describe_growth
 from .objective import NoiseSchedule, draw_quantiles, make_generator, noise_latents, predict, prediction_loss
 from .optimizer import learning_rate_factor, make_optimizer, pack_optimizer, set_learning_rate, unpack_optimizer
@@ -116,6 +116,7 @@ class Trainer:
         decay = self.job.train.ema_decay
         self._average = LoraAverage(self.lora.parameters(), decay) if decay else None
         self._dtype = getattr(torch, self.job.model.dtype)
+        self._reader = BatchReader(self.train_data)
         self._num_runs = 0  # of the runner
         self._first_run: dict[Any, int] = {}  # in which a shape was computed first
         self._chosen: list[Batch] = []  # of the step in hand
@@ -317,7 +318,9 @@ class Trainer:
         model, home = self.runner.replica_for(index)
 
         def prepare() -> NoisyBatch:
-            batch = self.train_data.load(chosen.indices, chosen.captions_dropped)
+            ahead = index + self.ranks.count - count  # of this rank's next microbatch: 0 and more are of the next step
+            following = self._chosen[ahead] if ahead < 0 else self.order.ahead(self.ranks.place.rank)
+            batch = self._reader.load(chosen, following)
             generator = make_generator(self.job.train.seed, "train", step, index)
             quantiles = draw_quantiles(len(chosen.indices), generator)
             return self._noisy(batch, quantiles, generator)

@@ -77,7 +77,7 @@ class Server:
     def empty_cache(self) -> None:
         """Empty ComfyUI's cache of outputs, as a restart does.
 
-        ComfyUI obeys /free after the prompt it next takes, which may be the caller's: a prompt of no meaning goes first.
+        ComfyUI obeys /free after the prompt it next takes, which may be the caller's: another one goes first.
         """
         self.post("/free", {"unload_models": True, "free_memory": True})
         image = {"class_type": "EmptyImage", "inputs": {"width": 8, "height": 8, "batch_size": 1, "color": 0}}

@@ -472,6 +472,15 @@ def test_every_sample_comes_once_per_epoch_in_batches_of_one_bucket(batch_size, 
         assert sorted(short) == sorted(count % batch_size for count in COUNTS.values() if count % batch_size)
 
 
+def test_batches_ahead_are_those_to_come_in_this_epoch_and_later_ones():
+    order, other = (BatchOrder(_samples({64: 3, 128: 2}), batch_size=2, seed=1, caption_dropout=0.5) for _ in range(2))
+    for _ in range(2):
+        order.next()
+        other.next()
+    ahead = [order.ahead(count) for count in range(12)]
+    assert ahead == [other.next() for _ in range(12)] and order.next() == ahead[0]
+
+
 def test_epochs_and_seeds_differ_and_buckets_are_mixed():
     samples = _samples({64: 40, 128: 40})
     order = BatchOrder(samples, batch_size=2, seed=0)

@@ -1,10 +1,15 @@
-"""Batches of cached samples: captions of one length are stacked, others are refused."""
+"""Batches of cached samples: captions of one length are stacked, others are refused; files are read ahead."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from devicebridge.training.batches import join_texts
+from devicebridge.data.order import Batch, BatchOrder
+from devicebridge.data.samples import Sample
+from devicebridge.encoding.store import CacheStore
+from devicebridge.training.batches import BatchReader, CachedSamples, join_texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,3 +29,60 @@ def test_states_and_pooled_states_are_stacked() -> None:
 def test_lengths_that_differ_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"states of one batch have lengths \[2, 3\].*--verify"):
         join_texts(_states(3, 2))
+
+
+# ---- reading ahead
+
+
+class _Counted(CacheStore):
+    """A cache that notes which entries were read from the disk."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.reads: list[str] = []
+
+    def get(self, key: str) -> dict[str, torch.Tensor] | None:
+        self.reads.append(key)
+        return super().get(key)
+
+
+def _cached(folder: Path, count: int = 3) -> tuple[CachedSamples, _Counted, BatchOrder]:
+    store = _Counted(folder)
+    latents, texts = ([f"{kind}{index}" * 4 for index in range(count)] for kind in "ab")
+    for index in range(count):
+        store.put(latents[index], {"latents": torch.full((4, 1, 8, 8), float(index))})
+        store.put(texts[index], {"states": torch.full((2, 4), 10.0 + index)})
+    samples = [Sample(f"{i}.png", f"{i}", None, (64, 64), (0, 0, 64, 64), (64, 64)) for i in range(count)]
+    keys = {sample.caption: key for sample, key in zip(samples, texts, strict=True)}
+    cached = CachedSamples(store, samples, latents, keys, use_masks=False, tokens_per_cell=1)
+    return cached, store, BatchOrder(samples, batch_size=1, seed=0)
+
+
+def test_what_was_read_ahead_is_what_would_be_read_and_is_read_once(tmp_path: Path) -> None:
+    cached, store, order = _cached(tmp_path)
+    reader = BatchReader(cached)
+    for _ in range(6):
+        batch = order.next()
+        loaded = reader.load(batch, order.ahead(0))
+        assert loaded.latents.unique().tolist() == [float(batch.indices[0])]
+        assert loaded.text["states"].unique().tolist() == [10.0 + batch.indices[0]]
+    assert reader._thread is not None
+    reader._thread.join()
+    assert len(store.reads) == 2 * 7, "six batches, and one that nobody has asked for yet"
+
+
+def test_another_batch_than_the_one_read_ahead_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
+    cached, _, _ = _cached(tmp_path)
+    reader = BatchReader(cached)
+    for asked, guessed in ((0, 1), (2, 0), (0, 0), (0, 2)):
+        loaded = reader.load(Batch((asked,), (False,)), Batch((guessed,), (False,)))
+        assert loaded.latents.unique().tolist() == [float(asked)]
+
+
+def test_an_entry_that_cannot_be_read_ahead_is_met_when_it_is_needed(tmp_path: Path) -> None:
+    cached, store, _ = _cached(tmp_path)
+    reader = BatchReader(cached)
+    store.path(cached.latent_keys[1]).unlink()
+    assert reader.load(Batch((0,), (False,)), Batch((1,), (False,))).latents.unique().tolist() == [0.0]
+    with pytest.raises(RuntimeError, match=r"1\.png was deleted or damaged since this run began"):
+        reader.load(Batch((1,), (False,)), Batch((0,), (False,)))
