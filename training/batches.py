@@ -116,9 +116,9 @@ class CachedSamples:
         Raises: RuntimeError if an entry is gone from the cache, or its text states are of another length than others.
         """
         entries = [self._entry(self.latent_keys[i]) for i in indices]
-        latents = torch.stack([self.read_latents(entry) for entry in entries])
+        latents = _stacked([self.read_latents(entry) for entry in entries])
         names = [name for name in entries[0] if name not in _LATENTS]
-        conditions = {name: torch.stack([entry[name] for entry in entries]) for name in names}
+        conditions = {name: _stacked([entry[name] for entry in entries]) for name in names}
         keys = [self._text_keys(index, drop) for index, drop in zip(indices, drop_caption, strict=True)]
         text = join_texts([self._read_text(each) for each in keys])
         num_tokens = int(latents[0, 0].numel() * self.tokens_per_cell)
@@ -213,5 +213,10 @@ def join_texts(entries: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch
                 "makes all equally long; find what does not belong there with devicebridge cache --verify, or choose "
                 "another cache.folder"
             )
-        joined[name] = torch.stack(states)
+        joined[name] = _stacked(states)
     return joined
+
+
+def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As torch.stack; of one no copy is made, since text states may be large."""
+    return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0].unsqueeze(0)
