@@ -82,6 +82,7 @@ def _convert_whole(linear: nn.Linear, scheme: WeightOnlyScheme) -> nn.Linear:
     else:
         config = torchao.Int8WeightOnlyConfig(set_inductor_config=False)
     torchao.quantize_(linear, config, filter_fn=lambda candidate, name: candidate is linear)
+    vars(linear).pop("extra_repr", None)  # torchao's is bound to the linear, which would wait for the garbage collector
     weight: Any = linear.weight
     if not is_torchao_tensor(weight) or getattr(weight, "qdata", weight).dtype is not WEIGHT_ONLY[scheme]:
         raise RuntimeError(

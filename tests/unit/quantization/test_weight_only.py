@@ -6,7 +6,9 @@ Legend: M rows, K in_features, N out_features. FrozenLinear8, which multiplies i
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -136,6 +138,21 @@ def test_a_damaged_weight_is_refused(scheme):
     linear.weight[3, 3], linear.weight[7, 3], linear.weight[9, 0] = torch.nan, torch.inf, -torch.inf
     with pytest.raises(ValueError, match="3 of 32 rows of a weight hold infinities or NaN.*the checkpoint is damaged"):
         convert(linear, scheme)
+
+
+@pytest.mark.parametrize("scheme", WEIGHT_ONLY)
+def test_a_dropped_layer_is_freed_without_the_garbage_collector(scheme):
+    """Pieces of a layer that is loaded would else lie on the card until it runs."""
+    linear = nn.Linear(64, 32, dtype=torch.bfloat16)
+    exact = weakref.ref(linear.weight)
+    gc.disable()
+    try:
+        linear = convert(linear, scheme)
+        held = [weakref.ref(each) for each in (linear, *values_and_scale(linear.weight))]
+        del linear
+        assert [each() for each in (exact, *held)] == [None] * 4
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
