@@ -189,8 +189,8 @@ class EncodedSample:
 
     Args:
         latents: key of its latents. caption: key of its text.
-        bucket: latent sides and text tokens. alike: what else its CONDITIONING says, as a number. Samples that share
-            both can share a batch.
+        bucket: latent sides and text tokens. alike: what else its CONDITIONING says, and how long its sound is, as a
+            number. Samples that share both can share a batch.
         num_frames: video frames that its latents stand for.
     """
 
@@ -223,13 +223,15 @@ def read_encoded_samples(path: str, reader: ComfyReader) -> tuple[EncodedSample,
 def _encoded_sample(pair: EncodedPair, reader: ComfyReader) -> EncodedSample:
     sides = pair.latents_shapes[SAMPLES][1:]
     num_frames = reader.latent.num_frames(sides[0]) if reader.comfy.latent_dims == 3 else 1
-    bucket = (*sides, num_tokens(reader.comfy, pair.text_shapes))
+    flat = (1,) if len(sides) == 1 else ()  # audio without height
+    bucket = (*flat, *sides, num_tokens(reader.comfy, pair.text_shapes))
     return EncodedSample(pair.latents, pair.text, bucket, num_frames, alike=_alike(pair))
 
 
 def _alike(pair: EncodedPair) -> tuple[int, ...]:
-    """A number that tells apart CONDITIONINGs that cannot share a batch by their options; () without any."""
+    """A number that tells apart what cannot share a batch by options of its CONDITIONING or by its sound; () without."""
     shapes = {name: list(shape) for name, shape in pair.text_shapes.items() if option_path(name)}
+    shapes |= {name: list(shape) for name, shape in pair.latents_shapes.items() if name != SAMPLES}
     return (int(settings_fingerprint([pair.same, shapes])[:8], 16),) if shapes else ()
 
 
@@ -245,6 +247,6 @@ def refuse_missing(samples: Sequence[EncodedSample], store: CacheStore) -> None:
 
 
 def resolution_of(samples: Sequence[EncodedSample], latent: LatentSpec) -> int:
-    """Side in pixels of a square as large as the largest sample."""
+    """Side in pixels of a square as large as the largest sample; of audio, whose stride is 1, in latent cells."""
     cells = max(sample.bucket[-3] * sample.bucket[-2] for sample in samples)
     return round(math.sqrt(cells) * latent.spatial_stride)

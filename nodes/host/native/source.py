@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from ....families.spec import (
 )
 from ....parallel.block_lists import block_fqns, tail_modules
 from .drawing import usual_cfg
-from .model import ComfyModel, kind_of, own_config
+from .model import ComfyModel, build, kind_of, own_config
 
 _DTYPES = {**TORCH_TYPES}
 _PICTURE_STEPS = 20
@@ -96,7 +96,7 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     needed = dict(base.diffusion_model.named_parameters())
     buffers = dict(base.diffusion_model.named_buffers())
     kept = {name: record for name, record in tensors.items() if name in needed or name in buffers}
-    family, variant = _family_of(base, row, ComfyModel(config, names, prefix, row, has_sequence=_has_sequence(base)))
+    family, variant = _family_of(base, row, ComfyModel(config, names, prefix, row))
     facts = {"in_channels": base.latent_format.latent_channels, "class": row.class_name, "dtype": dtype}
     facts["shapes"] = settings_fingerprint({name: list(record.shape) for name, record in kept.items()})
     return CheckpointInfo(path, family, variant, facts, "original", kept, None)
@@ -114,7 +114,7 @@ def _own_records(records: dict[str, TensorRecord]) -> tuple[dict[str, TensorReco
 def _read_small(records: dict[str, TensorRecord]) -> dict[str, torch.Tensor]:
     """Every tensor without its numbers, but for vectors: ComfyUI tells some models by the spread of a norm or bias."""
     names = {n: torch.empty(r.shape, dtype=_float_type(r), device="meta") for n, r in records.items()}
-    is_small = {n: r for n, r in records.items() if len(r.shape) < 2 and prod(r.shape) <= _MOST_READ}
+    is_small = {n: r for n, r in records.items() if len(r.shape) < 2 and math.prod(r.shape) <= _MOST_READ}
     return names | dict(read_records({n: r for n, r in is_small.items() if r.dtype in FLOAT_TYPES}))
 
 
@@ -146,8 +146,11 @@ def _renamed(path: Path, config: Any, records: dict[str, TensorRecord]) -> dict[
 
 
 def _first_build(path: Path, config: Any, names: dict[str, torch.Tensor], prefix: str) -> Any:
+    from accelerate import init_empty_weights
+
     try:
-        return own_config(config).get_model(dict(names), prefix, device=torch.device("meta"))
+        with init_empty_weights(include_buffers=False):
+            return build(own_config(config), names, prefix, torch.device("meta"))
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(f"ComfyUI cannot build the model of {path} without its weights ({error})") from error
 
@@ -173,8 +176,8 @@ def _why_not(base: Any, row: NativeModel | None) -> str:
         return "its blocks share what they compute, or add to others, and nobody has compared its gradients"
     if (kind := kind_of(base)).startswith("IMG_TO_IMG") or kind.endswith("_AV"):
         return f"a model of type {kind} needs more than a caption and one latent"
-    if base.latent_format.latent_dimensions not in (2, 3):
-        return "its latents are neither pictures nor videos"
+    if base.latent_format.latent_dimensions not in (1, 2, 3):
+        return "its latents are neither pictures, videos nor audio"
     return ""
 
 
@@ -186,13 +189,11 @@ def _refuse_other_model(path: Path, base: Any, like: Any) -> None:
         raise ValueError(f"{path} is read as {found[0]}, but the MODEL is {found[1]}; load it again")
 
 
-def _has_sequence(base: Any) -> bool:
-    return bool(base.latent_format.latent_dimensions == 3)
-
-
 def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
     form = base.latent_format
     dims = form.latent_dimensions
+    if "audio_model" in base.model_config.unet_config:
+        return _audio_of(base)
     patch = base.model_config.unet_config.get("patch_size") or 2
     patch = int(patch[-1] if isinstance(patch, (tuple, list)) else patch)
     stride = int(form.spacial_downscale_ratio)
@@ -206,6 +207,20 @@ def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
         num_tokens_per_cell=1 / patch**2,
         fps=fps,
         frame_lengths=_CLIPS if fps else (1,),
+    )
+
+
+def _audio_of(base: Any) -> LatentSpec:
+    """Cells of audio are counted as they are: nobody asks for so many pixels of it. A patch of ACE-Step 1 is a column."""
+    form, config = base.latent_format, base.model_config.unet_config
+    patch = config.get("patch_size") or 1
+    rows = int(config.get("max_height") or 16) if form.latent_dimensions == 2 else 1
+    return LatentSpec(
+        channels=form.latent_channels,
+        spatial_stride=1,
+        size_multiple=1,
+        num_tokens_per_cell=1 / math.prod(patch if isinstance(patch, (tuple, list)) else (patch,)),
+        audio_rows=rows,
     )
 
 
@@ -252,6 +267,7 @@ def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFami
             "",
             _normaliser(form, dims),
             latent_dims=dims,
+            sound=_sound_of(base),
             reads_all=True,
             needs=_needs(base, beside),
             beside=beside,
@@ -263,6 +279,14 @@ def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFami
         sampling=_sampling(base, variant),
     )
     return family, variant
+
+
+def _sound_of(base: Any) -> tuple[int, ...]:
+    """Channels and bins of the sound that goes with a video; () for a class whose LATENT has one stream."""
+    if type(base).__name__ != "LTXAV":
+        return ()
+    model = base.diffusion_model
+    return int(model.num_audio_channels), int(model.audio_frequency_bins)
 
 
 def _sampling(base: Any, variant: Variant) -> SamplingSpec:
@@ -311,10 +335,9 @@ def _outside(model: Any, lists: tuple[str, ...]) -> list[str]:
 
 def _normaliser(form: Any, dims: int) -> Any:
     def normalise(samples: torch.Tensor) -> torch.Tensor:
-        """[C, F, H, W] -> the same, as the sampler hands it to the model."""
-        batch = samples[None] if dims == 3 else samples[None, :, 0]
-        made: torch.Tensor = form.process_in(batch)[0]
-        return made if dims == 3 else made.unsqueeze(1)
+        """[C, F, H, W] -> the same, as the sampler hands it to the model; packed streams likewise."""
+        made: torch.Tensor = form.process_in(samples[None].reshape(1, len(samples), *samples.shape[4 - dims :]))[0]
+        return made.view(len(made), *[1] * (3 - dims), *made.shape[1:])
 
     return normalise
 
