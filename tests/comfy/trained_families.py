@@ -108,6 +108,31 @@ _ACE_STEP_15 = {
 }
 
 
+_LTX_2 = {
+    "image_model": "ltxav",
+    "num_layers": 4,
+    "attention_head_dim": 16,
+    "num_attention_heads": 4,
+    "cross_attention_dim": 64,
+    "audio_cross_attention_dim": 32,
+    "audio_attention_head_dim": 8,
+    "audio_num_attention_heads": 4,
+    "caption_channels": 12,
+    "connector_attention_head_dim": 16,
+    "connector_num_attention_heads": 4,
+    "audio_connector_attention_head_dim": 8,
+    "connector_num_layers": 1,
+}
+# Its text goes through connectors that the model itself holds.
+_LTX_2_3 = {
+    **_LTX_2,
+    "caption_proj_before_connector": True,
+    "caption_projection_first_linear": False,
+    "cross_attention_adaln": True,
+    "apply_gated_attention": True,
+}
+
+
 class Output:
     """What CLIP Vision Encode gives: attributes, some of them tensors."""
 
@@ -281,6 +306,16 @@ def _lyrics_alone(generator: torch.Generator, tokens: int) -> dict[str, Any]:
     return {"conditioning_lyrics": torch.randn(1, 3, 12, generator=generator)}
 
 
+def _frame_rate(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As LTXVConditioning gives it."""
+    return {"frame_rate": 24.0}
+
+
+def _unprocessed(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As LTX-2.3's text encoder gives it."""
+    return {"frame_rate": 24.0, "unprocessed_ltxav_embeds": True}
+
+
 def _made_of(name: str, **changes: Any) -> TinyFamily:
     return dataclasses.replace(FAMILIES[name], **changes)
 
@@ -299,6 +334,17 @@ def _wan(
         "wan", config_class=config_class, unet_config=config, latent=latent, options=options, is_detected=is_detected
     )
 
+
+_LTX_2_WITH_SOUND = TinyFamily(
+    "LTXAV",
+    _LTX_2,
+    (128, 2, 2, 3),
+    (6, 24),
+    ("transformer_blocks",),
+    is_detected=False,
+    sound=(8, 5, 16),
+    options=_frame_rate,
+)
 
 # Every class that is trained by the name its row of the table has.
 TRAINED: dict[str, TinyFamily] = {
@@ -359,6 +405,11 @@ TRAINED: dict[str, TinyFamily] = {
         in_dim=36,
         audio_inject_layers=[0, 2],
         is_detected=False,
+    ),
+    "LTX-2": _LTX_2_WITH_SOUND,
+    "LTX-2 without sound": dataclasses.replace(_LTX_2_WITH_SOUND, sound=()),
+    "LTX-2.3": dataclasses.replace(
+        _LTX_2_WITH_SOUND, unet_config=_LTX_2_3, context=(6, 96), options=_unprocessed
     ),
     "ACE-Step": TinyFamily(
         "ACEStep", _ACE_STEP, (8, 16, 6), (6, 12), ("transformer_blocks",), is_detected=False, options=_lyrics

@@ -35,6 +35,7 @@ from .model import ComfyModel, build, kind_of, own_config
 _DTYPES = {**TORCH_TYPES}
 _PICTURE_STEPS = 20
 _CLIPS = (1, 17, 33)  # frames; all classes take these
+_WITHOUT_PATCHES = ("LTXV", "LTXAV")  # latent formats
 _MOST_READ = 2**14  # numbers of a tensor that is read to tell the model by, such as a norm's weights
 # What a whole checkpoint says of its model beside the weights: how it predicts, and from how much noise.
 _SAYS = frozenset(("v_pred", "ztsnr", "edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min"))
@@ -194,7 +195,8 @@ def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
     dims = form.latent_dimensions
     if "audio_model" in base.model_config.unet_config:
         return _audio_of(base)
-    patch = base.model_config.unet_config.get("patch_size") or 2
+    # LTX's configs say nothing, and a token is a cell.
+    patch = base.model_config.unet_config.get("patch_size") or (1 if type(form).__name__ in _WITHOUT_PATCHES else 2)
     patch = int(patch[-1] if isinstance(patch, (tuple, list)) else patch)
     stride = int(form.spacial_downscale_ratio)
     # Wan 2.2's 5B is known by its latents.
