@@ -218,6 +218,7 @@ class ComfyInputs:
     # Whether the model reads all that a CONDITIONING says, rather than states and pooled_output; then width is "".
     reads_all: bool = False
     needs: tuple[str, ...] = ()  # options without which such a model would be given nothing in their place
+    refused: Mapping[str, str] = field(default_factory=dict)  # options that would mislead it -> why, and what helps
     beside: int = 0  # channels that it is given beside the noise
     cells_per_token: int = 1  # latent cells that make_inputs packs into one token of the transformer's in_channels
     clip_type: str = ""  # what its Load CLIP calls the text encoders' type

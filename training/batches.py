@@ -127,7 +127,8 @@ class CachedSamples:
             shape = (latents.shape[0], 1, *latents.shape[2:])
             mask = torch.ones(shape) if mask is None else mask.expand(shape).clone()
             mask[:, :, 0] = 0
-        return LoadedBatch(latents, text, mask, num_tokens, conditions, loss_weights(self._weights(indices), conditions))
+        weights = loss_weights(self._weights(indices), conditions)
+        return LoadedBatch(latents, text, mask, num_tokens, conditions, weights)
 
     def _weights(self, indices: Sequence[int]) -> torch.Tensor | None:
         """Of the losses; a sample that arrived encoded has none."""

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 SAMPLES = "samples"  # [C, H, W], of a video [C, F, H, W], of audio [C, T] or [C, H, T]
 # With a number behind: the further streams of a LATENT of several, such as a video's sound, [C, T, bins].
 MORE_SAMPLES = "samples."
-# With a number behind, in a batch: a stream of packed latents. Its sides are the stream's, [B, 0, C, ...], and it has no
-# numbers: sides are read without waiting for a device, and are the same on meta.
+# With a number behind, in a batch: a stream of packed latents. Its sides are the stream's, [B, 0, C, ...], and it has
+# no numbers: sides are read without waiting for a device, and are the same on meta.
 STREAM = "stream."
 COND = "cond"  # [S, D]
 POOLED = "pooled_output"  # [D]
@@ -109,6 +109,9 @@ def text_problem(comfy: ComfyInputs, config: Mapping[str, Any], title: str, shap
     """Why an entry of these shapes cannot condition the model with this config; "" if it can."""
     options = sorted({path[0] for path in map(option_path, shapes) if path})
     if comfy.reads_all:
+        for name in options:
+            if name in comfy.refused:
+                return f"its CONDITIONING has {name}, {comfy.refused[name]}"
         missing = [name for name in comfy.needs if name not in options]
         return _why_needed(missing[0], title) if missing else ""
     if extra := sorted(name for name in options if name not in WITHOUT_EFFECT):

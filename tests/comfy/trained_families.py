@@ -312,8 +312,9 @@ def _frame_rate(generator: torch.Generator, tokens: int) -> dict[str, Any]:
 
 
 def _unprocessed(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """As LTX-2.3's text encoder gives it."""
-    return {"frame_rate": 24.0, "unprocessed_ltxav_embeds": True}
+    """As LTX-2.3's text encoder and LTXV Reference Audio give it."""
+    tokens_of_sound = torch.randn(1, 3, 128, generator=generator)
+    return {"frame_rate": 24.0, "unprocessed_ltxav_embeds": True, "ref_audio": {"tokens": tokens_of_sound}}
 
 
 def _made_of(name: str, **changes: Any) -> TinyFamily:
@@ -408,7 +409,7 @@ TRAINED: dict[str, TinyFamily] = {
     ),
     "LTX-2": _LTX_2_WITH_SOUND,
     "LTX-2 without sound": dataclasses.replace(_LTX_2_WITH_SOUND, sound=()),
-    "LTX-2.3": dataclasses.replace(
+    "LTX-2.3 with a voice": dataclasses.replace(
         _LTX_2_WITH_SOUND, unet_config=_LTX_2_3, context=(6, 96), options=_unprocessed
     ),
     "ACE-Step": TinyFamily(
@@ -499,6 +500,8 @@ def small_adapter() -> Iterator[None]:
         mock.patch.object(animate, "Generator", _Faces),
         mock.patch.object(animate, "FaceEncoder", _FaceTokens),
         mock.patch.object(comfy.ldm.ace.model, "LyricEncoder", _LyricEncoder),
-        mock.patch.object(comfy.ldm.ace.ace_step15, "RotaryEmbedding", functools.partial(rotary, max_position_embeddings=64)),
+        mock.patch.object(
+            comfy.ldm.ace.ace_step15, "RotaryEmbedding", functools.partial(rotary, max_position_embeddings=64)
+        ),
     ):
         yield

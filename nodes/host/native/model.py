@@ -162,7 +162,15 @@ def _conditions(
         cond["guidance"] = guidance
     like = torch.zeros_like(x)
     made = comfy.samplers.encode_model_conds(
-        base.extra_conds, [cond], like, x.device, "positive", latent_image=like, denoise_mask=None, seed=0, latent_shapes=shapes
+        base.extra_conds,
+        [cond],
+        like,
+        x.device,
+        "positive",
+        latent_image=like,
+        denoise_mask=None,
+        seed=0,
+        latent_shapes=shapes,
     )[0]["model_conds"]
     parts = {name: each.process_cond(batch_size=x.shape[0], area=None) for name, each in made.items()}
     return comfy.samplers.cond_cat([parts])

@@ -35,7 +35,14 @@ from .model import ComfyModel, build, kind_of, own_config
 _DTYPES = {**TORCH_TYPES}
 _PICTURE_STEPS = 20
 _CLIPS = (1, 17, 33)  # frames; all classes take these
-_WITHOUT_PATCHES = ("LTXV", "LTXAV")  # latent formats
+_REFUSED = {
+    "ACEStep15": {
+        "audio_codes": "which a language model made up of its text, and not of the audio of its LATENT; turn "
+        "generate_audio_codes of the text encode node off"
+    }
+}
+_SOUND = {"LTXAV": (8, 16)}  # channels and bins of the sound beside a video, which its class holds as numbers
+_WITHOUT_PATCHES = ("LTXAV",)  # latent formats
 _MOST_READ = 2**14  # numbers of a tensor that is read to tell the model by, such as a norm's weights
 # What a whole checkpoint says of its model beside the weights: how it predicts, and from how much noise.
 _SAYS = frozenset(("v_pred", "ztsnr", "edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min"))
@@ -195,7 +202,7 @@ def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
     dims = form.latent_dimensions
     if "audio_model" in base.model_config.unet_config:
         return _audio_of(base)
-    # LTX's configs say nothing, and a token is a cell.
+    # LTX-2's config says nothing, and a token is a cell.
     patch = base.model_config.unet_config.get("patch_size") or (1 if type(form).__name__ in _WITHOUT_PATCHES else 2)
     patch = int(patch[-1] if isinstance(patch, (tuple, list)) else patch)
     stride = int(form.spacial_downscale_ratio)
@@ -213,7 +220,7 @@ def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
 
 
 def _audio_of(base: Any) -> LatentSpec:
-    """Cells of audio are counted as they are: nobody asks for so many pixels of it. A patch of ACE-Step 1 is a column."""
+    """Cells of audio are counted as they are, for nobody asks for pixels of it; ACE-Step 1's patches are columns."""
     form, config = base.latent_format, base.model_config.unet_config
     patch = config.get("patch_size") or 1
     rows = int(config.get("max_height") or 16) if form.latent_dimensions == 2 else 1
@@ -269,7 +276,8 @@ def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFami
             "",
             _normaliser(form, dims),
             latent_dims=dims,
-            sound=_sound_of(base),
+            refused=_REFUSED.get(type(base).__name__, {}),
+            sound=_SOUND.get(type(base).__name__, ()),
             reads_all=True,
             needs=_needs(base, beside),
             beside=beside,
@@ -281,14 +289,6 @@ def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFami
         sampling=_sampling(base, variant),
     )
     return family, variant
-
-
-def _sound_of(base: Any) -> tuple[int, ...]:
-    """Channels and bins of the sound that goes with a video; () for a class whose LATENT has one stream."""
-    if type(base).__name__ != "LTXAV":
-        return ()
-    model = base.diffusion_model
-    return int(model.num_audio_channels), int(model.audio_frequency_bins)
 
 
 def _sampling(base: Any, variant: Variant) -> SamplingSpec:
