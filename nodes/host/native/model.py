@@ -127,7 +127,8 @@ class ComfyModel:
                 "`devicebridge cache` or Cache Captions and Latents"
             )
         # Each sample its own copy, as a batch is; what is on meta stays there. Numbers and strings are read.
-        stacked = {name: torch.stack([each] * batch) for name, each in given.items()}
+        wanted = {name: each for name, each in given.items() if device.type != "meta" or not _needs_numbers(name)}
+        stacked = {name: torch.stack([each] * batch) for name, each in wanted.items()}
         return {name: each if _is_read(name, each) else each.to(device) for name, each in stacked.items()}
 
 
@@ -223,6 +224,11 @@ def _is_read(name: str, value: torch.Tensor) -> bool:
     """Whether this is a number or a string of each sample, rather than a tensor that the model computes with."""
     is_number = value.ndim == 1 and value.dtype in (torch.bool, torch.int64, torch.float64)
     return name.startswith(WORDS) or name.startswith(OPTION) and is_number
+
+
+def _needs_numbers(name: str) -> bool:
+    """Whether a forward on meta cannot be given this: LTX-2 places its reference of sound by numbers that it reads."""
+    return option_path(name)[:1] == ("ref_audio",)
 
 
 def _raw(sigma: torch.Tensor, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

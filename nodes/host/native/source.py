@@ -41,6 +41,7 @@ _REFUSED = {
         "generate_audio_codes of the text encode node off"
     }
 }
+_OF_AUDIO = ("ACEStep15",)  # models whose latents have no sides but time
 _SOUND = {"LTXAV": (8, 16)}  # channels and bins of the sound beside a video, which its class holds as numbers
 _WITHOUT_PATCHES = ("LTXAV",)  # latent formats
 _MOST_READ = 2**14  # numbers of a tensor that is read to tell the model by, such as a norm's weights
@@ -184,8 +185,8 @@ def _why_not(base: Any, row: NativeModel | None) -> str:
         return "its blocks share what they compute, or add to others, and nobody has compared its gradients"
     if (kind := kind_of(base)).startswith("IMG_TO_IMG") or kind.endswith("_AV"):
         return f"a model of type {kind} needs more than a caption and one latent"
-    if base.latent_format.latent_dimensions not in (1, 2, 3):
-        return "its latents are neither pictures, videos nor audio"
+    if base.latent_format.latent_dimensions not in (2, 3) and type(base).__name__ not in _OF_AUDIO:
+        return "its latents are neither pictures nor videos, and nobody has compared its gradients"
     return ""
 
 
