@@ -3,7 +3,9 @@
 A CONDITIONING is a list of [states [1, S, D], options]. Of the options the families of our own read pooled_output; one
 of ComfyUI's own models reads what it likes, so tensors, numbers and strings are kept for it, and lists, dicts and CLIP
 vision outputs of them. What is neither kept nor read (areas, guidance, hooks) is refused rather than lost.
-A LATENT is {"samples": [B, C, H, W] or [B, C, F, H, W]}, as the VAE made it: samplers normalise it, so it is not yet.
+A LATENT is {"samples": [B, C, H, W] or [B, C, F, H, W], of audio [B, C, T] or [B, C, H, T]}, as the VAE made it:
+samplers normalise it, so it is not yet. Of several streams (a video and its sound) samples is one object of ComfyUI's
+that holds a tensor of each.
 
 Core's convention for lists of both (Make Training Dataset, Resolution Bucket): entry by entry they belong together, and
 where a LATENT is a batch, its CONDITIONING has one item per sample of it.
@@ -16,12 +18,22 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ..families.comfy.inputs import COND, OPTION, POOLED, SAMPLES, WHOLE, WITHOUT_EFFECT, WORDS, option_path
+from ..families.comfy.inputs import (
+    COND,
+    MORE_SAMPLES,
+    OPTION,
+    POOLED,
+    SAMPLES,
+    WHOLE,
+    WITHOUT_EFFECT,
+    WORDS,
+    option_path,
+)
 
 Entry = dict[str, torch.Tensor]
 
 # What ComfyUI's nodes note beside the samples, without changing them.
-_LATENT_NOTES = frozenset({"batch_index", "downscale_ratio_spacial", "downscale_ratio_temporal"})
+_LATENT_NOTES = frozenset({"batch_index", "downscale_ratio_spacial", "downscale_ratio_temporal", "type"})
 # What ComfyUI's sampler does something with, beside handing it to the model.
 _FOR_SAMPLERS = frozenset(
     (
@@ -133,13 +145,28 @@ def _refuse_options(options: Mapping[str, Any], what: str, others: Set[str]) -> 
 
 
 def read_samples(samples: Any, what: str) -> list[Entry]:
-    """The samples of a batch, one entry each.
+    """The samples of a batch, one entry each; of several streams the others as MORE_SAMPLES.
 
-    Raises: ValueError if this is no tensor of that form.
+    Raises: ValueError if this is no tensor of that form, and no streams of as many samples.
     """
-    if not isinstance(samples, torch.Tensor) or samples.ndim not in (4, 5) or samples.numel() == 0:
-        raise ValueError(f"{what}: samples are a tensor [B, C, H, W] or [B, C, F, H, W], found {_describe(samples)}")
-    return [{SAMPLES: sample} for sample in samples]
+    streams = samples.unbind() if _is_nested(samples) else [samples]
+    for each in streams:
+        if not isinstance(each, torch.Tensor) or each.ndim not in (3, 4, 5) or each.numel() == 0:
+            raise ValueError(
+                f"{what}: samples are a tensor [B, C, H, W] or [B, C, F, H, W], of audio [B, C, T], found "
+                f"{_describe(each)}"
+            )
+    counts = [len(each) for each in streams]
+    if len(set(counts)) > 1:
+        raise ValueError(f"{what}: its LATENT has streams of {counts} samples; give a sound for every video")
+    names = [SAMPLES, *(f"{MORE_SAMPLES}{number}" for number in range(1, len(streams)))]
+    return [dict(zip(names, parts, strict=True)) for parts in zip(*streams, strict=True)]
+
+
+def _is_nested(samples: Any) -> bool:
+    """Whether this is ComfyUI's object of several streams."""
+    is_tensor = isinstance(samples, torch.Tensor)
+    return not is_tensor and getattr(samples, "is_nested", False) and hasattr(samples, "unbind")
 
 
 def read_pairs(latents: Sequence[Any], conditioning: Sequence[Any]) -> Iterator[tuple[Entry, Entry]]:

@@ -47,6 +47,8 @@ class LatentSpec:
     num_tokens_per_cell: float = 1.0  # transformer tokens per latent cell (1/4 where the model packs 2x2 cells itself)
     fps: float = 0.0  # frames per second of the videos the model was trained on; 0 for image families
     frame_lengths: tuple[int, ...] = (1,)  # of clips if the user names none, in video frames: frame_stride * n + 1
+    # Of audio, which has no picture's sides: the height of its latents, whose width is time; 0 for pictures and videos.
+    audio_rows: int = 0
 
     @property
     def is_video(self) -> bool:
@@ -210,10 +212,13 @@ class ComfyInputs:
     pooled: str = ""  # as states and width, for its pooled_output; "" where the model reads none
     pooled_width: str = ""
     min_tokens: int = 0  # shorter texts get rows of zeros in front, up to this number of tokens
-    latent_dims: Literal[2, 3] = 2  # of a LATENT without batch and channels: 2 for [H, W], 3 for [F, H, W]
+    # Of a LATENT without batch and channels: 1 for audio's [T], 2 for [H, W], 3 for [F, H, W].
+    latent_dims: Literal[1, 2, 3] = 2
+    sound: tuple[int, ...] = ()  # channels and bins of the sound [C, T, bins] that goes with a video; () without
     # Whether the model reads all that a CONDITIONING says, rather than states and pooled_output; then width is "".
     reads_all: bool = False
     needs: tuple[str, ...] = ()  # options without which such a model would be given nothing in their place
+    refused: Mapping[str, str] = field(default_factory=dict)  # options that would mislead it -> why, and what helps
     beside: int = 0  # channels that it is given beside the noise
     cells_per_token: int = 1  # latent cells that make_inputs packs into one token of the transformer's in_channels
     clip_type: str = ""  # what its Load CLIP calls the text encoders' type

@@ -189,9 +189,9 @@ class EncodedSample:
 
     Args:
         latents: key of its latents. caption: key of its text.
-        bucket: latent sides and text tokens. alike: what else its CONDITIONING says, as a number. Samples that share
-            both can share a batch.
-        num_frames: video frames that its latents stand for.
+        bucket: latent sides and text tokens. alike: what else its CONDITIONING says, and how long its sound is, as a
+            number. Samples that share both can share a batch.
+        num_frames: video frames that its latents stand for. num_streams: of its LATENT.
     """
 
     latents: str
@@ -200,6 +200,7 @@ class EncodedSample:
     num_frames: int = 1
     mask_path: None = None
     alike: tuple[int, ...] = ()
+    num_streams: int = 1
 
 
 def read_encoded_samples(path: str, reader: ComfyReader) -> tuple[EncodedSample, ...]:
@@ -223,14 +224,30 @@ def read_encoded_samples(path: str, reader: ComfyReader) -> tuple[EncodedSample,
 def _encoded_sample(pair: EncodedPair, reader: ComfyReader) -> EncodedSample:
     sides = pair.latents_shapes[SAMPLES][1:]
     num_frames = reader.latent.num_frames(sides[0]) if reader.comfy.latent_dims == 3 else 1
-    bucket = (*sides, num_tokens(reader.comfy, pair.text_shapes))
-    return EncodedSample(pair.latents, pair.text, bucket, num_frames, alike=_alike(pair))
+    flat = (1,) if len(sides) == 1 else ()  # audio without height
+    bucket = (*flat, *sides, num_tokens(reader.comfy, pair.text_shapes))
+    num_streams = len(pair.latents_shapes)
+    return EncodedSample(pair.latents, pair.text, bucket, num_frames, alike=_alike(pair), num_streams=num_streams)
 
 
 def _alike(pair: EncodedPair) -> tuple[int, ...]:
-    """A number that tells apart CONDITIONINGs that cannot share a batch by their options; () without any."""
+    """A number that tells apart samples that cannot share a batch by options of their CONDITIONING, or by further
+    streams of their LATENT; () without any."""
     shapes = {name: list(shape) for name, shape in pair.text_shapes.items() if option_path(name)}
+    shapes |= {name: list(shape) for name, shape in pair.latents_shapes.items() if name != SAMPLES}
     return (int(settings_fingerprint([pair.same, shapes])[:8], 16),) if shapes else ()
+
+
+def refuse_batches_with_sound(samples: Sequence[EncodedSample], batch_size: int) -> None:
+    """LTX-2 gates what goes between a video and its sound by the largest noise level of a batch.
+
+    Raises: ValueError for batches of several samples with sound, whose noise levels differ in training.
+    """
+    if batch_size > 1 and any(sample.num_streams > 1 for sample in samples):
+        raise ValueError(
+            "train.batch_size is above 1, but this model mixes the noise levels of a batch where a LATENT has sound; "
+            "set batch_size 1 (gradient_accumulation_steps does the same)"
+        )
 
 
 def refuse_missing(samples: Sequence[EncodedSample], store: CacheStore) -> None:
@@ -245,6 +262,6 @@ def refuse_missing(samples: Sequence[EncodedSample], store: CacheStore) -> None:
 
 
 def resolution_of(samples: Sequence[EncodedSample], latent: LatentSpec) -> int:
-    """Side in pixels of a square as large as the largest sample."""
+    """Side in pixels of a square as large as the largest sample; of audio, whose stride is 1, in latent cells."""
     cells = max(sample.bucket[-3] * sample.bucket[-2] for sample in samples)
     return round(math.sqrt(cells) * latent.spatial_stride)

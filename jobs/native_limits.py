@@ -12,6 +12,7 @@ from ..planning.space import SearchSpace
 
 # Classes whose blocks do on numbers, or on sizes of their own, what they cannot do on those of a forecast.
 _BY_NUMBERS = {
+    "AceStepConditionGenerationModel": "it reads numbers of its text and reference, and a forecast has none",
     "HiDreamImageTransformer2DModel": "its experts are chosen by the numbers that they compute with",
     "VaceWanModel": "its side blocks are added to what a block gave, and a forecast looks at blocks alone",
     "WanDancerModel": "its music is cut by the shape of the clip, and a forecast takes a square",

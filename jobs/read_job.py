@@ -32,6 +32,7 @@ from .comfy_entries import (
     comfy_conditions,
     make_comfy_reader,
     read_encoded_samples,
+    refuse_batches_with_sound,
     refuse_condition,
     resolution_of,
 )
@@ -144,6 +145,12 @@ def read_job(
     check_lora_layout(info.family, targets, job.output.lora_layout, job.lora.dora)
     latent = info.family.latent_of(variant)
     _refuse_condition(job, info, variant)
+    if latent.audio_rows and (job.evaluation.folder or not (has_data and job.data.encoded)):
+        raise ValueError(
+            f"{info.family.title} is trained on latents of audio, and no files of audio are read; build the dataset "
+            "with Dataset from Latents and Conditioning, of VAE Encode Audio and the model's text encode node "
+            "(data.encoded), and leave evaluation.folder out"
+        )
     if not has_data:
         return ReadJob(job, info, variant, model, targets, (make_square(job.data, variant, latent),))
     samples: Sequence[Sample] = ()
@@ -151,6 +158,7 @@ def read_job(
     if job.data.encoded:
         refuse_condition(variant)
         encoded = read_encoded_samples(job.data.encoded, make_comfy_reader(info.family, variant, info.config))
+        refuse_batches_with_sound(encoded, job.train.batch_size)
     else:
         samples = scan_folders(job.data, latent, should_stop)
     evaluated: Sequence[Sample] = ()

@@ -103,6 +103,8 @@ def latent_shape_of(
     height, width = (side // latent.spatial_stride for side in bucket)
     published = variant.transformer_config["in_channels"]  # a model of its own size may have another VAE
     channels = latent.channels * info.config.get("in_channels", published) // published
+    if rows := latent.audio_rows:
+        return channels, 1, rows, max(1, height * width // rows)
     return channels, 1 + (frames - 1) // latent.frame_stride, height, width
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +18,13 @@ from ..data.order import Batch
 from ..data.samples import Condition, Sample, TrainingSample
 from ..encoding.store import CacheStore
 from ..families.comfy.conditions import WAYS
-from ..families.comfy.inputs import SAMPLES
+from ..families.comfy.inputs import is_samples, stream_shapes, streams_of
 
 _log = logging.getLogger(__name__)
 
 
-_own_latents = operator.itemgetter("latents")  # of an entry that our own VAE code made
-_LATENTS = frozenset({"latents", SAMPLES})  # what an entry holds besides these are conditions
+_LATENTS = "latents"  # what an entry holds besides these, and samples, are conditions
+_own_latents = operator.itemgetter(_LATENTS)  # of an entry that our own VAE code made
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,13 @@ class LoadedBatch:
     """One forward's worth of data on the CPU.
 
     Args:
-        latents: clean and normalised, float32. [B, C, F, H, W]
+        latents: clean and normalised, float32. [B, C, F, H, W]; of several streams packed, [B, 1, 1, 1, N]
         text: what the text encoders left, by name. [B, S, D] or [B, D]
         mask: loss weight per latent cell, or None. [B, 1, 1 or F, H, W]
         num_tokens: image tokens of one sample.
-        conditions: what else the model is given, by name, normalised like the latents. [B, C', F, H, W]
-        weights: factor of each sample's loss; None where all are 1. [B]
+        conditions: what else the model is given, by name, normalised like the latents, [B, C', F, H, W], and how
+            packed latents are taken apart
+        weights: factor of each sample's loss, [B], or of each value's, [B or 1, 1, 1, 1, N]; None where all are 1.
     """
 
     latents: torch.Tensor
@@ -117,8 +119,10 @@ class CachedSamples:
         """
         entries = [self._entry(self.latent_keys[i]) for i in indices]
         latents = _stacked([self.read_latents(entry) for entry in entries])
-        names = [name for name in entries[0] if name not in _LATENTS]
+        names = [name for name in entries[0] if name != _LATENTS and not is_samples(name)]
         conditions = {name: _stacked([entry[name] for entry in entries]) for name in names}
+        if _LATENTS not in entries[0]:
+            conditions |= streams_of(entries)
         keys = [self._text_keys(index, drop) for index, drop in zip(indices, drop_caption, strict=True)]
         text = join_texts([self._read_text(each) for each in keys])
         num_tokens = int(latents[0, 0].numel() * self.tokens_per_cell)
@@ -128,7 +132,8 @@ class CachedSamples:
             shape = (latents.shape[0], 1, *latents.shape[2:])
             mask = torch.ones(shape) if mask is None else mask.expand(shape).clone()
             mask[:, :, 0] = 0
-        return LoadedBatch(latents, text, mask, num_tokens, conditions, self._weights(indices))
+        weights = loss_weights(self._weights(indices), conditions)
+        return LoadedBatch(latents, text, mask, num_tokens, conditions, weights)
 
     def read_ahead(self, batch: Batch) -> None:
         """Read the entries of a batch that will be loaded; one that cannot be read now is left to load()."""
@@ -194,6 +199,19 @@ class BatchReader:
     def _read(self, batch: Batch) -> None:
         with contextlib.suppress(OSError):  # load() will meet it
             self._samples.read_ahead(batch)
+
+
+def loss_weights(of_samples: torch.Tensor | None, given: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Weights of a batch's losses, of those of its samples, [B], or None; given: how packed latents are taken apart.
+
+    The loss of several streams is the sum of each stream's mean, as LTX-2's own trainer has it: in the mean of all
+    values a video would leave its sound a few hundredths.
+    """
+    sizes = [math.prod(shape) for shape in stream_shapes(given)]
+    if not sizes:
+        return of_samples
+    factors = torch.cat([torch.full((size,), sum(sizes) / size) for size in sizes]).view(1, 1, 1, 1, -1)
+    return factors if of_samples is None else of_samples.view(-1, 1, 1, 1, 1) * factors
 
 
 def join_texts(entries: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

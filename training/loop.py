@@ -355,7 +355,7 @@ class Trainer:
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """In memory that a GPU reads by itself, so that the host need not wait for it."""
-        return tensor.pin_memory() if self.devices[0].type == "cuda" else tensor
+        return tensor.pin_memory() if self.devices[0].type == "cuda" and tensor.numel() else tensor
 
     def _loss(self, batch: NoisyBatch, model: nn.Module, home: torch.device) -> torch.Tensor:
         """Loss of one batch; a scalar on the device of the model's output, float32."""

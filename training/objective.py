@@ -130,11 +130,13 @@ def prediction_loss(
 
     mask: weight per latent cell, [B, 1, 1 or F, H, W] in 0..1; the loss is the weighted mean, so a small mask does not
         weaken the step. A sample whose mask is all zero contributes nothing.
-    weights: factor of each sample's error, [B]; other than a mask's, these do weaken the step.
+    weights: factor of each sample's error, [B], or of each value's, [B or 1, 1, 1, 1, N]; other than a mask's, these do
+        weaken the step.
     """
     error = (prediction.float() - target.float()).square()
     if weights is not None:
-        error = error * weights.to(error.device, torch.float32).view(-1, *[1] * (error.ndim - 1))
+        factors = weights if weights.ndim == error.ndim else weights.view(-1, *[1] * (error.ndim - 1))
+        error = error * factors.to(error.device, torch.float32)
     if mask is None:
         return error.mean()
     weight = mask.to(error.device, torch.float32).expand_as(error)

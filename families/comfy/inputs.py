@@ -7,7 +7,7 @@ serves every model, and is bit for bit what core's nodes gave.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.functional import pad
@@ -18,7 +18,12 @@ from .conditions import VISION
 if TYPE_CHECKING:
     import torch
 
-SAMPLES = "samples"  # [C, H, W], of a video [C, F, H, W]
+SAMPLES = "samples"  # [C, H, W], of a video [C, F, H, W], of audio [C, T] or [C, H, T]
+# With a number behind: the further streams of a LATENT of several, such as a video's sound, [C, T, bins].
+MORE_SAMPLES = "samples."
+# With a number behind, in a batch: a stream of packed latents. Its sides are the stream's, [B, 0, C, ...], and it has
+# no numbers: sides are read without waiting for a device, and are the same on meta.
+STREAM = "stream."
 COND = "cond"  # [S, D]
 POOLED = "pooled_output"  # [D]
 # In front of what else a CONDITIONING says: tensors of one sample, and numbers as tensors without sides. Tensors of a
@@ -59,10 +64,40 @@ def read_text(comfy: ComfyInputs, entry: Mapping[str, torch.Tensor]) -> dict[str
     return text
 
 
+def is_samples(name: str) -> bool:
+    """Whether a tensor of an entry is a LATENT's samples, of any stream."""
+    return name == SAMPLES or name.startswith(MORE_SAMPLES)
+
+
+def _streams(entry: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The samples in their order."""
+    return [entry[name] for name in sorted(entry) if is_samples(name)]
+
+
 def read_latents(comfy: ComfyInputs, entry: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Normalised latents of one sample, float32. [C, F, H, W]"""
-    samples = entry[SAMPLES].float()
-    return comfy.normalise(samples.unsqueeze(1) if comfy.latent_dims == 2 else samples)
+    """Normalised latents of one sample, float32. [C, F, H, W]; several streams packed as ComfyUI does, [1, 1, 1, N]"""
+    import torch
+
+    first, *others = (each.float() for each in _streams(entry))
+    if others:
+        return comfy.normalise(torch.cat([first.flatten(), *(each.flatten() for each in others)]).view(1, 1, 1, -1))
+    channels, *sides = first.shape
+    return comfy.normalise(first.view(channels, *[1] * (3 - len(sides)), *sides))
+
+
+def streams_of(entries: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What says in a batch how its packed latents are taken apart; {} for latents of one stream. See STREAM."""
+    import torch
+
+    streams = _streams(entries[0])
+    if len(streams) == 1:
+        return {}
+    return {f"{STREAM}{n}": torch.empty(len(entries), 0, *each.shape) for n, each in enumerate(streams)}
+
+
+def stream_shapes(given: Mapping[str, torch.Tensor]) -> list[Shape]:
+    """Of one sample's streams, as streams_of said them; [] for latents of one stream."""
+    return [tuple(given[name].shape[2:]) for name in sorted(given) if name.startswith(STREAM)]
 
 
 def num_tokens(comfy: ComfyInputs, shapes: Mapping[str, Shape]) -> int:
@@ -74,6 +109,9 @@ def text_problem(comfy: ComfyInputs, config: Mapping[str, Any], title: str, shap
     """Why an entry of these shapes cannot condition the model with this config; "" if it can."""
     options = sorted({path[0] for path in map(option_path, shapes) if path})
     if comfy.reads_all:
+        for name in options:
+            if name in comfy.refused:
+                return f"its CONDITIONING has {name}, {comfy.refused[name]}"
         missing = [name for name in comfy.needs if name not in options]
         return _why_needed(missing[0], title) if missing else ""
     if extra := sorted(name for name in options if name not in WITHOUT_EFFECT):
@@ -100,6 +138,35 @@ def _why_needed(missing: str, title: str) -> str:
     )
 
 
+_KINDS = {2: "an image, [channels, height, width]", 3: "a video, [channels, frames, height, width]"}
+_AUDIO = {1: "audio, [channels, time]", 2: "audio, [channels, height, time]"}
+
+
+def _sound_problem(comfy: ComfyInputs, title: str, shapes: Mapping[str, Shape]) -> str:
+    """Why further streams of these shapes do not fit; "" if they do, or there are none."""
+    others = [shape for name, shape in shapes.items() if name.startswith(MORE_SAMPLES)]
+    if not others:
+        return ""
+    if not comfy.sound:
+        return f"it has {len(others) + 1} streams, but {title} takes one; give it what was encoded of one alone"
+    channels, bins = comfy.sound
+    if len(others) > 1 or len(others[0]) != 3 or (others[0][0], others[0][2]) != (channels, bins):
+        return (
+            f"beside the video it has {', '.join(str(list(shape)) for shape in others)}, but {title} takes one stream "
+            f"of sound, {[channels, 'time', bins]}; encode it with LTXV Audio VAE Encode"
+        )
+    return ""
+
+
+def _audio_problem(latent: LatentSpec, title: str, sides: Sequence[int]) -> str:
+    if sides[:-1] not in ([], [latent.audio_rows]):
+        return (
+            f"it is {sides[0]} high, but {title}'s VAE makes {latent.audio_rows} rows of audio; connect the VAE that "
+            "belongs to the model"
+        )
+    return ""
+
+
 def latents_problem(
     comfy: ComfyInputs,
     config: Mapping[str, Any],
@@ -114,11 +181,13 @@ def latents_problem(
     """
     channels, *sides = shapes[SAMPLES]
     if len(sides) != comfy.latent_dims:
-        kinds = {2: "an image, [channels, height, width]", 3: "a video, [channels, frames, height, width]"}
+        kind = _AUDIO[comfy.latent_dims] if latent.audio_rows else _KINDS[comfy.latent_dims]
         return (
-            f"its shape is {[channels, *sides]}, but {title}'s VAE makes that of {kinds[comfy.latent_dims]}; connect "
-            "the VAE that belongs to the model"
+            f"its shape is {[channels, *sides]}, but {title}'s VAE makes that of {kind}; connect the VAE that belongs "
+            "to the model"
         )
+    if reason := _sound_problem(comfy, title, shapes):
+        return reason
     wanted = config["in_channels"] // comfy.cells_per_token
     if channels != wanted:
         return f"it has {channels} channels, but {title} takes {wanted}; connect the VAE that belongs to the model"
@@ -127,6 +196,8 @@ def latents_problem(
             f"it has {sides[0]} latent frames of {num_frames} frames, but {title} takes "
             f"{latent.num_latent_frames(num_frames)}; connect the VAE that belongs to the model"
         )
+    if latent.audio_rows:
+        return _audio_problem(latent, title, sides)
     multiple = latent.size_multiple // latent.spatial_stride
     if any(side % multiple for side in sides[-2:]):
         return (

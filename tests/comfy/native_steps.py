@@ -24,13 +24,14 @@ import comfy.sampler_helpers
 import comfy.samplers
 import comfy.sd
 import torch
+from comfy.nested_tensor import NestedTensor
 from comfy_extras import nodes_train
 from devicebridge.config.job import JobConfig, make_job
 from devicebridge.encoding.comfy_data import read_conditioning, read_pairs
 from devicebridge.encoding.encoded import save_encoded
 from devicebridge.encoding.store import CacheStore
 from devicebridge.events import EventLog
-from devicebridge.families.comfy.inputs import read_latents, read_text
+from devicebridge.families.comfy.inputs import read_latents, read_text, streams_of
 from devicebridge.jobs.build import build_trainer
 from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job, plan_job, run_job
@@ -50,6 +51,7 @@ from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, small_sizes
 from devicebridge.tests.comfy.trained_families import DIVIDED, TRAINED, save_trained
 from devicebridge.tests.emulated import emulated_cards, factories_on_cards, on_cpu
 from devicebridge.tests.plans import MadeUpTimes, make_question
+from devicebridge.training.batches import loss_weights
 from devicebridge.training.loop import Trainer
 from devicebridge.training.objective import noise_latents, predict, prediction_loss
 
@@ -78,7 +80,7 @@ class Bench:
             self.path = file or save_trained(name, folder / "model.safetensors", self.family)
             self.info = read_native(self.path, "float32")
         generator = torch.Generator().manual_seed(3)
-        self.samples = [torch.randn(1, *self.family.latent, generator=generator) for _ in range(2)]
+        self.samples = [_sample(self.family, generator) for _ in range(2)]
         self.conditions = [self.family.condition(seed) for seed in (1, 2)]
         pairs = read_pairs([{"samples": each} for each in self.samples], self.conditions)
         self.encoded = save_encoded(pairs, CacheStore(folder / "cache"))
@@ -159,6 +161,7 @@ class Bench:
         family = self.info.family
         pairs = read_pairs([{"samples": self.samples[index]}], [self.conditions[index]])
         latents, text = next(iter(pairs))
+        streams = streams_of([latents])
         clean = read_latents(family.comfy, latents)[None]
         if noise is None:
             noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(11 + index))
@@ -166,8 +169,14 @@ class Bench:
         batch = {name: each[None] for name, each in read_text(family.comfy, text).items()}
         model, _ = trainer.runner.replica_for(0)
         has_input = self.info.variant.training_guidance is not None
-        said = predict(family, model, made.noisy, made.sigmas, batch, guidance if has_input else None)
-        return prediction_loss(said, made.target), said, made
+        said = predict(family, model, made.noisy, made.sigmas, batch | streams, guidance if has_input else None)
+        return prediction_loss(said, made.target, weights=loss_weights(None, streams)), said, made
+
+
+def _sample(family: TinyFamily, generator: torch.Generator) -> Any:
+    """The samples of a LATENT, as stock nodes make them; a video with its sound as Concat AV Latent does."""
+    first = torch.randn(1, *family.latent, generator=generator)
+    return NestedTensor((first, torch.randn(1, *family.sound, generator=generator))) if family.sound else first
 
 
 @contextlib.contextmanager
@@ -285,7 +294,7 @@ def loss_is_cores(bench: Bench) -> Figures:
     """Where Train LoRA raises an error, the stock MODEL's own sampling says what the loss would be."""
     try:
         core = _core_step(bench, backward=False)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         return {"core": one_line(error), **_loss_is_samplings(bench)}
     with bench.trainer("loss", _PLAIN) as trainer, torch.no_grad():
         put_lora(trainer, {n: torch.zeros_like(t) for n, t in trainer.lora.tensors().items()})
@@ -299,8 +308,10 @@ def _loss_is_samplings(bench: Bench) -> Figures:
     with bench.trainer("loss", _PLAIN) as trainer, torch.no_grad():
         put_lora(trainer, {n: torch.zeros_like(t) for n, t in trainer.lora.tensors().items()})
         loss, _, made = bench.prediction(trainer, 0, _PERCENT, guidance=None)
-    said = _said(bench.stock(), made, bench.conditions[0], bench.family.latent)
-    expected = float((said.view(made.target.shape) - made.target).square().mean())
+    said = _said(bench.stock(), made, bench.conditions[0], bench.family)
+    errors = (said.view(made.target.shape) - made.target).square().flatten()
+    sizes = [math.prod(sides) for sides in (bench.family.latent, bench.family.sound) if sides]
+    expected = float(sum(each.mean() for each in errors.split(sizes)))
     return {"difference": _expect(abs(float(loss) / expected - 1), 1e-5, "the difference from sampling's loss")}
 
 
@@ -308,7 +319,7 @@ def core_gradients(bench: Bench) -> Figures:
     """Not a proof of ours: whether Train LoRA's own gradients are those of its loss, in float32 on the CPU."""
     try:
         core = _core_step(bench, backward=True)
-    except (TypeError, RuntimeError, NotImplementedError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         return {"raises": one_line(error)[:120]}
     pairs = []
     with bench.trainer("core", _PLAIN) as trainer:
@@ -344,7 +355,7 @@ def stock_loader(bench: Bench) -> Figures:
         put_lora(trainer, {name: torch.zeros_like(each) for name, each in tensors.items()})
         _, before, _ = bench.prediction(trainer, 0, _PERCENT, guidance=None)
     patched, _ = comfy.sd.load_lora_for_models(patcher, None, lora, 1.0, 0)
-    said = _said(patched, made, bench.conditions[0], bench.family.latent)
+    said = _said(patched, made, bench.conditions[0], bench.family)
     moved = float((ours - before).norm() / before.norm())
     assert moved > 1e-3, f"the LoRA moves the picture by {moved:.2g} only"
     error = float((said.view(ours.shape) - ours).norm() / (ours - before).norm())
@@ -352,14 +363,16 @@ def stock_loader(bench: Bench) -> Figures:
 
 
 @torch.inference_mode()
-def _said(patcher: Any, made: Any, condition: Any, shape: tuple[int, ...]) -> torch.Tensor:
-    """What a stock MODEL's network says, by the way that ComfyUI samples."""
-    noisy, sigma = made.noisy.view(1, *shape), made.sigmas
+def _said(patcher: Any, made: Any, condition: Any, family: TinyFamily) -> torch.Tensor:
+    """What a stock MODEL's network says, by the way that ComfyUI samples; of several streams packed."""
+    shapes = [(1, *sides) for sides in (family.latent, family.sound) if sides]
+    noisy, sigma = made.noisy.view((1, 1, -1) if family.sound else shapes[0]), made.sigmas
     comfy.model_management.load_models_gpu([patcher])
     patcher.pre_run()
     base = patcher.model
     conds = {"positive": comfy.sampler_helpers.convert_cond(condition)}
-    conds = comfy.samplers.process_conds(base, torch.zeros_like(noisy), conds, noisy.device, torch.zeros_like(noisy))
+    zeros = torch.zeros_like(noisy)
+    conds = comfy.samplers.process_conds(base, zeros, conds, noisy.device, zeros, latent_shapes=shapes)
     (denoised,) = comfy.samplers.calc_cond_batch(base, [conds["positive"]], noisy, sigma, {})
     sampling = base.model_sampling
     at = [sampling.calculate_denoised(sigma, torch.full_like(noisy, value), noisy) for value in (0.0, 1.0)]

@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.comfy, pytest.mark.long]
 WORKER = Path(__file__).with_name("native_pictures_worker.py")
 WITH_WAYS = "FLUX.2"
 EACH = ("SDXL", "Wan 2.1 T2V, 2.2 T2V 14B", "FLUX.1", WITH_WAYS, "SD 1.5", "SDXL v-prediction", "Cosmos-Predict2")
-EACH += ("HunyuanVideo",)
-VIDEO = ("Wan", "HunyuanVideo")
+EACH += ("HunyuanVideo", "LTX-2 without sound")
+VIDEO = ("Wan", "HunyuanVideo", "LTX-2")
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import comfy.ldm.ace.ace_step15
+import comfy.ldm.ace.model
 import comfy.ldm.anima.model
 import comfy.ldm.wan.model
 import comfy.ldm.wan.model_animate
@@ -66,6 +68,69 @@ _ERNIE = {
     "rope_axes_dim": (8, 8, 8),
 }
 _ANIMA = {**FAMILIES["cosmos_predict2"].unet_config, "image_model": "anima", "crossattn_emb_channels": 48}
+
+
+_ACE_STEP = {
+    "audio_model": "ace",
+    "in_channels": 8,
+    "out_channels": 8,
+    "num_layers": 4,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "inner_dim": 32,
+    "max_position": 64,
+    "mlp_ratio": 2.5,
+    "patch_size": [16, 1],
+    "max_height": 16,
+    "text_embedding_dim": 12,
+    "ssl_latent_dims": [8, 8],
+    "lyric_encoder_vocab_size": 20,
+    "lyric_hidden_size": 16,
+}
+_ACE_STEP_15 = {
+    "audio_model": "ace1.5",
+    "hidden_size": 32,
+    "text_hidden_dim": 12,
+    "num_dit_layers": 4,
+    "num_lyric_layers": 1,
+    "num_timbre_layers": 1,
+    "num_tokenizer_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "sliding_window": 2,
+    "fsq_dim": 32,
+    "fsq_levels": [2, 2, 2],
+    "encoder_hidden_size": 32,
+    "encoder_intermediate_size": 48,
+    "encoder_num_heads": 2,
+}
+
+
+_LTX_2 = {
+    "image_model": "ltxav",
+    "num_layers": 4,
+    "attention_head_dim": 16,
+    "num_attention_heads": 4,
+    "cross_attention_dim": 64,
+    "audio_cross_attention_dim": 32,
+    "audio_attention_head_dim": 8,
+    "audio_num_attention_heads": 4,
+    "caption_channels": 12,
+    "connector_attention_head_dim": 16,
+    "connector_num_attention_heads": 4,
+    "audio_connector_attention_head_dim": 8,
+    "connector_num_layers": 1,
+}
+# Its text goes through connectors that the model itself holds.
+_LTX_2_3 = {
+    **_LTX_2,
+    "caption_proj_before_connector": True,
+    "caption_projection_first_linear": False,
+    "cross_attention_adaln": True,
+    "apply_gated_attention": True,
+}
 
 
 class Output:
@@ -224,6 +289,34 @@ def _danced(generator: torch.Generator, tokens: int) -> dict[str, Any]:
     }
 
 
+def _lyrics(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As TextEncodeAceStepAudio gives them."""
+    return {"conditioning_lyrics": torch.randint(0, 20, (1, 4), generator=generator), "lyrics_strength": 0.8}
+
+
+def _lyrics_and_timbre(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As TextEncodeAceStepAudio1.5 without codes and Set Reference Audio give them."""
+    lyrics = torch.randn(1, 3, 12, generator=generator)
+    timbre = torch.randn(1, 64, 9, generator=generator)
+    return {"conditioning_lyrics": lyrics, "reference_audio_timbre_latents": [timbre]}
+
+
+def _lyrics_alone(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As TextEncodeAceStepAudio1.5 gives them without codes."""
+    return {"conditioning_lyrics": torch.randn(1, 3, 12, generator=generator)}
+
+
+def _frame_rate(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As LTXVConditioning gives it."""
+    return {"frame_rate": 24.0}
+
+
+def _unprocessed(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As LTX-2.3's text encoder and LTXV Reference Audio give it."""
+    tokens_of_sound = torch.randn(1, 3, 128, generator=generator)
+    return {"frame_rate": 24.0, "unprocessed_ltxav_embeds": True, "ref_audio": {"tokens": tokens_of_sound}}
+
+
 def _made_of(name: str, **changes: Any) -> TinyFamily:
     return dataclasses.replace(FAMILIES[name], **changes)
 
@@ -242,6 +335,17 @@ def _wan(
         "wan", config_class=config_class, unet_config=config, latent=latent, options=options, is_detected=is_detected
     )
 
+
+_LTX_2_WITH_SOUND = TinyFamily(
+    "LTXAV",
+    _LTX_2,
+    (128, 2, 2, 3),
+    (6, 24),
+    ("transformer_blocks",),
+    is_detected=False,
+    sound=(8, 5, 16),
+    options=_frame_rate,
+)
 
 # Every class that is trained by the name its row of the table has.
 TRAINED: dict[str, TinyFamily] = {
@@ -303,6 +407,20 @@ TRAINED: dict[str, TinyFamily] = {
         audio_inject_layers=[0, 2],
         is_detected=False,
     ),
+    "LTX-2": _LTX_2_WITH_SOUND,
+    "LTX-2 without sound": dataclasses.replace(_LTX_2_WITH_SOUND, sound=()),
+    "LTX-2.3 with a voice": dataclasses.replace(
+        _LTX_2_WITH_SOUND, unet_config=_LTX_2_3, context=(6, 96), options=_unprocessed
+    ),
+    "ACE-Step": TinyFamily(
+        "ACEStep", _ACE_STEP, (8, 16, 6), (6, 12), ("transformer_blocks",), is_detected=False, options=_lyrics
+    ),
+    "ACE-Step 1.5": TinyFamily(
+        "ACEStep15", _ACE_STEP_15, (64, 11), (6, 12), ("decoder.layers",), is_detected=False, options=_lyrics_alone
+    ),
+    "ACE-Step 1.5 with a reference": TinyFamily(
+        "ACEStep15", _ACE_STEP_15, (64, 11), (6, 12), ("decoder.layers",), is_detected=False, options=_lyrics_and_timbre
+    ),
 }
 
 
@@ -355,19 +473,35 @@ class _FaceTokens(nn.Module):
         return self.linear(motion[:, ::4].contiguous()).unflatten(-1, (5, -1))
 
 
+class _LyricEncoder(nn.Module):
+    """Stands for ACE-Step 1's encoder of lyrics, whose width is fixed."""
+
+    def __init__(self, *, operations: Any, input_size: int, static_chunk_size: int, **place: Any) -> None:
+        super().__init__()
+        self.linear = operations.Linear(input_size, input_size, **place)
+
+    def forward(self, tokens: torch.Tensor, mask: Any, **how: Any) -> tuple[torch.Tensor, None]:
+        return self.linear(tokens), None
+
+
 @contextlib.contextmanager
 def small_adapter() -> Iterator[None]:
     """Inside, parts of fixed size are small: Anima's text adapter, whose table of tokens is as long as ever, HuMo's
-    audio projection and Animate's encoders of faces."""
+    audio projection, Animate's encoders of faces, ACE-Step's encoder of lyrics and its rotary tables."""
     own = comfy.ldm.anima.model.LLMAdapter
     sizes = {"source_dim": 48, "target_dim": 48, "model_dim": 48, "num_layers": 1, "num_heads": 2}
     audio = comfy.ldm.wan.model.AudioProjModel
     narrow = {"seq_len": 2, "blocks": 1, "channels": 4, "intermediate_dim": 8}
     animate = comfy.ldm.wan.model_animate
+    rotary = comfy.ldm.ace.ace_step15.RotaryEmbedding
     with (
         mock.patch.object(comfy.ldm.anima.model, "LLMAdapter", functools.partial(own, **sizes)),
         mock.patch.object(comfy.ldm.wan.model, "AudioProjModel", lambda **given: audio(**{**given, **narrow})),
         mock.patch.object(animate, "Generator", _Faces),
         mock.patch.object(animate, "FaceEncoder", _FaceTokens),
+        mock.patch.object(comfy.ldm.ace.model, "LyricEncoder", _LyricEncoder),
+        mock.patch.object(
+            comfy.ldm.ace.ace_step15, "RotaryEmbedding", functools.partial(rotary, max_position_embeddings=64)
+        ),
     ):
         yield

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....families.comfy.inputs import COND, OPTION, WHOLE, WORDS, option_path
+from ....families.comfy.inputs import COND, OPTION, STREAM, WHOLE, WORDS, option_path, stream_shapes
 from ....families.comfy.native import NativeModel
 from ....families.comfy.text_sizes import usual_text
 from ....parallel.block_lists import hooked_modules, placed_blocks
@@ -31,16 +31,13 @@ class ComfyModel:
         config: what comfy.model_detection made of its file, with the type it computes in.
         names: the file's tensors, without data, under the names ComfyUI's loader has for them.
         prefix: of those names.
-        has_sequence: whether a LATENT of it has frames.
     """
 
-    def __init__(
-        self, config: Any, names: Mapping[str, torch.Tensor], prefix: str, row: NativeModel, *, has_sequence: bool
-    ) -> None:
+    def __init__(self, config: Any, names: Mapping[str, torch.Tensor], prefix: str, row: NativeModel) -> None:
         self._config, self._names, self._prefix, self._row = config, dict(names), prefix, row
-        self._has_sequence = has_sequence
         base = self._make_base(torch.device("meta"))
         self.sampling, self._form = base.model_sampling, base.latent_format
+        self._dims = int(self._form.latent_dimensions)  # of a LATENT without batch and channels
         self._scheduler = scheduler_of(kind_of(base))
 
     def _make_base(self, device: torch.device) -> Any:
@@ -48,7 +45,7 @@ class ComfyModel:
 
         config = own_config(self._config)
         with init_empty_weights(include_buffers=False):
-            return config.get_model(dict(self._names), self._prefix, device=device)
+            return build(config, self._names, self._prefix, device)
 
     def make(self, *, is_empty: bool) -> nn.Module:
         """The diffusion model; see HostModel.make."""
@@ -99,11 +96,13 @@ class ComfyModel:
             raise RuntimeError("one of ComfyUI's models was called for training outside of native_training")
         base = model.__dict__[_BASE]
         base.model_sampling.to(noisy.device)
-        x = noisy if self._has_sequence else noisy[:, :, 0]
-        inputs = _conditions(base, x, given, guidance)
+        shapes = [(len(noisy), *sides) for sides in stream_shapes(given)]
+        x = noisy.flatten(1).unsqueeze(1) if shapes else _as_host(noisy, self._dims)
+        inputs = _conditions(base, x, shapes or [x.shape], given, guidance)
         options = {"cond_or_uncond": [0], "sigmas": sigmas, "optimized_attention_override": _plain_attention}
         output = base.apply_model(x, sigmas, transformer_options=options, **inputs)
-        return output if self._has_sequence else output.unsqueeze(2)
+        made: torch.Tensor = output.reshape(noisy.shape)
+        return made
 
     def euler_steps(self, steps: int) -> ComfySteps:
         """See HostModel.euler_steps."""
@@ -111,7 +110,7 @@ class ComfyModel:
 
     def open_vae(self, path: Path) -> ComfyDecoding:
         """See HostModel.open_vae."""
-        return ComfyDecoding(path, self._form, has_sequence=self._has_sequence)
+        return ComfyDecoding(path, self._form, has_sequence=self._dims == 3)
 
     def read_lora(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See HostModel.read_lora."""
@@ -128,13 +127,35 @@ class ComfyModel:
                 "`devicebridge cache` or Cache Captions and Latents"
             )
         # Each sample its own copy, as a batch is; what is on meta stays there. Numbers and strings are read.
-        stacked = {name: torch.stack([each] * batch) for name, each in given.items()}
+        wanted = {name: each for name, each in given.items() if device.type != "meta" or not _needs_numbers(name)}
+        stacked = {name: torch.stack([each] * batch) for name, each in wanted.items()}
         return {name: each if _is_read(name, each) else each.to(device) for name, each in stacked.items()}
 
 
+def build(config: Any, names: Mapping[str, torch.Tensor], prefix: str, device: torch.device) -> Any:
+    """ComfyUI's model without weights; some classes count with numbers of their own, which are not on meta."""
+    try:
+        return config.get_model(dict(names), prefix, device=device)
+    except RuntimeError:
+        if device.type != "meta":
+            raise
+        return config.get_model(dict(names), prefix, device=torch.device("cpu"))
+
+
+def _as_host(latents: torch.Tensor, dims: int) -> torch.Tensor:
+    """[B, C, F, H, W] as a model takes them whose LATENT has so many sides: [B, C, H, W], or [B, C, T] of audio."""
+    return latents.reshape(*latents.shape[:2], *latents.shape[5 - dims :])
+
+
 @torch.no_grad()
-def _conditions(base: Any, x: torch.Tensor, given: Mapping[str, torch.Tensor], guidance: float | None) -> Any:
-    """What sampling makes of a CONDITIONING: keyword arguments of apply_model."""
+def _conditions(
+    base: Any,
+    x: torch.Tensor,
+    shapes: list[tuple[int, ...]],
+    given: Mapping[str, torch.Tensor],
+    guidance: float | None,
+) -> Any:
+    """What sampling makes of a CONDITIONING: keyword arguments of apply_model. shapes: of the streams in x."""
     import comfy.samplers
 
     cond: dict[str, Any] = {**_options(given), "cross_attn": given[COND], "model_conds": {}}
@@ -142,7 +163,15 @@ def _conditions(base: Any, x: torch.Tensor, given: Mapping[str, torch.Tensor], g
         cond["guidance"] = guidance
     like = torch.zeros_like(x)
     made = comfy.samplers.encode_model_conds(
-        base.extra_conds, [cond], like, x.device, "positive", latent_image=like, denoise_mask=None, seed=0
+        base.extra_conds,
+        [cond],
+        like,
+        x.device,
+        "positive",
+        latent_image=like,
+        denoise_mask=None,
+        seed=0,
+        latent_shapes=shapes,
     )[0]["model_conds"]
     parts = {name: each.process_cond(batch_size=x.shape[0], area=None) for name, each in made.items()}
     return comfy.samplers.cond_cat([parts])
@@ -156,7 +185,7 @@ def _options(given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         place = tree
         for part in outer:
             place = place.setdefault(part, {})
-        if name != COND:
+        if name != COND and not name.startswith(STREAM):
             place[last] = _value(name, value)
     return {name: _joined(each) for name, each in tree.items()}
 
@@ -195,6 +224,11 @@ def _is_read(name: str, value: torch.Tensor) -> bool:
     """Whether this is a number or a string of each sample, rather than a tensor that the model computes with."""
     is_number = value.ndim == 1 and value.dtype in (torch.bool, torch.int64, torch.float64)
     return name.startswith(WORDS) or name.startswith(OPTION) and is_number
+
+
+def _needs_numbers(name: str) -> bool:
+    """Whether a forward on meta cannot be given this: LTX-2 places its reference of sound by numbers that it reads."""
+    return option_path(name)[:1] == ("ref_audio",)
 
 
 def _raw(sigma: torch.Tensor, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

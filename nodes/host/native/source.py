@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,20 @@ from ....families.spec import (
 )
 from ....parallel.block_lists import block_fqns, tail_modules
 from .drawing import usual_cfg
-from .model import ComfyModel, kind_of, own_config
+from .model import ComfyModel, build, kind_of, own_config
 
 _DTYPES = {**TORCH_TYPES}
 _PICTURE_STEPS = 20
 _CLIPS = (1, 17, 33)  # frames; all classes take these
+_REFUSED = {
+    "ACEStep15": {
+        "audio_codes": "which a language model made up of its text, and not of the audio of its LATENT; turn "
+        "generate_audio_codes of the text encode node off"
+    }
+}
+_OF_AUDIO = ("ACEStep15",)  # models whose latents have no sides but time
+_SOUND = {"LTXAV": (8, 16)}  # channels and bins of the sound beside a video, which its class holds as numbers
+_WITHOUT_PATCHES = ("LTXAV",)  # latent formats
 _MOST_READ = 2**14  # numbers of a tensor that is read to tell the model by, such as a norm's weights
 # What a whole checkpoint says of its model beside the weights: how it predicts, and from how much noise.
 _SAYS = frozenset(("v_pred", "ztsnr", "edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min"))
@@ -96,7 +105,7 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     needed = dict(base.diffusion_model.named_parameters())
     buffers = dict(base.diffusion_model.named_buffers())
     kept = {name: record for name, record in tensors.items() if name in needed or name in buffers}
-    family, variant = _family_of(base, row, ComfyModel(config, names, prefix, row, has_sequence=_has_sequence(base)))
+    family, variant = _family_of(base, row, ComfyModel(config, names, prefix, row))
     facts = {"in_channels": base.latent_format.latent_channels, "class": row.class_name, "dtype": dtype}
     facts["shapes"] = settings_fingerprint({name: list(record.shape) for name, record in kept.items()})
     return CheckpointInfo(path, family, variant, facts, "original", kept, None)
@@ -114,7 +123,7 @@ def _own_records(records: dict[str, TensorRecord]) -> tuple[dict[str, TensorReco
 def _read_small(records: dict[str, TensorRecord]) -> dict[str, torch.Tensor]:
     """Every tensor without its numbers, but for vectors: ComfyUI tells some models by the spread of a norm or bias."""
     names = {n: torch.empty(r.shape, dtype=_float_type(r), device="meta") for n, r in records.items()}
-    is_small = {n: r for n, r in records.items() if len(r.shape) < 2 and prod(r.shape) <= _MOST_READ}
+    is_small = {n: r for n, r in records.items() if len(r.shape) < 2 and math.prod(r.shape) <= _MOST_READ}
     return names | dict(read_records({n: r for n, r in is_small.items() if r.dtype in FLOAT_TYPES}))
 
 
@@ -146,8 +155,11 @@ def _renamed(path: Path, config: Any, records: dict[str, TensorRecord]) -> dict[
 
 
 def _first_build(path: Path, config: Any, names: dict[str, torch.Tensor], prefix: str) -> Any:
+    from accelerate import init_empty_weights
+
     try:
-        return own_config(config).get_model(dict(names), prefix, device=torch.device("meta"))
+        with init_empty_weights(include_buffers=False):
+            return build(own_config(config), names, prefix, torch.device("meta"))
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(f"ComfyUI cannot build the model of {path} without its weights ({error})") from error
 
@@ -173,8 +185,8 @@ def _why_not(base: Any, row: NativeModel | None) -> str:
         return "its blocks share what they compute, or add to others, and nobody has compared its gradients"
     if (kind := kind_of(base)).startswith("IMG_TO_IMG") or kind.endswith("_AV"):
         return f"a model of type {kind} needs more than a caption and one latent"
-    if base.latent_format.latent_dimensions not in (2, 3):
-        return "its latents are neither pictures nor videos"
+    if base.latent_format.latent_dimensions not in (2, 3) and type(base).__name__ not in _OF_AUDIO:
+        return "its latents are neither pictures nor videos, and nobody has compared its gradients"
     return ""
 
 
@@ -186,14 +198,13 @@ def _refuse_other_model(path: Path, base: Any, like: Any) -> None:
         raise ValueError(f"{path} is read as {found[0]}, but the MODEL is {found[1]}; load it again")
 
 
-def _has_sequence(base: Any) -> bool:
-    return bool(base.latent_format.latent_dimensions == 3)
-
-
 def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
     form = base.latent_format
     dims = form.latent_dimensions
-    patch = base.model_config.unet_config.get("patch_size") or 2
+    if "audio_model" in base.model_config.unet_config:
+        return _audio_of(base)
+    # LTX-2's config says nothing, and a token is a cell.
+    patch = base.model_config.unet_config.get("patch_size") or (1 if type(form).__name__ in _WITHOUT_PATCHES else 2)
     patch = int(patch[-1] if isinstance(patch, (tuple, list)) else patch)
     stride = int(form.spacial_downscale_ratio)
     # Wan 2.2's 5B is known by its latents.
@@ -206,6 +217,20 @@ def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
         num_tokens_per_cell=1 / patch**2,
         fps=fps,
         frame_lengths=_CLIPS if fps else (1,),
+    )
+
+
+def _audio_of(base: Any) -> LatentSpec:
+    """Cells of audio are counted as they are, for nobody asks for pixels of it; ACE-Step 1's patches are columns."""
+    form, config = base.latent_format, base.model_config.unet_config
+    patch = config.get("patch_size") or 1
+    rows = int(config.get("max_height") or 16) if form.latent_dimensions == 2 else 1
+    return LatentSpec(
+        channels=form.latent_channels,
+        spatial_stride=1,
+        size_multiple=1,
+        num_tokens_per_cell=1 / math.prod(patch if isinstance(patch, (tuple, list)) else (patch,)),
+        audio_rows=rows,
     )
 
 
@@ -252,6 +277,8 @@ def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFami
             "",
             _normaliser(form, dims),
             latent_dims=dims,
+            refused=_REFUSED.get(type(base).__name__, {}),
+            sound=_SOUND.get(type(base).__name__, ()),
             reads_all=True,
             needs=_needs(base, beside),
             beside=beside,
@@ -311,10 +338,9 @@ def _outside(model: Any, lists: tuple[str, ...]) -> list[str]:
 
 def _normaliser(form: Any, dims: int) -> Any:
     def normalise(samples: torch.Tensor) -> torch.Tensor:
-        """[C, F, H, W] -> the same, as the sampler hands it to the model."""
-        batch = samples[None] if dims == 3 else samples[None, :, 0]
-        made: torch.Tensor = form.process_in(batch)[0]
-        return made if dims == 3 else made.unsqueeze(1)
+        """[C, F, H, W] -> the same, as the sampler hands it to the model; packed streams likewise."""
+        made: torch.Tensor = form.process_in(samples[None].reshape(1, len(samples), *samples.shape[4 - dims :]))[0]
+        return made.view(len(made), *[1] * (3 - dims), *made.shape[1:])
 
     return normalise
 
