@@ -40,11 +40,7 @@ def why_not_offloaded(native: NativeModel | None, space: SearchSpace) -> str:
 
 def why_no_forecast(native: NativeModel | None) -> str:
     """Why nobody can tell from sizes what a step of this class holds; "" for nothing."""
-    if native is None:
-        return ""
-    if native.hooks_children:
-        return f"{native.class_name} calls the parts of its blocks, and a forecast goes by whole blocks"
-    return _BY_NUMBERS.get(native.class_name, "")
+    return "" if native is None else _BY_NUMBERS.get(native.class_name, "")
 
 
 def limited(space: SearchSpace, native: NativeModel | None, model: nn.Module) -> SearchSpace:

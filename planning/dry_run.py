@@ -108,17 +108,24 @@ class _Run:
 
 
 def _collect(short: ShortModel, family: ModelFamily, run: _Run) -> StepCost:
-    lists = {block_list.name for block_list in family.block_lists}
-    home = [sizes_of(module) for name, module in short.model.named_children() if name not in lists]
-    own = [*short.model.parameters(recurse=False), *short.model.buffers(recurse=False)]
     return StepCost(
         names=short.names,
         blocks=tuple(run.kinds[kind] for kind in short.kind_of),
-        home_weights=sum(map(tensor_bytes, own)) + sum(each.weights for each in home),
-        tail_weights=sum(sizes_of(short.model.get_submodule(name)).weights for name in family.tail),
-        home_lora=sum(each.lora for each in home),
-        home_trained=sum(each.num_trained for each in home),
+        **costs_of_home(short.model, family),
         front=run.front,
         first_inputs=run.kinds[0].inputs,
         tail=run.meter.peak - run.tail_base,
     )
+
+
+def costs_of_home(model: nn.Module, family: ModelFamily) -> dict[str, int]:
+    """What a StepCost says of weights outside the blocks."""
+    lists = {block_list.name for block_list in family.block_lists}
+    home = [sizes_of(module) for name, module in model.named_children() if name not in lists]
+    own = [*model.parameters(recurse=False), *model.buffers(recurse=False)]
+    return {
+        "home_weights": sum(map(tensor_bytes, own)) + sum(each.weights for each in home),
+        "tail_weights": sum(sizes_of(model.get_submodule(name)).weights for name in family.tail),
+        "home_lora": sum(each.lora for each in home),
+        "home_trained": sum(each.num_trained for each in home),
+    }

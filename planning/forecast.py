@@ -238,7 +238,7 @@ class Forecaster:
             moment=moment.name,
         )
 
-    def _beside_graphs(self, plan: StagePlan, moments: Sequence[_Moment], peak: _Moment, trained: int) -> int:
+    def _beside_graphs(self, plan: StagePlan, moments: Sequence[Moment], peak: Moment, trained: int) -> int:
         """What recorded blocks reserve beyond the peak: their activations and temporaries at every moment, once for
         every micro-batch held, and the tensors through which all graphs of a card are given their inputs and give their
         results. trained: LoRA and optimizer in bytes."""
@@ -298,14 +298,24 @@ class Forecaster:
             named.update(self.cost.blocks[index].constants)
         return sum(named.values())
 
-    def _moments(self, plan: StagePlan, lora: int, trained: int) -> Iterator[_Moment]:
+    def _moments(self, plan: StagePlan, lora: int, trained: int) -> Iterator[Moment]:
+        gradients = lora if self.settings.accumulation > 1 else 0  # those of earlier micro-batches
+        yield from self._computing(plan, gradients)
+        yield Moment("optimizer step", 0, 0, int(trained * self._optimizer.step), lora)
+        if self._picture is not None:
+            yield Moment("sample picture", 0, 0, self._drawing_bytes(self._picture, plan), 0)
+        if self._largest_layer:
+            copies = min(ROUNDING_BYTES, ROUNDING_COPIES * self._largest_layer)
+            yield Moment("loading", 0, 0, self._largest_layer + copies, 0, has_lora=False)
+
+    def _computing(self, plan: StagePlan, gradients: int) -> Iterator[Moment]:
+        """The moments of forward and backward; gradients: in bytes, those that are there already."""
         found, settings = self.cost, self.settings
         start, end, first_spared = plan.start, plan.end, plan.first_spared
         constants = self._constants(plan)
         others = settings.held(plan.stage, plan.num_stages) - 1
         all_inputs, all_kept = self._between("inputs", start, end), self._between("kept", first_spared, end)
         before = constants + others * (all_inputs + constants)
-        gradients = lora if settings.accumulation > 1 else 0  # those of earlier micro-batches
         front = max(0, found.front - constants - found.first_inputs) if plan.stage == 0 else 0
         for index in self._ends_of_runs(start, end, first_spared):
             block, is_kept = found.blocks[index], index >= first_spared
@@ -315,21 +325,15 @@ class Forecaster:
             kept = others * all_kept + self._between("kept", min(first_spared, index), index)
             later = 0 if gradients else self._between("lora", index + 1, end)
             forward = front + (block.forward_kept if is_kept else block.forward)
-            yield _Moment(f"forward of {found.names[index]}", in_forward, kept, forward, gradients)
+            yield Moment(f"forward of {found.names[index]}", in_forward, kept, forward, gradients)
             backward = block.backward if is_kept else block.recompute
             if is_kept and settings.has_graphs:
                 backward += block.kept  # once more: what is recorded is compared with what is not
-            yield _Moment(f"backward of {found.names[index]}", in_backward, kept, backward, gradients + later)
+            yield Moment(f"backward of {found.names[index]}", in_backward, kept, backward, gradients + later)
         if plan.stage == settings.tail_stage(plan.num_stages):
             tail = front + found.blocks[-1].outputs + found.tail
             inputs = before + all_inputs - self._away(plan, end, NUM_WAITING)
-            yield _Moment("last layers and loss", inputs, (others + 1) * all_kept, tail, gradients)
-        yield _Moment("optimizer step", 0, 0, int(trained * self._optimizer.step), lora)
-        if self._picture is not None:
-            yield _Moment("sample picture", 0, 0, self._drawing_bytes(self._picture, plan), 0)
-        if self._largest_layer:
-            copies = min(ROUNDING_BYTES, ROUNDING_COPIES * self._largest_layer)
-            yield _Moment("loading", 0, 0, self._largest_layer + copies, 0, has_lora=False)
+            yield Moment("last layers and loss", inputs, (others + 1) * all_kept, tail, gradients)
 
     def _drawing_bytes(self, cost: StepCost, plan: StagePlan) -> int:
         """What a picture takes while it is drawn: constants, and the inputs and the forward of one block."""
@@ -354,7 +358,7 @@ class Forecaster:
 
 
 @dataclass(frozen=True)
-class _Moment:
+class Moment:
     """What a device holds besides weights, LoRA and optimizer state."""
 
     name: str

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -25,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from ..parallel.devices import CPU
 from ..quantization.kernel_choice import DeviceKernels, KernelChoice, using_kernels
 
 CARD_ROUNDING = 512  # bytes; torch's allocator for CUDA gives out multiples of it
@@ -64,7 +66,8 @@ class MemoryMeter(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self._rounding = rounding
-        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], int, int]] = {}
+        self._numbers = itertools.count()
 
     def start(self) -> int:
         """Measure the peak from here; returns what is alive."""
@@ -79,6 +82,15 @@ class MemoryMeter(TorchDispatchMode):
         """What a storage of this tensor's own would count."""
         return self.rounded(tensor.numel() * tensor.element_size())
 
+    def alive(self) -> dict[int, int]:
+        """Bytes of every storage that is alive, by a number that no other storage of this run has."""
+        return {number: size for _, size, number in self._known.values() if size}
+
+    def storages(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+        """The same of the storages of these tensors alone."""
+        known = (self._known.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        return {each[2]: each[1] for each in known if each is not None and each[1]}
+
     def ignore(self, tensors: Sequence[torch.Tensor]) -> None:
         """Never count these, nor views of them: weights."""
         for tensor in tensors:
@@ -88,7 +100,7 @@ class MemoryMeter(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(_is_wrapper(value) for value in tree_leaves((args, kwargs))):
             return NotImplemented  # a quantized tensor: its own dispatch comes back with what it is made of
-        out = func(*args, **kwargs)
+        out = _copied_to_host(args[0], kwargs) if _goes_to_host(func, args, kwargs) else func(*args, **kwargs)
         for value in tree_leaves(out):
             if isinstance(value, torch.Tensor) and not _is_wrapper(value):
                 storage = value.untyped_storage()
@@ -100,12 +112,22 @@ class MemoryMeter(TorchDispatchMode):
         key = storage._cdata
         if key in self._known:
             return
-        self._known[key] = weakref.ref(storage, functools.partial(self._drop, key)), size
+        self._known[key] = weakref.ref(storage, functools.partial(self._drop, key)), size, next(self._numbers)
         self.live += size
         self.peak = max(self.peak, self.live)
 
     def _drop(self, key: int, storage: weakref.ref[Any]) -> None:
         self.live -= self._known.pop(key)[1]
+
+
+def _goes_to_host(func: Any, args: Any, kwargs: Any) -> bool:
+    """Some models join what they are given to numbers that are in host memory."""
+    return func is torch.ops.aten._to_copy.default and args[0].is_meta and kwargs.get("device") == CPU
+
+
+def _copied_to_host(tensor: torch.Tensor, kwargs: Any) -> torch.Tensor:
+    """Zeros, for there is no data."""
+    return torch.zeros(tensor.shape, dtype=kwargs.get("dtype") or tensor.dtype)
 
 
 def _is_wrapper(value: Any) -> bool:

@@ -33,8 +33,10 @@ from .cards import Card
 from .divided_times import DividedTimes, exchanged_bytes
 from .dry_run import StepCost, dry_run_step
 from .dry_run_block import BlockCost
+from .dry_run_whole import WholeCost, dry_run_whole
 from .forecast import CONTEXT_BYTES, Backend, Forecaster, Optimizer, StagePlan, StepSettings
 from .meter import UNSEEN_CARD, Kernels
+from .relay_forecast import RelayForecaster
 from .short_model import SampleText, Work
 from .space import SearchSpace, Setting, is_open, strategies_on
 
@@ -63,7 +65,13 @@ class ModelCosts:
     def _run(self, work: Work, kernels: Kernels) -> StepCost:
         with torch.inference_mode(False):  # ComfyUI runs nodes in it, and such tensors pass no gradients
             model = make_empty_transformer(self.info)
-        return dry_run_step(model, self.info, self.variant, work, kernels)
+        run = dry_run_whole if self.is_run_whole else dry_run_step
+        return run(model, self.info, self.variant, work, kernels)
+
+    @property
+    def is_run_whole(self) -> bool:
+        """Whether no two of its blocks are alike; they are measured all, and none is timed on a card."""
+        return self.family.native is not None and self.family.native.hooks_children
 
     def division_fault(self, num_devices: int, quantize: QuantizeSettings | None) -> str:
         """Why the blocks cannot be divided among so many devices; "" if they can."""
@@ -260,6 +268,8 @@ class Question:
         """Measured ones where they were given, else by operations."""
         if self.given_times is not None:
             return self.given_times
+        if self.model.is_run_whole:
+            return FlopTimes(self._cost("none").block_flops)
         flops = self.model.block_flops(self.bucket, self.frames)
         return FlopTimes([self.space.batch_size * each for each in flops])
 
@@ -299,14 +309,18 @@ class Question:
     def forecaster(self, setting: Setting) -> Forecaster:
         """Adds up what any cut needs."""
         has_context = all(card.has_context for card in self.cards)
-        return Forecaster(
-            self.model.dry_run(self.work(setting.scheme), self._kernels(setting.scheme)),
+        return forecaster_for(
+            self._cost(setting.scheme),
             self._optimizer(setting.optimizer),
             self.step_settings(setting),
             backend=Backend(context=0 if has_context else CONTEXT_BYTES),
             largest_layer=0 if setting.scheme == "none" else self.model.largest_linear * self.space.dtype.itemsize,
             picture=self._picture_cost(setting.scheme),
         )
+
+    def _cost(self, scheme: str) -> Any:
+        """What a step costs: a StepCost, a WholeCost of a model that is run whole."""
+        return self.model.dry_run(self.work(scheme), self._kernels(scheme))
 
     def _picture_cost(self, scheme: str) -> StepCost | None:
         """Of drawing a sample picture; None where a forward of training takes as much."""
@@ -333,6 +347,11 @@ class Question:
             return whole
         flat = float(getattr(torch, self.space.lora.dtype).itemsize)
         return Optimizer(whole.state, max(whole.step, flat)) if self.replica == 0 else Optimizer(0.0, flat)
+
+
+def forecaster_for(cost: StepCost, *args: Any, **named: Any) -> Forecaster:
+    """The Forecaster of what a dry run has found; the other arguments are its own."""
+    return (RelayForecaster if isinstance(cost, WholeCost) else Forecaster)(cost, *args, **named)
 
 
 def _with_whole_lora(share: StepCost, whole: StepCost, num_devices: int) -> StepCost:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,6 +90,20 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
             sample.modules.append(block)
         sample.kind_of.append(known[kind])
     renamed = _keep_kinds(sample, family) if family.native is None else _keep_first_two(sample, family)
+    make_trainable(model, family, work, renamed, targets)
+    return sample
+
+
+def make_trainable(
+    model: nn.Module, family: ModelFamily, work: Work, renamed: Mapping[str, str], targets: Collection[str]
+) -> None:
+    """Quantize a model's linears and attach a LoRA as a job would; parameters stay on meta.
+
+    Args:
+        renamed: what its blocks are called in the whole model, where they have other names.
+        targets: linears that LoRA adapts, by their names in the whole model.
+    """
+    quantizer = None if work.quantize is None else Quantizer(family, work.quantize)
     _cast(model, work.dtype)
     shards = _divide(model, renamed, family, work.num_devices) if work.num_devices > 1 else {}
     if quantizer is not None:
@@ -103,7 +117,6 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
     if shards:
         parts = _OwnParts(work.num_devices, shards)
         attach_meetings(shards, work.num_devices - 1, lambda: parts)
-    return sample
 
 
 def _divide(model: nn.Module, blocks: Iterable[str], family: ModelFamily, num_devices: int) -> dict[str, BlockShard]:

@@ -23,13 +23,30 @@ _READERS: dict[str, tuple[str, str]] = {
 }
 
 
+_CLIP_TOKENS = 77  # of a caption that is no longer than one window of CLIP's
+_SDXL_POOLED = 1280  # of what label_emb reads; behind it come the picture's sizes
+
+
 def usual_text(model: nn.Module) -> dict[str, torch.Tensor]:
     """A CONDITIONING of one sample as inputs.py has it, on meta; {} for a class that is not described here."""
+    if type(model).__name__ == "UNetModel":
+        return _text_of_unet(model)
     states, pooled = _READERS.get(type(model).__name__, ("", ""))
-    widths = {COND: _width(model, states), POOLED: _width(model, pooled)}
-    if not widths[COND]:
+    return _sized(UNKNOWN_TEXT, _width(model, states), _width(model, pooled))
+
+
+def _text_of_unet(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Which of its blocks have attention differs by build."""
+    readers = [name for name, _ in model.named_modules() if name.endswith(".attn2.to_k")]
+    pooled = _SDXL_POOLED if _width(model, "label_emb.0.0") > _SDXL_POOLED else 0
+    return _sized(_CLIP_TOKENS, _width(model, readers[0]), pooled) if readers else {}
+
+
+def _sized(num_tokens: int, width: int, pooled: int) -> dict[str, torch.Tensor]:
+    if not width:
         return {}
-    shapes = {COND: (UNKNOWN_TEXT, widths[COND]), POOLED: (widths[POOLED],)}
+    widths = {COND: width, POOLED: pooled}
+    shapes = {COND: (num_tokens, width), POOLED: (pooled,)}
     return {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if widths[name]}
 
 

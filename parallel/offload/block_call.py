@@ -15,20 +15,22 @@ Checkpoint = Callable[..., Any]  # (block, *values) -> what block(*values) gives
 
 
 class BlockCall:
-    """One call of a block, to be made any number of times.
+    """One call of a block, to be made any number of times with values that it does not hold: autograd holds the call
+    until a whole backward has ended.
 
     Args:
         passed_by: names of keyword arguments that are no values, but the same objects in every call.
     """
 
-    def __init__(
-        self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], passed_by: Sequence[str]
-    ) -> None:
+    def __init__(self, module: nn.Module, kwargs: dict[str, Any], passed_by: Sequence[str]) -> None:
         self.module = module
         self._names = tuple(name for name in kwargs if name not in passed_by)
         self._others = {name: kwargs[name] for name in kwargs if name in passed_by}
-        self.values = (*args, *(kwargs[name] for name in self._names))
         self._frame: Any = None  # of the output
+
+    def values(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """What it is called with, of the model's own call."""
+        return *args, *(kwargs[name] for name in self._names)
 
     def __call__(self, *values: Any) -> Any:
         cut = len(values) - len(self._names)
@@ -69,8 +71,8 @@ def _intercepted(cls: type[nn.Module]) -> type[nn.Module]:
             checkpoint, passed_by = self.__dict__["_checkpoint"]
             if checkpoint is None:
                 return super().__call__(*args, **kwargs)
-            call = BlockCall(self, args, kwargs, passed_by)
-            return call.whole(checkpoint(call, *call.values))
+            call = BlockCall(self, kwargs, passed_by)
+            return call.whole(checkpoint(call, *call.values(args, kwargs)))
 
     Intercepted.__name__, Intercepted.__qualname__ = cls.__name__, cls.__qualname__
     Intercepted.__module__ = cls.__module__

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import math
 import runpy
 import sys
 from pathlib import Path
@@ -35,9 +36,9 @@ from devicebridge.nodes.host.native.context import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.placement import Placement, block_names  # noqa: E402
 from devicebridge.parallel.runner import MicroBatch, PlainAccumulation  # noqa: E402
-from devicebridge.planning.forecast import Backend, Forecaster, Optimizer, StagePlan, StepSettings  # noqa: E402
+from devicebridge.planning.forecast import Backend, Optimizer, StagePlan, StepSettings  # noqa: E402
 from devicebridge.planning.meter import Kernels  # noqa: E402
-from devicebridge.planning.question import ModelCosts  # noqa: E402
+from devicebridge.planning.question import ModelCosts, forecaster_for  # noqa: E402
 from devicebridge.planning.short_model import SampleText, Work  # noqa: E402
 from devicebridge.quantization.kernel_choice import device_kernels  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings  # noqa: E402
@@ -53,14 +54,47 @@ from devicebridge.training.adapter import apply_lora  # noqa: E402
 from devicebridge.training.objective import noise_latents, predict, prediction_loss  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-LORA = LoraSettings(rank=4, alpha=4.0)
+LORA = LoraSettings(rank=16, alpha=16.0)
 SMALL = 2**14  # bytes; a peak is looked for when a larger tensor is made
-# Blocks of two cards that keep their activations, blocks that stream, and how weights are held.
-WAYS: dict[str, tuple[tuple[int, int], str]] = {
-    "recompute": ((0, 0), "none"),
-    "kept": ((0, 1), "none"),
-    "8 bits": ((0, 0), "int8-compute"),
-    "divided": ((0, 0), "none"),  # every block, between the two
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """kept: blocks of each card that keep their activations. share: of the blocks, the first card's.
+    offload_from: bytes of a block's input that waits in host memory."""
+
+    kept: tuple[int, ...] = (0, 0)
+    scheme: str = "none"
+    share: float = 0.5
+    is_divided: bool = False
+    offload_from: int | None = None
+
+    def plans(self, num_blocks: int) -> list[StagePlan]:
+        if self.is_divided:
+            return [StagePlan(0, 1, 0, num_blocks)] * 2
+        if len(self.kept) == 1:
+            return [StagePlan(0, 1, 0, num_blocks, *self.kept)]
+        cut = math.ceil(num_blocks * self.share)
+        return [StagePlan(0, 2, 0, cut, self.kept[0]), StagePlan(1, 2, cut, num_blocks, self.kept[1])]
+
+
+WAYS = {
+    "recompute": Way(),
+    "kept": Way((0, 1)),
+    "8 bits": Way(scheme="int8-compute"),
+    "divided": Way(is_divided=True),
+}
+# Whose blocks are measured all; skips travel wherever they are cut.
+UNETS = {
+    "recompute": Way(),
+    "8 bits": Way(scheme="int8-compute"),
+    "kept": Way((2, 2), share=0.4),
+    "one card": Way((0,)),
+    "one card keeps": Way((4,)),
+    "cut early": Way(share=0.2),
+    "cut late": Way((0, 1), share=0.85),
+    "offloaded": Way(offload_from=2**16),
+    "one card, offloaded": Way((0,), offload_from=2**16),
 }
 # Features of an MLP that two cards can have halves of, as all published sizes have.
 EVEN: dict[str, dict[str, Any]] = {"flux2_heads": {"mlp_ratio": 4.0}, "wan_heads": {"ffn_dim": 256}, "ltxv": {}}
@@ -80,13 +114,13 @@ def judge(name: str) -> dict[str, Any]:
         text = SampleText(read_conditioning(family.condition(1), "text", keeps_all=True))
         errors = {}
         costs = ModelCosts(info, info.variant)
-        for way, (kept, scheme) in WAYS.items():
-            is_divided = way == "divided"
-            if is_divided and name not in EVEN:
+        ways = UNETS if costs.is_run_whole else WAYS
+        for title, way in ways.items():
+            if way.is_divided and name not in EVEN:
                 continue
-            measured = _measured(info, latents, text, kept, scheme, is_divided=is_divided)
-            forecast = _forecast(costs, latents, text, kept, scheme, num_shares=1 + is_divided)
-            errors[way] = {card: forecast[card] / measured[card] - 1 for card in measured}
+            measured = _measured(info, latents, text, way)
+            forecast = _forecast(costs, latents, text, way)
+            errors[title] = {card: forecast[card] / measured[card] - 1 for card in forecast}
     return {"name": name, "errors": errors}
 
 
@@ -95,40 +129,39 @@ def _silu(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
     return x * torch.sigmoid(x)
 
 
-def _cut(info: Any) -> tuple[tuple[str, ...], int]:
-    names = block_names(make_empty_transformer(info), info.family)
-    return names, (len(names) + 1) // 2
-
-
-def _measured(info: Any, shape: Any, text: SampleText, kept: Any, scheme: str, *, is_divided: bool) -> dict[str, int]:
+def _measured(info: Any, shape: Any, text: SampleText, way: Way) -> dict[str, int]:
     """The most that each card held in the second optimizer step."""
-    names, cut = _cut(info)
+    names = block_names(make_empty_transformer(info), info.family)
     gc.collect()
     with emulated_cards(), factories_on_cards():
-        placement = Placement(names, tuple(CARDS[int(i >= cut)] for i in range(len(names))), CARDS[0])
-        if is_divided:
+        plans = way.plans(len(names))
+        devices = tuple(card for card, plan in zip(CARDS, plans, strict=False) for _ in range(plan.num_blocks))
+        placement = Placement(names, devices[: len(names)], CARDS[0])
+        if way.is_divided:
             placement = Placement(names, (CARDS[0],) * len(names), CARDS[0], shards=CARDS[:2])
         plan = ExecutionPlan(
             placement=placement,
             dtype=torch.float32,
-            quantize=None if scheme == "none" else QuantizeSettings(scheme),
+            quantize=_quantize(way),
             quantized_cache=None,
-            strategy="tensor" if is_divided else "none",
+            strategy="tensor" if way.is_divided else "none",
             ahead=None,
             gradient_checkpointing=True,
-            kept_blocks=kept,
+            kept_blocks=way.kept,
             offloaded_blocks=(),
             offloads=False,
             compiled_shapes=None,
             has_graphs=False,
         )
         made = assemble_for_training(info, plan, lambda model: apply_lora(model, info.family, LORA, seed=0))
+        if way.offload_from is not None:
+            made.split.offload_inputs(min_bytes=way.offload_from)
         lora: Any = made.adapter
         optimizer = torch.optim.AdamW(lora.parameters().values(), lr=1e-4, foreach=False)
         clean, noise = (torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
         noised = noise_latents(info.family, clean, noise, torch.tensor([0.5]))
         home = CARDS[0]
-        runner = make_tensor_training(made) if is_divided else PlainAccumulation(made.model, home)
+        runner = make_tensor_training(made) if way.is_divided else PlainAccumulation(made.model, home)
 
         def loss(nothing: None) -> torch.Tensor:
             given = {key: value[None].to(home) for key, value in text.tensors.items()}
@@ -156,19 +189,17 @@ def _measured(info: Any, shape: Any, text: SampleText, kept: Any, scheme: str, *
         return {str(card): peak for card, peak in peaks.items()}
 
 
-def _forecast(
-    costs: ModelCosts, shape: Any, text: SampleText, kept: Any, scheme: str, *, num_shares: int
-) -> dict[str, int]:
-    names, cut = _cut(costs.info)
-    quantize = None if scheme == "none" else QuantizeSettings(scheme)
-    work = Work(shape, 1, torch.float32, quantize, LORA, num_shares, text)
+def _quantize(way: Way) -> QuantizeSettings | None:
+    return None if way.scheme == "none" else QuantizeSettings(way.scheme)
+
+
+def _forecast(costs: ModelCosts, shape: Any, text: SampleText, way: Way) -> dict[str, int]:
+    work = Work(shape, 1, torch.float32, _quantize(way), LORA, 1 + way.is_divided, text)
     kernels = Kernels(device_kernels(CARDS[0]), has_fused=False, rounding=1)
     backend = Backend(workspace=0, fragmentation=0.0, context=0)
-    cost = costs.dry_run(work, kernels)
-    forecaster = Forecaster(cost, Optimizer(state=8, step=0), StepSettings(), backend=backend)
-    plans = StagePlan(0, 2, 0, cut, kept[0]), StagePlan(1, 2, cut, len(names), kept[1])
-    if num_shares > 1:
-        plans = (StagePlan(0, 1, 0, len(names)),) * 2
+    cost, settings = costs.dry_run(work, kernels), StepSettings(offload_from=way.offload_from)
+    forecaster = forecaster_for(cost, Optimizer(state=8, step=0), settings, backend=backend)
+    plans = way.plans(len(costs.names))
     return {str(card): forecaster.device(str(card), plan).allocated for card, plan in zip(CARDS, plans, strict=False)}
 
 

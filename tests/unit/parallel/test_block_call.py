@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from devicebridge.parallel.offload.block_call import BlockCall, checkpoint_calls, module_of
@@ -98,10 +100,27 @@ def test_without_a_checkpoint_it_is_called_as_ever():
 def test_a_call_has_the_blocks_parameters_and_form():
     block = _made()
     x, context, scale = _inputs()
-    call = BlockCall(block, (x,), {"context": context, "scale": scale, "options": {}}, ("options",))
+    given = {"context": context, "scale": scale, "options": {}}
+    call = BlockCall(block, given, ("options",))
     assert module_of(call) is block is module_of(block)
     assert list(call.parameters()) == list(block.parameters())
-    assert len(call.values) == 3 and call.values[0] is x
-    nothing, rest = call.whole(call(*call.values))
+    values = call.values((x,), given)
+    assert len(values) == 3 and values[0] is x
+    nothing, rest = call.whole(call(*values))
     assert nothing is None
     torch.testing.assert_close(rest["x"], block(x, context, scale=scale)[1]["x"])
+
+
+def test_what_waits_in_host_memory_is_nowhere_else():
+    """Autograd holds the call itself until a backward has ended."""
+    block, calls, held = _made(), [], []
+
+    def checkpoint(call, *values):
+        calls.append(call)
+        held.extend(map(weakref.ref, values))
+        return call(*(value.clone() for value in values))  # as a store gives them back
+
+    checkpoint_calls([block], checkpoint, ("options",))
+    output = _run(block, *(tensor.requires_grad_() * 1 for tensor in _inputs()), {})
+    assert calls and output.requires_grad
+    assert len(held) == 3 and not any(each() is not None for each in held)
