@@ -1,0 +1,157 @@
+"""Latents of audio, and of a video with its sound: read, kept, packed, weighed, and refused where they do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.encoding.comfy_data import read_pairs, read_samples
+from devicebridge.encoding.encoded import load_encoded, save_encoded
+from devicebridge.encoding.store import CacheStore
+from devicebridge.families.comfy.inputs import stream_shapes
+from devicebridge.families.spec import ComfyInputs, LatentSpec
+from devicebridge.jobs.comfy_entries import (
+    ComfyReader,
+    EncodedSample,
+    read_encoded_samples,
+    refuse_batches_with_sound,
+    resolution_of,
+)
+from devicebridge.training.batches import CachedSamples, loss_weights
+from devicebridge.training.objective import prediction_loss
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+VIDEO, SOUND = (4, 2, 2, 3), (8, 5, 16)
+
+
+class Nested:
+    """As ComfyUI's NestedTensor: no tensor, though it has a tensor's words."""
+
+    is_nested = True
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = list(tensors)
+
+    def unbind(self) -> list[torch.Tensor]:
+        return self.tensors
+
+
+def _reader(dims: Any = 3, rows: int = 0, channels: int = 4, **more: Any) -> ComfyReader:
+    comfy = ComfyInputs("cond", "", lambda samples: samples * 2, latent_dims=dims, reads_all=True, **more)
+    latent = LatentSpec(channels, 1 if rows else 32, size_multiple=1 if rows else 32, audio_rows=rows)
+    return ComfyReader(comfy, {"in_channels": channels}, latent, "a model")
+
+
+LTX = _reader(sound=(8, 16))
+
+
+def _conditioning(count: int = 1, **options: Any) -> list[Any]:
+    return [[torch.ones(1, 6, 8), dict(options)] for _ in range(count)]
+
+
+def _save(folder: Path, samples: Any, conditioning: list[Any]) -> Path:
+    latent = {"samples": samples, "type": "audio"}
+    return save_encoded(read_pairs([latent], [conditioning]), CacheStore(folder))
+
+
+def _load(folder: Path, samples: Any, reader: ComfyReader, count: int) -> Any:
+    """All of a dataset as one batch."""
+    path = _save(folder, samples, _conditioning(count))
+    found = read_encoded_samples(str(path), reader)
+    keys = {sample.caption: sample.caption for sample in found}
+    latents = [sample.latents for sample in found]
+    data = CachedSamples(CacheStore(folder), found, latents, keys, False, 1.0, reader.read_latents, reader.read_text)
+    return data.load(range(count), [False] * count)
+
+
+def test_a_video_and_its_sound_are_packed_as_comfyui_packs_them(tmp_path):
+    """The video's values, then the sound's, normalised together; the sides are said by tensors without numbers."""
+    video, sound = torch.randn(2, *VIDEO), torch.randn(2, *SOUND)
+    batch = _load(tmp_path, Nested(video, sound), LTX, 2)
+    assert torch.equal(batch.latents, 2 * torch.cat([video.flatten(1), sound.flatten(1)], 1)[:, None, None, None])
+    assert stream_shapes(batch.conditions) == [VIDEO, SOUND]
+    assert all(each.numel() == 0 for each in batch.conditions.values())
+
+
+@pytest.mark.parametrize("shape", [(4, 7), (4, 16, 7)])
+def test_audio_has_the_form_of_a_picture_of_one_frame(tmp_path, shape):
+    audio = torch.randn(2, *shape)
+    batch = _load(tmp_path, audio, _reader(len(shape) - 1, rows=1 if len(shape) == 2 else 16), 2)
+    assert batch.latents.shape == (2, 4, 1, *((1,) if len(shape) == 2 else ()), *shape[1:])
+    assert torch.equal(batch.latents.flatten(), 2 * audio.flatten())
+    assert not batch.conditions and batch.weights is None
+
+
+def test_the_loss_of_streams_is_the_sum_of_their_means(tmp_path):
+    batch = _load(tmp_path, Nested(torch.randn(2, *VIDEO), torch.randn(2, *SOUND)), LTX, 2)
+    size = torch.Size(VIDEO).numel()
+    said = torch.randn(batch.latents.shape, requires_grad=True)
+    error = (said - batch.latents).square()
+    expected = error[..., :size].mean() + error[..., size:].mean()
+    loss = prediction_loss(said, batch.latents, weights=batch.weights)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    (found,), (wanted,) = (torch.autograd.grad(each, said, retain_graph=True) for each in (loss, expected))
+    assert torch.allclose(found, wanted, rtol=1e-5, atol=0)
+
+
+def test_weights_of_samples_and_of_streams_are_multiplied():
+    given = {"stream.0": torch.empty(2, 0, 3), "stream.1": torch.empty(2, 0, 1), "cond": torch.ones(2, 5, 5)}
+    assert loss_weights(None, {"cond": torch.ones(1)}) is None
+    found = loss_weights(torch.tensor([1.0, 0.5]), given).flatten(1)
+    assert torch.allclose(found, torch.tensor([[4 / 3, 4 / 3, 4 / 3, 4], [2 / 3, 2 / 3, 2 / 3, 2]]))
+
+
+def test_samples_with_sounds_of_other_lengths_share_no_batch(tmp_path):
+    longer = (8, 6, 16)
+    found: list[EncodedSample] = []
+    for sound in (SOUND, longer, None):
+        samples = torch.ones(1, *VIDEO)
+        nested = samples if sound is None else Nested(samples, torch.ones(1, *sound))
+        found += read_encoded_samples(str(_save(tmp_path, nested, _conditioning())), LTX)
+    assert len({(sample.bucket, sample.alike) for sample in found}) == 3
+    assert [sample.num_streams for sample in found] == [2, 2, 1]
+    refuse_batches_with_sound(found, 1)
+    refuse_batches_with_sound(found[2:], 2)
+    with pytest.raises(ValueError, match="mixes the noise levels of a batch.*set batch_size 1"):
+        refuse_batches_with_sound(found, 2)
+
+
+def test_the_size_of_audio_is_counted_in_its_cells(tmp_path):
+    path = _save(tmp_path, torch.ones(1, 4, 900), _conditioning())
+    reader = _reader(1, rows=1)
+    assert load_encoded(path)[0].latents_shapes == {"samples": (4, 900)}
+    assert resolution_of(read_encoded_samples(str(path), reader), reader.latent) == 30
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reader", "words"),
+    [
+        ((VIDEO, SOUND), _reader(), "it has 2 streams, but a model takes one"),
+        ((VIDEO, (8, 5, 12)), LTX, r"it has \[8, 5, 12\], but a model takes one stream of sound, \[8, 'time', 16\]"),
+        ((VIDEO, (5, 16)), LTX, "takes one stream of sound"),
+        ((VIDEO, SOUND, SOUND), LTX, "takes one stream of sound"),
+        ((SOUND,), LTX, r"its shape is \[8, 5, 16\], but a model's VAE makes that of a video"),
+        (((4, 6, 6),), _reader(1, rows=1), "makes that of audio, .channels, time"),
+        (((4, 12, 6),), _reader(2, rows=16), "it is 12 high, but a model's VAE makes 16 rows of audio"),
+        (((8, 7),), _reader(1, rows=1), "it has 8 channels"),
+    ],
+)
+def test_streams_that_a_model_does_not_take_are_refused(tmp_path, shapes, reader, words):
+    tensors = [torch.ones(1, *shape) for shape in shapes]
+    path = _save(tmp_path, tensors[0] if len(tensors) == 1 else Nested(*tensors), _conditioning())
+    with pytest.raises(ValueError, match=words):
+        read_encoded_samples(str(path), reader)
+
+
+def test_options_that_would_mislead_a_model_are_refused(tmp_path):
+    path = _save(tmp_path, torch.ones(1, 4, 7), _conditioning(audio_codes=[[1, 2, 3]]))
+    read_encoded_samples(str(path), _reader(1, rows=1))
+    with pytest.raises(ValueError, match="its CONDITIONING has audio_codes, made up; turn it off"):
+        read_encoded_samples(str(path), _reader(1, rows=1, refused={"audio_codes": "made up; turn it off"}))
+
+
+def test_a_sound_is_wanted_for_every_video():
+    with pytest.raises(ValueError, match=r"it: its LATENT has streams of \[2, 1\] samples"):
+        read_samples(Nested(torch.ones(2, *VIDEO), torch.ones(1, *SOUND)), "it")
