@@ -24,6 +24,7 @@ from ..encoding.sources import ComfyClip, ComfyLatents, ComfyTexts, ComfyVae, Sh
 from ..encoding.store import CacheStore
 from ..families.comfy.conditions import WAYS
 from ..families.comfy.inputs import (
+    NOISE_MASK,
     SAMPLES,
     latents_problem,
     num_tokens,
@@ -228,8 +229,10 @@ def _encoded_sample(pair: EncodedPair, reader: ComfyReader) -> EncodedSample:
 
 
 def _alike(pair: EncodedPair) -> tuple[int, ...]:
-    """A number that tells apart CONDITIONINGs that cannot share a batch by their options; () without any."""
+    """A number that tells apart samples whose options or noise masks cannot share a batch; () without any."""
     shapes = {name: list(shape) for name, shape in pair.text_shapes.items() if option_path(name)}
+    if NOISE_MASK in pair.latents_shapes:
+        shapes[NOISE_MASK] = []
     return (int(settings_fingerprint([pair.same, shapes])[:8], 16),) if shapes else ()
 
 

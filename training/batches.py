@@ -14,13 +14,13 @@ from ..data.masks import load_mask
 from ..data.samples import Condition, Sample, TrainingSample
 from ..encoding.store import CacheStore
 from ..families.comfy.conditions import WAYS
-from ..families.comfy.inputs import SAMPLES
+from ..families.comfy.inputs import NOISE_MASK, SAMPLES, fit_mask
 
 _log = logging.getLogger(__name__)
 
 
 _own_latents = operator.itemgetter("latents")  # of an entry that our own VAE code made
-_LATENTS = frozenset({"latents", SAMPLES})  # what an entry holds besides these are conditions
+_LATENTS = frozenset({"latents", SAMPLES, NOISE_MASK})  # what an entry holds besides these are conditions
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class LoadedBatch:
         text: what the text encoders left, by name. [B, S, D] or [B, D]
         mask: loss weight per latent cell, or None. [B, 1, 1 or F, H, W]
         num_tokens: image tokens of one sample.
-        conditions: what else the model is given, by name, normalised like the latents. [B, C', F, H, W]
+        conditions: what else the model is given, by name, normalised like the latents. [B, C', F, H, W]; of one of
+            ComfyUI's own models a noise mask, in the size of the latents. [B, 1 or C, F, H, W]
         weights: factor of each sample's loss; None where all are 1. [B]
     """
 
@@ -115,7 +116,9 @@ class CachedSamples:
         names = [name for name in entries[0] if name not in _LATENTS]
         conditions = {name: torch.stack([entry[name] for entry in entries]) for name in names}
         keys = [self._text_keys(index, drop) for index, drop in zip(indices, drop_caption, strict=True)]
-        text = join_texts([self._read_text(each) for each in keys])
+        texts = [dict(self._read_text(each)) for each in keys]
+        noise_masks = _noise_masks(entries, texts, latents)
+        text = join_texts(texts)
         num_tokens = int(latents[0, 0].numel() * self.tokens_per_cell)
         mask = self._masks(indices, latents)
         if self.gives_first_latents:
@@ -123,6 +126,9 @@ class CachedSamples:
             shape = (latents.shape[0], 1, *latents.shape[2:])
             mask = torch.ones(shape) if mask is None else mask.expand(shape).clone()
             mask[:, :, 0] = 0
+        if noise_masks is not None:  # what sampling does not denoise, training does not learn
+            conditions[NOISE_MASK], weights = noise_masks, noise_masks.clamp(0, 1)
+            mask = weights if mask is None else weights * mask
         return LoadedBatch(latents, text, mask, num_tokens, conditions, self._weights(indices))
 
     def _weights(self, indices: Sequence[int]) -> torch.Tensor | None:
@@ -159,6 +165,23 @@ class CachedSamples:
         of += [f"the caption {shorten(caption, 80)!r}" for caption, other in self.text_keys.items() if other == key]
         of += [f"the condition of {each.paths[0]}" for (_, each), other in self.condition_keys.items() if other == key]
         return f"cache entry {self.store.path(key)} of {of[0]} was deleted or damaged since this run began"
+
+
+def _noise_masks(
+    entries: Sequence[Mapping[str, torch.Tensor]], texts: Sequence[dict[str, torch.Tensor]], latents: torch.Tensor
+) -> torch.Tensor | None:
+    """Of the entries of the latents, or of what conditions them, from whose texts they are taken; None without any.
+    [B, 1 or C, F, H, W]"""
+    found = [
+        texts[i].pop(NOISE_MASK, None) if (own := each.get(NOISE_MASK)) is None else own
+        for i, each in enumerate(entries)
+    ]
+    if all(each is None for each in found):
+        return None
+    sides = latents.shape[2:]
+    masks = [torch.ones(1, *sides) if each is None else fit_mask(each, sides) for each in found]
+    channels = max(each.shape[0] for each in masks)
+    return torch.stack([each.expand(channels, *sides) for each in masks])
 
 
 def join_texts(entries: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -1,16 +1,16 @@
 """Entries that hold what ComfyUI's encoders made, as a family's text inputs and normalised latents.
 
-Such an entry is what ComfyUI hands from node to node, less the batch: {"samples"} of a LATENT, {"cond"} and where there
-is one {"pooled_output"} of a CONDITIONING. What its own model makes of them is done when they are read, so one entry
-serves every model, and is bit for bit what core's nodes gave.
+Such an entry is what ComfyUI hands from node to node, less the batch: {"samples"} and where there is one {"noise_mask"}
+of a LATENT, {"cond"} and where there is one {"pooled_output"} of a CONDITIONING. What its own model makes of them is
+done when they are read, so one entry serves every model, and is bit for bit what core's nodes gave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch.nn.functional import pad
+from torch.nn.functional import interpolate, pad
 
 from ..spec import ComfyInputs, LatentSpec
 from .conditions import VISION
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 SAMPLES = "samples"  # [C, H, W], of a video [C, F, H, W]
+# How much of each place sampling denoises: 1 all, 0 nothing. [1 or C, H, W], of a video [1 or C, F, H, W]; any sides.
+NOISE_MASK = "noise_mask"
 COND = "cond"  # [S, D]
 POOLED = "pooled_output"  # [D]
 # In front of what else a CONDITIONING says: tensors of one sample, and numbers as tensors without sides. Tensors of a
@@ -26,6 +28,9 @@ POOLED = "pooled_output"  # [D]
 OPTION = "option."
 WHOLE = "whole."  # likewise, in front of tensors that a CONDITIONING has without a batch
 WORDS = "words."  # likewise, in front of strings, as bytes of UTF-8
+
+# Of LTX-Video's guides: where the last frames of the latents belong. They mean those latents and their noise mask.
+GUIDES = frozenset({"keyframe_idxs", "guide_attention_entries"})
 
 # Without attention_mask_img_shape no model of our own families reads the mask.
 WITHOUT_EFFECT = frozenset({"attention_mask"})
@@ -63,6 +68,23 @@ def read_latents(comfy: ComfyInputs, entry: Mapping[str, torch.Tensor]) -> torch
     """Normalised latents of one sample, float32. [C, F, H, W]"""
     samples = entry[SAMPLES].float()
     return comfy.normalise(samples.unsqueeze(1) if comfy.latent_dims == 2 else samples)
+
+
+def fit_mask(mask: torch.Tensor, sides: Sequence[int]) -> torch.Tensor:
+    """A noise mask in the size of latents, as ComfyUI's sampler resizes it, float32. [1 or C, F, H, W]
+
+    Args:
+        mask: [1 or C, h, w] or [1 or C, f, h, w]. sides: frames, height and width of the latents.
+    """
+    wide = mask.float()
+    if wide.ndim == 3:
+        wide = wide if wide.shape[1:] == tuple(sides[1:]) else _resized(wide, sides[1:], "bilinear")
+        return wide.unsqueeze(1)
+    return wide if wide.shape[1:] == tuple(sides) else _resized(wide, sides, "trilinear")
+
+
+def _resized(mask: torch.Tensor, sides: Sequence[int], mode: str) -> torch.Tensor:
+    return interpolate(mask[None], size=tuple(sides), mode=mode)[0]
 
 
 def num_tokens(comfy: ComfyInputs, shapes: Mapping[str, Shape]) -> int:
@@ -112,6 +134,8 @@ def latents_problem(
 
     num_frames: video frames that they were made of; 0 if nobody knows.
     """
+    if NOISE_MASK in shapes and not comfy.reads_all:
+        return f"it has a noise_mask, which training of {title} does not read; take it out"
     channels, *sides = shapes[SAMPLES]
     if len(sides) != comfy.latent_dims:
         kinds = {2: "an image, [channels, height, width]", 3: "a video, [channels, frames, height, width]"}
