@@ -442,7 +442,8 @@ ROWS: tuple[Row, ...] = (
             "wan": f"WanImageToVideo.execute({_VIDEO}, start_image=, clip_vision_output=); "
             f"WanVaceToVideo.execute({_VIDEO}, strength=, control_video=); "
             f"WanFunControlToVideo.execute({_VIDEO}, control_video=, clip_vision_output=); "
-            f"Wan22FunControlToVideo.execute({_VIDEO}, ref_image=, control_video=)",
+            f"Wan22FunControlToVideo.execute({_VIDEO}, ref_image=, control_video=); "
+            "Wan22ImageToVideoLatent.execute(vae=, width=, height=, length=, batch_size=, start_image=)",
         }.items()
         for row in _read("conditions", f"comfy_extras.nodes_{module}", {"call": calls}, is_optional=True)
     ),

@@ -27,6 +27,7 @@ from ..families.comfy.inputs import (
     WHOLE,
     WITHOUT_EFFECT,
     WORDS,
+    fit_mask,
     option_path,
 )
 
@@ -231,8 +232,23 @@ def _settle_mask(sample: Entry, text: Entry, what: str) -> None:
             f"{what}: its noise_mask is zero everywhere, so that sampling denoises nothing of it, and there is nothing "
             "to learn; leave places to denoise, such as all frames after the first"
         )
+    if mask is not None and _is_empty(sample[SAMPLES], mask):
+        raise ValueError(
+            f"{what}: its samples are empty where its noise_mask denoises, so there is nothing to learn: such a latent "
+            "is made to begin a sampling with. Encode the whole clip with VAE Encode, and put the mask on that latent "
+            "by LTXVImgToVideoInplace, LTXVAddGuide or Set Latent Noise Mask; folders with Wan 2.2's 5B take "
+            'data.condition = "first-frame"'
+        )
     if mask is not None and not guided and bool((mask == 1).all()):
         del sample[NOISE_MASK]
+
+
+def _is_empty(samples: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether all places that are denoised hold the same number, of each channel."""
+    sides = samples.shape[1:] if samples.ndim == 4 else (1, *samples.shape[1:])
+    is_denoised = (fit_mask(mask, sides) > 0).expand(samples.shape[0], *sides)
+    values = [one.reshape(sides)[where] for one, where in zip(samples, is_denoised, strict=True)]
+    return all(each.numel() > 1 and bool((each == each[0]).all()) for each in values)
 
 
 def _describe(value: Any) -> str:

@@ -30,7 +30,7 @@ from devicebridge.encoding.comfy_data import read_conditioning, read_pairs
 from devicebridge.encoding.encoded import save_encoded
 from devicebridge.encoding.store import CacheStore
 from devicebridge.events import EventLog
-from devicebridge.families.comfy.inputs import NOISE_MASK, read_latents, read_text
+from devicebridge.families.comfy.inputs import NOISE_MASK, fit_mask, read_latents, read_text
 from devicebridge.jobs.build import build_trainer
 from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job, plan_job, run_job
@@ -165,7 +165,7 @@ class Bench:
         batch = {name: each[None] for name, each in read_text(family.comfy, text).items()}
         mask = None
         if NOISE_MASK in latents:
-            mask = batch[NOISE_MASK] = latents[NOISE_MASK][None]
+            mask = batch[NOISE_MASK] = fit_mask(latents[NOISE_MASK], clean.shape[2:])[None]
         made = noise_latents(family, clean, noise.view(clean.shape), torch.tensor([1 - percent]), mask)
         model, _ = trainer.runner.replica_for(0)
         has_input = self.info.variant.training_guidance is not None
@@ -318,8 +318,9 @@ def _loss_is_masked_samplings(bench: Bench) -> Figures:
         put_lora(trainer, {n: torch.zeros_like(t) for n, t in trainer.lora.tensors().items()})
         loss, _, made = bench.prediction(trainer, 0, _PERCENT, noise, guidance=None)
     seen, said, data = _sampled_once(bench, noise, made.sigmas)
-    weight = bench.family.noise_mask().clamp(0, 1).expand(seen.shape)
-    is_there = (bench.family.noise_mask() >= 0).expand(seen.shape)
+    mask = _prepared_mask(bench, seen)
+    assert mask is not None
+    weight, is_there = mask.clamp(0, 1), mask >= 0
     expected = float((weight * (said - (noise - data)).square()).sum() / weight.sum())
     apart = (made.noisy - seen)[is_there].abs().max()
     return {
@@ -402,6 +403,12 @@ def stock_loader(bench: Bench) -> Figures:
     return {"keys": written, "moved": float(f"{moved:.2g}"), "error": _expect(error, 2e-3, "the error of its move")}
 
 
+def _prepared_mask(bench: Bench, like: torch.Tensor) -> torch.Tensor | None:
+    """By the sampler's own function."""
+    made = bench.family.noise_mask
+    return None if made is None else comfy.sampler_helpers.prepare_mask(made(), like.shape, like.device)
+
+
 @torch.inference_mode()
 def _said(bench: Bench, patcher: Any, made: Any) -> torch.Tensor:
     """What a stock MODEL's network says, by the way that ComfyUI samples."""
@@ -411,10 +418,7 @@ def _said(bench: Bench, patcher: Any, made: Any) -> torch.Tensor:
     base = patcher.model
     conds = {"positive": comfy.sampler_helpers.convert_cond(bench.conditions[0])}
     like = torch.zeros_like(noisy)
-    mask = bench.family.noise_mask and comfy.sampler_helpers.prepare_mask(
-        bench.family.noise_mask(), noisy.shape, noisy.device
-    )
-    conds = comfy.samplers.process_conds(base, like, conds, noisy.device, like, mask)
+    conds = comfy.samplers.process_conds(base, like, conds, noisy.device, like, _prepared_mask(bench, like))
     (denoised,) = comfy.samplers.calc_cond_batch(base, [conds["positive"]], noisy, sigma, {})
     sampling = base.model_sampling
     at = [sampling.calculate_denoised(sigma, torch.full_like(noisy, value), noisy) for value in (0.0, 1.0)]
