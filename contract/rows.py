@@ -346,7 +346,8 @@ ROWS: tuple[Row, ...] = (
         "comfy.model_base.BaseModel",
         {
             "has": "diffusion_model; extra_conds; model_sampling; model_type; model_config; latent_format",
-            "call": "apply_model(x, t, transformer_options=); concat_cond(noise=, latent_image=, device=)",
+            "call": "apply_model(x, t, transformer_options=); concat_cond(noise=, latent_image=, device=); "
+            "scale_latent_inpaint(x=, sigma=, noise=, latent_image=, denoise_mask=)",
         },
     ),
     *_read(
@@ -384,11 +385,7 @@ ROWS: tuple[Row, ...] = (
         "comfy.ops.disable_weight_init",
         {"has": "Conv1d; Conv2d; Conv3d; GroupNorm; LayerNorm; RMSNorm; ConvTranspose1d; ConvTranspose2d"},
     ),
-    *_read(
-        "native",
-        "comfy.ldm.modules.attention",
-        {"has": "optimized_attention", "call": "attention_pytorch(...)"},
-    ),
+    *_read("native", "comfy.ldm.modules.attention", {"has": "optimized_attention", "call": "attention_pytorch(...)"}),
     *_read(
         "native",
         "comfy.sd",
@@ -445,7 +442,8 @@ ROWS: tuple[Row, ...] = (
             "wan": f"WanImageToVideo.execute({_VIDEO}, start_image=, clip_vision_output=); "
             f"WanVaceToVideo.execute({_VIDEO}, strength=, control_video=); "
             f"WanFunControlToVideo.execute({_VIDEO}, control_video=, clip_vision_output=); "
-            f"Wan22FunControlToVideo.execute({_VIDEO}, ref_image=, control_video=)",
+            f"Wan22FunControlToVideo.execute({_VIDEO}, ref_image=, control_video=); "
+            "Wan22ImageToVideoLatent.execute(vae=, width=, height=, length=, batch_size=, start_image=)",
         }.items()
         for row in _read("conditions", f"comfy_extras.nodes_{module}", {"call": calls}, is_optional=True)
     ),

@@ -5,7 +5,7 @@ of ComfyUI's own models reads what it likes, so tensors, numbers and strings are
 vision outputs of them. What is neither kept nor read (areas, guidance, hooks) is refused rather than lost.
 A LATENT is {"samples": [B, C, H, W] or [B, C, F, H, W], of audio [B, C, T] or [B, C, H, T]}, as the VAE made it:
 samplers normalise it, so it is not yet. Of several streams (a video and its sound) samples is one object of ComfyUI's
-that holds a tensor of each.
+that holds a tensor of each. Its noise_mask, where it has one, says what of it samplers denoise.
 
 Core's convention for lists of both (Make Training Dataset, Resolution Bucket): entry by entry they belong together, and
 where a LATENT is a batch, its CONDITIONING has one item per sample of it.
@@ -20,28 +20,30 @@ import torch
 
 from ..families.comfy.inputs import (
     COND,
+    GUIDES,
     MORE_SAMPLES,
+    NOISE_MASK,
     OPTION,
     POOLED,
     SAMPLES,
     WHOLE,
     WITHOUT_EFFECT,
     WORDS,
+    fit_mask,
     option_path,
 )
 
 Entry = dict[str, torch.Tensor]
 
 # What ComfyUI's nodes note beside the samples, without changing them.
-_LATENT_NOTES = frozenset({"batch_index", "downscale_ratio_spacial", "downscale_ratio_temporal", "type"})
+_LATENT_NOTES = frozenset({NOISE_MASK, "batch_index", "downscale_ratio_spacial", "downscale_ratio_temporal", "type"})
 # What ComfyUI's sampler does something with, beside handing it to the model.
 _FOR_SAMPLERS = frozenset(
     (
         *("area", "mask", "mask_strength", "set_area_to_bounds", "strength", "default", "model_conds", "uuid"),
         *("start_percent", "end_percent", "timestep_start", "timestep_end", "clip_start_percent", "clip_end_percent"),
         *("control", "control_apply_to_uncond", "gligen", "hooks", "guidance", "noise_augmentation"),
-        # Noise is drawn for them, and parts of the latent are left as they are.
-        *("unclip_conditioning", "keyframe_idxs", "guide_attention_entries", "denoise_mask"),
+        *("unclip_conditioning", "denoise_mask"),  # noise is drawn for it; a mask belongs to the LATENT
     )
 )
 _WHOLE_RANGE = {"start_percent": 0.0, "end_percent": 1.0}  # what some nodes write of every step
@@ -70,12 +72,13 @@ def read_conditioning(conditioning: Any, what: str, *, keeps_all: bool = False) 
     return _read_item(conditioning[0], what, keeps_all=keeps_all)
 
 
-def _read_item(item: Any, what: str, *, keeps_all: bool) -> Entry:
+def _read_item(item: Any, what: str, *, keeps_all: bool, takes_guides: bool = False) -> Entry:
     is_pair = isinstance(item, (list, tuple)) and len(item) == 2 and isinstance(item[1], Mapping)
     states = item[0] if is_pair else None
     if not isinstance(states, torch.Tensor) or states.ndim != 3 or states.shape[0] != 1 or not states.numel():
         raise ValueError(f"{what}: a CONDITIONING is a list of [states [1, S, D], options], found {_describe(item)}")
-    options = _plain_options(item[1]) if keeps_all else {}
+    left_out = _FOR_SAMPLERS if takes_guides else _FOR_SAMPLERS | GUIDES
+    options = _plain_options(item[1], left_out) if keeps_all else {}
     _refuse_options(item[1], what, {option_path(name)[0] for name in options} if keeps_all else WITHOUT_EFFECT)
     entry = {COND: states[0], **options}
     pooled = item[1].get(POOLED)
@@ -86,11 +89,11 @@ def _read_item(item: Any, what: str, *, keeps_all: bool) -> Entry:
     return entry
 
 
-def _plain_options(options: Mapping[str, Any]) -> Entry:
+def _plain_options(options: Mapping[str, Any], left_out: Set[str]) -> Entry:
     """What else a model of ComfyUI's may read: tensors of one sample, and numbers as tensors without sides."""
     found: Entry = {}
     for name, value in options.items():
-        if name != POOLED and name not in _FOR_SAMPLERS:
+        if name != POOLED and name not in left_out:
             found |= _tensors_of(name, value)
     return found
 
@@ -125,7 +128,10 @@ def _parts_of(value: Any) -> Mapping[str, Any]:
 
 
 def must_be_equal(name: str, tensor: torch.Tensor) -> bool:
-    """Whether the model is given this once for all samples of a batch: numbers, strings, and what has no batch."""
+    """Whether the model is given this once for all samples of a batch: numbers, strings, what has no batch, and a noise
+    mask with places that are not there, which LTX-Video's guides mark by numbers below zero."""
+    if name == NOISE_MASK:
+        return bool((tensor < 0).any())
     is_number = not tensor.ndim and tensor.dtype in _NUMBERS.values()
     return bool(option_path(name)) and (is_number or not name.startswith(OPTION))
 
@@ -185,7 +191,8 @@ def read_pairs(latents: Sequence[Any], conditioning: Sequence[Any]) -> Iterator[
                 f"{_describe(texts)}; training knows no combined prompts"
             )
         for sample, item in zip(samples, texts, strict=True):
-            text = _read_item(item, what, keeps_all=True)
+            text = _read_item(item, what, keeps_all=True, takes_guides=True)
+            _settle_mask(sample, text, what)
             if broken := [name for name, tensor in (sample | text).items() if not tensor.isfinite().all()]:
                 names = ", ".join(broken)
                 raise ValueError(f"{what}: {names} holds NaN or infinity; encode it again, in another number type")
@@ -198,7 +205,67 @@ def _read_latent(latent: Any, what: str) -> list[Entry]:
     extra = sorted(name for name in latent.keys() - {"samples", *_LATENT_NOTES} if latent[name] is not None)
     if extra:
         raise ValueError(f"{what}: its LATENT has {', '.join(extra)}, which training does not read; take it out")
-    return read_samples(latent["samples"], what)
+    samples = read_samples(latent["samples"], what)
+    if (mask := latent.get(NOISE_MASK)) is None:
+        return samples
+    masks = _read_masks(mask, samples[0][SAMPLES].shape, what)
+    return [{**sample, NOISE_MASK: masks[index % len(masks)].clone()} for index, sample in enumerate(samples)]
+
+
+def _read_masks(mask: Any, shape: torch.Size, what: str) -> torch.Tensor:
+    """A noise mask as samplers read it, which begin again with the first where a batch has more samples.
+
+    Args:
+        shape: of one sample.
+    Raises: ValueError if it is none.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.ndim < 2 or not mask.numel():
+        raise ValueError(f"{what}: noise_mask is a tensor [..., H, W], found {_describe(mask)}")
+    if len(shape) == 3:
+        mask = mask.reshape(-1, 1, *mask.shape[-2:])
+    elif mask.ndim < 5:
+        mask = mask.reshape(1, 1, -1, *mask.shape[-2:])
+    if mask.ndim != len(shape) + 1 or mask.shape[1] not in (1, shape[0]):
+        raise ValueError(
+            f"{what}: its noise_mask is {list(mask.shape)}, but its samples have {shape[0]} channels; a mask has one, "
+            "or as many"
+        )
+    return mask.float()
+
+
+def _settle_mask(sample: Entry, text: Entry, what: str) -> None:
+    """Leave out a noise mask that changes nothing: a sampler denoises everything without one.
+
+    Raises: ValueError for one that leaves nothing to learn, and for guides without any.
+    """
+    mask, guided = sample.get(NOISE_MASK), sorted({option_path(name)[0] for name in text if option_path(name)} & GUIDES)
+    if mask is None and guided:
+        raise ValueError(
+            f"{what}: its CONDITIONING has {', '.join(guided)}, but its LATENT has no noise_mask; connect the latent "
+            "of the node that added the guide"
+        )
+    if mask is not None and mask.isfinite().all() and not (mask > 0).any():
+        raise ValueError(
+            f"{what}: its noise_mask is zero everywhere, so that sampling denoises nothing of it, and there is nothing "
+            "to learn; leave places to denoise, such as all frames after the first"
+        )
+    if mask is not None and _is_empty(sample[SAMPLES], mask):
+        raise ValueError(
+            f"{what}: its samples are empty where its noise_mask denoises, so there is nothing to learn: such a latent "
+            "is made to begin a sampling with. Encode the whole clip with VAE Encode, and put the mask on that latent "
+            "by LTXVImgToVideoInplace, LTXVAddGuide or Set Latent Noise Mask; folders with Wan 2.2's 5B take "
+            'data.condition = "first-frame"'
+        )
+    if mask is not None and not guided and bool((mask == 1).all()):
+        del sample[NOISE_MASK]
+
+
+def _is_empty(samples: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether all places that are denoised hold the same number, of each channel."""
+    sides = samples.shape[1:] if samples.ndim == 4 else (1, *samples.shape[1:])
+    is_denoised = (fit_mask(mask, sides) > 0).expand(samples.shape[0], *sides)
+    values = [one.reshape(sides)[where] for one, where in zip(samples, is_denoised, strict=True)]
+    return all(each.numel() > 1 and bool((each == each[0]).all()) for each in values)
 
 
 def _describe(value: Any) -> str:

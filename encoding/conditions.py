@@ -16,7 +16,7 @@ from ..data.image import ImageRequest
 from ..data.samples import Condition
 from ..data.video import read_frames
 from ..families.comfy.conditions import WAYS
-from ..families.comfy.inputs import COND, POOLED
+from ..families.comfy.inputs import COND, NOISE_MASK, OPTION, POOLED
 from .comfy_data import read_conditioning
 from .key import CLIP_VERSION, COMFY_VERSION, CONDITION_VERSION, IMAGE_VERSION
 from .sources import Entry, Problem, host_pixels, shapes_of
@@ -50,7 +50,7 @@ class ComfyConditioner(Protocol):
         ...
 
     def make(self, parts: ConditionParts) -> Any:
-        """A CONDITIONING."""
+        """A CONDITIONING; a noise mask, which nodes put beside a latent, is among its options."""
         ...
 
     def release(self) -> None: ...
@@ -104,6 +104,8 @@ class ComfyConditions:
         what = f"the condition of {condition.paths[0]}"
         made = self.conditioner.make(self._parts(caption, condition))
         entry = read_conditioning(made, what, keeps_all=True)
+        if (mask := entry.pop(f"{OPTION}{NOISE_MASK}", None)) is not None:
+            entry[NOISE_MASK] = mask
         if not WAYS[self.way].reads_text:
             entry = {name: tensor for name, tensor in entry.items() if name not in (COND, POOLED)}
         if reason := self.problem(shapes_of(entry)):

@@ -32,7 +32,7 @@ class EncodedPair:
     """Latents and text of one sample: keys of their entries, and the shapes of the tensors in these.
 
     Args:
-        same: names what of the text samples of one batch must share; "" for nothing, or in an older list.
+        same: names what of it samples of one batch must share; "" for nothing, or in an older list.
     """
 
     latents: str
@@ -56,7 +56,7 @@ def save_encoded(
     listed = []
     for latents, text in pairs:
         keys = [_keep(entry, store) for entry in (latents, text)]
-        listed.append(EncodedPair(keys[0], keys[1], shapes_of(latents), shapes_of(text), _same(text)))
+        listed.append(EncodedPair(keys[0], keys[1], shapes_of(latents), shapes_of(text), _same({**latents, **text})))
         on_saved(len(listed))
     if not listed:
         raise ValueError("the dataset has no samples; give lists of at least one latent and conditioning")

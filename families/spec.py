@@ -286,12 +286,17 @@ class HostModel(Protocol):
         ...
 
     def add_noise(
-        self, latents: torch.Tensor, noise: torch.Tensor, times: torch.Tensor
+        self,
+        latents: torch.Tensor,
+        noise: torch.Tensor,
+        times: torch.Tensor,
+        noise_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Noisy latents, what the network should say of them, and their sigmas, float32.
 
         Args:
             latents, noise: float32. [B, C, F, H, W]    times: 0..1, 1 is noise. [B]
+            noise_mask: 1 where sampling denoises all; what it leaves is put in as it does. [B, 1 or C, F, H, W]
         """
         ...
 
@@ -306,7 +311,8 @@ class HostModel(Protocol):
         """What the network says of noisy latents, as sampling calls it. [B, C, F, H, W]
 
         Args:
-            given: a CONDITIONING as families/comfy/inputs.py reads it from the cache, with a batch.
+            given: a CONDITIONING as families/comfy/inputs.py reads it from the cache, with a batch, and the noise mask
+                that add_noise was given, if any.
         """
         ...
 

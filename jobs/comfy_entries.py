@@ -24,6 +24,7 @@ from ..encoding.sources import ComfyClip, ComfyLatents, ComfyTexts, ComfyVae, Sh
 from ..encoding.store import CacheStore
 from ..families.comfy.conditions import WAYS
 from ..families.comfy.inputs import (
+    NOISE_MASK,
     SAMPLES,
     latents_problem,
     num_tokens,
@@ -231,10 +232,12 @@ def _encoded_sample(pair: EncodedPair, reader: ComfyReader) -> EncodedSample:
 
 
 def _alike(pair: EncodedPair) -> tuple[int, ...]:
-    """A number that tells apart samples that cannot share a batch by options of their CONDITIONING, or by further
-    streams of their LATENT; () without any."""
+    """A number that tells apart samples that cannot share a batch by options of their CONDITIONING, by noise masks, or
+    by further streams of their LATENT; () without any."""
     shapes = {name: list(shape) for name, shape in pair.text_shapes.items() if option_path(name)}
-    shapes |= {name: list(shape) for name, shape in pair.latents_shapes.items() if name != SAMPLES}
+    shapes |= {name: list(shape) for name, shape in pair.latents_shapes.items() if name not in (SAMPLES, NOISE_MASK)}
+    if NOISE_MASK in pair.latents_shapes:
+        shapes[NOISE_MASK] = []
     return (int(settings_fingerprint([pair.same, shapes])[:8], 16),) if shapes else ()
 
 

@@ -22,6 +22,7 @@ from ..encoding.encode import condition_keys, never
 from ..encoding.key import comfy_text_key
 from ..encoding.store import CacheStore
 from ..families.comfy.conditions import WAYS, evaluation_problem, vision_problem, way_problem
+from ..families.comfy.inputs import GUIDES, NOISE_MASK, option_path
 from ..families.spec import Variant
 from ..planning.request import make_square
 from ..planning.short_model import SampleText
@@ -86,7 +87,16 @@ class ReadJob:
         largest = max(sizes, key=lambda keys: sizes[keys], default=())
         entries = [store.get(key) for key in largest] if sizes.get(largest) else [None]
         found = [each for each in entries if each is not None]
-        return SampleText({n: t for each in found for n, t in each.items()}) if len(found) == len(entries) else None
+        if len(found) < len(entries):
+            return None
+        tensors = {name: each for entry in found for name, each in entry.items()}
+        return SampleText({**_without_guides(tensors), **self._some_mask(store)})
+
+    def _some_mask(self, store: CacheStore) -> dict[str, Tensor]:
+        """A noise mask of the encoded samples, if one has any: models take more memory where they are given one."""
+        masked = next((each.latents for each in self.encoded if NOISE_MASK in store.shapes(each.latents)), "")
+        entry = (store.get(masked) if masked else None) or {}
+        return {name: each for name, each in entry.items() if name == NOISE_MASK}
 
     def _text_keys(self) -> Iterator[tuple[str, ...]]:
         """The entries that each sample's text is read from."""
@@ -110,6 +120,11 @@ class ReadJob:
             return max(((*sample.bucket, sample.num_frames) for sample in self.samples), key=math.prod)
         side = resolution_of(self.encoded, self.info.family.latent_of(self.variant))
         return side, side, max(sample.num_frames for sample in self.encoded)
+
+
+def _without_guides(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What guides say goes by the sides of the sample's own latents; their frames are among the latents'."""
+    return {name: each for name, each in tensors.items() if GUIDES.isdisjoint(option_path(name))}
 
 
 def _num_values(store: CacheStore, keys: Sequence[str]) -> int:

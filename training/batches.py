@@ -18,12 +18,12 @@ from ..data.order import Batch
 from ..data.samples import Condition, Sample, TrainingSample
 from ..encoding.store import CacheStore
 from ..families.comfy.conditions import WAYS
-from ..families.comfy.inputs import is_samples, stream_shapes, streams_of
+from ..families.comfy.inputs import NOISE_MASK, fit_mask, is_samples, stream_shapes, streams_of
 
 _log = logging.getLogger(__name__)
 
 
-_LATENTS = "latents"  # what an entry holds besides these, and samples, are conditions
+_LATENTS = "latents"  # what an entry holds besides these, samples and their noise mask, are conditions
 _own_latents = operator.itemgetter(_LATENTS)  # of an entry that our own VAE code made
 
 
@@ -36,8 +36,9 @@ class LoadedBatch:
         text: what the text encoders left, by name. [B, S, D] or [B, D]
         mask: loss weight per latent cell, or None. [B, 1, 1 or F, H, W]
         num_tokens: image tokens of one sample.
-        conditions: what else the model is given, by name, normalised like the latents, [B, C', F, H, W], and how
-            packed latents are taken apart
+        conditions: what else the model is given, by name, normalised like the latents, [B, C', F, H, W]; how packed
+            latents are taken apart; of one of ComfyUI's own models a noise mask, in the size of the latents.
+            [B, 1 or C, F, H, W]
         weights: factor of each sample's loss, [B], or of each value's, [B or 1, 1, 1, 1, N]; None where all are 1.
     """
 
@@ -119,12 +120,14 @@ class CachedSamples:
         """
         entries = [self._entry(self.latent_keys[i]) for i in indices]
         latents = _stacked([self.read_latents(entry) for entry in entries])
-        names = [name for name in entries[0] if name != _LATENTS and not is_samples(name)]
+        names = [name for name in entries[0] if name not in (_LATENTS, NOISE_MASK) and not is_samples(name)]
         conditions = {name: _stacked([entry[name] for entry in entries]) for name in names}
         if _LATENTS not in entries[0]:
             conditions |= streams_of(entries)
         keys = [self._text_keys(index, drop) for index, drop in zip(indices, drop_caption, strict=True)]
-        text = join_texts([self._read_text(each) for each in keys])
+        texts = [dict(self._read_text(each)) for each in keys]
+        noise_masks = _noise_masks(entries, texts, latents)
+        text = join_texts(texts)
         num_tokens = int(latents[0, 0].numel() * self.tokens_per_cell)
         mask = self._masks(indices, latents)
         if self.gives_first_latents:
@@ -132,6 +135,9 @@ class CachedSamples:
             shape = (latents.shape[0], 1, *latents.shape[2:])
             mask = torch.ones(shape) if mask is None else mask.expand(shape).clone()
             mask[:, :, 0] = 0
+        if noise_masks is not None:  # what sampling does not denoise, training does not learn
+            conditions[NOISE_MASK], denoised = noise_masks, noise_masks.clamp(0, 1)
+            mask = denoised if mask is None else denoised * mask
         weights = loss_weights(self._weights(indices), conditions)
         return LoadedBatch(latents, text, mask, num_tokens, conditions, weights)
 
@@ -212,6 +218,23 @@ def loss_weights(of_samples: torch.Tensor | None, given: Mapping[str, torch.Tens
         return of_samples
     factors = torch.cat([torch.full((size,), sum(sizes) / size) for size in sizes]).view(1, 1, 1, 1, -1)
     return factors if of_samples is None else of_samples.view(-1, 1, 1, 1, 1) * factors
+
+
+def _noise_masks(
+    entries: Sequence[Mapping[str, torch.Tensor]], texts: Sequence[dict[str, torch.Tensor]], latents: torch.Tensor
+) -> torch.Tensor | None:
+    """Of the entries of the latents, or of what conditions them, from whose texts they are taken; None without any.
+    [B, 1 or C, F, H, W]"""
+    found = [
+        texts[i].pop(NOISE_MASK, None) if (own := each.get(NOISE_MASK)) is None else own
+        for i, each in enumerate(entries)
+    ]
+    if all(each is None for each in found):
+        return None
+    sides = latents.shape[2:]
+    masks = [torch.ones(1, *sides) if each is None else fit_mask(each, sides) for each in found]
+    channels = max(each.shape[0] for each in masks)
+    return _stacked([each.expand(channels, *sides) for each in masks])
 
 
 def join_texts(entries: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

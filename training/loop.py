@@ -21,6 +21,7 @@ from torch import nn
 from ..config.job import JobConfig, job_to_dict
 from ..data.order import Batch, BatchOrder
 from ..events import EventLog, first_line
+from ..families.comfy.inputs import NOISE_MASK
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import memory_in_use, random_states, restore_random_states
 from ..parallel.ranks.across import AcrossRanks, fingerprint
@@ -341,7 +342,8 @@ class Trainer:
     def _noisy(self, batch: LoadedBatch, quantiles: torch.Tensor, generator: torch.Generator) -> NoisyBatch:
         """One batch at these quantiles, with noise from the generator; still on the host."""
         noise = torch.randn(batch.latents.shape, generator=generator)
-        made = noise_latents(self.family, batch.latents, noise, self.schedule.sigmas(quantiles, batch.num_tokens))
+        times = self.schedule.sigmas(quantiles, batch.num_tokens)
+        made = noise_latents(self.family, batch.latents, noise, times, batch.conditions.get(NOISE_MASK))
         given = {**batch.text, **batch.conditions}
         text = {name: self._pinned(self._in_type(states)) for name, states in given.items()}
         mask = None if batch.mask is None else self._pinned(batch.mask)

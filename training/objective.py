@@ -107,10 +107,20 @@ class NoisyLatents:
     sigmas: torch.Tensor
 
 
-def noise_latents(family: ModelFamily, latents: torch.Tensor, noise: torch.Tensor, times: torch.Tensor) -> NoisyLatents:
-    """What a sample is trained on: clean latents and noise, both float32 [B, C, F, H, W], at times in 0..1. [B]"""
+def noise_latents(
+    family: ModelFamily,
+    latents: torch.Tensor,
+    noise: torch.Tensor,
+    times: torch.Tensor,
+    noise_mask: torch.Tensor | None = None,
+) -> NoisyLatents:
+    """What a sample is trained on: clean latents and noise, both float32 [B, C, F, H, W], at times in 0..1. [B]
+
+    noise_mask: of one of ComfyUI's own models; see HostModel.add_noise.
+    """
     if family.host is not None:
-        return NoisyLatents(*family.host.add_noise(latents, noise, times))
+        return NoisyLatents(*family.host.add_noise(latents, noise, times, noise_mask))
+    assert noise_mask is None, "only ComfyUI's own models read a noise mask"
     return NoisyLatents(add_noise(latents, noise, times), noise - latents, times)
 
 
@@ -128,8 +138,8 @@ def prediction_loss(
 ) -> torch.Tensor:
     """Mean squared error of what the network says, computed in float32. [B, C, F, H, W] -> scalar
 
-    mask: weight per latent cell, [B, 1, 1 or F, H, W] in 0..1; the loss is the weighted mean, so a small mask does not
-        weaken the step. A sample whose mask is all zero contributes nothing.
+    mask: weight per latent cell, [B, 1 or C, 1 or F, H, W] in 0..1; the loss is the weighted mean, so a small mask
+        does not weaken the step. A sample whose mask is all zero contributes nothing.
     weights: factor of each sample's error, [B], or of each value's, [B or 1, 1, 1, 1, N]; other than a mask's, these do
         weaken the step.
     """

@@ -19,6 +19,7 @@ class ConditionWay:
     Args:
         model: ComfyUI's class that takes it. channels: of its latents; 0 for any.
         beside: channels that the model is given beside the noise, from the channels of its latents.
+        masked: channels of the latents of a model that is given nothing beside the noise, and a noise mask; 0 for none.
         least, most: reference pictures of a sample.
         takes_control: a clip, or of a picture a picture, that shows what the sample follows.
         takes_first_frame: of the clip itself.
@@ -29,6 +30,7 @@ class ConditionWay:
     model: str
     channels: int = 0
     beside: Callable[[int], int] = lambda channels: 0
+    masked: int = 0
     least: int = 0
     most: int = 0
     takes_control: bool = False
@@ -53,7 +55,9 @@ WAYS: dict[str, ConditionWay] = {
     "qwen-image-edit": ConditionWay("QwenImageTransformer2DModel", least=1, most=1, reads_text=True),
     "qwen-image-edit-plus": ConditionWay("QwenImageTransformer2DModel", least=1, most=3, reads_text=True),
     "z-image-omni": ConditionWay("NextDiT", least=1, most=3, reads_text=True, sees=True),
-    "first-frame": ConditionWay("WanModel", beside=lambda channels: channels + 4, takes_first_frame=True, sees=True),
+    "first-frame": ConditionWay(  # 48 channels are Wan 2.2's 5B, which begins with the frame's own latents
+        "WanModel", beside=lambda channels: channels + 4, masked=48, takes_first_frame=True, sees=True
+    ),
     "vace": ConditionWay("VaceWanModel", takes_control=True),
     "fun-control": ConditionWay(
         "WanModel", channels=16, beside=lambda channels: 2 * channels, takes_control=True, sees=True
@@ -107,4 +111,7 @@ def evaluation_problem(name: str) -> str:
 
 
 def _fits(way: ConditionWay, model: str, channels: int, beside: int) -> bool:
-    return way.model == model and way.channels in (0, channels) and way.beside(channels) == beside
+    if way.model != model:
+        return False
+    is_masked = way.masked == channels and not beside
+    return is_masked or way.channels in (0, channels) and way.beside(channels) == beside

@@ -1,8 +1,8 @@
 """Entries that hold what ComfyUI's encoders made, as a family's text inputs and normalised latents.
 
-Such an entry is what ComfyUI hands from node to node, less the batch: {"samples"} of a LATENT, {"cond"} and where there
-is one {"pooled_output"} of a CONDITIONING. What its own model makes of them is done when they are read, so one entry
-serves every model, and is bit for bit what core's nodes gave.
+Such an entry is what ComfyUI hands from node to node, less the batch: {"samples"} and where there is one {"noise_mask"}
+of a LATENT, {"cond"} and where there is one {"pooled_output"} of a CONDITIONING. What its own model makes of them is
+done when they are read, so one entry serves every model, and is bit for bit what core's nodes gave.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch.nn.functional import pad
+from torch.nn.functional import interpolate, pad
 
 from ..spec import ComfyInputs, LatentSpec
 from .conditions import VISION
@@ -24,6 +24,8 @@ MORE_SAMPLES = "samples."
 # With a number behind, in a batch: a stream of packed latents. Its sides are the stream's, [B, 0, C, ...], and it has
 # no numbers: sides are read without waiting for a device, and are the same on meta.
 STREAM = "stream."
+# How much of each place sampling denoises: 1 all, 0 nothing. [1 or C, H, W], of a video [1 or C, F, H, W]; any sides.
+NOISE_MASK = "noise_mask"
 COND = "cond"  # [S, D]
 POOLED = "pooled_output"  # [D]
 # In front of what else a CONDITIONING says: tensors of one sample, and numbers as tensors without sides. Tensors of a
@@ -31,6 +33,9 @@ POOLED = "pooled_output"  # [D]
 OPTION = "option."
 WHOLE = "whole."  # likewise, in front of tensors that a CONDITIONING has without a batch
 WORDS = "words."  # likewise, in front of strings, as bytes of UTF-8
+
+# Of LTX-Video's guides: where the last frames of the latents belong. They mean those latents and their noise mask.
+GUIDES = frozenset({"keyframe_idxs", "guide_attention_entries"})
 
 # Without attention_mask_img_shape no model of our own families reads the mask.
 WITHOUT_EFFECT = frozenset({"attention_mask"})
@@ -98,6 +103,23 @@ def streams_of(entries: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch
 def stream_shapes(given: Mapping[str, torch.Tensor]) -> list[Shape]:
     """Of one sample's streams, as streams_of said them; [] for latents of one stream."""
     return [tuple(given[name].shape[2:]) for name in sorted(given) if name.startswith(STREAM)]
+
+
+def fit_mask(mask: torch.Tensor, sides: Sequence[int]) -> torch.Tensor:
+    """A noise mask in the size of latents, as ComfyUI's sampler resizes it, float32. [1 or C, F, H, W]
+
+    Args:
+        mask: [1 or C, h, w] or [1 or C, f, h, w]. sides: frames, height and width of the latents.
+    """
+    wide = mask.float()
+    if wide.ndim == 3:
+        wide = wide if wide.shape[1:] == tuple(sides[1:]) else _resized(wide, sides[1:], "bilinear")
+        return wide.unsqueeze(1)
+    return wide if wide.shape[1:] == tuple(sides) else _resized(wide, sides, "trilinear")
+
+
+def _resized(mask: torch.Tensor, sides: Sequence[int], mode: str) -> torch.Tensor:
+    return interpolate(mask[None], size=tuple(sides), mode=mode)[0]
 
 
 def num_tokens(comfy: ComfyInputs, shapes: Mapping[str, Shape]) -> int:
@@ -179,6 +201,10 @@ def latents_problem(
 
     num_frames: video frames that they were made of; 0 if nobody knows.
     """
+    if NOISE_MASK in shapes and not comfy.reads_all:
+        return f"it has a noise_mask, which training of {title} does not read; take it out"
+    if NOISE_MASK in shapes and (latent.audio_rows or any(name.startswith(MORE_SAMPLES) for name in shapes)):
+        return "it has a noise_mask, which is read for pictures and videos alone, not for sound; take it out"
     channels, *sides = shapes[SAMPLES]
     if len(sides) != comfy.latent_dims:
         kind = _AUDIO[comfy.latent_dims] if latent.audio_rows else _KINDS[comfy.latent_dims]

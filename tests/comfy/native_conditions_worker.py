@@ -61,6 +61,7 @@ import nodes  # noqa: E402
 
 ROOT = Path(FOLDER)
 SIDES = (32, 48)
+WIDE = (32, 64)  # the latents of Wan 2.2's 5B stand for 16 pixels each, and it takes them by two
 GIVEN = ("FLUX.2 with references", "Qwen-Image-Edit", "Z-Image Omni", "Wan VACE", "Wan 2.2 Fun Control", "Wan 2.2 S2V")
 
 
@@ -114,18 +115,17 @@ class Clip:
 
 
 class Vae:
-    """Means of 8x8 pixels, of a video every fourth frame."""
+    """Means of squares of pixels, of a video every fourth frame."""
 
-    latent_channels = 16
-
-    def __init__(self, *, is_video: bool) -> None:
-        self.is_video = is_video
+    def __init__(self, *, is_video: bool, side: int = 8, channels: int = 16) -> None:
+        self.is_video, self.side, self.latent_channels = is_video, side, channels
 
     def spacial_compression_encode(self) -> int:
-        return 8
+        return self.side
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        means = torch.nn.functional.avg_pool2d(pixels.movedim(-1, 1), 8).repeat(1, 6, 1, 1)[:, :16]
+        means = torch.nn.functional.avg_pool2d(pixels.movedim(-1, 1), self.side)
+        means = means.repeat(1, self.latent_channels, 1, 1)[:, : self.latent_channels]
         return means[::4].movedim(0, 1)[None] if self.is_video else means
 
 
@@ -145,7 +145,7 @@ def loaded(path: str) -> torch.Tensor:
 
 
 def save_files() -> None:
-    """after/0.png with before/0.png and before/0_1.png; clips/1 with depth/1, five frames of noise each."""
+    """after/0.png with before/0.png and before/0_1.png; clips/1 with depth/1, and wide/1, five frames of noise each."""
     generator = torch.Generator().manual_seed(3)
 
     def noise(height: int, width: int) -> Any:
@@ -154,9 +154,9 @@ def save_files() -> None:
     for place, size in (("after/0", SIDES), ("before/0", (40, 56)), ("before/0_1", (64, 32)), ("refs/1", (24, 40))):
         (ROOT / place).parent.mkdir(exist_ok=True)
         Image.fromarray(noise(*size)).save(ROOT / f"{place}.png")
-    for place in ("clips", "depth"):
+    for place, size in (("clips", SIDES), ("depth", SIDES), ("wide", WIDE)):
         (ROOT / place).mkdir()
-        save_sequence(ROOT / place / "1", [noise(*SIDES) for _ in plain_frames(5)])
+        save_sequence(ROOT / place / "1", [noise(*size) for _ in plain_frames(5)])
         (ROOT / place / "1.txt").write_text("moves", encoding="utf-8")
     (ROOT / "after" / "0.txt").write_text("make it red", encoding="utf-8")
 
@@ -274,22 +274,35 @@ class Latents(Vae):
         pass
 
 
-MODELS = {"first-frame": "Wan 2.2 I2V 14B", "vace": "Wan VACE"}
+MASKED = "first-frame, by a noise mask"
+MODELS = {"first-frame": "Wan 2.2 I2V 14B", "vace": "Wan VACE", MASKED: "Wan 2.2 TI2V 5B"}
 
 
-def trained(way: str) -> list[float]:
+def trained(what: str) -> list[float]:
     """One step of a job on folders, and of one on the CONDITIONING and LATENT of a graph."""
-    name, vae = MODELS[way], Latents(is_video=True)
-    path = ROOT / f"{way}.safetensors"
+    name, way = MODELS[what], what.split(",")[0]
+    place, sides = ("wide", WIDE) if what == MASKED else ("clips", SIDES)
+    vae = Latents(is_video=True, **({"side": 16, "channels": 48} if what == MASKED else {}))
+    path = ROOT / f"{what}.safetensors"
     info = read_native(save_trained(name, path), "float32")
-    folders = {"path": str(ROOT / "clips")} | ({"control": str(ROOT / "depth")} if way == "vace" else {})
-    data = {"resolutions": [40], "frames": [5], "fps": "source", "condition": way, "folders": [folders]}
-    cache = {"folder": str(ROOT / "trained"), "text_source": States.fingerprint, "latent_source": Latents.fingerprint}
+    folders = {"path": str(ROOT / place)} | ({"control": str(ROOT / "depth")} if way == "vace" else {})
+    side = round((sides[0] * sides[1]) ** 0.5)
+    data = {"resolutions": [side], "frames": [5], "fps": "source", "condition": way, "folders": [folders]}
+    cache = {
+        "folder": str(ROOT / "trained" / what),
+        "text_source": States.fingerprint,
+        "latent_source": Latents.fingerprint,
+    }
     conditioner = HostConditioner(None, SimpleNamespace(stock=vae), None)  # type: ignore[arg-type]
-    graph = graph_of(way, vae)
-    ((_, options),) = graph
-    clip = torch.cat([loaded(str(file)) for file in sorted((ROOT / "clips" / "1").iterdir())])
-    pair = read_pairs([{"samples": vae.encode(clip)}], [[[States().encode("moves")[0][0], options]]])
+    clip = torch.cat([loaded(str(file)) for file in sorted((ROOT / place / "1").iterdir())])
+    latent, options = {"samples": vae.encode(clip)}, {}
+    if what == MASKED:
+        latent["noise_mask"] = nodes_wan.Wan22ImageToVideoLatent.execute(vae, *sides[::-1], 5, 1, clip[:1])[0][
+            "noise_mask"
+        ]
+    else:
+        ((_, options),) = graph_of(way, vae)
+    pair = read_pairs([latent], [[[States().encode("moves")[0][0], options]]])
     encoded = save_encoded(pair, CacheStore(ROOT / "graph"))
     given = {"folders": ({"data": data, "cache": cache}, ComfyEncoders(States(), vae, conditioner))}
     given["graph"] = ({"data": {"encoded": str(encoded)}}, ComfyEncoders())
@@ -302,7 +315,7 @@ def trained(way: str) -> list[float]:
                 "split": {"devices": ["cpu"]},
                 "lora": {"rank": 2},
                 "train": {"steps": 1, "seed": 3},
-                "output": {"folder": str(ROOT / way / kind), "tensorboard": False},
+                "output": {"folder": str(ROOT / what / kind), "tensorboard": False},
             }
         )
         with native_training(), endless_memory(), ExitStack() as cleanup:

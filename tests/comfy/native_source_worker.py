@@ -6,6 +6,7 @@ W = q * s where they are dequantized}, "refused": {what: message}}.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import runpy
 import sys
@@ -27,7 +28,8 @@ from devicebridge.checkpoints.load import load_transformer  # noqa: E402
 from devicebridge.nodes.host.native.context import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import path_of_model, read_native  # noqa: E402
 from devicebridge.quantization.quantize import Quantizer, QuantizeSettings  # noqa: E402
-from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights, make_weights  # noqa: E402
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights, make_weights, small_sizes  # noqa: E402
+from devicebridge.tests.comfy.trained_families import TRAINED, save_trained  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -101,6 +103,16 @@ def _refusal(act: Any) -> str:
     return ""
 
 
+def _distilled(config_class: str) -> str:
+    """Of a tiny build of HunyuanVideo's class with MeanFlow's second time."""
+    build = TRAINED["HunyuanVideo 1.5"]
+    config = {**build.unet_config, "meanflow": True}
+    family = dataclasses.replace(build, config_class=config_class, unet_config=config)
+    path = Path(FOLDER) / f"{config_class}.safetensors"
+    with small_sizes(family):
+        return _refusal(lambda: read_native(save_trained("", path, family), "float32"))
+
+
 def _refused() -> dict[str, str]:
     weights = make_weights(FAMILIES["flux2"])
     layer = "double_blocks.0.img_attn.qkv"
@@ -116,6 +128,7 @@ def _refused() -> dict[str, str]:
     assert path_of_model(stock) == plain
     with_lora, _ = comfy.sd.load_lora_for_models(stock, None, dict(lora_weights("flux2", 1)), 1.0, 0.0)
     said["lora"] = _refusal(lambda: path_of_model(with_lora))
+    said["meanflow"], said["meanflow refiner"] = _distilled("HunyuanVideo15"), _distilled("HunyuanImage21Refiner")
     stock.cached_patcher_init = None
     said["other loader"] = _refusal(lambda: path_of_model(stock))
     return said

@@ -31,7 +31,7 @@ from devicebridge.encoding.comfy_data import read_conditioning, read_pairs
 from devicebridge.encoding.encoded import save_encoded
 from devicebridge.encoding.store import CacheStore
 from devicebridge.events import EventLog
-from devicebridge.families.comfy.inputs import read_latents, read_text, streams_of
+from devicebridge.families.comfy.inputs import NOISE_MASK, fit_mask, read_latents, read_text, streams_of
 from devicebridge.jobs.build import build_trainer
 from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job, plan_job, run_job
@@ -82,7 +82,7 @@ class Bench:
         generator = torch.Generator().manual_seed(3)
         self.samples = [_sample(self.family, generator) for _ in range(2)]
         self.conditions = [self.family.condition(seed) for seed in (1, 2)]
-        pairs = read_pairs([{"samples": each} for each in self.samples], self.conditions)
+        pairs = read_pairs([self.family.latent_of(each) for each in self.samples], self.conditions)
         self.encoded = save_encoded(pairs, CacheStore(folder / "cache"))
 
     def job(self, name: str, sections: Mapping[str, Any]) -> JobConfig:
@@ -159,18 +159,22 @@ class Bench:
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Loss, what the network says, and what it was given; by the functions that the loop calls."""
         family = self.info.family
-        pairs = read_pairs([{"samples": self.samples[index]}], [self.conditions[index]])
+        pairs = read_pairs([self.family.latent_of(self.samples[index])], [self.conditions[index]])
         latents, text = next(iter(pairs))
         streams = streams_of([latents])
         clean = read_latents(family.comfy, latents)[None]
         if noise is None:
             noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(11 + index))
-        made = noise_latents(family, clean, noise.view(clean.shape), torch.tensor([1 - percent]))
         batch = {name: each[None] for name, each in read_text(family.comfy, text).items()}
+        mask = None
+        if NOISE_MASK in latents:
+            mask = batch[NOISE_MASK] = fit_mask(latents[NOISE_MASK], clean.shape[2:])[None]
+        made = noise_latents(family, clean, noise.view(clean.shape), torch.tensor([1 - percent]), mask)
         model, _ = trainer.runner.replica_for(0)
         has_input = self.info.variant.training_guidance is not None
         said = predict(family, model, made.noisy, made.sigmas, batch | streams, guidance if has_input else None)
-        return prediction_loss(said, made.target, weights=loss_weights(None, streams)), said, made
+        weight = None if mask is None else mask.clamp(0, 1)
+        return prediction_loss(said, made.target, weight, loss_weights(None, streams)), said, made
 
 
 def _sample(family: TinyFamily, generator: torch.Generator) -> Any:
@@ -291,7 +295,10 @@ def _factor(kind: str, sigma: float) -> float:
 
 
 def loss_is_cores(bench: Bench) -> Figures:
-    """Where Train LoRA raises an error, the stock MODEL's own sampling says what the loss would be."""
+    """Where Train LoRA raises an error, or knows nothing of a noise mask, the stock MODEL's own sampling says what the
+    loss would be."""
+    if bench.family.noise_mask is not None:
+        return _loss_is_masked_samplings(bench)
     try:
         core = _core_step(bench, backward=False)
     except (TypeError, ValueError) as error:
@@ -308,15 +315,61 @@ def _loss_is_samplings(bench: Bench) -> Figures:
     with bench.trainer("loss", _PLAIN) as trainer, torch.no_grad():
         put_lora(trainer, {n: torch.zeros_like(t) for n, t in trainer.lora.tensors().items()})
         loss, _, made = bench.prediction(trainer, 0, _PERCENT, guidance=None)
-    said = _said(bench.stock(), made, bench.conditions[0], bench.family)
+    said = _said(bench, bench.stock(), made)
     errors = (said.view(made.target.shape) - made.target).square().flatten()
     sizes = [math.prod(sides) for sides in (bench.family.latent, bench.family.sound) if sides]
     expected = float(sum(each.mean() for each in errors.split(sizes)))
     return {"difference": _expect(abs(float(loss) / expected - 1), 1e-5, "the difference from sampling's loss")}
 
 
+def _loss_is_masked_samplings(bench: Bench) -> Figures:
+    """A step of a KSampler with this noise mask says what the model is given, and what it says: the loss is the mean
+    square of that less (noise - data), weighed by the mask. Both types are flow, whose data is x - sigma v."""
+    noise = torch.randn(1, *bench.family.latent, generator=torch.Generator().manual_seed(5))
+    with bench.trainer("loss", _PLAIN) as trainer, torch.no_grad():
+        put_lora(trainer, {n: torch.zeros_like(t) for n, t in trainer.lora.tensors().items()})
+        loss, _, made = bench.prediction(trainer, 0, _PERCENT, noise, guidance=None)
+    seen, said, data = _sampled_once(bench, noise, made.sigmas)
+    mask = _prepared_mask(bench, seen)
+    assert mask is not None
+    weight, is_there = mask.clamp(0, 1), mask >= 0
+    expected = float((weight * (said - (noise - data)).square()).sum() / weight.sum())
+    apart = (made.noisy - seen)[is_there].abs().max()
+    return {
+        "input": _expect(float(apart), 1e-5, "the difference of what the model is given"),
+        "difference": _expect(abs(float(loss) / expected - 1), 1e-5, "the difference from sampling's loss"),
+    }
+
+
+def _sampled_once(bench: Bench, noise: torch.Tensor, sigmas: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """One step of the stock MODEL's sampler from this noise level: what its model is given, the velocity it says, and
+    the data that the sampler computes with."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def watch(apply: Any, given: Any) -> torch.Tensor:
+        seen["x"], seen["denoised"] = given["input"], apply(given["input"], given["timestep"], **given["c"])
+        return seen["denoised"]
+
+    def step(model: Any, x: torch.Tensor, levels: torch.Tensor, extra_args: Any, **more: Any) -> torch.Tensor:
+        seen["data"] = model.latent_image
+        return model(x, levels[:1], **extra_args)
+
+    patcher, latent = bench.stock(), bench.family.latent_of(bench.samples[0])
+    patcher.set_model_unet_function_wrapper(watch)
+    with small_sizes(bench.family):
+        comfy.samplers.sample(
+            *(patcher, noise, bench.conditions[0], [], 1.0, torch.device("cpu"), comfy.samplers.KSAMPLER(step)),
+            *(torch.tensor([float(sigmas[0]), 0.0]), patcher.model_options),
+            latent_image=latent["samples"],
+            denoise_mask=latent["noise_mask"],
+        )
+    return seen["x"], (seen["x"] - seen["denoised"]) / float(sigmas[0]), seen["data"]
+
+
 def core_gradients(bench: Bench) -> Figures:
     """Not a proof of ours: whether Train LoRA's own gradients are those of its loss, in float32 on the CPU."""
+    if bench.family.noise_mask is not None:
+        return {"raises": "Train LoRA knows nothing of a noise mask"}
     try:
         core = _core_step(bench, backward=True)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -355,24 +408,31 @@ def stock_loader(bench: Bench) -> Figures:
         put_lora(trainer, {name: torch.zeros_like(each) for name, each in tensors.items()})
         _, before, _ = bench.prediction(trainer, 0, _PERCENT, guidance=None)
     patched, _ = comfy.sd.load_lora_for_models(patcher, None, lora, 1.0, 0)
-    said = _said(patched, made, bench.conditions[0], bench.family)
+    said = _said(bench, patched, made)
     moved = float((ours - before).norm() / before.norm())
     assert moved > 1e-3, f"the LoRA moves the picture by {moved:.2g} only"
     error = float((said.view(ours.shape) - ours).norm() / (ours - before).norm())
     return {"keys": written, "moved": float(f"{moved:.2g}"), "error": _expect(error, 2e-3, "the error of its move")}
 
 
+def _prepared_mask(bench: Bench, like: torch.Tensor) -> torch.Tensor | None:
+    """By the sampler's own function."""
+    made = bench.family.noise_mask
+    return None if made is None else comfy.sampler_helpers.prepare_mask(made(), like.shape, like.device)
+
+
 @torch.inference_mode()
-def _said(patcher: Any, made: Any, condition: Any, family: TinyFamily) -> torch.Tensor:
+def _said(bench: Bench, patcher: Any, made: Any) -> torch.Tensor:
     """What a stock MODEL's network says, by the way that ComfyUI samples; of several streams packed."""
-    shapes = [(1, *sides) for sides in (family.latent, family.sound) if sides]
-    noisy, sigma = made.noisy.view((1, 1, -1) if family.sound else shapes[0]), made.sigmas
+    shapes = [(1, *sides) for sides in (bench.family.latent, bench.family.sound) if sides]
+    noisy, sigma = made.noisy.view((1, 1, -1) if bench.family.sound else shapes[0]), made.sigmas
     comfy.model_management.load_models_gpu([patcher])
     patcher.pre_run()
     base = patcher.model
-    conds = {"positive": comfy.sampler_helpers.convert_cond(condition)}
-    zeros = torch.zeros_like(noisy)
-    conds = comfy.samplers.process_conds(base, zeros, conds, noisy.device, zeros, latent_shapes=shapes)
+    conds = {"positive": comfy.sampler_helpers.convert_cond(bench.conditions[0])}
+    like = torch.zeros_like(noisy)
+    mask = _prepared_mask(bench, like)
+    conds = comfy.samplers.process_conds(base, like, conds, noisy.device, like, mask, latent_shapes=shapes)
     (denoised,) = comfy.samplers.calc_cond_batch(base, [conds["positive"]], noisy, sigma, {})
     sampling = base.model_sampling
     at = [sampling.calculate_denoised(sigma, torch.full_like(noisy, value), noisy) for value in (0.0, 1.0)]

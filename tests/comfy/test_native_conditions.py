@@ -36,7 +36,7 @@ def test_what_is_made_of_files_is_what_the_nodes_make(way: str, found: Any) -> N
     assert found["made"][way] == ""
 
 
-@pytest.mark.parametrize("way", ["first-frame", "vace"])
+@pytest.mark.parametrize("way", ["first-frame", "vace", "first-frame, by a noise mask"])
 def test_a_job_on_folders_trains_what_the_graph_trains(way: str, found: Any) -> None:
     of_folders, of_graph = found["trained"][way]
     assert of_folders == of_graph > 0

@@ -39,8 +39,13 @@ def test_a_file_in_8_bits_is_kept_as_it_is_or_dequantized_exactly(form: str, fou
         ("mxfp8", "holds quantized weights in mxfp8"),
         ("gguf", "a GGUF file; GGUF is not supported, use the bf16 safetensors file"),
         ("lora", "has patches (a LoRA's, say), and training would leave them out"),
+        ("meanflow", "distilled to jump from one noise level of the sampler to the next (time_r_in)"),
         ("other loader", "GGUF files and other packs' loaders cannot be trained"),
     ],
 )
 def test_what_training_cannot_hold_is_refused_with_the_reason(what: str, message: str, found: Any) -> None:
     assert message in found["refused"][what]
+
+
+def test_a_model_that_turns_the_next_noise_level_off_is_not_refused_for_it(found: Any) -> None:
+    assert found["refused"]["meanflow refiner"] == ""

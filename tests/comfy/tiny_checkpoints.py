@@ -39,6 +39,7 @@ class TinyFamily:
         overlaps: whether cond and uncond can be computed at the same time once it is split.
         sound: shape of the latent of a second stream, [C, 2, T]; () for none.
         options: generator, tokens -> further entries of a condition.
+        noise_mask: of a LATENT, as its node makes it; None for none.
     """
 
     config_class: str
@@ -51,6 +52,7 @@ class TinyFamily:
     overlaps: bool = True
     sound: tuple[int, ...] = ()
     options: Callable[[torch.Generator, int], dict[str, Any]] = lambda generator, tokens: {}
+    noise_mask: Callable[[], torch.Tensor] | None = None
 
     def condition(self, seed: int, tokens: int | None = None) -> Condition:
         """A text condition of batch 1, as a text encode node makes it."""
@@ -61,6 +63,10 @@ class TinyFamily:
         if self.pooled:
             options["pooled_output"] = torch.randn(1, self.pooled, generator=generator)
         return [[embedding, options]]
+
+    def latent_of(self, samples: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What a node hands on."""
+        return {"samples": samples, **({} if self.noise_mask is None else {"noise_mask": self.noise_mask()})}
 
 
 def make_config(family: TinyFamily) -> Any:

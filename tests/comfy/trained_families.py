@@ -17,6 +17,7 @@ import comfy.ldm.anima.model
 import comfy.ldm.wan.model
 import comfy.ldm.wan.model_animate
 import torch
+from comfy_extras import nodes_lt
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, make_weights
 from safetensors.torch import save_file
 from torch import nn
@@ -317,6 +318,39 @@ def _unprocessed(generator: torch.Generator, tokens: int) -> dict[str, Any]:
     return {"frame_rate": 24.0, "unprocessed_ltxav_embeds": True, "ref_audio": {"tokens": tokens_of_sound}}
 
 
+def _kept_first_frame() -> torch.Tensor:
+    """As Wan22ImageToVideoLatent gives it, and a corner that is noised less; samplers make it larger."""
+    mask = torch.ones(1, 1, 2, 2, 2)
+    mask[:, :, 0], mask[:, :, 1, 0, 0] = 0, 0.5
+    return mask
+
+
+def _guides(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As two LTXVAddGuide give them: a frame that is kept, and one on a wide grid, of which every other place is there,
+    and which the clip attends to less."""
+    node = nodes_lt.LTXVAddGuide
+    conditions: Any = ([[torch.empty(0), {}]],) * 2
+    latent, mask = torch.zeros(1, 128, 2, 4, 4), torch.ones(1, 1, 2, 1, 1)
+    for frame, is_wide, strength in ((0, False, 1.0), (8, True, 0.75)):
+        guide = torch.zeros(1, 128, 1, *((2, 2) if is_wide else (4, 4)))
+        guide, there = node.dilate_latent(guide, 2 if is_wide else 1)
+        *conditions, latent, mask = node.append_keyframe(
+            *conditions, frame, latent, mask, guide, strength, (8, 32, 32), there, latent_downscale_factor=1 + is_wide
+        )
+        conditions = nodes_lt._append_guide_attention_entry(*conditions, 16, [1, 4, 4], strength=strength)
+    return {**FAMILIES["ltxv"].options(generator, tokens), **conditions[0][0][1]}
+
+
+def _guided() -> torch.Tensor:
+    """The noise mask that the same nodes give: a first frame that is noised a little, and what the guides leave."""
+    mask = torch.ones(1, 1, 4, 4, 4)
+    mask[:, :, 0] = 0.25
+    mask[:, :, 2] = 0
+    mask[:, :, 3] = -1.75
+    mask[:, :, 3, ::2, ::2] = 0.25
+    return mask
+
+
 def _made_of(name: str, **changes: Any) -> TinyFamily:
     return dataclasses.replace(FAMILIES[name], **changes)
 
@@ -381,6 +415,10 @@ TRAINED: dict[str, TinyFamily] = {
     "Krea 2": TinyFamily("Krea2", _KREA_2, (16, 1, 8, 8), (6, 36), ("blocks",), is_detected=False),
     "ERNIE-Image": TinyFamily("ErnieImage", _ERNIE, (128, 4, 4), (6, 12), ("layers",), is_detected=False),
     "HiDream-I1": FAMILIES["hidream"],
+    "Wan 2.2 TI2V 5B image-to-video": _made_of(
+        "wan", config_class="WAN22_T2V", unet_config=_WAN_22, latent=(48, 2, 4, 4), noise_mask=_kept_first_frame
+    ),
+    "LTX-Video with guides": _made_of("ltxv", latent=(128, 4, 4, 4), options=_guides, noise_mask=_guided),
     "FLUX.2 with references": _made_of("flux2", options=_references),
     "Qwen-Image-Edit": _made_of("qwen_image", options=_edited),
     "Z-Image Omni": _made_of(

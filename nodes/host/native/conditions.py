@@ -3,12 +3,14 @@ workflow does, with the stock CLIP, VAE and CLIP vision."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ....contract.check import check_parts
 from ....contract.living import Living
 from ....contract.rows import CONDITIONS
 from ....families.comfy.conditions import WAYS
+from ....families.comfy.inputs import NOISE_MASK
 from ..compiler import outside
 
 if TYPE_CHECKING:
@@ -91,14 +93,20 @@ class HostConditioner:
     def _video(self, parts: ConditionParts) -> Any:
         from comfy_extras.nodes_wan import (
             Wan22FunControlToVideo,
+            Wan22ImageToVideoLatent,
             WanFunControlToVideo,
             WanImageToVideo,
             WanVaceToVideo,
         )
 
-        height, width, length = parts.size
+        size = dict(zip(("height", "width", "length"), parts.size, strict=True))
+        if parts.way == "first-frame" and self._vae.latent_channels == WAYS[parts.way].masked:
+            (latent,) = Wan22ImageToVideoLatent.execute(
+                vae=self._vae, **size, batch_size=1, start_image=parts.first
+            ).args
+            return _placeholder({NOISE_MASK: latent["noise_mask"]})
         given: dict[str, Any] = {"positive": _placeholder(), "negative": _placeholder(), "vae": self._vae}
-        given |= {"width": width, "height": height, "length": length, "batch_size": 1}
+        given |= {**size, "batch_size": 1}
         if WAYS[parts.way].sees and self._vision is not None:
             given["clip_vision_output"] = self._vision.encode_image(parts.first, crop=False)
         if parts.way == "first-frame":
@@ -120,8 +128,8 @@ class HostConditioner:
         soft_empty_cache()
 
 
-def _placeholder() -> Any:
+def _placeholder(options: Mapping[str, Any] = {}) -> Any:
     """A CONDITIONING whose states nobody reads."""
     import torch
 
-    return [[torch.zeros(1, 1, 1), {}]]
+    return [[torch.zeros(1, 1, 1), dict(options)]]

@@ -10,7 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....families.comfy.inputs import COND, OPTION, STREAM, WHOLE, WORDS, option_path, stream_shapes
+from ....families.comfy.inputs import (
+    COND,
+    NOISE_MASK,
+    OPTION,
+    STREAM,
+    WHOLE,
+    WORDS,
+    fit_mask,
+    option_path,
+    stream_shapes,
+)
 from ....families.comfy.native import NativeModel
 from ....families.comfy.text_sizes import usual_text
 from ....parallel.block_lists import hooked_modules, placed_blocks
@@ -39,6 +49,8 @@ class ComfyModel:
         self.sampling, self._form = base.model_sampling, base.latent_format
         self._dims = int(self._form.latent_dimensions)  # of a LATENT without batch and channels
         self._scheduler = scheduler_of(kind_of(base))
+        base.diffusion_model = None
+        self._base = base  # its rules
 
     def _make_base(self, device: torch.device) -> Any:
         from accelerate import init_empty_weights
@@ -64,11 +76,16 @@ class ComfyModel:
 
     @torch.no_grad()
     def add_noise(
-        self, latents: torch.Tensor, noise: torch.Tensor, times: torch.Tensor
+        self,
+        latents: torch.Tensor,
+        noise: torch.Tensor,
+        times: torch.Tensor,
+        noise_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Noise by the model's own rule; the target is what calculate_denoised, which is affine, makes the data of.
 
-        target = (data - D(0)) / (D(1) - D(0)): noise - data for flow, noise for eps, and v for v.
+        target = (data - D(0)) / (D(1) - D(0)): noise - data for flow, noise for eps, and v for v. A noise mask changes
+        what is noisy, not the target: what a network says at a place's own noise level. See HostModel.add_noise.
         """
         steps = (min(max(1 - float(time), _LEAST), 1 - _LEAST) for time in times)
         sigmas = torch.tensor([float(self.sampling.percent_to_sigma(step)) for step in steps])
@@ -76,6 +93,11 @@ class ComfyModel:
         noisy = self.sampling.noise_scaling(wide, noise.double(), clean, False)
         denoised = functools.partial(self.sampling.calculate_denoised, wide, model_input=noisy)
         at_zero, at_one = (denoised(model_output=torch.full_like(clean, value)) for value in (0.0, 1.0))
+        if noise_mask is not None:
+            kept = self._base.scale_latent_inpaint(
+                x=noisy, sigma=wide, noise=noise.double(), latent_image=clean, denoise_mask=noise_mask
+            )
+            noisy = noisy * noise_mask + kept * (1 - noise_mask)
         return noisy.float(), ((clean - at_zero) / (at_one - at_zero)).float(), sigmas
 
     def predict(
@@ -158,10 +180,12 @@ def _conditions(
     """What sampling makes of a CONDITIONING: keyword arguments of apply_model. shapes: of the streams in x."""
     import comfy.samplers
 
-    cond: dict[str, Any] = {**_options(given), "cross_attn": given[COND], "model_conds": {}}
+    said = {name: each for name, each in given.items() if name != NOISE_MASK}
+    cond: dict[str, Any] = {**_options(said), "cross_attn": given[COND], "model_conds": {}}
     if guidance is not None:
         cond["guidance"] = guidance
     like = torch.zeros_like(x)
+    mask = _denoise_mask(given[NOISE_MASK], x) if NOISE_MASK in given else None
     made = comfy.samplers.encode_model_conds(
         base.extra_conds,
         [cond],
@@ -169,12 +193,19 @@ def _conditions(
         x.device,
         "positive",
         latent_image=like,
-        denoise_mask=None,
+        denoise_mask=mask,
         seed=0,
         latent_shapes=shapes,
     )[0]["model_conds"]
     parts = {name: each.process_cond(batch_size=x.shape[0], area=None) for name, each in made.items()}
     return comfy.samplers.cond_cat([parts])
+
+
+def _denoise_mask(masks: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A noise mask as samplers hand it to the model: float32, of all channels. Planning has one of another size."""
+    sides = x.shape[2:] if x.ndim == 5 else (1, *x.shape[2:])
+    fitted = torch.stack([fit_mask(each, sides) for each in masks])
+    return fitted.view(*fitted.shape[:2], *x.shape[2:]).expand(x.shape)
 
 
 def _options(given: Mapping[str, torch.Tensor]) -> dict[str, Any]:

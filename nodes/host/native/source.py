@@ -187,7 +187,17 @@ def _why_not(base: Any, row: NativeModel | None) -> str:
         return f"a model of type {kind} needs more than a caption and one latent"
     if base.latent_format.latent_dimensions not in (2, 3) and type(base).__name__ not in _OF_AUDIO:
         return "its latents are neither pictures nor videos, and nobody has compared its gradients"
+    if base.model_config.unet_config.get("meanflow") and type(base).__name__ not in _NO_NEXT_LEVEL:
+        return _NEXT_LEVEL
     return ""
+
+
+# HunyuanVideo's class with MeanFlow says the mean velocity to the sampler's next noise level, sample_sigmas' next one.
+_NEXT_LEVEL = (
+    "it is distilled to jump from one noise level of the sampler to the next (time_r_in), and training has no next "
+    "one; train the model that it was distilled from, whose LoRA loads on this one, too"
+)
+_NO_NEXT_LEVEL = ("HunyuanImage21Refiner",)  # its extra_conds turn that input off
 
 
 def _refuse_other_model(path: Path, base: Any, like: Any) -> None:

@@ -196,6 +196,7 @@ def test_every_name_of_the_setting_is_a_way():
         ("kontext", "Flux", 128, 0, "it takes reference$"),
         ("reference", "Flux", 128, 0, ""),
         ("first-frame", "WanModel", 16, 20, ""),
+        ("first-frame", "WanModel", 48, 0, ""),
         ("first-frame", "WanModel", 16, 0, "0 beside the noise; nothing of folders conditions it"),
         ("first-frame", "WanModel", 16, 32, "it takes fun-control$"),
         ("fun-control-2.2", "WanModel", 48, 100, ""),

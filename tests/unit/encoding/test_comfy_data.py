@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from devicebridge.encoding.comfy_data import must_be_equal, read_conditioning, read_pairs, read_samples
-from devicebridge.families.comfy.inputs import option_path, text_problem
-from devicebridge.families.spec import ComfyInputs
+from devicebridge.families.comfy.inputs import fit_mask, latents_problem, option_path, text_problem
+from devicebridge.families.spec import ComfyInputs, LatentSpec
 
 STATES = torch.randn(1, 5, 8)
 POOLED = torch.randn(1, 3)
@@ -199,3 +199,85 @@ def test_pairs_follow_cores_convention():
 def test_lists_that_do_not_belong_together_are_refused(latents, conditioning, words):
     with pytest.raises(ValueError, match=words):
         list(read_pairs(latents, conditioning))
+
+
+def _pair(samples, mask, **options):
+    """The entries of one LATENT, with a CONDITIONING of as many items."""
+    latent = {"samples": samples, "noise_mask": mask}
+    return list(read_pairs([latent], [_conditioning(**options) * samples.shape[0]]))
+
+
+def test_a_noise_mask_is_kept_as_samplers_share_it_among_the_samples():
+    """A video takes one of four sides for frames of one mask; a batch begins again with the first."""
+    frames, images = torch.rand(3, 5, 7) + 0.1, torch.rand(2, 8, 8)
+    found = [entry["noise_mask"] for entry, _ in _pair(torch.randn(2, 4, 3, 2, 2), frames)]
+    assert all(torch.equal(each, frames[None]) for each in found)
+    found = [entry["noise_mask"] for entry, _ in _pair(torch.randn(3, 4, 2, 2), images)]
+    assert [torch.equal(each[0], images[index]) for index, each in enumerate(found[:2])] == [True, True]
+    assert torch.equal(found[2], found[0])
+    own = torch.rand(2, 1, 3, 1, 1)
+    found = [entry["noise_mask"] for entry, _ in _pair(torch.randn(2, 4, 3, 2, 2), own)]
+    assert torch.equal(torch.stack(found), own)
+
+
+def test_a_noise_mask_of_ones_is_none_at_all():
+    samples = torch.randn(1, 4, 3, 2, 2)
+    ((masked, text),) = _pair(samples, torch.ones(1, 1, 3, 1, 1))
+    ((plain, same),) = read_pairs([{"samples": samples}], [_conditioning()])
+    assert masked.keys() == plain.keys() and text.keys() == same.keys()
+    ((guided, _),) = _pair(samples, torch.ones(1, 1, 3, 1, 1), keyframe_idxs=torch.ones(1, 3, 4, 2))
+    assert "noise_mask" in guided, "the model looks where the guides are by it"
+
+
+def test_guides_are_kept_with_the_noise_mask_of_their_latent():
+    entries = [{"pre_filter_count": 4, "strength": 0.5, "pixel_mask": None, "latent_shape": [1, 2, 2]}]
+    mask = torch.tensor([1.0, 0.0]).view(1, 1, 2, 1, 1)
+    options = {"keyframe_idxs": torch.ones(1, 3, 4, 2), "guide_attention_entries": entries}
+    ((_, text),) = _pair(torch.randn(1, 4, 2, 2, 2), mask, **options)
+    assert text["option.keyframe_idxs"].shape == (3, 4, 2)
+    assert text["option.guide_attention_entries.0.strength"].item() == 0.5
+    with pytest.raises(ValueError, match="keyframe_idxs, but its LATENT has no noise_mask; connect the latent"):
+        list(read_pairs([{"samples": torch.randn(1, 4, 2, 2, 2)}], [_conditioning(**options)]))
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (torch.zeros(1, 1, 3, 2, 2), "zero everywhere"),
+        (torch.full((1, 1, 3, 2, 2), torch.nan), "noise_mask holds NaN"),
+        (torch.rand(1, 3, 3, 2, 2), "a mask has one, or as many"),
+        (torch.rand(1, 1, 1, 3, 2, 2), "a mask has one, or as many"),
+        ([1.0], "noise_mask is a tensor"),
+    ],
+)
+def test_a_noise_mask_that_cannot_be_meant_is_refused(mask, words):
+    with pytest.raises(ValueError, match=words):
+        _pair(torch.randn(1, 4, 3, 2, 2), mask)
+
+
+def test_an_empty_latent_that_holds_a_first_frame_alone_is_no_clip_to_learn():
+    """As Wan22ImageToVideoLatent and LTXVImgToVideo make it, to begin a sampling with."""
+    mask = torch.tensor([0.0, 1.0, 1.0]).view(1, 1, 3, 1, 1)
+    samples = torch.randn(1, 4, 3, 2, 2)
+    samples[:, :, 1:] = torch.randn(1, 4, 1, 1, 1)
+    with pytest.raises(ValueError, match=r"empty where its noise_mask denoises.*VAE Encode"):
+        _pair(samples, mask)
+    samples[0, 0, 2, 1, 1] += 1
+    assert len(_pair(samples, mask)) == 1
+
+
+def test_places_that_are_not_there_must_be_the_same_in_a_batch():
+    assert must_be_equal("noise_mask", torch.tensor([1.0, -1.0])) and not must_be_equal("noise_mask", torch.zeros(2))
+
+
+def test_a_noise_mask_is_resized_as_samplers_do_and_models_of_other_families_refuse_it():
+    """Interpolated between the centres of places, without corners aligned."""
+    found = fit_mask(torch.tensor([[[0.0, 1.0]]]), (1, 1, 4))
+    assert found.shape == (1, 1, 1, 4) and found.flatten().tolist() == [0.0, 0.25, 0.75, 1.0]
+    exact = torch.rand(1, 3, 2, 2)
+    assert torch.equal(fit_mask(exact, (3, 2, 2)), exact)
+    ours = ComfyInputs("states", "width", lambda samples: samples, latent_dims=3)
+    shapes = {"samples": (4, 3, 2, 2), "noise_mask": (1, 3, 1, 1)}
+    assert "noise_mask, which training of Wan does not read" in latents_problem(
+        ours, {}, LatentSpec(4, 8), "Wan", shapes
+    )

@@ -1,7 +1,8 @@
-"""Batches of cached samples: captions of one length are stacked, others are refused; files are read ahead."""
+"""Batches of cached samples: captions of one length are stacked, noise masks weigh the loss, files are read ahead."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,11 @@ import torch
 from devicebridge.data.order import Batch, BatchOrder
 from devicebridge.data.samples import Sample
 from devicebridge.encoding.store import CacheStore
+from devicebridge.families.comfy.inputs import read_latents, read_text
+from devicebridge.families.spec import ComfyInputs
+from devicebridge.jobs.comfy_entries import EncodedSample
 from devicebridge.training.batches import BatchReader, CachedSamples, join_texts
+from devicebridge.training.objective import prediction_loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,6 +36,46 @@ def test_lengths_that_differ_are_refused() -> None:
         join_texts(_states(3, 2))
 
 
+# ---- noise masks
+
+
+def _cached(
+    folder: Path, latents: list[dict[str, torch.Tensor]], texts: list[dict[str, torch.Tensor]]
+) -> CachedSamples:
+    """Of one of ComfyUI's own models; each sample has a caption of its own."""
+    store = CacheStore(folder)
+    for kind, entries in (("a", latents), ("b", texts)):
+        for index, entry in enumerate(entries):
+            store.put(f"{kind}{index:03x}", entry)
+    captions = {str(index): f"b{index:03x}" for index in range(len(texts))}
+    samples = [EncodedSample(f"a{index:03x}", str(index), ()) for index in range(len(texts))]
+    comfy = ComfyInputs("cond", "", lambda each: each, latent_dims=3, reads_all=True)
+    readers = {"read_latents": partial(read_latents, comfy), "read_text": partial(read_text, comfy)}
+    return CachedSamples(store, samples, [each.latents for each in samples], captions, False, 0.25, **readers)
+
+
+def test_a_noise_mask_is_given_in_the_size_of_the_latents_and_weighs_the_loss(tmp_path: Path) -> None:
+    video, text = torch.randn(4, 3, 2, 2), {"cond": torch.randn(5, 8)}
+    mask = torch.tensor([0.0, 0.5, -1.0]).view(1, 3, 1, 1)
+    of_latents = {"samples": video, "noise_mask": mask}
+    of_condition = {**text, "noise_mask": torch.tensor([0.0, 1.0, 1.0]).view(1, 3, 1, 1)}
+    cached = _cached(tmp_path, [of_latents, {"samples": video}, {"samples": video}], [text, of_condition, text])
+    batch = cached.load([0, 1, 2], [False] * 3)
+    found = batch.conditions["noise_mask"]
+    assert found.shape == (3, 1, 3, 2, 2) and batch.text.keys() == {"cond"}
+    assert [each.tolist() for each in found[:, 0, :, 1, 0]] == [[0.0, 0.5, -1.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+    assert batch.mask is not None and torch.equal(batch.mask, found.clamp(0, 1))
+    error = torch.arange(3.0).view(1, 1, 3, 1, 1).expand(3, 4, 3, 2, 2)
+    expected = ((0.5 * 1) + (1 + 4) + (0 + 1 + 4)) / (0.5 + 2 + 3)
+    assert float(prediction_loss(error, torch.zeros_like(error), batch.mask)) == pytest.approx(expected)
+
+
+def test_without_a_noise_mask_nothing_is_given_and_nothing_weighed(tmp_path: Path) -> None:
+    cached = _cached(tmp_path, [{"samples": torch.randn(4, 3, 2, 2)}], [{"cond": torch.randn(5, 8)}])
+    batch = cached.load([0], [False])
+    assert batch.mask is None and not batch.conditions
+
+
 # ---- reading ahead
 
 
@@ -46,7 +91,7 @@ class _Counted(CacheStore):
         return super().get(key)
 
 
-def _cached(folder: Path, count: int = 3) -> tuple[CachedSamples, _Counted, BatchOrder]:
+def _pictures(folder: Path, count: int = 3) -> tuple[CachedSamples, _Counted, BatchOrder]:
     store = _Counted(folder)
     latents, texts = ([f"{kind}{index}" * 4 for index in range(count)] for kind in "ab")
     for index in range(count):
@@ -59,7 +104,7 @@ def _cached(folder: Path, count: int = 3) -> tuple[CachedSamples, _Counted, Batc
 
 
 def test_what_was_read_ahead_is_what_would_be_read_and_is_read_once(tmp_path: Path) -> None:
-    cached, store, order = _cached(tmp_path)
+    cached, store, order = _pictures(tmp_path)
     reader = BatchReader(cached)
     for _ in range(6):
         batch = order.next()
@@ -72,7 +117,7 @@ def test_what_was_read_ahead_is_what_would_be_read_and_is_read_once(tmp_path: Pa
 
 
 def test_another_batch_than_the_one_read_ahead_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
-    cached, _, _ = _cached(tmp_path)
+    cached, _, _ = _pictures(tmp_path)
     reader = BatchReader(cached)
     for asked, guessed in ((0, 1), (2, 0), (0, 0), (0, 2)):
         loaded = reader.load(Batch((asked,), (False,)), Batch((guessed,), (False,)))
@@ -80,7 +125,7 @@ def test_another_batch_than_the_one_read_ahead_is_read_when_it_is_asked_for(tmp_
 
 
 def test_an_entry_that_cannot_be_read_ahead_is_met_when_it_is_needed(tmp_path: Path) -> None:
-    cached, store, _ = _cached(tmp_path)
+    cached, store, _ = _pictures(tmp_path)
     reader = BatchReader(cached)
     store.path(cached.latent_keys[1]).unlink()
     assert reader.load(Batch((0,), (False,)), Batch((1,), (False,))).latents.unique().tolist() == [0.0]
