@@ -160,11 +160,11 @@ def read_job(
     check_lora_layout(info.family, targets, job.output.lora_layout, job.lora.dora)
     latent = info.family.latent_of(variant)
     _refuse_condition(job, info, variant)
-    if latent.audio_rows and (job.evaluation.folder or not (has_data and job.data.encoded)):
+    if latent.audio_rows and not (has_data and job.data.encoded):
         raise ValueError(
             f"{info.family.title} is trained on latents of audio, and no files of audio are read; build the dataset "
             "with Dataset from Latents and Conditioning, of VAE Encode Audio and the model's text encode node "
-            "(data.encoded), and leave evaluation.folder out"
+            "(data.encoded)"
         )
     if not has_data:
         return ReadJob(job, info, variant, model, targets, (make_square(job.data, variant, latent),))

@@ -70,8 +70,6 @@ def check_samples(plan: JobPlan) -> Path:
 
     Raises: ValueError for pictures that cannot be drawn, naming the setting.
     """
-    if plan.family.latent_of(plan.variant).audio_rows:
-        raise ValueError(f"samples.prompts: {plan.family.title} makes audio, which is not drawn; remove them")
     if reason := _beside_prompts(plan):
         raise ValueError(
             f"samples.prompts: {plan.family.title} is given {reason} beside a prompt, which sample pictures "

@@ -32,7 +32,7 @@ def describe_refusal(question: Question) -> str:
         best = min(possible, key=lambda found: max(stage.share for stage in found.stages))
     frames = f", {question.frames} frames" if question.frames > 1 else ""
     lines = [
-        f"does not fit: at {question.bucket[1]}x{question.bucket[0]} pixels{frames}, batch "
+        f"does not fit: at {question.bucket[1]}x{question.bucket[0]} {question.unit}{frames}, batch "
         f"{question.space.batch_size}, rank {question.space.lora.rank}, {best.setting.describe()} the best cut needs",
         *_what_cards_lack(question, best),
         *_what_the_host_lacks(question, best),

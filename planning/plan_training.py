@@ -34,7 +34,7 @@ class TrainingPlan:
         space: what it was chosen from.
         devices: in execution order.
         host_bytes, offloaded_inputs: host memory at most, and the share of block inputs.
-        bucket, frames: (height, width) in pixels, and video frames, that were planned for.
+        bucket, frames, unit: (height, width) and video frames that were planned for, and what sides are counted in.
         variant: name of the model.
         relative_time: of a step, over the same with every block recomputed, one micro-batch after the other and, for
             data and tensor parallel, on the first card alone.
@@ -61,6 +61,7 @@ class TrainingPlan:
     variant: str
     has_graphs: bool
     timing: Timing | None = None
+    unit: str = "pixels"
 
     @property
     def uncheckpointed(self) -> tuple[int, ...]:
@@ -99,6 +100,7 @@ def plan_training(question: Question) -> TrainingPlan:
         hint=_hint_of_pipeline(question, found),
         warning=_warning(question, found),
         bucket=question.bucket,
+        unit=question.unit,
         frames=question.frames,
         variant=question.model.variant.name,
         has_graphs=found.settings.has_graphs and any(stage.num_uncheckpointed for stage in stages),

@@ -122,7 +122,8 @@ class Question:
 
     Args:
         cards: no more than the model has blocks.
-        bucket: (height, width) in pixels of the largest samples. frames: video frames.
+        bucket: (height, width) of the largest samples, in pixels; of audio a square of latent cells. frames: video
+            frames.
         given_times: None takes operations.
         cuts: first block of each further card, where a resumed run must cut as before.
         host_bytes: free host memory; None where that is not known, as for cards that are elsewhere.
@@ -146,6 +147,11 @@ class Question:
     num_shares: int = 1
     picture: tuple[int, int, int] | None = None
     text: SampleText | None = None
+
+    @property
+    def unit(self) -> str:
+        """What the bucket is counted in."""
+        return "latent cells" if self.model.family.latent_of(self.model.variant).audio_rows else "pixels"
 
     def changed(self, **changes: Any) -> Question:
         """Another question of the same model. Measured times are of this one and left out; what fits does not depend

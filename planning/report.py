@@ -96,8 +96,8 @@ def describe_plan(plan: TrainingPlan, steps: int = _STEPS) -> str:
     length = f", {plan.frames} frames" if plan.frames > 1 else ""
     lines = [
         *describe_verdict(plan, steps),
-        f"{plan.variant}: {plan.setting.describe()}; {plan.placement.describe()}; {width}x{height} pixels{length}, "
-        f"batch {space.batch_size}, accumulation {space.accumulation}, LoRA rank {space.lora.rank}",
+        f"{plan.variant}: {plan.setting.describe()}; {plan.placement.describe()}; {width}x{height} {plan.unit}"
+        f"{length}, batch {space.batch_size}, accumulation {space.accumulation}, LoRA rank {space.lora.rank}",
         "",
         *_table(plan),
         "",

@@ -34,9 +34,9 @@ _INTRO = """\
 
 Made by `scripts/families_table.py`; do not edit. A number points to the reason below the table.
 
-- **train**: a LoRA. ComfyUI's own trainer, or its sampling where that trainer fails, has the same loss; central
-  differences have the same gradients. Five steps lower the loss, and a resumed run is the same bit for bit. The stock
-  LoRA loader maps every key and draws the same.
+- **train**: a LoRA. ComfyUI's own trainer has the same loss; where it fails, its sampling has. Central differences have
+  the same gradients, five steps lower the loss, a resumed run is the same bit for bit. The stock LoRA loader maps every
+  key and draws the same.
 - **split**: one model over several cards. **pipeline**: microbatches follow each other through it. **data**: copies.
 - **tensor**: every block is divided among the cards while training; in sampling, where a column says so.
 - **8-bit**: the frozen weights; the LoRA stays in full precision.

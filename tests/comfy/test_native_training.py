@@ -31,7 +31,7 @@ def lines(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[
     folder = tmp_path_factory.mktemp("native")
     command = [str(comfy_python(comfyui)), str(WORKER), str(comfyui), str(folder), *TESTED]
     done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, check=False, timeout=1500
+        command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, check=False, timeout=1800
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
