@@ -30,6 +30,7 @@ class BlockCost:
         forward, forward_kept: peak of a forward that keeps nothing, or everything; above its inputs.
         recompute: peak of recomputation and backward, gradient of its output included; above its inputs.
         backward: peak of the backward alone, `kept` included; above its inputs.
+        backward_held: the same while somebody else holds the gradients of its outputs.
         staying: the share of weights that is on the card even where the block streams from host memory.
         input_sizes: what `inputs` is the sum of.
     """
@@ -47,6 +48,7 @@ class BlockCost:
     backward: int
     input_sizes: tuple[int, ...] = ()
     staying: int = 0
+    backward_held: int = 0
 
     @property
     def streaming(self) -> int:
@@ -100,7 +102,7 @@ def dry_run_block(
     seed.backward()
     backward = meter.peak - base
     _forget_gradients(block, args)
-    recomputed = max(top, _peak_with_gradients_held(meter, block, args) - base)
+    held = _peak_with_gradients_held(meter, block, args) - base
     _forget_gradients(block, args)
     own = sizes_of(module_of(block))
     return BlockCost(
@@ -113,10 +115,11 @@ def dry_run_block(
         kept=kept,
         forward=forward,
         forward_kept=top - gradient,
-        recompute=recomputed,
+        recompute=max(top, held),
         backward=backward,
         input_sizes=input_sizes,
         staying=own.weights - host_bytes_of(module_of(block)),
+        backward_held=held,
     )
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..families.spec import ModelFamily, Variant
@@ -46,7 +47,8 @@ class CallCost:
         at_home: storages of what it reads. away: the same as copies on another card.
         shared: which of them other calls read as well.
         before: storages alive at home when it is called, if no call keeps anything. behind: when its backward begins.
-        gradient: bytes of its outputs' gradients, which are in `behind`.
+        gradient: bytes of its outputs' gradients, which are in `behind`. is_part: whether they are part of a larger
+            storage that is held for a skip, too.
         flops: of its forward.
     """
 
@@ -59,6 +61,7 @@ class CallCost:
     shared: frozenset[int] = frozenset()
     behind: Storages = field(default_factory=dict)
     gradient: int = 0
+    is_part: bool = False
     flops: float = 0.0
 
 
@@ -122,7 +125,7 @@ class _WholeRun:
         self.meter, self._blocks = meter, blocks
         self.calls: list[CallCost] = []
         self.at_end: Storages = {}
-        self.tail = 0
+        self.tail = self._base = 0
         self._known: dict[Any, tuple[BlockCost, float]] = {}
 
     def measure(self, block: nn.Module | BlockCall, *args: Any) -> Any:
@@ -130,18 +133,16 @@ class _WholeRun:
         tensors, meter = tensors_of(args), self.meter
         module = module_of(block)
         is_trained = any(each.requires_grad for each in (*tensors, *module.parameters()))
-        before = meter.alive()
-        kind = _kind_of(module, args)
+        before, number = meter.alive(), len(self.calls)
+        anchor = torch.empty(0, device=META, requires_grad=is_trained)
+        outputs = _Unkept.apply(self, number, block, args, anchor, *tensors)
+        kind = _kind_of(module, args, outputs)
         if kind not in self._known:
             self._known[kind] = _measured(meter, block, args, is_trained)
         cost, flops = self._known[kind]
         away = {number: meter.size(each) for each in tensors for number in meter.storages([each])}
-        call = CallCost(
-            self._blocks[module], cost, is_trained, meter.storages(tensors), away, before=before, flops=flops
-        )
-        self.calls.append(call)
-        anchor = torch.empty(0, device=META, requires_grad=is_trained)
-        outputs = _Unkept.apply(self, len(self.calls) - 1, block, args, anchor, *tensors)
+        index = self._blocks[module]
+        self.calls.append(CallCost(index, cost, is_trained, meter.storages(tensors), away, before=before, flops=flops))
         self.at_end = meter.alive()
         self._base = meter.start()
         return outputs
@@ -150,8 +151,11 @@ class _WholeRun:
         """The backward of a call begins, with these gradients of its outputs."""
         if not any(call.behind for call in self.calls):
             self.tail = self.meter.peak - self._base
-        size = sum(self.meter.size(each) for each in grads if each is not None)
-        self.calls[number] = replace(self.calls[number], behind=self.meter.alive(), gradient=size)
+        given = [each for each in grads if each is not None]
+        size, held = sum(map(self.meter.size, given)), self.meter.storages(given)
+        is_part = sum(held.values()) > size
+        known = self.calls[number]
+        self.calls[number] = replace(known, behind=self.meter.alive(), gradient=size, is_part=is_part)
 
 
 class _Unkept(torch.autograd.Function):
@@ -178,19 +182,33 @@ class _Unkept(torch.autograd.Function):
         return (None, None, None, None, None, *made)
 
 
-def _kind_of(module: nn.Module, args: Any) -> Any:
+class _Operations(TorchDispatchMode):
+    """Counts those of products, attention and convolutions; torch's own counter wants inputs that have a history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        of = flop_registry.get(func.overloadpacket)
+        if of is not None:
+            self.count += of(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def _kind_of(module: nn.Module, args: Any, outputs: Any) -> Any:
     """Equal for calls that cost alike."""
     parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters())
-    given = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in tensors_of(args))
-    sizes = tuple(tuple(each) for each in args if isinstance(each, (torch.Size, list)))  # Upsample is told its output's
-    return tuple(map(type, module.modules())), parameters, given, repr(sizes)
+    given = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in tensors_of((args, outputs)))
+    return tuple(map(type, module.modules())), parameters, given
 
 
 def _measured(meter: MemoryMeter, block: nn.Module | BlockCall, args: Any, is_trained: bool) -> tuple[BlockCost, float]:
     """What a call costs alone, inputs left out, and the operations of its forward."""
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        block(*args)  # what its in-place guard has to learn of such a call, no later one does again
-    flops = float(counter.get_total_flops())
+    with torch.no_grad(), _Operations() as operations:
+        block(*args)
+    flops = operations.count
     if is_trained:
         return dry_run_block(meter, block, args, {}, []), flops
     own, base = sizes_of(module_of(block)), meter.start()

@@ -31,11 +31,11 @@ class RelayForecaster(Forecaster):
             inputs.add(call, is_spared=is_spared)
             around = call.before if plan.stage == 0 else {}
             work = call.cost.forward_kept if is_spared else call.cost.forward
-            yield Moment(f"forward of {name}", inputs.held(around, near=1), kept, work, gradients)
+            yield Moment(f"forward of {name}", inputs.held(around, num_near=NUM_WAITING + 1), kept, work, gradients)
             later -= 0 if gradients else call.cost.lora
             if call.is_trained:
                 around = call.behind if plan.stage == 0 else {}
-                work = (call.cost.backward if is_spared else call.cost.recompute) - call.gradient * (plan.stage == 0)
+                work = _backward(call, is_home=plan.stage == 0, is_spared=is_spared)
                 backwards.append(Moment(f"backward of {name}", inputs.held(around), kept, work, gradients + later))
             kept += call.cost.kept * is_spared
         if plan.stage == 0:
@@ -62,24 +62,32 @@ class RelayForecaster(Forecaster):
         return max(moments) if not is_home else max(*moments, sum(cost.at_end.values()) + cost.tail)
 
 
+def _backward(call: CallCost, *, is_home: bool, is_spared: bool) -> int:
+    """Peak of a call's backward. Gradients of its outputs are among what is alive at home; on another card they are
+    copies that nobody else holds."""
+    cost, is_held = call.cost, is_home and (call.is_part or not is_spared)
+    work = (cost.backward_held if is_held else cost.backward) - call.gradient * is_home
+    return work if is_spared else max(work, cost.forward_kept)
+
+
 class _Inputs:
     """What the calls of a stage have kept for their recomputation so far."""
 
     def __init__(self, forecaster: RelayForecaster, plan: StagePlan) -> None:
         self._is_home, self._limit = plan.stage == 0, forecaster.settings.offload_from
         self._here: dict[int, int] = {}
-        self._leaving: dict[int, int] = {}  # those that wait in host memory
+        self._leaving: list[dict[int, int]] = []  # of each call, what waits in host memory
 
     def add(self, call: CallCost, *, is_spared: bool) -> None:
         if not call.is_trained:
             return
+        leaving = {}
         for number, size in (call.at_home if self._is_home else call.away).items():
             leaves = self._limit is not None and call.away[number] >= self._limit and number not in call.shared
-            (self._leaving if leaves and not is_spared else self._here)[number] = size
+            (leaving if leaves and not is_spared else self._here)[number] = size
+        self._leaving.append(leaving)
 
-    def held(self, around: Storages, *, near: int = 0) -> int:
-        """Bytes of these and of what is alive around the calls; those of NUM_WAITING calls, and of so many more, are on
-        the card, and are taken for the largest."""
-        away = [size for number, size in self._leaving.items() if number not in around]
-        most = (NUM_WAITING + near) * max(away, default=0)
-        return sum({**around, **self._here}.values()) + min(sum(away), most)
+    def held(self, around: Storages, *, num_near: int = NUM_WAITING) -> int:
+        """Bytes of these and of what is alive around the calls; those of the last num_near calls are on the card."""
+        near = {number: size for call in self._leaving[-num_near:] for number, size in call.items()}
+        return sum({**around, **self._here, **near}.values())
