@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from .comfy.native import NativeModel
 
 
+TEXT_ENCODERS = "text_encoders"  # child of a model that is trained together with them
+
+
 @dataclass(frozen=True)
 class BlockList:
     """One list of transformer blocks. Its patterns are of fnmatch and relative to the block."""
@@ -302,6 +305,23 @@ class HostModel(Protocol):
 
         Args:
             given: a CONDITIONING as families/comfy/inputs.py reads it from the cache, with a batch.
+        """
+        ...
+
+    @property
+    def text_class(self) -> str:
+        """ComfyUI's class of its text encoders; "" where no LoRA can be trained on them."""
+        ...
+
+    def attach_text_encoders(
+        self, model: nn.Module, files: Sequence[str], kind: str, path: str, fingerprint: str, device: torch.device
+    ) -> None:
+        """Load them as the model's child TEXT_ENCODERS; predict then takes tokens in the place of a CONDITIONING.
+
+        Args:
+            files, kind: as cache.stock_clip and stock_clip_type name them. path: of the model's own file.
+            fingerprint: the name that they must have.
+        Raises: ValueError for others.
         """
         ...
 

@@ -8,6 +8,7 @@ serves every model, and is bit for bit what core's nodes gave.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.functional import pad
@@ -26,6 +27,9 @@ POOLED = "pooled_output"  # [D]
 OPTION = "option."
 WHOLE = "whole."  # likewise, in front of tensors that a CONDITIONING has without a batch
 WORDS = "words."  # likewise, in front of strings, as bytes of UTF-8
+# In place of COND and POOLED, where text encoders are trained: what the tokenizer made of a caption for each of them.
+TOKENS = "tokens."  # [parts, length]
+WEIGHTS = "weights."  # of the tokens, as the prompt says them. [parts, length]
 
 # Without attention_mask_img_shape no model of our own families reads the mask.
 WITHOUT_EFFECT = frozenset({"attention_mask"})
@@ -65,8 +69,15 @@ def read_latents(comfy: ComfyInputs, entry: Mapping[str, torch.Tensor]) -> torch
     return comfy.normalise(samples.unsqueeze(1) if comfy.latent_dims == 2 else samples)
 
 
+def is_tokens(name: str) -> bool:
+    """Whether a tensor of an entry says what a text encoder will be given; it is read on the CPU."""
+    return name.startswith((TOKENS, WEIGHTS))
+
+
 def num_tokens(comfy: ComfyInputs, shapes: Mapping[str, Shape]) -> int:
     """Text tokens that the model sees of an entry of these shapes."""
+    if COND not in shapes:  # encoders' states are joined as far as all of them reach
+        return min(prod(shape) for name, shape in shapes.items() if name.startswith(TOKENS))
     return max(shapes[COND][0], comfy.min_tokens)
 
 

@@ -22,6 +22,9 @@ _READERS: dict[str, tuple[str, str]] = {
     "MiniTrainDIT": ("blocks.0.cross_attn.k_proj", ""),
 }
 
+# What a checkpoint's tensors of its text encoders begin with, as ComfyUI looks for them.
+CLIP_PARTS = ("cond_stage_model.", "conditioner.", "text_encoders.")
+
 
 def usual_text(model: nn.Module) -> dict[str, torch.Tensor]:
     """A CONDITIONING of one sample as inputs.py has it, on meta; {} for a class that is not described here."""

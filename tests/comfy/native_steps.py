@@ -101,7 +101,7 @@ class Bench:
     def trainer(self, name: str, sections: Mapping[str, Any]) -> Iterator[Trainer]:
         """Before its first step, with a LoRA that does something."""
         job = self.job(name, sections)
-        with small_sizes(self.family), native_training(), _cards(job), ExitStack() as cleanup:
+        with small_sizes(self.family), native_training(), cards_of(job), ExitStack() as cleanup:
             plan = check_job(job, info=self.info)
             events = cleanup.enter_context(EventLog(Path(job.output.folder)))
             trainer = build_trainer(plan, {}, cache_job(plan, events), events, cleanup)
@@ -112,7 +112,7 @@ class Bench:
     def run(self, name: str, sections: Mapping[str, Any], **more: Any) -> Any:
         """A whole job."""
         job = self.job(name, sections)
-        with small_sizes(self.family), native_training(), _cards(job):
+        with small_sizes(self.family), native_training(), cards_of(job):
             return run_job(job, info=self.info, **more)
 
     def stock(self) -> Any:
@@ -171,7 +171,7 @@ class Bench:
 
 
 @contextlib.contextmanager
-def _cards(job: JobConfig) -> Iterator[None]:
+def cards_of(job: JobConfig) -> Iterator[None]:
     """Emulated ones if the job names them; every operation takes longer there."""
     if job.split.devices == ("cpu",):
         yield
@@ -299,7 +299,7 @@ def _loss_is_samplings(bench: Bench) -> Figures:
     with bench.trainer("loss", _PLAIN) as trainer, torch.no_grad():
         put_lora(trainer, {n: torch.zeros_like(t) for n, t in trainer.lora.tensors().items()})
         loss, _, made = bench.prediction(trainer, 0, _PERCENT, guidance=None)
-    said = _said(bench.stock(), made, bench.conditions[0], bench.family.latent)
+    said = said_by_sampling(bench.stock(), made, bench.conditions[0], bench.family.latent)
     expected = float((said.view(made.target.shape) - made.target).square().mean())
     return {"difference": _expect(abs(float(loss) / expected - 1), 1e-5, "the difference from sampling's loss")}
 
@@ -344,7 +344,7 @@ def stock_loader(bench: Bench) -> Figures:
         put_lora(trainer, {name: torch.zeros_like(each) for name, each in tensors.items()})
         _, before, _ = bench.prediction(trainer, 0, _PERCENT, guidance=None)
     patched, _ = comfy.sd.load_lora_for_models(patcher, None, lora, 1.0, 0)
-    said = _said(patched, made, bench.conditions[0], bench.family.latent)
+    said = said_by_sampling(patched, made, bench.conditions[0], bench.family.latent)
     moved = float((ours - before).norm() / before.norm())
     assert moved > 1e-3, f"the LoRA moves the picture by {moved:.2g} only"
     error = float((said.view(ours.shape) - ours).norm() / (ours - before).norm())
@@ -352,7 +352,7 @@ def stock_loader(bench: Bench) -> Figures:
 
 
 @torch.inference_mode()
-def _said(patcher: Any, made: Any, condition: Any, shape: tuple[int, ...]) -> torch.Tensor:
+def said_by_sampling(patcher: Any, made: Any, condition: Any, shape: tuple[int, ...]) -> torch.Tensor:
     """What a stock MODEL's network says, by the way that ComfyUI samples."""
     noisy, sigma = made.noisy.view(1, *shape), made.sigmas
     comfy.model_management.load_models_gpu([patcher])

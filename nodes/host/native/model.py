@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ....families.comfy.inputs import COND, OPTION, WHOLE, WORDS, option_path
+from ....families.comfy.inputs import COND, OPTION, WHOLE, WORDS, is_tokens, option_path
 from ....families.comfy.native import NativeModel
 from ....families.comfy.text_sizes import usual_text
+from ....families.spec import TEXT_ENCODERS
 from ....parallel.block_lists import hooked_modules, placed_blocks
 from ....parallel.offload.block_call import Checkpoint, checkpoint_calls
 from ....parallel.offload.in_place import InPlaceGuard
 from ....patches.lora import is_lora_name
 from .drawing import ComfyDecoding, ComfySteps, scheduler_of
 from .lora import read_lora
+from .text import attach_text_encoders, class_of_clip, encoded, recompute_layers
 
 _BASE = "_devicebridge_base"  # of a diffusion model: its BaseModel
 _LEAST = 1e-6  # of a share of the way from noise to data; ComfyUI gives the ends other numbers
@@ -98,12 +100,25 @@ class ComfyModel:
         if not comfy.model_management.in_training:
             raise RuntimeError("one of ComfyUI's models was called for training outside of native_training")
         base = model.__dict__[_BASE]
+        if any(map(is_tokens, given)):
+            given = encoded(getattr(model, TEXT_ENCODERS), given, noisy.device)
         base.model_sampling.to(noisy.device)
         x = noisy if self._has_sequence else noisy[:, :, 0]
         inputs = _conditions(base, x, given, guidance)
         options = {"cond_or_uncond": [0], "sigmas": sigmas, "optimized_attention_override": _plain_attention}
         output = base.apply_model(x, sigmas, transformer_options=options, **inputs)
         return output if self._has_sequence else output.unsqueeze(2)
+
+    @property
+    def text_class(self) -> str:
+        """See HostModel.text_class."""
+        return class_of_clip(self._config) if self._row.class_name == "UNetModel" else ""
+
+    def attach_text_encoders(
+        self, model: nn.Module, files: Sequence[str], kind: str, path: str, fingerprint: str, device: torch.device
+    ) -> None:
+        """See HostModel.attach_text_encoders."""
+        attach_text_encoders(model, self.text_class, files, kind, path, fingerprint, device)
 
     def euler_steps(self, steps: int) -> ComfySteps:
         """See HostModel.euler_steps."""
@@ -132,9 +147,13 @@ class ComfyModel:
         return {name: each if _is_read(name, each) else each.to(device) for name, each in stacked.items()}
 
 
-@torch.no_grad()
 def _conditions(base: Any, x: torch.Tensor, given: Mapping[str, torch.Tensor], guidance: float | None) -> Any:
-    """What sampling makes of a CONDITIONING: keyword arguments of apply_model."""
+    """What sampling makes of a CONDITIONING: keyword arguments of apply_model. Its gradients pass through."""
+    with torch.set_grad_enabled(given[COND].requires_grad):
+        return _made_conditions(base, x, given, guidance)
+
+
+def _made_conditions(base: Any, x: torch.Tensor, given: Mapping[str, torch.Tensor], guidance: float | None) -> Any:
     import comfy.samplers
 
     cond: dict[str, Any] = {**_options(given), "cross_attn": given[COND], "model_conds": {}}
@@ -239,6 +258,8 @@ def _trained_class(cls: type[nn.Module]) -> type[nn.Module]:
             row = find_native(type(self))
             assert row is not None
             checkpoint_calls(_called(self, row), checkpoint, row.passed_by)
+            if TEXT_ENCODERS in self._modules:
+                recompute_layers(getattr(self, TEXT_ENCODERS))
             self.is_gradient_checkpointing = True
 
     Trained.__name__, Trained.__qualname__, Trained.__module__ = cls.__name__, cls.__qualname__, cls.__module__
