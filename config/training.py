@@ -85,8 +85,8 @@ class LoraSettings:
         others = {'kind = "lokr"': self.kind == "lokr", "dora": self.dora, "start_from": bool(self.start_from)}
         if self.text_encoder and (found := [name for name, is_set in others.items() if is_set]):
             raise ValueError(
-                f"text_encoder trains a fresh, plain LoRA on the text encoders, and {found[0]} asks for another; remove "
-                "one of the two"
+                f"text_encoder trains a fresh, plain LoRA on the text encoders, and {found[0]} asks for another; "
+                "remove one of the two"
             )
 
 

@@ -368,9 +368,11 @@ ROWS: tuple[Row, ...] = (
         {
             "has": "custom_operations; unet_config",
             "call": "get_model(state_dict, prefix, device=); set_inference_dtype(dtype, manual_cast_dtype); "
-            "process_unet_state_dict(state_dict)",
+            "process_unet_state_dict(state_dict); clip_target(state_dict)",
         },
     ),
+    *_read("native", "comfy.supported_models_base.ClipTarget", {"has": "clip"}),
+    *_read("native", "comfy.sd1_clip.SD1ClipModel", {"call": "encode_token_weights(token_weight_pairs)"}),
     *_read(
         "native",
         "comfy.latent_formats.LatentFormat",
@@ -384,11 +386,7 @@ ROWS: tuple[Row, ...] = (
         "comfy.ops.disable_weight_init",
         {"has": "Conv1d; Conv2d; Conv3d; GroupNorm; LayerNorm; RMSNorm; ConvTranspose1d; ConvTranspose2d"},
     ),
-    *_read(
-        "native",
-        "comfy.ldm.modules.attention",
-        {"has": "optimized_attention", "call": "attention_pytorch(...)"},
-    ),
+    *_read("native", "comfy.ldm.modules.attention", {"has": "optimized_attention", "call": "attention_pytorch(...)"}),
     *_read(
         "native",
         "comfy.sd",
@@ -422,9 +420,7 @@ ROWS: tuple[Row, ...] = (
         },
     ),
     *_read(
-        "native",
-        "comfy.lora",
-        {"call": "model_lora_keys_unet(model, key_map); load_lora(lora, to_load, log_missing=)"},
+        "native", "comfy.lora", {"call": "model_lora_keys_unet(model, key_map); load_lora(lora, to_load, log_missing=)"}
     ),
     *_read("native", "comfy.ldm.wan.model.WanModel", {"has": "img_emb"}),
     *_read("native", "comfy.lora_convert", {"call": "convert_lora(sd)"}),

@@ -53,8 +53,8 @@ def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path, *, must_change: boo
     zero = ("lokr_w1",) if plan.job.lora.kind == "lokr" else ("lora_B.weight", "lora_up.weight")  # at the start
     if must_change and not any(tensor.any() for name, tensor in tensors.items() if name.endswith(zero)):
         raise RuntimeError(
-            f"{path} is not written: after {plan.job.train.steps} steps the LoRA changes nothing, for {zero[0]} is zero "
-            f"in every layer (as {plan.job.output.lora_dtype}); start anew in another output folder with a higher "
+            f"{path} is not written: after {plan.job.train.steps} steps the LoRA changes nothing, for {zero[0]} is "
+            f"zero in every layer (as {plan.job.output.lora_dtype}); start anew in another output folder with a higher "
             "optimizer.learning_rate or more steps"
         )
     data = tensors_as_bytes(tensors, lora_metadata(plan))
