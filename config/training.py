@@ -71,7 +71,7 @@ class LoraSettings:
         if found := [pattern for pattern in self.targets if pattern.lstrip("!").startswith(_TEXT_ENCODERS)]:
             raise ValueError(
                 f"targets name a text encoder ({found[0]}), and are of the diffusion model alone; remove the pattern, "
-                "and set text_encoder = true to train all layers of the text encoders"
+                "and set text_encoder = true in a job file to train all layers of the text encoders"
             )
         if self.kind == "lokr" and (self.dora or self.dropout):
             other = "dora" if self.dora else "dropout"

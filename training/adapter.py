@@ -226,7 +226,7 @@ def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *,
 def _make_config(settings: LoraSettings, targets: Sequence[str]) -> Any:
     from peft import LoKrConfig, LoraConfig
 
-    modules = "|".join(re.escape(name) for name in targets)
+    modules, has_text = "|".join(re.escape(name) for name in targets), any(map(_is_of_text, targets))
     if settings.kind == "lokr":
         return LoKrConfig(
             r=settings.rank,
@@ -240,6 +240,6 @@ def _make_config(settings: LoraSettings, targets: Sequence[str]) -> Any:
         lora_dropout=settings.dropout,
         use_dora=settings.dora,
         target_modules=modules,
-        rank_pattern={_TEXT_PATTERN: settings.text_rank} if settings.text_encoder else {},
-        alpha_pattern={_TEXT_PATTERN: settings.strength * settings.text_rank} if settings.text_encoder else {},
+        rank_pattern={_TEXT_PATTERN: settings.text_rank} if has_text else {},
+        alpha_pattern={_TEXT_PATTERN: settings.strength * settings.text_rank} if has_text else {},
     )

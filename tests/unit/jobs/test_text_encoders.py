@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.config.job import JobConfig, make_job
+from devicebridge.jobs.ranks import open_ranks
 from devicebridge.jobs.text_encoders import refuse_text_encoders, text_encoders_held
+from devicebridge.parallel.ranks.place import RankPlace
 from safetensors.torch import save_file
 
 _LAYER = "text_model.encoder.layers.0"
@@ -84,6 +86,14 @@ def test_models_without_clip_and_jobs_that_do_not_name_it_are_refused(
         )
     with pytest.raises(ValueError, match=message):
         refuse_text_encoders(job, info)
+
+
+def test_a_process_that_another_program_has_started_is_refused() -> None:
+    with (
+        pytest.raises(ValueError, match=r"trains in one process.* start without parallel\.processes, --nproc"),
+        open_ranks(_job(("/clip",)), RankPlace(1, 2, 1, 2), lambda: False),
+    ):
+        pass
 
 
 def test_a_model_with_clip_that_is_named_is_taken() -> None:
