@@ -54,5 +54,7 @@ def test_a_restored_optimizer_keeps_both(given: dict[str, object]) -> None:
     _moved(parameters, optimizer, 0.5)
     others, restored = _optimizer(torch.float32, **values)
     unpack_optimizer(restored, pack_optimizer(optimizer))
+    for mine, other in zip(parameters, others, strict=True):
+        other.data.copy_(mine.detach())
     first, *rest = found = _moved(parameters, optimizer, 0.25)
     assert found == _moved(others, restored, 0.25) and rest[0] == rest[1] != first
