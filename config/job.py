@@ -57,6 +57,7 @@ class JobConfig:
         return self.model.family == COMFYUI or self.cache.needs_stock_encoders
 
     def __post_init__(self) -> None:
+        self._check_text_encoder()
         if self.data.condition and self.model.family != COMFYUI:
             raise ValueError(
                 "data.condition is made by ComfyUI's nodes, for a model of ComfyUI's own; set model.family = "
@@ -89,6 +90,36 @@ class JobConfig:
             raise ValueError("cache.text_source and latent_source are for images; data.encoded is encoded already")
         if self.data.encoded and self.cache.needs_stock_encoders:
             raise ValueError("cache.stock_clip and stock_vae are for images; data.encoded is encoded already")
+
+    def _check_text_encoder(self) -> None:
+        """Raises: ValueError for what goes with no LoRA on text encoders, saying what does."""
+        if not self.lora.text_encoder:
+            if self.optimizer.text_encoder_learning_rate:
+                raise ValueError("optimizer.text_encoder_learning_rate needs lora.text_encoder = true; set it")
+            return
+        if self.model.family != COMFYUI:
+            raise ValueError(
+                "lora.text_encoder trains the CLIP of SD 1.5, SD 2 and SDXL, as ComfyUI builds them; set model.family "
+                f'= "{COMFYUI}" for one of these, or remove lora.text_encoder'
+            )
+        strategy, count = self.parallel.strategy, self.parallel.processes
+        faults = {
+            f'parallel.strategy = "{strategy}" has copies or stages, of which each would need the text encoders; set '
+            'it to "none", which also splits the blocks over several GPUs': self.parallel.asked not in (None, "none"),
+            f"parallel.processes = {count} asks for processes that would each need the text encoders; set it to 1": (
+                count > 1
+            ),
+            "data.encoded holds captions that are encoded already; give folders of images in data.folders": bool(
+                self.data.encoded
+            ),
+            f'data.condition = "{self.data.condition}" is encoded together with captions; remove it': bool(
+                self.data.condition
+            ),
+        }
+        if fault := next((text for text, is_asked in faults.items() if is_asked), ""):
+            raise ValueError(
+                f"lora.text_encoder encodes captions in every step, but {fault}, or remove lora.text_encoder"
+            )
 
 
 @functools.cache

@@ -36,6 +36,9 @@ class LoraSettings:
             root of a layer's width. Smaller makes a larger file that learns more.
         start_from: LoRA file to train on, of any trainer. Its layers must be among those that are trained, and rank not
             below its own. Left out: a fresh LoRA.
+        text_encoder: Train a LoRA on the CLIP text encoders, too, into the same file: SD 1.5, SD 2 and SDXL as ComfyUI
+            builds them, from a job file. They stay in memory then, on the first device.
+        text_encoder_rank: Size of the LoRA on the text encoders, whose strength stays that of the rest. Left out: rank.
     """
 
     rank: Annotated[int, Range(1, 1024)] = 16
@@ -48,20 +51,43 @@ class LoraSettings:
     layers: Literal["", "attention", "all"] = ""
     factor: Annotated[int, Range(2, 4096, or_zero=True)] = 0
     start_from: PathText = ""
+    text_encoder: bool = False
+    text_encoder_rank: Annotated[int, Range(1, 1024, or_zero=True)] = 0
+
+    @property
+    def strength(self) -> float:
+        """What the product of both matrices is multiplied by, in every layer."""
+        return self.alpha / self.rank
+
+    @property
+    def text_rank(self) -> int:
+        """Of the layers of text encoders."""
+        return self.text_encoder_rank or self.rank
 
     def __post_init__(self) -> None:
+        self._check_text_encoder()
         if self.layers and any(not pattern.startswith("!") for pattern in self.targets):
             raise ValueError(f'layers = "{self.layers}" and targets both say what is trained; remove one of the two')
         if found := [pattern for pattern in self.targets if pattern.lstrip("!").startswith(_TEXT_ENCODERS)]:
             raise ValueError(
-                f"targets name a text encoder ({found[0]}), and only the diffusion model is trained: captions are "
-                "encoded once, before training; remove the pattern"
+                f"targets name a text encoder ({found[0]}), and are of the diffusion model alone; remove the pattern, "
+                "and set text_encoder = true in a job file to train all layers of the text encoders"
             )
         if self.kind == "lokr" and (self.dora or self.dropout):
             other = "dora" if self.dora else "dropout"
             raise ValueError(f'{other} is of kind = "lora" alone, and kind is "lokr"; remove one of the two')
         if self.factor and self.kind != "lokr":
             raise ValueError('factor belongs to kind = "lokr"; remove one of the two')
+
+    def _check_text_encoder(self) -> None:
+        if self.text_encoder_rank and not self.text_encoder:
+            raise ValueError("text_encoder_rank is of a LoRA on text encoders; set text_encoder = true, or remove it")
+        others = {'kind = "lokr"': self.kind == "lokr", "dora": self.dora, "start_from": bool(self.start_from)}
+        if self.text_encoder and (found := [name for name, is_set in others.items() if is_set]):
+            raise ValueError(
+                f"text_encoder trains a fresh, plain LoRA on the text encoders, and {found[0]} asks for another; "
+                "remove one of the two"
+            )
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -106,6 +132,8 @@ class OptimizerConfig:
             the dotted name of an optimizer class, such as bitsandbytes.optim.AdamW8bit.
         learning_rate: Size of a step. 0.0001 is a good start for AdamW; lower it when the loss jumps. For prodigy it is
             a factor of the rate that it finds, usually 1.
+        text_encoder_learning_rate: The same for the LoRA on text encoders, with lora.text_encoder. Half of
+            learning_rate or less is usual. Left out: learning_rate.
         weight_decay: How strongly weights are pulled towards zero at each step.
         options: Further keyword arguments of the optimizer class.
         allow_import: Whether the class may be of a package that the pack does not list. Importing a package runs its
@@ -121,8 +149,18 @@ class OptimizerConfig:
     options: dict[str, Any] = field(default_factory=dict)
     allow_import: bool = setting(False, is_free=True)
     kahan: bool = False
+    text_encoder_learning_rate: Annotated[float, Range(1e-10, 1.0, or_zero=True)] = 0.0
+
+    @property
+    def text_rate(self) -> float:
+        """Learning rate of the LoRA on text encoders."""
+        return self.text_encoder_learning_rate or self.learning_rate
 
     def __post_init__(self) -> None:
+        if self.text_encoder_learning_rate and self.name.lower().endswith("prodigy"):
+            raise ValueError(
+                "prodigy finds one learning rate for all that is trained; remove text_encoder_learning_rate"
+            )
         for name, value in self.options.items():
             if name in _NOT_FOR_LOOP and value:
                 raise ValueError(f"options.{name} = {value!r} {_NOT_FOR_LOOP[name]}; leave it out")

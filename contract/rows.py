@@ -369,9 +369,11 @@ ROWS: tuple[Row, ...] = (
         {
             "has": "custom_operations; unet_config",
             "call": "get_model(state_dict, prefix, device=); set_inference_dtype(dtype, manual_cast_dtype); "
-            "process_unet_state_dict(state_dict)",
+            "process_unet_state_dict(state_dict); clip_target(state_dict)",
         },
     ),
+    *_read("native", "comfy.supported_models_base.ClipTarget", {"has": "clip"}),
+    *_read("native", "comfy.sd1_clip.SD1ClipModel", {"call": "encode_token_weights(token_weight_pairs)"}),
     *_read(
         "native",
         "comfy.latent_formats.LatentFormat",
@@ -419,9 +421,7 @@ ROWS: tuple[Row, ...] = (
         },
     ),
     *_read(
-        "native",
-        "comfy.lora",
-        {"call": "model_lora_keys_unet(model, key_map); load_lora(lora, to_load, log_missing=)"},
+        "native", "comfy.lora", {"call": "model_lora_keys_unet(model, key_map); load_lora(lora, to_load, log_missing=)"}
     ),
     *_read("native", "comfy.ldm.wan.model.WanModel", {"has": "img_emb"}),
     *_read("native", "comfy.lora_convert", {"call": "convert_lora(sd)"}),

@@ -26,6 +26,8 @@ from ..families.comfy.inputs import (
     OPTION,
     POOLED,
     SAMPLES,
+    TOKENS,
+    WEIGHTS,
     WHOLE,
     WITHOUT_EFFECT,
     WORDS,
@@ -70,6 +72,38 @@ def read_conditioning(conditioning: Any, what: str, *, keeps_all: bool = False) 
             "combined or scheduled prompts"
         )
     return _read_item(conditioning[0], what, keeps_all=keeps_all)
+
+
+def read_tokens(tokens: Any, what: str) -> Entry:
+    """What a tokenizer of ComfyUI's makes of one text: for each text encoder, parts of (token, weight, ...).
+
+    Raises: ValueError for parts of several lengths, or a token that is no number.
+    """
+    if not isinstance(tokens, Mapping) or not tokens:
+        raise ValueError(f"{what}: tokens by text encoder are needed, found {_describe(tokens)}")
+    found: Entry = {}
+    for name, parts in tokens.items():
+        if not parts or len({len(part) for part in parts}) != 1:
+            raise ValueError(f"{what}: its tokens for {name} are in parts of several lengths, which is not trained")
+        if any(type(token) is not int for part in parts for token, *_ in part):
+            raise ValueError(f"{what}: it holds an embedding, which is not trained; take it out")
+        found[f"{TOKENS}{name}"] = torch.tensor([[each[0] for each in part] for part in parts])
+        found[f"{WEIGHTS}{name}"] = torch.tensor([[each[1] for each in part] for part in parts], dtype=torch.float64)
+    return found
+
+
+def token_lists(entries: Mapping[str, torch.Tensor]) -> list[dict[str, list[list[tuple[int, float]]]]]:
+    """Of a batch of such entries: each sample's tokens as the tokenizer gave them."""
+    found: list[dict[str, list[list[tuple[int, float]]]]] = []
+    for name in [name for name in entries if name.startswith(TOKENS)]:
+        own = name.removeprefix(TOKENS)
+        batch = zip(entries[name].tolist(), entries[f"{WEIGHTS}{own}"].tolist(), strict=True)
+        for index, (ids, weights) in enumerate(batch):
+            parts = [list(zip(*each, strict=True)) for each in zip(ids, weights, strict=True)]
+            if index == len(found):
+                found.append({})
+            found[index][own] = parts
+    return found
 
 
 def _read_item(item: Any, what: str, *, keeps_all: bool, takes_guides: bool = False) -> Entry:

@@ -116,6 +116,11 @@ def comfy_text_key(text: str, fingerprint: str, *, keeps_all: bool = False) -> s
     return settings_fingerprint({**facts, "keeps_all": True} if keeps_all else facts)
 
 
+def comfy_token_key(text: str, fingerprint: str) -> str:
+    """Key of what the tokenizer of ComfyUI's CLIP makes of one text; its fingerprint covers all but that."""
+    return settings_fingerprint({"what": "stock tokens", "version": COMFY_VERSION, "text": text, "clip": fingerprint})
+
+
 def comfy_latent_key(image_fingerprint: str, request: ImageRequest, fingerprint: str) -> str:
     """Key of what ComfyUI's VAE makes of one image or clip; the model's family has no say in it."""
     return settings_fingerprint(

@@ -23,8 +23,8 @@ import torch
 from ..checkpoints.fingerprint import folder_fingerprint
 from ..data.image import ImageRequest
 from ..families.spec import ModelFamily, TextEncoderSpec, Variant
-from .comfy_data import read_conditioning, read_samples
-from .key import LatentSettings, comfy_latent_key, comfy_text_key, latent_key, text_key
+from .comfy_data import read_conditioning, read_samples, read_tokens
+from .key import LatentSettings, comfy_latent_key, comfy_text_key, comfy_token_key, latent_key, text_key
 from .text_encoder import TextEncoder, prepare_text
 from .text_place import TextPlace, open_text_encoder, plan_text_place
 from .text_weights import TextScheme, applied_scheme
@@ -171,9 +171,11 @@ class ComfyEncoder(Protocol):
 
 
 class ComfyClip(ComfyEncoder, Protocol):
-    """A text encoder. encode gives what ComfyUI calls a CONDITIONING."""
+    """A text encoder. encode gives what ComfyUI calls a CONDITIONING, tokens what its tokenizer makes of a text."""
 
     def encode(self, text: str) -> Any: ...
+
+    def tokens(self, text: str) -> Any: ...
 
 
 class ComfyVae(ComfyEncoder, Protocol):
@@ -213,6 +215,9 @@ class ComfyTexts:
                 f"the caption {text!r} names a textual inversion (embedding:), whose file is not part of the cache's "
                 "key; write it without, or leave stock_clip unconnected"
             )
+        return self._key(text)
+
+    def _key(self, text: str) -> str:
         return comfy_text_key(text, self.fingerprint, keeps_all=self.keeps_all)
 
     def plan(self, num_missing: int) -> None:
@@ -226,11 +231,14 @@ class ComfyTexts:
         assert self.clip is not None
         entries = []
         for text in texts:
-            entry = read_conditioning(self.clip.encode(text), f"the caption {text!r}", keeps_all=self.keeps_all)
+            entry = self._encode(self.clip, text)
             if reason := self.problem(shapes_of(entry)):
                 raise ValueError(f"the stock CLIP does not fit: of the caption {text!r}, {reason}")
             entries.append(entry)
         return entries
+
+    def _encode(self, clip: ComfyClip, text: str) -> Entry:
+        return read_conditioning(clip.encode(text), f"the caption {text!r}", keeps_all=self.keeps_all)
 
     def problem_of(self, entry: Entry, text: str) -> str:
         return _finite_problem(entry, f"the states of {text!r}")
@@ -238,6 +246,17 @@ class ComfyTexts:
     def close(self) -> None:
         if self.clip is not None:
             self.clip.release()
+
+
+@dataclass(frozen=True)
+class ComfyTokens(ComfyTexts):
+    """What the tokenizer of ComfyUI's CLIP makes, where its encoders compute in every step; a TextSource."""
+
+    def _key(self, text: str) -> str:
+        return comfy_token_key(text, self.fingerprint)
+
+    def _encode(self, clip: ComfyClip, text: str) -> Entry:
+        return read_tokens(clip.tokens(text), f"the caption {text!r}")
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,16 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from .tensor_plan import TensorPlan
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     import torch
     from torch import nn
 
     from .comfy.native import NativeModel
+
+
+TEXT_ENCODERS = "text_encoders"  # child of a model that is trained together with them
 
 
 @dataclass(frozen=True)
@@ -313,6 +317,23 @@ class HostModel(Protocol):
         Args:
             given: a CONDITIONING as families/comfy/inputs.py reads it from the cache, with a batch, and the noise mask
                 that add_noise was given, if any.
+        """
+        ...
+
+    @property
+    def text_class(self) -> str:
+        """ComfyUI's class of its text encoders; "" where no LoRA can be trained on them."""
+        ...
+
+    def attach_text_encoders(
+        self, model: nn.Module, files: Sequence[str], kind: str, path: str, fingerprint: str, device: torch.device
+    ) -> None:
+        """Load them as the model's child TEXT_ENCODERS; predict then takes tokens in the place of a CONDITIONING.
+
+        Args:
+            files, kind: as cache.stock_clip and stock_clip_type name them. path: of the model's own file.
+            fingerprint: the name that they must have.
+        Raises: ValueError for others.
         """
         ...
 

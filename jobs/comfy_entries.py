@@ -20,7 +20,7 @@ from ..data.image import ImageRequest
 from ..encoding.conditions import ComfyConditioner, ComfyConditions
 from ..encoding.encode import Wanted
 from ..encoding.encoded import EncodedPair, load_encoded
-from ..encoding.sources import ComfyClip, ComfyLatents, ComfyTexts, ComfyVae, Shapes
+from ..encoding.sources import ComfyClip, ComfyLatents, ComfyTexts, ComfyTokens, ComfyVae, Shapes
 from ..encoding.store import CacheStore
 from ..families.comfy.conditions import WAYS
 from ..families.comfy.inputs import (
@@ -96,13 +96,18 @@ def refuse_condition(variant: Variant) -> None:
         )
 
 
-def comfy_texts(settings: CacheConfig, reader: ComfyReader, encoders: ComfyEncoders) -> ComfyTexts:
+def comfy_texts(
+    settings: CacheConfig, reader: ComfyReader, encoders: ComfyEncoders, *, of_tokens: bool = False
+) -> ComfyTexts:
     """The source that settings.text_source names.
 
+    Args:
+        of_tokens: whether the encoders compute in every step, so that only what they are given is kept.
     Raises: ValueError if another CLIP is given than is named.
     """
     _refuse_other(settings.text_source, encoders.clip, "text_source")
-    return ComfyTexts(settings.text_source, reader.text_problem, encoders.clip, keeps_all=reader.comfy.reads_all)
+    source = ComfyTokens if of_tokens else ComfyTexts
+    return source(settings.text_source, reader.text_problem, encoders.clip, keeps_all=reader.comfy.reads_all)
 
 
 def comfy_latents(settings: CacheConfig, reader: ComfyReader, encoders: ComfyEncoders) -> ComfyLatents:

@@ -178,7 +178,8 @@ def fill_cache(
 def _text_sources(plan: JobPlan, encoders: ComfyEncoders = NO_ENCODERS) -> Sequence[TextSource]:
     settings = plan.job.cache
     if settings.text_source:
-        return [comfy_texts(settings, caption_reader(plan), encoders)]
+        is_trained = plan.job.lora.text_encoder
+        return [comfy_texts(settings, caption_reader(plan), encoders, of_tokens=is_trained)]
     _refuse_unnamed(settings.has_stock_text)
     folder = component_folder(plan, settings.text_encoders, "text_encoders")
     dtype, window_bytes = getattr(torch, settings.dtype), int(settings.text_window_gb * 1e9)

@@ -12,6 +12,7 @@ import torch
 
 from ..checkpoints.lokr_file import lokr_for_comfyui
 from ..checkpoints.lora_layouts import describe_readers, make_lora_tensors, what_is_lost
+from ..checkpoints.text_lora import text_lora_for_comfyui, without_text
 from ..config.job import OutputConfig, job_to_dict
 from ..system.files import tensors_as_bytes, write_atomically
 from ..training.adapter import LoraHandle
@@ -25,13 +26,14 @@ _log = logging.getLogger(__name__)
 def lora_file_tensors(plan: JobPlan, lora: LoraHandle) -> dict[str, torch.Tensor]:
     """The LoRA as the job's layout and type name it."""
     output, settings = plan.job.output, plan.job.lora
-    dtype = getattr(torch, output.lora_dtype)
+    dtype, whole = getattr(torch, output.lora_dtype), lora.tensors()
+    trained, text = without_text(whole), text_lora_for_comfyui(whole, settings.strength)
     if settings.kind == "lokr":
-        factors = lokr_for_comfyui(plan.family, lora.tensors(), settings.alpha / settings.rank)
+        factors = lokr_for_comfyui(plan.family, trained, settings.strength)
         return {name: tensor.to(dtype) for name, tensor in factors.items()}
-    for_comfyui = {} if output.lora_layout == "diffusers" else lora.tensors_for_comfyui()
-    tensors = make_lora_tensors(
-        plan.family, output.lora_layout, lora.tensors(), for_comfyui, settings.alpha, settings.rank
+    for_comfyui = {} if output.lora_layout == "diffusers" else without_text(lora.tensors_for_comfyui())
+    tensors = text | make_lora_tensors(
+        plan.family, output.lora_layout, trained, for_comfyui, settings.alpha, settings.rank
     )
     # alpha stays float32: a rounded one would change the strength of the whole layer
     return {name: t if name.endswith(".alpha") else t.to(dtype) for name, t in tensors.items()}
@@ -48,11 +50,11 @@ def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path, *, must_change: boo
     path = folder / plan.job.output.file_name
     tensors = lora_file_tensors(plan, lora)
     _refuse_not_finite(path, tensors, plan.job.output.lora_dtype)
-    zero = "lokr_w1" if plan.job.lora.kind == "lokr" else "lora_B.weight"  # at the start
+    zero = ("lokr_w1",) if plan.job.lora.kind == "lokr" else ("lora_B.weight", "lora_up.weight")  # at the start
     if must_change and not any(tensor.any() for name, tensor in tensors.items() if name.endswith(zero)):
         raise RuntimeError(
-            f"{path} is not written: after {plan.job.train.steps} steps the LoRA changes nothing, for {zero} is zero "
-            f"in every layer (as {plan.job.output.lora_dtype}); start anew in another output folder with a higher "
+            f"{path} is not written: after {plan.job.train.steps} steps the LoRA changes nothing, for {zero[0]} is "
+            f"zero in every layer (as {plan.job.output.lora_dtype}); start anew in another output folder with a higher "
             "optimizer.learning_rate or more steps"
         )
     data = tensors_as_bytes(tensors, lora_metadata(plan))
@@ -116,6 +118,7 @@ def lora_metadata(plan: JobPlan) -> dict[str, str]:
         "ss_network_dim": str(job.lora.rank),
         "ss_network_alpha": str(job.lora.alpha),
         "ss_learning_rate": str(job.optimizer.learning_rate),
+        **({"ss_text_encoder_lr": str(job.optimizer.text_rate)} if job.lora.text_encoder else {}),
         "ss_optimizer": job.optimizer.name,
         "ss_lr_scheduler": job.schedule.name,
         "ss_max_train_steps": str(job.train.steps),

@@ -49,6 +49,11 @@ def open_ranks(job: JobConfig, place: RankPlace, own_stop: Callable[[], bool]) -
             f"model.second_expert names {job.model.second_expert}, and several processes train one model; remove it "
             "and train one expert after the other, or start without parallel.processes, --nproc and torchrun"
         )
+    if job.lora.text_encoder:
+        raise ValueError(
+            "lora.text_encoder trains in one process, for each would need the text encoders; start without "
+            "parallel.processes, --nproc and torchrun, or remove it"
+        )
     devices = own_devices(find_machine(job.split.devices).devices, place)
     with joined(place, devices, job.parallel.hang_timeout_s, own_stop) as ranks:
         yield ranks

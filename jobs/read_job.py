@@ -40,6 +40,7 @@ from .comfy_entries import (
 from .encode_job import cache_store, wanted_conditions
 from .place_by_size import Subject
 from .resolve import refuse_block_settings, sizes_of
+from .text_encoders import refuse_text_encoders, text_encoders_held
 
 _log = logging.getLogger(__name__)
 
@@ -75,11 +76,12 @@ class ReadJob:
             train=sizes_of(self.encoded or self.samples),
             alone=sizes_of(self.eval_samples),
             text=self._longest_text(),
+            beside=text_encoders_held(self.job),
         )
 
     def _longest_text(self) -> SampleText | None:
         """As far as it is encoded, for one of ComfyUI's own models; nobody asks it of others."""
-        if self.info.family.host is None:
+        if self.info.family.host is None or self.job.lora.text_encoder:
             return None
         store = cache_store(self.job)
         texts = [*((each.caption,) for each in self.encoded), *self._text_keys()]
@@ -166,6 +168,7 @@ def read_job(
             "with Dataset from Latents and Conditioning, of VAE Encode Audio and the model's text encode node "
             "(data.encoded)"
         )
+    refuse_text_encoders(job, info)
     if not has_data:
         return ReadJob(job, info, variant, model, targets, (make_square(job.data, variant, latent),))
     samples: Sequence[Sample] = ()

@@ -218,7 +218,10 @@ def search_space(job: JobConfig) -> SearchSpace:
 
 
 def _open_strategies(job: JobConfig) -> tuple[Strategy, ...]:
-    """What may be chosen. Blocks that are divided are not compiled and not recorded, which others are faster by."""
+    """What may be chosen. Blocks that are divided are not compiled and not recorded, which others are faster by. With
+    text encoders one model computes one microbatch at a time."""
+    if job.lora.text_encoder:
+        return ("none",)
     is_eager = job.train.compile == "off" and job.train.cuda_graphs == "off"
     can_divide = is_eager and not _undivided_settings(job)
     return tuple(each for each in STRATEGIES if can_divide or not divides_blocks(each))
@@ -333,6 +336,7 @@ def plan_on(
         graphs_fault=why_no_graphs(job, len(subject.train), machine.devices),
         picture=size_of_pictures(job, subject.info.family, subject.variant, longest),
         text=subject.text,
+        beside=subject.beside,
     )
     return plan_training(question) if machine.named else plan_calibrated(question, measuring)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -116,6 +116,17 @@ def latent_shape_of(
     return channels, 1 + (frames - 1) // latent.frame_stride, height, width
 
 
+class Resident(NamedTuple):
+    """What a device holds all the time: bytes of frozen weights and of LoRA, and how many values are trained."""
+
+    weights: int
+    lora: int
+    num_trained: int
+
+
+NOTHING = Resident(0, 0, 0)
+
+
 @dataclass(frozen=True)
 class Question:
     """How a job would best use its cards.
@@ -132,6 +143,7 @@ class Question:
         num_shares: cards that compute each block together; one of them is asked for.
         picture: height, width and frames of the sample pictures that the first copy draws between steps, if any.
         text: of one of ComfyUI's own models, what it is given of the longest caption, where that is known.
+        beside: what the first card holds besides the model.
     """
 
     model: ModelCosts
@@ -147,6 +159,7 @@ class Question:
     num_shares: int = 1
     picture: tuple[int, int, int] | None = None
     text: SampleText | None = None
+    beside: Resident = NOTHING
 
     @property
     def unit(self) -> str:
@@ -316,7 +329,7 @@ class Question:
         """Adds up what any cut needs."""
         has_context = all(card.has_context for card in self.cards)
         return forecaster_for(
-            self._cost(setting.scheme),
+            self._with_beside(self._cost(setting.scheme)),
             self._optimizer(setting.optimizer),
             self.step_settings(setting),
             backend=Backend(context=0 if has_context else CONTEXT_BYTES),
@@ -327,6 +340,15 @@ class Question:
     def _cost(self, scheme: str) -> Any:
         """What a step costs: a StepCost, a WholeCost of a model that is run whole."""
         return self.model.dry_run(self.work(scheme), self._kernels(scheme))
+
+    def _with_beside(self, cost: Any) -> Any:
+        weights, lora, num_trained = self.beside
+        return replace(
+            cost,
+            home_weights=cost.home_weights + weights,
+            home_lora=cost.home_lora + lora,
+            home_trained=cost.home_trained + num_trained,
+        )
 
     def _picture_cost(self, scheme: str) -> StepCost | None:
         """Of drawing a sample picture; None where a forward of training takes as much."""

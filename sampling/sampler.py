@@ -20,7 +20,7 @@ from torch import nn
 
 from ..config.samples import SamplesConfig
 from ..events import EventLog, first_line
-from ..families.comfy.inputs import negative_prompt
+from ..families.comfy.inputs import is_tokens, negative_prompt
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import random_states, release_cached_memory, restore_random_states
 from ..patches.attention import sound_attention
@@ -184,7 +184,7 @@ class Sampler:
     def _predict(self, latents: torch.Tensor, sigma: torch.Tensor, text: Text) -> torch.Tensor:
         """One forward of the model that trains. See Predict."""
         model, home = self.replica()
-        given = {name: self._in_type(states).to(home) for name, states in text.items()}
+        given = {name: t if is_tokens(name) else self._in_type(t).to(home) for name, t in text.items()}
         noisy = self._in_type(latents).to(home)
         return predict(self.family, model, noisy, sigma.to(home), given, self.drawing.guidance).float().cpu()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.lora_start import DORA, MAGNITUDE, A, B
 from ..config.job import LoraSettings
-from ..families.spec import ModelFamily
+from ..families.spec import TEXT_ENCODERS, ModelFamily
 from ..patches.lokr_linear import apply_fused_lokr
 from ..patches.lora import assert_lora_intact, lora_parameters, matches_any, place_lora_with_base, resolve_targets
 from ..patches.lora_linear import apply_fused_lora
@@ -25,6 +25,8 @@ _LOKR = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b
 _KINDS = "|".join(("lora_A", "lora_B", "lora_magnitude_vector", *_LOKR))
 _PARAMETER = re.compile(rf"^(?P<module>.+)\.(?P<kind>{_KINDS})\.{_ADAPTER}(\.weight)?$")
 _SUFFIX = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude_vector": "dora_scale"}
+_TEXT_TARGETS = (f"{TEXT_ENCODERS}.*.encoder.layers.*",)
+_TEXT_PATTERN = rf"{TEXT_ENCODERS}\..*"  # for PEFT
 _ATTENTION = re.compile(r"attn|attention")  # in the names of attention's own linears, in diffusers and in ComfyUI
 
 
@@ -38,6 +40,11 @@ class LoraHandle:
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trained parameters by fqn, in the model's order."""
         return lora_parameters(self.model)
+
+    @property
+    def num_of_text(self) -> int:
+        """How many of the parameters are of text encoders; they are the last."""
+        return sum(map(_is_of_text, self.parameters()))
 
     def tensors(self) -> dict[str, Tensor]:
         """The adapter on the CPU: "<linear>.lora_A.weight" [R, in], ".lora_B.weight" [out, R], ".dora_scale" [out].
@@ -160,10 +167,20 @@ def _file_name(parameter_name: str) -> str:
 
 
 def find_targets(model: nn.Module, family: ModelFamily, settings: LoraSettings) -> list[str]:
-    """The fqns of the linears that LoRA adapts, in module order.
+    """The fqns of the linears that LoRA adapts, in module order; those of text encoders that are attached last.
 
     Raises: ValueError for patterns that match no linear, or a model whose attention nobody can tell by its names.
     """
+    found = [name for name in _own_targets(model, family, settings) if not _is_of_text(name)]
+    return found + (resolve_targets(model, _TEXT_TARGETS) if hasattr(model, TEXT_ENCODERS) else [])
+
+
+def _is_of_text(name: str) -> bool:
+    return name.startswith(f"{TEXT_ENCODERS}.")
+
+
+def _own_targets(model: nn.Module, family: ModelFamily, settings: LoraSettings) -> list[str]:
+    """Without those of text encoders, which layers and targets say nothing of."""
     left_out = tuple(pattern for pattern in settings.targets if pattern.startswith("!"))
     patterns = tuple(pattern for pattern in settings.targets if pattern not in left_out)
     if not settings.layers:
@@ -209,7 +226,7 @@ def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *,
 def _make_config(settings: LoraSettings, targets: Sequence[str]) -> Any:
     from peft import LoKrConfig, LoraConfig
 
-    modules = "|".join(re.escape(name) for name in targets)
+    modules, has_text = "|".join(re.escape(name) for name in targets), any(map(_is_of_text, targets))
     if settings.kind == "lokr":
         return LoKrConfig(
             r=settings.rank,
@@ -223,4 +240,6 @@ def _make_config(settings: LoraSettings, targets: Sequence[str]) -> Any:
         lora_dropout=settings.dropout,
         use_dora=settings.dora,
         target_modules=modules,
+        rank_pattern={_TEXT_PATTERN: settings.text_rank} if has_text else {},
+        alpha_pattern={_TEXT_PATTERN: settings.strength * settings.text_rank} if has_text else {},
     )

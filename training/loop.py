@@ -21,7 +21,7 @@ from torch import nn
 from ..config.job import JobConfig, job_to_dict
 from ..data.order import Batch, BatchOrder
 from ..events import EventLog, first_line
-from ..families.comfy.inputs import NOISE_MASK
+from ..families.comfy.inputs import NOISE_MASK, is_tokens
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import memory_in_use, random_states, restore_random_states
 from ..parallel.ranks.across import AcrossRanks, fingerprint
@@ -113,7 +113,7 @@ class Trainer:
         self._by_device: dict[torch.device, list[nn.Parameter]] = {}
         for parameter in self._parameters:
             self._by_device.setdefault(parameter.device, []).append(parameter)
-        self._optimizer = make_optimizer(self._parameters, self.job.optimizer)
+        self._optimizer = make_optimizer(self._parameters, self.job.optimizer, self.lora.num_of_text)
         decay = self.job.train.ema_decay
         self._average = LoraAverage(self.lora.parameters(), decay) if decay else None
         self._dtype = getattr(torch, self.job.model.dtype)
@@ -332,8 +332,7 @@ class Trainer:
         return MicroBatch(prepare, forward, partial(self._is_new, home, self._num_runs), f"{step} {index}")
 
     def _is_new(self, home: torch.device, run: int, batch: NoisyBatch) -> bool:
-        """Whether no batch of this shape was computed by the model with this home before this run of the runner; only
-        compiled and recorded blocks care."""
+        """Whether no batch of this shape went through this copy before this run; compiled and recorded blocks care."""
         if not (self.compiled or self.graphs):
             return False
         shapes = (home, batch.noisy.shape, *sorted((name, states.shape) for name, states in batch.text.items()))
@@ -367,7 +366,7 @@ class Trainer:
             model,
             batch.noisy.to(home, non_blocking=True),
             batch.sigmas.to(home, non_blocking=True),
-            {name: states.to(home, non_blocking=True) for name, states in batch.text.items()},
+            {name: t if is_tokens(name) else t.to(home, non_blocking=True) for name, t in batch.text.items()},
             self.variant.training_guidance if guidance is None else guidance,
         )
         target = batch.target.to(prediction.device, non_blocking=True)

@@ -34,6 +34,7 @@ _CLASSES = {
     "prodigy": "prodigyopt.Prodigy",
     "came": "pytorch_optimizer.CAME",
 }
+_SHARE = "lr_share"  # of a group whose rate is so much of the others'
 _UNFIT = {
     "torch.optim.LBFGS": "computes the loss several times per step, which this loop does once",
     "torch.optim.SparseAdam": "is for sparse gradients, and a LoRA's are dense",
@@ -41,8 +42,10 @@ _UNFIT = {
 }
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> AnyOptimizer:
+def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig, num_of_text: int = 0) -> AnyOptimizer:
     """The optimizer of this name over these parameters, which may lie on several devices.
+
+    The last num_of_text of them, of text encoders, have the config's rate for these.
 
     A name of _CLASSES is a class that is known to fit; anything else is the dotted name of a torch.optim.Optimizer
     class, e.g. "prodigyopt.Prodigy". The learning rate is the config's, whatever its options say.
@@ -52,20 +55,29 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
     """
     cls = _find_class(_CLASSES.get(config.name, config.name), config.allow_import)
     if config.kahan:
-        return KahanSum(parameters, lambda shadows: _make(cls, shadows, config))
-    return _make(cls, parameters, config)
+        return KahanSum(parameters, lambda shadows: _make(cls, shadows, config, num_of_text))
+    return _make(cls, parameters, config, num_of_text)
 
 
 def _make(
-    cls: type[torch.optim.Optimizer], parameters: Iterable[nn.Parameter], config: OptimizerConfig
+    cls: type[torch.optim.Optimizer], parameters: Iterable[nn.Parameter], config: OptimizerConfig, num_of_text: int
 ) -> torch.optim.Optimizer:
     options = {**config.options, "lr": config.learning_rate}
     if "weight_decay" in inspect.signature(cls).parameters:
         options.setdefault("weight_decay", config.weight_decay)
     try:
-        return cls(list(parameters), **options)
+        return cls(_groups(list(parameters), config, num_of_text), **options)
     except TypeError as error:
         raise ValueError(f"optimizer {config.name!r} does not take the options {options}: {error}") from error
+
+
+def _groups(parameters: list[nn.Parameter], config: OptimizerConfig, num_of_text: int) -> list[Any]:
+    """The parameters; in two groups where text encoders have a rate of their own, a share of the other."""
+    share = config.text_rate / config.learning_rate
+    if not num_of_text or share == 1:
+        return parameters
+    cut = len(parameters) - num_of_text
+    return [{"params": parameters[:cut]}, {"params": parameters[cut:], "lr": config.text_rate, _SHARE: share}]
 
 
 def _find_class(name: str, allow_import: bool) -> type[torch.optim.Optimizer]:
@@ -168,12 +180,13 @@ def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int) ->
 
 
 def set_learning_rate(optimizer: AnyOptimizer, value: float) -> None:
-    """Set it in every group; torchao keeps it as a tensor, which is filled in place."""
+    """Set it in every group, or its share of it; torchao keeps it as a tensor, which is filled in place."""
     for group in optimizer.param_groups:
+        own = value * group.get(_SHARE, 1)
         if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(value)
+            group["lr"].fill_(own)
         else:
-            group["lr"] = value
+            group["lr"] = own
 
 
 # ---- state ----

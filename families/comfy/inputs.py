@@ -8,6 +8,7 @@ done when they are read, so one entry serves every model, and is bit for bit wha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.functional import interpolate, pad
@@ -33,6 +34,9 @@ POOLED = "pooled_output"  # [D]
 OPTION = "option."
 WHOLE = "whole."  # likewise, in front of tensors that a CONDITIONING has without a batch
 WORDS = "words."  # likewise, in front of strings, as bytes of UTF-8
+# In place of COND and POOLED, where text encoders are trained: what the tokenizer made of a caption for each of them.
+TOKENS = "tokens."  # [parts, length]
+WEIGHTS = "weights."  # of the tokens, as the prompt says them. [parts, length]
 
 # Of LTX-Video's guides: where the last frames of the latents belong. They mean those latents and their noise mask.
 GUIDES = frozenset({"keyframe_idxs", "guide_attention_entries"})
@@ -122,8 +126,15 @@ def _resized(mask: torch.Tensor, sides: Sequence[int], mode: str) -> torch.Tenso
     return interpolate(mask[None], size=tuple(sides), mode=mode)[0]
 
 
+def is_tokens(name: str) -> bool:
+    """Whether a tensor of an entry says what a text encoder will be given; it is read on the CPU."""
+    return name.startswith((TOKENS, WEIGHTS))
+
+
 def num_tokens(comfy: ComfyInputs, shapes: Mapping[str, Shape]) -> int:
     """Text tokens that the model sees of an entry of these shapes."""
+    if COND not in shapes:  # encoders' states are joined as far as all of them reach
+        return min(prod(shape) for name, shape in shapes.items() if name.startswith(TOKENS))
     return max(shapes[COND][0], comfy.min_tokens)
 
 

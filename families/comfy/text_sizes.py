@@ -22,6 +22,9 @@ _READERS: dict[str, tuple[str, str]] = {
     "MiniTrainDIT": ("blocks.0.cross_attn.k_proj", ""),
 }
 
+# What a checkpoint's tensors of its text encoders begin with, as ComfyUI looks for them.
+CLIP_PARTS = ("cond_stage_model.", "conditioner.", "text_encoders.")
+
 
 _CLIP_TOKENS = 77  # of a caption that is no longer than one window of CLIP's
 _SDXL_POOLED = 1280  # of what label_emb reads; behind it come the picture's sizes

@@ -106,6 +106,10 @@ class HostClip(_Encoder):
         ):  # as ComfyUI runs its nodes; it forgets recordings behind a node only
             return self.stock.encode_from_tokens_scheduled(self.stock.tokenize(text))
 
+    def tokens(self, text: str) -> Any:
+        """What its tokenizer makes of a text: parts of (token, weight), by text encoder."""
+        return self.stock.tokenize(text)
+
 
 class HostVae(_Encoder):
     """A VAE socket's value, as encoding/sources.py asks for one."""

@@ -103,7 +103,7 @@ class Bench:
     def trainer(self, name: str, sections: Mapping[str, Any]) -> Iterator[Trainer]:
         """Before its first step, with a LoRA that does something."""
         job = self.job(name, sections)
-        with small_sizes(self.family), native_training(), _cards(job), ExitStack() as cleanup:
+        with small_sizes(self.family), native_training(), cards_of(job), ExitStack() as cleanup:
             plan = check_job(job, info=self.info)
             events = cleanup.enter_context(EventLog(Path(job.output.folder)))
             trainer = build_trainer(plan, {}, cache_job(plan, events), events, cleanup)
@@ -114,7 +114,7 @@ class Bench:
     def run(self, name: str, sections: Mapping[str, Any], **more: Any) -> Any:
         """A whole job."""
         job = self.job(name, sections)
-        with small_sizes(self.family), native_training(), _cards(job):
+        with small_sizes(self.family), native_training(), cards_of(job):
             return run_job(job, info=self.info, **more)
 
     def stock(self) -> Any:
@@ -184,7 +184,7 @@ def _sample(family: TinyFamily, generator: torch.Generator) -> Any:
 
 
 @contextlib.contextmanager
-def _cards(job: JobConfig) -> Iterator[None]:
+def cards_of(job: JobConfig) -> Iterator[None]:
     """Emulated ones if the job names them; every operation takes longer there."""
     if job.split.devices == ("cpu",):
         yield
@@ -330,7 +330,7 @@ def _loss_is_masked_samplings(bench: Bench) -> Figures:
         put_lora(trainer, {n: torch.zeros_like(t) for n, t in trainer.lora.tensors().items()})
         loss, _, made = bench.prediction(trainer, 0, _PERCENT, noise, guidance=None)
     seen, said, data = _sampled_once(bench, noise, made.sigmas)
-    mask = _prepared_mask(bench, seen)
+    mask = _prepared_mask(bench.family.noise_mask, seen)
     assert mask is not None
     weight, is_there = mask.clamp(0, 1), mask >= 0
     expected = float((weight * (said - (noise - data)).square()).sum() / weight.sum())
@@ -415,23 +415,34 @@ def stock_loader(bench: Bench) -> Figures:
     return {"keys": written, "moved": float(f"{moved:.2g}"), "error": _expect(error, 2e-3, "the error of its move")}
 
 
-def _prepared_mask(bench: Bench, like: torch.Tensor) -> torch.Tensor | None:
+def _prepared_mask(made: Callable[[], torch.Tensor] | None, like: torch.Tensor) -> torch.Tensor | None:
     """By the sampler's own function."""
-    made = bench.family.noise_mask
     return None if made is None else comfy.sampler_helpers.prepare_mask(made(), like.shape, like.device)
 
 
-@torch.inference_mode()
 def _said(bench: Bench, patcher: Any, made: Any) -> torch.Tensor:
+    family = bench.family
+    return said_by_sampling(patcher, made, bench.conditions[0], family.latent, family.sound, family.noise_mask)
+
+
+@torch.inference_mode()
+def said_by_sampling(
+    patcher: Any,
+    made: Any,
+    condition: Any,
+    latent: tuple[int, ...],
+    sound: tuple[int, ...] = (),
+    noise_mask: Callable[[], torch.Tensor] | None = None,
+) -> torch.Tensor:
     """What a stock MODEL's network says, by the way that ComfyUI samples; of several streams packed."""
-    shapes = [(1, *sides) for sides in (bench.family.latent, bench.family.sound) if sides]
-    noisy, sigma = made.noisy.view((1, 1, -1) if bench.family.sound else shapes[0]), made.sigmas
+    shapes = [(1, *sides) for sides in (latent, sound) if sides]
+    noisy, sigma = made.noisy.view((1, 1, -1) if sound else shapes[0]), made.sigmas
     comfy.model_management.load_models_gpu([patcher])
     patcher.pre_run()
     base = patcher.model
-    conds = {"positive": comfy.sampler_helpers.convert_cond(bench.conditions[0])}
+    conds = {"positive": comfy.sampler_helpers.convert_cond(condition)}
     like = torch.zeros_like(noisy)
-    mask = _prepared_mask(bench, like)
+    mask = _prepared_mask(noise_mask, like)
     conds = comfy.samplers.process_conds(base, like, conds, noisy.device, like, mask, latent_shapes=shapes)
     (denoised,) = comfy.samplers.calc_cond_batch(base, [conds["positive"]], noisy, sigma, {})
     sampling = base.model_sampling

@@ -8,8 +8,11 @@ from typing import Any
 
 import comfy.ldm.wan.vae
 import comfy.sd
+import comfy.sd1_clip
+import comfy.sdxl_clip
 import comfy.supported_models_base
 import comfy.text_encoders.flux
+import comfy.text_encoders.sd2_clip
 import torch
 
 _SPECIAL = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "<pad>")
@@ -27,7 +30,8 @@ def tekken() -> bytes:
 
 
 def make_clip(family: str, seed: int = 0, width: int = _WIDTH) -> comfy.sd.CLIP:
-    """ "flux2" and "flux2_native": Mistral, states 3 * width wide; "flux1": CLIP-L and T5, width wide both."""
+    """ "flux2" and "flux2_native": Mistral, states 3 * width wide; "flux1": CLIP-L and T5, width wide both; "sd15",
+    "sd2" and "sdxl": CLIP, width wide, and CLIP-G, twice as wide."""
     flux = comfy.text_encoders.flux
     data: dict[str, Any] = {}
     if family.startswith("flux2"):
@@ -36,6 +40,19 @@ def make_clip(family: str, seed: int = 0, width: int = _WIDTH) -> comfy.sd.CLIP:
         target = (flux.Flux2Tokenizer, flux.flux2_te())
         data["tekken_model"] = torch.frombuffer(bytearray(tekken()), dtype=torch.uint8)
         options = {"mistral3_24b_model_config": {**sizes, **heads}}
+    elif family.startswith("sd"):
+        clip = {"num_attention_heads": 2, "num_hidden_layers": 3}
+        widths = {"clip_l": width, "clip_h": width, "clip_g": 2 * width}
+        options = {
+            f"{name}_model_config": {**clip, "hidden_size": each, "intermediate_size": 2 * each, "projection_dim": each}
+            for name, each in widths.items()
+        }
+        sd1, sd2, sdxl = comfy.sd1_clip, comfy.text_encoders.sd2_clip, comfy.sdxl_clip
+        target = {
+            "sd15": (sd1.SD1Tokenizer, sd1.SD1ClipModel),
+            "sd2": (sd2.SD2Tokenizer, sd2.SD2ClipModel),
+            "sdxl": (sdxl.SDXLTokenizer, sdxl.SDXLClipModel),
+        }[family]
     else:
         target = (flux.FluxTokenizer, flux.flux_clip())
         t5 = {"d_model": width, "d_ff": 2 * width, "d_kv": width // 2, "num_heads": 2, "num_layers": 2}
@@ -53,10 +70,10 @@ def make_clip(family: str, seed: int = 0, width: int = _WIDTH) -> comfy.sd.CLIP:
 def make_vae(family: str, seed: int = 0, channels: int = 4) -> comfy.sd.VAE:
     """A KL encoder of stride 2; for flux2 with the batch norm over 2 x 2 patches, and 4 times the channels then.
 
-    "flux2_native": with the 128 channels and the stride of 16 that ComfyUI's own FLUX.2 takes.
+    "flux2_native": with the 128 channels and the stride of 16 that ComfyUI's own FLUX.2 takes. "sd": a stride of 8.
     """
     is_whole = family == "flux2_native"
-    is_packed, stride = family.startswith("flux2"), 8 if is_whole else 2
+    is_packed, stride = family.startswith("flux2"), 8 if is_whole or family == "sd" else 2
     channels = 32 if is_whole else channels
     sizes = {"double_z": True, "z_channels": channels, "resolution": 32, "in_channels": 3, "out_ch": 3, "ch": 32}
     sizes |= {"ch_mult": [1] * stride.bit_length(), "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0}

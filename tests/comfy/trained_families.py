@@ -351,7 +351,7 @@ def _guided() -> torch.Tensor:
     return mask
 
 
-def _made_of(name: str, **changes: Any) -> TinyFamily:
+def made_of(name: str, **changes: Any) -> TinyFamily:
     return dataclasses.replace(FAMILIES[name], **changes)
 
 
@@ -365,7 +365,7 @@ def _wan(
 ) -> TinyFamily:
     """A build on the blocks of Wan."""
     config = {**FAMILIES["wan"].unet_config, **changes}
-    return _made_of(
+    return made_of(
         "wan", config_class=config_class, unet_config=config, latent=latent, options=options, is_detected=is_detected
     )
 
@@ -384,23 +384,23 @@ _LTX_2_WITH_SOUND = TinyFamily(
 # Every class that is trained by the name its row of the table has.
 TRAINED: dict[str, TinyFamily] = {
     "FLUX.1": FAMILIES["flux1"],
-    "FLUX.1 Kontext": _made_of("flux1", options=_reference),
+    "FLUX.1 Kontext": made_of("flux1", options=_reference),
     "FLUX.2": FAMILIES["flux2"],
     "Chroma": FAMILIES["chroma"],
     "Wan 2.1 T2V, 2.2 T2V 14B": FAMILIES["wan"],
-    "Wan 2.1 I2V": _made_of("wan_i2v", options=_first_frame_seen),
-    "Wan 2.2 I2V 14B": _made_of("wan", unet_config={**FAMILIES["wan"].unet_config, "in_dim": 36}, options=_first_frame),
-    "Wan 2.2 TI2V 5B": _made_of("wan", config_class="WAN22_T2V", unet_config=_WAN_22, latent=(48, 2, 4, 4)),
+    "Wan 2.1 I2V": made_of("wan_i2v", options=_first_frame_seen),
+    "Wan 2.2 I2V 14B": made_of("wan", unet_config={**FAMILIES["wan"].unet_config, "in_dim": 36}, options=_first_frame),
+    "Wan 2.2 TI2V 5B": made_of("wan", config_class="WAN22_T2V", unet_config=_WAN_22, latent=(48, 2, 4, 4)),
     "Qwen-Image": FAMILIES["qwen_image"],
-    "Z-Image": _made_of("z_image", unet_config={**FAMILIES["z_image"].unet_config, "n_layers": 2}),
-    "Lumina 2": _made_of("lumina2", unet_config={**FAMILIES["lumina2"].unet_config, **_NARROW, "n_kv_heads": 1}),
-    "SDXL": _made_of("sdxl", unet_config=_UNET, options=_sizes),
-    "SDXL v-prediction": _made_of("sdxl", unet_config=_UNET, options=_sizes),
-    "SD 1.5": _made_of("sdxl", config_class="SD15", unet_config=_SD15, pooled=0),
+    "Z-Image": made_of("z_image", unet_config={**FAMILIES["z_image"].unet_config, "n_layers": 2}),
+    "Lumina 2": made_of("lumina2", unet_config={**FAMILIES["lumina2"].unet_config, **_NARROW, "n_kv_heads": 1}),
+    "SDXL": made_of("sdxl", unet_config=_UNET, options=_sizes),
+    "SDXL v-prediction": made_of("sdxl", unet_config=_UNET, options=_sizes),
+    "SD 1.5": made_of("sdxl", config_class="SD15", unet_config=_SD15, pooled=0),
     "SD 3.5": FAMILIES["sd3"],
     "LTX-Video": FAMILIES["ltxv"],
     "HunyuanVideo": FAMILIES["hunyuan_video"],
-    "HunyuanVideo 1.5": _made_of(
+    "HunyuanVideo 1.5": made_of(
         "hunyuan_video",
         config_class="HunyuanVideo15",
         unet_config=_HUNYUAN_VIDEO_15,
@@ -409,25 +409,25 @@ TRAINED: dict[str, TinyFamily] = {
         is_detected=False,
     ),
     "Cosmos-Predict2": FAMILIES["cosmos_predict2"],
-    "Anima": _made_of(
+    "Anima": made_of(
         "cosmos_predict2", config_class="Anima", unet_config=_ANIMA, context=(6, 48), options=_tokens_of_t5
     ),
     "Krea 2": TinyFamily("Krea2", _KREA_2, (16, 1, 8, 8), (6, 36), ("blocks",), is_detected=False),
     "ERNIE-Image": TinyFamily("ErnieImage", _ERNIE, (128, 4, 4), (6, 12), ("layers",), is_detected=False),
     "HiDream-I1": FAMILIES["hidream"],
-    "Wan 2.2 TI2V 5B image-to-video": _made_of(
+    "Wan 2.2 TI2V 5B image-to-video": made_of(
         "wan", config_class="WAN22_T2V", unet_config=_WAN_22, latent=(48, 2, 4, 4), noise_mask=_kept_first_frame
     ),
-    "LTX-Video with guides": _made_of("ltxv", latent=(128, 4, 4, 4), options=_guides, noise_mask=_guided),
-    "FLUX.2 with references": _made_of("flux2", options=_references),
-    "Qwen-Image-Edit": _made_of("qwen_image", options=_edited),
-    "Z-Image Omni": _made_of(
+    "LTX-Video with guides": made_of("ltxv", latent=(128, 4, 4, 4), options=_guides, noise_mask=_guided),
+    "FLUX.2 with references": made_of("flux2", options=_references),
+    "Qwen-Image-Edit": made_of("qwen_image", options=_edited),
+    "Z-Image Omni": made_of(
         "z_image", unet_config={**FAMILIES["z_image"].unet_config, "n_layers": 2, "siglip_feat_dim": 24}, options=_omni
     ),
-    "Wan VACE": _made_of("wan_vace", options=_controlled),
+    "Wan VACE": made_of("wan_vace", options=_controlled),
     "Wan 2.1 Fun Control": _wan("WAN21_FunControl2V", _fun_control, model_type="i2v", in_dim=48),
     "Wan 2.2 Fun Control": _wan("WAN21_T2V", _fun_control_22, in_dim=52, in_dim_ref_conv=16),
-    "Wan Phantom": _made_of("wan", options=_phantom),
+    "Wan Phantom": made_of("wan", options=_phantom),
     "Wan Camera": _wan("WAN21_Camera", _camera, model_type="camera", in_dim=32),
     "Wan 2.2 S2V": _wan(
         "WAN22_S2V", _sound, (16, 2, 8, 8), model_type="s2v", audio_dim=8, audio_inject_layers=[0, 2], is_detected=False

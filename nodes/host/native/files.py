@@ -11,14 +11,13 @@ from typing import Any
 from ....checkpoints.header import read_header
 from ....config.job import JobConfig
 from ....config.model import COMFYUI
+from ....families.comfy.text_sizes import CLIP_PARTS
 from ..comfy_encoders import HostClip, HostVae, HostVision
 
 _log = logging.getLogger(__name__)
 
 _MAX_NAMES = 8  # spelt out in a message
-# What a checkpoint's tensors of its encoders begin with, as ComfyUI looks for them.
-_CLIP_PARTS = ("cond_stage_model.", "conditioner.", "text_encoders.")
-_VAE_PARTS = ("first_stage_model.", "vae.")
+_VAE_PARTS = ("first_stage_model.", "vae.")  # what a checkpoint's tensors of its VAE begin with
 
 
 def with_files(job: JobConfig) -> JobConfig:
@@ -73,7 +72,7 @@ def find_file(key: str, name: str, kinds: Sequence[str]) -> Path:
 def _parts_of(path: Path) -> Iterator[str]:
     """Which of "clip" and "vae" a checkpoint holds beside its diffusion model."""
     names = read_header(path).tensors
-    for part, prefixes in {"clip": _CLIP_PARTS, "vae": _VAE_PARTS}.items():
+    for part, prefixes in {"clip": CLIP_PARTS, "vae": _VAE_PARTS}.items():
         if any(name.startswith(prefixes) for name in names):
             yield part
 
@@ -92,7 +91,7 @@ def load_encoders(job: JobConfig) -> tuple[HostClip | None, HostVae | None, Host
     cache = job.cache
     clip = vae = vision = None
     if cache.stock_clip:
-        clip = HostClip(_load_clip(cache.stock_clip, cache.stock_clip_type, job.model.path))
+        clip = HostClip(load_clip_files(cache.stock_clip, cache.stock_clip_type, job.model.path))
     if cache.stock_vae:
         vae = HostVae(_load_vae(cache.stock_vae, job.model.path))
     if cache.stock_vision:
@@ -100,8 +99,8 @@ def load_encoders(job: JobConfig) -> tuple[HostClip | None, HostVae | None, Host
     return clip, vae, vision
 
 
-def _load_clip(paths: Sequence[str], kind: str, model_path: str) -> Any:
-    """As ComfyUI's loaders do: of a checkpoint, or of files of text encoders."""
+def load_clip_files(paths: Sequence[str], kind: str, model_path: str) -> Any:
+    """A CLIP as ComfyUI's loaders make it: of a checkpoint, or of files of text encoders."""
     import comfy.sd
     import folder_paths
 

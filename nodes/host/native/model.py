@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,20 @@ from ....families.comfy.inputs import (
     WHOLE,
     WORDS,
     fit_mask,
+    is_tokens,
     option_path,
     stream_shapes,
 )
 from ....families.comfy.native import NativeModel
 from ....families.comfy.text_sizes import usual_text
+from ....families.spec import TEXT_ENCODERS
 from ....parallel.block_lists import hooked_modules, placed_blocks
 from ....parallel.offload.block_call import Checkpoint, checkpoint_calls
 from ....parallel.offload.in_place import InPlaceGuard
 from ....patches.lora import is_lora_name
 from .drawing import ComfyDecoding, ComfySteps, scheduler_of
 from .lora import read_lora
+from .text import attach_text_encoders, class_of_clip, encoded, recompute_layers
 
 _BASE = "_devicebridge_base"  # of a diffusion model: its BaseModel
 _LEAST = 1e-6  # of a share of the way from noise to data; ComfyUI gives the ends other numbers
@@ -117,6 +120,8 @@ class ComfyModel:
         if not comfy.model_management.in_training:
             raise RuntimeError("one of ComfyUI's models was called for training outside of native_training")
         base = model.__dict__[_BASE]
+        if any(map(is_tokens, given)):
+            given = encoded(getattr(model, TEXT_ENCODERS), given, noisy.device)
         base.model_sampling.to(noisy.device)
         shapes = [(len(noisy), *sides) for sides in stream_shapes(given)]
         x = noisy.flatten(1).unsqueeze(1) if shapes else _as_host(noisy, self._dims)
@@ -125,6 +130,17 @@ class ComfyModel:
         output = base.apply_model(x, sigmas, transformer_options=options, **inputs)
         made: torch.Tensor = output.reshape(noisy.shape)
         return made
+
+    @property
+    def text_class(self) -> str:
+        """See HostModel.text_class."""
+        return class_of_clip(self._config) if self._row.class_name == "UNetModel" else ""
+
+    def attach_text_encoders(
+        self, model: nn.Module, files: Sequence[str], kind: str, path: str, fingerprint: str, device: torch.device
+    ) -> None:
+        """See HostModel.attach_text_encoders."""
+        attach_text_encoders(model, self.text_class, files, kind, path, fingerprint, device)
 
     def euler_steps(self, steps: int) -> ComfySteps:
         """See HostModel.euler_steps."""
@@ -169,7 +185,6 @@ def _as_host(latents: torch.Tensor, dims: int) -> torch.Tensor:
     return latents.reshape(*latents.shape[:2], *latents.shape[5 - dims :])
 
 
-@torch.no_grad()
 def _conditions(
     base: Any,
     x: torch.Tensor,
@@ -177,7 +192,21 @@ def _conditions(
     given: Mapping[str, torch.Tensor],
     guidance: float | None,
 ) -> Any:
-    """What sampling makes of a CONDITIONING: keyword arguments of apply_model. shapes: of the streams in x."""
+    """What sampling makes of a CONDITIONING: keyword arguments of apply_model. Its gradients pass through.
+
+    shapes: of the streams in x.
+    """
+    with torch.set_grad_enabled(given[COND].requires_grad):
+        return _made_conditions(base, x, shapes, given, guidance)
+
+
+def _made_conditions(
+    base: Any,
+    x: torch.Tensor,
+    shapes: list[tuple[int, ...]],
+    given: Mapping[str, torch.Tensor],
+    guidance: float | None,
+) -> Any:
     import comfy.samplers
 
     said = {name: each for name, each in given.items() if name != NOISE_MASK}
@@ -304,6 +333,8 @@ def _trained_class(cls: type[nn.Module]) -> type[nn.Module]:
             row = find_native(type(self))
             assert row is not None
             checkpoint_calls(_called(self, row), checkpoint, row.passed_by)
+            if TEXT_ENCODERS in self._modules:
+                recompute_layers(getattr(self, TEXT_ENCODERS))
             self.is_gradient_checkpointing = True
 
     Trained.__name__, Trained.__qualname__, Trained.__module__ = cls.__name__, cls.__qualname__, cls.__module__

@@ -10,8 +10,9 @@ import pytest
 import torch
 from devicebridge.data.image import ImageRequest
 from devicebridge.encoding.claims import Claims
+from devicebridge.encoding.comfy_data import read_tokens, token_lists
 from devicebridge.encoding.encode import Stopped, fill_images, fill_texts, text_entries
-from devicebridge.encoding.sources import ComfyLatents, ComfyTexts
+from devicebridge.encoding.sources import ComfyLatents, ComfyTexts, ComfyTokens
 from devicebridge.encoding.store import CacheStore
 from PIL import Image
 
@@ -233,3 +234,33 @@ def test_a_vae_of_single_images_is_refused_before_a_clip_is_encoded(requests, cl
     with pytest.raises(ValueError, match="it made 9 samples, not one"):
         fill_images(clips, ComfyLatents(vae.fingerprint, _fits, vae), store)
     assert not list(store.keys())
+
+
+def test_where_encoders_train_their_tokens_are_kept_in_the_place_of_states(tmp_path):
+    """Under another key, and the encoder is not asked to compute."""
+    parts = [[(49406, 1.0), (7, 1.3), (49407, 1.0)]] * 2
+    clip = StubClip()
+    clip.tokens = lambda text: {"l": parts, "g": [[(9, 1.0), (0, 0.1)]]}
+    problem = {"problem": lambda shapes: "", "clip": clip}
+    states, tokens = ComfyTexts(NAME, **problem), ComfyTokens(NAME, **problem)
+    store = CacheStore(tmp_path)
+    keys = fill_texts(["a cat"], [tokens], store)
+    assert keys["a cat"] != states.key_of("a cat") and not clip.texts
+    entry = store.get(keys["a cat"])
+    batch = {name: torch.stack([tensor, tensor]) for name, tensor in entry.items()}
+    assert token_lists(batch) == [{"l": parts, "g": [[(9, 1.0), (0, 0.1)]]}] * 2
+    with pytest.raises(ValueError, match="embedding:"):
+        tokens.key_of("embedding:mine")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ({}, "tokens by text encoder"),
+        ({"l": [[(1, 1.0)], [(1, 1.0), (2, 1.0)]]}, "parts of several lengths"),
+        ({"l": [[(torch.zeros(8), 1.0)]]}, "holds an embedding"),
+    ],
+)
+def test_tokens_that_cannot_be_kept_are_refused(tokens, message):
+    with pytest.raises(ValueError, match=message):
+        read_tokens(tokens, "the caption 'a cat'")

@@ -1,0 +1,107 @@
+"""CLIP text encoders that are trained: the stock CLIP's own modules, called as CLIPTextEncode does, with gradients.
+
+They become a child of the diffusion model, TEXT_ENCODERS, so that their LoRA is part of its LoRA: one optimizer, one
+checkpoint, one file. They compute in float32, as the stock CLIP does whatever type its weights have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ....encoding.comfy_data import token_lists
+from ....families.comfy.inputs import COND, POOLED, is_tokens
+from ....families.spec import TEXT_ENCODERS
+from ....parallel.offload.block_call import checkpoint_calls
+from ....parallel.offload.in_place import InPlaceGuard
+from ....parallel.offload.recompute import recompute
+from ..comfy_encoders import HostClip
+from .files import load_clip_files
+
+# ComfyUI's classes of text encoders that can be trained -> the encoders inside.
+_PARTS = {
+    "SD1ClipModel": ("clip_l",),
+    "SD2ClipModel": ("clip_h",),
+    "SDXLClipModel": ("clip_l", "clip_g"),
+    "SDXLRefinerClipModel": ("clip_g",),
+}
+
+
+def class_of_clip(config: Any) -> str:
+    """What ComfyUI makes of the text encoders of a model with this config; "" where none of them can be trained."""
+    target = config.clip_target({})
+    name = getattr(getattr(target, "clip", None), "__name__", "")
+    return name if name in _PARTS else ""
+
+
+def attach_text_encoders(
+    model: nn.Module, wanted: str, files: Sequence[str], kind: str, path: str, fingerprint: str, device: torch.device
+) -> None:
+    """See HostModel.attach_text_encoders. Args: wanted: their class. path: of the diffusion model.
+
+    Raises: ValueError for files of other encoders than the captions' tokens are of, or than this model is given.
+    """
+    clip = load_clip_files(files, kind, path)
+    found, name = type(clip.cond_stage_model).__name__, HostClip(clip)
+    if name.fingerprint != fingerprint:
+        raise ValueError(
+            f"cache.text_source names {fingerprint!r}, but cache.stock_clip is {name.fingerprint!r}; give that one"
+        )
+    if found != wanted:
+        raise ValueError(f"cache.stock_clip makes a {found}, and this model is given the text of a {wanted}")
+    name.release()
+    stage = clip.cond_stage_model
+    stage.reset_clip_options()
+    _make_trainable(stage)
+    for layer in _layers(stage):
+        layer.forward = InPlaceGuard(layer)
+    model.add_module(TEXT_ENCODERS, stage.to(device=device, dtype=torch.float32).eval())
+
+
+def recompute_layers(stage: nn.Module) -> None:
+    """Have the layers of the encoders computed again for their backward."""
+    checkpoint_calls(_layers(stage), lambda call, *values: recompute(call, values, values[0].device), ())
+
+
+def encoded(stage: Any, given: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """What a CONDITIONING of these tokens has in their place, as CLIPTextEncode makes it; gradients reach the LoRA."""
+    made = [stage.encode_token_weights(tokens) for tokens in token_lists(given)]
+    states, pooled = (torch.cat([each[index] for each in made]).to(device) for index in (0, 1))
+    return {**{name: each for name, each in given.items() if not is_tokens(name)}, COND: states, POOLED: pooled}
+
+
+def _layers(stage: nn.Module) -> list[nn.Module]:
+    parts = (getattr(stage, name) for name in _PARTS[type(stage).__name__])
+    return [layer for part in parts for layer in part.transformer.text_model.encoder.layers]
+
+
+def _make_trainable(stage: nn.Module) -> None:
+    """Plain layers in the place of ComfyUI's, whose forwards look for Cancel and convert weights at every call.
+
+    Raises: ValueError for weights that are held otherwise.
+    """
+    plain: dict[type[nn.Module], type[nn.Module]] = {
+        nn.Linear: nn.Linear,
+        nn.LayerNorm: nn.LayerNorm,
+        nn.Embedding: _Embedding,
+    }
+    for name, module in stage.named_modules():
+        kind = next((each for each in plain if isinstance(module, each)), None)
+        if kind is not None and all(each.is_floating_point() for each in module.parameters()):
+            module.__class__ = plain[kind]
+        elif any(key in module._parameters for key in ("weight", "bias")):
+            raise ValueError(
+                f"{name} of the text encoders is a {type(module).__name__} in {module.weight.dtype}, which is not "
+                "trained; name files in 16 or 32 bits with cache.stock_clip"
+            )
+
+
+class _Embedding(nn.Embedding):
+    """Called as ComfyUI's, with the type of the result."""
+
+    def forward(self, tokens: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        return F.embedding(tokens, self.weight).to(out_dtype or self.weight.dtype)

@@ -1,0 +1,350 @@
+"""One process with ComfyUI's Python: trains tiny CLIPs with a tiny UNet; run by test_text_encoders.py.
+
+Takes ComfyUI's folder, a folder for files, and builds: "SDXL", or "SDXL: gradients, resume" for some of its steps.
+Prints a line of JSON per build: {"name", "steps": {step: {"fault": "" or why not, figures}}}. References are ComfyUI's
+own: the stock CLIP's CONDITIONING, its LoRA loader, the stock MODEL's sampling; for gradients differences of losses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import runpy
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+CHECKOUT, FOLDER, *NAMES = sys.argv[1:]
+sys.path[0] = CHECKOUT
+sys.argv = sys.argv[:1]
+
+import comfy.cli_args  # noqa: E402
+
+comfy.cli_args.args.cpu = True
+runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
+
+import comfy.lora  # noqa: E402
+import comfy.sd  # noqa: E402
+import torch  # noqa: E402
+from devicebridge.cli.native import encoded  # noqa: E402
+from devicebridge.config.job import JobConfig, make_job  # noqa: E402
+from devicebridge.events import EventLog  # noqa: E402
+from devicebridge.jobs.build import build_trainer  # noqa: E402
+from devicebridge.jobs.encode_job import cache_job  # noqa: E402
+from devicebridge.jobs.job import check_job, run_job  # noqa: E402
+from devicebridge.nodes.host.native import files  # noqa: E402
+from devicebridge.nodes.host.native.context import native_training  # noqa: E402
+from devicebridge.nodes.host.native.source import read_native  # noqa: E402
+from devicebridge.nodes.host.native.text import encoded as states_of  # noqa: E402
+from devicebridge.parallel.devices import own_random_states  # noqa: E402
+from devicebridge.tests.comfy import native_steps  # noqa: E402
+from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
+from devicebridge.tests.comfy.native_steps import CARDS, difference, gradients, one_line, put_lora  # noqa: E402
+from devicebridge.tests.comfy.stock_encoders import make_clip, make_vae  # noqa: E402
+from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, save_checkpoint, small_sizes  # noqa: E402
+from devicebridge.tests.comfy.trained_families import TRAINED, made_of  # noqa: E402
+from devicebridge.training.loop import Trainer  # noqa: E402
+from devicebridge.training.objective import noise_latents, predict  # noqa: E402
+from PIL import Image  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+import nodes as core  # noqa: E402
+
+_SDXL = {**TRAINED["SDXL"].unet_config, "adm_in_channels": 32 + 6 * 256}
+_SD_2 = {**TRAINED["SD 1.5"].unet_config, "use_linear_in_transformer": True}
+# Each with its CLIP and the width of that; CLIP-G is twice as wide.
+BUILDS: dict[str, tuple[TinyFamily, str, int]] = {
+    "SD 1.5": (TRAINED["SD 1.5"], "sd15", 48),
+    "SD 2": (made_of("sdxl", config_class="SD20", unet_config=_SD_2, pooled=0), "sd2", 48),
+    "SDXL": (made_of("sdxl", unet_config=_SDXL, pooled=32), "sdxl", 16),
+}
+CAPTIONS = ("a (red:1.3) house", "two blue boats")
+_PLAIN = {"train": {"gradient_checkpointing": False}}
+_LORA = {"rank": 2, "alpha": 2.0, "text_encoder": True, "text_encoder_rank": 3}
+_RUN = {
+    "train": {"steps": 4, "ema_decay": 0.6, "batch_size": 2},
+    "optimizer": {"learning_rate": 0.02, "text_encoder_learning_rate": 0.01},
+    "lora": {**_LORA, "dropout": 0.1},
+    "data": {"caption_dropout": 0.3},
+}
+Figures = dict[str, Any]
+
+
+class Bench:
+    """One tiny model with its CLIP, and two pictures with captions."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.family, self.kind, self.width = BUILDS[name]
+        self.folder, self.dtype = folder, torch.float32
+        (folder / "images").mkdir(parents=True)
+        for index, caption in enumerate(CAPTIONS):
+            pixels = torch.randint(0, 256, (64, 64, 3), generator=torch.Generator().manual_seed(index))
+            Image.fromarray(pixels.byte().numpy()).save(folder / "images" / f"{index}.png")
+            (folder / "images" / f"{index}.txt").write_text(caption, encoding="utf-8")
+        with small_sizes(self.family):
+            self.path = folder / "model.safetensors"
+            save_checkpoint(self.family, self.path)
+            self.info = read_native(self.path, "float32")
+        self.clip_file = folder / "clip.safetensors"
+        save_file({n: t.contiguous() for n, t in self.clip().cond_stage_model.state_dict().items()}, self.clip_file)
+
+    def clip(self) -> Any:
+        made = make_clip(self.kind, width=self.width)
+        made.cond_stage_model.to(self.dtype)
+        return made
+
+    def job(self, name: str, sections: Mapping[str, Any]) -> JobConfig:
+        merged = {
+            "lora": _LORA,
+            "split": {"devices": ["cpu"]},
+            "output": {"folder": str(self.folder / name), "tensorboard": False, "lora_dtype": "float32"},
+            **sections,
+            "model": {"path": str(self.path), "family": "comfyui", "dtype": "float32", **sections.get("model", {})},
+            "data": {
+                "resolutions": [64],
+                "folders": [{"path": str(self.folder / "images")}],
+                **sections.get("data", {}),
+            },
+            "cache": {
+                "folder": str(self.folder / "cache"),
+                "stock_clip": [str(self.clip_file)],
+                "stock_clip_type": "stable_diffusion",
+                "stock_vae": str(self.clip_file),
+                **sections.get("cache", {}),
+            },
+            "train": {"steps": 4, "seed": 3, **sections.get("train", {})},
+        }
+        return make_job(merged)
+
+    @contextlib.contextmanager
+    def ready(self, job: JobConfig) -> Iterator[JobConfig]:
+        """Inside, files are what this bench has, and the captions of the job are in the cache."""
+        with (
+            mock.patch.object(comfy.sd, "load_clip", lambda **given: self.clip()),
+            mock.patch.object(files, "_load_vae", lambda path, model_path: make_vae("sd")),
+            mock.patch("devicebridge.cli.native.prepared", lambda job: contextlib.nullcontext(self.info)),
+            small_sizes(self.family),
+        ):
+            here = replace(job, split=replace(job.split, devices=("cpu",)))
+            named = replace(job, cache=encoded(here, lambda event: None).cache)
+            with native_training(), native_steps.cards_of(job):
+                yield named
+
+    @contextlib.contextmanager
+    def trainer(self, name: str, sections: Mapping[str, Any], scale: float = 0.1) -> Iterator[Trainer]:
+        """Before its first step; scale: of what its LoRA is."""
+        with self.ready(self.job(name, sections)) as job, ExitStack() as cleanup:
+            plan = check_job(job, info=self.info)
+            events = cleanup.enter_context(EventLog(Path(job.output.folder)))
+            trainer = build_trainer(plan, {}, cache_job(plan, events), events, cleanup)
+            drawn = {name: scale * _drawn(name, t.shape) for name, t in trainer.lora.tensors().items()}
+            put_lora(trainer, drawn)
+            with own_random_states(trainer.devices, 3):
+                yield trainer
+
+    def run(self, name: str, sections: Mapping[str, Any], **more: Any) -> Any:
+        with self.ready(self.job(name, sections)) as job:
+            return run_job(job, info=self.info, **more)
+
+    def first_step(self, name: str, sections: Mapping[str, Any], scale: float = 0.1) -> Any:
+        """Loss and gradients of the first microbatch."""
+        with self.trainer(name, sections, scale) as trainer:
+            return float(native_steps.on_cpu(trainer.accumulate(1)[0])), gradients(trainer)
+
+
+def _drawn(name: str, shape: torch.Size) -> torch.Tensor:
+    """Of each layer its own."""
+    seed = sum(name.encode()) * 1009 + len(name)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def same_as_cached(bench: Bench) -> Figures:
+    """With a LoRA that changes nothing the loss is that of states from the cache, whose captions are encoded by
+    ComfyUI's own CLIP."""
+    cached, _ = bench.first_step("cached", {**_PLAIN, "lora": {"rank": 2, "alpha": 2.0}}, scale=0.0)
+    found, _ = bench.first_step("live", _PLAIN, scale=0.0)
+    error = abs(found / cached - 1)
+    assert error <= 1e-6, f"the loss is {found} in the place of {cached}"
+    return {"difference": error}
+
+
+def same_in_half(bench: Bench) -> Figures:
+    """Of encoders whose files are in float16, which compute in float32 all the same."""
+    with mock.patch.object(bench, "dtype", torch.float16):
+        return same_as_cached(bench)
+
+
+def central_differences(bench: Bench) -> Figures:
+    """The slope of the loss along the gradient of each encoder, and of all, is the gradient's length."""
+    _, grads = bench.first_step("plain", _PLAIN)
+    figures: Figures = {}
+    with bench.trainer("differences", _PLAIN) as trainer:
+        (batch,) = trainer.microbatches(1)
+        prepared = batch.prepare()
+        start = {name: p.detach().clone() for name, p in trainer.lora.parameters().items()}
+
+        @torch.no_grad()
+        def slope(direction: dict[str, torch.Tensor], size: float) -> float:
+            found = []
+            for sign in (1, -1):
+                for name, parameter in trainer.lora.parameters().items():
+                    parameter.copy_(start[name] + sign * size * direction.get(name, torch.zeros_like(parameter)))
+                found.append(float(batch.forward(prepared)))
+            return (found[0] - found[1]) / (2 * size)
+
+        parts = [name for name in ("clip_l", "clip_g") if any(f".{name}." in each for each in start)]
+        for part in (*(f"text_encoders.{each}." for each in parts), ""):
+            own = {name: each for name, each in grads.items() if name.startswith(part)}
+            length = sum(float(each.double().norm()) ** 2 for each in own.values()) ** 0.5
+            assert length > 1e-6, f"{part} has a gradient of {length}"
+            along = {name: each / length for name, each in own.items()}
+            error = min(abs(slope(along, size) / length - 1) for size in (3e-2, 1e-2, 3e-3))
+            assert error <= 5e-3, f"the slope of {part or 'all'} differs by {error:.2g}"
+            figures[part or "all"] = float(f"{error:.2g}")
+    return figures
+
+
+def _same(name: str, sections: Mapping[str, Any]) -> Callable[[Bench], Figures]:
+    def step(bench: Bench) -> Figures:
+        wanted_loss, wanted = bench.first_step(f"{name} plain", _PLAIN)
+        loss, found = bench.first_step(name, sections)
+        error = difference(found, wanted)
+        assert abs(loss / wanted_loss - 1) <= 1e-5 and error <= 1e-4, (loss, wanted_loss, error)
+        return {"difference": float(f"{error:.2g}")}
+
+    return step
+
+
+def eight_bits(bench: Bench) -> Figures:
+    """Of the diffusion model alone: the text encoders stay as they are, and the loss close."""
+    wanted, _ = bench.first_step("8 bits plain", _PLAIN)
+    with bench.trainer("8 bits", {**_PLAIN, "model": {"quantize": "int8"}}) as trainer:
+        model, _ = trainer.runner.replica_for(0)
+        rounded = [name for name, each in model.named_parameters() if native_steps.is_torchao_tensor(each)]
+        assert rounded and not any(name.startswith("text_encoders.") for name in rounded), rounded[:3]
+        loss = float(trainer.accumulate(1)[0])
+    assert abs(loss / wanted - 1) < 0.05, (loss, wanted)
+    return {"linears": len(rounded)}
+
+
+def resumed(bench: Bench) -> Figures:
+    """Stopped after two steps of four and continued: the same losses and the same file, bit for bit."""
+    whole = bench.run("whole", _RUN)
+    seen: list[Any] = []
+    bench.run("stopped", _RUN, on_event=seen.append, should_stop=lambda: sum(e.kind == "step" for e in seen) >= 2)
+    result = bench.run("stopped", _RUN, resume=True)
+    assert result.losses == whole.losses, (result.losses, whole.losses)
+    assert result.lora.keys() == whole.lora.keys()
+    assert all(torch.equal(each, result.lora[name]) for name, each in whole.lora.items())
+    first = bench.run("other rate", {**_RUN, "optimizer": {"learning_rate": 0.02}})
+    assert first.losses[0] == whole.losses[0] and first.losses[2] != whole.losses[2], "the rate of its own does nothing"
+    return {"tensors": len(whole.lora)}
+
+
+def stock_loader(bench: Bench) -> Figures:
+    """Every key is mapped; the stock CLIP and MODEL with the file say what training says. The run also evaluates and
+    draws, both with the encoders that train."""
+    pictures = {"prompts": ["a red house"], "steps": 2, "every_steps": 0}
+    more = {"samples": pictures, "evaluation": {"folder": str(bench.folder / "images"), "quantiles": [0.5]}}
+    result = bench.run("loaded", {**_RUN, "train": {"steps": 4}, **more})
+    lora = dict(result.lora)
+    assert result.eval_after < result.eval_before, (result.eval_before, result.eval_after)
+    assert len(list((bench.folder / "loaded" / "samples").iterdir())) == 2
+    with small_sizes(bench.family):
+        stock = comfy.sd.load_diffusion_model(str(bench.path))
+    clip = bench.clip()
+    places = comfy.lora.model_lora_keys_clip(clip.cond_stage_model, comfy.lora.model_lora_keys_unet(stock.model, {}))
+    found = comfy.lora.load_lora(dict(lora), places)
+    count = sum(name.endswith(("lora_A.weight", "lora_up.weight")) for name in lora)
+    assert len(found) == count and {key for each in found.values() for key in each.loaded_keys} == set(lora)
+    numbers = {name.split("_text_model")[0] for name in lora if name.startswith("lora_te")}
+    assert numbers == ({"lora_te1", "lora_te2"} if bench.kind == "sdxl" else {"lora_te"}), numbers
+    patched, with_lora = comfy.sd.load_lora_for_models(stock, clip, lora, 1.0, 1.0)
+    (said,) = core.CLIPTextEncode().encode(with_lora, CAPTIONS[0])
+    (before,) = core.CLIPTextEncode().encode(bench.clip(), CAPTIONS[0])
+    with bench.trainer("after", {**_PLAIN, "lora": _LORA}) as trainer, torch.no_grad():
+        _put_file(trainer, lora)
+        model, home = trainer.runner.replica_for(0)
+        tokens = trainer.train_data.text(CAPTIONS[0])
+        ours = states_of(model.text_encoders, tokens, home)
+        noise = torch.randn(1, 4, 1, 8, 8, generator=torch.Generator().manual_seed(5))
+        made = noise_latents(bench.info.family, torch.zeros_like(noise), noise, torch.tensor([0.6]))
+        prediction = predict(bench.info.family, model, made.noisy, made.sigmas, tokens, None)
+    moved = _distance(before[0][0], ours["cond"])
+    error = _distance(said[0][0], ours["cond"])
+    assert moved > 1e-2 and error <= 1e-4, f"states differ by {error:.2g}, the LoRA moves them by {moved:.2g}"
+    picture = native_steps.said_by_sampling(patched, made, said, bench.family.latent)
+    apart = _distance(picture.view(prediction.shape), prediction)
+    assert apart <= 1e-4, f"predictions differ by {apart:.2g}"
+    return {
+        "keys": count,
+        "moved": float(f"{moved:.2g}"),
+        "states": float(f"{error:.2g}"),
+        "said": float(f"{apart:.2g}"),
+    }
+
+
+def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def _put_file(trainer: Trainer, lora: Mapping[str, torch.Tensor]) -> None:
+    """A file's tensors back into the LoRA they came from."""
+    has_both = any(name.startswith("lora_te2") for name in lora)
+    number = {"clip_l": "1", "clip_g": "2"} if has_both else {"clip_l": "", "clip_h": ""}
+
+    def source(name: str) -> torch.Tensor:
+        if not name.startswith("text_encoders."):
+            return lora[f"diffusion_model.{name}"]
+        module, kind, _ = name.rsplit(".", 2)
+        part, layer = module.removeprefix("text_encoders.").split(".transformer.")
+        named = {"lora_A": "lora_down", "lora_B": "lora_up"}[kind]
+        return lora[f"lora_te{number[part]}_{layer.replace('.', '_')}.{named}.weight"]
+
+    put_lora(trainer, {name: source(name) for name in trainer.lora.tensors()})
+
+
+STEPS: dict[str, Callable[[Bench], Figures]] = {
+    "same as cached": same_as_cached,
+    "same in half": same_in_half,
+    "gradients": central_differences,
+    "recompute": _same("recompute", {}),
+    "split": _same("split", {"split": CARDS}),
+    "8 bits": eight_bits,
+    "resume": resumed,
+    "stock LoRA": stock_loader,
+}
+
+
+def prove(text: str) -> dict[str, Any]:
+    """Every step, each on its own."""
+    name, _, chosen = text.partition(": ")
+    found: dict[str, dict[str, Any]] = {}
+    with endless_memory():
+        bench = Bench(name, Path(FOLDER) / name.replace("/", "-"))
+        for step, run in {step: STEPS[step] for step in chosen.split(", ") if step}.items() or STEPS.items():
+            at = time.process_time()
+            try:
+                found[step] = {"fault": "", **run(bench)}
+            except Exception as error:
+                logging.exception("%s: %s", name, step)
+                found[step] = {"fault": one_line(error)}
+            found[step]["seconds"] = round(time.process_time() - at, 1)
+    return {"name": name, "steps": found}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    gc.freeze()  # jobs collect garbage often, and the libraries' objects are none
+    warnings.simplefilter("ignore")
+    logging.getLogger().setLevel(logging.ERROR)  # of VAEs without a file
+    for each in NAMES or BUILDS:
+        print(json.dumps(prove(each)), flush=True)
