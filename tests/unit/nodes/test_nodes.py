@@ -174,6 +174,8 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "references": "STRING",
         "control": "STRING",
         "reference_megapixels": "FLOAT",
+        "evaluation_references": "STRING",
+        "evaluation_control": "STRING",
         "stock_vision": "CLIP_VISION",
     }
 
@@ -441,8 +443,21 @@ def test_an_evaluation_folder_that_would_lack_references_is_refused_with_what_ca
 ) -> None:
     for name in ("dogs", "before", "held_out"):
         _make_images(host.root / "input" / name, 2)
-    with pytest.raises(ValueError, match="holds images alone, and .* needs other files beside each; remove one"):
-        _dataset(nodes, condition="kontext", references="before", evaluation_folder="held_out")
+    asked = {"condition": "kontext", "references": "before", "evaluation_folder": "held_out"}
+    with pytest.raises(
+        ValueError, match=r"needs references of the images in evaluation_folder.*, too; name their folder"
+    ):
+        _dataset(nodes, **asked)
+    beside = _make_images(host.root / "input/held_out_before", 2)
+    dataset = _dataset(nodes, **asked, evaluation_references="held_out_before")
+    assert dataset.evaluation.references == (str(beside),) and "2 for evaluation" in host.texts[-1]
+    look = _node(nodes, "DeviceBridgeTrainingDataset").fingerprint_inputs
+    named = {"folder": "dogs", "evaluation_folder": "held_out", "evaluation_references": "held_out_before"}
+    state = look(**named)
+    (beside / "1.png").unlink()
+    assert look(**named) != state
+    with pytest.raises(ValueError, match=r"1\.png: has no reference in .*held_out_before"):
+        _dataset(nodes, **asked, evaluation_references="held_out_before")
 
 
 def test_what_a_conditioning_said_is_said_to_the_model_again(nodes: ModuleType) -> None:
