@@ -904,6 +904,10 @@ class _Samples:
         return set()
 
 
+class _Link(str):
+    """What a link carries; it may be gone, which a plain string cannot."""
+
+
 class _Named:
     """In place of HostClip and HostVae, which name what a socket holds."""
 
@@ -931,7 +935,7 @@ def test_stock_encoders_take_the_place_of_the_models_own(
     node = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
     settings = {**_defaults(node.define_schema()), "vae": "gone.safetensors", "text_quantize": "int8"}
     links = {"model": sockets["model"], "dataset": sockets["dataset"]}
-    dataset = node.execute(**links, **settings, stock_clip="a", stock_vae="b").args[0]
+    dataset = node.execute(**links, **settings, stock_clip=(stock := _Link("a")), stock_vae="b").args[0]
     assert (dataset.cache.text_source, dataset.cache.latent_source) == (clip, vae)
     assert (dataset.cache.vae, dataset.cache.text_quantize) == ("", "none")
     assert (seen[0][3].clip.fingerprint, seen[0][3].vae.fingerprint) == (clip, vae)
@@ -940,11 +944,36 @@ def test_stock_encoders_take_the_place_of_the_models_own(
     assert shown == f'2 samples are encoded\ntext_source = "{clip}"\nlatent_source = "{vae}"'
     assert "gone.safetensors" in caplog.text and _job(nodes, {**sockets, "dataset": dataset}).cache == dataset.cache
 
-    one = node.execute(**links, **{**settings, "vae": ""}, stock_clip="a").args[0].cache
+    one = node.execute(**links, **{**settings, "vae": ""}, stock_clip=stock).args[0].cache
     assert (one.text_source, one.latent_source) == (clip, "") and seen[1][3].vae is None
     for socket in ("stock_clip", "stock_vae"):
         with pytest.raises(ValueError, match=f"{socket} is connected, but its loader found none"):
             node.execute(**links, **settings, **{socket: None})
+
+
+def test_prompts_that_are_no_captions_are_encoded_by_the_captions_clip_before_the_training(
+    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from devicebridge.jobs import encode_job
+    from devicebridge.nodes import host as host_module
+    from devicebridge.nodes import prompts
+    from devicebridge.nodes.view import JobView
+
+    seen: list[Any] = []
+    monkeypatch.setattr(host_module, "HostClip", lambda value: _Named(value))
+    monkeypatch.setattr(encode_job, "missing_prompts", lambda job: list(job.samples.prompts))
+    monkeypatch.setattr(encode_job, "fill_prompts", lambda job, info, encoders, *rest: seen.append(encoders.clip))
+    job, clip = _job(nodes, {**sockets, "sample_prompts": "a cat"}), _Link("clip")
+    find = prompts.remember_clip({"stock_clip": clip}, lambda files: "another")
+    dataset = dataclasses.replace(sockets["dataset"], find_clip=find)
+    prompts.encode_prompts(dataset, job, None, JobView("1"))
+    assert [each.fingerprint for each in seen] == ["clip"]
+    del clip
+    with pytest.raises(ValueError, match="sample_prompts 'a cat' are no captions .* has let go of the CLIP"):
+        prompts.encode_prompts(dataset, job, None, JobView("1"))
+    prompts.encode_prompts(dataset, _job(nodes, sockets), None, JobView("1"))  # none to draw
+    names = {"text_encoders": "clip.safetensors", "text_encoder_2": "[none]"}
+    assert prompts.remember_clip({**names, "vae": "x"}, dict)() == names, "one of files is loaded again"
 
 
 def test_lists_become_a_dataset_that_only_the_training_node_takes(
