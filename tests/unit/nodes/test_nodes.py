@@ -968,7 +968,7 @@ def test_prompts_that_are_no_captions_are_encoded_by_the_captions_clip_before_th
     dataset = dataclasses.replace(sockets["dataset"], find_clip=find)
     prompts.encode_prompts(dataset, job, None, JobView("1"))
     assert [each.fingerprint for each in seen] == ["clip"]
-    del clip
+    del clip, seen[:]
     with pytest.raises(ValueError, match="sample_prompts 'a cat' are no captions .* has let go of the CLIP"):
         prompts.encode_prompts(dataset, job, None, JobView("1"))
     prompts.encode_prompts(dataset, _job(nodes, sockets), None, JobView("1"))  # none to draw
