@@ -70,32 +70,26 @@ def _inputs() -> list[Socket | io.Input]:
         Socket("default_caption", "data.folders.caption", optional=True, advanced=True),
         Socket("folder_resolutions", "data.folders.resolutions", default=AUTO, optional=True, advanced=True),
         Socket("condition", "data.condition", read=read_file, optional=True, advanced=True, **_condition_options()),
-        Socket(
-            "references",
-            "data.folders.references",
-            f"One per line. {_PLACE}",
-            read=read_lines,
-            default="",
-            multiline=True,
-            placeholder="references, such as: my_photos_before",
-            optional=True,
-            advanced=True,
-        ),
+        _references("references", "data.folders.references", "my_photos_before"),
         Socket("control", "data.folders.control", _PLACE, default="", optional=True, advanced=True),
         Socket("reference_megapixels", "data.reference_megapixels", max=16.0, step=0.01, optional=True, advanced=True),
-        Socket(
-            "evaluation_references",
-            "evaluation.references",
-            f"One per line. {_PLACE}",
-            read=read_lines,
-            default="",
-            multiline=True,
-            placeholder="evaluation_references, such as: my_held_out_before",
-            optional=True,
-            advanced=True,
-        ),
+        _references("evaluation_references", "evaluation.references", "my_held_out_before"),
         Socket("evaluation_control", "evaluation.control", _PLACE, default="", optional=True, advanced=True),
     ]
+
+
+def _references(id: str, key: str, example: str) -> Socket:
+    return Socket(
+        id,
+        key,
+        f"One per line. {_PLACE}",
+        read=read_lines,
+        default="",
+        multiline=True,
+        placeholder=f"{id}, such as: {example}",
+        optional=True,
+        advanced=True,
+    )
 
 
 def _condition_options() -> dict[str, Any]:
