@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -247,9 +248,29 @@ class EvaluationConfig:
             takes time.
         quantiles: Quantiles of the noise levels that the loss is measured at.
         seed: Start of the noise that evaluation adds.
+        references: Folders with the references of these images, as those of a dataset folder. With an evaluation folder
+            and data.condition.
+        control: Folder with what these clips or images follow, likewise.
     """
 
     folder: PathText = ""
     every_steps: StepCount = setting(0, is_free=True)
     quantiles: _Quantiles = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
     seed: Seed = 0
+    references: Annotated[tuple[RequiredPath, ...], Field(max_length=10)] = ()
+    control: PathText = ""
+
+    def __post_init__(self) -> None:
+        given = [key for key in ("references", "control") if vars(self)[key]]
+        if given and not self.folder:
+            raise ValueError(
+                f"evaluation.{given[0]} belongs to the images of evaluation.folder, and there is none; set it"
+            )
+
+    def as_data(self, trained: DataConfig) -> DataConfig:
+        """The images that are held out, cut and conditioned as those that are trained.
+
+        Raises: ValueError for references or control without a condition.
+        """
+        folder = FolderConfig(self.folder, references=self.references, control=self.control)
+        return replace(trained, folders=(folder,), caption_dropout=0.0)

@@ -63,6 +63,9 @@ class JobConfig:
                 "data.condition is made by ComfyUI's nodes, for a model of ComfyUI's own; set model.family = "
                 f'"{COMFYUI}", or remove it'
             )
+        for key in ("references", "control"):
+            if vars(self.evaluation)[key] and not self.data.condition:
+                raise ValueError(f"evaluation.{key} needs data.condition, which says how the model is given it; set it")
         if self.data.encoded and self.evaluation.folder:
             raise ValueError("evaluation.folder holds images, but a job on data.encoded has no encoders; remove it")
         if self.data.encoded and self.samples.prompts:

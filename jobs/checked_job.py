@@ -76,7 +76,12 @@ def comfy_reader(plan: JobPlan) -> ComfyReader:
 def caption_reader(plan: JobPlan) -> ComfyReader:
     """The same of captions alone: what a job makes of files is not in them."""
     reader = comfy_reader(plan)
-    return replace(reader, comfy=replace(reader.comfy, needs=())) if plan.job.data.condition else reader
+    return without_conditions(reader) if plan.job.data.condition else reader
+
+
+def without_conditions(reader: ComfyReader) -> ComfyReader:
+    """Reads text alone."""
+    return replace(reader, comfy=replace(reader.comfy, needs=()))
 
 
 def vae_path(plan: JobPlan) -> Path:

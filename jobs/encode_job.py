@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..config.job import JobConfig
 from ..data.image import ImageRequest
 from ..data.samples import Sample, TrainingSample
@@ -26,20 +27,23 @@ from ..encoding.encode import (
     text_entries,
 )
 from ..encoding.encoded import store_of_encoded
+from ..encoding.key import comfy_text_key
 from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, TextSource
 from ..encoding.store import CacheStore, Stamp
 from ..events import EventLog, Listener
 from ..families.comfy.conditions import WAYS
+from ..families.registry import COMFYUI
 from ..parallel.devices import find_device, random_states, release_cached_memory, restore_random_states
 from ..system.pace import Pace
 from ..training.batches import CachedSamples
-from .checked_job import JobPlan, caption_reader, comfy_reader, component_folder, vae_path
+from .checked_job import JobPlan, caption_reader, comfy_reader, component_folder, vae_path, without_conditions
 from .comfy_entries import (
     NO_ENCODERS,
     ComfyEncoders,
     comfy_conditions,
     comfy_latents,
     comfy_texts,
+    make_comfy_reader,
     refuse_missing,
     refuse_unfit_conditions,
     refuse_unfit_latents,
@@ -115,6 +119,35 @@ def fill_job(plan: JobPlan, on_event: Listener, should_stop: Callable[[], bool],
     """Fill the cache and nothing else; as cache_job, which refuses what does not fit the model."""
     with EventLog(Path(plan.job.output.folder), on_event) as events:
         cache_job(plan, events, should_stop, encoders)
+
+
+def missing_prompts(job: JobConfig) -> list[str]:
+    """Sample prompts that ComfyUI's CLIP is to encode and the cache has not; a job asks other encoders itself."""
+    source, store = job.cache.text_source, cache_store(job)
+    keys = {text: comfy_text_key(text, source, keeps_all=job.model.family == COMFYUI) for text in job.samples.prompts}
+    return [text for text, key in keys.items() if source and key not in store]
+
+
+def fill_prompts(
+    job: JobConfig,
+    info: CheckpointInfo | None,
+    encoders: ComfyEncoders,
+    events: EventLog,
+    should_stop: Callable[[], bool],
+) -> None:
+    """Encode the job's prompts by ComfyUI's CLIP, as its captions were.
+
+    Args:
+        info: the job's model if it was read already.
+    Raises: as fill_cache; ValueError for a CLIP that is not the captions'.
+    """
+    info = info or read_checkpoint(job.model.path, job.model.family, job.model.variant)
+    reader = make_comfy_reader(info.family, info.variant or info.family.variants[0], info.config)
+    source = comfy_texts(job.cache, without_conditions(reader), encoders)
+    events.emit("phase", name="captions")
+    pace = Pace()
+    tell = tell_progress(events, pace)
+    fill_texts(job.samples.prompts, [source], cache_store(job), tell, should_stop, on_begin=pace.restart)
 
 
 def _cached(

@@ -133,15 +133,22 @@ def lora_metadata(plan: JobPlan) -> dict[str, str]:
     }
 
 
+def _names_of(folder: dict[str, Any], key: str) -> dict[str, Any]:
+    """A folder of images, and those beside it, by their names; key is its own."""
+    references = [Path(each).name for each in folder["references"]]
+    named = {each: Path(folder[each]).name for each in (key, "control")}
+    return {**folder, **named, "references": references}
+
+
 def _without_places(config: dict[str, Any]) -> dict[str, Any]:
     """The config without what belongs to one machine: folders become names, devices and saving cadence go."""
     config["model"]["path"] = Path(config["model"]["path"]).name
     del config["model"]["quantized_cache"], config["model"]["second_expert"]
     del config["train"]["offload_activations"], config["train"]["cuda_graphs"]
     config["lora"]["start_from"] = Path(config["lora"]["start_from"]).name
-    config["data"]["folders"] = [{**folder, "path": Path(folder["path"]).name} for folder in config["data"]["folders"]]
+    config["data"]["folders"] = [_names_of(folder, "path") for folder in config["data"]["folders"]]
     config["data"]["encoded"] = Path(config["data"]["encoded"]).name
-    config["evaluation"]["folder"] = Path(config["evaluation"]["folder"]).name
+    config["evaluation"] = _names_of(config["evaluation"], "folder")
     for section in ("split", "parallel", "cache", "output", "samples"):
         del config[section]
     return config

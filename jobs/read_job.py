@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from ..checkpoints.load import make_empty_transformer
 from ..checkpoints.lokr_file import check_lokr_layout
 from ..checkpoints.lora_layouts import check_lora_layout
 from ..checkpoints.lora_start import read_start, refuse_start
-from ..config.job import FolderConfig, JobConfig
+from ..config.job import JobConfig
 from ..data.folders import scan_folders
 from ..data.samples import Sample
 from ..encoding.encode import condition_keys, never
@@ -181,8 +181,7 @@ def read_job(
         samples = scan_folders(job.data, latent, should_stop)
     evaluated: Sequence[Sample] = ()
     if job.evaluation.folder:
-        data = replace(job.data, folders=(FolderConfig(job.evaluation.folder),), caption_dropout=0.0)
-        evaluated = scan_folders(data, latent, should_stop)
+        evaluated = scan_folders(job.evaluation.as_data(job.data), latent, should_stop)
     return ReadJob(job, info, variant, model, targets, tuple(samples), encoded, tuple(evaluated))
 
 
@@ -198,7 +197,9 @@ def _refuse_condition(job: JobConfig, info: CheckpointInfo, variant: Variant) ->
     names_vision = bool(job.cache.stock_vision or job.cache.vision_source)
     if reason := vision_problem(name, family.comfy.needs, is_named=names_vision):
         raise ValueError(reason)
-    if job.evaluation.folder and (reason := evaluation_problem(name)):
+    held_out = job.evaluation
+    beside = {"has_references": bool(held_out.references), "has_control": bool(held_out.control)}
+    if held_out.folder and (reason := evaluation_problem(name, **beside)):
         raise ValueError(reason)
 
 

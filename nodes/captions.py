@@ -13,6 +13,7 @@ from . import host
 from .choices import NONE, device_options, file_options, links_fit, plain_device, read_file
 from .host import io
 from .kept import KEPT, file_state
+from .prompts import remember_clip
 from .saying import said_on_node
 from .sockets import AUTO, Socket, make_inputs, read_section
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
@@ -172,7 +173,8 @@ class CacheCaptionsAndLatents(io.ComfyNode):
             KEPT.remember(folder, map(each.store.path, each.keys()))
         view.show_text(_describe(len(data.samples), cache))
         vae_file = host.path_of_vae(sockets["stock_vae"]) if "stock_vae" in sockets else ""
-        return io.NodeOutput(dataclasses.replace(dataset, cache=cache, vae_file=vae_file))
+        find_clip = remember_clip(sockets, partial(_clip_of_files, model)) if encoders.clip else None
+        return io.NodeOutput(dataclasses.replace(dataset, cache=cache, vae_file=vae_file, find_clip=find_clip))
 
 
 def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any], condition: str = "") -> ComfyEncoders:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -71,20 +70,26 @@ def _inputs() -> list[Socket | io.Input]:
         Socket("default_caption", "data.folders.caption", optional=True, advanced=True),
         Socket("folder_resolutions", "data.folders.resolutions", default=AUTO, optional=True, advanced=True),
         Socket("condition", "data.condition", read=read_file, optional=True, advanced=True, **_condition_options()),
-        Socket(
-            "references",
-            "data.folders.references",
-            f"One per line. {_PLACE}",
-            read=read_lines,
-            default="",
-            multiline=True,
-            placeholder="references, such as: my_photos_before",
-            optional=True,
-            advanced=True,
-        ),
+        _references("references", "data.folders.references", "my_photos_before"),
         Socket("control", "data.folders.control", _PLACE, default="", optional=True, advanced=True),
         Socket("reference_megapixels", "data.reference_megapixels", max=16.0, step=0.01, optional=True, advanced=True),
+        _references("evaluation_references", "evaluation.references", "my_held_out_before"),
+        Socket("evaluation_control", "evaluation.control", _PLACE, default="", optional=True, advanced=True),
     ]
+
+
+def _references(id: str, key: str, example: str) -> Socket:
+    return Socket(
+        id,
+        key,
+        f"One per line. {_PLACE}",
+        read=read_lines,
+        default="",
+        multiline=True,
+        placeholder=f"{id}, such as: {example}",
+        optional=True,
+        advanced=True,
+    )
 
 
 def _condition_options() -> dict[str, Any]:
@@ -123,12 +128,15 @@ class TrainingDatasetNode(io.ComfyNode):
         evaluation_folder: str | None = None,
         references: str | None = "",
         control: str | None = "",
+        evaluation_references: str | None = "",
+        evaluation_control: str | None = "",
         **others: Any,
     ) -> Any:
         """Changed files run the node again, which an unchanged folder name would not; so does a linked name."""
-        if folder is None or evaluation_folder is None or references is None or control is None:
+        beside = (references, control, evaluation_references, evaluation_control)
+        if folder is None or evaluation_folder is None or None in beside:
             return float("nan")
-        given = (folder, read_file(evaluation_folder), *read_lines(references), control.strip())
+        given = (folder, read_file(evaluation_folder), *(name for each in beside if each for name in read_lines(each)))
         names = [name for name in given if name]
         try:
             return [folder_state(host.folder_in_input(name, "folder", _ask), _ask) for name in names]
@@ -147,12 +155,12 @@ class TrainingDatasetNode(io.ComfyNode):
             place = str(host.folder_in_input(sockets["folder"], "folder", _ask))
             name = read_file(sockets["evaluation_folder"])
             held_out = str(host.folder_in_input(name, "evaluation_folder", _ask)) if name else ""
-            beside = _folders_beside(sockets)
+            beside, beside_held_out = _folders_beside(sockets, ""), _folders_beside(sockets, "evaluation_")
         except _Cancelled:
             host.cancel()
         read = partial(read_section, entries=_inputs(), given=sockets)
         data = read(DataConfig, folders=(*earlier, read(FolderConfig, path=place, **beside)))
-        evaluation = read(EvaluationConfig, folder=held_out)
+        evaluation = read(EvaluationConfig, folder=held_out, **beside_held_out)
         try:
             host.NodeView(cls.hidden.unique_id).show_text(_describe(data, evaluation))
         except Stopped:
@@ -160,13 +168,13 @@ class TrainingDatasetNode(io.ComfyNode):
         return io.NodeOutput(TrainingDataset(data, evaluation))
 
 
-def _folders_beside(sockets: Mapping[str, Any]) -> dict[str, Any]:
-    """The folders of references and control, by their full paths."""
-    names = read_lines(sockets.get("references", ""))
-    control = sockets.get("control", "").strip()
+def _folders_beside(sockets: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The folders of references and control, by their full paths. prefix: of the sockets' names."""
+    names = read_lines(sockets.get(f"{prefix}references", ""))
+    control = sockets.get(f"{prefix}control", "").strip()
     return {
-        "references": tuple(str(host.folder_in_input(name, "references", _ask)) for name in names),
-        "control": str(host.folder_in_input(control, "control", _ask)) if control else "",
+        "references": tuple(str(host.folder_in_input(name, f"{prefix}references", _ask)) for name in names),
+        "control": str(host.folder_in_input(control, f"{prefix}control", _ask)) if control else "",
     }
 
 
@@ -188,7 +196,8 @@ def _describe(data: DataConfig, evaluation: EvaluationConfig) -> str:
     from ..families.comfy.conditions import evaluation_problem
     from ..families.spec import LatentSpec
 
-    if evaluation.folder and (reason := evaluation_problem(data.condition)):
+    beside = {"has_references": bool(evaluation.references), "has_control": bool(evaluation.control)}
+    if evaluation.folder and (reason := evaluation_problem(data.condition, **beside)):
         raise ValueError(reason)
     # No model is known here; the files are looked at as a model would that takes any clip.
     latent = LatentSpec(channels=16, spatial_stride=16, fps=16.0)
@@ -196,8 +205,8 @@ def _describe(data: DataConfig, evaluation: EvaluationConfig) -> str:
     num_clips = sum(bool(sample.frames) for sample in samples)
     text = f"{len(samples)} samples per epoch" + (f" ({num_clips} of clips)" if num_clips else "")
     if evaluation.folder:
-        held_out = dataclasses.replace(data, folders=(FolderConfig(evaluation.folder),))
-        text += f", {len(scan_folders(held_out, latent, host.is_cancelled))} for evaluation"
+        held_out = scan_folders(evaluation.as_data(data), latent, host.is_cancelled)
+        text += f", {len(held_out)} for evaluation"
     return text
 
 

@@ -13,6 +13,7 @@ from ..config.training import LORA_ENDING
 from . import background, host
 from .captions import DEFAULT_FOLDER
 from .host import io
+from .prompts import encode_prompts
 from .saying import said_on_node
 from .sockets import Socket, make_inputs, read_lines, read_number_or_name, read_section
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
@@ -156,6 +157,8 @@ class TrainLora(io.ComfyNode):
         view = JobView(cls.hidden.unique_id)
         with host.training_allowed(), model.prepared() as info:
             run = _find_run(job, info, resume, view)
+            if run.finished is None:
+                encode_prompts(dataset, run.job, info, view)
             if run.finished is None and sockets.get("background", False):
                 return _start_in_background(run, info, view)
             result = run.finished or _train(run, info, view)

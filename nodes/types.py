@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,9 +44,11 @@ class TrainingDataset:
     """Images to train and to evaluate on, and where their captions and latents are kept; cache None is the default.
 
     vae_file: of the stock VAE that encoded them; "" where nobody knows.
+    find_clip: gives ComfyUI's CLIP that encoded the captions, or None where it is gone; None where none did.
     """
 
     data: DataConfig
     evaluation: EvaluationConfig
     cache: CacheConfig | None = None
     vae_file: str = ""
+    find_clip: Callable[[], Any] | None = None

@@ -99,14 +99,17 @@ def vision_problem(name: str, needs: Collection[str], *, is_named: bool) -> str:
     )
 
 
-def evaluation_problem(name: str) -> str:
+def evaluation_problem(name: str, *, has_references: bool, has_control: bool) -> str:
     """Why images that are held out cannot be conditioned in this way; "" if they can, or name is empty."""
     way = WAYS.get(name)
-    if way is None or not (way.least or way.takes_control):
+    if way is None:
+        return ""
+    missing = "references" if way.least and not has_references else "control"
+    if missing == "control" and (has_control or not way.takes_control):
         return ""
     return (
-        f'evaluation.folder holds images alone, and data.condition = "{name}" needs other files beside each; '
-        "remove one of the two"
+        f'data.condition = "{name}" needs {missing} of the images in evaluation.folder, too; name their folder with '
+        f"evaluation.{missing}, or remove evaluation.folder"
     )
 
 

@@ -3,7 +3,7 @@
 Takes ComfyUI's folder and a folder for files. Prints one line of JSON:
 
 {"given": {model: "" or how what it is given differs from sampling}, "made": {way: "" or how an entry differs from what
-the nodes make in a graph}, "trained": {way: [loss of a job on folders, loss of one on what the nodes made]},
+the nodes make in a graph}, "trained": {way: [losses of a job on folders, losses of one on what the nodes made]},
 "refused": {what: message}}.
 """
 
@@ -278,8 +278,9 @@ MASKED = "first-frame, by a noise mask"
 MODELS = {"first-frame": "Wan 2.2 I2V 14B", "vace": "Wan VACE", MASKED: "Wan 2.2 TI2V 5B"}
 
 
-def trained(what: str) -> list[float]:
-    """One step of a job on folders, and of one on the CONDITIONING and LATENT of a graph."""
+def trained(what: str) -> list[list[float]]:
+    """One step of a job on folders, and of one on the CONDITIONING and LATENT of a graph; and the loss of both where
+    the same samples are held out."""
     name, way = MODELS[what], what.split(",")[0]
     place, sides = ("wide", WIDE) if what == MASKED else ("clips", SIDES)
     vae = Latents(is_video=True, **({"side": 16, "channels": 48} if what == MASKED else {}))
@@ -305,6 +306,7 @@ def trained(what: str) -> list[float]:
     pair = read_pairs([latent], [[[States().encode("moves")[0][0], options]]])
     encoded = save_encoded(pair, CacheStore(ROOT / "graph"))
     given = {"folders": ({"data": data, "cache": cache}, ComfyEncoders(States(), vae, conditioner))}
+    given["folders"][0]["evaluation"] = {"folder": folders["path"], "control": folders.get("control", "")}
     given["graph"] = ({"data": {"encoded": str(encoded)}}, ComfyEncoders())
     losses = []
     for kind, (sections, encoders) in given.items():
@@ -322,7 +324,8 @@ def trained(what: str) -> list[float]:
             plan = check_job(job, info=info)
             events = cleanup.enter_context(EventLog(Path(job.output.folder)))
             trainer = build_trainer(plan, {}, cache_job(plan, events, encoders=encoders), events, cleanup)
-            losses += [float(each) for each in trainer.accumulate(1)]
+            trainer.eval_data = trainer.eval_data or trainer.train_data
+            losses.append([*(float(each) for each in trainer.accumulate(1)), trainer.evaluate()])
     return losses
 
 

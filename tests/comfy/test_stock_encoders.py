@@ -168,6 +168,27 @@ def test_one_caption_changed_is_one_encoded_and_the_models_own_encoders_share_no
     assert not all(torch.equal(stock[name], own_lora[name]) for name in stock)
 
 
+@pytest.mark.parametrize("how", ["here", pytest.param("background", marks=pytest.mark.long)])
+def test_a_prompt_that_is_no_caption_is_drawn_and_encoded_as_core_does(
+    server: Server, pipelines: dict[str, Path], images: Path, tmp_path: Path, how: str
+) -> None:
+    """By the CLIP that the graph's cache node had, also for a training that runs elsewhere."""
+    prompt, name = "a (blue:1.2) boat", f"drawn_{how}"
+    settings = {"sample_prompts": prompt, "sample_every": 0, "background": how == "background"}
+    graph = _graph("flux2", pipelines["flux2"], images, name=name, **settings)
+    _keep_cores_results(graph, images / "1.png", prompt, tmp_path)
+    _succeed(server.run(graph))
+    folder, end = server.base / "output" / "devicebridge" / name, time.monotonic() + 120
+    while not (folder / f"{name}.safetensors").exists():  # written last
+        log = folder / "background.log"
+        assert time.monotonic() < end, log.read_text(encoding="utf-8") if log.exists() else "nothing was drawn"
+        time.sleep(0.2)
+    assert (folder / "samples" / "000002_0.png").exists()
+    source = _trained(server, name)[1]["devicebridge_text_source"]
+    store = CacheStore(server.base / "output" / f"cache_{images.name}")
+    assert torch.equal(store.get(comfy_text_key(prompt, source))["cond"], load_file(tmp_path / "text.st")["cond"][0])
+
+
 def test_cancel_keeps_the_captions_that_are_done(server: Server, pipelines: dict[str, Path], images: Path) -> None:
     for index in range(3, 20):
         (images / f"{index}.png").write_bytes((images / "0.png").read_bytes())

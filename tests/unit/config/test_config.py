@@ -123,6 +123,21 @@ def test_relative_folders_of_a_list_start_at_the_file(tmp_path):
     assert job.model.path == "m.safetensors", "a name that ComfyUI's folders may have"
 
 
+def test_held_out_images_are_cut_and_conditioned_as_those_that_are_trained():
+    data = {"condition": "vace", "resolutions": [640], "caption_dropout": 0.1}
+    given = {**MINIMAL, "model": {"path": "m.safetensors", "family": "comfyui"}}
+    given["data"] = {**data, "folders": [{"path": "a", "control": "b"}]}
+    job = make_job({**given, "evaluation": {"folder": "c", "control": "d"}})
+    held_out = job.evaluation.as_data(job.data)
+    assert (held_out.condition, held_out.resolutions, held_out.caption_dropout) == ("vace", (640,), 0.0)
+    assert [(each.path, each.control, each.repeats) for each in held_out.folders] == [("c", "d", 1)]
+    with pytest.raises(ValueError, match=r"evaluation\.control belongs to the images of evaluation\.folder"):
+        make_job({**given, "evaluation": {"control": "d"}})
+    given["data"] = {"folders": [{"path": "a"}]}
+    with pytest.raises(ValueError, match=r"evaluation\.control needs data\.condition"):
+        make_job({**given, "evaluation": {"folder": "c", "control": "d"}})
+
+
 def test_broken_toml_names_the_file(tmp_path):
     (tmp_path / "job.toml").write_text("[model\n")
     with pytest.raises(ValueError, match=r"job\.toml"):

@@ -10,7 +10,7 @@ from devicebridge.config.job import job_keys
 from devicebridge.data.folders import scan_folders
 from devicebridge.data.order import BatchOrder
 from devicebridge.data.samples import dataset_fingerprint
-from devicebridge.families.comfy.conditions import WAYS, vision_problem, way_problem
+from devicebridge.families.comfy.conditions import WAYS, evaluation_problem, vision_problem, way_problem
 from devicebridge.tests.clips import save_clip
 from devicebridge.tests.unit.data.test_samples import LATENT, VIDEO, _save
 
@@ -207,3 +207,20 @@ def test_every_name_of_the_setting_is_a_way():
 def test_a_way_that_does_not_fit_says_which_does(name, model, channels, beside, words):
     found = way_problem(name, model, channels, beside)
     assert bool(found) == bool(words) and re.search(words, found)
+
+
+@pytest.mark.parametrize(
+    ("name", "references", "control", "missing"),
+    [
+        ("", False, False, ""),
+        ("first-frame", False, False, ""),
+        ("kontext", False, False, "references"),
+        ("kontext", True, False, ""),
+        ("vace", True, False, "control"),
+        ("vace", False, True, ""),
+        ("fun-control-2.2", False, True, ""),
+    ],
+)
+def test_images_that_are_held_out_need_what_those_that_are_trained_need(name, references, control, missing):
+    found = evaluation_problem(name, has_references=references, has_control=control)
+    assert bool(found) == bool(missing) and f"evaluation.{missing}" in found + "evaluation."

@@ -13,6 +13,7 @@ import torch
 from devicebridge.data.samples import Condition
 from devicebridge.encoding.comfy_data import read_pairs
 from devicebridge.encoding.encoded import save_encoded
+from devicebridge.encoding.key import comfy_text_key
 from devicebridge.encoding.store import CacheStore
 from devicebridge.events import EventLog
 from devicebridge.families.comfy.inputs import read_latents, read_text
@@ -20,7 +21,7 @@ from devicebridge.families.registry import find_family
 from devicebridge.jobs import build
 from devicebridge.jobs.cache_upkeep import prune_caches, verify_cache
 from devicebridge.jobs.comfy_entries import ComfyEncoders
-from devicebridge.jobs.encode_job import CACHE_PARTS, cache_job, cache_store
+from devicebridge.jobs.encode_job import CACHE_PARTS, cache_job, cache_store, fill_prompts, missing_prompts
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.unit.encoding.test_sources import StubClip, StubVae
@@ -181,6 +182,24 @@ def test_texts_of_different_lengths_share_no_batch(tmp_path):
     single = dataclasses.replace(dropping, train=dataclasses.replace(job.train, batch_size=1))
     data, _ = _fill(single, ComfyEncoders())
     assert data.load([0], [True]).text["prompt_embeds"].shape == (1, 3, 16)
+
+
+def test_prompts_that_are_no_captions_are_encoded_once_and_by_the_captions_clip(filled):
+    """As a node does before a training that has no CLIP."""
+    prompts = dataclasses.replace(filled.samples, prompts=("a blue boat", "a green boat"))
+    job, told = dataclasses.replace(filled, samples=prompts), []
+    assert missing_prompts(job) == list(prompts.prompts) and missing_prompts(filled) == []
+    with EventLog(Path(job.cache.folder), told.append) as events:
+        with pytest.raises(ValueError, match=r"cache\.text_source names"):
+            fill_prompts(job, None, ComfyEncoders(_OtherClip(48, 0)), events, lambda: False)
+        fill_prompts(job, None, _encoders(), events, lambda: False)
+    assert missing_prompts(job) == [] and told[-1].kind == "progress" and told[-1].step == 2
+    kept = cache_store(job).get(comfy_text_key("a blue boat", StubClip.fingerprint))
+    assert torch.equal(kept["cond"], StubClip(48, 0).encode("a blue boat")[0][0][0])
+
+
+class _OtherClip(StubClip):
+    fingerprint = StubClip.fingerprint[:-1] + ("0" if StubClip.fingerprint[-1] != "0" else "1")
 
 
 class _TextsOfPictures:

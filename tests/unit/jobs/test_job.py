@@ -17,13 +17,14 @@ import diffusers
 import peft
 import pytest
 import torch
-from devicebridge.config.job import differing_keys, job_to_dict, save_job
+from devicebridge.config.job import differing_keys, job_to_dict, make_job, save_job
 from devicebridge.data.order import BatchOrder
 from devicebridge.events import EventLog
 from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs import resume
 from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job, run_job
+from devicebridge.jobs.lora_output import _without_places
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.toy import TINY
@@ -377,6 +378,17 @@ def test_events_are_written_and_announced(tmp_path):
     phases = [line["name"] for line in written if line["kind"] == "phase"]
     assert phases == ["captions", "latents", "loading", "training"]
     assert [line["step"] for line in written if line["kind"] == "eval"] == [0, 6]
+
+
+def test_folders_in_a_lora_file_are_names_alone():
+    folders = [{"path": "/home/me/after", "references": ["/home/me/before"], "control": "/home/me/depth"}]
+    held_out = {"folder": "/home/me/held", "references": ["/home/me/other"], "control": "/home/me/poses"}
+    model = {"path": "/home/me/m.safetensors", "family": "comfyui"}
+    given = {"model": model, "data": {"folders": folders, "condition": "vace"}, "evaluation": held_out}
+    job = make_job({**given, "train": {"steps": 1}, "output": {"folder": "/home/me/out"}})
+    config = _without_places(job_to_dict(job))
+    assert "/home" not in json.dumps(config)
+    assert config["data"]["folders"][0]["references"] == ["before"] and config["evaluation"]["control"] == "poses"
 
 
 def test_accumulation_is_the_mean_over_its_batches(tmp_path):

@@ -174,6 +174,8 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "references": "STRING",
         "control": "STRING",
         "reference_megapixels": "FLOAT",
+        "evaluation_references": "STRING",
+        "evaluation_control": "STRING",
         "stock_vision": "CLIP_VISION",
     }
 
@@ -441,8 +443,21 @@ def test_an_evaluation_folder_that_would_lack_references_is_refused_with_what_ca
 ) -> None:
     for name in ("dogs", "before", "held_out"):
         _make_images(host.root / "input" / name, 2)
-    with pytest.raises(ValueError, match="holds images alone, and .* needs other files beside each; remove one"):
-        _dataset(nodes, condition="kontext", references="before", evaluation_folder="held_out")
+    asked = {"condition": "kontext", "references": "before", "evaluation_folder": "held_out"}
+    with pytest.raises(
+        ValueError, match=r"needs references of the images in evaluation_folder.*, too; name their folder"
+    ):
+        _dataset(nodes, **asked)
+    beside = _make_images(host.root / "input/held_out_before", 2)
+    dataset = _dataset(nodes, **asked, evaluation_references="held_out_before")
+    assert dataset.evaluation.references == (str(beside),) and "2 for evaluation" in host.texts[-1]
+    look = _node(nodes, "DeviceBridgeTrainingDataset").fingerprint_inputs
+    named = {"folder": "dogs", "evaluation_folder": "held_out", "evaluation_references": "held_out_before"}
+    state = look(**named)
+    (beside / "1.png").unlink()
+    assert look(**named) != state
+    with pytest.raises(ValueError, match=r"1\.png: has no reference in .*held_out_before"):
+        _dataset(nodes, **asked, evaluation_references="held_out_before")
 
 
 def test_what_a_conditioning_said_is_said_to_the_model_again(nodes: ModuleType) -> None:
@@ -889,6 +904,10 @@ class _Samples:
         return set()
 
 
+class _Link(str):
+    """What a link carries; it may be gone, which a plain string cannot."""
+
+
 class _Named:
     """In place of HostClip and HostVae, which name what a socket holds."""
 
@@ -916,7 +935,7 @@ def test_stock_encoders_take_the_place_of_the_models_own(
     node = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
     settings = {**_defaults(node.define_schema()), "vae": "gone.safetensors", "text_quantize": "int8"}
     links = {"model": sockets["model"], "dataset": sockets["dataset"]}
-    dataset = node.execute(**links, **settings, stock_clip="a", stock_vae="b").args[0]
+    dataset = node.execute(**links, **settings, stock_clip=(stock := _Link("a")), stock_vae="b").args[0]
     assert (dataset.cache.text_source, dataset.cache.latent_source) == (clip, vae)
     assert (dataset.cache.vae, dataset.cache.text_quantize) == ("", "none")
     assert (seen[0][3].clip.fingerprint, seen[0][3].vae.fingerprint) == (clip, vae)
@@ -925,11 +944,36 @@ def test_stock_encoders_take_the_place_of_the_models_own(
     assert shown == f'2 samples are encoded\ntext_source = "{clip}"\nlatent_source = "{vae}"'
     assert "gone.safetensors" in caplog.text and _job(nodes, {**sockets, "dataset": dataset}).cache == dataset.cache
 
-    one = node.execute(**links, **{**settings, "vae": ""}, stock_clip="a").args[0].cache
+    one = node.execute(**links, **{**settings, "vae": ""}, stock_clip=stock).args[0].cache
     assert (one.text_source, one.latent_source) == (clip, "") and seen[1][3].vae is None
     for socket in ("stock_clip", "stock_vae"):
         with pytest.raises(ValueError, match=f"{socket} is connected, but its loader found none"):
             node.execute(**links, **settings, **{socket: None})
+
+
+def test_prompts_that_are_no_captions_are_encoded_by_the_captions_clip_before_the_training(
+    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from devicebridge.jobs import encode_job
+    from devicebridge.nodes import host as host_module
+    from devicebridge.nodes import prompts
+    from devicebridge.nodes.view import JobView
+
+    seen: list[Any] = []
+    monkeypatch.setattr(host_module, "HostClip", lambda value: _Named(value))
+    monkeypatch.setattr(encode_job, "missing_prompts", lambda job: list(job.samples.prompts))
+    monkeypatch.setattr(encode_job, "fill_prompts", lambda job, info, encoders, *rest: seen.append(encoders.clip))
+    job, clip = _job(nodes, {**sockets, "sample_prompts": "a cat"}), _Link("clip")
+    find = prompts.remember_clip({"stock_clip": clip}, lambda files: "another")
+    dataset = dataclasses.replace(sockets["dataset"], find_clip=find)
+    prompts.encode_prompts(dataset, job, None, JobView("1"))
+    assert [each.fingerprint for each in seen] == ["clip"]
+    del clip, seen[:]
+    with pytest.raises(ValueError, match="sample_prompts 'a cat' are no captions .* has let go of the CLIP"):
+        prompts.encode_prompts(dataset, job, None, JobView("1"))
+    prompts.encode_prompts(dataset, _job(nodes, sockets), None, JobView("1"))  # none to draw
+    names = {"text_encoders": "clip.safetensors", "text_encoder_2": "[none]"}
+    assert prompts.remember_clip({**names, "vae": "x"}, dict)() == names, "one of files is loaded again"
 
 
 def test_lists_become_a_dataset_that_only_the_training_node_takes(
