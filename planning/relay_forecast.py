@@ -81,7 +81,7 @@ class _Inputs:
     def add(self, call: CallCost, *, is_spared: bool) -> None:
         if not call.is_trained:
             return
-        leaving = {}
+        leaving: dict[int, int] = {}
         for number, size in (call.at_home if self._is_home else call.away).items():
             leaves = self._limit is not None and call.away[number] >= self._limit and number not in call.shared
             (leaving if leaves and not is_spared else self._here)[number] = size
