@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from ...system.stopping import never
 from ..devices import CPU, device_module
+from .attempt import agreed_attempt
 from .place import RankPlace
 from .watch import Watch
 
@@ -254,18 +256,18 @@ def joined(
     module: Any = device_module(devices[0])
     if module is not None and hasattr(module, "set_device"):
         module.set_device(devices[0])
-    with _losses_named():
-        store, rank, count = next(dist.rendezvous("env://"))
-        # torchrun keeps its store when it restarts, with the addresses of ranks that are gone. Of several machines each
-        # counts restarts of its own, so there the count is no name.
-        if count == place.num_local:
-            store = dist.PrefixStore(f"attempt {place.num_restarts}", store)
-        backend = dist.Backend.default_device_backend_map.get(devices[0].type, "gloo")
-        dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=count)
-        control = dist.new_group(backend="gloo", timeout=_PATIENCE)
     watch = Watch(limit_s)
     try:
+        with _losses_named():
+            store, rank, count = next(dist.rendezvous("env://"))
+            attempt = agreed_attempt(dist.PrefixStore("attempts", store), place)
+            store = dist.PrefixStore(f"attempt {attempt}", store)
+            backend = dist.Backend.default_device_backend_map.get(devices[0].type, "gloo")
+            dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=count)
+            control = dist.new_group(backend="gloo", timeout=_PATIENCE)
         ranks = Ranks(place, devices, own_stop, control, watch, dist.PrefixStore("job", store))
+        num_restarts = max(attempt - 1, *ranks.gather(place.num_restarts))  # the store is lost with its machine
+        ranks.place = replace(place, num_restarts=num_restarts)
         yield ranks
         ranks.wait()
         dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """`devicebridge` as one rank of several, with one rank that fails in its first start: FAULT is "what rank step".
 
-"sleep" and "oom" happen in a step, "compiler" before the first one. "captions" and "loads" fail nothing: there every
-caption takes as many seconds as the step's number says, and what is loaded and encoded is told.
+"sleep", "oom" and "killed" happen in a step, "compiler" before the first one. "captions" and "loads" fail nothing:
+there every caption takes as many seconds as the step's number says, and what is loaded and encoded is told.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import runpy
+import signal
 import sys
 import time
 from pathlib import Path
@@ -35,6 +36,8 @@ def fail_in_a_forward(trainer, *arguments):
     if IS_FAULTY and trainer.step == int(STEP) and torch.is_grad_enabled():
         if WHAT == "sleep":
             sleep_for_ever()
+        if WHAT == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         raise torch.OutOfMemoryError("no memory is left, says the test")
     return FORWARD(trainer, *arguments)
 
@@ -58,7 +61,7 @@ def load_and_tell(load):
     return told
 
 
-if WHAT in ("sleep", "oom"):
+if WHAT in ("sleep", "oom", "killed"):
     Trainer._loss = fail_in_a_forward
 if WHAT == "compiler":
     torch.compile = functools.partial(torch.compile, backend=make_no_code if IS_FAULTY else "eager")
