@@ -68,7 +68,7 @@ def _train_rank(options: argparse.Namespace, job: JobConfig, place: RankPlace, s
         logging.getLogger().setLevel(logging.ERROR)  # the first one's warnings are the others', too
     listener = Terminal() if place.rank == 0 else None
     with open_ranks(job, place, should_stop) as ranks:
-        resume = options.resume or place.num_restarts > 0
+        resume = options.resume or ranks.place.num_restarts > 0
         try:
             job = encoded_once(job, listener, ranks)
         except Stopped:

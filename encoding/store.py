@@ -22,12 +22,12 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..checkpoints.header import FileHeader, read_file_header
-from ..system.files import TEMPORARY_SUFFIX, save_tensors_atomically, what_helps
+from ..system.files import TEMPORARY_SUFFIX, save_tensors_atomically, what_helps, write_atomically
 
 if TYPE_CHECKING:
     import torch
@@ -149,6 +149,10 @@ class CacheStore:
         listed = json.dumps(list(parts))
         self._save(key, {}, {_KEY_NAME: key, _PARTS: listed, _CHECKSUM: _checksum({}, key + listed)})
 
+    def put_file(self, key: str, data: bytes) -> None:
+        """Write an entry that is the bytes of another store's file. Raises: OSError as put."""
+        self._write(key, lambda path: write_atomically(path, data))
+
     def remove(self, key: str) -> int:
         """Delete an entry; returns its bytes, 0 if it is not there."""
         path = self.path(key)
@@ -176,9 +180,12 @@ class CacheStore:
                 yield key, path
 
     def _save(self, key: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        self._write(key, lambda path: save_tensors_atomically(path, tensors, metadata))
+
+    def _write(self, key: str, write: Callable[[Path], None]) -> None:
         path = self.path(key)
         try:
-            save_tensors_atomically(path, tensors, metadata)
+            write(path)
         except OSError as error:
             # Windows refuses to replace a file that someone has open; that someone has the same entry.
             if os.name == "nt" and isinstance(error, PermissionError) and key in self:

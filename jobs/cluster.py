@@ -48,7 +48,7 @@ def _copies(read: ReadJob, cluster: Cluster) -> Option:
         plan = _plan(read, cluster.cards[:1], cluster.num_cards, "none")
     except ValueError as error:
         return _unfit("data", cluster.num_cards, error)
-    return with_copies(cluster, "data", cluster.num_cards, _part(plan))
+    return with_copies(cluster, "data", cluster.num_cards, _part(read, plan))
 
 
 def _inside_machines(read: ReadJob, cluster: Cluster) -> Option:
@@ -58,7 +58,7 @@ def _inside_machines(read: ReadJob, cluster: Cluster) -> Option:
         plan = _plan(read, cluster.cards, cluster.nodes, inside)
     except ValueError as error:
         return _unfit("one process per machine", cluster.nodes, error)
-    return with_copies(cluster, f"{plan.setting.strategy} in each machine", cluster.nodes, _part(plan))
+    return with_copies(cluster, f"{plan.setting.strategy} in each machine", cluster.nodes, _part(read, plan))
 
 
 def _shares(read: ReadJob, cluster: Cluster, strategy: str) -> Option:
@@ -72,9 +72,8 @@ def _shares(read: ReadJob, cluster: Cluster, strategy: str) -> Option:
     for each in _COMPUTING if scheme is None else (scheme,):
         config = replace(read.job.model, quantize=each)  # type: ignore[arg-type]
         with_scheme = replace(read, job=replace(read.job, model=config))
-        part = replace(
-            _part(_plan(with_scheme, [card], cluster.num_cards, "none", keeps=0)), usable=cluster.cards[0].usable_bytes
-        )
+        plan = _plan(with_scheme, [card], cluster.num_cards, "none", keeps=0)
+        part = replace(_part(read, plan), usable=cluster.cards[0].usable_bytes)
         blocks, home = held_bytes(config, read.subject)
         weights, count = Weights(blocks, home), microbatches_of(read.job, cluster.num_cards)
         found.append(with_shares(cluster, strategy, part, weights, count))
@@ -98,9 +97,9 @@ def _plan(
     return plan_on(job, read.subject, Machine((), tuple(cards)), "never")
 
 
-def _part(plan: TrainingPlan) -> Part:
+def _part(read: ReadJob, plan: TrainingPlan) -> Part:
     card, device = max(zip(plan.cards, plan.devices, strict=True), key=lambda both: both[1].needed)
-    lora = sum(each.lora for each in plan.devices)
+    lora = sum(each.lora for each in plan.devices) * (1 if read.job.lora.dtype == "float32" else 2)
     return Part(device.needed, card.usable_bytes, plan.step_s, lora, plan.setting.describe())
 
 

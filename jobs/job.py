@@ -48,6 +48,7 @@ from .read_job import ReadJob, find_start, read_job
 from .resolve import Machine, find_machine, plan_on
 from .result import TrainingResult
 from .resume import as_decided, find_identity, placement_facts, refuse_other_run
+from .shared_cache import cached_once, entries_of
 
 
 def plan_job(
@@ -220,12 +221,12 @@ def _train(
     """Encode, assemble, train, and write the LoRA file."""
     with living_run(cache_store(plan.job)) as needs, ExitStack() as cleanup:
         try:
-            data = unless_stopped(ranks, lambda: cache_job(plan, events, ranks.is_stop_asked), in_turn=True)
+            data = cached_once(plan, ranks, lambda: cache_job(plan, events, ranks.is_stop_asked))
         except Stopped:
             hint = "captions and latents done so far are kept; start the job again to continue"
             events.emit("stopped", hint=hint)
             return TrainingResult("stopped", resume_hint=hint)
-        needs(set().union(*(samples.keys() for samples in data if samples is not None)))
+        needs(entries_of(data))
         trainer = build_trainer(plan, identity, data, events, cleanup, ranks)
         with own_random_states(trainer.devices, plan.job.train.seed):  # dropout draws from them
             if state is not None:

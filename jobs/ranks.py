@@ -264,11 +264,9 @@ def _described(state: TrainingState | None) -> dict[str, Any]:
     )
 
 
-def unless_stopped(ranks: Ranks, work: Callable[[], T], *, in_turn: bool = False) -> T:
-    """What work returns on each rank, if none was asked to stop meanwhile.
+def unless_stopped(ranks: Ranks, work: Callable[[], T]) -> T:
+    """What work returns on each rank, if none was asked to stop meanwhile; all ranks.
 
-    Args:
-        in_turn: whether the first rank of each machine works before the others begin, who find what it has left.
     Raises: Stopped on every rank; else as Ranks.together.
     """
     stops: list[Stopped] = []
@@ -280,17 +278,10 @@ def unless_stopped(ranks: Ranks, work: Callable[[], T], *, in_turn: bool = False
             stops.append(stopped)
             return None
 
-    def together(is_mine: bool) -> T | None:
-        found = ranks.together(attempt if is_mine else lambda: None)
-        if ranks.any(bool(stops)):
-            raise stops[0] if stops else Stopped("the job was asked to stop")
-        return found
-
-    if not in_turn or not ranks.is_launched:
-        return together(True)  # type: ignore[return-value]
-    is_early = ranks.place.local_rank == 0
-    early, late = together(is_early), together(not is_early)
-    return early if is_early else late  # type: ignore[return-value]
+    found = ranks.together(attempt)
+    if ranks.any(bool(stops)):
+        raise stops[0] if stops else Stopped("the job was asked to stop")
+    return found  # type: ignore[return-value]
 
 
 def is_placed_anew(state: TrainingState, ranks: Ranks) -> bool:

@@ -63,7 +63,7 @@ class Part:
     Args:
         needed: of the card that needs most, of usable there.
         step_s: of its share of the microbatches.
-        lora_bytes: trained.
+        lora_bytes: of its gradients as they travel, in float32.
         setting: as people read it.
     """
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Trains a tiny model on two hosts: two network namespaces of this machine, which reach each other over a virtual cable.
-# Needs root and Linux. With a job file as argument it trains that one, with --resume and the like behind it.
+# Needs root and Linux. With a job file as argument it trains that one, with --resume and the like behind it. JOB_B is the
+# second host's file, with a cache folder of its own, say.
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -42,7 +43,7 @@ host() {  # name, address, whether the meeting point is here
         --rdzv-conf "is_host=$3" "$root/__main__.py" train "${@:4}"
 }
 
-host "$b" 10.77.0.2 0 "$@" &
+host "$b" 10.77.0.2 0 "${JOB_B:-$1}" "${@:2}" &
 other=$!
 host "$a" 10.77.0.1 1 "$@"
 wait "$other"

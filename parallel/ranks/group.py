@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from ...system.stopping import never
 from ..devices import CPU, device_module
+from .attempt import agreed_attempt
 from .place import RankPlace
 from .watch import Watch
 
@@ -50,6 +52,7 @@ class Ranks:
         control: the gloo group of all ranks; None for a job of one process.
         watch: ends this process where it hangs.
         store: what ranks can leave for each other without meeting.
+        names: of the ranks, by number, where these are not all of a job.
     """
 
     def __init__(
@@ -60,9 +63,11 @@ class Ranks:
         control: Any = None,
         watch: Watch | None = None,
         store: Any = None,
+        names: Sequence[int] = (),
     ) -> None:
         self.place, self.devices, self.own_stop = place, tuple(devices), own_stop
         self._control, self.watch, self._store = control, watch, store
+        self._names = tuple(names) or tuple(range(place.num_ranks))
 
     def stopped_by(self, own_stop: Callable[[], bool]) -> Ranks:
         """The same, with another way to ask this process to stop."""
@@ -163,13 +168,27 @@ class Ranks:
             result = work()
         except Exception as found:
             error = found
-        told = self.gather("" if error is None else str(error) or type(error).__name__)
+        is_another = isinstance(error, RankFailed)  # that one tells it, too
+        told = self.gather([is_another, "" if error is None else str(error) or type(error).__name__])
         if error is not None:
             raise error
-        failed = next(((rank, text) for rank, text in enumerate(told) if text), None)
+        failed = min(((later, rank, text) for rank, (later, text) in enumerate(told) if text), default=None)
         if failed is not None:
-            raise RankFailed(f"rank {failed[0]}: {failed[1]}")
+            raise RankFailed(f"rank {self._names[failed[1]]}: {failed[2]}")
         return result
+
+    @contextmanager
+    def among(self, is_member: bool) -> Iterator[Ranks | None]:
+        """Inside, those for whom it is so, as ranks that meet without the others; None for the others; all ranks."""
+        members = [rank for rank, is_in in enumerate(self.gather(is_member)) if is_in]
+        with _losses_named():
+            group = dist.new_group(members, backend="gloo", timeout=_PATIENCE)
+        if not is_member:
+            yield None
+            return
+        place = RankPlace(members.index(self.place.rank), len(members), 0, 1)
+        yield Ranks(place, self.devices, self.own_stop, group, None, self._store, members)
+        dist.destroy_process_group(group)
 
     def dealt(self, count: int, compute: Callable[[int], list[float]], *, in_lockstep: bool) -> list[list[float]]:
         """compute(index) for all indices, each by one rank; all ranks.
@@ -237,18 +256,18 @@ def joined(
     module: Any = device_module(devices[0])
     if module is not None and hasattr(module, "set_device"):
         module.set_device(devices[0])
-    with _losses_named():
-        store, rank, count = next(dist.rendezvous("env://"))
-        # torchrun keeps its store when it restarts, with the addresses of ranks that are gone. Of several machines each
-        # counts restarts of its own, so there the count is no name.
-        if count == place.num_local:
-            store = dist.PrefixStore(f"attempt {place.num_restarts}", store)
-        backend = dist.Backend.default_device_backend_map.get(devices[0].type, "gloo")
-        dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=count)
-        control = dist.new_group(backend="gloo", timeout=_PATIENCE)
     watch = Watch(limit_s)
     try:
+        with _losses_named():
+            store, rank, count = next(dist.rendezvous("env://"))
+            attempt = agreed_attempt(dist.PrefixStore("attempts", store), place)
+            store = dist.PrefixStore(f"attempt {attempt}", store)
+            backend = dist.Backend.default_device_backend_map.get(devices[0].type, "gloo")
+            dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=count)
+            control = dist.new_group(backend="gloo", timeout=_PATIENCE)
         ranks = Ranks(place, devices, own_stop, control, watch, dist.PrefixStore("job", store))
+        num_restarts = max(attempt - 1, *ranks.gather(place.num_restarts))  # the store is lost with its machine
+        ranks.place = replace(place, num_restarts=num_restarts)
         yield ranks
         ranks.wait()
         dist.destroy_process_group()

@@ -20,7 +20,8 @@ class RankPlace:
 
     Args:
         rank: of num_ranks, over all machines. local_rank: of num_local, on this machine.
-        num_restarts: how often torchrun has started all of them anew.
+        num_restarts: how often torchrun has started all of them anew; before they are joined as far as this machine
+            knows.
     """
 
     rank: int

@@ -2,12 +2,14 @@
 
 torchrun ... jobs_worker.py PLAN.json RESULTS.json; the plan is a list of jobs: {"job": file, "resume": bool, "stop":
 the step after which the last rank, and no other, is asked to stop, or 0, "compiler": of compiled blocks, "works", which
-traces them and generates no code, or "fails", on the last rank alone}.
+traces them and generates no code, or "fails", on the last rank alone, "spread": whether each rank is a machine of its
+own, with a cache folder of its own}.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -21,6 +23,7 @@ runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_
 
 import torch  # noqa: E402
 from devicebridge.config.job import load_job  # noqa: E402
+from devicebridge.encoding.sources import FolderLatents, FolderTexts  # noqa: E402
 from devicebridge.jobs.job import run_job  # noqa: E402
 from devicebridge.parallel.devices import CPU, find_devices  # noqa: E402
 from devicebridge.parallel.ranks.group import Ranks, joined  # noqa: E402
@@ -46,8 +49,13 @@ def run(item, joined_ranks):
     with (
         emulated_cards(4) if is_on_cards else contextlib.nullcontext(),
         compiler(item["compiler"], place) as num_graphs,
+        loaded_encoders() as loaded,
     ):
         devices = own_devices(find_devices(job.split.devices), place) if is_on_cards else (CPU,)
+        if item["spread"]:
+            place = dataclasses.replace(place, local_rank=0, num_local=1)
+            cache = dataclasses.replace(job.cache, folder=f"{job.cache.folder}-{place.rank}")
+            job = dataclasses.replace(job, cache=cache)
         ranks = Ranks(place, devices, should_stop, joined_ranks._control, joined_ranks.watch)
         Trainer.train_step, kept = counted, Kept()
         logging.getLogger("devicebridge").addHandler(kept)
@@ -59,6 +67,7 @@ def run(item, joined_ranks):
         graphs = joined_ranks.gather(num_graphs())
     return {
         "graphs": graphs,
+        "loaded": joined_ranks.gather(loaded),
         "log": kept.lines,
         "status": result.status,
         "step": result.step,
@@ -80,6 +89,25 @@ class Kept(logging.Handler):
 
     def emit(self, record):
         self.lines.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def loaded_encoders():
+    """Yields the names of encoders that this rank loads inside."""
+    names = []
+
+    def counted(load):
+        def and_told(source):
+            names.append(source.name)
+            return load(source)
+
+        return and_told
+
+    with (
+        mock.patch.object(FolderTexts, "load", counted(FolderTexts.load)),
+        mock.patch.object(FolderLatents, "load", counted(FolderLatents.load)),
+    ):
+        yield names
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -18,9 +19,11 @@ ROOT = HERE.parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10"}
 
 
-def torchrun(script, *arguments, count, restarts=0):
-    """The command."""
+def torchrun(script, *arguments, count, restarts=0, machines=1, port=0):
+    """The command; of several machines the same on each."""
     flags = [
+        "--nnodes",
+        str(machines),
         "--nproc-per-node",
         str(count),
         "--max-restarts",
@@ -28,15 +31,29 @@ def torchrun(script, *arguments, count, restarts=0):
         "--rdzv-backend",
         "c10d",
         "--rdzv-endpoint",
-        "localhost:0",
+        f"localhost:{port}",
     ]
-    flags += ["--rdzv-id", uuid.uuid4().hex]
+    flags += ["--rdzv-id", f"on-port-{port}" if port else uuid.uuid4().hex]
     return [sys.executable, "-m", "torch.distributed.run", *flags, str(script), *map(str, arguments)]
+
+
+def start_machines(script, files, *, environment, restarts=0):
+    """One torchrun with one process for each job file, as on machines of their own; outputs are read from stdout."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    options = {"count": 1, "restarts": restarts, "machines": len(files), "port": port}
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = {**ENVIRONMENT, "PYTHONUNBUFFERED": "1", **environment}
+    return [subprocess.Popen(torchrun(script, "train", file, **options), env=environment, **how) for file in files]
 
 
 def run_jobs(folder, plan, *, count):
     """Run jobs on so many ranks; what jobs_worker.py says of each. plan: see there."""
-    items = [{"resume": False, "stop": 0, "compiler": "works", **item, "job": str(item["job"])} for item in plan]
+    items = [
+        {"resume": False, "stop": 0, "compiler": "works", "spread": False, **item, "job": str(item["job"])}
+        for item in plan
+    ]
     file, results = folder / f"plan-{uuid.uuid4().hex}.json", folder / f"results-{uuid.uuid4().hex}.json"
     file.write_text(json.dumps(items))
     command = torchrun(HERE / "jobs_worker.py", file, results, count=count)

@@ -25,9 +25,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs gloo over
 LONG = bool(os.environ.get("LONG_TESTS"))
 STEPS, SPLIT_AT = 20, (7, 13)
 CARDS = [f"lazy:{index}" for index in range(4)]
-SHORT = {"steps": 5}
+BRIEF = {"steps": 5}
+SHORT = {} if LONG else BRIEF
 PICTURES = {"train": {"steps": 2, "gradient_accumulation_steps": 3}, "samples": {"prompts": ["a cat"], "steps": 2}}
-# On two ranks. Cards are emulated ones, two for each rank; they are slow, so those runs are short.
+MACHINES = {"train": {"steps": 2}, "samples": {"prompts": ["a cat"]}}
+# On two ranks. Cards are emulated ones, two for each rank; they are slow, so those runs are short in a short run.
 ON_TWO = {
     "data": {"parallel": {"strategy": "data"}},
     "fsdp": {"parallel": {"strategy": "fsdp"}},
@@ -114,9 +116,10 @@ def on_two(folder, alone, on_four):
     plan += [
         {"job": folder / "changed.toml", "resume": True},
         {"job": _job(folder, "pictures", parallel={"strategy": "fsdp"}, **PICTURES)[1]},
+        {"job": _job(folder, "machines", parallel={"strategy": "fsdp"}, **MACHINES)[1], "spread": True},
     ]
     results = run_jobs(folder, plan, count=2)
-    return dict(zip([*jobs, *["chain"] * LONG, "changed", "pictures"], results, strict=True))
+    return dict(zip([*jobs, *["chain"] * LONG, "changed", "pictures", "machines"], results, strict=True))
 
 
 @pytest.mark.parametrize("name", [*ON_TWO, *(pytest.param(name, marks=pytest.mark.long) for name in ON_FOUR)])
@@ -179,6 +182,14 @@ def test_all_ranks_draw_a_picture_and_three_microbatches_are_dealt_to_two(folder
     assert np.abs(found.astype(int) - expected.astype(int)).max() <= 1
 
 
+def test_machines_that_share_no_folder_encode_once_and_have_the_same_entries(folder, alone, on_two):
+    found, kept = on_two["machines"], [folder / f"cache-{rank}" for rank in range(2)]
+    first, other = ({path.name: path.read_bytes() for path in each.glob("??/*")} for each in kept)
+    assert len(first) > 10 and other == first
+    assert len(found["loaded"][0]) == 2 and not found["loaded"][1]
+    assert found["losses"] == pytest.approx(alone[0].losses[:2], rel=1e-5)
+
+
 def _may_make_networks():
     name = f"dbt{os.getpid()}"
     try:
@@ -191,17 +202,19 @@ def _may_make_networks():
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["data", "fsdp"])
 def test_two_hosts_train_the_lora_of_one_process(strategy, folder, alone):
-    """Two network namespaces that reach each other over a virtual cable."""
+    """Two network namespaces that reach each other over a virtual cable, each with a cache folder of its own."""
     if not _may_make_networks():
         pytest.skip("makes network namespaces, which takes root and the command ip")
     expected, alone_job = alone
-    job, file = _job(folder, f"hosts {strategy}", parallel={"strategy": strategy}, train=SHORT)
+    job, file = _job(folder, f"hosts {strategy}", parallel={"strategy": strategy}, train=BRIEF)
+    other, cache = folder / f"hosts {strategy} b.toml", folder / f"cache b {strategy}"
+    save_job(dataclasses.replace(job, cache=dataclasses.replace(job.cache, folder=str(cache))), other)
     command = ["bash", str(ROOT / "scripts" / "two_hosts.sh"), str(file)]
-    done = subprocess.run(
-        command, env={**ENVIRONMENT, "PYTHON": sys.executable}, capture_output=True, text=True, timeout=280, check=False
-    )
+    environment = {**ENVIRONMENT, "PYTHON": sys.executable, "JOB_B": str(other)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0 and "both hosts have ended well" in done.stdout, done.stderr[-3000:]
+    assert len(list(cache.glob("??/*"))) > 10
     lines = (Path(job.output.folder) / "events.jsonl").read_text().splitlines()
     losses = [event["loss"] for event in map(json.loads, lines) if event["kind"] == "step"]
-    assert losses == pytest.approx(expected.losses[: len(losses)], rel=1e-5) and len(losses) == SHORT["steps"]
-    assert _difference(_lora(job, SHORT["steps"]), _lora(alone_job, SHORT["steps"])) < 1e-4
+    assert losses == pytest.approx(expected.losses[: len(losses)], rel=1e-5) and len(losses) == BRIEF["steps"]
+    assert _difference(_lora(job, BRIEF["steps"]), _lora(alone_job, BRIEF["steps"])) < 1e-4

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from devicebridge.cli.main import main
+from devicebridge.jobs.cluster import plan_cluster
 from devicebridge.planning.cards import parse_cards
 from devicebridge.planning.cluster import (
     Cluster,
@@ -18,6 +19,7 @@ from devicebridge.planning.cluster import (
     with_copies,
     with_shares,
 )
+from devicebridge.tests.tiny_pipeline import make_tiny_job
 
 GB = 10**9
 PART = Part(needed=70 * GB, usable=24 * GB, step_s=2.0, lora_bytes=GB, setting="weights in full precision")
@@ -79,3 +81,11 @@ def test_the_command_answers_for_machines_and_refuses_half_a_question(capsys):
     assert {each["strategy"] for each in found["options"]} > {"data", "fsdp", "hsdp"}
     assert main([*flags, "--cards", "2x24GB", "--nodes", "2"]) == 2
     assert "--link 25Gbit" in capsys.readouterr().err
+
+
+def test_gradients_travel_in_float32_whatever_the_lora_is_in(tmp_path):
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        job = make_tiny_job(tmp_path, lora={"dtype": dtype})
+        found.append({each.strategy: each.exchange_s for each in plan_cluster(job, _cluster())})
+    assert found[0]["data"] > 0 and found[0] == pytest.approx(found[1])

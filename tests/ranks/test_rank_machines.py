@@ -1,0 +1,121 @@
+"""Several machines, as several torchruns on one: captions and latents are made once, and all begin anew together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from devicebridge.config.job import save_job
+from devicebridge.jobs.job import run_job
+from devicebridge.tests.ranks.launching import HERE, none_left, ranks_of, start_machines
+from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_dataset
+from devicebridge.training.loop import checkpoint_folder
+from devicebridge.training.state import list_checkpoints
+from safetensors.torch import load_file
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="needs gloo over a loopback device"),
+    pytest.mark.long,  # the short tests of both are in test_rank_jobs.py and test_attempt.py
+]
+
+
+def _files(folder, name, *, steps=4, caches=2, **sections):
+    """A job, and its file on each of two machines, with a cache folder of its own or the same one."""
+    train = {"steps": steps, "batch_size": 1, "gradient_accumulation_steps": 2}
+    output = {"folder": str(folder / name), "save_every_steps": 2}
+    job = make_tiny_job(folder, "wan", train=train, output=output, evaluation={"folder": ""}, **sections)
+    files = [folder / f"{name}-{index}.toml" for index in range(2)]
+    for index, file in enumerate(files):
+        cache = dataclasses.replace(job.cache, folder=str(folder / f"{name}-cache-{index % caches}"))
+        save_job(dataclasses.replace(job, cache=cache), file)
+    return job, files
+
+
+@contextlib.contextmanager
+def _running(files, fault, restarts=0):
+    started = start_machines(HERE / "faulty_rank.py", files, environment={"FAULT": fault}, restarts=restarts)
+    try:
+        yield started
+    finally:
+        for each in started:
+            each.kill()
+            each.stdout.close()
+            each.wait()
+
+
+def _ended(started):
+    """What each printed, when all have ended."""
+    return [each.communicate(timeout=200)[0] for each in started]
+
+
+def _entries(folder, name):
+    kept = [folder / f"{name}-cache-{index}" for index in range(2)]
+    return [{path.name: path.read_bytes() for path in each.glob("??/*")} for each in kept]
+
+
+@pytest.mark.parametrize("caches", [1, 2])
+def test_machines_encode_once_whether_they_share_a_folder_or_not(caches, tmp_path):
+    job, files = _files(tmp_path, "once", caches=caches)
+    with _running(files, "loads 0 0") as started:
+        outputs = _ended(started)
+    assert [each.returncode for each in started] == [0, 0], outputs
+    loads = [output.count("is loaded, says the test") for output in outputs]
+    first, other = _entries(tmp_path, "once")
+    assert len(first) > 10 and list_checkpoints(checkpoint_folder(job))
+    if caches == 2:
+        assert sorted(loads) == [0, 2] and other == first
+        assert any("cache entries" in output and "have travelled" in output for output in outputs)
+    else:
+        assert sum(output.count("1 caption is encoded") for output in outputs) == 6  # five captions and the empty one
+        assert not other and not any("have travelled" in output for output in outputs)
+
+
+def test_a_stop_of_one_machine_is_heard_while_another_encodes(tmp_path):
+    job, files = _files(tmp_path, "stopped")
+    with _running(files, "captions 1 3") as started:
+        while len(found := {**ranks_of(files[0]), **ranks_of(files[1])}) < 2 or not any(_entries(tmp_path, "stopped")):
+            time.sleep(0.2)
+        found[1].send_signal(signal.SIGTERM)
+        asked = time.monotonic()
+        outputs = _ended(started)
+    assert time.monotonic() - asked < 12 and not list_checkpoints(checkpoint_folder(job))  # all captions take 18 s
+    assert [each.returncode for each in started] == [0, 0], outputs
+    assert any("captions and latents done so far are kept" in output for output in outputs)
+    assert all(none_left(file) for file in files)
+
+
+def test_a_machine_with_other_images_is_refused_before_it_encodes(tmp_path):
+    job, files = _files(tmp_path, "other")
+    save_tiny_dataset(tmp_path / "others", seed=5)
+    data = {"folders": [{"path": str(tmp_path / "others")}], "resolutions": [32]}
+    _, (_, other) = _files(tmp_path, "others", data=data)
+    with _running([files[0], other], "loads 0 0") as started:
+        outputs = _ended(started)
+    assert all(each.returncode for each in started)
+    assert any("this machine and the first one do not have the same data: image" in output for output in outputs)
+    assert not list_checkpoints(checkpoint_folder(job))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_after_a_rank_was_killed_all_machines_begin_anew_and_end_with_the_same_lora(rank, tmp_path):
+    job, files = _files(tmp_path, "killed", steps=6, caches=1)
+    with _running(files, f"killed {rank} 3", restarts=1) as started:
+        outputs = _ended(started)
+    assert [each.returncode for each in started] == [0, 0], outputs
+    events = (tmp_path / "killed" / "events.jsonl").read_text().splitlines()
+    steps = [event["step"] for event in map(json.loads, events) if event["kind"] == "step"]
+    assert steps in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 3, 4, 5, 6])  # from its last save on
+    whole = dataclasses.replace(job, output=dataclasses.replace(job.output, folder=str(tmp_path / "whole")))
+    expected, found = (
+        load_file(path) for path in (run_job(whole).lora_path, Path(job.output.folder) / job.output.file_name)
+    )
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.allclose(found[name], tensor, rtol=1e-4, atol=1e-6), name
