@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,7 +174,8 @@ class CacheCaptionsAndLatents(io.ComfyNode):
             KEPT.remember(folder, map(each.store.path, each.keys()))
         view.show_text(_describe(len(data.samples), cache))
         vae_file = host.path_of_vae(sockets["stock_vae"]) if "stock_vae" in sockets else ""
-        find_clip = remember_clip(sockets, partial(_clip_of_files, model)) if encoders.clip else None
+        find = remember_clip(sockets, partial(_clip_of_files, model))
+        find_clip = partial(_named_clip, find) if encoders.clip else None
         return io.NodeOutput(dataclasses.replace(dataset, cache=cache, vae_file=vae_file, find_clip=find_clip))
 
 
@@ -194,6 +196,11 @@ def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any], condition: st
     vae = host.HostVae(sockets["stock_vae"]) if "stock_vae" in sockets else None
     vision = host.HostVision(sockets["stock_vision"]) if "stock_vision" in sockets else None
     return ComfyEncoders(clip, vae, host.HostConditioner(clip, vae, vision) if condition else None)
+
+
+def _named_clip(find: Callable[[], Any]) -> Any:
+    """A CLIP as the cache asks it, by its name; None where it is gone."""
+    return None if (clip := find()) is None else host.HostClip(clip)
 
 
 def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:

@@ -59,6 +59,6 @@ def encode_prompts(dataset: TrainingDataset, job: JobConfig, info: CheckpointInf
         raise ValueError(_GONE.format(prompts=", ".join(map(repr, missing))))
     with host.host_memory_freed(), EventLog(Path(job.cache.folder), view) as events:
         try:
-            fill_prompts(job, info, ComfyEncoders(host.HostClip(clip)), events, view.is_cancelled)
+            fill_prompts(job, info, ComfyEncoders(clip), events, view.is_cancelled)
         except Stopped:
             host.cancel()

@@ -44,7 +44,8 @@ class TrainingDataset:
     """Images to train and to evaluate on, and where their captions and latents are kept; cache None is the default.
 
     vae_file: of the stock VAE that encoded them; "" where nobody knows.
-    find_clip: gives ComfyUI's CLIP that encoded the captions, or None where it is gone; None where none did.
+    find_clip: gives ComfyUI's CLIP that encoded the captions, as encoding/sources.py asks it, or None where it is gone;
+        None where none did.
     """
 
     data: DataConfig

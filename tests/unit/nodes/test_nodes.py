@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -955,8 +956,8 @@ def test_prompts_that_are_no_captions_are_encoded_by_the_captions_clip_before_th
     nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from devicebridge.jobs import encode_job
+    from devicebridge.nodes import captions, prompts
     from devicebridge.nodes import host as host_module
-    from devicebridge.nodes import prompts
     from devicebridge.nodes.view import JobView
 
     seen: list[Any] = []
@@ -964,7 +965,8 @@ def test_prompts_that_are_no_captions_are_encoded_by_the_captions_clip_before_th
     monkeypatch.setattr(encode_job, "missing_prompts", lambda job: list(job.samples.prompts))
     monkeypatch.setattr(encode_job, "fill_prompts", lambda job, info, encoders, *rest: seen.append(encoders.clip))
     job, clip = _job(nodes, {**sockets, "sample_prompts": "a cat"}), _Link("clip")
-    find = prompts.remember_clip({"stock_clip": clip}, lambda files: "another")
+    remembered = prompts.remember_clip({"stock_clip": clip}, lambda files: "another")
+    find = functools.partial(captions._named_clip, remembered)
     dataset = dataclasses.replace(sockets["dataset"], find_clip=find)
     prompts.encode_prompts(dataset, job, None, JobView("1"))
     assert [each.fingerprint for each in seen] == ["clip"]
