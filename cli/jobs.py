@@ -177,6 +177,8 @@ def _plan_cluster(options: argparse.Namespace, asked: PlanRequest, cards: Sequen
         )
     if asked.job.model.second_expert:
         raise ValueError("model.second_expert: several machines train one model; remove it to plan one expert alone")
+    if asked.job.lora.text_encoder:
+        raise ValueError("lora.text_encoder: text encoders are trained in one process; plan it without --nodes")
     links = {"link": options.link, "card_link": options.card_link}
     speeds = {name: parse_link(text) for name, text in links.items() if text}
     cluster = Cluster(tuple(cards), options.nodes, **{"link": ASSUMED_LINK_BYTES_PER_S, **speeds})

@@ -63,6 +63,9 @@ def _inside_machines(read: ReadJob, cluster: Cluster) -> Option:
 
 def _shares(read: ReadJob, cluster: Cluster, strategy: str) -> Option:
     """With the fastest scheme that fits."""
+    if read.info.family.host is not None:
+        why = f"{read.info.family.title} is loaded by ComfyUI, and its weights are not shared out; data works"
+        return Option(strategy, cluster.num_cards, "", why=why)
     scheme = asked(read.job.model.quantize)
     if scheme is not None and scheme not in _COMPUTING:
         why = f"{scheme} makes tensors of torchao, which FSDP cannot cut; {scheme}-compute works"

@@ -10,9 +10,10 @@ from ..config.model import has_stages
 from ..families.comfy.native import NativeModel
 from ..planning.space import SearchSpace
 
-# Classes whose blocks do on numbers, or on sizes of their own, what they cannot do on those of a forecast.
+# Classes that do on numbers, or on sizes of their own, what they cannot do on a forecast's tensors without data.
 _BY_NUMBERS = {
-    "AceStepConditionGenerationModel": "it reads numbers of its text and reference, and a forecast has none",
+    "AceStepConditionGenerationModel": "its forward depends on numbers of text and reference; a dry run has shapes",
+    "Anima": "its text adapter turns autocast off for its device, and torch knows no autocast without a device",
     "HiDreamImageTransformer2DModel": "its experts are chosen by the numbers that they compute with",
     "VaceWanModel": "its side blocks are added to what a block gave, and a forecast looks at blocks alone",
     "WanDancerModel": "its music is cut by the shape of the clip, and a forecast takes a square",

@@ -55,6 +55,8 @@ def cached_once(plan: JobPlan, ranks: Ranks, work: Callable[[], Data]) -> Data:
     late = unless_stopped(ranks, lambda: None if is_early else work())
     found = early if is_early else late
     assert found is not None
+    first = ranks.from_first(lambda: order_of(found))
+    ranks.together(lambda: _refuse_other_order(found, first))
     return found
 
 
@@ -66,8 +68,9 @@ def is_to_encode(store: CacheStore, ranks: Ranks) -> bool:
     if ranks.is_first:
         with contextlib.suppress(OSError):  # nobody can write there: what is missing will tell
             claim = Claims(store).take(uuid.uuid4().hex)
+    claims = Claims(store)
     name = ranks.from_first(lambda: claim.path.name if claim else "")
-    has_same_folder = bool(name) and (Claims(store).folder / name).exists()
+    has_same_folder = ranks.together(lambda: name in {each.name for each in claims.folder.glob("*")})
     ranks.wait()
     if claim:
         claim.release()
@@ -77,6 +80,27 @@ def is_to_encode(store: CacheStore, ranks: Ranks) -> bool:
 def entries_of(data: Iterable[CachedSamples | None]) -> set[str]:
     """Every entry that a run reads."""
     return {key for samples in data if samples is not None for key in samples.keys()}  # noqa: SIM118 - no mapping
+
+
+def order_of(data: Iterable[CachedSamples | None]) -> str:
+    """A hash of what each sample is trained on, in order; ranks that differ in it would train some samples twice and
+    others never."""
+    told = [
+        (key, each.text_keys.get(sample.caption), sample.bucket, sample.num_frames, sample.alike)
+        for each in data
+        if each is not None
+        for key, sample in zip(each.latent_keys, each.samples, strict=True)
+    ]
+    return hashlib.sha256(repr(told).encode()).hexdigest()
+
+
+def _refuse_other_order(data: Data, first: str) -> None:
+    """Raises: ValueError if this rank's samples are not those of the first one."""
+    if order_of(data) != first:
+        raise ValueError(
+            "this rank and the first one do not have the same samples: an image is missing here or there, or captions "
+            "differ; give all machines the same images, captions and job file"
+        )
 
 
 def _is_one_machine(ranks: Ranks) -> bool:
@@ -109,7 +133,7 @@ def _copy(store: CacheStore, keys: Sequence[str], machines: Ranks | None, is_sto
     """
     if machines is None:
         return
-    lacking = {key for key in keys if key not in store}
+    lacking = machines.together(lambda: {key for key in keys if key not in store})
     wanted = sorted({key for each in machines.gather(sorted(lacking)) for key in each})
     batches, num_bytes = _batches(store, wanted if machines.is_first else ()), 0
     while True:
@@ -131,6 +155,8 @@ def _batches(store: CacheStore, keys: Iterable[str]) -> Iterator[tuple[list[Head
     heads: list[Head] = []
     found: list[bytes] = []
     for key in keys:
+        if store.check(key) != "whole":
+            raise OSError(f"cache entry {key} is damaged and was not sent; start the job again to compute it anew")
         data = store.path(key).read_bytes()
         heads.append((key, len(data), hashlib.sha256(data).hexdigest()))
         found.append(data)

@@ -47,7 +47,7 @@ def text_encoders_held(job: JobConfig) -> Resident:
 def _records(path: Path, model_path: str) -> dict[str, TensorRecord]:
     """Of a file of text encoders, or those of a whole checkpoint."""
     records = read_header(path).records()
-    is_whole = str(path) == model_path
+    is_whole = path.resolve() == Path(model_path).resolve()
     return {name: each for name, each in records.items() if not is_whole or name.startswith(CLIP_PARTS)}
 
 

@@ -167,7 +167,8 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             "blocks_without_checkpointing": list(plan.uncheckpointed),
             "offloaded_blocks": list(plan.offloaded),
         },
-        "pixels": {"height": plan.bucket[0], "width": plan.bucket[1]},
+        "pixels": {"height": plan.bucket[0], "width": plan.bucket[1]},  # of audio: see unit
+        "unit": plan.unit,
         "frames": plan.frames,
         "devices": [
             {

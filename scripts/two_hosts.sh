@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a tiny model on two hosts: two network namespaces of this machine, which reach each other over a virtual cable.
-# Needs root and Linux. With a job file as argument it trains that one, with --resume and the like behind it. JOB_B is the
-# second host's file, with a cache folder of its own, say.
+# Needs root and Linux. With a job file as argument it trains that one, with --resume and the like behind it. The
+# environment variable JOB_B names another job file for the second host, with a cache folder of its own, say.
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)

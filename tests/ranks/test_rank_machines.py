@@ -91,15 +91,22 @@ def test_a_stop_of_one_machine_is_heard_while_another_encodes(tmp_path):
     assert all(none_left(file) for file in files)
 
 
-def test_a_machine_with_other_images_is_refused_before_it_encodes(tmp_path):
+@pytest.mark.parametrize(
+    ("images", "seed", "message"),
+    [
+        (5, 5, "this machine and the first one do not have the same data: image"),
+        (4, 0, "this rank and the first one do not have the same samples: an image is missing"),
+    ],
+)
+def test_a_machine_with_other_images_is_refused_before_it_trains(images, seed, message, tmp_path):
     job, files = _files(tmp_path, "other")
-    save_tiny_dataset(tmp_path / "others", seed=5)
+    save_tiny_dataset(tmp_path / "others", num_images=images, seed=seed)
     data = {"folders": [{"path": str(tmp_path / "others")}], "resolutions": [32]}
     _, (_, other) = _files(tmp_path, "others", data=data)
     with _running([files[0], other], "loads 0 0") as started:
         outputs = _ended(started)
     assert all(each.returncode for each in started)
-    assert any("this machine and the first one do not have the same data: image" in output for output in outputs)
+    assert any(message in output for output in outputs), outputs
     assert not list_checkpoints(checkpoint_folder(job))
 
 
