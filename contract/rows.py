@@ -369,10 +369,11 @@ ROWS: tuple[Row, ...] = (
         {
             "has": "custom_operations; unet_config",
             "call": "get_model(state_dict, prefix, device=); set_inference_dtype(dtype, manual_cast_dtype); "
-            "process_unet_state_dict(state_dict); clip_target(state_dict)",
+            "process_unet_state_dict(state_dict)",
         },
     ),
     *_read("native", "comfy.supported_models_base.ClipTarget", {"has": "clip"}),
+    *_read("native", "comfy.supported_models.SDXL", {"call": "clip_target(state_dict)"}),
     *_read("native", "comfy.sd1_clip.SD1ClipModel", {"call": "encode_token_weights(token_weight_pairs)"}),
     *_read(
         "native",

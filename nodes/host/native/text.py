@@ -33,7 +33,7 @@ _PARTS = {
 
 def class_of_clip(config: Any) -> str:
     """What ComfyUI makes of the text encoders of a model with this config; "" where none of them can be trained."""
-    target = config.clip_target({})
+    target = config.clip_target({}) if hasattr(config, "clip_target") else None  # ComfyUI's base class has none
     name = getattr(getattr(target, "clip", None), "__name__", "")
     return name if name in _PARTS else ""
 
