@@ -139,7 +139,7 @@ def test_an_entry_that_cannot_be_computed_again_ends_the_run_after_saving(straig
             CacheStore(job.cache.folder).path(key).unlink()
         monkeypatch.setattr("devicebridge.encoding.sources.load_vae", lambda *args: _raise(RuntimeError("no room")))
 
-    message = r"cache entry .*\.safetensors of .*image_\d\.png was deleted .*computed again now: no room\n.*step-000002"
+    message = r"cache entry .*\.safetensors of .*image_\d\.png was deleted .*computed again now: no room\n.*step-00000[23]"  # a batch was read ahead
     with monkeypatch.context(), pytest.raises(RuntimeError, match=message):
         run_job(job, on_event=_after_step(2, spoil))
     monkeypatch.undo()
