@@ -12,6 +12,7 @@ FLUX.2 has half of its blocks, so that its file and two models fit. Ways of a su
 - "without the guard": the same blocks as they are, not watched for what they write in place
   (parallel/offload/in_place.py); only where such a block can be computed again at all.
 - "diffusers": the pack's own family with the same sizes, its samples in memory; FLUX.2 alone.
+- "native, compiled" and "diffusers, compiled": the same two with blocks compiled for this shape.
 
 "forward_ms" is one block's forward with the guard and without, timed in turns where whole steps cannot be.
 bf16, LoRA rank 16, batch 1, 512 x 512 pixels, one micro-batch a step. "forecast" is the planner's peak of allocated
@@ -79,6 +80,7 @@ from devicebridge.nodes.host.native.context import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.offload.in_place import InPlaceGuard, put_back, taken_out  # noqa: E402
 from devicebridge.patches.attention import sound_attention  # noqa: E402
+from devicebridge.patches.compile_blocks import CompiledBlocks, apply_compile, calls_parts  # noqa: E402
 from devicebridge.tests.comfy.native_headers import SDXL, Z_IMAGE  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, small_sizes  # noqa: E402
 from devicebridge.training.batches import BatchReader, LoadedBatch  # noqa: E402
@@ -284,6 +286,8 @@ def measure(name: str) -> dict[str, Any]:
                 own = _diffusers(subject, cleanup)
                 found["lora_parameters_diffusers"] = _num_trained(own)
                 ways["diffusers"] = lambda: timed(own)
+                _add_compiled(ways, "diffusers", own, cleanup)
+            _add_compiled(ways, "native", trainer, cleanup)
             _take_turns(ways, times, found)
     finally:
         path.unlink(missing_ok=True)
@@ -295,6 +299,23 @@ def measure(name: str) -> dict[str, Any]:
                 own / other for own, other in zip(times["native"], each, strict=True)
             )
     return found
+
+
+def _add_compiled(ways: dict[str, Callable[[], float]], way: str, trainer: Trainer, cleanup: ExitStack) -> None:
+    """A way more, with this trainer's blocks compiled; in the others they are not."""
+    if calls_parts(trainer.family):
+        return
+    handle = apply_compile(trainer.runner.replica_for(0)[0], trainer.family)
+    cleanup.callback(handle.remove)
+    own = ways[way]
+    for name, run in list(ways.items()):
+        ways[name] = functools.partial(_uncompiled, handle, run)
+    ways[f"{way}, compiled"] = own
+
+
+def _uncompiled(handle: CompiledBlocks, run: Callable[[], float]) -> float:
+    with handle.paused():
+        return run()
 
 
 def _num_trained(trainer: Trainer) -> int:

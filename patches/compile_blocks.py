@@ -16,16 +16,16 @@ import importlib.util
 import inspect
 import logging
 import shutil
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from ..families.spec import ModelFamily
 from ..quantization.eight_bit_kernels import fault
+from .out_of_place_graph import OutOfPlace
 
 _log = logging.getLogger(__name__)
 
@@ -43,13 +43,43 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Watch = Callable[[nn.Module, Forward, Forward, Arguments], None]
 
 
+class Compiler:
+    """torch.compile with options that all blocks share, since graphs are of one backend."""
+
+    def __init__(self, backend: str | Callable[..., Any], **options: Any) -> None:
+        self._backend, self._options = backend, options
+        self._out_of_place = {keeps: OutOfPlace(backend, keeps_arguments=keeps) for keeps in (False, True)}
+
+    def __call__(self, forward: Forward) -> Forward:
+        return torch.compile(forward, backend=self._backend, **self._options)
+
+    def out_of_place(self, forward: Forward, *, keeps_arguments: bool) -> Forward:
+        """Of one that writes into tensors; see OutOfPlace."""
+        return torch.compile(forward, backend=self._out_of_place[keeps_arguments], **self._options)
+
+
+@runtime_checkable
+class Around(Protocol):
+    """Stands in the place of a block's forward and calls it."""
+
+    def compiled(self, compiler: Compiler) -> Forward:
+        """The same around the forward inside, compiled."""
+        ...
+
+
 class CompiledBlocks:
     """Handle of apply_compile."""
 
-    def __init__(self, blocks: Sequence[nn.Module], settings: ExitStack) -> None:
-        self._blocks = list(blocks)
+    def __init__(self, settings: ExitStack) -> None:
+        self._own: dict[nn.Module, Forward] = {}
         self._settings = settings
         self._graphs_before = _count_graphs()
+
+    def compile(self, block: nn.Module, compiler: Compiler) -> None:
+        """What stands in the place of a block's forward stays there, around what is compiled."""
+        own = block.forward
+        block.forward = own.compiled(compiler) if isinstance(own, Around) else compiler(own)
+        self._own[block] = own
 
     @property
     def num_graphs(self) -> int:
@@ -61,7 +91,7 @@ class CompiledBlocks:
         """Inside, every call of a block is preceded by watch(block, its compiled forward, its own, (args, kwargs))."""
 
         def preceded(block: nn.Module, compiled: Forward) -> Forward:
-            own = types.MethodType(type(block).forward, block)
+            own = self._own[block]
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 watch(block, compiled, own, (args, kwargs))
@@ -69,34 +99,36 @@ class CompiledBlocks:
 
             return forward
 
-        compiled = {block: block.__dict__["forward"] for block in self._blocks}
+        with self._replaced(preceded):
+            yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, blocks compute by their own forwards: shapes that come now make no graphs."""
+        with self._replaced(lambda block, compiled: self._own[block]):
+            yield
+
+    @contextmanager
+    def _replaced(self, other: Callable[[nn.Module, Forward], Forward]) -> Iterator[None]:
+        compiled = {block: block.forward for block in self._own}
         for block, forward in compiled.items():
-            block.forward = preceded(block, forward)
+            block.forward = other(block, forward)
         try:
             yield
         finally:
             for block, forward in compiled.items():
                 block.forward = forward
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, blocks compute by their classes' own forwards: shapes that come now make no graphs."""
-        held = {block: block.__dict__["forward"] for block in self._blocks}
-        for block in held:
-            del block.__dict__["forward"]
-        try:
-            yield
-        finally:
-            for block, forward in held.items():
-                block.forward = forward
-
     def remove(self) -> None:
         """Give every block its own forward back; a second call is a no-op."""
-        if self._blocks:
+        if self._own:
             _log.info("%d graphs were compiled", self.num_graphs)
-        for block in self._blocks:
-            block.__dict__.pop("forward", None)
-        self._blocks = []
+        for block, own in self._own.items():
+            if isinstance(own, Around):
+                block.forward = own
+            else:
+                del block.__dict__["forward"]
+        self._own = {}
         self._settings.close()
 
 
@@ -110,6 +142,12 @@ def _count_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
+
+
+def calls_parts(family: ModelFamily) -> str:
+    """Why the blocks of a model cannot be compiled; "" if they can."""
+    native = family.native
+    return f"{native.class_name} calls the parts of its blocks" if native and native.hooks_children else ""
 
 
 def compile_fault(devices: Sequence[torch.device]) -> str:
@@ -138,14 +176,15 @@ def apply_compile(
     """
     blocks = [block for each in family.block_lists for block in model.get_submodule(each.name).children()]
     settings = ExitStack()
-    handle = CompiledBlocks(blocks, settings)
+    handle = CompiledBlocks(settings)
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options = {"recompile_limit": max_graphs, **options}
     else:
         settings.enter_context(torch._dynamo.config.patch(recompile_limit=max_graphs))
+    compiler = Compiler(**{"backend": "inductor", "fullgraph": True, "dynamic": is_dynamic, **options})
     try:
         for block in blocks:
-            block.forward = torch.compile(block.forward, **{"fullgraph": True, "dynamic": is_dynamic, **options})
+            handle.compile(block, compiler)
     except BaseException:
         handle.remove()
         raise
@@ -162,8 +201,7 @@ def compile_if_possible(
     """
     is_dynamic = num_shapes != 1
     max_graphs = _GRAPHS_PER_SHAPE * len(devices) * (_SHAPES_IF_UNKNOWN if is_dynamic else 1)
-    reason = "" if family.native is None else f"{family.title} is trained as ComfyUI's own code computes it"
-    reason = reason or compile_fault(devices) or _count_fault(max_graphs, len(devices))
+    reason = calls_parts(family) or compile_fault(devices) or _count_fault(max_graphs, len(devices))
     if reason:
         _log.warning("blocks are not compiled: %s", reason)
         return None

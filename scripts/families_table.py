@@ -25,6 +25,7 @@ _COLUMNS = {
     "data": ("data",),
     "tensor": ("tensor",),
     "8-bit": ("8 bits",),
+    "compile": ("compiled",),
     "offload": ("weight offload", "activation offload"),
     "forecast": ("forecast",),
 }
@@ -40,6 +41,7 @@ Made by `scripts/families_table.py`; do not edit. A number points to the reason 
 - **split**: one model over several cards. **pipeline**: microbatches follow each other through it. **data**: copies.
 - **tensor**: every block is divided among the cards while training; in sampling, where a column says so.
 - **8-bit**: the frozen weights; the LoRA stays in full precision.
+- **compile**: blocks by torch.compile.
 - **offload**: weights, and what is kept for the backward, in host memory.
 - **forecast**: memory and time are said before weights are loaded.
 

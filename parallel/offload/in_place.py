@@ -20,7 +20,8 @@ of ComfyUI's classes rests on it, too.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ...patches.compile_blocks import Compiler
 from ...patches.hooks import map_tensors
 from ..devices import CPU, random_state, set_random_state
 from .out_of_place import LateReads, in_place, out_of_place
@@ -67,6 +69,16 @@ class InPlaceGuard:
     def __init__(self, block: nn.Module, passed_by: Sequence[str] = ()) -> None:
         self.block, self.passed_by = block, tuple(passed_by)
         self.known: dict[Any, Writes] = {}
+        self._compiled: dict[bool, Callable[..., Any]] = {}  # by whether what is written reaches the arguments
+
+    def compiled(self, compiler: Compiler) -> InPlaceGuard:
+        """This guard around a compiled forward. A graph writes into nothing that it has saved, so nothing is copied of
+        that."""
+        made = InPlaceGuard(self.block, self.passed_by)
+        made.known = self.known
+        forward = types.MethodType(type(self.block).forward, self.block)
+        made._compiled = {keeps: compiler.out_of_place(forward, keeps_arguments=keeps) for keeps in (False, True)}
+        return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = self._tensors_in(args, kwargs)
@@ -78,10 +90,13 @@ class InPlaceGuard:
         if writes is None:
             writes = self.known[key] = self._learn(tensors, args, kwargs)
         before = [_version(tensor) for tensor in tensors]
-        copies = {index: tensors[index].clone() for index in writes.arguments}
-        needs_copies = torch.is_grad_enabled() and writes.num_copied
-        with _copies(writes, type(self.block).__name__) if needs_copies else nullcontext():
-            output = self._forward(args, kwargs, copies, {index: tensors[index] for index in writes.renewed})
+        if self._compiled:
+            output = self._in_graphs(writes, tensors, args, kwargs)
+        else:
+            copies = {index: tensors[index].clone() for index in writes.arguments}
+            needs_copies = torch.is_grad_enabled() and writes.num_copied
+            with _copies(writes, type(self.block).__name__) if needs_copies else nullcontext():
+                output = self._forward(args, kwargs, copies, {index: tensors[index] for index in writes.renewed})
         if before != [_version(tensor) for tensor in tensors]:
             raise RuntimeError(
                 f"{type(self.block).__name__} changed an argument in place that it did not change before, so its "
@@ -105,10 +120,23 @@ class InPlaceGuard:
         if not others and not renewed:
             return type(self.block).forward(self.block, *args, **kwargs)
         given = {index: out_of_place(tensor) for index, tensor in renewed.items()}
-        numbers, places = itertools.count(), {**others, **given}
-        args, kwargs = map_tensors((args, kwargs), lambda own: places.get(next(numbers), own), self.passed_by)
+        args, kwargs = self._placed(args, kwargs, {**others, **given})
         output = type(self.block).forward(self.block, *args, **kwargs)
         return in_place(output, {id(given[index]): renewed[index] for index in given}) if renewed else output
+
+    def _in_graphs(self, writes: Writes, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        """A graph in which nothing reaches an argument will do where all that is written into are made anew. Torch
+        refuses to trace what writes into a leaf of autograd, so that is copied."""
+        keeps = bool(writes.arguments)
+        written = {index: tensors[index] for index in writes.arguments | writes.renewed}
+        copies = {index: t.clone() for index, t in written.items() if keeps or (t.is_leaf and t.requires_grad)}
+        args, kwargs = self._placed(args, kwargs, copies)
+        return self._compiled[keeps](*args, **kwargs)
+
+    def _placed(self, args: Any, kwargs: Any, places: dict[int, Tensor]) -> tuple[Any, Any]:
+        """The same arguments, with other tensors in some places, by number."""
+        numbers, given = itertools.count(), (args, kwargs)
+        return map_tensors(given, lambda own: places.get(next(numbers), own), self.passed_by) if places else given
 
     def _learn(self, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Writes:
         found, output = self._watched(tensors, args, kwargs, frozenset())

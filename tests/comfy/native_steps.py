@@ -40,6 +40,7 @@ from devicebridge.nodes.host.native.context import native_training
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.parallel.devices import own_random_states
 from devicebridge.parallel.offload.in_place import InPlaceGuard
+from devicebridge.patches.compile_blocks import apply_compile, calls_parts
 from devicebridge.patches.lora import is_torchao_tensor
 from devicebridge.planning.cards import parse_cards
 from devicebridge.planning.plan_training import plan_training
@@ -496,6 +497,25 @@ def _same(name: str, sections: Mapping[str, Any], limit: float = 1e-4) -> Callab
     return step
 
 
+def compiled(bench: Bench) -> Figures:
+    """Blocks as torch's compiler traces and differentiates them, for sizes of one kind and of any; its kernels are
+    compared with uncompiled blocks before every run (training/preflight.py)."""
+    family = bench.info.family
+    if fault := calls_parts(family):
+        raise ValueError(fault)
+    figures = {}
+    for title, is_dynamic in (("one size", False), *([("any size", True)] if _IS_LONG else [])):
+        torch._dynamo.reset()
+        with bench.trainer(title, {}) as trainer, ExitStack() as cleanup:
+            handle = apply_compile(trainer.runner.replica_for(0)[0], family, is_dynamic=is_dynamic, backend="aot_eager")
+            cleanup.callback(handle.remove)
+            loss = float(next(iter(trainer.accumulate(1))))
+            found = {name: each for name, each in gradients(trainer).items() if name in bench.plain[1] or each.any()}
+        _expect(abs(loss / bench.plain[0] - 1), 1e-5, "the difference of the loss")
+        figures[title] = _expect(difference(found, bench.plain[1]), 1e-4, "the difference of the gradients")
+    return figures
+
+
 def _refuse_other(trainer: Trainer, sections: Mapping[str, Any]) -> None:
     """What was asked for and left out is no proof."""
     wanted = sections.get("parallel", {}).get("strategy", "none")
@@ -665,6 +685,7 @@ STEPS: dict[str, Callable[[Bench], Figures]] = {
     "activation offload": _same("activations", {"split": CARDS, "train": {"offload_activations": "on"}}),
     "in place": in_place,
     "8 bits": eight_bits,
+    "compiled": compiled,
     "5 steps": five_steps,
     "resume": resumed,
     "stock LoRA": stock_loader,

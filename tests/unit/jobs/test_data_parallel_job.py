@@ -72,7 +72,7 @@ def test_a_run_with_dropout_resumes_bit_for_bit(tmp_path):
 
 def test_the_first_of_a_shape_on_each_card_is_compiled_alone(tmp_path, monkeypatch):
     """As if blocks were compiled: every card has graphs of its own, and torch compiles for one thread at a time."""
-    monkeypatch.setattr(assembly, "compile_if_possible", lambda *arguments: CompiledBlocks([], ExitStack()))
+    monkeypatch.setattr(assembly, "compile_if_possible", lambda *arguments: CompiledBlocks(ExitStack()))
     plain_take, plain_begin = schedule.Prefetch.take, schedule.StageOrder.begin
     plain_run, runs = DataParallel.run, []  # one before the first step compares gradients
     at, seen = threading.local(), []

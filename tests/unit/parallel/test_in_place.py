@@ -7,6 +7,7 @@ import torch
 from devicebridge.parallel.offload.block_call import checkpoint_calls
 from devicebridge.parallel.offload.in_place import InPlaceGuard, put_back, taken_out
 from devicebridge.parallel.offload.recompute import recompute
+from devicebridge.patches.compile_blocks import Compiler
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -56,6 +57,17 @@ class ByMethods(Pure):
         return x * (y + 1)
 
 
+class ReturningIt(Pure):
+    """Returns what it is called with, once it has written into it, as LTX-2's blocks do."""
+
+    def forward(self, pair, scale):
+        x, other = pair
+        y = torch.tanh(self.first(x))
+        x.add_(self.second(y * scale))
+        x.mul_(y + 1)
+        return x, other
+
+
 class IntoRows(Pure):
     """Writes into views of what it is called with, and of what it has computed itself."""
 
@@ -101,6 +113,7 @@ class Halving(Pure):
         return x / 2
 
 
+THROUGH_VIEWS = (IntoRows, LookingBack, HandingBack)
 WRITING = (IntoItself, IntoArguments, ByMethods, IntoRows, LookingBack, HandingBack, Halving)
 
 
@@ -151,6 +164,11 @@ def _guarded(cls, passed_by=()):
     return block
 
 
+def _compiled(guard):
+    torch._dynamo.reset()
+    return guard.compiled(Compiler("aot_eager", fullgraph=True))
+
+
 def _recomputed(block, *args):
     return recompute(block, args, CPU)
 
@@ -178,6 +196,41 @@ def test_gradients_are_central_differences(cls, way):
 def test_without_the_guard_there_is_an_error_and_no_gradient(cls, way):
     with pytest.raises(RuntimeError, match="in place|inplace"):
         _gradients(_made(cls), WAYS[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cls", [each for each in WRITING if each not in THROUGH_VIEWS])
+def test_compiled_blocks_have_the_gradients_of_uncompiled_ones(cls, way):
+    block = _guarded(cls)
+    expected, guard = _gradients(block, WAYS[way]), block.forward
+    block.forward = _compiled(guard)
+    found = _gradients(block, WAYS[way])
+    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(found, expected, strict=True))
+    x, scale = _inputs()
+    before = x.clone()
+    with torch.no_grad():
+        outputs = block(x, scale), guard(x, scale)
+    assert torch.equal(x, before) and torch.allclose(*outputs, rtol=1e-10)
+
+
+def test_a_compiled_block_may_return_the_tensors_that_it_has_written_into():
+    def run(block, x, scale):
+        first, other = block((x, scale.clone()), scale)
+        return first + 0 * other
+
+    block = _guarded(ReturningIt)
+    block.forward = _compiled(block.forward)
+    for found, expected in zip(_gradients(block, run), _gradients(_made(Pure)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cls", THROUGH_VIEWS)
+def test_a_block_that_cannot_be_compiled_is_an_error_and_no_gradient(cls, way):
+    block = _guarded(cls)
+    block.forward = _compiled(block.forward)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        _gradients(block, WAYS[way])
 
 
 @pytest.mark.parametrize("cls", WRITING)

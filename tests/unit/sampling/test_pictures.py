@@ -426,9 +426,10 @@ def test_blocks_draw_uncompiled_and_are_compiled_again(tmp_path: Path, monkeypat
 
     def compile_all(model: Any, family: Any, *rest: Any) -> CompiledBlocks:
         blocks = [block for each in family.block_lists for block in model.get_submodule(each.name).children()]
+        handle = CompiledBlocks(ExitStack())
         for block in blocks:
-            block.forward = _counting(block.forward, called)
-        return CompiledBlocks(blocks, ExitStack())
+            handle.compile(block, lambda forward: _counting(forward, called))
+        return handle
 
     monkeypatch.setattr(assembly, "compile_if_possible", compile_all)
     job = _job(tmp_path, "run", samples={"every_steps": 1}, train={**TRAIN, "compile": "auto"})

@@ -88,9 +88,9 @@ def _instead_of_torch(monkeypatch, wrap, only=lambda index: True):
     def compile_blocks(model, family, devices, num_shapes):
         blocks = [block for each in family.block_lists for block in model.get_submodule(each.name)]
         blocks = [block for index, block in enumerate(blocks) if only(index)]
+        handles.append(CompiledBlocks(ExitStack()))
         for block in blocks:
-            block.forward = wrap(block.forward)
-        handles.append(CompiledBlocks(blocks, ExitStack()))
+            handles[-1].compile(block, wrap)
         return handles[-1]
 
     monkeypatch.setattr(assembly, "compile_if_possible", compile_blocks)
@@ -282,7 +282,7 @@ def test_states_are_put_back_and_a_finished_run_compares_nothing(job_of, monkeyp
 
     def watched(trainer):
         before = trainer.order.state_dict(), random_states(trainer.devices)
-        compiled = [vars(block)["forward"] for each in trainer.compiled for block in each._blocks]
+        compiled = [vars(block)["forward"] for each in trainer.compiled for block in each._own]
         assert compiled
         try:
             return plain(trainer)
@@ -292,7 +292,7 @@ def test_states_are_put_back_and_a_finished_run_compares_nothing(job_of, monkeyp
                 torch.equal(after[1][name], value) for name, value in before[1].items()
             )
             assert all(parameter.grad is None for parameter in trainer.lora.parameters().values())
-            forwards = [vars(block)["forward"] for each in trainer.compiled for block in each._blocks]
+            forwards = [vars(block)["forward"] for each in trainer.compiled for block in each._own]
             seen.append(all(now is then for now, then in zip(forwards, compiled, strict=True)))
 
     def draw(output):
