@@ -20,6 +20,7 @@ import torch
 
 from ..families.comfy.inputs import (
     COND,
+    GUIDE_ATTENTION,
     GUIDES,
     MORE_SAMPLES,
     NOISE_MASK,
@@ -161,13 +162,36 @@ def _parts_of(value: Any) -> Mapping[str, Any]:
     return {name: each for name, each in seen.items() if each is not None}
 
 
-def must_be_equal(name: str, tensor: torch.Tensor) -> bool:
-    """Whether the model is given this once for all samples of a batch: numbers, strings, what has no batch, and a noise
-    mask with places that are not there, which LTX-Video's guides mark by numbers below zero."""
+def shared_in_batch(latents: Entry, text: Entry) -> Entry:
+    """What of a sample the model is given once for all samples of a batch, so that it must be equal in them.
+
+    Of noise masks LTX-2 asks the first sample's alone whether it has a noise level per frame or per place.
+    """
+    shared = {name: each for name, each in {**latents, **text}.items() if _must_be_equal(name, each)}
+    if NOISE_MASK in latents:
+        shared[f"{NOISE_MASK}.varies"] = _varies_in_frames(latents[NOISE_MASK], latents[SAMPLES])
+    return shared
+
+
+def _must_be_equal(name: str, tensor: torch.Tensor) -> bool:
+    """Numbers, strings, what has no batch, what says how guides are attended to, and a noise mask with places that are
+    not there, which LTX-Video's guides mark by numbers below zero."""
     if name == NOISE_MASK:
         return bool((tensor < 0).any())
-    is_number = not tensor.ndim and tensor.dtype in _NUMBERS.values()
-    return bool(option_path(name)) and (is_number or not name.startswith(OPTION))
+    path, is_number = option_path(name), not tensor.ndim and tensor.dtype in _NUMBERS.values()
+    return bool(path) and (is_number or not name.startswith(OPTION) or path[0] == GUIDE_ATTENTION)
+
+
+def _varies_in_frames(mask: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+    """Whether a frame of a noise mask has several values, in each type that a model may compute in. [3], bool"""
+    frames = fit_mask(mask, _sides(samples))[0].flatten(1)
+    rounded = [frames.to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    return torch.stack([(each.amin(1) != each.amax(1)).any() for each in rounded])
+
+
+def _sides(samples: torch.Tensor) -> tuple[int, ...]:
+    """Frames, height and width of one sample."""
+    return tuple(samples.shape[1:]) if samples.ndim == 4 else (1, *samples.shape[1:])
 
 
 def _has_batch(value: Any) -> TypeGuard[torch.Tensor]:
@@ -296,7 +320,7 @@ def _settle_mask(sample: Entry, text: Entry, what: str) -> None:
 
 def _is_empty(samples: torch.Tensor, mask: torch.Tensor) -> bool:
     """Whether all places that are denoised hold the same number, of each channel."""
-    sides = samples.shape[1:] if samples.ndim == 4 else (1, *samples.shape[1:])
+    sides = _sides(samples)
     is_denoised = (fit_mask(mask, sides) > 0).expand(samples.shape[0], *sides)
     values = [one.reshape(sides)[where] for one, where in zip(samples, is_denoised, strict=True)]
     return all(each.numel() > 1 and bool((each == each[0]).all()) for each in values)

@@ -24,8 +24,10 @@ from ..encoding.sources import ComfyClip, ComfyLatents, ComfyTexts, ComfyTokens,
 from ..encoding.store import CacheStore
 from ..families.comfy.conditions import WAYS
 from ..families.comfy.inputs import (
+    MORE_SAMPLES,
     NOISE_MASK,
     SAMPLES,
+    VOICE,
     latents_problem,
     num_tokens,
     option_path,
@@ -197,7 +199,7 @@ class EncodedSample:
         latents: key of its latents. caption: key of its text.
         bucket: latent sides and text tokens. alike: what else its CONDITIONING says, and how long its sound is, as a
             number. Samples that share both can share a batch.
-        num_frames: video frames that its latents stand for. num_streams: of its LATENT.
+        num_frames: video frames that its latents stand for. has_sound: as a stream, or as a voice to speak with.
     """
 
     latents: str
@@ -206,7 +208,7 @@ class EncodedSample:
     num_frames: int = 1
     mask_path: None = None
     alike: tuple[int, ...] = ()
-    num_streams: int = 1
+    has_sound: bool = False
 
 
 def read_encoded_samples(path: str, reader: ComfyReader) -> tuple[EncodedSample, ...]:
@@ -232,8 +234,10 @@ def _encoded_sample(pair: EncodedPair, reader: ComfyReader) -> EncodedSample:
     num_frames = reader.latent.num_frames(sides[0]) if reader.comfy.latent_dims == 3 else 1
     flat = (1,) if len(sides) == 1 else ()  # audio without height
     bucket = (*flat, *sides, num_tokens(reader.comfy, pair.text_shapes))
-    num_streams = len(pair.latents_shapes)
-    return EncodedSample(pair.latents, pair.text, bucket, num_frames, alike=_alike(pair), num_streams=num_streams)
+    has_sound = any(name.startswith(MORE_SAMPLES) for name in pair.latents_shapes)
+    has_voice = any(option_path(name)[:1] == (VOICE,) for name in pair.text_shapes)
+    alike, hears = _alike(pair), has_sound or has_voice
+    return EncodedSample(pair.latents, pair.text, bucket, num_frames, alike=alike, has_sound=hears)
 
 
 def _alike(pair: EncodedPair) -> tuple[int, ...]:
@@ -251,10 +255,10 @@ def refuse_batches_with_sound(samples: Sequence[EncodedSample], batch_size: int)
 
     Raises: ValueError for batches of several samples with sound, whose noise levels differ in training.
     """
-    if batch_size > 1 and any(sample.num_streams > 1 for sample in samples):
+    if batch_size > 1 and any(sample.has_sound for sample in samples):
         raise ValueError(
-            "train.batch_size is above 1, but this model mixes the noise levels of a batch where a LATENT has sound; "
-            "set batch_size 1 (gradient_accumulation_steps does the same)"
+            "train.batch_size is above 1, but this model mixes the noise levels of a batch where a LATENT has sound, "
+            "or its CONDITIONING a ref_audio; set batch_size 1 (gradient_accumulation_steps does the same)"
         )
 
 

@@ -39,7 +39,9 @@ TOKENS = "tokens."  # [parts, length]
 WEIGHTS = "weights."  # of the tokens, as the prompt says them. [parts, length]
 
 # Of LTX-Video's guides: where the last frames of the latents belong. They mean those latents and their noise mask.
-GUIDES = frozenset({"keyframe_idxs", "guide_attention_entries"})
+GUIDE_ATTENTION = "guide_attention_entries"  # of each guide, how much the others attend to it
+GUIDES = frozenset({"keyframe_idxs", GUIDE_ATTENTION})
+VOICE = "ref_audio"  # of LTX-2: sound that its own is to be like
 
 # Without attention_mask_img_shape no model of our own families reads the mask.
 WITHOUT_EFFECT = frozenset({"attention_mask"})

@@ -111,11 +111,22 @@ def test_samples_with_sounds_of_other_lengths_share_no_batch(tmp_path):
         nested = samples if sound is None else Nested(samples, torch.ones(1, *sound))
         found += read_encoded_samples(str(_save(tmp_path, nested, _conditioning())), LTX)
     assert len({(sample.bucket, sample.alike) for sample in found}) == 3
-    assert [sample.num_streams for sample in found] == [2, 2, 1]
     refuse_batches_with_sound(found, 1)
     refuse_batches_with_sound(found[2:], 2)
     with pytest.raises(ValueError, match="mixes the noise levels of a batch.*set batch_size 1"):
         refuse_batches_with_sound(found, 2)
+
+
+def test_a_voice_is_sound_and_a_noise_mask_is_none(tmp_path):
+    """LTX-2's video listens to a reference of sound, too, through gates of the batch's largest noise level."""
+    voice = _conditioning(ref_audio={"tokens": torch.ones(1, 3, 128)})
+    spoken = read_encoded_samples(str(_save(tmp_path, torch.randn(1, *VIDEO), voice)), LTX)
+    with pytest.raises(ValueError, match="mixes the noise levels of a batch"):
+        refuse_batches_with_sound(spoken, 2)
+    kept = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1, 1)
+    pairs = read_pairs([{"samples": torch.randn(1, *VIDEO), "noise_mask": kept}], [_conditioning()])
+    masked = read_encoded_samples(str(save_encoded(pairs, CacheStore(tmp_path))), LTX)
+    refuse_batches_with_sound(masked, 2)
 
 
 def test_the_size_of_audio_is_counted_in_its_cells(tmp_path):
