@@ -302,10 +302,10 @@ def _settle_mask(sample: Entry, text: Entry, what: str) -> None:
             f"{what}: its CONDITIONING has {', '.join(guided)}, but its LATENT has no noise_mask; connect the latent "
             "of the node that added the guide"
         )
-    if mask is not None and mask.isfinite().all() and not (mask > 0).any():
+    if mask is not None and mask.isfinite().all() and not (fit_mask(mask, _sides(sample[SAMPLES])) > 0).any():
         raise ValueError(
-            f"{what}: its noise_mask is zero everywhere, so that sampling denoises nothing of it, and there is nothing "
-            "to learn; leave places to denoise, such as all frames after the first"
+            f"{what}: its noise_mask is zero in every cell of the latent, so that sampling denoises nothing of it, and "
+            "there is nothing to learn; leave places to denoise, such as all frames after the first, or a larger spot"
         )
     if mask is not None and _is_empty(sample[SAMPLES], mask):
         raise ValueError(

@@ -242,7 +242,7 @@ def test_guides_are_kept_with_the_noise_mask_of_their_latent():
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
-        (torch.zeros(1, 1, 3, 2, 2), "zero everywhere"),
+        (torch.zeros(1, 1, 3, 2, 2), "zero in every cell"),
         (torch.full((1, 1, 3, 2, 2), torch.nan), "noise_mask holds NaN"),
         (torch.rand(1, 3, 3, 2, 2), "a mask has one, or as many"),
         (torch.rand(1, 1, 1, 3, 2, 2), "a mask has one, or as many"),
@@ -252,6 +252,17 @@ def test_guides_are_kept_with_the_noise_mask_of_their_latent():
 def test_a_noise_mask_that_cannot_be_meant_is_refused(mask, words):
     with pytest.raises(ValueError, match=words):
         _pair(torch.randn(1, 4, 3, 2, 2), mask)
+
+
+def test_a_noise_mask_that_no_latent_cell_sees_leaves_nothing_to_learn():
+    """A spot of two pixels lies between the places that samplers look at."""
+    spot = torch.zeros(1, 1, 64, 64)
+    spot[..., :2, :2] = 1
+    assert not fit_mask(spot[0], (1, 8, 8)).any()
+    with pytest.raises(ValueError, match=r"zero in every cell of the latent.*nothing to learn.*larger"):
+        _pair(torch.randn(1, 4, 8, 8), spot)
+    spot[..., :4, :4] = 1
+    assert len(_pair(torch.randn(1, 4, 8, 8), spot)) == 1
 
 
 def test_an_empty_latent_that_holds_a_first_frame_alone_is_no_clip_to_learn():
