@@ -22,6 +22,7 @@ from ..families.comfy.inputs import (
     COND,
     GUIDE_ATTENTION,
     GUIDES,
+    MASK_WITH_SOUND,
     MORE_SAMPLES,
     NOISE_MASK,
     OPTION,
@@ -277,6 +278,8 @@ def _read_masks(mask: Any, shape: torch.Size, what: str) -> torch.Tensor:
         shape: of one sample.
     Raises: ValueError if it is none.
     """
+    if _is_nested(mask):
+        raise ValueError(f"{what}: {MASK_WITH_SOUND}")
     if not isinstance(mask, torch.Tensor) or mask.ndim < 2 or not mask.numel():
         raise ValueError(f"{what}: noise_mask is a tensor [..., H, W], found {_describe(mask)}")
     if len(shape) == 3:

@@ -46,6 +46,11 @@ VOICE = "ref_audio"  # of LTX-2: sound that its own is to be like
 # Without attention_mask_img_shape no model of our own families reads the mask.
 WITHOUT_EFFECT = frozenset({"attention_mask"})
 
+MASK_WITH_SOUND = (
+    "it has a noise_mask, which is read for pictures and videos alone, not for sound; take out the node that adds it "
+    "(LTXVImgToVideoInplace, say), or train the video without its sound (without Concat AV Latent)"
+)
+
 Shape = tuple[int, ...]
 
 
@@ -217,7 +222,7 @@ def latents_problem(
     if NOISE_MASK in shapes and not comfy.reads_all:
         return f"it has a noise_mask, which training of {title} does not read; take it out"
     if NOISE_MASK in shapes and (latent.audio_rows or any(name.startswith(MORE_SAMPLES) for name in shapes)):
-        return "it has a noise_mask, which is read for pictures and videos alone, not for sound; take it out"
+        return MASK_WITH_SOUND
     channels, *sides = shapes[SAMPLES]
     if len(sides) != comfy.latent_dims:
         kind = _AUDIO[comfy.latent_dims] if latent.audio_rows else _KINDS[comfy.latent_dims]

@@ -129,6 +129,17 @@ def test_a_voice_is_sound_and_a_noise_mask_is_none(tmp_path):
     refuse_batches_with_sound(masked, 2)
 
 
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_a_noise_mask_beside_a_sound_is_refused_with_what_helps(tmp_path, is_nested):
+    """As LTXVImgToVideoInplace and Concat AV Latent make it, and a mask that was set on both streams."""
+    kept = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1, 1)
+    samples = Nested(torch.randn(1, *VIDEO), torch.randn(1, *SOUND))
+    latent = {"samples": samples, "noise_mask": Nested(kept, torch.ones(1, *SOUND)) if is_nested else kept}
+    with pytest.raises(ValueError, match="for pictures and videos alone, not for sound.*take out.*or train the video"):
+        path = save_encoded(read_pairs([latent], [_conditioning()]), CacheStore(tmp_path))
+        read_encoded_samples(str(path), LTX)
+
+
 def test_the_size_of_audio_is_counted_in_its_cells(tmp_path):
     path = _save(tmp_path, torch.ones(1, 4, 900), _conditioning())
     reader = _reader(1, rows=1)
