@@ -133,20 +133,23 @@ def comfy_conditions(job: JobConfig, reader: ComfyReader, encoders: ComfyEncoder
 
 
 def refuse_unfit_conditions(
-    reader: ComfyReader, store: CacheStore, keys: Mapping[Wanted, str], batch_size: int
+    reader: ComfyReader, store: CacheStore, keys: Mapping[Wanted, str], sharing: Set[Wanted]
 ) -> None:
     """Refuse entries of another model, and what cannot share a batch. Reads headers only.
 
+    Args:
+        sharing: those that may share a batch.
     Raises: ValueError.
     """
     seen: dict[Any, Shapes] = {}
-    for (_, condition), key in keys.items():
+    for wanted, key in keys.items():
+        _, condition = wanted
         shapes = store.shapes(key)
         if reason := reader.text_problem(shapes):
             raise ValueError(f"the condition of {condition.paths[0]} does not fit: {reason}")
         cut = condition.control or condition.clip
         group = condition.sizes, cut and (cut.crop[2:], len(cut.frames))
-        if batch_size > 1 and seen.setdefault(group, shapes) != shapes:
+        if wanted in sharing and seen.setdefault(group, shapes) != shapes:
             raise ValueError(
                 f"train.batch_size is above 1, but what conditions {condition.paths[0]} has other sizes than another's "
                 "and cannot share a batch; set batch_size 1 (gradient_accumulation_steps does the same)"

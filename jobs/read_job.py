@@ -104,11 +104,10 @@ class ReadJob:
         """The entries that each sample's text is read from."""
         if not (source := self.job.cache.text_source):
             return
-        samples = (*self.samples, *self.eval_samples)
-        wanted = wanted_conditions(self.job, samples)
+        wanted = wanted_conditions(self.job, self.samples, self.eval_samples)
         reader = make_comfy_reader(self.info.family, self.variant, self.info.config)
         made = condition_keys(wanted, comfy_conditions(self.job, reader, NO_ENCODERS)) if wanted else {}
-        for each in samples:
+        for each in (*self.samples, *self.eval_samples):
             own = comfy_text_key(each.caption, source, keeps_all=True)
             if each.condition is None:
                 yield (own,)
