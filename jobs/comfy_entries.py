@@ -203,6 +203,7 @@ class EncodedSample:
         bucket: latent sides and text tokens. alike: what else its CONDITIONING says, and how long its sound is, as a
             number. Samples that share both can share a batch.
         num_frames: video frames that its latents stand for. has_sound: as a stream, or as a voice to speak with.
+        has_mask: whether its LATENT has a noise mask.
     """
 
     latents: str
@@ -212,6 +213,7 @@ class EncodedSample:
     mask_path: None = None
     alike: tuple[int, ...] = ()
     has_sound: bool = False
+    has_mask: bool = False
 
 
 def read_encoded_samples(path: str, reader: ComfyReader) -> tuple[EncodedSample, ...]:
@@ -239,8 +241,15 @@ def _encoded_sample(pair: EncodedPair, reader: ComfyReader) -> EncodedSample:
     bucket = (*flat, *sides, num_tokens(reader.comfy, pair.text_shapes))
     has_sound = any(name.startswith(MORE_SAMPLES) for name in pair.latents_shapes)
     has_voice = any(option_path(name)[:1] == (VOICE,) for name in pair.text_shapes)
-    alike, hears = _alike(pair), has_sound or has_voice
-    return EncodedSample(pair.latents, pair.text, bucket, num_frames, alike=alike, has_sound=hears)
+    return EncodedSample(
+        pair.latents,
+        pair.text,
+        bucket,
+        num_frames,
+        alike=_alike(pair),
+        has_sound=has_sound or has_voice,
+        has_mask=NOISE_MASK in pair.latents_shapes,
+    )
 
 
 def _alike(pair: EncodedPair) -> tuple[int, ...]:

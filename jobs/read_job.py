@@ -96,7 +96,7 @@ class ReadJob:
 
     def _some_mask(self, store: CacheStore) -> dict[str, Tensor]:
         """A noise mask of the encoded samples, if one has any: models take more memory where they are given one."""
-        masked = next((each.latents for each in self.encoded if NOISE_MASK in store.shapes(each.latents)), "")
+        masked = next((each.latents for each in self.encoded if each.has_mask), "")
         entry = (store.get(masked) if masked else None) or {}
         return {name: each for name, each in entry.items() if name == NOISE_MASK}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from devicebridge.encoding import store as store_module
 from devicebridge.encoding.comfy_data import read_pairs, read_samples
 from devicebridge.encoding.encoded import load_encoded, save_encoded
 from devicebridge.encoding.store import CacheStore
@@ -19,10 +20,12 @@ from devicebridge.jobs.comfy_entries import (
     refuse_batches_with_sound,
     resolution_of,
 )
+from devicebridge.jobs.read_job import ReadJob
 from devicebridge.training.batches import CachedSamples, loss_weights
 from devicebridge.training.objective import prediction_loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+READ_HEADER = store_module._read_header
 VIDEO, SOUND = (4, 2, 2, 3), (8, 5, 16)
 
 
@@ -138,6 +141,25 @@ def test_a_noise_mask_beside_a_sound_is_refused_with_what_helps(tmp_path, is_nes
     with pytest.raises(ValueError, match="for pictures and videos alone, not for sound.*take out.*or train the video"):
         path = save_encoded(read_pairs([latent], [_conditioning()]), CacheStore(tmp_path))
         read_encoded_samples(str(path), LTX)
+
+
+def test_a_plan_looks_for_a_noise_mask_in_the_list_and_reads_one_entry_at_most(tmp_path, monkeypatch):
+    plain, kept = torch.randn(3, *VIDEO), torch.tensor([0.0, 1.0]).view(1, 1, 2, 1, 1)
+    pairs = list(read_pairs([{"samples": plain}], [_conditioning(3)]))
+    found = read_encoded_samples(str(save_encoded(pairs, CacheStore(tmp_path))), LTX)
+    pairs += read_pairs([{"samples": plain[:2], "noise_mask": kept}], [_conditioning(2)])
+    masked = read_encoded_samples(str(save_encoded(pairs, CacheStore(tmp_path))), LTX)
+    opened = []
+    monkeypatch.setattr(store_module, "_read_header", lambda path: opened.append(path) or READ_HEADER(path))
+    assert _read(found)._some_mask(CacheStore(tmp_path)) == {} and not opened
+    assert torch.equal(_read(masked)._some_mask(CacheStore(tmp_path))["noise_mask"], kept[0])
+    assert len(set(opened)) == 1
+
+
+def _read(encoded: Any) -> ReadJob:
+    """A job of which the samples alone are read."""
+    nothing: Any = None
+    return ReadJob(nothing, nothing, nothing, nothing, (), (), encoded)
 
 
 def test_the_size_of_audio_is_counted_in_its_cells(tmp_path):
