@@ -203,7 +203,7 @@ class EncodedSample:
         bucket: latent sides and text tokens. alike: what else its CONDITIONING says, and how long its sound is, as a
             number. Samples that share both can share a batch.
         num_frames: video frames that its latents stand for. has_sound: as a stream, or as a voice to speak with.
-        has_mask: whether its LATENT has a noise mask.
+        sound: shape of that stream; () without one. has_mask: whether its LATENT has a noise mask.
     """
 
     latents: str
@@ -213,6 +213,7 @@ class EncodedSample:
     mask_path: None = None
     alike: tuple[int, ...] = ()
     has_sound: bool = False
+    sound: tuple[int, ...] = ()
     has_mask: bool = False
 
 
@@ -239,7 +240,7 @@ def _encoded_sample(pair: EncodedPair, reader: ComfyReader) -> EncodedSample:
     num_frames = reader.latent.num_frames(sides[0]) if reader.comfy.latent_dims == 3 else 1
     flat = (1,) if len(sides) == 1 else ()  # audio without height
     bucket = (*flat, *sides, num_tokens(reader.comfy, pair.text_shapes))
-    has_sound = any(name.startswith(MORE_SAMPLES) for name in pair.latents_shapes)
+    sound = next((shape for name, shape in pair.latents_shapes.items() if name.startswith(MORE_SAMPLES)), ())
     has_voice = any(option_path(name)[:1] == (VOICE,) for name in pair.text_shapes)
     return EncodedSample(
         pair.latents,
@@ -247,7 +248,8 @@ def _encoded_sample(pair: EncodedPair, reader: ComfyReader) -> EncodedSample:
         bucket,
         num_frames,
         alike=_alike(pair),
-        has_sound=has_sound or has_voice,
+        has_sound=bool(sound) or has_voice,
+        sound=sound,
         has_mask=NOISE_MASK in pair.latents_shapes,
     )
 

@@ -158,7 +158,7 @@ class _Course:
         return statistics.median(fronts[_NUM_WARM_UPS:]), statistics.median(tails[_NUM_WARM_UPS:])
 
     def _latents(self, work: Work) -> torch.Tensor:
-        return torch.randn(work.batch_size, *work.latent_shape, device=self._device)
+        return torch.randn(work.batch_shape, device=self._device)
 
     def kinds(self) -> tuple[KindTimes, ...]:
         short = self._short

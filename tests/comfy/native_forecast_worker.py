@@ -1,6 +1,6 @@
 """One process with ComfyUI's Python: what emulated cards hold while tiny models of ComfyUI's own train, and forecasts.
 
-Takes ComfyUI's folder, a folder for files and names of tiny_checkpoints.FAMILIES. Prints one line of JSON per name:
+Takes ComfyUI's folder, a folder for files and names of BUILDS. Prints one line of JSON per name:
 {"name", "errors": {way: {card: forecast / measured - 1}}}.
 """
 
@@ -31,6 +31,7 @@ from devicebridge.checkpoints.load import make_empty_transformer  # noqa: E402
 from devicebridge.config.job import LoraSettings  # noqa: E402
 from devicebridge.encoding.comfy_data import read_conditioning  # noqa: E402
 from devicebridge.execution import ExecutionPlan  # noqa: E402
+from devicebridge.families.comfy.inputs import STREAM  # noqa: E402
 from devicebridge.jobs.build import make_tensor_training  # noqa: E402
 from devicebridge.nodes.host.native.context import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
@@ -43,6 +44,7 @@ from devicebridge.planning.short_model import SampleText, Work  # noqa: E402
 from devicebridge.quantization.kernel_choice import device_kernels  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint, small_sizes  # noqa: E402
+from devicebridge.tests.comfy.trained_families import TRAINED  # noqa: E402
 from devicebridge.tests.emulated import (  # noqa: E402
     CARDS,
     EmulatedTensor,
@@ -51,6 +53,7 @@ from devicebridge.tests.emulated import (  # noqa: E402
     live_bytes,
 )
 from devicebridge.training.adapter import apply_lora  # noqa: E402
+from devicebridge.training.batches import loss_weights  # noqa: E402
 from devicebridge.training.objective import noise_latents, predict, prediction_loss  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
@@ -100,8 +103,20 @@ UNETS = {
 EVEN: dict[str, dict[str, Any]] = {"flux2_heads": {"mlp_ratio": 4.0}, "wan_heads": {"ffn_dim": 256}, "ltxv": {}}
 
 
+def _long_voice(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As LTXV Reference Audio gives it."""
+    return {"frame_rate": 24.0, "ref_audio": {"tokens": torch.randn(1, 60, 128, generator=generator)}}
+
+
+BUILDS = {
+    **FAMILIES,
+    "ltx2": dataclasses.replace(TRAINED["LTX-2"], sound=(8, 60, 16)),
+    "voice": dataclasses.replace(TRAINED["LTX-2"], sound=(), options=_long_voice),
+}
+
+
 def judge(name: str) -> dict[str, Any]:
-    family, folder = FAMILIES[name], Path(FOLDER) / name
+    family, folder = BUILDS[name], Path(FOLDER) / name
     family = dataclasses.replace(family, unet_config={**family.unet_config, **EVEN.get(name, {})})
     folder.mkdir(parents=True)
     with small_sizes(family), native_training(), mock.patch.object(functional, "silu", _silu):
@@ -111,7 +126,8 @@ def judge(name: str) -> dict[str, Any]:
         factor = 2 if name == "sd3" else 4  # whose tiny build knows no more positions
         larger = height * factor, width * factor
         latents = (family.latent[0], *((1,) if len(family.latent) == 3 else tuple(front[1:])), *larger)
-        text = SampleText(read_conditioning(family.condition(1), "text", keeps_all=True))
+        sound = {f"{STREAM}1": torch.empty(0, *family.sound)} if family.sound else {}
+        text = SampleText({**read_conditioning(family.condition(1), "text", keeps_all=True), **sound})
         errors = {}
         costs = ModelCosts(info, info.variant)
         ways = UNETS if costs.is_run_whole else WAYS
@@ -158,17 +174,20 @@ def _measured(info: Any, shape: Any, text: SampleText, way: Way) -> dict[str, in
             made.split.offload_inputs(min_bytes=way.offload_from)
         lora: Any = made.adapter
         optimizer = torch.optim.AdamW(lora.parameters().values(), lr=1e-4, foreach=False)
-        clean, noise = (torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+        streams = _streams(shape, text)
+        sides = (1, 1, 1, sum(map(math.prod, streams))) if streams else shape
+        clean, noise = (torch.randn(1, *sides, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
         noised = noise_latents(info.family, clean, noise, torch.tensor([0.5]))
-        home = CARDS[0]
+        home, given_streams = CARDS[0], {f"{STREAM}{n}": torch.empty(1, 0, *each) for n, each in enumerate(streams)}
         runner = make_tensor_training(made) if way.is_divided else PlainAccumulation(made.model, home)
 
         def loss(nothing: None) -> torch.Tensor:
             given = {key: value[None].to(home) for key, value in text.tensors.items()}
+            given |= {key: value.to(home) for key, value in given_streams.items()}
             guidance = info.variant.training_guidance
             said = predict(info.family, made.model, noised.noisy.to(home), noised.sigmas.to(home), given, guidance)
             del given
-            return prediction_loss(said, noised.target.to(said.device))
+            return prediction_loss(said, noised.target.to(said.device), weights=loss_weights(None, given_streams))
 
         def step() -> None:
             runner.run([MicroBatch(lambda: None, loss)])
@@ -187,6 +206,12 @@ def _measured(info: Any, shape: Any, text: SampleText, way: Way) -> dict[str, in
         with mock.patch.object(EmulatedTensor, "__init__", made_tensor):
             step()
         return {str(card): peak for card, peak in peaks.items()}
+
+
+def _streams(shape: Any, text: SampleText) -> list[tuple[int, ...]]:
+    """Of packed latents; [] for a single one."""
+    sound = text.tensors.get(f"{STREAM}1")
+    return [] if sound is None else [shape, tuple(sound.shape[1:])]
 
 
 def _quantize(way: Way) -> QuantizeSettings | None:

@@ -13,6 +13,7 @@ from devicebridge.tests.comfy_host import comfy_python
 
 pytestmark = pytest.mark.comfy
 WORKER = Path(__file__).with_name("native_forecast_worker.py")
+FORECAST = ("wan", "flux1", "chroma", "qwen_image", "z_image", "sd3", "ltxv", "hunyuan_video", "wan_heads")
 
 
 def _errors(name: str, comfyui: Path, tmp_path: Path) -> dict[str, dict[str, float]]:
@@ -26,11 +27,7 @@ def _errors(name: str, comfyui: Path, tmp_path: Path) -> dict[str, dict[str, flo
 
 @pytest.mark.parametrize(
     "name",
-    ["flux2_heads"]
-    + [
-        pytest.param(name, marks=pytest.mark.long)
-        for name in ("wan", "flux1", "chroma", "qwen_image", "z_image", "sd3", "ltxv", "hunyuan_video", "wan_heads")
-    ],
+    ["flux2_heads"] + [pytest.param(name, marks=pytest.mark.long) for name in (*FORECAST, "ltx2", "voice")],
 )
 def test_the_forecast_is_what_emulated_cards_hold(name: str, comfyui: Path, tmp_path: Path) -> None:
     errors = _errors(name, comfyui, tmp_path)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from devicebridge.config.job import LoraSettings
 from devicebridge.encoding import store as store_module
 from devicebridge.encoding.comfy_data import read_pairs, read_samples
 from devicebridge.encoding.encoded import load_encoded, save_encoded
@@ -21,8 +24,10 @@ from devicebridge.jobs.comfy_entries import (
     resolution_of,
 )
 from devicebridge.jobs.read_job import ReadJob
+from devicebridge.planning.short_model import SampleText, Work, training_step, voice_as_sound
 from devicebridge.training.batches import CachedSamples, loss_weights
 from devicebridge.training.objective import prediction_loss
+from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 READ_HEADER = store_module._read_header
@@ -154,6 +159,52 @@ def test_a_plan_looks_for_a_noise_mask_in_the_list_and_reads_one_entry_at_most(t
     assert _read(found)._some_mask(CacheStore(tmp_path)) == {} and not opened
     assert torch.equal(_read(masked)._some_mask(CacheStore(tmp_path))["noise_mask"], kept[0])
     assert len(set(opened)) == 1
+
+
+def test_a_plan_computes_with_the_longest_sound_beside_the_largest_video(tmp_path):
+    """As a batch has them: packed, and said by tensors without numbers."""
+    found: list[EncodedSample] = []
+    for length in (5, 9, 7):
+        nested = Nested(torch.ones(1, *VIDEO), torch.ones(1, 8, length, 16))
+        found += read_encoded_samples(str(_save(tmp_path, nested, _conditioning())), LTX)
+    plain = read_encoded_samples(str(_save(tmp_path, torch.ones(1, *VIDEO), _conditioning())), LTX)
+    assert _read(plain)._longest_sound() == {}
+    text, shape = SampleText({"cond": torch.ones(6, 8), **_read((*found, *plain))._longest_sound()}), (4, 3, 4, 5)
+    work = Work(shape, 2, torch.float32, None, LoraSettings(), text=text)
+    host = _Host()
+    info: Any = SimpleNamespace(family=SimpleNamespace(host=host))
+    latents = torch.randn(work.batch_shape)
+    training_step(nn.Linear(1, 1), info, SimpleNamespace(training_guidance=None), work, latents)  # type: ignore[arg-type]
+    assert host.noisy.shape == (2, 1, 1, 1, 4 * 3 * 4 * 5 + 8 * 9 * 16)
+    assert stream_shapes(host.given) == [shape, (8, 9, 16)]
+    assert host.given["stream.0"].shape == (2, 0, *shape) and host.given["stream.1"].shape == (2, 0, 8, 9, 16)
+    picture = dataclasses.replace(work, text=text.without_streams)
+    assert picture.batch_shape == (2, *shape) and picture.streams == []
+
+
+def test_a_dry_run_takes_a_voice_for_as_much_more_sound():
+    """It has no numbers, by which LTX-2 places a voice; what the blocks compute with is as long."""
+    voice = {"cond": torch.ones(6, 8), "option.ref_audio.tokens": torch.ones(3, 128)}
+    family: Any = SimpleNamespace(comfy=LTX.comfy)
+
+    def streams(tensors: dict[str, torch.Tensor], family: Any = family) -> list[Any]:
+        work = Work((4, 3, 4, 5), 1, torch.float32, None, LoraSettings(), text=SampleText(tensors))
+        return voice_as_sound(family, work).streams
+
+    assert streams(voice) == [(4, 3, 4, 5), (8, 3, 16)]
+    assert streams({**voice, "stream.1": torch.empty(0, 8, 5, 16)})[1] == (8, 8, 16)
+    assert streams({"cond": torch.ones(6, 8)}) == streams(voice, SimpleNamespace(comfy=_reader().comfy)) == []
+
+
+class _Host:
+    """As ComfyUI's models are called; remembers with what."""
+
+    def example(self, batch: int, device: torch.device, text: Any) -> dict[str, torch.Tensor]:
+        return {name: torch.stack([each] * batch) for name, each in text.items()}
+
+    def predict(self, model: Any, noisy: torch.Tensor, sigmas: torch.Tensor, given: Any, guidance: Any) -> torch.Tensor:
+        self.noisy, self.given = noisy, given
+        return model(noisy[..., None])[..., 0]
 
 
 def _read(encoded: Any) -> ReadJob:
