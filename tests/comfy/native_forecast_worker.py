@@ -1,7 +1,7 @@
 """One process with ComfyUI's Python: what emulated cards hold while tiny models of ComfyUI's own train, and forecasts.
 
 Takes ComfyUI's folder, a folder for files and names of BUILDS. Prints one line of JSON per name:
-{"name", "errors": {way: {card: forecast / measured - 1}}}.
+{"name", "errors": {way: {card: forecast / measured - 1}}}, of LTX-2 with "operations": estimate / counted - 1.
 """
 
 from __future__ import annotations
@@ -25,18 +25,23 @@ import comfy.cli_args  # noqa: E402
 comfy.cli_args.args.cpu = True
 runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
 
+import comfy.ops  # noqa: E402
 import torch  # noqa: E402
+from comfy.ldm.lightricks.av_model import LTXAVModel  # noqa: E402
 from devicebridge.assembly import assemble_for_training  # noqa: E402
 from devicebridge.checkpoints.load import make_empty_transformer  # noqa: E402
 from devicebridge.config.job import LoraSettings  # noqa: E402
 from devicebridge.encoding.comfy_data import read_conditioning  # noqa: E402
 from devicebridge.execution import ExecutionPlan  # noqa: E402
 from devicebridge.families.comfy.inputs import STREAM  # noqa: E402
+from devicebridge.families.comfy.registry import find_native  # noqa: E402
 from devicebridge.jobs.build import make_tensor_training  # noqa: E402
 from devicebridge.nodes.host.native.context import native_training  # noqa: E402
+from devicebridge.nodes.host.native.model import _plain_attention  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
-from devicebridge.parallel.placement import Placement, block_names  # noqa: E402
+from devicebridge.parallel.placement import Placement, block_names, native_block_flops  # noqa: E402
 from devicebridge.parallel.runner import MicroBatch, PlainAccumulation  # noqa: E402
+from devicebridge.planning.dry_run_whole import _Operations  # noqa: E402
 from devicebridge.planning.forecast import Backend, Optimizer, StagePlan, StepSettings  # noqa: E402
 from devicebridge.planning.meter import Kernels  # noqa: E402
 from devicebridge.planning.question import ModelCosts, forecaster_for  # noqa: E402
@@ -55,6 +60,7 @@ from devicebridge.tests.emulated import (  # noqa: E402
 from devicebridge.training.adapter import apply_lora  # noqa: E402
 from devicebridge.training.batches import loss_weights  # noqa: E402
 from devicebridge.training.objective import noise_latents, predict, prediction_loss  # noqa: E402
+from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 LORA = LoraSettings(rank=16, alpha=16.0)
@@ -138,6 +144,30 @@ def judge(name: str) -> dict[str, Any]:
             forecast = _forecast(costs, latents, text, way)
             errors[title] = {card: forecast[card] / measured[card] - 1 for card in forecast}
     return {"name": name, "errors": errors}
+
+
+@torch.no_grad()
+def operations_of_ltx2() -> float:
+    """Of a block of published size on meta, for 121 frames of 768x512 with their sound."""
+    ops = comfy.ops.disable_weight_init
+    model = LTXAVModel(num_layers=1, caption_channels=3840, connector_num_layers=1, device="meta", operations=ops)
+    for module in model.modules():
+        module.__class__ = next((kind for kind in (nn.Linear, nn.LayerNorm) if isinstance(module, kind)), type(module))
+    own, counted = model.transformer_blocks[0].forward, []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _Operations() as operations:
+            made = own(*args, **kwargs)
+        counted.append(operations.count)
+        return made
+
+    model.transformer_blocks[0].forward = forward
+    streams, level = [torch.empty(1, *each, device="meta") for each in ((128, 16, 16, 24), (8, 126, 16))], torch.ones(1)
+    text, options = torch.empty(1, 512, 7680, device="meta"), {"optimized_attention_override": _plain_attention}
+    model(streams, (level.to("meta"),) * 2, text, None, 25, options)
+    row = find_native(LTXAVModel)
+    assert row is not None
+    return native_block_flops(model, row, ["transformer_blocks.0"], 16 * 16 * 24, 512)[0] / counted[0] - 1
 
 
 def _silu(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
@@ -231,4 +261,6 @@ def _forecast(costs: ModelCosts, shape: Any, text: SampleText, way: Way) -> dict
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for each in NAMES:
-        print(json.dumps(judge(each)), flush=True)
+        print(
+            json.dumps({**judge(each), **({"operations": operations_of_ltx2()} if each == "ltx2" else {})}), flush=True
+        )
