@@ -163,7 +163,7 @@ def _parts_of(value: Any) -> Mapping[str, Any]:
     return {name: each for name, each in seen.items() if each is not None}
 
 
-def shared_in_batch(latents: Entry, text: Entry) -> Entry:
+def shared_in_batch(latents: Mapping[str, torch.Tensor], text: Mapping[str, torch.Tensor]) -> Entry:
     """What of a sample the model is given once for all samples of a batch, so that it must be equal in them.
 
     Of noise masks LTX-2 asks the first sample's alone whether it has a noise level per frame or per place.
