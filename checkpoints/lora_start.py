@@ -53,8 +53,9 @@ def read_start(path: Path, family: ModelFamily, linears: Mapping[str, tuple[int,
     tensors = {name: tensor.float() for name, tensor in load_tensors(path).items()}
     if found := [name for name in tensors if _TEXT.match(name)]:
         raise ValueError(
-            f"{path} also changes a text encoder ({found[0]}, {len(found)} tensors), which is not trained, and without "
-            "it the LoRA would be another; give a file of the diffusion model alone"
+            f"{path} also changes a text encoder ({found[0]}, {len(found)} tensors), and without these the LoRA would "
+            "be another. lora.start_from takes a LoRA of the diffusion model alone; a run with lora.text_encoder goes "
+            "on by resume"
         )
     if family.host is not None:
         layers = {name: dict(layer) for name, layer in family.host.read_lora(tensors).items()}

@@ -20,7 +20,9 @@ import torch
 
 from ..families.comfy.inputs import (
     COND,
+    GUIDE_ATTENTION,
     GUIDES,
+    MASK_WITH_SOUND,
     MORE_SAMPLES,
     NOISE_MASK,
     OPTION,
@@ -161,13 +163,36 @@ def _parts_of(value: Any) -> Mapping[str, Any]:
     return {name: each for name, each in seen.items() if each is not None}
 
 
-def must_be_equal(name: str, tensor: torch.Tensor) -> bool:
-    """Whether the model is given this once for all samples of a batch: numbers, strings, what has no batch, and a noise
-    mask with places that are not there, which LTX-Video's guides mark by numbers below zero."""
+def shared_in_batch(latents: Mapping[str, torch.Tensor], text: Mapping[str, torch.Tensor]) -> Entry:
+    """What of a sample the model is given once for all samples of a batch, so that it must be equal in them.
+
+    Of noise masks LTX-2 asks the first sample's alone whether it has a noise level per frame or per place.
+    """
+    shared = {name: each for name, each in {**latents, **text}.items() if _must_be_equal(name, each)}
+    if NOISE_MASK in latents:
+        shared[f"{NOISE_MASK}.varies"] = _varies_in_frames(latents[NOISE_MASK], latents[SAMPLES])
+    return shared
+
+
+def _must_be_equal(name: str, tensor: torch.Tensor) -> bool:
+    """Numbers, strings, what has no batch, what says how guides are attended to, and a noise mask with places that are
+    not there, which LTX-Video's guides mark by numbers below zero."""
     if name == NOISE_MASK:
         return bool((tensor < 0).any())
-    is_number = not tensor.ndim and tensor.dtype in _NUMBERS.values()
-    return bool(option_path(name)) and (is_number or not name.startswith(OPTION))
+    path, is_number = option_path(name), not tensor.ndim and tensor.dtype in _NUMBERS.values()
+    return bool(path) and (is_number or not name.startswith(OPTION) or path[0] == GUIDE_ATTENTION)
+
+
+def _varies_in_frames(mask: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+    """Whether a frame of a noise mask has several values, in each type that a model may compute in. [3], bool"""
+    frames = fit_mask(mask, _sides(samples))[0].flatten(1)
+    rounded = [frames.to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    return torch.stack([(each.amin(1) != each.amax(1)).any() for each in rounded])
+
+
+def _sides(samples: torch.Tensor) -> tuple[int, ...]:
+    """Frames, height and width of one sample."""
+    return tuple(samples.shape[1:]) if samples.ndim == 4 else (1, *samples.shape[1:])
 
 
 def _has_batch(value: Any) -> TypeGuard[torch.Tensor]:
@@ -253,6 +278,8 @@ def _read_masks(mask: Any, shape: torch.Size, what: str) -> torch.Tensor:
         shape: of one sample.
     Raises: ValueError if it is none.
     """
+    if _is_nested(mask):
+        raise ValueError(f"{what}: {MASK_WITH_SOUND}")
     if not isinstance(mask, torch.Tensor) or mask.ndim < 2 or not mask.numel():
         raise ValueError(f"{what}: noise_mask is a tensor [..., H, W], found {_describe(mask)}")
     if len(shape) == 3:
@@ -278,10 +305,10 @@ def _settle_mask(sample: Entry, text: Entry, what: str) -> None:
             f"{what}: its CONDITIONING has {', '.join(guided)}, but its LATENT has no noise_mask; connect the latent "
             "of the node that added the guide"
         )
-    if mask is not None and mask.isfinite().all() and not (mask > 0).any():
+    if mask is not None and mask.isfinite().all() and not (fit_mask(mask, _sides(sample[SAMPLES])) > 0).any():
         raise ValueError(
-            f"{what}: its noise_mask is zero everywhere, so that sampling denoises nothing of it, and there is nothing "
-            "to learn; leave places to denoise, such as all frames after the first"
+            f"{what}: its noise_mask is zero in every cell of the latent, so that sampling denoises nothing of it, and "
+            "there is nothing to learn; leave places to denoise, such as all frames after the first, or a larger spot"
         )
     if mask is not None and _is_empty(sample[SAMPLES], mask):
         raise ValueError(
@@ -296,7 +323,7 @@ def _settle_mask(sample: Entry, text: Entry, what: str) -> None:
 
 def _is_empty(samples: torch.Tensor, mask: torch.Tensor) -> bool:
     """Whether all places that are denoised hold the same number, of each channel."""
-    sides = samples.shape[1:] if samples.ndim == 4 else (1, *samples.shape[1:])
+    sides = _sides(samples)
     is_denoised = (fit_mask(mask, sides) > 0).expand(samples.shape[0], *sides)
     values = [one.reshape(sides)[where] for one, where in zip(samples, is_denoised, strict=True)]
     return all(each.numel() > 1 and bool((each == each[0]).all()) for each in values)

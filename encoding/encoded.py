@@ -17,7 +17,7 @@ from typing import Any
 from ..checkpoints.fingerprint import settings_fingerprint
 from ..system.files import write_atomically
 from ..system.json_file import expect, read_json_object
-from .comfy_data import must_be_equal
+from .comfy_data import shared_in_batch
 from .key import content_key
 from .sources import Entry, Shapes, shapes_of
 from .store import CacheStore, unwritable
@@ -56,7 +56,7 @@ def save_encoded(
     listed = []
     for latents, text in pairs:
         keys = [_keep(entry, store) for entry in (latents, text)]
-        listed.append(EncodedPair(keys[0], keys[1], shapes_of(latents), shapes_of(text), _same({**latents, **text})))
+        listed.append(EncodedPair(keys[0], keys[1], shapes_of(latents), shapes_of(text), _same(latents, text)))
         on_saved(len(listed))
     if not listed:
         raise ValueError("the dataset has no samples; give lists of at least one latent and conditioning")
@@ -72,8 +72,8 @@ def save_encoded(
     return path
 
 
-def _same(text: Entry) -> str:
-    shared = {name: tensor for name, tensor in text.items() if must_be_equal(name, tensor)}
+def _same(latents: Entry, text: Entry) -> str:
+    shared = shared_in_batch(latents, text)
     return content_key(shared) if shared else ""
 
 

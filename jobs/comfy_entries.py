@@ -24,8 +24,10 @@ from ..encoding.sources import ComfyClip, ComfyLatents, ComfyTexts, ComfyTokens,
 from ..encoding.store import CacheStore
 from ..families.comfy.conditions import WAYS
 from ..families.comfy.inputs import (
+    MORE_SAMPLES,
     NOISE_MASK,
     SAMPLES,
+    VOICE,
     latents_problem,
     num_tokens,
     option_path,
@@ -131,20 +133,23 @@ def comfy_conditions(job: JobConfig, reader: ComfyReader, encoders: ComfyEncoder
 
 
 def refuse_unfit_conditions(
-    reader: ComfyReader, store: CacheStore, keys: Mapping[Wanted, str], batch_size: int
+    reader: ComfyReader, store: CacheStore, keys: Mapping[Wanted, str], sharing: Set[Wanted]
 ) -> None:
     """Refuse entries of another model, and what cannot share a batch. Reads headers only.
 
+    Args:
+        sharing: those that may share a batch.
     Raises: ValueError.
     """
     seen: dict[Any, Shapes] = {}
-    for (_, condition), key in keys.items():
+    for wanted, key in keys.items():
+        _, condition = wanted
         shapes = store.shapes(key)
         if reason := reader.text_problem(shapes):
             raise ValueError(f"the condition of {condition.paths[0]} does not fit: {reason}")
         cut = condition.control or condition.clip
         group = condition.sizes, cut and (cut.crop[2:], len(cut.frames))
-        if batch_size > 1 and seen.setdefault(group, shapes) != shapes:
+        if wanted in sharing and seen.setdefault(group, shapes) != shapes:
             raise ValueError(
                 f"train.batch_size is above 1, but what conditions {condition.paths[0]} has other sizes than another's "
                 "and cannot share a batch; set batch_size 1 (gradient_accumulation_steps does the same)"
@@ -197,7 +202,8 @@ class EncodedSample:
         latents: key of its latents. caption: key of its text.
         bucket: latent sides and text tokens. alike: what else its CONDITIONING says, and how long its sound is, as a
             number. Samples that share both can share a batch.
-        num_frames: video frames that its latents stand for. num_streams: of its LATENT.
+        num_frames: video frames that its latents stand for. has_sound: as a stream, or as a voice to speak with.
+        sound: shape of that stream; () without one. has_mask: whether its LATENT has a noise mask.
     """
 
     latents: str
@@ -206,7 +212,9 @@ class EncodedSample:
     num_frames: int = 1
     mask_path: None = None
     alike: tuple[int, ...] = ()
-    num_streams: int = 1
+    has_sound: bool = False
+    sound: tuple[int, ...] = ()
+    has_mask: bool = False
 
 
 def read_encoded_samples(path: str, reader: ComfyReader) -> tuple[EncodedSample, ...]:
@@ -232,8 +240,18 @@ def _encoded_sample(pair: EncodedPair, reader: ComfyReader) -> EncodedSample:
     num_frames = reader.latent.num_frames(sides[0]) if reader.comfy.latent_dims == 3 else 1
     flat = (1,) if len(sides) == 1 else ()  # audio without height
     bucket = (*flat, *sides, num_tokens(reader.comfy, pair.text_shapes))
-    num_streams = len(pair.latents_shapes)
-    return EncodedSample(pair.latents, pair.text, bucket, num_frames, alike=_alike(pair), num_streams=num_streams)
+    sound = next((shape for name, shape in pair.latents_shapes.items() if name.startswith(MORE_SAMPLES)), ())
+    has_voice = any(option_path(name)[:1] == (VOICE,) for name in pair.text_shapes)
+    return EncodedSample(
+        pair.latents,
+        pair.text,
+        bucket,
+        num_frames,
+        alike=_alike(pair),
+        has_sound=bool(sound) or has_voice,
+        sound=sound,
+        has_mask=NOISE_MASK in pair.latents_shapes,
+    )
 
 
 def _alike(pair: EncodedPair) -> tuple[int, ...]:
@@ -251,10 +269,10 @@ def refuse_batches_with_sound(samples: Sequence[EncodedSample], batch_size: int)
 
     Raises: ValueError for batches of several samples with sound, whose noise levels differ in training.
     """
-    if batch_size > 1 and any(sample.num_streams > 1 for sample in samples):
+    if batch_size > 1 and any(sample.has_sound for sample in samples):
         raise ValueError(
-            "train.batch_size is above 1, but this model mixes the noise levels of a batch where a LATENT has sound; "
-            "set batch_size 1 (gradient_accumulation_steps does the same)"
+            "train.batch_size is above 1, but this model mixes the noise levels of a batch where a LATENT has sound, "
+            "or its CONDITIONING a ref_audio; set batch_size 1 (gradient_accumulation_steps does the same)"
         )
 
 

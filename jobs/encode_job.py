@@ -87,7 +87,8 @@ def cache_job(
     if settings.latent_source:
         refuse_unfit_latents(comfy_reader(plan), store, latent_keys)
     if conditions:
-        refuse_unfit_conditions(comfy_reader(plan), store, conditions, plan.job.train.batch_size)
+        sharing = wanted_conditions(plan.job, plan.samples) if plan.job.train.batch_size > 1 else ()
+        refuse_unfit_conditions(comfy_reader(plan), store, conditions, set(sharing))
 
     def recompute(key: str) -> None:
         """Compute one entry while the model trains; random numbers stay as they are.
@@ -192,7 +193,7 @@ def fill_cache(
     Raises: Stopped when should_stop() became true; OSError naming the file if the folder cannot be written; ValueError
         naming the images that cannot be read. What was done stays in the cache.
     """
-    wanted = wanted_conditions(plan.job, (*plan.samples, *plan.eval_samples))
+    wanted = wanted_conditions(plan.job, plan.samples, plan.eval_samples)
     if plan.encoded or part == "conditions" and not wanted:
         return {}
     events.emit("phase", name=part)
@@ -246,7 +247,7 @@ def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
         entries = text_entries(_captions(plan), _text_sources(plan))
         return {key: f"caption {textwrap.shorten(caption, 80)!r}" for caption, keys in entries.items() for key in keys}
     if part == "conditions":
-        wanted = wanted_conditions(plan.job, (*plan.samples, *plan.eval_samples))
+        wanted = wanted_conditions(plan.job, plan.samples, plan.eval_samples)
         made = condition_keys(wanted, _condition_source(plan)) if wanted else {}
         return {key: f"condition of {condition.paths[0]}" for (_, condition), key in made.items()}
     images = image_keys(_image_requests(plan), _latent_source(plan))
@@ -280,11 +281,11 @@ def _image_requests(plan: JobPlan) -> list[ImageRequest]:
     return [sample.image_request() for sample in (*plan.samples, *plan.eval_samples)]
 
 
-def wanted_conditions(job: JobConfig, samples: Iterable[Sample]) -> list[Wanted]:
-    """Every caption with the files beside it that a run may read."""
+def wanted_conditions(job: JobConfig, samples: Iterable[Sample], held_out: Iterable[Sample] = ()) -> list[Wanted]:
+    """Every caption with the files beside it that a run may read; of held-out samples no caption is dropped."""
     dropped = [""] if job.data.caption_dropout else []
-    found = [(each, each.condition) for each in samples]
-    return [(caption, files) for sample, files in found if files for caption in (sample.caption, *dropped)]
+    found = [(each, [each.caption, *dropped]) for each in samples] + [(each, [each.caption]) for each in held_out]
+    return [(text, sample.condition) for sample, texts in found if sample.condition for text in texts]
 
 
 def _condition_source(plan: JobPlan, encoders: ComfyEncoders = NO_ENCODERS) -> ComfyConditions:

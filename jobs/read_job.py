@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
@@ -22,7 +23,7 @@ from ..encoding.encode import condition_keys, never
 from ..encoding.key import comfy_text_key
 from ..encoding.store import CacheStore
 from ..families.comfy.conditions import WAYS, evaluation_problem, vision_problem, way_problem
-from ..families.comfy.inputs import GUIDES, NOISE_MASK, option_path
+from ..families.comfy.inputs import GUIDES, NOISE_MASK, STREAM, option_path
 from ..families.spec import Variant
 from ..planning.request import make_square
 from ..planning.short_model import SampleText
@@ -92,23 +93,27 @@ class ReadJob:
         if len(found) < len(entries):
             return None
         tensors = {name: each for entry in found for name, each in entry.items()}
-        return SampleText({**_without_guides(tensors), **self._some_mask(store)})
+        return SampleText({**_without_guides(tensors), **self._some_mask(store), **self._longest_sound()})
 
     def _some_mask(self, store: CacheStore) -> dict[str, Tensor]:
         """A noise mask of the encoded samples, if one has any: models take more memory where they are given one."""
-        masked = next((each.latents for each in self.encoded if NOISE_MASK in store.shapes(each.latents)), "")
+        masked = next((each.latents for each in self.encoded if each.has_mask), "")
         entry = (store.get(masked) if masked else None) or {}
         return {name: each for name, each in entry.items() if name == NOISE_MASK}
+
+    def _longest_sound(self) -> dict[str, Tensor]:
+        """The sides of the largest second stream of the encoded samples, if one has any."""
+        largest = max((each.sound for each in self.encoded), key=math.prod, default=())
+        return {f"{STREAM}1": torch.empty(0, *largest)} if largest else {}
 
     def _text_keys(self) -> Iterator[tuple[str, ...]]:
         """The entries that each sample's text is read from."""
         if not (source := self.job.cache.text_source):
             return
-        samples = (*self.samples, *self.eval_samples)
-        wanted = wanted_conditions(self.job, samples)
+        wanted = wanted_conditions(self.job, self.samples, self.eval_samples)
         reader = make_comfy_reader(self.info.family, self.variant, self.info.config)
         made = condition_keys(wanted, comfy_conditions(self.job, reader, NO_ENCODERS)) if wanted else {}
-        for each in samples:
+        for each in (*self.samples, *self.eval_samples):
             own = comfy_text_key(each.caption, source, keeps_all=True)
             if each.condition is None:
                 yield (own,)

@@ -127,7 +127,7 @@ class _Course:
     def __init__(self, short: ShortModel, device: torch.device, watch: Stopwatch) -> None:
         self._short, self._device, self._watch = short, device, watch
         self._times: dict[int, tuple[float, float]] = {}  # forward and backward of each kind
-        self._outputs: list[Any] = []  # of every call of the first run
+        self._calls: list[tuple[nn.Module | BlockCall, Any]] = []  # of the first run, with their outputs
         self._num_calls = 0
         self._marks: list[Any] = []  # at the first call, and after the last
         short.model.train()
@@ -158,7 +158,7 @@ class _Course:
         return statistics.median(fronts[_NUM_WARM_UPS:]), statistics.median(tails[_NUM_WARM_UPS:])
 
     def _latents(self, work: Work) -> torch.Tensor:
-        return torch.randn(work.batch_size, *work.latent_shape, device=self._device)
+        return torch.randn(work.batch_shape, device=self._device)
 
     def kinds(self) -> tuple[KindTimes, ...]:
         short = self._short
@@ -176,15 +176,16 @@ class _Course:
         its input carries gradients."""
 
         def measure(block: nn.Module | BlockCall, *args: Any) -> Any:
-            call = len(self._outputs)
+            call = len(self._calls)
             room.enter_context(filled(module_of(block).modules(), self._device))
             if self._short.is_last(call):
                 self._times[self._short.calls[call]] = self._time(block, args)
             with torch.no_grad():
                 outputs = block(*args)
-            self._outputs.append(tree_map_only(torch.Tensor, _leaf, outputs))
+            outputs = tree_map_only(torch.Tensor, _leaf, outputs)
+            self._calls.append((block, outputs))
             room.close()
-            return self._outputs[-1]
+            return outputs
 
         return measure
 
@@ -192,9 +193,12 @@ class _Course:
         """What the block returned in the first run, at no cost."""
         if self._num_calls == 0:
             self._marks.append(self._watch.mark())
-        outputs = tree_map_only(torch.Tensor, _leaf, self._outputs[self._num_calls])
+        first, made = self._calls[self._num_calls]
+        if isinstance(block, BlockCall) and isinstance(first, BlockCall):
+            block.take_form(first)
+        outputs = tree_map_only(torch.Tensor, _leaf, made)
         self._num_calls += 1
-        if self._num_calls == len(self._outputs):
+        if self._num_calls == len(self._calls):
             self._marks.append(self._watch.mark())
         return outputs
 

@@ -22,7 +22,7 @@ from ..patches.hooks import tensors_of
 from ..quantization.wrapped import tensor_bytes
 from .dry_run_block import BlockCost, dry_run_block, plain_tensors, sizes_of
 from .meter import Kernels, MemoryMeter, as_on_card
-from .short_model import META, ShortModel, Work, shorten, training_step
+from .short_model import META, ShortModel, Work, shorten, training_step, voice_as_sound
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,10 @@ def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work:
     Raises: ValueError for LoRA targets that match nothing; RuntimeError for a scheme whose package is missing.
     """
     with torch.inference_mode(False), torch.enable_grad():
+        work = voice_as_sound(info.family, work)
         short = shorten(model, info.family, work)
         run = _Run(short, MemoryMeter(kernels.rounding))
-        latents = torch.empty(work.batch_size, *work.latent_shape, device=META)  # in host memory while training
+        latents = torch.empty(work.batch_shape, device=META)  # in host memory while training
         run.meter.ignore([*plain_tensors(short.model), latents])
         short.model.train()
         short.model.enable_gradient_checkpointing(run.measure)  # type: ignore[operator]

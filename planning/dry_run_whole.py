@@ -95,7 +95,7 @@ def dry_run_whole(model: nn.Module, info: CheckpointInfo, variant: Variant, work
         make_trainable(model, family, work, {}, set(find_targets(model, family, work.lora)))
         names = block_names(model, family)
         run = _WholeRun(MemoryMeter(kernels.rounding), _blocks_of(model, family, names))
-        latents = torch.empty(work.batch_size, *work.latent_shape, device=META)  # in host memory while training
+        latents = torch.empty(work.batch_shape, device=META)  # in host memory while training
         run.meter.ignore([*plain_tensors(model), latents])
         model.train()
         model.enable_gradient_checkpointing(run.measure)  # type: ignore[operator]

@@ -358,7 +358,9 @@ class Question:
         shape, work = self.model.latent_shape((bucket[0], bucket[1]), frames), self.work(scheme)
         if prod(shape) <= work.batch_size * prod(work.latent_shape):
             return None
-        return self.model.dry_run(replace(work, latent_shape=shape, batch_size=1), self._kernels(scheme))
+        text = None if work.text is None else work.text.without_streams
+        alone = replace(work, latent_shape=shape, batch_size=1, text=text)
+        return self.model.dry_run(alone, self._kernels(scheme))
 
     def _kernels(self, scheme: str) -> Kernels:
         """Those of the first card; only 8-bit products ask a card for what it has, which compiles a kernel there."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.load import put_tensor
 from ..config.job import LoraSettings
+from ..families.comfy.inputs import STREAM, VOICE, option_path, stream_shapes
 from ..families.spec import ModelFamily, TextEncoderSpec, Variant
 from ..parallel.local.shard_trees import shares_in
 from ..parallel.local.shards import BlockShard, divide_block, find_plan
@@ -29,9 +31,17 @@ _POOLED_WIDTHS = ("pooled_projection_dim",)
 
 @dataclass(frozen=True, eq=False)
 class SampleText:
-    """What one of ComfyUI's own models is given of a caption, of one sample: of a job the one that takes the most."""
+    """What one of ComfyUI's own models is given beside the noise, of one sample: of a job what takes the most.
+
+    Streams of latents after the first are in it by their sides, as STREAM has them.
+    """
 
     tensors: Mapping[str, torch.Tensor]
+
+    @functools.cached_property
+    def without_streams(self) -> SampleText:
+        """The same for latents of one stream, as pictures between steps are."""
+        return SampleText({name: each for name, each in self.tensors.items() if not name.startswith(STREAM)})
 
     @property
     def shapes(self) -> dict[str, list[int]]:
@@ -53,6 +63,31 @@ class Work:
     lora: LoraSettings
     num_devices: int = 1
     text: SampleText | None = None
+
+    @property
+    def streams(self) -> list[tuple[int, ...]]:
+        """Shapes of what the latents of one sample are packed of; [] for one stream."""
+        others = stream_shapes({} if self.text is None else {n: each[None] for n, each in self.text.tensors.items()})
+        return [self.latent_shape, *others] if others else []
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """Of a batch's latents, as training has them."""
+        sides = (1, 1, 1, sum(map(prod, self.streams))) if self.streams else self.latent_shape
+        return self.batch_size, *sides
+
+
+def voice_as_sound(family: ModelFamily, work: Work) -> Work:
+    """For what runs without numbers, by which LTX-2 places a reference of sound: as much more sound of its own."""
+    tensors = {} if work.text is None else work.text.tensors
+    voices = [name for name in tensors if option_path(name)[:1] == (VOICE,)]
+    if not voices or family.comfy is None or not family.comfy.sound:
+        return work
+    channels, bins = family.comfy.sound
+    own = tensors.get(f"{STREAM}1", torch.empty(0, channels, 0, bins))
+    longer = torch.empty(0, channels, own.shape[2] + max(len(tensors[name]) for name in voices), bins)
+    others = {name: each for name, each in tensors.items() if name not in voices}
+    return replace(work, text=SampleText({**others, f"{STREAM}1": longer}))
 
 
 @dataclass
@@ -232,7 +267,8 @@ def _make_given(info: CheckpointInfo, variant: Variant, work: Work, latents: tor
     """Text and conditions of the sizes that training has."""
     batch, device = work.batch_size, latents.device
     if info.family.host is not None:
-        return info.family.host.example(batch, device, None if work.text is None else work.text.tensors)
+        given = info.family.host.example(batch, device, None if work.text is None else work.text.tensors)
+        return given | {f"{STREAM}{n}": latents.new_empty(batch, 0, *each) for n, each in enumerate(work.streams)}
     text = {
         encoder.output: torch.randn(batch, *text_shape(encoder, info.config), dtype=work.dtype, device=device)
         for encoder in variant.text_encoders

@@ -39,10 +39,17 @@ TOKENS = "tokens."  # [parts, length]
 WEIGHTS = "weights."  # of the tokens, as the prompt says them. [parts, length]
 
 # Of LTX-Video's guides: where the last frames of the latents belong. They mean those latents and their noise mask.
-GUIDES = frozenset({"keyframe_idxs", "guide_attention_entries"})
+GUIDE_ATTENTION = "guide_attention_entries"  # of each guide, how much the others attend to it
+GUIDES = frozenset({"keyframe_idxs", GUIDE_ATTENTION})
+VOICE = "ref_audio"  # of LTX-2: sound that its own is to be like
 
 # Without attention_mask_img_shape no model of our own families reads the mask.
 WITHOUT_EFFECT = frozenset({"attention_mask"})
+
+MASK_WITH_SOUND = (
+    "it has a noise_mask, which is read for pictures and videos alone, not for sound; take out the node that adds it "
+    "(LTXVImgToVideoInplace, say), or train the video without its sound (without Concat AV Latent)"
+)
 
 Shape = tuple[int, ...]
 
@@ -215,7 +222,7 @@ def latents_problem(
     if NOISE_MASK in shapes and not comfy.reads_all:
         return f"it has a noise_mask, which training of {title} does not read; take it out"
     if NOISE_MASK in shapes and (latent.audio_rows or any(name.startswith(MORE_SAMPLES) for name in shapes)):
-        return "it has a noise_mask, which is read for pictures and videos alone, not for sound; take it out"
+        return MASK_WITH_SOUND
     channels, *sides = shapes[SAMPLES]
     if len(sides) != comfy.latent_dims:
         kind = _AUDIO[comfy.latent_dims] if latent.audio_rows else _KINDS[comfy.latent_dims]

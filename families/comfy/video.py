@@ -53,6 +53,12 @@ LTXV = NativeModel(
     note="the tail mixes a free parameter with the stream; a guide mask is an object with tensors in slots",
 )
 
+# Linears of a block of LTX-2 that run over text or sound: its sound has about as few tokens as its text.
+LTX_SOUND = (
+    *("audio_attn*", "audio_ff*", "attn2.to_k", "attn2.to_v", "audio_to_video_attn.to_k", "audio_to_video_attn.to_v"),
+    *("video_to_audio_attn.to_q", "video_to_audio_attn.to_out*"),
+)
+
 COSMOS_PREDICT_2 = NativeModel(
     class_name="MiniTrainDIT",
     module="comfy.ldm.cosmos.predict2",
@@ -131,6 +137,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         LTXV,
         class_name="LTXAVModel",
         module="comfy.ldm.lightricks.av_model",
+        text_modules=LTX_SOUND,
         tail=("norm_out", "proj_out", "audio_norm_out", "audio_proj_out"),
         note="blocks take and return (video, audio); compressed timesteps are objects with tensors in slots",
     ),

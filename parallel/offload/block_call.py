@@ -43,6 +43,10 @@ class BlockCall:
         """The block's own form of what a call gave."""
         return put_back(self._frame, output if isinstance(output, tuple) else (output,))
 
+    def take_form(self, other: BlockCall) -> None:
+        """Before whole() of what another call of the same block gave."""
+        self._frame = other._frame
+
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
 

@@ -77,7 +77,7 @@ def given(name: str) -> str:
     condition = family.condition(5)
     x = torch.zeros(1, *family.latent)
     (_, text), *_ = read_pairs([{"samples": x}], [condition])
-    ours = _conditions(base, x, {key: each[None] for key, each in text.items()}, None)
+    ours = _conditions(base, x, [x.shape], {key: each[None] for key, each in text.items()}, None)
     conds = {"positive": comfy.sampler_helpers.convert_cond(condition)}
     (theirs,) = comfy.samplers.process_conds(base, x, conds, x.device, x)["positive"]
     made = {key: each.process_cond(batch_size=1, area=None) for key, each in theirs["model_conds"].items()}

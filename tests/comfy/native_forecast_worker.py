@@ -1,7 +1,7 @@
 """One process with ComfyUI's Python: what emulated cards hold while tiny models of ComfyUI's own train, and forecasts.
 
-Takes ComfyUI's folder, a folder for files and names of tiny_checkpoints.FAMILIES. Prints one line of JSON per name:
-{"name", "errors": {way: {card: forecast / measured - 1}}}.
+Takes ComfyUI's folder, a folder for files and names of BUILDS. Prints one line of JSON per name:
+{"name", "errors": {way: {card: forecast / measured - 1}}}, of LTX-2 with "operations": estimate / counted - 1.
 """
 
 from __future__ import annotations
@@ -25,17 +25,23 @@ import comfy.cli_args  # noqa: E402
 comfy.cli_args.args.cpu = True
 runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
 
+import comfy.ops  # noqa: E402
 import torch  # noqa: E402
+from comfy.ldm.lightricks.av_model import LTXAVModel  # noqa: E402
 from devicebridge.assembly import assemble_for_training  # noqa: E402
 from devicebridge.checkpoints.load import make_empty_transformer  # noqa: E402
 from devicebridge.config.job import LoraSettings  # noqa: E402
 from devicebridge.encoding.comfy_data import read_conditioning  # noqa: E402
 from devicebridge.execution import ExecutionPlan  # noqa: E402
+from devicebridge.families.comfy.inputs import STREAM  # noqa: E402
+from devicebridge.families.comfy.registry import find_native  # noqa: E402
 from devicebridge.jobs.build import make_tensor_training  # noqa: E402
 from devicebridge.nodes.host.native.context import native_training  # noqa: E402
+from devicebridge.nodes.host.native.model import _plain_attention  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
-from devicebridge.parallel.placement import Placement, block_names  # noqa: E402
+from devicebridge.parallel.placement import Placement, block_names, native_block_flops  # noqa: E402
 from devicebridge.parallel.runner import MicroBatch, PlainAccumulation  # noqa: E402
+from devicebridge.planning.dry_run_whole import _Operations  # noqa: E402
 from devicebridge.planning.forecast import Backend, Optimizer, StagePlan, StepSettings  # noqa: E402
 from devicebridge.planning.meter import Kernels  # noqa: E402
 from devicebridge.planning.question import ModelCosts, forecaster_for  # noqa: E402
@@ -43,6 +49,7 @@ from devicebridge.planning.short_model import SampleText, Work  # noqa: E402
 from devicebridge.quantization.kernel_choice import device_kernels  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint, small_sizes  # noqa: E402
+from devicebridge.tests.comfy.trained_families import TRAINED  # noqa: E402
 from devicebridge.tests.emulated import (  # noqa: E402
     CARDS,
     EmulatedTensor,
@@ -51,7 +58,9 @@ from devicebridge.tests.emulated import (  # noqa: E402
     live_bytes,
 )
 from devicebridge.training.adapter import apply_lora  # noqa: E402
+from devicebridge.training.batches import loss_weights  # noqa: E402
 from devicebridge.training.objective import noise_latents, predict, prediction_loss  # noqa: E402
+from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 LORA = LoraSettings(rank=16, alpha=16.0)
@@ -100,8 +109,20 @@ UNETS = {
 EVEN: dict[str, dict[str, Any]] = {"flux2_heads": {"mlp_ratio": 4.0}, "wan_heads": {"ffn_dim": 256}, "ltxv": {}}
 
 
+def _long_voice(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As LTXV Reference Audio gives it."""
+    return {"frame_rate": 24.0, "ref_audio": {"tokens": torch.randn(1, 60, 128, generator=generator)}}
+
+
+BUILDS = {
+    **FAMILIES,
+    "ltx2": dataclasses.replace(TRAINED["LTX-2"], sound=(8, 60, 16)),
+    "voice": dataclasses.replace(TRAINED["LTX-2"], sound=(), options=_long_voice),
+}
+
+
 def judge(name: str) -> dict[str, Any]:
-    family, folder = FAMILIES[name], Path(FOLDER) / name
+    family, folder = BUILDS[name], Path(FOLDER) / name
     family = dataclasses.replace(family, unet_config={**family.unet_config, **EVEN.get(name, {})})
     folder.mkdir(parents=True)
     with small_sizes(family), native_training(), mock.patch.object(functional, "silu", _silu):
@@ -111,7 +132,8 @@ def judge(name: str) -> dict[str, Any]:
         factor = 2 if name == "sd3" else 4  # whose tiny build knows no more positions
         larger = height * factor, width * factor
         latents = (family.latent[0], *((1,) if len(family.latent) == 3 else tuple(front[1:])), *larger)
-        text = SampleText(read_conditioning(family.condition(1), "text", keeps_all=True))
+        sound = {f"{STREAM}1": torch.empty(0, *family.sound)} if family.sound else {}
+        text = SampleText({**read_conditioning(family.condition(1), "text", keeps_all=True), **sound})
         errors = {}
         costs = ModelCosts(info, info.variant)
         ways = UNETS if costs.is_run_whole else WAYS
@@ -122,6 +144,30 @@ def judge(name: str) -> dict[str, Any]:
             forecast = _forecast(costs, latents, text, way)
             errors[title] = {card: forecast[card] / measured[card] - 1 for card in forecast}
     return {"name": name, "errors": errors}
+
+
+@torch.no_grad()
+def operations_of_ltx2() -> float:
+    """Of a block of published size on meta, for 121 frames of 768x512 with their sound."""
+    ops = comfy.ops.disable_weight_init
+    model = LTXAVModel(num_layers=1, caption_channels=3840, connector_num_layers=1, device="meta", operations=ops)
+    for module in model.modules():
+        module.__class__ = next((kind for kind in (nn.Linear, nn.LayerNorm) if isinstance(module, kind)), type(module))
+    own, counted = model.transformer_blocks[0].forward, []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _Operations() as operations:
+            made = own(*args, **kwargs)
+        counted.append(operations.count)
+        return made
+
+    model.transformer_blocks[0].forward = forward
+    streams, level = [torch.empty(1, *each, device="meta") for each in ((128, 16, 16, 24), (8, 126, 16))], torch.ones(1)
+    text, options = torch.empty(1, 512, 7680, device="meta"), {"optimized_attention_override": _plain_attention}
+    model(streams, (level.to("meta"),) * 2, text, None, 25, options)
+    row = find_native(LTXAVModel)
+    assert row is not None
+    return native_block_flops(model, row, ["transformer_blocks.0"], 16 * 16 * 24, 512)[0] / counted[0] - 1
 
 
 def _silu(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
@@ -158,17 +204,20 @@ def _measured(info: Any, shape: Any, text: SampleText, way: Way) -> dict[str, in
             made.split.offload_inputs(min_bytes=way.offload_from)
         lora: Any = made.adapter
         optimizer = torch.optim.AdamW(lora.parameters().values(), lr=1e-4, foreach=False)
-        clean, noise = (torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+        streams = _streams(shape, text)
+        sides = (1, 1, 1, sum(map(math.prod, streams))) if streams else shape
+        clean, noise = (torch.randn(1, *sides, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
         noised = noise_latents(info.family, clean, noise, torch.tensor([0.5]))
-        home = CARDS[0]
+        home, given_streams = CARDS[0], {f"{STREAM}{n}": torch.empty(1, 0, *each) for n, each in enumerate(streams)}
         runner = make_tensor_training(made) if way.is_divided else PlainAccumulation(made.model, home)
 
         def loss(nothing: None) -> torch.Tensor:
             given = {key: value[None].to(home) for key, value in text.tensors.items()}
+            given |= {key: value.to(home) for key, value in given_streams.items()}
             guidance = info.variant.training_guidance
             said = predict(info.family, made.model, noised.noisy.to(home), noised.sigmas.to(home), given, guidance)
             del given
-            return prediction_loss(said, noised.target.to(said.device))
+            return prediction_loss(said, noised.target.to(said.device), weights=loss_weights(None, given_streams))
 
         def step() -> None:
             runner.run([MicroBatch(lambda: None, loss)])
@@ -189,6 +238,12 @@ def _measured(info: Any, shape: Any, text: SampleText, way: Way) -> dict[str, in
         return {str(card): peak for card, peak in peaks.items()}
 
 
+def _streams(shape: Any, text: SampleText) -> list[tuple[int, ...]]:
+    """Of packed latents; [] for a single one."""
+    sound = text.tensors.get(f"{STREAM}1")
+    return [] if sound is None else [shape, tuple(sound.shape[1:])]
+
+
 def _quantize(way: Way) -> QuantizeSettings | None:
     return None if way.scheme == "none" else QuantizeSettings(way.scheme)
 
@@ -206,4 +261,6 @@ def _forecast(costs: ModelCosts, shape: Any, text: SampleText, way: Way) -> dict
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for each in NAMES:
-        print(json.dumps(judge(each)), flush=True)
+        print(
+            json.dumps({**judge(each), **({"operations": operations_of_ltx2()} if each == "ltx2" else {})}), flush=True
+        )

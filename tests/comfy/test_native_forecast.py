@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from devicebridge.tests.comfy.server import ENVIRONMENT
@@ -13,38 +14,38 @@ from devicebridge.tests.comfy_host import comfy_python
 
 pytestmark = pytest.mark.comfy
 WORKER = Path(__file__).with_name("native_forecast_worker.py")
+FORECAST = ("wan", "flux1", "chroma", "qwen_image", "z_image", "sd3", "ltxv", "hunyuan_video", "wan_heads")
 
 
-def _errors(name: str, comfyui: Path, tmp_path: Path) -> dict[str, dict[str, float]]:
-    """What one process has found: way -> card -> forecast / measured - 1."""
+def _found(name: str, comfyui: Path, tmp_path: Path) -> dict[str, Any]:
+    """What one process has found; errors: way -> card -> forecast / measured - 1."""
     command = [str(comfy_python(comfyui)), str(WORKER), str(comfyui), str(tmp_path), name]
     environment = {**os.environ, **ENVIRONMENT}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"name"')))["errors"]
+    found: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"name"')))
+    return found
 
 
 @pytest.mark.parametrize(
     "name",
-    ["flux2_heads"]
-    + [
-        pytest.param(name, marks=pytest.mark.long)
-        for name in ("wan", "flux1", "chroma", "qwen_image", "z_image", "sd3", "ltxv", "hunyuan_video", "wan_heads")
-    ],
+    ["flux2_heads"] + [pytest.param(name, marks=pytest.mark.long) for name in (*FORECAST, "ltx2", "voice")],
 )
 def test_the_forecast_is_what_emulated_cards_hold(name: str, comfyui: Path, tmp_path: Path) -> None:
-    errors = _errors(name, comfyui, tmp_path)
+    found = _found(name, comfyui, tmp_path)
+    errors = found["errors"]
     for way in ("recompute", "kept", "8 bits"):
         first, *others = errors[way].values()
         assert -0.055 < first < 0.025, errors  # 0.2 to 0.5 MB beside the blocks count in models so small
         assert all(-0.035 < error < 0.025 for error in others), errors
     assert all(-0.025 < error < 0.025 for error in errors.get("divided", {}).values()), errors
+    assert abs(found.get("operations", 0.0)) < 0.1, "what times are estimated from"
     assert ("divided" in errors) == (name in ("flux2_heads", "wan_heads", "ltxv"))
 
 
 @pytest.mark.long  # tests/unit/planning/test_relay_forecast.py has the same mechanism on a toy
 def test_the_forecast_of_a_unet_counts_its_skips_where_they_live(comfyui: Path, tmp_path: Path) -> None:
-    errors = _errors("sdxl", comfyui, tmp_path)
+    errors = _found("sdxl", comfyui, tmp_path)["errors"]
     assert len(errors) == 9
     for way, of_cards in errors.items():
         most = 0.05 if "offloaded" in way else 0.003

@@ -15,6 +15,7 @@ from ....families.comfy.inputs import (
     NOISE_MASK,
     OPTION,
     STREAM,
+    VOICE,
     WHOLE,
     WORDS,
     fit_mask,
@@ -288,7 +289,7 @@ def _is_read(name: str, value: torch.Tensor) -> bool:
 
 def _needs_numbers(name: str) -> bool:
     """Whether a forward on meta cannot be given this: LTX-2 places its reference of sound by numbers that it reads."""
-    return option_path(name)[:1] == ("ref_audio",)
+    return option_path(name)[:1] == (VOICE,)
 
 
 def _raw(sigma: torch.Tensor, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devicebridge.encoding.comfy_data import must_be_equal, read_conditioning, read_pairs, read_samples
+from devicebridge.encoding.comfy_data import read_conditioning, read_pairs, read_samples, shared_in_batch
 from devicebridge.families.comfy.inputs import fit_mask, latents_problem, option_path, text_problem
 from devicebridge.families.spec import ComfyInputs, LatentSpec
 
@@ -99,8 +99,7 @@ def test_strings_lists_of_numbers_and_outputs_in_lists_are_kept_under_their_plac
 def test_what_a_batch_is_given_once_must_be_equal_in_it():
     options = {"reference_latents_method": "index", "width": 8, "t5xxl_ids": torch.arange(3), "x": torch.ones(1, 2)}
     entry = read_conditioning(_conditioning(**options), "it", keeps_all=True)
-    found = {name for name, tensor in entry.items() if must_be_equal(name, tensor)}
-    assert found == {"words.reference_latents_method", "option.width", "whole.t5xxl_ids"}
+    assert shared_in_batch({}, entry).keys() == {"words.reference_latents_method", "option.width", "whole.t5xxl_ids"}
 
 
 @pytest.mark.parametrize(
@@ -243,7 +242,7 @@ def test_guides_are_kept_with_the_noise_mask_of_their_latent():
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
-        (torch.zeros(1, 1, 3, 2, 2), "zero everywhere"),
+        (torch.zeros(1, 1, 3, 2, 2), "zero in every cell"),
         (torch.full((1, 1, 3, 2, 2), torch.nan), "noise_mask holds NaN"),
         (torch.rand(1, 3, 3, 2, 2), "a mask has one, or as many"),
         (torch.rand(1, 1, 1, 3, 2, 2), "a mask has one, or as many"),
@@ -253,6 +252,17 @@ def test_guides_are_kept_with_the_noise_mask_of_their_latent():
 def test_a_noise_mask_that_cannot_be_meant_is_refused(mask, words):
     with pytest.raises(ValueError, match=words):
         _pair(torch.randn(1, 4, 3, 2, 2), mask)
+
+
+def test_a_noise_mask_that_no_latent_cell_sees_leaves_nothing_to_learn():
+    """A spot of two pixels lies between the places that samplers look at."""
+    spot = torch.zeros(1, 1, 64, 64)
+    spot[..., :2, :2] = 1
+    assert not fit_mask(spot[0], (1, 8, 8)).any()
+    with pytest.raises(ValueError, match=r"zero in every cell of the latent.*nothing to learn.*larger"):
+        _pair(torch.randn(1, 4, 8, 8), spot)
+    spot[..., :4, :4] = 1
+    assert len(_pair(torch.randn(1, 4, 8, 8), spot)) == 1
 
 
 def test_an_empty_latent_that_holds_a_first_frame_alone_is_no_clip_to_learn():
@@ -267,7 +277,42 @@ def test_an_empty_latent_that_holds_a_first_frame_alone_is_no_clip_to_learn():
 
 
 def test_places_that_are_not_there_must_be_the_same_in_a_batch():
-    assert must_be_equal("noise_mask", torch.tensor([1.0, -1.0])) and not must_be_equal("noise_mask", torch.zeros(2))
+    samples, mask = torch.randn(4, 2, 2, 2), torch.ones(1, 2, 1, 1)
+    assert "noise_mask" not in shared_in_batch({"samples": samples, "noise_mask": mask}, {})
+    mask[0, 1] = -1
+    assert torch.equal(shared_in_batch({"samples": samples, "noise_mask": mask}, {})["noise_mask"], mask)
+
+
+def test_noise_masks_of_whole_frames_share_no_batch_with_those_of_places():
+    """What counts is the mask in the size of the latents, in the type of the model."""
+    whole = torch.tensor([0.0, 0.5, 1.0]).view(1, 3, 1, 1).expand(1, 3, 8, 8).clone()
+    place, hair, unseen = whole.clone(), whole.clone(), whole.clone()
+    place[0, 1, :4] = 1
+    hair[0, 1, :4] += 1e-6
+    unseen[0, 1, 0, 0] = 1  # which no cell of smaller latents is made of
+
+    def varies(mask, side=8):
+        entry = {"samples": torch.randn(4, 3, side, side), "noise_mask": mask}
+        (found,) = shared_in_batch(entry, {}).values()
+        return found.tolist()
+
+    assert varies(whole) == varies(1 - whole) == [False] * 3 and varies(place) == [True] * 3
+    assert varies(hair) == [True, False, False], "a model in bfloat16 sees one value"
+    assert varies(unseen) == [True] * 3 and varies(unseen, side=2) == [False] * 3
+    image = {"samples": torch.randn(4, 8, 8), "noise_mask": place[:, 1]}
+    assert shared_in_batch(image, {})["noise_mask.varies"].tolist() == [True] * 3
+
+
+def test_how_guides_are_attended_to_must_be_equal_in_a_batch():
+    """LTX-Video takes the first sample's mask of a guide for all."""
+    entries = [{"strength": 0.5, "pixel_mask": torch.rand(1, 1, 2, 4, 4)}]
+    options = {"keyframe_idxs": torch.ones(1, 3, 4, 2), "guide_attention_entries": entries}
+    ((latents, text),) = _pair(torch.randn(1, 4, 2, 2, 2), torch.ones(1, 1, 2, 1, 1), **options)
+    names = {"strength", "pixel_mask"}
+    assert shared_in_batch(latents, text).keys() == {
+        "noise_mask.varies",
+        *(f"option.guide_attention_entries.0.{name}" for name in names),
+    }
 
 
 def test_a_noise_mask_is_resized_as_samplers_do_and_models_of_other_families_refuse_it():

@@ -21,7 +21,14 @@ from devicebridge.families.registry import find_family
 from devicebridge.jobs import build
 from devicebridge.jobs.cache_upkeep import prune_caches, verify_cache
 from devicebridge.jobs.comfy_entries import ComfyEncoders
-from devicebridge.jobs.encode_job import CACHE_PARTS, cache_job, cache_store, fill_prompts, missing_prompts
+from devicebridge.jobs.encode_job import (
+    CACHE_PARTS,
+    cache_job,
+    cache_store,
+    fill_prompts,
+    missing_prompts,
+    wanted_conditions,
+)
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.unit.encoding.test_sources import StubClip, StubVae
@@ -214,8 +221,11 @@ class _TextsOfPictures:
         pass
 
 
-def _edit_plan(job):
-    """The job's plan, as for a way whose text encoder sees each sample's reference: the sample itself."""
+def _edit_plan(job, held_out=()):
+    """The job's plan, as for a way whose text encoder sees each sample's reference: the sample itself.
+
+    held_out: captions of held-out samples, of the first picture.
+    """
     plan = check_job(job)
     way = {"data": dataclasses.replace(job.data, condition="qwen-image-edit")}
     asked = dataclasses.replace(job, model=dataclasses.replace(job.model, family="comfyui"), **way)
@@ -223,7 +233,8 @@ def _edit_plan(job):
         dataclasses.replace(each, condition=Condition("qwen-image-edit", (each.path,), ((32, 32),)))
         for each in plan.samples
     )
-    return dataclasses.replace(plan, job=asked, samples=samples, eval_samples=())
+    kept = tuple(dataclasses.replace(samples[0], caption=caption) for caption in held_out)
+    return dataclasses.replace(plan, job=asked, samples=samples, eval_samples=kept)
 
 
 def test_texts_that_are_read_with_pictures_share_a_batch_by_their_own_entries(tmp_path):
@@ -235,6 +246,21 @@ def test_texts_that_are_read_with_pictures_share_a_batch_by_their_own_entries(tm
         (tmp_path / "data" / "image_1.txt").write_text("a longer picture")
         with pytest.raises(ValueError, match="batch_size is above 1, but what conditions .* has other sizes"):
             cache_job(_edit_plan(job), events, encoders=encoders)
+
+
+def test_what_conditions_held_out_samples_shares_no_batch_and_drops_no_caption(tmp_path):
+    """They are loaded one at a time, each with its caption."""
+    job = _job(tmp_path, evaluation={"folder": ""}, data={"use_masks": False}, train={"batch_size": 2, "steps": 3})
+    encoders = dataclasses.replace(_encoders(), conditioner=_TextsOfPictures())
+    plan = _edit_plan(job, held_out=["a much longer caption than the others"])
+    with EventLog(Path(job.output.folder)) as events:
+        _, held_out = cache_job(plan, events, encoders=encoders)
+    assert held_out.load([0], [False]).text["prompt_embeds"].shape[0] == 1
+    dropping = dataclasses.replace(plan.job, data=dataclasses.replace(plan.job.data, caption_dropout=0.1))
+    wanted = wanted_conditions(dropping, plan.samples, plan.eval_samples)
+    (kept,) = plan.eval_samples
+    assert [caption for caption, files in wanted].count("") == len(plan.samples)
+    assert wanted[-1] == (kept.caption, kept.condition) and wanted[-2][0] == ""
 
 
 # ---- datasets that arrived encoded ----

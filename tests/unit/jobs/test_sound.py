@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from devicebridge.config.job import LoraSettings
+from devicebridge.encoding import store as store_module
 from devicebridge.encoding.comfy_data import read_pairs, read_samples
 from devicebridge.encoding.encoded import load_encoded, save_encoded
 from devicebridge.encoding.store import CacheStore
@@ -19,10 +23,14 @@ from devicebridge.jobs.comfy_entries import (
     refuse_batches_with_sound,
     resolution_of,
 )
+from devicebridge.jobs.read_job import ReadJob
+from devicebridge.planning.short_model import SampleText, Work, training_step, voice_as_sound
 from devicebridge.training.batches import CachedSamples, loss_weights
 from devicebridge.training.objective import prediction_loss
+from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+READ_HEADER = store_module._read_header
 VIDEO, SOUND = (4, 2, 2, 3), (8, 5, 16)
 
 
@@ -111,11 +119,98 @@ def test_samples_with_sounds_of_other_lengths_share_no_batch(tmp_path):
         nested = samples if sound is None else Nested(samples, torch.ones(1, *sound))
         found += read_encoded_samples(str(_save(tmp_path, nested, _conditioning())), LTX)
     assert len({(sample.bucket, sample.alike) for sample in found}) == 3
-    assert [sample.num_streams for sample in found] == [2, 2, 1]
     refuse_batches_with_sound(found, 1)
     refuse_batches_with_sound(found[2:], 2)
     with pytest.raises(ValueError, match="mixes the noise levels of a batch.*set batch_size 1"):
         refuse_batches_with_sound(found, 2)
+
+
+def test_a_voice_is_sound_and_a_noise_mask_is_none(tmp_path):
+    """LTX-2's video listens to a reference of sound, too, through gates of the batch's largest noise level."""
+    voice = _conditioning(ref_audio={"tokens": torch.ones(1, 3, 128)})
+    spoken = read_encoded_samples(str(_save(tmp_path, torch.randn(1, *VIDEO), voice)), LTX)
+    with pytest.raises(ValueError, match="mixes the noise levels of a batch"):
+        refuse_batches_with_sound(spoken, 2)
+    kept = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1, 1)
+    pairs = read_pairs([{"samples": torch.randn(1, *VIDEO), "noise_mask": kept}], [_conditioning()])
+    masked = read_encoded_samples(str(save_encoded(pairs, CacheStore(tmp_path))), LTX)
+    refuse_batches_with_sound(masked, 2)
+
+
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_a_noise_mask_beside_a_sound_is_refused_with_what_helps(tmp_path, is_nested):
+    """As LTXVImgToVideoInplace and Concat AV Latent make it, and a mask that was set on both streams."""
+    kept = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1, 1)
+    samples = Nested(torch.randn(1, *VIDEO), torch.randn(1, *SOUND))
+    latent = {"samples": samples, "noise_mask": Nested(kept, torch.ones(1, *SOUND)) if is_nested else kept}
+    with pytest.raises(ValueError, match="for pictures and videos alone, not for sound.*take out.*or train the video"):
+        path = save_encoded(read_pairs([latent], [_conditioning()]), CacheStore(tmp_path))
+        read_encoded_samples(str(path), LTX)
+
+
+def test_a_plan_looks_for_a_noise_mask_in_the_list_and_reads_one_entry_at_most(tmp_path, monkeypatch):
+    plain, kept = torch.randn(3, *VIDEO), torch.tensor([0.0, 1.0]).view(1, 1, 2, 1, 1)
+    pairs = list(read_pairs([{"samples": plain}], [_conditioning(3)]))
+    found = read_encoded_samples(str(save_encoded(pairs, CacheStore(tmp_path))), LTX)
+    pairs += read_pairs([{"samples": plain[:2], "noise_mask": kept}], [_conditioning(2)])
+    masked = read_encoded_samples(str(save_encoded(pairs, CacheStore(tmp_path))), LTX)
+    opened = []
+    monkeypatch.setattr(store_module, "_read_header", lambda path: opened.append(path) or READ_HEADER(path))
+    assert _read(found)._some_mask(CacheStore(tmp_path)) == {} and not opened
+    assert torch.equal(_read(masked)._some_mask(CacheStore(tmp_path))["noise_mask"], kept[0])
+    assert len(set(opened)) == 1
+
+
+def test_a_plan_computes_with_the_longest_sound_beside_the_largest_video(tmp_path):
+    """As a batch has them: packed, and said by tensors without numbers."""
+    found: list[EncodedSample] = []
+    for length in (5, 9, 7):
+        nested = Nested(torch.ones(1, *VIDEO), torch.ones(1, 8, length, 16))
+        found += read_encoded_samples(str(_save(tmp_path, nested, _conditioning())), LTX)
+    plain = read_encoded_samples(str(_save(tmp_path, torch.ones(1, *VIDEO), _conditioning())), LTX)
+    assert _read(plain)._longest_sound() == {}
+    text, shape = SampleText({"cond": torch.ones(6, 8), **_read((*found, *plain))._longest_sound()}), (4, 3, 4, 5)
+    work = Work(shape, 2, torch.float32, None, LoraSettings(), text=text)
+    host = _Host()
+    info: Any = SimpleNamespace(family=SimpleNamespace(host=host))
+    latents = torch.randn(work.batch_shape)
+    training_step(nn.Linear(1, 1), info, SimpleNamespace(training_guidance=None), work, latents)  # type: ignore[arg-type]
+    assert host.noisy.shape == (2, 1, 1, 1, 4 * 3 * 4 * 5 + 8 * 9 * 16)
+    assert stream_shapes(host.given) == [shape, (8, 9, 16)]
+    assert host.given["stream.0"].shape == (2, 0, *shape) and host.given["stream.1"].shape == (2, 0, 8, 9, 16)
+    picture = dataclasses.replace(work, text=text.without_streams)
+    assert picture.batch_shape == (2, *shape) and picture.streams == []
+
+
+def test_a_dry_run_takes_a_voice_for_as_much_more_sound():
+    """It has no numbers, by which LTX-2 places a voice; what the blocks compute with is as long."""
+    voice = {"cond": torch.ones(6, 8), "option.ref_audio.tokens": torch.ones(3, 128)}
+    family: Any = SimpleNamespace(comfy=LTX.comfy)
+
+    def streams(tensors: dict[str, torch.Tensor], family: Any = family) -> list[Any]:
+        work = Work((4, 3, 4, 5), 1, torch.float32, None, LoraSettings(), text=SampleText(tensors))
+        return voice_as_sound(family, work).streams
+
+    assert streams(voice) == [(4, 3, 4, 5), (8, 3, 16)]
+    assert streams({**voice, "stream.1": torch.empty(0, 8, 5, 16)})[1] == (8, 8, 16)
+    assert streams({"cond": torch.ones(6, 8)}) == streams(voice, SimpleNamespace(comfy=_reader().comfy)) == []
+
+
+class _Host:
+    """As ComfyUI's models are called; remembers with what."""
+
+    def example(self, batch: int, device: torch.device, text: Any) -> dict[str, torch.Tensor]:
+        return {name: torch.stack([each] * batch) for name, each in text.items()}
+
+    def predict(self, model: Any, noisy: torch.Tensor, sigmas: torch.Tensor, given: Any, guidance: Any) -> torch.Tensor:
+        self.noisy, self.given = noisy, given
+        return model(noisy[..., None])[..., 0]
+
+
+def _read(encoded: Any) -> ReadJob:
+    """A job of which the samples alone are read."""
+    nothing: Any = None
+    return ReadJob(nothing, nothing, nothing, nothing, (), (), encoded)
 
 
 def test_the_size_of_audio_is_counted_in_its_cells(tmp_path):

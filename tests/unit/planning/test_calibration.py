@@ -17,9 +17,12 @@ from devicebridge.checkpoints.checkpoint import CheckpointInfo
 from devicebridge.checkpoints.load import make_empty_transformer
 from devicebridge.cli.main import main
 from devicebridge.config.job import LoraSettings, save_job
+from devicebridge.families.comfy.native import NativeModel
+from devicebridge.families.spec import BlockList
 from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.job import plan_job, run_job
 from devicebridge.jobs.resolve import MEASURING
+from devicebridge.parallel.offload.block_call import checkpoint_calls
 from devicebridge.parallel.placement import block_names
 from devicebridge.parallel.stopwatch import link_speed, make_stopwatch
 from devicebridge.patches import attention
@@ -50,6 +53,7 @@ from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
 from devicebridge.tests.plans import MadeUpCosts, make_question
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.toy import TINY
+from torch import nn
 
 GB = 10**9
 CPU = torch.device("cpu")
@@ -110,6 +114,66 @@ def test_every_kind_of_block_is_timed_once_and_by_medians(name):
     assert all((kind.forward_s, kind.backward_s) == (1, 10) for kind in found.kinds)
     num_ends = 6 * 4  # start, first block, last block, end
     assert script.count == 18 * len(expected) + num_ends
+
+
+class _Pairs(nn.Module):
+    """As one of ComfyUI's own: blocks are called with keywords and give nested results."""
+
+    is_gradient_checkpointing = False
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, pair: Any, *, scale: torch.Tensor) -> Any:
+            x, y = pair
+            return self.linear(x) * scale, {"y": y + 1}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.sum()
+        for block in self.blocks:
+            x, made = block((x, y), scale=torch.ones(1))
+            y = made["y"]
+        return self.out(x) + y
+
+    def enable_gradient_checkpointing(self, checkpoint: Any) -> None:
+        checkpoint_calls(self.blocks, checkpoint, ())
+
+
+class _PairsHost:
+    def make(self, *, is_empty: bool) -> nn.Module:
+        with torch.device("meta"):
+            return _Pairs()
+
+    def predict(self, model: Any, noisy: torch.Tensor, sigmas: Any, given: Any, guidance: Any) -> torch.Tensor:
+        return model(noisy)
+
+    def example(self, batch: int, device: torch.device, text: Any) -> dict[str, torch.Tensor]:
+        return {}
+
+
+def test_blocks_that_are_called_with_keywords_are_timed_as_others_are():
+    family = dataclasses.replace(
+        TINY["flux2"].family,
+        native=NativeModel("Pairs", "toy", ("blocks",), ("out",), "a toy"),
+        host=_PairsHost(),  # type: ignore[arg-type]
+        block_lists=(BlockList("blocks"),),
+        tail=("out",),
+        lora_targets=("blocks.*",),
+        keep_full_precision=(),
+    )
+    variant = dataclasses.replace(family.variants[0], text_encoders=(), training_guidance=None)
+    info = CheckpointInfo(Path("x"), family, variant, {}, "original", {}, None)
+    work = Work((3, 1, 5, 4), 1, torch.float32, None, LoraSettings(rank=2))
+    script = _Script()
+    found = time_blocks(info, variant, work, CPU, lambda device: script)
+    assert [(kind.blocks, kind.forward_s, kind.backward_s) for kind in found.kinds] == [((0, 1, 2), 1, 10)]
 
 
 def test_front_and_tail_are_what_is_outside_the_blocks():
