@@ -36,6 +36,7 @@ import comfy.sd  # noqa: E402
 import torch  # noqa: E402
 from devicebridge.cli.native import encoded  # noqa: E402
 from devicebridge.config.job import JobConfig, make_job  # noqa: E402
+from devicebridge.encoding.store import CacheStore  # noqa: E402
 from devicebridge.events import EventLog  # noqa: E402
 from devicebridge.jobs.build import build_trainer  # noqa: E402
 from devicebridge.jobs.encode_job import cache_job  # noqa: E402
@@ -164,6 +165,21 @@ def _drawn(name: str, shape: torch.Size) -> torch.Tensor:
     """Of each layer its own."""
     seed = sum(name.encode()) * 1009 + len(name)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def other_clip(bench: Bench) -> Figures:
+    """One that a model of another kind has is refused before a caption or picture is encoded."""
+    other, store = "sdxl" if bench.kind == "sd15" else "sd15", bench.folder / "other cache"
+    job = bench.job("other", {"cache": {"folder": str(store)}})
+    said = ""
+    try:
+        with mock.patch.object(bench, "kind", other), bench.ready(job):
+            pass
+    except ValueError as error:
+        said = str(error)
+    assert "cache.stock_clip makes a" in said, said or "it was taken"
+    assert not list(CacheStore(store).keys()), "something was encoded before"
+    return {"said": said}
 
 
 def same_as_cached(bench: Bench) -> Figures:
@@ -313,6 +329,7 @@ def _put_file(trainer: Trainer, lora: Mapping[str, torch.Tensor]) -> None:
 
 
 STEPS: dict[str, Callable[[Bench], Figures]] = {
+    "other CLIP": other_clip,
     "same as cached": same_as_cached,
     "same in half": same_in_half,
     "gradients": central_differences,
