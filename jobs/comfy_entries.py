@@ -205,6 +205,8 @@ class EncodedSample:
     bucket: tuple[int, ...]
     num_frames: int = 1
     mask_path: None = None
+    loss_weight: float = 1.0
+    condition: None = None
     alike: tuple[int, ...] = ()
     num_streams: int = 1
 
