@@ -14,7 +14,7 @@ from devicebridge.tests.comfy_host import comfy_python
 
 pytestmark = pytest.mark.comfy
 WORKER = Path(__file__).with_name("text_encoders_worker.py")
-NUM_STEPS = 9
+NUM_STEPS = 10
 
 
 def _proved(comfyui: Path, folder: Path, *builds: str) -> dict[str, dict[str, Any]]:
