@@ -89,7 +89,7 @@ def with_encoders(job: JobConfig, info: CheckpointInfo) -> Iterator[tuple[JobCon
 
     clip, vae, vision = load_encoders(job)
     if job.lora.text_encoder and clip and info.family.host:
-        refuse_other_class(clip.stock, info.family.host.text_class)
+        refuse_other_class(clip, info.family.host.text_class)
     conditioner = HostConditioner(clip, vae, vision) if job.data.condition else None
     cache = replace(
         job.cache,

@@ -38,9 +38,9 @@ def class_of_clip(config: Any) -> str:
     return name if name in _PARTS else ""
 
 
-def refuse_other_class(clip: Any, wanted: str) -> None:
+def refuse_other_class(clip: HostClip, wanted: str) -> None:
     """Raises: ValueError for a stock CLIP that is not of the class whose text the model is given."""
-    found = type(clip.cond_stage_model).__name__
+    found = type(clip.stock.cond_stage_model).__name__
     if found != wanted:
         raise ValueError(
             f"cache.stock_clip makes a {found}, and this model is given the text of a {wanted}; name the files of "
@@ -61,7 +61,7 @@ def attach_text_encoders(
         raise ValueError(
             f"cache.text_source names {fingerprint!r}, but cache.stock_clip is {name.fingerprint!r}; give that one"
         )
-    refuse_other_class(clip, wanted)
+    refuse_other_class(name, wanted)
     name.release()
     stage = clip.cond_stage_model
     stage.reset_clip_options()
