@@ -40,7 +40,7 @@ def cache(options: argparse.Namespace) -> int:
         for path, job in jobs.items():
             with prepared(job) as info:
                 plan = check_job(job, info=info, is_to_train=False)
-            named, encoders[path] = stack.enter_context(with_encoders(job))
+            named, encoders[path] = stack.enter_context(with_encoders(job, plan.info))
             plans[path] = replace(plan, job=named)
         if options.verify:
             return _verify(plans, parts)

@@ -17,7 +17,7 @@ from ..parallel.ranks.place import RankPlace
 from ..parallel.ranks.watch import record_error
 from ..system.launched import Launch, find_launch
 from ..system.processes import start
-from ..system.stopping import StopRequest, say, stop_on_signal
+from ..system.stopping import STOPPED, Stopped, StopRequest, say, stop_on_signal
 from .native import rank_script
 
 _POLL_S = 0.2
@@ -73,6 +73,10 @@ def as_rank(place: RankPlace, train: Callable[[Callable[[], bool]], int]) -> int
     with stop_on_signal() as stop:
         try:
             code = train(lambda: _is_asked(stop, known))
+        except Stopped as stopped:
+            code = STOPPED
+            if place.rank == 0:
+                say(f"devicebridge: {stopped}")
         except Exception as error:
             _end(place, error)
     if known is not None and place.rank == 0:

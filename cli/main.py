@@ -11,9 +11,12 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from ..system.stopping import STOPPED, say
 from ..version import VERSION
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # what add_subparsers returns
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,84 +61,97 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=VERSION)
     parser.add_argument("-v", "--verbose", action="store_true", help="log more, and show tracebacks")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add in (_add_train, _add_check, _add_plan, _add_cache, _add_jobs, _add_run, _add_doctor):
+        add(commands)
+    return parser
 
-    train = commands.add_parser("train", help="train a LoRA from a TOML job file")
-    train.add_argument("job", type=Path)
-    train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of the job's folder")
-    train.add_argument(
+
+def _add_train(commands: Commands) -> None:
+    parser = commands.add_parser("train", help="train a LoRA from a TOML job file")
+    parser.add_argument("job", type=Path)
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of the job's folder")
+    parser.add_argument(
         "--nproc",
         type=int,
         metavar="PROCESSES",
         help="train in so many processes of this machine, which share its devices; torchrun is started for it",
     )
-    train.set_defaults(command=_command("jobs", "train"))
+    parser.set_defaults(command=_command("jobs", "train"))
 
-    check = commands.add_parser("check", help="check a job file, its model and its images without loading weights")
-    check.add_argument("job", type=Path)
-    check.set_defaults(command=_command("jobs", "check"))
 
-    plan = commands.add_parser(
+def _add_check(commands: Commands) -> None:
+    parser = commands.add_parser("check", help="check a job file, its model and its images without loading weights")
+    parser.add_argument("job", type=Path)
+    parser.set_defaults(command=_command("jobs", "check"))
+
+
+def _add_plan(commands: Commands) -> None:
+    parser = commands.add_parser(
         "plan",
         help="say what a job will take of every card, and how it would best use them; no weight is loaded",
         description="Forecast the memory of every card and choose cut, kept activations, and what the job leaves to "
         "auto. Reads headers and images only and needs no GPU; with --model neither job file, model nor images are "
         "needed. Exit code 2 if nothing fits, with what would help.",
     )
-    plan.add_argument("job", type=Path, nargs="?", help="job file; may be left out with --model")
-    plan.add_argument(
+    parser.add_argument("job", type=Path, nargs="?", help="job file; may be left out with --model")
+    parser.add_argument(
         "--model",
         default="",
         metavar="VARIANT",
         help="plan for this published model, such as flux2-dev, in place of the job's; its files need not be there",
     )
-    plan.add_argument(
+    parser.add_argument(
         "--cards",
         metavar="SIZES",
         help='plan for these cards instead of this machine\'s: "24GB,12GB", "2x24GB", or with relative speeds '
         '"2x24GB@1,12GB@0.5"',
     )
-    plan.add_argument("--nodes", type=int, default=1, metavar="MACHINES", help="so many machines with --cards each")
-    plan.add_argument("--link", metavar="SPEED", help='between machines, "25Gbit" or "3.1GB" per second; with --nodes')
-    plan.add_argument(
+    parser.add_argument("--nodes", type=int, default=1, metavar="MACHINES", help="so many machines with --cards each")
+    parser.add_argument(
+        "--link", metavar="SPEED", help='between machines, "25Gbit" or "3.1GB" per second; with --nodes'
+    )
+    parser.add_argument(
         "--card-link", metavar="SPEED", help='between the cards of a machine; "12GB" unless given. Compares strategies'
     )
-    plan.add_argument(
+    parser.add_argument(
         "--resolution",
         type=int,
         metavar="PIXELS",
         help="in place of the job's resolutions; without a job file, or where its dataset folders are not there, the "
         "side of a square to plan for (without a job file 1024, for models of video 640, unless given)",
     )
-    plan.add_argument(
+    parser.add_argument(
         "--frames",
         type=int,
         metavar="NUMBER",
         help="in place of the job's data.frames; of a square 1, or for models that are given the first frame 33, "
         "unless given",
     )
-    plan.add_argument(
+    parser.add_argument(
         "--quantize",
         choices=("none", "fp8", "int8", "fp8-compute", "int8-compute", "auto"),
         help="in place of the job's model.quantize; without a job file the planner chooses",
     )
-    plan.add_argument(
+    parser.add_argument(
         "--calibrate",
         action="store_true",
         help="time the model's blocks on this machine's cards, unless an earlier job has; takes some seconds",
     )
-    plan.add_argument("--json", action="store_true", help="print as JSON")
-    plan.set_defaults(command=_command("jobs", "plan"))
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+    parser.set_defaults(command=_command("jobs", "plan"))
 
-    cache = commands.add_parser(
+
+def _add_cache(commands: Commands) -> None:
+    parser = commands.add_parser(
         "cache",
         help="compute a job's captions and latents only",
         description="Compute a job's captions and latents only. Several of these may run at once for one cache, on "
         "other devices too, and share the work. What is done stays, however it ends.",
     )
-    cache.add_argument("job", type=Path, nargs="+", help="job file; several are done one after the other")
-    cache.add_argument("--only", choices=["captions", "latents", "conditions"], help="leave the other parts alone")
-    cache.add_argument("--device", help="device of text encoders and VAE, in place of the job's")
-    mode = cache.add_mutually_exclusive_group()
+    parser.add_argument("job", type=Path, nargs="+", help="job file; several are done one after the other")
+    parser.add_argument("--only", choices=["captions", "latents", "conditions"], help="leave the other parts alone")
+    parser.add_argument("--device", help="device of text encoders and VAE, in place of the job's")
+    mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--regenerate", action="store_true", help="compute everything again, also what is there")
     mode.add_argument(
         "--verify",
@@ -148,24 +164,30 @@ def _make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="compute nothing: delete from the jobs' cache folders what no sample of any of these jobs needs",
     )
-    cache.set_defaults(command=_command("cache", "cache"))
+    parser.set_defaults(command=_command("cache", "cache"))
 
-    jobs = commands.add_parser("jobs", help="show the trainings of a ComfyUI, and its queue of those in the background")
-    jobs.add_argument(
+
+def _add_jobs(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "jobs", help="show the trainings of a ComfyUI, and its queue of those in the background"
+    )
+    parser.add_argument(
         "folder", type=Path, nargs="?", help="the folder of the runs, output/devicebridge of a ComfyUI; found otherwise"
     )
-    jobs.add_argument("--stop", metavar="RUN", help="have a run end its step, save, and stop")
-    jobs.add_argument("--json", action="store_true", help="print as JSON")
-    jobs.set_defaults(command=_command("queue", "jobs"))
+    parser.add_argument("--stop", metavar="RUN", help="have a run end its step, save, and stop")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+    parser.set_defaults(command=_command("queue", "jobs"))
 
-    run = commands.add_parser("run", help="run a ComfyUI workflow file through ComfyUI, without its window")
-    run.add_argument(
+
+def _add_run(commands: Commands) -> None:
+    parser = commands.add_parser("run", help="run a ComfyUI workflow file through ComfyUI, without its window")
+    parser.add_argument(
         "workflow",
         type=Path,
         help="JSON file of a workflow: as ComfyUI saves it, or its API form (Export (API)); needs comfy-cli, "
         "which `pip install -e .[comfy]` brings",
     )
-    run.add_argument(
+    parser.add_argument(
         "--set",
         action="append",
         default=[],
@@ -173,16 +195,19 @@ def _make_parser() -> argparse.ArgumentParser:
         help="replace an input, such as DeviceBridgeTrainLora.steps=500; a node by its number, type or title; may be "
         "given several times",
     )
-    run.add_argument("--base-directory", type=Path, help="where models, input and output are, if not ComfyUI's folder")
-    run.epilog = "Flags for ComfyUI's server stand behind --, such as: devicebridge run workflow.json -- --lowvram"
-    run.add_argument("--comfyui", type=Path, help="ComfyUI's folder; found by itself otherwise")
-    run.add_argument("--timeout", type=float, default=None, metavar="SECONDS", help="give up after this long")
-    run.set_defaults(command=_run)
+    parser.add_argument(
+        "--base-directory", type=Path, help="where models, input and output are, if not ComfyUI's folder"
+    )
+    parser.epilog = "Flags for ComfyUI's server stand behind --, such as: devicebridge run workflow.json -- --lowvram"
+    parser.add_argument("--comfyui", type=Path, help="ComfyUI's folder; found by itself otherwise")
+    parser.add_argument("--timeout", type=float, default=None, metavar="SECONDS", help="give up after this long")
+    parser.set_defaults(command=_run)
 
-    doctor = commands.add_parser("doctor", help="show devices, versions, and what will work here")
-    doctor.add_argument("--json", action="store_true", help="print as JSON")
-    doctor.set_defaults(command=_doctor)
-    return parser
+
+def _add_doctor(commands: Commands) -> None:
+    parser = commands.add_parser("doctor", help="show devices, versions, and what will work here")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+    parser.set_defaults(command=_doctor)
 
 
 def _command(module: str, name: str) -> Callable[[argparse.Namespace], int]:

@@ -75,15 +75,21 @@ def prepared(job: JobConfig) -> Iterator[CheckpointInfo | None]:
 
 
 @contextmanager
-def with_encoders(job: JobConfig) -> Iterator[tuple[JobConfig, ComfyEncoders]]:
-    """Inside, the encoders that the job names by files are loaded, and the job has their names for the cache."""
+def with_encoders(job: JobConfig, info: CheckpointInfo) -> Iterator[tuple[JobConfig, ComfyEncoders]]:
+    """Inside, the encoders that the job names by files are loaded, and the job has their names for the cache.
+
+    Raises: ValueError for text encoders that shall be trained and are not the model's.
+    """
     if not job.cache.needs_stock_encoders:
         yield job, NO_ENCODERS
         return
     from ..nodes.host.native.conditions import HostConditioner
     from ..nodes.host.native.files import load_encoders
+    from ..nodes.host.native.text import refuse_other_class
 
     clip, vae, vision = load_encoders(job)
+    if job.lora.text_encoder and clip and info.family.host:
+        refuse_other_class(clip, info.family.host.text_class)
     conditioner = HostConditioner(clip, vae, vision) if job.data.condition else None
     cache = replace(
         job.cache,
@@ -109,7 +115,7 @@ def encoded(job: JobConfig, on_event: Listener, should_stop: Callable[[], bool] 
         return job
     with prepared(job) as info:
         plan = check_job(job, info=info, is_to_train=False, should_stop=should_stop)
-    with with_encoders(job) as (named, encoders):
+    with with_encoders(job, plan.info) as (named, encoders):
         fill_job(replace(plan, job=named), on_event, should_stop, encoders)
     return named
 

@@ -211,6 +211,8 @@ class EncodedSample:
     bucket: tuple[int, ...]
     num_frames: int = 1
     mask_path: None = None
+    loss_weight: float = 1.0
+    condition: None = None
     alike: tuple[int, ...] = ()
     has_sound: bool = False
     sound: tuple[int, ...] = ()

@@ -77,7 +77,7 @@ class ReadJob:
             train=sizes_of(self.encoded or self.samples),
             alone=sizes_of(self.eval_samples),
             text=self._longest_text(),
-            beside=text_encoders_held(self.job),
+            beside=text_encoders_held(self.job, self.info.family, self.samples),
         )
 
     def _longest_text(self) -> SampleText | None:

@@ -55,8 +55,9 @@ def cached_once(plan: JobPlan, ranks: Ranks, work: Callable[[], Data]) -> Data:
     late = unless_stopped(ranks, lambda: None if is_early else work())
     found = early if is_early else late
     assert found is not None
-    first = ranks.from_first(lambda: order_of(found))
-    ranks.together(lambda: _refuse_other_order(found, first))
+    order = ranks.together(lambda: order_of(found))
+    first = ranks.from_first(lambda: order)
+    ranks.together(lambda: _refuse_other_order(order, first))
     return found
 
 
@@ -84,22 +85,20 @@ def entries_of(data: Iterable[CachedSamples | None]) -> set[str]:
 
 def order_of(data: Iterable[CachedSamples | None]) -> str:
     """A hash of what each sample is trained on, in order; ranks that differ in it would train some samples twice and
-    others never."""
-    told = [
-        (key, each.text_keys.get(sample.caption), sample.bucket, sample.num_frames, sample.alike)
-        for each in data
-        if each is not None
-        for key, sample in zip(each.latent_keys, each.samples, strict=True)
-    ]
+    others never, or on other references, masks and weights.
+
+    Raises: OSError if a mask has gone.
+    """
+    told = [each.trained_on(index) for each in data if each is not None for index in range(len(each.samples))]
     return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
-def _refuse_other_order(data: Data, first: str) -> None:
+def _refuse_other_order(own: str, first: str) -> None:
     """Raises: ValueError if this rank's samples are not those of the first one."""
-    if order_of(data) != first:
+    if own != first:
         raise ValueError(
-            "this rank and the first one do not have the same samples: an image is missing here or there, or captions "
-            "differ; give all machines the same images, captions and job file"
+            "this rank and the first one do not have the same samples: an image is missing here or there, or captions, "
+            "masks, references or loss weights differ; give all machines the same files and job file"
         )
 
 

@@ -40,12 +40,21 @@ def remember_clip(sockets: Mapping[str, Any], load: Callable[[dict[str, Any]], A
     return partial(load, {name: sockets[name] for name in ("text_encoders", "text_encoder_2") if name in sockets})
 
 
-def encode_prompts(dataset: TrainingDataset, job: JobConfig, info: CheckpointInfo | None, view: JobView) -> None:
+def encode_prompts(
+    dataset: TrainingDataset,
+    job: JobConfig,
+    info: CheckpointInfo | None,
+    view: JobView,
+    check: Callable[[], object],
+) -> None:
     """Have the job's sample prompts in its cache, where a CLIP of ComfyUI's encoded the captions.
+
+    To be called outside of TrainingModel.prepared, as captions are encoded: there ComfyUI's kernels are others.
 
     Args:
         info: the job's model, if only ComfyUI can read it.
-    Raises: ValueError where the CLIP is gone.
+        check: raises what refuses the training; called before a text encoder is loaded, if one is needed.
+    Raises: ValueError where the CLIP is gone; what check raises.
     """
     from ..encoding.encode import Stopped
     from ..events import EventLog
@@ -55,10 +64,11 @@ def encode_prompts(dataset: TrainingDataset, job: JobConfig, info: CheckpointInf
     missing = missing_prompts(job)
     if not missing or dataset.find_clip is None:
         return
-    if (clip := dataset.find_clip()) is None:
-        raise ValueError(_GONE.format(prompts=", ".join(map(repr, missing))))
-    with host.host_memory_freed(), EventLog(Path(job.cache.folder), view) as events:
-        try:
+    try:
+        check()
+        if (clip := dataset.find_clip()) is None:
+            raise ValueError(_GONE.format(prompts=", ".join(map(repr, missing))))
+        with host.host_memory_freed(), EventLog(Path(job.cache.folder), view) as events:
             fill_prompts(job, info, ComfyEncoders(clip), events, view.is_cancelled)
-        except Stopped:
-            host.cancel()
+    except Stopped:
+        host.cancel()

@@ -154,14 +154,17 @@ class TrainLora(io.ComfyNode):
     @said_on_node
     def execute(cls, model: TrainingModel, dataset: TrainingDataset, resume: bool, **sockets: Any) -> io.NodeOutput:
         job = make_job(model, dataset, sockets)
-        view = JobView(cls.hidden.unique_id)
-        with host.training_allowed(), model.prepared() as info:
-            run = _find_run(job, info, resume, view)
+        view, in_background = JobView(cls.hidden.unique_id), sockets.get("background", False)
+        with host.training_allowed():
+            with model.prepared() as info:
+                run = _find_run(job, info, resume, view)
             if run.finished is None:
-                encode_prompts(dataset, run.job, info, view)
-            if run.finished is None and sockets.get("background", False):
-                return _start_in_background(run, info, view)
-            result = run.finished or _train(run, info, view)
+                check = partial(_check, run, model, info, view, in_background=in_background)
+                encode_prompts(dataset, run.job, info, view, check)
+            with model.prepared(info):
+                if run.finished is None and in_background:
+                    return _start_in_background(run, info, view)
+                result = run.finished or _train(run, info, view)
         text = "\n".join(filter(None, [run.note, describe_result(result)]))
         view.show_text(text)
         if result.status == "stopped":
@@ -189,6 +192,24 @@ def _find_run(job: config.JobConfig, info: CheckpointInfo | None, resume: bool, 
     if run.note:
         view.show_text(run.note)
     return run
+
+
+def _check(
+    run: NextRun, model: TrainingModel, info: CheckpointInfo | None, view: JobView, *, in_background: bool
+) -> None:
+    """Everything that refuses the training, before a text encoder is loaded for its prompts.
+
+    Where other processes train, or a run goes on where it was, only they know the cards: nothing is forecast here.
+
+    Raises: as check_job; RuntimeError if a training in the background uses a card that this node needs.
+    """
+    from ..jobs.job import check_job
+
+    if not in_background:
+        background.refuse_taken_cards(run.job)
+    is_forecast = not (in_background or run.resume or run.job.parallel.processes > 1)
+    with model.prepared(info), host.host_memory_freed():
+        check_job(run.job, info=info, is_to_train=is_forecast, should_stop=view.is_cancelled)
 
 
 def _train(run: NextRun, info: CheckpointInfo | None, view: JobView) -> TrainingResult:

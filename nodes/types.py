@@ -27,13 +27,17 @@ class TrainingModel:
     split: SplitConfig
 
     @contextmanager
-    def prepared(self) -> Iterator[CheckpointInfo | None]:
-        """Inside, ComfyUI is ready to train its own model, which is given; None for a family that we build."""
+    def prepared(self, info: CheckpointInfo | None = None) -> Iterator[CheckpointInfo | None]:
+        """Inside, ComfyUI is ready to train its own model, which is given; None for a family that we build.
+
+        Args:
+            info: the model, if it was read already.
+        """
         if self.model.family != COMFYUI:
             yield None
             return
         with host.native_training():
-            yield host.read_native(self.model.path, self.model.dtype)
+            yield info or host.read_native(self.model.path, self.model.dtype)
 
     def job(self, dataset: TrainingDataset, **sections: Any) -> JobConfig:
         return JobConfig(model=self.model, split=self.split, data=dataset.data, **sections)

@@ -117,11 +117,14 @@ def latent_shape_of(
 
 
 class Resident(NamedTuple):
-    """What a device holds all the time: bytes of frozen weights and of LoRA, and how many values are trained."""
+    """What a device holds beside the model: bytes of frozen weights and of LoRA, of so many trained values; of each
+    sample from forward to backward the inputs of layers, and what layers keep that are not computed again."""
 
     weights: int
     lora: int
     num_trained: int
+    inputs: int = 0
+    kept: int = 0
 
 
 NOTHING = Resident(0, 0, 0)
@@ -335,6 +338,7 @@ class Question:
             backend=Backend(context=0 if has_context else CONTEXT_BYTES),
             largest_layer=0 if setting.scheme == "none" else self.model.largest_linear * self.space.dtype.itemsize,
             picture=self._picture_cost(setting.scheme),
+            kept_beside=self._kept_beside,
         )
 
     def _cost(self, scheme: str) -> Any:
@@ -342,13 +346,18 @@ class Question:
         return self.model.dry_run(self.work(scheme), self._kernels(scheme))
 
     def _with_beside(self, cost: Any) -> Any:
-        weights, lora, num_trained = self.beside
         return replace(
             cost,
-            home_weights=cost.home_weights + weights,
-            home_lora=cost.home_lora + lora,
-            home_trained=cost.home_trained + num_trained,
+            home_weights=cost.home_weights + self.beside.weights,
+            home_lora=cost.home_lora + self.beside.lora,
+            home_trained=cost.home_trained + self.beside.num_trained,
         )
+
+    @property
+    def _kept_beside(self) -> int:
+        """Bytes of a micro-batch that the first card keeps from forward to backward beside the model's."""
+        kept = 0 if self.space.is_checkpointing else self.beside.kept
+        return self.space.batch_size * (self.beside.inputs + kept)
 
     def _picture_cost(self, scheme: str) -> StepCost | None:
         """Of drawing a sample picture; None where a forward of training takes as much."""

@@ -10,9 +10,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import shorten
+from typing import Any
 
 import torch
 
+from ..checkpoints.fingerprint import file_fingerprint
 from ..data.masks import load_mask
 from ..data.order import Batch
 from ..data.samples import Condition, Sample, TrainingSample
@@ -100,15 +102,24 @@ class CachedSamples:
                 return f"the {part} of {self.name_of(index)} (cache entry {self.store.path(keys[-1])})"
         return ""
 
+    def trained_on(self, index: int) -> list[Any]:
+        """Plain values that decide what is computed of a sample, wherever its files lie.
+
+        Raises: OSError if its mask has gone.
+        """
+        sample = self.samples[index]
+        mask = file_fingerprint(sample.mask_path) if self.use_masks and sample.mask_path else ""
+        entries = [self.latent_keys[index], *self._text_keys(index, False)]
+        return [entries, mask, sample.loss_weight, sample.bucket, sample.num_frames, sample.alike]
+
     def _text_keys(self, index: int, drop_caption: bool) -> list[str]:
         """The entries of a sample's text, of which later ones count over earlier ones."""
         sample = self.samples[index]
         caption = "" if drop_caption else sample.caption
-        condition = getattr(sample, "condition", None)
-        if condition is None:
+        if sample.condition is None:
             return [self.text_keys[caption]]
-        own = [] if WAYS[condition.way].reads_text else [self.text_keys[caption]]
-        return [*own, self.condition_keys[caption, condition]]
+        own = [] if WAYS[sample.condition.way].reads_text else [self.text_keys[caption]]
+        return [*own, self.condition_keys[caption, sample.condition]]
 
     def _read_text(self, keys: Sequence[str]) -> Mapping[str, torch.Tensor]:
         return self.read_text({name: each for key in keys for name, each in self._entry(key).items()})
@@ -150,8 +161,8 @@ class CachedSamples:
                     self.read[key] = entry
 
     def _weights(self, indices: Sequence[int]) -> torch.Tensor | None:
-        """Of the losses; a sample that arrived encoded has none."""
-        weights = [getattr(self.samples[index], "loss_weight", 1.0) for index in indices]
+        """Of the losses."""
+        weights = [self.samples[index].loss_weight for index in indices]
         return None if all(each == 1 for each in weights) else torch.tensor(weights)
 
     def _masks(self, indices: Sequence[int], latents: torch.Tensor) -> torch.Tensor | None:

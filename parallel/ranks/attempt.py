@@ -3,60 +3,112 @@
 torchrun keeps one store while it starts ranks anew, and in it lie the addresses of ranks that are gone. What it says of
 restarts does not tell them apart: each machine counts only those that a failure of its own began. So the first rank
 numbers the starts, and tells each rank that asks by a name which no earlier process has had. An answer to one that is
-gone is read by nobody. The first rank goes on when all have heard it. torchrun has ended every rank of a start before
-it begins the next.
+gone is read by nobody. All go on when the newest asker of every rank has heard the number. If one was asked to stop
+before, none does. torchrun has ended every rank of a start before it begins the next.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+from ...system.stopping import Stopped, never
 from .place import RankPlace
 
 _POLL_S = 0.05
 _LIMIT_S = 1800.0  # one machine may take long to begin: imports from a slow disk
+_STOP, _ALL = "stop", "all"  # what a start came to; the first also in the place of a name
+
+Pause = Callable[[str], None]  # given what is waited for
 
 
-def agreed_attempt(store: Any, place: RankPlace, limit_s: float = _LIMIT_S) -> int:
+def agreed_attempt(
+    store: Any, place: RankPlace, own_stop: Callable[[], bool] = never, limit_s: float = _LIMIT_S
+) -> int:
     """How often ranks have met in this store, this time included; all ranks.
 
     Args:
         store: torchrun's, the same for all.
-    Raises: RuntimeError if not all ranks come in time.
+        own_stop: whether this process was asked to stop.
+    Raises: Stopped if a rank was asked to stop before all had come; RuntimeError if not all ranks come in time.
     """
-    deadline = time.monotonic() + limit_s
-    attempt = _numbered(store, place, deadline) if place.rank == 0 else _asked_for(store, place, deadline)
-    store.set(f"heard {attempt} {place.rank}", "1")
-    return attempt
+    pause = partial(_pause, time.monotonic() + limit_s, own_stop)
+    return _numbered(store, place, pause) if place.rank == 0 else _asked_for(store, place, pause)
 
 
-def _numbered(store: Any, place: RankPlace, deadline: float) -> int:
+def _numbered(store: Any, place: RankPlace, pause: Pause) -> int:
     """Of the first rank: a new number, when every other one has heard it."""
-    attempt, answered = int(store.add("attempts", 1)), set()
-    waiting = set(range(1, place.num_ranks))
-    while waiting:
-        _pause(deadline, f"ranks {sorted(waiting)} have not come")
-        for rank in sorted(waiting):
-            name = store.get(f"asks {rank}") if store.check([f"asks {rank}"]) else b""
-            if name and name not in answered:
-                store.set(f"answer {name.decode()}", str(attempt))
-                answered.add(name)
-            if store.check([f"heard {attempt} {rank}"]):
-                waiting.remove(rank)
+    attempt = int(store.add("attempts", 1))
+    try:
+        while waiting := _not_heard(store, attempt, range(1, place.num_ranks)):
+            pause(f"ranks {waiting} have not come")
+    except Stopped:
+        _decided(store, attempt, _STOP)
+        raise
+    if _decided(store, attempt, _ALL) == _STOP:
+        raise _stopped()
     return attempt
 
 
-def _asked_for(store: Any, place: RankPlace, deadline: float) -> int:
+def _not_heard(store: Any, attempt: int, others: Sequence[int]) -> list[int]:
+    """Those whose newest asker has not heard the number; each is told it.
+
+    Raises: Stopped if one was asked to stop.
+    """
+    names = {rank: _read(store, f"asks {rank}") for rank in others}
+    for rank, name in names.items():
+        if name == _STOP:
+            store.set(f"asks {rank}", "")  # of this start alone
+        elif name:
+            store.set(f"answer {name}", str(attempt))
+    if _STOP in names.values() or _read(store, f"met {attempt}") == _STOP:
+        raise _stopped()
+    return [rank for rank, name in names.items() if not name or not _read(store, f"heard {attempt} {name}")]
+
+
+def _asked_for(store: Any, place: RankPlace, pause: Pause) -> int:
     name = uuid.uuid4().hex
     store.set(f"asks {place.rank}", name)
-    while not store.check([f"answer {name}"]):
-        _pause(deadline, "the first rank does not answer")
-    return int(store.get(f"answer {name}"))
+    try:
+        attempt = int(_awaited(store, f"answer {name}", partial(pause, "the first rank does not answer")))
+    except Stopped:
+        store.set(f"asks {place.rank}", _STOP)
+        raise
+    store.set(f"heard {attempt} {name}", "1")
+    try:
+        found = _awaited(store, f"met {attempt}", partial(pause, "other ranks have not come"))
+    except Stopped:
+        found = _decided(store, attempt, _STOP)  # where all are there already, all stop together, later
+    if found == _STOP:
+        raise _stopped()
+    return attempt
 
 
-def _pause(deadline: float, why: str) -> None:
+def _decided(store: Any, attempt: int, outcome: str) -> str:
+    """What this start comes to: this, unless another rank was earlier."""
+    return str(store.compare_set(f"met {attempt}", "", outcome).decode())
+
+
+def _read(store: Any, key: str) -> str:
+    return str(store.get(key).decode()) if store.check([key]) else ""
+
+
+def _awaited(store: Any, key: str, pause: Callable[[], None]) -> str:
+    while not store.check([key]):
+        pause()
+    return _read(store, key)
+
+
+def _pause(deadline: float, own_stop: Callable[[], bool], why: str) -> None:
+    if own_stop():
+        raise _stopped()
     if time.monotonic() > deadline:
         raise RuntimeError(why)
     time.sleep(_POLL_S)
+
+
+def _stopped() -> Stopped:
+    return Stopped("stopped before all processes of the job had begun; start it again")

@@ -252,6 +252,7 @@ def joined(
 
     Args:
         devices: of this rank. limit_s: see Watch.
+    Raises: Stopped if a rank was asked to stop before all had come.
     """
     module: Any = device_module(devices[0])
     if module is not None and hasattr(module, "set_device"):
@@ -260,7 +261,7 @@ def joined(
     try:
         with _losses_named():
             store, rank, count = next(dist.rendezvous("env://"))
-            attempt = agreed_attempt(dist.PrefixStore("attempts", store), place)
+            attempt = agreed_attempt(dist.PrefixStore("attempts", store), place, own_stop)
             store = dist.PrefixStore(f"attempt {attempt}", store)
             backend = dist.Backend.default_device_backend_map.get(devices[0].type, "gloo")
             dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=count)

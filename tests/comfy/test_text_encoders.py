@@ -14,7 +14,7 @@ from devicebridge.tests.comfy_host import comfy_python
 
 pytestmark = pytest.mark.comfy
 WORKER = Path(__file__).with_name("text_encoders_worker.py")
-NUM_STEPS = 8
+NUM_STEPS = 10
 
 
 def _proved(comfyui: Path, folder: Path, *builds: str) -> dict[str, dict[str, Any]]:
@@ -30,9 +30,9 @@ def _proved(comfyui: Path, folder: Path, *builds: str) -> dict[str, dict[str, An
 def test_both_encoders_of_sdxl_have_right_gradients_and_the_stock_loader_takes_what_they_learned(
     comfyui: Path, tmp_path: Path
 ) -> None:
-    (steps,) = _proved(comfyui, tmp_path, "SDXL: gradients, stock LoRA").values()
+    (steps,) = _proved(comfyui, tmp_path, "SDXL: other CLIP, gradients, stock LoRA").values()
     assert not {step: each["fault"] for step, each in steps.items() if each["fault"]}
-    assert len(steps) == 2 and {"text_encoders.clip_l.", "text_encoders.clip_g."} <= steps["gradients"].keys()
+    assert len(steps) == 3 and {"text_encoders.clip_l.", "text_encoders.clip_g."} <= steps["gradients"].keys()
 
 
 @pytest.mark.long

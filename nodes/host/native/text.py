@@ -38,6 +38,16 @@ def class_of_clip(config: Any) -> str:
     return name if name in _PARTS else ""
 
 
+def refuse_other_class(clip: HostClip, wanted: str) -> None:
+    """Raises: ValueError for a stock CLIP that is not of the class whose text the model is given."""
+    found = type(clip.stock.cond_stage_model).__name__
+    if found != wanted:
+        raise ValueError(
+            f"cache.stock_clip makes a {found}, and this model is given the text of a {wanted}; name the files of "
+            f"{' and '.join(_PARTS[wanted])} there, and their kind with stock_clip_type"
+        )
+
+
 def attach_text_encoders(
     model: nn.Module, wanted: str, files: Sequence[str], kind: str, path: str, fingerprint: str, device: torch.device
 ) -> None:
@@ -46,13 +56,12 @@ def attach_text_encoders(
     Raises: ValueError for files of other encoders than the captions' tokens are of, or than this model is given.
     """
     clip = load_clip_files(files, kind, path)
-    found, name = type(clip.cond_stage_model).__name__, HostClip(clip)
+    name = HostClip(clip)
     if name.fingerprint != fingerprint:
         raise ValueError(
             f"cache.text_source names {fingerprint!r}, but cache.stock_clip is {name.fingerprint!r}; give that one"
         )
-    if found != wanted:
-        raise ValueError(f"cache.stock_clip makes a {found}, and this model is given the text of a {wanted}")
+    refuse_other_class(name, wanted)
     name.release()
     stage = clip.cond_stage_model
     stage.reset_clip_options()

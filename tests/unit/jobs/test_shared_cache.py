@@ -5,30 +5,63 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from devicebridge.data.samples import Sample
+from devicebridge.data.samples import Condition, Sample
 from devicebridge.encoding.store import CacheStore
+from devicebridge.jobs.comfy_entries import EncodedSample
 from devicebridge.jobs.shared_cache import order_of
 from devicebridge.training.batches import CachedSamples
 
 
+def _made_by(folder, samples):
+    texts = {"a cat": "t1", "a dog": "t2", "": "t0"}
+    return CachedSamples(CacheStore(folder), samples, ["k0", "k1", "k2"], texts, use_masks=True, tokens_per_cell=1)
+
+
 @pytest.fixture
 def samples(tmp_path):
-    """Three images, two of them with one caption."""
+    """Three images, two of them with one caption, the first with a mask and a reference."""
+    (tmp_path / "mask.png").write_bytes(b"a mask")
+    (tmp_path / "other.png").write_bytes(b"another")
     captions = ("a cat", "a dog", "a dog")
     images = [Sample(f"{number}.png", text, None, (8, 8), (0, 0, 8, 8), (8, 8)) for number, text in enumerate(captions)]
-    texts = {"a cat": "t1", "a dog": "t2", "": "t0"}
-    return CachedSamples(CacheStore(tmp_path), images, ["k0", "k1", "k2"], texts, use_masks=False, tokens_per_cell=1)
+    condition = Condition("reference", ("reference.png",), ((8, 8),))
+    images[0] = dataclasses.replace(images[0], mask_path=str(tmp_path / "mask.png"), condition=condition)
+    return dataclasses.replace(_made_by(tmp_path, images), condition_keys={("a cat", condition): "c0"})
 
 
-def _other_caption(found):
-    images = [dataclasses.replace(found.samples[0], caption="a dog"), *found.samples[1:]]
-    return dataclasses.replace(found, samples=images)
+@pytest.fixture
+def encoded(tmp_path):
+    """Three that arrived encoded."""
+    images = [EncodedSample(f"k{number}", text, (8, 8, 77)) for number, text in enumerate(("a cat", "a dog", "a dog"))]
+    return _made_by(tmp_path, images)
+
+
+def _first(**changes):
+    """Other data, whose first sample differs in this."""
+    return lambda found: dataclasses.replace(
+        found, samples=[dataclasses.replace(found.samples[0], **changes), *found.samples[1:]]
+    )
+
+
+def _other_mask(found):
+    path = found.samples[0].mask_path.replace("mask", "other")
+    return _first(mask_path=path)(found)
+
+
+def _other_reference(found):
+    """As machines have it: the name is the same, and what was made of the file is another entry."""
+    return dataclasses.replace(found, condition_keys=dict.fromkeys(found.condition_keys, "c1"))
 
 
 OTHERS = {
     "an image fewer": lambda found: dataclasses.replace(found, samples=found.samples[:2], latent_keys=["k0", "k1"]),
     "another order": lambda found: dataclasses.replace(found, latent_keys=["k1", "k0", "k2"]),
-    "another caption": _other_caption,
+    "another caption": _first(caption="a dog", condition=None),
+    "another weight of its loss": _first(loss_weight=0.3),
+    "no mask": _first(mask_path=None),
+    "another mask": _other_mask,
+    "no reference": _first(condition=None),
+    "another reference": _other_reference,
     "another text encoder": lambda found: dataclasses.replace(found, text_keys={**found.text_keys, "a cat": "t9"}),
 }
 
@@ -39,6 +72,23 @@ def test_ranks_with_other_samples_are_told_apart(what, samples):
     assert order_of((samples, OTHERS[what](samples))) != order_of((samples, samples))  # those held out as well
 
 
-def test_where_images_lie_is_no_difference(samples):
+def test_where_files_lie_is_no_difference(samples, tmp_path):
+    mask = tmp_path / "elsewhere.png"
+    mask.write_bytes(b"a mask")
+    condition = Condition("reference", ("/elsewhere/reference.png",), ((8, 8),))
     moved = [dataclasses.replace(each, path=f"/elsewhere/{each.path}") for each in samples.samples]
-    assert order_of((dataclasses.replace(samples, samples=moved), None)) == order_of((samples, None))
+    moved[0] = dataclasses.replace(moved[0], mask_path=str(mask), condition=condition)
+    there = dataclasses.replace(samples, samples=moved, condition_keys={("a cat", condition): "c0"})
+    assert order_of((there, None)) == order_of((samples, None))
+
+
+def test_masks_that_are_not_used_are_no_difference(samples):
+    unused = dataclasses.replace(samples, use_masks=False)
+    assert order_of((_other_mask(unused), None)) == order_of((unused, None)) != order_of((samples, None))
+
+
+def test_samples_that_arrived_encoded_are_told_apart(encoded):
+    assert order_of((encoded, None)) == order_of((dataclasses.replace(encoded), None))
+    for what in ("another order", "another text encoder"):
+        assert order_of((OTHERS[what](encoded), None)) != order_of((encoded, None)), what
+    assert order_of((_first(alike=(7,))(encoded), None)) != order_of((encoded, None))

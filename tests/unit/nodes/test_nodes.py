@@ -12,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -968,14 +969,105 @@ def test_prompts_that_are_no_captions_are_encoded_by_the_captions_clip_before_th
     remembered = prompts.remember_clip({"stock_clip": clip}, lambda files: "another")
     find = functools.partial(captions._named_clip, remembered)
     dataset = dataclasses.replace(sockets["dataset"], find_clip=find)
-    prompts.encode_prompts(dataset, job, None, JobView("1"))
+    prompts.encode_prompts(dataset, job, None, JobView("1"), lambda: None)
     assert [each.fingerprint for each in seen] == ["clip"]
     del clip, seen[:]
     with pytest.raises(ValueError, match="sample_prompts 'a cat' are no captions .* has let go of the CLIP"):
-        prompts.encode_prompts(dataset, job, None, JobView("1"))
-    prompts.encode_prompts(dataset, _job(nodes, sockets), None, JobView("1"))  # none to draw
+        prompts.encode_prompts(dataset, job, None, JobView("1"), lambda: None)
+    prompts.encode_prompts(dataset, _job(nodes, sockets), None, JobView("1"), lambda: None)  # none to draw
     names = {"text_encoders": "clip.safetensors", "text_encoder_2": "[none]"}
     assert prompts.remember_clip({**names, "vae": "x"}, dict)() == names, "one of files is loaded again"
+
+
+class _Encoding:
+    """What the train node does before a prompt's text encoder is loaded, and whether ComfyUI is ready to train then."""
+
+    def __init__(self, nodes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        from devicebridge.jobs import encode_job
+        from devicebridge.jobs import job as job_module
+        from devicebridge.nodes import host as host_module
+
+        self.done: list[str] = []
+        self.checks: list[dict[str, Any]] = []
+        self.refused = ""
+        self._is_training = False
+        monkeypatch.setattr(host_module, "native_training", self._training)
+        monkeypatch.setattr(host_module, "read_native", lambda *of: self._note("read") or "info")
+        monkeypatch.setattr(nodes.train.background, "refuse_taken_cards", lambda job: self._note("cards"))
+        monkeypatch.setattr(nodes.train.background, "start", lambda *given, **how: self._note("start") or "")
+        monkeypatch.setattr(job_module, "check_job", self._check)
+        monkeypatch.setattr(encode_job, "missing_prompts", lambda job: list(job.samples.prompts))
+        monkeypatch.setattr(encode_job, "fill_prompts", lambda *given: self._note("encode"))
+
+    def find_clip(self) -> Any:
+        self._note("clip")
+        return _Named("clip")
+
+    @contextlib.contextmanager
+    def _training(self) -> Iterator[None]:
+        self._is_training = True
+        yield
+        self._is_training = False
+
+    def _check(self, job: Any, **how: Any) -> None:
+        self._note("check")
+        self.checks.append(how)
+
+    def _note(self, what: str) -> None:
+        self.done.append(what + " in training" * self._is_training)
+        if self.refused == what:
+            raise RuntimeError(f"refused by {what}")
+
+    def run(self, nodes: ModuleType, sockets: dict[str, Any]) -> Any:
+        """Of one of ComfyUI's own models, with a prompt that is no caption."""
+        model = dataclasses.replace(sockets["model"].model, family="comfyui")
+        given = {
+            **sockets,
+            "model": dataclasses.replace(sockets["model"], model=model),
+            "dataset": dataclasses.replace(sockets["dataset"], find_clip=self.find_clip),
+        }
+        return _node(nodes, "DeviceBridgeTrainLora").execute(**{**given, "sample_prompts": "a cat"})
+
+
+@pytest.mark.parametrize("refused", ["cards", "check"])
+def test_a_training_that_is_refused_loads_no_text_encoder_for_its_prompts(
+    nodes: ModuleType, sockets: dict[str, Any], training: Any, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    encoding = _Encoding(nodes, monkeypatch)
+    encoding.refused = refused
+    with pytest.raises(RuntimeError, match=f"refused by {refused}"):
+        encoding.run(nodes, sockets)
+    assert not {"clip", "encode"} & set(encoding.done) and not training.calls
+
+
+def test_prompts_are_encoded_after_every_check_and_as_captions_are(
+    nodes: ModuleType, sockets: dict[str, Any], training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoding = _Encoding(nodes, monkeypatch)
+    encoding.run(nodes, sockets)
+    before = ["read in training", "cards", "check in training", "clip", "encode"]
+    assert encoding.done == [*before, "cards in training"] and len(training.calls) == 1
+    assert [each["is_to_train"] for each in encoding.checks] == [True]
+
+
+@pytest.mark.parametrize("elsewhere", [{"background": True}, {"processes": 2}, {"resume": True}])
+def test_what_other_processes_train_is_checked_without_a_forecast_of_this_one(
+    nodes: ModuleType,
+    sockets: dict[str, Any],
+    training: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    elsewhere: dict[str, Any],
+) -> None:
+    """One in the background waits for its cards in the queue, so nobody refuses them here."""
+    encoding = _Encoding(nodes, monkeypatch)
+    result = training.run(
+        _job(nodes, sockets), info=None, resume=False, on_event=lambda event: None, should_stop=lambda: False
+    )
+    monkeypatch.setattr(nodes.train, "_train", lambda *given: result)
+    encoding.run(nodes, {**sockets, **elsewhere})
+    assert [each["is_to_train"] for each in encoding.checks] == [False]
+    assert encoding.done.count("cards") == (not elsewhere.get("background", False))
+    assert encoding.done.index("check in training") < encoding.done.index("clip")
 
 
 def test_lists_become_a_dataset_that_only_the_training_node_takes(

@@ -31,7 +31,7 @@ from devicebridge.planning.forecast import (
 )
 from devicebridge.planning.meter import Kernels
 from devicebridge.planning.plan_training import TrainingPlan, plan_training
-from devicebridge.planning.question import ModelCosts, Question, forecaster_for
+from devicebridge.planning.question import ModelCosts, Question, Resident, forecaster_for
 from devicebridge.planning.short_model import Work
 from devicebridge.planning.space import SearchSpace
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes
@@ -315,6 +315,21 @@ def _plan(costs: ModelCosts, *usable: int) -> TrainingPlan:
     """For cards with so many bytes each."""
     cards = (Card(CARDS[i], size, size) for i, size in enumerate(usable))
     return plan_training(Question(costs, SPACE, tuple(cards), (512, 512)))
+
+
+@pytest.mark.parametrize(("is_checkpointing", "of_sample"), [(True, 1000), (False, 1000 + 30_000)])
+def test_what_text_encoders_keep_is_on_the_first_card_as_long_as_blocks_compute(
+    is_checkpointing: bool, of_sample: int
+) -> None:
+    costs = ModelCosts(INFO, VARIANT)
+    space = dataclasses.replace(SPACE, batch_size=2, is_checkpointing=is_checkpointing)
+    plain = Question(costs, space, (Card(CARDS[0], 10**10, 10**10),), (512, 512))
+    kept = dataclasses.replace(plain, beside=Resident(0, 0, 0, inputs=1000, kept=30_000))
+    setting = plan_training(plain).setting
+    for plan, expected in zip(_plans(6, 13), (2 * of_sample, 0), strict=True):
+        without, found = (each.forecaster(setting).device("a card", plan) for each in (plain, kept))
+        assert found.allocated - without.allocated == found.checkpoints - without.checkpoints == expected
+        assert found.moment == without.moment != "optimizer step"
 
 
 def test_the_planner_cuts_it_and_recomputes_what_must_be() -> None:
