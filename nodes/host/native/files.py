@@ -105,7 +105,7 @@ def load_clip_files(paths: Sequence[str], kind: str, model_path: str) -> Any:
     import folder_paths
 
     embeddings = folder_paths.get_folder_paths("embeddings")
-    if list(paths) == [model_path]:
+    if len(paths) == 1 and _is_file_of(paths[0], model_path):
         found = comfy.sd.load_checkpoint_guess_config(
             model_path, output_vae=False, output_clip=True, output_model=False, embedding_directory=embeddings
         )
@@ -118,11 +118,16 @@ def load_clip_files(paths: Sequence[str], kind: str, model_path: str) -> Any:
     return _there(made, "text encoders", ", ".join(paths))
 
 
+def _is_file_of(path: str, model_path: str) -> bool:
+    """Also by another name, through a link."""
+    return bool(model_path) and Path(path).resolve() == Path(model_path).resolve()
+
+
 def _load_vae(path: str, model_path: str) -> Any:
     import comfy.sd
     import comfy.utils
 
-    if path == model_path:
+    if _is_file_of(path, model_path):
         found = comfy.sd.load_checkpoint_guess_config(path, output_vae=True, output_clip=False, output_model=False)
         return _there(found[2], "VAE", path)
     weights, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
