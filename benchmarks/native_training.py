@@ -80,7 +80,7 @@ from devicebridge.nodes.host.native.context import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.offload.in_place import InPlaceGuard, put_back, taken_out  # noqa: E402
 from devicebridge.patches.attention import sound_attention  # noqa: E402
-from devicebridge.patches.compile_blocks import CompiledBlocks, apply_compile, calls_parts  # noqa: E402
+from devicebridge.patches.compile_blocks import CompiledBlocks, apply_compile  # noqa: E402
 from devicebridge.tests.comfy.native_headers import SDXL, Z_IMAGE  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, small_sizes  # noqa: E402
 from devicebridge.training.batches import BatchReader, LoadedBatch  # noqa: E402
@@ -303,8 +303,6 @@ def measure(name: str) -> dict[str, Any]:
 
 def _add_compiled(ways: dict[str, Callable[[], float]], way: str, trainer: Trainer, cleanup: ExitStack) -> None:
     """A way more, with this trainer's blocks compiled; in the others they are not."""
-    if calls_parts(trainer.family):
-        return
     handle = apply_compile(trainer.runner.replica_for(0)[0], trainer.family)
     cleanup.callback(handle.remove)
     own = ways[way]

@@ -16,6 +16,7 @@ import importlib.util
 import inspect
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, runtime_checkable
@@ -35,7 +36,7 @@ _GRAPHS_PER_SHAPE = 8
 # What unknown sizes may cost, counted as shapes: a batch of one and larger ones, each once more for sizes that were
 # equal in the first shape that came.
 _SHAPES_IF_UNKNOWN = 4
-_MOST_GRAPHS = 256  # per kind; torch keeps no more (accumulated_recompile_limit)
+_MOST_GRAPHS = 256  # per class; torch keeps no more (accumulated_recompile_limit)
 
 
 Forward = Callable[..., Any]
@@ -144,12 +145,6 @@ def _count_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def calls_parts(family: ModelFamily) -> str:
-    """Why the blocks of a model cannot be compiled; "" if they can."""
-    native = family.native
-    return f"{native.class_name} calls the parts of its blocks" if native and native.hooks_children else ""
-
-
 def compile_fault(devices: Sequence[torch.device]) -> str:
     """Why torch.compile cannot work on these devices; "" if nothing speaks against it."""
     for device in devices:
@@ -170,11 +165,11 @@ def apply_compile(
     Before torch 2.13 the limit of graphs is one of the process: it is raised until remove().
 
     Args:
-        max_graphs: that torch may keep per kind of block; beyond it a call raises. Torch's own 8 are soon spent.
+        max_graphs: that torch may keep per class of block; beyond it a call raises. Torch's own 8 are soon spent.
         is_dynamic: compile for any number of tokens instead of those that come.
         options: of torch.compile.
     """
-    blocks = [block for each in family.block_lists for block in model.get_submodule(each.name).children()]
+    blocks = _called_blocks(model, family)
     settings = ExitStack()
     handle = CompiledBlocks(settings)
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
@@ -191,6 +186,22 @@ def apply_compile(
     return handle
 
 
+def _called_blocks(model: nn.Module, family: ModelFamily) -> list[nn.Module]:
+    """The blocks, or of ComfyUI's own classes what they are called by: of UNets the blocks' parts. Torch traces none of
+    its own modules alone."""
+    lists = [model.get_submodule(each.name) for each in family.block_lists]
+    if family.native is None:
+        return [block for each in lists for block in each.children()]
+    found = [part for each in lists for part in each.modules() if isinstance(part.__dict__.get("forward"), Around)]
+    return [part for part in found if not type(part).__module__.startswith("torch.")]
+
+
+def _num_kinds(blocks: Sequence[nn.Module]) -> int:
+    """How many blocks of one class, which share torch's limit of graphs, differ in their weights' shapes, at most."""
+    kinds = {(type(block), tuple(each.shape for each in block.parameters())) for block in blocks}
+    return max(Counter(cls for cls, _ in kinds).values(), default=1)
+
+
 def compile_if_possible(
     model: nn.Module, family: ModelFamily, devices: Sequence[torch.device], num_shapes: int
 ) -> CompiledBlocks | None:
@@ -200,13 +211,14 @@ def compile_if_possible(
         num_shapes: different shapes of batches to come; 0 if nobody can tell.
     """
     is_dynamic = num_shapes != 1
-    max_graphs = _GRAPHS_PER_SHAPE * len(devices) * (_SHAPES_IF_UNKNOWN if is_dynamic else 1)
-    reason = calls_parts(family) or compile_fault(devices) or _count_fault(max_graphs, len(devices))
+    num_kinds = _num_kinds(_called_blocks(model, family))
+    max_graphs = _GRAPHS_PER_SHAPE * num_kinds * len(devices) * (_SHAPES_IF_UNKNOWN if is_dynamic else 1)
+    reason = compile_fault(devices) or _count_fault(max_graphs, len(devices), num_kinds)
     if reason:
         _log.warning("blocks are not compiled: %s", reason)
         return None
     sizes = "any number of tokens" if is_dynamic else "one shape of batches"
-    _log.info("blocks are compiled for %s, at most %d graphs per kind", sizes, max_graphs)
+    _log.info("blocks are compiled for %s, at most %d graphs per class", sizes, max_graphs)
     try:
         return apply_compile(model, family, max_graphs, is_dynamic=is_dynamic)
     except RuntimeError as error:  # a Python or a machine that torch.compile does not know
@@ -214,7 +226,10 @@ def compile_if_possible(
         return None
 
 
-def _count_fault(max_graphs: int, num_devices: int) -> str:
+def _count_fault(max_graphs: int, num_devices: int, num_kinds: int) -> str:
     if max_graphs <= _MOST_GRAPHS:
         return ""
-    return f"{num_devices} devices may need {max_graphs} graphs per kind of block, torch keeps {_MOST_GRAPHS}"
+    of_kinds = f" with {num_kinds} kinds of block of one class" if num_kinds > 1 else ""
+    return (
+        f"{num_devices} devices{of_kinds} may need {max_graphs} graphs per class of block, torch keeps {_MOST_GRAPHS}"
+    )

@@ -40,7 +40,7 @@ from devicebridge.nodes.host.native.context import native_training
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.parallel.devices import own_random_states
 from devicebridge.parallel.offload.in_place import InPlaceGuard
-from devicebridge.patches.compile_blocks import apply_compile, calls_parts
+from devicebridge.patches.compile_blocks import apply_compile
 from devicebridge.patches.lora import is_torchao_tensor
 from devicebridge.planning.cards import parse_cards
 from devicebridge.planning.plan_training import plan_training
@@ -501,8 +501,6 @@ def compiled(bench: Bench) -> Figures:
     """Blocks as torch's compiler traces and differentiates them, for sizes of one kind and of any; its kernels are
     compared with uncompiled blocks before every run (training/preflight.py)."""
     family = bench.info.family
-    if fault := calls_parts(family):
-        raise ValueError(fault)
     figures = {}
     for title, is_dynamic in (("one size", False), *([("any size", True)] if _IS_LONG else [])):
         torch._dynamo.reset()

@@ -8,8 +8,11 @@ import dataclasses
 import pytest
 import torch
 from devicebridge.config.job import LoraSettings
+from devicebridge.families.comfy.registry import NATIVE_MODELS
 from devicebridge.families.registry import FAMILIES
+from devicebridge.families.spec import BlockList
 from devicebridge.parallel.local.block_split import apply_block_split
+from devicebridge.parallel.offload.in_place import InPlaceGuard
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.patches.compile_blocks import apply_compile, compile_fault, compile_if_possible
 from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization
@@ -17,6 +20,7 @@ from devicebridge.tests.emulated import CARDS
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 from devicebridge.training.gradient_check import BlockCheck
+from torch import nn
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -155,6 +159,50 @@ def test_what_cannot_compile_says_why_and_is_left_alone(caplog):
     assert compile_if_possible(model, FAMILIES["flux2"], 9 * cpu, 0) is None
     assert caplog.text.count("not compiled") == 2 and "torch keeps 256" in caplog.text
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+class _Unet(nn.Module):
+    """Blocks whose parts are called one by one, as in UNets of ComfyUI; torch's own is one of them."""
+
+    def __init__(self, widths):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList([_Part(width), nn.Linear(width, 2)]) for width in widths)
+        for part in (part for block in self.blocks for part in block):
+            part.forward = InPlaceGuard(part)
+
+    def forward(self, x):
+        for part, narrow in self.blocks:
+            x = narrow(part(x))
+        return x.sum()
+
+
+class _Part(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(2, width)
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        scaled = y * 2
+        y += 1  # which the backward of tanh needs as it was
+        return y * scaled
+
+
+def test_parts_that_are_called_one_by_one_are_compiled_one_by_one(caplog):
+    torch.manual_seed(1)
+    model, x, backend = _Unet(range(3, 15)), torch.randn(4, 2), _Counted()
+    row = next(each for each in NATIVE_MODELS if each.hooks_children)
+    family = dataclasses.replace(FAMILIES["flux2"], native=row, block_lists=(BlockList("blocks"),))
+    plain = torch.autograd.grad(model(x), list(model.parameters()))
+    assert compile_if_possible(model, family, 3 * [CPU], 1) is None  # 8 graphs of 12 sizes on 3 devices
+    assert "12 kinds of block of one class may need 288 graphs" in caplog.text
+    handle = apply_compile(model, family, backend=backend)
+    found = torch.autograd.grad(model(x), list(model.parameters()))
+    assert backend.num_graphs == 12
+    handle.remove()
+    assert all(isinstance(part.forward, InPlaceGuard) for block in model.blocks for part in block)
+    for one, other in zip(found, plain, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_step_and_an_evaluation_need_no_more_graphs_per_shape_than_reckoned():
