@@ -196,10 +196,20 @@ def _called_blocks(model: nn.Module, family: ModelFamily) -> list[nn.Module]:
     return [part for part in found if not type(part).__module__.startswith("torch.")]
 
 
-def _num_kinds(blocks: Sequence[nn.Module]) -> int:
-    """How many blocks of one class, which share torch's limit of graphs, differ in their weights' shapes, at most."""
-    kinds = {(type(block), tuple(each.shape for each in block.parameters())) for block in blocks}
+def _num_kinds(blocks: Sequence[nn.Module], family: ModelFamily) -> int:
+    """How many blocks of one class, which share torch's limit of graphs, need graphs of their own, at most: those whose
+    weights have other shapes, and of UNets those that look where they are."""
+    asks = family.native is not None and family.native.hooks_children
+    kinds = {(type(each), each if asks and _sees_options(each) else _shapes(each)) for each in blocks}
     return max(Counter(cls for cls, _ in kinds).values(), default=1)
+
+
+def _sees_options(block: nn.Module) -> bool:
+    return "transformer_options" in inspect.signature(type(block).forward).parameters
+
+
+def _shapes(block: nn.Module) -> tuple[torch.Size, ...]:
+    return tuple(each.shape for each in block.parameters())
 
 
 def compile_if_possible(
@@ -211,7 +221,7 @@ def compile_if_possible(
         num_shapes: different shapes of batches to come; 0 if nobody can tell.
     """
     is_dynamic = num_shapes != 1
-    num_kinds = _num_kinds(_called_blocks(model, family))
+    num_kinds = _num_kinds(_called_blocks(model, family), family)
     max_graphs = _GRAPHS_PER_SHAPE * num_kinds * len(devices) * (_SHAPES_IF_UNKNOWN if is_dynamic else 1)
     reason = compile_fault(devices) or _count_fault(max_graphs, len(devices), num_kinds)
     if reason:

@@ -509,6 +509,9 @@ def compiled(bench: Bench) -> Figures:
             cleanup.callback(handle.remove)
             loss = float(next(iter(trainer.accumulate(1))))
             found = {name: each for name, each in gradients(trainer).items() if name in bench.plain[1] or each.any()}
+            num_graphs = handle.num_graphs
+            list(trainer.accumulate(1))
+            assert handle.num_graphs == num_graphs, f"{handle.num_graphs - num_graphs} graphs more in the second step"
         _expect(abs(loss / bench.plain[0] - 1), 1e-5, "the difference of the loss")
         figures[title] = _expect(difference(found, bench.plain[1]), 1e-4, "the difference of the gradients")
     return figures

@@ -188,6 +188,24 @@ class _Part(nn.Module):
         return y * scaled
 
 
+class _Looking(_Part):
+    """Computes something else in another place."""
+
+    def forward(self, x, transformer_options=None):
+        return super().forward(x) * (2 if transformer_options["block"] == ("input", 1) else 1)
+
+
+def test_parts_that_look_where_they_are_need_graphs_of_their_own(caplog):
+    model = _Unet([3] * 9)
+    for block in model.blocks:
+        block[0] = _Looking(3)
+        block[0].forward = InPlaceGuard(block[0])
+    row = next(each for each in NATIVE_MODELS if each.hooks_children)
+    family = dataclasses.replace(FAMILIES["flux2"], native=row, block_lists=(BlockList("blocks"),))
+    assert compile_if_possible(model, family, 4 * [CPU], 1) is None
+    assert "9 kinds of block of one class may need 288 graphs" in caplog.text
+
+
 def test_parts_that_are_called_one_by_one_are_compiled_one_by_one(caplog):
     torch.manual_seed(1)
     model, x, backend = _Unet(range(3, 15)), torch.randn(4, 2), _Counted()
