@@ -91,6 +91,8 @@ def describe_readers(family: ModelFamily, modules: Sequence[str], layout: LoraLa
     if not lost:
         return line
     faults = "; ".join(f"{reader} {fault}" for reader, fault in lost.items())
+    if family.native is not None:  # its names are those of ComfyUI's class
+        return f"{line}: {faults}"
     is_shared = not _why_not_both(family, modules, dora)
     other = "diffusers" if layout == "original" else "original"
     advice = 'lora_layout = "both" is read by both' if is_shared else f'"{other}" is the layout for it'

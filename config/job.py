@@ -152,7 +152,9 @@ def make_job(values: Mapping[str, Any]) -> JobConfig:
 def _describe(problem: Any) -> str:
     key = ".".join(str(part) for part in problem["loc"]) or "job"
     if problem["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
-        near = difflib.get_close_matches(str(problem["loc"][-1]), _keys_beside(problem["loc"]), n=1)
+        name = str(problem["loc"][-1])
+        near = [each.path for each in job_keys().values() if each.name == name]  # of another section
+        near = near or difflib.get_close_matches(name, _keys_beside(problem["loc"]), n=1)
         return f"{key}: there is no such key" + (f"; did you mean {near[0]}?" if near else "")
     if problem["type"] in {"missing", "missing_argument"}:
         return f"{key}: is required"

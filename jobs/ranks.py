@@ -78,6 +78,12 @@ def resolve_here(
     """
     strategy = job.parallel.asked
     if not ranks.is_launched:
+        if strategy is not None and shards_weights(strategy) and subject.info.family.host is not None:
+            title = subject.info.family.title
+            raise ValueError(
+                f'parallel.strategy = "{strategy}" was asked for, but {title} is loaded by ComfyUI, and its weights '
+                'are not shared out among processes; "data" works, and so do the strategies of one process'
+            )
         if strategy is not None and shards_weights(strategy) and not is_to_train:  # nothing is placed
             job = replace(job, parallel=replace(job.parallel, strategy="auto"))
         elif strategy is not None and shards_weights(strategy):

@@ -18,7 +18,7 @@ from devicebridge.tests.comfy_host import comfy_python
 from devicebridge.tests.workflows import from_folder, read_workflow, set_values
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.comfy
 WORKER = Path(__file__).with_name("native_job_worker.py")
@@ -50,7 +50,7 @@ def checkpoint(comfyui: Path, server: Server) -> Path:
     path = server.base / "models" / "diffusion_models" / MODEL
     for kind in ("diffusion_models", "text_encoders", "vae"):
         (server.base / "models" / kind).mkdir(parents=True, exist_ok=True)
-        (server.base / "models" / kind / MODEL).touch()
+        save_file({"x": torch.zeros(1)}, server.base / "models" / kind / MODEL)
     done = _worker(comfyui, server.base, "save", "flux2", path)
     assert done.returncode == 0, done.stderr[-3000:]
     return path
@@ -243,6 +243,8 @@ def test_the_command_goes_on_with_comfyuis_python_and_plans(
     [
         ({"model": {"path": "nowhere.safetensors"}}, "which is not in ComfyUI's folders"),
         ({"cache": {"stock_vae": ""}}, "holds no VAE; name the VAE of the model with cache.stock_vae"),
+        ({"cache": {"stock_vae": "empty.safetensors"}}, "empty.safetensors (0 bytes) is not a safetensors file"),
+        ({"parallel": {"strategy": "fsdp"}}, "is loaded by ComfyUI, and its weights are not shared out"),
         ({"cache": {"stock_clip_type": "flux9"}}, "cache.stock_clip_type is 'flux9'; ComfyUI knows"),
         ({"model": {"path": "model.gguf"}}, "a GGUF file; GGUF is not supported"),
     ],
@@ -251,5 +253,6 @@ def test_what_a_job_file_names_wrongly_is_told(
     comfyui: Path, server: Server, checkpoint: Path, images: Path, tmp_path: Path, sections: Any, message: str
 ) -> None:
     (server.base / "models" / "diffusion_models" / "model.gguf").write_bytes(b"GGUF")
+    (server.base / "models" / "vae" / "empty.safetensors").touch()
     done = _worker(comfyui, server.base, "train", _job(images, tmp_path / "refused", **sections))
     assert done.returncode == 2 and message in done.stderr, done.stderr[-3000:]

@@ -23,13 +23,16 @@ _VAE_PARTS = ("first_stage_model.", "vae.")  # what a checkpoint's tensors of it
 def with_files(job: JobConfig) -> JobConfig:
     """The job with full paths in the place of names. Reads headers only.
 
-    Raises: ValueError for a name that is in none of ComfyUI's folders, or encoders that nobody named.
+    Raises: ValueError for a name that is in none of ComfyUI's folders, a file that is cut short, a type that ComfyUI
+        does not know, or encoders that nobody named.
     """
     model, cache = job.model, job.cache
     if model.family == COMFYUI:
         path = find_file("model.path", model.path, ("diffusion_models", "checkpoints"))
         model = replace(model, path=str(path))
     clip = tuple(str(find_file("cache.stock_clip", name, ("text_encoders",))) for name in cache.stock_clip)
+    if clip and not _is_own(clip, model.path):
+        _clip_type(cache.stock_clip_type)
     vae = str(find_file("cache.stock_vae", cache.stock_vae, ("vae",))) if cache.stock_vae else ""
     if model.family == COMFYUI and job.data.folders:
         parts = set(_parts_of(Path(model.path)))
@@ -48,7 +51,7 @@ def with_files(job: JobConfig) -> JobConfig:
 def find_file(key: str, name: str, kinds: Sequence[str]) -> Path:
     """A file by its full path, or by its name in ComfyUI's folders of these kinds.
 
-    Raises: ValueError that lists what is there.
+    Raises: ValueError that lists what is there, or for a safetensors file that is cut short.
     """
     import folder_paths
 
@@ -56,17 +59,24 @@ def find_file(key: str, name: str, kinds: Sequence[str]) -> Path:
     if path.is_absolute():
         if not path.is_file():
             raise ValueError(f"{key} names {path}, and there is no such file")
-        return path
+        return _whole(path)
     for kind in kinds:
         if found := folder_paths.get_full_path(kind, name):
-            return Path(found)
+            return _whole(Path(found))
     there = sorted(each for kind in kinds for each in folder_paths.get_filename_list(kind))
     rest = f" and {len(there) - _MAX_NAMES} more" if len(there) > _MAX_NAMES else ""
     places = ", ".join(folder for kind in kinds for folder in folder_paths.get_folder_paths(kind))
     raise ValueError(
         f"{key} names {name!r}, which is not in ComfyUI's folders ({places}); found there: "
-        f"{', '.join(there[:_MAX_NAMES]) or 'nothing'}{rest}"
+        f"{', '.join(there[:_MAX_NAMES]) or 'nothing'}{rest}; a file elsewhere needs its full path"
     )
+
+
+def _whole(path: Path) -> Path:
+    """Raises: ValueError if its header says that it is cut short."""
+    if path.suffix == ".safetensors":
+        read_header(path)
+    return path
 
 
 def _parts_of(path: Path) -> Iterator[str]:
@@ -105,17 +115,33 @@ def load_clip_files(paths: Sequence[str], kind: str, model_path: str) -> Any:
     import folder_paths
 
     embeddings = folder_paths.get_folder_paths("embeddings")
-    if len(paths) == 1 and _is_file_of(paths[0], model_path):
+    if _is_own(paths, model_path):
         found = comfy.sd.load_checkpoint_guess_config(
             model_path, output_vae=False, output_clip=True, output_model=False, embedding_directory=embeddings
         )
         return _there(found[1], "text encoders", model_path)
+    made = comfy.sd.load_clip(ckpt_paths=list(paths), embedding_directory=embeddings, clip_type=_clip_type(kind))
+    return _there(made, "text encoders", ", ".join(paths))
+
+
+def _clip_type(kind: str) -> Any:
+    """What a CLIP loader of ComfyUI's makes of its type; "sdxl" is one of DualCLIPLoader alone.
+
+    Raises: ValueError for others.
+    """
+    import comfy.sd
+
     kinds = {str(each).rpartition(".")[2].lower(): each for each in comfy.sd.CLIPType}
+    kinds["sdxl"] = comfy.sd.CLIPType.STABLE_DIFFUSION
     if kind not in kinds:
         asked = f"is {kind!r}" if kind else "is not set"
         raise ValueError(f"cache.stock_clip_type {asked}; ComfyUI knows {', '.join(kinds)}")
-    made = comfy.sd.load_clip(ckpt_paths=list(paths), embedding_directory=embeddings, clip_type=kinds[kind])
-    return _there(made, "text encoders", ", ".join(paths))
+    return kinds[kind]
+
+
+def _is_own(clip: Sequence[str], model_path: str) -> bool:
+    """Whether the text encoders are those in the model's checkpoint."""
+    return len(clip) == 1 and _is_file_of(clip[0], model_path)
 
 
 def _is_file_of(path: str, model_path: str) -> bool:
