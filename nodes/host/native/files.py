@@ -132,7 +132,7 @@ def _clip_type(kind: str) -> Any:
     import comfy.sd
 
     kinds = {str(each).rpartition(".")[2].lower(): each for each in comfy.sd.CLIPType}
-    kinds["sdxl"] = comfy.sd.CLIPType.STABLE_DIFFUSION
+    kinds["sdxl"] = kinds["stable_diffusion"]
     if kind not in kinds:
         asked = f"is {kind!r}" if kind else "is not set"
         raise ValueError(f"cache.stock_clip_type {asked}; ComfyUI knows {', '.join(kinds)}")
