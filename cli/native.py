@@ -78,7 +78,7 @@ def prepared(job: JobConfig) -> Iterator[CheckpointInfo | None]:
 def with_encoders(job: JobConfig, info: CheckpointInfo) -> Iterator[tuple[JobConfig, ComfyEncoders]]:
     """Inside, the encoders that the job names by files are loaded, and the job has their names for the cache.
 
-    Raises: ValueError for text encoders that shall be trained and are not the model's.
+    Raises: ValueError for text encoders that are not the model's.
     """
     if not job.cache.needs_stock_encoders:
         yield job, NO_ENCODERS
@@ -88,8 +88,9 @@ def with_encoders(job: JobConfig, info: CheckpointInfo) -> Iterator[tuple[JobCon
     from ..nodes.host.native.text import refuse_other_class
 
     clip, vae, vision = load_encoders(job)
-    if job.lora.text_encoder and clip and info.family.host:
-        refuse_other_class(clip, info.family.host.text_class)
+    wanted = info.family.host.text_class if info.family.host else ""
+    if clip and wanted:
+        refuse_other_class(clip, wanted, is_trained=job.lora.text_encoder)
     conditioner = HostConditioner(clip, vae, vision) if job.data.condition else None
     cache = replace(
         job.cache,

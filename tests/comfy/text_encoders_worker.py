@@ -175,16 +175,16 @@ def _drawn(name: str, shape: torch.Size) -> torch.Tensor:
 
 def other_clip(bench: Bench) -> Figures:
     """One that a model of another kind has is refused before a caption or picture is encoded."""
-    other, store = "sdxl" if bench.kind == "sd15" else "sd15", bench.folder / "other cache"
-    job = bench.job("other", {"cache": {"folder": str(store)}})
-    said = ""
-    try:
-        with mock.patch.object(bench, "kind", other), bench.ready(job):
-            pass
-    except ValueError as error:
-        said = str(error)
-    assert "cache.stock_clip makes a" in said, said or "it was taken"
-    assert not list(CacheStore(store).keys()), "something was encoded before"
+    other, store, said = "sdxl" if bench.kind == "sd15" else "sd15", bench.folder / "other cache", ""
+    for lora in (_LORA, {"rank": 2}):  # with text encoders that are trained, and without
+        job, said = bench.job("other", {"cache": {"folder": str(store)}, "lora": lora}), ""
+        try:
+            with mock.patch.object(bench, "kind", other), bench.ready(job):
+                pass
+        except ValueError as error:
+            said = str(error)
+        assert "cache.stock_clip makes a" in said, said or "it was taken"
+        assert not list(CacheStore(store).keys()), "something was encoded before"
     return {"said": said}
 
 

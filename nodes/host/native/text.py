@@ -38,10 +38,13 @@ def class_of_clip(config: Any) -> str:
     return name if name in _PARTS else ""
 
 
-def refuse_other_class(clip: HostClip, wanted: str) -> None:
-    """Raises: ValueError for a stock CLIP that is not of the class whose text the model is given."""
+def refuse_other_class(clip: HostClip, wanted: str, *, is_trained: bool = True) -> None:
+    """Where text encoders are not trained, others that nobody here knows may give such text as well.
+
+    Raises: ValueError for a stock CLIP that is not of the class whose text the model is given.
+    """
     found = type(clip.stock.cond_stage_model).__name__
-    if found != wanted:
+    if found != wanted and (is_trained or found in _PARTS):
         raise ValueError(
             f"cache.stock_clip makes a {found}, and this model is given the text of a {wanted}; name the files of "
             f"{' and '.join(_PARTS[wanted])} there, and their kind with stock_clip_type"
