@@ -27,6 +27,7 @@ from ..parallel.ranks.place import RankPlace, own_devices
 from ..system.files import tensors_as_bytes
 from ..system.requests import Requests
 from ..training.state import TrainingState
+from .native_limits import why_not_shared_out
 from .place_by_size import Subject, held_bytes
 from .resolve import Machine, Resolution, find_machine, resolve
 from .resume import find_state
@@ -78,12 +79,8 @@ def resolve_here(
     """
     strategy = job.parallel.asked
     if not ranks.is_launched:
-        if strategy is not None and shards_weights(strategy) and subject.info.family.host is not None:
-            title = subject.info.family.title
-            raise ValueError(
-                f'parallel.strategy = "{strategy}" was asked for, but {title} is loaded by ComfyUI, and its weights '
-                'are not shared out among processes; "data" works, and so do the strategies of one process'
-            )
+        if strategy is not None and shards_weights(strategy) and (fault := why_not_shared_out(subject.info.family)):
+            raise ValueError(f'parallel.strategy = "{strategy}" was asked for, but {fault}')
         if strategy is not None and shards_weights(strategy) and not is_to_train:  # nothing is placed
             job = replace(job, parallel=replace(job.parallel, strategy="auto"))
         elif strategy is not None and shards_weights(strategy):
@@ -185,7 +182,7 @@ def _why_not_sharded(job: JobConfig, subject: Subject, ranks: Ranks) -> str:
     scheme, family = asked(job.model.quantize), subject.info.family
     faults = {
         f"each process has {len(ranks.devices)} devices; start one process per device": len(ranks.devices) != 1,
-        f"{family.title} is loaded by ComfyUI; give the job a model file of our own families": family.host is not None,
+        why_not_shared_out(family): family.host is not None,
         f'model.quantize = "{scheme}" makes tensors of torchao, which cannot be cut; use "{scheme}-compute"': (
             scheme in ("fp8", "int8")
         ),

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-_FUNCTIONS: dict[Any, Any] = {
+AUGMENTED: dict[Any, Any] = {  # what x += y and the like compute
     operator.iadd: torch.add,
     operator.isub: torch.sub,
     operator.imul: torch.mul,
@@ -80,7 +80,7 @@ def _output(graph: Graph) -> Any:
 
 def _operation(node: Node) -> Any:
     """What makes a new tensor in the place of an assignment; None for other nodes."""
-    return (_FUNCTIONS if node.op == "call_function" else _METHODS).get(node.target)
+    return (AUGMENTED if node.op == "call_function" else _METHODS).get(node.target)
 
 
 def _renew(node: Node, before: Sequence[Node], behind: Sequence[Node]) -> bool:

@@ -17,13 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...patches.hooks import map_tensors, tensors_of
+from ...patches.out_of_place_graph import AUGMENTED
 
-_OPERATIONS: dict[str, Callable[..., Tensor]] = {
-    "__iadd__": torch.add,
-    "__isub__": torch.sub,
-    "__imul__": torch.mul,
-    "__itruediv__": torch.true_divide,
-}
 _local = threading.local()  # reads: the LateReads of this thread, if any
 
 
@@ -87,7 +82,8 @@ def _address(tensor: Tensor) -> int:
 
 @functools.cache
 def _kind_like(cls: type[Tensor]) -> type[Tensor]:
-    members = {name: _assignment(name, operation) for name, operation in _OPERATIONS.items()}
+    named = {f"__{augmented.__name__}__": operation for augmented, operation in AUGMENTED.items()}
+    members = {name: _assignment(name, operation) for name, operation in named.items()}
     plain = {"__torch_function__": torch._C._disabled_torch_function_impl, "_is_like": cls}
     return type(f"OutOfPlace{cls.__name__}", (cls,), {**members, **plain})
 

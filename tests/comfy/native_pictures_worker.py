@@ -41,7 +41,7 @@ from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.sampling.decode import HostDecoder  # noqa: E402
 from devicebridge.system.stopping import never  # noqa: E402
 from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
-from devicebridge.tests.comfy.native_steps import _cards  # noqa: E402
+from devicebridge.tests.comfy.native_steps import cards_of  # noqa: E402
 from devicebridge.tests.comfy.stock_encoders import make_vae, make_video_vae  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import small_sizes  # noqa: E402
 from devicebridge.tests.comfy.trained_families import DIVIDED, TRAINED, save_trained  # noqa: E402
@@ -154,7 +154,7 @@ class Bench:
             drawn.append((list(latents), pixels))
             yield from pixels
 
-        with small_sizes(self.family), native_training(), endless_memory(), _cards(job), ExitStack() as stack:
+        with small_sizes(self.family), native_training(), endless_memory(), cards_of(job), ExitStack() as stack:
             stack.enter_context(mock.patch.object(HostDecoder, "decode", remember))
             stack.enter_context(mock.patch.object(files, "_load_vae", lambda path, model_path: self.vae()))
             fill_job(check_job(job, info=self.info, is_to_train=False), lambda event: None, never, self.encoders())

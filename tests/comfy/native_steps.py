@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -69,6 +71,20 @@ _SMALL = 1e-6  # of the largest gradient: what is nothing but rounding
 
 def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def prove(name: str, steps: Mapping[str, Callable[[Any], Figures]], bench: Any) -> dict[str, Figures]:
+    """What every step finds, each on its own, with its seconds; of one that raises the error's first line."""
+    found: dict[str, Figures] = {}
+    for step, run in steps.items():
+        at = time.process_time()
+        try:
+            found[step] = {"fault": "", **run(bench)}
+        except Exception as error:
+            logging.exception("%s: %s", name, step)
+            found[step] = {"fault": one_line(error)}
+        found[step]["seconds"] = round(time.process_time() - at, 2)
+    return found
 
 
 class Bench:
@@ -452,6 +468,24 @@ def said_by_sampling(
 
 
 # ------------------------------------------------------------------------------------------------------------- numbers
+def slopes_of(trainer: Trainer) -> Callable[[Grads, float], float]:
+    """The slope of a microbatch's loss along a direction, by central differences of this size."""
+    (batch,) = trainer.microbatches(1)
+    prepared = batch.prepare()
+    start = {name: p.detach().clone() for name, p in trainer.lora.parameters().items()}
+
+    @torch.no_grad()
+    def slope(direction: Grads, size: float) -> float:
+        found = []
+        for sign in (1, -1):
+            for name, parameter in trainer.lora.parameters().items():
+                parameter.copy_(start[name] + sign * size * direction.get(name, torch.zeros_like(parameter)))
+            found.append(float(batch.forward(prepared)))
+        return (found[0] - found[1]) / (2 * size)
+
+    return slope
+
+
 def central_differences(bench: Bench) -> Figures:
     """The slope of the loss along the gradient, and along a direction to which every tensor contributes alike."""
     _, grads = bench.plain
@@ -461,19 +495,7 @@ def central_differences(bench: Bench) -> Figures:
     whole = sum(norm**2 for norm in norms.values()) ** 0.5
     figures: Figures = {"tensors": len(grads), "without gradient": sum(norm == 0 for norm in norms.values())}
     with bench.trainer("differences", _PLAIN) as trainer:
-        (batch,) = trainer.microbatches(1)
-        prepared = batch.prepare()
-        start = {name: p.detach().clone() for name, p in trainer.lora.parameters().items()}
-
-        @torch.no_grad()
-        def slope(direction: Grads, size: float) -> float:
-            found = []
-            for sign in (1, -1):
-                for name, parameter in trainer.lora.parameters().items():
-                    parameter.copy_(start[name] + sign * size * direction.get(name, torch.zeros_like(parameter)))
-                found.append(float(batch.forward(prepared)))
-            return (found[0] - found[1]) / (2 * size)
-
+        slope = slopes_of(trainer)
         along = {name: each / whole for name, each in grads.items()}
         alike = {name: grads[name] / norms[name] / len(alive) ** 0.5 for name in alive}
         expected = sum(norms[name] for name in alive) / len(alive) ** 0.5

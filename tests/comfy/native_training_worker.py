@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import runpy
 import sys
 import time
@@ -29,27 +28,19 @@ runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_
 import torch  # noqa: E402
 from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
 from devicebridge.tests.comfy.native_headers import recognise  # noqa: E402
-from devicebridge.tests.comfy.native_steps import STEPS, Bench, one_line  # noqa: E402
+from devicebridge.tests.comfy.native_steps import STEPS, Bench, one_line, prove  # noqa: E402
 from devicebridge.tests.comfy.trained_families import TRAINED, small_adapter  # noqa: E402
 
 
-def prove(name: str) -> dict[str, Any]:
+def proved(name: str) -> dict[str, Any]:
     """Every step, each on its own."""
     begin = time.process_time()
-    found: dict[str, dict[str, Any]] = {}
     with small_adapter(), endless_memory():
         try:
             bench = Bench(name, Path(FOLDER) / name.replace("/", "-"))
         except Exception as error:
             return {"name": name, "class": "", "seconds": 0.0, "steps": {s: {"fault": one_line(error)} for s in STEPS}}
-        for step, run in STEPS.items():
-            at = time.process_time()
-            try:
-                found[step] = {"fault": "", **run(bench)}
-            except Exception as error:
-                logging.exception("%s: %s", name, step)
-                found[step] = {"fault": one_line(error)}
-            found[step]["seconds"] = round(time.process_time() - at, 2)
+        found = prove(name, STEPS, bench)
     seconds = round(time.process_time() - begin, 1)
     return {"name": name, "class": bench.info.family.transformer_class, "seconds": seconds, "steps": found}
 
@@ -59,6 +50,6 @@ if __name__ == "__main__":
     gc.freeze()  # jobs collect garbage often, and the libraries' objects are none
     warnings.simplefilter("ignore")
     for each in NAMES or TRAINED:
-        print(json.dumps(prove(each)), flush=True)
+        print(json.dumps(proved(each)), flush=True)
     if not set(TRAINED).difference(NAMES or TRAINED):
         print(json.dumps({"headers": recognise(Path(FOLDER))}), flush=True)

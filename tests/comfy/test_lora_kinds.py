@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from devicebridge.tests.comfy.server import ENVIRONMENT
-from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.comfy.workers import run_worker
 
 pytestmark = pytest.mark.comfy
-WORKER = Path(__file__).with_name("lora_kinds_worker.py")
 NAMES = ("flux2", *(pytest.param(name, marks=pytest.mark.long) for name in ("wan", "sdxl")))
 
 
 @pytest.fixture(scope="module", params=NAMES)
 def examined(request: pytest.FixtureRequest, comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("kinds")
-    command = [str(comfy_python(comfyui)), str(WORKER), str(comfyui), str(folder), request.param]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, check=False, timeout=400
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"name"')))
+    return run_worker("lora_kinds_worker.py", comfyui, folder, request.param)[0]
 
 
 def test_lokr_trains_alike_in_every_way(examined: dict[str, Any]) -> None:

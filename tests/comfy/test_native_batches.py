@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from devicebridge.tests.comfy.server import ENVIRONMENT
-from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.comfy.workers import run_worker
 
 # Which samples share a batch is in tests/unit/encoding/test_comfy_data.py, too.
 pytestmark = [pytest.mark.comfy, pytest.mark.long]
-WORKER = Path(__file__).with_name("native_batches_worker.py")
 
 
 @pytest.fixture(scope="module")
 def found(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    command = [str(comfy_python(comfyui)), str(WORKER), str(comfyui), str(tmp_path_factory.mktemp("batches"))]
-    environment = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_worker("native_batches_worker.py", comfyui, tmp_path_factory.mktemp("batches"))[-1]
 
 
 @pytest.mark.parametrize("build", ["LTX-Video", "LTX-2", "Wan 2.2 TI2V 5B", "Cosmos-Predict2", "with masks of guides"])

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from devicebridge.families.comfy.conditions import WAYS
-from devicebridge.tests.comfy.server import ENVIRONMENT
-from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.comfy.workers import run_worker
 
 pytestmark = [pytest.mark.comfy, pytest.mark.long]
-WORKER = Path(__file__).with_name("native_conditions_worker.py")
 
 
 @pytest.fixture(scope="module")
 def found(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    command = [str(comfy_python(comfyui)), str(WORKER), str(comfyui), str(tmp_path_factory.mktemp("conditions"))]
-    environment = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_worker("native_conditions_worker.py", comfyui, tmp_path_factory.mktemp("conditions"))[-1]
 
 
 def test_what_goes_through_the_cache_reaches_the_model_as_the_sampler_gives_it(found: Any) -> None:

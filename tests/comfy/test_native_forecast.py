@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from devicebridge.tests.comfy.server import ENVIRONMENT
-from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.comfy.workers import run_worker
 
 pytestmark = pytest.mark.comfy
-WORKER = Path(__file__).with_name("native_forecast_worker.py")
 FORECAST = ("wan", "flux1", "chroma", "qwen_image", "z_image", "sd3", "ltxv", "hunyuan_video", "wan_heads")
 
 
 def _found(name: str, comfyui: Path, tmp_path: Path) -> dict[str, Any]:
     """What one process has found; errors: way -> card -> forecast / measured - 1."""
-    command = [str(comfy_python(comfyui)), str(WORKER), str(comfyui), str(tmp_path), name]
-    environment = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"name"')))
-    return found
+    return run_worker("native_forecast_worker.py", comfyui, tmp_path, name)[0]
 
 
 @pytest.mark.parametrize(

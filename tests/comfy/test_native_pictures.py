@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from devicebridge.tests.comfy.server import ENVIRONMENT
-from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.comfy.workers import run_worker
 
 # In short: test_training_of_native_jobs.py has a job with pictures, tests/unit/nodes/test_native_drawing.py the steps.
 pytestmark = [pytest.mark.comfy, pytest.mark.long]
-WORKER = Path(__file__).with_name("native_pictures_worker.py")
 WITH_WAYS = "FLUX.2"
 EACH = ("SDXL", "Wan 2.1 T2V, 2.2 T2V 14B", "FLUX.1", WITH_WAYS, "SD 1.5", "SDXL v-prediction", "Cosmos-Predict2")
 EACH += ("HunyuanVideo", "LTX-2 without sound")
@@ -24,11 +19,7 @@ VIDEO = ("Wan", "HunyuanVideo", "LTX-2")
 @pytest.fixture(scope="module")
 def found(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     names = [f"{name}+ways" if name == WITH_WAYS else name for name in EACH]
-    command = [str(comfy_python(comfyui)), str(WORKER), str(comfyui), str(tmp_path_factory.mktemp("drawn")), *names]
-    environment = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
+    lines = run_worker("native_pictures_worker.py", comfyui, tmp_path_factory.mktemp("drawn"), *names)
     return {line["name"]: line for line in lines}
 
 

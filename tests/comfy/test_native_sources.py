@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from devicebridge.tests.comfy.server import ENVIRONMENT
-from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.comfy.workers import run_worker
 
 pytestmark = pytest.mark.comfy
-WORKER = Path(__file__).with_name("native_source_worker.py")
 FORMATS = ("plain cast", "scaled fp8", "old scaled fp8", "int8 rows")
 
 
 @pytest.fixture(scope="module")
 def found(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    command = [str(comfy_python(comfyui)), str(WORKER), str(comfyui), str(tmp_path_factory.mktemp("sources"))]
-    environment = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_worker("native_source_worker.py", comfyui, tmp_path_factory.mktemp("sources"))[-1]
 
 
 @pytest.mark.parametrize("form", FORMATS)

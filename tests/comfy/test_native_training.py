@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from devicebridge.tests.comfy.server import ENVIRONMENT
-from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.comfy.workers import run_worker
 
 pytestmark = pytest.mark.comfy
-WORKER = Path(__file__).with_name("native_training_worker.py")
 KNOWN = Path(__file__).parents[1] / "assets" / "native_training.json"
 NAMES = tuple(json.loads(KNOWN.read_text(encoding="utf-8")))
 ALWAYS = ("FLUX.1", "Wan 2.1 T2V, 2.2 T2V 14B", "SDXL")
@@ -29,12 +26,7 @@ NEEDED = ("loss", "gradients", "recompute", "split", "8 bits", "5 steps", "resum
 def lines(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What one process has seen of all of them."""
     folder = tmp_path_factory.mktemp("native")
-    command = [str(comfy_python(comfyui)), str(WORKER), str(comfyui), str(folder), *TESTED]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, check=False, timeout=1800
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+    return run_worker("native_training_worker.py", comfyui, folder, *TESTED, timeout=1800)
 
 
 @pytest.fixture(scope="module")

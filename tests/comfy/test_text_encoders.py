@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from devicebridge.tests.comfy.server import ENVIRONMENT
-from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.comfy.workers import run_worker
 
 pytestmark = pytest.mark.comfy
-WORKER = Path(__file__).with_name("text_encoders_worker.py")
 NUM_STEPS = 10
 
 
 def _proved(comfyui: Path, folder: Path, *builds: str) -> dict[str, dict[str, Any]]:
     """By build: its steps, each with its fault and figures."""
-    command = [str(comfy_python(comfyui)), str(WORKER), str(comfyui), str(folder), *builds]
-    environment = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
+    lines = run_worker("text_encoders_worker.py", comfyui, folder, *builds, timeout=600)
     return {line["name"]: line["steps"] for line in lines}
 
 

@@ -13,7 +13,6 @@ import json
 import logging
 import runpy
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -52,7 +51,7 @@ from devicebridge.parallel.devices import own_random_states  # noqa: E402
 from devicebridge.planning.meter import MemoryMeter  # noqa: E402
 from devicebridge.tests.comfy import native_steps  # noqa: E402
 from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
-from devicebridge.tests.comfy.native_steps import CARDS, difference, gradients, one_line, put_lora  # noqa: E402
+from devicebridge.tests.comfy.native_steps import CARDS, difference, gradients, prove, put_lora, slopes_of  # noqa: E402
 from devicebridge.tests.comfy.stock_encoders import make_clip, make_vae  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, save_checkpoint, small_sizes  # noqa: E402
 from devicebridge.tests.comfy.trained_families import TRAINED, made_of  # noqa: E402
@@ -252,20 +251,10 @@ def central_differences(bench: Bench) -> Figures:
     _, grads = bench.first_step("plain", _PLAIN)
     figures: Figures = {}
     with bench.trainer("differences", _PLAIN) as trainer:
-        (batch,) = trainer.microbatches(1)
-        prepared = batch.prepare()
-        start = {name: p.detach().clone() for name, p in trainer.lora.parameters().items()}
-
-        @torch.no_grad()
-        def slope(direction: dict[str, torch.Tensor], size: float) -> float:
-            found = []
-            for sign in (1, -1):
-                for name, parameter in trainer.lora.parameters().items():
-                    parameter.copy_(start[name] + sign * size * direction.get(name, torch.zeros_like(parameter)))
-                found.append(float(batch.forward(prepared)))
-            return (found[0] - found[1]) / (2 * size)
-
-        parts = [name for name in ("clip_l", "clip_g") if any(f".{name}." in each for each in start)]
+        slope = slopes_of(trainer)
+        parts = [
+            name for name in ("clip_l", "clip_g") if any(f".{name}." in each for each in trainer.lora.parameters())
+        ]
         for part in (*(f"text_encoders.{each}." for each in parts), ""):
             own = {name: each for name, each in grads.items() if name.startswith(part)}
             length = sum(float(each.double().norm()) ** 2 for each in own.values()) ** 0.5
@@ -391,21 +380,13 @@ STEPS: dict[str, Callable[[Bench], Figures]] = {
 }
 
 
-def prove(text: str) -> dict[str, Any]:
+def proved(text: str) -> dict[str, Any]:
     """Every step, each on its own."""
     name, _, chosen = text.partition(": ")
-    found: dict[str, dict[str, Any]] = {}
     with endless_memory():
         bench = Bench(name, Path(FOLDER) / name.replace("/", "-"))
-        for step, run in {step: STEPS[step] for step in chosen.split(", ") if step}.items() or STEPS.items():
-            at = time.process_time()
-            try:
-                found[step] = {"fault": "", **run(bench)}
-            except Exception as error:
-                logging.exception("%s: %s", name, step)
-                found[step] = {"fault": one_line(error)}
-            found[step]["seconds"] = round(time.process_time() - at, 1)
-    return {"name": name, "steps": found}
+        steps = {step: STEPS[step] for step in chosen.split(", ") if step} or STEPS
+        return {"name": name, "steps": prove(name, steps, bench)}
 
 
 if __name__ == "__main__":
@@ -414,4 +395,4 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.getLogger().setLevel(logging.ERROR)  # of VAEs without a file
     for each in NAMES or BUILDS:
-        print(json.dumps(prove(each)), flush=True)
+        print(json.dumps(proved(each)), flush=True)

@@ -30,10 +30,10 @@ def with_files(job: JobConfig) -> JobConfig:
     if model.family == COMFYUI:
         path = find_file("model.path", model.path, ("diffusion_models", "checkpoints"))
         model = replace(model, path=str(path))
-    clip = tuple(str(find_file("cache.stock_clip", name, ("text_encoders",))) for name in cache.stock_clip)
+    clip = tuple(_find_encoder("cache.stock_clip", name, "text_encoders") for name in cache.stock_clip)
     if clip and not _is_own(clip, model.path):
         _clip_type(cache.stock_clip_type)
-    vae = str(find_file("cache.stock_vae", cache.stock_vae, ("vae",))) if cache.stock_vae else ""
+    vae = _find_encoder("cache.stock_vae", cache.stock_vae, "vae")
     if model.family == COMFYUI and job.data.folders:
         parts = set(_parts_of(Path(model.path)))
         if not cache.has_stock_text:
@@ -43,7 +43,7 @@ def with_files(job: JobConfig) -> JobConfig:
     samples = job.samples
     if model.family == COMFYUI and samples.vae:
         samples = replace(samples, vae=str(find_file("samples.vae", samples.vae, ("vae", "checkpoints"))))
-    vision = str(find_file("cache.stock_vision", cache.stock_vision, ("clip_vision",))) if cache.stock_vision else ""
+    vision = _find_encoder("cache.stock_vision", cache.stock_vision, "clip_vision")
     cache = replace(cache, stock_clip=clip, stock_vae=vae, stock_vision=vision)
     return replace(job, model=model, cache=cache, samples=samples)
 
@@ -51,7 +51,7 @@ def with_files(job: JobConfig) -> JobConfig:
 def find_file(key: str, name: str, kinds: Sequence[str]) -> Path:
     """A file by its full path, or by its name in ComfyUI's folders of these kinds.
 
-    Raises: ValueError that lists what is there, or for a safetensors file that is cut short.
+    Raises: ValueError that lists what is there.
     """
     import folder_paths
 
@@ -59,10 +59,10 @@ def find_file(key: str, name: str, kinds: Sequence[str]) -> Path:
     if path.is_absolute():
         if not path.is_file():
             raise ValueError(f"{key} names {path}, and there is no such file")
-        return _whole(path)
+        return path
     for kind in kinds:
         if found := folder_paths.get_full_path(kind, name):
-            return _whole(Path(found))
+            return Path(found)
     there = sorted(each for kind in kinds for each in folder_paths.get_filename_list(kind))
     rest = f" and {len(there) - _MAX_NAMES} more" if len(there) > _MAX_NAMES else ""
     places = ", ".join(folder for kind in kinds for folder in folder_paths.get_folder_paths(kind))
@@ -72,11 +72,14 @@ def find_file(key: str, name: str, kinds: Sequence[str]) -> Path:
     )
 
 
-def _whole(path: Path) -> Path:
-    """Raises: ValueError if its header says that it is cut short."""
+def _find_encoder(key: str, name: str, kind: str) -> str:
+    """As find_file; "" for none. Raises: ValueError for a safetensors file, too, that is cut short."""
+    if not name:
+        return ""
+    path = find_file(key, name, (kind,))
     if path.suffix == ".safetensors":
         read_header(path)
-    return path
+    return str(path)
 
 
 def _parts_of(path: Path) -> Iterator[str]:

@@ -197,17 +197,6 @@ def _conditions(
 
     shapes: of the streams in x.
     """
-    with torch.set_grad_enabled(given[COND].requires_grad):
-        return _made_conditions(base, x, shapes, given, guidance)
-
-
-def _made_conditions(
-    base: Any,
-    x: torch.Tensor,
-    shapes: list[tuple[int, ...]],
-    given: Mapping[str, torch.Tensor],
-    guidance: float | None,
-) -> Any:
     import comfy.samplers
 
     said = {name: each for name, each in given.items() if name != NOISE_MASK}
@@ -215,20 +204,17 @@ def _made_conditions(
     if guidance is not None:
         cond["guidance"] = guidance
     like = torch.zeros_like(x)
-    mask = _denoise_mask(given[NOISE_MASK], x) if NOISE_MASK in given else None
-    made = comfy.samplers.encode_model_conds(
-        base.extra_conds,
-        [cond],
-        like,
-        x.device,
-        "positive",
-        latent_image=like,
-        denoise_mask=mask,
-        seed=0,
-        latent_shapes=shapes,
-    )[0]["model_conds"]
-    parts = {name: each.process_cond(batch_size=x.shape[0], area=None) for name, each in made.items()}
-    return comfy.samplers.cond_cat([parts])
+    beside = {
+        "latent_image": like,
+        "denoise_mask": _denoise_mask(given[NOISE_MASK], x) if NOISE_MASK in given else None,
+        "seed": 0,
+        "latent_shapes": shapes,
+    }
+    with torch.set_grad_enabled(given[COND].requires_grad):
+        found = comfy.samplers.encode_model_conds(base.extra_conds, [cond], like, x.device, "positive", **beside)
+        made = found[0]["model_conds"]
+        parts = {name: each.process_cond(batch_size=x.shape[0], area=None) for name, each in made.items()}
+        return comfy.samplers.cond_cat([parts])
 
 
 def _denoise_mask(masks: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
