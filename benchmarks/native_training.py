@@ -36,6 +36,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--comfyui", default=os.environ.get("COMFYUI_PATH", "~/comfy/ComfyUI"))
     parser.add_argument("--subject", nargs="+", default=["flux2", "z_image", "sdxl"])
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "native_training")
+    parser.add_argument("--ways", nargs="+", help="these and native alone")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget-s", type=float, default=400.0)
     parser.add_argument("--out", type=Path)
@@ -282,7 +283,7 @@ def measure(name: str) -> dict[str, Any]:
             found["forward_ms"] = forward_cost(trainer, 4 * OPTIONS.rounds)
             ways = {way: functools.partial(_reading, trainer, reader) for way, reader in readers(trainer).items()}
             ways["without the guard"] = lambda: _without(trainer)
-            if name == "flux2":
+            if name == "flux2" and (OPTIONS.ways is None or any(way.startswith("diffusers") for way in OPTIONS.ways)):
                 own = _diffusers(subject, cleanup)
                 found["lora_parameters_diffusers"] = _num_trained(own)
                 ways["diffusers"] = lambda: timed(own)
@@ -321,6 +322,7 @@ def _num_trained(trainer: Trainer) -> int:
 
 
 def _take_turns(ways: dict[str, Callable[[], float]], times: dict[str, list[float]], found: dict[str, Any]) -> None:
+    ways = {way: run for way, run in ways.items() if way in ("native", *(OPTIONS.ways or ways))}
     for number in range(OPTIONS.rounds + 2):  # the first two warm up
         if number > _FEWEST and elapsed_s() > OPTIONS.budget_s:
             break
@@ -333,6 +335,8 @@ def _take_turns(ways: dict[str, Callable[[], float]], times: dict[str, list[floa
                 del ways[way]
                 times.pop(way, None)
                 continue
+            if number == 0:
+                say(f"{way}: the first step took {taken:.1f} s")
             if number > 1:
                 times.setdefault(way, []).append(taken)
             found.setdefault("gb_of_a_step", {})[way] = (_most_allocated() - before) / 1e9

@@ -32,6 +32,9 @@ TORCH_TYPES = {
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
@@ -52,6 +55,18 @@ def load_tensors(file: Path, remedy: str = AGAIN) -> dict[str, torch.Tensor]:
     """
     with open_weights(file, remedy) as reader:
         return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118  (the library's is no mapping)
+
+
+def read_tensors(file: Path, remedy: str = AGAIN) -> dict[str, torch.Tensor]:
+    """As load_tensors, in memory of its own, and while it reads, other threads compute.
+
+    The library keeps Python's lock while it copies, and a thread that launches kernels waits for it.
+
+    Raises: as load_tensors.
+    """
+    with open(file, "rb") as stream:
+        reader = _PlainReader(stream, read_file_header(stream, remedy))
+        return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
 
 
 def by_file(records: Mapping[str, TensorRecord]) -> dict[Path, dict[str, TensorRecord]]:
@@ -156,7 +171,7 @@ class _Rows:
         self._reader, self._name, self._entry = reader, name, reader.header.tensors[name]
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        dtype, shape, start, end = TORCH_TYPES[self._entry.dtype], self.get_shape(), self._entry.start, self._entry.end
+        dtype, shape, start, end = self._type(), self.get_shape(), self._entry.start, self._entry.end
         if rows != slice(None):
             first, last, step = rows.indices(shape[0])
             assert step == 1, rows
@@ -166,6 +181,14 @@ class _Rows:
         content = torch.empty(end - start, dtype=torch.uint8)
         self._reader.fill(content.numpy().data, start, self._name)
         return content.view(dtype).reshape(shape)
+
+    def _type(self) -> torch.dtype:
+        if self._entry.dtype not in TORCH_TYPES:
+            raise ValueError(
+                f"{self._name} of {self._reader.stream.name} has type {self._entry.dtype}, not one of "
+                f"{', '.join(TORCH_TYPES)}"
+            )
+        return TORCH_TYPES[self._entry.dtype]
 
     def get_shape(self) -> list[int]:
         return list(self._entry.shape)

@@ -231,12 +231,11 @@ def _is_ours(header: FileHeader, key: str) -> bool:
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor] | None:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
+    from ..checkpoints.weight_file import read_tensors
 
     try:
-        return load(path.read_bytes())
-    except (SafetensorError, FileNotFoundError):  # a flipped byte in the header; or another process deleted it just now
+        return read_tensors(path)
+    except (ValueError, FileNotFoundError):  # a flipped byte in the header; or another process deleted it just now
         return None
 
 

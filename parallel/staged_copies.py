@@ -16,7 +16,7 @@ import torch
 
 from .devices import has_peer_access
 from .offload.pinned import PinnedBuffer
-from .transfer import Arrivals, Pair, SideStreams, module_with_streams
+from .transfer import Arrivals, CurrentStreams, Pair, SideStreams, module_with_streams
 
 PIECE_BYTES = 2**23  # large enough that the copy takes longer than its launch, small enough that two of them overlap
 
@@ -44,9 +44,9 @@ class StagedCopies(SideStreams):
             return super().copy(tensor, device, arrivals)  # the driver has pinned memory of its own
         leaving, arriving = self.streams_of(pair, module)
         source = tensor.contiguous()
-        leaving.wait_stream(module.current_stream(pair[0]))
         # The pieces are read on the source's current stream and written on the target's: both must be ours.
-        with module.stream(leaving), module.stream(arriving):
+        with CurrentStreams(module, leaving, arriving) as (of_source, of_target):
+            leaving.wait_stream(of_source)
             copy = torch.empty_like(source, device=device)
             pieces = zip(_pieces(source, self._piece_bytes), _pieces(copy, self._piece_bytes), strict=True)
             for piece, there in pieces:
@@ -60,7 +60,7 @@ class StagedCopies(SideStreams):
                 there.copy_(here, non_blocking=True)
                 buffer.used = arriving.record_event()
         source.record_stream(leaving)
-        copy.record_stream(module.current_stream(device))
+        copy.record_stream(of_target)
         arrivals[pair] = arriving.record_event()
         return copy
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -47,12 +47,11 @@ class SideStreams:
         if module is None:
             return copy_to(tensor, device)
         leaving, arriving = self.streams_of(pair, module)
-        leaving.wait_stream(module.current_stream(pair[0]))
-        # torch runs the copy on the source's current stream and has it wait for the target's: both must be ours.
-        with module.stream(leaving), module.stream(arriving):
+        with CurrentStreams(module, leaving, arriving) as (of_source, of_target):
+            leaving.wait_stream(of_source)
             copy = tensor.to(device, non_blocking=True)
         tensor.record_stream(leaving)
-        copy.record_stream(module.current_stream(device))
+        copy.record_stream(of_target)
         arrivals[pair] = arriving.record_event()
         return copy
 
@@ -63,12 +62,37 @@ class SideStreams:
         return self.pairs[pair]
 
 
+class CurrentStreams:
+    """Two cards' current streams while active, which gives those that were; for copies between these cards.
+
+    torch runs a copy on the source's current stream and has it wait for the target's, so that both must be ours. Its
+    own context, once for each stream, takes the host as long as the copy (docs/internals/experiments.md).
+    """
+
+    def __init__(self, module: Any, *streams: Any) -> None:
+        self._module, self._streams = module, streams
+
+    def __enter__(self) -> list[Any]:
+        self._device = self._module.current_device()
+        self._before = [self._module.current_stream(stream.device.index) for stream in self._streams]
+        self._choose(self._streams)
+        return self._before
+
+    def __exit__(self, *error: object) -> None:
+        self._choose(self._before)
+
+    def _choose(self, streams: Sequence[Any]) -> None:
+        for stream in streams:
+            self._module.set_stream(stream)
+        self._module.set_device(self._device)  # last, since choosing a stream chooses its device
+
+
 def settle(arrivals: Arrivals, device: torch.device | None = None) -> None:
     """Have the current stream of device (None: of every target) wait for the copies under way, and forget these."""
     for pair in [pair for pair in arrivals if device is None or pair[1] == device]:
         module = device_module(pair[1])
         assert module is not None
-        module.current_stream(pair[1]).wait_event(arrivals.pop(pair))
+        module.current_stream(pair[1].index).wait_event(arrivals.pop(pair))
 
 
 def module_with_streams(source: torch.device, target: torch.device) -> Any:
@@ -76,7 +100,7 @@ def module_with_streams(source: torch.device, target: torch.device) -> Any:
     if source.type != target.type:
         return None
     module = device_module(source)
-    needs = ("Stream", "stream", "current_stream", "set_stream")
+    needs = ("Stream", "stream", "current_stream", "set_stream", "current_device", "set_device")
     return module if all(hasattr(module, name) for name in needs) else None
 
 

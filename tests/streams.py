@@ -46,6 +46,7 @@ class SimulatedMachine:
         return self.streams_made[-1]
 
     def current_stream(self, device):
+        device = CARDS[device] if isinstance(device, int) else device
         return self._current().get(device, self.default[device])
 
     def _current(self):

@@ -162,7 +162,8 @@ def norm_ratio(sums: torch.Tensor, total: torch.Tensor, own: int, width: int, ep
         sums, total: of squares, of this device's features and of all, float32. [..., 1]
         own, width: how many features these are.
     """
-    return ((sums + eps * own) / (total + eps * width) * (width / own)).sqrt()
+    scale = width / own
+    return (torch.rsub(sums, eps * width, alpha=-scale) / (total + eps * width)).sqrt()  # rsub: two kernels in one
 
 
 def norm_eps(norm: nn.Module, dtype: torch.dtype) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
-from devicebridge.checkpoints.weight_file import TORCH_TYPES, open_weights
+from devicebridge.checkpoints.weight_file import TORCH_TYPES, open_weights, read_tensors
 from safetensors.torch import save_file
 
 
@@ -46,6 +46,22 @@ def test_every_type_comes_back_bit_for_bit(way: str, tmp_path: Path) -> None:
             assert _equal(reader.get_tensor(name), tensor), name
             assert reader.get_slice(name).get_shape() == list(tensor.shape)
         assert reader.get_slice("BF16").get_dtype() == "BF16"
+
+
+def test_all_tensors_come_back_bit_for_bit_in_memory_of_their_own(tmp_path: Path) -> None:
+    expected, file = _tensors(), tmp_path / "x.safetensors"
+    save_file(expected, file)
+    found = read_tensors(file)
+    file.write_bytes(b"\xff" * file.stat().st_size)
+    assert found.keys() == expected.keys()
+    assert all(_equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"12")
+    with pytest.raises(ValueError, match=r"w of .*x\.safetensors has type F4, not one of F64, "):
+        read_tensors(tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize("rows", [slice(0, 6), slice(2, 5), slice(4, 99), slice(3, 3), slice(None, 1), slice(-2, None)])
