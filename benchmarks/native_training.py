@@ -84,7 +84,7 @@ from devicebridge.patches.attention import sound_attention  # noqa: E402
 from devicebridge.patches.compile_blocks import CompiledBlocks, apply_compile  # noqa: E402
 from devicebridge.tests.comfy.native_headers import SDXL, Z_IMAGE  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, small_sizes  # noqa: E402
-from devicebridge.training.batches import BatchReader, LoadedBatch  # noqa: E402
+from devicebridge.training.batches import CachedSamples  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
 from random_job import (  # noqa: E402
@@ -162,27 +162,27 @@ def native_trainer(subject: TinyFamily, path: Path) -> Iterator[tuple[Trainer, i
         yield trainer, max((each.allocated for each in devices), default=0)
 
 
-class _WhenNeeded(BatchReader):
+class _WhenNeeded(CachedSamples):
     """Reads files when their batch is loaded."""
 
-    def load(self, batch: Batch, following: Batch) -> LoadedBatch:
-        return self._samples.load(batch.indices, batch.captions_dropped)
+    def read_ahead(self, batch: Batch) -> None:
+        pass
 
 
-def readers(trainer: Trainer) -> dict[str, BatchReader]:
+def sources(trainer: Trainer) -> dict[str, CachedSamples]:
     """Where a step's samples come from, by the name of the way."""
     data = trainer.train_data
+    parts = {each.name: getattr(data, each.name) for each in dataclasses.fields(data)}
     entries = {key: data.store.get(key) or {} for key in sorted(data.keys())}
-    held = dataclasses.replace(data, store=MemoryStore(entries))
     return {
-        "native": BatchReader(held),
-        "native, files read ahead": BatchReader(dataclasses.replace(data, read={})),
-        "native, files read when needed": _WhenNeeded(dataclasses.replace(data, read={})),
+        "native": CachedSamples(**{**parts, "store": MemoryStore(entries), "read": {}}),
+        "native, files read ahead": CachedSamples(**{**parts, "read": {}}),
+        "native, files read when needed": _WhenNeeded(**{**parts, "read": {}}),
     }
 
 
-def _reading(trainer: Trainer, reader: BatchReader) -> float:
-    trainer._reader = reader
+def _reading(trainer: Trainer, data: CachedSamples) -> float:
+    trainer.train_data = data
     return timed(trainer)
 
 
@@ -281,7 +281,7 @@ def measure(name: str) -> dict[str, Any]:
             found |= {"peak_gb": peak / 1e9, "forecast_gb": forecast / 1e9, "lora_parameters": _num_trained(trainer)}
             found["ratios"]["forecast over measured peak"] = forecast / peak if peak and forecast else None
             found["forward_ms"] = forward_cost(trainer, 4 * OPTIONS.rounds)
-            ways = {way: functools.partial(_reading, trainer, reader) for way, reader in readers(trainer).items()}
+            ways = {way: functools.partial(_reading, trainer, data) for way, data in sources(trainer).items()}
             ways["without the guard"] = lambda: _without(trainer)
             if name == "flux2" and (OPTIONS.ways is None or any(way.startswith("diffusers") for way in OPTIONS.ways)):
                 own = _diffusers(subject, cleanup)

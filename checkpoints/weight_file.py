@@ -58,9 +58,9 @@ def load_tensors(file: Path, remedy: str = AGAIN) -> dict[str, torch.Tensor]:
 
 
 def read_tensors(file: Path, remedy: str = AGAIN) -> dict[str, torch.Tensor]:
-    """As load_tensors, in memory of its own, and while it reads, other threads compute.
+    """As load_tensors, each read into memory of its own, so that the file may be written anew meanwhile.
 
-    The library keeps Python's lock while it copies, and a thread that launches kernels waits for it.
+    The library has a way for that, too; it copies everything twice, and keeps Python's lock.
 
     Raises: as load_tensors.
     """

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import operator
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import shorten
@@ -153,12 +152,14 @@ class CachedSamples:
         return LoadedBatch(latents, text, mask, num_tokens, conditions, weights)
 
     def read_ahead(self, batch: Batch) -> None:
-        """Read the entries of a batch that will be loaded; one that cannot be read now is left to load()."""
+        """Read the entries of the batch that will probably be loaded next; what cannot be read is left to load()."""
+        self.read.clear()
         for index, drop in zip(batch.indices, batch.captions_dropped, strict=True):
             for key in (self.latent_keys[index], *self._text_keys(index, drop)):
-                entry = self.store.get(key) if key not in self.read else None
-                if entry is not None:
-                    self.read[key] = entry
+                with contextlib.suppress(OSError):
+                    entry = self.store.get(key) if key not in self.read else None
+                    if entry is not None:
+                        self.read[key] = entry
 
     def _weights(self, indices: Sequence[int]) -> torch.Tensor | None:
         """Of the losses."""
@@ -194,28 +195,6 @@ class CachedSamples:
         of += [f"the caption {shorten(caption, 80)!r}" for caption, other in self.text_keys.items() if other == key]
         of += [f"the condition of {each.paths[0]}" for (_, each), other in self.condition_keys.items() if other == key]
         return f"cache entry {self.store.path(key)} of {of[0]} was deleted or damaged since this run began"
-
-
-class BatchReader:
-    """Loads batches one after the other; while one is trained on, a thread reads the files of the next."""
-
-    def __init__(self, samples: CachedSamples) -> None:
-        self._samples = samples
-        self._thread: threading.Thread | None = None
-
-    def load(self, batch: Batch, following: Batch) -> LoadedBatch:
-        """As CachedSamples.load. following: what will probably be asked for next; another one is read when it is."""
-        if self._thread is not None:
-            self._thread.join()
-        loaded = self._samples.load(batch.indices, batch.captions_dropped)
-        self._samples.read.clear()
-        self._thread = threading.Thread(target=self._read, args=(following,), name="read ahead", daemon=True)
-        self._thread.start()
-        return loaded
-
-    def _read(self, batch: Batch) -> None:
-        with contextlib.suppress(OSError):  # load() will meet it
-            self._samples.read_ahead(batch)
 
 
 def loss_weights(of_samples: torch.Tensor | None, given: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

@@ -33,7 +33,7 @@ from ..patches.cuda_graphs import GraphedBlocks
 from ..patches.lora_average import LoraAverage, split_average
 from ..system.requests import Request, nothing_asked
 from .adapter import LoraHandle
-from .batches import BatchReader, CachedSamples, LoadedBatch
+from .batches import CachedSamples, LoadedBatch
 from .loss_growth import describe_growth
 from .objective import NoiseSchedule, draw_quantiles, make_generator, noise_latents, predict, prediction_loss
 from .optimizer import learning_rate_factor, make_optimizer, pack_optimizer, set_learning_rate, unpack_optimizer
@@ -117,7 +117,6 @@ class Trainer:
         decay = self.job.train.ema_decay
         self._average = LoraAverage(self.lora.parameters(), decay) if decay else None
         self._dtype = getattr(torch, self.job.model.dtype)
-        self._reader = BatchReader(self.train_data)
         self._num_runs = 0  # of the runner
         self._first_run: dict[Any, int] = {}  # in which a shape was computed first
         self._chosen: list[Batch] = []  # of the step in hand
@@ -237,7 +236,9 @@ class Trainer:
         self._chosen.clear()
         self._start_graphs()
         with sound_attention():
-            total = sum(loss.item() for loss in self.accumulate(settings.gradient_accumulation_steps))
+            losses = self.accumulate(settings.gradient_accumulation_steps)
+        self.train_data.read_ahead(self.order.ahead(self.ranks.place.rank))  # while the devices are still computing
+        total = sum(loss.item() for loss in losses)
         limit = settings.clip_norm or math.inf
         norm = nn.utils.clip_grad_norm_(self._parameters, limit).item()
         self._refuse_spoilt_weights()  # the host has just waited for the devices
@@ -319,9 +320,7 @@ class Trainer:
         model, home = self.runner.replica_for(index)
 
         def prepare() -> NoisyBatch:
-            ahead = index + self.ranks.count - count  # of this rank's next microbatch: 0 and more are of the next step
-            following = self._chosen[ahead] if ahead < 0 else self.order.ahead(self.ranks.place.rank)
-            batch = self._reader.load(chosen, following)
+            batch = self.train_data.load(chosen.indices, chosen.captions_dropped)
             generator = make_generator(self.job.train.seed, "train", step, index)
             quantiles = draw_quantiles(len(chosen.indices), generator)
             return self._noisy(batch, quantiles, generator)

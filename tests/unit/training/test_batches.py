@@ -13,7 +13,7 @@ from devicebridge.encoding.store import CacheStore
 from devicebridge.families.comfy.inputs import read_latents, read_text
 from devicebridge.families.spec import ComfyInputs
 from devicebridge.jobs.comfy_entries import EncodedSample
-from devicebridge.training.batches import BatchReader, CachedSamples, join_texts
+from devicebridge.training.batches import CachedSamples, join_texts
 from devicebridge.training.objective import prediction_loss
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -105,29 +105,31 @@ def _pictures(folder: Path, count: int = 3) -> tuple[CachedSamples, _Counted, Ba
 
 def test_what_was_read_ahead_is_what_would_be_read_and_is_read_once(tmp_path: Path) -> None:
     cached, store, order = _pictures(tmp_path)
-    reader = BatchReader(cached)
     for _ in range(6):
         batch = order.next()
-        loaded = reader.load(batch, order.ahead(0))
+        loaded = cached.load(batch.indices, batch.captions_dropped)
         assert loaded.latents.unique().tolist() == [float(batch.indices[0])]
         assert loaded.text["states"].unique().tolist() == [10.0 + batch.indices[0]]
-    assert reader._thread is not None
-    reader._thread.join()
+        cached.read_ahead(order.ahead(0))
     assert len(store.reads) == 2 * 7, "six batches, and one that nobody has asked for yet"
+    store.reads.clear()
+    batch = order.next()
+    cached.load(batch.indices, batch.captions_dropped)
+    assert not store.reads and not cached.read
 
 
 def test_another_batch_than_the_one_read_ahead_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
     cached, _, _ = _pictures(tmp_path)
-    reader = BatchReader(cached)
     for asked, guessed in ((0, 1), (2, 0), (0, 0), (0, 2)):
-        loaded = reader.load(Batch((asked,), (False,)), Batch((guessed,), (False,)))
-        assert loaded.latents.unique().tolist() == [float(asked)]
+        assert cached.load((asked,), (False,)).latents.unique().tolist() == [float(asked)]
+        cached.read_ahead(Batch((guessed,), (False,)))
+        assert len(cached.read) == 2, "of one batch"
 
 
 def test_an_entry_that_cannot_be_read_ahead_is_met_when_it_is_needed(tmp_path: Path) -> None:
     cached, store, _ = _pictures(tmp_path)
-    reader = BatchReader(cached)
     store.path(cached.latent_keys[1]).unlink()
-    assert reader.load(Batch((0,), (False,)), Batch((1,), (False,))).latents.unique().tolist() == [0.0]
+    cached.read_ahead(Batch((1,), (False,)))
+    assert cached.load((0,), (False,)).latents.unique().tolist() == [0.0]
     with pytest.raises(RuntimeError, match=r"1\.png was deleted or damaged since this run began"):
-        reader.load(Batch((1,), (False,)), Batch((0,), (False,)))
+        cached.load((1,), (False,))
