@@ -37,7 +37,7 @@ class LoraSettings:
         start_from: LoRA file to train on, of any trainer. Its layers must be among those that are trained, and rank not
             below its own. Left out: a fresh LoRA.
         text_encoder: Train a LoRA on the CLIP text encoders, too, into the same file: SD 1.5, SD 2 and SDXL as ComfyUI
-            builds them, from a job file. They stay in memory then, on the first device.
+            builds them. They stay in memory then, on the first device.
         text_encoder_rank: Size of the LoRA on the text encoders, whose strength stays that of the rest. Left out: rank.
     """
 
@@ -71,7 +71,7 @@ class LoraSettings:
         if found := [pattern for pattern in self.targets if pattern.lstrip("!").startswith(_TEXT_ENCODERS)]:
             raise ValueError(
                 f"targets name a text encoder ({found[0]}), and are of the diffusion model alone; remove the pattern, "
-                "and set text_encoder = true in a job file to train all layers of the text encoders"
+                "and set text_encoder = true to train all layers of the text encoders"
             )
         if self.kind == "lokr" and (self.dora or self.dropout):
             other = "dora" if self.dora else "dropout"

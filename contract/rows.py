@@ -399,6 +399,7 @@ ROWS: tuple[Row, ...] = (
         },
     ),
     *_read("native", "comfy.sd", {"has": "load_vae_patcher; load_checkpoint_vae_patcher"}, is_optional=True),
+    *_read("native", "comfy.sd", {"has": "load_clip_model_patcher; load_checkpoint_clip_patcher"}, is_optional=True),
     *_read("native", "comfy.sd.VAE", {"has": "patcher; device; vae_dtype; latent_dim; memory_used_decode"}),
     *_read("native", "comfy.sd.VAE", {"call": "throw_exception_if_invalid(); memory_used_decode(shape, dtype)"}),
     *_read("native", "comfy.sd.VAE", {"call": "decode(samples_in); model_size(); get_sd()"}),

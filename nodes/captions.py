@@ -174,9 +174,10 @@ class CacheCaptionsAndLatents(io.ComfyNode):
             KEPT.remember(folder, map(each.store.path, each.keys()))
         view.show_text(_describe(len(data.samples), cache))
         vae_file = host.path_of_vae(sockets["stock_vae"]) if "stock_vae" in sockets else ""
+        clip_files, clip_type = host.files_of_clip(sockets.get("stock_clip"), model.model.path)
         find = remember_clip(sockets, partial(_clip_of_files, model))
-        find_clip = partial(_named_clip, find) if encoders.clip else None
-        return io.NodeOutput(dataclasses.replace(dataset, cache=cache, vae_file=vae_file, find_clip=find_clip))
+        made = dataclasses.replace(dataset, cache=cache, vae_file=vae_file, clip_files=clip_files, clip_type=clip_type)
+        return io.NodeOutput(dataclasses.replace(made, find_clip=partial(_named_clip, find) if encoders.clip else None))
 
 
 def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any], condition: str = "") -> ComfyEncoders:

@@ -1,7 +1,7 @@
-"""Sample prompts that are no captions: encoded by the CLIP that encoded the captions, before a training begins.
+"""What a training needs of the CLIP that encoded the captions, computed before it begins.
 
-The training itself finds them in the cache, whether it runs here, in the background or in several processes, where no
-CLIP of this graph is.
+That is sample prompts that are no captions, or where the CLIP is trained itself, tokens of all texts. The training
+finds it in the cache, whether it runs here, in the background or in several processes, where no CLIP of this graph is.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.job import JobConfig
 from . import host
-from .types import TrainingDataset
+from .types import TrainingDataset, TrainingModel
 from .view import JobView
 
 if TYPE_CHECKING:
     from ..checkpoints.checkpoint import CheckpointInfo
 
 _GONE = (
-    "sample_prompts {prompts} are no captions of the dataset, and ComfyUI has let go of the CLIP that encoded those; "
-    "empty ComfyUI's cache (Unload Models and Execution Cache) and queue again, or take captions of the dataset"
+    "ComfyUI has let go of the CLIP that encoded the captions; empty ComfyUI's cache (Unload Models and Execution "
+    "Cache) and queue again"
 )
+_NO_CAPTIONS = "sample_prompts {prompts} are no captions of the dataset, and {gone}, or take captions of the dataset"
 
 
 def remember_clip(sockets: Mapping[str, Any], load: Callable[[dict[str, Any]], Any]) -> Callable[[], Any]:
@@ -67,8 +68,37 @@ def encode_prompts(
     try:
         check()
         if (clip := dataset.find_clip()) is None:
-            raise ValueError(_GONE.format(prompts=", ".join(map(repr, missing))))
+            raise ValueError(_NO_CAPTIONS.format(prompts=", ".join(map(repr, missing)), gone=_GONE))
         with host.host_memory_freed(), EventLog(Path(job.cache.folder), view) as events:
             fill_prompts(job, info, ComfyEncoders(clip), events, view.is_cancelled)
+    except Stopped:
+        host.cancel()
+
+
+def encode_tokens(
+    dataset: TrainingDataset, model: TrainingModel, job: JobConfig, info: CheckpointInfo | None, view: JobView
+) -> None:
+    """Have the tokens of all captions and prompts in the job's cache, for a CLIP that is trained itself.
+
+    Args:
+        info: as of encode_prompts.
+    Raises: ValueError where the CLIP is gone; as check_job.
+    """
+    from ..encoding.encode import Stopped
+    from ..events import EventLog
+    from ..jobs.comfy_entries import ComfyEncoders
+    from ..jobs.encode_job import cache_entries, cache_store, fill_cache
+    from ..jobs.job import check_job
+
+    try:
+        with model.prepared(info):
+            plan = check_job(job, info=info, is_to_train=False, should_stop=view.is_cancelled)
+        store = cache_store(job)
+        if all(key in store for key in cache_entries(plan, "captions")):
+            return
+        if dataset.find_clip is None or (clip := dataset.find_clip()) is None:
+            raise ValueError(_GONE)
+        with EventLog(Path(job.cache.folder), view) as events:
+            fill_cache(plan, "captions", events, view.is_cancelled, ComfyEncoders(clip))
     except Stopped:
         host.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from ..config.training import LORA_ENDING
 from . import background, host
 from .captions import DEFAULT_FOLDER
 from .host import io
-from .prompts import encode_prompts
+from .prompts import encode_prompts, encode_tokens
 from .saying import said_on_node
 from .sockets import Socket, make_inputs, read_lines, read_number_or_name, read_section
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
@@ -123,6 +124,16 @@ _INPUTS = (
     Socket("kahan", "optimizer.kahan", optional=True, advanced=True),
     Socket("processes", "parallel.processes", max=64, optional=True, advanced=True),
     Socket("strategy", "parallel.strategy", optional=True, advanced=True),
+    Socket("text_encoder", "lora.text_encoder", optional=True, advanced=True),
+    Socket("text_encoder_rank", "lora.text_encoder_rank", optional=True, advanced=True),
+    Socket(
+        "text_encoder_learning_rate",
+        "optimizer.text_encoder_learning_rate",
+        step=1e-6,
+        round=1e-9,
+        optional=True,
+        advanced=True,
+    ),
 )
 
 
@@ -160,7 +171,10 @@ class TrainLora(io.ComfyNode):
                 run = _find_run(job, info, resume, view)
             if run.finished is None:
                 check = partial(_check, run, model, info, view, in_background=in_background)
-                encode_prompts(dataset, run.job, info, view, check)
+                if run.job.lora.text_encoder:
+                    encode_tokens(dataset, model, run.job, info, view)
+                else:
+                    encode_prompts(dataset, run.job, info, view, check)
             with model.prepared(info):
                 if run.finished is None and in_background:
                     return _start_in_background(run, info, view)
@@ -245,13 +259,15 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
     """
     folder = host.folder_in_output(f"devicebridge/{plain_name(sockets['name'])}", "name")
     read = partial(read_section, entries=_INPUTS, given=sockets)
+    lora = read(config.LoraSettings)
+    cache = dataset.cache or config.CacheConfig(folder=str(host.folder_in_output(DEFAULT_FOLDER, "cache")))
     draws_by_host = bool(sockets.get("sample_prompts", "").strip()) and model.model.family == COMFYUI
     return model.job(
         dataset,
         evaluation=dataset.evaluation,
-        cache=dataset.cache or config.CacheConfig(folder=str(host.folder_in_output(DEFAULT_FOLDER, "cache"))),
+        cache=_with_clip(cache, dataset) if lora.text_encoder else cache,
         train=read(config.LoopConfig),
-        lora=read(config.LoraSettings),
+        lora=lora,
         objective=read(config.ObjectiveConfig),
         optimizer=read(config.OptimizerConfig),
         parallel=read(config.ParallelConfig),
@@ -259,6 +275,17 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
         output=read(config.OutputConfig, folder=str(folder)),
         samples=read(config.SamplesConfig, vae=dataset.vae_file if draws_by_host else ""),
     )
+
+
+def _with_clip(cache: config.CacheConfig, dataset: TrainingDataset) -> config.CacheConfig:
+    """With the files of the CLIP that is trained. Raises: ValueError where nobody knows them."""
+    if cache.text_source and not dataset.clip_files:
+        raise ValueError(
+            "text_encoder trains the CLIP itself, and the file of the one that encoded the captions is not known; "
+            "connect stock CLIP of Cache Captions and Latents straight to Load Checkpoint with the trained model, Load "
+            "CLIP or DualCLIPLoader, or switch text_encoder off"
+        )
+    return replace(cache, stock_clip=dataset.clip_files, stock_clip_type=dataset.clip_type)
 
 
 def _images(view: JobView) -> dict[str, Any]:

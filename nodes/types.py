@@ -48,6 +48,7 @@ class TrainingDataset:
     """Images to train and to evaluate on, and where their captions and latents are kept; cache None is the default.
 
     vae_file: of the stock VAE that encoded them; "" where nobody knows.
+    clip_files, clip_type: of the stock CLIP likewise, and what its loader calls type.
     find_clip: gives ComfyUI's CLIP that encoded the captions, as encoding/sources.py asks it, or None where it is gone;
         None where none did.
     """
@@ -56,4 +57,6 @@ class TrainingDataset:
     evaluation: EvaluationConfig
     cache: CacheConfig | None = None
     vae_file: str = ""
+    clip_files: tuple[str, ...] = ()
+    clip_type: str = ""
     find_clip: Callable[[], Any] | None = None

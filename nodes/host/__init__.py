@@ -155,6 +155,13 @@ def path_of_vae(vae: Any) -> str:
     return files.path_of_vae(vae)
 
 
+def files_of_clip(clip: Any, model_path: str) -> tuple[tuple[str, ...], str]:
+    """The files of a stock CLIP and their type; ((), "") where nobody knows. model_path: of the diffusion model."""
+    from .native import files
+
+    return files.files_of_clip(clip, model_path)
+
+
 def read_native(path: str, dtype: str, like: Any = None) -> CheckpointInfo:
     """A file as ComfyUI's own model.
 

@@ -148,6 +148,11 @@ class HostVision:
         self.fingerprint = _name("VISION", vision.patcher, settings)
 
 
+def is_as_loaded(clip: Any) -> bool:
+    """Whether no node behind its loader has chosen a layer of this stock CLIP."""
+    return clip.layer_idx is None
+
+
 def load_clip(files: Sequence[str], kind: str) -> Any:
     """A CLIP of these files, as ComfyUI's loaders make it.
 

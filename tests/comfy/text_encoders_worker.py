@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,6 +34,7 @@ runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_
 import comfy.lora  # noqa: E402
 import comfy.model_management  # noqa: E402
 import comfy.sd  # noqa: E402
+import folder_paths  # noqa: E402
 import torch  # noqa: E402
 from devicebridge.cli.native import encoded  # noqa: E402
 from devicebridge.config.job import JobConfig, make_job  # noqa: E402
@@ -43,10 +45,13 @@ from devicebridge.jobs.build import build_trainer  # noqa: E402
 from devicebridge.jobs.encode_job import cache_job  # noqa: E402
 from devicebridge.jobs.job import check_job, run_job  # noqa: E402
 from devicebridge.jobs.read_job import read_job  # noqa: E402
+from devicebridge.nodes.captions import CacheCaptionsAndLatents  # noqa: E402
 from devicebridge.nodes.host.native import files  # noqa: E402
 from devicebridge.nodes.host.native.context import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.nodes.host.native.text import encoded as states_of  # noqa: E402
+from devicebridge.nodes.train import TrainLora  # noqa: E402
+from devicebridge.nodes.types import TrainingDataset, TrainingModel  # noqa: E402
 from devicebridge.parallel.devices import own_random_states  # noqa: E402
 from devicebridge.planning.meter import MemoryMeter  # noqa: E402
 from devicebridge.tests.comfy import native_steps  # noqa: E402
@@ -346,6 +351,65 @@ def stock_loader(bench: Bench) -> Figures:
     }
 
 
+def same_from_nodes(bench: Bench) -> Figures:
+    """The nodes of a graph train the LoRA of the job file in every bit, also beside pictures of other prompts; a CLIP
+    whose file nobody knows is refused."""
+    sections = {**_RUN, "samples": {"prompts": ["a blue boat"], "steps": 1, "every_steps": 0}}
+    wanted, job = bench.run("job file", sections), bench.job("unused", sections)
+    clip = bench.clip()
+    loaded = [str(bench.clip_file)], None, comfy.sd.CLIPType.STABLE_DIFFUSION, {}
+    clip.patcher.cached_patcher_init = comfy.sd.load_clip_model_patcher, loaded
+    folder_paths.set_output_directory(str(bench.folder / "output"))
+    model, dataset = TrainingModel(job.model, job.split), TrainingDataset(job.data, job.evaluation)
+    settings = {
+        "steps": job.train.steps,
+        "accumulation": 1,
+        "batch_size": job.train.batch_size,
+        "ema_decay": job.train.ema_decay,
+        "dropout": job.lora.dropout,
+        "random_seed": job.train.seed,
+        "rank": job.lora.rank,
+        "alpha": job.lora.alpha,
+        "learning_rate": job.optimizer.learning_rate,
+        "lora_dtype": "float32",
+        "sample_prompts": "a blue boat",
+        "text_encoder": True,
+        "text_encoder_rank": job.lora.text_encoder_rank,
+        "text_encoder_learning_rate": job.optimizer.text_encoder_learning_rate,
+    }
+    with (
+        mock.patch.object(comfy.sd, "load_clip", lambda **given: bench.clip()),
+        mock.patch.object(files, "_load_vae", lambda path, model_path: make_vae("sd")),
+        mock.patch.object(files, "path_of_vae", lambda vae: str(bench.clip_file)),
+        mock.patch("server.PromptServer.instance", mock.MagicMock(), create=True),
+        torch.inference_mode(),  # as ComfyUI runs nodes
+        small_sizes(bench.family),
+    ):
+        (cached,) = _run(CacheCaptionsAndLatents, model, dataset, stock_clip=clip, stock_vae=make_vae("sd"))
+        found, losses, *_ = _run(TrainLora, model, cached, resume=False, **settings)
+        other = replace(cached, clip_files=())
+        try:
+            _run(TrainLora, model, other, resume=False, **{**settings, "name": "refused"})
+        except ValueError as error:
+            assert "text_encoder trains the CLIP itself, and the file" in str(error), error
+        else:
+            raise AssertionError("a CLIP of no file was taken")
+    assert losses["loss"] == wanted.losses, (losses, wanted.losses)
+    assert found.keys() == wanted.lora.keys() and any(name.startswith("lora_te") for name in found)
+    assert all(torch.equal(each, wanted.lora[name]) for name, each in found.items())
+    assert len(list((bench.folder / "output" / "devicebridge" / "my_lora" / "samples").iterdir())) == 2
+    return {"tensors": len(found)}
+
+
+def _run(node: Any, *given: Any, **settings: Any) -> tuple[Any, ...]:
+    """What a node returns; the rest of its sockets have their defaults."""
+    node.hidden = SimpleNamespace(unique_id="1")
+    inputs = [each for each in node.define_schema().inputs if not getattr(each, "optional", False)]
+    defaults = {each.id: each.default for each in inputs if getattr(each, "default", None) is not None}
+    names = [each.id for each in inputs[: len(given)]]
+    return tuple(node.execute(**{**defaults, **dict(zip(names, given, strict=True)), **settings}).args)
+
+
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
@@ -377,6 +441,7 @@ STEPS: dict[str, Callable[[Bench], Figures]] = {
     "8 bits": eight_bits,
     "resume": resumed,
     "stock LoRA": stock_loader,
+    "nodes": same_from_nodes,
 }
 
 

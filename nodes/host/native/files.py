@@ -12,7 +12,7 @@ from ....checkpoints.header import read_header
 from ....config.job import JobConfig
 from ....config.model import COMFYUI
 from ....families.comfy.text_sizes import CLIP_PARTS
-from ..comfy_encoders import HostClip, HostVae, HostVision
+from ..comfy_encoders import HostClip, HostVae, HostVision, is_as_loaded
 
 _log = logging.getLogger(__name__)
 
@@ -180,6 +180,25 @@ def path_of_vae(vae: Any) -> str:
 
     loaders = [getattr(comfy.sd, name, None) for name in ("load_vae_patcher", "load_checkpoint_vae_patcher")]
     return str(init[1][0]) if init[0] in loaders else ""
+
+
+def files_of_clip(clip: Any, model_path: str) -> tuple[tuple[str, ...], str]:
+    """The files that a stock CLIP was loaded from, and their type; ((), "") where nobody knows.
+
+    Args:
+        model_path: of the diffusion model, whose checkpoint may hold them. Of another checkpoint they are not loaded.
+    """
+    init = getattr(getattr(clip, "patcher", None), "cached_patcher_init", None)
+    if init is None or not is_as_loaded(clip):
+        return (), ""
+    import comfy.sd
+
+    loader, given = init[:2]
+    if loader is getattr(comfy.sd, "load_clip_model_patcher", None):
+        return tuple(map(str, given[0])), str(given[2].name).lower()
+    if loader is getattr(comfy.sd, "load_checkpoint_clip_patcher", None) and _is_file_of(str(given[0]), model_path):
+        return (str(given[0]),), ""
+    return (), ""
 
 
 def _load_vision(path: str) -> Any:

@@ -166,6 +166,9 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "kahan": "BOOLEAN",
         "processes": "INT",
         "strategy": "COMBO",
+        "text_encoder": "BOOLEAN",
+        "text_encoder_rank": "INT",
+        "text_encoder_learning_rate": "FLOAT",
         "trigger_word": "STRING",
         "caption_template": "STRING",
         "loss_weight": "FLOAT",
@@ -614,6 +617,7 @@ CHANGES = [
     ("processes", 2, "parallel.processes", 2),
     ("strategy", "fsdp", "parallel.strategy", "fsdp"),
 ]
+OF_TEXT = {"text_encoder", "text_encoder_rank", "text_encoder_learning_rate"}
 
 
 @pytest.mark.parametrize(("socket", "value", "key", "expected"), CHANGES)
@@ -648,9 +652,33 @@ def test_lokr_and_its_factor_and_kahan_reach_the_job(nodes: ModuleType, sockets:
 
 def test_every_socket_of_the_train_node_is_in_the_table(nodes: ModuleType) -> None:
     ids = {entry.id for entry in _node(nodes, "DeviceBridgeTrainLora").define_schema().inputs}
-    assert ids - {"model", "dataset", "resume", "background", "lokr_factor", "kahan"} == {
+    assert ids - {"model", "dataset", "resume", "background", "lokr_factor", "kahan", *OF_TEXT} == {
         socket for socket, *_ in CHANGES
     }
+
+
+def test_text_encoders_are_trained_from_the_files_of_the_clip_that_encoded(
+    nodes: ModuleType, sockets: dict[str, Any]
+) -> None:
+    from devicebridge.config.data import CacheConfig
+
+    source = "comfyui 0.33.0 CLIP " + 64 * "0"
+    model = dataclasses.replace(
+        sockets["model"], model=dataclasses.replace(sockets["model"].model, family="comfyui", variant="")
+    )
+    cache = CacheConfig(folder="cache", text_source=source)
+    files = {"clip_files": ("clip_l.safetensors", "clip_g.safetensors"), "clip_type": "stable_diffusion"}
+    settings = {"text_encoder": True, "text_encoder_rank": 3, "text_encoder_learning_rate": 2e-5}
+    cached = dataclasses.replace(sockets["dataset"], cache=cache)
+    job = _job(nodes, {**sockets, "model": model, "dataset": dataclasses.replace(cached, **files)}, **settings)
+    assert (job.cache.stock_clip, job.cache.stock_clip_type) == (files["clip_files"], files["clip_type"])
+    assert (job.cache.text_source, job.lora.text_rank, job.optimizer.text_rate) == (source, 3, 2e-5)
+    with pytest.raises(
+        ValueError, match="connect stock CLIP of Cache Captions and Latents straight to Load Checkpoint"
+    ):
+        _job(nodes, {**sockets, "model": model, "dataset": cached}, **settings)
+    without = _job(nodes, {**sockets, "model": model, "dataset": dataclasses.replace(cached, **files)})
+    assert without.cache == cache, "of a job that does not train it nothing is loaded"
 
 
 @pytest.mark.parametrize("name", ["../../evil", "a/b", "", "  ", ".."])
