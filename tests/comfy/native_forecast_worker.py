@@ -63,7 +63,8 @@ from devicebridge.training.objective import noise_latents, predict, prediction_l
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-LORA = LoraSettings(rank=16, alpha=16.0)
+# Small, since a forecast counts all gradients of the block at work, and of models so short a block is a third.
+LORA, LORA_OF_UNETS = LoraSettings(rank=4, alpha=4.0), LoraSettings(rank=16, alpha=16.0)
 SMALL = 2**14  # bytes; a peak is looked for when a larger tensor is made
 
 
@@ -136,12 +137,12 @@ def judge(name: str) -> dict[str, Any]:
         text = SampleText({**read_conditioning(family.condition(1), "text", keeps_all=True), **sound})
         errors = {}
         costs = ModelCosts(info, info.variant)
-        ways = UNETS if costs.is_run_whole else WAYS
+        ways, lora = (UNETS, LORA_OF_UNETS) if costs.is_run_whole else (WAYS, LORA)
         for title, way in ways.items():
             if way.is_divided and name not in EVEN:
                 continue
-            measured = _measured(info, latents, text, way)
-            forecast = _forecast(costs, latents, text, way)
+            measured = _measured(info, latents, text, way, lora)
+            forecast = _forecast(costs, latents, text, way, lora)
             errors[title] = {card: forecast[card] / measured[card] - 1 for card in forecast}
     return {"name": name, "errors": errors}
 
@@ -175,7 +176,7 @@ def _silu(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
     return x * torch.sigmoid(x)
 
 
-def _measured(info: Any, shape: Any, text: SampleText, way: Way) -> dict[str, int]:
+def _measured(info: Any, shape: Any, text: SampleText, way: Way, settings: LoraSettings) -> dict[str, int]:
     """The most that each card held in the second optimizer step."""
     names = block_names(make_empty_transformer(info), info.family)
     gc.collect()
@@ -199,7 +200,7 @@ def _measured(info: Any, shape: Any, text: SampleText, way: Way) -> dict[str, in
             compiled_shapes=None,
             has_graphs=False,
         )
-        made = assemble_for_training(info, plan, lambda model: apply_lora(model, info.family, LORA, seed=0))
+        made = assemble_for_training(info, plan, lambda model: apply_lora(model, info.family, settings, seed=0))
         if way.offload_from is not None:
             made.split.offload_inputs(min_bytes=way.offload_from)
         lora: Any = made.adapter
@@ -248,8 +249,8 @@ def _quantize(way: Way) -> QuantizeSettings | None:
     return None if way.scheme == "none" else QuantizeSettings(way.scheme)
 
 
-def _forecast(costs: ModelCosts, shape: Any, text: SampleText, way: Way) -> dict[str, int]:
-    work = Work(shape, 1, torch.float32, _quantize(way), LORA, 1 + way.is_divided, text)
+def _forecast(costs: ModelCosts, shape: Any, text: SampleText, way: Way, lora: LoraSettings) -> dict[str, int]:
+    work = Work(shape, 1, torch.float32, _quantize(way), lora, 1 + way.is_divided, text)
     kernels = Kernels(device_kernels(CARDS[0]), has_fused=False, rounding=1)
     backend = Backend(workspace=0, fragmentation=0.0, context=0)
     cost, settings = costs.dry_run(work, kernels), StepSettings(offload_from=way.offload_from)
