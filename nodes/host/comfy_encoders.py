@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 _PLAIN = (str, bool, int, float, type(None))
+# Text encoders whose pooled output no model reads. CLIP computes it by a projection that checkpoints of SD 1.5, SD 2 and
+# SDXL leave out; ComfyUI then has whatever was in that memory, other numbers at every load.
+_POOLED_BY_NOBODY = {"SDXLClipModel": "clip_l", "SD2ClipModel": "clip_h"}
 # What SDClipModel and its like read while encoding; layer choices are in options_default, the others vary per call.
 _ENCODER_SETTINGS = (
     "options_default",
@@ -193,7 +196,18 @@ def _weights(patcher: Any) -> dict[str, torch.Tensor]:
     """The weights as they were loaded: where a clone with a LoRA has patched the shared module, its backup counts."""
     originals = {name: backup[0] for name, backup in patcher.hook_backup.items()}
     originals |= {name: backup.weight for name, backup in patcher.backup.items()}  # hooks come on top of patches
-    return {name: originals.get(name, weight) for name, weight in patcher.model.state_dict().items()}
+    found = {name: originals.get(name, weight) for name, weight in patcher.model.state_dict().items()}
+    unread = set(_unread_projections(patcher.model))
+    return {name: weight for name, weight in found.items() if name not in unread}
+
+
+def _unread_projections(model: nn.Module) -> Iterator[str]:
+    """Weights that decide nothing a model is given."""
+    pooled_by_nobody = _POOLED_BY_NOBODY.get(type(model).__name__)
+    for name, module in model.named_modules():
+        layers = getattr(module, "options_default", None)  # layer, its index, whether the pooled output is projected
+        if layers is not None and (not layers[2] or name == pooled_by_nobody):
+            yield f"{name}.transformer.text_projection.weight"
 
 
 def _module_facts(model: nn.Module) -> Iterator[tuple[str, str, Mapping[str, Any]]]:

@@ -145,6 +145,25 @@ def case_clip_names() -> None:
     assert len(set(names)) == len(names), names
 
 
+def case_clip_names_leave_out_what_checkpoints_leave_out() -> None:
+    """Checkpoints of SD and SDXL have no projection for CLIP-L, and what ComfyUI has there is other memory at each load."""
+    for family, part, is_read in (
+        ("sd15", "clip_l", False),
+        ("sd2", "clip_h", False),
+        ("sdxl", "clip_l", False),
+        ("sdxl", "clip_g", True),
+        ("flux1", "clip_l", False),
+    ):
+        clip = make_clip(family)
+        name, states = HostClip(clip).fingerprint, HostClip(clip).encode("a cat")[0]
+        getattr(clip.cond_stage_model, part).transformer.text_projection.weight.data += 1
+        assert (HostClip(clip).fingerprint != name) == is_read, (family, part)
+        changed = HostClip(clip).encode("a cat")[0]
+        assert torch.equal(changed[0], states[0])
+        if family != "sd2":  # whose pooled output is projected, and read by no model
+            assert torch.equal(changed[1]["pooled_output"], states[1]["pooled_output"]) != is_read, (family, part)
+
+
 def case_patched_clip_is_refused() -> None:
     """A LoRA on a clone: the clone is refused, and the original keeps its name while the shared weights are patched."""
     clip = make_clip("flux2")

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.comfy
 EXAMPLE_API = ROOT / "tests" / "assets" / "train_a_LoRA_over_two_GPUs_api.json"
 CASES = [
     "clip_names",
+    "clip_names_leave_out_what_checkpoints_leave_out",
     "clips_of_wan",
     "forward_flux1",
     "forward_flux2",

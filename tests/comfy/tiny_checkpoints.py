@@ -444,8 +444,8 @@ FAMILIES: dict[str, TinyFamily] = {
     "qwen_image": TinyFamily("QwenImage", _qwen(), (16, 1, 8, 8), (6, 48), ("transformer_blocks",), is_detected=False),
     "hunyuan_video": TinyFamily("HunyuanVideo", _HUNYUAN_VIDEO, (16, 2, 4, 4), (6, 48), _DOUBLE_SINGLE, pooled=768),
     "ltxv": TinyFamily("LTXV", _ltxv(), (128, 2, 2, 2), (6, 4096), ("transformer_blocks",), options=_mask),
-    "lumina2": TinyFamily("Lumina2", _LUMINA_2, (16, 8, 8), (6, 48), ("layers",), is_detected=False),
-    "z_image": TinyFamily("ZImage", _Z_IMAGE, (16, 8, 8), (6, 48), ("layers",), is_detected=False),
+    "lumina2": TinyFamily("Lumina2", _LUMINA_2, (16, 8, 8), (6, 48), ("layers",), is_detected=False, options=_mask),
+    "z_image": TinyFamily("ZImage", _Z_IMAGE, (16, 8, 8), (6, 48), ("layers",), is_detected=False, options=_mask),
     "sd3": TinyFamily("SD3", _SD3, (16, 8, 8), (6, 48), ("joint_blocks",), pooled=64),
     "sdxl": TinyFamily(
         "SDXL",

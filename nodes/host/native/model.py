@@ -168,7 +168,7 @@ class ComfyModel:
         # Each sample its own copy, as a batch is; what is on meta stays there. Numbers and strings are read.
         wanted = {name: each for name, each in given.items() if device.type != "meta" or not _needs_numbers(name)}
         stacked = {name: torch.stack([each] * batch) for name, each in wanted.items()}
-        return {name: each if _is_read(name, each) else each.to(device) for name, each in stacked.items()}
+        return {name: each if _is_counted(name, each) else each.to(device) for name, each in stacked.items()}
 
 
 def build(config: Any, names: Mapping[str, torch.Tensor], prefix: str, device: torch.device) -> Any:
@@ -271,6 +271,11 @@ def _is_read(name: str, value: torch.Tensor) -> bool:
     """Whether this is a number or a string of each sample, rather than a tensor that the model computes with."""
     is_number = value.ndim == 1 and value.dtype in (torch.bool, torch.int64, torch.float64)
     return name.startswith(WORDS) or name.startswith(OPTION) and is_number
+
+
+def _is_counted(name: str, value: torch.Tensor) -> bool:
+    """Whether its numbers decide what is computed, beside its size. Z-Image and others count the tokens of a mask."""
+    return _is_read(name, value) or option_path(name) == ("attention_mask",)
 
 
 def _needs_numbers(name: str) -> bool:
