@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _PLAIN = (str, bool, int, float, type(None))
-# Text encoders whose pooled output no model reads. CLIP computes it by a projection that checkpoints of SD 1.5, SD 2 and
-# SDXL leave out; ComfyUI then has whatever was in that memory, other numbers at every load.
+# Text encoders whose pooled output no model reads. CLIP computes it by a projection that checkpoints of SD leave out;
+# ComfyUI then has whatever was in that memory, other numbers at every load.
 _POOLED_BY_NOBODY = {"SDXLClipModel": "clip_l", "SD2ClipModel": "clip_h"}
 # What SDClipModel and its like read while encoding; layer choices are in options_default, the others vary per call.
 _ENCODER_SETTINGS = (

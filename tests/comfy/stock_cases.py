@@ -146,7 +146,7 @@ def case_clip_names() -> None:
 
 
 def case_clip_names_leave_out_what_checkpoints_leave_out() -> None:
-    """Checkpoints of SD and SDXL have no projection for CLIP-L, and what ComfyUI has there is other memory at each load."""
+    """Checkpoints of SD have no projection for CLIP-L, and what ComfyUI has there is other memory at each load."""
     for family, part, is_read in (
         ("sd15", "clip_l", False),
         ("sd2", "clip_h", False),
