@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+# Of one forward, by card: as many heads each, and unevenly. Heads that do not divide go to the last.
+_SHARES = ((1.0, 1.0), (1.0, 2.0), (1.0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.0), (1.0, 1.0, 2.0))
+
+
 class _Residuals(list[Any]):
     """A list of ControlNet residuals that hands each over where the activations are."""
 
@@ -281,6 +285,8 @@ class _Runs:
         self._expected: dict[bool, list[torch.Tensor]] = {}
 
     def results(self) -> dict[str, str]:
+        from devicebridge.tests.comfy.native_cases import with_heads
+
         relay = _attempt(lambda: self.split("relay", 2))
         is_relay = self.transport == "relay" and self.case.cards == 2
         done = {
@@ -300,7 +306,8 @@ class _Runs:
         if self.row.can_overlap:
             done["overlapped"] = _attempt(self.overlapped)
         if self.row.tensor:
-            done["tensor"] = _attempt(self.divided)
+            runs = _Runs(with_heads(self.case), self.row)
+            done |= {"tensor": _attempt(runs.divided), "tensor, other slices": _attempt(runs.moved)}
         if self.transport == "relay":
             done["stream"] = _attempt(lambda: self.split("stream", 2))
         return {"transport": self.transport, "facts": json.dumps(self.facts()), **done}
@@ -376,19 +383,8 @@ class _Runs:
         return "all" if not silent else f"all but {', '.join(silent)}"
 
     def divided(self) -> str:
-        """Every block computed by two cards and by more, twice, against the whole model: the largest relative error."""
-        from devicebridge.parallel.block_lists import execution_order
-        from devicebridge.parallel.local.shards import find_plan, shares_of
-
-        for name in execution_order(self.model, self.row):
-            block = self.model.get_submodule(name)
-            plan = find_plan(self.row.tensor, block)
-            if plan is None:
-                return f"no plan for {type(block).__name__}"
-            most = sum(shares_of(block, plan, (1.0,)).kv_heads)
-        # Unequal weights: three heads on two cards, and as many cards as there are groups of heads.
-        runs = [(1.0, 1.0), (1.0, 2.0), (1.0,) * min(most, 4)]
-        return f"{max(self.divided_by(weights) for weights in runs if len(weights) <= most):.3g}"
+        """Every block computed by cards alike and not alike, against the whole model: the largest relative error."""
+        return f"{max(self.divided_by(weights) for weights in _SHARES):.3g}"
 
     def divided_by(self, weights: tuple[float, ...]) -> float:
         """The relative error of two forwards on so many cards, with heads in proportion to these weights."""
@@ -412,7 +408,7 @@ class _Runs:
                     other.block.to(card)
                 shards[block] = divide_block(block, plan, shares, 0), others
             model.to(CARDS[0])
-            bridge = TensorParallel(cards, shards)
+            bridge = TensorParallel(cards, shards, passed_by=self.row.passed_by, per_device=self.row.per_device)
             bridge.attach()
             errors = []
             for _ in range(2):
@@ -420,6 +416,29 @@ class _Runs:
                     found = _flat(model(**alone.prepare(_inputs(self.case, self.row))))
                 errors += [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
         return max(errors)
+
+    def moved(self) -> str:
+        """The smallest change of the output by any divided layer whose features are a quarter of all further on: what
+        `divided` would see of wrong slices."""
+        from devicebridge.parallel.block_lists import execution_order
+        from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
+
+        expected, changes = self.whole(), {}
+        for name in execution_order(self.model, self.row):
+            block = self.model.get_submodule(name)
+            plan = find_plan(self.row.tensor, block)
+            assert plan is not None, f"no plan for {type(block).__name__}"
+            shard = divide_block(copy.deepcopy(block), plan, shares_of(block, plan, (1.0, 1.0)), 0)
+            for layer, part in shard.slices.items():
+                weight = block.get_parameter(layer)
+                kind = type(block), layer, weight.shape
+                if kind in changes or layer.endswith("bias"):
+                    continue
+                kept, weight.data = weight.data, weight.data.roll(weight.shape[part.dim] // 4, part.dim)
+                found = self._whole_on_cpu(patched=False)
+                weight.data = kept
+                changes[kind] = max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
+        return f"{min(changes.values()):.3g}"
 
     def facts(self) -> dict[str, Any]:
         return _Observed(self.model, self.row, _inputs(self.case, self.row)).facts
@@ -548,6 +567,10 @@ def _refused(case: Case) -> dict[str, str]:
     }
 
 
+def _eight_cards(case: Case) -> str:
+    return _attempt(lambda: f"{_Runs(case, _row_of(case)).divided_by((1.0,) * 8):.3g}")
+
+
 def _derived_classes() -> dict[str, str]:
     """Transport of classes that ComfyUI derives from described ones, by what find_native makes of them."""
     from comfy.ldm.flux.controlnet import ControlNetFlux
@@ -566,11 +589,12 @@ def main(checkout: str) -> None:
     args.cpu = True
     runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
     from devicebridge.families.comfy.registry import NATIVE_MODELS, find_native
-    from devicebridge.tests.comfy.native_cases import CASES, REFUSED
+    from devicebridge.tests.comfy.native_cases import CASES, EIGHT, REFUSED
 
     torch.set_num_threads(1)
     with torch.inference_mode(), endless_memory():
         results = {case.name: _Runs(case, _row_of(case)).results() for case in CASES}
+        results["eight cards"] = {case.name: _eight_cards(case) for case in EIGHT}
         results |= {case.name: _refused(case) for case in REFUSED}
         results["unknown class"] = _unknown_class()
     results["derived"] = _derived_classes()
