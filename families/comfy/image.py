@@ -291,8 +291,8 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         tail=("final_layer",),
         replace_keys={"block": "blocks"},
         is_sequential=True,
-        # No plan for divided blocks: attention joins q, k and v before it takes heads, so that each is of all three. The
-        # MLPs alone would not pay.
+        # No plan for divided blocks: attention joins q, k and v before it takes heads, so that a head has parts of all.
+        # The MLPs alone would not pay.
         note="Hunyuan3D 2.1; skips are arguments of the later blocks; the forward swaps the halves of a batch",
     ),
     NativeModel(
