@@ -40,6 +40,8 @@ class TinyFamily:
         sound: shape of the latent of a second stream, [C, 2, T]; () for none.
         options: generator, tokens -> further entries of a condition.
         noise_mask: of a LATENT, as its node makes it; None for none.
+        is_calm: whether the linears of its modulation are drawn as others are. Else they give tens where one is usual,
+            and of some gradients float32 keeps four digits.
     """
 
     config_class: str
@@ -53,6 +55,7 @@ class TinyFamily:
     sound: tuple[int, ...] = ()
     options: Callable[[torch.Generator, int], dict[str, Any]] = lambda generator, tokens: {}
     noise_mask: Callable[[], torch.Tensor] | None = None
+    is_calm: bool = False
 
     def condition(self, seed: int, tokens: int | None = None) -> Condition:
         """A text condition of batch 1, as a text encode node makes it."""
@@ -80,14 +83,16 @@ def make_weights(family: TinyFamily, seed: int = 0) -> dict[str, torch.Tensor]:
     """Weights under the names ComfyUI's files have; random, of a size that keeps activations near one."""
     model = make_config(family).get_model({}, "").diffusion_model
     generator = torch.Generator().manual_seed(seed)
-    return {name: _random(name, tensor, generator) for name, tensor in model.state_dict().items()}
+    weights = model.state_dict().items()
+    return {name: _random(name, tensor, generator, is_calm=family.is_calm) for name, tensor in weights}
 
 
-def _random(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _random(name: str, like: torch.Tensor, generator: torch.Generator, *, is_calm: bool) -> torch.Tensor:
     if not like.is_floating_point() or like.numel() == 0:
         return like.clone()
     noise = torch.randn(like.shape, generator=generator)
-    if like.ndim >= 2 and "modulation" not in name:
+    is_modulation = name.endswith("modulation") if is_calm else "modulation" in name
+    if like.ndim >= 2 and not is_modulation:
         return noise * like[0].numel() ** -0.5
     return 1 + 0.1 * noise if name.endswith(("weight", "scale", "gamma")) else 0.1 * noise
 
