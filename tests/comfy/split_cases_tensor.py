@@ -38,6 +38,10 @@ DIVIDED = (
     "lumina2",
     "z_image",
     "sd3",
+    "krea2_heads",
+    "cosmos_predict2",
+    "hidream",
+    "minimax_h3",
 )
 
 

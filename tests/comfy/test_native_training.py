@@ -19,7 +19,7 @@ ALWAYS = ("FLUX.1", "Wan 2.1 T2V, 2.2 T2V 14B", "SDXL")
 UPDATED = os.environ.get("UPDATE_GOLDEN", "")
 ASKED = tuple(name for name in NAMES if name in UPDATED.split(";"))
 TESTED = ASKED or (NAMES if os.environ.get("LONG_TESTS") or UPDATED else ALWAYS)
-EACH = [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.long) for name in ASKED or NAMES]
+EACH = [pytest.param(each, marks=[] if each in (*ALWAYS, *ASKED) else pytest.mark.long) for each in ASKED or NAMES]
 
 # Without these nobody should train a model, whatever the table says of the rest.
 NEEDED = ("loss", "gradients", "recompute", "split", "8 bits", "5 steps", "resume", "stock LoRA")

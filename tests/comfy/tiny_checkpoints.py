@@ -313,6 +313,20 @@ _COSMOS_PREDICT_2 = {
     "extra_t_extrapolation_ratio": 1.0,
     "rope_enable_fps_modulation": False,
 }
+_KREA_2 = {
+    "image_model": "krea2",
+    "features": 64,
+    "tdim": 16,
+    "txtdim": 12,
+    "heads": 2,
+    "kvheads": 1,
+    "multiplier": 2,
+    "layers": 4,
+    "channels": 16,
+    "txtlayers": 3,
+    "txtheads": 2,
+    "txtkvheads": 2,
+}
 _HIDREAM = {
     "image_model": "hidream",
     "attention_head_dim": 32,
@@ -476,6 +490,7 @@ FAMILIES: dict[str, TinyFamily] = {
     "cosmos_predict2": TinyFamily(
         "CosmosT2IPredict2", _COSMOS_PREDICT_2, (16, 1, 4, 4), (6, 1024), ("blocks",), is_detected=False
     ),
+    "krea2": TinyFamily("Krea2", _KREA_2, (16, 1, 8, 8), (6, 36), ("blocks",), is_detected=False),
     "hidream": TinyFamily(
         "HiDream",
         _HIDREAM,
@@ -505,6 +520,7 @@ FAMILIES |= {
     "wan_heads": _with_heads("wan", num_heads=4),
     "wan_i2v_heads": _with_heads("wan_i2v", num_heads=4),
     "wan_vace_heads": _with_heads("wan_vace", num_heads=4),
+    "krea2_heads": _with_heads("krea2", features=128, heads=8, kvheads=4),
 }
 
 

@@ -43,20 +43,6 @@ _HUNYUAN_VIDEO_15 = {
     "vision_in_dim": 24,
     "meanflow_sum": True,
 }
-_KREA_2 = {
-    "image_model": "krea2",
-    "features": 64,
-    "tdim": 16,
-    "txtdim": 12,
-    "heads": 2,
-    "kvheads": 1,
-    "multiplier": 2,
-    "layers": 4,
-    "channels": 16,
-    "txtlayers": 3,
-    "txtheads": 2,
-    "txtkvheads": 2,
-}
 _ERNIE = {
     "image_model": "ernie",
     "hidden_size": 48,
@@ -412,7 +398,7 @@ TRAINED: dict[str, TinyFamily] = {
     "Anima": made_of(
         "cosmos_predict2", config_class="Anima", unet_config=_ANIMA, context=(6, 48), options=_tokens_of_t5
     ),
-    "Krea 2": TinyFamily("Krea2", _KREA_2, (16, 1, 8, 8), (6, 36), ("blocks",), is_detected=False),
+    "Krea 2": FAMILIES["krea2"],
     "ERNIE-Image": TinyFamily("ErnieImage", _ERNIE, (128, 4, 4), (6, 12), ("layers",), is_detected=False),
     "HiDream-I1": FAMILIES["hidream"],
     "Wan 2.2 TI2V 5B image-to-video": made_of(
