@@ -488,7 +488,7 @@ FAMILIES: dict[str, TinyFamily] = {
     ),
     "minimax_h3": TinyFamily("MiniMaxH3", _MINIMAX_H3, (24, 2, 4, 6), (6, 48), ("blocks",), sound=(32, 2, 3)),
     "cosmos_predict2": TinyFamily(
-        "CosmosT2IPredict2", _COSMOS_PREDICT_2, (16, 1, 4, 4), (6, 1024), ("blocks",), is_detected=False
+        "CosmosT2IPredict2", _COSMOS_PREDICT_2, (16, 1, 4, 4), (6, 1024), ("blocks",), is_detected=False, is_calm=True
     ),
     "krea2": TinyFamily("Krea2", _KREA_2, (16, 1, 8, 8), (6, 36), ("blocks",), is_detected=False),
     "hidream": TinyFamily(
@@ -501,6 +501,7 @@ FAMILIES: dict[str, TinyFamily] = {
         is_detected=False,
         overlaps=False,
         options=_llama,
+        is_calm=True,
     ),
 }
 

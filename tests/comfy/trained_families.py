@@ -465,15 +465,9 @@ _MORE_HEADS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("ACE-Step 1.5", "ACE-Step 1.5 with a reference"), _GROUPED),
     **dict.fromkeys((name for name in TRAINED if name.startswith("Wan ")), {"num_heads": 4}),
 }
-_CALM = ("Cosmos-Predict2", "Anima", "HiDream-I1")
 # Builds with more heads, for what divides them among cards; the others have enough.
 DIVIDED: dict[str, TinyFamily] = {
-    name: dataclasses.replace(
-        TRAINED[name],
-        unet_config={**TRAINED[name].unet_config, **sizes},
-        is_detected=False,
-        is_calm=name in _CALM,
-    )
+    name: dataclasses.replace(TRAINED[name], unet_config={**TRAINED[name].unet_config, **sizes}, is_detected=False)
     for name, sizes in _MORE_HEADS.items()
 }
 
