@@ -72,6 +72,7 @@ OMNIGEN_2 = NativeModel(
     tail=("norm_out",),
     note="the three refiners, two blocks each, stay at home",
     tensor=image_plans.OMNIGEN_2,
+    sample_modules=("*norm?.linear",),
 )
 
 PIXEL_DIT = NativeModel(
@@ -81,6 +82,8 @@ PIXEL_DIT = NativeModel(
     tail=("pixel_embedder", "pixel_blocks", "final_layer"),
     note="the pixel blocks stay at home: time is added to the stream before them",
     tensor=image_plans.PIXEL_DIT,
+    text_modules=("attn.*_y", "mlp_y.*"),
+    is_joint=False,
 )
 
 _DOWN, _UP = (tuple(f"{name}.{level}" for level in range(4)) for name in ("down_blocks", "up_blocks"))
@@ -134,6 +137,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         patches_inside=(),
         note="blocks return text first, as Qwen-Image's do",
         tensor=image_plans.LENS,
+        is_joint=False,
     ),
     SD3,
     dataclasses.replace(SD3, class_name="MMDiT", note="what SD3's class is derived from"),
@@ -176,6 +180,8 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         transport="relay",
         note="before every block that layer's text states are joined to the stream, and they are at home",
         tensor=image_plans.HIDREAM,
+        text_modules=("*_t", "*.ff_t.*"),
+        routed_modules={"*.experts.*": 0.5},  # two of four
     ),
     NativeModel(
         class_name="MMDiT",
@@ -185,6 +191,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         replace_keys={"double_block": "double_layers", "single_block": "single_layers"},
         note="the final modulation is applied to the stream outside any module",
         tensor=image_plans.AURA_FLOW,
+        text_modules=("mlpC.*",),
     ),
     NativeModel(
         class_name="PixArtMS",
@@ -202,6 +209,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         block_lists=("double_stream_layers", "single_stream_layers"),
         note="OmniGen 2 with double blocks before the single ones; the refiners stay at home",
         tensor=image_plans.BOOGU,
+        text_modules=("instruct_*", "*.instruct_*"),
     ),
     NativeModel(
         class_name="JoyImageTransformer3DModel",
@@ -211,6 +219,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         replace_keys={"double_block": "double_blocks"},
         note="nothing but the stream between blocks",
         tensor=image_plans.JOY_IMAGE,
+        is_joint=False,
     ),
     NativeModel(
         class_name="SingleStreamDiT",
@@ -276,6 +285,8 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         control_keys=("output",),
         note="HunyuanDiT; a ControlNet is added to a skip, and the two are on different cards otherwise",
         tensor=image_plans.HUNYUAN_DIT,
+        text_modules=("attn2.kv_proj",),
+        is_joint=False,
     ),
     dataclasses.replace(
         FLUX,

@@ -67,6 +67,8 @@ COSMOS_PREDICT_2 = NativeModel(
     patches_inside=("attn1_patch", "attn2_patch", "mlp_patch"),
     note="extra positions are an argument of every block; the forward leaves its embeddings on the model, unread",
     tensor=video_plans.COSMOS_PREDICT_2,
+    text_modules=("cross_attn.[kv]_proj",),
+    is_joint=False,
 )
 
 COSMOS_1 = NativeModel(
@@ -77,6 +79,8 @@ COSMOS_1 = NativeModel(
     transport="relay",
     note="blocks are in a ModuleDict; extra positions are added to the stream in place before each",
     tensor=video_plans.COSMOS_1,
+    text_modules=("blocks.1.block.attn.to_[kv].0",),
+    is_joint=False,
 )
 
 VIDEO_MODELS: tuple[NativeModel, ...] = (
@@ -162,6 +166,8 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         per_device=("cache",),
         note="SeedVR 2; blocks share window indices, rotary tables and repeated modulation through an object",
         tensor=video_plans.SEEDVR_2,
+        text_modules=("*.txt", "*.txt.*"),
+        is_joint=False,
     ),
     COSMOS_PREDICT_2,
     dataclasses.replace(
@@ -179,6 +185,8 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         replace_keys={"double_block": "blocks"},
         note="the last block leaves the text alone",
         tensor=video_plans.MOCHI,
+        text_modules=("attn.*_y", "mlp_y.*"),
+        is_joint=False,
     ),
     NativeModel(
         class_name="Kandinsky5",
@@ -188,6 +196,8 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         replace_keys={"double_block": "visual_transformer_blocks"},
         note="the two text blocks stay at home",
         tensor=video_plans.KANDINSKY_5,
+        text_modules=("cross_attention.to_key", "cross_attention.to_value"),
+        is_joint=False,
     ),
     NativeModel(
         class_name="Prism",
@@ -215,5 +225,6 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         tail=("norm_final", "norm_out", "proj_out"),
         note="nothing but the stream between blocks",
         tensor=video_plans.COG_VIDEO_X,
+        sample_modules=("norm?.linear",),
     ),
 )
