@@ -110,8 +110,8 @@ def _call(
     kwargs: Any,
 ) -> Any:
     """The patch with all heads and their number, and otherwise what home's block hands it."""
-    if call.options:
-        kwargs = {**kwargs, "extra_options": kwargs["extra_options"] | dict.fromkeys(call.options, sum(shares.heads))}
+    for name in call.options:  # in the block's own dict, which patches may hand each other things in
+        kwargs["extra_options"][name] = sum(shares.heads)
     if call.is_dict:
         return patch({**args[0], **whole}, *args[1:], **kwargs)
     return patch(*whole.values(), *args[len(whole) :], **kwargs)

@@ -309,6 +309,8 @@ def test_a_linear_of_other_parts_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"attn\.k cannot be divided: 33 features are no multiple"):
         divide_block(other, PLANS[1], shares_of(other, PLANS[1], (1.0, 1.0)), 0)
     assert find_plan(PLANS, nn.Linear(1, 1)) is None
+    with pytest.raises(ValueError, match=r"this Linear cannot be divided: it has no attn\.num_heads"):
+        shares_of(nn.Linear(1, 1), PLANS[1], (1.0, 1.0))
 
 
 @pytest.mark.parametrize("size", [2, 3])
