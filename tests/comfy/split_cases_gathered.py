@@ -141,9 +141,9 @@ def gathered_patches_of_grouped_heads(case: Case) -> None:
 
     def change(model: Any) -> None:
         def before(q: Any, k: Any, v: Any, pe: Any = None, attn_mask: Any = None, extra_options: Any = None) -> Any:
-            v.mul_(1 + q.abs().mean())
-            mixed = k * (1 + k.flip(1).mean(dim=1, keepdim=True))
-            return {"q": q + q.flip(1), "k": mixed, "pe": pe, "attn_mask": attn_mask}
+            v.mul_(1 + 0.1 * q.abs().mean())
+            mixed = k * (1 + 0.1 * k.flip(1).mean(dim=1, keepdim=True))
+            return {"q": q + 0.1 * q.flip(1), "k": mixed, "pe": pe, "attn_mask": attn_mask}
 
         model.set_model_attn1_patch(before)
         model.set_model_attn1_output_patch(lambda output, options: output + output.flip(-1) * 0.1)

@@ -29,6 +29,7 @@ FAMILIES = [
     "flux2",
     "hidream",
     "hunyuan_video",
+    "krea2",
     "ltxv",
     "lumina2",
     "minimax_h3",
