@@ -229,7 +229,7 @@ def tensor_an_error_on_one_card(case: Case) -> None:
 
 
 @contextmanager
-def _failing_meeting(rank: int, at: int) -> Iterator[None]:
+def _failing_meeting(rank: int, at: int, error: BaseException | None = None) -> Iterator[None]:
     """While active one rank fails at its meeting of this number."""
     meet, count = TensorParallel._meet, 0
 
@@ -237,7 +237,7 @@ def _failing_meeting(rank: int, at: int) -> Iterator[None]:
         nonlocal count
         count += here == rank
         if here == rank and count == at:
-            raise RuntimeError("injected")
+            raise error or RuntimeError("injected")
         return meet(self, here, *args)
 
     with mock.patch.object(TensorParallel, "_meet", failing):

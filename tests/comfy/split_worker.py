@@ -69,6 +69,7 @@ def main() -> None:
         split_cases_nodes,
         split_cases_tensor,
         split_cases_tensor_files,
+        split_cases_tensor_nodes,
         split_cases_traces,
         split_cases_ways,
         split_cases_weights,
