@@ -93,7 +93,9 @@ def _file(kind: str, name: str, case: Case) -> None:
     case.differs("8 bits do something", right, host.sample(host.load(name, load_device=CPU), name))
     host.unload_all()
     for cards in ((HOME, OTHER), (HOME, OTHER, THIRD))[: heads - 1]:
-        what, divided = f"{len(cards)} cards", tensor(_load(path, name), *cards)
+        what, given = f"{len(cards)} cards", _load(path, name)
+        divided = tensor(given, *cards)
+        _check_planned_bytes(case, what, given, divided)
         output = host.sample(divided, name)
         _no_worse(case, what, output, plain, right)
         case.check(f"{what}: each holds 8-bit weights", min(map(len, _eight_bit(divided).values())) > 5)
@@ -116,6 +118,16 @@ def _file(kind: str, name: str, case: Case) -> None:
         case.equal("streamed on one card", host.sample(divided, name), output)
         streamed = host.sample(host.lora(divided, name), name)
         _no_worse(case, "streamed with a LoRA", streamed, with_lora, right_with_lora)
+
+
+def _check_planned_bytes(case: Case, what: str, given: Any, divided: Any) -> None:
+    """What was planned from the whole weights is what the slices take."""
+    tree = tree_of(divided.model)
+    planned = tree.plan.division.bytes_on(given.model.diffusion_model)
+    modules = {tree.plan.home: divided.model.diffusion_model, **tree.shards}
+    held = {device: int(comfy.model_management.module_size(module)) for device, module in modules.items()}
+    apart = max(abs(planned[device] / size - 1) for device, size in held.items())
+    case.check(f"{what}: bytes are as planned", apart < 0.02, (planned, held))
 
 
 def _eight_bit(divided: Any) -> dict[torch.device, dict[str, QuantizedTensor]]:
