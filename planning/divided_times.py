@@ -22,25 +22,29 @@ HOST_FORWARD_S, HOST_BACKWARD_S = 0.002, 0.004
 
 @dataclass(frozen=True)
 class DividedTimes:
-    """Times of one of several equal cards: its share of the computation, and what it waits for the others' sums.
+    """Times of one of several cards: its share of the computation, and what it waits for the others' sums.
 
     Args:
         whole: of blocks that one card computes alone.
         cards: all of them.
+        shares: theirs of every block, in proportion.
         exchanged: bytes of partial sums that a card sends each other one in a block's forward; its backward sends as
             many. [num_blocks]
     """
 
     whole: BlockTimes
     cards: Sequence[Card]
+    shares: Sequence[int]
     exchanged: Sequence[float]
 
     def of(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
         forward, backward = self.whole.of(block, card, scheme)
         count, waiting = len(self.cards), self._waiting(block, card)
+        index = next(i for i, each in enumerate(self.cards) if each.device == card.device)
+        share = self.shares[index] / sum(self.shares)
         return (
-            max(forward / count + waiting, count * HOST_FORWARD_S),
-            max(backward / count + waiting, count * HOST_BACKWARD_S),
+            max(forward * share + waiting, count * HOST_FORWARD_S),
+            max(backward * share + waiting, count * HOST_BACKWARD_S),
         )
 
     def _waiting(self, block: int, card: Card) -> float:
