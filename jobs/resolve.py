@@ -104,8 +104,10 @@ class _Earlier(NamedTuple):
 
     def place(self, found: Placement) -> Placement:
         """As the run began, with the blocks of today's placement."""
-        sides = {"replicas": self.replicas, "shards": self.shards, "shares": self.shares}
-        return Placement(found.blocks, self.devices, self.devices[0], **sides)
+        home = self.devices[0]
+        return Placement(
+            found.blocks, self.devices, home, replicas=self.replicas, shards=self.shards, shares=self.shares
+        )
 
 
 def resolve(
@@ -125,9 +127,10 @@ def resolve(
     """
     before = None
     if earlier is not None:
-        keys = ("placement", "replicas", "shards")
-        places = (tuple(map(find_device, earlier.get(key, ()))) for key in keys)
-        before = _Earlier(*places, tuple(earlier.get("shares", ())))  # a checkpoint without them divided evenly
+        devices, replicas, shards = (
+            tuple(map(find_device, earlier.get(key, ()))) for key in ("placement", "replicas", "shards")
+        )
+        before = _Earlier(devices, replicas, shards, tuple(earlier.get("shares", ())))  # old ones divided evenly
         _refuse_other_strategy(job, machine, before)
     space = search_space(job)
     training = _plan_as_before(job, subject, machine, before) if is_to_train else None
@@ -293,7 +296,8 @@ def _plan_as_before(job: JobConfig, subject: Subject, machine: Machine, before: 
 
     Raises: ValueError if nothing fits.
     """
-    cuts, shares = None, ()
+    cuts: tuple[int, ...] | None = None
+    shares: tuple[int, ...] = ()
     if before is not None:
         devices = before.replicas or before.shards or before.devices
         machine = replace(machine, devices=tuple(dict.fromkeys(devices)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import gcd, prod
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_
 from ..training.optimizer import make_optimizer
 from .block_times import SCHEME_TIMES, BlockTimes, FlopTimes
 from .cards import Card
-from .divided_times import DividedTimes, exchanged_bytes
+from .divided_times import DividedTimes, count_exchanges, exchanged_bytes
 from .dry_run import StepCost, dry_run_step
 from .dry_run_block import BlockCost
 from .dry_run_whole import WholeCost, dry_run_whole
@@ -80,6 +80,11 @@ class ModelCosts:
         if key not in self._division_faults:
             self._division_faults[key] = division_fault(self._model, self.family, shares, quantize)
         return self._division_faults[key]
+
+    @cached_property
+    def num_exchanges(self) -> list[int]:
+        """Of each block's forward, where devices compute it together. [num_blocks]"""
+        return count_exchanges(self._model, self.family)
 
     @cached_property
     def num_groups(self) -> int:
@@ -196,13 +201,20 @@ class Question:
             shares: of every card. What one takes depends on its own, so the others' are taken for alike.
             fewest: how many blocks keep their activations; None leaves that as it is.
         """
-        exchanged = self.model.exchanged(self.bucket, self.frames, self.space.dtype.itemsize)
-        times = DividedTimes(self.times, self.cards, shares, [self.space.batch_size * each for each in exchanged])
         changes = {} if fewest is None else {"uncheckpointed": (fewest,)}
         others = proportional(sum(shares) - shares[index], [1.0] * (len(shares) - 1))
         unit = gcd(shares[index], *others)
-        share = tuple(each // unit for each in (*others, shares[index]))
-        return replace(self._of_one(index, **changes), given_times=times, share=share)
+        one = replace(self._of_one(index, **changes), share=tuple(each // unit for each in (*others, shares[index])))
+        exchanged = self.model.exchanged(self.bucket, self.frames, self.space.dtype.itemsize)
+        times = DividedTimes(
+            self.times,
+            self.cards,
+            shares,
+            [self.space.batch_size * each for each in exchanged],
+            self.model.num_exchanges,
+            cache(lambda scheme: [block.launches for block in one._cost(scheme).blocks]),
+        )
+        return replace(one, given_times=times)
 
     def _of_one(self, index: int, **changes: Any) -> Question:
         """For one card by itself, with its own settings and its share of host memory."""

@@ -129,8 +129,9 @@ def _together(
     if shares is None and terms.has_limits:
         return None
     found = _in_shares(question, setting, find, shares or evenly)
-    is_even = shares is None or len({*shares}) == 1
-    return found if found is None or is_even else replace(found, shares=shares)
+    if found is None or shares is None or len({*shares}) == 1:
+        return found
+    return replace(found, shares=shares)
 
 
 def _in_shares(
