@@ -241,20 +241,18 @@ def share_heads(num_heads: int, num_kv_heads: int, width: int, weights: Sequence
             f"{num_heads} heads ({groups} of keys and values) cannot be divided among {len(weights)} devices; "
             f"{groups} devices at most"
         )
-    counts = _proportional(groups, weights)
+    counts = proportional(groups, weights)
     per_group = num_heads // groups
     return Shares(tuple(count * per_group for count in counts), tuple(counts), width)
 
 
-def _proportional(total: int, weights: Sequence[float]) -> list[int]:
-    """Whole numbers of this sum, at least 1 each, as near to the weights as can be; a rest goes to the last devices,
-    since the first has the rest of the model as well."""
+def proportional(total: int, weights: Sequence[float], most: Sequence[int] = ()) -> list[int]:
+    """Whole numbers of this sum, at least 1 and at most these, as near to the weights as can be (least squares); a rest
+    goes to the last devices, since the first has the rest of the model as well. () is no limit."""
     exact = [total * weight / sum(weights) for weight in weights]
-    counts = [max(1, int(share)) for share in exact]
-    while sum(counts) < total:
-        behind = max(range(len(counts)), key=lambda index: (exact[index] - counts[index], index))
+    counts = [1] * len(exact)
+    for _ in range(total - len(counts)):
+        open_ones = (index for index, count in enumerate(counts) if not most or count < most[index])
+        behind = max(open_ones, key=lambda index: (exact[index] - counts[index], index))
         counts[behind] += 1
-    while sum(counts) > total:
-        ahead = max(range(len(counts)), key=lambda index: (counts[index] > 1, counts[index] - exact[index], -index))
-        counts[ahead] -= 1
     return counts

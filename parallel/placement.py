@@ -34,6 +34,7 @@ class Placement:
             are those of home's copy then.
         shards: devices that compute every block together, home first, each with a share of its weights and with all
             of what is outside the blocks; () where a block is on one device. devices are all home then.
+        shares: of heads, one number for each shard, in whose proportion they are shared out; () is evenly.
     """
 
     blocks: tuple[str, ...]
@@ -42,11 +43,13 @@ class Placement:
     tail: tuple[str, ...] = ()
     replicas: tuple[torch.device, ...] = ()
     shards: tuple[torch.device, ...] = ()
+    shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.blocks) != len(self.devices):
             raise ValueError(f"{len(self.blocks)} blocks and {len(self.devices)} devices; give one device per block")
         assert not (self.replicas and self.shards)
+        assert not self.shares or len(self.shares) == len(self.shards)
         assert not self.side_by_side or {self.home, *self.devices} == {self.side_by_side[0]} and not self.tail
 
     def runs(self) -> list[tuple[str, int]]:
@@ -98,7 +101,8 @@ class Placement:
         if self.replicas:
             return f"all {len(self.blocks)} blocks on each of {', '.join(map(str, self.replicas))}"
         if self.shards:
-            return f"each of {len(self.blocks)} blocks divided among {', '.join(map(str, self.shards))}"
+            shares = f", {' to '.join(map(str, self.shares))}" if self.shares else ""
+            return f"each of {len(self.blocks)} blocks divided among {', '.join(map(str, self.shards))}{shares}"
         counts = {device: self.devices.count(device) for device in self.used_devices}
         return ", ".join(f"{device}: {count} blocks" for device, count in counts.items())
 
@@ -281,20 +285,25 @@ def plan_shards(
     block_bytes: Sequence[int],
     home_bytes: int,
     budget_bytes: Mapping[torch.device, int | None],
+    shares: Sequence[int] = (),
 ) -> Placement:
     """A share of every block on each device, and all else on all of them.
 
+    Args:
+        shares: as of a Placement.
     Raises: ValueError naming the first device that may not hold its share.
     """
-    num_bytes = sum(block_bytes) // len(devices) + home_bytes
-    for device in devices:
+    parts = shares or (1,) * len(devices)
+    for device, part in zip(devices, parts, strict=True):
+        num_bytes = sum(block_bytes) * part // sum(parts) + home_bytes
         limit = budget_bytes.get(device)
         if limit is not None and num_bytes > limit:
             raise ValueError(
                 f'parallel.strategy = "tensor" puts {num_bytes / 1e9:.2f} GB of weights on {device}, which may hold '
                 f'{limit / 1e9:.2f} GB; name another device, or set it to "auto"'
             )
-    return Placement(tuple(blocks), (devices[0],) * len(blocks), devices[0], shards=tuple(devices))
+    home = devices[0]
+    return Placement(tuple(blocks), (home,) * len(blocks), home, shards=tuple(devices), shares=tuple(shares))
 
 
 def plan_manual(blocks: Sequence[str], devices: Sequence[torch.device], split_at: Sequence[int]) -> Placement:

@@ -26,7 +26,11 @@ from torch import nn
 
 
 def deal_out_layers(
-    model: nn.Module, family: ModelFamily, cards: Sequence[torch.device], settings: QuantizeSettings | None = None
+    model: nn.Module,
+    family: ModelFamily,
+    cards: Sequence[torch.device],
+    settings: QuantizeSettings | None = None,
+    shares: Sequence[int] = (),
 ) -> tuple[nn.Module, ShardTrees]:
     """A whole model on the CPU dealt out as the loader does it -> what is left of the whole, and the trees."""
     names = block_names(model, family)
@@ -41,7 +45,7 @@ def deal_out_layers(
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[leaf] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-    trees = ShardTrees(family, cards, owner_of)
+    trees = ShardTrees(family, cards, owner_of, shares)
     layers = [name for name, module in model.named_modules() if any(p is not None for p in module._parameters.values())]
     trees.begin(empty, layers)
     for layer in layers:
@@ -75,12 +79,13 @@ def make_divided(
     offload: bool = False,
     changes: Mapping[str, Any] | None = None,
     targets: tuple[str, ...] = (),
+    shares: Sequence[int] = (),
 ) -> tuple[TensorTraining, LoraHandle]:
     """A family's tiny model, each block divided, with a LoRA that is not zero."""
     family = FAMILIES[name]
     model = TINY[name].make_model(seed=0, **(changes or {}))
     settings = None if scheme is None else QuantizeSettings(scheme, rotation)  # type: ignore[arg-type]
-    whole, trees = deal_out_layers(model, family, cards, settings)
+    whole, trees = deal_out_layers(model, family, cards, settings, shares)
     lora = LoraSettings(rank=2, alpha=3, targets=targets)
     handle = apply_lora(whole, family, lora, seed=1)
     fill(handle)

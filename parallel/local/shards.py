@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -95,15 +95,25 @@ def find_plan(plans: tuple[TensorPlan, ...], block: nn.Module) -> TensorPlan | N
     return next((plan for plan in plans if fnmatchcase(type(block).__name__, plan.block)), None)
 
 
-def shares_of(block: nn.Module, plan: TensorPlan, weights: tuple[float, ...]) -> Shares:
+def shares_of(block: nn.Module, plan: TensorPlan, weights: Sequence[float]) -> Shares:
     """How this block's heads are shared out in proportion to the devices' weights.
 
     Raises: ValueError if there are too few heads, or the block is built otherwise than the plan says.
     """
-    num_heads = _number(block, plan.num_heads)
-    num_kv_heads = _number(block, plan.num_kv_heads) if plan.num_kv_heads else 0
+    num_heads, num_kv_heads = _count_heads(block, plan)
     width = _number(block, plan.width) if plan.width else num_heads * _number(block, plan.head_dim)
     return share_heads(num_heads, num_kv_heads, width, weights)
+
+
+def count_groups(block: nn.Module, plan: TensorPlan) -> int:
+    """Of heads that stay together, in a block that is whole."""
+    num_heads, num_kv_heads = _count_heads(block, plan)
+    return num_kv_heads or num_heads
+
+
+def _count_heads(block: nn.Module, plan: TensorPlan) -> tuple[int, int]:
+    """Heads, and those of keys and values, 0 for as many."""
+    return _number(block, plan.num_heads), _number(block, plan.num_kv_heads) if plan.num_kv_heads else 0
 
 
 def divide_block(
@@ -158,7 +168,7 @@ def divided_bytes(block: nn.Module, plan: TensorPlan, shares: Shares, rank: int)
             if divided is not None and (leaf == "weight" or divided.by != "row"):
                 size = _divided_size(module, divided)
                 share = sum(last - first for first, last in shares.slices(parts[name], size, rank)) / size
-            total += int(parameter.numel() * parameter.element_size() * share)
+            total += int(parameter.nbytes * share)
     return total
 
 

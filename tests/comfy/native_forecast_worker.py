@@ -250,7 +250,7 @@ def _quantize(way: Way) -> QuantizeSettings | None:
 
 
 def _forecast(costs: ModelCosts, shape: Any, text: SampleText, way: Way, lora: LoraSettings) -> dict[str, int]:
-    work = Work(shape, 1, torch.float32, _quantize(way), lora, 1 + way.is_divided, text)
+    work = Work(shape, 1, torch.float32, _quantize(way), lora, (1,) * (1 + way.is_divided), text)
     kernels = Kernels(device_kernels(CARDS[0]), has_fused=False, rounding=1)
     backend = Backend(workspace=0, fragmentation=0.0, context=0)
     cost, settings = costs.dry_run(work, kernels), StepSettings(offload_from=way.offload_from)

@@ -17,6 +17,7 @@ import comfy.lora
 import comfy.sd
 import comfy.weight_adapter
 import torch
+from devicebridge.nodes.host.split.tree import tree_of
 from devicebridge.parallel.local import device_workers
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, split
@@ -234,7 +235,7 @@ def tensor_an_error_on_one_card(case: Case) -> None:
 
 
 @contextmanager
-def _failing_meeting(rank: int, at: int) -> Iterator[None]:
+def _failing_meeting(rank: int, at: int, error: BaseException | None = None) -> Iterator[None]:
     """While active one rank fails at its meeting of this number."""
     meet, count = TensorParallel._meet, 0
 
@@ -242,7 +243,7 @@ def _failing_meeting(rank: int, at: int) -> Iterator[None]:
         nonlocal count
         count += here == rank
         if here == rank and count == at:
-            raise RuntimeError("injected")
+            raise error or RuntimeError("injected")
         return meet(self, here, *args)
 
     with mock.patch.object(TensorParallel, "_meet", failing):
@@ -279,6 +280,20 @@ def tensor_verified_and_not_offloaded(case: Case) -> None:
     limits = {"memory_limit_gb": (1.0, 0.0001), "offload": False}
     case.refused("no room", lambda: tensor(host.load(name), **limits), ValueError, "lazy:1 would hold", "offload on")
     case.equal("with room", host.sample(tensor(host.load(name), offload=False), name), reference)
+    _check_room_at_home(case, name)
+
+
+def _check_room_at_home(case: Case, name: str) -> None:
+    """A first card with no room for half of the heads gets fewer, for it holds embedders and last layers, too."""
+    host = case.host
+    model = host.load(name)
+    division = tree_of(tensor(model).model).plan.division
+    sizes = list(division.bytes_on(model.model.diffusion_model).values())
+    limits = (sizes[0] * 0.95 / 1e9, 1.0)
+    divided = tensor(host.load(name), memory_limit_gb=limits, offload=False)
+    heads = {shares.heads for _, shares in tree_of(divided.model).plan.division.blocks.values()}
+    case.check("the first card has fewer heads", heads == {(1, 3)}, heads)
+    _near(case, "with them", host.sample(divided, name), host.sample(host.load(name, load_device=CPU), name))
 
 
 @case

@@ -59,10 +59,28 @@ DIVIDED = [
     "hidream",
     "minimax_h3",
 ]
-LONG = {f"tensor_{name}" for name in DIVIDED if name not in ("flux2_heads", "wan_heads", "z_image")}
+EIGHT_BIT_FILES = [
+    *(f"tensor_{kind}_file_of_flux1_heads" for kind in ("fp8", "scaled_fp8", "int8", "int8_rows")),
+    *(f"tensor_{kind}_file_of_wan_heads" for kind in ("fp8", "scaled_fp8", "int8", "int8_rows")),
+    "tensor_scaled_fp8_file_of_qwen_image",
+]
+LONG = {
+    *(f"tensor_{name}" for name in DIVIDED if name not in ("flux2_heads", "wan_heads", "z_image")),
+    *(each for each in EIGHT_BIT_FILES if each != "tensor_int8_file_of_flux1_heads"),
+}
 CASES = [
     *(f"family_{name}" for name in FAMILIES),
     *(f"tensor_{name}" for name in DIVIDED),
+    *EIGHT_BIT_FILES,
+    "tensor_products_in_fp8",
+    "tensor_weight_types_of_the_loader",
+    "tensor_files_lie_in_host_memory_once",
+    "tensor_pins_only_slices_that_lie_in_one_piece",
+    "tensor_nodes_for_flux",
+    "tensor_nodes_for_sd3",
+    "tensor_context_windows",
+    "tensor_merges",
+    "tensor_stopped_inside_a_block",
     "tensor_three_cards",
     "tensor_loras",
     "tensor_other_patches",

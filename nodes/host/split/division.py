@@ -22,7 +22,7 @@ from torch import nn
 
 from ....families.tensor_plan import Shares
 from ....parallel.local.shards import BlockShard, divide_block
-from ....parallel.local.slices import Slice
+from ....parallel.local.slices import JoinedSlices, Slice
 from .attachments import ROOT
 from .division_plan import Division
 from .model_copy import Origin, copy_structure, reachable
@@ -189,7 +189,7 @@ class SlicedPatch(WeightAdapterBase):
 
 
 def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
-    """A slice of a weight in the weight's own format; a view but for 8-bit slices that are not contiguous.
+    """A slice of a weight in the weight's own format, without a copy: of 8-bit weights only scales of rows are copied.
 
     Raises: ValueError for a weight that is on a card: the slices of all cards would be made there.
     """
@@ -205,8 +205,9 @@ def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
     is_per_row = isinstance(scale, torch.Tensor) and scale.ndim > 0 and scale.numel() > 1
     if is_per_row and part.dim == 0:
         scale = part.copied(scale)
-    is_contiguous = part.dim == 0 and len(part.ranges) == 1
-    data = part.of(weight._qdata) if is_contiguous else part.copied(weight._qdata)
+    data = part.of(weight._qdata)
+    if not data.is_contiguous():  # ComfyUI pins what an 8-bit weight's address says, without asking whether it is whole
+        data = JoinedSlices([data], part.dim)
     own = dataclasses.replace(params, scale=scale, orig_shape=tuple(data.shape))
     return QuantizedTensor(data, weight._layout_cls, own)
 

@@ -163,7 +163,7 @@ def _copies_forecast(tree: SplitTree, noise_shape: Any, num_conds: int) -> str:
 def _largest_layer(base: nn.Module, plan: SplitPlan, device: torch.device) -> int:
     root = base.get_submodule(ROOT)
     parameters = (each for name in plan.blocks_on(device) for each in root.get_submodule(name).parameters())
-    return max((each.numel() * each.element_size() for each in parameters), default=0)
+    return max((each.nbytes for each in parameters), default=0)
 
 
 def _refuse_whole_compile(model: Any, plan: SplitPlan) -> None:
