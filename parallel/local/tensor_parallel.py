@@ -9,13 +9,14 @@ this block returned, unchanged. Everything else is copied from home.
 So the code between two blocks, and whatever other people hang into it, sees ordinary tensors of one device. Outputs
 have a version also in inference mode: a residual added in place makes the other devices' copies out of date.
 
-The workers (device_workers.py) are greenlets of home's thread, or threads, and live as long as one forward. A device's
-error ends the meeting of all, and the forward with that error.
+The workers (device_workers.py) are greenlets of home's thread, or threads, and live as long as one forward. One forward
+runs at a time, whichever thread begins it. A device's error ends the meeting of all, and the forward with that error.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -59,6 +60,8 @@ class TensorParallel(Bridge):
         self._ranks = tuple(devices)
         self._shards = dict(shards)
         self._run: _Run | None = None
+        self._beginning = threading.Lock()
+        self._runs_in: threading.Thread | None = None  # the thread of the forward that is running
         self._checked: set[nn.Module] = set()
         self.chunks: TokenChunks | None = None  # of row-parallel layers; None computes each at once
         if go_through_host(devices):
@@ -82,11 +85,30 @@ class TensorParallel(Bridge):
                 for hook in shard.arguments:
                     self._hooks.before(hook.module, hook)
 
+    def begin(self) -> None:
+        """Start one forward of this thread, with nothing remembered.
+
+        Raises: RuntimeError if any thread is inside a forward: the devices meet in one at a time.
+        """
+        with self._beginning:
+            other = self._runs_in
+            if other not in (None, threading.current_thread()) and other.is_alive():  # type: ignore[union-attr]
+                raise RuntimeError(
+                    f"another thread ({other.name}) is computing with this model, whose blocks "  # type: ignore[union-attr]
+                    f"{', '.join(map(str, self._ranks))} compute together, one forward at a time; wait for it, or use "
+                    "the model with whole blocks on each device (way 'blocks')"
+                )
+            super().begin()
+            self._runs_in, self._run = threading.current_thread(), None
+
     def end(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.close()
+        if self.is_running:
+            run, self._run = self._run, None
+            if run is not None:
+                run.close()
         super().end()
+        if self._runs_in is threading.current_thread():
+            self._runs_in = None
 
     def remove(self) -> None:
         self._checked.clear()

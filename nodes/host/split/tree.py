@@ -290,15 +290,15 @@ class SplitTree:
             check_runnable((*compiled, *bypass, *self._inside), options, inside)
         else:
             self._follow_compiled_blocks()
+        self.end()
+        self.bridge.begin()  # ahead of what is decided for this forward: another thread's may be running
         self._decide(kwargs.get("transformer_options") or {})
         if not self._is_proven:
             if self._calls is not None:
                 self._calls.stop()
             self._calls = BlockCalls(self.diffusion_model, self.plan.placement.blocks)
-        self.end()
         if not self._is_step:  # run by somebody else than ComfyUI's sampler
             self._forwards.held = hold(self.plan.used_devices, sys._getframe(1))
-        self.bridge.begin()
         kwargs = dict(kwargs)
         if isinstance(kwargs.get("control"), dict):
             kwargs["control"] = wrap_control(kwargs["control"], self.bridge)

@@ -387,6 +387,40 @@ def test_what_unwinds_another_device_ends_the_forward_and_the_next_one_works(err
     assert _difference(_run(parallel, model, x), expected) < NEAR
 
 
+def test_a_forward_of_another_thread_is_refused_while_one_runs(x) -> None:
+    model = _model()
+    expected, refused = model(x), []
+    parallel = _divide(model, 3)
+
+    def run() -> None:
+        with pytest.raises(RuntimeError) as error:
+            _run(parallel, model, 2 * x)
+        parallel.end()  # a step ends whatever its thread left, also where nothing had begun
+        refused.append(str(error.value))
+
+    found = _run(parallel, model, x, lambda *_: _in_thread(run))
+    assert _difference(found, expected) < NEAR and len(refused) == len(model.blocks)
+    assert "another thread (MainThread) is computing with this model" in refused[0] and "way 'blocks'" in refused[0]
+    later: list[torch.Tensor] = []
+    _in_thread(lambda: later.append(_run(parallel, model, x)))
+    assert torch.equal(later[0], found)
+
+
+def test_a_thread_that_died_in_its_forward_stands_in_nobodys_way(x) -> None:
+    model = _model()
+    expected = model(x)
+    parallel = _divide(model, 2)
+    _in_thread(parallel.begin)
+    assert _difference(_run(parallel, model, x), expected) < NEAR
+
+
+def _in_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
 def test_of_several_errors_the_first_is_told(x, monkeypatch) -> None:
     """Not that of the first device. Home has done its part of the block by then. With threads, which can wait so."""
     monkeypatch.setattr(TensorParallel, "in_turns", False)
