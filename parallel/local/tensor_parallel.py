@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from ...patches.hooks import map_tensors
+from ..devices import device_title
 from ..staged_copies import StagedCopies, go_through_host
 from ..transfer import Arrivals, copy_to, versioned
 from .bridge import Bridge
@@ -31,9 +32,7 @@ from .device_workers import make_workers
 from .exchange import Exchange, TokenChunks, summed
 from .shards import BlockShard, Meeting, norm_eps, norm_ratio, sum_of_squares
 
-# Between devices of one kind the outputs of a block are the same bits; different kinds round differently. A partial sum
-# that nobody added is as large as the output itself.
-_TOLERANCE = 0.02
+_TOLERANCE = 0.02  # of a block's output, between devices of different kinds, which round differently
 _OPTIONS = "transformer_options"
 
 
@@ -110,9 +109,9 @@ class TensorParallel(Bridge):
         if self._runs_in is threading.current_thread():
             self._runs_in = None
 
-    def remove(self) -> None:
+    def check_again(self) -> None:
+        """Compare what the devices compute of every block once more: weights or layers are others than they were."""
         self._checked.clear()
-        super().remove()
 
     # ---- a block
 
@@ -185,16 +184,19 @@ class TensorParallel(Bridge):
         return map_tensors(output, lambda tensor: new[id(tensor)])
 
     def _check(self, block: nn.Module, found: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Raises: RuntimeError if the devices did not compute the same, as where a partial sum was not added up."""
+        """Raises: RuntimeError if the devices did not compute the same, as where a partial sum was not added up: the
+        same bits on devices of one kind."""
+        kinds = [device_title(device) for device in self._ranks]
         for rank, tensors in enumerate(found[1:], start=1):
-            for own, other in zip(found[0], tensors, strict=True):
-                a, b = own.float(), copy_to(other, self.home).float()
-                difference = float((a - b).nan_to_num().norm() / a.nan_to_num().norm().clamp_min(1e-20))
-                if difference > _TOLERANCE:
-                    raise RuntimeError(
-                        f"{type(block).__name__} computed something else on {self._ranks[rank]} than on {self.home} "
-                        f"(by {difference:.3g}); another node may have changed layers inside it. Use way 'blocks'"
-                    )
+            bound = 0.0 if kinds[rank] == kinds[0] else _TOLERANCE
+            differences = [
+                _difference(own, copy_to(other, self.home)) for own, other in zip(found[0], tensors, strict=True)
+            ]
+            if max(differences, default=0.0) > bound:
+                raise RuntimeError(
+                    f"{type(block).__name__} computed something else on {self._ranks[rank]} than on {self.home} "
+                    f"(by {max(differences):.3g}); another node may have changed layers inside it. Use way 'blocks'"
+                )
 
     # ---- inside a block
 
@@ -342,6 +344,17 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
     map_tensors(value, note)
     return found
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative to a; 0 for the same bits, where NaN is the same as NaN."""
+    nan_a, nan_b = a != a, b != b
+    if bool(((a == b) | (nan_a & nan_b)).all()):
+        return 0.0
+    if not bool((nan_a == nan_b).all()):
+        return float("inf")
+    x, y = a.float().nan_to_num(), b.float().nan_to_num()
+    return max(float((x - y).norm() / x.norm().clamp_min(1e-20)), 1e-20)
 
 
 def _with_version(tensor: torch.Tensor) -> torch.Tensor:

@@ -76,6 +76,25 @@ for _name in DIVIDED:
 
 
 @case
+def tensor_compared_once(case: Case) -> None:
+    """What the cards compute is compared for the first prompt, and again with other weights."""
+    host, name = case.host, "flux1_heads"
+    divided = tensor(host.load(name))
+    with_lora = host.lora(divided, name)
+    compared, check = [], TensorParallel._check
+
+    def note(self: TensorParallel, *args: Any) -> None:
+        compared.append(self)
+        check(self, *args)
+
+    with mock.patch.object(TensorParallel, "_check", note):
+        for model, times in ((divided, 1), (divided, 1), (with_lora, 2), (with_lora, 2), (divided, 3)):
+            host.sample(model, name)
+            blocks = len(model.model.devicebridge_split.bridge.blocks)
+            case.check(f"{times} times", len(compared) == times * blocks > 0, len(compared))
+
+
+@case
 def tensor_three_cards(case: Case) -> None:
     """Heads that do not divide by the number of cards are shared out unevenly."""
     host = case.host

@@ -58,6 +58,7 @@ LONG = {f"tensor_{name}" for name in DIVIDED if name not in ("flux2_heads", "wan
 CASES = [
     *(f"family_{name}" for name in FAMILIES),
     *(f"tensor_{name}" for name in DIVIDED),
+    "tensor_compared_once",
     "tensor_three_cards",
     "tensor_loras",
     "tensor_other_patches",

@@ -84,6 +84,7 @@ class SplitTree:
         self._calls: BlockCalls | None = None
         self._patcher: Callable[[], Any] = lambda: None  # who attached
         self._attached_by: int | None = None  # its id: weak references are dead when the collector has a patcher detach
+        self._weights: object = None  # ComfyUI's number for the patches with which the cards were compared
         self._unseen: tuple[str, ...] | None = None
         self._inside: tuple[str, ...] = ()  # of that, what is in blocks
         self._is_plain = False
@@ -176,9 +177,12 @@ class SplitTree:
 
     # ---- the forward
 
-    def attach(self, owner: object) -> None:
+    def attach(self, owner: Any) -> None:
         """Hook the tree for this patcher; the hooks of another are replaced, since one patcher is loaded at a time."""
         self._remove_hooks()
+        if isinstance(self.bridge, TensorParallel) and owner.patches_uuid != self._weights:
+            self.bridge.check_again()
+            self._weights = owner.patches_uuid
         self._attached_by, self._patcher, self._unseen = id(owner), weakref.ref(owner), None
         self._inside = ()
         self.bridge.attach()

@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 from devicebridge.families.tensor_plan import Divided, TensorPlan
-from devicebridge.parallel.local import device_workers
+from devicebridge.parallel.local import device_workers, tensor_parallel
 from devicebridge.parallel.local.exchange import Exchange, TokenChunks
 from devicebridge.parallel.local.shards import BlockShard, divide_block, divided_bytes, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
@@ -490,6 +490,49 @@ def test_a_sum_that_was_left_out_is_found(missed, x) -> None:
     parallel = _divide(model, 2, drop=lambda name, rank: name == missed)
     with pytest.raises(RuntimeError, match="computed something else on cpu than on cpu"):
         _run(parallel, model, x)
+
+
+@pytest.mark.parametrize("kinds", [("one", "one"), ("one", "another")])
+def test_devices_of_one_kind_must_have_the_same_bits(kinds, x, monkeypatch) -> None:
+    """A sum that was left out may be a small part of the stream."""
+    monkeypatch.setattr(tensor_parallel, "device_title", mock.Mock(side_effect=kinds * 9))
+    model = _model(Fused(), Fused())
+    for block in model.blocks:
+        block.linear2.weight.mul_(1e-3)
+        block.linear2.bias.zero_()
+    expected = model(x)
+    parallel = _divide(model, 2, drop=lambda name, rank: name == "linear2")
+    if kinds[0] == kinds[1]:
+        with pytest.raises(RuntimeError, match="computed something else on cpu than on cpu"):
+            _run(parallel, model, x)
+    else:  # which round differently
+        assert NEAR < _difference(_run(parallel, model, x), expected) < 0.02
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_what_is_not_finite_on_every_device_is_the_same(odd, x) -> None:
+    model = _model(Fused())
+    parallel = _divide(model, 2)
+    _run(parallel, model, torch.full_like(x, odd))
+    parallel.check_again()
+    own, (other,) = parallel._shards[model.blocks[0]]
+    other.block.register_forward_hook(lambda module, args, output: output.index_fill(1, torch.tensor([3]), odd))
+    with pytest.raises(RuntimeError, match="computed something else"):
+        _run(parallel, model, x)
+
+
+def test_what_the_devices_compute_is_compared_once_for_the_same_weights(x, monkeypatch) -> None:
+    model, compared = _model(), []
+    parallel = _divide(model, 2)
+    monkeypatch.setattr(TensorParallel, "_check", lambda self, block, found: compared.append(id(block)))
+    for _ in range(2):
+        _run(parallel, model, x)
+        assert compared == [id(block) for block in model.blocks]
+        parallel.remove()
+        parallel.attach()
+    parallel.check_again()
+    _run(parallel, model, x)
+    assert compared == 2 * [id(block) for block in model.blocks]
 
 
 def test_a_layer_without_its_meeting_on_one_device_is_at_another_place(x) -> None:
