@@ -264,6 +264,24 @@ def _failing_meeting(rank: int, at: int) -> Iterator[None]:
 
 
 @case
+def tensor_a_card_too_small_for_its_largest_layer(case: Case) -> None:
+    """Each card must hold its own slice of a layer while it computes; said before anything is loaded."""
+    host, name = case.host, "flux1_heads"
+    divided = tensor(host.load(name), HOME, OTHER, THIRD)
+    least = comfy.model_management.minimum_inference_memory()
+    columns = divided.model.diffusion_model.single_blocks[0].linear1.in_features
+    for device in (OTHER, THIRD):
+        slices = divided.model.devicebridge_split.divided.shards[device]["single_blocks.0"].slices["linear1.weight"]
+        layer = 4 * columns * sum(last - first for first, last in slices.ranges)
+        with mock.patch.dict(host.machine.capacity_bytes, {device: int(least + layer - 1)}):
+            case.refused(f"{device}", lambda: host.sample(divided, name), RuntimeError, str(device), "largest layer")
+        with mock.patch.dict(host.machine.capacity_bytes, {device: int(least + layer + 1)}):
+            output = host.sample(divided, name)
+        _near(case, f"{device}, a byte more", output, host.sample(host.load(name, load_device=CPU), name))
+        host.unload_all()
+
+
+@case
 def tensor_clones_and_eviction(case: Case) -> None:
     """Clones with different LoRAs in turn, another model that takes the card, and a card that holds only some."""
     host, name = case.host, "qwen_image"

@@ -66,6 +66,7 @@ CASES = [
     "tensor_replaced_blocks",
     "tensor_refusals",
     "tensor_an_error_on_one_card",
+    "tensor_a_card_too_small_for_its_largest_layer",
     "tensor_clones_and_eviction",
     "gathered_attention",
     "gathered_nodes",

@@ -71,7 +71,7 @@ class SplitTree:
         root, blocks = self.diffusion_model, plan.placement.blocks
         self.divided = DividedBlocks(root, plan.division) if plan.division is not None else None
         self.shards: dict[torch.device, nn.Module] = {
-            device: make_shard(base, self._blocks_on(device)) for device in plan.foreign_devices
+            device: make_shard(base, self.blocks_on(device)) for device in plan.foreign_devices
         }
         self._blocks = {name: root.get_submodule(name) for name in blocks}
         self._lists = {name: root.get_submodule(name) for name in _containers_of(blocks) if name}
@@ -101,7 +101,8 @@ class SplitTree:
     def diffusion_model(self) -> nn.Module:
         return self._base().diffusion_model
 
-    def _blocks_on(self, device: torch.device) -> dict[str, nn.Module]:
+    def blocks_on(self, device: torch.device) -> dict[str, nn.Module]:
+        """A card's blocks by name, or its parts of all blocks."""
         if self.divided is not None:
             return {name: shard.block for name, shard in self.divided.shards[device].items()}
         return {name: self.diffusion_model.get_submodule(name) for name in self.plan.blocks_on(device)}
