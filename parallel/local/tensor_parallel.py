@@ -25,7 +25,7 @@ from torch import nn
 
 from ...patches.hooks import map_tensors
 from ..devices import device_title
-from ..staged_copies import StagedCopies, go_through_host
+from ..staged_copies import StagedCopies, copies_between
 from ..transfer import Arrivals, copy_to, versioned
 from .bridge import Bridge
 from .device_workers import make_workers
@@ -63,8 +63,9 @@ class TensorParallel(Bridge):
         self._runs_in: threading.Thread | None = None  # the thread of the forward that is running
         self._checked: set[nn.Module] = set()
         self.chunks: TokenChunks | None = None  # of row-parallel layers; None computes each at once
-        if go_through_host(devices):
-            self.side_streams, self.chunks = StagedCopies(), TokenChunks()
+        self.side_streams = copies_between(devices)
+        if isinstance(self.side_streams, StagedCopies):  # the slowest pair is waited for
+            self.chunks = TokenChunks()
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
