@@ -37,6 +37,9 @@ class Divided:
             parts as fit, two where a gate and what it gates are packed. "" if each is one part.
         sum_after: of "row": name of the module inside the block whose output is summed, where the block may compute
             the linear without calling it; "" for the linear itself.
+        of: of "gathered": the argument of the block that the linear's input follows from, in all blocks of the class
+            in the same way; as long as blocks are given the same one, the outputs of all are joined at once. "" if it
+            depends on anything else.
     """
 
     linear: str
@@ -44,6 +47,7 @@ class Divided:
     parts: tuple[Unit, ...]
     into: str = ""
     sum_after: str = ""
+    of: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,9 @@ class TensorPlan:
         patches: names of other people's patches inside the block that can be given all heads -> how they are called.
         arguments: pattern of a module -> keyword arguments with tensors of all heads, and the dimension of those; each
             device gets its own heads.
+        together: pattern of a module -> names inside it of layers whose parts meet in the same way, as they are called
+            one after the other. Nothing reads the output of one before the last of them is computed, so all of them
+            meet behind that one.
     """
 
     linears: tuple[Divided, ...]
@@ -90,6 +97,7 @@ class TensorPlan:
     block: str = "*"
     patches: Mapping[str, PatchCall] = field(default_factory=dict)
     arguments: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    together: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def find(self, name: str) -> Divided | None:
         """How the linear of this name is divided; None if it is whole."""

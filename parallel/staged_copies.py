@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import permutations
+from typing import Any
 
 import torch
 
@@ -44,15 +45,21 @@ class StagedCopies(SideStreams):
         self._piece_bytes, self._pairs = piece_bytes, pairs
         self._buffers: dict[Pair, deque[PinnedBuffer]] = {}
 
-    def copy(self, tensor: torch.Tensor, device: torch.device, arrivals: Arrivals) -> torch.Tensor:
-        pair = tensor.device, device
+    def copies(self, tensors: Sequence[torch.Tensor], device: torch.device, arrivals: Arrivals) -> list[torch.Tensor]:
+        pair = tensors[0].device, device
         is_direct = self._pairs is not None and pair not in self._pairs
         module = None if is_direct else module_with_streams(*pair)
-        if module is None or not tensor.numel():
-            return super().copy(tensor, device, arrivals)
+        if module is None:
+            return super().copies(tensors, device, arrivals)
         buffers = self._buffers_of(pair)
         if device.type == "cuda" and not all(buffer.is_pinned for buffer in buffers):
-            return super().copy(tensor, device, arrivals)  # the driver has pinned memory of its own
+            return super().copies(tensors, device, arrivals)  # the driver has pinned memory of its own
+        return [self._staged(tensor, pair, module, arrivals) for tensor in tensors]
+
+    def _staged(self, tensor: torch.Tensor, pair: Pair, module: Any, arrivals: Arrivals) -> torch.Tensor:
+        buffers, device = self._buffers_of(pair), pair[1]
+        if not tensor.numel():
+            return super().copies((tensor,), device, arrivals)[0]
         leaving, arriving = self.streams_of(pair, module)
         source = tensor.contiguous()
         # The pieces are read on the source's current stream and written on the target's: both must be ours.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
@@ -26,12 +26,16 @@ class Meeting:
         name: inside the block; the same on every device.
         how: its outputs are summed, joined along the features, or, of an RMS norm, corrected by the mean square of all.
         width: the number of features of all devices: of an RMS norm, or of joined outputs.
+        of: of joined outputs, as in Divided.
+        until: name of a later meeting in which this one's parts may travel along; "" if there is none.
     """
 
     name: str
     module: nn.Module
     how: Literal["sum", "join", "norm"]
     width: int = 0
+    of: str = ""
+    until: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,19 @@ def divide_block(
             is_unit = counts in ("heads", "kv_heads")
             local = shares.count(counts, number, rank) if is_unit else lengths[counts]  # type: ignore[arg-type]
             setattr(owner, path.rpartition(".")[2], local)
+    _put_together(shard, plan)
     return shard
+
+
+def _put_together(shard: BlockShard, plan: TensorPlan) -> None:
+    """Say of meetings that go along with a later one with which."""
+    places = {meeting.name: index for index, meeting in enumerate(shard.meetings)}
+    for outer, _ in shard.block.named_modules():
+        inside = next((names for pattern, names in plan.together.items() if fnmatchcase(outer, pattern)), ())
+        found = [name for name in (f"{outer}.{each}" for each in inside) if name in places]
+        for name in found[:-1]:
+            meeting = shard.meetings[places[name]]
+            shard.meetings[places[name]] = replace(meeting, until=found[-1])
 
 
 def divided_bytes(block: nn.Module, plan: TensorPlan, shares: Shares, rank: int) -> int:
@@ -234,7 +250,7 @@ def _divide_linear(
     if not is_row:
         shard.entered.append(name)
     if divided.by == "gathered":
-        shard.meetings.append(Meeting(name, module, "join", whole))
+        shard.meetings.append(Meeting(name, module, "join", whole, divided.of))
     elif is_row:
         met = divided.sum_after or name
         shard.meetings.append(Meeting(met, shard.block.get_submodule(met), "sum"))

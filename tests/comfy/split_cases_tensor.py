@@ -17,6 +17,7 @@ import comfy.lora
 import comfy.sd
 import comfy.weight_adapter
 import torch
+from devicebridge.nodes.host.split import tree
 from devicebridge.parallel.local import device_workers
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, split
@@ -252,12 +253,12 @@ def _failing_meeting(rank: int, at: int) -> Iterator[None]:
     """While active one rank fails at its meeting of this number."""
     meet, count = TensorParallel._meet, 0
 
-    def failing(self: Any, here: int, *args: Any) -> Any:
+    def failing(self: Any, how: Any, here: int, *args: Any) -> Any:
         nonlocal count
         count += here == rank
         if here == rank and count == at:
             raise RuntimeError("injected")
-        return meet(self, here, *args)
+        return meet(self, how, here, *args)
 
     with mock.patch.object(TensorParallel, "_meet", failing):
         yield
@@ -351,7 +352,12 @@ def tensor_beside_a_bypass_lora(case: Case) -> None:
     divided = tensor(host.load(name))
     weights = {f"{key}": value for key, value in lora_weights(name, 1).items()}
     bypassed, _ = comfy.sd.load_bypass_lora_for_models(divided, None, weights, 1.0, 0)
-    case.refused("bypass", lambda: host.sample(bypassed, name), RuntimeError, "bypass LoRA", "blocks")
+    reference = host.sample(host.load(name, load_device=CPU), name)
+    with mock.patch.object(tree, "find_bypass", mock.Mock(side_effect=tree.find_bypass)) as find:
+        for turn in (1, 2):
+            _near(case, f"without it, {turn}", host.sample(divided, name), reference)
+            case.check(f"looked for once a prompt, {turn}", find.call_count == 2 * turn - 1, find.call_count)
+            case.refused(f"bypass, {turn}", lambda: host.sample(bypassed, name), RuntimeError, "bypass LoRA", "blocks")
 
 
 @case

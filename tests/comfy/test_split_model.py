@@ -79,6 +79,7 @@ CASES = [
     "dynamic_blocks",
     "dynamic_tensor",
     "dynamic_tensor_with_little_memory",
+    "dynamic_tensor_in_chunks",
     "dynamic_tensor_loras",
     "dynamic_tensor_refuses_a_scheduled_lora",
     "tensor_is_not_split_again_nor_saved",

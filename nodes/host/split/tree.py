@@ -26,7 +26,7 @@ from ....parallel.local.tensor_parallel import TensorParallel
 from ....patches.hooks import HookSet
 from ..compiler import Hold, hold, outside, settle
 from .attachments import ROOT, replaced_methods, seen_attachments, unseen_attachments
-from .division import DividedBlocks, check_runnable, find_bypass
+from .division import DividedBlocks, check_runnable, find_bypass, stays_on_card
 from .gathered import Gathered
 from .model_copy import Origin
 from .options import guard_options, wrap_control
@@ -234,6 +234,8 @@ class SplitTree:
             if self._unseen:
                 blocks = self.plan.placement.blocks
                 self._inside = tuple(unseen_attachments(patcher, self.diffusion_model, own, blocks))
+            if self.divided is not None:
+                self._inside += tuple(find_bypass(self.bridge.blocks))
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
@@ -251,9 +253,10 @@ class SplitTree:
 
     def _make_bridge(self, called: Mapping[nn.Module, torch.device]) -> Bridge:
         if self.divided is not None:
-            return TensorParallel(
-                self.divided.division.devices, self.divided.by_block(), passed_by=self.plan.layout.passed_by
-            )
+            passed_by = self.plan.layout.passed_by
+            bridge = TensorParallel(self.divided.division.devices, self.divided.by_block(), passed_by=passed_by)
+            bridge.stays = stays_on_card
+            return bridge
         return Bridge(
             called,
             self.plan.home,
@@ -289,10 +292,9 @@ class SplitTree:
         if self.divided is not None:
             options = kwargs.get("transformer_options") or {}
             compiled = [] if self._called_modules().keys() == self.bridge.blocks.keys() else ["a compiled block"]
-            bypass = find_bypass(self.bridge.blocks)
             inside = [name for name in self.plan.layout.patches_inside if name not in self.divided.division.patches]
             self._look()
-            check_runnable((*compiled, *bypass, *self._inside), options, inside)
+            check_runnable((*compiled, *self._inside), options, inside)
         else:
             self._follow_compiled_blocks()
         self.end()
