@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +19,10 @@ Send = Callable[[Tensors, int, Arrivals], Tensors]
 # Name of the meeting, number of the round, the copies for the receiver, what it must wait for
 _Letter = tuple[str, int, Tensors, Arrivals]
 
+# From how many bytes on a sum is made slice by slice. That takes twice as many copies, which cost the host, and where
+# parts are as large as this it has time: then the cards compute for longer than it launches.
+SLICED_FROM_BYTES = 2**23
+
 
 class Exchange:
     """Meetings of a fixed number of threads, one after the other.
@@ -24,6 +30,9 @@ class Exchange:
     Every thread comes to every meeting, in the same order. A thread that cannot come ends them for all. What a thread
     brings is sent at once: a copy issued later would wait for all that was issued in between. Meetings are in rounds: a
     thread that has finished one is at another place for those that still wait for it there.
+
+    Of three and more threads each would send a large part of a sum to all others. Instead each adds up one slice of the
+    tokens, of which it is sent all parts, and sends the others the sum: 2 (n - 1) / n times the part, not n - 1 times.
 
     Args:
         size: number of threads.
@@ -39,7 +48,8 @@ class Exchange:
             [(to, box) for to, box in enumerate(boxes) if to != rank] for rank, boxes in enumerate(self._boxes)
         ]
         self._rounds = [0] * size  # that each thread has finished
-        self._brought: list[list[Tensors]] = [[] for _ in range(size)]  # and not yet collected
+        self.sliced_from_bytes = SLICED_FROM_BYTES
+        self._brought: list[list[_Brought]] = [[] for _ in range(size)]  # and not yet collected
         self._errors: dict[str, BaseException] = {}  # "first", which setdefault keeps whoever comes at the same time
 
     def all(self, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -54,8 +64,12 @@ class Exchange:
 
     def bring(self, rank: int, name: str, *parts: torch.Tensor) -> None:
         """Send this thread's parts of sums to all; waits for nobody. More may be brought before any is collected."""
-        self._post(rank, name, parts)
-        self._brought[rank].append(parts)
+        slices = [self._slices(part) for part in parts] if self.size > 2 else []
+        if not any(slices):
+            self._post(rank, name, parts)
+        for to, _ in self._outgoing[rank] if any(slices) else ():
+            self._post(rank, name, [cut[to] if cut else part for part, cut in zip(parts, slices, strict=True)], to)
+        self._brought[rank].append(_Brought(parts, slices))
 
     def collect(self, rank: int, name: str, into: Sequence[torch.Tensor | None] = (None,)) -> list[torch.Tensor]:
         """The sums of the parts that all have brought, in order, each added in the order of ranks: the same bits for
@@ -65,16 +79,54 @@ class Exchange:
             into: for the parts of one `bring`: where to write the sum, None for a new tensor.
         """
         brought, self._brought[rank] = self._brought[rank], []
-        sums: list[torch.Tensor] = []
-        for own in brought:
-            if self.size == 2:  # most often; without lists of ranks
+        if self.size == 2:  # most often; without lists of ranks
+            sums: list[torch.Tensor] = []
+            for parts, _ in brought:
                 theirs = self._from(1 - rank, rank, name)
-                pairs = zip(own, theirs, into, strict=True) if rank == 0 else zip(theirs, own, into, strict=True)
+                pairs = zip(parts, theirs, into, strict=True) if rank == 0 else zip(theirs, parts, into, strict=True)
                 sums += [torch.add(one, other, out=place) for one, other, place in pairs]
-                continue
-            by_rank = [own if each == rank else self._from(each, rank, name) for each in range(self.size)]
-            sums += [_added(parts, place) for *parts, place in zip(*by_rank, into, strict=True)]
+            return sums
+        added = [self._added(rank, name, each, into) for each in brought]
+        return [
+            each for own, sums in zip(brought, added, strict=True) for each in self._whole(rank, name, own, sums, into)
+        ]
+
+    def _added(
+        self, rank: int, name: str, brought: _Brought, into: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        """Sums of what all brought, of the slices this thread's, which it sends to all."""
+        own = [cut[rank] if cut else part for part, cut in brought.with_slices()]
+        by_rank = [own if each == rank else self._from(each, rank, name) for each in range(self.size)]
+        places = [None if cut else place for (_, cut), place in zip(brought.with_slices(), into, strict=True)]
+        sums = [_sum(parts, place) for *parts, place in zip(*by_rank, places, strict=True)]
+        if any(brought.slices):
+            self._post(rank, f"{name}, added", [each for each, cut in zip(sums, brought.slices, strict=True) if cut])
         return sums
+
+    def _whole(
+        self,
+        rank: int,
+        name: str,
+        brought: _Brought,
+        sums: list[torch.Tensor],
+        into: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor]:
+        """The sums, those of slices joined with what all others send."""
+        if not any(brought.slices):
+            return sums
+        own = [each for each, cut in zip(sums, brought.slices, strict=True) if cut]
+        by_rank = [own if each == rank else self._from(each, rank, f"{name}, added") for each in range(self.size)]
+        joined = iter(zip(*by_rank, strict=True))
+        return [
+            _joined(next(joined), part, place) if cut else each
+            for each, (part, cut), place in zip(sums, brought.with_slices(), into, strict=True)
+        ]
+
+    def _slices(self, part: torch.Tensor) -> Tensors:
+        """Of tokens, one for each thread; () if the part is small."""
+        if part.ndim < 2 or part.nbytes < self.sliced_from_bytes:
+            return ()
+        return part.reshape(-1, part.shape[-1]).tensor_split(self.size)
 
     def sum(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What every thread brought, added up as in `collect`."""
@@ -90,11 +142,12 @@ class Exchange:
         self._post(rank, "the end", ())
         self._rounds[rank] += 1
 
-    def _post(self, rank: int, name: str, tensors: Tensors) -> None:
+    def _post(self, rank: int, name: str, tensors: Tensors, only: int | None = None) -> None:
         number = self._rounds[rank]
         for to, box in self._outgoing[rank]:
-            arrivals: Arrivals = {}
-            box.put((name, number, self._send(tensors, to, arrivals) if tensors else (), arrivals))
+            if only is None or to == only:
+                arrivals: Arrivals = {}
+                box.put((name, number, self._send(tensors, to, arrivals) if tensors else (), arrivals))
 
     def _from(self, sender: int, rank: int, name: str) -> Tensors:
         letter: _Letter | None = None if self._errors else self._boxes[sender][rank].get()
@@ -136,9 +189,26 @@ class Exchange:
         self._brought.clear()
 
 
-def _added(parts: Tensors, into: torch.Tensor | None) -> torch.Tensor:
+class _Brought(NamedTuple):
+    """Parts of sums, and of those that are large their slices, by rank."""
+
+    parts: Tensors
+    slices: Sequence[Tensors]
+
+    def with_slices(self) -> list[tuple[torch.Tensor, Tensors]]:
+        return list(zip_longest(self.parts, self.slices, fillvalue=()))  # type: ignore[arg-type]
+
+
+def _sum(parts: Tensors, into: torch.Tensor | None) -> torch.Tensor:
     *first, last = parts
     return torch.add(functools.reduce(torch.add, first), last, out=into) if first else last
+
+
+def _joined(slices: Tensors, part: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    """A sum of the form of its parts."""
+    place = None if into is None else into.view(-1, part.shape[-1])
+    joined = torch.cat(list(slices), out=place)
+    return joined.view(part.shape) if into is None else into
 
 
 class TokenChunks:

@@ -82,7 +82,7 @@ class Meetings:
             return self._sum_of_chunks(self._chunks, rank, meeting, call, args[0])
         part = call(*args, **kwargs)
         if meeting.until:
-            place = torch.empty_like(part)
+            place = torch.empty_like(part, memory_format=torch.contiguous_format)
             return self._hold(rank, (part, place), place)
         if not self._held[rank]:
             return self._exchange.sum(rank, meeting.name, part)

@@ -194,6 +194,66 @@ def test_parts_in_one_letter_are_added_each_by_itself_and_where_they_belong(size
     assert sent == [2] * size * (size - 1)
 
 
+@pytest.mark.parametrize("shape", [(1, 11, 4), (2, 5, 3), (12, 2), (1, 2, 3), (7,), (1, 1, 600)])
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_large_parts_are_added_slice_by_slice_to_the_same_bits(size, shape) -> None:
+    """By each thread a slice of the tokens, which may not divide by their number, and be fewer."""
+    parts = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+    expected = functools.reduce(torch.add, parts)
+    sent: list[int] = []
+
+    def send(tensors: Tensors, rank: int, arrivals: Any) -> Tensors:
+        sent.append(sum(each.numel() for each in tensors))
+        return [each.clone() for each in tensors]
+
+    for least, is_sliced in ((0, size > 2 and len(shape) > 1), (4 * expected.numel() + 1, False)):
+        sent.clear()
+        exchange = Exchange(size, send)
+        exchange.sliced_from_bytes = least
+        found = _together(size, lambda rank, exchange=exchange: exchange.sum(rank, "a", parts[rank]))
+        assert all(torch.equal(each, expected) and each.shape == expected.shape for each in found)
+        times = 2 if is_sliced else size
+        assert sum(sent) == times * (size - 1) * expected.numel()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_large_and_small_parts_travel_together_and_several_before_any_is_collected(size) -> None:
+    exchange = Exchange(size, _hand_over)
+    exchange.sliced_from_bytes = 4 * 30
+
+    def part(rank: int, number: int, rows: int) -> torch.Tensor:
+        return torch.randn(1, rows, 3, generator=torch.Generator().manual_seed(100 * rank + number))
+
+    def work(rank: int) -> list[torch.Tensor]:
+        place = torch.full((1, 11, 3), torch.nan)
+        exchange.bring(rank, "a", part(rank, 0, 11), part(rank, 1, 2))
+        both = exchange.collect(rank, "a", [place, None])
+        assert both[0] is place
+        for number in (2, 3, 4):
+            exchange.bring(rank, "b", part(rank, number, 10 + number - 3))
+        return [*both, *exchange.collect(rank, "b"), exchange.all(rank, "c", part(rank, 5, 1))[size - 1]]
+
+    rows = {0: 11, 1: 2, 2: 9, 3: 10, 4: 11}
+    expected = [functools.reduce(torch.add, [part(r, n, rows[n]) for r in range(size)]) for n in rows]
+    expected.append(part(size - 1, 5, 1))
+    for found in _together(size, work):
+        assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_error_between_the_parts_of_slices_and_their_sums_ends_it_for_all(failing) -> None:
+    exchange = Exchange(3, _hand_over)
+    exchange.sliced_from_bytes = 0
+
+    def work(rank: int) -> torch.Tensor:
+        exchange.bring(rank, "a", torch.ones(6, 2))
+        if rank == failing:
+            exchange.abort(MemoryError("card full"))
+        return exchange.collect(rank, "a")[0]
+
+    assert {str(error) for error in _together(3, work)} == {"card full"}
+
+
 class _Layer(nn.Linear):
     """Notes the tokens it computes."""
 

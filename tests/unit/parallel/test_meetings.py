@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.families.tensor_plan import Divided, TensorPlan
+from devicebridge.parallel.local import exchange
 from devicebridge.parallel.local.meetings import Early
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.unit.parallel.test_tensor_parallel import (
@@ -102,6 +103,16 @@ def test_parts_in_one_letter_are_the_bits_of_a_letter_each(size, mode, x, monkey
     assert all(torch.equal(each, outputs[0]) for each in outputs) and difference(outputs[0], expected) < NEAR
     pairs = 2 * 2 * size * (size - 1)  # of two blocks in two forwards
     assert [(len(sent), sum(sent)) for sent in letters] == [(3 * pairs, 4 * pairs)] * 2 + [(4 * pairs, 4 * pairs)]
+
+
+@pytest.mark.parametrize("size", [3, HEADS])
+def test_parts_in_one_letter_may_be_added_slice_by_slice(size, x, monkeypatch) -> None:
+    outputs = []
+    for least, plan in ((0, SUMS), (4 * 2 * 3 * WIDTH, SUMS), (2**30, BY_ITSELF)):  # all, the image's, none
+        monkeypatch.setattr(exchange, "SLICED_FROM_BYTES", least)
+        model = make_model(Joint(), Joint())
+        outputs.append(run(divide(model, size, plans=(plan,)), model, x))
+    assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[2])
 
 
 @pytest.mark.parametrize(("reads", "plan"), [("norm", NORMS), ("sum", SUMS)])

@@ -21,6 +21,7 @@ import pytest
 import torch
 from devicebridge.families.tensor_plan import Divided, TensorPlan
 from devicebridge.parallel.local import device_workers, tensor_parallel
+from devicebridge.parallel.local import exchange as exchange_module
 from devicebridge.parallel.local.exchange import Exchange, TokenChunks
 from devicebridge.parallel.local.shards import BlockShard, divide_block, divided_bytes, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
@@ -619,6 +620,22 @@ def test_a_layer_stays_where_its_weights_are() -> None:
     assert tensor_parallel._lies_on(layer, CPU)
     layer[1].to("meta")
     assert not tensor_parallel._lies_on(layer, CPU) and not tensor_parallel._lies_on(layer, torch.device("meta"))
+
+
+@pytest.mark.parametrize("chunks", [None, TokenChunks(4, 2)], ids=["whole", "chunks"])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("size", [3, 4])
+def test_sums_of_slices_are_the_bits_of_direct_ones(size, mode, chunks, x, monkeypatch) -> None:
+    outputs = []
+    for least in (0, 2**30):
+        monkeypatch.setattr(exchange_module, "SLICED_FROM_BYTES", least)
+        model = make_model()
+        expected = model(x)
+        parallel = divide(model, size, chunks=chunks)
+        for _ in range(2):
+            with mode(), parallel.forward():
+                outputs.append(model(x))
+    assert all(torch.equal(each, outputs[0]) for each in outputs) and difference(outputs[0], expected) < NEAR
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
