@@ -39,6 +39,9 @@ class Divided:
         sum_after: of "row": name of the module inside the block whose output is summed, where the block may compute
             the linear without calling it, or where the outputs of several such linears are added up. The gradient of
             that module's input is summed, too: of what trains in it nothing may be whole. "" for the linear itself.
+        of: of "gathered": the argument of the block that the linear's input follows from, in all blocks of the class
+            in the same way; as long as blocks are given the same one, the outputs of all are joined at once. "" if it
+            depends on anything else.
     """
 
     linear: str
@@ -47,6 +50,7 @@ class Divided:
     into: str = ""
     sum_after: str = ""
     repeats: bool = False
+    of: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,9 @@ class TensorPlan:
         decided: patterns of modules that choose by what they compute, as which experts a token goes to. All devices
             take the first one's choice: theirs could differ by a last bit.
         head_dim: the attribute that has the features per head, of classes that have no width.
+        together: pattern of a module -> names inside it of layers whose parts meet in the same way, as they are called
+            one after the other. Nothing reads the output of one before the last of them is computed, so all of them
+            meet behind that one.
     """
 
     linears: tuple[Divided, ...]
@@ -106,6 +113,7 @@ class TensorPlan:
     arguments: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     decided: tuple[str, ...] = ()
     head_dim: str = ""
+    together: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def find(self, name: str) -> Divided | None:
         """How the linear of this name is divided; None if it is whole."""
@@ -118,7 +126,10 @@ class TensorPlan:
         return any(fnmatchcase(name, pattern) for pattern in self.decided)
 
     def summed_in(self, name: str) -> str:
-        """The module that this one is in and whose output is summed; "" if there is none."""
+        """The module whose output is summed: behind a "row" linear, or around any other layer; "" if there is none."""
+        own = self.find(name)
+        if own is not None and own.by == "row":
+            return own.sum_after
         around = (each.sum_after for each in self.linears if each.sum_after)
         return next((each for each in around if name.startswith(f"{each}.")), "")
 

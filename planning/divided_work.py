@@ -10,7 +10,7 @@ from torch import nn
 
 from ..families.comfy.native import NativeModel
 from ..families.spec import BlockList
-from ..families.tensor_plan import Shares, TensorPlan
+from ..families.tensor_plan import Divided, Shares, TensorPlan
 from ..parallel.placement import native_block_flops, native_list, products_of, tokens_seen
 from .ways import Work, WorkBySize
 
@@ -37,15 +37,26 @@ def divided_work(model: nn.Module, layout: NativeModel, blocks: Blocks, num_toke
     ]
     row_flops, whole_flops, sent, widths, num_modules, num_exchanges = zip(*parts, strict=True)
     stream = _ACTIVATION_BYTES * max(widths) * (num_tokens + NUM_TEXT_TOKENS * layout.is_joint)
-    return Work(
-        flops, sum(row_flops), sum(sent), stream, sum(num_modules), sum(num_exchanges), whole_flops=sum(whole_flops)
-    )
+    at_once = {
+        (type(model.get_submodule(name)), each)
+        for name, (plan, _) in blocks.items()
+        for each, _ in model.get_submodule(name).named_modules()
+        if _is_joined_at_once(plan.find(each))
+    }
+    exchanges = sum(num_exchanges) + len(at_once)
+    return Work(flops, sum(row_flops), sum(sent), stream, sum(num_modules), exchanges, whole_flops=sum(whole_flops))
+
+
+def _is_joined_at_once(divided: Divided | None) -> bool:
+    """For all blocks of a class in one exchange."""
+    return divided is not None and divided.by == "gathered" and bool(divided.of)
 
 
 def _work_of_block(
     block: nn.Module, side: BlockList, plan: TensorPlan, shares: Shares, num_tokens: int
 ) -> tuple[float, float, float, float, int, int]:
-    """Operations of the row-parallel layers and of the whole ones, bytes sent, width, modules and exchanges."""
+    """Operations of the row-parallel layers and of the whole ones, bytes sent, width, modules, and exchanges of this
+    block alone."""
     products = products_of(block, side, num_tokens, NUM_TEXT_TOKENS)
     row_flops = whole_flops = sent = width = 0.0
     num_modules, met = 0, set()
@@ -64,7 +75,7 @@ def _work_of_block(
             met.add(at)
         elif divided.by == "gathered":
             sent += _ACTIVATION_BYTES * int(module.out_features) * tokens / shares.num_devices  # type: ignore[arg-type]
-            met.add(name)
+            met |= set() if _is_joined_at_once(divided) else {name}
         if plan.is_norm(name) and module._parameters:
             sent += _SQUARE_BYTES * tokens
             met.add(name)

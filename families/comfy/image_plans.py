@@ -25,7 +25,7 @@ FLUX = (
         linears=(
             Divided("*_attn.qkv", "column", QKV),
             Divided("*_attn.proj", "row", HEADS),
-            Divided("*_mod.lin", "gathered", FEATURES),
+            Divided("*_mod.lin", "gathered", FEATURES, of="vec"),
             *_FLUX_MLPS,
             *_YAK_MLPS,
         ),
@@ -39,7 +39,7 @@ FLUX = (
         linears=(
             Divided("linear1", "column", (*QKV, "features"), into="linear2"),
             Divided("linear2", "row", ("heads", "features")),
-            Divided("modulation.lin", "gathered", FEATURES),
+            Divided("modulation.lin", "gathered", FEATURES, of="vec"),
         ),
         num_heads="num_heads",
         width="hidden_size",
@@ -53,15 +53,16 @@ QWEN_IMAGE = (
     TensorPlan(
         linears=(
             *(Divided(f"attn.{name}", "column", HEADS) for name in ("to_[qkv]", "add_[qkv]_proj")),
-            Divided("attn.to_out.0", "row", HEADS),
+            Divided("attn.to_out.0", "row", HEADS, sum_after="attn.to_out.1"),  # a dropout may read what it passes on
             Divided("attn.to_add_out", "row", HEADS),
             *mlp_plan("img_mlp.net.0.proj", "img_mlp.net.2"),
             *mlp_plan("txt_mlp.net.0.proj", "txt_mlp.net.2"),
-            Divided("*_mod.1", "gathered", FEATURES),
+            Divided("*_mod.1", "gathered", FEATURES, of="temb"),  # a third of the model's weights
         ),
         num_heads="attn.heads",
         width="attn.inner_dim",
         attributes={"attn.heads": "heads"},
+        together={"attn": ("to_out.1", "to_add_out")},
         patches={"attn1_patch": _QKV_PATCH},
     ),
 )
@@ -75,7 +76,7 @@ SD3 = (
             Divided("*_block.attn*.proj", "row", HEADS),
             *mlp_plan("x_block.mlp.fc1", "x_block.mlp.fc2"),
             *mlp_plan("context_block.mlp.fc1", "context_block.mlp.fc2"),
-            Divided("*_block.adaLN_modulation.1", "gathered", FEATURES),
+            Divided("*_block.adaLN_modulation.1", "gathered", FEATURES, of="c"),
         ),
         num_heads="x_block.attn.num_heads",
         width="x_block.attn.qkv.in_features",
@@ -92,7 +93,7 @@ NEXT_DIT = (
             Divided("attention.out", "row", HEADS),
             Divided("feed_forward.w[13]", "column", FEATURES),
             Divided("feed_forward.w2", "row", FEATURES),
-            Divided("adaLN_modulation.*", "gathered", FEATURES),
+            Divided("adaLN_modulation.*", "gathered", FEATURES, of="adaln_input"),
         ),
         num_heads="attention.n_local_heads",
         num_kv_heads="attention.n_local_kv_heads",

@@ -14,6 +14,7 @@ WAN = (
         width="dim",
         attributes={"*_attn.num_heads": "heads"},
         norms=("*_attn.norm_*",),
+        together={"cross_attn": ("norm_q", "norm_k", "norm_k_img")},  # self_attn turns q before it computes k
         patches={
             "attn1_patch": PatchCall({"x": -1, "q": 2, "k": 2}, returns="x", is_dict=True),
             "attn2_patch": PatchCall({"x": None}, returns="x", is_dict=True),
@@ -35,6 +36,7 @@ LTX = (
         width="attn1.to_q.out_features",
         attributes={"*attn*.heads": "heads"},
         norms=("*attn*.[qk]_norm",),
+        together={"*attn*": ("q_norm", "k_norm")},
         arguments={"*attn?": {"pe": 2, "k_pe": 2}, "*_attn": {"pe": 2, "k_pe": 2}},
     ),
 )

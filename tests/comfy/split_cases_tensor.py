@@ -17,6 +17,7 @@ import comfy.lora
 import comfy.sd
 import comfy.weight_adapter
 import torch
+from devicebridge.nodes.host.split import tree
 from devicebridge.nodes.host.split.tree import tree_of
 from devicebridge.parallel.local import device_workers
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
@@ -79,6 +80,25 @@ def _family(name: str, case: Case) -> None:
 
 for _name in DIVIDED:
     CASES[f"tensor_{_name}"] = functools.partial(_family, _name)
+
+
+@case
+def tensor_compared_once(case: Case) -> None:
+    """What the cards compute is compared for the first prompt, and again with other weights."""
+    host, name = case.host, "flux1_heads"
+    divided = tensor(host.load(name))
+    with_lora = host.lora(divided, name)
+    compared, check = [], TensorParallel._check
+
+    def note(self: TensorParallel, *args: Any) -> None:
+        compared.append(self)
+        check(self, *args)
+
+    with mock.patch.object(TensorParallel, "_check", note):
+        for model, times in ((divided, 1), (divided, 1), (with_lora, 2), (with_lora, 2), (divided, 3)):
+            host.sample(model, name)
+            blocks = len(model.model.devicebridge_split.bridge.blocks)
+            case.check(f"{times} times", len(compared) == times * blocks > 0, len(compared))
 
 
 @case
@@ -239,15 +259,33 @@ def _failing_meeting(rank: int, at: int, error: BaseException | None = None) -> 
     """While active one rank fails at its meeting of this number."""
     meet, count = TensorParallel._meet, 0
 
-    def failing(self: Any, here: int, *args: Any) -> Any:
+    def failing(self: Any, how: Any, here: int, *args: Any) -> Any:
         nonlocal count
         count += here == rank
         if here == rank and count == at:
             raise error or RuntimeError("injected")
-        return meet(self, here, *args)
+        return meet(self, how, here, *args)
 
     with mock.patch.object(TensorParallel, "_meet", failing):
         yield
+
+
+@case
+def tensor_a_card_too_small_for_its_largest_layer(case: Case) -> None:
+    """Each card must hold its own slice of a layer while it computes; said before anything is loaded."""
+    host, name = case.host, "flux1_heads"
+    divided = tensor(host.load(name), HOME, OTHER, THIRD)
+    least = comfy.model_management.minimum_inference_memory()
+    columns = divided.model.diffusion_model.single_blocks[0].linear1.in_features
+    for device in (OTHER, THIRD):
+        slices = divided.model.devicebridge_split.divided.shards[device]["single_blocks.0"].slices["linear1.weight"]
+        layer = 4 * columns * sum(last - first for first, last in slices.ranges)
+        with mock.patch.dict(host.machine.capacity_bytes, {device: int(least + layer - 1)}):
+            case.refused(f"{device}", lambda: host.sample(divided, name), RuntimeError, str(device), "largest layer")
+        with mock.patch.dict(host.machine.capacity_bytes, {device: int(least + layer + 1)}):
+            output = host.sample(divided, name)
+        _near(case, f"{device}, a byte more", output, host.sample(host.load(name, load_device=CPU), name))
+        host.unload_all()
 
 
 @case
@@ -334,7 +372,12 @@ def tensor_beside_a_bypass_lora(case: Case) -> None:
     divided = tensor(host.load(name))
     weights = {f"{key}": value for key, value in lora_weights(name, 1).items()}
     bypassed, _ = comfy.sd.load_bypass_lora_for_models(divided, None, weights, 1.0, 0)
-    case.refused("bypass", lambda: host.sample(bypassed, name), RuntimeError, "bypass LoRA", "blocks")
+    reference = host.sample(host.load(name, load_device=CPU), name)
+    with mock.patch.object(tree, "find_bypass", mock.Mock(side_effect=tree.find_bypass)) as find:
+        for turn in (1, 2):
+            _near(case, f"without it, {turn}", host.sample(divided, name), reference)
+            case.check(f"looked for once a prompt, {turn}", find.call_count == 2 * turn - 1, find.call_count)
+            case.refused(f"bypass, {turn}", lambda: host.sample(bypassed, name), RuntimeError, "bypass LoRA", "blocks")
 
 
 @case

@@ -13,6 +13,7 @@ from typing import Any
 
 import comfy.lora
 import comfy.model_management
+import comfy_aimdo.model_vbar
 import torch
 from comfy.quant_ops import QuantizedTensor
 from comfy.weight_adapter.base import WeightAdapterBase
@@ -210,6 +211,21 @@ def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
         data = JoinedSlices([data], part.dim)
     own = dataclasses.replace(params, scale=scale, orig_shape=tuple(data.shape))
     return QuantizedTensor(data, weight._layout_cls, own)
+
+
+def stays_on_card(layer: nn.Module, device: torch.device) -> bool:
+    """Whether a layer's weights lie on the card for longer than one call of it.
+
+    Under DynamicVRAM they come at the first call, if there is room for them then: it is asked for here.
+    """
+    for module in layer.modules():
+        if all(parameter.device == device for parameter in module.parameters(recurse=False)):
+            continue
+        address = getattr(module, "_v", None)
+        if address is None or comfy_aimdo.model_vbar.vbar_fault(address) is None:
+            return False
+        comfy_aimdo.model_vbar.vbar_unpin(address)  # a fault holds it until its user lets go
+    return True
 
 
 def find_bypass(blocks: Iterable[nn.Module]) -> list[str]:
