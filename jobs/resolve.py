@@ -125,12 +125,8 @@ def resolve(
         is_to_train: False for filling caches, while other processes may use the cards: nothing is forecast then.
     Raises: ValueError if nothing fits, the cuts are impossible, or the run to resume was of another strategy.
     """
-    before = None
-    if earlier is not None:
-        devices, replicas, shards = (
-            tuple(map(find_device, earlier.get(key, ()))) for key in ("placement", "replicas", "shards")
-        )
-        before = _Earlier(devices, replicas, shards, tuple(earlier.get("shares", ())))  # old ones divided evenly
+    before = None if earlier is None else _earlier_of(earlier)
+    if before is not None:
         _refuse_other_strategy(job, machine, before)
     space = search_space(job)
     training = _plan_as_before(job, subject, machine, before) if is_to_train else None
@@ -171,6 +167,13 @@ def resolve(
         has_graphs=is_to_train and _has_graphs(job, subject, placement.used_devices, strategy),
     )
     return Resolution(job, execution, training)
+
+
+def _earlier_of(facts: Mapping[str, Any]) -> _Earlier:
+    devices, replicas, shards = (
+        tuple(map(find_device, facts.get(key, ()))) for key in ("placement", "replicas", "shards")
+    )
+    return _Earlier(devices, replicas, shards, tuple(facts.get("shares", ())))  # old ones divided evenly
 
 
 def _strategy_of(subject: Subject, space: SearchSpace, placement: Placement, chosen: Strategy) -> Strategy:

@@ -35,7 +35,7 @@ def results(comfyui: Path) -> Results:
         [str(comfy_python(comfyui)), str(worker), str(comfyui)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
