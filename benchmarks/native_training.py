@@ -3,8 +3,8 @@
     python benchmarks/native_training.py --comfyui ~/ComfyUI [--subject flux2 z_image sdxl qwen_image] [--budget-s 400]
                                          [--out results.json] [--tiny]
 
-Random weights in published sizes, written to --folder as one file each, which the pack then reads as it reads a user's.
-FLUX.2 has half of its blocks, so that its file and two models fit. Ways of a subject take turns, step by step:
+Random weights in published sizes (random_reader.py): a file in --folder has their names and shapes, and the pack reads
+it as a user's. FLUX.2 has half of its blocks, so that two models fit. Ways of a subject take turns, step by step:
 
 - "native": ComfyUI's own class, every block recomputed, its samples in memory.
 - "native, files read ahead": the same with its samples in the cache, as trainings read them.
@@ -23,8 +23,8 @@ through them; "pipeline" has them follow each other, --microbatches a step; "ten
 is room for a second model. Seconds per sample, and of each card the peak, forecast and measured. `--card-gb 24` leaves
 a job so much of each card, lets the planner choose what to recompute and to stream, and compares its forecast with
 torch's own counters; the base is 8-bit then (--quantize):
-    python benchmarks/native_training.py --cards 2 --subject sdxl z_image qwen_image flux2 --folder /dev/shm/models
-    python benchmarks/native_training.py --cards 2 --card-gb 24 --subject qwen_image flux2 --folder /dev/shm/models
+    python benchmarks/native_training.py --cards 2 --subject sdxl z_image qwen_image flux2
+    python benchmarks/native_training.py --cards 2 --card-gb 24 --subject qwen_image flux2
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, smal
 from devicebridge.training.batches import CachedSamples  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
+from random_checkpoint import header_of  # noqa: E402
 from random_job import (  # noqa: E402
     TINY_CONFIG,
     MemoryStore,
@@ -112,7 +113,7 @@ from random_job import (  # noqa: E402
     make_trainer,
     plan_devices,
 )
-from safetensors.torch import save_file  # noqa: E402
+from random_reader import random_weights  # noqa: E402
 
 DEVICE = torch.device("cpu" if OPTIONS.tiny else "cuda:0")
 DTYPE = "float32" if OPTIONS.tiny else "bfloat16"
@@ -140,16 +141,16 @@ SUBJECTS = {
 }
 
 
-def write_model(subject: TinyFamily, path: Path) -> None:
-    """Random bf16 weights as one file; norms are around one."""
+def write_model(subject: TinyFamily, path: Path) -> float:
+    """The header of a bf16 file, and behind it a hole; random_weights fills what is read. GB of the weights."""
     config = getattr(comfy.supported_models, subject.config_class)(dict(subject.unet_config))
     empty = config.get_model({}, "", device=torch.device("meta")).diffusion_model.state_dict()
-    generator, weights = torch.Generator(DEVICE).manual_seed(0), {}
-    for name, like in empty.items():
-        drawn = torch.empty(like.shape, dtype=torch.bfloat16, device=DEVICE).normal_(0, 0.02, generator=generator)
-        weights[name] = (drawn + 1 if like.ndim == 1 and name.endswith(("weight", "scale")) else drawn).cpu()
+    text, num_bytes = header_of({name: tuple(like.shape) for name, like in empty.items()})
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(weights, path)
+    with path.open("wb") as file:
+        file.write(text)
+        file.truncate(len(text) + num_bytes)
+    return num_bytes / 1e9
 
 
 def encode(subject: TinyFamily, folder: Path) -> Path:
@@ -172,6 +173,7 @@ def native_trainer(subject: TinyFamily, path: Path, **sections: Any) -> Iterator
     job = make_job({key: settings.get(key, {}) | sections.get(key, {}) for key in settings | sections})
     with small_sizes(subject), native_training(), ExitStack() as cleanup:
         info = read_native(path, DTYPE)
+        cleanup.enter_context(random_weights(info))
         plan = check_job(job, info=info)
         events = cleanup.enter_context(EventLog(Path(job.output.folder)))
         yield build_trainer(plan, {}, cache_job(plan, events), events, cleanup), plan.training
@@ -285,9 +287,7 @@ def measure(name: str) -> dict[str, Any]:
     """One subject, all ways in turns."""
     subject = FAMILIES[name] if OPTIONS.tiny else SUBJECTS[name]
     path = OPTIONS.folder / name / "model.safetensors"
-    write_model(subject, path)
-    found: dict[str, Any] = {"file_gb": path.stat().st_size / 1e9, "ratios": {}}
-    say(f"{name}: {found['file_gb']:.1f} GB written")
+    found: dict[str, Any] = {"file_gb": write_model(subject, path), "ratios": {}}
     times: dict[str, list[float]] = {}
     try:
         with native_trainer(subject, path) as (trainer, plan), ExitStack() as cleanup:
@@ -326,9 +326,7 @@ def measure_on_cards(name: str) -> dict[str, Any]:
     """One subject over all cards, its ways in turns."""
     subject = FAMILIES[name] if OPTIONS.tiny else SUBJECTS[name] if name != "flux2" else WHOLE_FLUX2
     path = OPTIONS.folder / name / "model.safetensors"
-    write_model(subject, path)
-    found: dict[str, Any] = {"file_gb": path.stat().st_size / 1e9, "ratios": {}}
-    say(f"{name}: {found['file_gb']:.1f} GB written")
+    found: dict[str, Any] = {"file_gb": write_model(subject, path), "ratios": {}}
     capped = OPTIONS.card_gb is not None
     sections: dict[str, dict[str, Any]] = {
         "split": {"devices": list(map(str, CARDS)), "blocks_without_checkpointing": [0] * len(CARDS)},
@@ -336,7 +334,7 @@ def measure_on_cards(name: str) -> dict[str, Any]:
         "train": {"steps": 1000, "gradient_accumulation_steps": OPTIONS.microbatches},
     }
     if capped:
-        del sections["split"]["blocks_without_checkpointing"]
+        sections["split"]["blocks_without_checkpointing"] = []
         sections["model"] = {"quantize": OPTIONS.quantize}
     try:
         with _capped_cards(), _emulation(), ExitStack() as cleanup:

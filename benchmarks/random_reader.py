@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import diffusers
 import torch
-from devicebridge.checkpoints import weight_file
+from devicebridge.checkpoints import weight_file, zero_weights
 from devicebridge.checkpoints.checkpoint import CheckpointInfo
 from devicebridge.families.spec import ModelFamily
 from devicebridge.parallel.ranks import sharded
@@ -46,7 +46,9 @@ def random_weights(info: CheckpointInfo) -> Iterator[None]:
     def open_weights(file: Path, remedy: str = "") -> Iterator[_RandomReader]:
         yield reader
 
-    with patch.object(weight_file, "open_weights", open_weights), patch.object(sharded, "open_weights", open_weights):
+    with ExitStack() as stack:
+        for module in (weight_file, sharded, zero_weights):
+            stack.enter_context(patch.object(module, "open_weights", open_weights))
         yield
 
 
@@ -79,6 +81,9 @@ class _RandomReader:
 @dataclass(frozen=True)
 class _Rows:
     tensor: torch.Tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
         return self.tensor[rows]
