@@ -48,6 +48,7 @@ from .read_job import ReadJob, find_start, read_job
 from .resolve import Machine, find_machine, plan_on
 from .result import TrainingResult
 from .resume import as_decided, find_identity, placement_facts, refuse_other_run
+from .same_job import refuse_other_jobs
 from .shared_cache import cached_once, entries_of
 
 
@@ -177,7 +178,8 @@ def run_job(
             read = unless_stopped(ranks, lambda: read_job(job, info, should_stop=own_stop))
         except Stopped as stopped:
             return TrainingResult("stopped", resume_hint=f"{stopped}; start the job again")
-        identity = find_identity(read)
+        identity = ranks.together(lambda: find_identity(read))
+        refuse_other_jobs(given, identity, ranks, is_new=state is None)
         if state is not None:
             refuse_other_run(job, identity, state, is_placed_anew=is_placed_anew(state, ranks))
         facts = None if state is None or is_placed_anew(state, ranks) else state.facts

@@ -3,7 +3,7 @@
 torchrun ... jobs_worker.py PLAN.json RESULTS.json; the plan is a list of jobs: {"job": file, "resume": bool, "stop":
 the step after which the last rank, and no other, is asked to stop, or 0, "compiler": of compiled blocks, "works", which
 traces them and generates no code, or "fails", on the last rank alone, "spread": whether each rank is a machine of its
-own, with a cache folder of its own}.
+own, with a cache folder of its own, "others": settings of the last rank alone, {section: {key: value}}}.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from unittest import mock
 runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
-from devicebridge.config.job import load_job  # noqa: E402
+from devicebridge.config.job import job_to_dict, load_job, make_job  # noqa: E402
 from devicebridge.encoding.sources import FolderLatents, FolderTexts  # noqa: E402
 from devicebridge.jobs.job import run_job  # noqa: E402
 from devicebridge.parallel.devices import CPU, find_devices  # noqa: E402
-from devicebridge.parallel.ranks.group import Ranks, joined  # noqa: E402
+from devicebridge.parallel.ranks.group import RankFailed, Ranks, joined  # noqa: E402
 from devicebridge.parallel.ranks.place import find_place, own_devices  # noqa: E402
 from devicebridge.patches import compile_blocks  # noqa: E402
 from devicebridge.tests.emulated import emulated_cards  # noqa: E402
@@ -36,6 +36,9 @@ from devicebridge.training.loop import Trainer  # noqa: E402
 def run(item, joined_ranks):
     """What the first rank saw of a job."""
     job, place, seen, steps = load_job(item["job"]), joined_ranks.place, [], []
+    if place.rank == place.num_ranks - 1:
+        values = job_to_dict(job)
+        job = make_job({**values, **{name: {**values[name], **given} for name, given in item["others"].items()}})
     is_on_cards = job.split.devices[:1] == ("lazy:0",)
     train_step = Trainer.train_step
 
@@ -61,6 +64,8 @@ def run(item, joined_ranks):
         logging.getLogger("devicebridge").addHandler(kept)
         try:
             result = run_job(job, resume=item["resume"], on_event=seen.append, should_stop=should_stop, ranks=ranks)
+        except (ValueError, RankFailed) as error:
+            return {"refused": joined_ranks.gather(str(error))}
         finally:
             Trainer.train_step = train_step
             logging.getLogger("devicebridge").removeHandler(kept)

@@ -16,7 +16,7 @@ from devicebridge.config.job import save_job
 from devicebridge.jobs.job import run_job
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.ranks.launching import ENVIRONMENT, ROOT, run_jobs
-from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_pipeline
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -47,6 +47,18 @@ LONG_ON_TWO = {
 }
 ON_TWO |= LONG_ON_TWO if LONG else {}
 ON_FOUR = {"hsdp": {"parallel": {"strategy": "hsdp", "shard_degree": 2}}}
+
+# Of the last rank alone -> what the first one says. {folder} has a second model and LoRA.
+OTHERS = {
+    "steps": ({"train": {"steps": 2}}, "train.steps: 1 on rank 0 (", ", 2 on rank 1 ("),
+    "microbatches": ({"train": {"gradient_accumulation_steps": 2}}, "train.gradient_accumulation_steps: 4 on"),
+    "objective": ({"objective": {"shift": 3.0}}, "objective.shift: '' on rank 0 ("),
+    "saves": ({"output": {"save_every_steps": 3}}, "output.save_every_steps: 5 on"),
+    "folders": ({"data": {"folders": [{"path": "{folder}/data", "loss_weight": 0.5}]}}, "data.folders.loss_weight: 1"),
+    "model": ({"model": {"path": "{folder}/other/model"}}, "model: the weights at model.path are not on rank 1 ("),
+    "start": ({"lora": {"start_from": "{folder}/other.safetensors"}}, "start: the LoRA layers at lora.start_from are"),
+    "encoders": ({"cache": {"text_encoders": "{folder}/other/model"}}, "do not have the same data: caption"),
+}
 
 
 def _job(folder, name, **sections):
@@ -117,9 +129,21 @@ def on_two(folder, alone, on_four):
         {"job": folder / "changed.toml", "resume": True},
         {"job": _job(folder, "pictures", parallel={"strategy": "fsdp"}, **PICTURES)[1]},
         {"job": _job(folder, "machines", parallel={"strategy": "fsdp"}, **MACHINES)[1], "spread": True},
+        *_refused(folder),
     ]
     results = run_jobs(folder, plan, count=2)
-    return dict(zip([*jobs, *["chain"] * LONG, "changed", "pictures", "machines"], results, strict=True))
+    names = [*jobs, *["chain"] * LONG, "changed", "pictures", "machines", *(f"other {name}" for name in OTHERS)]
+    return dict(zip(names, results, strict=True))
+
+
+def _refused(folder):
+    """One machine asked for something else in each."""
+    save_tiny_pipeline(folder / "other" / "model", "flux2", seed=7)
+    made = run_job(_job(folder, "other", train={"steps": 1, "gradient_accumulation_steps": 1})[0])
+    made.lora_path.rename(folder / "other.safetensors")
+    for name, (others, *_) in OTHERS.items():
+        file = _job(folder, f"other {name}", train={"steps": 1})[1]
+        yield {"job": file, "spread": True, "others": json.loads(json.dumps(others).replace("{folder}", str(folder)))}
 
 
 @pytest.mark.parametrize("name", [*ON_TWO, *(pytest.param(name, marks=pytest.mark.long) for name in ON_FOUR)])
@@ -188,6 +212,15 @@ def test_machines_that_share_no_folder_encode_once_and_have_the_same_entries(fol
     assert len(first) > 10 and other == first
     assert len(found["loaded"][0]) == 2 and not found["loaded"][1]
     assert found["losses"] == pytest.approx(alone[0].losses[:2], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_machine_that_was_asked_for_another_training_is_refused(name, folder, on_two):
+    _, *texts = OTHERS[name]
+    first, other = on_two[f"other {name}"]["refused"]
+    told = other if name == "encoders" else first
+    assert all(text in told for text in texts) and len(told) < 700
+    assert not list((folder / f"other_{name}").glob("checkpoints/*"))
 
 
 def _may_make_networks():
