@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ def check_job(
     is_to_train: bool = True,
     host_share: int = 1,
     should_stop: Callable[[], bool] = never,
+    ranks: Ranks = ALONE,
 ) -> JobPlan:
     """Everything that can be refused before weights are loaded.
 
@@ -102,10 +104,12 @@ def check_job(
         info: the job's model, if it was read already.
         is_to_train: False for filling caches, while other processes may use the cards: nothing is forecast then.
         host_share: jobs that share the host's free memory.
+        ranks: the processes that will run it, each calling this.
     Raises: ValueError for a file that is no such model, a placement that does not fit, a dataset that cannot be read,
         or settings that contradict the model; Stopped when should_stop() became true while images are looked at.
     """
-    return _resolve_and_check(read_job(job, info, should_stop=should_stop), None, host_share, is_to_train=is_to_train)
+    read = read_job(job, info, should_stop=should_stop)
+    return _resolve_and_check(read, None, host_share, is_to_train=is_to_train, ranks=ranks)
 
 
 def _resolve_and_check(
@@ -181,7 +185,8 @@ def run_job(
         identity = ranks.together(lambda: find_identity(read))
         refuse_other_jobs(given, identity, ranks, is_new=state is None)
         if state is not None:
-            refuse_other_run(job, identity, state, is_placed_anew=is_placed_anew(state, ranks))
+            refuse = partial(refuse_other_run, job, identity, state, is_placed_anew=is_placed_anew(state, ranks))
+            ranks.together(refuse if ranks.is_first else lambda: None)  # others have paths of their own
         facts = None if state is None or is_placed_anew(state, ranks) else state.facts
         plan = ranks.together(lambda: _resolve_and_check(read, facts, host_share, is_new=state is None, ranks=ranks))
         identity |= placement_facts(plan.placement) | rank_facts(ranks)

@@ -27,7 +27,6 @@ from ..parallel.ranks.place import RankPlace, own_devices
 from ..system.files import tensors_as_bytes
 from ..system.requests import Requests
 from ..training.state import TrainingState
-from .native_limits import why_not_shared_out
 from .place_by_size import Subject, held_bytes
 from .resolve import Machine, Resolution, find_machine, resolve
 from .resume import find_state
@@ -79,8 +78,6 @@ def resolve_here(
     """
     strategy = job.parallel.asked
     if not ranks.is_launched:
-        if strategy is not None and shards_weights(strategy) and (fault := why_not_shared_out(subject.info.family)):
-            raise ValueError(f'parallel.strategy = "{strategy}" was asked for, but {fault}')
         if strategy is not None and shards_weights(strategy) and not is_to_train:  # nothing is placed
             job = replace(job, parallel=replace(job.parallel, strategy="auto"))
         elif strategy is not None and shards_weights(strategy):
@@ -114,7 +111,7 @@ def _decide(job: JobConfig, subject: Subject, ranks: Ranks, host_share: int) -> 
     try:
         resolved = _resolve_as(strategy, job, subject, ranks, host_share)
     except ValueError as error:
-        if strategy is not None or ranks.count == 1 or _why_not_sharded(job, subject, ranks):
+        if strategy is not None or ranks.count == 1 or _why_not_sharded(job, ranks):
             raise
         _log.warning("the weights are shared out among the processes (fsdp), for one device is not enough: %s", error)
         strategy = "fsdp"
@@ -135,7 +132,7 @@ def _resolve_as(
     machine = Machine(ranks.devices, host_share=share, is_planned=not is_sharded)
     own = _of_one_rank(job, ranks, strategy)
     if is_sharded:
-        if fault := _why_not_sharded(job, subject, ranks):
+        if fault := _why_not_sharded(job, ranks):
             raise ValueError(f'parallel.strategy = "{strategy}" was asked for, but {fault}')
         _check_room(own, subject, ranks, shard_degree(job, strategy, ranks))
     found = resolve(own, subject, machine)
@@ -177,12 +174,11 @@ def _own_split(split: SplitConfig, ranks: Ranks) -> SplitConfig:
     return replace(split, devices=tuple(map(str, ranks.devices)), **of_all)
 
 
-def _why_not_sharded(job: JobConfig, subject: Subject, ranks: Ranks) -> str:
+def _why_not_sharded(job: JobConfig, ranks: Ranks) -> str:
     """What keeps processes from sharing the weights, and what would work; "" if nothing does."""
-    scheme, family = asked(job.model.quantize), subject.info.family
+    scheme = asked(job.model.quantize)
     faults = {
         f"each process has {len(ranks.devices)} devices; start one process per device": len(ranks.devices) != 1,
-        why_not_shared_out(family): family.host is not None,
         f'model.quantize = "{scheme}" makes tensors of torchao, which cannot be cut; use "{scheme}-compute"': (
             scheme in ("fp8", "int8")
         ),
