@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _VARIABLE = "DEVICEBRIDGE_LAUNCH"
+_PARENT = "DEVICEBRIDGE_PARENT"
 
 
 class Launch:
@@ -44,3 +45,16 @@ def find_launch() -> Launch | None:
     """The launch that this process is of; None if torchrun was called by somebody else."""
     folder = os.environ.get(_VARIABLE, "")
     return Launch(Path(folder)) if folder and Path(folder).is_dir() else None
+
+
+def note_parent() -> None:
+    """Who started this process, for parent_at_start; to be called first of all. A program that takes the place of this
+    one finds it, too."""
+    if not os.environ.get(_PARENT, "").startswith(f"{os.getpid()} "):
+        os.environ[_PARENT] = f"{os.getpid()} {os.getppid()}"
+
+
+def parent_at_start() -> int:
+    """Number of the process that started this one, as far as it was noted; it may have ended since."""
+    process, _, parent = os.environ.get(_PARENT, "").partition(" ")
+    return int(parent) if process == str(os.getpid()) else os.getppid()

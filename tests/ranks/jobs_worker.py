@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import resource
@@ -123,7 +122,11 @@ def compiler(what, place):
         raise RuntimeError("no code for this graph, says the test")
 
     is_broken = what == "fails" and place.rank == place.num_ranks - 1
-    compile_fast = functools.partial(torch.compile, backend=fail if is_broken else "eager")
+    real, backend = torch.compile, fail if is_broken else "eager"
+
+    def compile_fast(forward, **options):
+        return real(forward, **{**options, "backend": backend})
+
     with mock.patch.object(torch, "compile", compile_fast):
         before = compile_blocks._count_graphs()
         yield lambda: compile_blocks._count_graphs() - before
