@@ -16,6 +16,7 @@ import torch
 
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..config.job import JobConfig
+from ..config.model import shards_weights
 from ..encoding.encode import Stopped, never
 from ..encoding.living import living_run
 from ..events import EventLog, Listener, NoEvents
@@ -71,6 +72,11 @@ def plan_job(
         host_share: jobs that share this machine's free memory.
     Raises: ValueError for a job that cannot be run as written, that does not fit, or a machine without cards.
     """
+    if shards_weights(strategy := job.parallel.asked):
+        raise ValueError(
+            f'parallel.strategy = "{strategy}" shares the weights among processes, and this plan is of one; compare '
+            'both with devicebridge plan --cards 2x24GB --card-link 12GB, or plan with "auto"'
+        )
     if cards and may_measure:
         raise ValueError("cards that were named cannot be measured; leave out --calibrate, or --cards")
     read = read_job(job, info, has_data=has_data, should_stop=should_stop)

@@ -78,13 +78,10 @@ def resolve_here(
     """
     strategy = job.parallel.asked
     if not ranks.is_launched:
-        if strategy is not None and shards_weights(strategy) and not is_to_train:  # nothing is placed
+        if shards_weights(strategy) and not is_to_train:  # nothing is placed
             job = replace(job, parallel=replace(job.parallel, strategy="auto"))
-        elif strategy is not None and shards_weights(strategy):
-            raise ValueError(
-                f'parallel.strategy = "{strategy}" needs several processes; set parallel.processes to 2 or more, '
-                'start the job with --nproc or torchrun, or set it to "auto"'
-            )
+        elif shards_weights(strategy):
+            raise ValueError(_why_not_alone(strategy, job.parallel.processes))
         return resolve(job, subject, find_machine(job.split.devices, host_share), earlier, is_to_train=is_to_train)
     count = job.train.gradient_accumulation_steps
     if ranks.is_first and count % ranks.count:
@@ -103,6 +100,19 @@ def resolve_here(
         optimizer=replace(job.optimizer, name=chosen["optimizer"]),
     )
     return ranks.together(lambda: _resolve_as(chosen["strategy"], pinned, subject, ranks, host_share))
+
+
+def _why_not_alone(strategy: Strategy | None, processes: int) -> str:
+    """Why one process does not share weights; processes: that the job asks for."""
+    if processes > 1:
+        return (
+            f'parallel.strategy = "{strategy}" shares the weights among parallel.processes = {processes} processes, '
+            'and this is one by itself; start the job with "devicebridge train", which starts them'
+        )
+    return (
+        f'parallel.strategy = "{strategy}" needs several processes; set parallel.processes to 2 or more, start the job '
+        'with --nproc or torchrun, or set it to "auto"'
+    )
 
 
 def _decide(job: JobConfig, subject: Subject, ranks: Ranks, host_share: int) -> dict[str, Any]:
@@ -128,7 +138,7 @@ def _resolve_as(
 ) -> Resolution:
     """The job of one rank, with the settings of the whole job put back."""
     share = host_share * ranks.place.num_local
-    is_sharded = strategy is not None and shards_weights(strategy)
+    is_sharded = shards_weights(strategy)
     machine = Machine(ranks.devices, host_share=share, is_planned=not is_sharded)
     own = _of_one_rank(job, ranks, strategy)
     if is_sharded:
@@ -148,7 +158,7 @@ def _resolve_as(
 
 def _of_one_rank(job: JobConfig, ranks: Ranks, strategy: Strategy | None) -> JobConfig:
     """The job as one rank with its devices would do it alone."""
-    is_sharded, is_alone = strategy is not None and shards_weights(strategy), len(ranks.devices) == 1
+    is_sharded, is_alone = shards_weights(strategy), len(ranks.devices) == 1
     split = _own_split(job.split, ranks)
     if is_sharded:
         split = replace(split, memory_limit_gb=_UNLIMITED_GB)

@@ -7,6 +7,7 @@ may take longer than that.
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -30,6 +31,14 @@ class Launch:
 
     def is_asked_to_stop(self) -> bool:
         return (self._folder / "stop").exists()
+
+    def is_first_to_say(self, text: str) -> bool:
+        """Whether no other process has asked this of the same text before."""
+        try:
+            (self._folder / f"said-{zlib.crc32(text.encode())}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
     def say_code(self, code: int) -> None:
         """What the command is to end with, if all processes end well."""

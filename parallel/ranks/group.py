@@ -41,7 +41,15 @@ class RankLost(RuntimeError):
 
 
 class RankFailed(RuntimeError):
-    """Another rank has said why it cannot go on."""
+    """Another rank has said why it cannot go on.
+
+    Attributes:
+        is_refusal: whether that was a ValueError: what was asked for cannot be.
+    """
+
+    def __init__(self, text: str, *, is_refusal: bool = False) -> None:
+        super().__init__(text)
+        self.is_refusal = is_refusal
 
 
 class Ranks:
@@ -187,12 +195,13 @@ class Ranks:
         except Exception as found:
             error = found
         is_another = isinstance(error, RankFailed)  # that one tells it, too
-        told = self.gather([is_another, "" if error is None else str(error) or type(error).__name__])
+        text = "" if error is None else str(error) or type(error).__name__
+        told = self.gather([is_another, text, isinstance(error, ValueError) or getattr(error, "is_refusal", False)])
         if error is not None:
             raise error
-        failed = min(((later, rank, text) for rank, (later, text) in enumerate(told) if text), default=None)
+        failed = min(((later, rank, *said) for rank, (later, *said) in enumerate(told) if said[0]), default=None)
         if failed is not None:
-            raise RankFailed(f"rank {self._names[failed[1]]}: {failed[2]}")
+            raise RankFailed(f"rank {self._names[failed[1]]}: {failed[2]}", is_refusal=failed[3])
         return result
 
     @contextmanager

@@ -116,6 +116,15 @@ def test_what_a_failed_rank_said_reaches_the_node(folder):
 
 
 @pytest.mark.long
+def test_a_refusal_by_all_ranks_is_one_line_and_the_code_of_one_process(folder):
+    _, file = _job(folder, "once", parallel={"strategy": "fsdp"}, lora={"dora": True})
+    process = start_cli("train", file, "--nproc", 2)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 2
+    assert output.count("lora.dora = true asks for norms of whole weights") == 1 and "Traceback" not in output
+
+
+@pytest.mark.long
 def test_a_stop_is_heard_while_another_rank_encodes_captions(folder):
     """The rank that is asked only waits, and the one that encodes is not asked."""
     job, file = _job(folder, "captions", cache={"folder": str(folder / "other_cache")})

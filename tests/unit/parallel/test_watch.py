@@ -70,9 +70,7 @@ def test_work_that_was_done_twice_may_take_the_limit_beyond_three_of_the_longest
 
 
 @pytest.mark.parametrize("sizes", [(96,), (64, 96)])
-def test_a_size_that_comes_for_the_first_or_second_time_is_no_hang(
-    sizes: Any, watch: Watch, clock: _Clock
-) -> None:
+def test_a_size_that_comes_for_the_first_or_second_time_is_no_hang(sizes: Any, watch: Watch, clock: _Clock) -> None:
     """It compiles, or is larger."""
     for _ in range(3):
         _take(watch, clock, 4.0)
@@ -206,5 +204,3 @@ def test_who_started_a_process_is_known_after_it_has_ended(monkeypatch: pytest.M
         assert parent_at_start() != 1
     monkeypatch.setenv("DEVICEBRIDGE_PARENT", f"{os.getpid() + 1} 77")  # of the process that started this one
     assert parent_at_start() == os.getppid()
-
-
