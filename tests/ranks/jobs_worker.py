@@ -15,6 +15,7 @@ import logging
 import resource
 import runpy
 import sys
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -25,6 +26,7 @@ from devicebridge.config.job import job_to_dict, load_job, make_job  # noqa: E40
 from devicebridge.encoding.sources import FolderLatents, FolderTexts  # noqa: E402
 from devicebridge.jobs.job import run_job  # noqa: E402
 from devicebridge.parallel.devices import CPU, find_devices  # noqa: E402
+from devicebridge.parallel.ranks import sharded  # noqa: E402
 from devicebridge.parallel.ranks.group import RankFailed, Ranks, joined  # noqa: E402
 from devicebridge.parallel.ranks.place import find_place, own_devices  # noqa: E402
 from devicebridge.patches import compile_blocks  # noqa: E402
@@ -52,6 +54,7 @@ def run(item, joined_ranks):
         emulated_cards(4) if is_on_cards else contextlib.nullcontext(),
         compiler(item["compiler"], place) as num_graphs,
         loaded_encoders() as loaded,
+        rows_read() as read,
     ):
         devices = own_devices(find_devices(job.split.devices), place) if is_on_cards else (CPU,)
         if item["spread"]:
@@ -72,6 +75,7 @@ def run(item, joined_ranks):
     return {
         "graphs": graphs,
         "loaded": joined_ranks.gather(loaded),
+        "read": joined_ranks.gather(read),
         "log": kept.lines,
         "status": result.status,
         "step": result.step,
@@ -112,6 +116,22 @@ def loaded_encoders():
         mock.patch.object(FolderLatents, "load", counted(FolderLatents.load)),
     ):
         yield names
+
+
+@contextlib.contextmanager
+def rows_read():
+    """Yields bytes of the weights that this rank reads of shared ones, in all and those in memory at once at most."""
+    found, kept, read_rows = {"all": 0, "at_once": 0}, [], sharded.read_rows
+
+    def counted(*arguments):
+        rows = read_rows(*arguments)
+        kept[:] = [each for each in kept if each() is not None] + [weakref.ref(rows)]
+        found["all"] += rows.nbytes
+        found["at_once"] = max(found["at_once"], sum(each().nbytes for each in kept))
+        return rows
+
+    with mock.patch.object(sharded, "read_rows", counted):
+        yield found
 
 
 @contextlib.contextmanager
