@@ -125,7 +125,7 @@ def _assemble_divided(info: CheckpointInfo, plan: ExecutionPlan, attach_adapter:
     def owner_of(name: str) -> torch.device:
         return places.get(".".join(name.split(".")[:2]), devices[0])
 
-    trees = ShardTrees(info.family, devices, owner_of)
+    trees = ShardTrees(info.family, devices, owner_of, plan.placement.shares)
     quantizer = Quantizer(info.family, plan.quantize) if plan.quantize is not None else None
     if quantizer is None:
         whole = load_transformer(info, owner_of, plan.dtype, layer_store=trees)

@@ -17,6 +17,14 @@ FLUX.2 has half of its blocks, so that its file and two models fit. Ways of a su
 "forward_ms" is one block's forward with the guard and without, timed in turns where whole steps cannot be.
 bf16, LoRA rank 16, batch 1, 512 x 512 pixels, one micro-batch a step. "forecast" is the planner's peak of allocated
 memory of the native job, over torch.cuda.max_memory_allocated. --tiny: the builds of the tests, on the CPU.
+
+With `--cards 2` each subject is whole and lies over so many cards. "usual split" takes one microbatch after the other
+through them; "pipeline" has them follow each other, --microbatches a step; "tensor" divides every block, where there
+is room for a second model. Seconds per sample, and of each card the peak, forecast and measured. `--card-gb 24` leaves
+a job so much of each card, lets the planner choose what to recompute and to stream, and compares its forecast with
+torch's own counters; the base is 8-bit then (--quantize):
+    python benchmarks/native_training.py --cards 2 --subject sdxl z_image qwen_image flux2 --folder /dev/shm/models
+    python benchmarks/native_training.py --cards 2 --card-gb 24 --subject qwen_image flux2 --folder /dev/shm/models
 """
 
 from __future__ import annotations
@@ -38,6 +46,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "native_training")
     parser.add_argument("--ways", nargs="+", help="these and native alone")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cards", type=int, default=1)
+    parser.add_argument("--card-gb", type=float, help="GB that a job may take of each card")
+    parser.add_argument("--quantize", default="fp8-compute", help="of the base, with --card-gb")
+    parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--budget-s", type=float, default=400.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU, where times mean nothing")
@@ -62,7 +74,7 @@ import statistics  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
-from contextlib import ExitStack, contextmanager  # noqa: E402
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext  # noqa: E402
 from typing import Any  # noqa: E402
 
 import comfy.supported_models  # noqa: E402
@@ -80,8 +92,10 @@ from devicebridge.jobs.job import check_job  # noqa: E402
 from devicebridge.nodes.host.native.context import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.offload.in_place import InPlaceGuard, put_back, taken_out  # noqa: E402
+from devicebridge.parallel.runner import PlainAccumulation, Runner  # noqa: E402
 from devicebridge.patches.attention import sound_attention  # noqa: E402
 from devicebridge.patches.compile_blocks import CompiledBlocks, apply_compile  # noqa: E402
+from devicebridge.planning.plan_training import TrainingPlan  # noqa: E402
 from devicebridge.tests.comfy.native_headers import SDXL, Z_IMAGE  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, small_sizes  # noqa: E402
 from devicebridge.training.batches import CachedSamples  # noqa: E402
@@ -101,6 +115,9 @@ from random_job import (  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 DEVICE = torch.device("cpu" if OPTIONS.tiny else "cuda:0")
+DTYPE = "float32" if OPTIONS.tiny else "bfloat16"
+KIND = "lazy" if OPTIONS.tiny else "cuda"
+CARDS = tuple(torch.device(KIND, index) for index in range(OPTIONS.cards)) if OPTIONS.cards > 1 else (DEVICE,)
 _FEWEST = 4  # rounds, the first two of which warm up, however little time is left
 _NUM_LAYERS = ("num_layers", "num_single_layers")
 _FLUX2 = {
@@ -114,6 +131,7 @@ _SDXL = {**SDXL, "num_head_channels": 64, "num_heads": -1}
 _QWEN = {"image_model": "qwen_image", "in_channels": 64, "num_layers": 60}
 
 
+WHOLE_FLUX2 = TinyFamily("Flux2", {**_FLUX2, "depth": 8, "depth_single_blocks": 48}, (128, 32, 32), (512, 15360), ())
 SUBJECTS = {
     "flux2": TinyFamily("Flux2", _FLUX2, (128, 32, 32), (512, 15360), ()),
     "z_image": TinyFamily("ZImage", Z_IMAGE, (16, 64, 64), (512, 2560), ()),
@@ -141,25 +159,22 @@ def encode(subject: TinyFamily, folder: Path) -> Path:
 
 
 @contextmanager
-def native_trainer(subject: TinyFamily, path: Path) -> Iterator[tuple[Trainer, int]]:
-    """A job on the file, ready for its first step; and the planner's peak in bytes, 0 without one."""
-    job = make_job(
-        {
-            "model": {"path": str(path), "family": "comfyui", "dtype": "bfloat16"},
-            "split": {"devices": [str(DEVICE)], "blocks_without_checkpointing": [0], "calibrate": "off"},
-            "lora": {"rank": 16, "alpha": 16.0},
-            "data": {"encoded": str(encode(subject, path.parent))},
-            "train": {"steps": 1000},
-            "output": {"folder": str(path.parent / "run"), "tensorboard": False},
-        }
-    )
+def native_trainer(subject: TinyFamily, path: Path, **sections: Any) -> Iterator[tuple[Trainer, TrainingPlan | None]]:
+    """A job on the file, ready for its first step, and its plan. sections: of the job, beside what all jobs have."""
+    settings: dict[str, dict[str, Any]] = {
+        "model": {"path": str(path), "family": "comfyui", "dtype": DTYPE},
+        "split": {"devices": [str(DEVICE)], "blocks_without_checkpointing": [0], "calibrate": "off"},
+        "lora": {"rank": 16, "alpha": 16.0},
+        "data": {"encoded": str(encode(subject, path.parent))},
+        "train": {"steps": 1000},
+        "output": {"folder": str(path.parent / "run"), "tensorboard": False},
+    }
+    job = make_job({key: settings.get(key, {}) | sections.get(key, {}) for key in settings | sections})
     with small_sizes(subject), native_training(), ExitStack() as cleanup:
-        info = read_native(path, "bfloat16")
+        info = read_native(path, DTYPE)
         plan = check_job(job, info=info)
         events = cleanup.enter_context(EventLog(Path(job.output.folder)))
-        trainer = build_trainer(plan, {}, cache_job(plan, events), events, cleanup)
-        devices = plan.training.devices if plan.training is not None else ()
-        yield trainer, max((each.allocated for each in devices), default=0)
+        yield build_trainer(plan, {}, cache_job(plan, events), events, cleanup), plan.training
 
 
 class _WhenNeeded(CachedSamples):
@@ -196,8 +211,9 @@ def timed(trainer: Trainer) -> float:
 
 
 def _synchronize() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize(DEVICE)
+    for card in CARDS:
+        if card.type == "cuda":
+            torch.cuda.synchronize(card)
 
 
 @contextmanager
@@ -274,7 +290,8 @@ def measure(name: str) -> dict[str, Any]:
     say(f"{name}: {found['file_gb']:.1f} GB written")
     times: dict[str, list[float]] = {}
     try:
-        with native_trainer(subject, path) as (trainer, forecast), ExitStack() as cleanup:
+        with native_trainer(subject, path) as (trainer, plan), ExitStack() as cleanup:
+            forecast = max((each.allocated for each in plan.devices), default=0) if plan is not None else 0
             path.unlink()
             say(f"{name}: loaded")
             peak = _peak(lambda: timed(trainer))
@@ -300,6 +317,107 @@ def measure(name: str) -> dict[str, Any]:
                 own / other for own, other in zip(times["native"], each, strict=True)
             )
     return found
+
+
+# ---- over several cards
+
+
+def measure_on_cards(name: str) -> dict[str, Any]:
+    """One subject over all cards, its ways in turns."""
+    subject = FAMILIES[name] if OPTIONS.tiny else SUBJECTS[name] if name != "flux2" else WHOLE_FLUX2
+    path = OPTIONS.folder / name / "model.safetensors"
+    write_model(subject, path)
+    found: dict[str, Any] = {"file_gb": path.stat().st_size / 1e9, "ratios": {}}
+    say(f"{name}: {found['file_gb']:.1f} GB written")
+    capped = OPTIONS.card_gb is not None
+    sections: dict[str, dict[str, Any]] = {
+        "split": {"devices": list(map(str, CARDS)), "blocks_without_checkpointing": [0] * len(CARDS)},
+        "parallel": {"strategy": "pipeline"},
+        "train": {"steps": 1000, "gradient_accumulation_steps": OPTIONS.microbatches},
+    }
+    if capped:
+        del sections["split"]["blocks_without_checkpointing"]
+        sections["model"] = {"quantize": OPTIONS.quantize}
+    try:
+        with _capped_cards(), _emulation(), ExitStack() as cleanup:
+            trainer, plan = cleanup.enter_context(native_trainer(subject, path, **sections))
+            say(f"{name}: loaded")
+            found |= _peaks_beside_forecast(trainer, plan)
+            model, home = trainer.runner.replica_for(0)
+            runners = {"usual split": PlainAccumulation(model, home), "pipeline": trainer.runner}
+            ways = {way: functools.partial(_run_by, trainer, runner) for way, runner in runners.items()}
+            has_room = OPTIONS.tiny or 2 * found["file_gb"] < 60 * len(CARDS)
+            if not capped and has_room:
+                try:
+                    ways["tensor"] = _tensor_way(subject, path, sections, cleanup, found)
+                except ValueError as error:
+                    found["cannot"] = {"tensor": first_line(error)}
+            times: dict[str, list[float]] = {}
+            for number in range(2 + OPTIONS.rounds * (not capped)):
+                for way in ways:
+                    taken = ways[way]()
+                    times.setdefault(way, []).extend([taken] if number > 1 else [])
+    finally:
+        path.unlink(missing_ok=True)
+    found["seconds per sample"] = {way: statistics.median(each) for way, each in times.items() if each}
+    found["all seconds"] = times
+    for way, each in found["seconds per sample"].items():
+        found["ratios"][f"usual split over {way}"] = found["seconds per sample"]["usual split"] / each
+    return found
+
+
+def _emulation() -> AbstractContextManager[None]:
+    if not OPTIONS.tiny:
+        return nullcontext()
+    from devicebridge.tests.comfy.native_steps import cards_of
+
+    return cards_of(make_random_job(split={"devices": list(map(str, CARDS))}))
+
+
+@contextmanager
+def _capped_cards() -> Iterator[None]:
+    """Cards of which this process may take --card-gb."""
+    cards = [card for card in CARDS if card.type == "cuda" and OPTIONS.card_gb is not None]
+    for card in cards:
+        total = torch.cuda.get_device_properties(card).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, OPTIONS.card_gb * 1e9 / total), card)
+    try:
+        yield
+    finally:
+        for card in cards:
+            torch.cuda.set_per_process_memory_fraction(1.0, card)
+
+
+def _peaks_beside_forecast(trainer: Trainer, plan: TrainingPlan | None) -> dict[str, Any]:
+    """Of each card: GB in the second step at most, and what was forecast."""
+    for number in range(2):
+        if number and DEVICE.type == "cuda":
+            for card in CARDS:
+                torch.cuda.reset_peak_memory_stats(card)
+        timed(trainer)
+    peaks = [torch.cuda.max_memory_allocated(card) / 1e9 for card in CARDS if card.type == "cuda"]
+    forecasts = [each.allocated / 1e9 for each in plan.devices] if plan is not None else []
+    over = [forecast / peak for forecast, peak in zip(forecasts, peaks, strict=False)]
+    chosen = plan.setting if plan is not None else None
+    return {"peak_gb": peaks, "forecast_gb": forecasts, "forecast over peak": over, "plan": str(chosen)}
+
+
+def _run_by(trainer: Trainer, runner: Runner) -> float:
+    trainer.runner = runner
+    return timed(trainer) / trainer.job.train.gradient_accumulation_steps
+
+
+def _tensor_way(
+    subject: TinyFamily, path: Path, sections: dict[str, Any], cleanup: ExitStack, found: dict[str, Any]
+) -> Callable[[], float]:
+    """One microbatch a step, which all cards compute together; beside the other ways' model."""
+    own = {**sections, "parallel": {"strategy": "tensor"}, "train": {"steps": 1000}}
+    before = [torch.cuda.memory_allocated(card) / 1e9 for card in CARDS if card.type == "cuda"]
+    trainer, plan = cleanup.enter_context(native_trainer(subject, path, **own))
+    peaks = _peaks_beside_forecast(trainer, plan)
+    peaks["peak_gb"] = [peak - there for peak, there in zip(peaks["peak_gb"], before, strict=True)]
+    found["tensor"] = {key: peaks[key] for key in ("peak_gb", "forecast_gb")}
+    return functools.partial(_run_by, trainer, trainer.runner)
 
 
 def _add_compiled(ways: dict[str, Callable[[], float]], way: str, trainer: Trainer, cleanup: ExitStack) -> None:
@@ -390,7 +508,7 @@ def main() -> None:
             say(f"{name}: no time left")
             continue
         try:
-            report["subjects"][name] = measure(name)
+            report["subjects"][name] = measure(name) if OPTIONS.cards == 1 else measure_on_cards(name)
         except Exception as error:
             traceback.print_exc()
             report["subjects"][name] = {"failed": first_line(error)}

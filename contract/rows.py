@@ -226,14 +226,14 @@ ROWS: tuple[Row, ...] = (
     *_read(
         "split",
         _PATCHER,
-        {
-            "override": "patch_weight_to_device(key, device_to, ...); model_state_dict_for_saving(...)",
-            "call": "patch_weight_to_device(key, device_to, ...); model_state_dict_for_saving(...)",
-        },
+        dict.fromkeys(
+            ("override", "call"), "patch_weight_to_device(key, device_to, ...); model_state_dict_for_saving(...)"
+        ),
     ),
+    *_read("split", "comfy_aimdo.model_vbar", {"call": "vbar_fault(alloc); vbar_unpin(alloc)"}),
     *_read("split", "comfy_aimdo.model_vbar.ModelVBAR", {"call": "set_watermark_limit(size_bytes)"}),
     # ---- nodes/host/split: models, loading, memory
-    *_read("split", "comfy.memory_management", {"has": "aimdo_enabled"}),
+    *_read("split", "comfy", {"has": "memory_management.aimdo_enabled", "says": "ops.cast_modules_with_vbar(_v)"}),
     *_read(
         "split",
         "comfy.model_management",

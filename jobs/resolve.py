@@ -2,8 +2,8 @@
 
 Nothing after this asks which devices there are, and nothing reads a setting that may be "auto". Where the cards' memory
 is known, the planner chooses within what the job leaves open. Elsewhere "auto" is what every machine can do. A run that
-is resumed keeps the placement it began with, whatever memory is free today: another one would draw dropout elsewhere
-and sum gradients in another order.
+is resumed keeps the placement it began with, shares of divided blocks included, whatever memory is free today: another
+one would draw dropout elsewhere and sum gradients in another order.
 """
 
 from __future__ import annotations
@@ -89,11 +89,13 @@ class Resolution:
 
 
 class _Earlier(NamedTuple):
-    """Where the run that is resumed has its blocks, its copies of the model, and its shares of each block."""
+    """Where the run that is resumed has its blocks, its copies of the model, and its shares of each block, as a
+    Placement has them."""
 
     devices: tuple[torch.device, ...]
     replicas: tuple[torch.device, ...]
     shards: tuple[torch.device, ...]
+    shares: tuple[int, ...]
 
     @property
     def strategy(self) -> Strategy | None:
@@ -102,7 +104,10 @@ class _Earlier(NamedTuple):
 
     def place(self, found: Placement) -> Placement:
         """As the run began, with the blocks of today's placement."""
-        return Placement(found.blocks, self.devices, self.devices[0], replicas=self.replicas, shards=self.shards)
+        home = self.devices[0]
+        return Placement(
+            found.blocks, self.devices, home, replicas=self.replicas, shards=self.shards, shares=self.shares
+        )
 
 
 def resolve(
@@ -120,10 +125,8 @@ def resolve(
         is_to_train: False for filling caches, while other processes may use the cards: nothing is forecast then.
     Raises: ValueError if nothing fits, the cuts are impossible, or the run to resume was of another strategy.
     """
-    before = None
-    if earlier is not None:
-        keys = ("placement", "replicas", "shards")
-        before = _Earlier(*(tuple(map(find_device, earlier.get(key, ()))) for key in keys))
+    before = None if earlier is None else _earlier_of(earlier)
+    if before is not None:
         _refuse_other_strategy(job, machine, before)
     space = search_space(job)
     training = _plan_as_before(job, subject, machine, before) if is_to_train else None
@@ -164,6 +167,13 @@ def resolve(
         has_graphs=is_to_train and _has_graphs(job, subject, placement.used_devices, strategy),
     )
     return Resolution(job, execution, training)
+
+
+def _earlier_of(facts: Mapping[str, Any]) -> _Earlier:
+    devices, replicas, shards = (
+        tuple(map(find_device, facts.get(key, ()))) for key in ("placement", "replicas", "shards")
+    )
+    return _Earlier(devices, replicas, shards, tuple(facts.get("shares", ())))  # old ones divided evenly
 
 
 def _strategy_of(subject: Subject, space: SearchSpace, placement: Placement, chosen: Strategy) -> Strategy:
@@ -248,7 +258,7 @@ def _undivided_settings(job: JobConfig) -> str:
 
 def _refuse_undividable(job: JobConfig, subject: Subject, num_devices: int) -> None:
     """Raises: ValueError if the model's blocks cannot be divided among so many devices."""
-    fault = division_fault(subject.model, subject.info.family, num_devices, _asked_quantizing(job))
+    fault = division_fault(subject.model, subject.info.family, (1,) * num_devices, _asked_quantizing(job))
     if fault:
         raise ValueError(f'parallel.strategy = "tensor" was asked for, but {fault}')
 
@@ -289,7 +299,8 @@ def _plan_as_before(job: JobConfig, subject: Subject, machine: Machine, before: 
 
     Raises: ValueError if nothing fits.
     """
-    cuts = None
+    cuts: tuple[int, ...] | None = None
+    shares: tuple[int, ...] = ()
     if before is not None:
         devices = before.replicas or before.shards or before.devices
         machine = replace(machine, devices=tuple(dict.fromkeys(devices)))
@@ -297,6 +308,7 @@ def _plan_as_before(job: JobConfig, subject: Subject, machine: Machine, before: 
             split = replace(job.split, balance="memory", split_at=())
             job = replace(job, parallel=replace(job.parallel, strategy=before.strategy), split=split)
             refuse_block_settings(job)
+            shares = before.shares or (1,) * len(before.shards)
         else:
             cuts = tuple(i for i in range(1, len(before.devices)) if before.devices[i] != before.devices[i - 1])
     if machine.cards is None:
@@ -304,17 +316,24 @@ def _plan_as_before(job: JobConfig, subject: Subject, machine: Machine, before: 
     if fault := why_no_forecast(subject.info.family.native):
         _log.warning("%s is split by size, without a forecast: %s", subject.info.family.title, fault)
         return None
-    training = plan_on(job, subject, machine, MEASURING[job.split.calibrate], cuts)
+    training = plan_on(job, subject, machine, MEASURING[job.split.calibrate], cuts, shares)
     if training.warning:
         _log.warning("%s", training.warning)
     return training
 
 
 def plan_on(
-    job: JobConfig, subject: Subject, machine: Machine, measuring: Measuring, cuts: tuple[int, ...] | None = None
+    job: JobConfig,
+    subject: Subject,
+    machine: Machine,
+    measuring: Measuring,
+    cuts: tuple[int, ...] | None = None,
+    shares: tuple[int, ...] = (),
 ) -> TrainingPlan:
     """What the planner chooses on a machine whose cards' memory is known; on cards that are elsewhere by estimates.
 
+    Args:
+        cuts, shares: of the run that is resumed, as a Question has them.
     Raises: ValueError if nothing fits.
     """
     assert machine.cards is not None
@@ -332,6 +351,7 @@ def plan_on(
         subject.largest[:2],
         subject.largest[2],
         cuts=cuts,
+        given_shares=shares,
         host_bytes=machine.host_bytes,
         graphs_fault=why_no_graphs(job, len(subject.train), machine.devices),
         picture=size_of_pictures(job, subject.info.family, subject.variant, longest),

@@ -102,12 +102,13 @@ def _fingerprint_of_start(path: str) -> str:
     return file_fingerprint(path) if path and Path(path).is_file() else ""
 
 
-def placement_facts(placement: Placement) -> dict[str, list[str]]:
-    """The device of every block, and of every replica or shard, as a checkpoint keeps them."""
+def placement_facts(placement: Placement) -> dict[str, list[str] | list[int]]:
+    """The device of every block, and of every replica or shard and its share, as a checkpoint keeps them."""
     return {
         "placement": [str(device) for device in placement.devices],
         "replicas": [str(device) for device in placement.replicas],
         "shards": [str(device) for device in placement.shards],
+        "shares": list(placement.shares),
     }
 
 

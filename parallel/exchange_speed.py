@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from .devices import synchronize
-from .staged_copies import StagedCopies, go_through_host
+from .staged_copies import copies_between
 from .stopwatch import Stopwatch, WaitingStopwatch, make_stopwatch
 from .transfer import Arrivals, SideStreams, settle
 
@@ -24,11 +24,6 @@ _LARGEST_PRODUCT = 4096  # rows and columns
 _LONG_ENOUGH_S = 5e-3
 
 
-def copies_between(*devices: torch.device) -> SideStreams:
-    """How partial sums travel between these cards."""
-    return StagedCopies() if go_through_host(devices) else SideStreams()
-
-
 def exchange_speed(
     one: torch.device, other: torch.device, copies: SideStreams | None = None, watch: Stopwatch | None = None
 ) -> tuple[float, float]:
@@ -36,7 +31,7 @@ def exchange_speed(
 
     Takes about 100 MiB of each card, and some milliseconds.
     """
-    copies, watch = copies or copies_between(one, other), watch or WaitingStopwatch(one, other)
+    copies, watch = copies or copies_between((one, other)), watch or WaitingStopwatch(one, other)
     small = _exchange_s(one, other, copies, watch, _SMALL_BYTES, _NUM_SMALL)
     large = _exchange_s(one, other, copies, watch, _LARGE_BYTES, _NUM_LARGE)
     return small, (_LARGE_BYTES - _SMALL_BYTES) / max(large - small, 1e-9)

@@ -34,6 +34,7 @@ class Placement:
             are those of home's copy then.
         shards: devices that compute every block together, home first, each with a share of its weights and with all
             of what is outside the blocks; () where a block is on one device. devices are all home then.
+        shares: of heads, one number for each shard, in whose proportion they are shared out; () is evenly.
     """
 
     blocks: tuple[str, ...]
@@ -42,11 +43,13 @@ class Placement:
     tail: tuple[str, ...] = ()
     replicas: tuple[torch.device, ...] = ()
     shards: tuple[torch.device, ...] = ()
+    shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.blocks) != len(self.devices):
             raise ValueError(f"{len(self.blocks)} blocks and {len(self.devices)} devices; give one device per block")
         assert not (self.replicas and self.shards)
+        assert not self.shares or len(self.shares) == len(self.shards)
         assert not self.side_by_side or {self.home, *self.devices} == {self.side_by_side[0]} and not self.tail
 
     def runs(self) -> list[tuple[str, int]]:
@@ -98,7 +101,8 @@ class Placement:
         if self.replicas:
             return f"all {len(self.blocks)} blocks on each of {', '.join(map(str, self.replicas))}"
         if self.shards:
-            return f"each of {len(self.blocks)} blocks divided among {', '.join(map(str, self.shards))}"
+            shares = f", {' to '.join(map(str, self.shares))}" if self.shares else ""
+            return f"each of {len(self.blocks)} blocks divided among {', '.join(map(str, self.shards))}{shares}"
         counts = {device: self.devices.count(device) for device in self.used_devices}
         return ", ".join(f"{device}: {count} blocks" for device, count in counts.items())
 
@@ -281,20 +285,25 @@ def plan_shards(
     block_bytes: Sequence[int],
     home_bytes: int,
     budget_bytes: Mapping[torch.device, int | None],
+    shares: Sequence[int] = (),
 ) -> Placement:
     """A share of every block on each device, and all else on all of them.
 
+    Args:
+        shares: as of a Placement.
     Raises: ValueError naming the first device that may not hold its share.
     """
-    num_bytes = sum(block_bytes) // len(devices) + home_bytes
-    for device in devices:
+    parts = shares or (1,) * len(devices)
+    for device, part in zip(devices, parts, strict=True):
+        num_bytes = sum(block_bytes) * part // sum(parts) + home_bytes
         limit = budget_bytes.get(device)
         if limit is not None and num_bytes > limit:
             raise ValueError(
                 f'parallel.strategy = "tensor" puts {num_bytes / 1e9:.2f} GB of weights on {device}, which may hold '
                 f'{limit / 1e9:.2f} GB; name another device, or set it to "auto"'
             )
-    return Placement(tuple(blocks), (devices[0],) * len(blocks), devices[0], shards=tuple(devices))
+    home = devices[0]
+    return Placement(tuple(blocks), (home,) * len(blocks), home, shards=tuple(devices), shares=tuple(shares))
 
 
 def plan_manual(blocks: Sequence[str], devices: Sequence[torch.device], split_at: Sequence[int]) -> Placement:
@@ -393,8 +402,8 @@ def estimate_block_flops(
 ) -> list[float]:
     """Floating-point operations of one forward of each block, in execution order, batch 1. Works on meta tensors.
 
-    Linears cost 2 * weights * tokens they see; attention over all tokens is counted alike for every block (4 S² D),
-    which is exact for joint attention and only shifts all blocks equally elsewhere.
+    Linears, and convolutions along the tokens, cost 2 * weights * tokens they see. Attention over all tokens is counted
+    alike for every block (4 S² D), which is exact for joint attention and only shifts all blocks equally elsewhere.
     """
     return [
         _block_flops(block, block_list, num_image_tokens, num_text_tokens)
@@ -405,13 +414,14 @@ def estimate_block_flops(
 def blocks_with_lists(model: nn.Module, family: ModelFamily) -> list[tuple[nn.Module, BlockList]]:
     """Every block in execution order, with what its linears run over."""
     if family.native is not None:
-        side = _native_list(family.native)
+        side = native_list(family.native)
         return [(model.get_submodule(name), side) for name in block_names(model, family)]
     return [(block, each) for each in family.block_lists for block in getattr(model, each.name)]
 
 
-def _native_list(layout: NativeModel) -> BlockList:
-    return BlockList("", layout.text_modules, is_joint=True, sample_modules=layout.sample_modules)
+def native_list(layout: NativeModel) -> BlockList:
+    """What the linears of a block of one of ComfyUI's own models run over."""
+    return BlockList("", layout.text_modules, layout.is_joint, layout.sample_modules, layout.routed_modules)
 
 
 def native_block_flops(
@@ -425,24 +435,39 @@ def native_block_flops(
 
     The share of a block changes little with the size.
     """
-    side = _native_list(layout)
+    side = native_list(layout)
     return [_block_flops(model.get_submodule(name), side, num_image_tokens, num_text_tokens) for name in blocks]
 
 
 def _block_flops(block: nn.Module, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> float:
     all_tokens = num_image_tokens + num_text_tokens
-    linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
-    width = min((module.in_features for module in linears.values()), default=0)  # D; the others read wider states
-    total = 4.0 * all_tokens**2 * width
-    for name, module in linears.items():
-        total += 2.0 * module.weight.numel() * tokens_seen(name, block_list, num_image_tokens, num_text_tokens)
-    return total
+    others = (*block_list.sample_modules, *block_list.text_modules)
+    widths = (
+        module.in_features
+        for name, module in block.named_modules()
+        if isinstance(module, nn.Linear) and not matches_any(name, others)
+    )
+    width = min(widths, default=0)  # D; the others read wider states
+    layers = products_of(block, block_list, num_image_tokens, num_text_tokens)
+    return 4.0 * all_tokens**2 * width + sum(layers.values())
 
 
-def tokens_seen(name: str, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> int:
+def products_of(
+    block: nn.Module, block_list: BlockList, num_image_tokens: int, num_text_tokens: int
+) -> dict[str, float]:
+    """Name of each linear in a block, and of each convolution along the tokens -> its operations, batch 1."""
+    return {
+        name: 2.0 * module.weight.numel() * tokens_seen(name, block_list, num_image_tokens, num_text_tokens)
+        for name, module in block.named_modules()
+        if isinstance(module, (nn.Linear, nn.Conv1d))
+    }
+
+
+def tokens_seen(name: str, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> float:
     """How many tokens a linear of a block runs over, by its name in the block."""
     if matches_any(name, block_list.sample_modules):
         return 1
+    share = next((each for pattern, each in block_list.routed_modules.items() if matches_any(name, (pattern,))), 1)
     if matches_any(name, block_list.text_modules):
-        return num_text_tokens
-    return num_image_tokens + num_text_tokens if block_list.is_joint else num_image_tokens
+        return num_text_tokens * share
+    return (num_image_tokens + num_text_tokens * block_list.is_joint) * share

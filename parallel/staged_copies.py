@@ -9,8 +9,9 @@ current stream wait for the last piece, as with copies that take the direct way.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import permutations
+from typing import Any
 
 import torch
 
@@ -21,27 +22,44 @@ from .transfer import Arrivals, CurrentStreams, Pair, SideStreams, module_with_s
 PIECE_BYTES = 2**23  # large enough that the copy takes longer than its launch, small enough that two of them overlap
 
 
-def go_through_host(devices: Sequence[torch.device]) -> bool:
-    """Whether two of these cards are known to have no access to each other's memory."""
-    return any(has_peer_access(*pair) is False for pair in permutations(dict.fromkeys(devices), 2))
+def pairs_through_host(devices: Sequence[torch.device]) -> frozenset[Pair]:
+    """Of these cards the pairs, source and target, that are known to have no access to each other's memory."""
+    return frozenset(pair for pair in permutations(dict.fromkeys(devices), 2) if has_peer_access(*pair) is False)
+
+
+def copies_between(devices: Sequence[torch.device]) -> SideStreams:
+    """How tensors travel between these cards; some pairs may have access, and others not."""
+    pairs = pairs_through_host(devices)
+    return StagedCopies(pairs=pairs) if pairs else SideStreams()
 
 
 class StagedCopies(SideStreams):
-    """As SideStreams, through host memory. A pair of cards takes two buffers of it, and is one thread's at a time."""
+    """As SideStreams, through host memory. A pair of cards takes two buffers of it, and is one thread's at a time.
 
-    def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
+    Args:
+        pairs: that go through host memory, the others directly; None for all.
+    """
+
+    def __init__(self, piece_bytes: int = PIECE_BYTES, pairs: Collection[Pair] | None = None) -> None:
         super().__init__()
-        self._piece_bytes = piece_bytes
+        self._piece_bytes, self._pairs = piece_bytes, pairs
         self._buffers: dict[Pair, deque[PinnedBuffer]] = {}
 
-    def copy(self, tensor: torch.Tensor, device: torch.device, arrivals: Arrivals) -> torch.Tensor:
-        pair = tensor.device, device
-        module = module_with_streams(*pair)
-        if module is None or not tensor.numel():
-            return super().copy(tensor, device, arrivals)
+    def copies(self, tensors: Sequence[torch.Tensor], device: torch.device, arrivals: Arrivals) -> list[torch.Tensor]:
+        pair = tensors[0].device, device
+        is_direct = self._pairs is not None and pair not in self._pairs
+        module = None if is_direct else module_with_streams(*pair)
+        if module is None:
+            return super().copies(tensors, device, arrivals)
         buffers = self._buffers_of(pair)
         if device.type == "cuda" and not all(buffer.is_pinned for buffer in buffers):
-            return super().copy(tensor, device, arrivals)  # the driver has pinned memory of its own
+            return super().copies(tensors, device, arrivals)  # the driver has pinned memory of its own
+        return [self._staged(tensor, pair, module, arrivals) for tensor in tensors]
+
+    def _staged(self, tensor: torch.Tensor, pair: Pair, module: Any, arrivals: Arrivals) -> torch.Tensor:
+        buffers, device = self._buffers_of(pair), pair[1]
+        if not tensor.numel():
+            return super().copies((tensor,), device, arrivals)[0]
         leaving, arriving = self.streams_of(pair, module)
         source = tensor.contiguous()
         # The pieces are read on the source's current stream and written on the target's: both must be ours.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -42,18 +42,23 @@ class SideStreams:
 
         Devices without streams, and copies from or to the host, take the ordinary way.
         """
-        pair = tensor.device, device
+        return self.copies((tensor,), device, arrivals)[0]
+
+    def copies(self, tensors: Sequence[torch.Tensor], device: torch.device, arrivals: Arrivals) -> list[torch.Tensor]:
+        """As copy, of tensors that are on one device: streams are chosen and waited for once."""
+        pair = tensors[0].device, device
         module = module_with_streams(*pair)
         if module is None:
-            return copy_to(tensor, device)
+            return [copy_to(tensor, device) for tensor in tensors]
         leaving, arriving = self.streams_of(pair, module)
         with CurrentStreams(module, leaving, arriving) as (of_source, of_target):
             leaving.wait_stream(of_source)
-            copy = tensor.to(device, non_blocking=True)
-        tensor.record_stream(leaving)
-        copy.record_stream(of_target)
+            made = [tensor.to(device, non_blocking=True) for tensor in tensors]
+        for tensor, copy in zip(tensors, made, strict=True):
+            tensor.record_stream(leaving)
+            copy.record_stream(of_target)
         arrivals[pair] = arriving.record_event()
-        return copy
+        return made
 
     def streams_of(self, pair: Pair, module: Any) -> tuple[Any, Any]:
         """The stream that reads the source and the one that writes the target; made once."""
@@ -82,14 +87,15 @@ class CurrentStreams:
         self._choose(self._before)
 
     def _choose(self, streams: Sequence[Any]) -> None:
-        for stream in streams:
-            self._module.set_stream(stream)
-        self._module.set_device(self._device)  # last, since choosing a stream chooses its device
+        for stream in reversed(streams):
+            self._module.set_stream(stream)  # chooses its device, too; the first one's mostly is the current one
+        if self._streams[0].device.index != self._device:
+            self._module.set_device(self._device)
 
 
 def settle(arrivals: Arrivals, device: torch.device | None = None) -> None:
     """Have the current stream of device (None: of every target) wait for the copies under way, and forget these."""
-    for pair in [pair for pair in arrivals if device is None or pair[1] == device]:
+    for pair in list(arrivals) if device is None else [pair for pair in arrivals if pair[1] == device]:
         module = device_module(pair[1])
         assert module is not None
         module.current_stream(pair[1].index).wait_event(arrivals.pop(pair))
@@ -104,14 +110,18 @@ def module_with_streams(source: torch.device, target: torch.device) -> Any:
     return module if all(hasattr(module, name) for name in needs) else None
 
 
-@contextlib.contextmanager
-def versioned() -> Iterator[None]:
+class Versioned:
     """What is made inside has a version that says whether it was written to; in inference mode tensors have none."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+
+    def __enter__(self) -> None:
+        self._mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        if self._mode is not None:
+            self._mode.__enter__()
+            torch.set_grad_enabled(False)  # leaving that mode has allowed it; going back to it restores what was
+
+    def __exit__(self, *error: object) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
 
 
 def device_switch(device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:

@@ -23,8 +23,11 @@ from torch.utils.hooks import RemovableHandle
 BeforeHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 # (module, args, kwargs, output) -> output, or None to leave it
 AfterHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
+# (the module's own call, args, kwargs) -> output
+AroundHook = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-_PLAIN = frozenset({bool, int, float, str})  # most of what is no tensor; told apart quickly, since hooks run per block
+# The types of most of what holds no tensor; told apart quickly, since hooks run per block.
+PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 class HookSet:
@@ -32,9 +35,10 @@ class HookSet:
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
+        self._surrounded: list[nn.Module] = []
 
     def __len__(self) -> int:
-        return len(self._handles)
+        return len(self._handles) + len(self._surrounded)
 
     @property
     def ids(self) -> set[int]:
@@ -54,11 +58,48 @@ class HookSet:
         handle = module.register_forward_hook(hook, with_kwargs=True, always_call=also_on_error)
         self._handles.append(handle)
 
+    def around(self, module: nn.Module, hook: AroundHook) -> None:
+        """Call hook in the place of the module, whose own call has all other hooks; one hook per module.
+
+        The module is of a subclass meanwhile, as Python looks `__call__` up in the class. It costs a tenth of what
+        torch takes to run a hook before and one behind the module.
+        """
+        assert _AROUND not in module.__dict__, "one at a time"
+        module.__dict__[_AROUND] = hook
+        module.__class__ = _surrounded(type(module))  # type: ignore[arg-type]
+        self._surrounded.append(module)
+
     def remove(self) -> None:
         """Take every hook off again; a second call is a no-op."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for module in self._surrounded:
+            module.__class__ = type(module).__mro__[1]
+            del module.__dict__[_AROUND]
+        self._surrounded.clear()
+
+
+_AROUND = "_devicebridge_around"
+
+
+@functools.cache
+def _surrounded(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class, called through what its object holds under _AROUND."""
+
+    class Surrounded(cls):  # type: ignore[valid-type,misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self.__dict__[_AROUND](super().__call__, args, kwargs)
+
+    Surrounded.__name__, Surrounded.__qualname__ = cls.__name__, cls.__qualname__
+    Surrounded.__module__ = cls.__module__
+    return Surrounded
+
+
+def own_call(module: nn.Module) -> Callable[..., Any]:
+    """How the module is called without the hook around it."""
+    cls = type(module).__mro__[1] if _AROUND in module.__dict__ else type(module)
+    return functools.partial(cls.__call__, module)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor], passed_by: Collection[Any] = frozenset()) -> Any:
@@ -72,7 +113,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], passed_by: Colle
     """
     if isinstance(value, Tensor):
         return change(value)
-    if value is None or type(value) in _PLAIN:
+    if type(value) in PLAIN:
         return value
     if isinstance(value, (tuple, list)):
         items = [map_tensors(item, change, passed_by) for item in value]

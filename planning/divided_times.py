@@ -2,46 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from ..families.spec import BlockList, ModelFamily
 from ..parallel.local.shards import find_plan
-from ..parallel.placement import blocks_with_lists, tokens_seen
+from ..parallel.placement import blocks_with_lists, products_of, tokens_seen
 from .block_times import ASSUMED_LINK_BYTES_PER_S, BlockTimes
 from .cards import Card
 
-# What Python takes to launch the kernels of one block on one card, forwards and backwards. The cards' threads share one
-# lock, so all cards' launches add up. From a step of FLUX.2 at 512x512 whose cards waited for the host, with PEFT's
-# layers and torch's checkpointing (docs/internals/experiments.md, 2026-11-23). Ours take less: the forecast errs
-# towards other strategies.
-HOST_FORWARD_S, HOST_BACKWARD_S = 0.002, 0.004
+# What Python takes on each card per operation that it launches, and per exchange between cards. The cards' threads
+# share one lock, so all cards' launches add up. Operations and exchanges are counted, by dry runs and from the plans.
+#
+# LAUNCH_S: FLUX.1 at 512x512 in bf16 over two H200, where the host is the limit, with this pack's LoRA and its
+# recomputation (benchmarks/results/train_step_flux1-512_2xh200_2026-11-22.json). A sample is 15105 launches with every
+# block recomputed, 10583 with none. Two replicas took 28.1 and 25.4 us for each, a pipeline 29.6 and 29.5.
+# EXCHANGE_S: half of what an exchange of two ranks takes that have a thread each, for each has its half of the work:
+# 320, 506 and 273 us for FLUX.1, FLUX.2 and Wan, without gradients, both ranks on one H200
+# (benchmarks/results/meeting_time_h200_2026-11-23.json). Nobody has measured it in a backward.
+LAUNCH_S, EXCHANGE_S = 28e-6, 180e-6
 
 
 @dataclass(frozen=True)
 class DividedTimes:
-    """Times of one of several equal cards: its share of the computation, and what it waits for the others' sums.
+    """Times of one of several cards: its share of the computation, and what it waits for the others' sums.
 
     Args:
         whole: of blocks that one card computes alone.
         cards: all of them.
+        shares: theirs of every block, in proportion.
         exchanged: bytes of partial sums that a card sends each other one in a block's forward; its backward sends as
             many. [num_blocks]
+        undivided: share of each block that every card computes whole. [num_blocks]
+        num_exchanges: of a block's forward; its backward has as many. [num_blocks]
+        launches: scheme -> operations of each block's forward and backward on one card. [num_blocks]
     """
 
     whole: BlockTimes
     cards: Sequence[Card]
+    shares: Sequence[int]
     exchanged: Sequence[float]
+    undivided: Sequence[float]
+    num_exchanges: Sequence[int]
+    launches: Callable[[str], Sequence[tuple[int, int]]]
 
     def of(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
         forward, backward = self.whole.of(block, card, scheme)
         count, waiting = len(self.cards), self._waiting(block, card)
-        return (
-            max(forward / count + waiting, count * HOST_FORWARD_S),
-            max(backward / count + waiting, count * HOST_BACKWARD_S),
-        )
+        index = next(i for i, each in enumerate(self.cards) if each.device == card.device)
+        share = self.shares[index] / sum(self.shares)
+        share = self.undivided[block] + (1 - self.undivided[block]) * share
+        meeting = self.num_exchanges[block] * EXCHANGE_S
+        in_forward, in_backward = (count * (each * LAUNCH_S + meeting) for each in self.launches(scheme)[block])
+        return max(forward * share + waiting, in_forward), max(backward * share + waiting, in_backward)
 
     def _waiting(self, block: int, card: Card) -> float:
         """Parts from all others arrive one after the other; the slowest link counts."""
@@ -66,18 +81,49 @@ def exchanged_bytes(
 ) -> list[float]:
     """Of the partial sums of each block's forward for one sample, in execution order. Works on meta tensors."""
     return [
-        _of_block(block, each, family, num_image_tokens, num_text_tokens) * element_size
+        _sums_of(block, each, family, num_image_tokens, num_text_tokens) * element_size
         for block, each in blocks_with_lists(model, family)
     ]
 
 
-def _of_block(block: nn.Module, side: BlockList, family: ModelFamily, num_image: int, num_text: int) -> float:
+def _sums_of(block: nn.Module, side: BlockList, family: ModelFamily, num_image: int, num_text: int) -> float:
     plan = find_plan(family.tensor, block)
     if plan is None:
         return 0.0
-    total = 0.0
+    sums = {}
     for name, module in block.named_modules():
         divided = plan.find(name)
         if divided is not None and divided.by == "row" and isinstance(module, nn.Linear):
-            total += module.out_features * tokens_seen(name, side, num_image, num_text)
-    return total
+            at = plan.summed_in(name) or name
+            sums[at] = module.out_features * tokens_seen(at, side, num_image, num_text)
+    return sum(sums.values())
+
+
+def undivided_shares(model: nn.Module, family: ModelFamily, num_image_tokens: int, num_text_tokens: int) -> list[float]:
+    """Of the products with weights in each block, those that no card has a share of. Works on meta tensors."""
+    found = []
+    for block, side in blocks_with_lists(model, family):
+        plan = find_plan(family.tensor, block)
+        products = products_of(block, side, num_image_tokens, num_text_tokens)
+        whole = sum(each for name, each in products.items() if plan is None or plan.find(name) is None)
+        found.append(whole / max(sum(products.values()), 1.0))
+    return found
+
+
+def count_exchanges(model: nn.Module, family: ModelFamily) -> list[int]:
+    """How often cards meet in each block's forward, in execution order. Works on meta tensors."""
+    return [_exchanges_of(block, family) for block, _ in blocks_with_lists(model, family)]
+
+
+def _exchanges_of(block: nn.Module, family: ModelFamily) -> int:
+    plan = find_plan(family.tensor, block)
+    if plan is None:
+        return 0
+    meetings = set()
+    for name, module in block.named_modules():
+        divided = plan.find(name)
+        if plan.is_norm(name) and module._parameters:
+            meetings.add(name)
+        if divided is not None and divided.by != "column":
+            meetings.add(plan.summed_in(name) or name)
+    return len(meetings)

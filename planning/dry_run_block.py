@@ -33,6 +33,7 @@ class BlockCost:
         backward_held: the same while somebody else holds the gradients of its outputs.
         staying: the share of weights that is on the card even where the block streams from host memory.
         input_sizes: what `inputs` is the sum of.
+        launches: operations that a card computes in a forward and in a backward.
     """
 
     weights: int
@@ -49,6 +50,7 @@ class BlockCost:
     input_sizes: tuple[int, ...] = ()
     staying: int = 0
     backward_held: int = 0
+    launches: tuple[int, int] = (0, 0)
 
     @property
     def streaming(self) -> int:
@@ -87,9 +89,10 @@ def dry_run_block(
     """What a block holds when it is called with these arguments; constants as in BlockCost, streams are its inputs."""
     input_sizes = tuple(map(meter.size, streams))
     args = tree_map_only(torch.Tensor, _without_history, args)
-    base = meter.start()
+    base, launched = meter.start(), meter.launches
     with torch.no_grad():
         outputs = block(*args)
+    in_forward = meter.launches - launched
     forward, size = meter.peak - base, meter.live - base
     grads = [torch.empty_like(tensor) for tensor in tensors_of(outputs)]
     del outputs
@@ -99,8 +102,9 @@ def dry_run_block(
     top = meter.peak - base
     kept = meter.live - base - gradient
     meter.start()
+    launched = meter.launches
     seed.backward()
-    backward = meter.peak - base
+    backward, in_backward = meter.peak - base, meter.launches - launched
     _forget_gradients(block, args)
     held = _peak_with_gradients_held(meter, block, args) - base
     _forget_gradients(block, args)
@@ -120,6 +124,7 @@ def dry_run_block(
         input_sizes=input_sizes,
         staying=own.weights - host_bytes_of(module_of(block)),
         backward_held=held,
+        launches=(in_forward, in_backward),
     )
 
 

@@ -113,7 +113,9 @@ def _place(question: Question, found: Found) -> Placement:
         copies = tuple(card.device for card in question.cards)
         return Placement(names, (home,) * len(names), home, replicas=copies)
     if found.setting.divides_blocks:
-        return Placement(names, (home,) * len(names), home, shards=tuple(card.device for card in question.cards))
+        cards = tuple(card.device for card in question.cards)
+        shares = question.given_shares or found.shares
+        return Placement(names, (home,) * len(names), home, shards=cards, shares=shares if len({*shares}) > 1 else ())
     devices = [card.device for card, stage in zip(question.cards, found.stages, strict=True) for _ in stage.blocks]
     return Placement(names, tuple(devices), home)
 
@@ -157,8 +159,9 @@ def _cut_reason(question: Question, found: Found) -> Iterator[str]:
         yield f"data parallel: each card holds the whole model and needs no other's activations; it needs {each}"
         return
     if found.setting.divides_blocks:
-        shares = " and ".join(f"{stage.share:.0%}" for stage in stages)
-        yield f"tensor parallel: the cards compute each block together; it needs {shares} of what they have free"
+        needed = " and ".join(f"{stage.share:.0%}" for stage in stages)
+        heads = f", heads as {' to '.join(map(str, found.shares))}: even shares do not fit" if found.shares else ""
+        yield f"tensor parallel: the cards compute each block together{heads}; it needs {needed} of what they have free"
         return
     if question.bounds:
         why = "given"

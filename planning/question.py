@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from math import prod
+from functools import cache, cached_property
+from math import gcd, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +21,9 @@ from ..checkpoints.load import make_empty_transformer
 from ..config.job import OptimizerConfig
 from ..config.model import Strategy, divides_blocks, has_stages, holds_copies
 from ..families.spec import ModelFamily, Variant, longest_text
+from ..families.tensor_plan import proportional
 from ..parallel.local.data_parallel import num_dealt
-from ..parallel.local.shard_trees import division_fault
+from ..parallel.local.shard_trees import division_fault, num_groups_in
 from ..parallel.offload.activations import MIN_BYTES
 from ..parallel.placement import block_names, check_one_each, estimate_block_flops, plan_manual
 from ..quantization.kernel_choice import device_kernels
@@ -30,7 +31,7 @@ from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_
 from ..training.optimizer import make_optimizer
 from .block_times import SCHEME_TIMES, BlockTimes, FlopTimes
 from .cards import Card
-from .divided_times import DividedTimes, exchanged_bytes
+from .divided_times import DividedTimes, count_exchanges, exchanged_bytes, undivided_shares
 from .dry_run import StepCost, dry_run_step
 from .dry_run_block import BlockCost
 from .dry_run_whole import WholeCost, dry_run_whole
@@ -50,13 +51,13 @@ class ModelCosts:
         self._model = make_empty_transformer(info) if model is None else model
         self.names = block_names(self._model, self.family)
         self._known: dict[tuple[Work, str], StepCost] = {}
-        self._division_faults: dict[tuple[int, QuantizeSettings | None], str] = {}
+        self._division_faults: dict[tuple[tuple[int, ...], QuantizeSettings | None], str] = {}
 
     def dry_run(self, work: Work, kernels: Kernels) -> StepCost:
         """What a step of this work holds."""
         key = work, repr(kernels)
         if key not in self._known and work.num_devices > 1:
-            alone = self.dry_run(replace(work, num_devices=1), kernels)
+            alone = self.dry_run(replace(work, shares=(1,)), kernels)
             self._known[key] = _with_whole_lora(self._run(work, kernels), alone, work.num_devices)
         elif key not in self._known:
             self._known[key] = self._run(work, kernels)
@@ -73,12 +74,22 @@ class ModelCosts:
         """Whether no two of its blocks are alike; they are measured all, and none is timed on a card."""
         return self.family.native is not None and self.family.native.hooks_children
 
-    def division_fault(self, num_devices: int, quantize: QuantizeSettings | None) -> str:
-        """Why the blocks cannot be divided among so many devices; "" if they can."""
-        key = num_devices, quantize
+    def division_fault(self, shares: tuple[int, ...], quantize: QuantizeSettings | None) -> str:
+        """Why the blocks cannot be divided in these shares; "" if they can."""
+        key = shares, quantize
         if key not in self._division_faults:
-            self._division_faults[key] = division_fault(self._model, self.family, num_devices, quantize)
+            self._division_faults[key] = division_fault(self._model, self.family, shares, quantize)
         return self._division_faults[key]
+
+    @cached_property
+    def num_exchanges(self) -> list[int]:
+        """Of each block's forward, where devices compute it together. [num_blocks]"""
+        return count_exchanges(self._model, self.family)
+
+    @cached_property
+    def num_groups(self) -> int:
+        """Groups of heads, by which blocks are divided."""
+        return num_groups_in(self._model, self.family)
 
     def exchanged(self, bucket: tuple[int, int], frames: int, element_size: int) -> list[float]:
         """Bytes of partial sums of each block's forward for one sample, where devices compute it together.
@@ -86,6 +97,11 @@ class ModelCosts:
         num_image = self.family.latent_of(self.variant).num_tokens(*bucket, frames)
         num_text = longest_text(self.variant)
         return exchanged_bytes(self._model, self.family, num_image, num_text, element_size)
+
+    def undivided(self, bucket: tuple[int, int], frames: int) -> list[float]:
+        """Share of each block that devices compute whole, where they compute it together. [num_blocks]"""
+        num_image = self.family.latent_of(self.variant).num_tokens(*bucket, frames)
+        return undivided_shares(self._model, self.family, num_image, longest_text(self.variant))
 
     def block_flops(self, bucket: tuple[int, int], frames: int) -> list[float]:
         """Operations of each block's forward for one sample. [num_blocks]"""
@@ -143,7 +159,8 @@ class Question:
         host_bytes: free host memory; None where that is not known, as for cards that are elsewhere.
         graphs_fault: why no block can be recorded as a CUDA graph.
         replica: which copy of the model is asked for, on a card of its own.
-        num_shares: cards that compute each block together; one of them is asked for.
+        share: of cards that compute each block together the last one's, which is asked for; (1,) is one card alone.
+        given_shares: of a run that is resumed, of every card; () leaves them open.
         picture: height, width and frames of the sample pictures that the first copy draws between steps, if any.
         text: of one of ComfyUI's own models, what it is given of the longest caption, where that is known.
         beside: what the first card holds besides the model.
@@ -159,7 +176,8 @@ class Question:
     host_bytes: int | None = None
     graphs_fault: str = ""
     replica: int | None = None
-    num_shares: int = 1
+    share: tuple[int, ...] = (1,)
+    given_shares: tuple[int, ...] = ()
     picture: tuple[int, int, int] | None = None
     text: SampleText | None = None
     beside: Resident = NOTHING
@@ -173,7 +191,7 @@ class Question:
         """Another question of the same model. Measured times are of this one and left out; what fits does not depend
         on them."""
         other = replace(self, given_times=None, **changes)
-        return other if len(other.cards) == len(self.cards) else replace(other, cuts=None)
+        return other if len(other.cards) == len(self.cards) else replace(other, cuts=None, given_shares=())
 
     def alone(self, index: int) -> Question:
         """For one card that holds a copy of the whole model: its share of the micro-batches and of host memory."""
@@ -181,16 +199,28 @@ class Question:
         one = self._of_one(index, accumulation=max(1, share))  # an idle card is planned all the same
         return replace(one, given_times=self.times, replica=index, picture=None if index else self.picture)
 
-    def divided(self, index: int, fewest: int | None = None) -> Question:
-        """For one card that computes its share of every block: all micro-batches, and its share of host memory.
+    def divided(self, index: int, shares: Sequence[int], fewest: int | None = None) -> Question:
+        """For one card that computes its share of every block: all micro-batches, and its part of host memory.
 
         Args:
+            shares: of every card. What one takes depends on its own, so the others' are taken for alike.
             fewest: how many blocks keep their activations; None leaves that as it is.
         """
-        exchanged = self.model.exchanged(self.bucket, self.frames, self.space.dtype.itemsize)
-        times = DividedTimes(self.times, self.cards, [self.space.batch_size * each for each in exchanged])
         changes = {} if fewest is None else {"uncheckpointed": (fewest,)}
-        return replace(self._of_one(index, **changes), given_times=times, num_shares=len(self.cards))
+        others = proportional(sum(shares) - shares[index], [1.0] * (len(shares) - 1))
+        unit = gcd(shares[index], *others)
+        one = replace(self._of_one(index, **changes), share=tuple(each // unit for each in (*others, shares[index])))
+        exchanged = self.model.exchanged(self.bucket, self.frames, self.space.dtype.itemsize)
+        times = DividedTimes(
+            self.times,
+            self.cards,
+            shares,
+            [self.space.batch_size * each for each in exchanged],
+            self.model.undivided(self.bucket, self.frames),
+            self.model.num_exchanges,
+            cache(lambda scheme: [block.launches for block in one._cost(scheme).blocks]),
+        )
+        return replace(one, given_times=times)
 
     def _of_one(self, index: int, **changes: Any) -> Question:
         """For one card by itself, with its own settings and its share of host memory."""
@@ -264,7 +294,8 @@ class Question:
 
     def _division_fault(self, scheme: str) -> str:
         """Why these cards cannot compute each block together in this scheme; "" if they can."""
-        return self.model.division_fault(len(self.cards), self.work(scheme).quantize)
+        shares = self.given_shares or (1,) * len(self.cards)
+        return self.model.division_fault(shares, self.work(scheme).quantize)
 
     @property
     def able_schemes(self) -> list[Scheme]:
@@ -275,7 +306,7 @@ class Question:
     @property
     def may_stream(self) -> bool:
         """Whether it is the planner's to say which blocks stream from host memory."""
-        is_split = self.replica is None and self.num_shares == 1
+        is_split = self.replica is None and len(self.share) == 1
         return self.space.is_checkpointing and self.space.can_stream and not self.space.offloaded and is_split
 
     @property
@@ -314,7 +345,7 @@ class Question:
             dtype=space.dtype,
             quantize=None if scheme == "none" else QuantizeSettings(scheme, space.rotation),  # type: ignore[arg-type]
             lora=space.lora,
-            num_devices=self.num_shares,
+            shares=self.share,
             text=self.text,
         )
 

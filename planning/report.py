@@ -164,6 +164,7 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             "split_at": _cuts(plan),
             "replicas": [str(device) for device in plan.placement.replicas],
             "shards": [str(device) for device in plan.placement.shards],
+            "shares": list(plan.placement.shares),
             "blocks_without_checkpointing": list(plan.uncheckpointed),
             "offloaded_blocks": list(plan.offloaded),
         },

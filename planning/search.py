@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from ..parallel.local.data_parallel import num_dealt
 from .cuts import HEADROOM, Found, Terms, find_cut
+from .divided_shares import fitting_shares
 from .question import Question
 from .space import Setting, is_open
 
@@ -81,7 +82,7 @@ def fit(question: Question, setting: Setting, most: float = 1.0, best: float = m
     if setting.holds_copies:
         return _each_alone(question, setting, lambda alone, each: fit(alone, each, most))
     if setting.divides_blocks:
-        return _together(question, setting, lambda share, each: fit(share, each, most))
+        return _together(question, setting, lambda share, each: fit(share, each, most), Terms(most))
     found = find_cut(question, setting, Terms(1 - HEADROOM, spares=True)) if most <= 1 else None
     found = found or find_cut(question, setting, Terms(most))
     if found is None:
@@ -111,16 +112,40 @@ def _each_alone(
     )
 
 
-def _together(question: Question, setting: Setting, find: Callable[[Question, Setting], Found | None]) -> Found | None:
+def _together(
+    question: Question, setting: Setting, find: Callable[[Question, Setting], Found | None], terms: Terms
+) -> Found | None:
     """Tensor parallel: what is found for every card's share of the blocks, together; None if one cannot hold it.
 
-    Cards meet inside the blocks, so all of them recompute the same ones.
+    Shares are even if that fits, and those of the run that is resumed.
     """
+    evenly = (1,) * len(question.cards)
+    if question.given_shares:
+        return _in_shares(question, setting, find, question.given_shares)
+    found = _in_shares(question, setting, find, evenly) if terms.has_limits else None
+    if found is not None:
+        return found
+    shares = fitting_shares(question, setting, terms if terms.has_limits else replace(terms, most=1.0))
+    if shares is None and terms.has_limits:
+        return None
+    found = _in_shares(question, setting, find, shares or evenly)
+    if found is None or shares is None or len({*shares}) == 1:
+        return found
+    return replace(found, shares=shares)
+
+
+def _in_shares(
+    question: Question,
+    setting: Setting,
+    find: Callable[[Question, Setting], Found | None],
+    shares: tuple[int, ...],
+) -> Found | None:
+    """Cards meet inside the blocks, so all of them recompute the same ones."""
     plain, count = replace(setting, strategy="none", ahead=0), len(question.cards)
-    found = [find(question.divided(index), plain) for index in range(count)]
+    found = [find(question.divided(index, shares), plain) for index in range(count)]
     kept = {one.stages[0].plan.num_uncheckpointed for one in found if one is not None}
     if None not in found and len(kept) > 1:
-        found = [find(question.divided(index, min(kept)), plain) for index in range(count)]
+        found = [find(question.divided(index, shares, min(kept)), plain) for index in range(count)]
     fitting = [one for one in found if one is not None]
     if len(fitting) < count:
         return None
@@ -138,7 +163,8 @@ def _cut(question: Question, setting: Setting, terms: Terms) -> Found | None:
     if setting.holds_copies:
         return _each_alone(question, setting, lambda alone, each: find_cut(alone, each, replace(terms, streams="none")))
     if setting.divides_blocks:
-        return _together(question, setting, lambda share, each: find_cut(share, each, replace(terms, streams="none")))
+        plain = replace(terms, streams="none")
+        return _together(question, setting, lambda share, each: find_cut(share, each, plain), plain)
     return find_cut(question, setting, terms)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -52,7 +52,7 @@ class SampleText:
 class Work:
     """What a step computes; dtype is of frozen weights and computation.
 
-    num_devices: that compute each block together; what is run is the share of the last one, which has the most.
+    shares: of devices that compute each block together; what is run is that of the last one. (1,) is one device alone.
     text: None where the model's description says how large it is.
     """
 
@@ -61,8 +61,13 @@ class Work:
     dtype: torch.dtype
     quantize: QuantizeSettings | None
     lora: LoraSettings
-    num_devices: int = 1
+    shares: tuple[int, ...] = (1,)
     text: SampleText | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """That compute each block together."""
+        return len(self.shares)
 
     @property
     def streams(self) -> list[tuple[int, ...]]:
@@ -140,7 +145,7 @@ def make_trainable(
     """
     quantizer = None if work.quantize is None else Quantizer(family, work.quantize)
     _cast(model, work.dtype)
-    shards = _divide(model, renamed, family, work.num_devices) if work.num_devices > 1 else {}
+    shards = _divide(model, renamed, family, work.shares) if work.num_devices > 1 else {}
     if quantizer is not None:
         for fqn, module in list(model.named_modules()):
             whole = _whole_name(fqn, renamed)
@@ -154,14 +159,16 @@ def make_trainable(
         attach_meetings(shards, work.num_devices - 1, lambda: parts)
 
 
-def _divide(model: nn.Module, blocks: Iterable[str], family: ModelFamily, num_devices: int) -> dict[str, BlockShard]:
+def _divide(
+    model: nn.Module, blocks: Iterable[str], family: ModelFamily, shares: Sequence[int]
+) -> dict[str, BlockShard]:
     """Leave of these blocks what the last of several devices computes."""
     shards = {}
     for name in blocks:
         block = model.get_submodule(name)
-        plan, shares = find_plan(family.tensor, block), shares_in(block, family, num_devices)
+        plan, found = find_plan(family.tensor, block), shares_in(block, family, shares)
         assert plan is not None, "shares_in has looked"
-        shards[name] = divide_block(block, plan, shares, num_devices - 1, lambda weight, part: part.copied(weight))
+        shards[name] = divide_block(block, plan, found, len(shares) - 1, lambda weight, part: part.copied(weight))
     return shards
 
 

@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
+from ..parallel.local.exchange import SLICED_FROM_BYTES
 from .machine_speed import MachineSpeed
 
 BLOCK_RATE = 0.8  # of a large matrix product's rate: FLUX.2, Wan and Qwen-Image on one card
@@ -34,7 +35,8 @@ class Work:
     """One forward of one size.
 
     Args:
-        flops: of all blocks. row_flops: of their row-parallel linears.
+        flops: of all blocks. row_flops: of their row-parallel linears. whole_flops: of layers that every card computes
+            whole.
         sent_bytes: of partial sums that a card sends each other card. stream_bytes: of activations between two blocks.
         num_modules: with weights, inside blocks. num_exchanges: of all blocks.
     """
@@ -45,6 +47,7 @@ class Work:
     stream_bytes: float
     num_modules: float
     num_exchanges: float
+    whole_flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -123,9 +126,10 @@ class Ways:
 
     def _tensor(self, work: Work, count: int) -> float:
         """The forwards are one batch."""
-        whole = self._card_s(work.flops)
+        divided, whole = self._card_s(work.flops - work.whole_flops), self._card_s(work.whole_flops)
         shares = [share * (1 - WHOLE_SHARE) + WHOLE_SHARE for share in self.tensor_shares]
-        computing = max(count * share * time for share, time in zip(shares, whole, strict=True))
+        times = zip(shares, divided, whole, strict=True)
+        computing = max(count * (share * time + rest) for share, time, rest in times)
         copying = max(self._copying(work, count, card) for card in range(len(whole)))
         launches = work.num_modules * LAUNCHES_PER_MODULE + work.num_exchanges * LAUNCHES_PER_EXCHANGE
         host = sum(card.launch_s * launches for card in self.machine.cards)
@@ -135,6 +139,8 @@ class Ways:
         """What a card waits for partial sums: all others' come over its one slot."""
         links = self.machine.links_of(card)
         copying = sum(count * work.sent_bytes / link.bytes_per_s for link in links)
+        if len(links) > 1 and count * work.sent_bytes >= work.num_exchanges * SLICED_FROM_BYTES:
+            copying *= 2 / (len(links) + 1)  # slice by slice: to each of the others two n-ths
         if not self.machine.is_direct:  # in chunks, beside the products of the next ones
             beside = (1 - EXPOSED_CHUNK) * count * self.tensor_shares[card] * self._card_s(work.row_flops)[card]
             copying = max(EXPOSED_CHUNK * copying, copying - beside)

@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 aten = torch.ops.aten
 DEVICE_TYPE = "lazy"
-CARDS = tuple(torch.device(DEVICE_TYPE, index) for index in range(4))
+CARDS = tuple(torch.device(DEVICE_TYPE, index) for index in range(8))
 
 _LIVE = WeakIdKeyDictionary()  # every emulated tensor that somebody still holds
 
@@ -136,14 +136,16 @@ class EmulatedTensor(torch.Tensor):
 
 @functools.cache
 def _on_cards(library_class: type) -> type:
-    """A library's tensor class, on an emulated card; what its operations return is of that class again, anywhere."""
+    """A library's tensor class, on an emulated card; what its operations return is of that class again, anywhere,
+    unless the class has its own idea of that."""
 
     def run(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
         return out if func in get_default_nowrap_functions() else _convert(out, library_class)
 
-    name, members = f"Emulated{library_class.__name__}", {"__torch_function__": classmethod(run)}
+    has_its_own = library_class.__torch_function__.__func__ is not torch.Tensor.__torch_function__.__func__
+    name, members = f"Emulated{library_class.__name__}", {} if has_its_own else {"__torch_function__": classmethod(run)}
     return type(name, (library_class, EmulatedTensor), members)
 
 

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from ...patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors, tensors_of
-from ..transfer import SideStreams, copy_to, device_switch, versioned
+from ..transfer import SideStreams, Versioned, copy_to, device_switch
 from .thread_pool import ThreadPool
 
 T = TypeVar("T")
@@ -236,7 +236,7 @@ class Bridge:
         return copy
 
     def _transfer(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        with versioned() if self.trust != "model" else nullcontext():
+        with Versioned() if self.trust != "model" else nullcontext():
             return copy_to(tensor, device) if self.traffic is None else self.traffic.copy(tensor, device)
 
     def _make_enter(self, block: nn.Module, device: torch.device, *, is_block: bool = True) -> BeforeHook:
@@ -354,7 +354,7 @@ class _Copies:
         known = self._known_of(tensor)
         if known is None:
             source = weakref.ref(tensor, functools.partial(self._drop, id(tensor)))
-            known = self._known[id(tensor)] = _Known(source, _version(tensor), {})
+            known = self._known[id(tensor)] = _Known(source, version_of(tensor), {})
         known.copies[device, torch.is_grad_enabled()] = copy
         return copy
 
@@ -374,7 +374,7 @@ class _Copies:
 
     def _known_of(self, tensor: torch.Tensor) -> _Known | None:
         known = self._known.get(id(tensor))
-        is_current = known is not None and known.source() is tensor and known.version == _version(tensor)
+        is_current = known is not None and known.source() is tensor and known.version == version_of(tensor)
         return known if is_current else None
 
     def _forget_one(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -398,7 +398,8 @@ class _Local(threading.local):
         self.calls: list[_Call] = []  # of blocks, innermost last; none where only the model's own code runs
 
 
-def _version(tensor: torch.Tensor) -> int | None:
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Counts what was written to the tensor; None in inference mode, where nobody counts."""
     return None if tensor.is_inference() else tensor._version
 
 

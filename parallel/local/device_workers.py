@@ -121,7 +121,7 @@ class _Turns:
         self._devices = devices
         self._thread, self._home = threading.get_ident(), greenlet.getcurrent()
         self._greenlets: deque[Any] = deque()  # the next one to go on first
-        self._rank, self._num_idle = 0, 0
+        self._rank, self.num_idle = 0, 0
         module: Any = device_module(devices[0])
         self._module = module if hasattr(module, "set_device") else None
         kinds = {device.type for device in devices} | {"cpu"}
@@ -153,10 +153,6 @@ class _Turns:
     def begin_block(self) -> None:
         self._modes = self._current_modes()
 
-    def note_progress(self) -> None:
-        """Somebody has handed something over."""
-        self._num_idle = 0
-
     def pass_on(self) -> None:
         """Let others go on; returns when it is this device's turn again.
 
@@ -174,20 +170,21 @@ class _Turns:
             self._module.set_device(index)
 
     def _next(self) -> Any:
-        self._num_idle += 1
+        self.num_idle += 1
         for _ in range(len(self._greenlets)):
             found = self._greenlets[0]
             self._greenlets.rotate(-1)
-            if not found.dead and self._num_idle <= 2 * len(self._greenlets):
+            if not found.dead and self.num_idle <= 2 * len(self._greenlets):
                 return found
         raise RuntimeError("the devices wait for each other")
 
     def _current_modes(self) -> tuple[object, ...]:
         """What torch keeps per thread beside device and streams."""
+        casts = tuple(map(torch.is_autocast_enabled, self._kinds))
         return (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            *(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in self._kinds),
+            any(casts) and (casts, *map(torch.get_autocast_dtype, self._kinds)),
             torch._C._len_torch_function_stack(),
             torch._C._len_torch_dispatch_stack(),
         )
@@ -216,7 +213,7 @@ class _Handover:
 
     def put(self, item: Any) -> None:
         self._items.append(item)
-        self._turns.note_progress()
+        self._turns.num_idle = 0
 
     def get(self) -> Any:
         while not self._items:

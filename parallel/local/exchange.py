@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from queue import SimpleQueue
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from ..transfer import Arrivals, settle
 from .device_workers import Queue
 
-# A tensor, the rank it goes to, where to note that it is under way -> the copy there, not to be used before settle()
-Send = Callable[[torch.Tensor, int, Arrivals], torch.Tensor]
-# Name of the meeting, number of the round, the copy for the receiver, what it must wait for
-_Letter = tuple[str, int, torch.Tensor | None, Arrivals]
+Tensors = Sequence[torch.Tensor]
+# Tensors, the rank they go to, where to note that they are under way -> their copies, not to be used before settle()
+Send = Callable[[Tensors, int, Arrivals], Tensors]
+# Name of the meeting, number of the round, the copies for the receiver, what it must wait for
+_Letter = tuple[str, int, Tensors, Arrivals]
+
+# From how many bytes on a sum is made slice by slice. That takes twice as many copies, which cost the host, and where
+# parts are as large as this it has time: then the cards compute for longer than it launches.
+SLICED_FROM_BYTES = 2**23
 
 
 class Exchange:
@@ -26,9 +31,12 @@ class Exchange:
     brings is sent at once: a copy issued later would wait for all that was issued in between. Meetings are in rounds: a
     thread that has finished one is at another place for those that still wait for it there.
 
+    Of three and more threads each would send a large part of a sum to all others. Instead each adds up one slice of the
+    tokens, of which it is sent all parts, and sends the others the sum: 2 (n - 1) / n times the part, not n - 1 times.
+
     Args:
         size: number of threads.
-        send: issues the copy that another rank is given.
+        send: issues the copies that another rank is given.
         make_queue: of what one thread brings another.
     """
 
@@ -36,8 +44,12 @@ class Exchange:
         self.size = size
         self._send = send
         self._boxes = [[make_queue() for _ in range(size)] for _ in range(size)]  # of _Letter, or None
+        self._outgoing = [
+            [(to, box) for to, box in enumerate(boxes) if to != rank] for rank, boxes in enumerate(self._boxes)
+        ]
         self._rounds = [0] * size  # that each thread has finished
-        self._brought: list[list[torch.Tensor]] = [[] for _ in range(size)]  # and not yet collected
+        self.sliced_from_bytes = SLICED_FROM_BYTES
+        self._brought: list[list[_Brought]] = [[] for _ in range(size)]  # and not yet collected
         self._errors: dict[str, BaseException] = {}  # "first", which setdefault keeps whoever comes at the same time
 
     def all(self, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -47,48 +59,115 @@ class Exchange:
             name: of the meeting; must be the same for all.
         Raises: RuntimeError if the threads are at different places, and what `abort` was given.
         """
-        self.bring(rank, name, tensor)
-        return self.collect(rank, name)[0]
+        self._post(rank, name, (tensor,))
+        return [tensor if each == rank else self._from(each, rank, name)[0] for each in range(self.size)]
 
-    def bring(self, rank: int, name: str, tensor: torch.Tensor) -> None:
-        """Send what this thread has to all; waits for nobody. More may be brought before any is collected."""
-        for to, box in enumerate(self._boxes[rank]):
-            if to != rank:
-                arrivals: Arrivals = {}
-                box.put((name, self._rounds[rank], self._send(tensor, to, arrivals), arrivals))
-        self._brought[rank].append(tensor)
+    def bring(self, rank: int, name: str, *parts: torch.Tensor) -> None:
+        """Send this thread's parts of sums to all; waits for nobody. More may be brought before any is collected."""
+        slices = [self._slices(part) for part in parts] if self.size > 2 else []
+        if not any(slices):
+            self._post(rank, name, parts)
+        for to, _ in self._outgoing[rank] if any(slices) else ():
+            self._post(rank, name, [cut[to] if cut else part for part, cut in zip(parts, slices, strict=True)], to)
+        self._brought[rank].append(_Brought(parts, slices))
 
-    def collect(self, rank: int, name: str) -> list[list[torch.Tensor]]:
-        """For each thing that this thread has brought, in order, what `all` returns. Raises: as `all`."""
+    def collect(self, rank: int, name: str, into: Sequence[torch.Tensor | None] = (None,)) -> list[torch.Tensor]:
+        """The sums of the parts that all have brought, in order, each added in the order of ranks: the same bits for
+        all, and in every run. Raises: as `all`.
+
+        Args:
+            into: for the parts of one `bring`: where to write the sum, None for a new tensor.
+        """
         brought, self._brought[rank] = self._brought[rank], []
-        return [[own if each == rank else self._from(each, rank, name) for each in range(self.size)] for own in brought]
+        if self.size == 2:  # most often; without lists of ranks
+            sums: list[torch.Tensor] = []
+            for parts, _ in brought:
+                theirs = self._from(1 - rank, rank, name)
+                pairs = zip(parts, theirs, into, strict=True) if rank == 0 else zip(theirs, parts, into, strict=True)
+                sums += [torch.add(one, other, out=place) for one, other, place in pairs]
+            return sums
+        added = [self._added(rank, name, each, into) for each in brought]
+        return [
+            each for own, sums in zip(brought, added, strict=True) for each in self._whole(rank, name, own, sums, into)
+        ]
+
+    def _added(
+        self, rank: int, name: str, brought: _Brought, into: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        """Sums of what all brought, of the slices this thread's, which it sends to all."""
+        own = [cut[rank] if cut else part for part, cut in brought.with_slices()]
+        by_rank = [own if each == rank else self._from(each, rank, name) for each in range(self.size)]
+        places = [None if cut else place for (_, cut), place in zip(brought.with_slices(), into, strict=True)]
+        sums = [_sum(parts, place) for *parts, place in zip(*by_rank, places, strict=True)]
+        if any(brought.slices):
+            self._post(rank, f"{name}, added", [each for each, cut in zip(sums, brought.slices, strict=True) if cut])
+        return sums
+
+    def _whole(
+        self,
+        rank: int,
+        name: str,
+        brought: _Brought,
+        sums: list[torch.Tensor],
+        into: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor]:
+        """The sums, those of slices joined with what all others send."""
+        if not any(brought.slices):
+            return sums
+        own = [each for each, cut in zip(sums, brought.slices, strict=True) if cut]
+        by_rank = [own if each == rank else self._from(each, rank, f"{name}, added") for each in range(self.size)]
+        joined = iter(zip(*by_rank, strict=True))
+        return [
+            _joined(next(joined), part, place) if cut else each
+            for each, (part, cut), place in zip(sums, brought.with_slices(), into, strict=True)
+        ]
+
+    def _slices(self, part: torch.Tensor) -> Tensors:
+        """Of tokens, one for each thread; () if the part is small."""
+        if part.ndim < 2 or part.nbytes < self.sliced_from_bytes:
+            return ()
+        return part.reshape(-1, part.shape[-1]).tensor_split(self.size)
 
     def sum(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What every thread brought, added in the order of ranks: the same bits for all, and in every run."""
-        return functools.reduce(torch.add, self.all(rank, name, tensor))
+        """What every thread brought, added up as in `collect`."""
+        if self.size != 2:
+            self.bring(rank, name, tensor)
+            return self.collect(rank, name)[0]
+        self._post(rank, name, (tensor,))
+        (other,) = self._from(1 - rank, rank, name)
+        return torch.add(tensor, other) if rank == 0 else torch.add(other, tensor)
 
     def finish(self, rank: int) -> None:
         """This thread comes to no further meeting of this round; waits for nobody."""
-        for to, box in enumerate(self._boxes[rank]):
-            if to != rank:
-                box.put(("the end", self._rounds[rank], None, {}))
+        self._post(rank, "the end", ())
         self._rounds[rank] += 1
 
-    def _from(self, sender: int, rank: int, name: str) -> torch.Tensor:
-        letter: _Letter | None = self._boxes[sender][rank].get() if self.error is None else None
+    def _post(self, rank: int, name: str, tensors: Tensors, only: int | None = None) -> None:
+        number = self._rounds[rank]
+        for to, box in self._outgoing[rank]:
+            if only is None or to == only:
+                arrivals: Arrivals = {}
+                box.put((name, number, self._send(tensors, to, arrivals) if tensors else (), arrivals))
+
+    def _from(self, sender: int, rank: int, name: str) -> Tensors:
+        letter: _Letter | None = None if self._errors else self._boxes[sender][rank].get()
         while letter is not None and letter[1] < self._rounds[rank]:  # the end of an earlier round
             letter = self._boxes[sender][rank].get()
+        if letter is None or letter[0] != name or self._errors:
+            self._fail(letter, name)
+        if letter[3]:  # type: ignore[index]
+            settle(letter[3])  # type: ignore[index]
+        return letter[2]  # type: ignore[index]
+
+    def _fail(self, letter: _Letter | None, name: str) -> None:
         if letter is not None and letter[0] != name:
             self.abort(RuntimeError(f"the devices are at different places: one at {letter[0]}, one at {name}"))
         error = self.error
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # or its traceback would keep this frame, and this frame the error
-        assert letter is not None and letter[2] is not None, "None comes with an error, the end under another name"
-        settle(letter[3])
-        return letter[2]
+        assert error is not None, "None comes with an error"
+        try:
+            raise error
+        finally:
+            del error  # or its traceback would keep this frame, and this frame the error
 
     @property
     def error(self) -> BaseException | None:
@@ -106,7 +185,30 @@ class Exchange:
         """Let go of the error and of what nobody took, when no thread comes any more: they hold activations."""
         self._errors.clear()
         self._boxes.clear()
+        self._outgoing.clear()
         self._brought.clear()
+
+
+class _Brought(NamedTuple):
+    """Parts of sums, and of those that are large their slices, by rank."""
+
+    parts: Tensors
+    slices: Sequence[Tensors]
+
+    def with_slices(self) -> list[tuple[torch.Tensor, Tensors]]:
+        return list(zip_longest(self.parts, self.slices, fillvalue=()))  # type: ignore[arg-type]
+
+
+def _sum(parts: Tensors, into: torch.Tensor | None) -> torch.Tensor:
+    *first, last = parts
+    return torch.add(functools.reduce(torch.add, first), last, out=into) if first else last
+
+
+def _joined(slices: Tensors, part: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    """A sum of the form of its parts."""
+    place = None if into is None else into.view(-1, part.shape[-1])
+    joined = torch.cat(list(slices), out=place)
+    return joined.view(part.shape) if into is None else into
 
 
 class TokenChunks:
@@ -122,23 +224,27 @@ class TokenChunks:
     def __init__(self, most: int = 4, least_tokens: int = 512) -> None:
         self.most, self.least_tokens = most, least_tokens
 
-    def bring_first(
-        self, exchange: Exchange, rank: int, name: str, layer: nn.Module, args: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
-        """Compute and bring all chunks but the last one -> the arguments for the last one.
+    def bring(
+        self,
+        exchange: Exchange,
+        rank: int,
+        name: str,
+        layer: Callable[[torch.Tensor], torch.Tensor],
+        x: torch.Tensor,
+        *,
+        is_called_once: bool,
+    ) -> None:
+        """Compute a layer by chunks and bring each; the layer must compute each token alone.
 
-        The layer must compute each token alone, and is called by its forward.
+        Args:
+            is_called_once: compute all tokens at once and bring the chunks of that: a layer whose weights are not on
+                the card copies them at every call.
         """
-        if len(args) != 1 or args[0].ndim < 2:
-            return args
-        number = min(self.most, args[0].shape[-2] // self.least_tokens)
-        *first, last = args[0].chunk(max(1, number), dim=-2)
-        for chunk in first:
-            exchange.bring(rank, name, layer.forward(chunk))
-        return (last,)
-
-
-def summed(chunks: list[list[torch.Tensor]]) -> torch.Tensor:
-    """The sums of what `Exchange.collect` returned, chunks of tokens joined again."""
-    sums = [functools.reduce(torch.add, parts) for parts in chunks]
-    return sums[0] if len(sums) == 1 else torch.cat(sums, dim=-2)
+        number = max(1, min(self.most, x.shape[-2] // self.least_tokens)) if x.ndim > 1 else 1
+        if is_called_once or number == 1:
+            output = layer(x)
+            chunks = output.chunk(number, dim=-2) if number > 1 else (output,)
+        else:
+            chunks = map(layer, x.chunk(number, dim=-2))  # type: ignore[assignment]
+        for chunk in chunks:
+            exchange.bring(rank, name, chunk)

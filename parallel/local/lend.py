@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...patches.hooks import map_tensors
-from ..transfer import copy_to, versioned
+from ..transfer import Versioned, copy_to
 
 
 class Lent:
@@ -104,7 +104,7 @@ class Lent:
         if tensor.device == self._device or _is_everywhere(tensor):
             return tensor
         if id(tensor) not in self._copies:
-            with versioned():
+            with Versioned():
                 copy = _copy_in_shape(tensor, self._device)
             self._copies[id(tensor)] = tensor, copy, copy._version
             self._sources[id(copy)] = tensor

@@ -15,54 +15,69 @@ import torch
 from torch import nn
 
 from ...families.spec import ModelFamily
-from ...families.tensor_plan import Shares
+from ...families.tensor_plan import Shares, TensorPlan
 from ...patches.lora import is_torchao_tensor
 from ...quantization import weight_only
 from ...quantization.frozen_linear import FrozenLinear8
 from ...quantization.quantize import QuantizeSettings
 from ..placement import block_names
-from .shards import BlockShard, divide_block, find_plan, shares_of
+from .shards import BlockShard, count_groups, divide_block, find_plan, shares_of
 from .slices import Slice
 
 Slices = dict[str, Slice]  # name of each divided parameter in the model -> the slice of one device
 
 
-def divide_model(model: nn.Module, family: ModelFamily, num_devices: int, rank: int) -> dict[str, BlockShard]:
-    """Turn the blocks of a model on meta into what one of several equal devices computes of them; in place.
+def divide_model(model: nn.Module, family: ModelFamily, shares: Sequence[int], rank: int) -> dict[str, BlockShard]:
+    """Turn the blocks of a model on meta into what one of several devices computes of them; in place.
 
+    Args:
+        shares: of every device, in whose proportion heads are shared out.
     Returns: name of a block -> its shard.
     Raises: ValueError if nobody described how, or there are fewer heads than devices.
     """
     shards = {}
     for name in block_names(model, family):
         block = model.get_submodule(name)
-        plan, shares = find_plan(family.tensor, block), shares_in(block, family, num_devices)
+        plan, found = find_plan(family.tensor, block), shares_in(block, family, shares)
         assert plan is not None, "shares_in has looked"
-        shards[name] = divide_block(block, plan, shares, rank, lambda weight, part: part.copied(weight))
+        shards[name] = divide_block(block, plan, found, rank, lambda weight, part: part.copied(weight))
     return shards
 
 
-def shares_in(block: nn.Module, family: ModelFamily, num_devices: int) -> Shares:
-    """How a block is shared out among equal devices.
+def shares_in(block: nn.Module, family: ModelFamily, shares: Sequence[int]) -> Shares:
+    """How a block is shared out among devices.
 
     Raises: ValueError if nobody described how, or there are fewer heads than devices.
     """
+    return shares_of(block, _plan_of(block, family), shares)
+
+
+def _plan_of(block: nn.Module, family: ModelFamily) -> TensorPlan:
     plan = find_plan(family.tensor, block)
     if plan is None:
         raise ValueError(
             f"nobody has described how the {type(block).__name__} of {family.title} is divided among devices; use "
             'parallel.strategy = "auto"'
         )
-    return shares_of(block, plan, (1.0,) * num_devices)
+    return plan
 
 
-def division_fault(model: nn.Module, family: ModelFamily, num_devices: int, quantize: QuantizeSettings | None) -> str:
-    """Why the blocks of a model on meta cannot be divided among so many devices; "" if they can.
+def division_fault(
+    model: nn.Module, family: ModelFamily, shares: Sequence[int], quantize: QuantizeSettings | None
+) -> str:
+    """Why the blocks of a model on meta cannot be divided among devices in these shares; "" if they can.
 
     Of layers that int8-compute rotates in blocks of features, slices must begin and end with such a block.
     """
+    faults = (_fault_of_one(model, family, shares, rank, quantize) for rank in range(max(1, len(shares) - 1)))
+    return next(filter(None, faults), "")  # the last one's edges are the others'
+
+
+def _fault_of_one(
+    model: nn.Module, family: ModelFamily, shares: Sequence[int], rank: int, quantize: QuantizeSettings | None
+) -> str:
     try:
-        shards = divide_model(copy.deepcopy(model), family, num_devices, 0)
+        shards = divide_model(copy.deepcopy(model), family, shares, rank)
     except ValueError as error:
         return str(error)
     for block, shard in shards.items():
@@ -73,10 +88,19 @@ def division_fault(model: nn.Module, family: ModelFamily, num_devices: int, quan
             width = quantize.rotation_of(whole.shape[1])
             if width and any(edge % width for each in part.ranges for edge in each):
                 return (
-                    f"int8-compute rotates {block}.{name} in blocks of {width} features, and {num_devices} devices "
+                    f"int8-compute rotates {block}.{name} in blocks of {width} features, and {len(shares)} devices "
                     f"would cut these; use model.rotation = {_narrower(part, width)}"
                 )
     return ""
+
+
+def num_groups_in(model: nn.Module, family: ModelFamily) -> int:
+    """The most groups of heads that a block has.
+
+    Raises: ValueError if nobody described how blocks are divided.
+    """
+    blocks = (model.get_submodule(name) for name in block_names(model, family))
+    return max(count_groups(block, _plan_of(block, family)) for block in blocks)
 
 
 def _narrower(part: Slice, width: int) -> int:
@@ -90,23 +114,29 @@ class ShardTrees:
 
     Args:
         owner_of: device of a layer before it is cut, by its name.
+        shares: of every device, in whose proportion heads are shared out; () is evenly.
     """
 
     def __init__(
-        self, family: ModelFamily, devices: Sequence[torch.device], owner_of: Callable[[str], torch.device]
+        self,
+        family: ModelFamily,
+        devices: Sequence[torch.device],
+        owner_of: Callable[[str], torch.device],
+        shares: Sequence[int] = (),
     ) -> None:
         self.devices = tuple(devices)
         self.trees: tuple[nn.Module, ...] = ()
         self.shards: tuple[dict[str, BlockShard], ...] = ()
         self.slices: tuple[Slices, ...] = ()
         self._family, self._owner_of = family, owner_of
+        self._shares = tuple(shares) or (1,) * len(self.devices)
 
     def begin(self, model: nn.Module, layers: Collection[str]) -> None:
         """Make the trees, empty, from a model whose parameters are on meta."""
         self._whole = model
         self.trees = tuple(copy.deepcopy(model) for _ in self.devices)
-        count = len(self.devices)
-        self.shards = tuple(divide_model(tree, self._family, count, rank) for rank, tree in enumerate(self.trees))
+        shares = self._shares
+        self.shards = tuple(divide_model(tree, self._family, shares, rank) for rank, tree in enumerate(self.trees))
         self.slices = tuple(
             {f"{block}.{name}": part for block, shard in shards.items() for name, part in shard.slices.items()}
             for shards in self.shards

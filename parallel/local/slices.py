@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +35,8 @@ class Slice:
 class JoinedSlices(torch.Tensor):
     """Slices of one tensor as if joined along a dimension; they are joined when they are copied, not before.
 
-    So a slice of a packed weight stays in the mapped file until a device takes it. Everything but copies to a device
-    works on a joined copy.
+    So a slice of a packed weight stays in the mapped file until a device takes it. What only asks, copies or makes room
+    joins nothing in host memory; everything else works on a joined copy.
     """
 
     pieces: Sequence[torch.Tensor]
@@ -69,7 +69,7 @@ class JoinedSlices(torch.Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: Callable[..., Any],
+        func: Any,
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -78,8 +78,16 @@ class JoinedSlices(torch.Tensor):
         if func in (_aten.detach.default, _aten.alias.default):
             with torch.inference_mode(args[0].is_inference()):  # else torch refuses to give it the other's version
                 return cls(args[0].pieces, args[0].along)
+        if func.overloadpacket is _aten.to:  # in inference mode it comes here whole
+            return func.decompose(*args, **kwargs)
         if func is _aten._to_copy.default:
             return torch.cat([func(piece, **kwargs) for piece in args[0].pieces], args[0].along)
+        if func is _aten.empty_like.default:
+            return func(args[0].pieces[0].new_empty(()).expand(args[0].shape), **kwargs)
+        if func in (_aten.is_pinned.default, _aten._has_compatible_shallow_copy_type.default):
+            return False  # the latter: a module that is moved takes what was made of this as a parameter of its own
+        if func is _aten.clone.default:
+            return args[0].joined()
         if func is _aten.copy_.default and isinstance(args[1], cls) and not isinstance(args[0], cls):
             return _copy_pieces(args[0], args[1], *args[2:], **kwargs)
         args, kwargs = tree_map_only(cls, cls.joined, (args, kwargs))  # also inside lists

@@ -2,38 +2,44 @@
 
 The model's own forward runs once, at home, on home's part of each block. A hook on the block hands the same arguments
 to a worker per further device, which runs that device's part. Inside the block the parts meet behind row-parallel
-linears (shards.py): each device copies the others' partial sums and adds all of them in the order of ranks. So every
-device has the same bits, and the block's output. The next block finds it there, if it is handed the very tensor that
-this block returned, unchanged. Everything else is copied from home.
+linears (shards.py, meetings.py): each device copies the others' partial sums and adds all of them in the order of
+ranks. So every device has the same bits, and the block's output. The next block finds it there, if it is handed the
+very tensor that this block returned, unchanged. Everything else is copied from home.
 
 So the code between two blocks, and whatever other people hang into it, sees ordinary tensors of one device. Outputs
 have a version also in inference mode: a residual added in place makes the other devices' copies out of date.
 
-The workers (device_workers.py) are greenlets of home's thread, or threads, and live as long as one forward. A device's
-error ends the meeting of all, and the forward with that error.
+The workers (device_workers.py) are greenlets of home's thread, or threads, and live as long as one forward. One forward
+runs at a time, whichever thread begins it. A device's error ends the meeting of all, and the forward with that error.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...patches.hooks import map_tensors
-from ..staged_copies import StagedCopies, go_through_host
-from ..transfer import Arrivals, copy_to, versioned
+from ...patches.hooks import PLAIN, map_tensors
+from ..devices import device_title
+from ..staged_copies import StagedCopies, copies_between
+from ..transfer import Arrivals, Versioned, copy_to
+from .ahead import Ahead, Groups
 from .bridge import Bridge
 from .device_workers import make_workers
-from .exchange import Exchange, TokenChunks, summed
-from .shards import BlockShard, Meeting, norm_eps, norm_ratio, sum_of_squares
+from .exchange import Exchange, Tensors, TokenChunks
+from .meetings import MEETS, Call, Meetings, Stays
+from .shards import BlockShard, Meeting
 
-# Between devices of one kind the outputs of a block are the same bits; different kinds round differently. A partial sum
-# that nobody added is as large as the output itself.
-_TOLERANCE = 0.02
+_TOLERANCE = 0.02  # of a block's output, between devices of different kinds, which round differently
 _OPTIONS = "transformer_options"
+
+
+def _lies_on(module: nn.Module, device: torch.device) -> bool:
+    return all(parameter.device == device for parameter in module.parameters())
 
 
 class TensorParallel(Bridge):
@@ -42,7 +48,7 @@ class TensorParallel(Bridge):
     Args:
         devices: home first.
         shards: home's part of each block, in execution order -> the parts of the other devices, in their order.
-        passed_by: as of Bridge; the other devices get a copy of a dict.
+        passed_by, per_device: as of Bridge; the other devices get a copy of a dict.
     Raises: ValueError if there is no block.
     """
 
@@ -54,15 +60,22 @@ class TensorParallel(Bridge):
         shards: Mapping[nn.Module, tuple[BlockShard, Sequence[BlockShard]]],
         *,
         passed_by: Sequence[str] = (),
+        per_device: Sequence[str] = (),
     ) -> None:
-        super().__init__(dict.fromkeys(shards, devices[0]), devices[0], passed_by=passed_by)
+        blocks = dict.fromkeys(shards, devices[0])
+        super().__init__(blocks, devices[0], passed_by=passed_by, per_device=per_device)
         self._ranks = tuple(devices)
         self._shards = dict(shards)
+        self._groups = Groups({block: (own, *others) for block, (own, others) in shards.items()})
         self._run: _Run | None = None
+        self._beginning = threading.Lock()
+        self._runs_in: threading.Thread | None = None  # the thread of the forward that is running
         self._checked: set[nn.Module] = set()
         self.chunks: TokenChunks | None = None  # of row-parallel layers; None computes each at once
-        if go_through_host(devices):
-            self.side_streams, self.chunks = StagedCopies(), TokenChunks()
+        self.stays: Stays = _lies_on
+        self.side_streams = copies_between(devices)
+        if isinstance(self.side_streams, StagedCopies):  # the slowest pair is waited for
+            self.chunks = TokenChunks()
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -72,48 +85,92 @@ class TensorParallel(Bridge):
         if self._hooks:
             return
         for block, (own, others) in self._shards.items():
-            self._hooks.before(block, functools.partial(self._enter, block))
-            self._hooks.after(block, self._leave, also_on_error=True)
+            self._hooks.around(block, functools.partial(self._compute, block))
             for rank, shard in enumerate((own, *others)):
                 for meeting in shard.meetings:
-                    if meeting.how == "sum" and self.chunks is not None:
-                        self._hooks.before(meeting.module, functools.partial(self._begin, rank, meeting))
-                    self._hooks.after(meeting.module, functools.partial(self._meet, rank, meeting))
+                    meet = functools.partial(self._meet, MEETS[meeting.how], rank, meeting)
+                    self._hooks.around(meeting.module, meet)
                 for hook in shard.arguments:
                     self._hooks.before(hook.module, hook)
 
-    def end(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.close()
-        super().end()
+    def begin(self) -> None:
+        """Start one forward of this thread, with nothing remembered.
 
-    def remove(self) -> None:
+        Raises: RuntimeError if any thread is inside a forward: the devices meet in one at a time.
+        """
+        with self._beginning:
+            other = self._runs_in
+            if other not in (None, threading.current_thread()) and other.is_alive():  # type: ignore[union-attr]
+                raise RuntimeError(
+                    f"another thread ({other.name}) is computing with this model, whose blocks "  # type: ignore[union-attr]
+                    f"{', '.join(map(str, self._ranks))} compute together, one forward at a time; wait for it, or use "
+                    "the model with whole blocks on each device (way 'blocks')"
+                )
+            super().begin()
+            self._runs_in, self._run = threading.current_thread(), None
+
+    def end(self) -> None:
+        if self.is_running:
+            run, self._run = self._run, None
+            if run is not None:
+                run.close()
+        super().end()
+        if self._runs_in is threading.current_thread():
+            self._runs_in = None
+
+    def check_again(self) -> None:
+        """Compare what the devices compute of every block once more: weights or layers are others than they were."""
         self._checked.clear()
-        super().remove()
 
     # ---- a block
 
-    def _enter(
-        self, block: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _compute(self, block: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Home's call of a block, and that of every other device."""
         if not self.is_running:
             raise RuntimeError(
                 "a block of a model that several devices compute together was called outside the model's forward; "
                 "use the model with whole blocks on each device (way 'blocks')"
             )
+        run = self._enter(block, args, kwargs)
+        try:
+            output = call(*args, **kwargs)
+            run.meetings.finish(0)
+        except BaseException:
+            run.exchange.abort(RuntimeError("the block failed on another device"))
+            run.results()
+            run.current = None
+            raise
+        others = run.results()
+        run.current = None  # the other devices may have been behind
+        error = run.exchange.error  # the first one: what the others raised may follow from it
+        if error is not None:
+            del others
+            try:
+                raise error
+            finally:
+                del error  # or its traceback would keep this frame, and this frame the error
+        found = [_tensors_in(each) for each in (output, *others)]
+        if block not in self._checked:
+            self._check(block, found)
+            self._checked.add(block)
+        return self._kept(output, found)
+
+    def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
         copies = self._local.copies
         if self.trust == "nobody" and copies is not None:
             copies.clear()
         if self._run is None:
             self._run = _Run(self)
+        run = self._run
         others = enumerate(self._shards[block][1], start=1)
-        calls = [(rank, (shard.block, *self._run.given(rank, args, kwargs))) for rank, shard in others]
-        self._run.workers.begin_block()
-        self._run.current = block  # before any device begins, and after what may run out of memory
+        calls = [(rank, (shard.block, *run.given(rank, args, kwargs))) for rank, shard in others]
+        run.workers.begin_block()
+        run.meetings.ahead.enter(block, args, kwargs, is_watched=self.trust != "model")
+        run.meetings.is_compared = block not in self._checked
+        run.current = block  # before any device begins, and after what may run out of memory
         for rank, call in calls:
-            self._run.calls[rank].put(call)
-        return args, kwargs
+            run.calls[rank].put(call)
+        return run
 
     def give(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor for one of the other devices: what it has of it already, or a copy of its own."""
@@ -123,56 +180,44 @@ class TensorParallel(Bridge):
         assert copies is not None, "a forward is running"
         copy = copies.find(tensor, rank)
         if copy is None:
-            with versioned():
+            with Versioned():
                 made = tensor.clone() if tensor.device == device else copy_to(tensor, device)
             copy = copies.keep(tensor, rank, made)
         return copy
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        run = self._run
-        if run is None or run.current is None:
-            return None
-        block = run.current
-        if output is None:  # its forward raised
-            run.exchange.abort(RuntimeError("the block failed on another device"))
-        else:
-            run.exchange.finish(0)
-        others = run.results()
-        run.current = None  # the other devices may have been behind
-        if output is None:
-            return None
-        error = run.exchange.error  # the first one: what the others raised may follow from it
-        if error is not None:
-            del others
-            try:
-                raise error
-            finally:
-                del error  # or its traceback would keep this frame, and this frame the error
-        found = [_tensors_in(each) for each in (output, *others)]
+    def _kept(self, output: Any, found: Sequence[Sequence[torch.Tensor]]) -> Any:
+        """Home's output with a version, by which the next block finds what the other devices have of it.
+
+        Args:
+            found: the tensors in every device's output.
+        """
+        copies = self._local.copies
+        assert copies is not None, "a forward is running"
+        with Versioned():
+            new = {id(own): _with_version(own) for own in found[0]}
+        for rank, tensors in enumerate(found[1:], start=1):
+            for own, other in zip(found[0], tensors, strict=True):
+                copies.keep(new[id(own)], rank, other)
+        return map_tensors(output, lambda tensor: new[id(tensor)])
+
+    def _check(self, block: nn.Module, found: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Raises: RuntimeError if the devices did not compute the same, as where a partial sum was not added up: the
+        same bits on devices of one kind."""
         if len({tuple(tensor.shape for tensor in each) for each in found}) != 1:
             raise RuntimeError(
                 f"{type(block).__name__} returned different tensors on {', '.join(map(str, self._ranks))}"
             )
-        if block not in self._checked:
-            self._check(block, found)
-            self._checked.add(block)
-        new = {id(own): _with_version(own) for own in found[0]}
+        kinds = [device_title(device) for device in self._ranks]
         for rank, tensors in enumerate(found[1:], start=1):
-            for own, other in zip(found[0], tensors, strict=True):
-                self._local.copies.keep(new[id(own)], rank, other)  # type: ignore[union-attr]
-        return map_tensors(output, lambda tensor: new[id(tensor)])
-
-    def _check(self, block: nn.Module, found: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Raises: RuntimeError if the devices did not compute the same, as where a partial sum was not added up."""
-        for rank, tensors in enumerate(found[1:], start=1):
-            for own, other in zip(found[0], tensors, strict=True):
-                a, b = own.float(), copy_to(other, self.home).float()
-                difference = float((a - b).nan_to_num().norm() / a.nan_to_num().norm().clamp_min(1e-20))
-                if difference > _TOLERANCE:
-                    raise RuntimeError(
-                        f"{type(block).__name__} computed something else on {self._ranks[rank]} than on {self.home} "
-                        f"(by {difference:.3g}); another node may have changed layers inside it. Use way 'blocks'"
-                    )
+            bound = 0.0 if kinds[rank] == kinds[0] else _TOLERANCE
+            differences = [
+                _difference(own, copy_to(other, self.home)) for own, other in zip(found[0], tensors, strict=True)
+            ]
+            if max(differences, default=0.0) > bound:
+                raise RuntimeError(
+                    f"{type(block).__name__} computed something else on {self._ranks[rank]} than on {self.home} "
+                    f"(by {max(differences):.3g}); another node may have changed layers inside it. Use way 'blocks'"
+                )
 
     # ---- inside a block
 
@@ -202,22 +247,19 @@ class TensorParallel(Bridge):
         mine, run.brought[rank] = run.brought[rank], None
         return map_tensors(mine, lambda x: copy_to(x, self._ranks[rank]))
 
-    def send_part(self, tensor: torch.Tensor, rank: int, arrivals: Arrivals) -> torch.Tensor:
-        """The tensor for another device, which it may use after settle(arrivals)."""
+    def send_parts(self, tensors: Tensors, rank: int, arrivals: Arrivals) -> Tensors:
+        """The tensors of one device for another, which it may use after settle(arrivals)."""
         device = self._ranks[rank]
-        return tensor if tensor.device == device else self.side_streams.copy(tensor, device, arrivals)
-
-    def _begin(
-        self, rank: int, meeting: Meeting, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """All but the last chunk of a layer; its own forward computes the last one."""
-        run = self._run
-        if run is None or run.current is None or kwargs or self.chunks is None:  # _meet says what is wrong
-            return args, kwargs
-        return self.chunks.bring_first(run.exchange, rank, meeting.name, module, args), kwargs
+        return tensors if tensors[0].device == device else self.side_streams.copies(tensors, device, arrivals)
 
     def _meet(
-        self, rank: int, meeting: Meeting, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self,
+        meet: Callable[..., Any],
+        rank: int,
+        meeting: Meeting,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         run = self._run
         if run is None or run.current is None:
@@ -225,19 +267,7 @@ class TensorParallel(Bridge):
                 f"{meeting.name} of a block that several devices compute together was called outside its block; use "
                 "the model with whole blocks on each device (way 'blocks')"
             )
-        if meeting.how == "norm":
-            return self._corrected(run, rank, meeting, args[0], output)
-        if meeting.how == "join":
-            return torch.cat(run.exchange.all(rank, meeting.name, output), dim=-1)
-        run.exchange.bring(rank, meeting.name, output)
-        return summed(run.exchange.collect(rank, meeting.name))
-
-    def _corrected(self, run: _Run, rank: int, meeting: Meeting, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """What an RMS norm of these features returned, normalised by the features of all devices instead."""
-        sums = sum_of_squares(x)
-        total = run.exchange.sum(rank, meeting.name, sums)
-        eps = norm_eps(meeting.module, x.dtype)
-        return output.mul_(norm_ratio(sums, total, x.shape[-1], meeting.width, eps))
+        return meet(run.meetings, rank, meeting, call, args, kwargs)
 
 
 class _Run:
@@ -246,15 +276,16 @@ class _Run:
     def __init__(self, owner: TensorParallel) -> None:
         devices, self._owner = owner.devices, owner
         self.workers = make_workers(owner.pool, devices, in_turns=owner.in_turns)
-        self.exchange = Exchange(len(devices), owner.send_part, self.workers.queue)
+        self.exchange = Exchange(len(devices), owner.send_parts, self.workers.queue)
+        self.meetings = Meetings(self.exchange, devices, Ahead(owner._groups), chunks=owner.chunks, stays=owner.stays)
         self.current: nn.Module | None = None  # the block that is being computed
         self.brought: list[Any] = [None] * len(devices)  # to something that is computed at home, and what came of it
         self.calls = [self.workers.queue() for _ in devices]
         self._results = [self.workers.queue() for _ in devices]
         self._give = [functools.partial(owner.give, rank) for rank in range(len(devices))]
-        self._known: list[dict[Any, tuple[Any, Any]]] = [
-            {} for _ in devices
-        ]  # by argument: a value, and what it is there
+        # By argument: a value, and what it is there.
+        self._known: list[dict[Any, tuple[Any, Any]]] = [{} for _ in devices]
+        self._shared: dict[tuple[int, str], Any] = {}  # the objects of per_device
         try:
             for rank in range(1, len(devices)):
                 self.workers.start(rank, functools.partial(self._serve, rank))
@@ -266,21 +297,29 @@ class _Run:
         """The arguments for another device. It gets dicts of its own: a block may write into those it is handed."""
         if self._owner.trust != "model":  # other people's code may have written into what is known
             self._known[rank].clear()
-        named = {name: self._on(rank, name, value) for name, value in kwargs.items() if name != _OPTIONS}
-        options = kwargs.get(_OPTIONS)
-        if isinstance(options, dict):
-            named[_OPTIONS] = {name: self._on(rank, (_OPTIONS, name), value) for name, value in options.items()}
-        return tuple(self._on(rank, index, value) for index, value in enumerate(args)), named
+        by_place = self._there(rank, "", dict(enumerate(args)))
+        named = {name: value for name, value in kwargs.items() if name not in self._owner.per_device}
+        there = self._there(rank, "", named)
+        for name in kwargs.keys() - named.keys():
+            there[name] = self._shared.setdefault((rank, name), type(kwargs[name])())
+        return tuple(by_place.values()), there
 
-    def _on(self, rank: int, key: Any, value: Any) -> Any:
-        """The value of an argument on another device. A tuple is looked through once for all blocks that are given the
-        same one, as modulation is: looking takes as long as a small block."""
-        if type(value) is not tuple:
-            return map_tensors(value, self._give[rank])
-        known = self._known[rank].get(key)
-        if known is None or known[0] is not value:
-            known = self._known[rank][key] = value, map_tensors(value, self._give[rank])
-        return known[1]
+    def _there(self, rank: int, where: str, values: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Values on another device. A tuple, and what holds no tensor, is looked through once for all blocks that are
+        given the same one: looking takes as long as a small block. Args: where: the dict that they are in."""
+        known, give, there = self._known[rank], self._give[rank], {}
+        for name, value in values.items():
+            if type(value) in PLAIN:
+                there[name] = value
+            elif name == _OPTIONS and isinstance(value, dict):
+                there[name] = self._there(rank, _OPTIONS, value)
+            elif (before := known.get((where, name))) is not None and before[0] is value:
+                there[name] = before[1]
+            else:
+                there[name] = map_tensors(value, give)
+                if there[name] is value or type(value) is tuple:
+                    known[where, name] = value, there[name]
+        return there
 
     def results(self) -> list[Any]:
         """What the other devices computed, by rank; None of one that failed, whose error the exchange knows."""
@@ -294,6 +333,7 @@ class _Run:
             calls.put(None)
         self.workers.join()
         self.exchange.forget()
+        self.meetings.forget()
         self._results.clear()
 
     def _serve(self, rank: int) -> None:
@@ -303,7 +343,7 @@ class _Run:
                 while (call := self.calls[rank].get()) is not None:
                     block, args, kwargs = call
                     output = block(*args, **kwargs)
-                    self.exchange.finish(rank)
+                    self.meetings.finish(rank)
                     self._results[rank].put(output)
                     del call, block, args, kwargs, output
         except BaseException as error:
@@ -322,12 +362,22 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative to a; 0 for the same bits, where NaN is the same as NaN."""
+    nan_a, nan_b = a != a, b != b
+    if bool(((a == b) | (nan_a & nan_b)).all()):
+        return 0.0
+    if not bool((nan_a == nan_b).all()):
+        return float("inf")
+    x, y = a.float().nan_to_num(), b.float().nan_to_num()
+    return max(float((x - y).norm() / x.norm().clamp_min(1e-20)), 1e-20)
+
+
 def _with_version(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or where it has no version another one over the same memory that has."""
+    """Inside Versioned, the tensor itself, or where it has no version another one over the same memory that has."""
     if not tensor.is_inference():
         return tensor
-    with versioned():
-        if type(tensor) is not torch.Tensor:
-            return tensor.clone()
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload,no-any-return]
+    if type(tensor) is not torch.Tensor:
+        return tensor.clone()
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload,no-any-return]

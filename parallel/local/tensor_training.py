@@ -125,8 +125,8 @@ class DividedModel(nn.Module):
             )
         return self._exchange
 
-    def _send(self, tensor: torch.Tensor, rank: int, arrivals: Arrivals) -> torch.Tensor:
-        return self._side_streams.copy(tensor, self.devices[rank], arrivals)
+    def _send(self, tensors: Sequence[torch.Tensor], rank: int, arrivals: Arrivals) -> Sequence[torch.Tensor]:
+        return self._side_streams.copies(tensors, self.devices[rank], arrivals)
 
 
 class TensorTraining(OneModel):

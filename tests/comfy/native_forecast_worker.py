@@ -107,7 +107,13 @@ UNETS = {
     "one card, offloaded": Way((0,), offload_from=2**16),
 }
 # Features of an MLP that two cards can have halves of, as all published sizes have.
-EVEN: dict[str, dict[str, Any]] = {"flux2_heads": {"mlp_ratio": 4.0}, "wan_heads": {"ffn_dim": 256}, "ltxv": {}}
+EVEN: dict[str, dict[str, Any]] = {
+    "flux2_heads": {"mlp_ratio": 4.0},
+    "wan_heads": {"ffn_dim": 256},
+    "ltxv": {},
+    "krea2_heads": {},
+    "cosmos_predict2": {},
+}
 
 
 def _long_voice(generator: torch.Generator, tokens: int) -> dict[str, Any]:
@@ -250,7 +256,7 @@ def _quantize(way: Way) -> QuantizeSettings | None:
 
 
 def _forecast(costs: ModelCosts, shape: Any, text: SampleText, way: Way, lora: LoraSettings) -> dict[str, int]:
-    work = Work(shape, 1, torch.float32, _quantize(way), lora, 1 + way.is_divided, text)
+    work = Work(shape, 1, torch.float32, _quantize(way), lora, (1,) * (1 + way.is_divided), text)
     kernels = Kernels(device_kernels(CARDS[0]), has_fused=False, rounding=1)
     backend = Backend(workspace=0, fragmentation=0.0, context=0)
     cost, settings = costs.dry_run(work, kernels), StepSettings(offload_from=way.offload_from)

@@ -104,19 +104,19 @@ def fp8_weights(case: Case) -> None:
     case.equal("with a LoRA, rounded at random", host.sample(host.lora(divided, NAME, 1), NAME), with_lora)
 
 
-def _scaled_checkpoint(host: Host) -> Path:
+def scaled_checkpoint(host: Host, name: str = NAME) -> Path:
     """A file as the fp8_scaled ones: matrices of the blocks in fp8, a scale beside each, and the mark."""
-    path = host.folder / f"{NAME}-scaled.safetensors"
+    path = host.folder / f"{name}-scaled.safetensors"
     if path.exists():
         return path
-    family, weights = FAMILIES[NAME], {}
-    for name, tensor in make_weights(family).items():
-        if tensor.ndim == 2 and name.startswith(family.block_lists):
+    family, weights = FAMILIES[name], {}
+    for key, tensor in make_weights(family).items():
+        if tensor.ndim == 2 and key.startswith(family.block_lists):
             scale = tensor.abs().max() / torch.finfo(torch.float8_e4m3fn).max
-            weights[name] = (tensor / scale).to(torch.float8_e4m3fn)
-            weights[name.removesuffix("weight") + "scale_weight"] = scale
+            weights[key] = (tensor / scale).to(torch.float8_e4m3fn)
+            weights[key.removesuffix("weight") + "scale_weight"] = scale
         else:
-            weights[name] = tensor
+            weights[key] = tensor
     weights["scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
     save_file(weights, path)
     return path
@@ -125,7 +125,7 @@ def _scaled_checkpoint(host: Host) -> Path:
 @case
 def fp8_scaled_checkpoint(case: Case) -> None:
     host = case.host
-    path = str(_scaled_checkpoint(host))
+    path = str(scaled_checkpoint(host))
     unsplit = comfy.sd.load_diffusion_model(path, model_options={"load_device": CPU})
     reference = host.sample(unsplit, NAME)
     divided = split(comfy.sd.load_diffusion_model(path))
@@ -137,22 +137,25 @@ def fp8_scaled_checkpoint(case: Case) -> None:
         "with a LoRA", host.sample(host.lora(divided, NAME, 1), NAME), host.sample(host.lora(unsplit, NAME, 1), NAME)
     )
     case.equal("clean again", host.sample(divided, NAME), reference)
-    case.equal("loaded split", host.sample(_load_split(host, NAME, path=Path(path)), NAME), reference)
+    loaded = _load_split(host, NAME, path=Path(path))
+    case.equal("loaded split", host.sample(loaded, NAME), reference)
+    host.unload_all()
+    case.check("after unloading the weights are the file's", _lies_in_its_file(loaded))
 
 
-def _quantised_checkpoint(host: Host, quant_format: str) -> Path:
+def quantised_checkpoint(host: Host, quant_format: str, name: str = NAME, **how: Any) -> Path:
     """A file as ComfyUI writes quantised ones: beside each matrix its scales and a description."""
-    path = host.folder / f"{NAME}-{quant_format}.safetensors"
-    family, weights = FAMILIES[NAME], {}
-    for name, tensor in make_weights(family).items():
-        if tensor.ndim == 2 and name.startswith(family.block_lists):
+    path = host.folder / f"{'-'.join([name, quant_format, *how])}.safetensors"
+    family, weights = FAMILIES[name], {}
+    for key, tensor in make_weights(family).items():
+        if tensor.ndim == 2 and key.startswith(family.block_lists):
             layout = QUANT_ALGOS[quant_format]["comfy_tensor_layout"]
-            weights |= QuantizedTensor.from_float(tensor, layout).state_dict(name)
+            weights |= QuantizedTensor.from_float(tensor, layout, **how).state_dict(key)
             described = list(json.dumps({"format": quant_format}).encode())
-            weights[name.removesuffix("weight") + "comfy_quant"] = torch.tensor(described, dtype=torch.uint8)
+            weights[key.removesuffix("weight") + "comfy_quant"] = torch.tensor(described, dtype=torch.uint8)
         else:
-            weights[name] = tensor
-    save_file(weights, path)
+            weights[key] = tensor
+    save_file({key: tensor.contiguous() for key, tensor in weights.items()}, path)
     return path
 
 
@@ -160,7 +163,7 @@ def _quantised_checkpoint(host: Host, quant_format: str) -> Path:
 def quantised_checkpoints(case: Case) -> None:
     host = case.host
     for quant_format in ("float8_e4m3fn", "nvfp4", "mxfp8", "int8_tensorwise"):
-        path = str(_quantised_checkpoint(host, quant_format))
+        path = str(quantised_checkpoint(host, quant_format))
         unsplit = comfy.sd.load_diffusion_model(path)  # on one card: which kernel multiplies depends on the device
         reference = host.sample(unsplit, NAME)
         divided = split(comfy.sd.load_diffusion_model(path))

@@ -68,6 +68,19 @@ _SD3: tuple[Node, ...] = (
     ("nodes_sd3", "SkipLayerGuidanceSD3", {"layers": "0, 2", "scale": 3.0, "start_percent": 0.0, "end_percent": 1.0}),
     ("nodes_model_advanced", "ModelSamplingSD3", {"shift": 5.0}),
 )
+WINDOWS: Node = (
+    "nodes_context_windows",
+    "WanContextWindowsManualNode",
+    {
+        "context_length": 5,
+        "context_overlap": 1,
+        "context_schedule": "standard_static",
+        "context_stride": 1,
+        "closed_loop": False,
+        "fuse_method": "pyramid",
+        "freenoise": False,
+    },
+)
 
 
 def _apply(node: Node, model: Any) -> Any:
@@ -114,21 +127,11 @@ def nodes_for_sd3(case: Case) -> None:
 @case
 def context_windows(case: Case) -> None:
     """A long video in overlapping windows of frames, each a batch entry of its own."""
-    windows = {
-        "context_length": 5,
-        "context_overlap": 1,
-        "context_schedule": "standard_static",
-        "context_stride": 1,
-        "closed_loop": False,
-        "fuse_method": "pyramid",
-        "freenoise": False,
-    }
     host = case.host
-    node = ("nodes_context_windows", "WanContextWindowsManualNode", windows)
     plain = host.load("wan", load_device=CPU)
     latent = (16, 4, 4, 4)
     clean = host.sample(plain, "wan", cfg=3.0, latent=latent)
-    reference = host.sample(_apply(node, plain), "wan", cfg=3.0, latent=latent)
+    reference = host.sample(_apply(WINDOWS, plain), "wan", cfg=3.0, latent=latent)
     case.differs("it does something", reference, clean)
     divided = split(host.load("wan"), overlap=False)
-    case.equal("as unsplit", host.sample(_apply(node, divided), "wan", cfg=3.0, latent=latent), reference)
+    case.equal("as unsplit", host.sample(_apply(WINDOWS, divided), "wan", cfg=3.0, latent=latent), reference)

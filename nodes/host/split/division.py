@@ -13,6 +13,7 @@ from typing import Any
 
 import comfy.lora
 import comfy.model_management
+import comfy_aimdo.model_vbar
 import torch
 from comfy.quant_ops import QuantizedTensor
 from comfy.weight_adapter.base import WeightAdapterBase
@@ -22,7 +23,7 @@ from torch import nn
 
 from ....families.tensor_plan import Shares
 from ....parallel.local.shards import BlockShard, divide_block
-from ....parallel.local.slices import Slice
+from ....parallel.local.slices import JoinedSlices, Slice
 from .attachments import ROOT
 from .division_plan import Division
 from .model_copy import Origin, copy_structure, reachable
@@ -189,7 +190,7 @@ class SlicedPatch(WeightAdapterBase):
 
 
 def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
-    """A slice of a weight in the weight's own format; a view but for 8-bit slices that are not contiguous.
+    """A slice of a weight in the weight's own format, without a copy: of 8-bit weights only scales of rows are copied.
 
     Raises: ValueError for a weight that is on a card: the slices of all cards would be made there.
     """
@@ -205,10 +206,26 @@ def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
     is_per_row = isinstance(scale, torch.Tensor) and scale.ndim > 0 and scale.numel() > 1
     if is_per_row and part.dim == 0:
         scale = part.copied(scale)
-    is_contiguous = part.dim == 0 and len(part.ranges) == 1
-    data = part.of(weight._qdata) if is_contiguous else part.copied(weight._qdata)
+    data = part.of(weight._qdata)
+    if not data.is_contiguous():  # ComfyUI pins what an 8-bit weight's address says, without asking whether it is whole
+        data = JoinedSlices([data], part.dim)
     own = dataclasses.replace(params, scale=scale, orig_shape=tuple(data.shape))
     return QuantizedTensor(data, weight._layout_cls, own)
+
+
+def stays_on_card(layer: nn.Module, device: torch.device) -> bool:
+    """Whether a layer's weights lie on the card for longer than one call of it.
+
+    Under DynamicVRAM they come at the first call, if there is room for them then: it is asked for here.
+    """
+    for module in layer.modules():
+        if all(parameter.device == device for parameter in module.parameters(recurse=False)):
+            continue
+        address = getattr(module, "_v", None)
+        if address is None or comfy_aimdo.model_vbar.vbar_fault(address) is None:
+            return False
+        comfy_aimdo.model_vbar.vbar_unpin(address)  # a fault holds it until its user lets go
+    return True
 
 
 def find_bypass(blocks: Iterable[nn.Module]) -> list[str]:

@@ -52,6 +52,7 @@ def load_over_file(path: Path, options: dict[str, Any]) -> tuple[Any, Origin]:
     """
     import comfy.sd
     import comfy.utils
+    from comfy.quant_ops import QuantizedTensor
 
     weights, metadata = comfy.utils.load_torch_file(str(path), return_metadata=True)
     mapped = {
@@ -66,6 +67,8 @@ def load_over_file(path: Path, options: dict[str, Any]) -> tuple[Any, Origin]:
     in_file = {
         name: parameter.detach()
         for name, parameter in model.model.named_parameters()
-        if type(parameter.data) is torch.Tensor and parameter.device.type == "cpu" and parameter.data_ptr() in addresses
+        if type(parameter.data) in (torch.Tensor, QuantizedTensor)
+        and parameter.device.type == "cpu"
+        and parameter.data_ptr() in addresses
     }
     return model, in_file.get

@@ -112,7 +112,7 @@ def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None
     )
     for device, size in sizes.items():
         total, free = management.get_total_memory(device), management.get_free_memory(device)
-        streamed = _largest_layer(model.model, plan, device)
+        streamed = _largest_layer(tree, device)
         limit = f"{plan.limit_bytes[device] / GB:.2f} GB" if device in plan.limit_bytes else "none"
         room = f"free {free / GB:.2f} of {total / GB:.2f} GB, limit {limit}"
         needs = f"weights {size / GB:.2f} GB, activations about {activations / GB:.2f} GB"
@@ -160,10 +160,10 @@ def _copies_forecast(tree: SplitTree, noise_shape: Any, num_conds: int) -> str:
     return f": about {ways.copies_s(tokens, num_conds, batch):.3g} s per step; {found}"
 
 
-def _largest_layer(base: nn.Module, plan: SplitPlan, device: torch.device) -> int:
-    root = base.get_submodule(ROOT)
-    parameters = (each for name in plan.blocks_on(device) for each in root.get_submodule(name).parameters())
-    return max((each.numel() * each.element_size() for each in parameters), default=0)
+def _largest_layer(tree: SplitTree, device: torch.device) -> int:
+    """Bytes of the largest weight in the card's blocks, or in its parts of blocks."""
+    parameters = (each for block in tree.blocks_on(device).values() for each in block.parameters())
+    return max((each.nbytes for each in parameters), default=0)
 
 
 def _refuse_whole_compile(model: Any, plan: SplitPlan) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from comfy.model_management import cuda_device_context
 from comfy.patcher_extension import PatcherInjection
+from comfy.quant_ops import QuantizedTensor
 from comfy.utils import get_attr, set_attr, set_attr_param
 from comfy.weight_adapter.bypass import BypassForwardHook
 from torch import nn
@@ -122,8 +123,8 @@ class _CardPatcher(_Patcher):
             return
         self.unpin_all_weights()
         for name, parameter in list(self.model.named_parameters()):
-            if parameter.device == device and type(parameter.data) is not torch.Tensor:
-                continue  # in place; an ordinary tensor in host memory may be a copy
+            if parameter.device == device and type(parameter.data) not in (torch.Tensor, QuantizedTensor):
+                continue  # in place; one of these in host memory may be a copy
             original = None if name in self.backup else original_of(origin, name, parameter, device)
             if original is not None:
                 set_attr_param(self.model, name, original)

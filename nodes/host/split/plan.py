@@ -138,13 +138,10 @@ def plan_split(diffusion_model: nn.Module, request: SplitRequest) -> SplitPlan:
 
 
 def _plan_tensor(diffusion_model: nn.Module, layout: NativeModel, request: SplitRequest) -> SplitPlan:
-    """All blocks at home, and each divided among the devices in proportion to the memory that they may take."""
+    """All blocks at home, and each divided among the devices by what fits the memory that they may take."""
     limit_bytes = {d: int(gb * GB) for d, gb in zip(request.devices, request.memory_limit_gb, strict=False)}
     rooms = {device: room or 0 for device, room in card_budgets(request.devices, limit_bytes).items()}
-    size = int(management.module_size(diffusion_model))
-    has_room = min(rooms.values()) > size / len(rooms)
-    weights = (1.0,) * len(rooms) if has_room else tuple(max(1.0, room) for room in rooms.values())
-    division = plan_division(diffusion_model, layout, request.devices, weights)
+    division = plan_division(diffusion_model, layout, request.devices, list(rooms.values()))
     _check_room(division.bytes_on(diffusion_model), rooms, request.offload)
     order = execution_order(diffusion_model, layout)
     home = request.devices[0]

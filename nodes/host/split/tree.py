@@ -26,7 +26,7 @@ from ....parallel.local.tensor_parallel import TensorParallel
 from ....patches.hooks import HookSet
 from ..compiler import Hold, hold, outside, settle
 from .attachments import ROOT, replaced_methods, seen_attachments, unseen_attachments
-from .division import DividedBlocks, check_runnable, find_bypass
+from .division import DividedBlocks, check_runnable, find_bypass, stays_on_card
 from .gathered import Gathered
 from .model_copy import Origin
 from .options import guard_options, wrap_control
@@ -71,7 +71,7 @@ class SplitTree:
         root, blocks = self.diffusion_model, plan.placement.blocks
         self.divided = DividedBlocks(root, plan.division) if plan.division is not None else None
         self.shards: dict[torch.device, nn.Module] = {
-            device: make_shard(base, self._blocks_on(device)) for device in plan.foreign_devices
+            device: make_shard(base, self.blocks_on(device)) for device in plan.foreign_devices
         }
         self._blocks = {name: root.get_submodule(name) for name in blocks}
         self._lists = {name: root.get_submodule(name) for name in _containers_of(blocks) if name}
@@ -84,6 +84,7 @@ class SplitTree:
         self._calls: BlockCalls | None = None
         self._patcher: Callable[[], Any] = lambda: None  # who attached
         self._attached_by: int | None = None  # its id: weak references are dead when the collector has a patcher detach
+        self._weights: object = None  # ComfyUI's number for the patches with which the cards were compared
         self._unseen: tuple[str, ...] | None = None
         self._inside: tuple[str, ...] = ()  # of that, what is in blocks
         self._is_plain = False
@@ -100,7 +101,8 @@ class SplitTree:
     def diffusion_model(self) -> nn.Module:
         return self._base().diffusion_model
 
-    def _blocks_on(self, device: torch.device) -> dict[str, nn.Module]:
+    def blocks_on(self, device: torch.device) -> dict[str, nn.Module]:
+        """A card's blocks by name, or its parts of all blocks."""
         if self.divided is not None:
             return {name: shard.block for name, shard in self.divided.shards[device].items()}
         return {name: self.diffusion_model.get_submodule(name) for name in self.plan.blocks_on(device)}
@@ -176,9 +178,12 @@ class SplitTree:
 
     # ---- the forward
 
-    def attach(self, owner: object) -> None:
+    def attach(self, owner: Any) -> None:
         """Hook the tree for this patcher; the hooks of another are replaced, since one patcher is loaded at a time."""
         self._remove_hooks()
+        if isinstance(self.bridge, TensorParallel) and owner.patches_uuid != self._weights:
+            self.bridge.check_again()
+            self._weights = owner.patches_uuid
         self._attached_by, self._patcher, self._unseen = id(owner), weakref.ref(owner), None
         self._inside = ()
         self.bridge.attach()
@@ -229,6 +234,8 @@ class SplitTree:
             if self._unseen:
                 blocks = self.plan.placement.blocks
                 self._inside = tuple(unseen_attachments(patcher, self.diffusion_model, own, blocks))
+            if self.divided is not None:
+                self._inside += tuple(find_bypass(self.bridge.blocks))
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
@@ -246,9 +253,14 @@ class SplitTree:
 
     def _make_bridge(self, called: Mapping[nn.Module, torch.device]) -> Bridge:
         if self.divided is not None:
-            return TensorParallel(
-                self.divided.division.devices, self.divided.by_block(), passed_by=self.plan.layout.passed_by
+            bridge = TensorParallel(
+                self.divided.division.devices,
+                self.divided.by_block(),
+                passed_by=self.plan.layout.passed_by,
+                per_device=self.plan.layout.per_device,
             )
+            bridge.stays = stays_on_card
+            return bridge
         return Bridge(
             called,
             self.plan.home,
@@ -284,21 +296,20 @@ class SplitTree:
         if self.divided is not None:
             options = kwargs.get("transformer_options") or {}
             compiled = [] if self._called_modules().keys() == self.bridge.blocks.keys() else ["a compiled block"]
-            bypass = find_bypass(self.bridge.blocks)
             inside = [name for name in self.plan.layout.patches_inside if name not in self.divided.division.patches]
             self._look()
-            check_runnable((*compiled, *bypass, *self._inside), options, inside)
+            check_runnable((*compiled, *self._inside), options, inside)
         else:
             self._follow_compiled_blocks()
+        self.end()
+        self.bridge.begin()  # ahead of what is decided for this forward: another thread's may be running
         self._decide(kwargs.get("transformer_options") or {})
         if not self._is_proven:
             if self._calls is not None:
                 self._calls.stop()
             self._calls = BlockCalls(self.diffusion_model, self.plan.placement.blocks)
-        self.end()
         if not self._is_step:  # run by somebody else than ComfyUI's sampler
             self._forwards.held = hold(self.plan.used_devices, sys._getframe(1))
-        self.bridge.begin()
         kwargs = dict(kwargs)
         if isinstance(kwargs.get("control"), dict):
             kwargs["control"] = wrap_control(kwargs["control"], self.bridge)

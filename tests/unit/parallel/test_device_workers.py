@@ -29,7 +29,7 @@ def _make(size: int, *, in_turns: bool = True) -> DeviceWorkers:
 
 
 def _exchange(workers: DeviceWorkers, size: int) -> Exchange:
-    return Exchange(size, lambda tensor, rank, arrivals: tensor, workers.queue)
+    return Exchange(size, lambda tensors, rank, arrivals: tensors, workers.queue)
 
 
 def _together(workers: DeviceWorkers, size: int, work: Callable[[int], Any]) -> list[Any]:

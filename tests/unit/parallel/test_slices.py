@@ -101,6 +101,30 @@ def test_copied_into_a_place_it_makes_no_joined_copy_on_the_way(part) -> None:
     assert made.bytes == 0
 
 
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_what_only_asks_copies_or_makes_room_joins_nothing(part, is_inference, monkeypatch) -> None:
+    """In inference mode, as ComfyUI runs nodes, operations come whole."""
+    whole = _whole()
+    found, shape = part.of(whole), _expected(whole, part).shape
+    monkeypatch.setattr(JoinedSlices, "joined", lambda self: pytest.fail("joined"))
+    with torch.inference_mode(is_inference):
+        assert found.to("cpu") is found and found.to(torch.float32) is found
+        assert torch.equal(found.to(torch.float64), _expected(whole, part).double())
+        assert found.to("meta").shape == shape and not found.is_pinned() and found.data_ptr() == 0
+        room = torch.empty_like(found, dtype=torch.float16)
+        assert type(room) is torch.Tensor and room.is_contiguous() and (room.shape, room.dtype) == (shape, torch.half)
+        module = nn.Module()
+        module.weight = nn.Parameter(found, requires_grad=False)
+        assert isinstance(module.to("cpu").weight.data, JoinedSlices)
+
+
+def test_a_clone_is_joined_once(part) -> None:
+    whole = _whole()
+    with Made(whole) as made:
+        found = part.of(whole).clone()
+    assert type(found) is torch.Tensor and torch.equal(found, _expected(whole, part)) and made.bytes == found.nbytes
+
+
 def test_it_can_be_written_to_nowhere_by_mistake(part) -> None:
     """Whatever is no copy works on a joined copy, so the whole, which may be a mapped file, stays as it is."""
     whole = _whole()

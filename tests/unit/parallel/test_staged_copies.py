@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.parallel import staged_copies as staged_module
-from devicebridge.parallel.staged_copies import StagedCopies, go_through_host
-from devicebridge.parallel.transfer import settle
+from devicebridge.parallel.staged_copies import StagedCopies, copies_between, pairs_through_host
+from devicebridge.parallel.transfer import SideStreams, settle
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, on_cpu
-from devicebridge.tests.streams import SimulatedMachine, is_view
+from devicebridge.tests.streams import SimulatedMachine, SimulatedStream, is_view
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HOME, NEXT = CARDS[:2]
@@ -138,8 +138,29 @@ def test_devices_without_streams_copy_as_ever() -> None:
         assert torch.equal(on_cpu(StagedCopies().copy(tensor, NEXT, arrivals)), torch.ones(3)) and not arrivals
 
 
-@pytest.mark.parametrize(("access", "expected"), [(True, False), (False, True), (None, False)])
-def test_only_cards_that_are_known_to_have_no_access_go_through_the_host(monkeypatch, access, expected) -> None:
+@pytest.mark.parametrize("access", [True, False, None])
+def test_only_pairs_that_are_known_to_have_no_access_go_through_the_host(monkeypatch, access) -> None:
+    """Of four cards on two bridges, say, or where access works one way only."""
     cards = [torch.device("cuda", index) for index in range(3)]
-    monkeypatch.setattr(staged_module, "has_peer_access", lambda a, b: access if {a, b} == set(cards[1:]) else True)
-    assert go_through_host(cards) is expected and go_through_host(cards[:2]) is False
+    lacking = {(cards[1], cards[2])} if access is False else set()
+    monkeypatch.setattr(
+        staged_module, "has_peer_access", lambda *pair: access if pair == (cards[1], cards[2]) else True
+    )
+    assert pairs_through_host(cards) == lacking and pairs_through_host(cards[:2]) == frozenset()
+    assert type(copies_between(cards)) is (StagedCopies if lacking else SideStreams)
+
+
+def test_pairs_with_access_copy_directly_beside_one_that_has_none(machine, monkeypatch) -> None:
+    machine.default |= {CARDS[2]: SimulatedStream(machine, CARDS[2])}
+    monkeypatch.setattr(staged_module, "has_peer_access", lambda *pair: pair != (HOME, NEXT))
+    with emulated_cards(3) as cards, machine.installed():
+        tensor, arrivals, copies = _product(), {}, copies_between(CARDS[:3])
+        cards.copies.clear()
+        found = [copies.copy(tensor, device, arrivals) for device in (NEXT, CARDS[2])]
+        back = copies.copy(found[0], HOME, arrivals)
+        settle(arrivals)
+        assert all(torch.equal(on_cpu(each), on_cpu(tensor)) for each in (*found, back))
+        routes = {(each.source, each.target) for each in cards.copies}
+    cpu = torch.device("cpu")
+    assert routes == {(HOME, cpu), (cpu, NEXT), (HOME, CARDS[2]), (NEXT, HOME)}
+    assert set(copies._buffers) == {(HOME, NEXT)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import threading
@@ -20,10 +21,12 @@ from unittest import mock
 import pytest
 import torch
 from devicebridge.families.tensor_plan import Divided, TensorPlan
-from devicebridge.parallel.local import device_workers
+from devicebridge.parallel.local import device_workers, tensor_parallel
+from devicebridge.parallel.local import exchange as exchange_module
 from devicebridge.parallel.local.exchange import Exchange, TokenChunks
 from devicebridge.parallel.local.shards import BlockShard, divide_block, divided_bytes, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
+from devicebridge.tests.shard_cases import cut_as_one
 from torch import nn
 from torch.nn import functional as F
 
@@ -40,7 +43,7 @@ PLANS = (
         linears=(
             Divided("linear1", "column", (*_QKV, "features"), into="linear2"),
             Divided("linear2", "row", ("heads", "features")),
-            Divided("modulation.lin", "gathered", ("features",)),
+            Divided("modulation.lin", "gathered", ("features",), of="vec"),
         ),
         num_heads="num_heads",
         num_kv_heads="num_kv_heads",
@@ -64,6 +67,7 @@ PLANS = (
         width="width",
         attributes={"attn.num_heads": "heads"},
         norms=("attn.norm_?",),
+        together={"attn": ("norm_q", "norm_k")},
     ),
 )
 
@@ -160,7 +164,7 @@ class Model(nn.Module):
         return self.tail(x)
 
 
-def _model(*blocks: nn.Module) -> Model:
+def make_model(*blocks: nn.Module) -> Model:
     torch.manual_seed(0)
     model = Model(blocks or (Separate(), Fused(), Fused(), Separate()))
     for parameter in model.parameters():
@@ -168,17 +172,18 @@ def _model(*blocks: nn.Module) -> Model:
     return model.requires_grad_(False)
 
 
-def _divide(
-    model: Model,
+def divide(
+    model: nn.Module,
     size: int,
     weights: Sequence[float] = (),
     drop: Callable[[str, int], bool] = lambda *_: False,
     chunks: TokenChunks | None = None,
+    plans: tuple[TensorPlan, ...] = PLANS,
 ) -> TensorParallel:
-    """A divided copy's ranks. drop: name of a meeting, rank -> whether this rank does not come to it."""
+    """The blocks divided in place. drop: name of a meeting, rank -> whether this rank does not come to it."""
     shards = {}
-    for block in model.blocks:
-        plan = find_plan(PLANS, block)
+    for block in model.blocks:  # type: ignore[union-attr]
+        plan = find_plan(plans, block)
         assert plan is not None
         shares = shares_of(block, plan, tuple(weights) or (1.0,) * size)
         own, *others = [
@@ -188,18 +193,18 @@ def _divide(
         for rank, shard in enumerate((own, *others)):
             shard.meetings[:] = [each for each in shard.meetings if not drop(each.name, rank)]
         shards[own.block] = (own, others)
-    parallel = TensorParallel([CPU] * size, shards)
+    parallel = TensorParallel([CPU] * size, shards, per_device=("memory",))
     parallel.chunks = chunks
     parallel.attach()
     return parallel
 
 
-def _run(parallel: TensorParallel, model: Model, x: torch.Tensor, *between: Any) -> torch.Tensor:
+def run(parallel: TensorParallel, model: Model, x: torch.Tensor, *between: Any) -> torch.Tensor:
     with torch.inference_mode(), parallel.forward():
         return model(x, *between)
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
@@ -221,33 +226,44 @@ def x() -> torch.Tensor:
 @pytest.mark.parametrize("blocks", [(Fused,), (Separate,), (Separate, Fused, Fused, Separate)], ids=len)
 def test_the_blocks_compute_what_the_whole_ones_do_and_the_same_bits_again(blocks, size, mode, x) -> None:
     """With 3 devices one has two of the four heads."""
-    model = _model(*(block() for block in blocks))
+    model = make_model(*(block() for block in blocks))
     with mode():
         expected = model(x)
-    parallel = _divide(model, size)
+    parallel = divide(model, size)
     outputs = []
     for _ in range(2):
         with mode(), parallel.forward():
             outputs.append(model(x))
-    assert _difference(outputs[0], expected) < NEAR and expected.std() > 0.1
+    assert difference(outputs[0], expected) < NEAR and expected.std() > 0.1
     assert torch.equal(outputs[0], outputs[1])
 
 
 def test_shares_follow_the_devices_weights(x) -> None:
-    model = _model()
+    model = make_model()
     expected = model(x)
-    parallel = _divide(model, 2, weights=(1.0, 3.0))
+    parallel = divide(model, 2, weights=(1.0, 3.0))
     assert model.blocks[0].attn.num_heads == 1 and model.blocks[1].linear2.in_features == PER_HEAD + 32
-    assert _difference(_run(parallel, model, x), expected) < NEAR
+    assert difference(run(parallel, model, x), expected) < NEAR
 
 
 def test_heads_that_share_keys_and_values_stay_together(x) -> None:
-    model = _model(Fused(num_kv_heads=2), Fused(num_kv_heads=2))
+    model = make_model(Fused(num_kv_heads=2), Fused(num_kv_heads=2))
     expected = model(x)
-    assert _difference(_run(_divide(model, 2), model, x), expected) < NEAR
+    assert difference(run(divide(model, 2), model, x), expected) < NEAR
     block = Fused(num_kv_heads=2)
     with pytest.raises(ValueError, match=r"4 heads \(2 of keys and values\).*2 devices at most"):
         shares_of(block, PLANS[0], (1.0, 1.0, 1.0))
+
+
+@pytest.mark.parametrize("linear", ["linear1", "linear2"])
+def test_a_packed_linear_that_is_cut_in_a_row_computes_something_else(linear, x) -> None:
+    """[q | k | v | gate | up] and [attention | mlp], in slices as long as they should be: no layer would complain."""
+    model = make_model(Fused())
+    expected = model(x)
+    with cut_as_one(linear) as replaced:
+        found = run(divide(model, 2), model, x)
+    assert replaced and all(right != wrong for right, wrong in replaced)
+    assert difference(found, expected) > 0.1
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -295,13 +311,15 @@ def test_a_linear_of_other_parts_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"attn\.k cannot be divided: 33 features are no multiple"):
         divide_block(other, PLANS[1], shares_of(other, PLANS[1], (1.0, 1.0)), 0)
     assert find_plan(PLANS, nn.Linear(1, 1)) is None
+    with pytest.raises(ValueError, match=r"this Linear cannot be divided: it has no attn\.num_heads"):
+        shares_of(nn.Linear(1, 1), PLANS[1], (1.0, 1.0))
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_a_residual_added_in_place_between_two_blocks_is_seen_by_all(mode, size, x) -> None:
     """As a ControlNet does; the devices' own copies of the stream are out of date then."""
-    model, residual = _model(), torch.full((WIDTH,), 0.7)
+    model, residual = make_model(), torch.full((WIDTH,), 0.7)
 
     def between(index: int, stream: torch.Tensor) -> None:
         if index < 3:
@@ -309,18 +327,18 @@ def test_a_residual_added_in_place_between_two_blocks_is_seen_by_all(mode, size,
 
     with mode():
         plain, expected = model(x), model(x, between)
-    parallel = _divide(model, size)
+    parallel = divide(model, size)
     with mode(), parallel.forward():
         found = model(x, between)
-    assert _difference(found, expected) < NEAR < _difference(plain, expected)
+    assert difference(found, expected) < NEAR < difference(plain, expected)
 
 
 def test_a_stream_that_nobody_changed_is_not_copied_again(x, monkeypatch) -> None:
-    model, given = _model(), []
-    parallel = _divide(model, 2)
+    model, given = make_model(), []
+    parallel = divide(model, 2)
     clone = torch.Tensor.clone
     monkeypatch.setattr(torch.Tensor, "clone", lambda self, *a, **k: given.append(self.shape) or clone(self, *a, **k))
-    _run(parallel, model, x)
+    run(parallel, model, x)
     # The stream once before the first block; vec and what the options hold once each.
     assert sorted(given) == sorted([x.shape, (2, 1, WIDTH), (2, 1, WIDTH)])
 
@@ -343,9 +361,9 @@ class Failing(nn.Module):
 @pytest.mark.parametrize("at", [1, 2])
 @pytest.mark.parametrize("where", ["home", "last"])
 def test_a_devices_error_ends_the_forward_and_the_next_one_works(where, at, size, x) -> None:
-    model = _model()
+    model = make_model()
     expected = model(x)
-    parallel = _divide(model, size)
+    parallel = divide(model, size)
     own, others = parallel._shards[model.blocks[3]]
     shard: BlockShard = own if where == "home" else others[-1]
     shard.block.attn.v = Failing(shard.block.attn.v, at)
@@ -353,45 +371,79 @@ def test_a_devices_error_ends_the_forward_and_the_next_one_works(where, at, size
     for number in (1, 2, 3):
         if number == at:
             with pytest.raises(MemoryError, match=f"call {at} had no room"):
-                _run(parallel, model, x)
+                run(parallel, model, x)
             assert not parallel.is_running
         else:
-            outputs.append(_run(parallel, model, x))
-    assert _difference(outputs[0], expected) < NEAR and torch.equal(*outputs)
+            outputs.append(run(parallel, model, x))
+    assert difference(outputs[0], expected) < NEAR and torch.equal(*outputs)
 
 
 def test_an_interrupt_between_two_blocks_leaves_nothing_behind(x) -> None:
-    model = _model()
+    model = make_model()
     expected = model(x)
-    parallel = _divide(model, 3)
+    parallel = divide(model, 3)
 
     def stop(index: int, stream: torch.Tensor) -> None:
         if index == 1:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        _run(parallel, model, x, stop)
-    assert _difference(_run(parallel, model, x), expected) < NEAR
+        run(parallel, model, x, stop)
+    assert difference(run(parallel, model, x), expected) < NEAR
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
 def test_what_unwinds_another_device_ends_the_forward_and_the_next_one_works(error, x) -> None:
     """As an interrupt does that comes while this thread computes for that device."""
-    model = _model()
+    model = make_model()
     expected = model(x)
-    parallel = _divide(model, 3)
+    parallel = divide(model, 3)
     layer: Any = parallel._shards[model.blocks[0]][1][0].block.attn.v
     with mock.patch.object(layer, "forward", mock.Mock(side_effect=error)), pytest.raises(error):
-        _run(parallel, model, x)
+        run(parallel, model, x)
     assert not parallel.is_running
-    assert _difference(_run(parallel, model, x), expected) < NEAR
+    assert difference(run(parallel, model, x), expected) < NEAR
+
+
+def test_a_forward_of_another_thread_is_refused_while_one_runs(x) -> None:
+    model = make_model()
+    expected, refused = model(x), []
+    parallel = divide(model, 3)
+
+    def second() -> None:
+        with pytest.raises(RuntimeError) as error:
+            run(parallel, model, 2 * x)
+        parallel.end()  # a step ends whatever its thread left, also where nothing had begun
+        refused.append(str(error.value))
+
+    found = run(parallel, model, x, lambda *_: _in_thread(second))
+    assert difference(found, expected) < NEAR and len(refused) == len(model.blocks)
+    assert "another thread (MainThread) is computing with this model" in refused[0] and "way 'blocks'" in refused[0]
+    later: list[torch.Tensor] = []
+    _in_thread(lambda: later.append(run(parallel, model, x)))
+    assert torch.equal(later[0], found)
+
+
+def test_a_thread_that_died_in_its_forward_stands_in_nobodys_way(x) -> None:
+    model = make_model()
+    expected = model(x)
+    parallel = divide(model, 2)
+    _in_thread(parallel.begin)
+    assert difference(run(parallel, model, x), expected) < NEAR
+
+
+def _in_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_of_several_errors_the_first_is_told(x, monkeypatch) -> None:
     """Not that of the first device. Home has done its part of the block by then. With threads, which can wait so."""
     monkeypatch.setattr(TensorParallel, "in_turns", False)
-    model, has_failed = _model(Separate()), threading.Event()
-    parallel = _divide(model, 3)
+    model, has_failed = make_model(Separate()), threading.Event()
+    parallel = divide(model, 3)
     _, others = parallel._shards[model.blocks[0]]
 
     def fail(rank: int, *args: Any) -> None:
@@ -405,13 +457,13 @@ def test_of_several_errors_the_first_is_told(x, monkeypatch) -> None:
     for rank, shard in enumerate(others, start=1):
         shard.block.register_forward_hook(functools.partial(fail, rank))
     with pytest.raises(RuntimeError, match="device 2"):
-        _run(parallel, model, x)
+        run(parallel, model, x)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_of_a_forward_is_held_when_it_is_over(fails, x) -> None:
-    model, seen = _model(), []
-    parallel = _divide(model, 3)
+    model, seen = make_model(), []
+    parallel = divide(model, 3)
     for own, others in parallel._shards.values():
         for shard in (own, *others):
             shard.block.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
@@ -422,7 +474,7 @@ def test_nothing_of_a_forward_is_held_when_it_is_over(fails, x) -> None:
     gc.disable()
     try:
         with contextlib.suppress(MemoryError):  # what pytest.raises catches it keeps, with all frames
-            _run(parallel, model, x)
+            run(parallel, model, x)
             assert not fails
         assert len(seen) >= 6 and not [ref for ref in seen if ref() is not None]
     finally:
@@ -430,18 +482,18 @@ def test_nothing_of_a_forward_is_held_when_it_is_over(fails, x) -> None:
 
 
 def test_fifty_forwards_need_no_more_threads_than_one(x, in_turns) -> None:
-    model = _model()
-    parallel = _divide(model, 3)
+    model = make_model()
+    parallel = divide(model, 3)
     before = threading.active_count()
     counts = set()
     for _ in range(50):
-        _run(parallel, model, x, lambda *_: counts.add(threading.active_count()))
+        run(parallel, model, x, lambda *_: counts.add(threading.active_count()))
     assert counts == {before + (0 if in_turns else 2)} and threading.active_count() <= before + 2
 
 
 def test_a_block_called_outside_its_forward_is_refused(x) -> None:
-    model = _model()
-    parallel = _divide(model, 2)
+    model = make_model()
+    parallel = divide(model, 2)
     with pytest.raises(RuntimeError, match=r"called outside the model's forward.*way 'blocks'"):
         model.blocks[0](x, x)
     with pytest.raises(RuntimeError, match=r"attn\.o of a block.*called outside its block.*way 'blocks'"):
@@ -452,22 +504,65 @@ def test_a_block_called_outside_its_forward_is_refused(x) -> None:
 
 @pytest.mark.parametrize("missed", ["linear2", "attn.o", "mlp"])
 def test_a_sum_that_was_left_out_is_found(missed, x) -> None:
-    model = _model()
-    parallel = _divide(model, 2, drop=lambda name, rank: name == missed)
+    model = make_model()
+    parallel = divide(model, 2, drop=lambda name, rank: name == missed)
     with pytest.raises(RuntimeError, match="computed something else on cpu than on cpu"):
-        _run(parallel, model, x)
+        run(parallel, model, x)
+
+
+@pytest.mark.parametrize("kinds", [("one", "one"), ("one", "another")])
+def test_devices_of_one_kind_must_have_the_same_bits(kinds, x, monkeypatch) -> None:
+    """A sum that was left out may be a small part of the stream."""
+    monkeypatch.setattr(tensor_parallel, "device_title", mock.Mock(side_effect=kinds * 9))
+    model = make_model(Fused(), Fused())
+    for block in model.blocks:
+        block.linear2.weight.mul_(1e-3)
+        block.linear2.bias.zero_()
+    expected = model(x)
+    parallel = divide(model, 2, drop=lambda name, rank: name == "linear2")
+    if kinds[0] == kinds[1]:
+        with pytest.raises(RuntimeError, match="computed something else on cpu than on cpu"):
+            run(parallel, model, x)
+    else:  # which round differently
+        assert NEAR < difference(run(parallel, model, x), expected) < 0.02
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_what_is_not_finite_on_every_device_is_the_same(odd, x) -> None:
+    model = make_model(Fused())
+    parallel = divide(model, 2)
+    run(parallel, model, torch.full_like(x, odd))
+    parallel.check_again()
+    own, (other,) = parallel._shards[model.blocks[0]]
+    other.block.register_forward_hook(lambda module, args, output: output.index_fill(1, torch.tensor([3]), odd))
+    with pytest.raises(RuntimeError, match="computed something else"):
+        run(parallel, model, x)
+
+
+def test_what_the_devices_compute_is_compared_once_for_the_same_weights(x, monkeypatch) -> None:
+    model, compared = make_model(), []
+    parallel = divide(model, 2)
+    monkeypatch.setattr(TensorParallel, "_check", lambda self, block, found: compared.append(id(block)))
+    for _ in range(2):
+        run(parallel, model, x)
+        assert compared == [id(block) for block in model.blocks]
+        parallel.remove()
+        parallel.attach()
+    parallel.check_again()
+    run(parallel, model, x)
+    assert compared == 2 * [id(block) for block in model.blocks]
 
 
 def test_a_layer_without_its_meeting_on_one_device_is_at_another_place(x) -> None:
-    model = _model(Separate())
-    parallel = _divide(model, 2, drop=lambda name, rank: (name, rank) == ("attn.o", 0))
+    model = make_model(Separate())
+    parallel = divide(model, 2, drop=lambda name, rank: (name, rank) == ("attn.o", 0))
     with pytest.raises(RuntimeError, match=r"different places.*"):
-        _run(parallel, model, x)
+        run(parallel, model, x)
 
 
 def test_every_device_gets_dicts_of_its_own(x) -> None:
-    model = _model(Separate(), Separate())
-    parallel = _divide(model, 2)
+    model = make_model(Separate(), Separate())
+    parallel = divide(model, 2)
     seen: dict[tuple[int, int], set[str]] = {}
     for index, (own, others) in enumerate(parallel._shards.values()):
         for rank, shard in enumerate((own, *others)):
@@ -478,7 +573,7 @@ def test_every_device_gets_dicts_of_its_own(x) -> None:
                 options[f"written by {at[1]}"] = True
 
             shard.block.register_forward_pre_hook(note, with_kwargs=True)
-    _run(parallel, model, x)
+    run(parallel, model, x)
     # Home's is the caller's own, so the next block finds what was written there.
     assert seen == {(0, 0): set(), (0, 1): set(), (1, 0): {"written by 0"}, (1, 1): {"written by 0"}}
 
@@ -487,37 +582,83 @@ def test_every_device_gets_dicts_of_its_own(x) -> None:
 @pytest.mark.parametrize("name", ["attn.o", "mlp", "linear2"])
 def test_a_device_that_misses_a_meeting_ends_the_forward(name, rank, x) -> None:
     """Also the last one of a block, where no further meeting tells."""
-    model = _model(Separate(), Fused())
-    parallel = _divide(model, 3, drop=lambda *which: which == (name, rank))
+    model = make_model(Separate(), Fused())
+    parallel = divide(model, 3, drop=lambda *which: which == (name, rank))
     with pytest.raises(RuntimeError, match=r"the devices are at different places.*"):
-        _run(parallel, model, x)
+        run(parallel, model, x)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("blocks", [(Fused,), (Separate,), (Separate, Fused, Fused, Separate)], ids=len)
 def test_chunks_of_tokens_sum_to_what_whole_layers_do(blocks, size, x, monkeypatch) -> None:
-    model = _model(*(block() for block in blocks))
+    model = make_model(*(block() for block in blocks))
     expected, brought = model(x), []
     bring = Exchange.bring
     monkeypatch.setattr(Exchange, "bring", lambda *args: brought.append(args[1:3]) or bring(*args))
-    parallel = _divide(model, size, chunks=TokenChunks(4, 2))
-    found = _run(parallel, model, x)
-    assert _difference(found, expected) < NEAR
-    assert torch.equal(_run(parallel, model, x), found)
+    parallel = divide(model, size, chunks=TokenChunks(4, 2))
+    found = run(parallel, model, x)
+    assert difference(found, expected) < NEAR
+    assert torch.equal(run(parallel, model, x), found)
     assert brought.count((0, "linear2" if Fused in blocks else "mlp")) == 2 * 3 * max(1, len(blocks) // 2)
     parallel.remove()
     parallel.chunks = None
     parallel.attach()
-    whole = _run(parallel, model, x)
-    assert _difference(found, whole) < 1e-6  # a product of fewer rows may add in another order
+    whole = run(parallel, model, x)
+    assert difference(found, whole) < 1e-6  # a product of fewer rows may add in another order
+
+
+@pytest.mark.parametrize("away", [(), (0,), (1,), (0, 1)])
+def test_a_layer_that_does_not_stay_on_its_card_is_called_once(away, x) -> None:
+    """It copies its weights at every call. A device whose layer stays computes chunks all the same."""
+    model = make_model()
+    expected, calls = model(x), [0, 0]
+    parallel = divide(model, 2, chunks=TokenChunks(4, 2))
+    rank_of: dict[nn.Module, int] = {}
+
+    def count(layer: nn.Module, args: Any) -> None:
+        calls[rank_of[layer]] += 1
+
+    for own, (other,) in parallel._shards.values():
+        for rank, shard in enumerate((own, other)):
+            for meeting in shard.meetings:
+                rank_of[meeting.module] = rank
+                if meeting.name in ("linear2", "attn.o"):
+                    meeting.module.register_forward_pre_hook(count)
+    parallel.stays = lambda layer, device: rank_of[layer] not in away
+    found = run(parallel, model, x)
+    assert difference(found, expected) < NEAR
+    assert calls == [len(model.blocks) * (1 if rank in away else 3) for rank in (0, 1)]
+
+
+def test_a_layer_stays_where_its_weights_are() -> None:
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert tensor_parallel._lies_on(layer, CPU)
+    layer[1].to("meta")
+    assert not tensor_parallel._lies_on(layer, CPU) and not tensor_parallel._lies_on(layer, torch.device("meta"))
+
+
+@pytest.mark.parametrize("chunks", [None, TokenChunks(4, 2)], ids=["whole", "chunks"])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("size", [3, 4])
+def test_sums_of_slices_are_the_bits_of_direct_ones(size, mode, chunks, x, monkeypatch) -> None:
+    outputs = []
+    for least in (0, 2**30):
+        monkeypatch.setattr(exchange_module, "SLICED_FROM_BYTES", least)
+        model = make_model()
+        expected = model(x)
+        parallel = divide(model, size, chunks=chunks)
+        for _ in range(2):
+            with mode(), parallel.forward():
+                outputs.append(model(x))
+    assert all(torch.equal(each, outputs[0]) for each in outputs) and difference(outputs[0], expected) < NEAR
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_an_error_in_a_chunk_ends_the_forward_and_the_next_one_works(rank, at, x) -> None:
-    model = _model()
+    model = make_model()
     expected = model(x)
-    parallel = _divide(model, 3, chunks=TokenChunks(4, 2))
+    parallel = divide(model, 3, chunks=TokenChunks(4, 2))
     own, others = parallel._shards[model.blocks[3]]
     layer: Any = (own, *others)[rank].block.attn.o
     failing = Failing(layer.forward, at)  # type: ignore[arg-type]
@@ -526,9 +667,48 @@ def test_an_error_in_a_chunk_ends_the_forward_and_the_next_one_works(rank, at, x
     for number in range(3):
         if 3 * number < at <= 3 * number + 3:
             with pytest.raises(MemoryError, match=f"call {at} had no room"):
-                _run(parallel, model, x)
+                run(parallel, model, x)
             failing.calls, failing.at = 0, 0
         else:
-            found = _run(parallel, model, x)
-            assert _difference(found, expected) < NEAR
+            found = run(parallel, model, x)
+            assert difference(found, expected) < NEAR
     assert found is not None and not parallel.is_running
+
+
+class Memory:
+    """What blocks share computed tensors through, as SeedVR 2's do."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, torch.Tensor] = {}
+
+
+class Sharing(Separate):
+    def forward(self, x: torch.Tensor, vec: torch.Tensor, memory: Memory | None = None, **options: Any) -> torch.Tensor:
+        assert memory is not None, "a keyword argument"
+        factors = memory.known.setdefault("factors", torch.arange(1.0, self.attn.num_heads + 1))
+        if len(factors) != self.attn.num_heads:
+            raise RuntimeError("of another device")
+        return super().forward(x, vec)
+
+
+class Remembering(Model):
+    def forward(self, x: torch.Tensor, *between: Any) -> torch.Tensor:
+        self.memory = Memory()
+        for block in self.blocks:
+            x = block(x, vec=x * 0.1, memory=self.memory)
+        return self.tail(x)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_blocks_share_is_each_devices_own_for_one_forward(size, x) -> None:
+    """The first of three devices has one of the heads, and the last two."""
+    model = Remembering([Sharing(), Sharing()]).requires_grad_(False)
+    expected = model(x)
+    plans = (dataclasses.replace(PLANS[1], block="Sharing"),)
+    parallel = divide(model, size, plans=plans)
+    assert difference(run(parallel, model, x), expected) < NEAR
+    assert len(model.memory.known["factors"]) == HEADS // size  # the caller's own is home's
+    parallel.per_device = ()
+    if size == 3:
+        with pytest.raises(RuntimeError, match="of another device"):
+            run(parallel, model, x)

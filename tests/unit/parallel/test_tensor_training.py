@@ -7,10 +7,9 @@ import dataclasses
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel.local import shards as shards_module
 from devicebridge.parallel.runner import PlainAccumulation
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
-from devicebridge.tests.shard_cases import make_divided
+from devicebridge.tests.shard_cases import cut_as_one, make_divided
 from devicebridge.tests.tiny_split import make_batches_for, make_tiny_split
 from devicebridge.tests.toy import TINY
 from devicebridge.training.objective import predict
@@ -49,6 +48,34 @@ def test_losses_and_gradients_are_those_of_one_card(name, num_cards):
     _assert_close(_divided(name, num_cards), _on_one_card(name))
 
 
+@pytest.mark.parametrize("shares", [(3, 1), (1, 3), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_in_uneven_shares_they_are_too(name, shares):
+    _assert_close(_divided(name, len(shares), shares=shares), _on_one_card(name))
+
+
+def test_uneven_shares_are_another_order_of_sums_and_repeat_themselves():
+    """So a run goes on in the shares that it began in."""
+    even, uneven = (_divided("flux2", 2, shares=shares) for shares in ((), (3, 1)))
+    again = _divided("flux2", 2, shares=(3, 1))
+    assert not all(torch.equal(value, even[1][name]) for name, value in uneven[1].items())
+    assert uneven[0] == again[0] and all(torch.equal(value, again[1][name]) for name, value in uneven[1].items())
+
+
+def test_a_card_holds_its_share_of_the_divided_weights():
+    """Three quarters of the heads; of features, which are cut at multiples that kernels like, about as many."""
+    with emulated_cards(4):
+        whole = dict(make_tiny_split("wan", CARDS[:1])[0].named_parameters())
+        runner, _ = make_divided("wan", CARDS[:2], shares=(3, 1))
+        trees = [dict(tree.named_parameters()) for tree in runner.replica_for(0)[0].trees]
+    divided = {name for name, value in whole.items() if value.shape != trees[0].get(name, value).shape}
+    assert len(divided) > 12
+    for name in divided:
+        first, second = (tree[name].numel() for tree in trees)
+        assert first + second == whole[name].numel(), name
+        assert first == 3 * second or ("ffn" in name and 2 < first / second < 6), name
+
+
 @pytest.mark.parametrize(
     "settings", [{"checkpointing": False}, {"kept": 2}, {"offload": True}, {"count": 3}], ids=lambda each: str(each)
 )
@@ -78,6 +105,11 @@ def test_a_lora_outside_the_divided_linears_gets_the_gradient_of_one_card(name, 
 def test_weights_that_are_stored_in_8_bits_are_those_of_one_card(name, scheme):
     """Rounded whole and cut afterwards, so only the order of summation differs."""
     _assert_close(_divided(name, 2, scheme=scheme), _on_one_card(name, scheme=scheme))
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_so_they_are_in_uneven_shares(scheme):
+    _assert_close(_divided("flux2", 2, scheme=scheme, shares=(1, 3)), _on_one_card("flux2", scheme=scheme))
 
 
 @pytest.mark.parametrize("scheme", ["fp8-compute", "int8-compute"])
@@ -161,31 +193,26 @@ def test_without_gradients_all_cards_compute_the_output_of_one():
     assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
-# ---- slices that are wrong give another loss: what the comparisons above would see
+# ---- slices that are wrong: what the comparisons above would see
 
 
 @pytest.mark.parametrize(
-    ("name", "linear", "wrong"),
+    ("name", "linear"),
     [
-        ("flux2", "attn.to_qkv_mlp_proj", ("features",)),  # rows of [q | k | v | gate | up] as if they were one
-        ("flux2", "attn.to_out", ("features",)),  # columns of [attention | mlp] as if they were one
-        ("flux2", "ff.linear_in", ("features",)),  # the gate's half to one card
-        ("flux1", "proj_out", ("features",)),
+        ("flux2", "attn.to_qkv_mlp_proj"),  # rows of [q | k | v | gate | up]: one card would have all queries
+        ("flux2", "attn.to_out"),  # columns of [attention | mlp]: one card would take all of the attention
+        ("flux2", "ff.linear_in"),  # the gate's half to one card
+        ("flux1", "proj_out"),
     ],
 )
-def test_a_packed_linear_that_is_cut_as_one_gives_another_loss(monkeypatch, name, linear, wrong):
-    plain = shards_module._parts
-
-    def cut_as_one(block, plan, shares):
-        return {each: wrong if each == linear else parts for each, parts in plain(block, plan, shares).items()}
-
-    expected = _on_one_card(name)[0][0]
-    monkeypatch.setattr(shards_module, "_parts", cut_as_one)
-    try:
-        found = _divided(name, 2)[0][0]
-    except (RuntimeError, ValueError, AssertionError):
-        return  # slices that do not even fit
-    assert abs(found - expected) > 1e-3 * abs(expected)
+def test_a_packed_linear_that_is_cut_in_a_row_gives_another_loss_and_other_gradients(name, linear):
+    """Slices as long as they should be, so that every layer fits; the comparisons allow 1e-5."""
+    (expected,), gradients = _on_one_card(name)
+    with cut_as_one(linear) as replaced:
+        (found,), others = _divided(name, 2)
+    assert replaced and all(right != wrong for right, wrong in replaced)
+    assert abs(found - expected) > 3e-5 * abs(expected)
+    assert all((others[each] - value).norm() > 0.01 * value.norm() for each, value in gradients.items())
 
 
 class _Host:

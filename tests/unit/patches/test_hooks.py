@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from devicebridge.patches.hooks import HookSet, map_tensors
+from devicebridge.patches.hooks import HookSet, map_tensors, own_call
 from torch import nn
 
 Named = collections.namedtuple("Named", "first second")
@@ -189,3 +189,28 @@ def test_after_hook_also_runs_when_the_forward_raises():
     with pytest.raises(KeyError, match="inside"):
         module(ONE)
     assert seen == [1]
+
+
+def test_a_hook_around_a_module_stands_in_for_its_call_and_leaves_no_trace():
+    """Also where an earlier change has left a forward of its own on the module."""
+    layer, order = nn.Linear(2, 2), []
+    layer.forward = layer.forward
+    layer.register_forward_pre_hook(lambda module, args: order.append("theirs"))
+    before, expected = dict(vars(layer)), layer(ONE)
+    order.clear()
+    hooks = HookSet()
+
+    def around(call, args, kwargs):
+        order.append("ours")
+        return 2 * call(*args, **kwargs)
+
+    hooks.around(layer, around)
+    assert torch.equal(layer(input=ONE), 2 * expected) and order == ["ours", "theirs"] and len(hooks) == 1
+    assert isinstance(layer, nn.Linear) and type(layer).__name__ == "Linear"
+    assert torch.equal(own_call(layer)(ONE), expected) and order.count("ours") == 1
+    with pytest.raises(AssertionError, match="one at a time"):
+        HookSet().around(layer, around)
+    hooks.remove()
+    hooks.remove()
+    assert type(layer) is nn.Linear and vars(layer) == before and len(hooks) == 0
+    assert torch.equal(layer(ONE), expected) and torch.equal(own_call(layer)(ONE), expected)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.parallel import exchange_speed as exchange_module
-from devicebridge.parallel.exchange_speed import copies_between, exchange_speed, launch_s, product_speed
+from devicebridge.parallel.exchange_speed import exchange_speed, launch_s, product_speed
 from devicebridge.parallel.staged_copies import StagedCopies
 from devicebridge.planning import machine_speed as machine_module
 from devicebridge.planning.machine_speed import (
@@ -169,11 +169,18 @@ def test_launching_takes_some_time() -> None:
     assert 1e-8 < launch_s(torch.device("cpu")) < 1e-2
 
 
-def test_cards_without_access_are_measured_as_their_blocks_would_copy(monkeypatch) -> None:
-    monkeypatch.setattr(exchange_module, "go_through_host", lambda devices: True)
-    assert type(copies_between(*CARDS[:2])) is StagedCopies
-    monkeypatch.setattr(exchange_module, "go_through_host", lambda devices: False)
-    assert type(copies_between(*CARDS[:2])) is not StagedCopies
+def test_cards_are_measured_by_the_copies_that_their_blocks_make(monkeypatch) -> None:
+    class Counted(StagedCopies):
+        number = 0
+
+        def copy(self, *args: Any) -> torch.Tensor:
+            self.number += 1
+            return super().copy(*args)
+
+    copies, cpu = Counted(), torch.device("cpu")
+    monkeypatch.setattr(exchange_module, "copies_between", lambda devices: {(cpu, cpu): copies}[devices])
+    exchange_speed(cpu, cpu)
+    assert copies.number > 0
 
 
 def test_no_random_state_is_touched() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from devicebridge.planning.cards import Card, parse_cards
-from devicebridge.planning.divided_times import HOST_BACKWARD_S, HOST_FORWARD_S
+from devicebridge.planning.cuts import Terms, find_cut
+from devicebridge.planning.divided_times import EXCHANGE_S, LAUNCH_S, DividedTimes
 from devicebridge.planning.plan_training import TrainingPlan, plan_training
 from devicebridge.planning.report import plan_values
+from devicebridge.planning.search import find_fastest, fit
 from devicebridge.tests.plans import full_size, make_question
 
 GB = 10**9
@@ -55,11 +59,13 @@ def test_one_microbatch_is_computed_by_all_cards_where_the_link_is_fast_and_was_
 
 
 def test_short_blocks_wait_for_the_host_and_are_not_divided():
-    fast = _Times(HOST_FORWARD_S, 200e9)
+    """The host launches for both cards: 2864 and 3848 operations of forwards and backwards, 80 exchanges in each."""
+    fast = _Times(0.001, 200e9)
     assert _plan(times=fast, model=_FULL).setting.strategy == "none"
     none_kept = {"blocks_without_checkpointing": [0, 0]}
     forced = _plan(times=fast, model=_FULL, parallel=_TENSOR, split=none_kept)
-    assert forced.step_s == pytest.approx(56 * 2 * (2 * HOST_FORWARD_S + HOST_BACKWARD_S), rel=1e-6)
+    launches = 2 * 2864 + 3848
+    assert forced.step_s == pytest.approx(2 * (launches * LAUNCH_S + 3 * 80 * EXCHANGE_S), rel=0.01)
 
 
 def test_several_microbatches_fill_a_pipeline_and_nothing_is_divided():
@@ -104,3 +110,91 @@ def test_a_plan_says_which_cards_have_shares():
     setting = plan_values(plan)["setting"]
     assert setting["strategy"] == "tensor" and setting["shards"] == ["cuda:0", "cuda:1"] and setting["split_at"] == []
     assert any(reason.startswith("tensor parallel:") for reason in plan.reasons)
+
+
+# ---- cards of unequal memory
+
+
+def _heads(plan: TrainingPlan) -> tuple[int, ...]:
+    return plan.placement.shares
+
+
+def _fits(plan: TrainingPlan) -> bool:
+    return all(device.needed <= card.usable_bytes for device, card in zip(plan.devices, plan.cards, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("cards", "sections"),
+    [
+        ("24GiB,16GiB", {}),
+        ("80GB,24GB", {"model": _FULL, "split": {"blocks_without_checkpointing": [0, 0]}}),
+        pytest.param("48GB,24GB,24GB", {"model": _FULL}, marks=pytest.mark.long),
+    ],
+)
+def test_where_even_shares_do_not_fit_each_card_takes_what_it_has_room_for(cards, sections):
+    plan = _plan(cards=cards, side=512, parallel=_TENSOR, **sections)
+    shares = _heads(plan)
+    assert sum(shares) == 48 and shares[0] > max(shares[1:])
+    assert _fits(plan) and len(set(plan.uncheckpointed)) == 1
+    assert f"heads as {' to '.join(map(str, shares))}: even shares do not fit" in "\n".join(plan.reasons)
+    assert plan.placement.describe().endswith(", " + " to ".join(map(str, shares)))
+    assert plan_values(plan)["setting"]["shares"] == list(shares)
+    first, last = plan.devices[0], plan.devices[-1]
+    assert first.weights / last.weights == pytest.approx(shares[0] / shares[-1], rel=0.15)  # some is on each
+    used = [device.needed / card.usable_bytes for device, card in zip(plan.devices, plan.cards, strict=True)]
+    assert max(used) - min(used) < 0.1  # none is full before the others
+
+
+def test_cards_with_room_for_it_train_in_even_shares():
+    plan = _plan(cards="80GB,60GB", side=512, parallel=_TENSOR, model=_FULL)
+    assert _heads(plan) == () and plan_values(plan)["setting"]["shares"] == []
+
+
+def test_what_int8_compute_rotates_together_stays_on_one_card():
+    """It rotates 256 features, which are two heads."""
+    model = {"quantize": "int8-compute", "rotation": 256}
+    plan = _plan(cards="32GiB,16GiB", side=512, parallel=_TENSOR, model=model)
+    assert _fits(plan) and sum(_heads(plan)) == 48 and all(share % 2 == 0 for share in _heads(plan))
+    given = make_question(full_size(), parse_cards("32GiB,16GiB"), (512, 512), model=model)
+    quantize = given.work("int8-compute").quantize
+    assert "would cut these" in full_size().division_fault((33, 15), quantize)
+
+
+def test_a_run_that_is_resumed_keeps_its_shares():
+    cards = tuple(parse_cards("80GB,80GB"))
+    question = make_question(full_size(), cards, (512, 512), parallel=_TENSOR, model=_FULL)
+    resumed = dataclasses.replace(question, given_shares=(30, 18))
+    assert _heads(plan_training(question)) == () and _heads(plan_training(resumed)) == (30, 18)
+    smaller = dataclasses.replace(resumed, cards=tuple(parse_cards("40GB,80GB")))
+    assert find_fastest(smaller)[0] is None
+    assert find_fastest(dataclasses.replace(smaller, given_shares=()))[0].shares == ()  # which would fit
+
+
+def test_a_card_computes_its_share_of_a_block():
+    whole, cards = _Times(0.3, 1e12), tuple(parse_cards("80GB,80GB"))
+    none = [0.0] * 56
+    times = DividedTimes(whole, cards, (36, 12), none, none, [0] * 56, lambda scheme: [(0, 0)] * 56)
+    assert [times.of(0, card, "none")[0] for card in cards] == pytest.approx([0.225, 0.075])
+
+
+@pytest.mark.long
+def test_a_share_fits_if_any_does():
+    """Each of the 47 is run dry."""
+    question = make_question(full_size(), parse_cards("24GB,24GB"), (512, 512), parallel=_TENSOR)
+    setting = next(each for each in question.settings() if not each.offloads)
+    terms, needed = Terms(math.inf, has_limits=False), {}
+    plain = dataclasses.replace(setting, strategy="none", ahead=0)
+    for own in range(1, 48):
+        one = question.divided(1, (48 - own, own))
+        needed[own] = find_cut(one, plain, terms).stages[0].forecast.needed
+    outcomes = set()
+    for first in (16, 18, 20, 22, 24, 26, 28, 30):
+        for spare in (0.99, 1.003, 1.02):
+            second = spare * (needed[24] * 2) / GB - first
+            cards = tuple(parse_cards(f"{first}GB,{second:.3f}GB"))
+            sizes = [card.usable_bytes for card in cards]
+            able = [own for own in needed if needed[48 - own] <= sizes[0] and needed[own] <= sizes[1]]
+            found = fit(dataclasses.replace(question, cards=cards), setting)
+            assert (found is not None) == bool(able), (first, second)
+            outcomes.add((bool(able), found is not None and bool(found.shares)))
+    assert outcomes == {(True, True), (True, False), (False, False)}

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from devicebridge.parallel.local.exchange import SLICED_FROM_BYTES
 from devicebridge.planning import ways as ways_module
 from devicebridge.planning.ways import Work, WorkBySize
 from devicebridge.tests.sampling_work import FLUX2, FLUX2_512, QWEN, WAN, machine_of, ways_of
@@ -50,6 +51,9 @@ def test_seconds_are_those_of_the_formulas(monkeypatch) -> None:
     copying = 2 * (8 / 2)  # to two others
     assert ways.seconds(1, 1).tensor == 16 * (0.5 * 0.75 + 0.25) + copying + 4 * 0.5
     assert ways.seconds(1, 2).tensor == 2 * (16 * 0.625 + copying) + 4 * 0.5
+    # Of 16 s on one card 8 are of layers that every card computes whole.
+    half = replace(ways, work=ways_of(replace(work, whole_flops=32.0), machine).work)
+    assert half.seconds(1, 2).tensor == 2 * (8 * 0.625 + 8 + copying) + 4 * 0.5
     staged = replace(ways, machine=machine_of(3, 4.0, 2.0, latency_s=0.5, launch_s=2**-20, is_direct=False))
     # the card that waits longest has a quarter of the products: 0.75 * 0.25 * 16 / 4 = 0.75 s of 8 are hidden
     assert staged.seconds(1, 1).tensor == 10 + 7.25 + 2
@@ -57,6 +61,14 @@ def test_seconds_are_those_of_the_formulas(monkeypatch) -> None:
     assert slow_host.seconds(1, 1).blocks == 16 * 2 * 2 / 2
     assert slow_host.seconds(1, 2).blocks == 2 * 16 * 2 * 2 / 2
     assert slow_host.seconds(1, 1).tensor == 3 * 16 * (2 * 2 + 4 * ways_module.LAUNCHES_PER_EXCHANGE)
+
+
+@pytest.mark.parametrize(("cards", "times"), [(2, 1.0), (3, 2 * 2 / 3), (4, 2 * 3 / 4)])
+def test_large_sums_are_sent_slice_by_slice_between_more_than_two_cards(cards, times) -> None:
+    machine = machine_of(cards, 1e30, 1.0, latency_s=1e-30, launch_s=1e-30)
+    for sent, factor in ((4 * SLICED_FROM_BYTES, times), (4 * SLICED_FROM_BYTES - 1, cards - 1)):
+        work = Work(0.0, 0.0, float(sent), 0.0, num_modules=1, num_exchanges=4)
+        assert ways_of(work, machine).seconds(1, 1).tensor == pytest.approx(factor * sent)
 
 
 def test_a_fast_link_with_long_blocks_takes_tensor() -> None:

@@ -1,0 +1,124 @@
+"""ComfyUI's own nodes around a MODEL whose blocks all cards compute: what patches it, windows, merges, stops."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+from unittest import mock
+
+import comfy.model_management
+import comfy_extras.nodes_model_merging as merging
+from devicebridge.parallel.local.tensor_parallel import TensorParallel
+from devicebridge.tests.comfy.split_cases import CPU, Case, case
+from devicebridge.tests.comfy.split_cases_nodes import _FLUX, _SD3, WINDOWS, Node, _apply
+from devicebridge.tests.comfy.split_cases_tensor import _failing_meeting, _near, tensor
+from devicebridge.tests.comfy.split_cases_tensor_files import _no_worse
+
+
+def _each(case: Case, name: str, nodes: tuple[Node, ...]) -> None:
+    host = case.host
+    plain, divided = host.load(name, load_device=CPU), tensor(host.load(name))
+    clean = host.sample(plain, name, cfg=4.0)
+    for node in nodes:
+        outputs = []
+        for model in (plain, divided):
+            random.seed(0)
+            outputs.append(host.sample(_apply(node, model), name, cfg=4.0))
+        if node[1] == "ModelComputeDtype":  # cards round their partial sums to bfloat16, one card the whole sums
+            _no_worse(case, node[1], outputs[1], outputs[0], clean)
+        else:
+            _near(case, node[1], outputs[1], outputs[0])
+        case.differs(f"{node[1]}: it does something", outputs[0], clean)
+    _near(case, "and without them", host.sample(divided, name, cfg=4.0), clean)
+
+
+@case
+def tensor_nodes_for_flux(case: Case) -> None:
+    _each(case, "flux1_heads", _FLUX)
+
+
+@case
+def tensor_nodes_for_sd3(case: Case) -> None:
+    _each(case, "sd3", _SD3)
+
+
+@case
+def tensor_context_windows(case: Case) -> None:
+    """A long video in overlapping windows of frames, each a batch entry of its own."""
+    host, name, latent = case.host, "wan_heads", (16, 4, 4, 4)
+    plain, divided = host.load(name, load_device=CPU), tensor(host.load(name))
+    reference = host.sample(_apply(WINDOWS, plain), name, cfg=3.0, latent=latent)
+    case.differs("it does something", reference, host.sample(plain, name, cfg=3.0, latent=latent))
+    _near(case, "as unsplit", host.sample(_apply(WINDOWS, divided), name, cfg=3.0, latent=latent), reference)
+
+
+@case
+def tensor_merges(case: Case) -> None:
+    """ModelMergeSimple with a divided MODEL on either side, and on both, loaded on its cards or not."""
+    host, name = case.host, "flux1_heads"
+
+    def merged(first: Any, second: Any) -> Any:
+        return host.sample(merging.ModelMergeSimple().merge(first, second, 0.3)[0], name)
+
+    def load(seed: int, is_divided: bool) -> Any:
+        model = host.load(name, **({} if is_divided else {"load_device": CPU}))
+        patched = host.lora(model, name, seed) if seed else model
+        return tensor(patched) if is_divided else patched
+
+    reference, other = merged(load(0, False), load(3, False)), merged(load(3, False), load(0, False))
+    case.differs("the order does something", reference, other)
+    for what, kinds in {"first": (True, False), "second": (False, True), "both": (True, True)}.items():
+        first, second = (load(seed, is_divided) for seed, is_divided in zip((0, 3), kinds, strict=True))
+        _near(case, f"the {what} divided", merged(first, second), reference)
+        for model in (first, second):
+            host.sample(model, name, steps=1)
+        _near(case, f"the {what} divided, and loaded", merged(first, second), reference)
+        _near(case, f"the {what} divided, the other way", merged(second, first), other)
+        host.unload_all()
+
+
+@case
+def tensor_stopped_inside_a_block(case: Case) -> None:
+    """Ctrl-C, and ComfyUI's Cancel, at a meeting of either card end the prompt, and the next one has the same bits. So
+    it is with one thread for all cards, and with a thread each."""
+    host, name = case.host, "flux1_heads"
+    stops = {"Ctrl-C": KeyboardInterrupt(), "Cancel": comfy.model_management.InterruptProcessingException()}
+    for in_turns in (True, False):
+        with mock.patch.object(TensorParallel, "in_turns", in_turns):
+            divided = tensor(host.load(name))
+            reference = host.sample(divided, name)
+            sample = functools.partial(host.sample, divided, name)
+            for what, stop in stops.items():
+                for rank in (0, 1):
+                    claim = f"{what} on card {rank}, {'one thread' if in_turns else 'a thread each'}"
+                    with _failing_meeting(rank, 7, stop):
+                        _ends(case, claim, sample, type(stop))
+                    case.equal(f"after {claim}", sample(), reference)
+            _ends(case, "Cancel pressed meanwhile", functools.partial(_cancelled, sample), type(stops["Cancel"]))
+            case.equal("after Cancel was pressed", sample(), reference)
+        host.unload_all()
+
+
+def _ends(case: Case, claim: str, act: Any, error: type[BaseException]) -> None:
+    try:
+        act()
+    except error:
+        case.check(claim, True)
+    else:
+        case.check(claim, False, "nothing was raised")
+
+
+def _cancelled(sample: Any) -> None:
+    """Cancel is pressed while a block runs; ComfyUI looks for it between operations and steps."""
+    meet, count = TensorParallel._meet, 0
+
+    def pressing(self: Any, rank: int, *args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 9:
+            comfy.model_management.interrupt_current_processing()
+        return meet(self, rank, *args)
+
+    with mock.patch.object(TensorParallel, "_meet", pressing):
+        sample()
