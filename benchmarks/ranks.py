@@ -6,11 +6,18 @@
     torchrun --nproc-per-node 4 benchmarks/ranks.py --middle        host memory while loading a file of 1.5 GB, on CPUs
     torchrun --nproc-per-node 2 benchmarks/ranks.py --layers 1 1 --modes links      bandwidth, for `plan --link`
     python benchmarks/ranks.py --one-card --out ranks.json          what one card can show, in six minutes
+    python benchmarks/ranks.py --cards 2 --out ranks.json           how much faster two cards are than one; below
+
+--cards measures one card in one process, and then so many with a process each, on the same model and the same samples
+of a step. It begins with the ratios: how many times faster than one card, and the length of the first step's gradient
+beside that of one card, which says whether both compute the same. Then come seconds per step and GB of the fullest
+card. A mode that fails is told and left out. --budget-s (230) ends it; with --tiny it runs on CPUs.
 
 "plain" modes are diffusers, PEFT and `fully_shard` and nothing of ours, with the same LoRA and sizes; "alone" is our
-one process without ranks. One line of JSON per mode from the first rank: seconds per sample, GB of each card at its
-peak, MB of each process's own host memory (files that are mapped left out) at its peak while loading, and of the first
-step the loss and the length of the gradient. Modes of ours have the same weights, so these two tell whether they agree.
+one process without ranks. One line of JSON per mode from the first rank: seconds per step and sample, GB of each card
+at its peak, MB of each process's own host memory (files that are mapped left out) at its peak while loading, and of the
+first step the loss and the length of the gradient. Modes of ours have the same weights, so these two tell whether they
+agree.
 """
 
 from __future__ import annotations
@@ -64,7 +71,9 @@ MODES = {
     "alone_fp8": ("none", "fp8-compute"),
     "alone_fp8_compile": ("none", "fp8-compute"),
     "data": ("none", None),
+    "data_compile": ("none", None),
     "data_fp8": ("none", "fp8-compute"),
+    "data_fp8_compile": ("none", "fp8-compute"),
     "data_int8": ("none", "int8-compute"),
     "fsdp": ("fsdp", None),
     "fsdp_keep": ("fsdp", None),
@@ -86,7 +95,11 @@ ON_ONE_CARD = (
     ),
     (2, (1, 3), "gloo", "links,data_fp8,fsdp_fp8,fsdp,data"),
 )
+# What several cards are compared by; compiled modes take as long as all others.
+ON_CARDS = "alone,data,fsdp,plain_fsdp,alone_fp8,data_fp8,fsdp_fp8,alone_fp8_compile,data_fp8_compile,fsdp_fp8_compile"
+IN_FRONT = ("times_faster_than_one_card", "gradient_over_one_cards", "s_per_step", "peak_gb")
 _LAST_S = 75.0  # of the budget, kept for what comes after the first part
+Part = dict[str, Any]
 
 
 def main() -> None:
@@ -96,37 +109,98 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--one-card", action="store_true")
     parser.add_argument("--middle", action="store_true", help="a file of a smaller model, which is only loaded")
-    parser.add_argument("--modes", default=",".join([*MODES, *PLAIN]))
+    parser.add_argument("--cards", type=int, default=0, help="compare so many cards with one")
+    parser.add_argument("--modes", default="", help=f"{', '.join([*MODES, *PLAIN])}, links; left out: all that fit")
     parser.add_argument("--backend", default="", help="gloo lets several processes share a card")
     parser.add_argument("--size", type=int, default=512)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--samples", type=int, default=0, help="of a step, by all cards; left out: one for each card")
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--budget-s", type=float, default=360.0, help="of --one-card")
-    parser.add_argument("--out", type=Path, help="of --one-card")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="of --one-card (360) and of --cards (230)")
+    parser.add_argument("--out", type=Path, help="of --one-card and of --cards")
     options = parser.parse_args()
-    if options.one_card:
-        _measure_one_card(options)
+    if options.one_card or options.cards:
+        _measure_parts(options, _parts_of_one_card(options) if options.one_card else _parts_of_cards(parser, options))
     else:
         _measure_here(options)
 
 
-# ---- one card: this very script, started once per part
+# ---- this very script, started once per part
 
 
-def _measure_one_card(options: argparse.Namespace) -> None:
-    report: dict[str, Any] = {**describe_run("diffusers", "peft"), "size": options.size, "parts": []}
-    for index, (count, layers, backend, modes) in enumerate(ON_ONE_CARD):
-        left = options.budget_s - elapsed_s() - (_LAST_S if index + 1 < len(ON_ONE_CARD) else 0.0)
-        part = {"processes": count, "layers": layers, "backend": "gloo" if options.tiny else backend}
-        report["parts"].append({**part, **_run_part(options, part, modes, left)})
+def _parts_of_one_card(options: argparse.Namespace) -> list[Part]:
+    keys = ("processes", "layers", "backend", "modes")
+    options.budget_s = options.budget_s or 360.0
+    return [dict(zip(keys, part, strict=True)) for part in ON_ONE_CARD]
+
+
+def _parts_of_cards(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Part]:
+    """One process, then one per card, with the same samples of a step; compiled modes come last."""
+    found = len(available_devices())
+    if found < options.cards and not options.tiny:
+        parser.error(f"--cards {options.cards}: this machine has {found}; --tiny runs on CPUs")
+    options.samples, options.budget_s = options.samples or options.cards, options.budget_s or 230.0
+    asked = (options.modes or ON_CARDS).split(",")
+    layers, parts = tuple(options.layers or HALF), list[Part]()
+    for is_compiled in (False, True):
+        modes = [mode for mode in asked if ("compile" in mode) == is_compiled]
+        alone = [mode for mode in modes if mode.startswith("alone")]
+        others = [mode for mode in modes if mode not in (*alone, "links")]
+        others = ["links", *others] if others and not is_compiled else others
+        parts += [_part(1, layers, alone), _part(options.cards, layers, others)]
+    return [part for part in parts if part["modes"]]
+
+
+def _part(count: int, layers: tuple[int, ...], modes: list[str]) -> Part:
+    return {"processes": count, "layers": layers, "backend": "nccl", "modes": ",".join(modes)}
+
+
+def _measure_parts(options: argparse.Namespace, parts: list[Part]) -> None:
+    report: dict[str, Any] = {key: {} for key in IN_FRONT if options.cards}
+    report |= {**describe_run("diffusers", "peft"), "size": options.size, "samples": options.samples}
+    report |= {"is_tiny": options.tiny, "parts": []}
+    for index, part in enumerate(parts):
+        kept = _LAST_S if options.one_card and index + 1 < len(parts) else 0.0
+        part["backend"] = "gloo" if options.tiny else part["backend"]
+        report["parts"].append(part)
+        part["runs"], part["rows"] = [], {}
+        left = part.pop("modes").split(",")
+        while left and options.budget_s - elapsed_s() - kept > 0:
+            found = _run_part(options, part, ",".join(left), options.budget_s - elapsed_s() - kept)
+            rows = found.pop("modes")
+            part["rows"] |= rows
+            part["runs"].append(found)
+            left = [mode for mode in left if mode not in part["rows"]]
+            if found["exit_code"] is None:
+                break
+            if left and not rows:  # nobody could tell
+                part["rows"][left.pop(0)] = {"error": f"exit code {found['exit_code']}, see runs"}
+        part["modes"] = part.pop("rows")
+        part["left_out"] = left
+        if options.cards:
+            _set_beside_one_card(report)
         write_json(report, options.out)
     print_or_write(report, options.out)
 
 
-def _run_part(options: argparse.Namespace, part: dict[str, Any], modes: str, left_s: float) -> dict[str, Any]:
+def _set_beside_one_card(report: dict[str, Any]) -> None:
+    """Ratios of what there is so far. The model of a plain mode has other weights, and no gradient to compare."""
+    rows = {mode: row for part in report["parts"] for mode, row in part["modes"].items() if "s_per_step" in row}
+    for mode, row in rows.items():
+        report["s_per_step"][mode], report["peak_gb"][mode] = row["s_per_step"], max(row["peak_gb"], default=None)
+        one = rows.get("_".join(["alone", *(word for word in ("fp8", "int8", "keep", "compile") if word in mode)]))
+        if one is None or mode.startswith("alone"):
+            continue
+        report["times_faster_than_one_card"][mode] = round(one["s_per_step"] / row["s_per_step"], 3)
+        if mode not in PLAIN:
+            report["gradient_over_one_cards"][mode] = round(row["first_gradient"] / one["first_gradient"], 6)
+
+
+def _run_part(options: argparse.Namespace, part: Part, modes: str, left_s: float) -> dict[str, Any]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node", str(part["processes"]), str(Path(__file__).resolve()), "--modes", modes]
     command += ["--size", str(options.size), "--steps", str(options.steps), "--rank", str(options.rank)]
+    command += ["--samples", str(options.samples)]
     command += ["--tiny"] if options.tiny else ["--layers", *map(str, part["layers"]), "--backend", part["backend"]]
     found: dict[str, Any] = {"modes": {}}
     said: list[str] = []
@@ -134,7 +208,7 @@ def _run_part(options: argparse.Namespace, part: dict[str, Any], modes: str, lef
     def hear(line: str) -> None:
         if line.startswith('{"mode"'):
             row = json.loads(line)
-            found["modes"][row.pop("mode")] = row
+            found["modes"].setdefault(row.pop("mode"), row)  # others of the ranks may tell what followed
             say(line)
         else:
             said.append(line)
@@ -176,7 +250,7 @@ def _measure_here(options: argparse.Namespace) -> None:
                 write_header(Path(name), FAMILY, make_config(tuple(options.layers)))
                 stack.enter_context(random_weights(read_checkpoint(name)))
             stack.enter_context(sound_attention())  # torch keeps cuDNN's plans of one mode for the next
-            for mode in options.modes.split(","):
+            for mode in (options.modes or ",".join([*MODES, *PLAIN])).split(","):
                 _attempt(mode, options, ranks, device)
         ranks.wait()
 
@@ -187,14 +261,14 @@ def _write_middle(folder: Path) -> str:
 
 
 def _attempt(mode: str, options: argparse.Namespace, ranks: Any, device: torch.device) -> None:
-    """Of one process a mode that fails is told, and the next one comes; several would wait for each other."""
+    """A mode that fails is told. Of one process the next one comes; several would wait for each other, and end."""
     try:
         (_measure_links if mode == "links" else _measure)(mode, options, ranks, device)
     except Exception as error:
+        print(json.dumps({"mode": mode, "error": f"{type(error).__name__}: {error}"[:2000]}), flush=True)
         if ranks.count > 1:
             raise
         traceback.print_exc()
-        print(json.dumps({"mode": mode, "error": f"{type(error).__name__}: {error}"[:2000]}), flush=True)
     gc.collect()
     torch._dynamo.reset()
     if device != CPU:
@@ -229,10 +303,10 @@ def _measure(mode: str, options: argparse.Namespace, ranks: Any, device: torch.d
 
     seconds = _timed(whole, options.steps, device)
     memory = ranks.gather(memory_in_use([device]))
-    samples = 1 if mode.startswith("alone") else ranks.count
     told = {
         "mode": mode,
-        "s_per_sample": round(seconds / samples, 4),
+        "s_per_step": round(seconds, 4),
+        "s_per_sample": round(seconds / _num_samples(mode, options, ranks), 4),
         "peak_gb": [round(values["peak"], 2) for each in memory for values in each.values()],
         "host_mb_while_loading": ranks.gather(round(host_mb[0])),
         "load_s": round(loaded - started, 1),
@@ -255,6 +329,11 @@ def _measure_links(mode: str, options: argparse.Namespace, ranks: Any, device: t
     told = {"mode": mode, "all_gather_gb_per_s": speeds[0] / 1e9, "all_reduce_gb_per_s": speeds[1] / 1e9}
     if ranks.is_first:
         print(json.dumps(told), flush=True)
+
+
+def _num_samples(mode: str, options: argparse.Namespace, ranks: Any) -> int:
+    """Of a step, by all ranks."""
+    return options.samples or (1 if mode.startswith("alone") else ranks.count)
 
 
 @contextmanager
@@ -345,17 +424,17 @@ def _ours(
         assembled = assemble_for_training(info, plan, attach)
     model, parameters = assembled.model, list(assembled.adapter.parameters().values())  # type: ignore[attr-defined]
     runner: Any = PlainAccumulation(model, device)
-    is_alone = mode.startswith("alone")
-    if not is_alone:
+    of = _num_samples(mode, options, ranks)
+    if not mode.startswith("alone"):
         runner = AcrossRanks(runner, parameters, ranks, 0, in_lockstep=strategy == "fsdp")
     count = [0]
 
     def step() -> float:
         count[0] += 1
-        return float(sum(runner.run([microbatch(index) for index in range(1 if is_alone else ranks.count)])))
+        return float(sum(runner.run([microbatch(index) for index in range(of)])))
 
     def microbatch(index: int) -> MicroBatch[None]:
-        seed, of = 100 * count[0] + index, 1 if is_alone else ranks.count
+        seed = 100 * count[0] + index
         return MicroBatch(
             lambda: None,
             lambda _: _loss(model, info, options.size, device, dtype, seed) / of,
@@ -400,9 +479,12 @@ def _plain(
 
     def step() -> float:
         count[0] += 1
-        loss = _loss(model, info, options.size, device, dtype, 100 * count[0] + ranks.place.rank)
-        loss.backward()
-        return float(loss.detach())
+        losses = []
+        for index in range(ranks.place.rank, _num_samples(mode, options, ranks), ranks.count):
+            loss = _loss(model, info, options.size, device, dtype, 100 * count[0] + index)
+            loss.backward()
+            losses.append(loss.detach())
+        return float(sum(losses))
 
     return model, parameters, step
 

@@ -1,6 +1,7 @@
 """What 2, 4 and 8 cards would gain by every strategy, calculated from what two cards were measured at; no GPU needed.
 
-`python benchmarks/scaling.py --calculate` writes the tables of docs/internals/scaling.md. Training: the planner's own
+`python benchmarks/scaling.py --calculate` writes the tables of docs/internals/scaling.md, and that of clusters in
+docs/guides/choosing_a_strategy.md. Training: the planner's own
 seconds and bytes, with times of blocks measured on an H200 (calibration.py). The planner knows one process; FSDP and
 hybrids are what `plan --nodes` calculates (planning/cluster.py). Sampling: the forecast that `way` auto goes by, with
 speeds assumed for H200s.
@@ -32,6 +33,7 @@ from scaling_forecast import Forecaster, KnownTimes, known_times
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "internals" / "scaling.md"
+GUIDE = ROOT / "docs" / "guides" / "choosing_a_strategy.md"
 RESULTS = ROOT / "benchmarks" / "results"
 COUNTS = (2, 4, 8)
 RANK, BATCHES = 32, 8
@@ -247,7 +249,38 @@ def sampling_lines(counts: Sequence[int] = COUNTS) -> Iterator[str]:
             yield _row(f"{name}, {way}", f"{one:.3f} s", cells[0], text, *cells[1:])
 
 
-# ---- the page
+# ---- clusters
+
+# FLUX.2-dev, bf16, 512², LoRA rank 32, recomputed: seconds of a microbatch on one H200, bytes of 56 blocks and of what
+# is outside them, and of the LoRA's gradients. Between the cards of a machine 300 GB/s are assumed.
+_ONE_CARD = Part(0, _ENDLESS, 0.61, 800_000_000, "")
+_WEIGHTS = Weights([62_800_000_000 // 56] * 56, 1_500_000_000)
+_CARD_LINK, _LINKS = 300e9, {"25 Gbit/s": 25e9 / 8, "100 Gbit/s": 100e9 / 8}
+
+
+def cluster_lines(counts: Sequence[int] = (2, 4, 8, 16)) -> Iterator[str]:
+    """Seconds per sample of the whole job, one microbatch per card and step: a row per number of cards."""
+    ways: list[tuple[str, str, float]] = [("data", "", 0.0), ("fsdp", "", 0.0)]  # in one machine; of two by their link
+    ways += [(way, name, link) for way in ("hsdp", "fsdp", "data") for name, link in _LINKS.items()]
+    heads = [f"`{way}`, 2 machines, {name}" if name else f"`{way}`, one machine" for way, name, _ in ways]
+    yield _row("cards", *heads)
+    yield _row(*["---"] * (len(ways) + 1))
+    for count in counts:
+        yield _row(str(count), *(f"{_of_cluster(count, way, link):.3f}" for way, _, link in ways))
+
+
+def _of_cluster(count: int, way: str, link: float) -> float:
+    machines = 2 if link else 1
+    cluster = Cluster(tuple(_cards(count // machines)), machines, link or _CARD_LINK, _CARD_LINK)
+    if way == "data":
+        found = with_copies(cluster, way, count, _ONE_CARD)
+    else:
+        found = with_shares(cluster, way, _ONE_CARD, _WEIGHTS, 1)
+    assert found.step_s is not None
+    return found.step_s / count
+
+
+# ---- the pages
 
 
 def tables() -> Iterator[str]:
@@ -267,9 +300,9 @@ def tables() -> Iterator[str]:
 
 
 def write_page() -> None:
-    """The tables between the page's markers."""
-    text = PAGE.read_text(encoding="utf-8")
-    assert _PART.search(text), f"{PAGE.name} has no place for the tables"
-    made = "\n".join(tables())
-    write_atomically(PAGE, _PART.sub(lambda _: f"\n{made}\n\n", text).encode())
-    print(made)
+    """The tables between the markers of both pages."""
+    for page, lines in ((GUIDE, cluster_lines()), (PAGE, tables())):
+        text, made = page.read_text(encoding="utf-8"), "\n".join(lines)
+        assert _PART.search(text), f"{page.name} has no place for the tables"
+        write_atomically(page, _PART.sub(f"\n{made}\n\n", text).encode())
+        print(made)

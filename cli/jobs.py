@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 
 from ..config.job import JobConfig, load_job
+from ..config.model import shards_weights
 from ..encoding.encode import Stopped
 from ..jobs.checked_job import JobPlan
 from ..jobs.cluster import plan_cluster
@@ -27,6 +28,7 @@ from ..planning.cards import Card, parse_cards
 from ..planning.cluster import MOST_NODES, Cluster, best_of, describe_cluster, parse_link
 from ..planning.report import describe_plan, plan_values
 from ..planning.request import PlanRequest, make_request
+from ..system.launched import find_launch
 from ..system.stopping import STOPPED, say, stop_on_signal
 from .launch import as_rank, launch
 from .native import encoded, encoded_once, enter, prepared
@@ -75,10 +77,12 @@ def _train_rank(options: argparse.Namespace, job: JobConfig, place: RankPlace, s
             return STOPPED
         with prepared(job) as info:
             result = run_job(job, info=info, resume=resume, on_event=listener, should_stop=should_stop, ranks=ranks)
-    return _conclude(options, job, result) if place.rank == 0 else 0
+    return _conclude(options, job, result, place) if place.rank == 0 else 0
 
 
-def _conclude(options: argparse.Namespace, job: JobConfig, result: TrainingResult) -> int:
+def _conclude(
+    options: argparse.Namespace, job: JobConfig, result: TrainingResult, place: RankPlace | None = None
+) -> int:
     """Say how a training ended; returns the exit code."""
     if result.step >= job.train.steps and options.resume:
         say(f"complete: {result.step} of {job.train.steps} steps are done")
@@ -87,9 +91,17 @@ def _conclude(options: argparse.Namespace, job: JobConfig, result: TrainingResul
     if result.lora_path is not None:
         say(f"LoRA: {result.lora_path}")
     if result.status == "stopped":
-        say(f"{result.resume_hint}: devicebridge train {options.job} --resume")
+        say(f"{result.resume_hint}: {again(options, job, place)}")
         return STOPPED
     return 0
+
+
+def again(options: argparse.Namespace, job: JobConfig, place: RankPlace | None) -> str:
+    """What continues a training that was started so."""
+    if place is not None and find_launch() is None:
+        return f"the same torchrun command with train {options.job} --resume at its end"
+    flag = f" --nproc {place.num_ranks}" if place is not None and place.num_ranks != job.parallel.processes else ""
+    return f"devicebridge train {options.job}{flag} --resume"
 
 
 def _train_pair(options: argparse.Namespace, job: JobConfig) -> int:
@@ -124,9 +136,13 @@ def each_model(job: JobConfig, devices: Sequence[str] = ()) -> list[tuple[str, J
 
 def check(options: argparse.Namespace) -> int:
     (whole,) = enter([load_job(options.job)], options.arguments)
+    strategy, count = whole.parallel.asked, whole.parallel.processes
+    is_shared = count > 1 and shards_weights(strategy)
     for title, job, share in each_model(whole):
         with prepared(job) as info:
-            _print_check(title, check_job(job, info=info, host_share=share))
+            _print_check(title, check_job(job, info=info, host_share=share, is_to_train=not is_shared))
+        if is_shared:
+            print(f"the weights are shared by {count} processes ({strategy}); whether they fit is seen when they start")
     return 0
 
 
@@ -151,7 +167,7 @@ def plan(options: argparse.Namespace) -> int:
         (job,) = enter([asked.job], options.arguments)
         asked = replace(asked, job=job)
     cards = parse_cards(options.cards) if options.cards else []
-    if options.nodes != 1 or options.link or options.card_link:
+    if options.nodes != 1 or options.link or options.card_link or shards_weights(asked.job.parallel.asked):
         return _plan_cluster(options, asked, cards)
     plans = {}
     for title, each, share in each_model(asked.job, [card.name for card in cards]):
@@ -172,8 +188,8 @@ def plan(options: argparse.Namespace) -> int:
 def _plan_cluster(options: argparse.Namespace, asked: PlanRequest, cards: Sequence[Card]) -> int:
     if not cards or not 1 <= options.nodes <= MOST_NODES or (options.nodes > 1 and not options.link):
         raise ValueError(
-            "for several machines say how many, the cards of each and how fast the link between them is: --nodes 2 "
-            "--cards 4x24GB --link 25Gbit"
+            "for several processes or machines say how many machines, the cards of each, and of several how fast the "
+            "link between them is: --nodes 2 --cards 4x24GB --link 25Gbit"
         )
     if asked.job.model.second_expert:
         raise ValueError("model.second_expert: several machines train one model; remove it to plan one expert alone")
@@ -182,10 +198,15 @@ def _plan_cluster(options: argparse.Namespace, asked: PlanRequest, cards: Sequen
     links = {"link": options.link, "card_link": options.card_link}
     speeds = {name: parse_link(text) for name, text in links.items() if text}
     cluster = Cluster(tuple(cards), options.nodes, **{"link": ASSUMED_LINK_BYTES_PER_S, **speeds})
-    found = plan_cluster(asked.job, cluster, info=asked.info, has_data=asked.has_data)
+    job = asked.job
+    if options.job is None:
+        train = replace(job.train, gradient_accumulation_steps=cluster.num_cards)  # as one would set it
+        job = replace(job, train=train)
+    with prepared(job) if asked.info is None else nullcontext(asked.info) as info:
+        found = plan_cluster(job, cluster, info=info, has_data=asked.has_data)
     if options.json:
         best = best_of(found)
         print(json.dumps({"options": [asdict(each) for each in found], "best": best and best.strategy}, indent=2))
     else:
-        print(describe_cluster(cluster, found, asked.job.train.gradient_accumulation_steps))
+        print(describe_cluster(cluster, found, job.train.gradient_accumulation_steps))
     return 0 if best_of(found) is not None else 2

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from ..system.launched import note_parent
 from ..system.stopping import STOPPED, say
 from ..version import VERSION
 
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A problem the user can mend is one message on stderr and code 2; a Ctrl-C that nothing else answers is one line
     and 130.
     """
+    note_parent()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     end = arguments.index("--") if "run" in arguments and "--" in arguments else len(arguments)
     options = _make_parser().parse_args(arguments[:end])

@@ -128,7 +128,7 @@ def encoded_once(job: JobConfig, on_event: Listener | None, ranks: Ranks) -> Job
 
     Raises: as unless_stopped.
     """
-    if not job.cache.needs_stock_encoders:
+    if not ranks.any(job.cache.needs_stock_encoders):
         return job
     is_early, listener = is_to_encode(cache_store(job), ranks), on_event or _hear_nothing
     own = unless_stopped(ranks, lambda: encoded(job, listener, ranks.is_stop_asked) if is_early else job)

@@ -233,6 +233,32 @@ def differing_keys(old: JobConfig, new: JobConfig) -> list[str]:
     return [f"{key}: {was!r} -> {now!r}" for key, (was, now) in sorted(pairs.items()) if was != now and key not in free]
 
 
+# What a resumed run may change, but not one rank alone: it says when ranks meet, and which weights they share.
+_AGREED = {"parallel.strategy", "parallel.shard_degree", "evaluation.every_steps", "output.save_every_steps"}
+_OF_A_MACHINE = {"cache.vae_device", "cache.stock_clip", "cache.stock_vae", "cache.stock_vision"}  # devices and files
+
+
+def shared_settings(job: JobConfig) -> dict[str, list[Any]]:
+    """What all processes of one job must be asked for alike, by key: of a list of sections every one's value.
+
+    Left out is what may differ by machine: paths, devices, and what each process decides for itself. Of paths of the
+    data it says which are given.
+    """
+    values, found = job_to_dict(job), {}
+    own = _OF_A_MACHINE | {key.section for key in job_keys().values()}  # a section inside one comes by its keys
+    for key in job_keys().values():
+        section = key.section.split(".")[0]
+        is_shared = not key.is_free or key.path in _AGREED or section == "samples"
+        if section == "split" or key.path in own or not is_shared:
+            continue
+        given = [each[key.name] for each in _sections(values, key.section.split("."))]
+        if not key.is_path:
+            found[key.path] = given
+        elif section in ("data", "evaluation"):
+            found[key.path] = [bool(each) for each in given]
+    return found
+
+
 def _anchor_paths(values: dict[str, Any], base: Path) -> None:
     """Relative paths start at base. What is no path here is refused later, by name.
 

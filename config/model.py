@@ -145,10 +145,11 @@ def has_stages(strategy: Strategy) -> bool:
             return True
 
 
-def shards_weights(strategy: Strategy) -> bool:
-    """Whether every process keeps a share of the weights, and has a block whole only while it computes it."""
+def shards_weights(strategy: Strategy | None) -> bool:
+    """Whether every process keeps a share of the weights, and has a block whole only while it computes it; not where
+    the strategy is left open."""
     match strategy:
-        case "none" | "pipeline" | "data" | "tensor":
+        case None | "none" | "pipeline" | "data" | "tensor":
             return False
         case "fsdp" | "hsdp":
             return True
@@ -174,8 +175,8 @@ class ParallelConfig:
         processes: Processes of this machine that train the job together, as --nproc says; the devices are dealt out to
             them evenly. 1 trains in one process. Has no effect where torchrun starts them.
         shard_degree: For hsdp: processes that share one copy of the weights. Left out: those of a machine.
-        hang_timeout_s: Of several processes: seconds that a step may take beyond three of the longest so far. After
-            that its process counts as hung, and the job ends.
+        hang_timeout_s: Of several processes: seconds that a step, a save and the like may take beyond three of the
+            longest of its kind so far. After that its process counts as hung, and the job ends.
     """
 
     strategy: Literal["auto", Strategy] = setting(

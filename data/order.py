@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .samples import TrainingSample
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Indices into the samples, all of one bucket and length, and which are trained with the empty caption. [B] each"""
+    """Indices into the samples, all of one bucket and length, and which are trained with the empty caption. [B] each
+
+    Args:
+        size: the same for batches whose latents have one shape; texts may still differ in length.
+    """
 
     indices: tuple[int, ...]
     captions_dropped: tuple[bool, ...]
+    size: tuple[int, ...] = field(default=(), compare=False)
 
 
 class BatchOrder:
@@ -73,7 +78,11 @@ class BatchOrder:
         size = self._batch_size
         groups = [members[i : i + size] for members in by_bucket.values() for i in range(0, len(members), size)]
         groups.sort(key=lambda group: self._draw("batch", epoch, group[0]))
-        return [Batch(tuple(group), tuple(self._is_dropped(epoch, i) for i in group)) for group in groups]
+        return [self._batch(epoch, group) for group in groups]
+
+    def _batch(self, epoch: int, group: Sequence[int]) -> Batch:
+        dropped = tuple(self._is_dropped(epoch, index) for index in group)
+        return Batch(tuple(group), dropped, (len(group), *self._buckets[group[0]]))
 
     def state_dict(self) -> dict[str, int]:
         """Where the order stands: the epoch, and how many of its batches are done."""

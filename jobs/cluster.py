@@ -12,7 +12,6 @@ from ..config.open import asked
 from ..planning.cards import Card
 from ..planning.cluster import Cluster, Option, Part, Weights, with_copies, with_shares
 from ..planning.plan_training import TrainingPlan
-from .native_limits import why_not_shared_out
 from .place_by_size import held_bytes
 from .read_job import ReadJob, read_job
 from .resolve import Machine, plan_on
@@ -64,8 +63,6 @@ def _inside_machines(read: ReadJob, cluster: Cluster) -> Option:
 
 def _shares(read: ReadJob, cluster: Cluster, strategy: str) -> Option:
     """With the fastest scheme that fits."""
-    if why := why_not_shared_out(read.info.family):
-        return Option(strategy, cluster.num_cards, "", why=why)
     scheme = asked(read.job.model.quantize)
     if scheme is not None and scheme not in _COMPUTING:
         why = f"{scheme} makes tensors of torchao, which FSDP cannot cut; {scheme}-compute works"

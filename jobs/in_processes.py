@@ -30,7 +30,7 @@ _SAVING_S = 300.0  # where nobody waits for them any more: a step has to end and
 _TOLD = "devicebridge: "  # begins a line of our command's that says what went wrong
 _IS_WINDOWS = sys.platform == "win32"
 _ENDED_BEFORE_IT_LISTENED = (-signal.SIGTERM, 128 + signal.SIGTERM)
-_CONSEQUENCE = "another rank has ended or hangs"
+_CONSEQUENCES = ("another rank has ended or hangs", " has ended (", " gave no sign of life for ")
 
 
 def run_in_processes(
@@ -95,5 +95,6 @@ def _why(log: Path, code: int | None) -> str:
     """What the rank that failed first said; others only lose it."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     told = [line.removeprefix(_TOLD) for line in lines if line.startswith(_TOLD)]
-    cause = next((line for line in told if _CONSEQUENCE not in line), (told or ["nothing was said"])[0])
+    causes = (line for line in told if not any(each in line for each in _CONSEQUENCES))
+    cause = next(causes, (told or ["nothing was said"])[0])
     return f"{cause} (exit code {code}; all that the processes printed is in {log})"

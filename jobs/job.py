@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..config.job import JobConfig
+from ..config.model import shards_weights
 from ..encoding.encode import Stopped, never
 from ..encoding.living import living_run
 from ..events import EventLog, Listener, NoEvents
@@ -48,6 +50,7 @@ from .read_job import ReadJob, find_start, read_job
 from .resolve import Machine, find_machine, plan_on
 from .result import TrainingResult
 from .resume import as_decided, find_identity, placement_facts, refuse_other_run
+from .same_job import refuse_other_jobs
 from .shared_cache import cached_once, entries_of
 
 
@@ -69,6 +72,11 @@ def plan_job(
         host_share: jobs that share this machine's free memory.
     Raises: ValueError for a job that cannot be run as written, that does not fit, or a machine without cards.
     """
+    if shards_weights(strategy := job.parallel.asked):
+        raise ValueError(
+            f'parallel.strategy = "{strategy}" shares the weights among processes, and this plan is of one; compare '
+            'both with devicebridge plan --cards 2x24GB --card-link 12GB, or plan with "auto"'
+        )
     if cards and may_measure:
         raise ValueError("cards that were named cannot be measured; leave out --calibrate, or --cards")
     read = read_job(job, info, has_data=has_data, should_stop=should_stop)
@@ -94,6 +102,7 @@ def check_job(
     is_to_train: bool = True,
     host_share: int = 1,
     should_stop: Callable[[], bool] = never,
+    ranks: Ranks = ALONE,
 ) -> JobPlan:
     """Everything that can be refused before weights are loaded.
 
@@ -101,10 +110,12 @@ def check_job(
         info: the job's model, if it was read already.
         is_to_train: False for filling caches, while other processes may use the cards: nothing is forecast then.
         host_share: jobs that share the host's free memory.
+        ranks: the processes that will run it, each calling this.
     Raises: ValueError for a file that is no such model, a placement that does not fit, a dataset that cannot be read,
         or settings that contradict the model; Stopped when should_stop() became true while images are looked at.
     """
-    return _resolve_and_check(read_job(job, info, should_stop=should_stop), None, host_share, is_to_train=is_to_train)
+    read = read_job(job, info, should_stop=should_stop)
+    return _resolve_and_check(read, None, host_share, is_to_train=is_to_train, ranks=ranks)
 
 
 def _resolve_and_check(
@@ -177,9 +188,11 @@ def run_job(
             read = unless_stopped(ranks, lambda: read_job(job, info, should_stop=own_stop))
         except Stopped as stopped:
             return TrainingResult("stopped", resume_hint=f"{stopped}; start the job again")
-        identity = find_identity(read)
+        identity = ranks.together(lambda: find_identity(read))
+        refuse_other_jobs(given, identity, ranks, is_new=state is None)
         if state is not None:
-            refuse_other_run(job, identity, state, is_placed_anew=is_placed_anew(state, ranks))
+            refuse = partial(refuse_other_run, job, identity, state, is_placed_anew=is_placed_anew(state, ranks))
+            ranks.together(refuse if ranks.is_first else lambda: None)  # others have paths of their own
         facts = None if state is None or is_placed_anew(state, ranks) else state.facts
         plan = ranks.together(lambda: _resolve_and_check(read, facts, host_share, is_new=state is None, ranks=ranks))
         identity |= placement_facts(plan.placement) | rank_facts(ranks)

@@ -8,7 +8,6 @@ from torch import nn
 
 from ..config.model import has_stages
 from ..families.comfy.native import NativeModel
-from ..families.spec import ModelFamily
 from ..planning.space import SearchSpace
 
 # Classes that do on numbers, or on sizes of their own, what they cannot do on a forecast's tensors without data.
@@ -19,16 +18,6 @@ _BY_NUMBERS = {
     "VaceWanModel": "its side blocks are added to what a block gave, and a forecast looks at blocks alone",
     "WanDancerModel": "its music is cut by the shape of the clip, and a forecast takes a square",
 }
-
-
-def why_not_shared_out(family: ModelFamily) -> str:
-    """Why no process can hold a share of a model's weights; "" if it can."""
-    if family.host is None:
-        return ""
-    return (
-        f"{family.title} is loaded by ComfyUI, and its weights are not shared out among processes; data works, or a "
-        "model file of our own families"
-    )
 
 
 def why_no_stages(native: NativeModel | None, model: nn.Module) -> str:

@@ -27,7 +27,6 @@ from ..parallel.ranks.place import RankPlace, own_devices
 from ..system.files import tensors_as_bytes
 from ..system.requests import Requests
 from ..training.state import TrainingState
-from .native_limits import why_not_shared_out
 from .place_by_size import Subject, held_bytes
 from .resolve import Machine, Resolution, find_machine, resolve
 from .resume import find_state
@@ -79,15 +78,10 @@ def resolve_here(
     """
     strategy = job.parallel.asked
     if not ranks.is_launched:
-        if strategy is not None and shards_weights(strategy) and (fault := why_not_shared_out(subject.info.family)):
-            raise ValueError(f'parallel.strategy = "{strategy}" was asked for, but {fault}')
-        if strategy is not None and shards_weights(strategy) and not is_to_train:  # nothing is placed
+        if shards_weights(strategy) and not is_to_train:  # nothing is placed
             job = replace(job, parallel=replace(job.parallel, strategy="auto"))
-        elif strategy is not None and shards_weights(strategy):
-            raise ValueError(
-                f'parallel.strategy = "{strategy}" needs several processes; set parallel.processes to 2 or more, '
-                'start the job with --nproc or torchrun, or set it to "auto"'
-            )
+        elif shards_weights(strategy):
+            raise ValueError(_why_not_alone(strategy, job.parallel.processes))
         return resolve(job, subject, find_machine(job.split.devices, host_share), earlier, is_to_train=is_to_train)
     count = job.train.gradient_accumulation_steps
     if ranks.is_first and count % ranks.count:
@@ -108,13 +102,26 @@ def resolve_here(
     return ranks.together(lambda: _resolve_as(chosen["strategy"], pinned, subject, ranks, host_share))
 
 
+def _why_not_alone(strategy: Strategy | None, processes: int) -> str:
+    """Why one process does not share weights; processes: that the job asks for."""
+    if processes > 1:
+        return (
+            f'parallel.strategy = "{strategy}" shares the weights among parallel.processes = {processes} processes, '
+            'and this is one by itself; start the job with "devicebridge train", which starts them'
+        )
+    return (
+        f'parallel.strategy = "{strategy}" needs several processes; set parallel.processes to 2 or more, start the job '
+        'with --nproc or torchrun, or set it to "auto"'
+    )
+
+
 def _decide(job: JobConfig, subject: Subject, ranks: Ranks, host_share: int) -> dict[str, Any]:
     """What has to be alike on all ranks: the strategy between them, scheme and optimizer."""
     strategy = job.parallel.asked
     try:
         resolved = _resolve_as(strategy, job, subject, ranks, host_share)
     except ValueError as error:
-        if strategy is not None or ranks.count == 1 or _why_not_sharded(job, subject, ranks):
+        if strategy is not None or ranks.count == 1 or _why_not_sharded(job, ranks):
             raise
         _log.warning("the weights are shared out among the processes (fsdp), for one device is not enough: %s", error)
         strategy = "fsdp"
@@ -131,11 +138,11 @@ def _resolve_as(
 ) -> Resolution:
     """The job of one rank, with the settings of the whole job put back."""
     share = host_share * ranks.place.num_local
-    is_sharded = strategy is not None and shards_weights(strategy)
+    is_sharded = shards_weights(strategy)
     machine = Machine(ranks.devices, host_share=share, is_planned=not is_sharded)
     own = _of_one_rank(job, ranks, strategy)
     if is_sharded:
-        if fault := _why_not_sharded(job, subject, ranks):
+        if fault := _why_not_sharded(job, ranks):
             raise ValueError(f'parallel.strategy = "{strategy}" was asked for, but {fault}')
         _check_room(own, subject, ranks, shard_degree(job, strategy, ranks))
     found = resolve(own, subject, machine)
@@ -151,7 +158,7 @@ def _resolve_as(
 
 def _of_one_rank(job: JobConfig, ranks: Ranks, strategy: Strategy | None) -> JobConfig:
     """The job as one rank with its devices would do it alone."""
-    is_sharded, is_alone = strategy is not None and shards_weights(strategy), len(ranks.devices) == 1
+    is_sharded, is_alone = shards_weights(strategy), len(ranks.devices) == 1
     split = _own_split(job.split, ranks)
     if is_sharded:
         split = replace(split, memory_limit_gb=_UNLIMITED_GB)
@@ -177,12 +184,11 @@ def _own_split(split: SplitConfig, ranks: Ranks) -> SplitConfig:
     return replace(split, devices=tuple(map(str, ranks.devices)), **of_all)
 
 
-def _why_not_sharded(job: JobConfig, subject: Subject, ranks: Ranks) -> str:
+def _why_not_sharded(job: JobConfig, ranks: Ranks) -> str:
     """What keeps processes from sharing the weights, and what would work; "" if nothing does."""
-    scheme, family = asked(job.model.quantize), subject.info.family
+    scheme = asked(job.model.quantize)
     faults = {
         f"each process has {len(ranks.devices)} devices; start one process per device": len(ranks.devices) != 1,
-        why_not_shared_out(family): family.host is not None,
         f'model.quantize = "{scheme}" makes tensors of torchao, which cannot be cut; use "{scheme}-compute"': (
             scheme in ("fp8", "int8")
         ),

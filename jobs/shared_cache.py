@@ -98,7 +98,7 @@ def _refuse_other_order(own: str, first: str) -> None:
     if own != first:
         raise ValueError(
             "this rank and the first one do not have the same samples: an image is missing here or there, or captions, "
-            "masks, references or loss weights differ; give all machines the same files and job file"
+            "masks, references, loss weights or encoders differ; give all machines the same files and job file"
         )
 
 

@@ -193,7 +193,12 @@ def _called_blocks(model: nn.Module, family: ModelFamily) -> list[nn.Module]:
     if family.native is None:
         return [block for each in lists for block in each.children()]
     found = [part for each in lists for part in each.modules() if isinstance(part.__dict__.get("forward"), Around)]
-    return [part for part in found if not type(part).__module__.startswith("torch.")]
+    return [part for part in found if _is_of_others(type(part))]
+
+
+def _is_of_others(cls: type) -> bool:
+    """Whether torch has not made a class, or only added to it, as FSDP does."""
+    return any(not each.__module__.startswith("torch.") for each in cls.__mro__ if each is not object)
 
 
 def _num_kinds(blocks: Sequence[nn.Module], family: ModelFamily) -> int:

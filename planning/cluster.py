@@ -162,8 +162,9 @@ def describe_cluster(cluster: Cluster, options: Sequence[Option], microbatches: 
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     between = f", {cluster.link / 1e9:.3g} GB/s between machines" if cluster.nodes > 1 else ""
+    counted = f"{microbatches} microbatch{'es' if microbatches != 1 else ''}"
     lines = [
-        f"{cluster.nodes} x {len(cluster.cards)} cards, {microbatches} microbatches in a step{between}, "
+        f"{cluster.nodes} x {len(cluster.cards)} cards, {counted} in a step{between}, "
         f"{cluster.card_link / 1e9:.3g} GB/s between the cards of a machine",
         "",
         *table,
@@ -174,7 +175,7 @@ def describe_cluster(cluster: Cluster, options: Sequence[Option], microbatches: 
     ]
     if microbatches % cluster.num_cards:
         lines.append(
-            f"with {microbatches} microbatches in a step some of {cluster.num_cards} cards wait for others; set "
+            f"with {counted} in a step some of {cluster.num_cards} cards wait for others; set "
             f"train.gradient_accumulation_steps to {cluster.num_cards} or a multiple of it"
         )
     if best is None:

@@ -1,6 +1,7 @@
 """Writes docs/families.md: which model can be split, divided, trained and so on, and why not. Of the classes that
-ComfyUI builds, training is what tests/comfy/test_native_training.py has seen (tests/assets/native_training.json); the
-rest is what families/ says. With --check it writes nothing; exit code 1 if the page is out of date.
+ComfyUI builds, training is what tests/comfy/test_native_training.py has seen (tests/assets/native_training.json), and
+in several processes test_native_ranks.py (native_ranks.json); the rest is what families/ says. With --check it writes
+nothing; exit code 1 if the page is out of date.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "families.md"
 SEEN = ROOT / "tests" / "assets" / "native_training.json"
+SEEN_IN_RANKS = ROOT / "tests" / "assets" / "native_ranks.json"
 _TRAINED = ("loss", "gradients", "recompute", "5 steps", "resume", "stock LoRA")
 # Column -> the steps that must have gone well.
 _COLUMNS = {
@@ -24,6 +26,7 @@ _COLUMNS = {
     "pipeline": ("pipeline",),
     "data": ("data",),
     "tensor": ("tensor",),
+    "fsdp": ("fsdp",),
     "8-bit": ("8 bits",),
     "compile": ("compiled",),
     "offload": ("weight offload", "activation offload"),
@@ -40,6 +43,7 @@ Made by `scripts/families_table.py`; do not edit. A number points to the reason 
   key and draws the same.
 - **split**: one model over several cards. **pipeline**: microbatches follow each other through it. **data**: copies.
 - **tensor**: every block is divided among the cards while training; in sampling, where a column says so.
+- **fsdp**: processes share the weights, in 8 bits and compiled as well.
 - **8-bit**: the frozen weights; the LoRA stays in full precision.
 - **compile**: blocks by torch.compile.
 - **offload**: weights, and what is kept for the backward, in host memory.
@@ -66,7 +70,9 @@ class _Reasons:
 def page() -> str:
     """The page as it should be."""
     runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
-    seen = json.loads(SEEN.read_text(encoding="utf-8"))
+    seen, shared = (json.loads(file.read_text(encoding="utf-8")) for file in (SEEN, SEEN_IN_RANKS))
+    for name, model in seen.items():
+        model["faults"]["fsdp"] = next(filter(None, shared[name].values()), "")
     rows = importlib.import_module("devicebridge.families.comfy.registry").NATIVE_MODELS
     families = importlib.import_module("devicebridge.families.registry").FAMILIES
     parts = [_INTRO, *_own(families.values()), *_native(rows, seen), *_others(rows, seen)]

@@ -7,10 +7,12 @@ may take longer than that.
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 _VARIABLE = "DEVICEBRIDGE_LAUNCH"
+_PARENT = "DEVICEBRIDGE_PARENT"
 
 
 class Launch:
@@ -30,6 +32,14 @@ class Launch:
     def is_asked_to_stop(self) -> bool:
         return (self._folder / "stop").exists()
 
+    def is_first_to_say(self, text: str) -> bool:
+        """Whether no other process has asked this of the same text before."""
+        try:
+            (self._folder / f"said-{zlib.crc32(text.encode())}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
     def say_code(self, code: int) -> None:
         """What the command is to end with, if all processes end well."""
         (self._folder / "code").write_text(str(code), encoding="ascii")
@@ -44,3 +54,16 @@ def find_launch() -> Launch | None:
     """The launch that this process is of; None if torchrun was called by somebody else."""
     folder = os.environ.get(_VARIABLE, "")
     return Launch(Path(folder)) if folder and Path(folder).is_dir() else None
+
+
+def note_parent() -> None:
+    """Who started this process, for parent_at_start; to be called first of all. A program that takes the place of this
+    one finds it, too."""
+    if not os.environ.get(_PARENT, "").startswith(f"{os.getpid()} "):
+        os.environ[_PARENT] = f"{os.getpid()} {os.getppid()}"
+
+
+def parent_at_start() -> int:
+    """Number of the process that started this one, as far as it was noted; it may have ended since."""
+    process, _, parent = os.environ.get(_PARENT, "").partition(" ")
+    return int(parent) if process == str(os.getpid()) else os.getppid()

@@ -242,6 +242,11 @@ def _process(pid: int) -> float | None:
         return None
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process of this number runs, or is stopped; one that has ended and waits for its parent does not."""
+    return _process(pid) is not None
+
+
 def start_detached(command: Sequence[str | Path], log: Path) -> ProcessMark:
     """Start a program that goes on when we end, in a session of its own, and no longer belongs to us.
 

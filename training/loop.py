@@ -25,7 +25,7 @@ from ..families.comfy.inputs import NOISE_MASK, is_tokens
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import memory_in_use, random_states, restore_random_states
 from ..parallel.ranks.across import AcrossRanks, fingerprint
-from ..parallel.ranks.group import ALONE, Ranks
+from ..parallel.ranks.group import ALONE, RankLost, Ranks
 from ..parallel.runner import MicroBatch, Runner
 from ..patches.attention import sound_attention
 from ..patches.compile_blocks import CompiledBlocks
@@ -147,7 +147,7 @@ class Trainer:
             if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, (ValueError, RuntimeError, OSError)):
                 _log.warning("%s", kept)
                 raise
-            raise RuntimeError(f"{error}\n{kept}") from error
+            raise (RankLost if isinstance(error, RankLost) else RuntimeError)(f"{error}\n{kept}") from error
         return self.step >= self.job.train.steps
 
     def _advance(self, should_stop: Callable[[], bool], preflight: Callable[[Trainer], object]) -> None:
@@ -158,7 +158,8 @@ class Trainer:
             self._evaluate_if_due(is_end=self.step >= last)
         self._draw_if_due(should_stop, is_start=True)
         while self.step < last and not should_stop():
-            self._timed_step()
+            with self.ranks.doing("the end of a step"):
+                self._timed_step()
             self._evaluate_if_due(is_end=self.step == last)
             if self._is_save_due() or self.step == last:
                 self._save_together()
@@ -175,7 +176,8 @@ class Trainer:
                 f"after step {self.step} the processes of this job do not have the same LoRA, and it is not saved: "
                 f"{self.job.optimizer.name} makes other steps from the same gradients; use another optimizer"
             )
-        self.save()
+        with self.ranks.doing("a save"):
+            self.save()
 
     def _save_before_the_end(self) -> str:
         """Save what is done after something broke, if that has not been tried; what to say of it."""
@@ -315,9 +317,8 @@ class Trainer:
         return [self._microbatch(index, count) for index in range(count)]
 
     def _microbatch(self, index: int, count: int) -> MicroBatch[NoisyBatch]:
-        chosen, step = self.order.next(), self.step
+        chosen, step, (model, home) = self.order.next(), self.step, self.runner.replica_for(index)
         self._chosen.append(chosen)
-        model, home = self.runner.replica_for(index)
 
         def prepare() -> NoisyBatch:
             batch = self.train_data.load(chosen.indices, chosen.captions_dropped)
@@ -328,7 +329,7 @@ class Trainer:
         def forward(batch: NoisyBatch) -> torch.Tensor:
             return self._loss(batch, model, home) / count
 
-        return MicroBatch(prepare, forward, partial(self._is_new, home, self._num_runs), f"{step} {index}")
+        return MicroBatch(prepare, forward, partial(self._is_new, home, self._num_runs), f"{step} {index}", chosen.size)
 
     def _is_new(self, home: torch.device, run: int, batch: NoisyBatch) -> bool:
         """Whether no batch of this shape went through this copy before this run; compiled and recorded blocks care."""
@@ -379,8 +380,8 @@ class Trainer:
         assert self.eval_data is not None
         model, _ = self.runner.replica_for(0)
         model.eval()
-        count, in_lockstep = len(self.eval_data.samples), self.runner.in_lockstep
-        found = self.ranks.dealt(count, self._losses_of, in_lockstep=in_lockstep)
+        sizes = [(each.bucket, each.num_frames) for each in self.eval_data.samples]
+        found = self.ranks.dealt("an evaluation", sizes, self._losses_of, in_lockstep=self.runner.in_lockstep)
         model.train()
         losses = [loss for each in found for loss in each]
         return math.fsum(losses) / len(losses)

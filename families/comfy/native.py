@@ -96,6 +96,9 @@ class NativeModel:
     tensor: tuple[TensorPlan, ...] = ()
     in_place: tuple[str, ...] = ()  # modules that are called between blocks and write into what they are given
     fps: float = 0.0  # of the clips that it is trained on where nobody says otherwise; 0 for a class that makes images
+    methods: tuple[str, ...] = (
+        "preprocess_text_embeds",
+    )  # of the model, called before a forward if there; use weights
     # The row was written for a base class of which this class replaces methods. Nobody read those, so its first forward
     # should be watched like an unknown class's.
     is_derived: bool = False

@@ -62,7 +62,7 @@ class AcrossRanks:
         Raises: RankLost if another rank has ended or hangs.
         """
         found = self.run_share(microbatches)
-        self._ranks.meet()
+        self._ranks.wait()
         told = self._add_up(found, len(microbatches))
         self._draw_from(f"after {microbatches[0].name}")
         shares = [told[rank :: self._ranks.count] for rank in range(self._ranks.count)]
@@ -71,10 +71,10 @@ class AcrossRanks:
 
     def run_share(self, microbatches: Sequence[MicroBatch[Any]]) -> dict[int, float]:
         """Forward and backward of this rank's microbatches alone; their losses by index."""
-        rank, watch = self._ranks.place.rank, self._ranks.watch
+        rank = self._ranks.place.rank
         own = range(rank, len(microbatches), self._ranks.count)
-        assert watch is not None
-        with watch.step():
+        computed = range(len(microbatches)) if self.in_lockstep else own  # by whom this rank is kept waiting, too
+        with self._ranks.doing("this step", {microbatches[index].size for index in computed}):
             self._draw_from(f"step {rank} {microbatches[0].name}")
             losses = self._inner.run(self._share(microbatches, own))[: len(own)]
             return dict(zip(own, [float(loss) for loss in losses], strict=True))

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -24,13 +24,14 @@ from ...system.stopping import never
 from ..devices import CPU, device_module
 from .attempt import agreed_attempt
 from .place import RankPlace
+from .signs import Signs
 from .watch import Watch
 
 T = TypeVar("T")
 _PATIENCE = timedelta(days=7)  # while one rank works and the others wait; torchrun sees a dead one at once
-_POLL_S = 0.1  # at most, between two looks at whether the others have come, and whether this process is to stop
+_POLL_S = 0.1  # at most, between two looks at whether the others have come
+_TELL_S = 1.0  # of waiting, after which a stop that this process is asked for is passed on
 _STOP = "stop"  # in the store: a rank was asked to stop while it waited
-_SLACK_S = 5.0  # so that a rank that hangs can tell where before the others lose it
 
 ONLY_ONE = RankPlace(0, 1, 0, 1)
 
@@ -40,7 +41,15 @@ class RankLost(RuntimeError):
 
 
 class RankFailed(RuntimeError):
-    """Another rank has said why it cannot go on."""
+    """Another rank has said why it cannot go on.
+
+    Attributes:
+        is_refusal: whether that was a ValueError: what was asked for cannot be.
+    """
+
+    def __init__(self, text: str, *, is_refusal: bool = False) -> None:
+        super().__init__(text)
+        self.is_refusal = is_refusal
 
 
 class Ranks:
@@ -50,7 +59,7 @@ class Ranks:
         devices: of this rank, the first for what it exchanges.
         own_stop: whether somebody has asked this very process to stop.
         control: the gloo group of all ranks; None for a job of one process.
-        watch: ends this process where it hangs.
+        watch: ends this process where it hangs; None for a job of one process.
         store: what ranks can leave for each other without meeting.
         names: of the ranks, by number, where these are not all of a job.
     """
@@ -91,8 +100,22 @@ class Ranks:
         """Whether this rank was asked to stop, or another one that waits for it; for work that others wait for."""
         if self._store is None:
             return self.own_stop()
-        with _losses_named():
+        if self.watch is not None:
+            self.watch.alive()
+        with _losses_named(self.watch):
             return self.own_stop() or bool(self._store.check([_STOP]))
+
+    @contextmanager
+    def doing(self, kind: str, sizes: Iterable[Hashable] = (None,)) -> Iterator[None]:
+        """Inside, this rank works alone, or in lockstep with others; see Watch.doing.
+
+        Raises: RankLost where another rank does not answer.
+        """
+        if self.watch is None:
+            yield
+            return
+        with self.watch.doing(kind, sizes), _losses_named(self.watch, is_all=False):
+            yield
 
     # ---- what all ranks do together
 
@@ -106,12 +129,15 @@ class Ranks:
 
     def _finish(self, begin: Callable[[], Any]) -> None:
         """What begin starts on all ranks, to its end. Meanwhile Python handles signals, and a stop is passed on."""
-        with _losses_named():
-            work, pause_s, has_told = begin(), _POLL_S / 1024, False
+        with nullcontext() if self.watch is None else self.watch.waiting(), _losses_named(self.watch):
+            work, waited_s, has_told = begin(), 0.0, False
             while not work.is_completed():
+                if self.watch is not None and self.watch.lost:
+                    raise RuntimeError(self.watch.lost)
+                pause_s = min(waited_s / 16 + 1e-4, _POLL_S)  # it is noticed late by a sixteenth of the time at most
                 time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _POLL_S)
-                if not has_told and self._store is not None and pause_s == _POLL_S and self.own_stop():
+                waited_s += pause_s
+                if not has_told and self._store is not None and waited_s > _TELL_S and self.own_stop():
                     self._store.set(_STOP, "1")
                     has_told = True
             work.wait()
@@ -169,55 +195,48 @@ class Ranks:
         except Exception as found:
             error = found
         is_another = isinstance(error, RankFailed)  # that one tells it, too
-        told = self.gather([is_another, "" if error is None else str(error) or type(error).__name__])
+        text = "" if error is None else str(error) or type(error).__name__
+        told = self.gather([is_another, text, isinstance(error, ValueError) or getattr(error, "is_refusal", False)])
         if error is not None:
             raise error
-        failed = min(((later, rank, text) for rank, (later, text) in enumerate(told) if text), default=None)
+        failed = min(((later, rank, *said) for rank, (later, *said) in enumerate(told) if said[0]), default=None)
         if failed is not None:
-            raise RankFailed(f"rank {self._names[failed[1]]}: {failed[2]}")
+            raise RankFailed(f"rank {self._names[failed[1]]}: {failed[2]}", is_refusal=failed[3])
         return result
 
     @contextmanager
     def among(self, is_member: bool) -> Iterator[Ranks | None]:
         """Inside, those for whom it is so, as ranks that meet without the others; None for the others; all ranks."""
         members = [rank for rank, is_in in enumerate(self.gather(is_member)) if is_in]
-        with _losses_named():
+        with _losses_named(self.watch):
             group = dist.new_group(members, backend="gloo", timeout=_PATIENCE)
         if not is_member:
             yield None
             return
         place = RankPlace(members.index(self.place.rank), len(members), 0, 1)
-        yield Ranks(place, self.devices, self.own_stop, group, None, self._store, members)
+        yield Ranks(place, self.devices, self.own_stop, group, self.watch, self._store, members)
         dist.destroy_process_group(group)
 
-    def dealt(self, count: int, compute: Callable[[int], list[float]], *, in_lockstep: bool) -> list[list[float]]:
-        """compute(index) for all indices, each by one rank; all ranks.
+    def dealt(
+        self, kind: str, sizes: Sequence[Hashable], compute: Callable[[int], list[float]], *, in_lockstep: bool
+    ) -> list[list[float]]:
+        """compute(index) for each index of the sizes, each by one rank; all ranks.
 
         Args:
+            kind, sizes: of the work; see Watch.doing.
             in_lockstep: whether each rank has to call compute equally often; what is left over is computed twice.
         """
+        count, found = len(sizes), dict[int, list[float]]()
         if self._control is None:
             return [compute(index) for index in range(count)]
-        own = list(range(self.place.rank, count, self.count))
-        found = {index: compute(index) for index in own}
-        if in_lockstep and len(own) < -(-count // self.count):
-            compute(count - 1)
+        for first in range(0, count, self.count):
+            turn, own = range(first, min(first + self.count, count)), first + self.place.rank
+            if own in turn or in_lockstep:
+                with self.doing(kind, {sizes[index] for index in turn} if in_lockstep else (sizes[own],)):
+                    computed = compute(min(own, count - 1))
+                found |= {own: computed} if own in turn else {}
         told = {int(index): value for each in self.gather(found) for index, value in each.items()}
         return [told[index] for index in range(count)]
-
-    def meet(self) -> None:
-        """Until all ranks have computed their part of a step.
-
-        Raises: RankLost if one has not for much longer than this one took, or has ended.
-        """
-        if self._control is None:
-            return
-        assert self.watch is not None
-        with _losses_named():
-            dist.monitored_barrier(
-                self._control, timeout=timedelta(seconds=self.watch.limit_s + _SLACK_S), wait_all_ranks=True
-            )
-        self.watch.met()
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's, the same bits on each; all ranks."""
@@ -225,7 +244,7 @@ class Ranks:
             return tensor
         is_direct = tensor.device.type in dist.Backend.default_device_backend_map and tensor.device != CPU
         summed = tensor if is_direct else tensor.to(CPU)
-        with _losses_named():
+        with _losses_named(self.watch):
             dist.all_reduce(summed, group=None if is_direct else self._control)
         return summed.to(tensor.device)
 
@@ -234,12 +253,32 @@ ALONE = Ranks()
 
 
 @contextmanager
-def _losses_named() -> Iterator[None]:
-    """Raises: RankLost where torch says that a rank does not answer."""
+def _losses_named(watch: Watch | None, *, is_all: bool = True) -> Iterator[None]:
+    """Raises: RankLost where torch says that a rank does not answer.
+
+    Args:
+        is_all: whether nothing else raises a RuntimeError here.
+    """
     try:
         yield
     except RuntimeError as error:
-        raise RankLost(f"another rank has ended or hangs ({str(error).splitlines()[0][:200]})") from error
+        if isinstance(error, (RankLost, RankFailed)) or not (is_all or _is_of_a_loss(error)):
+            raise
+        if watch is None:
+            raise RankLost(_lost("", error)) from error
+        watch.leave()
+        raise RankLost(watch.lost or _lost(watch.name_lost(), error)) from error
+
+
+def _is_of_a_loss(error: RuntimeError) -> bool:
+    """Whether gloo, NCCL or torchrun's store has raised it."""
+    return isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or "gloo/transport" in str(error)
+
+
+def _lost(names: str, error: RuntimeError) -> str:
+    """Args: names: of ranks that are known to have ended."""
+    found = f"{names} has ended" if names else "another rank has ended or hangs"
+    return f"{found} ({str(error).splitlines()[0][:200]})"
 
 
 @contextmanager
@@ -259,14 +298,16 @@ def joined(
         module.set_device(devices[0])
     watch = Watch(limit_s)
     try:
-        with _losses_named():
+        with _losses_named(watch):
             store, rank, count = next(dist.rendezvous("env://"))
             attempt = agreed_attempt(dist.PrefixStore("attempts", store), place, own_stop)
             store = dist.PrefixStore(f"attempt {attempt}", store)
             backend = dist.Backend.default_device_backend_map.get(devices[0].type, "gloo")
-            dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=count)
+            own = dist.PrefixStore("group", store)  # whose waits are long: the watch ends them
+            dist.init_process_group(backend, store=own, rank=rank, world_size=count, timeout=_PATIENCE)
             control = dist.new_group(backend="gloo", timeout=_PATIENCE)
         ranks = Ranks(place, devices, own_stop, control, watch, dist.PrefixStore("job", store))
+        watch.listen(Signs(dist.PrefixStore("signs", store), place))
         num_restarts = max(attempt - 1, *ranks.gather(place.num_restarts))  # the store is lost with its machine
         ranks.place = replace(place, num_restarts=num_restarts)
         yield ranks

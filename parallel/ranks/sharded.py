@@ -29,11 +29,12 @@ from ...checkpoints.checkpoint import CheckpointInfo
 from ...checkpoints.load import make_unfilled_transformer, put_tensor
 from ...checkpoints.model_class import described, differences
 from ...checkpoints.quantized_files import dequantize, read_scales, stays_in_8_bits
-from ...checkpoints.weight_file import WeightReader, by_file, open_weights, read_rows
+from ...checkpoints.weight_file import WeightReader, by_file, open_weights, read_records, read_rows
 from ...quantization.eight_bit import quantize_weight
 from ...quantization.frozen_linear import FrozenLinear8, refuse_merge
 from ...quantization.quantize import Quantizer, QuantizeSettings
 from ...quantization.rotation import rotation_for
+from ..block_lists import called_modules, execution_order
 from ..offload.activations import ActivationOffload
 from ..offload.block_call import BlockCall
 from ..placement import block_names
@@ -69,11 +70,17 @@ def load_sharded(
 
 
 def _shard(model: nn.Module, info: CheckpointInfo, mesh: DeviceMesh) -> None:
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-    for name in block_names(model, info.family):
-        fully_shard(model.get_submodule(name), mesh=mesh)
+    native = info.family.native
+    names = block_names(model, info.family) if native is None else execution_order(model, native)
+    for module in (each for name in names for each in called_modules(model, info.family, name)):
+        if next(module.parameters(), None) is not None:
+            fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    for name in () if native is None else native.methods:
+        if hasattr(model, name):
+            register_fsdp_forward_method(model, name)
 
 
 class _Filler:
@@ -125,8 +132,11 @@ class _Filler:
         for file, records in by_file(self._info.tensors).items():
             with open_weights(file) as reader:
                 for name in records:
-                    found: Any = parameters[name]
-                    self._put(name, found, self._rows_of(name, found, reader))
+                    found: Any = parameters.get(name)
+                    if found is None:
+                        self._put_buffer(name)
+                    else:
+                        self._put(name, found, self._rows_of(name, found, reader))
         for name, module in self._model.named_modules():
             if isinstance(module, FrozenLinear8):
                 module.scale.copy_(self._gathered(self._rounded.pop(name), module.scale.shape[0]))
@@ -156,6 +166,11 @@ class _Filler:
         assert isinstance(owner, FrozenLinear8)
         rounded, self._rounded[linear] = quantize_weight(exact, parameter.dtype, owner.rotation)
         return rounded
+
+    def _put_buffer(self, name: str) -> None:
+        """One that the file has, whole: FSDP divides parameters alone."""
+        ((_, whole),) = read_records({name: self._info.tensors[name]})
+        put_tensor(self._model, name, whole.to(self._device, self._dtype_of(name), copy=True))
 
     def _put(self, name: str, parameter: DTensor, rows: torch.Tensor) -> None:
         given = DTensor.from_local(

@@ -42,6 +42,7 @@ from devicebridge.nodes.host.native.context import native_training
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.parallel.devices import own_random_states
 from devicebridge.parallel.offload.in_place import InPlaceGuard
+from devicebridge.parallel.ranks.group import ALONE, Ranks
 from devicebridge.patches.compile_blocks import apply_compile
 from devicebridge.patches.lora import is_torchao_tensor
 from devicebridge.planning.cards import parse_cards
@@ -117,13 +118,13 @@ class Bench:
         )
 
     @contextlib.contextmanager
-    def trainer(self, name: str, sections: Mapping[str, Any]) -> Iterator[Trainer]:
+    def trainer(self, name: str, sections: Mapping[str, Any], ranks: Ranks = ALONE) -> Iterator[Trainer]:
         """Before its first step, with a LoRA that does something."""
         job = self.job(name, sections)
         with small_sizes(self.family), native_training(), cards_of(job), ExitStack() as cleanup:
-            plan = check_job(job, info=self.info)
+            plan = check_job(job, info=self.info, ranks=ranks)
             events = cleanup.enter_context(EventLog(Path(job.output.folder)))
-            trainer = build_trainer(plan, {}, cache_job(plan, events), events, cleanup)
+            trainer = build_trainer(plan, {}, cache_job(plan, events), events, cleanup, ranks)
             put_lora(trainer, {name: _drawn(name, t.shape) for name, t in trainer.lora.tensors().items()})
             with own_random_states(trainer.devices, 3):
                 yield trainer
@@ -149,9 +150,15 @@ class Bench:
         """Of two batches, one after the other."""
         return self.first_step("accumulated", {"train": TWO})
 
-    def first_step(self, name: str, sections: Mapping[str, Any], check: Callable[[Trainer], None] | None = None) -> Any:
+    def first_step(
+        self,
+        name: str,
+        sections: Mapping[str, Any],
+        check: Callable[[Trainer], None] | None = None,
+        ranks: Ranks = ALONE,
+    ) -> Any:
         """Loss and gradients."""
-        with self.trainer(name, sections) as trainer:
+        with self.trainer(name, sections, ranks) as trainer:
             if check is not None:
                 check(trainer)
             count = trainer.job.train.gradient_accumulation_steps
@@ -243,7 +250,7 @@ def difference(found: Grads, expected: Grads) -> float:
     )
 
 
-def _expect(found: float, limit: float, what: str) -> float:
+def expect(found: float, limit: float, what: str) -> float:
     assert found <= limit, f"{what} is {found:.2g}, more than {limit:g}"
     return float(f"{found:.2g}")
 
@@ -325,7 +332,7 @@ def loss_is_cores(bench: Bench) -> Figures:
         loss, _, made = bench.prediction(trainer, 0, _PERCENT, core.noise, guidance=None)
     assert torch.allclose(made.sigmas, core.sigma, rtol=1e-6), f"sigma {made.sigmas} in the place of {core.sigma}"
     expected = float(loss) * _factor(bench.info.family.prediction_target, float(core.sigma[0]))
-    return {"difference": _expect(abs(core.loss / expected - 1), 1e-5, "the difference from Train LoRA's loss")}
+    return {"difference": expect(abs(core.loss / expected - 1), 1e-5, "the difference from Train LoRA's loss")}
 
 
 def _loss_is_samplings(bench: Bench) -> Figures:
@@ -336,7 +343,7 @@ def _loss_is_samplings(bench: Bench) -> Figures:
     errors = (said.view(made.target.shape) - made.target).square().flatten()
     sizes = [math.prod(sides) for sides in (bench.family.latent, bench.family.sound) if sides]
     expected = float(sum(each.mean() for each in errors.split(sizes)))
-    return {"difference": _expect(abs(float(loss) / expected - 1), 1e-5, "the difference from sampling's loss")}
+    return {"difference": expect(abs(float(loss) / expected - 1), 1e-5, "the difference from sampling's loss")}
 
 
 def _loss_is_masked_samplings(bench: Bench) -> Figures:
@@ -353,8 +360,8 @@ def _loss_is_masked_samplings(bench: Bench) -> Figures:
     expected = float((weight * (said - (noise - data)).square()).sum() / weight.sum())
     apart = (made.noisy - seen)[is_there].abs().max()
     return {
-        "input": _expect(float(apart), 1e-5, "the difference of what the model is given"),
-        "difference": _expect(abs(float(loss) / expected - 1), 1e-5, "the difference from sampling's loss"),
+        "input": expect(float(apart), 1e-5, "the difference of what the model is given"),
+        "difference": expect(abs(float(loss) / expected - 1), 1e-5, "the difference from sampling's loss"),
     }
 
 
@@ -429,7 +436,7 @@ def stock_loader(bench: Bench) -> Figures:
     moved = float((ours - before).norm() / before.norm())
     assert moved > 1e-3, f"the LoRA moves the picture by {moved:.2g} only"
     error = float((said.view(ours.shape) - ours).norm() / (ours - before).norm())
-    return {"keys": written, "moved": float(f"{moved:.2g}"), "error": _expect(error, 2e-3, "the error of its move")}
+    return {"keys": written, "moved": float(f"{moved:.2g}"), "error": expect(error, 2e-3, "the error of its move")}
 
 
 def _prepared_mask(made: Callable[[], torch.Tensor] | None, like: torch.Tensor) -> torch.Tensor | None:
@@ -502,7 +509,7 @@ def central_differences(bench: Bench) -> Figures:
         sizes = (1e-2, 3e-3)
         for what, direction, wanted in (("along", along, whole), ("alike", alike, expected)):
             error = min(abs(slope(direction, size) / wanted - 1) for size in sizes)
-            figures[what] = _expect(error, 2e-3, f"the difference from the slope of the loss ({what})")
+            figures[what] = expect(error, 2e-3, f"the difference from the slope of the loss ({what})")
     return figures
 
 
@@ -513,8 +520,8 @@ def _same(name: str, sections: Mapping[str, Any], limit: float = 1e-4) -> Callab
         is_many = sections.get("train", {}).get("gradient_accumulation_steps", 1) > 1
         wanted_loss, wanted = bench.accumulated if is_many else bench.plain
         loss, found = bench.first_step(name, sections, lambda trainer: _refuse_other(trainer, sections))
-        _expect(abs(loss / wanted_loss - 1), 1e-5, "the difference of the loss")
-        return {"difference": _expect(difference(found, wanted), limit, "the difference of the gradients")}
+        expect(abs(loss / wanted_loss - 1), 1e-5, "the difference of the loss")
+        return {"difference": expect(difference(found, wanted), limit, "the difference of the gradients")}
 
     return step
 
@@ -534,8 +541,8 @@ def compiled(bench: Bench) -> Figures:
             num_graphs = handle.num_graphs
             list(trainer.accumulate(1))
             assert handle.num_graphs == num_graphs, f"{handle.num_graphs - num_graphs} graphs more in the second step"
-        _expect(abs(loss / bench.plain[0] - 1), 1e-5, "the difference of the loss")
-        figures[title] = _expect(difference(found, bench.plain[1]), 1e-4, "the difference of the gradients")
+        expect(abs(loss / bench.plain[0] - 1), 1e-5, "the difference of the loss")
+        figures[title] = expect(difference(found, bench.plain[1]), 1e-4, "the difference of the gradients")
     return figures
 
 
@@ -600,11 +607,11 @@ def _divided_among(bench: Bench, count: int, alone: tuple[float, Grads], section
     thousandth of the longest one's, so much cancels that its last bits are noise: as a share of that thousandth."""
     asked = {**_divided_sections(count), **sections}
     loss, found = bench.first_step(f"on {count}", asked, lambda trainer: _refuse_other(trainer, asked))
-    _expect(abs(loss / alone[0] - 1), 1e-5, "the difference of the loss")
+    expect(abs(loss / alone[0] - 1), 1e-5, "the difference of the loss")
     assert found.keys() == alone[1].keys(), f"{len(found)} gradients in the place of {len(alone[1])}"
     least = max(float(each.norm()) for each in alone[1].values()) / 1000
     shares = [float((found[name] - each).norm() / each.norm().clamp_min(least)) for name, each in alone[1].items()]
-    return _expect(max(shares), 1e-5, "the difference of the gradients")
+    return expect(max(shares), 1e-5, "the difference of the gradients")
 
 
 def in_place(bench: Bench) -> Figures:
@@ -635,7 +642,7 @@ def eight_bits(bench: Bench) -> Figures:
     a, b = (torch.cat([each[name].flatten() for name in wanted]) for each in (found, wanted))
     figures["cosine"] = round(float(torch.cosine_similarity(a, b, dim=0)), 4)
     assert figures["cosine"] > 0.99, f"the gradient's cosine with full precision is {figures['cosine']}"
-    _expect(abs(loss / wanted_loss - 1), 0.05, "the difference of the loss")
+    expect(abs(loss / wanted_loss - 1), 0.05, "the difference of the loss")
     losses = bench.run("int8_steps", {**sections, "train": {"steps": 2}}).losses
     assert len(losses) == 2 and all(map(math.isfinite, losses)), losses
     return figures
@@ -690,8 +697,8 @@ def diffusers_agrees(bench: Bench) -> Figures:
         wanted = gradients(trainer)
     found = twin.loss(native.samples[0], condition, noise, made.sigmas)
     found.backward()
-    _expect(abs(float(found) / float(loss) - 1), 1e-5, "the difference of the loss")
-    return {"difference": _expect(difference(twin.gradients(), wanted), 1e-4, "the difference of the gradients")}
+    expect(abs(float(found) / float(loss) - 1), 1e-5, "the difference of the loss")
+    return {"difference": expect(difference(twin.gradients(), wanted), 1e-4, "the difference of the gradients")}
 
 
 def forecast(bench: Bench) -> Figures:

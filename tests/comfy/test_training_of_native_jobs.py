@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from devicebridge.runs.record import read_record
@@ -208,21 +209,28 @@ def test_a_graph_trains_it_in_two_processes(server: Server, images: Path) -> Non
 
 
 @pytest.mark.long
-def test_two_ranks_encode_once_and_train_the_lora_of_one_process(
+def test_two_ranks_encode_once_train_the_lora_of_one_process_and_draw_its_pictures(
     comfyui: Path, server: Server, checkpoint: Path, images: Path, tmp_path: Path
 ) -> None:
     train = {"steps": 2, "seed": 7, "gradient_accumulation_steps": 2}
-    found = {}
-    for name, ranks in (("one", []), ("two", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])):
-        job = _job(images, tmp_path / name, train=train)
+    stock = str(server.base / "models" / "diffusion_models" / MODEL)  # the worker has a VAE in the place of any file's
+    drawn = {"samples": {"prompts": ["a blue boat"], "every_steps": 0, "steps": 2}, "cache": {"stock_vae": stock}}
+    loras, pictures = {}, {}
+    for name in ("alone", "data", "fsdp"):
+        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if name != "alone" else []
+        strategy = "auto" if name == "alone" else name
+        job = _job(images, tmp_path / name, train=train, parallel={"strategy": strategy}, **drawn)
         command = [comfy_python(comfyui), *ranks, WORKER, comfyui, server.base, "train", job]
         environment = {**os.environ, **ENVIRONMENT}
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=280)
         assert done.returncode == 0, done.stderr[-3000:]
         (path,) = (tmp_path / name).glob("*.safetensors")
-        found[name] = load_file(path)
-    for name, expected in found["one"].items():
-        assert torch.allclose(found["two"][name], expected, rtol=1e-4, atol=1e-6), name
+        loras[name] = load_file(path)
+        pictures[name] = np.asarray(Image.open(tmp_path / name / "samples" / "000002_0.png")).astype(int)
+    for name in ("data", "fsdp"):
+        for tensor, expected in loras["alone"].items():
+            assert torch.allclose(loras[name][tensor], expected, rtol=1e-4, atol=1e-6), (name, tensor)
+        assert np.abs(pictures[name] - pictures["alone"]).max() <= 1, name
 
 
 def test_the_command_goes_on_with_comfyuis_python_and_plans(
@@ -236,6 +244,10 @@ def test_the_command_goes_on_with_comfyuis_python_and_plans(
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert len(found["devices"]) == 2 and all(device["allocated"] > 0 for device in found["devices"]), found
+    done = _ours(comfyui, "plan", job, "--cards", "2x24GB", "--nodes", "2", "--link", "25Gbit", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    needed = {each["strategy"]: each["needed"] for each in json.loads(done.stdout)["options"]}
+    assert 0 < needed["fsdp"] < needed["data"], needed
 
 
 @pytest.mark.parametrize(
@@ -244,7 +256,7 @@ def test_the_command_goes_on_with_comfyuis_python_and_plans(
         ({"model": {"path": "nowhere.safetensors"}}, "which is not in ComfyUI's folders"),
         ({"cache": {"stock_vae": ""}}, "holds no VAE; name the VAE of the model with cache.stock_vae"),
         ({"cache": {"stock_vae": "empty.safetensors"}}, "empty.safetensors (0 bytes) is not a safetensors file"),
-        ({"parallel": {"strategy": "fsdp"}}, "is loaded by ComfyUI, and its weights are not shared out"),
+        ({"parallel": {"strategy": "fsdp"}}, 'parallel.strategy = "fsdp" needs several processes'),
         ({"cache": {"stock_clip_type": "flux9"}}, "cache.stock_clip_type is 'flux9'; ComfyUI knows"),
         ({"model": {"path": "model.gguf"}}, "a GGUF file; GGUF is not supported"),
     ],

@@ -1,12 +1,13 @@
 """`devicebridge` as one rank of several, with one rank that fails in its first start: FAULT is "what rank step".
 
-"sleep", "oom" and "killed" happen in a step, "compiler" before the first one. "captions" and "loads" fail nothing:
-there every caption takes as many seconds as the step's number says, and what is loaded and encoded is told.
+"sleep", "stopped", "oom" and "killed" happen in a step. "evaluates", "saves", "draws" and "ends" sleep where that is
+done after a step. "compiler" fails before the first step. "slow" fails nothing: each graph takes as many seconds to
+compile as the step's number says. Nor do "captions" and "loads": there every caption takes as many, and what is loaded
+and encoded is told.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import runpy
@@ -20,11 +21,20 @@ runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_
 import torch  # noqa: E402
 from devicebridge.cli.main import main  # noqa: E402
 from devicebridge.encoding.sources import FolderLatents, FolderTexts  # noqa: E402
+from devicebridge.sampling.sampler import Sampler  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 
 WHAT, RANK, STEP = os.environ["FAULT"].split()
 IS_FAULTY = os.environ["RANK"] == RANK and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 FORWARD, ENCODE = Trainer._loss, FolderTexts.encode_batch
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+# What is called while a rank does that, and which step it is.
+PLACES = {
+    "evaluates": (Trainer, "_losses_of", lambda trainer, index: trainer.step),
+    "saves": (Trainer, "save", lambda trainer: trainer.step),
+    "ends": (Trainer, "_refuse_spoilt_weights", lambda trainer: trainer.step),
+    "draws": (Sampler, "_drawn", lambda sampler, step, should_stop: step),
+}
 
 
 def sleep_for_ever():
@@ -36,10 +46,32 @@ def fail_in_a_forward(trainer, *arguments):
     if IS_FAULTY and trainer.step == int(STEP) and torch.is_grad_enabled():
         if WHAT == "sleep":
             sleep_for_ever()
-        if WHAT == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if WHAT in SIGNALS:
+            os.kill(os.getpid(), SIGNALS[WHAT])
+            return FORWARD(trainer, *arguments)
         raise torch.OutOfMemoryError("no memory is left, says the test")
     return FORWARD(trainer, *arguments)
+
+
+def sleep_in(cls, name, step_of):
+    own = getattr(cls, name)
+
+    def method(*arguments):
+        if IS_FAULTY and step_of(*arguments) == int(STEP):
+            sleep_for_ever()
+        return own(*arguments)
+
+    setattr(cls, name, method)
+
+
+def compile_slowly(forward, **options):
+    """Without code; of the faulty rank, each graph takes long."""
+
+    def make(graph, inputs):
+        time.sleep(float(STEP) if IS_FAULTY else 0)
+        return graph.forward
+
+    return COMPILE(forward, **{**options, "backend": make})
 
 
 def make_no_code(graph, inputs):
@@ -61,10 +93,16 @@ def load_and_tell(load):
     return told
 
 
-if WHAT in ("sleep", "oom", "killed"):
+if WHAT in ("sleep", "oom", *SIGNALS):
     Trainer._loss = fail_in_a_forward
+if WHAT in PLACES:
+    sleep_in(*PLACES[WHAT])
+COMPILE = torch.compile
+if WHAT == "slow":
+    torch.compile = compile_slowly
 if WHAT == "compiler":
-    torch.compile = functools.partial(torch.compile, backend=make_no_code if IS_FAULTY else "eager")
+    backend = make_no_code if IS_FAULTY else "eager"
+    torch.compile = lambda forward, **options: COMPILE(forward, **{**options, "backend": backend})
 if WHAT in ("captions", "loads"):
     FolderTexts.encode_batch = encode_slowly
 if WHAT == "loads":

@@ -3,30 +3,31 @@
 torchrun ... jobs_worker.py PLAN.json RESULTS.json; the plan is a list of jobs: {"job": file, "resume": bool, "stop":
 the step after which the last rank, and no other, is asked to stop, or 0, "compiler": of compiled blocks, "works", which
 traces them and generates no code, or "fails", on the last rank alone, "spread": whether each rank is a machine of its
-own, with a cache folder of its own}.
+own, with a cache folder of its own, "others": settings of the last rank alone, {section: {key: value}}}.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import resource
 import runpy
 import sys
+import weakref
 from pathlib import Path
 from unittest import mock
 
 runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
-from devicebridge.config.job import load_job  # noqa: E402
+from devicebridge.config.job import job_to_dict, load_job, make_job  # noqa: E402
 from devicebridge.encoding.sources import FolderLatents, FolderTexts  # noqa: E402
 from devicebridge.jobs.job import run_job  # noqa: E402
 from devicebridge.parallel.devices import CPU, find_devices  # noqa: E402
-from devicebridge.parallel.ranks.group import Ranks, joined  # noqa: E402
+from devicebridge.parallel.ranks import sharded  # noqa: E402
+from devicebridge.parallel.ranks.group import RankFailed, Ranks, joined  # noqa: E402
 from devicebridge.parallel.ranks.place import find_place, own_devices  # noqa: E402
 from devicebridge.patches import compile_blocks  # noqa: E402
 from devicebridge.tests.emulated import emulated_cards  # noqa: E402
@@ -36,6 +37,9 @@ from devicebridge.training.loop import Trainer  # noqa: E402
 def run(item, joined_ranks):
     """What the first rank saw of a job."""
     job, place, seen, steps = load_job(item["job"]), joined_ranks.place, [], []
+    if place.rank == place.num_ranks - 1:
+        values = job_to_dict(job)
+        job = make_job({**values, **{name: {**values[name], **given} for name, given in item["others"].items()}})
     is_on_cards = job.split.devices[:1] == ("lazy:0",)
     train_step = Trainer.train_step
 
@@ -50,6 +54,7 @@ def run(item, joined_ranks):
         emulated_cards(4) if is_on_cards else contextlib.nullcontext(),
         compiler(item["compiler"], place) as num_graphs,
         loaded_encoders() as loaded,
+        rows_read() as read,
     ):
         devices = own_devices(find_devices(job.split.devices), place) if is_on_cards else (CPU,)
         if item["spread"]:
@@ -61,6 +66,8 @@ def run(item, joined_ranks):
         logging.getLogger("devicebridge").addHandler(kept)
         try:
             result = run_job(job, resume=item["resume"], on_event=seen.append, should_stop=should_stop, ranks=ranks)
+        except (ValueError, RankFailed) as error:
+            return {"refused": joined_ranks.gather(str(error))}
         finally:
             Trainer.train_step = train_step
             logging.getLogger("devicebridge").removeHandler(kept)
@@ -68,6 +75,7 @@ def run(item, joined_ranks):
     return {
         "graphs": graphs,
         "loaded": joined_ranks.gather(loaded),
+        "read": joined_ranks.gather(read),
         "log": kept.lines,
         "status": result.status,
         "step": result.step,
@@ -111,6 +119,22 @@ def loaded_encoders():
 
 
 @contextlib.contextmanager
+def rows_read():
+    """Yields bytes of the weights that this rank reads of shared ones, in all and those in memory at once at most."""
+    found, kept, read_rows = {"all": 0, "at_once": 0}, [], sharded.read_rows
+
+    def counted(*arguments):
+        rows = read_rows(*arguments)
+        kept[:] = [each for each in kept if each() is not None] + [weakref.ref(rows)]
+        found["all"] += rows.nbytes
+        found["at_once"] = max(found["at_once"], sum(each().nbytes for each in kept))
+        return rows
+
+    with mock.patch.object(sharded, "read_rows", counted):
+        yield found
+
+
+@contextlib.contextmanager
 def compiler(what, place):
     """Inside, torch.compile takes seconds instead of minutes, or fails on the last rank."""
 
@@ -118,7 +142,11 @@ def compiler(what, place):
         raise RuntimeError("no code for this graph, says the test")
 
     is_broken = what == "fails" and place.rank == place.num_ranks - 1
-    compile_fast = functools.partial(torch.compile, backend=fail if is_broken else "eager")
+    real, backend = torch.compile, fail if is_broken else "eager"
+
+    def compile_fast(forward, **options):
+        return real(forward, **{**options, "backend": backend})
+
     with mock.patch.object(torch, "compile", compile_fast):
         before = compile_blocks._count_graphs()
         yield lambda: compile_blocks._count_graphs() - before

@@ -50,12 +50,9 @@ def start_machines(script, files, *, environment, restarts=0):
 
 def run_jobs(folder, plan, *, count):
     """Run jobs on so many ranks; what jobs_worker.py says of each. plan: see there."""
-    items = [
-        {"resume": False, "stop": 0, "compiler": "works", "spread": False, **item, "job": str(item["job"])}
-        for item in plan
-    ]
+    items = [{"resume": False, "stop": 0, "compiler": "works", "spread": False, "others": {}, **item} for item in plan]
     file, results = folder / f"plan-{uuid.uuid4().hex}.json", folder / f"results-{uuid.uuid4().hex}.json"
-    file.write_text(json.dumps(items))
+    file.write_text(json.dumps(items, default=str))
     command = torchrun(HERE / "jobs_worker.py", file, results, count=count)
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-30000:]

@@ -42,10 +42,18 @@ def folder(tmp_path_factory):
 def _job(folder, name, *, steps=2000, **sections):
     train = {"steps": steps, "batch_size": 1, "gradient_accumulation_steps": 2, **sections.pop("train", {})}
     output = {"folder": str(folder / name), "save_every_steps": 2}
-    job = make_tiny_job(folder, "wan", train=train, output=output, evaluation={"folder": ""}, **sections)
+    evaluation = sections.pop("evaluation", {"folder": ""})
+    job = make_tiny_job(folder, "wan", train=train, output=output, evaluation=evaluation, **sections)
     file = folder / f"{name}.toml"
     save_job(job, file)
     return job, file
+
+
+def _run_faulty(file, fault, **options):
+    """A job of two ranks of which one fails; see faulty_rank.py."""
+    environment = {**ENVIRONMENT, "FAULT": fault}
+    command = torchrun(HERE / "faulty_rank.py", "train", file, count=2, **options)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 
 def _newest(job):
@@ -108,6 +116,15 @@ def test_what_a_failed_rank_said_reaches_the_node(folder):
 
 
 @pytest.mark.long
+def test_a_refusal_by_all_ranks_is_one_line_and_the_code_of_one_process(folder):
+    _, file = _job(folder, "once", parallel={"strategy": "fsdp"}, lora={"dora": True})
+    process = start_cli("train", file, "--nproc", 2)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 2
+    assert output.count("lora.dora = true asks for norms of whole weights") == 1 and "Traceback" not in output
+
+
+@pytest.mark.long
 def test_a_stop_is_heard_while_another_rank_encodes_captions(folder):
     """The rank that is asked only waits, and the one that encodes is not asked."""
     job, file = _job(folder, "captions", cache={"folder": str(folder / "other_cache")})
@@ -126,9 +143,7 @@ def test_a_stop_is_heard_while_another_rank_encodes_captions(folder):
 @pytest.mark.long
 def test_a_compiler_that_fails_on_one_rank_of_fsdp_ends_the_job_with_its_traceback(folder):
     _, file = _job(folder, "compiler", parallel={"strategy": "fsdp"}, train={"compile": "auto"})
-    environment = {**ENVIRONMENT, "FAULT": "compiler 1 0"}
-    command = torchrun(HERE / "faulty_rank.py", "train", file, count=2)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = _run_faulty(file, "compiler 1 0")
     assert done.returncode == 1 and none_left(file, seconds=1)
     assert 'set train.compile to "off"' in done.stderr and "in make_no_code" in done.stderr
 
@@ -141,6 +156,7 @@ def test_a_killed_rank_ends_the_job_and_leaves_its_last_save(folder):
     ranks_of(file)[1].send_signal(signal.SIGKILL)
     output, _ = process.communicate(timeout=200)
     assert process.returncode not in (0, 130) and "SIGKILL" in output
+    assert "rank 0: rank 1 has ended" in output
     assert none_left(file)
     free = dataclasses.replace(job, parallel=dataclasses.replace(job.parallel, strategy="auto"))
     assert _newest(job) >= 2 and _goes_on(free)
@@ -148,9 +164,7 @@ def test_a_killed_rank_ends_the_job_and_leaves_its_last_save(folder):
 
 def test_a_rank_that_hangs_tells_where_and_torchrun_starts_all_anew(folder):
     job, file = _job(folder, "sleep", steps=6, parallel={"hang_timeout_s": 1.0})
-    environment = {**ENVIRONMENT, "FAULT": "sleep 1 3"}
-    command = torchrun(HERE / "faulty_rank.py", "train", file, count=2, restarts=1)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = _run_faulty(file, "sleep 1 3", restarts=1)
     assert done.returncode == 0, done.stderr
     assert "rank 1 is ended: this step has not ended" in done.stderr and "in sleep_for_ever" in done.stderr
     events = (folder / "sleep" / "events.jsonl").read_text().splitlines()
@@ -160,15 +174,60 @@ def test_a_rank_that_hangs_tells_where_and_torchrun_starts_all_anew(folder):
     assert [event["loss"] for event in found[-3:]] == pytest.approx(expected[-3:], rel=1e-5)
 
 
+# Where it hangs -> the job, which rank, after which step, and what is told of it.
+HANGS = {
+    "an evaluation": ({"parallel": {"strategy": "fsdp"}, "evaluation": {"every_steps": 1}}, "evaluates 1 2"),
+    "a save": ({}, "saves 0 6"),
+    "the end of a step": ({"parallel": {"strategy": "fsdp"}}, "ends 1 3"),
+    "a step of a sample picture": ({"samples": {"prompts": ["a cat"], "every_steps": 1, "steps": 1}}, "draws 0 3"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "an evaluation" else pytest.mark.long) for kind in HANGS]
+)
+def test_a_rank_that_hangs_between_two_steps_ends_the_job(kind, folder):
+    sections, fault = HANGS[kind]
+    parallel = {"hang_timeout_s": 1.0, **sections.get("parallel", {})}
+    job, file = _job(folder, fault.replace(" ", "_"), **{**sections, "parallel": parallel})
+    done = _run_faulty(file, fault)
+    assert done.returncode == 1 and none_left(file)
+    rank = fault.split()[1]
+    assert f"rank {rank} is ended: {kind} has not ended in the" in done.stderr and "in sleep_for_ever" in done.stderr
+    assert f"rank {1 - int(rank)} is ended" not in done.stderr
+    free = dataclasses.replace(job, parallel=dataclasses.replace(job.parallel, strategy="auto"))
+    assert _goes_on(free)
+
+
+@pytest.mark.long
+def test_a_rank_that_is_stopped_is_named_and_ends_the_job(folder):
+    """It cannot end itself: another one has it tell where it is, and kills it."""
+    job, file = _job(folder, "stopped", parallel={"strategy": "fsdp", "hang_timeout_s": 1.0})
+    done = _run_faulty(file, "stopped 1 20")  # both have told by then that they train, and do not load
+    assert done.returncode == 1 and none_left(file)
+    assert "rank 0: rank 1 gave no sign of life" in done.stderr and "in fail_in_a_forward" in done.stderr
+    assert _goes_on(dataclasses.replace(job, parallel=dataclasses.replace(job.parallel, strategy="auto")))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["data", "fsdp"])
+def test_a_rank_that_compiles_for_long_does_not_hang(strategy, folder):
+    """Texts and sizes that come later make new graphs; here each of one rank takes six seconds."""
+    parallel = {"strategy": strategy, "hang_timeout_s": 1.0}
+    data = {"resolutions": [64], "caption_dropout": 0.3}
+    job, file = _job(folder, f"slow_{strategy}", steps=8, parallel=parallel, data=data, train={"compile": "auto"})
+    done = _run_faulty(file, "slow 1 6")
+    assert done.returncode == 0, done.stderr
+    assert _newest(job) == 8
+
+
 @pytest.mark.long
 def test_a_rank_without_memory_ends_the_job_and_the_others_save(folder):
     job, file = _job(folder, "oom", parallel={"hang_timeout_s": 1.0})
-    environment = {**ENVIRONMENT, "FAULT": "oom 1 3"}
-    command = torchrun(HERE / "faulty_rank.py", "train", file, count=2)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = _run_faulty(file, "oom 1 3")
     assert done.returncode == 1
     assert "rank 1: no memory is left, says the test" in done.stderr and "in fail_in_a_forward" in done.stderr
-    assert "rank 0: another rank has ended or hangs" in done.stderr
+    assert "rank 0: rank 1 has ended" in done.stderr
     assert none_left(file)
     assert _newest(job) >= 2 and _goes_on(job)
 

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 from devicebridge.config.job import save_job
-from devicebridge.jobs.job import run_job
+from devicebridge.data.order import BatchOrder
+from devicebridge.jobs.job import check_job, run_job
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.ranks.launching import ENVIRONMENT, ROOT, run_jobs
-from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_pipeline
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -28,6 +29,7 @@ CARDS = [f"lazy:{index}" for index in range(4)]
 BRIEF = {"steps": 5}
 SHORT = {} if LONG else BRIEF
 PICTURES = {"train": {"steps": 2, "gradient_accumulation_steps": 3}, "samples": {"prompts": ["a cat"], "steps": 2}}
+LOKR = {"lora": {"kind": "lokr"}, "train": {**BRIEF, "ema_decay": 0.5}}
 MACHINES = {"train": {"steps": 2}, "samples": {"prompts": ["a cat"]}}
 # On two ranks. Cards are emulated ones, two for each rank; they are slow, so those runs are short in a short run.
 ON_TWO = {
@@ -46,14 +48,27 @@ LONG_ON_TWO = {
     },
 }
 ON_TWO |= LONG_ON_TWO if LONG else {}
-ON_FOUR = {"hsdp": {"parallel": {"strategy": "hsdp", "shard_degree": 2}}}
+ON_FOUR = {"hsdp": {"parallel": {"strategy": "hsdp", "shard_degree": 2}, "train": SHORT}}
+
+# Of the last rank alone -> what the first one says. {folder} has a second model and LoRA.
+OTHERS = {
+    "steps": ({"train": {"steps": 2}}, "train.steps: 1 on rank 0 (", ", 2 on rank 1 ("),
+    "microbatches": ({"train": {"gradient_accumulation_steps": 2}}, "train.gradient_accumulation_steps: 4 on"),
+    "objective": ({"objective": {"shift": 3.0}}, "objective.shift: '' on rank 0 ("),
+    "saves": ({"output": {"save_every_steps": 3}}, "output.save_every_steps: 5 on"),
+    "folders": ({"data": {"folders": [{"path": "{folder}/data", "loss_weight": 0.5}]}}, "data.folders.loss_weight: 1"),
+    "model": ({"model": {"path": "{folder}/other/model"}}, "model: the weights at model.path are not on rank 1 ("),
+    "start": ({"lora": {"start_from": "{folder}/other.safetensors"}}, "start: the LoRA layers at lora.start_from are"),
+    "encoders": ({"cache": {"text_encoders": "{folder}/other/model"}}, "do not have the same data: caption"),
+}
 
 
 def _job(folder, name, **sections):
     """A job of 20 steps of four microbatches, of two sizes; and its file."""
+    data = {"resolutions": [64], **sections.pop("data", {})}  # at 32 all pictures have one size
     train = {"steps": STEPS, "batch_size": 1, "gradient_accumulation_steps": 4, **sections.pop("train", {})}
     output = {"folder": str(folder / name.replace(" ", "_").replace(",", "")), "save_every_steps": 5, "keep_last": 9}
-    job = make_tiny_job(folder, "flux2", train=train, output=output, cache={"vae_device": "cpu"}, **sections)
+    job = make_tiny_job(folder, "flux2", train=train, output=output, data=data, cache={"vae_device": "cpu"}, **sections)
     file = folder / f"{name}.toml"
     save_job(job, file)
     return job, file
@@ -89,13 +104,12 @@ def alone(folder):
 @pytest.fixture(scope="module")
 def on_four(folder, alone):
     """hsdp, and the first seven steps of a run that goes on on two."""
-    if not LONG:
-        return {}
     jobs = {name: _job(folder, name, **sections) for name, sections in ON_FOUR.items()}
     plan = [{"job": file} for _, file in jobs.values()]
-    _, chain = _job(folder, "chain", parallel={"strategy": "data"})
-    results = run_jobs(folder, [*plan, {"job": chain, "stop": SPLIT_AT[0]}], count=4)
-    return dict(zip([*jobs, "chain"], results, strict=True))
+    if LONG:
+        plan += [{"job": _job(folder, "chain", parallel={"strategy": "data"})[1], "stop": SPLIT_AT[0]}]
+    results = run_jobs(folder, plan, count=4)
+    return dict(zip([*jobs, *["chain"] * LONG], results, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +130,26 @@ def on_two(folder, alone, on_four):
     plan += [
         {"job": folder / "changed.toml", "resume": True},
         {"job": _job(folder, "pictures", parallel={"strategy": "fsdp"}, **PICTURES)[1]},
+        {"job": _job(folder, "lokr", parallel={"strategy": "fsdp"}, **LOKR)[1]},
         {"job": _job(folder, "machines", parallel={"strategy": "fsdp"}, **MACHINES)[1], "spread": True},
+        *_refused(folder),
     ]
     results = run_jobs(folder, plan, count=2)
-    return dict(zip([*jobs, *["chain"] * LONG, "changed", "pictures", "machines"], results, strict=True))
+    names = [*jobs, *["chain"] * LONG, "changed", "pictures", "lokr", "machines", *(f"other {name}" for name in OTHERS)]
+    return dict(zip(names, results, strict=True))
 
 
-@pytest.mark.parametrize("name", [*ON_TWO, *(pytest.param(name, marks=pytest.mark.long) for name in ON_FOUR)])
+def _refused(folder):
+    """One machine asked for something else in each."""
+    save_tiny_pipeline(folder / "other" / "model", "flux2", seed=7)
+    made = run_job(_job(folder, "other", train={"steps": 1, "gradient_accumulation_steps": 1})[0])
+    made.lora_path.rename(folder / "other.safetensors")
+    for name, (others, *_) in OTHERS.items():
+        file = _job(folder, f"other {name}", train={"steps": 1})[1]
+        yield {"job": file, "spread": True, "others": json.loads(json.dumps(others).replace("{folder}", str(folder)))}
+
+
+@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
 def test_a_strategy_gives_the_losses_and_the_lora_of_one_process(name, folder, alone, on_two, on_four):
     expected, alone_job = alone
     found = {**on_four, **on_two}[name]
@@ -133,6 +160,32 @@ def test_a_strategy_gives_the_losses_and_the_lora_of_one_process(name, folder, a
     assert found["before"] == pytest.approx(expected.eval_before, rel=1e-5)
     assert steps < STEPS or found["after"] == pytest.approx(expected.eval_after, rel=1e-5)
     assert _difference(_lora(job, steps), _lora(alone_job, steps)) < 1e-4
+
+
+def test_the_microbatches_of_a_step_have_two_sizes(alone):
+    """So no strategy can take them for one batch."""
+    plan = check_job(alone[1])
+    order = BatchOrder(plan.training_samples, batch_size=1, seed=3)
+    sizes = [{order.next().size for _ in range(4)} for _ in range(STEPS)]
+    assert max(map(len, sizes)) == 2
+
+
+def test_a_rank_of_fsdp_reads_its_rows_alone_and_holds_one_tensors_at_a_time(folder, on_two):
+    (file,) = (folder / "model" / "transformer").glob("*.safetensors")
+    tensors = load_file(file)
+    whole = sum(each.nbytes for each in tensors.values())
+    first, second = on_two["fsdp"]["read"]
+    assert first["all"] + second["all"] == whole and 0.49 * whole < first["all"] < 0.51 * whole
+    largest = max(each[: -(-len(each) // 2)].nbytes for each in tensors.values())
+    assert first["at_once"] == largest
+
+
+def test_a_lokr_and_its_average_are_those_of_one_process(folder, on_two):
+    job, _ = _job(folder, "lokr alone", **LOKR)
+    expected = run_job(job)
+    assert on_two["lokr"]["losses"] == pytest.approx(expected.losses, rel=1e-5)
+    found, wanted = (load_file(folder / name / job.output.file_name) for name in ("lokr", "lokr_alone"))
+    assert any("lokr" in name for name in wanted) and _difference(found, wanted) < 1e-4
 
 
 @pytest.mark.long
@@ -188,6 +241,15 @@ def test_machines_that_share_no_folder_encode_once_and_have_the_same_entries(fol
     assert len(first) > 10 and other == first
     assert len(found["loaded"][0]) == 2 and not found["loaded"][1]
     assert found["losses"] == pytest.approx(alone[0].losses[:2], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_machine_that_was_asked_for_another_training_is_refused(name, folder, on_two):
+    _, *texts = OTHERS[name]
+    first, other = on_two[f"other {name}"]["refused"]
+    told = other if name == "encoders" else first
+    assert all(text in told for text in texts) and len(told) < 700
+    assert not list((folder / f"other_{name}").glob("checkpoints/*"))
 
 
 def _may_make_networks():

@@ -47,7 +47,7 @@ def test_devices_are_dealt_out_evenly_or_not_at_all():
 def test_one_process_alone_agrees_with_itself():
     alone = Ranks(own_stop=lambda: True)
     assert alone.should_stop() and alone.gather({"a": 1}) == [{"a": 1}] and alone.share(b"x") == b"x"
-    assert alone.dealt(2, lambda index: [float(index)], in_lockstep=True) == [[0.0], [1.0]]
+    assert alone.dealt("an evaluation", [1, 1], lambda index: [float(index)], in_lockstep=True) == [[0.0], [1.0]]
     with pytest.raises(ValueError, match="said"):
         alone.together(lambda: (_ for _ in ()).throw(ValueError("said")))
 
@@ -70,10 +70,10 @@ def test_a_stop_that_reaches_a_waiting_rank_is_seen_by_the_one_it_waits_for():
     store, is_asked = dist.HashStore(), []
     waiting = Ranks(RankPlace(1, 2, 1, 2), own_stop=lambda: bool(is_asked), control=object(), store=store)
     working = Ranks(RankPlace(0, 2, 0, 2), control=object(), store=store)
-    waiting._finish(lambda: _SlowWork(14))
+    waiting._finish(lambda: _SlowWork(120))
     assert not working.is_stop_asked()
     is_asked.append("by a signal")
-    waiting._finish(lambda: _SlowWork(14))
+    waiting._finish(lambda: _SlowWork(120))
     assert working.is_stop_asked() and waiting.is_stop_asked()
 
 

@@ -14,6 +14,7 @@ from devicebridge.families.spec import BlockList
 from devicebridge.parallel.local.block_split import apply_block_split
 from devicebridge.parallel.offload.in_place import InPlaceGuard
 from devicebridge.parallel.placement import block_names, plan_manual
+from devicebridge.patches import compile_blocks
 from devicebridge.patches.compile_blocks import apply_compile, compile_fault, compile_if_possible
 from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization
 from devicebridge.tests.emulated import CARDS
@@ -21,6 +22,7 @@ from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 from devicebridge.training.gradient_check import BlockCheck
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -260,3 +262,16 @@ def test_a_compiler_that_refuses_leaves_no_trace(monkeypatch, caplog):
     assert compile_if_possible(model, FAMILIES["flux2"], [CPU], 1) is None
     assert "not supported" in caplog.text
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_class_that_fsdp_has_added_to_is_still_its_makers() -> None:
+    """FSDP gives each module a class of its own, which says that it is torch's."""
+
+    class Own(nn.Linear):
+        pass
+
+    def as_fsdp(cls: type) -> type:
+        return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": "torch.distributed.fsdp"})
+
+    found = [compile_blocks._is_of_others(each) for each in (Own, as_fsdp(Own), nn.Linear, as_fsdp(nn.Linear))]
+    assert found == [True, True, False, False]

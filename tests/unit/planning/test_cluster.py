@@ -6,7 +6,9 @@ import json
 
 import pytest
 from devicebridge.cli.main import main
+from devicebridge.config.job import save_job
 from devicebridge.jobs.cluster import plan_cluster
+from devicebridge.jobs.job import plan_job, run_job
 from devicebridge.planning.cards import parse_cards
 from devicebridge.planning.cluster import (
     Cluster,
@@ -81,6 +83,29 @@ def test_the_command_answers_for_machines_and_refuses_half_a_question(capsys):
     assert {each["strategy"] for each in found["options"]} > {"data", "fsdp", "hsdp"}
     assert main([*flags, "--cards", "2x24GB", "--nodes", "2"]) == 2
     assert "--link 25Gbit" in capsys.readouterr().err
+    assert main([*flags, "--cards", "2x24GB", "--nodes", "2", "--link", "100Gbit"]) == 0
+    text = capsys.readouterr().out  # without a job file there is no setting of one to correct
+    assert "4 microbatches in a step" in text and "gradient_accumulation_steps" not in text
+
+
+def test_a_job_whose_weights_are_shared_is_checked_and_planned_as_one(tmp_path, capsys):
+    """By one process it is refused, with what its own number of processes makes true."""
+    file, found = tmp_path / "job.toml", {}
+    for processes in (1, 2):
+        job = make_tiny_job(tmp_path, parallel={"strategy": "fsdp", "processes": processes})
+        save_job(job, file)
+        found[processes] = main(["check", str(file)]), capsys.readouterr()
+        with pytest.raises(ValueError, match="compare both with devicebridge plan --cards"):
+            plan_job(job, parse_cards("24GB"))
+    assert (found[1][0], found[2][0]) == (2, 0)
+    assert "set parallel.processes to 2 or more" in found[1][1].err
+    assert "the weights are shared by 2 processes (fsdp)" in found[2][1].out
+    with pytest.raises(ValueError, match='start the job with "devicebridge train"'):
+        run_job(job)
+    assert main(["plan", str(file), "--cards", "2x24GB"]) == 0
+    assert "fsdp" in capsys.readouterr().out
+    assert main(["plan", str(file)]) == 2
+    assert "--cards 4x24GB" in capsys.readouterr().err
 
 
 def test_gradients_travel_in_float32_whatever_the_lora_is_in(tmp_path):

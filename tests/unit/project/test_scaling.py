@@ -185,6 +185,19 @@ def test_a_pipeline_over_two_cards_is_calculated_near_what_was_measured(case) ->
     assert case.pipeline(2).gb == pytest.approx(40.06, rel=0.02)  # GB, the same result
 
 
+def test_the_guides_clusters_are_calculated_by_hand_and_from_the_page(calculation) -> None:
+    lines = list(calculation.cluster_lines())
+    page = (ROOT / "docs" / "guides" / "choosing_a_strategy.md").read_text(encoding="utf-8").splitlines()
+    assert all(line in page for line in lines), "write the page again: python benchmarks/scaling.py --calculate"
+    found = [float(cell) for cell in lines[-1].strip("| ").split(" | ")]
+    reduced, gathered, block = 2 * 0.8 * 15 / 16, 2 * 62.8 * 15 / 16, 62.8 / 56 * 15 / 16  # GB through the slowest link
+    assert found[1] == pytest.approx((0.61 + reduced / 300) / 16, abs=6e-4)
+    assert found[2] == pytest.approx((0.61 + (reduced + block) / 300) / 16, abs=6e-4)
+    assert found[3] == pytest.approx((0.61 + reduced / 3.125 + block / 300) / 16, abs=6e-4)
+    assert found[6] == pytest.approx((gathered + reduced + block) / 12.5 / 16, abs=6e-4)
+    assert found[7] == pytest.approx((0.61 + reduced / 3.125) / 16, abs=6e-4)
+
+
 def test_the_page_has_what_the_calculation_says(calculation, case) -> None:
     page = (ROOT / "docs" / "internals" / "scaling.md").read_text(encoding="utf-8").splitlines()
     for line in (*case.lines(), *calculation.sampling_lines()):

@@ -1,0 +1,65 @@
+"""Tiny models of ComfyUI's own classes whose weights two processes share (fsdp), each with a real ComfyUI in it. What
+each of them can is kept in tests/assets/native_ranks.json, of which docs/families.md is made; UPDATE_GOLDEN=1 writes it
+anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from devicebridge.tests.comfy.server import ENVIRONMENT
+from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.ranks.launching import ENVIRONMENT as RANKS
+from devicebridge.tests.ranks.launching import torchrun
+
+pytestmark = [
+    pytest.mark.comfy,
+    pytest.mark.skipif(sys.platform != "linux", reason="needs gloo over a loopback device"),
+]
+KNOWN = Path(__file__).parents[1] / "assets" / "native_ranks.json"
+NAMES = tuple(json.loads(KNOWN.with_name("native_training.json").read_text(encoding="utf-8")))
+# A buffer in the file; blocks of which only the parts are called; weights that are used before the forward.
+ALWAYS = ("SD 3.5", "SDXL", "LTX-2.3 with a voice")
+IS_LONG = bool(os.environ.get("LONG_TESTS") or os.environ.get("UPDATE_GOLDEN"))
+TESTED = NAMES if IS_LONG else ALWAYS
+EACH = [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.long) for name in NAMES]
+
+
+def _run(comfyui: Path, folder: Path, strategy: str, names: tuple[str, ...], count: int) -> dict[str, dict[str, str]]:
+    """The fault of every step of these models."""
+    arguments = [comfyui, folder, strategy, *names]
+    command = torchrun(Path(__file__).with_name("native_ranks_worker.py"), *arguments, count=count)
+    environment = {**RANKS, **ENVIRONMENT, "STEPS": "" if IS_LONG else "shared"}
+    command[0] = str(comfy_python(comfyui))
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=7200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+    return {each["name"]: {step: found["fault"] for step, found in each["steps"].items()} for each in lines}
+
+
+@pytest.fixture(scope="module")
+def found(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    faults = _run(comfyui, tmp_path_factory.mktemp("shared"), "fsdp", TESTED, 2)
+    if os.environ.get("UPDATE_GOLDEN"):
+        KNOWN.write_text(json.dumps(faults, indent=1) + "\n", encoding="utf-8")
+    return faults
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_processes_that_share_the_weights_compute_what_one_does(name: str, found: dict[str, dict[str, str]]) -> None:
+    """Loss and gradients of a step. In long runs likewise in 8 bits and with compiled blocks, and the losses of a job
+    that stops and goes on."""
+    known = json.loads(KNOWN.read_text(encoding="utf-8"))[name]
+    assert found[name] == {step: known[step] for step in found[name]}
+    assert not found[name]["shared"] and not found[name].get("resumed")
+
+
+@pytest.mark.long
+def test_four_processes_hold_two_copies(comfyui: Path, tmp_path: Path) -> None:
+    (faults,) = _run(comfyui, tmp_path, "hsdp", ("SDXL",), 4).values()
+    assert not any(faults.values()), faults
