@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +44,11 @@ _REFUSED = {
 }
 _OF_AUDIO = ("ACEStep15",)  # models whose latents have no sides but time
 _SOUND = {"LTXAV": (8, 16)}  # channels and bins of the sound beside a video, which its class holds as numbers
-_WITHOUT_PATCHES = ("LTXAV",)  # latent formats
+# Where models hold how many cells of a latent a token is wide. Those that are packed call by this name how their
+# autoencoder packs, and a token is a cell; a UNet has no name for it, and halves its sides.
+_PATCH_NAMES = ("patch_size", "patch_spatial", "patch", "patchifier.patch_size")
+_PACKED = ("Ideogram4Transformer2DModel", "LensTransformer2DModel")
+_OF_UNETS = 2
 _MOST_READ = 2**14  # numbers of a tensor that is read to tell the model by, such as a norm's weights
 # What a whole checkpoint says of its model beside the weights: how it predicts, and from how much noise.
 _SAYS = frozenset(("v_pred", "ztsnr", "edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min"))
@@ -213,9 +218,7 @@ def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
     dims = form.latent_dimensions
     if "audio_model" in base.model_config.unet_config:
         return _audio_of(base)
-    # LTX-2's config says nothing, and a token is a cell.
-    patch = base.model_config.unet_config.get("patch_size") or (1 if type(form).__name__ in _WITHOUT_PATCHES else 2)
-    patch = int(patch[-1] if isinstance(patch, (tuple, list)) else patch)
+    patch = _patch_of(base.diffusion_model)
     stride = int(form.spacial_downscale_ratio)
     # Wan 2.2's 5B is known by its latents.
     fps = (24.0 if type(form).__name__ == "Wan22" else row.fps) if dims == 3 else 0.0
@@ -228,6 +231,17 @@ def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
         fps=fps,
         frame_lengths=_CLIPS if fps else (1,),
     )
+
+
+def _patch_of(model: Any) -> int:
+    """Cells of a latent that a token is wide."""
+    if type(model).__name__ in _PACKED:
+        return 1
+    for name in _PATCH_NAMES:
+        held = functools.reduce(lambda found, each: getattr(found, each, None), name.split("."), model)
+        if isinstance(held, (int, tuple, list)):
+            return int(held if isinstance(held, int) else held[-1])
+    return _OF_UNETS
 
 
 def _audio_of(base: Any) -> LatentSpec:

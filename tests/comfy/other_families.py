@@ -1,0 +1,104 @@
+"""Tiny builds of classes that ComfyUI trains here and no row of the table is about."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import comfy.supported_models
+import torch
+from devicebridge.tests.comfy import native_cases
+from devicebridge.tests.comfy.tiny_checkpoints import _HUNYUAN_VIDEO, TinyFamily
+from devicebridge.tests.comfy.trained_families import made_of
+
+
+def _all_tokens(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    return {"attention_mask": torch.ones(1, tokens, dtype=torch.long)}
+
+
+def _of(
+    case: Any,
+    config_class: str,
+    image_model: str,
+    latent: tuple[int, ...],
+    context: tuple[int, int],
+    blocks: tuple[str, ...],
+    *,
+    more: dict[str, Any] | None = None,
+    options: Any = None,
+    pooled: int = 0,
+) -> TinyFamily:
+    """A build with the sizes that test_native_families.py has, which no file says."""
+    config = {**case.config, "image_model": image_model, **(more or {})}
+    given = {} if options is None else {"options": options}
+    return TinyFamily(config_class, config, latent, context, blocks, is_detected=False, pooled=pooled, **given)
+
+
+OTHERS: dict[str, TinyFamily] = {
+    "Ideogram 4": _of(
+        native_cases.IDEOGRAM_4,
+        "Ideogram4",
+        "ideogram4",
+        (128, 4, 4),
+        (6, 12),
+        ("layers",),
+        more={"in_channels": 128},
+        options=_all_tokens,
+    ),
+    "Lens": _of(
+        native_cases.LENS,
+        "Lens",
+        "lens",
+        (128, 4, 4),
+        (6, 24),
+        ("transformer_blocks",),
+        more={"in_channels": 128, "out_channels": 32},
+        options=_all_tokens,
+    ),
+    "MageFlow": _of(
+        native_cases.MAGE_FLOW,
+        "MageFlow",
+        "mage_flow",
+        (128, 4, 4),
+        (6, 12),
+        ("transformer_blocks",),
+        more={"in_channels": 128, "out_channels": 128},
+        options=_all_tokens,
+    ),
+    "PixArt Sigma": _of(native_cases.PIXART, "PixArtSigma", "pixart_sigma", (4, 36, 40), (5, 12), ("blocks",)),
+    "Cosmos 1": _of(
+        native_cases.COSMOS_1,
+        "CosmosT2V",
+        "cosmos",
+        (16, 2, 4, 4),
+        (6, 12),
+        ("blocks",),
+        more={"in_channels": 16, "out_channels": 16},
+    ),
+    "HunyuanImage 2.1": made_of(
+        "hunyuan_video",
+        config_class="HunyuanImage21",
+        unet_config={
+            **_HUNYUAN_VIDEO,
+            "in_channels": 64,
+            "out_channels": 64,
+            "patch_size": [1, 1],
+            "vec_in_dim": None,
+            "axes_dim": [64, 64],
+        },
+        latent=(64, 4, 4),
+        pooled=0,
+        is_detected=False,
+    ),
+}
+
+
+@contextlib.contextmanager
+def other_sizes() -> Iterator[None]:
+    """Inside, classes that have one published size can be small."""
+    with contextlib.ExitStack() as patches:
+        for name in ("Ideogram4", "JoyImage"):
+            patches.enter_context(mock.patch.object(getattr(comfy.supported_models, name), "unet_extra_config", {}))
+        yield
