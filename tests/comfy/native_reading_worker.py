@@ -1,7 +1,7 @@
 """One process with ComfyUI's Python: what is read off tiny models of ComfyUI's own; run by test_native_reading.py.
 
-Takes ComfyUI's folder and a folder for files. Prints one line of JSON: {"tokens": {build: [tokens per cell as read, as
-its blocks are given]}}.
+Takes ComfyUI's folder, a folder for files, 1 for all builds, and names of builds. Prints one line of JSON: {"tokens": {build: [tokens per cell as read, as
+its blocks are given]}, "needs": {build: what its CONDITIONING must hold}}.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-CHECKOUT, FOLDER, IS_LONG = sys.argv[1:]
+CHECKOUT, FOLDER, IS_LONG, *NEEDS = sys.argv[1:]
 sys.path[0] = CHECKOUT
 sys.argv = sys.argv[:1]
 
@@ -36,8 +36,10 @@ from devicebridge.tests.comfy.trained_families import TRAINED, save_trained, sma
 from devicebridge.training.objective import predict  # noqa: E402
 
 CPU = torch.device("cpu")
+PACKED = ("Ideogram 4", "Lens", "MageFlow", "PixArt Sigma", "Cosmos 1", "HunyuanImage 2.1")
 PATCHED = ("FLUX.1", "LTX-Video", "ERNIE-Image", "Krea 2", "Cosmos-Predict2", "Wan 2.1 T2V, 2.2 T2V 14B")
-LONG = ("FLUX.2", "Chroma", "Qwen-Image", "Lumina 2", "SD 3.5", "HunyuanVideo", "HunyuanVideo 1.5", "Anima")  # Z-Image pads
+# Z-Image pads its tokens.
+LONG = ("FLUX.2", "Chroma", "Qwen-Image", "Lumina 2", "SD 3.5", "HunyuanVideo", "HunyuanVideo 1.5", "Anima")
 BUILDS = {**TRAINED, **OTHERS}
 
 
@@ -56,6 +58,11 @@ def tokens_per_cell(name: str) -> list[float]:
         narrow, wide = (_largest(info, model, each) for each in (family, wider))
     cells = [math.prod(each.latent[1:]) for each in (family, wider)]
     return [info.family.latent.num_tokens_per_cell, (wide - narrow) / (cells[1] - cells[0])]
+
+
+def needs(name: str) -> list[str]:
+    with small_sizes(BUILDS[name]):
+        return list(read(name, BUILDS[name]).family.comfy.needs)
 
 
 @torch.no_grad()
@@ -79,5 +86,7 @@ def _largest(info: Any, model: Any, family: TinyFamily) -> int:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with small_adapter(), endless_memory(), other_sizes(), native_training():
-        names = (*PATCHED, *OTHERS, *(LONG if int(IS_LONG) else ()))
-        print(json.dumps({"tokens": {name: tokens_per_cell(name) for name in names}}), flush=True)
+        names = (*PATCHED, *PACKED, *(LONG if int(IS_LONG) else ()))
+        tokens = {name: tokens_per_cell(name) for name in names}
+        found = {"tokens": tokens, "needs": {name: needs(name) for name in NEEDS}}
+        print(json.dumps(found), flush=True)

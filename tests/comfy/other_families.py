@@ -10,8 +10,8 @@ from unittest import mock
 import comfy.supported_models
 import torch
 from devicebridge.tests.comfy import native_cases
-from devicebridge.tests.comfy.tiny_checkpoints import _HUNYUAN_VIDEO, TinyFamily
-from devicebridge.tests.comfy.trained_families import made_of
+from devicebridge.tests.comfy.tiny_checkpoints import _COSMOS_PREDICT_2, _FLUX_1, _HUNYUAN_VIDEO, TinyFamily
+from devicebridge.tests.comfy.trained_families import _SD15, made_of
 
 
 def _all_tokens(generator: torch.Generator, tokens: int) -> dict[str, Any]:
@@ -34,6 +34,11 @@ def _of(
     config = {**case.config, "image_model": image_model, **(more or {})}
     given = {} if options is None else {"options": options}
     return TinyFamily(config_class, config, latent, context, blocks, is_detected=False, pooled=pooled, **given)
+
+
+def _beside(name: str, config_class: str, config: dict[str, Any]) -> TinyFamily:
+    """A build that is given channels beside the noise."""
+    return made_of(name, config_class=config_class, unet_config=config, is_detected=False)
 
 
 OTHERS: dict[str, TinyFamily] = {
@@ -91,6 +96,36 @@ OTHERS: dict[str, TinyFamily] = {
         latent=(64, 4, 4),
         pooled=0,
         is_detected=False,
+    ),
+    "Cosmos-Predict2 I2V": made_of(
+        "cosmos_predict2",
+        config_class="CosmosI2VPredict2",
+        unet_config={**_COSMOS_PREDICT_2, "in_channels": 17},
+        latent=(16, 2, 4, 4),
+    ),
+    "Kandinsky 5": _of(
+        native_cases.KANDINSKY,
+        "Kandinsky5",
+        "kandinsky5",
+        (16, 2, 4, 4),
+        (6, 12),
+        ("visual_transformer_blocks",),
+        more={"in_visual_dim": 16, "out_visual_dim": 16, "visual_embed_dim": 33 * 4},
+        pooled=10,
+    ),
+    "FLUX.1 Fill": _beside("flux1", "FluxInpaint", {**_FLUX_1, "in_channels": 96}),
+    "HunyuanVideo I2V": _beside("hunyuan_video", "HunyuanVideoI2V", {**_HUNYUAN_VIDEO, "in_channels": 33}),
+    "SkyReels I2V": _beside("hunyuan_video", "HunyuanVideoSkyreelsI2V", {**_HUNYUAN_VIDEO, "in_channels": 32}),
+    "SD 1.5 inpainting": _beside("sdxl", "SD15", {**_SD15, "in_channels": 9}),
+    "SD 1.5 by instructions": _beside("sdxl", "SD15_instructpix2pix", {**_SD15, "in_channels": 8}),
+    "CogVideoX I2V": _of(
+        native_cases.COG_VIDEO_X,
+        "CogVideoX_I2V",
+        "cogvideox",
+        (16, 3, 4, 4),
+        (5, 12),
+        ("blocks",),
+        more={"in_channels": 32, "out_channels": 16, "sample_width": 4, "sample_height": 4},
     ),
 }
 

@@ -10,14 +10,39 @@ import pytest
 from devicebridge.tests.comfy.workers import run_worker
 
 pytestmark = pytest.mark.comfy
+_IMAGE, _MASK, _SEEN = "concat_latent_image", "concat_mask", "clip_vision_output"
+# As ComfyUI's conditioning nodes for these models give it, but for what its classes do without.
+NEEDS = {
+    "Cosmos-Predict2 I2V": [],
+    "Kandinsky 5": [],
+    "FLUX.1 Fill": [_IMAGE],
+    "HunyuanVideo I2V": [_IMAGE],
+    "SkyReels I2V": [_IMAGE],
+    "SD 1.5 inpainting": [_IMAGE, _MASK],
+    "SD 1.5 by instructions": [_IMAGE],
+    "CogVideoX I2V": [_IMAGE],
+    "HunyuanVideo 1.5": [],
+    "Wan 2.1 T2V, 2.2 T2V 14B": [],
+    "Wan 2.1 I2V": [_IMAGE, _SEEN],
+    "Wan 2.2 I2V 14B": [_IMAGE],
+    "Wan 2.1 Fun Control": [_IMAGE, _SEEN],
+    "Wan 2.2 Fun Control": [_IMAGE],
+    "Wan Dancer": [_IMAGE, _SEEN],
+    "Wan SCAIL": [_SEEN],
+}
 
 
 @pytest.fixture(scope="module")
 def found(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     is_long = str(int(bool(os.environ.get("LONG_TESTS"))))
-    return run_worker("native_reading_worker.py", comfyui, tmp_path_factory.mktemp("reading"), is_long)[-1]
+    return run_worker("native_reading_worker.py", comfyui, tmp_path_factory.mktemp("reading"), is_long, *NEEDS)[-1]
 
 
 def test_as_many_tokens_are_counted_as_blocks_are_given(found: dict[str, Any]) -> None:
     wrong = {name: each for name, each in found["tokens"].items() if each[0] != each[1]}
     assert found["tokens"] and not wrong, wrong
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_model_asks_for_what_its_own_code_reads(name: str, found: dict[str, Any]) -> None:
+    assert found["needs"][name] == NEEDS[name]

@@ -339,14 +339,39 @@ _NEEDS = {
 
 def _needs(base: Any, beside: int) -> tuple[str, ...]:
     """Wan's blocks take the text for an image where its image embedder is given nothing."""
-    needs = _NEEDS.get(type(base).__name__, ("concat_latent_image",) if beside else ())
+    needs = _NEEDS.get(type(base).__name__, _concat_needs(base) if beside else ())
     return needs if getattr(base.diffusion_model, "img_emb", None) is None else (*needs, VISION)
+
+
+def _concat_needs(base: Any) -> tuple[str, ...]:
+    """Options without which its concat_cond fills these channels as if there were no picture.
+
+    A mask counts where the picture is not read without one. Alone it may be left out: of Cosmos-Predict2 and Kandinsky
+    5 it says which frames are given, and without one they make a video of text.
+    """
+    one = torch.ones(_some_latents(base))
+    image, mask = {"concat_latent_image": one}, {"concat_mask": one[:, :1] / 2}
+
+    def made(**options: torch.Tensor) -> Any:
+        given = {name: each.clone() for name, each in options.items()}  # Wan's writes into what it is given
+        return base.concat_cond(noise=one, latent_image=torch.zeros_like(one), device=one.device, **given)
+
+    def is_read(**beside: torch.Tensor) -> bool:
+        return not torch.equal(made(**beside, **image), made(**beside))
+
+    if is_read():
+        return tuple(image)
+    return (*image, *mask) if is_read(**mask) else ()
+
+
+def _some_latents(base: Any) -> tuple[int, ...]:
+    form = base.latent_format
+    return (1, form.latent_channels, *(8,) * form.latent_dimensions)
 
 
 def _beside(base: Any) -> int:
     """Channels that the model is given beside the noise."""
-    form = base.latent_format
-    noise = torch.empty(1, form.latent_channels, *(8,) * form.latent_dimensions, device="meta")
+    noise = torch.empty(_some_latents(base), device="meta")
     beside = base.concat_cond(noise=noise, latent_image=noise, device=noise.device)
     return 0 if beside is None else int(beside.shape[1])
 
