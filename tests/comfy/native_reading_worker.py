@@ -1,7 +1,9 @@
 """One process with ComfyUI's Python: what is read off tiny models of ComfyUI's own; run by test_native_reading.py.
 
-Takes ComfyUI's folder, a folder for files, 1 for all builds, and names of builds. Prints one line of JSON: {"tokens": {build: [tokens per cell as read, as
-its blocks are given]}, "needs": {build: what its CONDITIONING must hold}}.
+Takes ComfyUI's folder, a folder for files, 1 for all builds, and names of builds. Prints one line of JSON:
+{"tokens": {build: [tokens per cell as read, as its blocks are given]}, "needs": {build: what its CONDITIONING must
+hold}, "text": {build: what is wrong with the text that a plan takes before captions are encoded}, "full":
+{file of full size: what is wrong with its plan}}.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 import math
 import runpy
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +29,14 @@ runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_
 import torch  # noqa: E402
 from devicebridge.checkpoints.load import load_transformer  # noqa: E402
 from devicebridge.encoding.comfy_data import read_conditioning  # noqa: E402
+from devicebridge.families.comfy.inputs import COND, POOLED  # noqa: E402
+from devicebridge.families.comfy.text_sizes import usual_text  # noqa: E402
 from devicebridge.nodes.host.native.context import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.block_lists import placed_blocks  # noqa: E402
+from devicebridge.tests.comfy.full_sizes import QUICK, plan_published  # noqa: E402
 from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
+from devicebridge.tests.comfy.native_steps import one_line  # noqa: E402
 from devicebridge.tests.comfy.other_families import OTHERS, other_sizes  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, small_sizes  # noqa: E402
 from devicebridge.tests.comfy.trained_families import TRAINED, save_trained, small_adapter  # noqa: E402
@@ -41,6 +48,9 @@ PATCHED = ("FLUX.1", "LTX-Video", "ERNIE-Image", "Krea 2", "Cosmos-Predict2", "W
 # Z-Image pads its tokens.
 LONG = ("FLUX.2", "Chroma", "Qwen-Image", "Lumina 2", "SD 3.5", "HunyuanVideo", "HunyuanVideo 1.5", "Anima")
 BUILDS = {**TRAINED, **OTHERS}
+# A build of each class; the connectors of LTX-2's other one fit no text encoder, and ACE-Step's music comes with text.
+_OF_CLASSES = {family.config_class: name for name, family in TRAINED.items() if not name.startswith("ACE")}
+BEFORE_CAPTIONS = {**_OF_CLASSES, "LTXAV": "LTX-2 unprocessed", "LTX-2.3": "LTX-2.3 with a voice"}.values()
 
 
 def read(name: str, family: TinyFamily) -> Any:
@@ -65,7 +75,30 @@ def needs(name: str) -> list[str]:
         return list(read(name, BUILDS[name]).family.comfy.needs)
 
 
+def text_fault(name: str) -> str:
+    """What is wrong with the text that a plan takes before captions are encoded; "" where a forward takes it, too."""
+    family = BUILDS[name]
+    with small_sizes(family):
+        info = read(name, family)
+        model = load_transformer(info, lambda name: CPU, torch.float32)
+        text = {name: torch.randn(each.shape) if each.is_meta else each for name, each in usual_text(model).items()}
+        widths = {each: text[each].shape[-1] for each in (COND, POOLED) if each in text}
+        if widths.get(COND) != family.context[1] or widths.get(POOLED, 0) not in (0, 1, family.pooled):
+            return f"{widths} in the place of {family.context[1]}, {family.pooled}"
+        try:
+            _said(info, model, family.latent, text)
+        except Exception as error:
+            return one_line(error)
+    return ""
+
+
 @torch.no_grad()
+def _said(info: Any, model: Any, latent: tuple[int, ...], text: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    noisy = torch.randn(1, latent[0], *((1,) if len(latent) == 3 else ()), *latent[1:])
+    given = {name: each[None] for name, each in text.items()}
+    return predict(info.family, model, noisy, torch.tensor([0.5]), given, info.variant.training_guidance)
+
+
 def _largest(info: Any, model: Any, family: TinyFamily) -> int:
     seen: list[int] = []
 
@@ -74,10 +107,7 @@ def _largest(info: Any, model: Any, family: TinyFamily) -> int:
         seen.extend(each.numel() // each.shape[-1] for each in outputs if isinstance(each, torch.Tensor))
 
     hooks = [model.get_submodule(each).register_forward_hook(hook) for each in placed_blocks(model, info.family.native)]
-    front = (1,) if len(family.latent) == 3 else ()
-    noisy = torch.randn(1, family.latent[0], *front, *family.latent[1:])
-    given = {n: each[None] for n, each in read_conditioning(family.condition(1), "text", keeps_all=True).items()}
-    predict(info.family, model, noisy, torch.tensor([0.5]), given, info.variant.training_guidance)
+    _said(info, model, family.latent, read_conditioning(family.condition(1), "text", keeps_all=True))
     for each in hooks:
         each.remove()
     return max(seen)
@@ -85,8 +115,11 @@ def _largest(info: Any, model: Any, family: TinyFamily) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    with native_training():
+        full = plan_published(Path(FOLDER), *(() if int(IS_LONG) else (QUICK,)))
     with small_adapter(), endless_memory(), other_sizes(), native_training():
         names = (*PATCHED, *PACKED, *(LONG if int(IS_LONG) else ()))
         tokens = {name: tokens_per_cell(name) for name in names}
-        found = {"tokens": tokens, "needs": {name: needs(name) for name in NEEDS}}
-        print(json.dumps(found), flush=True)
+        texts = {name: text_fault(name) for name in BEFORE_CAPTIONS}
+        needed = {name: needs(name) for name in NEEDS}
+    print(json.dumps({"tokens": tokens, "needs": needed, "text": texts, "full": full}), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ import comfy.supported_models
 import torch
 from devicebridge.tests.comfy import native_cases
 from devicebridge.tests.comfy.tiny_checkpoints import _COSMOS_PREDICT_2, _FLUX_1, _HUNYUAN_VIDEO, TinyFamily
-from devicebridge.tests.comfy.trained_families import _SD15, made_of
+from devicebridge.tests.comfy.trained_families import _SD15, TRAINED, made_of
 
 
 def _all_tokens(generator: torch.Generator, tokens: int) -> dict[str, Any]:
@@ -96,6 +97,17 @@ OTHERS: dict[str, TinyFamily] = {
         latent=(64, 4, 4),
         pooled=0,
         is_detected=False,
+    ),
+    "LTX-2 unprocessed": dataclasses.replace(
+        TRAINED["LTX-2 without sound"],
+        unet_config={
+            **TRAINED["LTX-2 without sound"].unet_config,
+            "connector_num_attention_heads": 3,
+            "connector_attention_head_dim": 4,
+            "audio_connector_num_attention_heads": 3,
+            "audio_connector_attention_head_dim": 4,
+        },
+        context=(6, 12),
     ),
     "Cosmos-Predict2 I2V": made_of(
         "cosmos_predict2",

@@ -46,3 +46,12 @@ def test_as_many_tokens_are_counted_as_blocks_are_given(found: dict[str, Any]) -
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_model_asks_for_what_its_own_code_reads(name: str, found: dict[str, Any]) -> None:
     assert found["needs"][name] == NEEDS[name]
+
+
+def test_a_plan_knows_how_large_a_text_is_before_captions_are_encoded(found: dict[str, Any]) -> None:
+    wrong = {name: each for name, each in found["text"].items() if each}
+    assert len(found["text"]) > 20 and not wrong, wrong
+
+
+def test_published_models_are_planned_before_captions_are_encoded(found: dict[str, Any]) -> None:
+    assert found["full"] and not {name: fault for name, fault in found["full"].items() if fault}

@@ -272,7 +272,8 @@ def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFami
         training_guidance=1.0 if has_guidance else None,
     )
     tail = {module: name for name, module in model.named_modules()}
-    lists = tuple(name for name in row.block_lists if block_fqns(model, (name,), row.block_lists))
+    blocks = [f"{name}." for name in block_fqns(model, row.block_lists, row.block_lists)]
+    lists = tuple(name for name in row.block_lists if any(each.startswith(f"{name}.") for each in blocks))
     beside = _beside(base)
     described = find_native(type(model))
     assert described is not None
