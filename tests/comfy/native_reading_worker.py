@@ -2,8 +2,8 @@
 
 Takes ComfyUI's folder, a folder for files, 1 for all builds, and names of builds. Prints one line of JSON:
 {"tokens": {build: [tokens per cell as read, as its blocks are given]}, "needs": {build: what its CONDITIONING must
-hold}, "text": {build: what is wrong with the text that a plan takes before captions are encoded}, "full":
-{file of full size: what is wrong with its plan}}.
+hold}, "text": {build: what is wrong with the text that a plan takes before captions are encoded}, "plans": {build:
+why it has none}, "full": {file of full size: what is wrong with its plan}}.
 """
 
 from __future__ import annotations
@@ -31,12 +31,16 @@ from devicebridge.checkpoints.load import load_transformer  # noqa: E402
 from devicebridge.encoding.comfy_data import read_conditioning  # noqa: E402
 from devicebridge.families.comfy.inputs import COND, POOLED  # noqa: E402
 from devicebridge.families.comfy.text_sizes import usual_text  # noqa: E402
+from devicebridge.jobs.read_job import read_job  # noqa: E402
+from devicebridge.jobs.resolve import Machine, resolve  # noqa: E402
 from devicebridge.nodes.host.native.context import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.block_lists import placed_blocks  # noqa: E402
+from devicebridge.planning.cards import parse_cards  # noqa: E402
+from devicebridge.planning.short_model import NoForecast  # noqa: E402
 from devicebridge.tests.comfy.full_sizes import QUICK, plan_published  # noqa: E402
 from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
-from devicebridge.tests.comfy.native_steps import one_line  # noqa: E402
+from devicebridge.tests.comfy.native_steps import Bench, forecast, one_line  # noqa: E402
 from devicebridge.tests.comfy.other_families import OTHERS, other_sizes  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, small_sizes  # noqa: E402
 from devicebridge.tests.comfy.trained_families import TRAINED, save_trained, small_adapter  # noqa: E402
@@ -92,6 +96,20 @@ def text_fault(name: str) -> str:
     return ""
 
 
+def plan(name: str) -> str:
+    """What a plan says against this build; that it is trained without one, then."""
+    bench = Bench(name, Path(FOLDER) / f"plan of {name}", family=BUILDS[name])
+    try:
+        forecast(bench)
+    except NoForecast as error:
+        with small_sizes(bench.family), native_training():
+            read = read_job(bench.job("without", {}), bench.info)
+            machine = Machine((CPU,), parse_cards("1x24GB"))
+            assert resolve(read.job, read.subject, machine).training is None
+        return str(error)
+    return ""
+
+
 @torch.no_grad()
 def _said(info: Any, model: Any, latent: tuple[int, ...], text: Mapping[str, torch.Tensor]) -> torch.Tensor:
     noisy = torch.randn(1, latent[0], *((1,) if len(latent) == 3 else ()), *latent[1:])
@@ -121,5 +139,6 @@ if __name__ == "__main__":
         names = (*PATCHED, *PACKED, *(LONG if int(IS_LONG) else ()))
         tokens = {name: tokens_per_cell(name) for name in names}
         texts = {name: text_fault(name) for name in BEFORE_CAPTIONS}
+        plans = {name: plan(name) for name in ("Cosmos 1", "HunyuanDiT")}
         needed = {name: needs(name) for name in NEEDS}
-    print(json.dumps({"tokens": tokens, "needs": needed, "text": texts, "full": full}), flush=True)
+    print(json.dumps({"tokens": tokens, "needs": needed, "text": texts, "plans": plans, "full": full}), flush=True)

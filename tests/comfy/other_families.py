@@ -19,6 +19,13 @@ def _all_tokens(generator: torch.Generator, tokens: int) -> dict[str, Any]:
     return {"attention_mask": torch.ones(1, tokens, dtype=torch.long)}
 
 
+def _two_texts(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As HunyuanDiT's text encoders give them."""
+    t5 = {"conditioning_mt5xl": torch.randn(1, 6, 16, generator=generator)}
+    masks = {"attention_mask": tokens, "attention_mask_mt5xl": 6}
+    return {**t5, **{name: torch.ones(1, length, dtype=torch.long) for name, length in masks.items()}}
+
+
 def _of(
     case: Any,
     config_class: str,
@@ -82,6 +89,16 @@ OTHERS: dict[str, TinyFamily] = {
         (6, 12),
         ("blocks",),
         more={"in_channels": 16, "out_channels": 16},
+    ),
+    "HunyuanDiT": _of(
+        native_cases.HUNYUAN_DIT,
+        "HunyuanDiT",
+        "hydit",
+        (4, 8, 8),
+        (4, 12),
+        ("blocks",),
+        more={"size_cond": False, "use_style_cond": False, "input_size": None},
+        options=_two_texts,
     ),
     "HunyuanImage 2.1": made_of(
         "hunyuan_video",

@@ -53,5 +53,12 @@ def test_a_plan_knows_how_large_a_text_is_before_captions_are_encoded(found: dic
     assert len(found["text"]) > 20 and not wrong, wrong
 
 
+def test_a_model_that_does_not_run_without_its_skips_is_planned_in_words(found: dict[str, Any]) -> None:
+    assert found["plans"]["Cosmos 1"] == ""
+    assert found["plans"]["HunyuanDiT"].startswith(
+        "there is no forecast for ComfyUI's HunYuanDiT: its forward does not"
+    )
+
+
 def test_published_models_are_planned_before_captions_are_encoded(found: dict[str, Any]) -> None:
     assert found["full"] and not {name: fault for name, fault in found["full"].items() if fault}
