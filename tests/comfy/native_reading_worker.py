@@ -3,7 +3,7 @@
 Takes ComfyUI's folder, a folder for files, 1 for all builds, and names of builds. Prints one line of JSON:
 {"tokens": {build: [tokens per cell as read, as its blocks are given]}, "needs": {build: what its CONDITIONING must
 hold}, "text": {build: what is wrong with the text that a plan takes before captions are encoded}, "plans": {build:
-why it has none}, "full": {file of full size: what is wrong with its plan}}.
+why it has none}, "refused": {build: why, "" if it is not}, "full": {file of full size: what is wrong with its plan}}.
 """
 
 from __future__ import annotations
@@ -42,15 +42,17 @@ from devicebridge.tests.comfy.full_sizes import QUICK, plan_published  # noqa: E
 from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
 from devicebridge.tests.comfy.native_steps import Bench, forecast, one_line  # noqa: E402
 from devicebridge.tests.comfy.other_families import OTHERS, other_sizes  # noqa: E402
-from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, small_sizes  # noqa: E402
+from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, make_weights, small_sizes  # noqa: E402
 from devicebridge.tests.comfy.trained_families import TRAINED, save_trained, small_adapter  # noqa: E402
 from devicebridge.training.objective import predict  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
 CPU = torch.device("cpu")
 PACKED = ("Ideogram 4", "Lens", "MageFlow", "PixArt Sigma", "Cosmos 1", "HunyuanImage 2.1")
 PATCHED = ("FLUX.1", "LTX-Video", "ERNIE-Image", "Krea 2", "Cosmos-Predict2", "Wan 2.1 T2V, 2.2 T2V 14B")
 # Z-Image pads its tokens.
 LONG = ("FLUX.2", "Chroma", "Qwen-Image", "Lumina 2", "SD 3.5", "HunyuanVideo", "HunyuanVideo 1.5", "Anima")
+REFUSED = ("SVD", "SD x4 upscaler", "SD 1.5 by instructions", "Stable Cascade B", "Stable Cascade C")
 BUILDS = {**TRAINED, **OTHERS}
 # A build of each class; the connectors of LTX-2's other one fit no text encoder, and ACE-Step's music comes with text.
 _OF_CLASSES = {family.config_class: name for name, family in TRAINED.items() if not name.startswith("ACE")}
@@ -94,6 +96,26 @@ def text_fault(name: str) -> str:
         except Exception as error:
             return one_line(error)
     return ""
+
+
+def refusal(name: str, path: Path | None = None) -> str:
+    """Why a file is refused by its header."""
+    try:
+        with small_sizes(BUILDS[name]):
+            read(name, BUILDS[name]) if path is None else read_native(path, "float32")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def joined(name: str) -> Path:
+    """The build as Stable Cascade was published: queries, keys and values are one tensor."""
+    weights = make_weights(BUILDS[name])
+    for to_q in [each for each in weights if ".to_q." in each]:
+        parts = [weights.pop(to_q.replace(".to_q.", f".{part}.")) for part in ("to_q", "to_k", "to_v")]
+        weights[to_q.replace(".to_q.", ".in_proj_")] = torch.cat(parts)
+    save_file(weights, path := Path(FOLDER) / f"{name} joined.safetensors")
+    return path
 
 
 def plan(name: str) -> str:
@@ -140,5 +162,8 @@ if __name__ == "__main__":
         tokens = {name: tokens_per_cell(name) for name in names}
         texts = {name: text_fault(name) for name in BEFORE_CAPTIONS}
         plans = {name: plan(name) for name in ("Cosmos 1", "HunyuanDiT")}
+        refused = {name: refusal(name) for name in REFUSED}
+        refused["Stable Cascade C as published"] = refusal("Stable Cascade C", joined("Stable Cascade C"))
         needed = {name: needs(name) for name in NEEDS}
-    print(json.dumps({"tokens": tokens, "needs": needed, "text": texts, "plans": plans, "full": full}), flush=True)
+    found = {"tokens": tokens, "needs": needed, "text": texts, "plans": plans, "refused": refused, "full": full}
+    print(json.dumps(found), flush=True)

@@ -12,7 +12,7 @@ import comfy.supported_models
 import torch
 from devicebridge.tests.comfy import native_cases
 from devicebridge.tests.comfy.tiny_checkpoints import _COSMOS_PREDICT_2, _FLUX_1, _HUNYUAN_VIDEO, TinyFamily
-from devicebridge.tests.comfy.trained_families import _SD15, TRAINED, made_of
+from devicebridge.tests.comfy.trained_families import _SD15, _UNET, TRAINED, made_of
 
 
 def _all_tokens(generator: torch.Generator, tokens: int) -> dict[str, Any]:
@@ -39,7 +39,8 @@ def _of(
     pooled: int = 0,
 ) -> TinyFamily:
     """A build with the sizes that test_native_families.py has, which no file says."""
-    config = {**case.config, "image_model": image_model, **(more or {})}
+    named = {"image_model": image_model} if image_model else {}
+    config = {**case.config, **named, **(more or {})}
     given = {} if options is None else {"options": options}
     return TinyFamily(config_class, config, latent, context, blocks, is_detected=False, pooled=pooled, **given)
 
@@ -142,11 +143,53 @@ OTHERS: dict[str, TinyFamily] = {
         more={"in_visual_dim": 16, "out_visual_dim": 16, "visual_embed_dim": 33 * 4},
         pooled=10,
     ),
+    "Stable Cascade C": _of(
+        native_cases.CASCADE_C,
+        "Stable_Cascade_C",
+        "",
+        (16, 6, 8),
+        (5, 12),
+        ("down_blocks",),
+        more={"c_in": 16, "c_out": 16, "c_clip_img": 768, "stable_cascade_stage": "c"},
+        pooled=10,
+    ),
+    "Stable Cascade B": _of(
+        native_cases.CASCADE_B,
+        "Stable_Cascade_B",
+        "",
+        (4, 16, 16),
+        (1, 12),
+        ("down_blocks",),
+        more={"c_in": 4, "c_out": 4, "c_effnet": 16, "stable_cascade_stage": "b"},
+        pooled=12,
+    ),
     "FLUX.1 Fill": _beside("flux1", "FluxInpaint", {**_FLUX_1, "in_channels": 96}),
     "HunyuanVideo I2V": _beside("hunyuan_video", "HunyuanVideoI2V", {**_HUNYUAN_VIDEO, "in_channels": 33}),
     "SkyReels I2V": _beside("hunyuan_video", "HunyuanVideoSkyreelsI2V", {**_HUNYUAN_VIDEO, "in_channels": 32}),
     "SD 1.5 inpainting": _beside("sdxl", "SD15", {**_SD15, "in_channels": 9}),
     "SD 1.5 by instructions": _beside("sdxl", "SD15_instructpix2pix", {**_SD15, "in_channels": 8}),
+    "SD x4 upscaler": _beside(
+        "sdxl",
+        "SD_X4Upscaler",
+        {**_SD15, "in_channels": 7, "num_classes": 1000, "disable_self_attentions": [True, False]},
+    ),
+    "SVD": _beside(
+        "sdxl",
+        "SVD_img2vid",
+        {
+            **_UNET,
+            "in_channels": 8,
+            "adm_in_channels": 768,
+            "use_temporal_attention": True,
+            "use_temporal_resblock": True,
+            "video_kernel_size": [3, 1, 1],
+            "extra_ff_mix_layer": True,
+            "merge_strategy": "learned_with_images",
+            "merge_factor": 0.0,
+            "num_head_channels": 32,
+            "num_heads": -1,
+        },
+    ),
     "CogVideoX I2V": _of(
         native_cases.COG_VIDEO_X,
         "CogVideoX_I2V",
@@ -163,6 +206,6 @@ OTHERS: dict[str, TinyFamily] = {
 def other_sizes() -> Iterator[None]:
     """Inside, classes that have one published size can be small."""
     with contextlib.ExitStack() as patches:
-        for name in ("Ideogram4", "JoyImage"):
+        for name in ("Ideogram4", "JoyImage", "SD_X4Upscaler"):
             patches.enter_context(mock.patch.object(getattr(comfy.supported_models, name), "unet_extra_config", {}))
         yield

@@ -30,6 +30,15 @@ NEEDS = {
     "Wan Dancer": [_IMAGE, _SEEN],
     "Wan SCAIL": [_SEEN],
 }
+# What the refusal says; () for what is trained.
+REFUSED = {
+    "SVD": ("SVD_img2vid is given 4 channels of another picture", "train Wan I2V"),
+    "SD x4 upscaler": ("SD_X4Upscaler is given 3 channels of another picture", "draws from text alone"),
+    "SD 1.5 by instructions": (),
+    "Stable Cascade B": ("stage B draws from what stage C has made", "train stage C"),
+    "Stable Cascade C": (),
+    "Stable Cascade C as published": ("cuts, joins or makes tensors", ".to_"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +67,12 @@ def test_a_model_that_does_not_run_without_its_skips_is_planned_in_words(found: 
     assert found["plans"]["HunyuanDiT"].startswith(
         "there is no forecast for ComfyUI's HunYuanDiT: its forward does not"
     )
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_data_here_is_refused_by_its_header(name: str, found: dict[str, Any]) -> None:
+    says = found["refused"][name]
+    assert all(words in says for words in REFUSED[name]) and bool(says) == bool(REFUSED[name]), says
 
 
 def test_published_models_are_planned_before_captions_are_encoded(found: dict[str, Any]) -> None:

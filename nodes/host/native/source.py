@@ -192,11 +192,23 @@ def _why_not(base: Any, row: NativeModel | None) -> str:
         return f"a model of type {kind} needs more than a caption and one latent"
     if base.latent_format.latent_dimensions not in (2, 3) and type(base).__name__ not in _OF_AUDIO:
         return "its latents are neither pictures nor videos, and nobody has compared its gradients"
+    if others := _channels_of_nobody(base):
+        return _OTHER_PICTURE.format(name=type(base).__name__, others=others)
+    if type(base).__name__ == "StableCascade_B":
+        return (
+            "stage B draws from what stage C has made, and no dataset here holds that; train stage C, which draws from "
+            "the text"
+        )
     if base.model_config.unet_config.get("meanflow") and type(base).__name__ not in _NO_NEXT_LEVEL:
         return _NEXT_LEVEL
     return ""
 
 
+_OTHER_PICTURE = (
+    "{name} is given {others} channels of another picture beside the noise, as SVD of its first frame and an upscaler "
+    "of the small one, and no dataset here holds such pictures; for clips from a first frame train Wan I2V, for others "
+    "a model that draws from text alone"
+)
 # HunyuanVideo's class with MeanFlow says the mean velocity to the sampler's next noise level, sample_sigmas' next one.
 _NEXT_LEVEL = (
     "it is distilled to jump from one noise level of the sampler to the next (time_r_in), and training has no next "
@@ -375,6 +387,16 @@ def _beside(base: Any) -> int:
     noise = torch.empty(_some_latents(base), device="meta")
     beside = base.concat_cond(noise=noise, latent_image=noise, device=noise.device)
     return 0 if beside is None else int(beside.shape[1])
+
+
+def _channels_of_nobody(base: Any) -> int:
+    """Channels of a UNet that are neither noise nor made by concat_cond.
+
+    Classes that make them in extra_conds take an empty picture where none is given.
+    """
+    if type(base.diffusion_model).__name__ != "UNetModel":
+        return 0
+    return int(base.diffusion_model.in_channels) - base.latent_format.latent_channels - _beside(base)
 
 
 def _outside(model: Any, lists: tuple[str, ...]) -> list[str]:
