@@ -37,6 +37,8 @@ class BlockList:
     text_modules: tuple[str, ...] = ()  # of the linears that run over text tokens only
     is_joint: bool = False  # whether the other linears run over text and image tokens together, or image tokens only
     sample_modules: tuple[str, ...] = ()  # of the linears that see one vector per sample, such as modulation
+    # Of the linears that a choice sends some of the tokens through -> their share of the tokens.
+    routed_modules: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

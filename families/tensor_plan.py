@@ -33,10 +33,12 @@ class Divided:
         linear: pattern of the name inside the block, such as "*_attn.qkv".
         by: see Direction.
         parts: what the divided dimension consists of, in order.
+        repeats: the dimension consists of these parts as often as they fit, where builds pack more or fewer.
         into: name of the "row" linear that takes the features of this one; "features" in parts then stands for as many
             parts as fit, two where a gate and what it gates are packed. "" if each is one part.
         sum_after: of "row": name of the module inside the block whose output is summed, where the block may compute
-            the linear without calling it; "" for the linear itself.
+            the linear without calling it, or where the outputs of several such linears are added up. The gradient of
+            that module's input is summed, too: of what trains in it nothing may be whole. "" for the linear itself.
     """
 
     linear: str
@@ -44,6 +46,7 @@ class Divided:
     parts: tuple[Unit, ...]
     into: str = ""
     sum_after: str = ""
+    repeats: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,19 @@ class PatchCall:
             heads or their features; None for a tensor that every device has whole.
         returns: which of them a patch returns anew; "" where it returns a dict of them.
         is_dict: a patch is given one dict, by these names.
+        kv: those of them whose heads are the ones of keys and values.
+        options: numbers in the keyword argument extra_options that count heads.
     """
 
     tensors: Mapping[str, int | None]
     returns: str = ""
     is_dict: bool = False
+    kv: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+    def unit(self, name: str) -> Unit:
+        """What the dimension of this tensor counts."""
+        return "kv_heads" if name in self.kv else "heads"
 
 
 @dataclass(frozen=True)
@@ -69,7 +80,7 @@ class TensorPlan:
     Args:
         linears: the divided linears; every other parameter is whole on each device. The first match counts.
         num_heads: the attribute that has the number of heads.
-        width: the attribute that has heads times features per head.
+        width: the attribute that has heads times features per head; "" where head_dim says the latter.
         attributes: pattern of an attribute that holds a number -> what it counts; each device gets its share of the
             number. A name that is no unit is that of a linear: the number is that of all its features that are of no
             head.
@@ -79,17 +90,22 @@ class TensorPlan:
         patches: names of other people's patches inside the block that can be given all heads -> how they are called.
         arguments: pattern of a module -> keyword arguments with tensors of all heads, and the dimension of those; each
             device gets its own heads.
+        decided: patterns of modules that choose by what they compute, as which experts a token goes to. All devices
+            take the first one's choice: theirs could differ by a last bit.
+        head_dim: the attribute that has the features per head, of classes that have no width.
     """
 
     linears: tuple[Divided, ...]
     num_heads: str
-    width: str
+    width: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)
     norms: tuple[str, ...] = ()
     num_kv_heads: str = ""
     block: str = "*"
     patches: Mapping[str, PatchCall] = field(default_factory=dict)
     arguments: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    decided: tuple[str, ...] = ()
+    head_dim: str = ""
 
     def find(self, name: str) -> Divided | None:
         """How the linear of this name is divided; None if it is whole."""
@@ -98,14 +114,23 @@ class TensorPlan:
     def is_norm(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.norms)
 
+    def is_decided(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.decided)
+
+    def summed_in(self, name: str) -> str:
+        """The module that this one is in and whose output is summed; "" if there is none."""
+        around = (each.sum_after for each in self.linears if each.sum_after)
+        return next((each for each in around if name.startswith(f"{each}.")), "")
+
 
 HEADS: tuple[Unit, ...] = ("heads",)
+KV_HEADS: tuple[Unit, ...] = ("kv_heads",)
 QKV: tuple[Unit, ...] = ("heads", "heads", "heads")
 FEATURES: tuple[Unit, ...] = ("features",)
 
 
 def mlp_plan(first: str, second: str, *, sum_after: str = "") -> tuple[Divided, Divided]:
-    """The two linears of an MLP; the first may pack a gate beside what it gates."""
+    """The linears of an MLP: the first may pack a gate beside what it gates, or be a pattern of both."""
     return (
         Divided(first, "column", FEATURES, into=second),
         Divided(second, "row", FEATURES, sum_after=sum_after),
@@ -164,6 +189,10 @@ class Shares:
         """How much of such a dimension belongs to no head."""
         return sum(length for unit, length in zip(parts, self._lengths(parts, size), strict=True) if unit == "features")
 
+    def repeated(self, parts: tuple[Unit, ...], size: int) -> tuple[Unit, ...]:
+        """These parts as often as they fit into a dimension of this size."""
+        return parts * (size // sum(self._of_heads(unit) for unit in parts))
+
     def slices(self, parts: Sequence[Unit], size: int, rank: int) -> list[Range]:
         """The ranges of one device in a dimension of this size that consists of these parts.
 
@@ -179,13 +208,15 @@ class Shares:
     def _lengths(self, parts: Sequence[Unit], size: int) -> list[int]:
         if len(parts) == 1:  # also of heads of another width, as an audio stream's, or one number per head
             return [size]
-        per_head = self.width // sum(self.heads)
-        known = {"heads": self.width, "kv_heads": per_head * sum(self.kv_heads)}
-        others = [unit for unit in parts if unit == "features"]
-        rest = size - sum(known[unit] for unit in parts if unit != "features")
-        if rest < 0 or (rest and not others) or (others and rest % len(others)):
+        others = parts.count("features")
+        rest = size - sum(self._of_heads(unit) for unit in parts if unit != "features")
+        if rest < 0 or (rest and not others) or (others and rest % others):
             raise ValueError(f"a dimension of {size} cannot consist of {', '.join(parts)}")
-        return [known.get(unit, rest // max(len(others), 1)) for unit in parts]
+        return [rest // others if unit == "features" else self._of_heads(unit) for unit in parts]
+
+    def _of_heads(self, unit: Unit) -> int:
+        """Features of all heads of a kind."""
+        return self.width // sum(self.heads) * sum(self.heads if unit == "heads" else self.kv_heads)
 
 
 def _joined(ranges: Sequence[Range]) -> list[Range]:

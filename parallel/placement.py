@@ -393,8 +393,8 @@ def estimate_block_flops(
 ) -> list[float]:
     """Floating-point operations of one forward of each block, in execution order, batch 1. Works on meta tensors.
 
-    Linears cost 2 * weights * tokens they see; attention over all tokens is counted alike for every block (4 S² D),
-    which is exact for joint attention and only shifts all blocks equally elsewhere.
+    Linears, and convolutions along the tokens, cost 2 * weights * tokens they see. Attention over all tokens is counted
+    alike for every block (4 S² D), which is exact for joint attention and only shifts all blocks equally elsewhere.
     """
     return [
         _block_flops(block, block_list, num_image_tokens, num_text_tokens)
@@ -405,13 +405,14 @@ def estimate_block_flops(
 def blocks_with_lists(model: nn.Module, family: ModelFamily) -> list[tuple[nn.Module, BlockList]]:
     """Every block in execution order, with what its linears run over."""
     if family.native is not None:
-        side = _native_list(family.native)
+        side = native_list(family.native)
         return [(model.get_submodule(name), side) for name in block_names(model, family)]
     return [(block, each) for each in family.block_lists for block in getattr(model, each.name)]
 
 
-def _native_list(layout: NativeModel) -> BlockList:
-    return BlockList("", layout.text_modules, is_joint=True, sample_modules=layout.sample_modules)
+def native_list(layout: NativeModel) -> BlockList:
+    """What the linears of a block of one of ComfyUI's own models run over."""
+    return BlockList("", layout.text_modules, layout.is_joint, layout.sample_modules, layout.routed_modules)
 
 
 def native_block_flops(
@@ -425,24 +426,39 @@ def native_block_flops(
 
     The share of a block changes little with the size.
     """
-    side = _native_list(layout)
+    side = native_list(layout)
     return [_block_flops(model.get_submodule(name), side, num_image_tokens, num_text_tokens) for name in blocks]
 
 
 def _block_flops(block: nn.Module, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> float:
     all_tokens = num_image_tokens + num_text_tokens
-    linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
-    width = min((module.in_features for module in linears.values()), default=0)  # D; the others read wider states
-    total = 4.0 * all_tokens**2 * width
-    for name, module in linears.items():
-        total += 2.0 * module.weight.numel() * tokens_seen(name, block_list, num_image_tokens, num_text_tokens)
-    return total
+    others = (*block_list.sample_modules, *block_list.text_modules)
+    widths = (
+        module.in_features
+        for name, module in block.named_modules()
+        if isinstance(module, nn.Linear) and not matches_any(name, others)
+    )
+    width = min(widths, default=0)  # D; the others read wider states
+    layers = products_of(block, block_list, num_image_tokens, num_text_tokens)
+    return 4.0 * all_tokens**2 * width + sum(layers.values())
 
 
-def tokens_seen(name: str, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> int:
+def products_of(
+    block: nn.Module, block_list: BlockList, num_image_tokens: int, num_text_tokens: int
+) -> dict[str, float]:
+    """Name of each linear in a block, and of each convolution along the tokens -> its operations, batch 1."""
+    return {
+        name: 2.0 * module.weight.numel() * tokens_seen(name, block_list, num_image_tokens, num_text_tokens)
+        for name, module in block.named_modules()
+        if isinstance(module, (nn.Linear, nn.Conv1d))
+    }
+
+
+def tokens_seen(name: str, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> float:
     """How many tokens a linear of a block runs over, by its name in the block."""
     if matches_any(name, block_list.sample_modules):
         return 1
+    share = next((each for pattern, each in block_list.routed_modules.items() if matches_any(name, (pattern,))), 1)
     if matches_any(name, block_list.text_modules):
-        return num_text_tokens
-    return num_image_tokens + num_text_tokens if block_list.is_joint else num_image_tokens
+        return num_text_tokens * share
+    return (num_image_tokens + num_text_tokens * block_list.is_joint) * share

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..families.spec import BlockList, ModelFamily
 from ..parallel.local.shards import find_plan
-from ..parallel.placement import blocks_with_lists, tokens_seen
+from ..parallel.placement import blocks_with_lists, products_of, tokens_seen
 from .block_times import ASSUMED_LINK_BYTES_PER_S, BlockTimes
 from .cards import Card
 
@@ -29,18 +29,21 @@ class DividedTimes:
         cards: all of them.
         exchanged: bytes of partial sums that a card sends each other one in a block's forward; its backward sends as
             many. [num_blocks]
+        undivided: share of each block that every card computes whole. [num_blocks]
     """
 
     whole: BlockTimes
     cards: Sequence[Card]
     exchanged: Sequence[float]
+    undivided: Sequence[float]
 
     def of(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
         forward, backward = self.whole.of(block, card, scheme)
         count, waiting = len(self.cards), self._waiting(block, card)
+        share = self.undivided[block] + (1 - self.undivided[block]) / count
         return (
-            max(forward / count + waiting, count * HOST_FORWARD_S),
-            max(backward / count + waiting, count * HOST_BACKWARD_S),
+            max(forward * share + waiting, count * HOST_FORWARD_S),
+            max(backward * share + waiting, count * HOST_BACKWARD_S),
         )
 
     def _waiting(self, block: int, card: Card) -> float:
@@ -66,18 +69,30 @@ def exchanged_bytes(
 ) -> list[float]:
     """Of the partial sums of each block's forward for one sample, in execution order. Works on meta tensors."""
     return [
-        _of_block(block, each, family, num_image_tokens, num_text_tokens) * element_size
+        _sums_of(block, each, family, num_image_tokens, num_text_tokens) * element_size
         for block, each in blocks_with_lists(model, family)
     ]
 
 
-def _of_block(block: nn.Module, side: BlockList, family: ModelFamily, num_image: int, num_text: int) -> float:
+def _sums_of(block: nn.Module, side: BlockList, family: ModelFamily, num_image: int, num_text: int) -> float:
     plan = find_plan(family.tensor, block)
     if plan is None:
         return 0.0
-    total = 0.0
+    sums = {}
     for name, module in block.named_modules():
         divided = plan.find(name)
         if divided is not None and divided.by == "row" and isinstance(module, nn.Linear):
-            total += module.out_features * tokens_seen(name, side, num_image, num_text)
-    return total
+            at = plan.summed_in(name) or name
+            sums[at] = module.out_features * tokens_seen(at, side, num_image, num_text)
+    return sum(sums.values())
+
+
+def undivided_shares(model: nn.Module, family: ModelFamily, num_image_tokens: int, num_text_tokens: int) -> list[float]:
+    """Of the products with weights in each block, those that no card has a share of. Works on meta tensors."""
+    found = []
+    for block, side in blocks_with_lists(model, family):
+        plan = find_plan(family.tensor, block)
+        products = products_of(block, side, num_image_tokens, num_text_tokens)
+        whole = sum(each for name, each in products.items() if plan is None or plan.find(name) is None)
+        found.append(whole / max(sum(products.values()), 1.0))
+    return found

@@ -11,12 +11,13 @@ from torch import nn
 from ..families.comfy.native import NativeModel
 from ..families.spec import BlockList
 from ..families.tensor_plan import Shares, TensorPlan
-from ..parallel.placement import native_block_flops, tokens_seen
+from ..parallel.placement import native_block_flops, native_list, products_of, tokens_seen
 from .ways import Work, WorkBySize
 
 NUM_TEXT_TOKENS = 512
 _STEP = 4096  # tokens
 _ACTIVATION_BYTES, _SQUARE_BYTES = 2, 4  # of a number in half precision, and of a sum of squares
+_CHOICE_BYTES = 2 * (8 + 2)  # of two of several experts, as an index and a number each
 
 Blocks = Mapping[str, tuple[TensorPlan, Shares]]  # by name: how it is divided
 
@@ -29,26 +30,48 @@ def work_by_size(model: nn.Module, layout: NativeModel, blocks: Blocks) -> WorkB
 
 def divided_work(model: nn.Module, layout: NativeModel, blocks: Blocks, num_tokens: int) -> Work:
     """Of so many picture tokens beside the text's."""
-    side = BlockList("", layout.text_modules, is_joint=True, sample_modules=layout.sample_modules)
-    row_flops = sent = width = num_modules = num_exchanges = 0.0
-    for block_name, (plan, shares) in blocks.items():
-        for name, module in model.get_submodule(block_name).named_modules():
-            tokens = tokens_seen(name, side, num_tokens, NUM_TEXT_TOKENS)
-            divided = plan.find(name) if hasattr(module, "in_features") else None
-            num_modules += any(parameter is not None for parameter in module._parameters.values())
-            if divided is not None and divided.by == "row":
-                linear: Any = module
-                row_flops += 2.0 * linear.in_features * linear.out_features * tokens
-                sent += _ACTIVATION_BYTES * linear.out_features * tokens
-                width = max(width, linear.out_features)
-            elif divided is not None and divided.by == "gathered":
-                sent += _ACTIVATION_BYTES * int(module.out_features) * tokens / shares.num_devices  # type: ignore[arg-type]
-            is_norm = plan.is_norm(name) and bool(module._parameters)
-            sent += _SQUARE_BYTES * tokens * is_norm
-            num_exchanges += is_norm or (divided is not None and divided.by != "column")
-    stream = _ACTIVATION_BYTES * width * (num_tokens + NUM_TEXT_TOKENS)
     flops = sum(native_block_flops(model, layout, list(blocks), num_tokens, NUM_TEXT_TOKENS))
-    return Work(flops, row_flops, sent, stream, num_modules, num_exchanges)
+    parts = [
+        _work_of_block(model.get_submodule(name), native_list(layout), plan, shares, num_tokens)
+        for name, (plan, shares) in blocks.items()
+    ]
+    row_flops, whole_flops, sent, widths, num_modules, num_exchanges = zip(*parts, strict=True)
+    stream = _ACTIVATION_BYTES * max(widths) * (num_tokens + NUM_TEXT_TOKENS * layout.is_joint)
+    return Work(
+        flops, sum(row_flops), sum(sent), stream, sum(num_modules), sum(num_exchanges), whole_flops=sum(whole_flops)
+    )
+
+
+def _work_of_block(
+    block: nn.Module, side: BlockList, plan: TensorPlan, shares: Shares, num_tokens: int
+) -> tuple[float, float, float, float, int, int]:
+    """Operations of the row-parallel layers and of the whole ones, bytes sent, width, modules and exchanges."""
+    products = products_of(block, side, num_tokens, NUM_TEXT_TOKENS)
+    row_flops = whole_flops = sent = width = 0.0
+    num_modules, met = 0, set()
+    for name, module in block.named_modules():
+        num_modules += any(parameter is not None for parameter in module._parameters.values())
+        divided = plan.find(name) if name in products else None
+        at = plan.summed_in(name) or name
+        tokens = tokens_seen(at, side, num_tokens, NUM_TEXT_TOKENS)
+        if divided is None:
+            whole_flops += products.get(name, 0.0)
+        elif divided.by == "row":
+            linear: Any = module
+            row_flops += products[name]
+            sent += _ACTIVATION_BYTES * linear.out_features * tokens * (at not in met)
+            width = max(width, linear.out_features)
+            met.add(at)
+        elif divided.by == "gathered":
+            sent += _ACTIVATION_BYTES * int(module.out_features) * tokens / shares.num_devices  # type: ignore[arg-type]
+            met.add(name)
+        if plan.is_norm(name) and module._parameters:
+            sent += _SQUARE_BYTES * tokens
+            met.add(name)
+        if plan.is_decided(name):
+            sent += _CHOICE_BYTES * tokens
+            met |= {name, f"{name}, how much"}
+    return row_flops, whole_flops, sent, width, num_modules, len(met)
 
 
 def is_told_guidance(model: nn.Module) -> bool:

@@ -30,7 +30,7 @@ from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_
 from ..training.optimizer import make_optimizer
 from .block_times import SCHEME_TIMES, BlockTimes, FlopTimes
 from .cards import Card
-from .divided_times import DividedTimes, exchanged_bytes
+from .divided_times import DividedTimes, exchanged_bytes, undivided_shares
 from .dry_run import StepCost, dry_run_step
 from .dry_run_block import BlockCost
 from .dry_run_whole import WholeCost, dry_run_whole
@@ -86,6 +86,11 @@ class ModelCosts:
         num_image = self.family.latent_of(self.variant).num_tokens(*bucket, frames)
         num_text = longest_text(self.variant)
         return exchanged_bytes(self._model, self.family, num_image, num_text, element_size)
+
+    def undivided(self, bucket: tuple[int, int], frames: int) -> list[float]:
+        """Share of each block that devices compute whole, where they compute it together. [num_blocks]"""
+        num_image = self.family.latent_of(self.variant).num_tokens(*bucket, frames)
+        return undivided_shares(self._model, self.family, num_image, longest_text(self.variant))
 
     def block_flops(self, bucket: tuple[int, int], frames: int) -> list[float]:
         """Operations of each block's forward for one sample. [num_blocks]"""
@@ -188,7 +193,8 @@ class Question:
             fewest: how many blocks keep their activations; None leaves that as it is.
         """
         exchanged = self.model.exchanged(self.bucket, self.frames, self.space.dtype.itemsize)
-        times = DividedTimes(self.times, self.cards, [self.space.batch_size * each for each in exchanged])
+        sent = [self.space.batch_size * each for each in exchanged]
+        times = DividedTimes(self.times, self.cards, sent, self.model.undivided(self.bucket, self.frames))
         changes = {} if fewest is None else {"uncheckpointed": (fewest,)}
         return replace(self._of_one(index, **changes), given_times=times, num_shares=len(self.cards))
 

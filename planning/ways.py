@@ -34,7 +34,8 @@ class Work:
     """One forward of one size.
 
     Args:
-        flops: of all blocks. row_flops: of their row-parallel linears.
+        flops: of all blocks. row_flops: of their row-parallel linears. whole_flops: of layers that every card computes
+            whole.
         sent_bytes: of partial sums that a card sends each other card. stream_bytes: of activations between two blocks.
         num_modules: with weights, inside blocks. num_exchanges: of all blocks.
     """
@@ -45,6 +46,7 @@ class Work:
     stream_bytes: float
     num_modules: float
     num_exchanges: float
+    whole_flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -123,9 +125,10 @@ class Ways:
 
     def _tensor(self, work: Work, count: int) -> float:
         """The forwards are one batch."""
-        whole = self._card_s(work.flops)
+        divided, whole = self._card_s(work.flops - work.whole_flops), self._card_s(work.whole_flops)
         shares = [share * (1 - WHOLE_SHARE) + WHOLE_SHARE for share in self.tensor_shares]
-        computing = max(count * share * time for share, time in zip(shares, whole, strict=True))
+        times = zip(shares, divided, whole, strict=True)
+        computing = max(count * (share * time + rest) for share, time, rest in times)
         copying = max(self._copying(work, count, card) for card in range(len(whole)))
         launches = work.num_modules * LAUNCHES_PER_MODULE + work.num_exchanges * LAUNCHES_PER_EXCHANGE
         host = sum(card.launch_s * launches for card in self.machine.cards)

@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 aten = torch.ops.aten
 DEVICE_TYPE = "lazy"
-CARDS = tuple(torch.device(DEVICE_TYPE, index) for index in range(4))
+CARDS = tuple(torch.device(DEVICE_TYPE, index) for index in range(8))
 
 _LIVE = WeakIdKeyDictionary()  # every emulated tensor that somebody still holds
 

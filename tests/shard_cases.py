@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import ModelFamily
+from devicebridge.parallel.local import shards
 from devicebridge.parallel.local.block_split import apply_block_split
 from devicebridge.parallel.local.lora_slices import LoraSlices
 from devicebridge.parallel.local.shard_trees import ShardTrees
+from devicebridge.parallel.local.slices import Slice
 from devicebridge.parallel.local.tensor_training import DividedModel, TensorTraining
 from devicebridge.parallel.placement import Placement, block_names
 from devicebridge.quantization.quantize import Quantizer, QuantizeSettings
@@ -94,6 +98,25 @@ def make_divided(
                 split.offload_inputs(min_bytes=1)
     divided = DividedModel(trees.trees, cards, trees.shards)
     return TensorTraining(divided, LoraSlices(handle.parameters(), own, trees.slices)), handle
+
+
+@contextlib.contextmanager
+def cut_as_one(linear: str) -> Iterator[list[tuple[Slice, Slice]]]:
+    """Inside, a packed linear is divided as if it were one part: each of two devices alike gets as many features as it
+    should, but all in a row. Yields which slices were replaced, and by what."""
+    cut, replaced = shards._cut, []
+
+    def cut_in_a_row(shard: Any, module: nn.Module, name: str, part: Slice, make: shards.Cut) -> None:
+        if name.rpartition(".")[0] == linear:
+            length = sum(last - first for first, last in part.ranges)
+            start = 0 if part.ranges[0][0] == 0 else length
+            wrong = Slice(part.dim, ((start, start + length),))
+            replaced.append((part, wrong))
+            part = wrong
+        cut(shard, module, name, part, make)
+
+    with mock.patch.object(shards, "_cut", cut_in_a_row):
+        yield replaced
 
 
 def fill(handle: LoraHandle) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import audio_plans
 from .native import NativeModel
 
 AUDIO_MODELS: tuple[NativeModel, ...] = (
@@ -11,6 +12,9 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         block_lists=("transformer_blocks",),
         tail=("final_layer",),
         note="ACE-Step 1; the lyric encoder's own layers stay at home",
+        tensor=audio_plans.ACE_STEP,
+        text_modules=("cross_attn.to_[kv]", "cross_attn.add_?_proj", "cross_attn.to_add_out"),  # the latter: no call
+        is_joint=False,
     ),
     NativeModel(
         class_name="AceStepConditionGenerationModel",
@@ -18,6 +22,9 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         block_lists=("decoder.layers",),
         tail=("decoder.norm_out", "decoder.proj_out"),
         note="ACE-Step 1.5; the tail mixes a free parameter with the stream, and the forward knows no patches",
+        tensor=audio_plans.ACE_STEP_15,
+        text_modules=("cross_attn.[kv]_proj",),
+        is_joint=False,
     ),
     NativeModel(
         class_name="AudioDiffusionTransformer",
@@ -26,6 +33,10 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         tail=("transformer.project_out", "postprocess_conv"),
         replace_keys={"double_block": "transformer.layers"},
         note="Stable Audio 1 and 3; a stand-in for a block of 3 is not handed local_add_cond",
+        tensor=audio_plans.STABLE_AUDIO,
+        text_modules=("cross_attn.to_kv",),
+        sample_modules=("to_scale_shift_gate.*",),
+        is_joint=False,
     ),
     NativeModel(
         class_name="MiniMaxMusic3DiT",
@@ -33,6 +44,8 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         block_lists=("diffusion_transformer.transformer.layers",),
         tail=("diffusion_transformer.transformer.project_out", "diffusion_transformer.postprocess_conv"),
         note="long pieces run all blocks once per window; the windows are added up at home",
+        tensor=audio_plans.MINIMAX_MUSIC_3,
+        is_joint=False,
     ),
     NativeModel(
         class_name="YuE2",

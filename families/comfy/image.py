@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from . import tensor_plans
+from . import image_plans
 from .native import NativeModel
 
 _SELF_ATTENTION = ("attn1_patch", "attn1_output_patch")
@@ -19,7 +19,7 @@ FLUX = NativeModel(
     patches_inside=_SELF_ATTENTION,
     note="FLUX.1 and FLUX.2; FLUX.2 passes modulation as dataclasses, and blocks change img and txt in place",
     fused_attention=("single_blocks.*.linear1", "single_blocks.*.linear2"),
-    tensor=tensor_plans.FLUX,
+    tensor=image_plans.FLUX,
 )
 
 CHROMA = dataclasses.replace(
@@ -40,7 +40,7 @@ QWEN_IMAGE = NativeModel(
     patches_between={"double_block": ("img", "txt", "x")},
     patches_inside=("attn1_patch",),
     note="blocks return text first; with references at timestep zero their modulation has twice the batch",
-    tensor=tensor_plans.QWEN_IMAGE,
+    tensor=image_plans.QWEN_IMAGE,
 )
 
 SD3 = NativeModel(
@@ -51,7 +51,7 @@ SD3 = NativeModel(
     replace_keys={"double_block": "joint_blocks"},
     control_keys=("output",),
     note="SD3 and SD3.5; the last block returns no context",
-    tensor=tensor_plans.SD3,
+    tensor=image_plans.SD3,
 )
 
 NEXT_DIT = NativeModel(
@@ -62,7 +62,7 @@ NEXT_DIT = NativeModel(
     patches_between={"double_block": ("img", "img_input", "txt", "pe", "vec", "x")},
     front_parameters=("x_pad_token", "cap_pad_token", "siglip_pad_token"),
     note="Lumina 2 and Z-Image; the refiners stay at home; a patch may write to its img and txt in place",
-    tensor=tensor_plans.NEXT_DIT,
+    tensor=image_plans.NEXT_DIT,
 )
 
 OMNIGEN_2 = NativeModel(
@@ -71,6 +71,8 @@ OMNIGEN_2 = NativeModel(
     block_lists=("layers",),
     tail=("norm_out",),
     note="the three refiners, two blocks each, stay at home",
+    tensor=image_plans.OMNIGEN_2,
+    sample_modules=("*norm?.linear",),
 )
 
 PIXEL_DIT = NativeModel(
@@ -79,6 +81,9 @@ PIXEL_DIT = NativeModel(
     block_lists=("patch_blocks",),
     tail=("pixel_embedder", "pixel_blocks", "final_layer"),
     note="the pixel blocks stay at home: time is added to the stream before them",
+    tensor=image_plans.PIXEL_DIT,
+    text_modules=("attn.*_y", "mlp_y.*"),
+    is_joint=False,
 )
 
 _DOWN, _UP = (tuple(f"{name}.{level}" for level in range(4)) for name in ("down_blocks", "up_blocks"))
@@ -91,6 +96,7 @@ CASCADE_C = NativeModel(
     transport="relay",
     control_keys=("input",),
     optional=(*_DOWN[2:], *_UP[2:]),
+    # No plan for divided blocks: most of them are convolutions.
     note="Stable Cascade; between levels, and before the way up's skips, the stream is resized at home",
 )
 
@@ -129,8 +135,9 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         class_name="LensTransformer2DModel",
         module="comfy.ldm.lens.model",
         patches_inside=(),
-        tensor=(),
         note="blocks return text first, as Qwen-Image's do",
+        tensor=image_plans.LENS,
+        is_joint=False,
     ),
     SD3,
     dataclasses.replace(SD3, class_name="MMDiT", note="what SD3's class is derived from"),
@@ -150,6 +157,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         patches_inside=(*_SELF_ATTENTION, "middle_patch", "attn2_patch", "attn2_output_patch"),
         hooks_children=True,
         optional=("middle_block",),
+        # No plan for divided blocks: most of them are convolutions.
         note="skips of the way down are joined on the way up; a control that does not fit is skipped without an error",
     ),
     CASCADE_C,
@@ -171,6 +179,9 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         tail=("final_layer",),
         transport="relay",
         note="before every block that layer's text states are joined to the stream, and they are at home",
+        tensor=image_plans.HIDREAM,
+        text_modules=("*_t", "*.ff_t.*"),
+        routed_modules={"*.experts.*": 0.5},  # two of four
     ),
     NativeModel(
         class_name="MMDiT",
@@ -179,12 +190,15 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         tail=("modF", "final_linear"),
         replace_keys={"double_block": "double_layers", "single_block": "single_layers"},
         note="the final modulation is applied to the stream outside any module",
+        tensor=image_plans.AURA_FLOW,
+        text_modules=("mlpC.*",),
     ),
     NativeModel(
         class_name="PixArtMS",
         module="comfy.ldm.pixart.pixartms",
         block_lists=("blocks",),
         tail=("final_layer",),
+        # No plan for divided blocks: attention gives its output the width of its input, which is that of all heads.
         note="PixArt alpha and sigma; the forward knows no patches at all",
     ),
     OMNIGEN_2,
@@ -194,6 +208,8 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         module="comfy.ldm.boogu.model",
         block_lists=("double_stream_layers", "single_stream_layers"),
         note="OmniGen 2 with double blocks before the single ones; the refiners stay at home",
+        tensor=image_plans.BOOGU,
+        text_modules=("instruct_*", "*.instruct_*"),
     ),
     NativeModel(
         class_name="JoyImageTransformer3DModel",
@@ -202,6 +218,8 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         tail=("norm_out", "proj_out"),
         replace_keys={"double_block": "double_blocks"},
         note="nothing but the stream between blocks",
+        tensor=image_plans.JOY_IMAGE,
+        is_joint=False,
     ),
     NativeModel(
         class_name="SingleStreamDiT",
@@ -210,6 +228,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         tail=("last",),
         patches_inside=_SELF_ATTENTION,
         note="the text fusion's own blocks stay at home",
+        tensor=image_plans.KREA_2,
     ),
     NativeModel(
         class_name="ErnieImageModel",
@@ -217,6 +236,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         block_lists=("layers",),
         tail=("final_norm", "final_linear"),
         note="one modulation, a list of tensors, for all blocks",
+        tensor=image_plans.ERNIE_IMAGE,
     ),
     NativeModel(
         class_name="Ideogram4Transformer2DModel",
@@ -224,6 +244,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         block_lists=("layers",),
         tail=("final_layer",),
         note="one packed sequence of text and image",
+        tensor=image_plans.IDEOGRAM_4,
     ),
     NativeModel(
         class_name="HiDreamO1Transformer",
@@ -233,6 +254,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         replace_keys={"double_block": "language_model.layers"},
         is_sequential=True,
         remembers=("_kv_cache_entries", "_visual_cache"),
+        # No plan for divided blocks: they return keys and values, of which a card would have some heads only.
         note="keys and values of the prompt stay on each block's card from step to step",
     ),
     NativeModel(
@@ -262,6 +284,9 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         replace_keys={"double_block": "blocks"},
         control_keys=("output",),
         note="HunyuanDiT; a ControlNet is added to a skip, and the two are on different cards otherwise",
+        tensor=image_plans.HUNYUAN_DIT,
+        text_modules=("attn2.kv_proj",),
+        is_joint=False,
     ),
     dataclasses.replace(
         FLUX,
@@ -277,6 +302,8 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         tail=("final_layer",),
         replace_keys={"block": "blocks"},
         is_sequential=True,
+        # No plan for divided blocks: attention joins q, k and v before it takes heads, so that a head has parts of all.
+        # The MLPs alone would not pay.
         note="Hunyuan3D 2.1; skips are arguments of the later blocks; the forward swaps the halves of a batch",
     ),
     NativeModel(
@@ -285,6 +312,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         block_lists=("blocks",),
         tail=("out_layer", "cam_out_layer"),
         transport="relay",
+        # No plan for divided blocks: attention gives its output the width of its input, which is that of all heads.
         note="TripoSplat; before every block a module at home makes its rotary table from the stream",
     ),
 )

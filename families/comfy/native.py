@@ -88,6 +88,8 @@ class NativeModel:
     # sample; for estimates of computing time.
     text_modules: tuple[str, ...] = ("*txt_*", "*context_block*", "*add_?_proj*", "*to_add_out*")
     sample_modules: tuple[str, ...] = ("*mod*", "*adaLN*", "*adaln*", "*_mod.*")
+    routed_modules: Mapping[str, float] = field(default_factory=dict)  # as of BlockList
+    is_joint: bool = True  # as of BlockList
     # Patterns of the linears that hold attention's projections beside others and are not called after it.
     fused_attention: tuple[str, ...] = ()
     # How its blocks are divided among cards that compute each of them together; () if nobody described that.

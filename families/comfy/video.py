@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from . import tensor_plans
+from . import video_plans
 from .image import FLUX
 from .native import Follows, NativeModel
 
@@ -17,7 +17,7 @@ WAN_MODEL = NativeModel(
     patches_between={"double_block": ("img", "x", "vec")},
     patches_inside=("attn1_patch", "attn2_patch"),
     note="Wan 2.1 and 2.2, text and image to video; modulation is a parameter of the block itself",
-    tensor=tensor_plans.WAN,
+    tensor=video_plans.WAN,
     fps=16,
 )
 
@@ -48,7 +48,7 @@ LTXV = NativeModel(
     block_lists=("transformer_blocks",),
     tail=("norm_out", "proj_out"),
     replace_keys={"double_block": "transformer_blocks"},
-    tensor=tensor_plans.LTX,
+    tensor=video_plans.LTX,
     fps=25,  # the frame_rate that its positions are scaled by, unless a CONDITIONING says another
     note="the tail mixes a free parameter with the stream; a guide mask is an object with tensors in slots",
 )
@@ -66,6 +66,9 @@ COSMOS_PREDICT_2 = NativeModel(
     tail=("final_layer",),
     patches_inside=("attn1_patch", "attn2_patch", "mlp_patch"),
     note="extra positions are an argument of every block; the forward leaves its embeddings on the model, unread",
+    tensor=video_plans.COSMOS_PREDICT_2,
+    text_modules=("cross_attn.[kv]_proj",),
+    is_joint=False,
 )
 
 COSMOS_1 = NativeModel(
@@ -75,6 +78,9 @@ COSMOS_1 = NativeModel(
     tail=("final_layer",),
     transport="relay",
     note="blocks are in a ModuleDict; extra positions are added to the stream in place before each",
+    tensor=video_plans.COSMOS_1,
+    text_modules=("blocks.1.block.attn.to_[kv].0",),
+    is_joint=False,
 )
 
 VIDEO_MODELS: tuple[NativeModel, ...] = (
@@ -148,6 +154,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         tail=("final_layer",),
         replace_keys={"double_block": "blocks"},
         note="text, references, audio and video are rows of one sequence, which blocks change in place; batch 1 only",
+        tensor=video_plans.MINIMAX_H3,
     ),
     NativeModel(
         class_name="NaDiT",
@@ -158,6 +165,9 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         is_sequential=True,
         per_device=("cache",),
         note="SeedVR 2; blocks share window indices, rotary tables and repeated modulation through an object",
+        tensor=video_plans.SEEDVR_2,
+        text_modules=("*.txt", "*.txt.*"),
+        is_joint=False,
     ),
     COSMOS_PREDICT_2,
     dataclasses.replace(
@@ -174,6 +184,9 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         tail=("final_layer",),
         replace_keys={"double_block": "blocks"},
         note="the last block leaves the text alone",
+        tensor=video_plans.MOCHI,
+        text_modules=("attn.*_y", "mlp_y.*"),
+        is_joint=False,
     ),
     NativeModel(
         class_name="Kandinsky5",
@@ -182,6 +195,9 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         tail=("out_layer",),
         replace_keys={"double_block": "visual_transformer_blocks"},
         note="the two text blocks stay at home",
+        tensor=video_plans.KANDINSKY_5,
+        text_modules=("cross_attention.to_key", "cross_attention.to_value"),
+        is_joint=False,
     ),
     NativeModel(
         class_name="Prism",
@@ -208,5 +224,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         block_lists=("blocks",),
         tail=("norm_final", "norm_out", "proj_out"),
         note="nothing but the stream between blocks",
+        tensor=video_plans.COG_VIDEO_X,
+        sample_modules=("norm?.linear",),
     ),
 )

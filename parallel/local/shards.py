@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ...families.tensor_plan import Shares, TensorPlan, Unit, share_heads
+from ...families.tensor_plan import Divided, Shares, TensorPlan, Unit, share_heads
 from ...patches.hooks import map_tensors
 from .slices import Slice
 
@@ -24,13 +24,14 @@ class Meeting:
 
     Args:
         name: inside the block; the same on every device.
-        how: its outputs are summed, joined along the features, or, of an RMS norm, corrected by the mean square of all.
+        how: its outputs are summed, joined along the features, or, of an RMS norm, corrected by the mean square of all;
+            or all devices go on with those of the first.
         width: the number of features of all devices: of an RMS norm, or of joined outputs.
     """
 
     name: str
     module: nn.Module
-    how: Literal["sum", "join", "norm"]
+    how: Literal["sum", "join", "norm", "first"]
     width: int = 0
 
 
@@ -74,7 +75,7 @@ class BlockShard:
         arguments: of modules that are handed something of all heads.
         slices: name of each divided parameter inside the block -> its slice of the whole.
         wholes: of the same names, the whole parameters.
-        entered: linears that each device calls with the same input, and whose output it has a part of.
+        entered: modules that each device calls with the same input, and whose output it has a part of.
     """
 
     block: nn.Module
@@ -83,6 +84,10 @@ class BlockShard:
     slices: dict[str, Slice] = field(default_factory=dict)
     wholes: dict[str, torch.Tensor] = field(default_factory=dict)
     entered: list[str] = field(default_factory=list)
+
+    def is_sum_alone(self, meeting: Meeting) -> bool:
+        """Whether outputs are summed there and the devices do not meet inside that module, too."""
+        return meeting.how == "sum" and not any(each.name.startswith(f"{meeting.name}.") for each in self.meetings)
 
 
 def find_plan(plans: tuple[TensorPlan, ...], block: nn.Module) -> TensorPlan | None:
@@ -93,11 +98,12 @@ def find_plan(plans: tuple[TensorPlan, ...], block: nn.Module) -> TensorPlan | N
 def shares_of(block: nn.Module, plan: TensorPlan, weights: tuple[float, ...]) -> Shares:
     """How this block's heads are shared out in proportion to the devices' weights.
 
-    Raises: ValueError if there are too few heads.
+    Raises: ValueError if there are too few heads, or the block is built otherwise than the plan says.
     """
-    num_heads = int(_attribute(block, plan.num_heads))
-    num_kv_heads = int(_attribute(block, plan.num_kv_heads)) if plan.num_kv_heads else 0
-    return share_heads(num_heads, num_kv_heads, int(_attribute(block, plan.width)), weights)
+    num_heads = _number(block, plan.num_heads)
+    num_kv_heads = _number(block, plan.num_kv_heads) if plan.num_kv_heads else 0
+    width = _number(block, plan.width) if plan.width else num_heads * _number(block, plan.head_dim)
+    return share_heads(num_heads, num_kv_heads, width, weights)
 
 
 def divide_block(
@@ -128,6 +134,8 @@ def divide_block(
             _cut(shard, module, f"{name}.weight", Slice(0, ranges), cut)
             module.normalized_shape = (sum(last - first for first, last in ranges),)
             shard.meetings.append(Meeting(name, module, "norm", width))
+        elif plan.is_decided(name):
+            shard.meetings.append(Meeting(name, module, "first"))
         of_heads = next((dims for pattern, dims in plan.arguments.items() if fnmatchcase(name, pattern)), None)
         if of_heads is not None:
             shard.arguments.append(HeadArguments(module, of_heads, shares, rank))
@@ -148,8 +156,7 @@ def divided_bytes(block: nn.Module, plan: TensorPlan, shares: Shares, rank: int)
             share = 1.0
             divided = plan.find(name) if name in parts else None
             if divided is not None and (leaf == "weight" or divided.by != "row"):
-                linear: Any = module
-                size = int(linear.in_features if divided.by == "row" else linear.out_features)
+                size = _divided_size(module, divided)
                 share = sum(last - first for first, last in shares.slices(parts[name], size, rank)) / size
             total += int(parameter.numel() * parameter.element_size() * share)
     return total
@@ -186,6 +193,8 @@ def _parts(block: nn.Module, plan: TensorPlan, shares: Shares) -> dict[str, tupl
         if divided is None:
             continue
         parts = divided.parts
+        if divided.repeats:
+            parts = shares.repeated(parts, _divided_size(module, divided))
         if divided.into:
             target: Any = linears[divided.into]
             behind = plan.find(divided.into)
@@ -202,8 +211,12 @@ def _parts(block: nn.Module, plan: TensorPlan, shares: Shares) -> dict[str, tupl
 def _features(linear: Any, plan: TensorPlan, name: str, parts: tuple[Unit, ...], shares: Shares) -> list[int]:
     """The sizes of the parts of a linear's divided dimension that belong to no head."""
     divided, number = plan.find(name), parts.count("features")
-    size = linear.in_features if divided is not None and divided.by == "row" else linear.out_features
-    return [shares.without_heads(parts, size) // number] * number
+    assert divided is not None, "the caller has looked"
+    return [shares.without_heads(parts, _divided_size(linear, divided)) // number] * number
+
+
+def _divided_size(linear: Any, divided: Divided) -> int:
+    return int(linear.in_features if divided.by == "row" else linear.out_features)
 
 
 def _divide_linear(
@@ -218,9 +231,9 @@ def _divide_linear(
 ) -> None:
     divided = plan.find(name)
     assert divided is not None, "the caller has looked"
-    is_row = divided.by == "row"
+    is_row, whole = divided.by == "row", _divided_size(module, divided)
     try:
-        ranges = tuple(shares.slices(parts, module.in_features if is_row else module.out_features, rank))
+        ranges = tuple(shares.slices(parts, whole, rank))
     except ValueError as error:
         raise ValueError(f"{name} cannot be divided: {error}") from error
     _cut(shard, module, f"{name}.weight", Slice(1 if is_row else 0, ranges), cut)
@@ -228,15 +241,15 @@ def _divide_linear(
         _cut(shard, module, f"{name}.bias", Slice(0, ranges), cut)
     elif module.bias is not None and rank > 0:
         module.bias = None  # added once
-    whole = module.in_features if is_row else module.out_features
     length = sum(last - first for first, last in ranges)
     setattr(module, "in_features" if is_row else "out_features", length)
-    if not is_row:
-        shard.entered.append(name)
+    around = plan.summed_in(name)
+    if not is_row and (around or name) not in shard.entered:
+        shard.entered.append(around or name)
     if divided.by == "gathered":
         shard.meetings.append(Meeting(name, module, "join", whole))
-    elif is_row:
-        met = divided.sum_after or name
+    elif is_row and not any(each.name == around for each in shard.meetings):
+        met = around or name
         shard.meetings.append(Meeting(met, shard.block.get_submodule(met), "sum"))
 
 
@@ -256,8 +269,11 @@ def _numbers(block: nn.Module) -> Iterator[tuple[nn.Module, str, int]]:
                 yield module, f"{name}.{attribute}".lstrip("."), value
 
 
-def _attribute(block: nn.Module, path: str) -> Any:
+def _number(block: nn.Module, path: str) -> int:
+    """Raises: ValueError if the block has no such attribute."""
     found: Any = block
     for part in path.split("."):
-        found = getattr(found, part)
-    return found
+        found = getattr(found, part, None)
+    if found is None:
+        raise ValueError(f"this {type(block).__name__} cannot be divided: it has no {path}")
+    return int(found)

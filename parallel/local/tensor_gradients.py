@@ -7,6 +7,7 @@ row-parallel linears, a device has a part of; all else every device computes who
     output of a row-parallel linear       forward the sum;           backward the gradient, which all have       (g)
     output of a gathered linear           forward all parts joined;  backward this device's part of the gradient
     mean square of a norm over all heads  forward the sum;           backward the sum
+    what a module has decided             forward the first device's; backward the sum, to the first device alone
 
 A linear and its LoRA are one to these: partial sums are added up behind both. Gradients meet in the thread that runs
 the backward, which autograd chooses by device. Every device has one, so that none waits for itself.
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ...patches.hooks import HookSet
+from ...patches.hooks import HookSet, map_tensors
 from .shards import BlockShard, norm_eps, norm_ratio, sum_of_squares
 
 
@@ -54,8 +55,8 @@ def attach_meetings(shards: Mapping[str, BlockShard], rank: int, find_parts: Fin
 def _attach_to_block(hooks: HookSet, place: _Place, shard: BlockShard) -> None:
     block = shard.block
     inputs = _Inputs(place)
-    for linear in shard.entered:
-        hooks.before(block.get_submodule(linear), inputs.share)
+    for name in shard.entered:
+        hooks.before(block.get_submodule(name), inputs.share)
     hooks.after(block, inputs.forget, also_on_error=True)
     for meeting in shard.meetings:
         module = block.get_submodule(meeting.name)  # with the LoRA that was put around it
@@ -82,12 +83,12 @@ class _Place:
         return self._find_parts().sum(self.rank, name, tensor)
 
 
-Meet = Callable[[_Place, nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+Meet = Callable[[_Place, nn.Module, torch.Tensor, Any], Any]
 
 
 def _met(
-    meet: Meet, place: _Place, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
-) -> torch.Tensor:
+    meet: Meet, place: _Place, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> Any:
     return meet(place, module, args[0] if args else next(iter(kwargs.values())), output)
 
 
@@ -99,6 +100,10 @@ def _join(place: _Place, module: nn.Module, x: torch.Tensor, output: torch.Tenso
     return _Join.apply(output, place)  # type: ignore[no-any-return]
 
 
+def _first(place: _Place, module: nn.Module, x: torch.Tensor, output: Any) -> Any:
+    return map_tensors(output, lambda tensor: _First.apply(tensor, place))
+
+
 def _correct(width: int, place: _Place, module: nn.Module, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     """What an RMS norm of one device's features returned, normalised by the features of all devices instead."""
     sums = sum_of_squares(x)
@@ -106,12 +111,12 @@ def _correct(width: int, place: _Place, module: nn.Module, x: torch.Tensor, outp
     return (output * ratio).to(output.dtype)
 
 
-_MEETS: Mapping[str, Meet] = {"sum": _sum, "join": _join}
+_MEETS: Mapping[str, Meet] = {"sum": _sum, "join": _join, "first": _first}
 
 
 class _Inputs:
-    """The inputs of the column-parallel linears of a block. Those that are called with one tensor, as q, k and v are,
-    share one sum of its gradients."""
+    """The inputs of the column-parallel linears of a block, or of a module that holds them and whose output is summed.
+    Those that are called with one tensor, as q, k and v are, share one sum of its gradients."""
 
     def __init__(self, place: _Place) -> None:
         self._place = place.at("input")
@@ -172,6 +177,25 @@ class _Join(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad.narrow(-1, ctx.start, ctx.length), None
+
+
+class _First(torch.autograd.Function):
+    """What the first device has computed. The others go on with it, so each has a part of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, place: _Place) -> torch.Tensor:
+        ctx.place = place
+        first = place.all(own)[0]
+        taken = first.view_as(first)
+        if not taken.is_floating_point():
+            ctx.mark_non_differentiable(taken)
+        return taken
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = ctx.place.sum(grad, is_backward=True)
+        return total if ctx.place.rank == 0 else torch.zeros_like(total), None
 
 
 class _SumBothWays(torch.autograd.Function):

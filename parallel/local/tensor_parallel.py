@@ -42,7 +42,7 @@ class TensorParallel(Bridge):
     Args:
         devices: home first.
         shards: home's part of each block, in execution order -> the parts of the other devices, in their order.
-        passed_by: as of Bridge; the other devices get a copy of a dict.
+        passed_by, per_device: as of Bridge; the other devices get a copy of a dict.
     Raises: ValueError if there is no block.
     """
 
@@ -54,8 +54,10 @@ class TensorParallel(Bridge):
         shards: Mapping[nn.Module, tuple[BlockShard, Sequence[BlockShard]]],
         *,
         passed_by: Sequence[str] = (),
+        per_device: Sequence[str] = (),
     ) -> None:
-        super().__init__(dict.fromkeys(shards, devices[0]), devices[0], passed_by=passed_by)
+        blocks = dict.fromkeys(shards, devices[0])
+        super().__init__(blocks, devices[0], passed_by=passed_by, per_device=per_device)
         self._ranks = tuple(devices)
         self._shards = dict(shards)
         self._run: _Run | None = None
@@ -76,7 +78,7 @@ class TensorParallel(Bridge):
             self._hooks.after(block, self._leave, also_on_error=True)
             for rank, shard in enumerate((own, *others)):
                 for meeting in shard.meetings:
-                    if meeting.how == "sum" and self.chunks is not None:
+                    if self.chunks is not None and shard.is_sum_alone(meeting):
                         self._hooks.before(meeting.module, functools.partial(self._begin, rank, meeting))
                     self._hooks.after(meeting.module, functools.partial(self._meet, rank, meeting))
                 for hook in shard.arguments:
@@ -229,6 +231,8 @@ class TensorParallel(Bridge):
             return self._corrected(run, rank, meeting, args[0], output)
         if meeting.how == "join":
             return torch.cat(run.exchange.all(rank, meeting.name, output), dim=-1)
+        if meeting.how == "first":
+            return map_tensors(output, lambda tensor: run.exchange.all(rank, meeting.name, tensor)[0])
         run.exchange.bring(rank, meeting.name, output)
         return summed(run.exchange.collect(rank, meeting.name))
 
@@ -255,6 +259,7 @@ class _Run:
         self._known: list[dict[Any, tuple[Any, Any]]] = [
             {} for _ in devices
         ]  # by argument: a value, and what it is there
+        self._shared: dict[tuple[int, str], Any] = {}  # the objects of per_device
         try:
             for rank in range(1, len(devices)):
                 self.workers.start(rank, functools.partial(self._serve, rank))
@@ -267,6 +272,9 @@ class _Run:
         if self._owner.trust != "model":  # other people's code may have written into what is known
             self._known[rank].clear()
         named = {name: self._on(rank, name, value) for name, value in kwargs.items() if name != _OPTIONS}
+        for name in self._owner.per_device:
+            if name in kwargs:
+                named[name] = self._shared.setdefault((rank, name), type(kwargs[name])())
         options = kwargs.get(_OPTIONS)
         if isinstance(options, dict):
             named[_OPTIONS] = {name: self._on(rank, (_OPTIONS, name), value) for name, value in options.items()}

@@ -31,7 +31,7 @@ class Case:
         inputs: makes the arguments of one forward, the latents first, the same at every call.
         adjust: called on the fresh model before its parameters are filled.
         cards: how many emulated cards it is split over.
-        scale: standard deviation of the parameters.
+        scale: standard deviation of the parameters; None: as the layers' inputs want it, and norms near one.
         is_exact: whether one emulated card and the CPU agree in bits. False where the front calls an operation that
             chooses its kernel by the kind of device; such a case is compared with the whole model on one card.
         device: what the class is built on; "meta" for a class of one size, which adjust makes small on the CPU.
@@ -46,7 +46,7 @@ class Case:
     inputs: Callable[[], Inputs]
     adjust: Callable[[nn.Module], None] = _leave
     cards: int = 2
-    scale: float = 0.2
+    scale: float | None = 0.2
     is_exact: bool = True
     device: str = "cpu"
     num_steps: int = 1
@@ -63,9 +63,14 @@ class Case:
         model = self.model_class(**self.config, dtype=torch.float32, device=self.device, operations=operations)
         self.adjust(model)
         generator = torch.Generator().manual_seed(0)
-        for parameter in model.parameters():
-            parameter.data = torch.randn(parameter.shape, generator=generator) * self.scale
+        for name, parameter in model.named_parameters():
+            parameter.data = self._sized(name, torch.randn(parameter.shape, generator=generator))
         return model.requires_grad_(False).eval()
+
+    def _sized(self, name: str, noise: torch.Tensor) -> torch.Tensor:
+        if self.scale is not None:
+            return noise * self.scale
+        return noise * noise[0].numel() ** -0.5 if noise.ndim > 1 else 0.2 * noise + name.endswith("weight")
 
 
 def rand(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -1515,6 +1520,8 @@ STABLE_AUDIO_3 = Case(
         "local_add_cond_dim": 5,
         "num_memory_tokens": 3,
         "patch_size": 2,
+        "norm_type": "rms_norm",
+        "attn_kwargs": {"qk_norm": "rms", "differential": True},
     },
     lambda: {
         "x": rand(2, 4, 10),
@@ -1542,11 +1549,11 @@ def _with_narrow_music(model: nn.Module) -> None:
     operations = importlib.import_module("comfy.ops").disable_weight_init
     whole: Any = model.diffusion_transformer
     whole.transformer.layers = nn.ModuleList(
-        dit.TransformerBlock(32, 16, 48, torch.float32, "cpu", operations) for _ in range(4)
+        dit.TransformerBlock(64, 16, 48, torch.float32, "cpu", operations) for _ in range(4)
     )
-    whole.transformer.project_in, whole.transformer.project_out = nn.Linear(2304, 32), nn.Linear(32, 128)
+    whole.transformer.project_in, whole.transformer.project_out = nn.Linear(2304, 64), nn.Linear(64, 128)
     whole.transformer.rotary_pos_emb = dit.RotaryEmbedding(8, torch.float32, "cpu")
-    whole.to_timestep_embed = nn.Linear(256, 32)
+    whole.to_timestep_embed = nn.Linear(256, 64)
     whole.preprocess_conv = nn.Conv1d(2304, 2304, 1, groups=256)
     model.latent_conditioners = nn.Conv1d(4096, 2048, 3, padding=1, groups=512)
     _with_buffers(model.to_empty(device="cpu"))
@@ -1572,3 +1579,88 @@ MINIMAX_MUSIC_LONG = dataclasses.replace(
 
 REFUSED = (WAN_ANIMATE_2, WAN_CAUSAL)
 CASES = tuple(value for value in list(globals().values()) if isinstance(value, Case) and value not in REFUSED)
+
+# ------------------------------------------------------------------------------------------- heads for several cards
+_FLUX_HEADS = {"num_heads": 4, "axes_dim": [2, 2, 4]}
+_QWEN_HEADS = {"num_attention_heads": 4, "attention_head_dim": 8, "axes_dims_rope": (4, 2, 2)}
+_GROUPED = {"hidden_size": 96, "num_attention_heads": 8, "num_kv_heads": 4, "axes_dim_rope": (4, 4, 4)}
+_NEXT_DIT_HEADS = {"dim": 96, "n_heads": 8, "n_kv_heads": 4}
+_LTX_HEADS = {"attention_head_dim": 8, "num_attention_heads": 4}
+_SD3_TEXT = {"target": "torch.nn.Linear", "params": {"in_features": 16, "out_features": 256}}
+# By case, what its build has instead, so that four cards find heads, of keys and values too.
+_MORE_HEADS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("flux1", "chroma", "chroma_radiance", "hunyuan_video", "hunyuan_video_1.5"), _FLUX_HEADS),
+    "flux2": {"num_heads": 4, "axes_dim": [2, 2, 2, 2]},
+    **dict.fromkeys(("hunyuan3d_2", "hunyuan_dit", "cosmos_predict2", "anima", "cosmos1", "mochi"), {"num_heads": 4}),
+    **{case.name: {"num_heads": 4} for case in CASES if case.name.startswith("wan")},
+    **dict.fromkeys(("qwen_image", "mage_flow", "lens", "hidream"), _QWEN_HEADS),
+    **dict.fromkeys(("lumina2", "next_dit_pixel"), _NEXT_DIT_HEADS),
+    "z_image": {"n_heads": 8, "n_kv_heads": 8, "axes_dims": (8, 12, 12)},
+    "sd3": {"depth": 4, "context_embedder_config": _SD3_TEXT},
+    "ltxv": _LTX_HEADS,
+    "ltxav": {**_LTX_HEADS, "audio_attention_head_dim": 4, "audio_num_attention_heads": 4},
+    "aura_flow": {"n_heads": 4},
+    **dict.fromkeys(("omnigen2", "boogu"), _GROUPED),
+    "joyimage": {"num_attention_heads": 4, "rope_dim_list": [4, 2, 2]},
+    "krea2": {"features": 128, "heads": 8, "kvheads": 4},
+    "ernie_image": {"num_attention_heads": 4, "rope_axes_dim": (4, 4, 4)},
+    "ideogram4": {"num_attention_heads": 4, "attention_head_dim": 16, "mrope_section": (4, 2, 2)},
+    **dict.fromkeys(("pixel_dit", "pid"), {"num_groups": 4}),
+    "kandinsky5": {"model_dim": 96},
+    "cogvideox": {"num_attention_heads": 4},
+    **dict.fromkeys(("minimax_h3", "minimax_h3_curves", "ace_step"), {"num_attention_heads": 4}),
+    "seedvr2": {"heads": 4},
+    "ace_step_1.5": {"num_heads": 8, "num_kv_heads": 4, "encoder_num_heads": 8},
+    "stable_audio": {"num_heads": 8, "embed_dim": 256, "cond_token_dim": 128},
+    "stable_audio_3": {"num_heads": 4, "embed_dim": 128},
+}
+# Inputs as wide as such a build.
+_THEIR_INPUTS: dict[str, Callable[[], Inputs]] = {
+    "sd3": lambda: {"control": {"output": [rand(2, 12, 256), None, rand(2, 12, 256), rand(2, 12, 256, seed=3)]}},
+    "stable_audio": lambda: {"context": rand(2, 5, 128)},
+}
+
+
+def with_heads(case: Case, **config: Any) -> Case:
+    """The case in a build whose blocks four cards can compute together, in which every layer changes the output."""
+    inputs = _THEIR_INPUTS.get(case.name, dict)
+    sizes = {**case.config, **_MORE_HEADS.get(case.name, {}), **config}
+    return dataclasses.replace(case, config=sizes, inputs=lambda: {**case.inputs(), **inputs()}, scale=None)
+
+
+# Heads for eight.
+EIGHT = (with_heads(FLUX_2, num_heads=8, hidden_size=64), with_heads(KREA_2, heads=16, kvheads=8, features=256))
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A case of which is counted what a forward of batch 2 takes. It has so many tokens of the picture or sound that
+    those of the text hardly count where a forecast takes the ones for the others.
+
+    Args:
+        calls_again: how often cards meet more than once in a module, since it is called with several kinds of token.
+    """
+
+    case: Case
+    calls_again: int = 0
+    num_text: int = 5
+    num_picture: int = 192
+
+
+def _counted(case: Case, calls_again: int = 0, **given: torch.Tensor | None) -> Counted:
+    case = with_heads(case)
+    return Counted(dataclasses.replace(case, inputs=lambda: {**case.inputs(), **given}), calls_again)
+
+
+# One of each shape: text tokens in the stream, beside it, and attended to; experts; joined outputs; modules of one kind
+# of token and of two; convolutions; heads of keys and values.
+COUNTED = (
+    _counted(KREA_2, x=rand(2, 4, 32, 24), ref_latents=None),
+    _counted(LENS, x=rand(2, 16, 16, 12), control=None),
+    _counted(COSMOS_2, x=rand(2, 4, 3, 16, 16)),
+    _counted(HIDREAM, x=rand(2, 4, 32, 24)),
+    _counted(HUNYUAN_DIT, x=rand(2, 4, 32, 24), control=None),
+    _counted(SEEDVR_2, 3, x=rand(2, 16, 3, 16, 16), condition=rand(2, 17, 3, 16, 16)),
+    _counted(ACE_STEP, x=rand(2, 8, 16, 192)),
+    _counted(ACE_STEP_15, x=rand(2, 4, 384), refer_audio=rand(2, 4, 384)),
+)

@@ -107,7 +107,13 @@ UNETS = {
     "one card, offloaded": Way((0,), offload_from=2**16),
 }
 # Features of an MLP that two cards can have halves of, as all published sizes have.
-EVEN: dict[str, dict[str, Any]] = {"flux2_heads": {"mlp_ratio": 4.0}, "wan_heads": {"ffn_dim": 256}, "ltxv": {}}
+EVEN: dict[str, dict[str, Any]] = {
+    "flux2_heads": {"mlp_ratio": 4.0},
+    "wan_heads": {"ffn_dim": 256},
+    "ltxv": {},
+    "krea2_heads": {},
+    "cosmos_predict2": {},
+}
 
 
 def _long_voice(generator: torch.Generator, tokens: int) -> dict[str, Any]:

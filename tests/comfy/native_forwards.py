@@ -17,7 +17,7 @@ import importlib
 import json
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -28,9 +28,14 @@ from torch import nn
 if TYPE_CHECKING:
     from devicebridge.families.comfy.native import NativeModel, Transport
     from devicebridge.parallel.local.bridge import Bridge
-    from devicebridge.tests.comfy.native_cases import Case
+    from devicebridge.tests.comfy.native_cases import Case, Counted
+    from devicebridge.tests.emulated import EmulatedCards
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+# Of one forward, by card: as many heads each, and unevenly. Heads that do not divide go to the last.
+_SHARES = ((1.0, 1.0), (1.0, 2.0), (1.0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.0), (1.0, 1.0, 2.0))
 
 
 class _Residuals(list[Any]):
@@ -281,6 +286,8 @@ class _Runs:
         self._expected: dict[bool, list[torch.Tensor]] = {}
 
     def results(self) -> dict[str, str]:
+        from devicebridge.tests.comfy.native_cases import with_heads
+
         relay = _attempt(lambda: self.split("relay", 2))
         is_relay = self.transport == "relay" and self.case.cards == 2
         done = {
@@ -300,7 +307,8 @@ class _Runs:
         if self.row.can_overlap:
             done["overlapped"] = _attempt(self.overlapped)
         if self.row.tensor:
-            done["tensor"] = _attempt(self.divided)
+            runs = _Runs(with_heads(self.case), self.row)
+            done |= {"tensor": _attempt(runs.divided), "tensor, other slices": _attempt(runs.moved)}
         if self.transport == "relay":
             done["stream"] = _attempt(lambda: self.split("stream", 2))
         return {"transport": self.transport, "facts": json.dumps(self.facts()), **done}
@@ -376,50 +384,99 @@ class _Runs:
         return "all" if not silent else f"all but {', '.join(silent)}"
 
     def divided(self) -> str:
-        """Every block computed by two cards and by more, twice, against the whole model: the largest relative error."""
-        from devicebridge.parallel.block_lists import execution_order
-        from devicebridge.parallel.local.shards import find_plan, shares_of
-
-        for name in execution_order(self.model, self.row):
-            block = self.model.get_submodule(name)
-            plan = find_plan(self.row.tensor, block)
-            if plan is None:
-                return f"no plan for {type(block).__name__}"
-            most = sum(shares_of(block, plan, (1.0,)).kv_heads)
-        # Unequal weights: three heads on two cards, and as many cards as there are groups of heads.
-        runs = [(1.0, 1.0), (1.0, 2.0), (1.0,) * min(most, 4)]
-        return f"{max(self.divided_by(weights) for weights in runs if len(weights) <= most):.3g}"
+        """Every block computed by cards alike and not alike, against the whole model: the largest relative error."""
+        return f"{max(self.divided_by(weights) for weights in _SHARES):.3g}"
 
     def divided_by(self, weights: tuple[float, ...]) -> float:
         """The relative error of two forwards on so many cards, with heads in proportion to these weights."""
+        with self._divided_among(weights) as (forward, alone, _):
+            expected = _flat(alone.model(**alone.prepare(_inputs(self.case, self.row))))
+            found = [forward() for _ in range(2)]
+        return max(float((a - b).norm() / b.norm()) for each in found for a, b in zip(each, expected, strict=True))
+
+    @contextlib.contextmanager
+    def _divided_among(self, weights: tuple[float, ...]) -> Iterator[tuple[Callable[[], Any], _Split, EmulatedCards]]:
+        """A forward on so many cards, the whole model on the first of them, and the cards."""
         from devicebridge.parallel.block_lists import execution_order
         from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
         from devicebridge.parallel.local.tensor_parallel import TensorParallel
         from devicebridge.tests.emulated import CARDS, emulated_cards, factories_on_cards
 
         cards = CARDS[: len(weights)]
-        with emulated_cards(len(cards)), factories_on_cards():
+        with emulated_cards(len(cards)) as machine, factories_on_cards():
             alone = _Split(copy.deepcopy(self.model), self.row, 1, self.transport)
-            expected = _flat(alone.model(**alone.prepare(_inputs(self.case, self.row))))
             model, shards = copy.deepcopy(self.model), {}
             for name in execution_order(model, self.row):
                 block = model.get_submodule(name)
                 plan = find_plan(self.row.tensor, block)
-                assert plan is not None, "the caller has looked"
+                assert plan is not None, f"no plan for {type(block).__name__}"
                 shares = shares_of(block, plan, weights)
                 others = [divide_block(copy.deepcopy(block), plan, shares, rank) for rank in range(1, len(cards))]
                 for card, other in zip(cards[1:], others, strict=True):
                     other.block.to(card)
                 shards[block] = divide_block(block, plan, shares, 0), others
             model.to(CARDS[0])
-            bridge = TensorParallel(cards, shards)
+            bridge = TensorParallel(cards, shards, passed_by=self.row.passed_by, per_device=self.row.per_device)
             bridge.attach()
-            errors = []
-            for _ in range(2):
+
+            def forward() -> list[torch.Tensor]:
                 with bridge.forward():
-                    found = _flat(model(**alone.prepare(_inputs(self.case, self.row))))
-                errors += [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
-        return max(errors)
+                    return _flat(model(**alone.prepare(_inputs(self.case, self.row))))
+
+            yield forward, alone, machine
+
+    def counted(self, case: Counted) -> str:
+        """What planning/divided_work.py counts of a forward, as shares of what two cards did: bytes from one to the
+        other, exchanges, and products with weights."""
+        from devicebridge.parallel.block_lists import execution_order
+        from devicebridge.parallel.local.shards import find_plan, shares_of
+        from devicebridge.parallel.placement import native_list, products_of
+        from devicebridge.planning import divided_work
+        from devicebridge.tests.emulated import CARDS
+
+        names = execution_order(self.model, self.row)
+        blocks = {name: self.model.get_submodule(name) for name in names}
+        plans = {name: find_plan(self.row.tensor, block) for name, block in blocks.items()}
+        divided = {name: (plan, shares_of(blocks[name], plan, (1.0, 1.0))) for name, plan in plans.items() if plan}
+        with mock.patch.object(divided_work, "NUM_TEXT_TOKENS", case.num_text):
+            work = divided_work.divided_work(self.model, self.row, divided, case.num_picture)
+        side, tokens = native_list(self.row), (case.num_picture, case.num_text)
+        products = sum(sum(products_of(block, side, *tokens).values()) for block in blocks.values())
+        with _products_watched(blocks.values()) as done:
+            self.whole()
+        with self._divided_among((1.0, 1.0)) as (forward, _, machine):
+            forward()  # compares outputs, which takes copies
+            machine.copies.clear()
+            forward()
+        sent = [each for each in machine.copies if (each.source, each.target) == (CARDS[1], CARDS[0])]
+        squares = sum(each.num_bytes for each in sent if each.shape[-1] == 1)
+        num_bytes = (sum(each.num_bytes for each in sent) - squares) / 2 + squares  # numbers of four bytes, not two
+        counts = work.num_exchanges + case.calls_again
+        shares = 2 * work.sent_bytes / num_bytes, counts / len(sent), 2 * products / sum(done)  # two samples
+        return json.dumps(shares)
+
+    def moved(self) -> str:
+        """The smallest change of the output by any divided layer whose features are a quarter of all further on: what
+        `divided` would see of wrong slices."""
+        from devicebridge.parallel.block_lists import execution_order
+        from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
+
+        expected, changes = self.whole(), {}
+        for name in execution_order(self.model, self.row):
+            block = self.model.get_submodule(name)
+            plan = find_plan(self.row.tensor, block)
+            assert plan is not None, f"no plan for {type(block).__name__}"
+            shard = divide_block(copy.deepcopy(block), plan, shares_of(block, plan, (1.0, 1.0)), 0)
+            for layer, part in shard.slices.items():
+                weight = block.get_parameter(layer)
+                kind = type(block), layer, weight.shape
+                if kind in changes or layer.endswith("bias"):
+                    continue
+                kept, weight.data = weight.data, weight.data.roll(weight.shape[part.dim] // 4, part.dim)
+                found = self._whole_on_cpu(patched=False)
+                weight.data = kept
+                changes[kind] = max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
+        return f"{min(changes.values()):.3g}"
 
     def facts(self) -> dict[str, Any]:
         return _Observed(self.model, self.row, _inputs(self.case, self.row)).facts
@@ -473,6 +530,25 @@ class _Runs:
                     return split.model(**split.prepare(inputs))
 
             return _same(self._steps(forward, patched), expected)
+
+
+@contextlib.contextmanager
+def _products_watched(blocks: Iterable[nn.Module]) -> Iterator[list[float]]:
+    """Operations of every linear, and of every convolution along the tokens, that is called in these blocks."""
+    done: list[float] = []
+    handles = []
+
+    def note(layer: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        tokens = output.numel() / layer.weight.shape[0]
+        done.append(2.0 * layer.weight.numel() * tokens)
+
+    for block in blocks:
+        for module in block.modules():
+            if isinstance(module, (nn.Linear, nn.Conv1d)):
+                handles.append(module.register_forward_hook(note))
+    yield done
+    for handle in handles:
+        handle.remove()
 
 
 class _Strange(nn.Module):
@@ -548,6 +624,14 @@ def _refused(case: Case) -> dict[str, str]:
     }
 
 
+def _eight_cards(case: Case) -> str:
+    return _attempt(lambda: f"{_Runs(case, _row_of(case)).divided_by((1.0,) * 8):.3g}")
+
+
+def _counted(case: Counted) -> str:
+    return _attempt(lambda: _Runs(case.case, _row_of(case.case)).counted(case))
+
+
 def _derived_classes() -> dict[str, str]:
     """Transport of classes that ComfyUI derives from described ones, by what find_native makes of them."""
     from comfy.ldm.flux.controlnet import ControlNetFlux
@@ -566,11 +650,13 @@ def main(checkout: str) -> None:
     args.cpu = True
     runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
     from devicebridge.families.comfy.registry import NATIVE_MODELS, find_native
-    from devicebridge.tests.comfy.native_cases import CASES, REFUSED
+    from devicebridge.tests.comfy.native_cases import CASES, COUNTED, EIGHT, REFUSED
 
     torch.set_num_threads(1)
     with torch.inference_mode(), endless_memory():
         results = {case.name: _Runs(case, _row_of(case)).results() for case in CASES}
+        results["eight cards"] = {case.name: _eight_cards(case) for case in EIGHT}
+        results["counted"] = {each.case.name: _counted(each) for each in COUNTED}
         results |= {case.name: _refused(case) for case in REFUSED}
         results["unknown class"] = _unknown_class()
     results["derived"] = _derived_classes()

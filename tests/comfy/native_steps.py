@@ -37,7 +37,7 @@ from devicebridge.families.comfy.inputs import NOISE_MASK, fit_mask, read_latent
 from devicebridge.jobs.build import build_trainer
 from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job, plan_job, run_job
-from devicebridge.jobs.native_limits import why_no_stages
+from devicebridge.jobs.native_limits import why_no_forecast, why_no_stages
 from devicebridge.nodes.host.native.context import native_training
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.parallel.devices import own_random_states
@@ -564,21 +564,27 @@ def divided(bench: Bench) -> Figures:
             if not figures or "heads" not in str(error):
                 raise
     if _IS_LONG:
-        with small_sizes(bench.family), native_training():
-            asked = bench.job("plan", {"split": {}, "parallel": {"strategy": "tensor"}})
-            costs = ModelCosts(bench.info, bench.info.variant)
-            times = MadeUpTimes([0.1] * len(costs.names))
-            question = make_question(costs, parse_cards("24GB,24GB"), (64, 64), given_times=times)
-            text = SampleText(read_conditioning(bench.conditions[0], "text", keeps_all=True))
-            plans = (
-                plan_job(asked, parse_cards("2x24GB"), info=bench.info),
-                plan_training(dataclasses.replace(question, text=text)),
-            )
-        assert all(plan.setting.divides_blocks and len(plan.devices) == 2 for plan in plans), plans
+        if not why_no_forecast(bench.info.family.native):
+            _planned_divided(bench)
         rounded = {"model": {"quantize": "int8"}}
         figures["8 bits"] = _divided_among(bench, 2, bench.first_step("on 1, int8", _one_card() | rounded), rounded)
         _resumed(bench, "tensor", _divided_sections(2), bench.run("tensor whole", _divided_sections(2)))
     return figures
+
+
+def _planned_divided(bench: Bench) -> None:
+    """A plan that was asked to divide blocks, and one that takes what is fastest, do."""
+    with small_sizes(bench.family), native_training():
+        asked = bench.job("plan", {"split": {}, "parallel": {"strategy": "tensor"}})
+        costs = ModelCosts(bench.info, bench.info.variant)
+        times = MadeUpTimes([0.1] * len(costs.names))
+        question = make_question(costs, parse_cards("24GB,24GB"), (64, 64), given_times=times)
+        text = SampleText(read_conditioning(bench.conditions[0], "text", keeps_all=True))
+        plans = (
+            plan_job(asked, parse_cards("2x24GB"), info=bench.info),
+            plan_training(dataclasses.replace(question, text=text)),
+        )
+    assert all(plan.setting.divides_blocks and len(plan.devices) == 2 for plan in plans), plans
 
 
 def _one_card() -> dict[str, Any]:

@@ -136,6 +136,48 @@ def gathered_patches_of_wan(case: Case) -> None:
 
 
 @case
+def gathered_patches_of_grouped_heads(case: Case) -> None:
+    """Krea 2: keys and values have fewer heads than queries, and both are given all of theirs."""
+
+    def change(model: Any) -> None:
+        def before(q: Any, k: Any, v: Any, pe: Any = None, attn_mask: Any = None, extra_options: Any = None) -> Any:
+            v.mul_(1 + 0.1 * q.abs().mean())
+            mixed = k * (1 + 0.1 * k.flip(1).mean(dim=1, keepdim=True))
+            return {"q": q + 0.1 * q.flip(1), "k": mixed, "pe": pe, "attn_mask": attn_mask}
+
+        model.set_model_attn1_patch(before)
+        model.set_model_attn1_output_patch(lambda output, options: output + output.flip(-1) * 0.1)
+
+    _compare(case, "patches of the attention", "krea2_heads", change)
+    _compare(case, "on three cards", "krea2_heads", change, HOME, OTHER, THIRD)
+
+
+@case
+def gathered_patches_before_q_k_v(case: Case) -> None:
+    """Cosmos Predict2: they are given what queries, keys and values are made of, and the number of all heads. Those of
+    the MLP are given a dict, and the next one what this one returned."""
+
+    def change(model: Any) -> None:
+        def before(q: Any, k: Any, v: Any, pe: Any = None, attn_mask: Any = None, extra_options: Any = None) -> Any:
+            return {"q": q * (1 + 0.1 * extra_options["n_heads"]), "v": v + v.flip(1), "pe": pe, "attn_mask": None}
+
+        def first(given: dict[str, Any]) -> dict[str, Any]:
+            given["x"] = given["x"] * (1 + given["x"].std())
+            return {**given, "said": 1.5}
+
+        def second(given: dict[str, Any]) -> dict[str, Any]:
+            index = given["transformer_options"]["block_index"]
+            return {"x": given["x"] * given["said"] + 0.1 * index}
+
+        model.set_model_attn1_patch(before)
+        model.set_model_attn2_patch(before)
+        for patch in (first, second):
+            model.set_model_patch(patch, "mlp_patch")
+
+    _compare(case, "all of its patches", "cosmos_predict2", change)
+
+
+@case
 def gathered_code_runs_once_at_home(case: Case) -> None:
     """One call per block and step, in ComfyUI's own thread, with tensors of the first card: it may keep what it saw."""
     host, name, calls = case.host, "flux1_heads", []

@@ -38,6 +38,10 @@ DIVIDED = (
     "lumina2",
     "z_image",
     "sd3",
+    "krea2_heads",
+    "cosmos_predict2",
+    "hidream",
+    "minimax_h3",
 )
 
 
@@ -62,8 +66,9 @@ def _family(name: str, case: Case) -> None:
     _near(case, "as unsplit", output, reference)
     case.equal("again, with the same bits", host.sample(divided, name), output)
     _near(case, "with guidance", host.sample(divided, name, cfg=4.0), guided)
-    batch = host.sample(unsplit, name, batch=2)
-    _near(case, "a batch", host.sample(divided, name, batch=2), batch)
+    if not FAMILIES[name].sound:  # MiniMax H3 takes one video at a time
+        batch = host.sample(unsplit, name, batch=2)
+        _near(case, "a batch", host.sample(divided, name, batch=2), batch)
     held = {device: live_bytes(device) for device in (HOME, OTHER)}
     case.check("no card holds the whole", max(held.values()) < whole, f"{held} of {whole}")
     host.unload_all()

@@ -9,7 +9,8 @@ import pytest
 from devicebridge.tests.comfy.workers import run_worker
 
 pytestmark = pytest.mark.comfy
-FORECAST = ("wan", "flux1", "chroma", "qwen_image", "z_image", "sd3", "ltxv", "hunyuan_video", "wan_heads")
+FORECAST = ("wan", "flux1", "chroma", "qwen_image", "z_image", "sd3", "ltxv", "hunyuan_video")
+DIVIDED = ("flux2_heads", "wan_heads", "ltxv", "krea2_heads", "cosmos_predict2")
 
 
 def _found(name: str, comfyui: Path, tmp_path: Path) -> dict[str, Any]:
@@ -19,7 +20,10 @@ def _found(name: str, comfyui: Path, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    ["flux2_heads"] + [pytest.param(name, marks=pytest.mark.long) for name in (*FORECAST, "ltx2", "voice")],
+    ["flux2_heads"]
+    + [
+        pytest.param(name, marks=pytest.mark.long) for name in dict.fromkeys((*FORECAST, *DIVIDED[1:], "ltx2", "voice"))
+    ],
 )
 def test_the_forecast_is_what_emulated_cards_hold(name: str, comfyui: Path, tmp_path: Path) -> None:
     found = _found(name, comfyui, tmp_path)
@@ -30,7 +34,7 @@ def test_the_forecast_is_what_emulated_cards_hold(name: str, comfyui: Path, tmp_
         assert all(-0.035 < error < 0.025 for error in others), errors
     assert all(-0.025 < error < 0.025 for error in errors.get("divided", {}).values()), errors
     assert abs(found.get("operations", 0.0)) < 0.1, "what times are estimated from"
-    assert ("divided" in errors) == (name in ("flux2_heads", "wan_heads", "ltxv"))
+    assert ("divided" in errors) == (name in DIVIDED)
 
 
 @pytest.mark.long  # tests/unit/planning/test_relay_forecast.py has the same mechanism on a toy

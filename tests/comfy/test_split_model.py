@@ -29,6 +29,7 @@ FAMILIES = [
     "flux2",
     "hidream",
     "hunyuan_video",
+    "krea2",
     "ltxv",
     "lumina2",
     "minimax_h3",
@@ -53,6 +54,10 @@ DIVIDED = [
     "lumina2",
     "z_image",
     "sd3",
+    "krea2_heads",
+    "cosmos_predict2",
+    "hidream",
+    "minimax_h3",
 ]
 LONG = {f"tensor_{name}" for name in DIVIDED if name not in ("flux2_heads", "wan_heads", "z_image")}
 CASES = [
@@ -70,6 +75,8 @@ CASES = [
     "gathered_nodes",
     "gathered_patches_of_q_k_v",
     "gathered_patches_of_wan",
+    "gathered_patches_of_grouped_heads",
+    "gathered_patches_before_q_k_v",
     "gathered_code_runs_once_at_home",
     "gathered_errors",
     "gathered_keys_kept_from_step_to_step",

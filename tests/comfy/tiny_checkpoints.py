@@ -40,6 +40,8 @@ class TinyFamily:
         sound: shape of the latent of a second stream, [C, 2, T]; () for none.
         options: generator, tokens -> further entries of a condition.
         noise_mask: of a LATENT, as its node makes it; None for none.
+        is_calm: whether the linears of its modulation are drawn as others are. Else they give tens where one is usual,
+            and of some gradients float32 keeps four digits.
     """
 
     config_class: str
@@ -53,6 +55,7 @@ class TinyFamily:
     sound: tuple[int, ...] = ()
     options: Callable[[torch.Generator, int], dict[str, Any]] = lambda generator, tokens: {}
     noise_mask: Callable[[], torch.Tensor] | None = None
+    is_calm: bool = False
 
     def condition(self, seed: int, tokens: int | None = None) -> Condition:
         """A text condition of batch 1, as a text encode node makes it."""
@@ -80,14 +83,16 @@ def make_weights(family: TinyFamily, seed: int = 0) -> dict[str, torch.Tensor]:
     """Weights under the names ComfyUI's files have; random, of a size that keeps activations near one."""
     model = make_config(family).get_model({}, "").diffusion_model
     generator = torch.Generator().manual_seed(seed)
-    return {name: _random(name, tensor, generator) for name, tensor in model.state_dict().items()}
+    weights = model.state_dict().items()
+    return {name: _random(name, tensor, generator, is_calm=family.is_calm) for name, tensor in weights}
 
 
-def _random(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _random(name: str, like: torch.Tensor, generator: torch.Generator, *, is_calm: bool) -> torch.Tensor:
     if not like.is_floating_point() or like.numel() == 0:
         return like.clone()
     noise = torch.randn(like.shape, generator=generator)
-    if like.ndim >= 2 and "modulation" not in name:
+    is_modulation = name.endswith("modulation") if is_calm else "modulation" in name
+    if like.ndim >= 2 and not is_modulation:
         return noise * like[0].numel() ** -0.5
     return 1 + 0.1 * noise if name.endswith(("weight", "scale", "gamma")) else 0.1 * noise
 
@@ -308,6 +313,20 @@ _COSMOS_PREDICT_2 = {
     "extra_t_extrapolation_ratio": 1.0,
     "rope_enable_fps_modulation": False,
 }
+_KREA_2 = {
+    "image_model": "krea2",
+    "features": 64,
+    "tdim": 16,
+    "txtdim": 12,
+    "heads": 2,
+    "kvheads": 1,
+    "multiplier": 2,
+    "layers": 4,
+    "channels": 16,
+    "txtlayers": 3,
+    "txtheads": 2,
+    "txtkvheads": 2,
+}
 _HIDREAM = {
     "image_model": "hidream",
     "attention_head_dim": 32,
@@ -469,8 +488,9 @@ FAMILIES: dict[str, TinyFamily] = {
     ),
     "minimax_h3": TinyFamily("MiniMaxH3", _MINIMAX_H3, (24, 2, 4, 6), (6, 48), ("blocks",), sound=(32, 2, 3)),
     "cosmos_predict2": TinyFamily(
-        "CosmosT2IPredict2", _COSMOS_PREDICT_2, (16, 1, 4, 4), (6, 1024), ("blocks",), is_detected=False
+        "CosmosT2IPredict2", _COSMOS_PREDICT_2, (16, 1, 4, 4), (6, 1024), ("blocks",), is_detected=False, is_calm=True
     ),
+    "krea2": TinyFamily("Krea2", _KREA_2, (16, 1, 8, 8), (6, 36), ("blocks",), is_detected=False),
     "hidream": TinyFamily(
         "HiDream",
         _HIDREAM,
@@ -481,6 +501,7 @@ FAMILIES: dict[str, TinyFamily] = {
         is_detected=False,
         overlaps=False,
         options=_llama,
+        is_calm=True,
     ),
 }
 
@@ -500,6 +521,7 @@ FAMILIES |= {
     "wan_heads": _with_heads("wan", num_heads=4),
     "wan_i2v_heads": _with_heads("wan_i2v", num_heads=4),
     "wan_vace_heads": _with_heads("wan_vace", num_heads=4),
+    "krea2_heads": _with_heads("krea2", features=128, heads=8, kvheads=4),
 }
 
 

@@ -45,20 +45,6 @@ _HUNYUAN_VIDEO_15 = {
     "depth_single_blocks": 0,
     "meanflow_sum": True,
 }
-_KREA_2 = {
-    "image_model": "krea2",
-    "features": 64,
-    "tdim": 16,
-    "txtdim": 12,
-    "heads": 2,
-    "kvheads": 1,
-    "multiplier": 2,
-    "layers": 4,
-    "channels": 16,
-    "txtlayers": 3,
-    "txtheads": 2,
-    "txtkvheads": 2,
-}
 _ERNIE = {
     "image_model": "ernie",
     "hidden_size": 48,
@@ -414,7 +400,7 @@ TRAINED: dict[str, TinyFamily] = {
     "Anima": made_of(
         "cosmos_predict2", config_class="Anima", unet_config=_ANIMA, context=(6, 48), options=_tokens_of_t5
     ),
-    "Krea 2": TinyFamily("Krea2", _KREA_2, (16, 1, 8, 8), (6, 36), ("blocks",), is_detected=False),
+    "Krea 2": FAMILIES["krea2"],
     "ERNIE-Image": TinyFamily("ErnieImage", _ERNIE, (128, 4, 4), (6, 12), ("layers",), is_detected=False),
     "HiDream-I1": FAMILIES["hidream"],
     "Wan 2.2 TI2V 5B image-to-video": made_of(
@@ -467,11 +453,18 @@ TRAINED: dict[str, TinyFamily] = {
 _FLUX_1 = {"num_heads": 4, "axes_dim": [8, 12, 12]}
 _FLUX_2 = {"num_heads": 4, "axes_dim": [8, 8, 8, 8]}
 _QWEN = {"num_attention_heads": 4}
+_GROUPED = {"num_heads": 8, "num_kv_heads": 4, "encoder_num_heads": 8}
 _MORE_HEADS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("FLUX.1", "FLUX.1 Kontext", "Chroma", "HunyuanVideo", "HunyuanVideo 1.5"), _FLUX_1),
     **dict.fromkeys(("FLUX.2", "FLUX.2 with references"), _FLUX_2),
     **dict.fromkeys(("Qwen-Image", "Qwen-Image-Edit"), _QWEN),
     "Lumina 2": {"n_heads": 8, "n_kv_heads": 4, "axes_dims": [4, 2, 2]},
+    **dict.fromkeys(("Cosmos-Predict2", "Anima"), {"num_heads": 4}),
+    "Krea 2": {"features": 128, "heads": 8, "kvheads": 4},
+    "ERNIE-Image": {"num_attention_heads": 4, "rope_axes_dim": (4, 4, 4)},
+    "HiDream-I1": {"num_attention_heads": 4, "attention_head_dim": 16, "axes_dims_rope": [8, 4, 4]},
+    "ACE-Step": {"num_attention_heads": 4, "inner_dim": 64},
+    **dict.fromkeys(("ACE-Step 1.5", "ACE-Step 1.5 with a reference"), _GROUPED),
     **dict.fromkeys((name for name in TRAINED if name.startswith("Wan ")), {"num_heads": 4}),
 }
 # Builds with more heads, for what divides them among cards; the others have enough.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....families.tensor_plan import PatchCall, Shares
+from ....families.tensor_plan import PatchCall, Shares, Unit
 from ....parallel.local.slices import Slice
 from ....parallel.local.tensor_parallel import TensorParallel
 
@@ -43,11 +43,14 @@ class Gathered:
             if shares is None:
                 return patch(*args, **kwargs)
             given = args[0] if call.is_dict else dict(zip(call.tensors, args, strict=False))
-            brought = {key: given[key] for key in call.tensors}
+            brought = {key: given[key] for key, dim in call.tensors.items() if dim is not None}
 
             def compute(everyone: list[dict[str, torch.Tensor]]) -> list[Any]:
-                whole = {key: _joined([each[key] for each in everyone], dim) for key, dim in call.tensors.items()}
-                output = _call(patch, call, whole, args, kwargs)
+                whole = {
+                    key: given[key] if dim is None else _joined([each[key] for each in everyone], dim)
+                    for key, dim in call.tensors.items()
+                }
+                output = _call(patch, call, whole, shares, args, kwargs)
                 self._bridge.forget()  # it may have written into what copies were made of
                 return _parts_of_output(name, call, output, whole, shares)
 
@@ -98,8 +101,17 @@ def _joined(parts: Sequence[torch.Tensor], dim: int | None) -> torch.Tensor:
     return parts[0] if dim is None else torch.cat(list(parts), dim)
 
 
-def _call(patch: Callable[..., Any], call: PatchCall, whole: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
-    """The patch with all heads, and otherwise what home's block hands it."""
+def _call(
+    patch: Callable[..., Any],
+    call: PatchCall,
+    whole: Mapping[str, torch.Tensor],
+    shares: Shares,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """The patch with all heads and their number, and otherwise what home's block hands it."""
+    for name in call.options:  # in the block's own dict, which patches may hand each other things in
+        kwargs["extra_options"][name] = sum(shares.heads)
     if call.is_dict:
         return patch({**args[0], **whole}, *args[1:], **kwargs)
     return patch(*whole.values(), *args[len(whole) :], **kwargs)
@@ -111,12 +123,15 @@ def _parts_of_output(
     """What each card's block is to be given back."""
     what = f"the patch {name!r}"
     if call.returns:
-        return _cut(what, output, call.tensors[call.returns], shares)
+        return _cut(what, output, call.tensors[call.returns], shares, call.unit(call.returns))
     # What it left out it may have changed in place; the cards have not seen that.
     tensors = {key: output.get(key, whole[key]) for key in call.tensors}
-    cut = {key: _cut(what, tensor, call.tensors[key], shares) for key, tensor in tensors.items()}
+    cut = {key: _cut(what, tensor, call.tensors[key], shares, call.unit(key)) for key, tensor in tensors.items()}
     cut |= {key: _cut_mask(what, output[key], shares) for key in _MASKS if key in output}
-    return [{key: parts[rank] for key, parts in cut.items()} for rank in range(shares.num_devices)]
+    found = [{key: parts[rank] for key, parts in cut.items()} for rank in range(shares.num_devices)]
+    if call.is_dict:  # the next patch is called with what this one returned; home's call of it counts
+        found[0] = {**output, **found[0]}
+    return found
 
 
 def _cut_mask(what: str, mask: Any, shares: Shares) -> list[Any]:
@@ -124,15 +139,15 @@ def _cut_mask(what: str, mask: Any, shares: Shares) -> list[Any]:
     return _cut(what, mask, 1 if is_by_heads else None, shares)
 
 
-def _cut(what: str, whole: Any, dim: int | None, shares: Shares) -> list[Any]:
+def _cut(what: str, whole: Any, dim: int | None, shares: Shares, unit: Unit = "heads") -> list[Any]:
     """Each card's part. Raises: RuntimeError if nobody can tell the heads apart."""
     if dim is None:
         return [whole] * shares.num_devices
     dim %= whole.ndim
-    size = whole.shape[dim]
-    if size % sum(shares.heads):
+    size, count = whole.shape[dim], sum(shares.heads if unit == "heads" else shares.kv_heads)
+    if size % count:
         raise RuntimeError(
-            f"{what} of another node returned a tensor of shape {tuple(whole.shape)}, in which the {sum(shares.heads)} "
-            "heads of this block cannot be told apart; use way 'blocks' in the split node, or take that node out"
+            f"{what} of another node returned a tensor of shape {tuple(whole.shape)}, in which the {count} heads of "
+            "this block cannot be told apart; use way 'blocks' in the split node, or take that node out"
         )
-    return [Slice(dim, (own,)).copied(whole) for own in shares.ranges("heads", size)]
+    return [Slice(dim, (own,)).copied(whole) for own in shares.ranges(unit, size)]

@@ -247,7 +247,10 @@ class SplitTree:
     def _make_bridge(self, called: Mapping[nn.Module, torch.device]) -> Bridge:
         if self.divided is not None:
             return TensorParallel(
-                self.divided.division.devices, self.divided.by_block(), passed_by=self.plan.layout.passed_by
+                self.divided.division.devices,
+                self.divided.by_block(),
+                passed_by=self.plan.layout.passed_by,
+                per_device=self.plan.layout.per_device,
             )
         return Bridge(
             called,

@@ -85,6 +85,15 @@ def test_a_packed_layer_is_cut_part_by_part() -> None:
     assert shares.slices(("heads", "features"), 96, 1) == [(16, 32), (64, 96)]
 
 
+def test_parts_are_repeated_as_often_as_they_fit() -> None:
+    """Stable Audio packs [q | k | v], or with differential attention [q | k | v | q | k]."""
+    shares = share_heads(8, 4, 64, (1, 1))
+    assert shares.repeated(("heads",), 5 * 64) == ("heads",) * 5
+    assert shares.repeated(("kv_heads",), 2 * 32) == ("kv_heads",) * 2
+    with pytest.raises(ValueError, match="a dimension of 321 cannot consist of heads, heads, heads, heads, heads"):
+        shares.slices(shares.repeated(("heads",), 5 * 64 + 1), 5 * 64 + 1, 0)
+
+
 def test_neighbouring_ranges_become_one() -> None:
     shares = share_heads(4, 0, 32, (1.0, 1.0))
     assert shares.slices(("heads", "features"), 32 + 64, 1) == [(16, 32), (64, 96)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import threading
@@ -24,6 +25,7 @@ from devicebridge.parallel.local import device_workers
 from devicebridge.parallel.local.exchange import Exchange, TokenChunks
 from devicebridge.parallel.local.shards import BlockShard, divide_block, divided_bytes, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
+from devicebridge.tests.shard_cases import cut_as_one
 from torch import nn
 from torch.nn import functional as F
 
@@ -174,11 +176,12 @@ def _divide(
     weights: Sequence[float] = (),
     drop: Callable[[str, int], bool] = lambda *_: False,
     chunks: TokenChunks | None = None,
+    plans: tuple[TensorPlan, ...] = PLANS,
 ) -> TensorParallel:
     """A divided copy's ranks. drop: name of a meeting, rank -> whether this rank does not come to it."""
     shards = {}
     for block in model.blocks:
-        plan = find_plan(PLANS, block)
+        plan = find_plan(plans, block)
         assert plan is not None
         shares = shares_of(block, plan, tuple(weights) or (1.0,) * size)
         own, *others = [
@@ -188,7 +191,7 @@ def _divide(
         for rank, shard in enumerate((own, *others)):
             shard.meetings[:] = [each for each in shard.meetings if not drop(each.name, rank)]
         shards[own.block] = (own, others)
-    parallel = TensorParallel([CPU] * size, shards)
+    parallel = TensorParallel([CPU] * size, shards, per_device=("memory",))
     parallel.chunks = chunks
     parallel.attach()
     return parallel
@@ -250,6 +253,17 @@ def test_heads_that_share_keys_and_values_stay_together(x) -> None:
         shares_of(block, PLANS[0], (1.0, 1.0, 1.0))
 
 
+@pytest.mark.parametrize("linear", ["linear1", "linear2"])
+def test_a_packed_linear_that_is_cut_in_a_row_computes_something_else(linear, x) -> None:
+    """[q | k | v | gate | up] and [attention | mlp], in slices as long as they should be: no layer would complain."""
+    model = _model(Fused())
+    expected = model(x)
+    with cut_as_one(linear) as replaced:
+        found = _run(_divide(model, 2), model, x)
+    assert replaced and all(right != wrong for right, wrong in replaced)
+    assert _difference(found, expected) > 0.1
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("make", [Fused, Separate])
 def test_the_devices_hold_the_divided_weights_once(make, size) -> None:
@@ -295,6 +309,8 @@ def test_a_linear_of_other_parts_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"attn\.k cannot be divided: 33 features are no multiple"):
         divide_block(other, PLANS[1], shares_of(other, PLANS[1], (1.0, 1.0)), 0)
     assert find_plan(PLANS, nn.Linear(1, 1)) is None
+    with pytest.raises(ValueError, match=r"this Linear cannot be divided: it has no attn\.num_heads"):
+        shares_of(nn.Linear(1, 1), PLANS[1], (1.0, 1.0))
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -532,3 +548,42 @@ def test_an_error_in_a_chunk_ends_the_forward_and_the_next_one_works(rank, at, x
             found = _run(parallel, model, x)
             assert _difference(found, expected) < NEAR
     assert found is not None and not parallel.is_running
+
+
+class Memory:
+    """What blocks share computed tensors through, as SeedVR 2's do."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, torch.Tensor] = {}
+
+
+class Sharing(Separate):
+    def forward(self, x: torch.Tensor, vec: torch.Tensor, memory: Memory | None = None, **options: Any) -> torch.Tensor:
+        assert memory is not None, "a keyword argument"
+        factors = memory.known.setdefault("factors", torch.arange(1.0, self.attn.num_heads + 1))
+        if len(factors) != self.attn.num_heads:
+            raise RuntimeError("of another device")
+        return super().forward(x, vec)
+
+
+class Remembering(Model):
+    def forward(self, x: torch.Tensor, *between: Any) -> torch.Tensor:
+        self.memory = Memory()
+        for block in self.blocks:
+            x = block(x, vec=x * 0.1, memory=self.memory)
+        return self.tail(x)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_blocks_share_is_each_devices_own_for_one_forward(size, x) -> None:
+    """The first of three devices has one of the heads, and the last two."""
+    model = Remembering([Sharing(), Sharing()]).requires_grad_(False)
+    expected = model(x)
+    plans = (dataclasses.replace(PLANS[1], block="Sharing"),)
+    parallel = _divide(model, size, plans=plans)
+    assert _difference(_run(parallel, model, x), expected) < NEAR
+    assert len(model.memory.known["factors"]) == HEADS // size  # the caller's own is home's
+    parallel.per_device = ()
+    if size == 3:
+        with pytest.raises(RuntimeError, match="of another device"):
+            _run(parallel, model, x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import types
 from typing import Any
 
@@ -11,9 +12,14 @@ import torch
 from devicebridge.families.comfy.native import NativeModel
 from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
+from devicebridge.parallel.placement import native_block_flops
 from devicebridge.planning import divided_work as work_module
+from devicebridge.planning.cards import parse_cards
+from devicebridge.planning.divided_times import DividedTimes
 from devicebridge.planning.divided_work import count_tokens, divided_work, is_told_guidance, work_by_size
 from devicebridge.tests.emulated import CARDS, emulated_cards
+from devicebridge.tests.plans import MadeUpTimes
+from devicebridge.tests.unit.parallel.test_tensor_experts import PLAN, Block
 from devicebridge.tests.unit.parallel.test_tensor_parallel import HIDDEN, PLANS, WIDTH, Fused, Model, Separate
 from torch import nn
 
@@ -67,6 +73,52 @@ def test_a_module_without_weights_counts_nothing() -> None:
     before = divided_work(model, LAYOUT, _shares(model, 2), 512)
     model.blocks[0].dropout = nn.Dropout()
     assert divided_work(model, LAYOUT, _shares(model, 2), 512) == before and before.num_modules == 5
+
+
+def test_layers_that_every_card_computes_whole_are_counted_apart() -> None:
+    """Convolutions along the tokens, too, as ACE-Step's MLP has them."""
+    model = Model([Separate()])
+    before = divided_work(model, LAYOUT, _shares(model, 2), 512)
+    model.blocks[0].whole, model.blocks[0].along = nn.Linear(WIDTH, HIDDEN), nn.Conv1d(WIDTH, HIDDEN, 1)
+    work = divided_work(model, LAYOUT, _shares(model, 2), 512)
+    assert before.whole_flops == 0 and work.whole_flops == 2 * 1024 * 2 * WIDTH * HIDDEN
+    assert work.flops == before.flops + work.whole_flops and work.row_flops == before.row_flops
+
+
+def test_experts_are_summed_once_and_each_computes_its_share_of_the_tokens() -> None:
+    block, tokens = Block(), 512 + 512
+    layout = NativeModel("Toy", "toy", ("blocks",), (), "a toy", routed_modules={"*.experts.*": 0.25})
+    work = divided_work(Model([block]), layout, {"blocks.0": (PLAN, shares_of(block, PLAN, (1.0, 1.0)))}, 512)
+    experts, others = 3 * 0.25, 2  # the shared one and the MLP behind
+    width, hidden = block.tail.up.in_features, block.tail.up.out_features
+    assert work.row_flops == 2 * tokens * width * hidden * (experts + others)
+    assert work.num_exchanges == 2 + 2  # sums, and what the gate has chosen, and how much of it
+    assert work.sent_bytes == tokens * (2 * 2 * width + 20)
+
+
+@pytest.mark.parametrize(("joint", "tokens"), [(True, 512 + 512), (False, 512)])
+def test_where_text_is_beside_the_stream_layers_see_the_picture_alone(joint, tokens) -> None:
+    model = Model([Separate()])
+    work = divided_work(model, dataclasses.replace(LAYOUT, is_joint=joint), _shares(model, 2), 512)
+    assert work.row_flops == 2 * tokens * (WIDTH * WIDTH + HIDDEN * WIDTH)
+    assert work.stream_bytes == 2 * tokens * WIDTH
+
+
+def test_attention_is_as_wide_as_what_runs_over_tokens() -> None:
+    """Not as a narrow layer of modulation, or one of the text."""
+    block = Separate()
+    before = native_block_flops(Model([block]), LAYOUT, ["blocks.0"], 4096)
+    block.modulation, block.txt_in = nn.Linear(2, WIDTH), nn.Linear(4, WIDTH)
+    after = native_block_flops(Model([block]), LAYOUT, ["blocks.0"], 4096)
+    assert after[0] == before[0] + 2 * 2 * WIDTH + 2 * 512 * 4 * WIDTH
+
+
+def test_a_share_of_a_block_that_is_not_divided_gains_nothing_by_more_cards() -> None:
+    cards = parse_cards("24GB,24GB")
+    times = DividedTimes(MadeUpTimes([1.0, 1.0]), cards, [0.0, 0.0], [0.0, 0.5])
+    whole = MadeUpTimes([1.0, 1.0]).of(0, cards[0], "none")
+    assert times.of(0, cards[0], "none") == tuple(each / 2 for each in whole)
+    assert times.of(1, cards[0], "none") == tuple(each * 0.75 for each in whole)
 
 
 def test_any_size_follows_from_three() -> None:

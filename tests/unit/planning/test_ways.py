@@ -50,6 +50,9 @@ def test_seconds_are_those_of_the_formulas(monkeypatch) -> None:
     copying = 2 * (8 / 2)  # to two others
     assert ways.seconds(1, 1).tensor == 16 * (0.5 * 0.75 + 0.25) + copying + 4 * 0.5
     assert ways.seconds(1, 2).tensor == 2 * (16 * 0.625 + copying) + 4 * 0.5
+    # Of 16 s on one card 8 are of layers that every card computes whole.
+    half = replace(ways, work=ways_of(replace(work, whole_flops=32.0), machine).work)
+    assert half.seconds(1, 2).tensor == 2 * (8 * 0.625 + 8 + copying) + 4 * 0.5
     staged = replace(ways, machine=machine_of(3, 4.0, 2.0, latency_s=0.5, launch_s=2**-20, is_direct=False))
     # the card that waits longest has a quarter of the products: 0.75 * 0.25 * 16 / 4 = 0.75 s of 8 are hidden
     assert staged.seconds(1, 1).tensor == 10 + 7.25 + 2

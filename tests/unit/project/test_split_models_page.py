@@ -38,3 +38,15 @@ def test_the_number_of_classes_is_true(name: str) -> None:
     count = sum(not row.refusal for row in NATIVE_MODELS)
     text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
     assert re.findall(r"(\d+) (?:native|of its) model classes", text) == [str(count)]
+
+
+def test_the_number_of_classes_whose_blocks_can_be_divided_is_true() -> None:
+    count = sum(bool(row.tensor) and not row.refusal for row in NATIVE_MODELS)
+    found = re.findall(r"\[(\d+) classes\]\(docs/guides/split_models", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert found == [str(count)]
+
+
+def test_every_class_whose_blocks_cannot_be_divided_is_named() -> None:
+    text = PAGE.read_text(encoding="utf-8").partition("**Classes that have none**:")[2].partition("\n\n")[0]
+    rows = [row for row in NATIVE_MODELS if not row.tensor and not row.refusal and row.evidence == "run"]
+    assert sorted(re.findall(r"`(\w+)`", text)) == sorted(row.class_name for row in rows)

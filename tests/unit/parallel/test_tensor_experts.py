@@ -1,0 +1,220 @@
+"""Blocks with experts, of which a gate chooses one per token, divided among cards: outputs and gradients of the whole.
+
+The experts' partial sums are added up once, behind all of them. What the gate chooses must be the same everywhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from devicebridge.families.tensor_plan import Divided, TensorPlan, mlp_plan
+from devicebridge.parallel.local.exchange import TokenChunks
+from devicebridge.parallel.local.shards import BlockShard, divide_block, shares_of
+from devicebridge.parallel.local.slices import Slice
+from devicebridge.parallel.local.tensor_parallel import TensorParallel
+from devicebridge.parallel.local.tensor_training import DividedModel
+from devicebridge.tests.emulated import CARDS, EmulatedCards, emulated_cards, on_cpu
+from torch import nn
+from torch.nn import functional as F
+
+pytestmark = pytest.mark.usefixtures("one_thread", "no_thread_left")
+WIDTH, HIDDEN, HEADS, TOKENS = 16, 24, 4, 11
+PLAN = TensorPlan(
+    linears=(
+        Divided("ff.*.up", "column", ("features",)),
+        Divided("ff.*.down", "row", ("features",), sum_after="ff"),
+        *mlp_plan("tail.up", "tail.down"),
+    ),
+    num_heads="num_heads",
+    head_dim="head_dim",
+    decided=("ff.gate",),
+)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.up(x)))
+
+
+class Gate(nn.Module):
+    """As HiDream's: of each token an expert, its weight, and nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        weights, experts = F.linear(x, self.weight).softmax(dim=-1).max(dim=-1)
+        return experts, weights, None
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.shared, self.gate = nn.ModuleList(Mlp() for _ in range(3)), Mlp(), Gate()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen, weights, _ = self.gate(x)
+        rows = [self.experts[index](x[chosen == index]) for index in range(3)]
+        y = torch.zeros_like(x)
+        for index, each in enumerate(rows):
+            y = y.masked_scatter((chosen == index)[..., None].expand_as(y), each)
+        return y * weights[..., None] + self.shared(x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, WIDTH // HEADS
+        self.ff, self.tail = Experts(), Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.ff(x)
+        return x + self.tail(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.front(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _model() -> Model:
+    torch.manual_seed(0)
+    model = Model()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return model
+
+
+def _input() -> torch.Tensor:
+    return torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def _divide(block: nn.Module, count: int, rank: int, plan: TensorPlan = PLAN) -> BlockShard:
+    return divide_block(block, plan, shares_of(block, plan, (1.0,) * count), rank)
+
+
+Change = Callable[[BlockShard, int], None]
+Gradients = dict[str, tuple[torch.Tensor, Slice | None]]
+
+
+def _sampled(
+    model: Model,
+    count: int,
+    cards: EmulatedCards,
+    change: Change = lambda shard, rank: None,
+    plan: TensorPlan = PLAN,
+    chunks: TokenChunks | None = None,
+) -> torch.Tensor:
+    """The output, computed by so many cards. change: is made to each card's part of a block."""
+    model, shards = copy.deepcopy(model).requires_grad_(False), {}
+    for block in model.blocks:
+        parts = [_divide(copy.deepcopy(block), count, rank, plan) for rank in range(1, count)]
+        own = _divide(block, count, 0, plan)
+        for rank, part in enumerate((own, *parts)):
+            change(part, rank)
+            part.block.to(CARDS[rank])
+        shards[own.block] = own, parts
+    bridge = TensorParallel(CARDS[:count], shards)
+    bridge.chunks = chunks
+    bridge.attach()
+    cards.copies.clear()
+    with torch.no_grad(), bridge.forward():
+        return on_cpu(model.to(CARDS[0])(_input().to(CARDS[0])))
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-9))  # an expert may have no token
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_experts_are_summed_once_and_compute_what_the_whole_ones_do(count: int) -> None:
+    model = _model()
+    with emulated_cards() as cards, torch.no_grad():
+        found, expected = _sampled(model, count, cards), model(_input())
+        sent = [copy for copy in cards.copies if (copy.source, copy.target) == (CARDS[1], CARDS[0])]
+    assert _relative(found, expected) < 1e-5
+    # Of each block two sums, the choice and its weights, and the output, which the first forward compares.
+    assert len(sent) == 2 * (2 + 2 + 1)
+
+
+def test_experts_are_not_computed_by_chunks_of_tokens_and_what_follows_is() -> None:
+    """Cards meet inside them, at the gate, while an earlier chunk's sums would be under way."""
+    model = _model()
+    with emulated_cards() as cards, torch.no_grad():
+        found = _sampled(model, 2, cards, chunks=TokenChunks(4, 2))
+        sent = [each.shape[-2] for each in cards.copies if (each.source, each.target) == (CARDS[1], CARDS[0])]
+        expected = model(_input())
+    assert _relative(found, expected) < 1e-5 and TOKENS in sent and 3 in sent
+
+
+def _bend_the_second_gate(shard: BlockShard, rank: int) -> None:
+    """It chooses other experts, as a card of another kind does where two are nearly alike."""
+    gate = shard.block.get_submodule("ff.gate")
+    if rank == 1:
+        gate.weight = nn.Parameter(-gate.weight, requires_grad=False)
+
+
+def test_all_cards_take_the_first_ones_choice() -> None:
+    """Else a token would get half of one expert and half of another, and no card would notice."""
+    model, alone = _model(), dataclasses.replace(PLAN, decided=())
+    with emulated_cards() as cards, torch.no_grad():
+        found = _sampled(model, 3, cards, _bend_the_second_gate)
+        wrong = _sampled(model, 3, cards, _bend_the_second_gate, alone)
+        expected = model(_input())
+    assert _relative(found, expected) < 1e-5 and _relative(wrong, expected) > 0.01
+
+
+def _trained(model: Model, count: int) -> tuple[list[torch.Tensor], list[Gradients]]:
+    """Losses of each card, and its gradients by name with the slices that they are of, None for the whole."""
+    trees, shards = [], []
+    for rank in range(count):
+        tree = copy.deepcopy(model)
+        parts = {f"blocks.{index}": _divide(block, count, rank) for index, block in enumerate(tree.blocks)}
+        _ = [_bend_the_second_gate(part, rank) for part in parts.values()]
+        trees.append(tree.to(CARDS[rank]).requires_grad_(True))
+        shards.append(parts)
+    divided = DividedModel(trees, CARDS[:count], shards)
+
+    def work() -> torch.Tensor:
+        loss = divided.through(lambda tree, card: tree(_input().to(card)).square().mean())
+        loss.backward()
+        return loss
+
+    losses = [on_cpu(loss) for loss in divided.together(work)]
+    found = []
+    for tree, parts in zip(trees, shards, strict=True):
+        slices = {f"{block}.{name}": part for block, each in parts.items() for name, part in each.slices.items()}
+        names = (*dict(tree.front.named_parameters(prefix="front")), *slices)
+        found.append({name: (on_cpu(tree.get_parameter(name).grad), slices.get(name)) for name in names})
+    return losses, found
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_gradients_are_those_of_the_whole(count: int) -> None:
+    """Of what comes before, of the divided layers' slices, and through the weights that a gate gives its experts."""
+    model = _model()
+    expected = model(_input()).square().mean()
+    expected.backward()
+    whole = {name: parameter.grad for name, parameter in model.named_parameters()}
+    with emulated_cards():
+        losses, found = _trained(model, count)
+    assert all(abs(loss - expected.detach()) <= 1e-5 * expected.detach() for loss in losses)
+    for gradients in found:
+        for name, (gradient, part) in gradients.items():
+            assert _relative(gradient, whole[name] if part is None else part.of(whole[name])) < 1e-5, name
