@@ -82,10 +82,10 @@ class LoraSettings:
     def _check_text_encoder(self) -> None:
         if self.text_encoder_rank and not self.text_encoder:
             raise ValueError("text_encoder_rank is of a LoRA on text encoders; set text_encoder = true, or remove it")
-        others = {'kind = "lokr"': self.kind == "lokr", "dora": self.dora, "start_from": bool(self.start_from)}
+        others = {'kind = "lokr"': self.kind == "lokr", "dora": self.dora}
         if self.text_encoder and (found := [name for name, is_set in others.items() if is_set]):
             raise ValueError(
-                f"text_encoder trains a fresh, plain LoRA on the text encoders, and {found[0]} asks for another; "
+                f"text_encoder trains a plain LoRA on the text encoders, and {found[0]} asks for another; "
                 "remove one of the two"
             )
 

@@ -350,6 +350,8 @@ class HostModel(Protocol):
     def read_lora(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """The layers of a LoRA file, as its loader maps them onto this model; see checkpoints/lora_start.py.
 
+        Those of text encoders that can be trained begin with TEXT_ENCODERS.
+
         Raises: ValueError naming what it does not map.
         """
         ...

@@ -15,7 +15,7 @@ from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..checkpoints.load import make_empty_transformer
 from ..checkpoints.lokr_file import check_lokr_layout
 from ..checkpoints.lora_layouts import check_lora_layout
-from ..checkpoints.lora_start import read_start, refuse_start
+from ..checkpoints.lora_start import is_of_text, read_start, refuse_start
 from ..config.job import JobConfig
 from ..data.folders import scan_folders
 from ..data.samples import Sample
@@ -218,12 +218,12 @@ def find_start(read: ReadJob) -> Mapping[str, Mapping[str, Tensor]]:
         return {}
     path = Path(settings.start_from)
     linears = {n: (m.out_features, m.in_features) for n, m in read.model.named_modules() if isinstance(m, nn.Linear)}
-    layers = read_start(path, read.info.family, linears)
+    layers = read_start(path, read.info.family, linears, trains_text=settings.text_encoder)
     refuse_start(path, layers, read.targets, settings)
+    of_text, count = sum(map(is_of_text, layers)), len(read.targets)
+    known = f"with {of_text} layers of {path.name}, the rest" if of_text else "all of it"
+    text = f"; on the text encoders {known} afresh" if settings.text_encoder else ""
     _log.warning(
-        "the LoRA begins with %s, %d of its %d layers afresh",
-        path.name,
-        len(read.targets) - len(layers),
-        len(read.targets),
+        "the LoRA begins with %s, %d of its %d layers afresh%s", path.name, count - len(layers) + of_text, count, text
     )
     return layers

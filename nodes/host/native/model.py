@@ -32,7 +32,7 @@ from ....parallel.offload.in_place import InPlaceGuard
 from ....patches.lora import is_lora_name
 from .drawing import ComfyDecoding, ComfySteps, scheduler_of
 from .lora import read_lora
-from .text import attach_text_encoders, class_of_clip, encoded, recompute_layers
+from .text import attach_text_encoders, class_of_clip, encoded, encoders_of, recompute_layers
 
 _BASE = "_devicebridge_base"  # of a diffusion model: its BaseModel
 _LEAST = 1e-6  # of a share of the way from noise to data; ComfyUI gives the ends other numbers
@@ -153,7 +153,7 @@ class ComfyModel:
 
     def read_lora(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See HostModel.read_lora."""
-        return read_lora(self._make_base(torch.device("meta")), tensors)
+        return read_lora(self._make_base(torch.device("meta")), tensors, encoders_of(self.text_class))
 
     def example(
         self, batch: int, device: torch.device, text: Mapping[str, torch.Tensor] | None
