@@ -3,7 +3,8 @@
 Takes ComfyUI's folder, a folder for files, 1 for all builds, and names of builds. Prints one line of JSON:
 {"tokens": {build: [tokens per cell as read, as its blocks are given]}, "needs": {build: what its CONDITIONING must
 hold}, "text": {build: what is wrong with the text that a plan takes before captions are encoded}, "plans": {build:
-why it has none}, "refused": {build: why, "" if it is not}, "full": {file of full size: what is wrong with its plan}}.
+why it has none}, "refused": {build: why, "" if it is not}, "full": {file of full size: what is wrong with its plan},
+"experts": {case: [least and largest noise level drawn, difference from all levels cut to these, what is warned of]}}.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 CHECKOUT, FOLDER, IS_LONG, *NEEDS = sys.argv[1:]
 sys.path[0] = CHECKOUT
@@ -31,6 +33,8 @@ from devicebridge.checkpoints.load import load_transformer  # noqa: E402
 from devicebridge.encoding.comfy_data import read_conditioning  # noqa: E402
 from devicebridge.families.comfy.inputs import COND, POOLED  # noqa: E402
 from devicebridge.families.comfy.text_sizes import usual_text  # noqa: E402
+from devicebridge.jobs import checks  # noqa: E402
+from devicebridge.jobs.job import check_job  # noqa: E402
 from devicebridge.jobs.read_job import read_job  # noqa: E402
 from devicebridge.jobs.resolve import Machine, resolve  # noqa: E402
 from devicebridge.nodes.host.native.context import native_training  # noqa: E402
@@ -44,7 +48,7 @@ from devicebridge.tests.comfy.native_steps import Bench, forecast, one_line  # n
 from devicebridge.tests.comfy.other_families import OTHERS, other_sizes  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, make_weights, small_sizes  # noqa: E402
 from devicebridge.tests.comfy.trained_families import TRAINED, save_trained, small_adapter  # noqa: E402
-from devicebridge.training.objective import predict  # noqa: E402
+from devicebridge.training.objective import noise_latents, predict  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -53,6 +57,19 @@ PATCHED = ("FLUX.1", "LTX-Video", "ERNIE-Image", "Krea 2", "Cosmos-Predict2", "W
 # Z-Image pads its tokens.
 LONG = ("FLUX.2", "Chroma", "Qwen-Image", "Lumina 2", "SD 3.5", "HunyuanVideo", "HunyuanVideo 1.5", "Anima")
 REFUSED = ("SVD", "SD x4 upscaler", "SD 1.5 by instructions", "Stable Cascade B", "Stable Cascade C")
+_TEXT, _IMAGE, _OTHER = "Wan 2.1 T2V, 2.2 T2V 14B", "Wan 2.2 I2V 14B", "Wan 2.2 TI2V 5B"
+EXPERTS = (  # build, file, which one
+    (_TEXT, "wan2.2_t2v_high_noise.safetensors", "high_noise"),
+    (_TEXT, "wan2.2_t2v_low_noise.safetensors", "low_noise"),
+    (_TEXT, "wan2.2_t2v_low_noise.safetensors", "high_noise"),
+    (_TEXT, "wan2.2_t2v_low_noise.safetensors", ""),
+    (_TEXT, "wan2.1_t2v.safetensors", ""),
+    (_IMAGE, "image_to_video.safetensors", ""),
+    (_IMAGE, "image_to_video.safetensors", "high_noise"),
+    (_IMAGE, "image_to_video.safetensors", "low_noise"),
+    (_OTHER, "wan2.2_ti2v_5B.safetensors", ""),
+    (_OTHER, "wan2.2_ti2v_5B.safetensors", "low_noise"),
+)
 BUILDS = {**TRAINED, **OTHERS}
 # A build of each class; the connectors of LTX-2's other one fit no text encoder, and ACE-Step's music comes with text.
 _OF_CLASSES = {family.config_class: name for name, family in TRAINED.items() if not name.startswith("ACE")}
@@ -132,6 +149,33 @@ def plan(name: str) -> str:
     return ""
 
 
+def expert(name: str, file: str, asked: str) -> list[Any]:
+    """How a job of a build in a file of this name draws noise levels."""
+    bench = Bench(name, Path(FOLDER) / f"{file} {asked}", save_trained(name, Path(FOLDER) / file, BUILDS[name]))
+    warned: list[str] = []
+    with small_sizes(bench.family):
+        whole = check_job(bench.job("all", {}), info=bench.info)
+        try:
+            with mock.patch.object(checks._log, "warning", lambda line, *values: warned.append(line % values)):
+                plan = check_job(bench.job("expert", {"objective": {"expert": asked}}), info=bench.info)
+        except ValueError as error:
+            return [str(error)]
+    levels, every = _levels(plan, plan.schedule), _levels(plan, whole.schedule)
+    kept = every[(every >= levels.min() - 1e-6) & (every <= levels.max() + 1e-6)]
+    grid = torch.linspace(0.1, 0.9, 9)
+    apart = float((levels.quantile(grid) - kept.quantile(grid)).abs().max())
+    return [float(levels.min()), float(levels.max()), apart, "; ".join(warned)]
+
+
+def _levels(plan: Any, schedule: Any) -> torch.Tensor:
+    """What the model is told of the noise in many samples; it is as large in a latent of nothing."""
+    times = schedule.sigmas(torch.linspace(0, 1, 4003)[1:-1], 64)
+    one = torch.ones(len(times), 1, 1, 1, 1)
+    made = noise_latents(plan.family, one * 0, one, times)
+    assert torch.allclose(made.noisy.flatten(), made.sigmas, atol=1e-6)
+    return made.sigmas
+
+
 @torch.no_grad()
 def _said(info: Any, model: Any, latent: tuple[int, ...], text: Mapping[str, torch.Tensor]) -> torch.Tensor:
     noisy = torch.randn(1, latent[0], *((1,) if len(latent) == 3 else ()), *latent[1:])
@@ -165,5 +209,7 @@ if __name__ == "__main__":
         refused = {name: refusal(name) for name in REFUSED}
         refused["Stable Cascade C as published"] = refusal("Stable Cascade C", joined("Stable Cascade C"))
         needed = {name: needs(name) for name in NEEDS}
-    found = {"tokens": tokens, "needs": needed, "text": texts, "plans": plans, "refused": refused, "full": full}
+        experts = {" ".join(case[1:]): expert(*case) for case in EXPERTS}
+    found = {"tokens": tokens, "needs": needed, "text": texts, "plans": plans, "refused": refused}
+    found |= {"full": full, "experts": experts}
     print(json.dumps(found), flush=True)

@@ -39,6 +39,20 @@ REFUSED = {
     "Stable Cascade C": (),
     "Stable Cascade C as published": ("cuts, joins or makes tensors", ".to_"),
 }
+# File and setting -> least and largest noise level, and what is warned of. Wan's published pairs change at 0.875 of the
+# noise, those with an image at 0.9; the model's shift of 8 has no part in it.
+_SAYS_NOT = "objective.expert does not say which"
+EXPERTS: dict[str, tuple[tuple[float, float], str]] = {
+    "wan2.2_t2v_high_noise.safetensors high_noise": ((0.875, 1.0), ""),
+    "wan2.2_t2v_low_noise.safetensors low_noise": ((0.0, 0.875), ""),
+    "wan2.2_t2v_low_noise.safetensors high_noise": ((0.875, 1.0), "seems to be the other one"),
+    "wan2.2_t2v_low_noise.safetensors ": ((0.0, 1.0), _SAYS_NOT),
+    "wan2.1_t2v.safetensors ": ((0.0, 1.0), ""),
+    "image_to_video.safetensors ": ((0.0, 1.0), _SAYS_NOT),
+    "image_to_video.safetensors high_noise": ((0.9, 1.0), ""),
+    "image_to_video.safetensors low_noise": ((0.0, 0.9), ""),
+    "wan2.2_ti2v_5B.safetensors ": ((0.0, 1.0), ""),
+}
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +87,19 @@ def test_a_model_that_does_not_run_without_its_skips_is_planned_in_words(found: 
 def test_what_has_no_data_here_is_refused_by_its_header(name: str, found: dict[str, Any]) -> None:
     says = found["refused"][name]
     assert all(words in says for words in REFUSED[name]) and bool(says) == bool(REFUSED[name]), says
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_an_expert_draws_the_noise_levels_of_its_own_as_the_whole_model_would(case: str, found: dict[str, Any]) -> None:
+    *bounds, apart, warned = found["experts"][case]
+    wanted, words = EXPERTS[case]
+    assert bounds == pytest.approx(wanted, abs=2e-3) and apart < 2e-3, (bounds, apart)
+    assert (words in warned) if words else not warned
+
+
+def test_a_model_without_experts_refuses_one(found: dict[str, Any]) -> None:
+    (says,) = found["experts"]["wan2.2_ti2v_5B.safetensors low_noise"]
+    assert 'objective.expert = "low_noise" is of Wan 2.2\'s experts' in says and "remove the setting" in says
 
 
 def test_published_models_are_planned_before_captions_are_encoded(found: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ from ....families.spec import (
 )
 from ....parallel.block_lists import block_fqns, tail_modules
 from .drawing import usual_cfg
+from .experts import boundary_of, is_expert
 from .model import ComfyModel, build, kind_of, own_config
 
 _DTYPES = {**TORCH_TYPES}
@@ -110,7 +111,7 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     needed = dict(base.diffusion_model.named_parameters())
     buffers = dict(base.diffusion_model.named_buffers())
     kept = {name: record for name, record in tensors.items() if name in needed or name in buffers}
-    family, variant = _family_of(base, row, ComfyModel(config, names, prefix, row))
+    family, variant = _family_of(path, base, row, ComfyModel(config, names, prefix, row))
     facts = {"in_channels": base.latent_format.latent_channels, "class": row.class_name, "dtype": dtype}
     facts["shapes"] = settings_fingerprint({name: list(record.shape) for name, record in kept.items()})
     return CheckpointInfo(path, family, variant, facts, "original", kept, None)
@@ -270,23 +271,25 @@ def _audio_of(base: Any) -> LatentSpec:
     )
 
 
-def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFamily, Variant]:
+def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFamily, Variant]:
     model, form = base.diffusion_model, base.latent_format
     dims = form.latent_dimensions
     latent = _latent_of(base, row)
     # ComfyUI's own range has the model's shift in it; a shift of ours would come on top.
     timesteps = TimestepSpec("uniform", "none", {"none": ShiftRule("none")})
+    beside = _beside(base)
     has_guidance = bool(base.model_config.unet_config.get("guidance_embed"))
     variant = Variant(
         name=f"comfyui-{type(base.model_config).__name__}",
         transformer_config={"in_channels": form.latent_channels},
         text_encoders=(),
         training_guidance=1.0 if has_guidance else None,
+        boundary=boundary_of(base, beside),
+        is_expert=is_expert(base, beside, path),
     )
     tail = {module: name for name, module in model.named_modules()}
     blocks = [f"{name}." for name in block_fqns(model, row.block_lists, row.block_lists)]
     lists = tuple(name for name in row.block_lists if any(each.startswith(f"{name}.") for each in blocks))
-    beside = _beside(base)
     described = find_native(type(model))
     assert described is not None
     every = (*lists, *(name for name in described.follows if hasattr(model, name)))
