@@ -125,8 +125,13 @@ class ReadJob:
         """Height and width in pixels and frames of the samples that take the most."""
         if not self.encoded:
             return max(((*sample.bucket, sample.num_frames) for sample in self.samples), key=math.prod)
-        side = resolution_of(self.encoded, self.info.family.latent_of(self.variant))
-        return side, side, max(sample.num_frames for sample in self.encoded)
+        latent = self.info.family.latent_of(self.variant)
+        frames = max(sample.num_frames for sample in self.encoded)
+        if latent.audio_rows:
+            side = resolution_of(self.encoded, latent)
+            return side, side, frames
+        *_, rows, columns, _ = max((sample.bucket for sample in self.encoded), key=lambda each: each[-3] * each[-2])
+        return rows * latent.spatial_stride, columns * latent.spatial_stride, frames
 
 
 def _without_guides(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

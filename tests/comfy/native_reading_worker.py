@@ -56,6 +56,7 @@ PACKED = ("Ideogram 4", "Lens", "MageFlow", "PixArt Sigma", "Cosmos 1", "Hunyuan
 PATCHED = ("FLUX.1", "LTX-Video", "ERNIE-Image", "Krea 2", "Cosmos-Predict2", "Wan 2.1 T2V, 2.2 T2V 14B")
 # Z-Image pads its tokens.
 LONG = ("FLUX.2", "Chroma", "Qwen-Image", "Lumina 2", "SD 3.5", "HunyuanVideo", "HunyuanVideo 1.5", "Anima")
+PLANNED = ("Cosmos 1", "HunyuanDiT", "Anima", "Wan VACE", "Wan Dancer")
 REFUSED = ("SVD", "SD x4 upscaler", "SD 1.5 by instructions", "Stable Cascade B", "Stable Cascade C")
 _TEXT, _IMAGE, _OTHER = "Wan 2.1 T2V, 2.2 T2V 14B", "Wan 2.2 I2V 14B", "Wan 2.2 TI2V 5B"
 EXPERTS = (  # build, file, which one
@@ -205,7 +206,7 @@ if __name__ == "__main__":
         names = (*PATCHED, *PACKED, *(LONG if int(IS_LONG) else ()))
         tokens = {name: tokens_per_cell(name) for name in names}
         texts = {name: text_fault(name) for name in BEFORE_CAPTIONS}
-        plans = {name: plan(name) for name in ("Cosmos 1", "HunyuanDiT")}
+        plans = {name: plan(name) for name in PLANNED}
         refused = {name: refusal(name) for name in REFUSED}
         refused["Stable Cascade C as published"] = refusal("Stable Cascade C", joined("Stable Cascade C"))
         needed = {name: needs(name) for name in NEEDS}

@@ -92,6 +92,7 @@ class Bench:
 
     def __init__(self, name: str, folder: Path, file: Path | None = None, family: TinyFamily | None = None) -> None:
         self.name, self.family, self.folder = name, family or TRAINED[name], folder
+        self.is_long = _IS_LONG and name in TRAINED  # further models go by the same mechanisms
         folder.mkdir(parents=True)
         with small_sizes(self.family):
             self.path = file or save_trained(name, folder / "model.safetensors", self.family)
@@ -206,16 +207,19 @@ def cards_of(job: JobConfig) -> Iterator[None]:
     if job.split.devices == ("cpu",):
         yield
         return
+    with emulated_cards(max(2, len(job.split.devices))), factories_on_cards(), no_autocast_on_cards():
+        yield
+
+
+@contextlib.contextmanager
+def no_autocast_on_cards() -> Iterator[None]:
+    """Inside, torch's autocast, which knows no emulated card, does nothing there."""
     own = torch.autocast
 
     def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
         return contextlib.nullcontext() if device_type == "lazy" else own(device_type, *args, **kwargs)
 
-    with (
-        emulated_cards(max(2, len(job.split.devices))),
-        factories_on_cards(),
-        mock.patch.object(torch, "autocast", autocast),
-    ):
+    with mock.patch.object(torch, "autocast", autocast):
         yield
 
 
@@ -306,6 +310,8 @@ def _factor(kind: str, sigma: float) -> float:
     """Core's loss is that of the data, ours that of what the network says: by the prediction types' own formulas."""
     if kind == "FLOW_COSMOS":
         return (sigma / (sigma + 1)) ** 2
+    if kind == "EDM":  # Cosmos 1, with a sigma_data of 0.5
+        return sigma**2 * 0.25 / (sigma**2 + 0.25)
     if kind.startswith("V_PREDICTION"):
         return sigma**2 / (sigma**2 + 1)
     return sigma**2
@@ -318,7 +324,7 @@ def loss_is_cores(bench: Bench) -> Figures:
         return _loss_is_masked_samplings(bench)
     try:
         core = _core_step(bench, backward=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AssertionError) as error:
         return {"core": one_line(error), **_loss_is_samplings(bench)}
     with bench.trainer("loss", _PLAIN) as trainer, torch.no_grad():
         put_lora(trainer, {n: torch.zeros_like(t) for n, t in trainer.lora.tensors().items()})
@@ -389,7 +395,7 @@ def core_gradients(bench: Bench) -> Figures:
         return {"raises": "Train LoRA knows nothing of a noise mask"}
     try:
         core = _core_step(bench, backward=True)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         return {"raises": one_line(error)[:120]}
     pairs = []
     with bench.trainer("core", _PLAIN) as trainer:
@@ -524,7 +530,7 @@ def compiled(bench: Bench) -> Figures:
     compared with uncompiled blocks before every run (training/preflight.py)."""
     family = bench.info.family
     figures = {}
-    for title, is_dynamic in (("one size", False), *([("any size", True)] if _IS_LONG else [])):
+    for title, is_dynamic in (("one size", False), *([("any size", True)] if bench.is_long else [])):
         torch._dynamo.reset()
         with bench.trainer(title, {}) as trainer, ExitStack() as cleanup:
             handle = apply_compile(trainer.runner.replica_for(0)[0], family, is_dynamic=is_dynamic, backend="aot_eager")
@@ -557,13 +563,13 @@ def divided(bench: Bench) -> Figures:
         bench = Bench(bench.name, bench.folder / "divided", family=family)
     figures: Figures = {}
     alone = bench.first_step("on 1", _one_card())
-    for count in (2, 3, 4) if _IS_LONG else (3,):
+    for count in (2, 3, 4) if bench.is_long else (3,):
         try:
             figures[f"{count} cards"] = _divided_among(bench, count, alone)
         except ValueError as error:  # no plan, or too few heads
             if not figures or "heads" not in str(error):
                 raise
-    if _IS_LONG:
+    if bench.is_long:
         if not why_no_forecast(bench.info.family.native):
             _planned_divided(bench)
         rounded = {"model": {"quantize": "int8"}}

@@ -1,4 +1,5 @@
-"""Tiny builds of classes that ComfyUI trains here and no row of the table is about."""
+"""Tiny builds of further classes and models that are trained by the mechanisms of those in trained_families.py, and of
+some that are refused. ROWS are rows of the table."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from unittest import mock
 import comfy.supported_models
 import torch
 from devicebridge.tests.comfy import native_cases
-from devicebridge.tests.comfy.tiny_checkpoints import _COSMOS_PREDICT_2, _FLUX_1, _HUNYUAN_VIDEO, TinyFamily
+from devicebridge.tests.comfy.tiny_checkpoints import _CHROMA, _COSMOS_PREDICT_2, _FLUX_1, _HUNYUAN_VIDEO, TinyFamily
 from devicebridge.tests.comfy.trained_families import _SD15, _UNET, TRAINED, made_of
 
 
@@ -24,6 +25,34 @@ def _two_texts(generator: torch.Generator, tokens: int) -> dict[str, Any]:
     t5 = {"conditioning_mt5xl": torch.randn(1, 6, 16, generator=generator)}
     masks = {"attention_mask": tokens, "attention_mask_mt5xl": 6}
     return {**t5, **{name: torch.ones(1, length, dtype=torch.long) for name, length in masks.items()}}
+
+
+def _without_last(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    mask = torch.ones(1, tokens, dtype=torch.long)
+    mask[:, -1] = 0
+    return {"attention_mask": mask}
+
+
+def _reference(frames: tuple[int, ...] = (), *, is_masked: bool = False) -> Any:
+    """As ReferenceLatent gives it, beside a text with a mask where the model wants one."""
+
+    def options(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+        mask = _all_tokens(generator, tokens) if is_masked else {}
+        return {"reference_latents": [torch.randn(1, 16, *frames, 4, 6, generator=generator)], **mask}
+
+    return options
+
+
+def _given(*latent: int, mask: tuple[int, ...] = ()) -> Any:
+    """As InpaintModelConditioning and InstructPixToPixConditioning give it, and nodes of videos."""
+
+    def options(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+        image = {"concat_latent_image": torch.randn(1, *latent, generator=generator)}
+        if not mask:
+            return image
+        return {**image, "concat_mask": torch.rand(1, 1, *mask, generator=generator).round()}
+
+    return options
 
 
 def _of(
@@ -45,9 +74,15 @@ def _of(
     return TinyFamily(config_class, config, latent, context, blocks, is_detected=False, pooled=pooled, **given)
 
 
-def _beside(name: str, config_class: str, config: dict[str, Any]) -> TinyFamily:
+def _beside(name: str, config_class: str, config: dict[str, Any], options: Any = None, **more: Any) -> TinyFamily:
     """A build that is given channels beside the noise."""
-    return made_of(name, config_class=config_class, unet_config=config, is_detected=False)
+    given = more if options is None else {"options": options, **more}
+    return made_of(name, config_class=config_class, unet_config=config, is_detected=False, **given)
+
+
+_FOUR_HEADS = {"num_heads": 4, "axes_dim": [8, 12, 12]}
+_OF_FLUX = {**_FLUX_1, **_FOUR_HEADS}
+_OF_VIDEO = {**_HUNYUAN_VIDEO, **_FOUR_HEADS}
 
 
 OTHERS: dict[str, TinyFamily] = {
@@ -69,7 +104,7 @@ OTHERS: dict[str, TinyFamily] = {
         (6, 24),
         ("transformer_blocks",),
         more={"in_channels": 128, "out_channels": 32},
-        options=_all_tokens,
+        options=_without_last,
     ),
     "MageFlow": _of(
         native_cases.MAGE_FLOW,
@@ -105,12 +140,12 @@ OTHERS: dict[str, TinyFamily] = {
         "hunyuan_video",
         config_class="HunyuanImage21",
         unet_config={
-            **_HUNYUAN_VIDEO,
+            **_OF_VIDEO,
             "in_channels": 64,
             "out_channels": 64,
             "patch_size": [1, 1],
             "vec_in_dim": None,
-            "axes_dim": [64, 64],
+            "axes_dim": [16, 16],
         },
         latent=(64, 4, 4),
         pooled=0,
@@ -163,11 +198,113 @@ OTHERS: dict[str, TinyFamily] = {
         more={"c_in": 4, "c_out": 4, "c_effnet": 16, "stable_cascade_stage": "b"},
         pooled=12,
     ),
-    "FLUX.1 Fill": _beside("flux1", "FluxInpaint", {**_FLUX_1, "in_channels": 96}),
-    "HunyuanVideo I2V": _beside("hunyuan_video", "HunyuanVideoI2V", {**_HUNYUAN_VIDEO, "in_channels": 33}),
-    "SkyReels I2V": _beside("hunyuan_video", "HunyuanVideoSkyreelsI2V", {**_HUNYUAN_VIDEO, "in_channels": 32}),
-    "SD 1.5 inpainting": _beside("sdxl", "SD15", {**_SD15, "in_channels": 9}),
-    "SD 1.5 by instructions": _beside("sdxl", "SD15_instructpix2pix", {**_SD15, "in_channels": 8}),
+    "FLUX.1 Fill": _beside("flux1", "FluxInpaint", {**_OF_FLUX, "in_channels": 96}, _given(16, 8, 8, mask=(64, 64))),
+    "FLUX.1 Schnell": _beside("flux1", "FluxSchnell", {**_OF_FLUX, "guidance_embed": False}),
+    "LongCat-Image": TinyFamily(
+        "LongCatImage",
+        {**_OF_FLUX, "guidance_embed": False, "vec_in_dim": None, "txt_ids_dims": [1, 2]},
+        (16, 8, 8),
+        (6, 48),
+        ("double_blocks", "single_blocks"),
+        is_detected=False,
+    ),
+    "Chroma Radiance": TinyFamily(
+        "ChromaRadiance",
+        {
+            **_CHROMA,
+            **native_cases.CHROMA_RADIANCE.config,
+            "image_model": "chroma_radiance",
+            "axes_dim": [4, 6, 6],
+            "patch_size": 2,
+        },
+        (3, 8, 8),
+        (6, 12),
+        ("double_blocks", "single_blocks"),
+        is_detected=False,
+    ),
+    "HunyuanVideo I2V": _beside(
+        "hunyuan_video", "HunyuanVideoI2V", {**_OF_VIDEO, "in_channels": 33}, _given(16, 2, 4, 4, mask=(2, 4, 4))
+    ),
+    "SkyReels I2V": _beside(
+        "hunyuan_video", "HunyuanVideoSkyreelsI2V", {**_OF_VIDEO, "in_channels": 32}, _given(16, 2, 4, 4)
+    ),
+    "SD 1.5 inpainting": _beside("sdxl", "SD15", {**_SD15, "in_channels": 9}, _given(4, 8, 8, mask=(8, 8)), pooled=0),
+    "SD 1.5 by instructions": _beside(
+        "sdxl", "SD15_instructpix2pix", {**_SD15, "in_channels": 8}, _given(4, 8, 8), pooled=0
+    ),
+    "SD 2 v-prediction": made_of(
+        "sdxl",
+        config_class="SD20",
+        unet_config={**_SD15, "num_head_channels": 32, "num_heads": -1, "use_linear_in_transformer": True},
+        pooled=0,
+    ),
+    "SDXL refiner": made_of("sdxl", config_class="SDXLRefiner", unet_config={**_UNET, "adm_in_channels": 2560}),
+    "AuraFlow": _of(native_cases.AURA, "AuraFlow", "", (4, 8, 8), (6, 12), ("double_layers", "single_layers")),
+    "OmniGen2": _of(
+        native_cases.OMNIGEN,
+        "Omnigen2",
+        "omnigen2",
+        (16, 8, 8),
+        (6, 12),
+        ("layers",),
+        more={"in_channels": 16},
+        options=_reference(is_masked=True),
+    ),
+    "Boogu-Image": _of(
+        native_cases.BOOGU,
+        "Boogu",
+        "boogu",
+        (16, 8, 8),
+        (6, 12),
+        ("double_stream_layers", "single_stream_layers"),
+        more={"in_channels": 16},
+        options=_reference(is_masked=True),
+    ),
+    "JoyImage": _of(
+        native_cases.JOY_IMAGE,
+        "JoyImage",
+        "joyimage",
+        (16, 1, 8, 8),
+        (6, 12),
+        ("double_blocks",),
+        more={"in_channels": 16},
+        options=_reference((1,)),
+    ),
+    "Mochi": _of(
+        native_cases.MOCHI,
+        "GenmoMochi",
+        "mochi_preview",
+        (12, 2, 4, 4),
+        (5, 16),
+        ("blocks",),
+        more={"in_channels": 12},
+        options=_without_last,
+    ),
+    "Kandinsky 5 Image": _of(
+        native_cases.KANDINSKY,
+        "Kandinsky5Image",
+        "kandinsky5",
+        (16, 8, 8),
+        (6, 12),
+        ("visual_transformer_blocks",),
+        more={"in_visual_dim": 16, "out_visual_dim": 16, "visual_embed_dim": 64},
+        pooled=10,
+    ),
+    "CogVideoX": _of(
+        native_cases.COG_VIDEO_X,
+        "CogVideoX_T2V",
+        "cogvideox",
+        (16, 3, 4, 4),
+        (5, 12),
+        ("blocks",),
+        more={
+            "in_channels": 16,
+            "out_channels": 16,
+            "ofs_embed_dim": None,
+            "sample_width": 4,
+            "sample_height": 4,
+        },
+    ),
     "SD x4 upscaler": _beside(
         "sdxl",
         "SD_X4Upscaler",
@@ -198,8 +335,12 @@ OTHERS: dict[str, TinyFamily] = {
         (5, 12),
         ("blocks",),
         more={"in_channels": 32, "out_channels": 16, "sample_width": 4, "sample_height": 4},
+        options=_given(16, 3, 4, 4),
     ),
 }
+
+_REFUSED = ("Stable Cascade B", "SD x4 upscaler", "SVD")
+ROWS = tuple(name for name in OTHERS if name not in (*_REFUSED, "LTX-2 unprocessed"))
 
 
 @contextlib.contextmanager

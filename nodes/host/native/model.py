@@ -35,6 +35,8 @@ from .lora import read_lora
 from .text import attach_text_encoders, class_of_clip, encoded, encoders_of, recompute_layers
 
 _BASE = "_devicebridge_base"  # of a diffusion model: its BaseModel
+_FOR_ADAPTER = (("t5xxl_ids",), ("t5xxl_weights",))  # what Anima's is given beside the text
+_LEAST_ADAPTED = 512  # tokens that it makes
 _LEAST = 1e-6  # of a share of the way from noise to data; ComfyUI gives the ends other numbers
 
 
@@ -159,7 +161,10 @@ class ComfyModel:
         self, batch: int, device: torch.device, text: Mapping[str, torch.Tensor] | None
     ) -> dict[str, torch.Tensor]:
         """See HostModel.example."""
-        given = usual_text(self._make_base(torch.device("meta")).diffusion_model) if text is None else text
+        model = self._make_base(torch.device("meta")).diffusion_model
+        given = usual_text(model) if text is None else text
+        if device.type == "meta":
+            given = _adapted(model, given)
         if not given:
             raise ValueError(
                 f"nobody has said how large the text of {self._row.class_name} is; encode the captions first, by "
@@ -169,6 +174,18 @@ class ComfyModel:
         wanted = {name: each for name, each in given.items() if device.type != "meta" or not _needs_numbers(name)}
         stacked = {name: torch.stack([each] * batch) for name, each in wanted.items()}
         return {name: each if _is_read(name, each) else each.to(device) for name, each in stacked.items()}
+
+
+def _adapted(model: Any, text: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """What Anima's text adapter makes of a text and its T5 tokens, for a forward on meta, where it does not run.
+
+    It is at home, has no LoRA, and keeps nothing.
+    """
+    tokens = next((each for name, each in text.items() if option_path(name) == _FOR_ADAPTER[0]), None)
+    if tokens is None or not hasattr(model, "llm_adapter"):
+        return text
+    made = text[COND].new_empty(max(len(tokens), _LEAST_ADAPTED), model.llm_adapter.out_proj.out_features)
+    return {name: each for name, each in text.items() if option_path(name) not in _FOR_ADAPTER} | {COND: made}
 
 
 def build(config: Any, names: Mapping[str, torch.Tensor], prefix: str, device: torch.device) -> Any:
