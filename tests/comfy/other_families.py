@@ -82,6 +82,7 @@ def _beside(name: str, config_class: str, config: dict[str, Any], options: Any =
 
 _FOUR_HEADS = {"num_heads": 4, "axes_dim": [8, 12, 12]}
 _OF_FLUX = {**_FLUX_1, **_FOUR_HEADS}
+_OF_OMNIGEN = {"in_channels": 16, "hidden_size": 96, "num_attention_heads": 4, "num_kv_heads": 4}
 _OF_VIDEO = {**_HUNYUAN_VIDEO, **_FOUR_HEADS}
 
 
@@ -93,7 +94,7 @@ OTHERS: dict[str, TinyFamily] = {
         (128, 4, 4),
         (6, 12),
         ("layers",),
-        more={"in_channels": 128},
+        more={"in_channels": 128, "num_attention_heads": 4},
         options=_all_tokens,
     ),
     "Lens": _of(
@@ -103,7 +104,7 @@ OTHERS: dict[str, TinyFamily] = {
         (128, 4, 4),
         (6, 24),
         ("transformer_blocks",),
-        more={"in_channels": 128, "out_channels": 32},
+        more={"in_channels": 128, "out_channels": 32, "num_attention_heads": 4},
         options=_without_last,
     ),
     "MageFlow": _of(
@@ -113,7 +114,7 @@ OTHERS: dict[str, TinyFamily] = {
         (128, 4, 4),
         (6, 12),
         ("transformer_blocks",),
-        more={"in_channels": 128, "out_channels": 128},
+        more={"in_channels": 128, "out_channels": 128, "num_attention_heads": 4},
         options=_all_tokens,
     ),
     "PixArt Sigma": _of(native_cases.PIXART, "PixArtSigma", "pixart_sigma", (4, 36, 40), (5, 12), ("blocks",)),
@@ -124,7 +125,7 @@ OTHERS: dict[str, TinyFamily] = {
         (16, 2, 4, 4),
         (6, 12),
         ("blocks",),
-        more={"in_channels": 16, "out_channels": 16},
+        more={"in_channels": 16, "out_channels": 16, "model_channels": 96, "num_heads": 4},
     ),
     "HunyuanDiT": _of(
         native_cases.HUNYUAN_DIT,
@@ -133,7 +134,7 @@ OTHERS: dict[str, TinyFamily] = {
         (4, 8, 8),
         (4, 12),
         ("blocks",),
-        more={"size_cond": False, "use_style_cond": False, "input_size": None},
+        more={"size_cond": False, "use_style_cond": False, "input_size": None, "hidden_size": 64, "num_heads": 4},
         options=_two_texts,
     ),
     "HunyuanImage 2.1": made_of(
@@ -175,7 +176,7 @@ OTHERS: dict[str, TinyFamily] = {
         (16, 2, 4, 4),
         (6, 12),
         ("visual_transformer_blocks",),
-        more={"in_visual_dim": 16, "out_visual_dim": 16, "visual_embed_dim": 33 * 4},
+        more={"in_visual_dim": 16, "out_visual_dim": 16, "visual_embed_dim": 33 * 4, "model_dim": 96},
         pooled=10,
     ),
     "Stable Cascade C": _of(
@@ -216,6 +217,9 @@ OTHERS: dict[str, TinyFamily] = {
             "image_model": "chroma_radiance",
             "axes_dim": [4, 6, 6],
             "patch_size": 2,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "out_dim": 64,
         },
         (3, 8, 8),
         (6, 12),
@@ -239,7 +243,15 @@ OTHERS: dict[str, TinyFamily] = {
         pooled=0,
     ),
     "SDXL refiner": made_of("sdxl", config_class="SDXLRefiner", unet_config={**_UNET, "adm_in_channels": 2560}),
-    "AuraFlow": _of(native_cases.AURA, "AuraFlow", "", (4, 8, 8), (6, 12), ("double_layers", "single_layers")),
+    "AuraFlow": _of(
+        native_cases.AURA,
+        "AuraFlow",
+        "",
+        (4, 8, 8),
+        (6, 12),
+        ("double_layers", "single_layers"),
+        more={"dim": 64, "n_heads": 4},
+    ),
     "OmniGen2": _of(
         native_cases.OMNIGEN,
         "Omnigen2",
@@ -247,7 +259,7 @@ OTHERS: dict[str, TinyFamily] = {
         (16, 8, 8),
         (6, 12),
         ("layers",),
-        more={"in_channels": 16},
+        more=_OF_OMNIGEN,
         options=_reference(is_masked=True),
     ),
     "Boogu-Image": _of(
@@ -257,7 +269,7 @@ OTHERS: dict[str, TinyFamily] = {
         (16, 8, 8),
         (6, 12),
         ("double_stream_layers", "single_stream_layers"),
-        more={"in_channels": 16},
+        more=_OF_OMNIGEN,
         options=_reference(is_masked=True),
     ),
     "JoyImage": _of(
@@ -267,7 +279,7 @@ OTHERS: dict[str, TinyFamily] = {
         (16, 1, 8, 8),
         (6, 12),
         ("double_blocks",),
-        more={"in_channels": 16},
+        more={"in_channels": 16, "hidden_size": 64, "num_attention_heads": 4},
         options=_reference((1,)),
     ),
     "Mochi": _of(
@@ -277,7 +289,7 @@ OTHERS: dict[str, TinyFamily] = {
         (12, 2, 4, 4),
         (5, 16),
         ("blocks",),
-        more={"in_channels": 12},
+        more={"in_channels": 12, "hidden_size_x": 96, "hidden_size_y": 48, "num_heads": 4, "mlp_ratio_x": 128.0},
         options=_without_last,
     ),
     "Kandinsky 5 Image": _of(
@@ -287,7 +299,7 @@ OTHERS: dict[str, TinyFamily] = {
         (16, 8, 8),
         (6, 12),
         ("visual_transformer_blocks",),
-        more={"in_visual_dim": 16, "out_visual_dim": 16, "visual_embed_dim": 64},
+        more={"in_visual_dim": 16, "out_visual_dim": 16, "visual_embed_dim": 64, "model_dim": 96},
         pooled=10,
     ),
     "CogVideoX": _of(
@@ -303,6 +315,7 @@ OTHERS: dict[str, TinyFamily] = {
             "ofs_embed_dim": None,
             "sample_width": 4,
             "sample_height": 4,
+            "num_attention_heads": 4,
         },
     ),
     "SD x4 upscaler": _beside(
@@ -334,7 +347,7 @@ OTHERS: dict[str, TinyFamily] = {
         (16, 3, 4, 4),
         (5, 12),
         ("blocks",),
-        more={"in_channels": 32, "out_channels": 16, "sample_width": 4, "sample_height": 4},
+        more={"in_channels": 32, "out_channels": 16, "sample_width": 4, "sample_height": 4, "num_attention_heads": 4},
         options=_given(16, 3, 4, 4),
     ),
 }

@@ -10,7 +10,7 @@ from devicebridge.tests.comfy.workers import run_worker
 
 pytestmark = pytest.mark.comfy
 FORECAST = ("wan", "flux1", "chroma", "qwen_image", "z_image", "sd3", "ltxv", "hunyuan_video")
-OF_COMFYUI = ("anima", "vace", "dancer")
+BESIDE = ("anima", "vace", "dancer")  # what is at home works beside the blocks
 DIVIDED = ("flux2_heads", "wan_heads", "ltxv", "krea2_heads", "cosmos_predict2")
 
 
@@ -24,7 +24,7 @@ def _found(name: str, comfyui: Path, tmp_path: Path) -> dict[str, Any]:
     ["flux2_heads"]
     + [
         pytest.param(name, marks=pytest.mark.long)
-        for name in dict.fromkeys((*FORECAST, *DIVIDED[1:], "ltx2", "voice", *OF_COMFYUI))
+        for name in dict.fromkeys((*FORECAST, *DIVIDED[1:], "ltx2", "voice", *BESIDE))
     ],
 )
 def test_the_forecast_is_what_emulated_cards_hold(name: str, comfyui: Path, tmp_path: Path) -> None:
