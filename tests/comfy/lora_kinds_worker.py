@@ -39,6 +39,10 @@ from devicebridge.tests.emulated import emulated_cards  # noqa: E402
 from devicebridge.training.adapter import apply_lora, find_targets  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
+KINDS: dict[str, dict[str, Any]] = {
+    "lokr": {"kind": "lokr", "rank": 2, "alpha": 2.0},
+    "dora": {"dora": True, "rank": 2, "alpha": 2.0},
+}
 CARDS = {"devices": ["lazy:0", "lazy:1"]}
 TWO = {"gradient_accumulation_steps": 2}
 WAYS: dict[str, dict[str, Any]] = {
@@ -56,7 +60,8 @@ def examine(name: str) -> dict[str, Any]:
     with small_sizes(family), native_training():
         path = save_checkpoint(family, folder / "model.safetensors")
         info = read_native(path, "float32")
-        found = {"name": name, "attention": _attention(info), "lokr": _lokr(family, info, path, folder)}
+        found = {"name": name, "attention": _attention(info)}
+        found |= {kind: _trained(kind, family, info, path, folder) for kind in KINDS}
         found["spellings"] = {
             spelling: _start(family, info, path, folder / f"{spelling}.safetensors", tensors)
             for spelling, tensors in _spellings(info).items()
@@ -70,20 +75,23 @@ def _attention(info: Any) -> list[int]:
     return [len(find_targets(model, info.family, LoraSettings(layers=each))) for each in ("attention", "all")]
 
 
-def _lokr(family: Any, info: Any, path: Path, folder: Path) -> dict[str, Any]:
+def _trained(kind: str, family: Any, info: Any, path: Path, folder: Path) -> dict[str, Any]:
+    """A LoRA of this kind in every way of training; and its file, which the stock loader reads."""
+    folder /= kind
     generator = torch.Generator().manual_seed(3)
     latents = [{"samples": torch.randn(1, *family.latent, generator=generator)} for _ in range(2)]
     encoded = save_encoded(read_pairs(latents, [family.condition(s) for s in (1, 2)]), CacheStore(folder / "cache"))
     results = {}
     for way, sections in WAYS.items():
         with emulated_cards():
-            results[way] = run_job(_job(path, encoded, folder / way, sections), info=info)
+            results[way] = run_job(_job(path, encoded, folder / way, {"lora": KINDS[kind], **sections}), info=info)
     trained = results["plain"]
     assert trained.lora_path is not None
     stock = _stock(path)
     mapped = comfy.lora.load_lora(dict(trained.lora), comfy.lora.model_lora_keys_unet(stock, {}))
-    started = _prediction(family, info, _started(info, trained.lora_path, kind="lokr"))
-    modules = {key.rpartition(".")[0] for key in trained.lora}
+    started = _prediction(family, info, _started(info, trained.lora_path, **KINDS[kind]))
+    modules = {key.partition(".lora_")[0].removesuffix(".dora_scale").removesuffix(".alpha") for key in trained.lora}
+    modules = {key.partition(".lokr_")[0] for key in modules}
     return {
         "losses": {way: result.losses for way, result in results.items()},
         "keys": [len(mapped), len(modules)],
@@ -192,7 +200,6 @@ def _job(path: Path, encoded: Path, folder: Path, sections: dict[str, Any]) -> A
             "model": {"path": str(path), "family": "comfyui", "dtype": "float32"},
             "split": {"devices": ["cpu"]},
             "data": {"encoded": str(encoded)},
-            "lora": {"kind": "lokr", "rank": 2, "alpha": 2.0},
             "optimizer": {"learning_rate": 0.01},
             **sections,
             "train": {"steps": 3, "seed": 3, **sections.get("train", {})},
