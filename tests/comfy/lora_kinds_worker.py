@@ -10,6 +10,7 @@ import runpy
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 CHECKOUT, FOLDER, *NAMES = sys.argv[1:]
@@ -32,6 +33,7 @@ from devicebridge.encoding.encoded import save_encoded  # noqa: E402
 from devicebridge.encoding.store import CacheStore  # noqa: E402
 from devicebridge.families.comfy.inputs import COND  # noqa: E402
 from devicebridge.jobs.job import run_job  # noqa: E402
+from devicebridge.jobs.lora_output import lora_file_tensors  # noqa: E402
 from devicebridge.nodes.host.native.context import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint, small_sizes  # noqa: E402
@@ -93,11 +95,26 @@ def _trained(kind: str, family: Any, info: Any, path: Path, folder: Path) -> dic
     modules = {key.partition(".lora_")[0].removesuffix(".dora_scale").removesuffix(".alpha") for key in trained.lora}
     modules = {key.partition(".lokr_")[0] for key in modules}
     return {
+        "written": _written(_job(path, encoded, folder, {"lora": KINDS[kind]}), family, info, stock),
         "losses": {way: result.losses for way, result in results.items()},
         "keys": [len(mapped), len(modules)],
         "difference": _distance(started, _prediction(family, info, _patched(info, stock, mapped))),
         "change": _distance(started, _prediction(family, info, _loaded(info))),
     }
+
+
+def _written(job: Any, family: Any, info: Any, stock: Any) -> float:
+    """How far a model whose LoRA is random is from the stock one with the file that is written of it."""
+    model = _loaded(info)
+    handle = apply_lora(model, info.family, job.lora, seed=1)
+    generator = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for name, each in handle.parameters().items():
+            noise = torch.randn(each.shape, generator=generator)
+            each.copy_(each * (1 + 0.1 * noise) if "magnitude" in name else 0.3 * noise)
+    tensors = lora_file_tensors(SimpleNamespace(job=job, family=info.family), handle)  # type: ignore[arg-type]
+    mapped = comfy.lora.load_lora(dict(tensors), comfy.lora.model_lora_keys_unet(stock, {}))
+    return _distance(_prediction(family, info, model), _prediction(family, info, _patched(info, stock, mapped)))
 
 
 def _start(family: Any, info: Any, path: Path, file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

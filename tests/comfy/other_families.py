@@ -352,8 +352,27 @@ OTHERS: dict[str, TinyFamily] = {
     ),
 }
 
-_REFUSED = ("Stable Cascade B", "SD x4 upscaler", "SVD")
-ROWS = tuple(name for name in OTHERS if name not in (*_REFUSED, "LTX-2 unprocessed"))
+# Rows of the table; the others are refused, or fail in a step.
+ROWS = (
+    "FLUX.1 Schnell",
+    "FLUX.1 Fill",
+    "LongCat-Image",
+    "HunyuanVideo I2V",
+    "SkyReels I2V",
+    "HunyuanImage 2.1",
+    "Lens",
+    "MageFlow",
+    "JoyImage",
+    "CogVideoX",
+    "SD 1.5 inpainting",
+    "Ideogram 4",
+    "OmniGen2",
+    "Boogu-Image",
+    "Mochi",
+    "AuraFlow",
+    "Stable Cascade C",
+    "SD 2 v-prediction",
+)
 
 
 @contextlib.contextmanager

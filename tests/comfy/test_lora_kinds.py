@@ -30,6 +30,7 @@ def test_it_trains_alike_in_every_way(kind: str, examined: dict[str, Any]) -> No
 def test_the_stock_loader_maps_all_of_it_and_computes_what_was_trained(kind: str, examined: dict[str, Any]) -> None:
     found, written = examined[kind]["keys"]
     assert found == written > 0
+    assert examined[kind]["written"] < 1e-5
     assert examined[kind]["difference"] < 1e-5 < 1e-3 < examined[kind]["change"]
 
 
