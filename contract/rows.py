@@ -425,7 +425,14 @@ ROWS: tuple[Row, ...] = (
     *_read(
         "native", "comfy.lora", {"call": "model_lora_keys_unet(model, key_map); load_lora(lora, to_load, log_missing=)"}
     ),
-    *_read("native", "comfy.ldm.wan.model.WanModel", {"has": "img_emb"}),
+    *_read("native", "comfy.lora", {"has": "LORA_CLIP_MAP", "call": "model_lora_keys_clip(model, key_map)"}),
+    *_read("native", "comfy.ldm.wan.model.WanModel", {"has": "img_emb; patch_size"}),
+    *_read("native", "comfy.ldm.anima.model.Anima", {"has": "llm_adapter"}),
+    *_read("native", "comfy.ldm.cosmos.predict2.MiniTrainDIT", {"has": "patch_spatial"}),
+    *_read("native", "comfy.ldm.krea2.model.SingleStreamDiT", {"has": "patch"}),
+    *_read("native", "comfy.ldm.lightricks.model.LTXVModel", {"has": "patchifier"}),
+    *_read("native", "comfy.ldm.lightricks.symmetric_patchifier.Patchifier", {"has": "patch_size"}),
+    *_read("native", "comfy.ldm.modules.diffusionmodules.openaimodel.UNetModel", {"has": "in_channels"}),
     *_read("native", "comfy.lora_convert", {"call": "convert_lora(sd)"}),
     *_read("native", "comfy.weight_adapter.lora.LoRAAdapter", {"has": "name; weights"}),
     *_read("native", "comfy.clip_vision", {"call": "load(ckpt_path)"}),

@@ -36,6 +36,7 @@ from .text import attach_text_encoders, class_of_clip, encoded, encoders_of, rec
 
 _BASE = "_devicebridge_base"  # of a diffusion model: its BaseModel
 _FOR_ADAPTER = (("t5xxl_ids",), ("t5xxl_weights",))  # what Anima's is given beside the text
+_LAST_OF_ADAPTER = "llm_adapter.out_proj.weight"
 _LEAST_ADAPTED = 512  # tokens that it makes
 _LEAST = 1e-6  # of a share of the way from noise to data; ComfyUI gives the ends other numbers
 
@@ -184,7 +185,8 @@ def _adapted(model: Any, text: Mapping[str, torch.Tensor]) -> Mapping[str, torch
     tokens = next((each for name, each in text.items() if option_path(name) == _FOR_ADAPTER[0]), None)
     if tokens is None or not hasattr(model, "llm_adapter"):
         return text
-    made = text[COND].new_empty(max(len(tokens), _LEAST_ADAPTED), model.llm_adapter.out_proj.out_features)
+    width = model.get_parameter(_LAST_OF_ADAPTER).shape[0]
+    made = text[COND].new_empty(max(len(tokens), _LEAST_ADAPTED), width)
     return {name: each for name, each in text.items() if option_path(name) not in _FOR_ADAPTER} | {COND: made}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +46,7 @@ _OF_AUDIO = ("ACEStep15",)  # models whose latents have no sides but time
 _SOUND = {"LTXAV": (8, 16)}  # channels and bins of the sound beside a video, which its class holds as numbers
 # Where models hold how many cells of a latent a token is wide. Those that are packed call by this name how their
 # autoencoder packs, and a token is a cell; a UNet has no name for it, and halves its sides.
-_PATCH_NAMES = ("patch_size", "patch_spatial", "patch", "patchifier.patch_size")
+_PATCH_NAMES = ("patch_size", "patch_spatial", "patch")
 _PACKED = ("Ideogram4Transformer2DModel", "LensTransformer2DModel")
 _OF_UNETS = 2
 _MOST_READ = 2**14  # numbers of a tensor that is read to tell the model by, such as a norm's weights
@@ -250,8 +249,9 @@ def _patch_of(model: Any) -> int:
     """Cells of a latent that a token is wide."""
     if type(model).__name__ in _PACKED:
         return 1
+    holder = getattr(model, "patchifier", model)
     for name in _PATCH_NAMES:
-        held = functools.reduce(lambda found, each: getattr(found, each, None), name.split("."), model)
+        held = getattr(holder, name, None)
         if isinstance(held, (int, tuple, list)):
             return int(held if isinstance(held, int) else held[-1])
     return _OF_UNETS
