@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..config.job import LoraSettings
 from ..families.naming import Stack, find_by_diffusers, find_by_original
-from ..families.spec import ModelFamily
+from ..families.spec import TEXT_ENCODERS, ModelFamily
 from .lokr_file import FIRST
 from .weight_file import load_tensors
 
@@ -41,21 +41,24 @@ _TEXT = re.compile(r"^(base_model\.model\.)?(lora_te|text_encoder|lora_prior_te|
 Layer = dict[str, Tensor]
 
 
-def read_start(path: Path, family: ModelFamily, linears: Mapping[str, tuple[int, int]]) -> dict[str, Layer]:
+def read_start(
+    path: Path, family: ModelFamily, linears: Mapping[str, tuple[int, int]], *, trains_text: bool = False
+) -> dict[str, Layer]:
     """The layers of a LoRA file by fqn: A [R, in], B [out, R] with the strength in it, and of DoRA its magnitude.
 
     Of LoKr the factors, with the strength in the first. All are float32.
 
     Args:
         linears: out_features and in_features of each of the model's linears.
+        trains_text: whether text encoders get a LoRA, too; nobody knows their sizes here.
     Raises: ValueError naming what is not understood, or belongs to another model.
     """
     tensors = {name: tensor.float() for name, tensor in load_tensors(path).items()}
-    if found := [name for name in tensors if _TEXT.match(name)]:
+    if not trains_text and (found := [name for name in tensors if _TEXT.match(name)]):
         raise ValueError(
             f"{path} also changes a text encoder ({found[0]}, {len(found)} tensors), and without these the LoRA would "
-            "be another. lora.start_from takes a LoRA of the diffusion model alone; a run with lora.text_encoder goes "
-            "on by resume"
+            "be another; set lora.text_encoder = true to train them, too (SD 1.5, SD 2 and SDXL as ComfyUI has them), "
+            "or give a LoRA of the diffusion model alone"
         )
     if family.host is not None:
         layers = {name: dict(layer) for name, layer in family.host.read_lora(tensors).items()}
@@ -64,7 +67,7 @@ def read_start(path: Path, family: ModelFamily, linears: Mapping[str, tuple[int,
     if not layers:
         raise ValueError(f"{path} holds no LoRA: {len(tensors)} tensors, none of a layer that is known")
     for name, layer in layers.items():
-        _refuse_other_shapes(path, name, layer, linears.get(name))
+        _refuse_other_shapes(path, name, layer, _size(layer) if is_of_text(name) else linears.get(name))
     return layers
 
 
@@ -170,7 +173,7 @@ def _refuse_other_shapes(path: Path, name: str, layer: Layer, linear: tuple[int,
     if wrong := [kind for kind, tensor in layer.items() if not torch.isfinite(tensor).all()]:
         raise ValueError(f"{path}: {wrong[0]} of {name} is not finite; the file is damaged")
     found = _size(layer)
-    if linear is None or found != linear:
+    if linear is None or found != linear or not all(found):
         has = "none" if linear is None else f"{linear[0]} by {linear[1]}"
         raise ValueError(f"{path} is of another model: its {name} is {found[0]} by {found[1]}, and the model has {has}")
 
@@ -193,7 +196,7 @@ def refuse_start(path: Path, layers: Mapping[str, Layer], targets: Sequence[str]
 
     Raises: ValueError saying which setting would have to change.
     """
-    left_out = [name for name in layers if name not in set(targets)]
+    left_out = [name for name in layers if name not in set(targets) and not is_of_text(name)]
     if left_out:
         raise ValueError(
             f"lora.start_from = {path} changes {left_out[0]} ({len(left_out)} such layers), which is not trained; add "
@@ -205,9 +208,23 @@ def refuse_start(path: Path, layers: Mapping[str, Layer], targets: Sequence[str]
         raise ValueError(f'lora.start_from = {path} is of lora.kind = "{kind}"; set it, or give another file')
     if not settings.dora and any(DORA in layer or MAGNITUDE in layer for layer in layers.values()):
         raise ValueError(f"lora.start_from = {path} is a DoRA; set lora.dora = true, or give another file")
-    most = 0 if is_lokr else max(layer[A].shape[0] for layer in layers.values())
-    if most > settings.rank:
+    if is_lokr:
+        return
+    text = [name for name in layers if is_of_text(name)]
+    _refuse_larger(path, [layers[name] for name in layers if name not in text], "lora.rank", settings.rank)
+    key = "lora.text_encoder_rank" if settings.text_encoder_rank else "lora.rank"
+    _refuse_larger(path, [layers[name] for name in text], key, settings.text_rank)
+
+
+def is_of_text(name: str) -> bool:
+    """Whether a layer or parameter of this fqn is of text encoders that are trained with a model."""
+    return name.startswith(f"{TEXT_ENCODERS}.")
+
+
+def _refuse_larger(path: Path, layers: Sequence[Layer], key: str, rank: int) -> None:
+    most = max((layer[A].shape[0] for layer in layers), default=0)
+    if most > rank:
         raise ValueError(
-            f"lora.start_from = {path} has rank {most}, and lora.rank = {settings.rank} would lose part of it; set "
-            f"lora.rank to {most} or more"
+            f"lora.start_from = {path} has rank {most}, and {key} = {rank} would lose part of it; set {key} to {most} "
+            "or more"
         )

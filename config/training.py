@@ -82,10 +82,10 @@ class LoraSettings:
     def _check_text_encoder(self) -> None:
         if self.text_encoder_rank and not self.text_encoder:
             raise ValueError("text_encoder_rank is of a LoRA on text encoders; set text_encoder = true, or remove it")
-        others = {'kind = "lokr"': self.kind == "lokr", "dora": self.dora, "start_from": bool(self.start_from)}
+        others = {'kind = "lokr"': self.kind == "lokr", "dora": self.dora}
         if self.text_encoder and (found := [name for name, is_set in others.items() if is_set]):
             raise ValueError(
-                f"text_encoder trains a fresh, plain LoRA on the text encoders, and {found[0]} asks for another; "
+                f"text_encoder trains a plain LoRA on the text encoders, and {found[0]} asks for another; "
                 "remove one of the two"
             )
 
@@ -103,6 +103,8 @@ class ObjectiveConfig:
         sigmoid_scale: With sigmoid: factor of the normal number before the logistic function.
         guidance: Guidance value while training, for models that take one as an input (FLUX.1-dev, FLUX.2-dev). Left
             out: the model's usual value. Leave it there for all other models.
+        expert: Which of Wan 2.2's two experts a file is that ComfyUI loads: high_noise or low_noise. It is trained at
+            the noise levels that it draws. Left out: every level, as for all other models.
     """
 
     timestep_sampling: Literal["", "uniform", "logit_normal", "sigmoid"] = ""
@@ -111,6 +113,7 @@ class ObjectiveConfig:
     logit_std: Annotated[float, Range(0.01, 10.0)] = 1.0
     sigmoid_scale: Annotated[float, Range(0.01, 10.0)] = 1.0
     guidance: Annotated[float, Range(0.0, 1000.0)] | None = None
+    expert: Literal["", "high_noise", "low_noise"] = ""
 
 
 # Options that torch's optimizers take and that train nothing here -> why.

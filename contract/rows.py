@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from .of_models import OF_LORA_FILES, OF_MODELS
+
 TESTED_VERSION = "0.33.0"
 
 # has: the name is there. call: we call it so. override: ComfyUI calls our method in its place. wrap: it is run through
@@ -422,10 +424,8 @@ ROWS: tuple[Row, ...] = (
             "callbacks; cached_patcher_init"
         },
     ),
-    *_read(
-        "native", "comfy.lora", {"call": "model_lora_keys_unet(model, key_map); load_lora(lora, to_load, log_missing=)"}
-    ),
-    *_read("native", "comfy.ldm.wan.model.WanModel", {"has": "img_emb"}),
+    *_read("native", "comfy.lora", {"has": "LORA_CLIP_MAP", "call": OF_LORA_FILES}),
+    *_read("native", "comfy.ldm", {"has": OF_MODELS}),
     *_read("native", "comfy.lora_convert", {"call": "convert_lora(sd)"}),
     *_read("native", "comfy.weight_adapter.lora.LoRAAdapter", {"has": "name; weights"}),
     *_read("native", "comfy.clip_vision", {"call": "load(ckpt_path)"}),

@@ -182,6 +182,8 @@ class Variant:
     vae_config: Mapping[str, Any] = field(default_factory=dict)  # for single-file VAEs
     training_guidance: float | None = None  # embedded guidance while training; None for a model without that input
     sigma_range: tuple[float, float] = (0.0, 1.0)  # timesteps it is trained on; all unless it is one expert of a pair
+    boundary: float = 0.0  # timestep where the experts of such a pair meet, if its file does not say which one it is
+    is_expert: bool = False  # whether its file is surely one of these
     timesteps: TimestepSpec | None = None  # in place of the family's, as are latent and sampling
     latent: LatentSpec | None = None
     sampling: SamplingSpec | None = None
@@ -349,6 +351,8 @@ class HostModel(Protocol):
 
     def read_lora(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """The layers of a LoRA file, as its loader maps them onto this model; see checkpoints/lora_start.py.
+
+        Those of text encoders that can be trained begin with TEXT_ENCODERS.
 
         Raises: ValueError naming what it does not map.
         """

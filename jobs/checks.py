@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -196,9 +197,24 @@ def give_cautions(plan: JobPlan) -> None:
             _trained_on(plan),
             _zero_weights(plan),
             describe_expert(plan),
+            _which_expert(plan),
         ],
     ):
         _log.warning("%s", line)
+
+
+def _which_expert(plan: JobPlan) -> str:
+    """What is missing, or does not fit its file's name, about one of two experts that ComfyUI loads."""
+    expert, name = plan.job.objective.expert, Path(plan.job.model.path).name
+    if plan.variant.is_expert and not expert:
+        return (
+            f"{name} is one of Wan 2.2's two experts, and objective.expert does not say which: it is trained at all "
+            'noise levels, and draws at some of them only; set it to "high_noise" or "low_noise"'
+        )
+    other = {"high_noise": "low", "low_noise": "high"}.get(expert)
+    if other and re.search(rf"{other}[ _-]?noise", name, re.IGNORECASE):
+        return f'objective.expert is "{expert}", and {name} seems to be the other one; compare the two'
+    return ""
 
 
 def _ignored_rate(optimizer: OptimizerConfig) -> str:

@@ -13,10 +13,7 @@ from ..planning.space import SearchSpace
 # Classes that do on numbers, or on sizes of their own, what they cannot do on a forecast's tensors without data.
 _BY_NUMBERS = {
     "AceStepConditionGenerationModel": "its forward depends on numbers of text and reference; a dry run has shapes",
-    "Anima": "its text adapter turns autocast off for its device, and torch knows no autocast without a device",
     "HiDreamImageTransformer2DModel": "its experts are chosen by the numbers that they compute with",
-    "VaceWanModel": "its side blocks are added to what a block gave, and a forecast looks at blocks alone",
-    "WanDancerModel": "its music is cut by the shape of the clip, and a forecast takes a square",
 }
 
 

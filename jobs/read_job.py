@@ -15,7 +15,7 @@ from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..checkpoints.load import make_empty_transformer
 from ..checkpoints.lokr_file import check_lokr_layout
 from ..checkpoints.lora_layouts import check_lora_layout
-from ..checkpoints.lora_start import read_start, refuse_start
+from ..checkpoints.lora_start import is_of_text, read_start, refuse_start
 from ..config.job import JobConfig
 from ..data.folders import scan_folders
 from ..data.samples import Sample
@@ -125,8 +125,13 @@ class ReadJob:
         """Height and width in pixels and frames of the samples that take the most."""
         if not self.encoded:
             return max(((*sample.bucket, sample.num_frames) for sample in self.samples), key=math.prod)
-        side = resolution_of(self.encoded, self.info.family.latent_of(self.variant))
-        return side, side, max(sample.num_frames for sample in self.encoded)
+        latent = self.info.family.latent_of(self.variant)
+        frames = max(sample.num_frames for sample in self.encoded)
+        if latent.audio_rows:
+            side = resolution_of(self.encoded, latent)
+            return side, side, frames
+        *_, rows, columns, _ = max((sample.bucket for sample in self.encoded), key=lambda each: each[-3] * each[-2])
+        return rows * latent.spatial_stride, columns * latent.spatial_stride, frames
 
 
 def _without_guides(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -218,12 +223,12 @@ def find_start(read: ReadJob) -> Mapping[str, Mapping[str, Tensor]]:
         return {}
     path = Path(settings.start_from)
     linears = {n: (m.out_features, m.in_features) for n, m in read.model.named_modules() if isinstance(m, nn.Linear)}
-    layers = read_start(path, read.info.family, linears)
+    layers = read_start(path, read.info.family, linears, trains_text=settings.text_encoder)
     refuse_start(path, layers, read.targets, settings)
+    of_text, count = sum(map(is_of_text, layers)), len(read.targets)
+    known = f"with {of_text} layers of {path.name}, the rest" if of_text else "all of it"
+    text = f"; on the text encoders {known} afresh" if settings.text_encoder else ""
     _log.warning(
-        "the LoRA begins with %s, %d of its %d layers afresh",
-        path.name,
-        len(read.targets) - len(layers),
-        len(read.targets),
+        "the LoRA begins with %s, %d of its %d layers afresh%s", path.name, count - len(layers) + of_text, count, text
     )
     return layers

@@ -32,6 +32,7 @@ from ..planning.calibration import Measuring, plan_calibrated
 from ..planning.cards import Card, cards_of
 from ..planning.plan_training import TrainingPlan, plan_training
 from ..planning.question import ModelCosts, Question
+from ..planning.short_model import NoForecast
 from ..planning.space import OFFLOADS, OPTIMIZERS, SCHEMES, STRATEGIES, SearchSpace, Setting, is_open, strategies_on
 from ..quantization.quantize import QuantizeSettings
 from .checked_job import why_no_graphs
@@ -313,10 +314,11 @@ def _plan_as_before(job: JobConfig, subject: Subject, machine: Machine, before: 
             cuts = tuple(i for i in range(1, len(before.devices)) if before.devices[i] != before.devices[i - 1])
     if machine.cards is None:
         return None
-    if fault := why_no_forecast(subject.info.family.native):
-        _log.warning("%s is split by size, without a forecast: %s", subject.info.family.title, fault)
+    try:
+        training = plan_on(job, subject, machine, MEASURING[job.split.calibrate], cuts, shares)
+    except NoForecast as error:
+        _log.warning("%s is split by size, without a forecast: %s", subject.info.family.title, error.reason)
         return None
-    training = plan_on(job, subject, machine, MEASURING[job.split.calibrate], cuts, shares)
     if training.warning:
         _log.warning("%s", training.warning)
     return training
@@ -338,7 +340,7 @@ def plan_on(
     """
     assert machine.cards is not None
     if fault := why_no_forecast(subject.info.family.native):
-        raise ValueError(f"there is no forecast for {subject.info.family.title}: {fault}; it is trained split by size")
+        raise NoForecast(subject.info.family.title, fault)
     strategy = _first_of(search_space(job), [card.device for card in machine.cards]).strategy
     if job.parallel.asked and divides_blocks(strategy):
         _refuse_undividable(job, subject, min(len(machine.cards), len(block_names(subject.model, subject.info.family))))

@@ -114,10 +114,13 @@ def _longest(plan: JobPlan) -> int:
 
 def describe_expert(plan: JobPlan) -> str:
     """What to know of the pictures of a model that is one of a pair; "" for a whole one."""
-    if not (plan.job.samples.prompts and plan.variant.partner):
+    name, partner = plan.variant.name, plan.variant.partner
+    if expert := plan.job.objective.expert:
+        name, partner = f"the {expert} expert", "the other one"
+    if not (plan.job.samples.prompts and partner):
         return ""
     return (
-        f"sample pictures are drawn by {plan.variant.name} alone, at every noise level; with {plan.variant.partner} "
+        f"sample pictures are drawn by {name} alone, at every noise level; with {partner} "
         "they would look better, so compare them only with each other"
     )
 

@@ -134,6 +134,7 @@ _INPUTS = (
         optional=True,
         advanced=True,
     ),
+    Socket("expert", "objective.expert", optional=True),
 )
 
 

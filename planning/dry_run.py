@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..families.spec import ModelFamily, Variant
@@ -22,7 +22,7 @@ from ..patches.hooks import tensors_of
 from ..quantization.wrapped import tensor_bytes
 from .dry_run_block import BlockCost, dry_run_block, plain_tensors, sizes_of
 from .meter import Kernels, MemoryMeter, as_on_card
-from .short_model import META, ShortModel, Work, shorten, training_step, voice_as_sound
+from .short_model import META, ShortModel, Work, shorten, step_on_meta, voice_as_sound
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class StepCost:
 def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work: Work, kernels: Kernels) -> StepCost:
     """Count what a step of this work holds. The model is on meta; it is cut down and cannot be used afterwards.
 
-    Raises: ValueError for LoRA targets that match nothing; RuntimeError for a scheme whose package is missing.
+    Raises: ValueError for LoRA targets that match nothing; RuntimeError for a scheme whose package is missing;
+        NoForecast for one of ComfyUI's classes that does not run so.
     """
     with torch.inference_mode(False), torch.enable_grad():
         work = voice_as_sound(info.family, work)
@@ -63,7 +64,7 @@ def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work:
         short.model.train()
         short.model.enable_gradient_checkpointing(run.measure)  # type: ignore[operator]
         with as_on_card(kernels), run.meter:
-            training_step(short.model, info, variant, work, latents)
+            step_on_meta(short.model, info, variant, work, latents)
         return _collect(short, info.family, run)
 
 
@@ -79,7 +80,8 @@ class _Run:
         self._constants: list[torch.Tensor] = []  # held, so that a name is not given twice
 
     def measure(self, block: nn.Module | BlockCall, *args: Any) -> Any:
-        """The block's outputs as fresh tensors that need gradients: nothing before this block is remembered."""
+        """The block's outputs as fresh tensors that need gradients: nothing before this block is remembered. They are
+        no leaves, for some classes add to what a block gave, in place."""
         if self._num_calls == 0:
             self.front = self.meter.live
         if self.short.is_last(self._num_calls):
@@ -95,7 +97,12 @@ class _Run:
         self._num_calls += 1
         with torch.no_grad():
             outputs = block(*args)
-        outputs = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().requires_grad_(), outputs)
+        flat, spec = tree_flatten(outputs)
+        where = [index for index, each in enumerate(flat) if isinstance(each, torch.Tensor)]
+        fresh = _Fresh.apply(torch.empty(0, device=META, requires_grad=True), *(flat[index] for index in where))
+        for index, each in zip(where, fresh, strict=True):
+            flat[index] = each
+        outputs = tree_unflatten(flat, spec)
         if self._num_calls == len(self.short.calls):
             self._before.clear()
             self.tail_base = self.meter.start()
@@ -106,6 +113,19 @@ class _Run:
         if known is None:
             self._constants.append(tensor)
         return len(self._constants) - 1 if known is None else known
+
+
+class _Fresh(torch.autograd.Function):
+    """The same numbers, without a history and with a gradient that goes nowhere."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        return None, *(None for _ in grads)
 
 
 def _collect(short: ShortModel, family: ModelFamily, run: _Run) -> StepCost:

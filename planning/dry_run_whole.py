@@ -31,7 +31,7 @@ from ..training.adapter import find_targets
 from .dry_run import StepCost, costs_of_home
 from .dry_run_block import BlockCost, dry_run_block, plain_tensors, sizes_of
 from .meter import Kernels, MemoryMeter, as_on_card
-from .short_model import META, Work, make_trainable, training_step
+from .short_model import META, Work, make_trainable, step_on_meta
 
 Storages = Mapping[int, int]  # bytes by a number that stands for one storage
 
@@ -88,7 +88,8 @@ class WholeCost(StepCost):
 def dry_run_whole(model: nn.Module, info: CheckpointInfo, variant: Variant, work: Work, kernels: Kernels) -> WholeCost:
     """Count what a step of this work holds. The model is on meta, and cannot be used afterwards.
 
-    Raises: ValueError for LoRA targets that match nothing; RuntimeError for a scheme whose package is missing.
+    Raises: ValueError for LoRA targets that match nothing; RuntimeError for a scheme whose package is missing;
+        NoForecast for one of ComfyUI's classes that does not run so.
     """
     family = info.family
     with torch.inference_mode(False), torch.enable_grad():
@@ -100,7 +101,7 @@ def dry_run_whole(model: nn.Module, info: CheckpointInfo, variant: Variant, work
         model.train()
         model.enable_gradient_checkpointing(run.measure)  # type: ignore[operator]
         with as_on_card(kernels), run.meter:
-            training_step(model, info, variant, work, latents)
+            step_on_meta(model, info, variant, work, latents)
     calls = _with_shared(run.calls)
     return WholeCost(
         names=names,

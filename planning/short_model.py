@@ -29,6 +29,18 @@ _TEXT_WIDTHS = ("joint_attention_dim", "text_dim")  # what transformer configs c
 _POOLED_WIDTHS = ("pooled_projection_dim",)
 
 
+# What code that was not written for tensors without data may raise.
+_BY_FOREIGN_CODE = (TypeError, AttributeError, LookupError, RuntimeError, AssertionError)
+
+
+class NoForecast(ValueError):
+    """Nobody can tell what a step of this model holds; it can be trained all the same."""
+
+    def __init__(self, title: str, reason: str) -> None:
+        super().__init__(f"there is no forecast for {title}: {reason}; it is trained split by size")
+        self.reason = reason
+
+
 @dataclass(frozen=True, eq=False)
 class SampleText:
     """What one of ComfyUI's own models is given beside the noise, of one sample: of a job what takes the most.
@@ -231,9 +243,14 @@ def _keep_first_two(sample: ShortModel, family: ModelFamily) -> dict[str, str]:
             if name.rpartition(".")[0] == block_list.name and sample.calls.count(kind) < 2:
                 kept.append(name)
                 sample.calls.append(kind)
-        renamed |= {f"{block_list.name}.{order}": name for order, name in enumerate(kept)}
-        blocks = nn.ModuleList([sample.model.get_submodule(name) for name in kept])
-        setattr(sample.model, block_list.name, blocks)
+        blocks = [sample.model.get_submodule(name) for name in kept]
+        if isinstance(getattr(sample.model, block_list.name), nn.ModuleDict):
+            keys = [name.rpartition(".")[2] for name in kept]
+            setattr(sample.model, block_list.name, nn.ModuleDict(dict(zip(keys, blocks, strict=True))))
+            renamed |= {name: name for name in kept}
+        else:
+            setattr(sample.model, block_list.name, nn.ModuleList(blocks))
+            renamed |= {f"{block_list.name}.{order}": name for order, name in enumerate(kept)}
     return renamed
 
 
@@ -268,6 +285,20 @@ def training_step(model: Any, info: CheckpointInfo, variant: Variant, work: Work
     loss = prediction_loss(prediction, latents.clone())
     del prediction
     loss.backward()
+
+
+def step_on_meta(model: Any, info: CheckpointInfo, variant: Variant, work: Work, latents: torch.Tensor) -> None:
+    """A step of a model without numbers.
+
+    Raises: NoForecast where one of ComfyUI's classes cannot do that: it reads numbers, or counts its blocks.
+    """
+    try:
+        training_step(model, info, variant, work, latents)
+    except _BY_FOREIGN_CODE as error:
+        if info.family.host is None:
+            raise
+        said = f"its forward does not run without numbers, or without all blocks ({type(error).__name__}: {error})"
+        raise NoForecast(info.family.title, said) from error
 
 
 def _make_given(info: CheckpointInfo, variant: Variant, work: Work, latents: torch.Tensor) -> dict[str, torch.Tensor]:

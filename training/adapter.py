@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.lora_start import DORA, MAGNITUDE, A, B
+from ..checkpoints.lora_start import DORA, MAGNITUDE, A, B, is_of_text
 from ..config.job import LoraSettings
 from ..families.spec import TEXT_ENCODERS, ModelFamily
 from ..patches.lokr_linear import apply_fused_lokr
@@ -44,7 +44,7 @@ class LoraHandle:
     @property
     def num_of_text(self) -> int:
         """How many of the parameters are of text encoders; they are the last."""
-        return sum(map(_is_of_text, self.parameters()))
+        return sum(map(is_of_text, self.parameters()))
 
     def tensors(self) -> dict[str, Tensor]:
         """The adapter on the CPU: "<linear>.lora_A.weight" [R, in], ".lora_B.weight" [out, R], ".dora_scale" [out].
@@ -76,10 +76,10 @@ class LoraHandle:
 
         Args:
             strength: alpha / rank of this adapter, which the file's is divided by.
-        Raises: ValueError for LoKr that is cut otherwise.
+        Raises: ValueError for LoKr that is cut otherwise, or a layer that is not here.
         """
         for name, given in layers.items():
-            layer: Any = self.model.get_submodule(name)
+            layer: Any = self._text_layer(name, given) if is_of_text(name) else self.model.get_submodule(name)
             if "lokr_w1" in given:
                 _start_lokr(name, layer, given, strength)
                 continue
@@ -88,6 +88,18 @@ class LoraHandle:
             layer.lora_B[_ADAPTER].weight[:, :rank] = (given[B] / strength).to(layer.lora_B[_ADAPTER].weight)
             if _ADAPTER in layer.lora_magnitude_vector:
                 _start_magnitude(layer, given)
+
+    def _text_layer(self, name: str, given: Mapping[str, Tensor]) -> Any:
+        """The layer of this fqn; the sizes of text encoders are not known before they are loaded."""
+        layer: Any = self.model.get_submodule(name) if name in self.targets else None
+        found = [given[B].shape[0], given[A].shape[1]]
+        wanted = None if layer is None else [layer.out_features, layer.in_features]
+        if found != wanted:
+            raise ValueError(
+                f"lora.start_from is of another text encoder: its {name} is {found}, and here is {wanted or 'none'}; "
+                "give a LoRA of this model"
+            )
+        return layer
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Put saved tensors back, bit for bit.
@@ -171,12 +183,8 @@ def find_targets(model: nn.Module, family: ModelFamily, settings: LoraSettings) 
 
     Raises: ValueError for patterns that match no linear, or a model whose attention nobody can tell by its names.
     """
-    found = [name for name in _own_targets(model, family, settings) if not _is_of_text(name)]
+    found = [name for name in _own_targets(model, family, settings) if not is_of_text(name)]
     return found + (resolve_targets(model, _TEXT_TARGETS) if hasattr(model, TEXT_ENCODERS) else [])
-
-
-def _is_of_text(name: str) -> bool:
-    return name.startswith(f"{TEXT_ENCODERS}.")
 
 
 def _own_targets(model: nn.Module, family: ModelFamily, settings: LoraSettings) -> list[str]:
@@ -226,7 +234,7 @@ def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *,
 def _make_config(settings: LoraSettings, targets: Sequence[str]) -> Any:
     from peft import LoKrConfig, LoraConfig
 
-    modules, has_text = "|".join(re.escape(name) for name in targets), any(map(_is_of_text, targets))
+    modules, has_text = "|".join(re.escape(name) for name in targets), any(map(is_of_text, targets))
     if settings.kind == "lokr":
         return LoKrConfig(
             r=settings.rank,

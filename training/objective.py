@@ -63,7 +63,7 @@ class NoiseSchedule:
 def make_noise_schedule(settings: ObjectiveConfig, family: ModelFamily, variant: Variant) -> NoiseSchedule:
     """The job's schedule: its settings, else the family's defaults.
 
-    Raises: ValueError for an unknown shift preset; it lists the family's.
+    Raises: ValueError for an unknown shift preset, which lists the family's, or an expert of a model that has none.
     """
     spec = family.timesteps_of(variant)
     sampling = settings.timestep_sampling or spec.sampling
@@ -73,8 +73,20 @@ def make_noise_schedule(settings: ObjectiveConfig, family: ModelFamily, variant:
         shift=_find_shift(settings.shift, spec.shift, dict(spec.shift_presets), family.title),
         mean=0.0 if is_sigmoid else settings.logit_mean,
         std=settings.sigmoid_scale if is_sigmoid else settings.logit_std,
-        sigma_range=variant.sigma_range,
+        sigma_range=_range_of(settings.expert, family, variant),
     )
+
+
+def _range_of(expert: str, family: ModelFamily, variant: Variant) -> tuple[float, float]:
+    if not expert:
+        return variant.sigma_range
+    if not variant.boundary:
+        of_pair = "is that expert by its variant" if variant.partner else "is not one of two experts"
+        raise ValueError(
+            f'objective.expert = "{expert}" is of Wan 2.2\'s experts as ComfyUI has them, and {variant.name} '
+            f"({family.title}) {of_pair}; remove the setting"
+        )
+    return (variant.boundary, 1.0) if expert == "high_noise" else (0.0, variant.boundary)
 
 
 def _find_shift(asked: str | float, default: str, presets: dict[str, ShiftRule], title: str) -> ShiftRule:

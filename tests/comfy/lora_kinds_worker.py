@@ -10,6 +10,7 @@ import runpy
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 CHECKOUT, FOLDER, *NAMES = sys.argv[1:]
@@ -32,6 +33,7 @@ from devicebridge.encoding.encoded import save_encoded  # noqa: E402
 from devicebridge.encoding.store import CacheStore  # noqa: E402
 from devicebridge.families.comfy.inputs import COND  # noqa: E402
 from devicebridge.jobs.job import run_job  # noqa: E402
+from devicebridge.jobs.lora_output import lora_file_tensors  # noqa: E402
 from devicebridge.nodes.host.native.context import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint, small_sizes  # noqa: E402
@@ -39,6 +41,10 @@ from devicebridge.tests.emulated import emulated_cards  # noqa: E402
 from devicebridge.training.adapter import apply_lora, find_targets  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
+KINDS: dict[str, dict[str, Any]] = {
+    "lokr": {"kind": "lokr", "rank": 2, "alpha": 2.0},
+    "dora": {"dora": True, "rank": 2, "alpha": 2.0},
+}
 CARDS = {"devices": ["lazy:0", "lazy:1"]}
 TWO = {"gradient_accumulation_steps": 2}
 WAYS: dict[str, dict[str, Any]] = {
@@ -56,7 +62,8 @@ def examine(name: str) -> dict[str, Any]:
     with small_sizes(family), native_training():
         path = save_checkpoint(family, folder / "model.safetensors")
         info = read_native(path, "float32")
-        found = {"name": name, "attention": _attention(info), "lokr": _lokr(family, info, path, folder)}
+        found = {"name": name, "attention": _attention(info)}
+        found |= {kind: _trained(kind, family, info, path, folder) for kind in KINDS}
         found["spellings"] = {
             spelling: _start(family, info, path, folder / f"{spelling}.safetensors", tensors)
             for spelling, tensors in _spellings(info).items()
@@ -70,26 +77,44 @@ def _attention(info: Any) -> list[int]:
     return [len(find_targets(model, info.family, LoraSettings(layers=each))) for each in ("attention", "all")]
 
 
-def _lokr(family: Any, info: Any, path: Path, folder: Path) -> dict[str, Any]:
+def _trained(kind: str, family: Any, info: Any, path: Path, folder: Path) -> dict[str, Any]:
+    """A LoRA of this kind in every way of training; and its file, which the stock loader reads."""
+    folder /= kind
     generator = torch.Generator().manual_seed(3)
     latents = [{"samples": torch.randn(1, *family.latent, generator=generator)} for _ in range(2)]
     encoded = save_encoded(read_pairs(latents, [family.condition(s) for s in (1, 2)]), CacheStore(folder / "cache"))
     results = {}
     for way, sections in WAYS.items():
         with emulated_cards():
-            results[way] = run_job(_job(path, encoded, folder / way, sections), info=info)
+            results[way] = run_job(_job(path, encoded, folder / way, {"lora": KINDS[kind], **sections}), info=info)
     trained = results["plain"]
     assert trained.lora_path is not None
     stock = _stock(path)
     mapped = comfy.lora.load_lora(dict(trained.lora), comfy.lora.model_lora_keys_unet(stock, {}))
-    started = _prediction(family, info, _started(info, trained.lora_path, kind="lokr"))
-    modules = {key.rpartition(".")[0] for key in trained.lora}
+    started = _prediction(family, info, _started(info, trained.lora_path, **KINDS[kind]))
+    modules = {key.partition(".lora_")[0].removesuffix(".dora_scale").removesuffix(".alpha") for key in trained.lora}
+    modules = {key.partition(".lokr_")[0] for key in modules}
     return {
+        "written": _written(_job(path, encoded, folder, {"lora": KINDS[kind]}), family, info, stock),
         "losses": {way: result.losses for way, result in results.items()},
         "keys": [len(mapped), len(modules)],
         "difference": _distance(started, _prediction(family, info, _patched(info, stock, mapped))),
         "change": _distance(started, _prediction(family, info, _loaded(info))),
     }
+
+
+def _written(job: Any, family: Any, info: Any, stock: Any) -> float:
+    """How far a model whose LoRA is random is from the stock one with the file that is written of it."""
+    model = _loaded(info)
+    handle = apply_lora(model, info.family, job.lora, seed=1)
+    generator = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for name, each in handle.parameters().items():
+            noise = torch.randn(each.shape, generator=generator)
+            each.copy_(each * (1 + 0.1 * noise) if "magnitude" in name else 0.3 * noise)
+    tensors = lora_file_tensors(SimpleNamespace(job=job, family=info.family), handle)  # type: ignore[arg-type]
+    mapped = comfy.lora.load_lora(dict(tensors), comfy.lora.model_lora_keys_unet(stock, {}))
+    return _distance(_prediction(family, info, model), _prediction(family, info, _patched(info, stock, mapped)))
 
 
 def _start(family: Any, info: Any, path: Path, file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -192,7 +217,6 @@ def _job(path: Path, encoded: Path, folder: Path, sections: dict[str, Any]) -> A
             "model": {"path": str(path), "family": "comfyui", "dtype": "float32"},
             "split": {"devices": ["cpu"]},
             "data": {"encoded": str(encoded)},
-            "lora": {"kind": "lokr", "rank": 2, "alpha": 2.0},
             "optimizer": {"learning_rate": 0.01},
             **sections,
             "train": {"steps": 3, "seed": 3, **sections.get("train", {})},

@@ -48,8 +48,9 @@ from devicebridge.planning.question import ModelCosts, forecaster_for  # noqa: E
 from devicebridge.planning.short_model import SampleText, Work  # noqa: E402
 from devicebridge.quantization.kernel_choice import device_kernels  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings  # noqa: E402
+from devicebridge.tests.comfy.native_steps import no_autocast_on_cards  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint, small_sizes  # noqa: E402
-from devicebridge.tests.comfy.trained_families import TRAINED  # noqa: E402
+from devicebridge.tests.comfy.trained_families import TRAINED, small_adapter  # noqa: E402
 from devicebridge.tests.emulated import (  # noqa: E402
     CARDS,
     EmulatedTensor,
@@ -121,8 +122,17 @@ def _long_voice(generator: torch.Generator, tokens: int) -> dict[str, Any]:
     return {"frame_rate": 24.0, "ref_audio": {"tokens": torch.randn(1, 60, 128, generator=generator)}}
 
 
+def _controlled(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As WanVaceToVideo gives it, of the size that is trained."""
+    frames, mask = (torch.randn(1, count, 2, 16, 16, generator=generator) for count in (32, 64))
+    return {"vace_frames": [frames], "vace_mask": [mask], "vace_strength": [1.0]}
+
+
 BUILDS = {
     **FAMILIES,
+    "anima": TRAINED["Anima"],
+    "vace": dataclasses.replace(TRAINED["Wan VACE"], options=_controlled),
+    "dancer": TRAINED["Wan Dancer"],
     "ltx2": dataclasses.replace(TRAINED["LTX-2"], sound=(8, 60, 16)),
     "voice": dataclasses.replace(TRAINED["LTX-2"], sound=(), options=_long_voice),
 }
@@ -132,7 +142,7 @@ def judge(name: str) -> dict[str, Any]:
     family, folder = BUILDS[name], Path(FOLDER) / name
     family = dataclasses.replace(family, unet_config={**family.unet_config, **EVEN.get(name, {})})
     folder.mkdir(parents=True)
-    with small_sizes(family), native_training(), mock.patch.object(functional, "silu", _silu):
+    with small_sizes(family), small_adapter(), native_training(), mock.patch.object(functional, "silu", _silu):
         path = save_checkpoint(family, folder / "model.safetensors")
         info = read_native(path, "float32")
         *front, height, width = family.latent
@@ -186,7 +196,7 @@ def _measured(info: Any, shape: Any, text: SampleText, way: Way, settings: LoraS
     """The most that each card held in the second optimizer step."""
     names = block_names(make_empty_transformer(info), info.family)
     gc.collect()
-    with emulated_cards(), factories_on_cards():
+    with emulated_cards(), factories_on_cards(), no_autocast_on_cards():
         plans = way.plans(len(names))
         devices = tuple(card for card, plan in zip(CARDS, plans, strict=False) for _ in range(plan.num_blocks))
         placement = Placement(names, devices[: len(names)], CARDS[0])

@@ -1,8 +1,8 @@
 """One process with ComfyUI's Python: trains tiny models of ComfyUI's own classes; run by test_native_training.py.
 
-Takes ComfyUI's folder, a folder for files, and names of trained_families.TRAINED, or none for all. Prints a line of
-JSON per name: {"name", "class", "seconds", "steps": {step: {"fault": "" or why not, figures}}}. After all of them comes
-{"headers": {file: "" or how it is misread}}.
+Takes ComfyUI's folder, a folder for files, and names of trained_families.TRAINED and other_families.ROWS, or none for
+all. Prints a line of JSON per name: {"name", "class", "seconds", "steps": {step: {"fault": "" or why not, figures}}}.
+After all of the first comes {"headers": {file: "" or how it is misread}}.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ import torch  # noqa: E402
 from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
 from devicebridge.tests.comfy.native_headers import recognise  # noqa: E402
 from devicebridge.tests.comfy.native_steps import STEPS, Bench, one_line, prove  # noqa: E402
+from devicebridge.tests.comfy.other_families import OTHERS, ROWS, other_sizes  # noqa: E402
 from devicebridge.tests.comfy.trained_families import TRAINED, small_adapter  # noqa: E402
+
+BUILDS = {**TRAINED, **{name: OTHERS[name] for name in ROWS}}
 
 
 def proved(name: str) -> dict[str, Any]:
     """Every step, each on its own."""
     begin = time.process_time()
-    with small_adapter(), endless_memory():
+    with small_adapter(), endless_memory(), other_sizes():
         try:
-            bench = Bench(name, Path(FOLDER) / name.replace("/", "-"))
+            bench = Bench(name, Path(FOLDER) / name.replace("/", "-"), family=BUILDS[name])
         except Exception as error:
             return {"name": name, "class": "", "seconds": 0.0, "steps": {s: {"fault": one_line(error)} for s in STEPS}}
         found = prove(name, STEPS, bench)
@@ -49,7 +52,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     gc.freeze()  # jobs collect garbage often, and the libraries' objects are none
     warnings.simplefilter("ignore")
-    for each in NAMES or TRAINED:
+    for each in NAMES or BUILDS:
         print(json.dumps(proved(each)), flush=True)
     if not set(TRAINED).difference(NAMES or TRAINED):
         print(json.dumps({"headers": recognise(Path(FOLDER))}), flush=True)

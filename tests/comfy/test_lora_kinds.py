@@ -1,4 +1,4 @@
-"""LoRA kinds on ComfyUI's own classes: stock loaders read LoKr in full, and training goes on from any LoRA file."""
+"""LoRA kinds on ComfyUI's own classes: stock loaders read LoKr and DoRA in full, and training goes on from any file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from devicebridge.tests.comfy.workers import run_worker
 
 pytestmark = pytest.mark.comfy
-NAMES = ("flux2", *(pytest.param(name, marks=pytest.mark.long) for name in ("wan", "sdxl")))
+NAMES = ("flux2", *(pytest.param(name, marks=pytest.mark.long) for name in ("wan", "sdxl", "chroma", "qwen_image")))
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -18,17 +18,20 @@ def examined(request: pytest.FixtureRequest, comfyui: Path, tmp_path_factory: py
     return run_worker("lora_kinds_worker.py", comfyui, folder, request.param)[0]
 
 
-def test_lokr_trains_alike_in_every_way(examined: dict[str, Any]) -> None:
-    losses = examined["lokr"]["losses"]
+@pytest.mark.parametrize("kind", ["lokr", "dora"])
+def test_it_trains_alike_in_every_way(kind: str, examined: dict[str, Any]) -> None:
+    losses = examined[kind]["losses"]
     for way, reference in {"recompute": "plain", "split": "plain", "pipeline": "accumulated"}.items():
         assert losses[way] == pytest.approx(losses[reference], rel=1e-5), way
     assert len(set(losses["plain"])) == 3
 
 
-def test_the_stock_loader_maps_all_of_lokr_and_computes_what_was_trained(examined: dict[str, Any]) -> None:
-    found, written = examined["lokr"]["keys"]
+@pytest.mark.parametrize("kind", ["lokr", "dora"])
+def test_the_stock_loader_maps_all_of_it_and_computes_what_was_trained(kind: str, examined: dict[str, Any]) -> None:
+    found, written = examined[kind]["keys"]
     assert found == written > 0
-    assert examined["lokr"]["difference"] < 1e-5 < 1e-3 < examined["lokr"]["change"]
+    assert examined[kind]["written"] < 1e-5
+    assert examined[kind]["difference"] < 1e-5 < 1e-3 < examined[kind]["change"]
 
 
 def test_training_begins_as_the_stock_model_with_the_same_file(examined: dict[str, Any]) -> None:

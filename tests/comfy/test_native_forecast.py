@@ -10,6 +10,7 @@ from devicebridge.tests.comfy.workers import run_worker
 
 pytestmark = pytest.mark.comfy
 FORECAST = ("wan", "flux1", "chroma", "qwen_image", "z_image", "sd3", "ltxv", "hunyuan_video")
+BESIDE = ("anima", "vace", "dancer")  # what is at home works beside the blocks
 DIVIDED = ("flux2_heads", "wan_heads", "ltxv", "krea2_heads", "cosmos_predict2")
 
 
@@ -22,7 +23,8 @@ def _found(name: str, comfyui: Path, tmp_path: Path) -> dict[str, Any]:
     "name",
     ["flux2_heads"]
     + [
-        pytest.param(name, marks=pytest.mark.long) for name in dict.fromkeys((*FORECAST, *DIVIDED[1:], "ltx2", "voice"))
+        pytest.param(name, marks=pytest.mark.long)
+        for name in dict.fromkeys((*FORECAST, *DIVIDED[1:], "ltx2", "voice", *BESIDE))
     ],
 )
 def test_the_forecast_is_what_emulated_cards_hold(name: str, comfyui: Path, tmp_path: Path) -> None:

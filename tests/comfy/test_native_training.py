@@ -29,7 +29,7 @@ NEEDED = ("loss", "gradients", "recompute", "split", "8 bits", "5 steps", "resum
 def lines(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What one process has seen of all of them."""
     folder = tmp_path_factory.mktemp("native")
-    return run_worker("native_training_worker.py", comfyui, folder, *TESTED, timeout=1800)
+    return run_worker("native_training_worker.py", comfyui, folder, *TESTED, timeout=3600)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from devicebridge.tests.comfy.workers import run_worker
 
 pytestmark = pytest.mark.comfy
-NUM_STEPS = 11
+NUM_STEPS = 12
 
 
 def _proved(comfyui: Path, folder: Path, *builds: str) -> dict[str, dict[str, Any]]:
@@ -21,9 +21,9 @@ def _proved(comfyui: Path, folder: Path, *builds: str) -> dict[str, dict[str, An
 def test_both_encoders_of_sdxl_have_right_gradients_and_the_stock_loader_takes_what_they_learned(
     comfyui: Path, tmp_path: Path
 ) -> None:
-    (steps,) = _proved(comfyui, tmp_path, "SDXL: other CLIP, gradients, stock LoRA, nodes").values()
+    (steps,) = _proved(comfyui, tmp_path, "SDXL: other CLIP, gradients, stock LoRA, nodes, start").values()
     assert not {step: each["fault"] for step, each in steps.items() if each["fault"]}
-    assert len(steps) == 4 and {"text_encoders.clip_l.", "text_encoders.clip_g."} <= steps["gradients"].keys()
+    assert len(steps) == 5 and {"text_encoders.clip_l.", "text_encoders.clip_g."} <= steps["gradients"].keys()
 
 
 @pytest.mark.long

@@ -150,14 +150,15 @@ class Bench:
                 yield named
 
     @contextlib.contextmanager
-    def trainer(self, name: str, sections: Mapping[str, Any], scale: float = 0.1) -> Iterator[Trainer]:
-        """Before its first step; scale: of what its LoRA is."""
+    def trainer(self, name: str, sections: Mapping[str, Any], scale: float | None = 0.1) -> Iterator[Trainer]:
+        """Before its first step; scale: of what its LoRA is, None to leave it as it begins."""
         with self.ready(self.job(name, sections)) as job, ExitStack() as cleanup:
             plan = check_job(job, info=self.info)
             events = cleanup.enter_context(EventLog(Path(job.output.folder)))
             trainer = build_trainer(plan, {}, cache_job(plan, events), events, cleanup)
-            drawn = {name: scale * _drawn(name, t.shape) for name, t in trainer.lora.tensors().items()}
-            put_lora(trainer, drawn)
+            if scale is not None:
+                drawn = {name: scale * _drawn(name, t.shape) for name, t in trainer.lora.tensors().items()}
+                put_lora(trainer, drawn)
             with own_random_states(trainer.devices, 3):
                 yield trainer
 
@@ -351,6 +352,63 @@ def stock_loader(bench: Bench) -> Figures:
     }
 
 
+def started(bench: Bench) -> Figures:
+    """From a file of both, in two spellings, with another rank and alpha: states and what the model says are those of
+    the stock CLIP and MODEL with the file. What the job's LoRA cannot hold is refused, and nothing is left out."""
+    lora = dict(bench.run("first", {**_RUN, "train": {"steps": 3}}).lora)
+    with small_sizes(bench.family):
+        stock = comfy.sd.load_diffusion_model(str(bench.path))
+    patched, clip = comfy.sd.load_lora_for_models(stock, bench.clip(), lora, 1.0, 1.0)
+    (said,) = core.CLIPTextEncode().encode(clip, CAPTIONS[0])
+    larger = {"rank": 5, "alpha": 2.5, "text_encoder": True, "text_encoder_rank": 4}
+    figures: Figures = {}
+    for spelling, named in (("kohya", lora), ("diffusers", _as_diffusers(lora))):
+        save_file(named, file := bench.folder / f"{spelling}.safetensors")
+        sections = {**_PLAIN, "lora": {**larger, "start_from": str(file)}}
+        with bench.trainer(f"from {spelling}", sections, None) as trainer, torch.no_grad():
+            model, home = trainer.runner.replica_for(0)
+            tokens = trainer.train_data.text(CAPTIONS[0])
+            states = states_of(model.text_encoders, tokens, home)
+            noise = torch.randn(1, 4, 1, 8, 8, generator=torch.Generator().manual_seed(5))
+            made = noise_latents(bench.info.family, torch.zeros_like(noise), noise, torch.tensor([0.6]))
+            prediction = predict(bench.info.family, model, made.noisy, made.sigmas, tokens, None)
+        picture = native_steps.said_by_sampling(patched, made, said, bench.family.latent).view(prediction.shape)
+        errors = _distance(said[0][0], states["cond"]), _distance(picture, prediction)
+        assert max(errors) <= 1e-4, f"from {spelling} states and predictions differ by {errors}"
+        figures[spelling] = [float(f"{each:.2g}") for each in errors]
+    first = next(name for name in lora if name.startswith("lora_te"))
+    deeper = {name.replace("layers_0_", "layers_31_"): each for name, each in lora.items()}
+    save_file(deeper, deep := bench.folder / "deeper.safetensors")
+    refused = (
+        ({"rank": 5, "start_from": str(file)}, "set lora.text_encoder = true to train them, too"),
+        ({**larger, "text_encoder_rank": 2, "start_from": str(file)}, "set lora.text_encoder_rank to 3 or more"),
+        ({**larger, "start_from": str(deep)}, "and here is none; give a LoRA of this model"),
+    )
+    assert first.count("layers_0_") and len(deeper) == len(lora)
+    for settings, words in refused:
+        try:
+            with bench.trainer("refused", {**_PLAIN, "lora": settings}, None):
+                raise AssertionError(f"taken without: {words}")
+        except ValueError as error:
+            assert words in str(error), error
+    return figures
+
+
+def _as_diffusers(lora: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same file with the layers of text encoders named as diffusers' pipelines name them."""
+    renamed = {}
+    for name, tensor in lora.items():
+        encoder, _, layer = name.partition("_text_model_encoder_layers_")
+        if layer:
+            index, _, rest = layer.partition("_")
+            for linear in ("self_attn_out_proj", *(f"self_attn_{each}_proj" for each in "qkv"), "mlp_fc1", "mlp_fc2"):
+                rest = rest.replace(linear, linear.replace("attn_", "attn.").replace("mlp_", "mlp."))
+            owner = "text_encoder_2" if encoder == "lora_te2" else "text_encoder"
+            name = f"{owner}.text_model.encoder.layers.{index}.{rest}"
+        renamed[name] = tensor
+    return renamed
+
+
 def same_from_nodes(bench: Bench) -> Figures:
     """The nodes of a graph train the LoRA of the job file in every bit, also beside pictures of other prompts; a CLIP
     whose file nobody knows is refused."""
@@ -442,6 +500,7 @@ STEPS: dict[str, Callable[[Bench], Figures]] = {
     "resume": resumed,
     "stock LoRA": stock_loader,
     "nodes": same_from_nodes,
+    "start": started,
 }
 
 

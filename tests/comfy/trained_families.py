@@ -41,6 +41,8 @@ _HUNYUAN_VIDEO_15 = {
     "guidance_embed": False,
     "use_cond_type_embedding": True,
     "vision_in_dim": 24,
+    "depth": 4,
+    "depth_single_blocks": 0,
     "meanflow_sum": True,
 }
 _ERNIE = {

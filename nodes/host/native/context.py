@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,19 +20,19 @@ def native_training() -> Iterator[None]:
     import comfy_kitchen
 
     _refuse_other_attention()
-    eager = _eager_kernels(comfy_kitchen)
-    before: dict[str, Any] = {name: getattr(comfy_kitchen, name) for name in eager}
+    plain = [(comfy_kitchen, *each) for each in _eager_kernels(comfy_kitchen).items()] + _attentions()
+    before = [(module, name, getattr(module, name)) for module, name, _ in plain]
     was_training = management.in_training
     try:
         management.in_training = True
-        for name, function in eager.items():
-            setattr(comfy_kitchen, name, function)
+        for module, name, function in plain:
+            setattr(module, name, function)
         with torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         management.in_training = was_training
-        for name, function in before.items():
-            setattr(comfy_kitchen, name, function)
+        for module, name, function in before:
+            setattr(module, name, function)
 
 
 def _eager_kernels(kitchen: Any) -> dict[str, Any]:
@@ -45,6 +46,18 @@ def _eager_kernels(kitchen: Any) -> dict[str, Any]:
             if function is not None:
                 found[name] = function
     return found
+
+
+def _attentions() -> list[tuple[Any, str, Any]]:
+    """Torch's own attention for modules that call another: ERNIE, say, hands no options on that could say so.
+
+    Without a GPU ComfyUI's is one that cuts its work by free memory, which no device of a forecast has.
+    """
+    from comfy.ldm.modules.attention import attention_pytorch
+
+    names = ("optimized_attention", "optimized_attention_masked")
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("comfy.")]
+    return [(module, name, attention_pytorch) for module in modules for name in names if name in vars(module)]
 
 
 def _refuse_other_attention() -> None:

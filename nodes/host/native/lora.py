@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....checkpoints.lora_start import DORA, A, B
+from ....families.spec import TEXT_ENCODERS
 
 _PREFIX, _SUFFIX = "diffusion_model.", ".weight"
+_MOST_LAYERS = 32  # of CLIP-G
 _FACTORS = ("lokr_w1", "lokr_w2", "", "lokr_w1_a", "lokr_w1_b", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
 
 
-def read_lora(base: Any, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+def read_lora(base: Any, tensors: Mapping[str, Tensor], encoders: Sequence[str] = ()) -> dict[str, dict[str, Tensor]]:
     """See HostModel.read_lora. Nothing of the model is read but names and shapes.
 
+    Args:
+        encoders: CLIPs beside it that can be trained, such as "clip_l".
     Raises: ValueError naming a tensor that ComfyUI does not map, or a kind of adapter that is not trained here.
     """
     import comfy.lora
@@ -24,6 +29,8 @@ def read_lora(base: Any, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, T
 
     named = comfy.lora_convert.convert_lora(dict(tensors))
     places = comfy.lora.model_lora_keys_unet(base, {})
+    if encoders:
+        places = comfy.lora.model_lora_keys_clip(SimpleNamespace(state_dict=lambda: _layers_of(encoders)), places)
     found: dict[Any, Any] = comfy.lora.load_lora(named, places, log_missing=False)
     _refuse_unread(named, found)
     shapes = {name: each.shape for name, each in base.named_parameters()}
@@ -31,8 +38,24 @@ def read_lora(base: Any, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, T
     for place, adapter in found.items():
         key = place if isinstance(place, str) else place[0]
         parts.setdefault(key, []).append((place, _layer_of(key, adapter)))
+    return {_fqn(key): _joined(key, own, shapes[key][0] if key in shapes else 0) for key, own in parts.items()}
+
+
+def _fqn(key: str) -> str:
+    is_own = key.startswith(_PREFIX)
+    return (key.removeprefix(_PREFIX) if is_own else f"{TEXT_ENCODERS}.{key}").removesuffix(_SUFFIX)
+
+
+def _layers_of(encoders: Iterable[str]) -> dict[str, None]:
+    """The names of all linears that ComfyUI's loader looks for in a CLIP; a smaller one has fewer layers."""
+    import comfy.lora
+
+    layer = "{}.transformer.text_model.encoder.layers.{}.{}.weight"
     return {
-        key.removeprefix(_PREFIX).removesuffix(_SUFFIX): _joined(key, own, shapes[key][0]) for key, own in parts.items()
+        layer.format(name, index, linear): None
+        for name in encoders
+        for index in range(_MOST_LAYERS)
+        for linear in comfy.lora.LORA_CLIP_MAP
     }
 
 

@@ -32,9 +32,12 @@ from ....parallel.offload.in_place import InPlaceGuard
 from ....patches.lora import is_lora_name
 from .drawing import ComfyDecoding, ComfySteps, scheduler_of
 from .lora import read_lora
-from .text import attach_text_encoders, class_of_clip, encoded, recompute_layers
+from .text import attach_text_encoders, class_of_clip, encoded, encoders_of, recompute_layers
 
 _BASE = "_devicebridge_base"  # of a diffusion model: its BaseModel
+_FOR_ADAPTER = (("t5xxl_ids",), ("t5xxl_weights",))  # what Anima's is given beside the text
+_LAST_OF_ADAPTER = "llm_adapter.out_proj.weight"
+_LEAST_ADAPTED = 512  # tokens that it makes
 _LEAST = 1e-6  # of a share of the way from noise to data; ComfyUI gives the ends other numbers
 
 
@@ -153,13 +156,16 @@ class ComfyModel:
 
     def read_lora(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See HostModel.read_lora."""
-        return read_lora(self._make_base(torch.device("meta")), tensors)
+        return read_lora(self._make_base(torch.device("meta")), tensors, encoders_of(self.text_class))
 
     def example(
         self, batch: int, device: torch.device, text: Mapping[str, torch.Tensor] | None
     ) -> dict[str, torch.Tensor]:
         """See HostModel.example."""
-        given = usual_text(self._make_base(torch.device("meta")).diffusion_model) if text is None else text
+        model = self._make_base(torch.device("meta")).diffusion_model
+        given = usual_text(model) if text is None else text
+        if device.type == "meta":
+            given = _adapted(model, given)
         if not given:
             raise ValueError(
                 f"nobody has said how large the text of {self._row.class_name} is; encode the captions first, by "
@@ -169,6 +175,19 @@ class ComfyModel:
         wanted = {name: each for name, each in given.items() if device.type != "meta" or not _needs_numbers(name)}
         stacked = {name: torch.stack([each] * batch) for name, each in wanted.items()}
         return {name: each if _is_counted(name, each) else each.to(device) for name, each in stacked.items()}
+
+
+def _adapted(model: Any, text: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """What Anima's text adapter makes of a text and its T5 tokens, for a forward on meta, where it does not run.
+
+    It is at home, has no LoRA, and keeps nothing.
+    """
+    tokens = next((each for name, each in text.items() if option_path(name) == _FOR_ADAPTER[0]), None)
+    if tokens is None or not hasattr(model, "llm_adapter"):
+        return text
+    width = model.get_parameter(_LAST_OF_ADAPTER).shape[0]
+    made = text[COND].new_empty(max(len(tokens), _LEAST_ADAPTED), width)
+    return {name: each for name, each in text.items() if option_path(name) not in _FOR_ADAPTER} | {COND: made}
 
 
 def build(config: Any, names: Mapping[str, torch.Tensor], prefix: str, device: torch.device) -> Any:

@@ -30,6 +30,7 @@ from ....families.spec import (
 )
 from ....parallel.block_lists import block_fqns, tail_modules
 from .drawing import usual_cfg
+from .experts import boundary_of, is_expert
 from .model import ComfyModel, build, kind_of, own_config
 
 _DTYPES = {**TORCH_TYPES}
@@ -43,7 +44,11 @@ _REFUSED = {
 }
 _OF_AUDIO = ("ACEStep15",)  # models whose latents have no sides but time
 _SOUND = {"LTXAV": (8, 16)}  # channels and bins of the sound beside a video, which its class holds as numbers
-_WITHOUT_PATCHES = ("LTXAV",)  # latent formats
+# Where models hold how many cells of a latent a token is wide. Those that are packed call by this name how their
+# autoencoder packs, and a token is a cell; a UNet has no name for it, and halves its sides.
+_PATCH_NAMES = ("patch_size", "patch_spatial", "patch")
+_PACKED = ("Ideogram4Transformer2DModel", "LensTransformer2DModel")
+_OF_UNETS = 2
 _MOST_READ = 2**14  # numbers of a tensor that is read to tell the model by, such as a norm's weights
 # What a whole checkpoint says of its model beside the weights: how it predicts, and from how much noise.
 _SAYS = frozenset(("v_pred", "ztsnr", "edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min"))
@@ -105,7 +110,7 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     needed = dict(base.diffusion_model.named_parameters())
     buffers = dict(base.diffusion_model.named_buffers())
     kept = {name: record for name, record in tensors.items() if name in needed or name in buffers}
-    family, variant = _family_of(base, row, ComfyModel(config, names, prefix, row))
+    family, variant = _family_of(path, base, row, ComfyModel(config, names, prefix, row))
     facts = {"in_channels": base.latent_format.latent_channels, "class": row.class_name, "dtype": dtype}
     facts["shapes"] = settings_fingerprint({name: list(record.shape) for name, record in kept.items()})
     return CheckpointInfo(path, family, variant, facts, "original", kept, None)
@@ -187,11 +192,23 @@ def _why_not(base: Any, row: NativeModel | None) -> str:
         return f"a model of type {kind} needs more than a caption and one latent"
     if base.latent_format.latent_dimensions not in (2, 3) and type(base).__name__ not in _OF_AUDIO:
         return "its latents are neither pictures nor videos, and nobody has compared its gradients"
+    if others := _channels_of_nobody(base):
+        return _OTHER_PICTURE.format(name=type(base).__name__, others=others)
+    if type(base).__name__ == "StableCascade_B":
+        return (
+            "stage B draws from what stage C has made, and no dataset here holds that; train stage C, which draws from "
+            "the text"
+        )
     if base.model_config.unet_config.get("meanflow") and type(base).__name__ not in _NO_NEXT_LEVEL:
         return _NEXT_LEVEL
     return ""
 
 
+_OTHER_PICTURE = (
+    "{name} is given {others} channels of another picture beside the noise, as SVD of its first frame and an upscaler "
+    "of the small one, and no dataset here holds such pictures; for clips from a first frame train Wan I2V, for others "
+    "a model that draws from text alone"
+)
 # HunyuanVideo's class with MeanFlow says the mean velocity to the sampler's next noise level, sample_sigmas' next one.
 _NEXT_LEVEL = (
     "it is distilled to jump from one noise level of the sampler to the next (time_r_in), and training has no next "
@@ -213,9 +230,7 @@ def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
     dims = form.latent_dimensions
     if "audio_model" in base.model_config.unet_config:
         return _audio_of(base)
-    # LTX-2's config says nothing, and a token is a cell.
-    patch = base.model_config.unet_config.get("patch_size") or (1 if type(form).__name__ in _WITHOUT_PATCHES else 2)
-    patch = int(patch[-1] if isinstance(patch, (tuple, list)) else patch)
+    patch = _patch_of(base.diffusion_model)
     stride = int(form.spacial_downscale_ratio)
     # Wan 2.2's 5B is known by its latents.
     fps = (24.0 if type(form).__name__ == "Wan22" else row.fps) if dims == 3 else 0.0
@@ -228,6 +243,18 @@ def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
         fps=fps,
         frame_lengths=_CLIPS if fps else (1,),
     )
+
+
+def _patch_of(model: Any) -> int:
+    """Cells of a latent that a token is wide."""
+    if type(model).__name__ in _PACKED:
+        return 1
+    holder = getattr(model, "patchifier", model)
+    for name in _PATCH_NAMES:
+        held = getattr(holder, name, None)
+        if isinstance(held, (int, tuple, list)):
+            return int(held if isinstance(held, int) else held[-1])
+    return _OF_UNETS
 
 
 def _audio_of(base: Any) -> LatentSpec:
@@ -244,22 +271,25 @@ def _audio_of(base: Any) -> LatentSpec:
     )
 
 
-def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFamily, Variant]:
+def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFamily, Variant]:
     model, form = base.diffusion_model, base.latent_format
     dims = form.latent_dimensions
     latent = _latent_of(base, row)
     # ComfyUI's own range has the model's shift in it; a shift of ours would come on top.
     timesteps = TimestepSpec("uniform", "none", {"none": ShiftRule("none")})
+    beside = _beside(base)
     has_guidance = bool(base.model_config.unet_config.get("guidance_embed"))
     variant = Variant(
         name=f"comfyui-{type(base.model_config).__name__}",
         transformer_config={"in_channels": form.latent_channels},
         text_encoders=(),
         training_guidance=1.0 if has_guidance else None,
+        boundary=boundary_of(base, beside),
+        is_expert=is_expert(base, beside, path),
     )
     tail = {module: name for name, module in model.named_modules()}
-    lists = tuple(name for name in row.block_lists if block_fqns(model, (name,), row.block_lists))
-    beside = _beside(base)
+    blocks = [f"{name}." for name in block_fqns(model, row.block_lists, row.block_lists)]
+    lists = tuple(name for name in row.block_lists if any(each.startswith(f"{name}.") for each in blocks))
     described = find_native(type(model))
     assert described is not None
     every = (*lists, *(name for name in described.follows if hasattr(model, name)))
@@ -325,16 +355,51 @@ _NEEDS = {
 
 def _needs(base: Any, beside: int) -> tuple[str, ...]:
     """Wan's blocks take the text for an image where its image embedder is given nothing."""
-    needs = _NEEDS.get(type(base).__name__, ("concat_latent_image",) if beside else ())
+    needs = _NEEDS.get(type(base).__name__, _concat_needs(base) if beside else ())
     return needs if getattr(base.diffusion_model, "img_emb", None) is None else (*needs, VISION)
+
+
+def _concat_needs(base: Any) -> tuple[str, ...]:
+    """Options without which its concat_cond fills these channels as if there were no picture.
+
+    A mask counts where the picture is not read without one. Alone it may be left out: of Cosmos-Predict2 and Kandinsky
+    5 it says which frames are given, and without one they make a video of text.
+    """
+    one = torch.ones(_some_latents(base))
+    image, mask = {"concat_latent_image": one}, {"concat_mask": one[:, :1] / 2}
+
+    def made(**options: torch.Tensor) -> Any:
+        given = {name: each.clone() for name, each in options.items()}  # Wan's writes into what it is given
+        return base.concat_cond(noise=one, latent_image=torch.zeros_like(one), device=one.device, **given)
+
+    def is_read(**beside: torch.Tensor) -> bool:
+        return not torch.equal(made(**beside, **image), made(**beside))
+
+    if is_read():
+        return tuple(image)
+    return (*image, *mask) if is_read(**mask) else ()
+
+
+def _some_latents(base: Any) -> tuple[int, ...]:
+    form = base.latent_format
+    return (1, form.latent_channels, *(8,) * form.latent_dimensions)
 
 
 def _beside(base: Any) -> int:
     """Channels that the model is given beside the noise."""
-    form = base.latent_format
-    noise = torch.empty(1, form.latent_channels, *(8,) * form.latent_dimensions, device="meta")
+    noise = torch.empty(_some_latents(base), device="meta")
     beside = base.concat_cond(noise=noise, latent_image=noise, device=noise.device)
     return 0 if beside is None else int(beside.shape[1])
+
+
+def _channels_of_nobody(base: Any) -> int:
+    """Channels of a UNet that are neither noise nor made by concat_cond.
+
+    Classes that make them in extra_conds take an empty picture where none is given.
+    """
+    if type(base.diffusion_model).__name__ != "UNetModel":
+        return 0
+    return int(base.diffusion_model.in_channels) - base.latent_format.latent_channels - _beside(base)
 
 
 def _outside(model: Any, lists: tuple[str, ...]) -> list[str]:

@@ -38,6 +38,11 @@ def class_of_clip(config: Any) -> str:
     return name if name in _PARTS else ""
 
 
+def encoders_of(wanted: str) -> tuple[str, ...]:
+    """The encoders in text encoders of this class."""
+    return _PARTS.get(wanted, ())
+
+
 def refuse_other_class(clip: HostClip, wanted: str, *, is_trained: bool = True) -> None:
     """Where text encoders are not trained, others that nobody here knows may give such text as well.
 

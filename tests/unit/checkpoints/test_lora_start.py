@@ -167,7 +167,7 @@ def test_what_the_job_cannot_hold_in_full_is_refused(settings: dict[str, Any], m
         (
             "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight",
             (2, 4),
-            "of the diffusion model alone.*resume",
+            "set lora.text_encoder = true.*or give a LoRA of the diffusion model alone",
         ),
         ("diffusion_model.nothing.lora_A.weight", (2, 4), "changes diffusion_model.nothing, which"),
         ("diffusion_model.final_layer.linear.hada_w1_a", (2, 4), "which is no tensor of a LoRA"),

@@ -46,7 +46,6 @@ def test_one_model_over_any_number_of_devices_is_taken(strategy: str) -> None:
         ("data", {"folders": [{"path": "/i"}], "condition": "first-frame"}, r'data\.condition = "first-frame"'),
         ("lora", {"text_encoder": True, "kind": "lokr"}, r'kind = "lokr" asks for another; remove one'),
         ("lora", {"text_encoder": True, "dora": True}, r"dora asks for another; remove one"),
-        ("lora", {"text_encoder": True, "start_from": "/l"}, r"start_from asks for another; remove one"),
         ("lora", {"text_encoder_rank": 4}, r"set text_encoder = true, or remove it"),
         ("lora", {"targets": ["lora_te1*"]}, r"set text_encoder = true to train all layers"),
         ("optimizer", {"name": "prodigy", "text_encoder_learning_rate": 0.5}, r"one learning rate for all"),

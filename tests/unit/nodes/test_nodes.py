@@ -169,6 +169,7 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "text_encoder": "BOOLEAN",
         "text_encoder_rank": "INT",
         "text_encoder_learning_rate": "FLOAT",
+        "expert": "COMBO",
         "trigger_word": "STRING",
         "caption_template": "STRING",
         "loss_weight": "FLOAT",
@@ -616,6 +617,7 @@ CHANGES = [
     ("ema_decay", 0.99, "train.ema_decay", 0.99),
     ("processes", 2, "parallel.processes", 2),
     ("strategy", "fsdp", "parallel.strategy", "fsdp"),
+    ("expert", "low_noise", "objective.expert", "low_noise"),
 ]
 OF_TEXT = {"text_encoder", "text_encoder_rank", "text_encoder_learning_rate"}
 

@@ -1,0 +1,216 @@
+"""One process with ComfyUI's Python: what is read off tiny models of ComfyUI's own; run by test_native_reading.py.
+
+Takes ComfyUI's folder, a folder for files, 1 for all builds, and names of builds. Prints one line of JSON:
+{"tokens": {build: [tokens per cell as read, as its blocks are given]}, "needs": {build: what its CONDITIONING must
+hold}, "text": {build: what is wrong with the text that a plan takes before captions are encoded}, "plans": {build:
+why it has none}, "refused": {build: why, "" if it is not}, "full": {file of full size: what is wrong with its plan},
+"experts": {case: [least and largest noise level drawn, difference from all levels cut to these, what is warned of]}}.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import runpy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+CHECKOUT, FOLDER, IS_LONG, *NEEDS = sys.argv[1:]
+sys.path[0] = CHECKOUT
+sys.argv = sys.argv[:1]
+
+import comfy.cli_args  # noqa: E402
+
+comfy.cli_args.args.cpu = True
+runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
+
+import torch  # noqa: E402
+from devicebridge.checkpoints.load import load_transformer  # noqa: E402
+from devicebridge.encoding.comfy_data import read_conditioning  # noqa: E402
+from devicebridge.families.comfy.inputs import COND, POOLED  # noqa: E402
+from devicebridge.families.comfy.text_sizes import usual_text  # noqa: E402
+from devicebridge.jobs import checks  # noqa: E402
+from devicebridge.jobs.job import check_job  # noqa: E402
+from devicebridge.jobs.read_job import read_job  # noqa: E402
+from devicebridge.jobs.resolve import Machine, resolve  # noqa: E402
+from devicebridge.nodes.host.native.context import native_training  # noqa: E402
+from devicebridge.nodes.host.native.source import read_native  # noqa: E402
+from devicebridge.parallel.block_lists import placed_blocks  # noqa: E402
+from devicebridge.planning.cards import parse_cards  # noqa: E402
+from devicebridge.planning.short_model import NoForecast  # noqa: E402
+from devicebridge.tests.comfy.full_sizes import QUICK, plan_published  # noqa: E402
+from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
+from devicebridge.tests.comfy.native_steps import Bench, forecast, one_line  # noqa: E402
+from devicebridge.tests.comfy.other_families import OTHERS, other_sizes  # noqa: E402
+from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, make_weights, small_sizes  # noqa: E402
+from devicebridge.tests.comfy.trained_families import TRAINED, save_trained, small_adapter  # noqa: E402
+from devicebridge.training.objective import noise_latents, predict  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+CPU = torch.device("cpu")
+PACKED = ("Ideogram 4", "Lens", "MageFlow", "PixArt Sigma", "Cosmos 1", "HunyuanImage 2.1")
+PATCHED = ("FLUX.1", "LTX-Video", "ERNIE-Image", "Krea 2", "Cosmos-Predict2", "Wan 2.1 T2V, 2.2 T2V 14B")
+# Z-Image pads its tokens.
+LONG = ("FLUX.2", "Chroma", "Qwen-Image", "Lumina 2", "SD 3.5", "HunyuanVideo", "HunyuanVideo 1.5", "Anima")
+PLANNED = ("Cosmos 1", "HunyuanDiT", "Anima", "Wan VACE", "Wan Dancer")
+REFUSED = ("SVD", "SD x4 upscaler", "SD 1.5 by instructions", "Stable Cascade B", "Stable Cascade C")
+_TEXT, _IMAGE, _OTHER = "Wan 2.1 T2V, 2.2 T2V 14B", "Wan 2.2 I2V 14B", "Wan 2.2 TI2V 5B"
+EXPERTS = (  # build, file, which one
+    (_TEXT, "wan2.2_t2v_high_noise.safetensors", "high_noise"),
+    (_TEXT, "wan2.2_t2v_low_noise.safetensors", "low_noise"),
+    (_TEXT, "wan2.2_t2v_low_noise.safetensors", "high_noise"),
+    (_TEXT, "wan2.2_t2v_low_noise.safetensors", ""),
+    (_TEXT, "wan2.1_t2v.safetensors", ""),
+    (_IMAGE, "image_to_video.safetensors", ""),
+    (_IMAGE, "image_to_video.safetensors", "high_noise"),
+    (_IMAGE, "image_to_video.safetensors", "low_noise"),
+    (_OTHER, "wan2.2_ti2v_5B.safetensors", ""),
+    (_OTHER, "wan2.2_ti2v_5B.safetensors", "low_noise"),
+)
+BUILDS = {**TRAINED, **OTHERS}
+# A build of each class; the connectors of LTX-2's other one fit no text encoder, and ACE-Step's music comes with text.
+_OF_CLASSES = {family.config_class: name for name, family in TRAINED.items() if not name.startswith("ACE")}
+BEFORE_CAPTIONS = {**_OF_CLASSES, "LTXAV": "LTX-2 unprocessed", "LTX-2.3": "LTX-2.3 with a voice"}.values()
+
+
+def read(name: str, family: TinyFamily) -> Any:
+    path = Path(FOLDER) / f"{name.replace(' ', '_')}.safetensors"
+    return read_native(save_trained(name, path, family), "float32")
+
+
+def tokens_per_cell(name: str) -> list[float]:
+    """As read, and by how many tokens the largest output of a block grows with a latent of twice the width."""
+    family = BUILDS[name]
+    wider = dataclasses.replace(family, latent=(*family.latent[:-1], 2 * family.latent[-1]))
+    with small_sizes(family):
+        info = read(name, family)
+        model = load_transformer(info, lambda name: CPU, torch.float32)
+        narrow, wide = (_largest(info, model, each) for each in (family, wider))
+    cells = [math.prod(each.latent[1:]) for each in (family, wider)]
+    return [info.family.latent.num_tokens_per_cell, (wide - narrow) / (cells[1] - cells[0])]
+
+
+def needs(name: str) -> list[str]:
+    with small_sizes(BUILDS[name]):
+        return list(read(name, BUILDS[name]).family.comfy.needs)
+
+
+def text_fault(name: str) -> str:
+    """What is wrong with the text that a plan takes before captions are encoded; "" where a forward takes it, too."""
+    family = BUILDS[name]
+    with small_sizes(family):
+        info = read(name, family)
+        model = load_transformer(info, lambda name: CPU, torch.float32)
+        text = {name: torch.randn(each.shape) if each.is_meta else each for name, each in usual_text(model).items()}
+        widths = {each: text[each].shape[-1] for each in (COND, POOLED) if each in text}
+        if widths.get(COND) != family.context[1] or widths.get(POOLED, 0) not in (0, 1, family.pooled):
+            return f"{widths} in the place of {family.context[1]}, {family.pooled}"
+        try:
+            _said(info, model, family.latent, text)
+        except Exception as error:
+            return one_line(error)
+    return ""
+
+
+def refusal(name: str, path: Path | None = None) -> str:
+    """Why a file is refused by its header."""
+    try:
+        with small_sizes(BUILDS[name]):
+            read(name, BUILDS[name]) if path is None else read_native(path, "float32")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def joined(name: str) -> Path:
+    """The build as Stable Cascade was published: queries, keys and values are one tensor."""
+    weights = make_weights(BUILDS[name])
+    for to_q in [each for each in weights if ".to_q." in each]:
+        parts = [weights.pop(to_q.replace(".to_q.", f".{part}.")) for part in ("to_q", "to_k", "to_v")]
+        weights[to_q.replace(".to_q.", ".in_proj_")] = torch.cat(parts)
+    save_file(weights, path := Path(FOLDER) / f"{name} joined.safetensors")
+    return path
+
+
+def plan(name: str) -> str:
+    """What a plan says against this build; that it is trained without one, then."""
+    bench = Bench(name, Path(FOLDER) / f"plan of {name}", family=BUILDS[name])
+    try:
+        forecast(bench)
+    except NoForecast as error:
+        with small_sizes(bench.family), native_training():
+            read = read_job(bench.job("without", {}), bench.info)
+            machine = Machine((CPU,), parse_cards("1x24GB"))
+            assert resolve(read.job, read.subject, machine).training is None
+        return str(error)
+    return ""
+
+
+def expert(name: str, file: str, asked: str) -> list[Any]:
+    """How a job of a build in a file of this name draws noise levels."""
+    bench = Bench(name, Path(FOLDER) / f"{file} {asked}", save_trained(name, Path(FOLDER) / file, BUILDS[name]))
+    warned: list[str] = []
+    with small_sizes(bench.family):
+        whole = check_job(bench.job("all", {}), info=bench.info)
+        try:
+            with mock.patch.object(checks._log, "warning", lambda line, *values: warned.append(line % values)):
+                plan = check_job(bench.job("expert", {"objective": {"expert": asked}}), info=bench.info)
+        except ValueError as error:
+            return [str(error)]
+    levels, every = _levels(plan, plan.schedule), _levels(plan, whole.schedule)
+    kept = every[(every >= levels.min() - 1e-6) & (every <= levels.max() + 1e-6)]
+    grid = torch.linspace(0.1, 0.9, 9)
+    apart = float((levels.quantile(grid) - kept.quantile(grid)).abs().max())
+    return [float(levels.min()), float(levels.max()), apart, "; ".join(warned)]
+
+
+def _levels(plan: Any, schedule: Any) -> torch.Tensor:
+    """What the model is told of the noise in many samples; it is as large in a latent of nothing."""
+    times = schedule.sigmas(torch.linspace(0, 1, 4003)[1:-1], 64)
+    one = torch.ones(len(times), 1, 1, 1, 1)
+    made = noise_latents(plan.family, one * 0, one, times)
+    assert torch.allclose(made.noisy.flatten(), made.sigmas, atol=1e-6)
+    return made.sigmas
+
+
+@torch.no_grad()
+def _said(info: Any, model: Any, latent: tuple[int, ...], text: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    noisy = torch.randn(1, latent[0], *((1,) if len(latent) == 3 else ()), *latent[1:])
+    given = {name: each[None] for name, each in text.items()}
+    return predict(info.family, model, noisy, torch.tensor([0.5]), given, info.variant.training_guidance)
+
+
+def _largest(info: Any, model: Any, family: TinyFamily) -> int:
+    seen: list[int] = []
+
+    def hook(module: Any, given: Any, output: Any) -> None:
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        seen.extend(each.numel() // each.shape[-1] for each in outputs if isinstance(each, torch.Tensor))
+
+    hooks = [model.get_submodule(each).register_forward_hook(hook) for each in placed_blocks(model, info.family.native)]
+    _said(info, model, family.latent, read_conditioning(family.condition(1), "text", keeps_all=True))
+    for each in hooks:
+        each.remove()
+    return max(seen)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with native_training():
+        full = plan_published(Path(FOLDER), *(() if int(IS_LONG) else (QUICK,)))
+    with small_adapter(), endless_memory(), other_sizes(), native_training():
+        names = (*PATCHED, *PACKED, *(LONG if int(IS_LONG) else ()))
+        tokens = {name: tokens_per_cell(name) for name in names}
+        texts = {name: text_fault(name) for name in BEFORE_CAPTIONS}
+        plans = {name: plan(name) for name in PLANNED}
+        refused = {name: refusal(name) for name in REFUSED}
+        refused["Stable Cascade C as published"] = refusal("Stable Cascade C", joined("Stable Cascade C"))
+        needed = {name: needs(name) for name in NEEDS}
+        experts = {" ".join(case[1:]): expert(*case) for case in EXPERTS}
+    found = {"tokens": tokens, "needs": needed, "text": texts, "plans": plans, "refused": refused}
+    found |= {"full": full, "experts": experts}
+    print(json.dumps(found), flush=True)

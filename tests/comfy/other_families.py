@@ -1,0 +1,384 @@
+"""Tiny builds of further classes and models that are trained by the mechanisms of those in trained_families.py, and of
+some that are refused. ROWS are rows of the table."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import comfy.supported_models
+import torch
+from devicebridge.tests.comfy import native_cases
+from devicebridge.tests.comfy.tiny_checkpoints import _CHROMA, _COSMOS_PREDICT_2, _FLUX_1, _HUNYUAN_VIDEO, TinyFamily
+from devicebridge.tests.comfy.trained_families import _SD15, _UNET, TRAINED, made_of
+
+
+def _all_tokens(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    return {"attention_mask": torch.ones(1, tokens, dtype=torch.long)}
+
+
+def _two_texts(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As HunyuanDiT's text encoders give them."""
+    t5 = {"conditioning_mt5xl": torch.randn(1, 6, 16, generator=generator)}
+    masks = {"attention_mask": tokens, "attention_mask_mt5xl": 6}
+    return {**t5, **{name: torch.ones(1, length, dtype=torch.long) for name, length in masks.items()}}
+
+
+def _without_last(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    mask = torch.ones(1, tokens, dtype=torch.long)
+    mask[:, -1] = 0
+    return {"attention_mask": mask}
+
+
+def _reference(frames: tuple[int, ...] = (), *, is_masked: bool = False) -> Any:
+    """As ReferenceLatent gives it, beside a text with a mask where the model wants one."""
+
+    def options(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+        mask = _all_tokens(generator, tokens) if is_masked else {}
+        return {"reference_latents": [torch.randn(1, 16, *frames, 4, 6, generator=generator)], **mask}
+
+    return options
+
+
+def _given(*latent: int, mask: tuple[int, ...] = ()) -> Any:
+    """As InpaintModelConditioning and InstructPixToPixConditioning give it, and nodes of videos."""
+
+    def options(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+        image = {"concat_latent_image": torch.randn(1, *latent, generator=generator)}
+        if not mask:
+            return image
+        return {**image, "concat_mask": torch.rand(1, 1, *mask, generator=generator).round()}
+
+    return options
+
+
+def _of(
+    case: Any,
+    config_class: str,
+    image_model: str,
+    latent: tuple[int, ...],
+    context: tuple[int, int],
+    blocks: tuple[str, ...],
+    *,
+    more: dict[str, Any] | None = None,
+    options: Any = None,
+    pooled: int = 0,
+) -> TinyFamily:
+    """A build with the sizes that test_native_families.py has, which no file says."""
+    named = {"image_model": image_model} if image_model else {}
+    config = {**case.config, **named, **(more or {})}
+    given = {} if options is None else {"options": options}
+    return TinyFamily(config_class, config, latent, context, blocks, is_detected=False, pooled=pooled, **given)
+
+
+def _beside(name: str, config_class: str, config: dict[str, Any], options: Any = None, **more: Any) -> TinyFamily:
+    """A build that is given channels beside the noise."""
+    given = more if options is None else {"options": options, **more}
+    return made_of(name, config_class=config_class, unet_config=config, is_detected=False, **given)
+
+
+_FOUR_HEADS = {"num_heads": 4, "axes_dim": [8, 12, 12]}
+_OF_FLUX = {**_FLUX_1, **_FOUR_HEADS}
+_OF_OMNIGEN = {"in_channels": 16, "hidden_size": 96, "num_attention_heads": 4, "num_kv_heads": 4}
+_OF_VIDEO = {**_HUNYUAN_VIDEO, **_FOUR_HEADS}
+
+
+OTHERS: dict[str, TinyFamily] = {
+    "Ideogram 4": _of(
+        native_cases.IDEOGRAM_4,
+        "Ideogram4",
+        "ideogram4",
+        (128, 4, 4),
+        (6, 12),
+        ("layers",),
+        more={"in_channels": 128, "num_attention_heads": 4},
+        options=_all_tokens,
+    ),
+    "Lens": _of(
+        native_cases.LENS,
+        "Lens",
+        "lens",
+        (128, 4, 4),
+        (6, 24),
+        ("transformer_blocks",),
+        more={"in_channels": 128, "out_channels": 32, "num_attention_heads": 4},
+        options=_without_last,
+    ),
+    "MageFlow": _of(
+        native_cases.MAGE_FLOW,
+        "MageFlow",
+        "mage_flow",
+        (128, 4, 4),
+        (6, 12),
+        ("transformer_blocks",),
+        more={"in_channels": 128, "out_channels": 128, "num_attention_heads": 4},
+        options=_all_tokens,
+    ),
+    "PixArt Sigma": _of(native_cases.PIXART, "PixArtSigma", "pixart_sigma", (4, 36, 40), (5, 12), ("blocks",)),
+    "Cosmos 1": _of(
+        native_cases.COSMOS_1,
+        "CosmosT2V",
+        "cosmos",
+        (16, 2, 4, 4),
+        (6, 12),
+        ("blocks",),
+        more={"in_channels": 16, "out_channels": 16, "model_channels": 96, "num_heads": 4},
+    ),
+    "HunyuanDiT": _of(
+        native_cases.HUNYUAN_DIT,
+        "HunyuanDiT",
+        "hydit",
+        (4, 8, 8),
+        (4, 12),
+        ("blocks",),
+        more={"size_cond": False, "use_style_cond": False, "input_size": None, "hidden_size": 64, "num_heads": 4},
+        options=_two_texts,
+    ),
+    "HunyuanImage 2.1": made_of(
+        "hunyuan_video",
+        config_class="HunyuanImage21",
+        unet_config={
+            **_OF_VIDEO,
+            "in_channels": 64,
+            "out_channels": 64,
+            "patch_size": [1, 1],
+            "vec_in_dim": None,
+            "axes_dim": [16, 16],
+        },
+        latent=(64, 4, 4),
+        pooled=0,
+        is_detected=False,
+    ),
+    "LTX-2 unprocessed": dataclasses.replace(
+        TRAINED["LTX-2 without sound"],
+        unet_config={
+            **TRAINED["LTX-2 without sound"].unet_config,
+            "connector_num_attention_heads": 3,
+            "connector_attention_head_dim": 4,
+            "audio_connector_num_attention_heads": 3,
+            "audio_connector_attention_head_dim": 4,
+        },
+        context=(6, 12),
+    ),
+    "Cosmos-Predict2 I2V": made_of(
+        "cosmos_predict2",
+        config_class="CosmosI2VPredict2",
+        unet_config={**_COSMOS_PREDICT_2, "in_channels": 17},
+        latent=(16, 2, 4, 4),
+    ),
+    "Kandinsky 5": _of(
+        native_cases.KANDINSKY,
+        "Kandinsky5",
+        "kandinsky5",
+        (16, 2, 4, 4),
+        (6, 12),
+        ("visual_transformer_blocks",),
+        more={"in_visual_dim": 16, "out_visual_dim": 16, "visual_embed_dim": 33 * 4, "model_dim": 96},
+        pooled=10,
+    ),
+    "Stable Cascade C": _of(
+        native_cases.CASCADE_C,
+        "Stable_Cascade_C",
+        "",
+        (16, 6, 8),
+        (5, 12),
+        ("down_blocks",),
+        more={"c_in": 16, "c_out": 16, "c_clip_img": 768, "stable_cascade_stage": "c"},
+        pooled=10,
+    ),
+    "Stable Cascade B": _of(
+        native_cases.CASCADE_B,
+        "Stable_Cascade_B",
+        "",
+        (4, 16, 16),
+        (1, 12),
+        ("down_blocks",),
+        more={"c_in": 4, "c_out": 4, "c_effnet": 16, "stable_cascade_stage": "b"},
+        pooled=12,
+    ),
+    "FLUX.1 Fill": _beside("flux1", "FluxInpaint", {**_OF_FLUX, "in_channels": 96}, _given(16, 8, 8, mask=(64, 64))),
+    "FLUX.1 Schnell": _beside("flux1", "FluxSchnell", {**_OF_FLUX, "guidance_embed": False}),
+    "LongCat-Image": TinyFamily(
+        "LongCatImage",
+        {**_OF_FLUX, "guidance_embed": False, "vec_in_dim": None, "txt_ids_dims": [1, 2]},
+        (16, 8, 8),
+        (6, 48),
+        ("double_blocks", "single_blocks"),
+        is_detected=False,
+    ),
+    "Chroma Radiance": TinyFamily(
+        "ChromaRadiance",
+        {
+            **_CHROMA,
+            **native_cases.CHROMA_RADIANCE.config,
+            "image_model": "chroma_radiance",
+            "axes_dim": [4, 6, 6],
+            "patch_size": 2,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "out_dim": 64,
+        },
+        (3, 8, 8),
+        (6, 12),
+        ("double_blocks", "single_blocks"),
+        is_detected=False,
+    ),
+    "HunyuanVideo I2V": _beside(
+        "hunyuan_video", "HunyuanVideoI2V", {**_OF_VIDEO, "in_channels": 33}, _given(16, 2, 4, 4, mask=(2, 4, 4))
+    ),
+    "SkyReels I2V": _beside(
+        "hunyuan_video", "HunyuanVideoSkyreelsI2V", {**_OF_VIDEO, "in_channels": 32}, _given(16, 2, 4, 4)
+    ),
+    "SD 1.5 inpainting": _beside("sdxl", "SD15", {**_SD15, "in_channels": 9}, _given(4, 8, 8, mask=(8, 8)), pooled=0),
+    "SD 1.5 by instructions": _beside(
+        "sdxl", "SD15_instructpix2pix", {**_SD15, "in_channels": 8}, _given(4, 8, 8), pooled=0
+    ),
+    "SD 2 v-prediction": made_of(
+        "sdxl",
+        config_class="SD20",
+        unet_config={**_SD15, "num_head_channels": 32, "num_heads": -1, "use_linear_in_transformer": True},
+        pooled=0,
+    ),
+    "SDXL refiner": made_of("sdxl", config_class="SDXLRefiner", unet_config={**_UNET, "adm_in_channels": 2560}),
+    "AuraFlow": _of(
+        native_cases.AURA,
+        "AuraFlow",
+        "",
+        (4, 8, 8),
+        (6, 12),
+        ("double_layers", "single_layers"),
+        more={"dim": 64, "n_heads": 4},
+    ),
+    "OmniGen2": _of(
+        native_cases.OMNIGEN,
+        "Omnigen2",
+        "omnigen2",
+        (16, 8, 8),
+        (6, 12),
+        ("layers",),
+        more=_OF_OMNIGEN,
+        options=_reference(is_masked=True),
+    ),
+    "Boogu-Image": _of(
+        native_cases.BOOGU,
+        "Boogu",
+        "boogu",
+        (16, 8, 8),
+        (6, 12),
+        ("double_stream_layers", "single_stream_layers"),
+        more=_OF_OMNIGEN,
+        options=_reference(is_masked=True),
+    ),
+    "JoyImage": _of(
+        native_cases.JOY_IMAGE,
+        "JoyImage",
+        "joyimage",
+        (16, 1, 8, 8),
+        (6, 12),
+        ("double_blocks",),
+        more={"in_channels": 16, "hidden_size": 64, "num_attention_heads": 4},
+        options=_reference((1,)),
+    ),
+    "Mochi": _of(
+        native_cases.MOCHI,
+        "GenmoMochi",
+        "mochi_preview",
+        (12, 2, 4, 4),
+        (5, 16),
+        ("blocks",),
+        more={"in_channels": 12, "hidden_size_x": 96, "hidden_size_y": 48, "num_heads": 4, "mlp_ratio_x": 128.0},
+        options=_without_last,
+    ),
+    "Kandinsky 5 Image": _of(
+        native_cases.KANDINSKY,
+        "Kandinsky5Image",
+        "kandinsky5",
+        (16, 8, 8),
+        (6, 12),
+        ("visual_transformer_blocks",),
+        more={"in_visual_dim": 16, "out_visual_dim": 16, "visual_embed_dim": 64, "model_dim": 96},
+        pooled=10,
+    ),
+    "CogVideoX": _of(
+        native_cases.COG_VIDEO_X,
+        "CogVideoX_T2V",
+        "cogvideox",
+        (16, 3, 4, 4),
+        (5, 12),
+        ("blocks",),
+        more={
+            "in_channels": 16,
+            "out_channels": 16,
+            "ofs_embed_dim": None,
+            "sample_width": 4,
+            "sample_height": 4,
+            "num_attention_heads": 4,
+        },
+    ),
+    "SD x4 upscaler": _beside(
+        "sdxl",
+        "SD_X4Upscaler",
+        {**_SD15, "in_channels": 7, "num_classes": 1000, "disable_self_attentions": [True, False]},
+    ),
+    "SVD": _beside(
+        "sdxl",
+        "SVD_img2vid",
+        {
+            **_UNET,
+            "in_channels": 8,
+            "adm_in_channels": 768,
+            "use_temporal_attention": True,
+            "use_temporal_resblock": True,
+            "video_kernel_size": [3, 1, 1],
+            "extra_ff_mix_layer": True,
+            "merge_strategy": "learned_with_images",
+            "merge_factor": 0.0,
+            "num_head_channels": 32,
+            "num_heads": -1,
+        },
+    ),
+    "CogVideoX I2V": _of(
+        native_cases.COG_VIDEO_X,
+        "CogVideoX_I2V",
+        "cogvideox",
+        (16, 3, 4, 4),
+        (5, 12),
+        ("blocks",),
+        more={"in_channels": 32, "out_channels": 16, "sample_width": 4, "sample_height": 4, "num_attention_heads": 4},
+        options=_given(16, 3, 4, 4),
+    ),
+}
+
+# Rows of the table; the others are refused, or fail in a step.
+ROWS = (
+    "FLUX.1 Schnell",
+    "FLUX.1 Fill",
+    "LongCat-Image",
+    "HunyuanVideo I2V",
+    "SkyReels I2V",
+    "HunyuanImage 2.1",
+    "Lens",
+    "MageFlow",
+    "JoyImage",
+    "CogVideoX",
+    "SD 1.5 inpainting",
+    "Ideogram 4",
+    "OmniGen2",
+    "Boogu-Image",
+    "Mochi",
+    "AuraFlow",
+    "Stable Cascade C",
+    "SD 2 v-prediction",
+)
+
+
+@contextlib.contextmanager
+def other_sizes() -> Iterator[None]:
+    """Inside, classes that have one published size can be small."""
+    with contextlib.ExitStack() as patches:
+        for name in ("Ideogram4", "JoyImage", "SD_X4Upscaler"):
+            patches.enter_context(mock.patch.object(getattr(comfy.supported_models, name), "unet_extra_config", {}))
+        yield
