@@ -19,10 +19,10 @@ from .cards import Card
 # LAUNCH_S: FLUX.1 at 512x512 in bf16 over two H200, where the host is the limit, with this pack's LoRA and its
 # recomputation (benchmarks/results/train_step_flux1-512_2xh200_2026-11-22.json). A sample is 15105 launches with every
 # block recomputed, 10583 with none. Two replicas took 28.1 and 25.4 us for each, a pipeline 29.6 and 29.5.
-# EXCHANGE_S: half of what an exchange of two ranks takes that have a thread each, for each has its half of the work:
-# 320, 506 and 273 us for FLUX.1, FLUX.2 and Wan, without gradients, both ranks on one H200
-# (benchmarks/results/meeting_time_h200_2026-11-23.json). Nobody has measured it in a backward.
-LAUNCH_S, EXCHANGE_S = 28e-6, 180e-6
+# EXCHANGE_S: what is left of 1.033 s of FLUX.2 at 512x512 in bf16 over two H200, all blocks recomputed, where the host
+# was the limit (benchmarks/results/train_step_tensor_2xh200_2026-11-24.json). That is six times what an exchange takes
+# without gradients, for in the backward autograd's threads meet as well. That machine's host was a slow one.
+LAUNCH_S, EXCHANGE_S = 28e-6, 1.04e-3
 
 
 @dataclass(frozen=True)

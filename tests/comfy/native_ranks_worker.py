@@ -2,7 +2,7 @@
 
 torchrun ... native_ranks_worker.py COMFYUI FOLDER STRATEGY NAMES, and in STEPS of the environment which steps, "" for
 all. The first rank prints a line of JSON per name of
-trained_families.TRAINED: {"name", "steps": {step: {"fault": "" or why not, figures}}}. Every step is compared with one
+other_families.BUILDS: {"name", "steps": {step: {"fault": "" or why not, figures}}}. Every step is compared with one
 process that has the whole model.
 """
 
@@ -46,7 +46,8 @@ from devicebridge.tests.comfy.native_steps import (  # noqa: E402
     one_line,
     prove,
 )
-from devicebridge.tests.comfy.trained_families import TRAINED, small_adapter  # noqa: E402
+from devicebridge.tests.comfy.other_families import BUILDS, other_sizes  # noqa: E402
+from devicebridge.tests.comfy.trained_families import small_adapter  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
@@ -127,11 +128,11 @@ STEPS: dict[str, Callable[[Bench, Ranks], Figures]] = {
 
 def proved(name: str, ranks: Ranks) -> dict[str, Figures]:
     """What the first rank found, unless another one found a fault."""
-    with small_adapter(), endless_memory():
+    with small_adapter(), endless_memory(), other_sizes():
         folder = Path(FOLDER) / str(ranks.place.rank) / name.replace("/", "-")
         steps = {step: (lambda bench, run=run: run(bench, ranks)) for step, run in STEPS.items()}
         try:
-            found = prove(name, steps, Bench(name, folder))
+            found = prove(name, steps, Bench(name, folder, family=BUILDS[name]))
         except Exception as error:
             found = {step: {"fault": one_line(error)} for step in STEPS}  # no model was made
     told = ranks.gather(found)
@@ -147,7 +148,7 @@ if __name__ == "__main__":
     wanted = os.environ.get("STEPS", "")
     STEPS = {step: run for step, run in STEPS.items() if not wanted or step in wanted}
     with joined(place, (CPU,), 600.0, lambda: False) as ranks:
-        for each in NAMES or TRAINED:
+        for each in NAMES or BUILDS:
             found = proved(each, ranks)
             if ranks.is_first:
                 print(json.dumps({"name": each, "steps": found}), flush=True)

@@ -29,10 +29,8 @@ import torch  # noqa: E402
 from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
 from devicebridge.tests.comfy.native_headers import recognise  # noqa: E402
 from devicebridge.tests.comfy.native_steps import STEPS, Bench, one_line, prove  # noqa: E402
-from devicebridge.tests.comfy.other_families import OTHERS, ROWS, other_sizes  # noqa: E402
+from devicebridge.tests.comfy.other_families import BUILDS, other_sizes  # noqa: E402
 from devicebridge.tests.comfy.trained_families import TRAINED, small_adapter  # noqa: E402
-
-BUILDS = {**TRAINED, **{name: OTHERS[name] for name in ROWS}}
 
 
 def proved(name: str) -> dict[str, Any]:

@@ -375,6 +375,10 @@ ROWS = (
 )
 
 
+# All builds whose training the table tells, by name.
+BUILDS = {**TRAINED, **{name: OTHERS[name] for name in ROWS}}
+
+
 @contextlib.contextmanager
 def other_sizes() -> Iterator[None]:
     """Inside, classes that have one published size can be small."""

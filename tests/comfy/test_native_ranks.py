@@ -1,6 +1,6 @@
 """Tiny models of ComfyUI's own classes whose weights two processes share (fsdp), each with a real ComfyUI in it. What
 each of them can is kept in tests/assets/native_ranks.json, of which docs/families.md is made; UPDATE_GOLDEN=1 writes it
-anew."""
+anew, UPDATE_GOLDEN="Krea 2;Anima" these rows."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ KNOWN = Path(__file__).parents[1] / "assets" / "native_ranks.json"
 NAMES = tuple(json.loads(KNOWN.with_name("native_training.json").read_text(encoding="utf-8")))
 # A buffer in the file; blocks of which only the parts are called; weights that are used before the forward.
 ALWAYS = ("SD 3.5", "SDXL", "LTX-2.3 with a voice")
-IS_LONG = bool(os.environ.get("LONG_TESTS") or os.environ.get("UPDATE_GOLDEN"))
-TESTED = NAMES if IS_LONG else ALWAYS
-EACH = [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.long) for name in NAMES]
+UPDATED = os.environ.get("UPDATE_GOLDEN", "")
+ASKED = tuple(name for name in NAMES if name in UPDATED.split(";"))
+IS_LONG = bool(os.environ.get("LONG_TESTS") or UPDATED)
+TESTED = ASKED or (NAMES if IS_LONG else ALWAYS)
+EACH = [pytest.param(name, marks=[] if name in (*ALWAYS, *ASKED) else pytest.mark.long) for name in ASKED or NAMES]
 
 
 def _run(comfyui: Path, folder: Path, strategy: str, names: tuple[str, ...], count: int) -> dict[str, dict[str, str]]:
@@ -45,8 +47,9 @@ def _run(comfyui: Path, folder: Path, strategy: str, names: tuple[str, ...], cou
 @pytest.fixture(scope="module")
 def found(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     faults = _run(comfyui, tmp_path_factory.mktemp("shared"), "fsdp", TESTED, 2)
-    if os.environ.get("UPDATE_GOLDEN"):
-        KNOWN.write_text(json.dumps(faults, indent=1) + "\n", encoding="utf-8")
+    if UPDATED:
+        known = json.loads(KNOWN.read_text(encoding="utf-8"))
+        KNOWN.write_text(json.dumps({**known, **faults}, indent=1) + "\n", encoding="utf-8")
     return faults
 
 
