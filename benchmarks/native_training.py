@@ -49,7 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cards", type=int, default=1)
     parser.add_argument("--card-gb", type=float, help="GB that a job may take of each card")
     parser.add_argument("--quantize", default="fp8-compute", help="of the base, with --card-gb")
-    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--budget-s", type=float, default=400.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU, where times mean nothing")
@@ -341,6 +341,7 @@ def measure_on_cards(name: str) -> dict[str, Any]:
             trainer, plan = cleanup.enter_context(native_trainer(subject, path, **sections))
             say(f"{name}: loaded")
             found |= _peaks_beside_forecast(trainer, plan)
+            say(f"{name}: {found}")  # the rest may not end in time
             model, home = trainer.runner.replica_for(0)
             runners = {"usual split": PlainAccumulation(model, home), "pipeline": trainer.runner}
             ways = {way: functools.partial(_run_by, trainer, runner) for way, runner in runners.items()}
@@ -351,10 +352,10 @@ def measure_on_cards(name: str) -> dict[str, Any]:
                 except ValueError as error:
                     found["cannot"] = {"tensor": first_line(error)}
             times: dict[str, list[float]] = {}
-            for number in range(2 + OPTIONS.rounds * (not capped)):
+            for number in range(0 if capped else OPTIONS.rounds + 1):
                 for way in ways:
                     taken = ways[way]()
-                    times.setdefault(way, []).extend([taken] if number > 1 else [])
+                    times.setdefault(way, []).extend([taken] if number else [])  # the first warms up
     finally:
         path.unlink(missing_ok=True)
     found["seconds per sample"] = {way: statistics.median(each) for way, each in times.items() if each}
