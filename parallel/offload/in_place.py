@@ -126,10 +126,15 @@ class InPlaceGuard:
 
     def _in_graphs(self, writes: Writes, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
         """A graph in which nothing reaches an argument will do where all that is written into are made anew. Torch
-        refuses to trace what writes into a leaf of autograd, so that is copied."""
+        refuses to trace what writes into a leaf of autograd, or into a view as FSDP makes of all arguments, so those are
+        copied."""
         keeps = bool(writes.arguments)
         written = {index: tensors[index] for index in writes.arguments | writes.renewed}
-        copies = {index: t.clone() for index, t in written.items() if keeps or (t.is_leaf and t.requires_grad)}
+        copies = {
+            index: t.clone()
+            for index, t in written.items()
+            if keeps or (t.requires_grad and (t.is_leaf or t._is_view()))
+        }
         args, kwargs = self._placed(args, kwargs, copies)
         return self._compiled[keeps](*args, **kwargs)
 
