@@ -126,8 +126,8 @@ class InPlaceGuard:
 
     def _in_graphs(self, writes: Writes, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
         """A graph in which nothing reaches an argument will do where all that is written into are made anew. Torch
-        refuses to trace what writes into a leaf of autograd, or into a view as FSDP makes of all arguments, so those are
-        copied."""
+        refuses to trace what writes into a leaf of autograd, or into a view such as FSDP makes of all arguments: those
+        are copied."""
         keeps = bool(writes.arguments)
         written = {index: tensors[index] for index in writes.arguments | writes.renewed}
         copies = {
