@@ -88,7 +88,7 @@ class Ahead:
 
     def enter(self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_watched: bool) -> None:
         """Home begins a block with these arguments. is_watched: other people's code may have changed them in place."""
-        groups = () if is_watched else self._groups.of_block.get(block, ())
+        groups = () if is_watched or torch.is_grad_enabled() else self._groups.of_block.get(block, ())
         self._now = [group for group in groups if self._is_given_again(group, group.value(args, kwargs))]
 
     def _is_given_again(self, group: SameInput, value: Any) -> bool:

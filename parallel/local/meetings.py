@@ -28,6 +28,9 @@ Call = Callable[..., Any]
 Stays = Callable[[nn.Module, torch.device], bool]
 
 
+_WITH_ITS_VALUES = {getattr(torch.Tensor, name) for name in ("T", "mT", "H", "mH", "data", "real", "imag")}
+
+
 class Early(torch.Tensor):
     """What nobody may read before it is complete. Afterwards it is an ordinary tensor to whatever reads it."""
 
@@ -36,7 +39,8 @@ class Early(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raises: RuntimeError if something reads more than its shape or the like too early."""
-        is_read = getattr(func, "__name__", "") != "__get__"
+        name = getattr(func, "__name__", "")
+        is_read = name != "__get__" or getattr(func, "__self__", None) in _WITH_ITS_VALUES
         if is_read and not all(each.is_complete for each in tensors_of((args, kwargs)) if isinstance(each, cls)):
             raise RuntimeError(
                 f"{getattr(func, '__name__', func)} reads a layer's output before another layer is computed, with "
@@ -82,7 +86,7 @@ class Meetings:
         if self._chunks is not None and meeting.is_alone and len(args) == 1 and not kwargs:
             return self._sum_of_chunks(self._chunks, rank, meeting, call, args[0])
         part = call(*args, **kwargs)
-        if meeting.until:
+        if meeting.until and not torch.is_grad_enabled():  # what is written later is in no graph
             place = torch.empty_like(part, memory_format=torch.contiguous_format)
             return self._hold(rank, (part, place), place)
         if not self._held[rank]:
@@ -100,7 +104,7 @@ class Meetings:
     def norm(self, rank: int, meeting: Meeting, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, output = args[0], call(*args, **kwargs)
         norm = _Norm(output, sum_of_squares(x), x.shape[-1], meeting, norm_eps(meeting.module, x.dtype))
-        if meeting.until:
+        if meeting.until and not torch.is_grad_enabled():
             return self._hold(rank, norm, output)
         if not self._held[rank]:
             return norm.correct(self._exchange.sum(rank, meeting.name, norm.sums))
@@ -138,7 +142,10 @@ class Meetings:
     def finish(self, rank: int) -> None:
         """A device has computed its part of a block. Raises: RuntimeError if something waits for a later meeting."""
         if self._held[rank]:
-            raise RuntimeError("a layer whose parts meet behind a later one was computed, and the later one was not")
+            raise RuntimeError(
+                "a layer whose parts meet behind a later one was computed, and the later one was not; use the model "
+                "with whole blocks on each device (way 'blocks')"
+            )
         self._exchange.finish(rank)
 
     def forget(self) -> None:

@@ -228,9 +228,9 @@ def stays_on_card(layer: nn.Module, device: torch.device) -> bool:
     return True
 
 
-def find_bypass(blocks: Iterable[nn.Module]) -> list[str]:
-    """A word for ComfyUI's bypass LoRA if it is on a layer of these blocks: it would act on home's slices only."""
-    forwards = (module.__dict__.get("forward") for block in blocks for module in block.modules())
+def find_bypass(layers: Iterable[nn.Module]) -> list[str]:
+    """A word for ComfyUI's bypass LoRA if it is on a layer of these: it would act on home's slices only."""
+    forwards = (module.__dict__.get("forward") for module in layers)
     found = any(
         isinstance(part, BypassForwardHook) for each in forwards if each is not None for part in reachable(each)
     )

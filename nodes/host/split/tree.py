@@ -85,6 +85,7 @@ class SplitTree:
         self._patcher: Callable[[], Any] = lambda: None  # who attached
         self._attached_by: int | None = None  # its id: weak references are dead when the collector has a patcher detach
         self._weights: object = None  # ComfyUI's number for the patches with which the cards were compared
+        self._layers = tuple(layer for block in self.bridge.blocks for layer in block.modules())
         self._unseen: tuple[str, ...] | None = None
         self._inside: tuple[str, ...] = ()  # of that, what is in blocks
         self._is_plain = False
@@ -234,8 +235,6 @@ class SplitTree:
             if self._unseen:
                 blocks = self.plan.placement.blocks
                 self._inside = tuple(unseen_attachments(patcher, self.diffusion_model, own, blocks))
-            if self.divided is not None:
-                self._inside += tuple(find_bypass(self.bridge.blocks))
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
@@ -298,7 +297,8 @@ class SplitTree:
             compiled = [] if self._called_modules().keys() == self.bridge.blocks.keys() else ["a compiled block"]
             inside = [name for name in self.plan.layout.patches_inside if name not in self.divided.division.patches]
             self._look()
-            check_runnable((*compiled, *self._inside), options, inside)
+            bypass = find_bypass(self._layers)  # before every forward: it can come at any time
+            check_runnable((*compiled, *bypass, *self._inside), options, inside)
         else:
             self._follow_compiled_blocks()
         self.end()

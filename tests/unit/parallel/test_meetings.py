@@ -86,6 +86,22 @@ def _letters(parallel: TensorParallel, monkeypatch: pytest.MonkeyPatch) -> list[
     return sent
 
 
+@pytest.mark.parametrize("plan", [SUMS, NORMS, BY_ITSELF])
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_go_through_a_divided_model(size, plan, x) -> None:
+    """As of nodes that guide by them; without inference mode."""
+    model = make_model(Joint(), Joint())
+    given = x.clone().requires_grad_(True)
+    (expected,) = torch.autograd.grad(model(given).square().sum(), given)
+    parallel = divide(model, size, plans=(plan,))
+    for _ in range(2):  # the first compares the blocks
+        given = x.clone().requires_grad_(True)
+        with parallel.forward():
+            output = model(given)
+        (found,) = torch.autograd.grad(output.square().sum(), given)
+        assert difference(found, expected) < NEAR
+
+
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("size", [2, 3, HEADS])
 def test_parts_in_one_letter_are_the_bits_of_a_letter_each(size, mode, x, monkeypatch) -> None:
