@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..families.spec import BlockList, ModelFamily
+from ..parallel.local.exchange import bytes_to_one
 from ..parallel.local.shards import find_plan
 from ..parallel.placement import blocks_with_lists, products_of, tokens_seen
 from .block_times import ASSUMED_LINK_BYTES_PER_S, BlockTimes
@@ -64,7 +65,7 @@ class DividedTimes:
         order = {each.device: index for index, each in enumerate(self.cards)}  # both ways are as fast
         pairs = [sorted((other, card), key=lambda each: order[each.device]) for other in others]
         links = [self.whole.between(*pair) or ASSUMED_LINK_BYTES_PER_S for pair in pairs]
-        return self.exchanged[block] * len(others) / min(links)
+        return bytes_to_one(self.exchanged[block], self.num_exchanges[block], len(self.cards)) / min(links)
 
     def ends(self, card: Card, scheme: str) -> tuple[float, float]:
         return self.whole.ends(card, scheme)

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from ..parallel.local.exchange import SLICED_FROM_BYTES
+from ..parallel.local.exchange import bytes_to_one
 from .machine_speed import MachineSpeed
 
 BLOCK_RATE = 0.8  # of a large matrix product's rate: FLUX.2, Wan and Qwen-Image on one card
@@ -138,9 +138,8 @@ class Ways:
     def _copying(self, work: Work, count: int, card: int) -> float:
         """What a card waits for partial sums: all others' come over its one slot."""
         links = self.machine.links_of(card)
-        copying = sum(count * work.sent_bytes / link.bytes_per_s for link in links)
-        if len(links) > 1 and count * work.sent_bytes >= work.num_exchanges * SLICED_FROM_BYTES:
-            copying *= 2 / (len(links) + 1)  # slice by slice: to each of the others two n-ths
+        arriving = bytes_to_one(count * work.sent_bytes, work.num_exchanges, len(links) + 1) / len(links)  # from each
+        copying = sum(arriving / link.bytes_per_s for link in links)
         if not self.machine.is_direct:  # in chunks, beside the products of the next ones
             beside = (1 - EXPOSED_CHUNK) * count * self.tensor_shares[card] * self._card_s(work.row_flops)[card]
             copying = max(EXPOSED_CHUNK * copying, copying - beside)

@@ -24,6 +24,12 @@ _Letter = tuple[str, int, Tensors, Arrivals]
 SLICED_FROM_BYTES = 2**23
 
 
+def bytes_to_one(parts_bytes: float, num_parts: float, size: int) -> float:
+    """That come to one of so many threads for the sums of so many parts; parts_bytes: of all parts of one thread."""
+    is_sliced = size > 2 and parts_bytes >= num_parts * SLICED_FROM_BYTES
+    return parts_bytes * (2 * (size - 1) / size if is_sliced else size - 1)
+
+
 class Exchange:
     """Meetings of a fixed number of threads, one after the other.
 

@@ -177,6 +177,16 @@ def test_a_card_computes_its_share_of_a_block():
     assert [times.of(0, card, "none")[0] for card in cards] == pytest.approx([0.225, 0.075])
 
 
+@pytest.mark.parametrize(("count", "times"), [(2, 1.0), (4, 1.5)])
+def test_four_cards_send_large_sums_slice_by_slice(count, times):
+    whole, cards = _Times(0.3, 1e9), tuple(parse_cards(",".join(["80GB"] * count)))
+    none, sent = [0.0] * 56, 8 * 2**23
+    found = DividedTimes(whole, cards, (1,) * count, [sent] * 56, none, [8] * 56, lambda scheme: [(0, 0)] * 56)
+    small = dataclasses.replace(found, num_exchanges=[9] * 56)
+    assert found.of(0, cards[0], "none")[0] == pytest.approx(0.3 / count + times * sent / 1e9)
+    assert small.of(0, cards[0], "none")[0] == pytest.approx(0.3 / count + (count - 1) * sent / 1e9)
+
+
 @pytest.mark.long
 def test_a_share_fits_if_any_does():
     """Each of the 47 is run dry."""
