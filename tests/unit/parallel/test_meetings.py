@@ -157,6 +157,14 @@ def test_a_later_layer_that_is_not_computed_is_an_error(rank, x) -> None:
     assert torch.equal(run(parallel, model, x), expected)
 
 
+@pytest.mark.parametrize("name", ["T", "mT", "data", "real"])
+def test_attributes_with_an_outputs_values_are_not_read_too_early(name) -> None:
+    output = torch.zeros(2, 3).as_subclass(Early)
+    assert output.shape == (2, 3) and output.dtype == torch.float32 and output.requires_grad is False
+    with pytest.raises(RuntimeError, match="before another layer is computed"):
+        getattr(output, name)
+
+
 def test_an_output_is_an_ordinary_tensor_once_it_is_complete() -> None:
     plain = torch.zeros(2, 3)
     early = plain.as_subclass(Early)
