@@ -373,7 +373,11 @@ def _concat_needs(base: Any) -> tuple[str, ...]:
         return base.concat_cond(noise=one, latent_image=torch.zeros_like(one), device=one.device, **given)
 
     def is_read(**beside: torch.Tensor) -> bool:
-        return not torch.equal(made(**beside, **image), made(**beside))
+        without = made(**beside)
+        try:
+            return not torch.equal(made(**beside, **image), without)
+        except RuntimeError:  # a picture of other sizes is asked for, so it is read
+            return True
 
     if is_read():
         return tuple(image)
