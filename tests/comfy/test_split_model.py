@@ -67,6 +67,9 @@ EIGHT_BIT_FILES = [
 LONG = {
     *(f"tensor_{name}" for name in DIVIDED if name not in ("flux2_heads", "wan_heads", "z_image")),
     *(each for each in EIGHT_BIT_FILES if each != "tensor_int8_file_of_flux1_heads"),
+    "tensor_merges",
+    "tensor_nodes_for_flux",
+    "tensor_weight_types_of_the_loader",
 }
 CASES = [
     *(f"family_{name}" for name in FAMILIES),
