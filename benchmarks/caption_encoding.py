@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
+from card_limit import limited  # noqa: E402
 from devicebridge.encoding.text_encoder import TextEncoder, make_empty_encoder  # noqa: E402
 from devicebridge.encoding.text_place import (  # noqa: E402
     EncoderSize,
@@ -47,7 +48,7 @@ from devicebridge.encoding.text_place import (  # noqa: E402
 )
 from devicebridge.families.registry import FAMILIES  # noqa: E402
 from devicebridge.families.spec import TextEncoderSpec  # noqa: E402
-from devicebridge.parallel.devices import CPU, release_cached_memory, synchronize, total_bytes  # noqa: E402
+from devicebridge.parallel.devices import CPU, release_cached_memory, synchronize  # noqa: E402
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes  # noqa: E402
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
@@ -141,7 +142,7 @@ def _streamed(
     place = plan_text_place(f"stream:{card}", spec, folder, dtype, "none", plan_bytes)
     assert place.stream is not None, "the window holds the whole encoder; give --window-gb less"
     say(f"streamed: the encoder {place.describe()}")
-    with _limited(card, window), _peak_bytes(card) as peak:
+    with limited(card, window), _peak_bytes(card) as peak:
         encoder = open_text_encoder(spec, folder, place, dtype)
         assert encoder.stream is not None
         batches = encoder.plan_batches(captions)
@@ -224,22 +225,6 @@ def _compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 
 # --- machine ---------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _limited(card: torch.device, num_bytes: int) -> Iterator[None]:
-    """torch raises when it would take more than this of the card."""
-    if card.type != "cuda":
-        yield
-        return
-    release_cached_memory()
-    total = total_bytes(card)
-    assert total is not None
-    torch.cuda.set_per_process_memory_fraction(num_bytes / total, card)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, card)
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
+from card_limit import limited  # noqa: E402
 from devicebridge.parallel.devices import available_devices, reset_peaks, synchronize  # noqa: E402
 from devicebridge.parallel.local.pipeline import Pipeline  # noqa: E402
 from devicebridge.parallel.offload.weights import WeightOffload  # noqa: E402
@@ -224,10 +225,10 @@ def release() -> None:
 def machine(options: argparse.Namespace) -> Iterator[None]:
     """Real cards, limited if asked; or emulated ones, and a planner that knows what those do not have."""
     if not options.tiny:
-        for device, cap in zip(options.devices, options.cap_gb, strict=bool(options.cap_gb)):
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, cap * 1e9 / total), device)
-        yield
+        with contextlib.ExitStack() as limits:
+            for device, cap in zip(options.devices, options.cap_gb, strict=bool(options.cap_gb)):
+                limits.enter_context(limited(device, cap * 1e9))
+            yield
         return
     question_module.Kernels = lambda eight_bit: Kernels(eight_bit, has_fused=False, rounding=1)  # type: ignore[misc,assignment]
     question_module.MIN_BYTES = 2**12

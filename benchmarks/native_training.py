@@ -80,6 +80,7 @@ from typing import Any  # noqa: E402
 import comfy.supported_models  # noqa: E402
 import comfyui_version  # noqa: E402
 import torch  # noqa: E402
+from card_limit import limited  # noqa: E402
 from devicebridge.config.job import make_job  # noqa: E402
 from devicebridge.data.order import Batch  # noqa: E402
 from devicebridge.encoding.comfy_data import read_pairs  # noqa: E402
@@ -91,6 +92,7 @@ from devicebridge.jobs.encode_job import cache_job  # noqa: E402
 from devicebridge.jobs.job import check_job  # noqa: E402
 from devicebridge.nodes.host.native.context import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
+from devicebridge.parallel.devices import memory_in_use, reset_peaks, synchronize  # noqa: E402
 from devicebridge.parallel.offload.in_place import InPlaceGuard, put_back, taken_out  # noqa: E402
 from devicebridge.parallel.runner import PlainAccumulation, Runner  # noqa: E402
 from devicebridge.patches.attention import sound_attention  # noqa: E402
@@ -101,7 +103,7 @@ from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, smal
 from devicebridge.training.batches import CachedSamples  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
-from random_checkpoint import header_of  # noqa: E402
+from random_checkpoint import write_hollow  # noqa: E402
 from random_job import (  # noqa: E402
     TINY_CONFIG,
     MemoryStore,
@@ -142,15 +144,10 @@ SUBJECTS = {
 
 
 def write_model(subject: TinyFamily, path: Path) -> float:
-    """The header of a bf16 file, and behind it a hole; random_weights fills what is read. GB of the weights."""
+    """A hollow file; random_weights fills what is read of it. GB of the weights."""
     config = getattr(comfy.supported_models, subject.config_class)(dict(subject.unet_config))
     empty = config.get_model({}, "", device=torch.device("meta")).diffusion_model.state_dict()
-    text, num_bytes = header_of({name: tuple(like.shape) for name, like in empty.items()})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        file.write(text)
-        file.truncate(len(text) + num_bytes)
-    return num_bytes / 1e9
+    return write_hollow(path, {name: tuple(like.shape) for name, like in empty.items()}) / 1e9
 
 
 def encode(subject: TinyFamily, folder: Path) -> Path:
@@ -204,18 +201,12 @@ def _reading(trainer: Trainer, data: CachedSamples) -> float:
 
 
 def timed(trainer: Trainer) -> float:
-    _synchronize()
+    synchronize(CARDS)
     start = time.perf_counter()
     trainer.train_step(1e-5)
-    _synchronize()
+    synchronize(CARDS)
     trainer.step += 1
     return time.perf_counter() - start
-
-
-def _synchronize() -> None:
-    for card in CARDS:
-        if card.type == "cuda":
-            torch.cuda.synchronize(card)
 
 
 @contextmanager
@@ -274,10 +265,10 @@ def _forward_ms(way: Any, tensors: list[torch.Tensor], frame: Any, passed_by: tu
     """Of one call whose arguments are its own, no leaves of the graph."""
     args, kwargs = put_back(frame, [tensor.clone() for tensor in tensors], passed_by)
     with torch.enable_grad(), sound_attention():
-        _synchronize()
+        synchronize(CARDS)
         start = time.perf_counter()
         output = way(*args, **kwargs)
-        _synchronize()
+        synchronize(CARDS)
         taken = time.perf_counter() - start
         del output
     return 1000 * taken
@@ -294,7 +285,7 @@ def measure(name: str) -> dict[str, Any]:
             forecast = max((each.allocated for each in plan.devices), default=0) if plan is not None else 0
             path.unlink()
             say(f"{name}: loaded")
-            peak = _peak(lambda: timed(trainer))
+            peak = 1e9 * max(_peaks(lambda: timed(trainer)), default=0.0)
             found |= {"peak_gb": peak / 1e9, "forecast_gb": forecast / 1e9, "lora_parameters": _num_trained(trainer)}
             found["ratios"]["forecast over measured peak"] = forecast / peak if peak and forecast else None
             found["forward_ms"] = forward_cost(trainer, 4 * OPTIONS.rounds)
@@ -337,7 +328,9 @@ def measure_on_cards(name: str) -> dict[str, Any]:
         sections["split"]["blocks_without_checkpointing"] = []
         sections["model"] = {"quantize": OPTIONS.quantize}
     try:
-        with _capped_cards(), _emulation(), ExitStack() as cleanup:
+        with _emulation(), ExitStack() as cleanup:
+            for card in CARDS if capped else ():
+                cleanup.enter_context(limited(card, OPTIONS.card_gb * 1e9))
             trainer, plan = cleanup.enter_context(native_trainer(subject, path, **sections))
             say(f"{name}: loaded")
             found |= _peaks_beside_forecast(trainer, plan)
@@ -373,28 +366,9 @@ def _emulation() -> AbstractContextManager[None]:
     return cards_of(make_random_job(split={"devices": list(map(str, CARDS))}))
 
 
-@contextmanager
-def _capped_cards() -> Iterator[None]:
-    """Cards of which this process may take --card-gb."""
-    cards = [card for card in CARDS if card.type == "cuda" and OPTIONS.card_gb is not None]
-    for card in cards:
-        total = torch.cuda.get_device_properties(card).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, OPTIONS.card_gb * 1e9 / total), card)
-    try:
-        yield
-    finally:
-        for card in cards:
-            torch.cuda.set_per_process_memory_fraction(1.0, card)
-
-
 def _peaks_beside_forecast(trainer: Trainer, plan: TrainingPlan | None) -> dict[str, Any]:
     """Of each card: GB in the second step at most, and what was forecast."""
-    for number in range(2):
-        if number and DEVICE.type == "cuda":
-            for card in CARDS:
-                torch.cuda.reset_peak_memory_stats(card)
-        timed(trainer)
-    peaks = [torch.cuda.max_memory_allocated(card) / 1e9 for card in CARDS if card.type == "cuda"]
+    peaks = _peaks(lambda: timed(trainer))
     forecasts = [each.allocated / 1e9 for each in plan.devices] if plan is not None else []
     over = [forecast / peak for forecast, peak in zip(forecasts, peaks, strict=False)]
     chosen = plan.setting if plan is not None else None
@@ -411,7 +385,7 @@ def _tensor_way(
 ) -> Callable[[], float]:
     """One microbatch a step, which all cards compute together; beside the other ways' model."""
     own = {**sections, "parallel": {"strategy": "tensor"}, "train": {"steps": 1000}}
-    before = [torch.cuda.memory_allocated(card) / 1e9 for card in CARDS if card.type == "cuda"]
+    before = [each["allocated"] for each in memory_in_use(CARDS).values()]
     trainer, plan = cleanup.enter_context(native_trainer(subject, path, **own))
     peaks = _peaks_beside_forecast(trainer, plan)
     peaks["peak_gb"] = [peak - there for peak, there in zip(peaks["peak_gb"], before, strict=True)]
@@ -444,7 +418,8 @@ def _take_turns(ways: dict[str, Callable[[], float]], times: dict[str, list[floa
         if number > _FEWEST and elapsed_s() > OPTIONS.budget_s:
             break
         for way in list(ways):
-            before = _allocated()
+            reset_peaks(CARDS)
+            before = memory_in_use(CARDS)
             try:
                 taken = ways[way]()
             except (RuntimeError, ValueError) as error:
@@ -456,27 +431,16 @@ def _take_turns(ways: dict[str, Callable[[], float]], times: dict[str, list[floa
                 say(f"{way}: the first step took {taken:.1f} s")
             if number > 1:
                 times.setdefault(way, []).append(taken)
-            found.setdefault("gb_of_a_step", {})[way] = (_most_allocated() - before) / 1e9
+            taken_gb = [each["peak"] - before[card]["allocated"] for card, each in memory_in_use(CARDS).items()]
+            found.setdefault("gb_of_a_step", {})[way] = max(taken_gb, default=0.0)
 
 
-def _allocated() -> int:
-    """Bytes on the card; the largest number counts from here."""
-    if DEVICE.type != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats(DEVICE)
-    return torch.cuda.memory_allocated(DEVICE)
-
-
-def _most_allocated() -> int:
-    return torch.cuda.max_memory_allocated(DEVICE) if DEVICE.type == "cuda" else 0
-
-
-def _peak(step: Callable[[], float]) -> int:
-    """Bytes that the second step takes at most; 0 on the CPU."""
+def _peaks(step: Callable[[], float]) -> list[float]:
+    """GB of each card that the second step takes at most; [] on the CPU."""
     step()
-    _allocated()
+    reset_peaks(CARDS)
     step()
-    return _most_allocated()
+    return [each["peak"] for each in memory_in_use(CARDS).values()]
 
 
 def _without(trainer: Trainer) -> float:

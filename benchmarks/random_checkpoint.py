@@ -77,6 +77,16 @@ def header_of(sizes: Mapping[str, tuple[int, ...]]) -> tuple[bytes, int]:
     return len(text).to_bytes(8, "little") + text, end
 
 
+def write_hollow(path: Path, sizes: Mapping[str, tuple[int, ...]]) -> int:
+    """A file of these tensors in bf16 that has a header, and behind it a hole. Returns the bytes of its weights."""
+    text, num_bytes = header_of(sizes)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.write(text)
+        file.truncate(len(text) + num_bytes)
+    return num_bytes
+
+
 def _write_values(file: BinaryIO, values: memoryview, position: int, num_bytes: int) -> int:
     while num_bytes:
         piece = values[position : position + num_bytes]

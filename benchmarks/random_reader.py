@@ -21,7 +21,7 @@ from devicebridge.checkpoints import weight_file, zero_weights
 from devicebridge.checkpoints.checkpoint import CheckpointInfo
 from devicebridge.families.spec import ModelFamily
 from devicebridge.parallel.ranks import sharded
-from random_checkpoint import header_of, shapes_of
+from random_checkpoint import shapes_of, write_hollow
 
 _LARGEST_BLOCK = 2**29  # values, 1 GiB in bf16; the largest tensor of FLUX.2-dev has 340 million
 
@@ -31,10 +31,7 @@ def write_header(folder: Path, family: ModelFamily, config: Mapping[str, Any]) -
     folder.mkdir(parents=True, exist_ok=True)
     with torch.device("meta"):
         getattr(diffusers, family.transformer_class)(**dict(config)).save_config(folder)
-    text, num_bytes = header_of(shapes_of(family, config))
-    with (folder / "diffusion_pytorch_model.safetensors").open("wb") as file:
-        file.write(text)
-        file.truncate(len(text) + num_bytes)
+    write_hollow(folder / "diffusion_pytorch_model.safetensors", shapes_of(family, config))
 
 
 @contextmanager
