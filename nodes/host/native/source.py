@@ -373,11 +373,7 @@ def _concat_needs(base: Any) -> tuple[str, ...]:
         return base.concat_cond(noise=one, latent_image=torch.zeros_like(one), device=one.device, **given)
 
     def is_read(**beside: torch.Tensor) -> bool:
-        without = made(**beside)
-        try:
-            return not torch.equal(made(**beside, **image), without)
-        except RuntimeError:  # a picture of other sizes is asked for, so it is read
-            return True
+        return not torch.equal(made(**beside, **image), made(**beside))
 
     if is_read():
         return tuple(image)
@@ -385,8 +381,10 @@ def _concat_needs(base: Any) -> tuple[str, ...]:
 
 
 def _some_latents(base: Any) -> tuple[int, ...]:
+    """Of clips an odd number of frames: HunyuanImage's refiner pairs them, the first one with itself."""
     form = base.latent_format
-    return (1, form.latent_channels, *(8,) * form.latent_dimensions)
+    frames = (9,) if form.latent_dimensions == 3 else ()
+    return (1, form.latent_channels, *frames, *(8,) * (form.latent_dimensions - len(frames)))
 
 
 def _beside(base: Any) -> int:
