@@ -9,7 +9,7 @@ from torch import nn
 
 from ..families.spec import BlockList, ModelFamily
 from ..parallel.local.exchange import bytes_to_one
-from ..parallel.local.shards import find_plan
+from ..parallel.local.shards import find_plan, meetings_in
 from ..parallel.placement import blocks_with_lists, products_of, tokens_seen
 from .block_times import ASSUMED_LINK_BYTES_PER_S, BlockTimes
 from .cards import Card
@@ -113,18 +113,5 @@ def undivided_shares(model: nn.Module, family: ModelFamily, num_image_tokens: in
 
 def count_exchanges(model: nn.Module, family: ModelFamily) -> list[int]:
     """How often cards meet in each block's forward, in execution order. Works on meta tensors."""
-    return [_exchanges_of(block, family) for block, _ in blocks_with_lists(model, family)]
-
-
-def _exchanges_of(block: nn.Module, family: ModelFamily) -> int:
-    plan = find_plan(family.tensor, block)
-    if plan is None:
-        return 0
-    meetings = set()
-    for name, module in block.named_modules():
-        divided = plan.find(name)
-        if plan.is_norm(name) and module._parameters:
-            meetings.add(name)
-        if divided is not None and divided.by != "column":
-            meetings.add(plan.summed_in(name) or name)
-    return len(meetings)
+    plans = [(block, find_plan(family.tensor, block)) for block, _ in blocks_with_lists(model, family)]
+    return [0 if plan is None else len(meetings_in(block, plan)) for block, plan in plans]

@@ -10,7 +10,8 @@ from torch import nn
 
 from ..families.comfy.native import NativeModel
 from ..families.spec import BlockList
-from ..families.tensor_plan import Divided, Shares, TensorPlan
+from ..families.tensor_plan import Shares, TensorPlan
+from ..parallel.local.shards import meetings_in
 from ..parallel.placement import native_block_flops, native_list, products_of, tokens_seen
 from .ways import Work, WorkBySize
 
@@ -35,31 +36,33 @@ def divided_work(model: nn.Module, layout: NativeModel, blocks: Blocks, num_toke
         _work_of_block(model.get_submodule(name), native_list(layout), plan, shares, num_tokens)
         for name, (plan, shares) in blocks.items()
     ]
-    row_flops, whole_flops, sent, widths, num_modules, num_exchanges = zip(*parts, strict=True)
+    row_flops, whole_flops, sent, widths, num_modules = zip(*parts, strict=True)
     stream = _ACTIVATION_BYTES * max(widths) * (num_tokens + NUM_TEXT_TOKENS * layout.is_joint)
-    at_once = {
-        (type(model.get_submodule(name)), each)
-        for name, (plan, _) in blocks.items()
-        for each, _ in model.get_submodule(name).named_modules()
-        if _is_joined_at_once(plan.find(each))
-    }
-    exchanges = sum(num_exchanges) + len(at_once)
+    exchanges = _num_exchanges(model, blocks)
     return Work(flops, sum(row_flops), sum(sent), stream, sum(num_modules), exchanges, whole_flops=sum(whole_flops))
 
 
-def _is_joined_at_once(divided: Divided | None) -> bool:
-    """For all blocks of a class in one exchange."""
-    return divided is not None and divided.by == "gathered" and bool(divided.of)
+def _num_exchanges(model: nn.Module, blocks: Blocks) -> int:
+    """Of one forward. Some linears are joined in one exchange for all blocks of a class."""
+    by_itself, at_once = 0, set()
+    for name, (plan, _) in blocks.items():
+        block = model.get_submodule(name)
+        for meeting in meetings_in(block, plan):
+            divided = plan.find(meeting)
+            if divided is not None and divided.of:
+                at_once.add((type(block), meeting))
+            else:
+                by_itself += 1
+    return by_itself + len(at_once)
 
 
 def _work_of_block(
     block: nn.Module, side: BlockList, plan: TensorPlan, shares: Shares, num_tokens: int
-) -> tuple[float, float, float, float, int, int]:
-    """Operations of the row-parallel layers and of the whole ones, bytes sent, width, modules, and exchanges of this
-    block alone."""
+) -> tuple[float, float, float, float, int]:
+    """Operations of the row-parallel layers and of the whole ones, bytes sent, width and modules."""
     products = products_of(block, side, num_tokens, NUM_TEXT_TOKENS)
     row_flops = whole_flops = sent = width = 0.0
-    num_modules, met = 0, set()
+    num_modules, summed = 0, set()
     for name, module in block.named_modules():
         num_modules += any(parameter is not None for parameter in module._parameters.values())
         divided = plan.find(name) if name in products else None
@@ -70,19 +73,16 @@ def _work_of_block(
         elif divided.by == "row":
             linear: Any = module
             row_flops += products[name]
-            sent += _ACTIVATION_BYTES * linear.out_features * tokens * (at not in met)
+            sent += _ACTIVATION_BYTES * linear.out_features * tokens * (at not in summed)
             width = max(width, linear.out_features)
-            met.add(at)
+            summed.add(at)
         elif divided.by == "gathered":
             sent += _ACTIVATION_BYTES * int(module.out_features) * tokens / shares.num_devices  # type: ignore[arg-type]
-            met |= set() if _is_joined_at_once(divided) else {name}
         if plan.is_norm(name) and module._parameters:
             sent += _SQUARE_BYTES * tokens
-            met.add(name)
         if plan.is_decided(name):
             sent += _CHOICE_BYTES * tokens
-            met |= {name, f"{name}, how much"}
-    return row_flops, whole_flops, sent, width, num_modules, len(met)
+    return row_flops, whole_flops, sent, width, num_modules
 
 
 def is_told_guidance(model: nn.Module) -> bool:

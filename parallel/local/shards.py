@@ -107,6 +107,21 @@ def shares_of(block: nn.Module, plan: TensorPlan, weights: Sequence[float]) -> S
     return share_heads(num_heads, num_kv_heads, width, weights)
 
 
+def meetings_in(block: nn.Module, plan: TensorPlan) -> set[str]:
+    """Where devices meet in a forward of a block, which is whole, each time by itself. What a module decides is an
+    index and how much it counts. Works on meta tensors."""
+    found: set[str] = set()
+    for name, module in block.named_modules():
+        divided = plan.find(name) if isinstance(module, (nn.Linear, nn.Conv1d)) else None
+        if divided is not None and divided.by != "column":
+            found.add(plan.summed_in(name) or name)
+        if plan.is_norm(name) and module._parameters:
+            found.add(name)
+        if plan.is_decided(name):
+            found |= {name, f"{name}, how much"}
+    return found
+
+
 def count_groups(block: nn.Module, plan: TensorPlan) -> int:
     """Of heads that stay together, in a block that is whole."""
     num_heads, num_kv_heads = _count_heads(block, plan)

@@ -85,7 +85,7 @@ class SplitTree:
         self._patcher: Callable[[], Any] = lambda: None  # who attached
         self._attached_by: int | None = None  # its id: weak references are dead when the collector has a patcher detach
         self._weights: object = None  # ComfyUI's number for the patches with which the cards were compared
-        self._layers = tuple(layer for block in self.bridge.blocks for layer in block.modules())
+        self._layers = tuple(layer for block in self.bridge.blocks for layer in block.modules()) if self.divided else ()
         self._unseen: tuple[str, ...] | None = None
         self._inside: tuple[str, ...] = ()  # of that, what is in blocks
         self._is_plain = False
