@@ -177,8 +177,8 @@ def test_a_rank_is_silent_when_its_own_patience_has_run_out() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such signals")
 def test_a_stopped_process_of_this_machine_tells_where_it_is_and_is_killed() -> None:
-    code = "import faulthandler, signal, sys; faulthandler.register(signal.SIGUSR2); print('here', flush=True)\n"
-    code += "def wait_for_ever():\n    while True: signal.pause()\nwait_for_ever()"
+    code = "import faulthandler, signal; faulthandler.register(signal.SIGUSR2)\n"
+    code += "def wait_for_ever():\n    print('here', flush=True)\n    while True: signal.pause()\nwait_for_ever()"
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout is not None and child.stdout.readline() == "here\n"
     first, second, third = _signs(3)
