@@ -38,7 +38,12 @@ def why_not_offloaded(native: NativeModel | None, space: SearchSpace) -> str:
 
 def why_no_forecast(native: NativeModel | None) -> str:
     """Why nobody can tell from sizes what a step of this class holds; "" for nothing."""
-    return "" if native is None else _BY_NUMBERS.get(native.class_name, "")
+    if native is None:
+        return ""
+    if native.class_name in _BY_NUMBERS:
+        return _BY_NUMBERS[native.class_name]
+    is_in_levels = any("." in name for name in native.block_lists)
+    return "a dry run cannot leave out blocks of lists inside other lists" if is_in_levels else ""
 
 
 def limited(space: SearchSpace, native: NativeModel | None, model: nn.Module) -> SearchSpace:

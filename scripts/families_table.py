@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import runpy
 import sys
 from collections.abc import Iterable, Iterator
@@ -116,6 +117,7 @@ def _undivided(row: Any) -> str:
 def _first_fault(faults: dict[str, str], steps: Iterable[str]) -> str:
     """Of an error's line what is the reason: neither its class, nor what was asked, nor what would help."""
     fault = next((faults[step] for step in steps if faults[step]), "")
+    fault = re.sub(r" \(\w+Error: .*?\)", "", fault)  # which error was behind it
     return (fault.partition(": ")[2] or fault).rpartition(", but ")[2].partition(";")[0]
 
 

@@ -29,7 +29,7 @@ comfy.cli_args.args.cpu = True
 runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
-from devicebridge.checkpoints.load import load_transformer  # noqa: E402
+from devicebridge.checkpoints.load import load_transformer, make_empty_transformer  # noqa: E402
 from devicebridge.encoding.comfy_data import read_conditioning  # noqa: E402
 from devicebridge.families.comfy.inputs import COND, POOLED  # noqa: E402
 from devicebridge.families.comfy.text_sizes import usual_text  # noqa: E402
@@ -40,6 +40,7 @@ from devicebridge.jobs.resolve import Machine, resolve  # noqa: E402
 from devicebridge.nodes.host.native.context import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.block_lists import placed_blocks  # noqa: E402
+from devicebridge.parallel.local.shard_trees import division_fault  # noqa: E402
 from devicebridge.planning.cards import parse_cards  # noqa: E402
 from devicebridge.planning.short_model import NoForecast  # noqa: E402
 from devicebridge.tests.comfy.full_sizes import QUICK, plan_published  # noqa: E402
@@ -52,12 +53,12 @@ from devicebridge.training.objective import noise_latents, predict  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 CPU = torch.device("cpu")
-PACKED = ("Ideogram 4", "Lens", "MageFlow", "PixArt Sigma", "Cosmos 1", "HunyuanImage 2.1")
+PACKED = ("Ideogram 4", "Lens", "MageFlow", "PixArt", "Cosmos 1", "HunyuanImage 2.1")
 PATCHED = ("FLUX.1", "LTX-Video", "ERNIE-Image", "Krea 2", "Cosmos-Predict2", "Wan 2.1 T2V, 2.2 T2V 14B")
 # Z-Image pads its tokens.
 LONG = ("FLUX.2", "Chroma", "Qwen-Image", "Lumina 2", "SD 3.5", "HunyuanVideo", "HunyuanVideo 1.5", "Anima")
 PLANNED = ("Cosmos 1", "HunyuanDiT", "Anima", "Wan VACE", "Wan Dancer")
-REFUSED = ("SVD", "SD x4 upscaler", "SD 1.5 by instructions", "Stable Cascade B", "Stable Cascade C")
+REFUSED = ("SVD", "SD x4 upscaler", "SD 1.5 InstructPix2Pix", "Stable Cascade B", "Stable Cascade C")
 _TEXT, _IMAGE, _OTHER = "Wan 2.1 T2V, 2.2 T2V 14B", "Wan 2.2 I2V 14B", "Wan 2.2 TI2V 5B"
 EXPERTS = (  # build, file, which one
     (_TEXT, "wan2.2_t2v_high_noise.safetensors", "high_noise"),
@@ -124,6 +125,13 @@ def refusal(name: str, path: Path | None = None) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def division(name: str) -> str:
+    """Why its blocks are not divided among two cards."""
+    with small_sizes(BUILDS[name]):
+        info = read(name, BUILDS[name])
+        return division_fault(make_empty_transformer(info), info.family, (1, 1), None)
 
 
 def joined(name: str) -> Path:
@@ -211,6 +219,14 @@ if __name__ == "__main__":
         refused["Stable Cascade C as published"] = refusal("Stable Cascade C", joined("Stable Cascade C"))
         needed = {name: needs(name) for name in NEEDS}
         experts = {" ".join(case[1:]): expert(*case) for case in EXPERTS}
-    found = {"tokens": tokens, "needs": needed, "text": texts, "plans": plans, "refused": refused}
+        undivided = division("PixArt")
+    found = {
+        "undivided": undivided,
+        "tokens": tokens,
+        "needs": needed,
+        "text": texts,
+        "plans": plans,
+        "refused": refused,
+    }
     found |= {"full": full, "experts": experts}
     print(json.dumps(found), flush=True)

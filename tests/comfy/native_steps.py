@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -356,7 +357,7 @@ def _loss_is_samplings(bench: Bench) -> Figures:
 
 def _loss_is_masked_samplings(bench: Bench) -> Figures:
     """A step of a KSampler with this noise mask says what the model is given, and what it says: the loss is the mean
-    square of that less (noise - data), weighed by the mask. Both types are flow, whose data is x - sigma v."""
+    square of that less (noise - data), weighed by the mask. All types are flow."""
     noise = torch.randn(1, *bench.family.latent, generator=torch.Generator().manual_seed(5))
     with bench.trainer("loss", _PLAIN) as trainer, torch.no_grad():
         put_lora(trainer, {n: torch.zeros_like(t) for n, t in trainer.lora.tensors().items()})
@@ -395,7 +396,9 @@ def _sampled_once(bench: Bench, noise: torch.Tensor, sigmas: torch.Tensor) -> tu
             latent_image=latent["samples"],
             denoise_mask=latent["noise_mask"],
         )
-    return seen["x"], (seen["x"] - seen["denoised"]) / float(sigmas[0]), seen["data"]
+    rule = functools.partial(patcher.model.model_sampling.calculate_denoised, sigmas[:1], model_input=seen["x"])
+    at = [rule(model_output=torch.full_like(seen["x"], value)) for value in (0.0, 1.0)]
+    return seen["x"], (seen["denoised"] - at[0]) / (at[1] - at[0]), seen["data"]
 
 
 def core_gradients(bench: Bench) -> Figures:

@@ -55,6 +55,18 @@ def _given(*latent: int, mask: tuple[int, ...] = ()) -> Any:
     return options
 
 
+def _first_frame() -> torch.Tensor:
+    """As CosmosPredict2ImageToVideoLatent gives it."""
+    mask = torch.ones(1, 1, 2, 4, 4)
+    mask[:, :, 0] = 0
+    return mask
+
+
+def _refined(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As CLIPTextEncodeSDXLRefiner gives it."""
+    return {"aesthetic_score": 7.5, "width": 1024, "height": 768}
+
+
 def _of(
     case: Any,
     config_class: str,
@@ -117,7 +129,7 @@ OTHERS: dict[str, TinyFamily] = {
         more={"in_channels": 128, "out_channels": 128, "num_attention_heads": 4},
         options=_all_tokens,
     ),
-    "PixArt Sigma": _of(native_cases.PIXART, "PixArtSigma", "pixart_sigma", (4, 36, 40), (5, 12), ("blocks",)),
+    "PixArt": _of(native_cases.PIXART, "PixArtSigma", "pixart_sigma", (4, 36, 40), (5, 12), ("blocks",)),
     "Cosmos 1": _of(
         native_cases.COSMOS_1,
         "CosmosT2V",
@@ -163,21 +175,25 @@ OTHERS: dict[str, TinyFamily] = {
         },
         context=(6, 12),
     ),
-    "Cosmos-Predict2 I2V": made_of(
+    "Cosmos-Predict2 image-to-video": made_of(
         "cosmos_predict2",
         config_class="CosmosI2VPredict2",
-        unet_config={**_COSMOS_PREDICT_2, "in_channels": 17},
+        unet_config={**_COSMOS_PREDICT_2, "in_channels": 17, "num_heads": 4},
         latent=(16, 2, 4, 4),
+        noise_mask=_first_frame,
     ),
-    "Kandinsky 5": _of(
-        native_cases.KANDINSKY,
-        "Kandinsky5",
-        "kandinsky5",
-        (16, 2, 4, 4),
-        (6, 12),
-        ("visual_transformer_blocks",),
-        more={"in_visual_dim": 16, "out_visual_dim": 16, "visual_embed_dim": 33 * 4, "model_dim": 96},
-        pooled=10,
+    "Kandinsky 5": dataclasses.replace(
+        _of(
+            native_cases.KANDINSKY,
+            "Kandinsky5",
+            "kandinsky5",
+            (16, 2, 4, 4),
+            (6, 12),
+            ("visual_transformer_blocks",),
+            more={"in_visual_dim": 16, "out_visual_dim": 16, "visual_embed_dim": 33 * 4, "model_dim": 96},
+            pooled=10,
+        ),
+        is_calm=True,
     ),
     "Stable Cascade C": _of(
         native_cases.CASCADE_C,
@@ -233,7 +249,7 @@ OTHERS: dict[str, TinyFamily] = {
         "hunyuan_video", "HunyuanVideoSkyreelsI2V", {**_OF_VIDEO, "in_channels": 32}, _given(16, 2, 4, 4)
     ),
     "SD 1.5 inpainting": _beside("sdxl", "SD15", {**_SD15, "in_channels": 9}, _given(4, 8, 8, mask=(8, 8)), pooled=0),
-    "SD 1.5 by instructions": _beside(
+    "SD 1.5 InstructPix2Pix": _beside(
         "sdxl", "SD15_instructpix2pix", {**_SD15, "in_channels": 8}, _given(4, 8, 8), pooled=0
     ),
     "SD 2 v-prediction": made_of(
@@ -242,7 +258,9 @@ OTHERS: dict[str, TinyFamily] = {
         unet_config={**_SD15, "num_head_channels": 32, "num_heads": -1, "use_linear_in_transformer": True},
         pooled=0,
     ),
-    "SDXL refiner": made_of("sdxl", config_class="SDXLRefiner", unet_config={**_UNET, "adm_in_channels": 2560}),
+    "SDXL refiner": made_of(
+        "sdxl", config_class="SDXLRefiner", unet_config={**_UNET, "adm_in_channels": 2560}, options=_refined
+    ),
     "AuraFlow": _of(
         native_cases.AURA,
         "AuraFlow",
@@ -292,15 +310,18 @@ OTHERS: dict[str, TinyFamily] = {
         more={"in_channels": 12, "hidden_size_x": 96, "hidden_size_y": 48, "num_heads": 4, "mlp_ratio_x": 128.0},
         options=_without_last,
     ),
-    "Kandinsky 5 Image": _of(
-        native_cases.KANDINSKY,
-        "Kandinsky5Image",
-        "kandinsky5",
-        (16, 8, 8),
-        (6, 12),
-        ("visual_transformer_blocks",),
-        more={"in_visual_dim": 16, "out_visual_dim": 16, "visual_embed_dim": 64, "model_dim": 96},
-        pooled=10,
+    "Kandinsky 5 Image": dataclasses.replace(
+        _of(
+            native_cases.KANDINSKY,
+            "Kandinsky5Image",
+            "kandinsky5",
+            (16, 8, 8),
+            (6, 12),
+            ("visual_transformer_blocks",),
+            more={"in_visual_dim": 16, "out_visual_dim": 16, "visual_embed_dim": 64, "model_dim": 96},
+            pooled=10,
+        ),
+        is_calm=True,
     ),
     "CogVideoX": _of(
         native_cases.COG_VIDEO_X,
@@ -340,7 +361,7 @@ OTHERS: dict[str, TinyFamily] = {
             "num_heads": -1,
         },
     ),
-    "CogVideoX I2V": _of(
+    "CogVideoX image-to-video": _of(
         native_cases.COG_VIDEO_X,
         "CogVideoX_I2V",
         "cogvideox",
@@ -372,6 +393,15 @@ ROWS = (
     "AuraFlow",
     "Stable Cascade C",
     "SD 2 v-prediction",
+    "Cosmos-Predict2 image-to-video",
+    "Kandinsky 5",
+    "Kandinsky 5 Image",
+    "SDXL refiner",
+    "HunyuanDiT",
+    "SD 1.5 InstructPix2Pix",
+    "CogVideoX image-to-video",
+    "PixArt",
+    "Cosmos 1",
 )
 
 

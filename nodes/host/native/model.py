@@ -77,6 +77,8 @@ class ComfyModel:
         model._keep_in_fp32_modules = [  # type: ignore[assignment]
             name for name, each in model.named_parameters() if each.dtype is torch.float32
         ]
+        for each in model.buffers():  # PixArt makes one as a Parameter, and what is moved to meta then has a history
+            each.requires_grad_(False)
         for module in (*_called(model, self._row), *map(model.get_submodule, self._row.in_place)):
             module.forward = InPlaceGuard(module, self._row.passed_by)
         return model.to("meta") if is_empty else model

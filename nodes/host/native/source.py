@@ -40,7 +40,11 @@ _REFUSED = {
     "ACEStep15": {
         "audio_codes": "which a language model made up of its text, and not of the audio of its LATENT; turn "
         "generate_audio_codes of the text encode node off"
-    }
+    },
+    "Kandinsky5": {
+        "time_dim_replace": "which gives the model clean frames in the place of noisy ones; nobody has compared what "
+        "is learned of those, so leave Kandinsky5ImageToVideo out and train a video of text"
+    },
 }
 _OF_AUDIO = ("ACEStep15",)  # models whose latents have no sides but time
 _SOUND = {"LTXAV": (8, 16)}  # channels and bins of the sound beside a video, which its class holds as numbers

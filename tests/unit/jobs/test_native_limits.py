@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from devicebridge.families.comfy.registry import NATIVE_MODELS
-from devicebridge.jobs.native_limits import why_no_stages
+from devicebridge.jobs.native_limits import why_no_forecast, why_no_stages
 from torch import nn
 
 ROWS = {row.class_name: row for row in NATIVE_MODELS}
@@ -26,6 +26,12 @@ def test_weights_that_are_read_before_the_blocks_do_not_matter() -> None:
     assert not why_no_stages(ROWS["NextDiT"], _model("x_pad_token", "cap_pad_token"))
     assert not why_no_stages(ROWS["WanModel"], _model())
     assert not why_no_stages(None, _model("scale_shift_table"))
+
+
+def test_blocks_in_lists_inside_others_have_no_forecast() -> None:
+    """A dry run would look for a list of the model's by a name with a point."""
+    assert "lists inside other lists" in why_no_forecast(ROWS["StageC"])
+    assert not why_no_forecast(ROWS["Flux"]) and not why_no_forecast(None)
 
 
 @pytest.mark.parametrize(

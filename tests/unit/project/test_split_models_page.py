@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -38,6 +39,12 @@ def test_the_number_of_classes_is_true(name: str) -> None:
     count = sum(not row.refusal for row in NATIVE_MODELS)
     text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
     assert re.findall(r"(\d+) (?:native|of its) model classes", text) == [str(count)]
+
+
+def test_the_number_of_models_that_train_is_true() -> None:
+    rows = json.loads((ROOT / "tests" / "assets" / "native_training.json").read_text(encoding="utf-8"))
+    found = re.findall(r"\[(\d+) models\]\(docs/families", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert found == [str(len(rows))]
 
 
 def test_the_number_of_classes_whose_blocks_can_be_divided_is_true() -> None:
