@@ -183,6 +183,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         block_lists=("blocks",),
         tail=("final_layer",),
         replace_keys={"double_block": "blocks"},
+        front_parameters=("pos_frequencies",),
         note="the last block leaves the text alone",
         tensor=video_plans.MOCHI,
         text_modules=("attn.*_y", "mlp_y.*"),
