@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import operator
 from dataclasses import replace
 
 from torch import nn
@@ -28,9 +28,16 @@ def why_no_stages(native: NativeModel | None, model: nn.Module) -> str:
     if unknown := [name for name in _held_around_blocks(native, model) if name not in known]:
         return f"{native.class_name} has weights of its own ({unknown[0]}) behind its blocks"
     for name in (*native.read_by_tail, *native.tail_arguments):
-        if not callable(functools.reduce(lambda found, part: getattr(found, part, None), name.split("."), model)):
+        if not _has(model, name):
             return f"{native.class_name} has no {name}, by which its last card would get what it computes with"
     return ""
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    try:
+        return callable(operator.attrgetter(name)(model))
+    except AttributeError:
+        return False
 
 
 def _held_around_blocks(native: NativeModel, model: nn.Module) -> list[str]:

@@ -189,7 +189,15 @@ class BlockSplit:
     def _bring_result(
         self, index: int, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
+        self._send_arguments(kwargs)
         return self._bring_part(index, own(*args, **kwargs))
+
+    def _send_arguments(self, kwargs: dict[str, Any]) -> None:
+        """What the method of the tail will be given too: there it is found, so that no copy waits for later work."""
+        native = self._family.native
+        for name in () if native is None else itertools.chain(*native.tail_arguments.values()):
+            if name in kwargs:
+                self.bridge.send(kwargs[name], self.bridge.tail_device)
 
     def _bring_part(self, index: int, output: tuple[Any, ...]) -> tuple[Any, ...]:
         """What was returned, with the tail's part of it there. Of diffusers' models what needs no gradient stays: their
