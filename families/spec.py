@@ -384,9 +384,9 @@ class ModelFamily:
     transformer_class: str  # in diffusers, as is vae_class
     vae_class: str
     block_lists: tuple[BlockList, ...]  # in execution order; a split may cut between any two blocks
-    tail: tuple[
-        str, ...
-    ]  # fqns of the modules after the last block; they stay at home, in a pipeline on the last device
+    # fqns of the modules after the last block, and of parameters that others hold and that are read there alone; they
+    # stay at home, in a pipeline on the last device
+    tail: tuple[str, ...]
     keep_full_precision: tuple[str, ...]  # patterns of module fqns that are never quantized
     lora_targets: tuple[str, ...]  # patterns of the nn.Linear modules that LoRA adapts by default
     latent: LatentSpec

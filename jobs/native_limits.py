@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 from torch import nn
@@ -23,10 +24,33 @@ def why_no_stages(native: NativeModel | None, model: nn.Module) -> str:
         return ""
     if not native.can_overlap:
         return f"{native.class_name} needs its home card between its blocks"
-    own = [name for name, each in model._parameters.items() if each is not None and name not in native.front_parameters]
-    if own:
-        return f"{native.class_name} has weights of its own ({own[0]}) behind its blocks"
+    known = {*native.front_parameters, *native.tail_parameters}
+    if unknown := [name for name in _held_around_blocks(native, model) if name not in known]:
+        return f"{native.class_name} has weights of its own ({unknown[0]}) behind its blocks"
+    for name in (*native.read_by_tail, *native.tail_arguments):
+        if not _has(model, name):
+            return f"{native.class_name} has no {name}, by which its last card would get what it computes with"
     return ""
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    try:
+        return callable(operator.attrgetter(name)(model))
+    except AttributeError:
+        return False
+
+
+def _held_around_blocks(native: NativeModel, model: nn.Module) -> list[str]:
+    """fqns of the parameters held by the model itself and by modules that hold blocks or parts of the tail."""
+    named = [name.split(".") for name in (*native.block_lists, *native.tail)]
+    holders = {".".join(parts[:count]) for parts in named for count in range(len(parts))}
+    return [
+        f"{name}.{leaf}" if name else leaf
+        for name, module in model.named_modules()
+        if name in holders
+        for leaf, each in module._parameters.items()
+        if each is not None
+    ]
 
 
 def why_not_offloaded(native: NativeModel | None, space: SearchSpace) -> str:

@@ -101,6 +101,19 @@ def tail_modules(model: nn.Module, native: NativeModel) -> tuple[nn.Module, ...]
     )
 
 
+def tail_parameters(model: nn.Module, native: NativeModel) -> tuple[str, ...]:
+    """fqns of the parameters of the tail that this build has."""
+    known = dict(model.named_parameters())
+    return tuple(name for name in native.tail_parameters if name in known)
+
+
+def parts_of_tail(model: nn.Module, family: ModelFamily) -> tuple[list[nn.Module], list[nn.Parameter]]:
+    """What the family's tail names."""
+    own = () if family.native is None else family.native.tail_parameters
+    modules = [model.get_submodule(name) for name in family.tail if name not in own]
+    return modules, [model.get_parameter(name) for name in family.tail if name in own]
+
+
 def find_block_lists(model: nn.Module) -> tuple[str, ...]:
     """fqns of the lists of blocks in a model nobody described, in registration order; for relay transport only.
 

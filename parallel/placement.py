@@ -29,7 +29,7 @@ class Placement:
         blocks: fqns in execution order. [num_blocks]
         devices: where each lives. [num_blocks]
         home: where everything else lives.
-        tail: fqns of the modules after the last block that live on its device instead, for pipelines.
+        tail: fqns of the modules and parameters behind the last block that live on its device instead, for pipelines.
         replicas: devices that each hold a copy of all of it, home first; () for one model over all devices. devices
             are those of home's copy then.
         shards: devices that compute every block together, home first, each with a share of its weights and with all

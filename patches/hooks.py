@@ -36,9 +36,10 @@ class HookSet:
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._surrounded: list[nn.Module] = []
+        self._methods: list[tuple[nn.Module, str]] = []
 
     def __len__(self) -> int:
-        return len(self._handles) + len(self._surrounded)
+        return len(self._handles) + len(self._surrounded) + len(self._methods)
 
     @property
     def ids(self) -> set[int]:
@@ -69,6 +70,13 @@ class HookSet:
         module.__class__ = _surrounded(type(module))  # type: ignore[arg-type]
         self._surrounded.append(module)
 
+    def around_method(self, module: nn.Module, name: str, hook: AroundHook) -> None:
+        """Call hook in the place of this one module's method; one hook per method."""
+        assert name not in module.__dict__, "one at a time"
+        own = getattr(module, name)
+        module.__dict__[name] = lambda *args, **kwargs: hook(own, args, kwargs)
+        self._methods.append((module, name))
+
     def remove(self) -> None:
         """Take every hook off again; a second call is a no-op."""
         for handle in self._handles:
@@ -78,6 +86,9 @@ class HookSet:
             module.__class__ = type(module).__mro__[1]
             del module.__dict__[_AROUND]
         self._surrounded.clear()
+        for module, name in self._methods:
+            del module.__dict__[name]
+        self._methods.clear()
 
 
 _AROUND = "_devicebridge_around"

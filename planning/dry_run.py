@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..families.spec import ModelFamily, Variant
+from ..parallel.block_lists import parts_of_tail
 from ..parallel.offload.block_call import BlockCall
 from ..patches.hooks import tensors_of
 from ..quantization.wrapped import tensor_bytes
@@ -144,9 +145,10 @@ def costs_of_home(model: nn.Module, family: ModelFamily) -> dict[str, int]:
     lists = {block_list.name for block_list in family.block_lists}
     home = [sizes_of(module) for name, module in model.named_children() if name not in lists]
     own = [*model.parameters(recurse=False), *model.buffers(recurse=False)]
+    modules, parameters = parts_of_tail(model, family)
     return {
         "home_weights": sum(map(tensor_bytes, own)) + sum(each.weights for each in home),
-        "tail_weights": sum(sizes_of(model.get_submodule(name)).weights for name in family.tail),
+        "tail_weights": sum(sizes_of(module).weights for module in modules) + sum(map(tensor_bytes, parameters)),
         "home_lora": sum(each.lora for each in home),
         "home_trained": sum(each.num_trained for each in home),
     }

@@ -65,9 +65,16 @@ class NativeModel:
     # Names that are called inside blocks. Such a patch sees tensors on the block's card; those that it captured do not
     # follow by themselves.
     patches_inside: tuple[str, ...] = ()
-    # Parameters that the model itself holds and reads before its blocks alone. In a pipeline any other would be needed
-    # behind the last block, on another card.
+    # Parameters held by the model itself, or by a module around its blocks. Those read before the blocks alone stay at
+    # home, those read behind them alone go where the tail is. In a pipeline any other could be needed on two cards.
     front_parameters: tuple[str, ...] = ()
+    tail_parameters: tuple[str, ...] = ()
+    # As of ModelFamily; the name may be of a method of the model. With `mixes_early` the forward computes with these
+    # before its last block, so that the tail's card waits for them at once.
+    read_by_tail: Mapping[str, int] = field(default_factory=dict)
+    mixes_early: bool = False
+    # Method of the model behind the last block -> its keyword arguments with tensors that other cards need as well.
+    tail_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     hooks_children: bool = False  # blocks are never called; a function walks their children, which are hooked instead
     # Block list -> the list whose devices it takes. Its blocks are not placed themselves.
     follows: Mapping[str, Follows] = field(default_factory=dict)

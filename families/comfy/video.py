@@ -47,6 +47,10 @@ LTXV = NativeModel(
     module="comfy.ldm.lightricks.model",
     block_lists=("transformer_blocks",),
     tail=("norm_out", "proj_out"),
+    tail_parameters=("scale_shift_table",),
+    read_by_tail={"_prepare_timestep": 1},  # embedded_timestep
+    tail_arguments={"_process_output": ("grid_mask",)},
+    front_parameters=("keyframes_abs_pos_embedding",),
     replace_keys={"double_block": "transformer_blocks"},
     tensor=video_plans.LTX,
     fps=25,  # the frame_rate that its positions are scaled by, unless a CONDITIONING says another
@@ -145,6 +149,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         module="comfy.ldm.lightricks.av_model",
         text_modules=LTX_SOUND,
         tail=("norm_out", "proj_out", "audio_norm_out", "audio_proj_out"),
+        tail_parameters=("scale_shift_table", "audio_scale_shift_table"),
         note="blocks take and return (video, audio); compressed timesteps are objects with tensors in slots",
     ),
     NativeModel(
@@ -183,6 +188,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         block_lists=("blocks",),
         tail=("final_layer",),
         replace_keys={"double_block": "blocks"},
+        front_parameters=("pos_frequencies",),
         note="the last block leaves the text alone",
         tensor=video_plans.MOCHI,
         text_modules=("attn.*_y", "mlp_y.*"),

@@ -11,10 +11,11 @@ device these are all elsewhere, so dropout would be drawn anew and the gradient 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import nn
 from ...families.spec import ModelFamily
 from ...patches.hooks import AfterHook, HookSet
 from ...patches.lora import is_lora_name, place_lora_with_base
-from ..block_lists import called_modules, transport_for
+from ..block_lists import called_modules, parts_of_tail, transport_for
 from ..offload.activations import MIN_BYTES, ActivationOffload
 from ..offload.block_call import BlockCall, module_of
 from ..offload.recompute import recompute
@@ -49,12 +50,12 @@ class BlockSplit:
         self.bridge = Bridge(
             {module: device for name, device in placement.items() for module in self._called[name]},
             placement.home,
-            tail=[model.get_submodule(name) for name in family.tail],
+            tail=parts_of_tail(model, family)[0],
             tail_device=placement.tail_device,
             transport="stream" if family.native is None else transport_for(model, family.native),
             passed_by=() if family.native is None else family.native.passed_by,
         )
-        self._read_by_tail = {model.get_submodule(name): index for name, index in family.read_by_tail.items()}
+        self._family = family
         self._residents = _residents(model, placement)
         self._found_on = [(module, self._found(module)) for module, _ in self._residents]
         self._placing = threading.Lock()
@@ -77,8 +78,8 @@ class BlockSplit:
                 _move_module(module, device)
         self._hooks.before(self.model, self._start)
         self.bridge.attach()
-        for module, index in self._read_by_tail.items():
-            self._hooks.after(module, self._make_bring_to_tail(index))
+        if self.bridge.tail_device != self.home:
+            self._lead_to_tail()
         self._hooks.after(self.model, self._bring_output)
         self._hooks.after(self.model, self._finish, also_on_error=True)
 
@@ -166,17 +167,52 @@ class BlockSplit:
     def _bring_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         return self.bridge.move(output, self.bridge.tail_device)
 
+    def _lead_to_tail(self) -> None:
+        """Bring what the tail reads past its modules to where it is.
+
+        Without, a pipeline's last stage would run backwards through the first, whose graph is another microbatch's or
+        has been used.
+        """
+        native = self._family.native
+        modules = dict(self.model.named_modules())
+        for name, index in self._family.read_by_tail.items():
+            if name in modules:
+                self._hooks.after(modules[name], self._make_bring_to_tail(index))
+            else:
+                self._hooks.around_method(self.model, name, functools.partial(self._bring_result, index))
+        for name, arguments in ({} if native is None else native.tail_arguments).items():
+            self._hooks.around_method(self.model, name, functools.partial(self._bring_arguments, arguments))
+
     def _make_bring_to_tail(self, index: int) -> AfterHook:
-        """Without, a pipeline's last stage would run backwards through the first, whose graph is another microbatch's
-        or has been used. What needs no gradient the model's own forward brings there."""
+        return lambda module, args, kwargs, output: self._bring_part(index, output)
 
-        def bring(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Any, ...]) -> Any:
-            if not output[index].requires_grad:
-                return None
-            moved = self.bridge.send(output[index], self.bridge.tail_device)
-            return (*output[:index], moved, *output[index + 1 :])
+    def _bring_result(
+        self, index: int, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        self._send_arguments(kwargs)
+        return self._bring_part(index, own(*args, **kwargs))
 
-        return bring
+    def _send_arguments(self, kwargs: dict[str, Any]) -> None:
+        """What the method of the tail will be given too: there it is found, so that no copy waits for later work."""
+        native = self._family.native
+        for name in () if native is None else itertools.chain(*native.tail_arguments.values()):
+            if name in kwargs:
+                self.bridge.send(kwargs[name], self.bridge.tail_device)
+
+    def _bring_part(self, index: int, output: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What was returned, with the tail's part of it there. Of diffusers' models what needs no gradient stays: their
+        own forward brings it."""
+        native = self._family.native
+        if native is None and not output[index].requires_grad:
+            return output
+        bring = self.bridge.move if native is not None and native.mixes_early else self.bridge.send
+        return (*output[:index], bring(output[index], self.bridge.tail_device), *output[index + 1 :])
+
+    def _bring_arguments(
+        self, names: Collection[str], own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        brought = {name: self.bridge.move(kwargs[name], self.bridge.tail_device) for name in names if name in kwargs}
+        return own(*args, **{**kwargs, **brought})
 
     def _check_residents(self) -> None:
         """Bring LoRA weights that were injected or loaded elsewhere to the layer they adapt.
@@ -268,21 +304,47 @@ def _residents(model: nn.Module, placement: Placement) -> list[tuple[nn.Module, 
         if name in parts or not any(part.startswith(f"{name}." if name else "") for part in parts):
             found.append((module, placement.device_of(name)))
             return
-        found.append((_OwnTensors(module), placement.device_of(name)))
+        inside = f"{name}." if name else ""
+        places = [(leaf, placement.device_of(inside + leaf)) for leaf in (*module._parameters, *module._buffers)]
+        for device in dict.fromkeys((placement.device_of(name), *(place for _, place in places))):
+            there = {leaf for leaf, place in places if place == device}
+            found.append((_OwnTensors(module, there), device))
         for child_name, child in module.named_children():
-            visit(child, f"{name}.{child_name}" if name else child_name)
+            visit(child, inside + child_name)
 
     visit(model, "")
     return found
 
 
 class _OwnTensors(nn.Module):
-    """Stands for the parameters and buffers a module holds itself, not its children's; shares them, owns nothing."""
+    """Stands for parameters and buffers a module holds itself, not its children's; shares them, owns nothing."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
         super().__init__()
-        self.__dict__["_parameters"] = module._parameters
-        self.__dict__["_buffers"] = module._buffers
+        self.__dict__["_parameters"] = _Some(module._parameters, names)
+        self.__dict__["_buffers"] = _Some(module._buffers, names)
+
+
+class _Some(MutableMapping[str, Any]):
+    """Entries of a dict, in that dict."""
+
+    def __init__(self, whole: dict[str, Any], names: Collection[str]) -> None:
+        self._whole, self._names = whole, names
+
+    def __getitem__(self, name: str) -> Any:
+        return self._whole[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._whole[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._whole[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._whole if name in self._names)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:

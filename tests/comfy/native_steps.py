@@ -70,6 +70,7 @@ _PLAIN = {"train": {"gradient_checkpointing": False}}
 _PERCENT = 0.4  # of the way from noise to data
 _IS_LONG = bool(os.environ.get("LONG_TESTS") or os.environ.get("UPDATE_GOLDEN"))
 _IN_EVERY_SCHEME = ("FLUX.1", "Wan 2.1 T2V, 2.2 T2V 14B", "SDXL")  # of 8 bits; the others in the plainest
+_READ_BEHIND = ("adaln_single", "audio_adaln_single", "time_embed", "time_embed_r")  # what the tail reads comes of them
 _SMALL = 1e-6  # of the largest gradient: what is nothing but rounding
 
 
@@ -537,6 +538,23 @@ def _same(name: str, sections: Mapping[str, Any], limit: float = 1e-4) -> Callab
     return step
 
 
+def in_stages(bench: Bench) -> Figures:
+    """Cards at different microbatches; where the tail reads what was made at home, every linear has a LoRA as well."""
+    sections = {"split": CARDS, "train": TWO, "parallel": {"strategy": "pipeline"}}
+    figures = _same("pipeline", sections)(bench)
+    row = bench.info.family.native
+    if row is not None and row.read_by_tail:
+        every = {"lora": {"rank": 2, "alpha": 2.0, "targets": ["*"]}}
+        wanted_loss, wanted = bench.first_step("every linear", {"train": TWO} | every)
+        loss, found = bench.first_step("in stages", sections | every, lambda trainer: _refuse_other(trainer, sections))
+        expect(abs(loss / wanted_loss - 1), 1e-5, "the difference of the loss of every linear")
+        front = [name for name in wanted if any(f"{part}." in name for part in _READ_BEHIND)]
+        assert any(wanted[name].any() for name in front), "no linear makes what the tail reads"
+        figures["every linear"] = expect(difference(found, wanted), 1e-4, "the difference of the gradients")
+        figures["of them at the front"] = len(front)
+    return figures
+
+
 def compiled(bench: Bench) -> Figures:
     """Blocks as torch's compiler traces and differentiates them, for sizes of one kind and of any; its kernels are
     compared with uncompiled blocks before every run (training/preflight.py)."""
@@ -732,7 +750,7 @@ STEPS: dict[str, Callable[[Bench], Figures]] = {
     "gradients": central_differences,
     "recompute": _same("recompute", {}),
     "split": _same("split", {"split": CARDS}),
-    "pipeline": _same("pipeline", {"split": CARDS, "train": TWO, "parallel": {"strategy": "pipeline"}}),
+    "pipeline": in_stages,
     "data": _same("data", {"split": CARDS, "train": TWO, "parallel": {"strategy": "data"}}),
     "tensor": divided,
     "weight offload": _same("weights", {"split": {"devices": ["lazy:0"], "offloaded_blocks": [2]}}),

@@ -18,6 +18,7 @@ def _proved(comfyui: Path, folder: Path, *builds: str) -> dict[str, dict[str, An
     return {line["name"]: line["steps"] for line in lines}
 
 
+@pytest.mark.long
 def test_both_encoders_of_sdxl_have_right_gradients_and_the_stock_loader_takes_what_they_learned(
     comfyui: Path, tmp_path: Path
 ) -> None:

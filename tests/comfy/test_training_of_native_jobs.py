@@ -254,11 +254,27 @@ def test_the_command_goes_on_with_comfyuis_python_and_plans(
     ("sections", "message"),
     [
         ({"model": {"path": "nowhere.safetensors"}}, "which is not in ComfyUI's folders"),
-        ({"cache": {"stock_vae": ""}}, "holds no VAE; name the VAE of the model with cache.stock_vae"),
-        ({"cache": {"stock_vae": "empty.safetensors"}}, "empty.safetensors (0 bytes) is not a safetensors file"),
-        ({"parallel": {"strategy": "fsdp"}}, 'parallel.strategy = "fsdp" needs several processes'),
-        ({"cache": {"stock_clip_type": "flux9"}}, "cache.stock_clip_type is 'flux9'; ComfyUI knows"),
-        ({"model": {"path": "model.gguf"}}, "a GGUF file; GGUF is not supported"),
+        pytest.param(
+            {"cache": {"stock_vae": ""}},
+            "holds no VAE; name the VAE of the model with cache.stock_vae",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"cache": {"stock_vae": "empty.safetensors"}},
+            "empty.safetensors (0 bytes) is not a safetensors file",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"parallel": {"strategy": "fsdp"}},
+            'parallel.strategy = "fsdp" needs several processes',
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"cache": {"stock_clip_type": "flux9"}},
+            "cache.stock_clip_type is 'flux9'; ComfyUI knows",
+            marks=pytest.mark.long,
+        ),
+        pytest.param({"model": {"path": "model.gguf"}}, "a GGUF file; GGUF is not supported", marks=pytest.mark.long),
     ],
 )
 def test_what_a_job_file_names_wrongly_is_told(

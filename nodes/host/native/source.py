@@ -28,7 +28,7 @@ from ....families.spec import (
     TimestepSpec,
     Variant,
 )
-from ....parallel.block_lists import block_fqns, tail_modules
+from ....parallel.block_lists import block_fqns, tail_modules, tail_parameters
 from .drawing import usual_cfg
 from .experts import boundary_of, is_expert
 from .model import ComfyModel, build, kind_of, own_config
@@ -303,7 +303,8 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
         transformer_class=row.class_name,
         vae_class="",
         block_lists=tuple(BlockList(name) for name in lists),
-        tail=tuple(tail[module] for module in tail_modules(model, row)),
+        tail=(*(tail[module] for module in tail_modules(model, row)), *tail_parameters(model, row)),
+        read_by_tail=row.read_by_tail,
         keep_full_precision=(*_outside(model, every), *(f"{name}.*.{p}" for name in every for p in row.sample_modules)),
         lora_targets=tuple(f"{name}.*" for name in lists),
         latent=latent,

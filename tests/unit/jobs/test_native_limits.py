@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,9 @@ def test_blocks_in_lists_inside_others_have_no_forecast() -> None:
 @pytest.mark.parametrize(
     ("name", "own", "words"),
     [
-        ("LTXVModel", ("scale_shift_table",), r"weights of its own \(scale_shift_table\) behind its blocks"),
+        ("LTXVModel", ("scale_shift_table", "unknown"), r"weights of its own \(unknown\) behind its blocks"),
+        ("LTXVModel", ("scale_shift_table",), r"has no _prepare_timestep, by which its last card"),
+        ("AceStepConditionGenerationModel", ("null_condition_emb",), r"has no decoder.time_embed, by which"),
         ("NextDiT", ("x_pad_token", "unknown"), r"weights of its own \(unknown\)"),
         ("UNetModel", (), "needs its home card"),
         ("Chroma", (), "needs its home card"),
@@ -50,3 +53,15 @@ def test_others_and_work_at_home_do(name: str, own: tuple[str, ...], words: str)
 def test_a_row_names_only_what_it_knows() -> None:
     row = dataclasses.replace(ROWS["NextDiT"], front_parameters=())
     assert "x_pad_token" in why_no_stages(row, _model("x_pad_token"))
+
+
+def test_weights_of_the_tail_and_what_it_is_given_do_not_matter() -> None:
+    model: Any = _model("scale_shift_table")
+    model._prepare_timestep = model._process_output = lambda: None
+    assert not why_no_stages(ROWS["LTXVModel"], model)
+    audio = _model("null_condition_emb")
+    audio.decoder = decoder = _model("scale_shift_table")
+    decoder.time_embed, decoder.time_embed_r = nn.Identity(), nn.Identity()
+    assert not why_no_stages(ROWS["AceStepConditionGenerationModel"], audio)
+    decoder.register_parameter("unknown", nn.Parameter(torch.zeros(1)))
+    assert r"(decoder.unknown)" in why_no_stages(ROWS["AceStepConditionGenerationModel"], audio)

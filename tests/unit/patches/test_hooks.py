@@ -214,3 +214,15 @@ def test_a_hook_around_a_module_stands_in_for_its_call_and_leaves_no_trace():
     hooks.remove()
     assert type(layer) is nn.Linear and vars(layer) == before and len(hooks) == 0
     assert torch.equal(layer(ONE), expected) and torch.equal(own_call(layer)(ONE), expected)
+
+
+def test_a_hook_around_a_method_is_of_one_object_and_leaves_no_trace():
+    layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    before, hooks = dict(vars(layer)), HookSet()
+    hooks.around_method(layer, "extra_repr", lambda own, args, kwargs: f"ours: {own(*args, **kwargs)}")
+    assert layer.extra_repr() == f"ours: {other.extra_repr()}" and len(hooks) == 1
+    with pytest.raises(AssertionError, match="one at a time"):
+        HookSet().around_method(layer, "extra_repr", lambda own, args, kwargs: "")
+    hooks.remove()
+    hooks.remove()
+    assert vars(layer) == before and len(hooks) == 0
