@@ -15,8 +15,8 @@ rival's report says how many allocation graphs were recorded and replayed and ho
 `compiler_...` let the split with the compiler on and off take turns with one card, and `prompts_...` sample with the
 split `--prompts` times, with one card before and after. `--unguarded` takes out what keeps splits outside the compiler.
 
-In the cases `tensor_...` the rival `tensor_threads` is `tensor` with a thread per card instead of one thread that
-computes for the cards in turns. Both are the same split over the same weights, so their latents must be the same bits.
+In the cases `tensor_...` the rival `tensor_launched` is `tensor` without CUDA graphs, every kernel launched by Python.
+Both are the same split over the same weights, so their latents must be the same bits.
 
 `--card-gb 24` makes cards small: another process takes the rest of each card's memory, so that ComfyUI, torch and
 comfy-aimdo all meet the wall a real card has. The cases `scaling_...` compare one card with blocks and tensor on
@@ -44,6 +44,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dynamic-vram", action="store_true", help="with comfy-aimdo, as ComfyUI starts by default")
     parser.add_argument("--compiler", choices=("on", "off"), default="on", help="ComfyUI's own, where it has one")
     parser.add_argument("--unguarded", action="store_true", help="compile splits, too; may end the process")
+    parser.add_argument("--torch-allocator", action="store_true", help="not the driver's, which ComfyUI chooses")
     parser.add_argument("--prompts", type=int, default=50, help="samplings of the cases prompts_...")
     parser.add_argument("--cards", type=int, default=2, help="that a split uses")
     parser.add_argument("--card-gb", type=float, help="GiB that each card is cut down to")
@@ -60,6 +61,7 @@ def start_comfyui(options: argparse.Namespace) -> None:
     sys.path.insert(0, str(Path(options.comfyui).expanduser()))
     sys.argv = ["main.py", *(["--cpu"] if options.tiny else [])]
     sys.argv += [] if options.dynamic_vram else ["--disable-dynamic-vram"]
+    sys.argv += ["--disable-cuda-malloc"] if options.torch_allocator else []
     import comfy.options
 
     comfy.options.enable_args_parsing()
@@ -447,11 +449,11 @@ def compiler_off() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def workers(*, in_turns: bool) -> Iterator[None]:
-    """How the cards of a split with way tensor compute: one thread for all, or one for each."""
+def graphs(*, are_used: bool) -> Iterator[None]:
+    """Whether the blocks of a split with way tensor are replayed as CUDA graphs."""
     from devicebridge.parallel.local.tensor_parallel import TensorParallel
 
-    with mock.patch.object(TensorParallel, "in_turns", in_turns):
+    with mock.patch.object(TensorParallel, "replays", are_used):
         yield
 
 
@@ -535,8 +537,8 @@ def compare(rivals: Mapping[str, Any], work: Work, base: str, rounds: int = OPTI
     """Turns of all rivals, interleaved: seconds per step of each over those of `base`, and equality of latents.
 
     A rival whose name ends in compiler_off samples with ComfyUI's compiler switched off. So does core's replica per
-    card: it runs in threads of its own, whose graphs the end of a node does not free. One whose name ends in _threads
-    has a thread per card.
+    card: it runs in threads of its own, whose graphs the end of a node does not free. One whose name ends in _launched
+    replays no CUDA graphs of ours.
     """
     turns: dict[str, list[Turn]] = {name: [] for name in rivals}
     for index in range(rounds + 1):
@@ -544,18 +546,19 @@ def compare(rivals: Mapping[str, Any], work: Work, base: str, rounds: int = OPTI
             is_off = name.endswith("compiler_off") or name.startswith("core_multigpu")
             with (
                 compiler_off() if is_off else contextlib.nullcontext(),
-                workers(in_turns=not name.endswith("_threads")),
+                graphs(are_used=not name.endswith("_launched")),
             ):
                 turn = sample(model, work)
             what = f"{turn.compiled['graphs']} graphs, {turn.compiled['replays']} replays"
-            say(f"    {name}: {'warm-up ' if index == 0 else ''}{statistics.median(turn.step_s):.4f} s/step; {what}")
+            about = "" if index else f"warm-up, at most {max(turn.step_s):.4f}, "
+            say(f"    {name}: {about}{statistics.median(turn.step_s):.4f} s/step; {what}")
             if index:
                 turns[name].append(turn)
     medians = {name: statistics.median(s for turn in runs for s in turn.step_s) for name, runs in turns.items()}
     others = [name for name in rivals if name != base]
     report: dict[str, Any] = {f"{name}_over_{base}": medians[name] / medians[base] for name in others}
     report |= {f"speed_up_{name}": medians[base] / medians[name] for name in others}
-    pairs = [(name, base) for name in others] + [(f"{name}_threads", name) for name in others]
+    pairs = [(name, base) for name in others] + [(f"{name}_launched", name) for name in others]
     report |= {
         f"{name}_equals_{other}": _difference(turns[other][-1].latents, turns[name][-1].latents)
         for name, other in pairs
@@ -680,7 +683,7 @@ def tensor(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
     one = load(shape, on=CPU)
     forecast = forecasts(one, shape)
     divided = split(one, way="tensor")
-    rivals = {"one_gpu": one, "tensor": divided, "tensor_threads": divided}
+    rivals = {"one_gpu": one, "tensor": divided, "tensor_launched": divided}
     if shape.class_name != "Flux":  # beside those its weights would not fit, and loading would take the time
         rivals["blocks"] = split(one, way="blocks")
     work = Work(shape, cfg=cfg)

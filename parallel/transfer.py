@@ -36,6 +36,9 @@ class SideStreams:
 
     def __init__(self) -> None:
         self.pairs: dict[Pair, tuple[Any, Any]] = {}
+        # While a CUDA graph is recorded: what is copied, and copies. The allocator must not give their memory to
+        # others meanwhile, and has no events to wait for.
+        self.held: list[torch.Tensor] | None = None
 
     def copy(self, tensor: torch.Tensor, device: torch.device, arrivals: Arrivals) -> torch.Tensor:
         """A copy on device, which its current stream must not use before settle(arrivals).
@@ -54,7 +57,9 @@ class SideStreams:
         with CurrentStreams(module, leaving, arriving) as (of_source, of_target):
             leaving.wait_stream(of_source)
             made = [tensor.to(device, non_blocking=True) for tensor in tensors]
-        for tensor, copy in zip(tensors, made, strict=True):
+        if self.held is not None:
+            self.held += (*tensors, *made)
+        for tensor, copy in zip(tensors, made, strict=True) if self.held is None else ():
             tensor.record_stream(leaving)
             copy.record_stream(of_target)
         arrivals[pair] = arriving.record_event()

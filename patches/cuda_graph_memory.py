@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 _log = logging.getLogger(__name__)
-_recording = threading.Lock()
+ONE_AT_A_TIME = threading.Lock()  # recordings of this process
 
 
 class CudaRecorder:
@@ -42,7 +42,7 @@ class CudaRecorder:
         """What replays all that compute launches."""
         # A recording cannot take what is cached elsewhere, so it has to be free. One at a time: memory is handed back
         # on all cards, and none that records should notice.
-        with _recording, self.aside():
+        with ONE_AT_A_TIME, self.aside():
             torch.cuda.empty_cache()
             graph = torch.cuda.CUDAGraph()
             # other threads allocate and copy meanwhile, on other cards
@@ -56,19 +56,20 @@ class CudaRecorder:
                     raise
                 graph.capture_end()
             except BaseException:
-                self._end_recording(pool)
+                end_failed_recording(self._device, pool)
                 raise
         return graph.replay
 
-    def _end_recording(self, pool: Any) -> None:
-        """Tell the allocator and the random numbers that a recording which failed is over: up to torch 2.11 at least
-        capture_end raises before it does. No memory that crossed streams would be freed any more, and dropout would
-        fail for as long as the process lives."""
-        generator = torch.cuda.default_generators[self._device.index]
-        generator.graphsafe_set_state(generator.clone_state())  # same seed and offset, in no recording
-        with suppress(RuntimeError):  # where it has
-            torch._C._cuda_endAllocateToPool(self._device.index, pool)
-            torch._C._cuda_releasePool(self._device.index, pool)
+
+def end_failed_recording(device: torch.device, pool: Any) -> None:
+    """Tell the allocator and the random numbers that a recording which failed is over: up to torch 2.11 at least
+    capture_end raises before it does. No memory that crossed streams would be freed any more, and dropout would
+    fail for as long as the process lives."""
+    generator = torch.cuda.default_generators[device.index]
+    generator.graphsafe_set_state(generator.clone_state())  # same seed and offset, in no recording
+    with suppress(RuntimeError):  # where it has
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
 
 
 class CardMemory:

@@ -132,7 +132,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], passed_by: Colle
     if isinstance(value, types.FunctionType):
         return _map_closure(value, change, passed_by)
     is_dict = isinstance(value, dict)
-    parts = value if is_dict else {name: getattr(value, name, None) for name in _attributes(value)}
+    parts = value if is_dict else {name: getattr(value, name, None) for name in attributes_of(value)}
     changed = {
         key: new
         for key, old in parts.items()
@@ -201,7 +201,7 @@ def _refill(value: Any, items: list[Any]) -> Any:
     return fresh
 
 
-def _attributes(value: Any) -> Sequence[str]:
+def attributes_of(value: Any) -> Sequence[str]:
     """Names of a dataclass's fields, or of an object's slots if it has no instance dictionary; none for others."""
     cls: Any = type(value)
     if names := _field_names(cls):

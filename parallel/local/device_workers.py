@@ -70,7 +70,12 @@ class DeviceWorkers(Protocol):
 
 def make_workers(pool: ThreadPool, devices: Sequence[torch.device], *, in_turns: bool) -> DeviceWorkers:
     """Args: in_turns: one thread for all, where greenlets are to be had."""
-    return _Turns(devices) if in_turns and greenlet is not None else _Threads(pool, devices)
+    return _Turns(devices) if in_turns and can_take_turns() else _Threads(pool, devices)
+
+
+def can_take_turns() -> bool:
+    """Whether one thread can compute for all devices."""
+    return greenlet is not None
 
 
 def suspended_frame(thread: int) -> types.FrameType | None:

@@ -29,13 +29,15 @@ from ..staged_copies import StagedCopies, copies_between
 from ..transfer import Arrivals, Versioned, copy_to
 from .ahead import Ahead, Groups
 from .bridge import Bridge
-from .device_workers import make_workers
+from .device_workers import can_take_turns, make_workers
+from .divided_graphs import OPTIONS, Addresses, DividedGraphs
+from .divided_graphs import Call as GivenCall
 from .exchange import Exchange, Tensors, TokenChunks
+from .graph_recorder import CardsRecorder
 from .meetings import MEETS, Call, Meetings, Stays
 from .shards import BlockShard, Meeting
 
 _TOLERANCE = 0.02  # of a block's output, between devices of different kinds, which round differently
-_OPTIONS = "transformer_options"
 
 
 def _lies_on(module: nn.Module, device: torch.device) -> bool:
@@ -52,6 +54,7 @@ class TensorParallel(Bridge):
     Raises: ValueError if there is no block.
     """
 
+    replays = True  # blocks as CUDA graphs, where that was asked for
     in_turns = True  # one thread for all devices, where greenlets are to be had; else a thread per device
 
     def __init__(
@@ -71,6 +74,7 @@ class TensorParallel(Bridge):
         self._beginning = threading.Lock()
         self._runs_in: threading.Thread | None = None  # the thread of the forward that is running
         self._checked: set[nn.Module] = set()
+        self.graphs: DividedGraphs | None = None
         self.chunks: TokenChunks | None = None  # of row-parallel layers; None computes each at once
         self.stays: Stays = _lies_on
         self.side_streams = copies_between(devices)
@@ -109,11 +113,20 @@ class TensorParallel(Bridge):
             super().begin()
             self._runs_in, self._run = threading.current_thread(), None
 
+    def replay(self, addresses: Addresses) -> None:
+        """Have blocks replayed as CUDA graphs from now on, where these devices have such and copy to each other."""
+        kinds = {device.type for device in self._ranks}
+        if kinds == {"cuda"} and torch.version.hip is None and not isinstance(self.side_streams, StagedCopies):
+            make = functools.partial(CardsRecorder, self._ranks, self.side_streams)
+            self.graphs = DividedGraphs(self._ranks, make, addresses)
+
     def end(self) -> None:
         if self.is_running:
             run, self._run = self._run, None
             if run is not None:
                 run.close()
+            if self.graphs is not None:
+                self.graphs.forget()
         super().end()
         if self._runs_in is threading.current_thread():
             self._runs_in = None
@@ -121,6 +134,12 @@ class TensorParallel(Bridge):
     def check_again(self) -> None:
         """Compare what the devices compute of every block once more: weights or layers are others than they were."""
         self._checked.clear()
+        self.release()
+
+    def release(self) -> None:
+        """Give back what is kept between forwards for speed alone."""
+        if self.graphs is not None:
+            self.graphs.release()
 
     # ---- a block
 
@@ -131,7 +150,45 @@ class TensorParallel(Bridge):
                 "a block of a model that several devices compute together was called outside the model's forward; "
                 "use the model with whole blocks on each device (way 'blocks')"
             )
-        run = self._enter(block, args, kwargs)
+        copies = self._local.copies
+        if self.trust == "nobody" and copies is not None:
+            copies.clear()
+        if self._run is None:
+            self._run = _Run(self)
+        calls = [(args, kwargs), *(self._run.given(rank, args, kwargs) for rank in range(1, len(self._ranks)))]
+        own, others = self._shards[block]
+        if self.graphs is not None and self._may_replay(block, kwargs):
+            parts = [own.block, *(each.block for each in others)]
+            compute, alone = (functools.partial(each, block, call) for each in (self._outputs, self._outputs_alone))
+            outputs = self.graphs.outputs(parts, calls, compute, alone)
+        else:
+            if self.graphs is not None:
+                self.graphs.forget()
+            outputs = self._outputs(block, call, calls)
+        found = [_tensors_in(each) for each in outputs]
+        if block not in self._checked:
+            self._check(block, found)
+            self._checked.add(block)
+        return self._kept(outputs[0], found)
+
+    def _may_replay(self, block: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+        """Whether nothing runs in this call but the model's own code, which the cards agreed about before."""
+        assert self.graphs is not None, "the caller has looked"
+        is_plain = (
+            self.replays
+            and self.trust == "model"
+            and not any(name in kwargs for name in (*self.per_device, *self.passed_by))
+        )
+        is_plain = is_plain and not torch.is_grad_enabled() and not torch.is_autocast_enabled(self.home.type)
+        is_one_thread = self.in_turns and can_take_turns()
+        return is_plain and is_one_thread and not self.graphs.fault and block in self._checked
+
+    def _outputs(
+        self, block: nn.Module, call: Call, calls: Sequence[GivenCall], *, is_alone: bool = False
+    ) -> list[Any]:
+        """What each device returns for its call of a block. is_alone: it computes all by itself, nothing ahead."""
+        run = self._enter(block, calls, is_alone=is_alone)
+        args, kwargs = calls[0]
         try:
             output = call(*args, **kwargs)
             run.meetings.finish(0)
@@ -149,27 +206,28 @@ class TensorParallel(Bridge):
                 raise error
             finally:
                 del error  # or its traceback would keep this frame, and this frame the error
-        found = [_tensors_in(each) for each in (output, *others)]
-        if block not in self._checked:
-            self._check(block, found)
-            self._checked.add(block)
-        return self._kept(output, found)
+        return [output, *others]
 
-    def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
-        copies = self._local.copies
-        if self.trust == "nobody" and copies is not None:
-            copies.clear()
+    def _outputs_alone(self, block: nn.Module, call: Call, calls: Sequence[GivenCall]) -> list[Any]:
+        """As _outputs, whatever was computed ahead; after an error the forward goes on with other workers."""
+        try:
+            return self._outputs(block, call, calls, is_alone=True)
+        except BaseException:
+            run, self._run = self._run, None
+            if run is not None:
+                run.close()
+            raise
+
+    def _enter(self, block: nn.Module, calls: Sequence[GivenCall], *, is_alone: bool) -> _Run:
         if self._run is None:
             self._run = _Run(self)
         run = self._run
-        others = enumerate(self._shards[block][1], start=1)
-        calls = [(rank, (shard.block, *run.given(rank, args, kwargs))) for rank, shard in others]
         run.workers.begin_block()
-        run.meetings.ahead.enter(block, args, kwargs, is_watched=self.trust != "model")
+        run.meetings.ahead.enter(block, *calls[0], is_watched=is_alone or self.trust != "model")
         run.meetings.is_compared = block not in self._checked
         run.current = block  # before any device begins, and after what may run out of memory
-        for rank, call in calls:
-            run.calls[rank].put(call)
+        for rank, (shard, call) in enumerate(zip(self._shards[block][1], calls[1:], strict=True), start=1):
+            run.calls[rank].put((shard.block, *call))
         return run
 
     def give(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -311,8 +369,8 @@ class _Run:
         for name, value in values.items():
             if type(value) in PLAIN:
                 there[name] = value
-            elif name == _OPTIONS and isinstance(value, dict):
-                there[name] = self._there(rank, _OPTIONS, value)
+            elif name == OPTIONS and isinstance(value, dict):
+                there[name] = self._there(rank, OPTIONS, value)
             elif (before := known.get((where, name))) is not None and before[0] is value:
                 there[name] = before[1]
             else:

@@ -228,6 +228,54 @@ def stays_on_card(layer: nn.Module, device: torch.device) -> bool:
     return True
 
 
+def addresses_on(layer: nn.Module, device: torch.device) -> tuple[int, ...] | None:
+    """Where a layer's weights lie on the card; None unless all are there and used as they are.
+
+    Under DynamicVRAM a weight is there if ComfyUI would not fetch it before the next use.
+    """
+    held: list[Any] = []
+    try:
+        return _addresses(layer, device, held)
+    finally:
+        for address in held:
+            comfy_aimdo.model_vbar.vbar_unpin(address)
+
+
+def _addresses(layer: nn.Module, device: torch.device, held: list[Any]) -> tuple[int, ...] | None:
+    """Args: held: to be told what DynamicVRAM may not take away until all is found."""
+    found: list[int] = []
+    for module in layer.modules():
+        if getattr(module, "weight_function", None) or getattr(module, "bias_function", None):
+            return None  # such as a LoRA that is added at every call
+        weights = [*module._parameters.values(), *module._buffers.values()]
+        address = getattr(module, "_v", None)
+        if address is not None:
+            signature = comfy_aimdo.model_vbar.vbar_fault(address)
+            if signature is None:
+                return None
+            held.append(address)
+            if not comfy_aimdo.model_vbar.vbar_signature_compare(signature, getattr(module, "_v_signature", None)):
+                return None
+            weights = [getattr(module, "_v_weight", None), getattr(module, "_v_bias", None)]
+        for weight in weights:
+            for part in _plain_parts(weight):
+                if part.device != device:
+                    return None
+                found.append(part.data_ptr())
+    return tuple(found)
+
+
+def _plain_parts(weight: torch.Tensor | None) -> list[torch.Tensor]:
+    """The ordinary tensors that a weight consists of."""
+    if weight is None:
+        return []
+    data = weight.data
+    if not isinstance(data, QuantizedTensor):
+        return [data]
+    fields = [getattr(data._params, field.name) for field in dataclasses.fields(data._params)]
+    return [data._qdata, *(each for each in fields if isinstance(each, torch.Tensor))]
+
+
 def find_bypass(layers: Iterable[nn.Module]) -> list[str]:
     """A word for ComfyUI's bypass LoRA if it is on a layer of these: it would act on home's slices only."""
     forwards = (module.__dict__.get("forward") for module in layers)

@@ -90,12 +90,15 @@ class _CardPatcher(_Patcher):
 
     def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
         self._unhook()
+        self._tree().release()
         return super().partially_unload(*args, **kwargs)
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
         if unpatch_weights:
             self._unhook()
         with self._own_part():
+            if unpatch_weights:
+                self._tree().release()
             if unpatch_weights and device_to is not None:
                 self._use_origins()
             super().unpatch_model(device_to, unpatch_weights)

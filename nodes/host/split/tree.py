@@ -26,7 +26,7 @@ from ....parallel.local.tensor_parallel import TensorParallel
 from ....patches.hooks import HookSet
 from ..compiler import Hold, hold, outside, settle
 from .attachments import ROOT, replaced_methods, seen_attachments, unseen_attachments
-from .division import DividedBlocks, check_runnable, find_bypass, stays_on_card
+from .division import DividedBlocks, addresses_on, check_runnable, find_bypass, stays_on_card
 from .gathered import Gathered
 from .model_copy import Origin
 from .options import guard_options, wrap_control
@@ -215,6 +215,11 @@ class SplitTree:
             self._forwards.held = None
         settle()
 
+    def release(self) -> None:
+        """Give back the memory that is kept between forwards for speed alone: a card needs room."""
+        if isinstance(self.bridge, TensorParallel):
+            self.bridge.release()
+
     def _remove_hooks(self) -> None:
         self._attached_by = None
         self.bridge.remove()
@@ -259,6 +264,7 @@ class SplitTree:
                 per_device=self.plan.layout.per_device,
             )
             bridge.stays = stays_on_card
+            bridge.replay(addresses_on)
             return bridge
         return Bridge(
             called,

@@ -1,0 +1,369 @@
+"""Blocks that several cards compute together, replayed as one CUDA graph for all cards instead of launched by Python.
+
+The host launches every kernel of every card, and where kernels are short the cards wait for it. So a block's call is
+recorded when it comes a second time with inputs of the same shapes: all cards' kernels and the copies between them.
+From then on what a card is given is copied to where the graph reads it, one launch replays the block, and its outputs
+are copied before anybody has them.
+
+A graph reads and does what it did when it was recorded, so a mistake would be a silently wrong picture:
+
+- It holds for one set of shapes, and for the plain values among the arguments. Of the transformer_options those count
+  that the block looked up; a block that writes there is not recorded.
+- Weights are read where they lie. Before every replay their addresses are asked for; if one has moved, or something
+  else than the weight is to be computed with, it is not replayed.
+- What a block writes into its arguments is written into those of the replayed call, too.
+- When it is recorded the block also runs without, and every card must give the same bits. If one does not, or if the
+  block cannot be recorded, nothing is recorded for the model any more, and one line in the log says why.
+- Nothing is recorded where other people's code may run between or inside blocks, and nothing with gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ...patches.hooks import PLAIN, attributes_of, map_tensors
+from ..transfer import Versioned
+from .bridge import version_of
+
+_log = logging.getLogger(__name__)
+
+OPTIONS = "transformer_options"
+_MOST_SHAPES = 4  # of one block, whose graphs are kept
+_MISSING = object()
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments, and those by name
+# The call for each card, home's first -> what each returns
+Compute = Callable[[Sequence[Call]], Sequence[Any]]
+# A card's part of a block, the card -> where its weights lie; None if they are not there, or not used as they are
+Addresses = Callable[[nn.Module, torch.device], tuple[int, ...] | None]
+
+
+class Recorder(Protocol):
+    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """What replays all that compute launches."""
+
+
+class _Unlike(Exception):
+    """A value that cannot be compared with another one."""
+
+
+@dataclass(eq=False)
+class _Card:
+    """What one card reads and writes in a graph.
+
+    Args: inputs: where it reads. written: numbers of those that it writes to. outputs: each is the number of the input
+    that it is, or where it lies.
+    """
+
+    inputs: list[torch.Tensor]
+    written: list[int]
+    outputs: list[int | torch.Tensor]
+
+
+@dataclass(eq=False)
+class _Graph:
+    """Args: key: of the call. read: the options that the block looked up, and their keys. addresses: of its weights.
+    output: what home returns, with other tensors."""
+
+    key: Any
+    read: dict[Any, Any]
+    addresses: list[tuple[int, ...]]
+    cards: list[_Card]
+    output: Any
+    replay: Callable[[], None]
+
+
+class DividedGraphs:
+    """The graphs of one divided model.
+
+    Args:
+        devices: home first.
+        make_recorder: makes what records on these devices.
+        addresses: see Addresses.
+    """
+
+    def __init__(
+        self, devices: Sequence[torch.device], make_recorder: Callable[[], Recorder], addresses: Addresses
+    ) -> None:
+        self._devices = tuple(devices)
+        self._make_recorder, self._addresses = make_recorder, addresses
+        self.fault = ""  # why nothing is recorded any more
+        self.num_replays = 0
+        self.release()
+
+    def release(self) -> None:
+        """Give back the memory of all graphs; they are recorded again when their blocks are computed."""
+        self._recorder: Recorder | None = None
+        self._graphs: dict[nn.Module, list[_Graph]] = {}
+        self._seen: dict[nn.Module, list[Any]] = {}  # keys of calls that were computed without
+        self._staged: dict[Any, torch.Tensor] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Of the forward that is over: what was copied to where graphs read."""
+        self._held: dict[int, tuple[torch.Tensor, int | None]] = {}  # by the copy's id: its source then
+
+    def outputs(
+        self, parts: Sequence[nn.Module], calls: Sequence[Call], compute: Compute, alone: Compute
+    ) -> Sequence[Any]:
+        """What each card's part of a block returns: replayed, or as compute gives it, and then perhaps recorded.
+
+        Args:
+            parts: home's first. calls: of each.
+            alone: what is recorded; it depends on nothing but its calls.
+        """
+        block = parts[0]
+        try:
+            key, addresses = self._key(calls), self._where(parts)
+        except _Unlike as reason:
+            _log.debug("%s is not replayed as a CUDA graph: %s", type(block).__name__, reason)
+            return self._computed(calls, compute)
+        options = calls[0][1].get(OPTIONS) or {}
+        graph = next((each for each in self._graphs.get(block, ()) if each.key == key and _reads(each, options)), None)
+        if graph is not None and graph.addresses == addresses:
+            return self._replayed(graph, calls)
+        if graph is not None:
+            self._graphs[block].remove(graph)
+        seen = self._seen.setdefault(block, [])
+        if addresses is None or key not in seen:
+            seen[:] = [*(each for each in seen[1 - _MOST_SHAPES :] if each != key), key]
+            return self._computed(calls, compute)
+        with Versioned():
+            inputs = [self._fill(rank, _inputs(call)) for rank, call in enumerate(calls)]
+        outputs = compute(calls)
+        try:
+            graph = self._record(calls, inputs, alone, outputs, key, addresses)
+            graphs = self._graphs.setdefault(block, [])
+            graphs[:] = [*graphs[1 - _MOST_SHAPES :], graph]
+        except Exception as error:  # whatever cannot be recorded
+            _log.debug("recording %s failed", type(block).__name__, exc_info=True)
+            self._give_up(f"recording {type(block).__name__} failed: {error}".partition("\n")[0])
+        self.forget()
+        return outputs
+
+    def _computed(self, calls: Sequence[Call], compute: Compute) -> Sequence[Any]:
+        """Without a graph, so that whatever graphs were given may be written to."""
+        self.forget()
+        return compute(calls)
+
+    def _give_up(self, fault: str) -> None:
+        self.release()
+        self.fault = fault
+        _log.warning("blocks that several cards compute are not replayed as CUDA graphs: %s", fault)
+
+    def _key(self, calls: Sequence[Call]) -> Any:
+        args, kwargs = calls[0]
+        shared = []
+        for device, call in zip(self._devices, calls, strict=True):
+            tensors = _inputs(call)
+            if any(tensor.device != device for tensor in tensors):
+                raise _Unlike("an input lies on another device")
+            memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+            shared.append(list(map(memory.index, memory)))
+        return _key_of((args, {name: value for name, value in kwargs.items() if name != OPTIONS})), shared
+
+    def _where(self, parts: Sequence[nn.Module]) -> list[tuple[int, ...]] | None:
+        found = [self._addresses(part, device) for part, device in zip(parts, self._devices, strict=True)]
+        return None if any(each is None for each in found) else [each for each in found if each is not None]
+
+    # ---- recording
+
+    def _record(
+        self,
+        calls: Sequence[Call],
+        inputs: Sequence[list[torch.Tensor]],
+        alone: Compute,
+        expected: Sequence[Any],
+        key: Any,
+        addresses: list[tuple[int, ...]],
+    ) -> _Graph:
+        """Args: inputs: what was given to each card, where graphs read it. expected: what each card returned."""
+        if self._recorder is None:
+            self._recorder = self._make_recorder()
+        watched = [_Watched(call[1].get(OPTIONS) or {}) for call in calls]
+        given = [_call_with(*each) for each in zip(calls, inputs, watched, strict=True)]
+        versions = [[tensor._version for tensor in tensors] for tensors in inputs]
+        with Versioned():
+            output = [self._staged_like(rank, each) for rank, each in enumerate(expected)]
+        cards = [_Card(list(tensors), [], list(_tensors(tree))) for tensors, tree in zip(inputs, output, strict=True)]
+
+        def computed() -> None:
+            for card, tree in zip(cards, alone(given), strict=True):
+                for number, (place, tensor) in enumerate(zip(card.outputs, _tensors(tree), strict=True)):
+                    same = [index for index, each in enumerate(card.inputs) if each is tensor]
+                    if same:
+                        card.outputs[number] = same[0]
+                    else:
+                        place.copy_(tensor)  # type: ignore[union-attr]
+
+        replay = self._recorder.record(computed)
+        for card, before, shared in zip(cards, versions, key[1], strict=True):
+            card.written = [index for index, tensor in enumerate(card.inputs) if tensor._version != before[index]]
+            if any(shared.count(shared[index]) > 1 for index in card.written):
+                raise RuntimeError("it writes into memory that it is given twice")
+        options = calls[0][1].get(OPTIONS) or {}
+        read = {name: _key_of(options.get(name, _MISSING)) for each in watched for name in each.read}
+        if any(each.is_written for each in watched) or _tensors([options.get(name) for name in read]):
+            raise RuntimeError(f"it changes the {OPTIONS}, or reads tensors there")
+        replay()
+        for card, tree, call in zip(cards, expected, calls, strict=True):
+            found = [card.inputs[each] if isinstance(each, int) else each for each in card.outputs]
+            given_then = _inputs(call)
+            pairs = [*zip(found, _tensors(tree), strict=True), *((card.inputs[i], given_then[i]) for i in card.written)]
+            if not all(_same_bits(*pair) for pair in pairs):
+                raise RuntimeError("a replay gives something else")
+        return _Graph(key, read, addresses, cards, output[0], replay)
+
+    def _staged_like(self, rank: int, tree: Any) -> Any:
+        """The tree, with tensors that all graphs of such shapes share; they are written to at every launch."""
+        number = iter(range(2**31))
+        return map_tensors(tree, lambda tensor: self._place(rank, ("output", next(number)), tensor))
+
+    def _place(self, rank: int, role: Any, like: torch.Tensor) -> torch.Tensor:
+        key = rank, role, like.shape, like.stride(), like.dtype
+        if key not in self._staged:
+            is_dense = all(stride or size < 2 for size, stride in zip(like.shape, like.stride(), strict=True))
+            strides = like.stride() if is_dense else torch.empty(like.shape, device="meta").stride()
+            self._staged[key] = torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
+        return self._staged[key]
+
+    # ---- replaying
+
+    def _fill(self, rank: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Where graphs read these; those that blocks share are copied once in a forward."""
+        places = [self._place(rank, index, tensor) for index, tensor in enumerate(tensors)]
+        for place, tensor in zip(places, tensors, strict=True):
+            held = self._held.get(id(place))
+            if held is None or held[0] is not tensor or held[1] != version_of(tensor):
+                place.copy_(tensor)
+                self._held[id(place)] = tensor, version_of(tensor)
+        return places
+
+    def _replayed(self, graph: _Graph, calls: Sequence[Call]) -> Sequence[Any]:
+        given = [_inputs(call) for call in calls]
+        for rank, tensors in enumerate(given):
+            self._fill(rank, tensors)
+        graph.replay()
+        self.num_replays += 1
+        outputs = []
+        for card, tensors in zip(graph.cards, given, strict=True):
+            for index in card.written:
+                tensors[index].copy_(card.inputs[index])
+                self._held[id(card.inputs[index])] = tensors[index], version_of(tensors[index])
+            outputs.append([tensors[each] if isinstance(each, int) else each.clone() for each in card.outputs])
+        left = iter(outputs[0])
+        return [map_tensors(graph.output, lambda _: next(left)), *outputs[1:]]
+
+
+class _Watched(dict[Any, Any]):
+    """Options that know which of them were read, and whether something was written."""
+
+    def __init__(self, values: Mapping[Any, Any]) -> None:
+        super().__init__(values)
+        self.read: set[Any] = set()
+        self.is_written = False
+
+    def __getitem__(self, name: Any) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+    def __contains__(self, name: Any) -> bool:
+        self.read.add(name)
+        return super().__contains__(name)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.read.update(super().keys())
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self.read.update(super().keys())
+        return super().keys()
+
+    def items(self) -> Any:
+        self.read.update(super().keys())
+        return super().items()
+
+    def values(self) -> Any:
+        self.read.update(super().keys())
+        return super().values()
+
+    def copy(self) -> dict[Any, Any]:
+        return dict(self.items())
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        self.is_written = True
+        super().__setitem__(name, value)
+
+    def _write(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"it changes the {OPTIONS}")
+
+    pop = popitem = setdefault = update = clear = __delitem__ = __ior__ = _write  # type: ignore[assignment]
+
+
+def _reads(graph: _Graph, options: Mapping[Any, Any]) -> bool:
+    """Whether the options that the block looked up are those of the recording."""
+    try:
+        return all(_key_of(options.get(name, _MISSING)) == key for name, key in graph.read.items())
+    except _Unlike:
+        return False
+
+
+def _key_of(value: Any) -> Any:
+    """What two values have in common if one can stand for the other, but for the numbers in tensors.
+
+    Raises: _Unlike for what nobody can tell that of.
+    """
+    if isinstance(value, torch.Tensor):
+        if type(value) is not torch.Tensor or value.layout is not torch.strided:
+            raise _Unlike(f"it is given a {type(value).__name__}")
+        return "tensor", value.shape, value.stride(), value.dtype
+    kind = type(value)
+    if kind in PLAIN or value is _MISSING or isinstance(value, (torch.dtype, torch.device)):
+        return kind, value
+    if kind in (tuple, list):
+        return kind, *map(_key_of, value)
+    if isinstance(value, dict):
+        return kind, *((name, _key_of(each)) for name, each in value.items())
+    names = attributes_of(value)
+    if not names:
+        raise _Unlike(f"it is given a {kind.__name__}")
+    return kind, *((name, _key_of(getattr(value, name, None))) for name in names)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(tree, note)
+    return found
+
+
+def _inputs(call: Call) -> list[torch.Tensor]:
+    args, kwargs = call
+    return _tensors((args, {name: value for name, value in kwargs.items() if name != OPTIONS}))
+
+
+def _call_with(call: Call, tensors: Sequence[torch.Tensor], options: dict[Any, Any]) -> Call:
+    """The call with these tensors, and with these options if it has any."""
+    args, kwargs = call
+    left = iter(tensors)
+    named = {name: value for name, value in kwargs.items() if name != OPTIONS}
+    args, named = map_tensors((args, named), lambda _: next(left))
+    return args, {**named, OPTIONS: options} if OPTIONS in kwargs else named
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())

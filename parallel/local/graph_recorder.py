@@ -1,0 +1,127 @@
+"""Records what one thread launches on several cards as one CUDA graph, which one launch on the first card replays."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from ...patches.cuda_graph_memory import ONE_AT_A_TIME, end_failed_recording
+from ..transfer import CurrentStreams, SideStreams
+
+
+class CardsRecorder:
+    """Records on several CUDA cards. Tests have another with the same methods, for devices without graphs.
+
+    All graphs share one pool of memory on each card: the first card's stream launches them one after the other.
+
+    Args:
+        devices: the first launches the graphs. side_streams: on which what is recorded copies between the cards.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], side_streams: SideStreams) -> None:
+        self._devices = tuple(dict.fromkeys(devices))
+        self._streams = [torch.cuda.Stream(device) for device in self._devices]
+        self._side_streams = side_streams
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        # torch's own allocator has a pool per card; the driver's has none, and records what is taken and given back.
+        self._has_pools = torch.cuda.get_allocator_backend() == "native"
+        self._is_used = False
+        self._taken: list[int] = []  # cards whose pools are held beside those of the graphs
+        weakref.finalize(self, _release, self._taken, self._pool)
+
+    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """What replays all that compute launches, when the cards' current streams have come so far.
+
+        Raises: what compute raises, and RuntimeError for what cannot be recorded.
+        """
+        with ONE_AT_A_TIME:
+            if not self._is_used:
+                torch.cuda.empty_cache()  # a recording cannot take what is cached elsewhere
+                self._is_used = True
+            with self._aside():
+                graph = self._record(compute)
+        return lambda: self._launch(graph)
+
+    def _record(self, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        torch._C._cuda_clearCublasWorkspaces()  # the graph's own shall lie in its pool
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            try:
+                with self._further_cards():
+                    compute()
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        except BaseException:
+            end_failed_recording(self._devices[0], self._pool)
+            raise
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+        return graph
+
+    @contextmanager
+    def _further_cards(self) -> Iterator[None]:
+        """Inside, what other cards do on their streams is recorded as well, into memory of their pools."""
+        first, *others = self._streams
+        further = [device.index for device in self._devices[1:]]
+        begun: list[int] = []
+        try:
+            for index in further if self._has_pools else ():
+                torch._C._cuda_beginAllocateCurrentThreadToPool(index, self._pool)
+                begun.append(index)
+                self._taken.append(index)
+            joined = [*others, *(stream for pair in self._side_streams.pairs.values() for stream in pair)]
+            for stream in joined:
+                stream.wait_stream(first)
+            held = self._side_streams.held = []
+            try:
+                yield
+                _join(first, joined)
+                for stream in joined:
+                    stream.wait_stream(first)
+                held.clear()  # what is given back on one stream has been read on all others
+                _join(first, joined)
+            finally:
+                self._side_streams.held = None
+        finally:
+            for index in begun:
+                torch._C._cuda_endAllocateToPool(index, self._pool)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Inside, this thread launches on the recording streams, ordered with what it does before and after."""
+        current = [torch.cuda.current_stream(device) for device in self._devices]
+        for mine, before in zip(self._streams, current, strict=True):
+            mine.wait_stream(before)
+        try:
+            with torch.cuda.device(self._devices[0]), CurrentStreams(torch.cuda, *self._streams):
+                yield
+        finally:
+            for mine, before in zip(self._streams, current, strict=True):
+                before.wait_stream(mine)
+
+    def _launch(self, graph: torch.cuda.CUDAGraph) -> None:
+        first, *others = [torch.cuda.current_stream(device) for device in self._devices]
+        for stream in others:
+            first.wait_stream(stream)
+        graph.replay()
+        for stream in others:
+            stream.wait_stream(first)
+
+
+def _join(first: Any, others: Sequence[Any]) -> None:
+    for stream in others:
+        first.wait_stream(stream)
+
+
+def _release(taken: Sequence[int], pool: Any) -> None:
+    for index in taken:
+        with suppress(RuntimeError):
+            torch._C._cuda_releasePool(index, pool)
