@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...patches.hooks import PLAIN, attributes_of, map_tensors
 from ..transfer import Versioned
@@ -164,7 +165,7 @@ class DividedGraphs:
             tensors = _inputs(call)
             if any(tensor.device != device for tensor in tensors):
                 raise _Unlike("an input lies on another device")
-            memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+            memory = [tensor.untyped_storage()._cdata for tensor in tensors]
             shared.append(list(map(memory.index, memory)))
         return _key_of((args, {name: value for name, value in kwargs.items() if name != OPTIONS})), shared
 
@@ -209,7 +210,7 @@ class DividedGraphs:
                 raise RuntimeError("it writes into memory that it is given twice")
         options = calls[0][1].get(OPTIONS) or {}
         read = {name: _key_of(options.get(name, _MISSING)) for each in watched for name in each.read}
-        if any(each.is_written for each in watched) or _tensors([options.get(name) for name in read]):
+        if any(each.written for each in watched) or _tensors([options.get(name) for name in read]):
             raise RuntimeError(f"it changes the {OPTIONS}, or reads tensors there")
         replay()
         for card, tree, call in zip(cards, expected, calls, strict=True):
@@ -262,52 +263,62 @@ class DividedGraphs:
 
 
 class _Watched(dict[Any, Any]):
-    """Options that know which of them were read, and whether something was written."""
+    """Options that know which of them were read, also in their copies, and whether something was written.
 
-    def __init__(self, values: Mapping[Any, Any]) -> None:
+    Args: read: where to note it; a copy shares it. A block may write into a copy that it has made.
+    """
+
+    def __init__(self, values: Mapping[Any, Any], read: set[Any] | None = None) -> None:
         super().__init__(values)
-        self.read: set[Any] = set()
-        self.is_written = False
+        self.read: set[Any] = set() if read is None else read
+        self.written: set[Any] = set()
+
+    def _note(self, *names: Any) -> None:
+        self.read.update(name for name in names if name not in self.written)
 
     def __getitem__(self, name: Any) -> Any:
-        self.read.add(name)
+        self._note(name)
         return super().__getitem__(name)
 
     def get(self, name: Any, default: Any = None) -> Any:
-        self.read.add(name)
+        self._note(name)
         return super().get(name, default)
 
     def __contains__(self, name: Any) -> bool:
-        self.read.add(name)
+        self._note(name)
         return super().__contains__(name)
 
     def __iter__(self) -> Iterator[Any]:
-        self.read.update(super().keys())
-        return super().__iter__()
+        return iter(self.keys())
 
     def keys(self) -> Any:
-        self.read.update(super().keys())
+        self._note(*super().keys())
         return super().keys()
 
     def items(self) -> Any:
-        self.read.update(super().keys())
+        self._note(*super().keys())
         return super().items()
 
     def values(self) -> Any:
-        self.read.update(super().keys())
+        self._note(*super().keys())
         return super().values()
 
-    def copy(self) -> dict[Any, Any]:
-        return dict(self.items())
+    def copy(self) -> _Watched:
+        made = _Watched({}, self.read)
+        dict.update(made, super().items())
+        made.written = set(self.written)
+        return made
+
+    __copy__ = copy
 
     def __setitem__(self, name: Any, value: Any) -> None:
-        self.is_written = True
+        self.written.add(name)
         super().__setitem__(name, value)
 
-    def _write(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"it changes the {OPTIONS}")
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"it takes things out of the {OPTIONS}, or puts several in")
 
-    pop = popitem = setdefault = update = clear = __delitem__ = __ior__ = _write  # type: ignore[assignment]
+    pop = popitem = setdefault = update = clear = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
 
 
 def _reads(graph: _Graph, options: Mapping[Any, Any]) -> bool:
@@ -324,9 +335,9 @@ def _key_of(value: Any) -> Any:
     Raises: _Unlike for what nobody can tell that of.
     """
     if isinstance(value, torch.Tensor):
-        if type(value) is not torch.Tensor or value.layout is not torch.strided:
+        if is_traceable_wrapper_subclass(value) or value.layout is not torch.strided:
             raise _Unlike(f"it is given a {type(value).__name__}")
-        return "tensor", value.shape, value.stride(), value.dtype
+        return type(value), value.shape, value.stride(), value.dtype
     kind = type(value)
     if kind in PLAIN or value is _MISSING or isinstance(value, (torch.dtype, torch.device)):
         return kind, value

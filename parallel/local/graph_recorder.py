@@ -48,7 +48,7 @@ class CardsRecorder:
 
     def _record(self, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        torch._C._cuda_clearCublasWorkspaces()  # the graph's own shall lie in its pool
+        torch._C._cuda_clearCublasWorkspaces()  # so that those of the graph's kernels are made inside
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             try:
@@ -62,8 +62,6 @@ class CardsRecorder:
         except BaseException:
             end_failed_recording(self._devices[0], self._pool)
             raise
-        finally:
-            torch._C._cuda_clearCublasWorkspaces()
         return graph
 
     @contextmanager
@@ -87,6 +85,7 @@ class CardsRecorder:
                 for stream in joined:
                     stream.wait_stream(first)
                 held.clear()  # what is given back on one stream has been read on all others
+                torch._C._cuda_clearCublasWorkspaces()  # they are the graph's, as is all that it allocates
                 _join(first, joined)
             finally:
                 self._side_streams.held = None

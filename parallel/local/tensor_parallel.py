@@ -174,11 +174,8 @@ class TensorParallel(Bridge):
     def _may_replay(self, block: nn.Module, kwargs: Mapping[str, Any]) -> bool:
         """Whether nothing runs in this call but the model's own code, which the cards agreed about before."""
         assert self.graphs is not None, "the caller has looked"
-        is_plain = (
-            self.replays
-            and self.trust == "model"
-            and not any(name in kwargs for name in (*self.per_device, *self.passed_by))
-        )
+        others = {*self.per_device, *self.passed_by} - {OPTIONS}  # what blocks hand each other themselves
+        is_plain = self.replays and self.trust == "model" and others.isdisjoint(kwargs)
         is_plain = is_plain and not torch.is_grad_enabled() and not torch.is_autocast_enabled(self.home.type)
         is_one_thread = self.in_turns and can_take_turns()
         return is_plain and is_one_thread and not self.graphs.fault and block in self._checked

@@ -16,15 +16,9 @@ from devicebridge.parallel.local import device_workers
 from devicebridge.parallel.local.divided_graphs import DividedGraphs
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.unit.parallel.test_tensor_parallel import (
-    CPU,
-    PLANS,
     WIDTH,
-    Fused,
-    Model,
-    Separate,
     divide,
     make_model,
-    run,
 )
 from torch import nn
 
