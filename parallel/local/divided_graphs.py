@@ -36,6 +36,9 @@ _log = logging.getLogger(__name__)
 
 OPTIONS = "transformer_options"
 _MOST_SHAPES = 4  # of one block, whose graphs are kept
+# Recording takes as long as two forwards, and a replay spares half a forward at best: a call that comes no more often
+# is not recorded.
+RECORDED_AFTER = 4
 _MISSING = object()
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments, and those by name
@@ -102,7 +105,7 @@ class DividedGraphs:
         """Give back the memory of all graphs; they are recorded again when their blocks are computed."""
         self._recorder: Recorder | None = None
         self._graphs: dict[nn.Module, list[_Graph]] = {}
-        self._seen: dict[nn.Module, list[Any]] = {}  # keys of calls that were computed without
+        self._seen: dict[nn.Module, list[tuple[Any, int]]] = {}  # keys of calls, and how often they were computed
         self._staged: dict[Any, torch.Tensor] = {}
         self.forget()
 
@@ -131,9 +134,7 @@ class DividedGraphs:
             return self._replayed(graph, calls)
         if graph is not None:
             self._graphs[block].remove(graph)
-        seen = self._seen.setdefault(block, [])
-        if addresses is None or key not in seen:
-            seen[:] = [*(each for each in seen[1 - _MOST_SHAPES :] if each != key), key]
+        if addresses is None or not self._is_due(block, key):
             return self._computed(calls, compute)
         with Versioned():
             inputs = [self._fill(rank, _inputs(call)) for rank, call in enumerate(calls)]
@@ -147,6 +148,13 @@ class DividedGraphs:
             self._give_up(f"recording {type(block).__name__} failed: {error}".partition("\n")[0])
         self.forget()
         return outputs
+
+    def _is_due(self, block: nn.Module, key: Any) -> bool:
+        """Whether a call has come often enough to be recorded; it is counted here."""
+        seen = self._seen.setdefault(block, [])
+        times = next((count for each, count in seen if each == key), 0)
+        seen[:] = [*(known for known in seen if known[0] != key), (key, times + 1)][-_MOST_SHAPES:]
+        return times >= RECORDED_AFTER
 
     def _computed(self, calls: Sequence[Call], compute: Compute) -> Sequence[Any]:
         """Without a graph, so that whatever graphs were given may be written to."""
@@ -189,23 +197,28 @@ class DividedGraphs:
             self._recorder = self._make_recorder()
         watched = [_Watched(call[1].get(OPTIONS) or {}) for call in calls]
         given = [_call_with(*each) for each in zip(calls, inputs, watched, strict=True)]
-        versions = [[tensor._version for tensor in tensors] for tensors in inputs]
         with Versioned():
-            output = [self._staged_like(rank, each) for rank, each in enumerate(expected)]
+            both = enumerate(zip(expected, inputs, strict=True))
+            output = [self._staged_like(rank, tree, tensors) for rank, (tree, tensors) in both]
         cards = [_Card(list(tensors), [], list(_tensors(tree))) for tensors, tree in zip(inputs, output, strict=True)]
 
         def computed() -> None:
-            for card, tree in zip(cards, alone(given), strict=True):
-                for number, (place, tensor) in enumerate(zip(card.outputs, _tensors(tree), strict=True)):
+            versions = [[tensor._version for tensor in tensors] for tensors in inputs]
+            found = [_tensors(tree) for tree in alone(given)]
+            for card, tensors, before in zip(cards, found, versions, strict=True):
+                card.written = [index for index, each in enumerate(card.inputs) if each._version != before[index]]
+                for number, tensor in enumerate(tensors):
                     same = [index for index, each in enumerate(card.inputs) if each is tensor]
-                    if same:
-                        card.outputs[number] = same[0]
-                    else:
-                        place.copy_(tensor)  # type: ignore[union-attr]
+                    card.outputs[number] = same[0] if same else card.outputs[number]
+                copied = zip(card.outputs, tensors, strict=True)
+                pairs = [(place, tensor) for place, tensor in copied if not isinstance(place, int)]
+                if any(place is card.inputs[index] for place, _ in pairs for index in card.written):
+                    raise RuntimeError("it returns something else in the shape of what it writes to")
+                for place, tensor in pairs:
+                    place.copy_(tensor)
 
         replay = self._recorder.record(computed)
-        for card, before, shared in zip(cards, versions, key[1], strict=True):
-            card.written = [index for index, tensor in enumerate(card.inputs) if tensor._version != before[index]]
+        for card, shared in zip(cards, key[1], strict=True):
             if any(shared.count(shared[index]) > 1 for index in card.written):
                 raise RuntimeError("it writes into memory that it is given twice")
         options = calls[0][1].get(OPTIONS) or {}
@@ -221,17 +234,23 @@ class DividedGraphs:
                 raise RuntimeError("a replay gives something else")
         return _Graph(key, read, addresses, cards, output[0], replay)
 
-    def _staged_like(self, rank: int, tree: Any) -> Any:
-        """The tree, with tensors that all graphs of such shapes share; they are written to at every launch."""
-        number = iter(range(2**31))
-        return map_tensors(tree, lambda tensor: self._place(rank, ("output", next(number)), tensor))
+    def _staged_like(self, rank: int, tree: Any, inputs: Sequence[torch.Tensor]) -> Any:
+        """The tree, with tensors that all graphs of such shapes share and write to. An output lies where an input of
+        its shape is read: blocks mostly hand it to the next one, which then need not be given it."""
+        free, number = list(inputs), iter(range(2**31))
+
+        def place(tensor: torch.Tensor) -> torch.Tensor:
+            wanted, role = _layout(tensor), ("output", next(number))
+            same = next((index for index, each in enumerate(free) if _layout(each) == wanted), None)
+            return self._place(rank, role, tensor) if same is None else free.pop(same)
+
+        return map_tensors(tree, place)
 
     def _place(self, rank: int, role: Any, like: torch.Tensor) -> torch.Tensor:
-        key = rank, role, like.shape, like.stride(), like.dtype
+        shape, strides, dtype = layout = _layout(like)
+        key = rank, role, *layout
         if key not in self._staged:
-            is_dense = all(stride or size < 2 for size, stride in zip(like.shape, like.stride(), strict=True))
-            strides = like.stride() if is_dense else torch.empty(like.shape, device="meta").stride()
-            self._staged[key] = torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
+            self._staged[key] = torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
         return self._staged[key]
 
     # ---- replaying
@@ -243,23 +262,34 @@ class DividedGraphs:
             held = self._held.get(id(place))
             if held is None or held[0] is not tensor or held[1] != version_of(tensor):
                 place.copy_(tensor)
-                self._held[id(place)] = tensor, version_of(tensor)
+                self._holds(place, tensor)
         return places
 
     def _replayed(self, graph: _Graph, calls: Sequence[Call]) -> Sequence[Any]:
         given = [_inputs(call) for call in calls]
-        for rank, tensors in enumerate(given):
-            self._fill(rank, tensors)
-        graph.replay()
-        self.num_replays += 1
-        outputs = []
-        for card, tensors in zip(graph.cards, given, strict=True):
-            for index in card.written:
-                tensors[index].copy_(card.inputs[index])
-                self._held[id(card.inputs[index])] = tensors[index], version_of(tensors[index])
-            outputs.append([tensors[each] if isinstance(each, int) else each.clone() for each in card.outputs])
+        with Versioned():  # outputs are known again by their version
+            for rank, tensors in enumerate(given):
+                self._fill(rank, tensors)
+            graph.replay()
+            self.num_replays += 1
+            outputs = [self._taken(card, tensors) for card, tensors in zip(graph.cards, given, strict=True)]
         left = iter(outputs[0])
         return [map_tensors(graph.output, lambda _: next(left)), *outputs[1:]]
+
+    def _taken(self, card: _Card, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What a card returns; what it wrote to is written into what was given."""
+        for index in card.written:
+            given[index].copy_(card.inputs[index])
+            self._holds(card.inputs[index], given[index])
+        outputs = []
+        for each in card.outputs:
+            outputs.append(given[each] if isinstance(each, int) else each.clone())
+            if not isinstance(each, int):
+                self._holds(each, outputs[-1])
+        return outputs
+
+    def _holds(self, place: torch.Tensor, source: torch.Tensor) -> None:
+        self._held[id(place)] = source, version_of(source)
 
 
 class _Watched(dict[Any, Any]):
@@ -374,6 +404,14 @@ def _call_with(call: Call, tensors: Sequence[torch.Tensor], options: dict[Any, A
     named = {name: value for name, value in kwargs.items() if name != OPTIONS}
     args, named = map_tensors((args, named), lambda _: next(left))
     return args, {**named, OPTIONS: options} if OPTIONS in kwargs else named
+
+
+def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    """Of a copy in which no two places share memory."""
+    strides = tensor.stride()
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, strides, strict=True)):
+        strides = torch.empty(tensor.shape, device="meta").stride()
+    return tensor.shape, strides, tensor.dtype
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -157,7 +157,7 @@ class TensorParallel(Bridge):
             self._run = _Run(self)
         calls = [(args, kwargs), *(self._run.given(rank, args, kwargs) for rank in range(1, len(self._ranks)))]
         own, others = self._shards[block]
-        if self.graphs is not None and self._may_replay(block, kwargs):
+        if self.graphs is not None and self._may_replay(kwargs) and block in self._checked:  # the cards have agreed
             parts = [own.block, *(each.block for each in others)]
             compute, alone = (functools.partial(each, block, call) for each in (self._outputs, self._outputs_alone))
             outputs = self.graphs.outputs(parts, calls, compute, alone)
@@ -171,14 +171,13 @@ class TensorParallel(Bridge):
             self._checked.add(block)
         return self._kept(outputs[0], found)
 
-    def _may_replay(self, block: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-        """Whether nothing runs in this call but the model's own code, which the cards agreed about before."""
-        assert self.graphs is not None, "the caller has looked"
+    def _may_replay(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether nothing runs in this call of a block but the model's own code, in one thread."""
+        if self.graphs is None or self.graphs.fault or not (self.replays and self.in_turns and can_take_turns()):
+            return False
         others = {*self.per_device, *self.passed_by} - {OPTIONS}  # what blocks hand each other themselves
-        is_plain = self.replays and self.trust == "model" and others.isdisjoint(kwargs)
-        is_plain = is_plain and not torch.is_grad_enabled() and not torch.is_autocast_enabled(self.home.type)
-        is_one_thread = self.in_turns and can_take_turns()
-        return is_plain and is_one_thread and not self.graphs.fault and block in self._checked
+        is_plain = self.trust == "model" and others.isdisjoint(kwargs)
+        return is_plain and not torch.is_grad_enabled() and not torch.is_autocast_enabled(self.home.type)
 
     def _outputs(
         self, block: nn.Module, call: Call, calls: Sequence[GivenCall], *, is_alone: bool = False
