@@ -1,9 +1,9 @@
 """Blocks that several cards compute together, replayed as one CUDA graph for all cards instead of launched by Python.
 
-The host launches every kernel of every card, and where kernels are short the cards wait for it. So a block's call is
-recorded when it comes a second time with inputs of the same shapes: all cards' kernels and the copies between them.
-From then on what a card is given is copied to where the graph reads it, one launch replays the block, and its outputs
-are copied before anybody has them.
+The host launches every kernel of every card, and where kernels are short the cards wait for it. A block's call is
+recorded when it has come several times with inputs of the same shapes, and the cards waited: all their kernels and the
+copies between them. From then on what a card is given is copied to where the graph reads it, one launch replays the
+block, and its outputs are copied before anybody has them.
 
 A graph reads and does what it did when it was recorded, so a mistake would be a silently wrong picture:
 
@@ -36,8 +36,8 @@ _log = logging.getLogger(__name__)
 
 OPTIONS = "transformer_options"
 _MOST_SHAPES = 4  # of one block, whose graphs are kept
-# Recording takes as long as two forwards, and a replay spares half a forward at best: a call that comes no more often
-# is not recorded.
+# Recording takes as long as two forwards, and a replay spares half a forward at best: a call must have come this often
+# while the cards waited for the host. Where they do not wait, copying what goes in and out would only take time.
 RECORDED_AFTER = 4
 _MISSING = object()
 
@@ -51,6 +51,9 @@ Addresses = Callable[[nn.Module, torch.device], tuple[int, ...] | None]
 class Recorder(Protocol):
     def record(self, compute: Callable[[], None]) -> Callable[[], None]:
         """What replays all that compute launches."""
+
+    def mark(self) -> Callable[[], bool]:
+        """Whether the first card has done all that was launched on it before this mark; asked without waiting."""
 
 
 class _Unlike(Exception):
@@ -105,12 +108,15 @@ class DividedGraphs:
         """Give back the memory of all graphs; they are recorded again when their blocks are computed."""
         self._recorder: Recorder | None = None
         self._graphs: dict[nn.Module, list[_Graph]] = {}
-        self._seen: dict[nn.Module, list[tuple[Any, int]]] = {}  # keys of calls, and how often they were computed
+        # Keys of calls, and how often the cards waited for them.
+        self._seen: dict[nn.Module, list[tuple[Any, int]]] = {}
         self._staged: dict[Any, torch.Tensor] = {}
+        self._are_idle = False  # the cards, while the host launches
         self.forget()
 
     def forget(self) -> None:
         """Of the forward that is over: what was copied to where graphs read."""
+        self._before: Callable[[], bool] | None = None  # whether the first card has done the block before this one
         self._held: dict[int, tuple[torch.Tensor, int | None]] = {}  # by the copy's id: its source then
 
     def outputs(
@@ -127,15 +133,16 @@ class DividedGraphs:
             key, addresses = self._key(calls), self._where(parts)
         except _Unlike as reason:
             _log.debug("%s is not replayed as a CUDA graph: %s", type(block).__name__, reason)
-            return self._computed(calls, compute)
+            self.forget()
+            return compute(calls)
         options = calls[0][1].get(OPTIONS) or {}
         graph = next((each for each in self._graphs.get(block, ()) if each.key == key and _reads(each, options)), None)
         if graph is not None and graph.addresses == addresses:
             return self._replayed(graph, calls)
         if graph is not None:
             self._graphs[block].remove(graph)
-        if addresses is None or not self._is_due(block, key):
-            return self._computed(calls, compute)
+        if addresses is None or self._waits(block, key) < RECORDED_AFTER:
+            return self._computed(block, key, calls, compute)
         with Versioned():
             inputs = [self._fill(rank, _inputs(call)) for rank, call in enumerate(calls)]
         outputs = compute(calls)
@@ -149,17 +156,26 @@ class DividedGraphs:
         self.forget()
         return outputs
 
-    def _is_due(self, block: nn.Module, key: Any) -> bool:
-        """Whether a call has come often enough to be recorded; it is counted here."""
-        seen = self._seen.setdefault(block, [])
-        times = next((count for each, count in seen if each == key), 0)
-        seen[:] = [*(known for known in seen if known[0] != key), (key, times + 1)][-_MOST_SHAPES:]
-        return times >= RECORDED_AFTER
+    def _waits(self, block: nn.Module, key: Any) -> int:
+        return next((count for each, count in self._seen.get(block, ()) if each == key), 0)
 
-    def _computed(self, calls: Sequence[Call], compute: Compute) -> Sequence[Any]:
-        """Without a graph, so that whatever graphs were given may be written to."""
-        self.forget()
-        return compute(calls)
+    def _computed(self, block: nn.Module, key: Any, calls: Sequence[Call], compute: Compute) -> Sequence[Any]:
+        """Without a graph; it is counted whether the cards had nothing to do meanwhile."""
+        before = self._before
+        self.forget()  # the block may write to what graphs were given
+        outputs = compute(calls)
+        if before is not None:  # else it is the forward's first block, of which the last one's wait is taken
+            self._are_idle = before()
+        seen = [known for known in self._seen.get(block, ()) if known[0] != key]
+        self._seen[block] = [*seen, (key, self._waits(block, key) + self._are_idle)][-_MOST_SHAPES:]
+        self._before = self._recording.mark()
+        return outputs
+
+    @property
+    def _recording(self) -> Recorder:
+        if self._recorder is None:
+            self._recorder = self._make_recorder()
+        return self._recorder
 
     def _give_up(self, fault: str) -> None:
         self.release()
@@ -193,8 +209,6 @@ class DividedGraphs:
         addresses: list[tuple[int, ...]],
     ) -> _Graph:
         """Args: inputs: what was given to each card, where graphs read it. expected: what each card returned."""
-        if self._recorder is None:
-            self._recorder = self._make_recorder()
         watched = [_Watched(call[1].get(OPTIONS) or {}) for call in calls]
         given = [_call_with(*each) for each in zip(calls, inputs, watched, strict=True)]
         with Versioned():
@@ -217,7 +231,7 @@ class DividedGraphs:
                 for place, tensor in pairs:
                     place.copy_(tensor)
 
-        replay = self._recorder.record(computed)
+        replay = self._recording.record(computed)
         for card, shared in zip(cards, key[1], strict=True):
             if any(shared.count(shared[index]) > 1 for index in card.written):
                 raise RuntimeError("it writes into memory that it is given twice")
@@ -267,12 +281,11 @@ class DividedGraphs:
 
     def _replayed(self, graph: _Graph, calls: Sequence[Call]) -> Sequence[Any]:
         given = [_inputs(call) for call in calls]
-        with Versioned():  # outputs are known again by their version
-            for rank, tensors in enumerate(given):
-                self._fill(rank, tensors)
-            graph.replay()
-            self.num_replays += 1
-            outputs = [self._taken(card, tensors) for card, tensors in zip(graph.cards, given, strict=True)]
+        for rank, tensors in enumerate(given):
+            self._fill(rank, tensors)
+        graph.replay()
+        self.num_replays += 1
+        outputs = [self._taken(card, tensors) for card, tensors in zip(graph.cards, given, strict=True)]
         left = iter(outputs[0])
         return [map_tensors(graph.output, lambda _: next(left)), *outputs[1:]]
 
@@ -281,11 +294,11 @@ class DividedGraphs:
         for index in card.written:
             given[index].copy_(card.inputs[index])
             self._holds(card.inputs[index], given[index])
-        outputs = []
-        for each in card.outputs:
-            outputs.append(given[each] if isinstance(each, int) else each.clone())
-            if not isinstance(each, int):
-                self._holds(each, outputs[-1])
+        with Versioned():  # the next block knows it again by its version
+            outputs = [given[each] if isinstance(each, int) else each.clone() for each in card.outputs]
+        for place, output in zip(card.outputs, outputs, strict=True):
+            if not isinstance(place, int):
+                self._holds(place, output)
         return outputs
 
     def _holds(self, place: torch.Tensor, source: torch.Tensor) -> None:

@@ -46,6 +46,10 @@ class CardsRecorder:
                 graph = self._record(compute)
         return lambda: self._launch(graph)
 
+    def mark(self) -> Callable[[], bool]:
+        """Whether the first card has done all that was launched on it before this mark; asked without waiting."""
+        return torch.cuda.current_stream(self._devices[0]).record_event().query
+
     def _record(self, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         torch._C._cuda_clearCublasWorkspaces()  # so that those of the graph's kernels are made inside
