@@ -23,6 +23,8 @@ from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 from devicebridge.tests.tiny_split import make_micro_batches, make_tiny_split
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("short_texts")
+
 CPU = torch.device("cpu")
 
 
