@@ -77,6 +77,39 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
+@pytest.fixture(scope="module")
+def short_texts() -> Iterator[None]:
+    """For jobs on tiny models that are about everything but the length of texts."""
+    from devicebridge.tests import tiny_pipeline
+
+    with tiny_pipeline.short_texts():
+        yield
+
+
+@pytest.fixture(scope="module")
+def dry_runs_once() -> Iterator[None]:
+    """Models of the same sizes are run dry once for all plans of a file."""
+    from devicebridge.families.registry import FAMILIES
+    from devicebridge.families.spec import longest_text
+    from devicebridge.planning.question import ModelCosts
+
+    run, known = ModelCosts._run, dict[Any, Any]()
+
+    def run_once(costs: ModelCosts, work: Any, kernels: Any) -> Any:
+        family, variant = costs.family, costs.variant
+        if FAMILIES.get(family.name) is not family:
+            return run(costs, work, kernels)
+        sizes = family.name, variant.name, longest_text(variant), repr(sorted(costs.info.config.items()))
+        key = sizes, costs.info.layout, work, repr(kernels)
+        if key not in known:
+            known[key] = run(costs, work, kernels)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelCosts, "_run", run_once)
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked "long" run with LONG_TESTS=1 alone: more classes, strategies and faults of what others test."""
     if not os.environ.get("LONG_TESTS"):

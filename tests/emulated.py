@@ -32,7 +32,7 @@ aten = torch.ops.aten
 DEVICE_TYPE = "lazy"
 CARDS = tuple(torch.device(DEVICE_TYPE, index) for index in range(8))
 
-_LIVE = WeakIdKeyDictionary()  # every emulated tensor that somebody still holds
+_LIVE = WeakIdKeyDictionary()  # every emulated tensor that somebody still holds, with its card and its data
 
 _COPIES_BETWEEN_DEVICES = {aten._to_copy.default, aten.copy_.default, aten._copy_from.default, aten.copy.default}
 _COUNTED_COPIES = {aten._to_copy.default: 0, aten.copy_.default: 1}  # which argument is copied
@@ -97,7 +97,7 @@ class EmulatedTensor(torch.Tensor):
             storage_offset=data.storage_offset(),
         )
         self.data_on_cpu = data
-        _LIVE[self] = None
+        _LIVE[self] = device, data
         return self
 
     def __init__(self, *args: Any) -> None:
@@ -402,9 +402,9 @@ def on_cpu(value: torch.Tensor) -> torch.Tensor:
 def live_bytes(device: torch.device) -> int:
     """Bytes of all storages of this emulated device that some tensor still holds; views count once."""
     storages = {}
-    for tensor in live_tensors():
-        if tensor.device == device:
-            storage = tensor.data_on_cpu.untyped_storage()
+    for card, data in list(_LIVE.data.values()):  # asked after every operation: tensors' own properties would be slow
+        if card == device:
+            storage = data.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 

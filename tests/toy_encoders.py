@@ -42,6 +42,7 @@ def save_tiny_text_encoder(
     encoder_name: str = "text_encoder",
     tokenizer_name: str = "tokenizer",
     max_length: int = 64,
+    known_text: str = "",
 ) -> None:
     """Write `folder`/`encoder_name` and `folder`/`tokenizer_name`, loadable by AutoModel and AutoTokenizer.
 
@@ -50,9 +51,10 @@ def save_tiny_text_encoder(
         layers: number of transformer layers.
         seed: of the random weights.
         max_length: tokens the tokenizer says the model takes, and CLIP's number of positions.
+        known_text: a text that is one token, wherever it occurs.
     """
     folder = Path(folder)
-    tokenizer = _make_tokenizer(kind, max_length)
+    tokenizer = _make_tokenizer(kind, max_length, known_text)
     tokenizer.save_pretrained(folder / tokenizer_name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -66,7 +68,7 @@ def save_tiny_text_encoder(
     model.save_pretrained(folder / encoder_name)
 
 
-def _make_tokenizer(kind: EncoderKind, max_length: int):
+def _make_tokenizer(kind: EncoderKind, max_length: int, known_text: str):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -85,7 +87,7 @@ def _make_tokenizer(kind: EncoderKind, max_length: int):
         eos_token="</s>",
         unk_token="<unk>",
         pad_token="</s>" if kind == "clip" else "<pad>",
-        additional_special_tokens=_SPECIAL[4:],
+        additional_special_tokens=[*_SPECIAL[4:], *([known_text] if known_text else [])],
         model_max_length=max_length,
         padding_side="left" if kind == "mistral3" else "right",
         chat_template={"mistral3": _MISTRAL_TEMPLATE, "qwen3": _QWEN3_TEMPLATE}.get(kind),

@@ -69,7 +69,9 @@ TWO = {"gradient_accumulation_steps": 2}
 _PLAIN = {"train": {"gradient_checkpointing": False}}
 _PERCENT = 0.4  # of the way from noise to data
 _IS_LONG = bool(os.environ.get("LONG_TESTS") or os.environ.get("UPDATE_GOLDEN"))
-_IN_EVERY_SCHEME = ("FLUX.1", "Wan 2.1 T2V, 2.2 T2V 14B", "SDXL")  # of 8 bits; the others in the plainest
+_MORE = ("Wan 2.1 T2V, 2.2 T2V 14B", "SDXL")
+_IN_EVERY_SCHEME = ("FLUX.1", *(_MORE if _IS_LONG else ()))  # of 8 bits; the others in the plainest
+UNCOMPILED = () if _IS_LONG else _MORE
 _READ_BEHIND = ("adaln_single", "audio_adaln_single", "time_embed", "time_embed_r")  # what the tail reads comes of them
 _SMALL = 1e-6  # of the largest gradient: what is nothing but rounding
 
@@ -553,6 +555,11 @@ def in_stages(bench: Bench) -> Figures:
         figures["every linear"] = expect(difference(found, wanted), 1e-4, "the difference of the gradients")
         figures["of them at the front"] = len(front)
     return figures
+
+
+def steps_of(name: str) -> dict[str, Callable[[Bench], Figures]]:
+    """Compiling takes longest; in a short run one model of those that always run is compiled."""
+    return {step: run for step, run in STEPS.items() if step != "compiled" or name not in UNCOMPILED}
 
 
 def compiled(bench: Bench) -> Figures:

@@ -28,7 +28,7 @@ runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_
 import torch  # noqa: E402
 from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
 from devicebridge.tests.comfy.native_headers import recognise  # noqa: E402
-from devicebridge.tests.comfy.native_steps import STEPS, Bench, one_line, prove  # noqa: E402
+from devicebridge.tests.comfy.native_steps import STEPS, Bench, one_line, prove, steps_of  # noqa: E402
 from devicebridge.tests.comfy.other_families import BUILDS, other_sizes  # noqa: E402
 from devicebridge.tests.comfy.trained_families import TRAINED, small_adapter  # noqa: E402
 
@@ -41,7 +41,7 @@ def proved(name: str) -> dict[str, Any]:
             bench = Bench(name, Path(FOLDER) / name.replace("/", "-"), family=BUILDS[name])
         except Exception as error:
             return {"name": name, "class": "", "seconds": 0.0, "steps": {s: {"fault": one_line(error)} for s in STEPS}}
-        found = prove(name, STEPS, bench)
+        found = prove(name, steps_of(name), bench)
     seconds = round(time.process_time() - begin, 1)
     return {"name": name, "class": bench.info.family.transformer_class, "seconds": seconds, "steps": found}
 

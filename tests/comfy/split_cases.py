@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +68,11 @@ def case(run: Run) -> Run:
     """Register a case under its function's name."""
     CASES[run.__name__] = run
     return run
+
+
+def in_long_runs(*more: Any) -> tuple[Any, ...]:
+    """What a case does again with other models, by the same mechanism: with LONG_TESTS=1, else nothing."""
+    return more if os.environ.get("LONG_TESTS") else ()
 
 
 def split(model: Any, *devices: torch.device, **options: Any) -> Any:

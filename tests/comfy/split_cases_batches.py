@@ -12,7 +12,7 @@ from unittest import mock
 import comfy.patcher_extension
 import comfy.sample
 import torch
-from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_host import HOME, Host, live_bytes, one_condition_at_a_time
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, Condition
 
@@ -34,7 +34,8 @@ def _noise(name: str, batch: int) -> torch.Tensor:
 @case
 def batches(case: Case) -> None:
     host = case.host
-    for name, batch, cfg in (("flux1", 2, 1.0), ("flux1", 4, CFG), ("wan", 2, CFG), ("qwen_image", 2, CFG)):
+    more = in_long_runs(("flux1", 2, 1.0), ("qwen_image", 2, CFG))
+    for name, batch, cfg in (("flux1", 4, CFG), ("wan", 2, CFG), *more):
         claim = f"{name}, batch {batch}, cfg {cfg}"
         together = host.sample(host.load(name, load_device=CPU), name, batch=batch, cfg=cfg)
         output = host.sample(split(host.load(name), overlap=False), name, batch=batch, cfg=cfg)

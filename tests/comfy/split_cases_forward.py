@@ -18,7 +18,7 @@ import torch
 from comfy.ldm.modules.attention import SpatialTransformer, optimized_attention
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
 from comfy_api.torch_helpers import set_torch_compile_wrapper
-from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_host import HOME, OTHER, crossings
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
 
@@ -102,8 +102,9 @@ _RESIDUALS: Mapping[str, Mapping[str, Sequence[tuple[int, ...]]]] = {
 def controlnet_residuals(case: Case) -> None:
     """Residuals are added between blocks, wherever those are; a UNet silently leaves out one that is elsewhere."""
     host = case.host
-    for name, shapes in _RESIDUALS.items():
-        outputs = {}
+    some = ("flux1", "sdxl")
+    for name in (*some, *in_long_runs(*(each for each in _RESIDUALS if each not in some))):
+        outputs, shapes = {}, _RESIDUALS[name]
         for kind, model in (("unsplit", host.load(name, load_device=CPU)), ("split", split(host.load(name)))):
             positive, negative = FAMILIES[name].condition(1), FAMILIES[name].condition(2)
             control = Residuals(shapes)
@@ -209,7 +210,8 @@ def patches_between_blocks(case: Case) -> None:
 
         model.set_model_double_block_patch(patch)
 
-    for name, shape in (("wan", (1, 8, 128)), ("qwen_image", (1, 16, 64)), ("z_image", (1, 1, 256))):
+    more = in_long_runs(("qwen_image", (1, 16, 64)), ("z_image", (1, 1, 256)))
+    for name, shape in (("wan", (1, 8, 128)), *more):
         _compare(case, name, name, lambda model, device: change(model, device, shape), cfg=3.0)  # noqa: B023
 
 

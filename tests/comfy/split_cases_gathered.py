@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from devicebridge.tests.comfy.split_cases import CPU, Case, case
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs
 from devicebridge.tests.comfy.split_cases_tensor import DIVIDED, _near, tensor
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
@@ -50,8 +50,9 @@ def _mixing_override(model: Any) -> None:
 
 @case
 def gathered_attention(case: Case) -> None:
-    """An override of the attention sees all heads and their number, in every family."""
-    for name in DIVIDED:
+    """An override of the attention sees all heads and their number, in a long run in every family."""
+    some = ("flux1_heads", "wan_heads", "z_image")
+    for name in (*some, *in_long_runs(*(each for each in DIVIDED if each not in some))):
         _compare(case, "an override", name, _mixing_override)
     _compare(case, "an override on three cards", "flux2_heads", _mixing_override, HOME, OTHER, THIRD)
 
@@ -66,7 +67,7 @@ def gathered_nodes(case: Case) -> None:
         patched = module.NAGuidance.execute(model, **arguments)[0]
         model.model_options = patched.model_options
 
-    for name in ("flux1_heads", "chroma_heads", "hunyuan_video_heads"):
+    for name in ("flux1_heads", *in_long_runs("chroma_heads", "hunyuan_video_heads")):
         _compare(case, "NAGuidance", name, guide, cfg=4.0)
 
 

@@ -20,7 +20,7 @@ import torch
 from devicebridge.nodes.host.split.tree import tree_of
 from devicebridge.parallel.local import device_workers
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
-from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, split
+from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, live_bytes
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
@@ -115,7 +115,7 @@ def tensor_three_cards(case: Case) -> None:
 def tensor_loras(case: Case) -> None:
     """LoRAs before and after the split, two at once, and back to none."""
     host = case.host
-    for name in ("flux2_heads", "qwen_image", "wan_heads"):
+    for name in ("flux2_heads", "wan_heads", *in_long_runs("qwen_image")):
         unsplit = host.load(name, load_device=CPU)
         clean, one = host.sample(unsplit, name), host.lora(unsplit, name)
         reference = host.sample(one, name)

@@ -18,6 +18,7 @@ NAMES = tuple(json.loads(KNOWN.read_text(encoding="utf-8")))
 ALWAYS = ("FLUX.1", "Wan 2.1 T2V, 2.2 T2V 14B", "SDXL")
 UPDATED = os.environ.get("UPDATE_GOLDEN", "")
 ASKED = tuple(name for name in NAMES if name in UPDATED.split(";"))
+UNCOMPILED = () if os.environ.get("LONG_TESTS") or UPDATED else ALWAYS[1:]  # see native_steps.py
 TESTED = ASKED or (NAMES if os.environ.get("LONG_TESTS") or UPDATED else ALWAYS)
 EACH = [pytest.param(each, marks=[] if each in (*ALWAYS, *ASKED) else pytest.mark.long) for each in ASKED or NAMES]
 
@@ -52,6 +53,8 @@ def found(lines: list[dict[str, Any]]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", EACH)
 def test_a_class_does_what_is_said_of_it(name: str, found: dict[str, Any]) -> None:
     known = json.loads(KNOWN.read_text(encoding="utf-8"))[name]
+    if name in UNCOMPILED:
+        del known["faults"]["compiled"]
     assert found[name] == known
 
 

@@ -64,7 +64,9 @@ EIGHT_BIT_FILES = [
     *(f"tensor_{kind}_file_of_wan_heads" for kind in ("fp8", "scaled_fp8", "int8", "int8_rows")),
     "tensor_scaled_fp8_file_of_qwen_image",
 ]
+ALWAYS_FAMILIES = ("flux1", "flux2", "wan", "wan_vace", "sdxl", "z_image", "hidream", "minimax_h3")
 LONG = {
+    *(f"family_{name}" for name in FAMILIES if name not in ALWAYS_FAMILIES),
     *(f"tensor_{name}" for name in DIVIDED if name not in ("flux2_heads", "wan_heads", "z_image")),
     *(each for each in EIGHT_BIT_FILES if each != "tensor_int8_file_of_flux1_heads"),
     "block_replacements",
@@ -73,6 +75,7 @@ LONG = {
     "dynamic_tensor_in_chunks",
     "dynamic_tensor_loras",
     "lora_every_family",
+    "nodes_for_flux",
     "nodes_for_unets",
     "patches_of_the_attention",
     "plain_and_split_in_turn",
@@ -353,7 +356,7 @@ def test_no_function_of_comfyui_was_replaced(worker: Worker) -> None:
     _check(worker.ask("core"))
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 16))])
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 16))])
 def test_random_history(worker: Worker, seed: int) -> None:
     """Some of what scripts/fuzz_split.py plays by the thousand."""
     history = worker.ask(f"history {seed}")

@@ -31,6 +31,7 @@ from devicebridge.parallel.ranks.group import RankFailed, Ranks, joined  # noqa:
 from devicebridge.parallel.ranks.place import find_place, own_devices  # noqa: E402
 from devicebridge.patches import compile_blocks  # noqa: E402
 from devicebridge.tests.emulated import emulated_cards  # noqa: E402
+from devicebridge.tests.tiny_pipeline import short_texts  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 
 
@@ -155,7 +156,7 @@ def compiler(what, place):
 
 def main(plan, results):
     place = find_place()
-    with joined(place, (CPU,), 300.0, lambda: False) as ranks:
+    with short_texts(), joined(place, (CPU,), 300.0, lambda: False) as ranks:
         found = [run(item, ranks) for item in json.loads(Path(plan).read_text())]
         if ranks.is_first:
             Path(results).write_text(json.dumps(found))

@@ -21,10 +21,13 @@ from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_pipeline
 from PIL import Image
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs gloo over a loopback device")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="needs gloo over a loopback device"),
+    pytest.mark.usefixtures("short_texts"),
+]
 
 LONG = bool(os.environ.get("LONG_TESTS"))
-STEPS, SPLIT_AT = 20, (7, 13)
+STEPS, SPLIT_AT = 20 if LONG else 10, (7, 13)
 CARDS = [f"lazy:{index}" for index in range(4)]
 BRIEF = {"steps": 5}
 SHORT = {} if LONG else BRIEF
@@ -64,7 +67,7 @@ OTHERS = {
 
 
 def _job(folder, name, **sections):
-    """A job of 20 steps of four microbatches, of two sizes; and its file."""
+    """A job of many steps of four microbatches, of two sizes; and its file."""
     data = {"resolutions": [64], **sections.pop("data", {})}  # at 32 all pictures have one size
     train = {"steps": STEPS, "batch_size": 1, "gradient_accumulation_steps": 4, **sections.pop("train", {})}
     output = {"folder": str(folder / name.replace(" ", "_").replace(",", "")), "save_every_steps": 5, "keep_last": 9}

@@ -108,7 +108,9 @@ def _peaks(
     return peaks, {card: live_bytes(card) - before[card] for card in peaks}, loaded
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(each, marks=[pytest.mark.long] * (each not in ("fp8", "int8-compute"))) for each in SCHEMES]
+)
 def test_no_card_holds_more_than_the_result_and_one_layer(
     scheme: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

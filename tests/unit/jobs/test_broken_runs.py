@@ -22,6 +22,8 @@ from devicebridge.training.state import list_checkpoints
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+pytestmark = pytest.mark.usefixtures("short_texts")
+
 SAVED_AT_THE_END = {"save_every_steps": 0}
 
 PARTS = CACHE_PARTS[:2]  # such jobs have no conditions
@@ -117,8 +119,15 @@ def _entries(job):
     return {part: list(cache_entries(plan, part)) for part in CACHE_PARTS}
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("how", ["deleted", "damaged"])
+@pytest.mark.parametrize(
+    ("how", "part"),
+    [
+        ("deleted", "latents"),
+        ("damaged", "captions"),
+        pytest.param("deleted", "captions", marks=pytest.mark.long),
+        pytest.param("damaged", "latents", marks=pytest.mark.long),
+    ],
+)
 def test_cache_entries_that_go_in_the_middle_of_a_run_are_computed_again(how, part, straight, tmp_path, caplog):
     job = _job(tmp_path)
 

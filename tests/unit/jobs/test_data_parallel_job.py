@@ -19,7 +19,7 @@ from devicebridge.planning.cards import Card
 from devicebridge.tests.emulated import CARDS, emulated_cards
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread", "short_texts")
 
 
 def _job(tmp_path, folder, name="flux2", **sections):

@@ -18,7 +18,7 @@ from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, save_tiny_dataset
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_texts")
 
 CARDS = {"devices": ["lazy:0", "lazy:1"]}
 TRAIN = {"steps": 4, "batch_size": 1, "gradient_accumulation_steps": 2, "seed": 3}

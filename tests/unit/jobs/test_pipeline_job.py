@@ -14,7 +14,7 @@ from devicebridge.parallel.offload.activations import ActivationOffload
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread", "short_texts")
 
 
 TRAIN = {"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 3, "seed": 3}

@@ -14,6 +14,8 @@ from devicebridge.runs.record import recorded_run
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.usefixtures("short_texts")
+
 
 def _job(tmp_path: Path, **train: object):
     return make_tiny_job(tmp_path, train={"steps": 2, "batch_size": 2, "seed": 3, **train})

@@ -18,12 +18,14 @@ from devicebridge.jobs.run_lock import run_lock
 from devicebridge.system.locks import NoLocks
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
+pytestmark = pytest.mark.usefixtures("short_texts")
 ROOT = Path(__file__).resolve().parents[3]
 _HOLD = """
 import runpy, sys, time
 runpy.run_path(sys.argv[1])["load_pack"]()
 from pathlib import Path
 from devicebridge.jobs.run_lock import run_lock
+
 with run_lock(Path(sys.argv[2])):
     print("held", flush=True)
     time.sleep(600)

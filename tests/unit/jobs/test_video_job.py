@@ -26,7 +26,7 @@ from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_dataset, s
 from devicebridge.tests.toy import TINY
 from devicebridge.training.objective import add_noise, draw_quantiles, make_generator
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_texts")
 CLIPS = (("fall.mp4", 9, 16), ("run.gif", 12, 20), ("walk", 5, 16), ("jump.webm", 14, 24))
 
 

@@ -25,7 +25,7 @@ from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread", "short_texts")
 CPU = torch.device("cpu")
 _PIECE = 512
 
@@ -97,7 +97,7 @@ def _bytes(model):
     return {n: _parts(t) for n, t in [*model.named_parameters(), *model.named_buffers()]}
 
 
-@pytest.mark.parametrize("scheme", [None, "int8", "fp8-compute"])
+@pytest.mark.parametrize("scheme", [None, "int8", pytest.param("fp8-compute", marks=pytest.mark.long)])
 def test_offloaded_blocks_are_never_on_their_card_together(info, scheme, monkeypatch, tmp_path):
     monkeypatch.setattr(eight_bit, "_PIECE", _PIECE)  # as small beside these layers as the real ones beside FLUX.2's
     monkeypatch.setattr(report, "_NUM_SAMPLED_ROWS", 4)

@@ -61,9 +61,8 @@ class _Counted:
 @pytest.mark.parametrize(
     ("name", "scheme"),
     [
-        ("flux2", None),
         ("wan", None),
-        pytest.param("flux1", None, marks=pytest.mark.long),
+        *(pytest.param(name, None, marks=pytest.mark.long) for name in ("flux1", "flux2")),
         ("flux2", "fp8-compute"),
         ("flux2", "int8-compute"),
     ],

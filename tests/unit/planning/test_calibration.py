@@ -57,7 +57,7 @@ from torch import nn
 
 GB = 10**9
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread")
 
 
 @pytest.fixture(autouse=True)

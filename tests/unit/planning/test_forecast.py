@@ -186,7 +186,7 @@ def _tiny(name: str) -> Any:
     [
         ("flux2", 2, (0, 0), 1, "none"),
         ("flux2", 1, (0, 2), 2, "int8-compute"),
-        ("flux2", 3, None, 1, "none"),
+        pytest.param("flux2", 3, None, 1, "none", marks=pytest.mark.long),
         ("flux1", 2, (1, 0), 1, "none"),
         ("wan", 1, (0, 0), 1, "none"),
     ],

@@ -18,7 +18,7 @@ from devicebridge.tests.plans import MadeUpCosts, MadeUpTimes, full_size, make_c
 
 GB = 10**9
 MB = 10**6
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread")
 
 
 def _ask(family_name: str, cards: str = "24GB,24GB", **sections: Any) -> Question:

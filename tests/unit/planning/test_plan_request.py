@@ -21,7 +21,7 @@ from devicebridge.tests.plans import make_plan_job
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
 ROOT = Path(__file__).resolve().parents[3]
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread")
 
 
 def _publish_tiny(folder: Path, family_name: str, monkeypatch: pytest.MonkeyPatch, **sections: dict[str, Any]) -> Path:

@@ -17,7 +17,7 @@ from devicebridge.planning.search import find_fastest, fit
 from devicebridge.tests.plans import full_size, make_question
 
 GB = 10**9
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread")
 
 
 @dataclass

@@ -30,7 +30,7 @@ from devicebridge.tests.plans import MadeUpCosts, MadeUpTimes, full_size, make_c
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
 GB = 10**9
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread")
 
 
 def _ask(cards: str, bucket: tuple[int, int] = (512, 512), **given: Any) -> Question:

@@ -32,7 +32,7 @@ from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, save
 from devicebridge.tests.toy import TINY
 from PIL import Image
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_texts")
 
 PROMPTS = ["a cat, in the rain", "picture 1"]
 SEED, STEPS, GUIDANCE = 11, 3, 2.5
@@ -275,7 +275,9 @@ def test_copies_and_divided_blocks_draw_the_pictures_of_a_split(
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    "name", ["flux2", *(pytest.param(each, marks=pytest.mark.long) for each in sorted(FAMILIES) if each != "flux2")]
+)
 def test_the_lora_is_the_same_bytes_with_and_without_also_when_resumed(name: str, tmp_path: Path) -> None:
     without = _run(_job(tmp_path, "without", name, samples={"prompts": []}))
     job = _job(tmp_path, "with", name)
@@ -316,7 +318,7 @@ def test_pictures_may_be_turned_on_and_off_when_a_run_is_resumed(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("tiny_weights_leave")
-@pytest.mark.parametrize("strategy", ["split", "pipeline", "weight offload"])
+@pytest.mark.parametrize("strategy", ["split", pytest.param("pipeline", marks=pytest.mark.long), "weight offload"])
 def test_an_error_in_a_picture_is_a_warning_and_training_goes_on(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_texts")
 SCHEDULES = ("none", "pipeline", "data")
 
 

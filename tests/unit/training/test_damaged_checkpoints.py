@@ -24,6 +24,8 @@ from devicebridge.training.state import (
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("short_texts")
+
 NAMES = ("state.json", "adapter.safetensors", "optimizer.safetensors", "random.safetensors")
 
 
