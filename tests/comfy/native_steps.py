@@ -30,7 +30,7 @@ import torch
 from comfy.nested_tensor import NestedTensor
 from comfy_extras import nodes_train
 from devicebridge.config.job import JobConfig, make_job
-from devicebridge.encoding.comfy_data import read_conditioning, read_pairs
+from devicebridge.encoding.comfy_data import read_pairs
 from devicebridge.encoding.encoded import save_encoded
 from devicebridge.encoding.store import CacheStore
 from devicebridge.events import EventLog
@@ -39,6 +39,7 @@ from devicebridge.jobs.build import build_trainer
 from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job, plan_job, run_job
 from devicebridge.jobs.native_limits import why_no_forecast, why_no_stages
+from devicebridge.jobs.read_job import read_job
 from devicebridge.nodes.host.native.context import native_training
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.parallel.devices import own_random_states
@@ -49,7 +50,6 @@ from devicebridge.patches.lora import is_torchao_tensor
 from devicebridge.planning.cards import parse_cards
 from devicebridge.planning.plan_training import plan_training
 from devicebridge.planning.question import ModelCosts
-from devicebridge.planning.short_model import SampleText
 from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.weight_only import import_torchao
 from devicebridge.tests.comfy.diffusers_twins import Twin
@@ -614,11 +614,12 @@ def _planned_divided(bench: Bench) -> None:
         asked = bench.job("plan", {"split": {}, "parallel": {"strategy": "tensor"}})
         costs = ModelCosts(bench.info, bench.info.variant)
         times = MadeUpTimes([0.1] * len(costs.names))
-        question = make_question(costs, parse_cards("24GB,24GB"), (64, 64), given_times=times)
-        text = SampleText(read_conditioning(bench.conditions[0], "text", keeps_all=True))
+        subject = read_job(asked, bench.info).subject  # with a mask, without what guides say of sides of their own
+        *size, frames = subject.largest
+        question = make_question(costs, parse_cards("24GB,24GB"), size, frames=frames, given_times=times)
         plans = (
             plan_job(asked, parse_cards("2x24GB"), info=bench.info),
-            plan_training(dataclasses.replace(question, text=text)),
+            plan_training(dataclasses.replace(question, text=subject.text)),
         )
     assert all(plan.setting.divides_blocks and len(plan.devices) == 2 for plan in plans), plans
 
