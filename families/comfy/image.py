@@ -82,6 +82,7 @@ PIXEL_DIT = NativeModel(
     block_lists=("patch_blocks",),
     tail=("pixel_embedder", "pixel_blocks", "final_layer"),
     note="the pixel blocks stay at home: time is added to the stream before them",
+    untrained="ComfyUI's loader cuts the modulation of its pixel blocks, and training reads tensors as a file has them",
     tensor=image_plans.PIXEL_DIT,
     text_modules=("attn.*_y", "mlp_y.*"),
     is_joint=False,
@@ -256,6 +257,9 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         replace_keys={"double_block": "language_model.layers"},
         is_sequential=True,
         remembers=("_kv_cache_entries", "_visual_cache"),
+        forgets_if_patched=True,
+        has_out=True,
+        reads_first=("reference_latents",),
         # No plan for divided blocks: they return keys and values, of which a card would have some heads only.
         note="keys and values of the prompt stay on each block's card from step to step",
     ),

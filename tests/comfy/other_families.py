@@ -12,7 +12,14 @@ from unittest import mock
 import comfy.supported_models
 import torch
 from devicebridge.tests.comfy import native_cases
-from devicebridge.tests.comfy.tiny_checkpoints import _CHROMA, _COSMOS_PREDICT_2, _FLUX_1, _HUNYUAN_VIDEO, TinyFamily
+from devicebridge.tests.comfy.tiny_checkpoints import (
+    _CHROMA,
+    _COSMOS_PREDICT_2,
+    _FLUX_1,
+    _HUNYUAN_VIDEO,
+    FAMILIES,
+    TinyFamily,
+)
 from devicebridge.tests.comfy.trained_families import _SD15, _UNET, TRAINED, made_of
 
 
@@ -60,6 +67,12 @@ def _first_frame() -> torch.Tensor:
     mask = torch.ones(1, 1, 2, 4, 4)
     mask[:, :, 0] = 0
     return mask
+
+
+def _seen(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As HiDreamO1ReferenceImages gives it: a picture, [1, height, width, 3]."""
+    given = FAMILIES["hidream_o1"].options(generator, tokens)
+    return {**given, "reference_latents": [torch.rand(1, 64, 96, 3, generator=generator)]}
 
 
 def _refined(generator: torch.Generator, tokens: int) -> dict[str, Any]:
@@ -371,6 +384,33 @@ OTHERS: dict[str, TinyFamily] = {
         more={"in_channels": 32, "out_channels": 16, "sample_width": 4, "sample_height": 4, "num_attention_heads": 4},
         options=_given(16, 3, 4, 4),
     ),
+    "Z-Image in pixel space": made_of(
+        "z_image",
+        config_class="ZImagePixelSpace",
+        unet_config={
+            **FAMILIES["z_image"].unet_config,
+            "image_model": "zimage_pixel",
+            "n_layers": 2,
+            "in_channels": 3,
+            "patch_size": 4,
+            "decoder_hidden_size": 16,
+            "decoder_num_res_blocks": 2,
+            "decoder_max_freqs": 4,
+            "use_x0": True,
+        },
+        latent=(3, 16, 16),
+    ),
+    "PixelDiT": _of(
+        native_cases.PIXEL_DIT,
+        "PixelDiTT2I",
+        "pixeldit_t2i",
+        (3, 16, 16),
+        (6, 12),
+        ("patch_blocks",),
+        more={"hidden_size": 64, "num_groups": 4},
+    ),
+    "HiDream-O1": FAMILIES["hidream_o1"],
+    "HiDream-O1 with a reference": made_of("hidream_o1", options=_seen),
 }
 
 # Rows of the table; the others are refused, or fail in a step.
@@ -402,6 +442,10 @@ ROWS = (
     "CogVideoX image-to-video",
     "PixArt",
     "Cosmos 1",
+    "Chroma Radiance",
+    "Z-Image in pixel space",
+    "HiDream-O1",
+    "HiDream-O1 with a reference",
 )
 
 
