@@ -82,7 +82,8 @@ PIXEL_DIT = NativeModel(
     block_lists=("patch_blocks",),
     tail=("pixel_embedder", "pixel_blocks", "final_layer"),
     note="the pixel blocks stay at home: time is added to the stream before them",
-    untrained="ComfyUI's loader cuts the modulation of its pixel blocks, and training reads tensors as a file has them",
+    front_parameters=("y_pos_embedding",),
+    in_place=("pixel_blocks.0", "pixel_blocks.1"),
     tensor=image_plans.PIXEL_DIT,
     text_modules=("attn.*_y", "mlp_y.*"),
     is_joint=False,
@@ -280,6 +281,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         tail=(*PIXEL_DIT.tail, "pit_lq_gate"),
         transport="relay",
         note="a gate at home mixes the low resolution into the stream before blocks",
+        untrained="it draws a larger picture of a small one, and no dataset here holds both",
     ),
     NativeModel(
         class_name="HunYuanDiT",

@@ -115,15 +115,6 @@ def _distilled(config_class: str) -> str:
         return _refusal(lambda: read_native(save_trained("", path, family), "float32"))
 
 
-def _cut(name: str) -> str:
-    """Of a tiny build with the names that its file has."""
-    family = OTHERS[name]
-    weights = {f"core.{each}": tensor for each, tensor in make_weights(family).items()}
-    save_file(weights, path := Path(FOLDER) / f"{name}.safetensors")
-    with small_sizes(family):
-        return _refusal(lambda: read_native(path, "float32"))
-
-
 def _first_sample_alone() -> str:
     """Of a batch of two with a reference."""
     bench = Bench("HiDream-O1", Path(FOLDER) / "o1", family=OTHERS["HiDream-O1 with a reference"])
@@ -147,7 +138,7 @@ def _refused() -> dict[str, str]:
     with_lora, _ = comfy.sd.load_lora_for_models(stock, None, dict(lora_weights("flux2", 1)), 1.0, 0.0)
     said["lora"] = _refusal(lambda: path_of_model(with_lora))
     said["meanflow"], said["meanflow refiner"] = _distilled("HunyuanVideo15"), _distilled("HunyuanImage21Refiner")
-    said["loader that cuts"], said["first sample alone"] = _cut("PixelDiT"), _first_sample_alone()
+    said["first sample alone"] = _first_sample_alone()
     stock.cached_patcher_init = None
     said["other loader"] = _refusal(lambda: path_of_model(stock))
     return said

@@ -105,6 +105,26 @@ def _beside(name: str, config_class: str, config: dict[str, Any], options: Any =
     return made_of(name, config_class=config_class, unet_config=config, is_detected=False, **given)
 
 
+def _one_modulation(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As PixelDiT's files have it: for each pixel of a patch one modulation of attention and MLP together."""
+    width = weights["pixel_embedder.proj.weight"].shape[0]
+    found = dict(weights)
+    for name in [each for each in weights if ".adaLN_modulation_msa." in each]:
+        parts = [found.pop(each) for each in (name, name.replace("_msa.", "_mlp."))]
+        joined = torch.cat([each.unflatten(0, (-1, 3, width)) for each in parts], dim=1)
+        found[name.replace("_msa.", ".0.")] = joined.flatten(0, 2)
+    return {f"core.{name}": each for name, each in found.items()}
+
+
+def joined(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As Stable Cascade was published: queries, keys and values are one tensor."""
+    found = dict(weights)
+    for to_q in [each for each in weights if ".to_q." in each]:
+        parts = [found.pop(to_q.replace(".to_q.", f".{part}.")) for part in ("to_q", "to_k", "to_v")]
+        found[to_q.replace(".to_q.", ".in_proj_")] = torch.cat(parts)
+    return found
+
+
 _FOUR_HEADS = {"num_heads": 4, "axes_dim": [8, 12, 12]}
 _OF_FLUX = {**_FLUX_1, **_FOUR_HEADS}
 _OF_OMNIGEN = {"in_channels": 16, "hidden_size": 96, "num_attention_heads": 4, "num_kv_heads": 4}
@@ -400,14 +420,18 @@ OTHERS: dict[str, TinyFamily] = {
         },
         latent=(3, 16, 16),
     ),
-    "PixelDiT": _of(
-        native_cases.PIXEL_DIT,
-        "PixelDiTT2I",
-        "pixeldit_t2i",
-        (3, 16, 16),
-        (6, 12),
-        ("patch_blocks",),
-        more={"hidden_size": 64, "num_groups": 4},
+    "PixelDiT": dataclasses.replace(
+        _of(
+            native_cases.PIXEL_DIT,
+            "PixelDiTT2I",
+            "pixeldit_t2i",
+            (3, 16, 16),
+            (6, 12),
+            ("patch_blocks",),
+            more={"hidden_size": 64, "num_groups": 4, "patch_size": 2},
+        ),
+        is_calm=True,
+        as_published=_one_modulation,
     ),
     "HiDream-O1": FAMILIES["hidream_o1"],
     "HiDream-O1 with a reference": made_of("hidream_o1", options=_seen),
@@ -444,6 +468,7 @@ ROWS = (
     "Cosmos 1",
     "Chroma Radiance",
     "Z-Image in pixel space",
+    "PixelDiT",
     "HiDream-O1",
     "HiDream-O1 with a reference",
 )

@@ -32,10 +32,6 @@ def test_a_file_in_8_bits_is_kept_as_it_is_or_dequantized_exactly(form: str, fou
         ("lora", "has patches (a LoRA's, say), and training would leave them out"),
         ("meanflow", "distilled to jump from one noise level of the sampler to the next (time_r_in)"),
         (
-            "loader that cuts",
-            "PixDiT_T2I cannot be trained here: ComfyUI's loader cuts the modulation of its pixel blocks",
-        ),
-        (
             "first sample alone",
             "reference_latents is read of the first sample of a batch alone; set train.batch_size to 1",
         ),

@@ -29,6 +29,7 @@ from ....families.spec import (
     Variant,
 )
 from ....parallel.block_lists import block_fqns, tail_modules, tail_parameters
+from .cut_rows import follow
 from .drawing import usual_cfg
 from .experts import boundary_of, is_expert
 from .model import ComfyModel, build, kind_of, own_config
@@ -154,13 +155,11 @@ def _detect(path: Path, names: dict[str, torch.Tensor], prefix: str, metadata: d
 
 def _renamed(path: Path, config: Any, records: dict[str, TensorRecord]) -> dict[str, TensorRecord]:
     """The records under the names of ComfyUI's module, which its loader may change."""
-    given = {name: torch.empty(record.shape, device="meta") for name, record in records.items()}
-    by_id = {id(tensor): records[name] for name, tensor in given.items()}
-    made = config.process_unet_state_dict(dict(given))
-    for name, tensor in made.items():
-        if id(tensor) not in by_id:
+    found = follow(config, records)
+    for name, record in found.items():
+        if record is None:
             raise ValueError(_PICKED_APART.format(path=path, name=name))
-    return {name: by_id[id(tensor)] for name, tensor in made.items()}
+    return {name: record for name, record in found.items() if record is not None}
 
 
 def _first_build(path: Path, config: Any, names: dict[str, torch.Tensor], prefix: str) -> Any:
