@@ -64,6 +64,7 @@ class TensorRecord:
     dtype: str  # as safetensors spells it, e.g. "BF16"
     rows: tuple[int, int] | None = None  # start and end of the rows that are taken
     swap_halves: bool = False  # whether the two halves of dim 0 change places
+    pieces: tuple[tuple[int, int], ...] = ()  # starts and ends of several runs of rows that are taken, in their order
     # Of an 8-bit tensor: what it is multiplied by, one number or one per row; None for 1.
     scale: TensorRecord | None = None
     rotation: int = 0  # block of the rotation (quantization/eight_bit.py) it was rounded after, 0 for none

@@ -87,12 +87,17 @@ def read_records(records: Mapping[str, TensorRecord]) -> Iterator[tuple[str, tor
 
 def _read(reader: WeightReader, record: TensorRecord) -> torch.Tensor:
     rows = record.rows
+    if record.pieces:
+        whole = reader.get_slice(record.key)
+        return torch.cat([whole[start:end] for start, end in record.pieces])
     tensor = reader.get_slice(record.key)[slice(*rows)] if rows else reader.get_tensor(record.key)
     return torch.cat(tensor.chunk(2)[::-1]) if record.swap_halves else tensor
 
 
 def read_rows(reader: WeightReader, record: TensorRecord, start: int, end: int) -> torch.Tensor:
-    """Rows start to end of a tensor, in the model's order; no others are read. [end - start, ...]"""
+    """Rows start to end of a tensor, in the model's order; no others are read, but all pieces. [end - start, ...]"""
+    if record.pieces:
+        return _read(reader, record)[start:end]
     rows = reader.get_slice(record.key)
     first, half = record.rows[0] if record.rows else 0, record.shape[0] // 2
     if not record.swap_halves:

@@ -33,6 +33,7 @@ _COLUMNS = {
     "offload": ("weight offload", "activation offload"),
     "forecast": ("forecast",),
 }
+_NOT_COMPARED = "nobody has compared what training of it would compute"
 _NO_PLAN = "nobody has described how its blocks are divided"
 _INTRO = """\
 # Which model can do what
@@ -124,13 +125,13 @@ def _first_fault(faults: dict[str, str], steps: Iterable[str]) -> str:
 def _others(rows: Iterable[Any], seen: dict[str, Any]) -> Iterator[str]:
     trained = {model["class"] for model in seen.values()}
     yield "## Split for sampling, and not trained\n"
-    yield "Nobody has compared what training of these would compute.\n"
-    yield from _heading("class", ["module", "split", "tensor"])
+    yield from _heading("class", ["module", "split", "tensor", "train"])
     reasons = _Reasons()
     for row in rows:
         if row.class_name not in trained:
-            cells = [f"`{row.module}`", reasons.cell(row.refusal), reasons.cell(_undivided(row))]
-            yield _row(f"`{row.class_name}`", cells)
+            why_not = row.refusal or row.untrained or _NOT_COMPARED
+            cells = [reasons.cell(each) for each in (row.refusal, _undivided(row), why_not)]
+            yield _row(f"`{row.class_name}`", [f"`{row.module}`", *cells])
     yield from ("", *reasons.lines())
 
 

@@ -82,6 +82,8 @@ PIXEL_DIT = NativeModel(
     block_lists=("patch_blocks",),
     tail=("pixel_embedder", "pixel_blocks", "final_layer"),
     note="the pixel blocks stay at home: time is added to the stream before them",
+    front_parameters=("y_pos_embedding",),
+    in_place=("pixel_blocks.0", "pixel_blocks.1"),
     tensor=image_plans.PIXEL_DIT,
     text_modules=("attn.*_y", "mlp_y.*"),
     is_joint=False,
@@ -256,6 +258,9 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         replace_keys={"double_block": "language_model.layers"},
         is_sequential=True,
         remembers=("_kv_cache_entries", "_visual_cache"),
+        forgets_if_patched=True,
+        has_out=True,
+        reads_first=("reference_latents",),
         # No plan for divided blocks: they return keys and values, of which a card would have some heads only.
         note="keys and values of the prompt stay on each block's card from step to step",
     ),
@@ -276,6 +281,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         tail=(*PIXEL_DIT.tail, "pit_lq_gate"),
         transport="relay",
         note="a gate at home mixes the low resolution into the stream before blocks",
+        untrained="it draws a larger picture of a small one, and no dataset here holds both",
     ),
     NativeModel(
         class_name="HunYuanDiT",

@@ -84,6 +84,8 @@ class NativeModel:
     # patches share and change these objects.
     passed_by: tuple[str, ...] = ("transformer_options", "control")
     refusal: str = ""  # why this class cannot be split at all
+    untrained: str = ""  # why this class cannot be trained though it can be split
+    reads_first: tuple[str, ...] = ()  # options of a CONDITIONING that it reads of the first sample of a batch alone
     evidence: Evidence = "run"  # what the row rests on; the first step of a class that was only read is verified
     # Keyword arguments of blocks with an object in which they share what they have computed, on the device of the first
     # that did. Away from home each device gets an empty one: its class called without arguments.
@@ -91,6 +93,9 @@ class NativeModel:
     # Attributes of the model in which a forward leaves what the next one computes faster with. A step that is computed
     # twice to be compared must find them twice as they were.
     remembers: tuple[str, ...] = ()
+    # Whether a forward that patches may change neither reads nor leaves any of that. Training calls it so: what an
+    # earlier forward left is of a LoRA that is no more.
+    forgets_if_patched: bool = False
     # Patterns, relative to a block, of the linears that run over text tokens only and of those that see one vector per
     # sample; for estimates of computing time.
     text_modules: tuple[str, ...] = ("*txt_*", "*context_block*", "*add_?_proj*", "*to_add_out*")
@@ -101,6 +106,7 @@ class NativeModel:
     fused_attention: tuple[str, ...] = ()
     # How its blocks are divided among cards that compute each of them together; () if nobody described that.
     tensor: tuple[TensorPlan, ...] = ()
+    has_out: bool = False  # whether its blocks name tensors to write into (out=), which autograd refuses
     in_place: tuple[str, ...] = ()  # modules that are called between blocks and write into what they are given
     fps: float = 0.0  # of the clips that it is trained on where nobody says otherwise; 0 for a class that makes images
     methods: tuple[str, ...] = (

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from ...patches.compile_blocks import Compiler
 from ...patches.hooks import map_tensors
@@ -64,19 +65,21 @@ class InPlaceGuard:
 
     Args:
         passed_by: names of arguments and dict keys that are handed on as they are.
+        has_out: whether the block names a tensor that an operation writes into (out=), which autograd refuses: the
+            result is copied into it.
     """
 
-    def __init__(self, block: nn.Module, passed_by: Sequence[str] = ()) -> None:
-        self.block, self.passed_by = block, tuple(passed_by)
+    def __init__(self, block: nn.Module, passed_by: Sequence[str] = (), *, has_out: bool = False) -> None:
+        self.block, self.passed_by, self.has_out = block, tuple(passed_by), has_out
         self.known: dict[Any, Writes] = {}
         self._compiled: dict[bool, Callable[..., Any]] = {}  # by whether what is written reaches the arguments
 
     def compiled(self, compiler: Compiler) -> InPlaceGuard:
         """This guard around a compiled forward. A graph writes into nothing that it has saved, so nothing is copied of
         that."""
-        made = InPlaceGuard(self.block, self.passed_by)
+        made = InPlaceGuard(self.block, self.passed_by, has_out=self.has_out)
         made.known = self.known
-        forward = types.MethodType(type(self.block).forward, self.block)
+        forward = self._forward_of(is_written=False)  # what a graph returns has been compared before every run
         made._compiled = {keeps: compiler.out_of_place(forward, keeps_arguments=keeps) for keeps in (False, True)}
         return made
 
@@ -117,12 +120,21 @@ class InPlaceGuard:
     def _forward(self, args: Any, kwargs: Any, others: dict[int, Tensor], renewed: dict[int, Tensor]) -> Any:
         """Args: others, renewed: by number, tensors in the place of those among args and kwargs; what assignments to
         the latter make are new ones."""
-        if not others and not renewed:
-            return type(self.block).forward(self.block, *args, **kwargs)
         given = {index: out_of_place(tensor) for index, tensor in renewed.items()}
-        args, kwargs = self._placed(args, kwargs, {**others, **given})
-        output = type(self.block).forward(self.block, *args, **kwargs)
+        if others or renewed:
+            args, kwargs = self._placed(args, kwargs, {**others, **given})
+        output = self._forward_of(is_written=True)(*args, **kwargs)
         return in_place(output, {id(given[index]): renewed[index] for index in given}) if renewed else output
+
+    def _forward_of(self, *, is_written: bool) -> Callable[..., Any]:
+        """The block's own. is_written: whether what it names by out= gets the result."""
+        own = types.MethodType(type(self.block).forward, self.block)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with _WithoutOut(is_written=is_written):
+                return own(*args, **kwargs)
+
+        return forward if self.has_out else own
 
     def _in_graphs(self, writes: Writes, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
         """A graph in which nothing reaches an argument will do where all that is written into are made anew. Torch
@@ -183,6 +195,20 @@ class InPlaceGuard:
         written = tuple((_kind(tensor), tensor._version != version) for tensor, version in saved)
         found = Writes(frozenset(changed | renewed if reads.found else changed), renewed, written)
         return found, [tensor.detach() for tensor in outputs]
+
+
+class _WithoutOut(TorchFunctionMode):
+    """Inside, what an operation is to write into (out=) gets its result by a copy, which has a backward, or not."""
+
+    def __init__(self, *, is_written: bool) -> None:
+        super().__init__()
+        self._is_written = is_written
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        out = given.pop("out", None)
+        result = func(*args, **given)
+        return out.copy_(result) if out is not None and self._is_written else result
 
 
 @contextmanager

@@ -28,6 +28,8 @@ from devicebridge.checkpoints.load import load_transformer  # noqa: E402
 from devicebridge.nodes.host.native.context import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import path_of_model, read_native  # noqa: E402
 from devicebridge.quantization.quantize import Quantizer, QuantizeSettings  # noqa: E402
+from devicebridge.tests.comfy.native_steps import Bench  # noqa: E402
+from devicebridge.tests.comfy.other_families import OTHERS  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights, make_weights, small_sizes  # noqa: E402
 from devicebridge.tests.comfy.trained_families import TRAINED, save_trained  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
@@ -113,6 +115,13 @@ def _distilled(config_class: str) -> str:
         return _refusal(lambda: read_native(save_trained("", path, family), "float32"))
 
 
+def _first_sample_alone() -> str:
+    """Of a batch of two with a reference."""
+    bench = Bench("HiDream-O1", Path(FOLDER) / "o1", family=OTHERS["HiDream-O1 with a reference"])
+    with bench.trainer("two", {"train": {"batch_size": 2}}) as trainer:
+        return _refusal(lambda: list(trainer.accumulate(1)))
+
+
 def _refused() -> dict[str, str]:
     weights = make_weights(FAMILIES["flux2"])
     layer = "double_blocks.0.img_attn.qkv"
@@ -129,6 +138,7 @@ def _refused() -> dict[str, str]:
     with_lora, _ = comfy.sd.load_lora_for_models(stock, None, dict(lora_weights("flux2", 1)), 1.0, 0.0)
     said["lora"] = _refusal(lambda: path_of_model(with_lora))
     said["meanflow"], said["meanflow refiner"] = _distilled("HunyuanVideo15"), _distilled("HunyuanImage21Refiner")
+    said["first sample alone"] = _first_sample_alone()
     stock.cached_patcher_init = None
     said["other loader"] = _refusal(lambda: path_of_model(stock))
     return said

@@ -7,6 +7,7 @@ and the stock MODEL's own sampling for what a trained LoRA does, one device with
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
@@ -26,19 +27,22 @@ import comfy.model_management
 import comfy.sampler_helpers
 import comfy.samplers
 import comfy.sd
+import devicebridge.patches.lora
 import torch
 from comfy.nested_tensor import NestedTensor
 from comfy_extras import nodes_train
 from devicebridge.config.job import JobConfig, make_job
-from devicebridge.encoding.comfy_data import read_conditioning, read_pairs
+from devicebridge.encoding.comfy_data import read_pairs
 from devicebridge.encoding.encoded import save_encoded
 from devicebridge.encoding.store import CacheStore
 from devicebridge.events import EventLog
 from devicebridge.families.comfy.inputs import NOISE_MASK, fit_mask, read_latents, read_text, streams_of
 from devicebridge.jobs.build import build_trainer
+from devicebridge.jobs.checked_job import JobPlan
 from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job, plan_job, run_job
 from devicebridge.jobs.native_limits import why_no_forecast, why_no_stages
+from devicebridge.jobs.read_job import read_job
 from devicebridge.nodes.host.native.context import native_training
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.parallel.devices import own_random_states
@@ -49,7 +53,6 @@ from devicebridge.patches.lora import is_torchao_tensor
 from devicebridge.planning.cards import parse_cards
 from devicebridge.planning.plan_training import plan_training
 from devicebridge.planning.question import ModelCosts
-from devicebridge.planning.short_model import SampleText
 from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.weight_only import import_torchao
 from devicebridge.tests.comfy.diffusers_twins import Twin
@@ -73,6 +76,7 @@ _MORE = ("Wan 2.1 T2V, 2.2 T2V 14B", "SDXL")
 _IN_EVERY_SCHEME = ("FLUX.1", *(_MORE if _IS_LONG else ()))  # of 8 bits; the others in the plainest
 UNCOMPILED = () if _IS_LONG else _MORE
 _READ_BEHIND = ("adaln_single", "audio_adaln_single", "time_embed", "time_embed_r")  # what the tail reads comes of them
+_ROUNDED = 1e-5  # the most that divided blocks may differ by in float32
 _SMALL = 1e-6  # of the largest gradient: what is nothing but rounding
 
 
@@ -95,15 +99,25 @@ def prove(name: str, steps: Mapping[str, Callable[[Any], Figures]], bench: Any) 
 
 
 class Bench:
-    """One tiny model, its data, and what steps have found of it so far."""
+    """One tiny model, its data, and what steps have found of it so far.
 
-    def __init__(self, name: str, folder: Path, file: Path | None = None, family: TinyFamily | None = None) -> None:
-        self.name, self.family, self.folder = name, family or TRAINED[name], folder
+    dtype: "float64" for what rounding hides in float32; jobs have no such type, so it is put into their plans.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        file: Path | None = None,
+        family: TinyFamily | None = None,
+        dtype: str = "float32",
+    ) -> None:
+        self.name, self.family, self.folder, self.dtype = name, family or TRAINED[name], folder, dtype
         self.is_long = _IS_LONG and name in TRAINED  # further models go by the same mechanisms
         folder.mkdir(parents=True)
         with small_sizes(self.family):
             self.path = file or save_trained(name, folder / "model.safetensors", self.family)
-            self.info = read_native(self.path, "float32")
+            self.info = read_native(self.path, dtype)
         generator = torch.Generator().manual_seed(3)
         self.samples = [_sample(self.family, generator) for _ in range(2)]
         self.conditions = [self.family.condition(seed) for seed in (1, 2)]
@@ -130,9 +144,11 @@ class Bench:
         job = self.job(name, sections)
         with small_sizes(self.family), native_training(), cards_of(job), ExitStack() as cleanup:
             plan = check_job(job, info=self.info, ranks=ranks)
+            if self.dtype == "float64":
+                plan = cleanup.enter_context(_in_float64(plan))
             events = cleanup.enter_context(EventLog(Path(job.output.folder)))
             trainer = build_trainer(plan, {}, cache_job(plan, events), events, cleanup, ranks)
-            put_lora(trainer, {name: _drawn(name, t.shape) for name, t in trainer.lora.tensors().items()})
+            put_lora(trainer, {name: _drawn(name, t.shape).to(t.dtype) for name, t in trainer.lora.tensors().items()})
             with own_random_states(trainer.devices, 3):
                 yield trainer
 
@@ -146,6 +162,11 @@ class Bench:
         """The MODEL as ComfyUI's own loader gives it."""
         with small_sizes(self.family):
             return comfy.sd.load_diffusion_model(str(self.path))
+
+    @cached_property
+    def in_float64(self) -> Bench:
+        """The same model and data."""
+        return Bench(self.name, self.folder / "float64", self.path, self.family, "float64")
 
     @cached_property
     def plain(self) -> tuple[float, Grads]:
@@ -206,6 +227,16 @@ class Bench:
         said = predict(family, model, made.noisy, made.sigmas, batch | streams, guidance if has_input else None)
         weight = None if mask is None else mask.clamp(0, 1)
         return prediction_loss(said, made.target, weight, loss_weights(None, streams)), said, made
+
+
+@contextlib.contextmanager
+def _in_float64(plan: JobPlan) -> Iterator[JobPlan]:
+    """The plan with frozen weights, LoRA and computation in float64."""
+    lora, job = copy.copy(plan.job.lora), copy.copy(plan.job)
+    object.__setattr__(lora, "dtype", "float64")
+    object.__setattr__(job, "lora", lora)
+    with mock.patch.object(devicebridge.patches.lora, "TRAINABLE_DTYPES", (torch.float64,)):
+        yield dataclasses.replace(plan, job=job, execution=dataclasses.replace(plan.execution, dtype=torch.float64))
 
 
 def _sample(family: TinyFamily, generator: torch.Generator) -> Any:
@@ -337,7 +368,7 @@ def loss_is_cores(bench: Bench) -> Figures:
         return _loss_is_masked_samplings(bench)
     try:
         core = _core_step(bench, backward=False)
-    except (TypeError, ValueError, AssertionError) as error:
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         return {"core": one_line(error), **_loss_is_samplings(bench)}
     with bench.trainer("loss", _PLAIN) as trainer, torch.no_grad():
         put_lora(trainer, {n: torch.zeros_like(t) for n, t in trainer.lora.tensors().items()})
@@ -621,11 +652,12 @@ def _planned_divided(bench: Bench) -> None:
         asked = bench.job("plan", {"split": {}, "parallel": {"strategy": "tensor"}})
         costs = ModelCosts(bench.info, bench.info.variant)
         times = MadeUpTimes([0.1] * len(costs.names))
-        question = make_question(costs, parse_cards("24GB,24GB"), (64, 64), given_times=times)
-        text = SampleText(read_conditioning(bench.conditions[0], "text", keeps_all=True))
+        subject = read_job(asked, bench.info).subject  # with a mask, without what guides say of sides of their own
+        *size, frames = subject.largest
+        question = make_question(costs, parse_cards("24GB,24GB"), size, frames=frames, given_times=times)
         plans = (
             plan_job(asked, parse_cards("2x24GB"), info=bench.info),
-            plan_training(dataclasses.replace(question, text=text)),
+            plan_training(dataclasses.replace(question, text=subject.text)),
         )
     assert all(plan.setting.divides_blocks and len(plan.devices) == 2 for plan in plans), plans
 
@@ -638,16 +670,38 @@ def _divided_sections(count: int) -> dict[str, Any]:
     return {"split": {"devices": [f"lazy:{index}" for index in range(count)]}, "parallel": {"strategy": "tensor"}}
 
 
-def _divided_among(bench: Bench, count: int, alone: tuple[float, Grads], sections: Mapping[str, Any] = {}) -> float:
-    """The largest difference of a gradient from that on one card, as a share of its length; where that is under a
-    thousandth of the longest one's, so much cancels that its last bits are noise: as a share of that thousandth."""
+def _divided_among(bench: Bench, count: int, alone: tuple[float, Grads], sections: Mapping[str, Any] = {}) -> Any:
+    """How far gradients are from those on one card. Where one card's own float32 is so far from float64 that two such
+    roundings add up to more than is allowed, float32 tells nothing: then both are compared in float64, and what was
+    divided may be twice as far from it in float32 as what one card computes."""
     asked = {**_divided_sections(count), **sections}
     loss, found = bench.first_step(f"on {count}", asked, lambda trainer: _refuse_other(trainer, asked))
     expect(abs(loss / alone[0] - 1), 1e-5, "the difference of the loss")
-    assert found.keys() == alone[1].keys(), f"{len(found)} gradients in the place of {len(alone[1])}"
-    least = max(float(each.norm()) for each in alone[1].values()) / 1000
-    shares = [float((found[name] - each).norm() / each.norm().clamp_min(least)) for name, each in alone[1].items()]
-    return expect(max(shares), 1e-5, "the difference of the gradients")
+    apart = _apart(found, alone[1])
+    if apart <= _ROUNDED or sections:
+        return expect(apart, _ROUNDED, "the difference of the gradients")
+    wide = bench.in_float64
+    wide_loss, exact = wide.first_step("on 1", _one_card())
+    rounding = _apart(alone[1], exact)
+    assert 2 * rounding > _ROUNDED, (
+        f"the difference of the gradients is {apart:.2g}, but one card rounds by {rounding:.2g}"
+    )
+    loss, wide_found = wide.first_step(f"on {count}", asked, lambda trainer: _refuse_other(trainer, asked))
+    expect(abs(loss / wide_loss - 1), 1e-12, "the difference of the loss in float64")
+    return {
+        "float32": float(f"{apart:.2g}"),
+        "one card from float64": float(f"{rounding:.2g}"),
+        "from float64": expect(_apart(found, exact), 2 * rounding, "the difference from the gradients in float64"),
+        "in float64": expect(_apart(wide_found, exact), 1e-9, "the difference of the gradients in float64"),
+    }
+
+
+def _apart(found: Grads, wanted: Grads) -> float:
+    """The largest difference of a gradient, as a share of its length; where that is under a thousandth of the longest
+    one's, so much cancels that its last bits are noise: as a share of that thousandth."""
+    assert found.keys() == wanted.keys(), f"{len(found)} gradients in the place of {len(wanted)}"
+    least = max(float(each.norm()) for each in wanted.values()) / 1000
+    return max(float((found[name] - each).norm() / each.norm().clamp_min(least)) for name, each in wanted.items())
 
 
 def in_place(bench: Bench) -> Figures:

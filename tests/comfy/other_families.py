@@ -12,7 +12,14 @@ from unittest import mock
 import comfy.supported_models
 import torch
 from devicebridge.tests.comfy import native_cases
-from devicebridge.tests.comfy.tiny_checkpoints import _CHROMA, _COSMOS_PREDICT_2, _FLUX_1, _HUNYUAN_VIDEO, TinyFamily
+from devicebridge.tests.comfy.tiny_checkpoints import (
+    _CHROMA,
+    _COSMOS_PREDICT_2,
+    _FLUX_1,
+    _HUNYUAN_VIDEO,
+    FAMILIES,
+    TinyFamily,
+)
 from devicebridge.tests.comfy.trained_families import _SD15, _UNET, TRAINED, made_of
 
 
@@ -62,6 +69,12 @@ def _first_frame() -> torch.Tensor:
     return mask
 
 
+def _seen(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As HiDreamO1ReferenceImages gives it: a picture, [1, height, width, 3]."""
+    given = FAMILIES["hidream_o1"].options(generator, tokens)
+    return {**given, "reference_latents": [torch.rand(1, 64, 96, 3, generator=generator)]}
+
+
 def _refined(generator: torch.Generator, tokens: int) -> dict[str, Any]:
     """As CLIPTextEncodeSDXLRefiner gives it."""
     return {"aesthetic_score": 7.5, "width": 1024, "height": 768}
@@ -90,6 +103,26 @@ def _beside(name: str, config_class: str, config: dict[str, Any], options: Any =
     """A build that is given channels beside the noise."""
     given = more if options is None else {"options": options, **more}
     return made_of(name, config_class=config_class, unet_config=config, is_detected=False, **given)
+
+
+def _one_modulation(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As PixelDiT's files have it: for each pixel of a patch one modulation of attention and MLP together."""
+    width = weights["pixel_embedder.proj.weight"].shape[0]
+    found = dict(weights)
+    for name in [each for each in weights if ".adaLN_modulation_msa." in each]:
+        parts = [found.pop(each) for each in (name, name.replace("_msa.", "_mlp."))]
+        joined = torch.cat([each.unflatten(0, (-1, 3, width)) for each in parts], dim=1)
+        found[name.replace("_msa.", ".0.")] = joined.flatten(0, 2)
+    return {f"core.{name}": each for name, each in found.items()}
+
+
+def joined(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As Stable Cascade was published: queries, keys and values are one tensor."""
+    found = dict(weights)
+    for to_q in [each for each in weights if ".to_q." in each]:
+        parts = [found.pop(to_q.replace(".to_q.", f".{part}.")) for part in ("to_q", "to_k", "to_v")]
+        found[to_q.replace(".to_q.", ".in_proj_")] = torch.cat(parts)
+    return found
 
 
 _FOUR_HEADS = {"num_heads": 4, "axes_dim": [8, 12, 12]}
@@ -371,6 +404,37 @@ OTHERS: dict[str, TinyFamily] = {
         more={"in_channels": 32, "out_channels": 16, "sample_width": 4, "sample_height": 4, "num_attention_heads": 4},
         options=_given(16, 3, 4, 4),
     ),
+    "Z-Image in pixel space": made_of(
+        "z_image",
+        config_class="ZImagePixelSpace",
+        unet_config={
+            **FAMILIES["z_image"].unet_config,
+            "image_model": "zimage_pixel",
+            "n_layers": 2,
+            "in_channels": 3,
+            "patch_size": 4,
+            "decoder_hidden_size": 16,
+            "decoder_num_res_blocks": 2,
+            "decoder_max_freqs": 4,
+            "use_x0": True,
+        },
+        latent=(3, 16, 16),
+    ),
+    "PixelDiT": dataclasses.replace(
+        _of(
+            native_cases.PIXEL_DIT,
+            "PixelDiTT2I",
+            "pixeldit_t2i",
+            (3, 16, 16),
+            (6, 12),
+            ("patch_blocks",),
+            more={"hidden_size": 64, "num_groups": 4, "patch_size": 2},
+        ),
+        is_calm=True,
+        as_published=_one_modulation,
+    ),
+    "HiDream-O1": FAMILIES["hidream_o1"],
+    "HiDream-O1 with a reference": made_of("hidream_o1", options=_seen),
 }
 
 # Rows of the table; the others are refused, or fail in a step.
@@ -402,6 +466,11 @@ ROWS = (
     "CogVideoX image-to-video",
     "PixArt",
     "Cosmos 1",
+    "Chroma Radiance",
+    "Z-Image in pixel space",
+    "PixelDiT",
+    "HiDream-O1",
+    "HiDream-O1 with a reference",
 )
 
 

@@ -1,6 +1,7 @@
 """Tiny models of ComfyUI's own classes whose weights two processes share (fsdp), each with a real ComfyUI in it. What
 each of them can is kept in tests/assets/native_ranks.json, of which docs/families.md is made; UPDATE_GOLDEN=1 writes it
-anew, UPDATE_GOLDEN="Krea 2;Anima" these rows."""
+anew, UPDATE_GOLDEN="Krea 2;Anima" these rows. STEPS="compiled fp8-compute" runs these steps alone, and
+what was recorded of others stays."""
 
 from __future__ import annotations
 
@@ -25,9 +26,11 @@ KNOWN = Path(__file__).parents[1] / "assets" / "native_ranks.json"
 NAMES = tuple(json.loads(KNOWN.with_name("native_training.json").read_text(encoding="utf-8")))
 # A buffer in the file; blocks of which only the parts are called; weights that are used before the forward.
 ALWAYS = ("SD 3.5", "SDXL", "LTX-2.3 with a voice")
+ORDER = ("shared", "int8-compute", "fp8-compute", "compiled", "resumed")
 UPDATED = os.environ.get("UPDATE_GOLDEN", "")
 ASKED = tuple(name for name in NAMES if name in UPDATED.split(";"))
 IS_LONG = bool(os.environ.get("LONG_TESTS") or UPDATED)
+STEPS = os.environ.get("STEPS", "" if IS_LONG else "shared")
 TESTED = ASKED or (NAMES if IS_LONG else ALWAYS)
 EACH = [pytest.param(name, marks=[] if name in (*ALWAYS, *ASKED) else pytest.mark.long) for name in ASKED or NAMES]
 
@@ -36,7 +39,7 @@ def _run(comfyui: Path, folder: Path, strategy: str, names: tuple[str, ...], cou
     """The fault of every step of these models."""
     arguments = [comfyui, folder, strategy, *names]
     command = torchrun(Path(__file__).with_name("native_ranks_worker.py"), *arguments, count=count)
-    environment = {**RANKS, **ENVIRONMENT, "STEPS": "" if IS_LONG else "shared"}
+    environment = {**RANKS, **ENVIRONMENT, "STEPS": STEPS}
     command[0] = str(comfy_python(comfyui))
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=7200)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -44,12 +47,19 @@ def _run(comfyui: Path, folder: Path, strategy: str, names: tuple[str, ...], cou
     return {each["name"]: {step: found["fault"] for step, found in each["steps"].items()} for each in lines}
 
 
+def _in_order(steps: dict[str, str]) -> dict[str, str]:
+    """As the worker runs them."""
+    return dict(sorted(steps.items(), key=lambda each: ORDER.index(each[0])))
+
+
 @pytest.fixture(scope="module")
 def found(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     faults = _run(comfyui, tmp_path_factory.mktemp("shared"), "fsdp", TESTED, 2)
     if UPDATED:
         known = json.loads(KNOWN.read_text(encoding="utf-8"))
-        KNOWN.write_text(json.dumps({**known, **faults}, indent=1) + "\n", encoding="utf-8")
+        kept = known if STEPS else {}
+        merged = {name: _in_order({**kept.get(name, {}), **steps}) for name, steps in faults.items()}
+        KNOWN.write_text(json.dumps({**known, **merged}, indent=1) + "\n", encoding="utf-8")
     return faults
 
 
@@ -59,7 +69,7 @@ def test_processes_that_share_the_weights_compute_what_one_does(name: str, found
     that stops and goes on."""
     known = json.loads(KNOWN.read_text(encoding="utf-8"))[name]
     assert found[name] == {step: known[step] for step in found[name]}
-    assert not found[name]["shared"] and not found[name].get("resumed")
+    assert not found[name].get("shared") and not found[name].get("resumed")
 
 
 @pytest.mark.long

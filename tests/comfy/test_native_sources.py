@@ -31,6 +31,10 @@ def test_a_file_in_8_bits_is_kept_as_it_is_or_dequantized_exactly(form: str, fou
         ("gguf", "a GGUF file; GGUF is not supported, use the bf16 safetensors file"),
         ("lora", "has patches (a LoRA's, say), and training would leave them out"),
         ("meanflow", "distilled to jump from one noise level of the sampler to the next (time_r_in)"),
+        (
+            "first sample alone",
+            "reference_latents is read of the first sample of a batch alone; set train.batch_size to 1",
+        ),
         ("other loader", "GGUF files and other packs' loaders cannot be trained"),
     ],
 )

@@ -42,6 +42,7 @@ class TinyFamily:
         noise_mask: of a LATENT, as its node makes it; None for none.
         is_calm: whether the linears of its modulation are drawn as others are. Else they give tens where one is usual,
             and of some gradients float32 keeps four digits.
+        as_published: of the model's weights, what a file has where ComfyUI's loader changes them.
     """
 
     config_class: str
@@ -56,6 +57,7 @@ class TinyFamily:
     options: Callable[[torch.Generator, int], dict[str, Any]] = lambda generator, tokens: {}
     noise_mask: Callable[[], torch.Tensor] | None = None
     is_calm: bool = False
+    as_published: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda weights: weights
 
     def condition(self, seed: int, tokens: int | None = None) -> Condition:
         """A text condition of batch 1, as a text encode node makes it."""

@@ -479,7 +479,8 @@ _SAYS = {"SDXL v-prediction": {"v_pred": torch.zeros(1), "ztsnr": torch.zeros(1)
 
 def save_trained(name: str, path: Path, family: TinyFamily | None = None) -> Path:
     """The build's weights as one safetensors file."""
-    weights = {key: tensor.contiguous() for key, tensor in make_weights(family or TRAINED[name]).items()}
+    family = family or TRAINED[name]
+    weights = {key: tensor.contiguous() for key, tensor in family.as_published(make_weights(family)).items()}
     save_file({**weights, **_SAYS.get(name, {})}, path)
     return path
 

@@ -80,7 +80,7 @@ class ComfyModel:
         for each in model.buffers():  # PixArt makes one as a Parameter, and what is moved to meta then has a history
             each.requires_grad_(False)
         for module in (*_called(model, self._row), *map(model.get_submodule, self._row.in_place)):
-            module.forward = InPlaceGuard(module, self._row.passed_by)
+            module.forward = InPlaceGuard(module, self._row.passed_by, has_out=self._row.has_out)
         return model.to("meta") if is_empty else model
 
     @torch.no_grad()
@@ -119,12 +119,16 @@ class ComfyModel:
     ) -> torch.Tensor:
         """See HostModel.predict.
 
-        Raises: RuntimeError outside of native_training; ValueError for options that differ in one batch.
+        Raises: RuntimeError outside of native_training; ValueError for options that differ in one batch, or are read of
+            its first sample alone.
         """
         import comfy.model_management
 
         if not comfy.model_management.in_training:
             raise RuntimeError("one of ComfyUI's models was called for training outside of native_training")
+        for name in self._row.reads_first:
+            if len(noisy) > 1 and any(option_path(each)[:1] == (name,) for each in given):
+                raise ValueError(f"{name} is read of the first sample of a batch alone; set train.batch_size to 1")
         base = model.__dict__[_BASE]
         if any(map(is_tokens, given)):
             given = encoded(getattr(model, TEXT_ENCODERS), given, noisy.device)
@@ -133,6 +137,8 @@ class ComfyModel:
         x = noisy.flatten(1).unsqueeze(1) if shapes else _as_host(noisy, self._dims)
         inputs = _conditions(base, x, shapes or [x.shape], given, guidance)
         options = {"cond_or_uncond": [0], "sigmas": sigmas, "optimized_attention_override": _plain_attention}
+        if self._row.forgets_if_patched:
+            options["patches_replace"] = {"dit": {"of no block": None}}
         output = base.apply_model(x, sigmas, transformer_options=options, **inputs)
         made: torch.Tensor = output.reshape(noisy.shape)
         return made

@@ -29,6 +29,7 @@ from ....families.spec import (
     Variant,
 )
 from ....parallel.block_lists import block_fqns, tail_modules, tail_parameters
+from .cut_rows import follow
 from .drawing import usual_cfg
 from .experts import boundary_of, is_expert
 from .model import ComfyModel, build, kind_of, own_config
@@ -103,13 +104,13 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     names = _read_small({**{f"{prefix}{name}": record for name, record in records.items()}, **said})
     config = _detect(path, names, prefix, dict(header.metadata))
     config.set_inference_dtype(getattr(torch, dtype), None)
-    tensors = _renamed(path, config, records)
     base = _first_build(path, config, names, prefix)
     row = find_native(type(base.diffusion_model))
     row = None if row is None else trained_row(row)
     if reason := _why_not(base, row):
         raise ValueError(f"{type(base.diffusion_model).__name__} cannot be trained here: {reason}")
     assert row is not None
+    tensors = _renamed(path, config, records)
     _refuse_other_model(path, base, like)
     needed = dict(base.diffusion_model.named_parameters())
     buffers = dict(base.diffusion_model.named_buffers())
@@ -154,13 +155,11 @@ def _detect(path: Path, names: dict[str, torch.Tensor], prefix: str, metadata: d
 
 def _renamed(path: Path, config: Any, records: dict[str, TensorRecord]) -> dict[str, TensorRecord]:
     """The records under the names of ComfyUI's module, which its loader may change."""
-    given = {name: torch.empty(record.shape, device="meta") for name, record in records.items()}
-    by_id = {id(tensor): records[name] for name, tensor in given.items()}
-    made = config.process_unet_state_dict(dict(given))
-    for name, tensor in made.items():
-        if id(tensor) not in by_id:
+    found = follow(config, records)
+    for name, record in found.items():
+        if record is None:
             raise ValueError(_PICKED_APART.format(path=path, name=name))
-    return {name: by_id[id(tensor)] for name, tensor in made.items()}
+    return {name: record for name, record in found.items() if record is not None}
 
 
 def _first_build(path: Path, config: Any, names: dict[str, torch.Tensor], prefix: str) -> Any:
@@ -188,9 +187,9 @@ def _why_not(base: Any, row: NativeModel | None) -> str:
     """Why a class is refused; "" if it is not."""
     if row is None:
         return "nobody has described where its blocks are"
-    if row.refusal:
-        return row.refusal
-    if row.per_device or row.remembers or row.is_watched:
+    if row.refusal or row.untrained:
+        return row.refusal or row.untrained
+    if row.per_device or row.remembers and not row.forgets_if_patched or row.is_watched:
         return "its blocks share what they compute, or add to others, and nobody has compared its gradients"
     if (kind := kind_of(base)).startswith("IMG_TO_IMG") or kind.endswith("_AV"):
         return f"a model of type {kind} needs more than a caption and one latent"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
-from devicebridge.checkpoints.weight_file import TORCH_TYPES, open_weights, read_tensors
+from devicebridge.checkpoints.header import TensorRecord
+from devicebridge.checkpoints.weight_file import TORCH_TYPES, open_weights, read_records, read_rows, read_tensors
 from safetensors.torch import save_file
 
 
@@ -62,6 +63,17 @@ def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"12")
     with pytest.raises(ValueError, match=r"w of .*x\.safetensors has type F4, not one of F64, "):
         read_tensors(tmp_path / "x.safetensors")
+
+
+def test_pieces_are_read_one_after_the_other(way: str, tmp_path: Path) -> None:
+    whole, file = torch.arange(24.0).view(12, 2), tmp_path / "x.safetensors"
+    save_file({"w": whole}, file)
+    record = TensorRecord(file, "w", (5, 2), "F32", pieces=((7, 9), (0, 1), (3, 5)))
+    wanted = whole[[7, 8, 0, 3, 4]]
+    ((_, found),) = read_records({"mine": record})
+    assert _equal(found, wanted)
+    with open_weights(file) as reader:
+        assert _equal(read_rows(reader, record, 1, 4), wanted[1:4])
 
 
 @pytest.mark.parametrize("rows", [slice(0, 6), slice(2, 5), slice(4, 99), slice(3, 3), slice(None, 1), slice(-2, None)])

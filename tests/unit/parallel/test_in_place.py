@@ -113,8 +113,27 @@ class Halving(Pure):
         return x / 2
 
 
+class IntoOut(Pure):
+    """Names what an operation writes into, as HiDream-O1's blocks do."""
+
+    def forward(self, x, scale):
+        y = torch.tanh(self.first(x))
+        total = torch.add(x, self.second(y * scale), out=x)
+        return total * (y + 1)
+
+
+class LookingAtOut(IntoOut):
+    """Reads by its own name what such an operation has written into."""
+
+    def forward(self, x, scale):
+        y = torch.tanh(self.first(x))
+        torch.add(x, self.second(y * scale), out=x)
+        return x * (y + 1)
+
+
 THROUGH_VIEWS = (IntoRows, LookingBack, HandingBack)
-WRITING = (IntoItself, IntoArguments, ByMethods, IntoRows, LookingBack, HandingBack, Halving)
+NAMING = (IntoOut, LookingAtOut)
+WRITING = (IntoItself, IntoArguments, ByMethods, IntoRows, LookingBack, HandingBack, Halving, *NAMING)
 
 
 def _made(cls):
@@ -160,7 +179,7 @@ def _slopes(block):
 
 def _guarded(cls, passed_by=()):
     block = _made(cls)
-    block.forward = InPlaceGuard(block, passed_by)
+    block.forward = InPlaceGuard(block, passed_by, has_out=cls in NAMING)
     return block
 
 
@@ -211,12 +230,12 @@ def test_gradients_are_central_differences(cls, way):
 @pytest.mark.parametrize("cls", WRITING)
 @pytest.mark.parametrize("way", WAYS)
 def test_without_the_guard_there_is_an_error_and_no_gradient(cls, way):
-    with pytest.raises(RuntimeError, match="in place|inplace"):
+    with pytest.raises(RuntimeError, match="in place|inplace|out="):
         _gradients(_made(cls), WAYS[way])
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("cls", [each for each in WRITING if each not in THROUGH_VIEWS])
+@pytest.mark.parametrize("cls", [each for each in WRITING if each not in (*THROUGH_VIEWS, LookingAtOut)])
 def test_compiled_blocks_have_the_gradients_of_uncompiled_ones(cls, way):
     block = _guarded(cls)
     expected, guard = _gradients(block, WAYS[way]), block.forward
