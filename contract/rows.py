@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from .of_models import OF_LORA_FILES, OF_MODELS
+from .of_models import OF_LORA_FILES, OF_MODELS, OF_PAGES, OF_WEIGHTS
 
 TESTED_VERSION = "0.33.0"
 
@@ -232,10 +232,10 @@ ROWS: tuple[Row, ...] = (
             ("override", "call"), "patch_weight_to_device(key, device_to, ...); model_state_dict_for_saving(...)"
         ),
     ),
-    *_read("split", "comfy_aimdo.model_vbar", {"call": "vbar_fault(alloc); vbar_unpin(alloc)"}),
+    *_read("split", "comfy_aimdo.model_vbar", {"call": OF_PAGES}),
     *_read("split", "comfy_aimdo.model_vbar.ModelVBAR", {"call": "set_watermark_limit(size_bytes)"}),
     # ---- nodes/host/split: models, loading, memory
-    *_read("split", "comfy", {"has": "memory_management.aimdo_enabled", "says": "ops.cast_modules_with_vbar(_v)"}),
+    *_read("split", "comfy", {"has": "memory_management.aimdo_enabled", "says": OF_WEIGHTS}),
     *_read(
         "split",
         "comfy.model_management",

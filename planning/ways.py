@@ -6,9 +6,10 @@ Seconds of one step, for n cards that take shares of the work, f forwards (conds
     with overlap    sum(t) + (f - 1) * max(t)      forwards follow each other through the cards
     tensor          f * max(t') + f * copies       t': its share, and what every card computes whole
 
-None is faster than the host, which launches the kernels of all cards under one lock. What a forward takes is estimated
-from operations and the rate that each card was measured at, for nobody has timed a MODEL's blocks before it is split.
-The constants were fitted to two H200 (docs/internals/experiments.md, 2026-11-23).
+None is faster than the host, which launches the kernels of all cards under one lock. Divided blocks that are replayed
+as CUDA graphs (parallel/local/divided_graphs.py) take it a launch per block instead, and the work around it. What a
+forward takes is estimated from operations and the rate that each card was measured at, for nobody has timed a MODEL's
+blocks before it is split. The constants were fitted to two H200 (docs/internals/experiments.md, 2026-11-23).
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ WHOLE_SHARE = 0.1  # of a block that every card computes whole: norms, modulatio
 # thread alone needs half. From FLUX.2 at 512² and Qwen-Image, which waited for the host, at 5 µs per launch (assumed).
 # One thread that launches for all cards has not been measured on cards, so these err towards blocks.
 LAUNCHES_PER_MODULE, LAUNCHES_PER_EXCHANGE, ALONE = 38.0, 20.0, 0.5
+# Of a block that is replayed: what the host does around it, in launches of each card, and seconds of an exchange in it.
+# From FLUX.2's blocks of 128 tokens, and from a timeline of Qwen-Image (docs/internals/experiments.md, 2026-11-27).
+LAUNCHES_PER_REPLAY, REPLAYED_EXCHANGE_S = 54.0, 15e-6
 EXPOSED_CHUNK = 0.25  # of a partial sum, copied by chunks: the last one has no product to hide behind
 GAIN = 0.9  # of blocks' time at most, or dividing is not worth what it forbids
 
@@ -87,6 +91,7 @@ class Ways:
     Args:
         block_shares: of the blocks, that each card has. tensor_shares: of every block.
         can_overlap: whether forwards may follow each other through the cards.
+        num_replayed: divided blocks that may be replayed as CUDA graphs.
     """
 
     work: WorkBySize
@@ -94,6 +99,7 @@ class Ways:
     block_shares: Sequence[float]
     tensor_shares: Sequence[float]
     can_overlap: bool
+    num_replayed: int = 0
 
     def seconds(self, num_tokens: int, num_forwards: int) -> Seconds:
         """Of a step with so many forwards of so many picture tokens."""
@@ -132,8 +138,13 @@ class Ways:
         computing = max(count * (share * time + rest) for share, time, rest in times)
         copying = max(self._copying(work, count, card) for card in range(len(whole)))
         launches = work.num_modules * LAUNCHES_PER_MODULE + work.num_exchanges * LAUNCHES_PER_EXCHANGE
-        host = sum(card.launch_s * launches for card in self.machine.cards)
-        return max(computing + copying, host)
+        launch_s = sum(card.launch_s for card in self.machine.cards)
+        launched = max(computing + copying, launch_s * launches)
+        if not self.num_replayed or not self.machine.is_direct:
+            return launched
+        spared = work.num_exchanges * (max(link.latency_s for link in self.machine.links) - REPLAYED_EXCHANGE_S)
+        replaying = launch_s * LAUNCHES_PER_REPLAY * self.num_replayed
+        return min(launched, max(computing + copying - max(0.0, spared), replaying))
 
     def _copying(self, work: Work, count: int, card: int) -> float:
         """What a card waits for partial sums: all others' come over its one slot."""

@@ -37,7 +37,8 @@ _log = logging.getLogger(__name__)
 OPTIONS = "transformer_options"
 _MOST_SHAPES = 4  # of one block, whose graphs are kept
 # Recording takes as long as two forwards, and a replay spares half a forward at best: a call must have come this often
-# while the cards waited for the host. Where they do not wait, copying what goes in and out would only take time.
+# one after the other while the cards waited for the host. Where they do not wait, a replay's copies would only take
+# time.
 RECORDED_AFTER = 4
 _MISSING = object()
 
@@ -148,15 +149,24 @@ class DividedGraphs:
         outputs = compute(calls)
         try:
             graph = self._record(calls, inputs, alone, outputs, key, addresses)
-            graphs = self._graphs.setdefault(block, [])
-            graphs[:] = [*graphs[1 - _MOST_SHAPES :], graph]
+            self._keep(block, graph)
         except Exception as error:  # whatever cannot be recorded
             _log.debug("recording %s failed", type(block).__name__, exc_info=True)
             self._give_up(f"recording {type(block).__name__} failed: {error}".partition("\n")[0])
         self.forget()
         return outputs
 
+    def _keep(self, block: nn.Module, graph: _Graph) -> None:
+        graphs = self._graphs.setdefault(block, [])
+        graphs.append(graph)
+        if len(graphs) > _MOST_SHAPES:
+            del graphs[0]
+            cards = [card for each in self._graphs.values() for graph in each for card in graph.cards]
+            used = {id(place) for card in cards for place in (*card.inputs, *card.outputs)}
+            self._staged = {key: place for key, place in self._staged.items() if id(place) in used}
+
     def _waits(self, block: nn.Module, key: Any) -> int:
+        """How often the cards last waited one call after the other."""
         return next((count for each, count in self._seen.get(block, ()) if each == key), 0)
 
     def _computed(self, block: nn.Module, key: Any, calls: Sequence[Call], compute: Compute) -> Sequence[Any]:
@@ -166,8 +176,9 @@ class DividedGraphs:
         outputs = compute(calls)
         if before is not None:  # else it is the forward's first block, of which the last one's wait is taken
             self._are_idle = before()
+        times = self._waits(block, key) + 1 if self._are_idle else 0
         seen = [known for known in self._seen.get(block, ()) if known[0] != key]
-        self._seen[block] = [*seen, (key, self._waits(block, key) + self._are_idle)][-_MOST_SHAPES:]
+        self._seen[block] = [*seen, (key, times)][-_MOST_SHAPES:]
         self._before = self._recording.mark()
         return outputs
 

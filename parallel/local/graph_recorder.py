@@ -11,6 +11,12 @@ import torch
 
 from ...patches.cuda_graph_memory import ONE_AT_A_TIME, end_failed_recording
 from ..transfer import CurrentStreams, SideStreams
+from .device_workers import can_take_turns
+
+
+def can_record(devices: Sequence[torch.device]) -> bool:
+    """Whether one thread computes for all of these devices, and its launches can be recorded."""
+    return all(device.type == "cuda" for device in devices) and torch.version.hip is None and can_take_turns()
 
 
 class CardsRecorder:

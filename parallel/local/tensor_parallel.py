@@ -29,11 +29,11 @@ from ..staged_copies import StagedCopies, copies_between
 from ..transfer import Arrivals, Versioned, copy_to
 from .ahead import Ahead, Groups
 from .bridge import Bridge
-from .device_workers import can_take_turns, make_workers
+from .device_workers import make_workers
 from .divided_graphs import OPTIONS, Addresses, DividedGraphs
 from .divided_graphs import Call as GivenCall
 from .exchange import Exchange, Tensors, TokenChunks
-from .graph_recorder import CardsRecorder
+from .graph_recorder import CardsRecorder, can_record
 from .meetings import MEETS, Call, Meetings, Stays
 from .shards import BlockShard, Meeting
 
@@ -115,8 +115,7 @@ class TensorParallel(Bridge):
 
     def replay(self, addresses: Addresses) -> None:
         """Have blocks replayed as CUDA graphs from now on, where these devices have such and copy to each other."""
-        kinds = {device.type for device in self._ranks}
-        if kinds == {"cuda"} and torch.version.hip is None and not isinstance(self.side_streams, StagedCopies):
+        if can_record(self._ranks) and not isinstance(self.side_streams, StagedCopies):
             make = functools.partial(CardsRecorder, self._ranks, self.side_streams)
             self.graphs = DividedGraphs(self._ranks, make, addresses)
 
@@ -173,7 +172,7 @@ class TensorParallel(Bridge):
 
     def _may_replay(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether nothing runs in this call of a block but the model's own code, in one thread."""
-        if self.graphs is None or self.graphs.fault or not (self.replays and self.in_turns and can_take_turns()):
+        if self.graphs is None or self.graphs.fault or not (self.replays and self.in_turns):
             return False
         others = {*self.per_device, *self.passed_by} - {OPTIONS}  # what blocks hand each other themselves
         is_plain = self.trust == "model" and others.isdisjoint(kwargs)

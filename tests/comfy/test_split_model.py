@@ -68,6 +68,7 @@ ALWAYS_FAMILIES = ("flux1", "flux2", "wan", "wan_vace", "sdxl", "z_image", "hidr
 LONG = {
     *(f"family_{name}" for name in FAMILIES if name not in ALWAYS_FAMILIES),
     *(f"tensor_{name}" for name in DIVIDED if name not in ("flux2_heads", "wan_heads", "z_image")),
+    *(f"replayed_{name}" for name in DIVIDED if name not in ("flux2_heads", "qwen_image", "wan_heads")),
     *(each for each in EIGHT_BIT_FILES if each != "tensor_int8_file_of_flux1_heads"),
     "block_replacements",
     "blocks_left_out",
@@ -94,6 +95,8 @@ LONG = {
 CASES = [
     *(f"family_{name}" for name in FAMILIES),
     *(f"tensor_{name}" for name in DIVIDED),
+    *(f"replayed_{name}" for name in DIVIDED),
+    "replayed_with_loras_and_evicted",
     *EIGHT_BIT_FILES,
     "tensor_products_in_fp8",
     "tensor_weight_types_of_the_loader",

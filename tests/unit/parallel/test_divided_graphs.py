@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,47 +16,30 @@ import torch
 from devicebridge.parallel.local import device_workers
 from devicebridge.parallel.local.divided_graphs import RECORDED_AFTER, DividedGraphs
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
+from devicebridge.tests.stand_in_recorder import StandIn, replaying
 from devicebridge.tests.unit.parallel.test_tensor_parallel import (
+    PLANS,
     WIDTH,
     Fused,
     Separate,
     divide,
     make_model,
+    run,
 )
 from torch import nn
 
 pytestmark = pytest.mark.skipif(device_workers.greenlet is None, reason="greenlet is not installed")
 
 
-class StandIn:
-    """Computes anew what it was given to record; recording leaves its inputs as they were."""
-
-    def __init__(self, owner: list[DividedGraphs]) -> None:
-        self.owner, self.num_recorded, self.cards_wait = owner, 0, True
-
-    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
-        staged = self.owner[0]._staged
-        before = {key: tensor.clone() for key, tensor in staged.items()}
-        compute()
-        for key, tensor in before.items():
-            staged[key].data.copy_(tensor)
-        self.num_recorded += 1
-        return compute
-
-    def mark(self) -> Callable[[], bool]:
-        return lambda: self.cards_wait
+# Classes below that are divided as their base is.
+AS_SEPARATE = (
+    *PLANS,
+    *(replace(PLANS[1], block=name) for name in ("Asking", "Telling", "Drawing", "Refusing", "Changing", "Adding")),
+)
 
 
-def addresses(layer: nn.Module, device: torch.device) -> tuple[int, ...]:
+def where(layer: nn.Module, device: torch.device) -> tuple[int, ...]:
     return tuple(parameter.data_ptr() for parameter in layer.parameters())
-
-
-def replaying(parallel: TensorParallel, where: Callable[..., Any] = addresses) -> tuple[DividedGraphs, StandIn]:
-    owner: list[DividedGraphs] = []
-    recorder = StandIn(owner)
-    owner.append(DividedGraphs(parallel.devices, lambda: recorder, where))
-    parallel.graphs = owner[0]
-    return owner[0], recorder
 
 
 def inputs(number: int) -> list[torch.Tensor]:
@@ -72,7 +56,7 @@ def test_replays_give_the_bits_of_what_is_computed(blocks, size, mode) -> None:
     model = make_model(*(block() for block in blocks))
     other = copy.deepcopy(model)
     plain, parallel = divide(other, size), divide(model, size)
-    graphs, recorder = replaying(parallel)
+    graphs, recorder = replaying(parallel, where)
     for number, x in enumerate(inputs(RECORDED_AFTER + 6)):
         with mode(), parallel.forward():
             found = model(x)
@@ -80,3 +64,230 @@ def test_replays_give_the_bits_of_what_is_computed(blocks, size, mode) -> None:
             expected = other(x)
         assert torch.equal(found, expected), number
     assert recorder.num_recorded == len(blocks) and graphs.num_replays >= 3 * len(blocks) and not graphs.fault
+
+
+def ready(*blocks: nn.Module, size: int = 2) -> tuple[Any, TensorParallel, DividedGraphs, StandIn]:
+    """A model whose blocks are replayed from the next forward on."""
+    model = make_model(*blocks)
+    parallel = divide(model, size, plans=AS_SEPARATE)
+    graphs, recorder = replaying(parallel, where)
+    for x in inputs(RECORDED_AFTER + 3):
+        run(parallel, model, x)
+    assert recorder.num_recorded == len(model.blocks) and not graphs.fault
+    graphs.num_replays = 0
+    return model, parallel, graphs, recorder
+
+
+def computed(parallel: TensorParallel, model: nn.Module, x: torch.Tensor, *between: Any) -> torch.Tensor:
+    """Without graphs."""
+    graphs, parallel.graphs = parallel.graphs, None
+    try:
+        return run(parallel, model, x, *between)
+    finally:
+        parallel.graphs = graphs
+
+
+def test_a_call_the_cards_do_not_wait_for_is_never_recorded() -> None:
+    model = make_model()
+    parallel = divide(model, 2)
+    graphs, recorder = replaying(parallel, where)
+    for number, x in enumerate(inputs(4 * RECORDED_AFTER)):
+        recorder.cards_wait = number % RECORDED_AFTER != 0  # not so often one after the other
+        run(parallel, model, x)
+    assert recorder.num_recorded == graphs.num_replays == 0
+
+
+def test_another_shape_is_computed_and_recorded_by_itself() -> None:
+    model, parallel, graphs, recorder = ready()
+    wide = torch.randn(1, 9, WIDTH)
+    assert torch.equal(run(parallel, model, wide), computed(parallel, model, wide)) and not graphs.num_replays
+    for _ in range(RECORDED_AFTER + 3):
+        run(parallel, model, wide)
+    assert recorder.num_recorded == 2 * len(model.blocks)
+    graphs.num_replays = 0
+    for x in (wide, inputs(1)[0]):
+        assert torch.equal(run(parallel, model, x), computed(parallel, model, x))
+    assert graphs.num_replays == 2 * len(model.blocks)
+
+
+def test_of_many_shapes_the_latest_are_kept() -> None:
+    model, parallel, graphs, recorder = ready(Separate(), Fused())
+    for length in range(10, 16):
+        x = torch.randn(1, length, WIDTH)
+        for _ in range(RECORDED_AFTER + 3):
+            assert torch.equal(run(parallel, model, x), computed(parallel, model, x))
+    lengths = {tensor.shape[1] for tensor in graphs._staged.values()}
+    assert lengths == {1, 12, 13, 14, 15} and recorder.num_recorded == 7 * 2
+
+
+def test_what_other_code_adds_between_two_blocks_is_seen_by_all() -> None:
+    def add(index: int, x: torch.Tensor) -> None:
+        x.add_(index + 1.0)
+
+    for blocks in ((Separate(), Separate()), (Fused(), Fused())):
+        model, parallel, graphs, _ = ready(*blocks, size=3)
+        x = inputs(1)[0]
+        found = run(parallel, model, x, add)
+        assert graphs.num_replays == 2
+        assert torch.equal(found, computed(parallel, model, x, add))
+        assert not torch.equal(found, computed(parallel, model, x))
+
+
+def test_what_a_block_returned_keeps_its_numbers_when_later_ones_are_replayed() -> None:
+    model, parallel, graphs, _ = ready(Separate(), Separate(), Separate())
+    kept: list[torch.Tensor] = []
+    copied: list[torch.Tensor] = []
+
+    def keep(_: int, x: torch.Tensor) -> None:
+        kept.append(x)
+        copied.append(x.clone())
+
+    for x in inputs(2):
+        run(parallel, model, x, keep)
+    assert graphs.num_replays == 6
+    assert all(map(torch.equal, kept, copied))
+
+
+class Asking(Separate):
+    """Looks something up in the options, and something in a copy of them that it has written to."""
+
+    def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
+        extra = transformer_options.copy()
+        extra["mine"] = 1.0
+        factor = transformer_options.get("factor", 1.0) * extra["mine"]
+        return super().forward(x, vec) * factor
+
+
+class Telling(Separate):
+    def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
+        transformer_options["told"] = 1
+        return super().forward(x, vec)
+
+
+class Drawing(Separate):
+    """Gives other numbers every time."""
+
+    def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
+        self.times = getattr(self, "times", 0) + 1
+        return super().forward(x, vec) + self.times
+
+
+class Refusing(Separate):
+    """Cannot be recorded."""
+
+    def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
+        if type(transformer_options) is not dict:  # only what a recording is given
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().forward(x, vec)
+
+
+class Changing(Separate):
+    """Writes into what it is given and returns something else of that shape."""
+
+    def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
+        x += 1.0
+        return super().forward(x, vec)
+
+
+def test_options_that_a_block_looked_up_must_be_those_of_the_recording(monkeypatch) -> None:
+    model, parallel, graphs, _ = ready(Asking(), Asking())
+    own = type(model).forward
+    x = inputs(1)[0]
+
+    def with_options(value: float, other: Any) -> Callable[..., Any]:
+        def forward(self: Any, x: torch.Tensor, between: Any = None) -> torch.Tensor:
+            x = self.front(x)
+            for block in self.blocks:
+                x = block(x, vec=x[:, :1] * 0 + 1, transformer_options={"factor": value, "other": other})
+            return self.tail(x)
+
+        return forward
+
+    monkeypatch.setattr(type(model), "forward", with_options(2.0, object()))
+    for _ in range(RECORDED_AFTER + 3):
+        run(parallel, model, x)
+    graphs.num_replays = 0
+    monkeypatch.setattr(type(model), "forward", with_options(2.0, object()))  # nobody looks at the other one
+    assert torch.equal(run(parallel, model, x), computed(parallel, model, x)) and graphs.num_replays == 2
+    monkeypatch.setattr(type(model), "forward", with_options(3.0, None))
+    assert torch.equal(run(parallel, model, x), computed(parallel, model, x)) and graphs.num_replays == 2
+    monkeypatch.setattr(type(model), "forward", own)
+
+
+@pytest.mark.parametrize(
+    ("block", "fault"),
+    [
+        (Telling, "changes the transformer_options"),
+        (Drawing, "a replay gives something else"),
+        (Refusing, "operation not permitted when stream is capturing"),
+        (Changing, "it returns something else in the shape of what it writes to"),
+    ],
+)
+def test_a_block_that_cannot_be_replayed_ends_recording_and_is_computed(block, fault, caplog) -> None:
+    model = make_model(block(), Separate())
+    other = copy.deepcopy(model)
+    plain, parallel = (divide(each, 2, plans=AS_SEPARATE) for each in (other, model))
+    graphs, _ = replaying(parallel, where)
+    for x in inputs(RECORDED_AFTER + 4):
+        found, expected = run(parallel, model, x), run(plain, other, x)
+        assert block is Drawing or torch.equal(found, expected)
+    assert fault in graphs.fault and graphs.num_replays == 0
+    assert [fault in record.message for record in caplog.records] == [True]
+
+
+def test_a_weight_that_lies_elsewhere_is_read_there() -> None:
+    model, parallel, graphs, recorder = ready()
+    layer = model.blocks[0].attn.q
+    layer.weight = nn.Parameter(layer.weight.data * 1.5, requires_grad=False)
+    x = inputs(1)[0]
+    assert torch.equal(run(parallel, model, x), computed(parallel, model, x))
+    assert graphs.num_replays == len(model.blocks) - 1
+
+
+def test_weights_that_are_away_or_not_used_as_they_are_are_not_replayed() -> None:
+    model, parallel, graphs, recorder = ready()
+    graphs._addresses = lambda layer, device: None
+    x = inputs(1)[0]
+    assert torch.equal(run(parallel, model, x), computed(parallel, model, x)) and not graphs.num_replays
+
+
+def test_where_others_code_may_run_nothing_is_replayed() -> None:
+    model, parallel, graphs, _ = ready()
+    x = inputs(1)[0]
+    for trust in ("callers", "nobody"):
+        parallel.trust = trust
+        run(parallel, model, x)
+    parallel.trust = "model"
+    with torch.enable_grad(), parallel.forward():
+        model(x)
+    assert graphs.num_replays == 0
+    run(parallel, model, x)
+    assert graphs.num_replays == len(model.blocks)
+
+
+def test_released_graphs_are_recorded_anew() -> None:
+    model, parallel, graphs, recorder = ready()
+    parallel.release()
+    assert not graphs._staged and not graphs._graphs
+    for x in inputs(RECORDED_AFTER + 3):
+        assert torch.equal(run(parallel, model, x), computed(parallel, model, x))
+    assert recorder.num_recorded == 2 * len(model.blocks)
+
+
+class Adding(Separate):
+    """Writes into what other blocks are given, too."""
+
+    def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
+        vec += 1.0
+        return super().forward(x, vec)
+
+
+def test_what_a_computed_block_wrote_to_is_given_anew() -> None:
+    """A tensor without a version, which one replayed block was given, and another is after somebody wrote into it."""
+
+    model = make_model(Separate(), Adding(), Separate())
+    parallel = divide(model, 2, plans=AS_SEPARATE)
+    graphs, recorder = replaying(parallel, lambda layer, device: None if isinstance(layer, Adding) else ())
+    for x in inputs(RECORDED_AFTER + 4):
+        assert torch.equal(run(parallel, model, x), computed(parallel, model, x))
+    assert recorder.num_recorded == 2 and graphs.num_replays

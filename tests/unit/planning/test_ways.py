@@ -36,6 +36,30 @@ def test_forecasts_are_near_what_two_h200_took(work, count, blocks, tensor) -> N
     assert tensor is None or found.tensor == pytest.approx(tensor, rel=0.1)
 
 
+@pytest.mark.parametrize(("work", "count", "num_blocks", "tensor"), [(FLUX2_512, 1, 56, 0.1053), (QWEN, 2, 60, 0.2278)])
+def test_forecasts_of_replayed_blocks_are_near_what_two_h200_took(work, count, num_blocks, tensor) -> None:
+    """On a host of 9 microseconds per launch."""
+    ways = replace(ways_of(work, machine_of(launch_s=9e-6)), num_replayed=num_blocks)
+    assert ways.seconds(4096, count).tensor == pytest.approx(tensor, rel=0.15)
+    assert replace(ways, num_replayed=0).seconds(4096, count).tensor > 1.6 * tensor
+
+
+def test_replays_take_the_host_less_and_are_for_direct_copies_alone(monkeypatch) -> None:
+    monkeypatch.setattr(ways_module, "LAUNCHES_PER_REPLAY", 4.0)
+    monkeypatch.setattr(ways_module, "REPLAYED_EXCHANGE_S", 0.25)
+    work = Work(0.0, 0.0, 0.0, 0.0, num_modules=2, num_exchanges=4)
+    for launch_s, latency_s, expected in (
+        (2.0, 0.5, 2 * 2 * 4 * 3.0),
+        (2**-20, 0.5, 4 * 0.25),
+        (2**-20, 0.125, 4 * 0.125),
+    ):
+        machine = machine_of(2, 4.0, 2.0, latency_s=latency_s, launch_s=launch_s)
+        assert replace(ways_of(work, machine), num_replayed=3).seconds(1, 1).tensor == expected
+    staged = machine_of(2, 4.0, 2.0, latency_s=0.5, launch_s=2.0, is_direct=False)
+    launched = ways_of(work, staged).seconds(1, 1)
+    assert replace(ways_of(work, staged), num_replayed=3).seconds(1, 1) == launched
+
+
 def test_seconds_are_those_of_the_formulas(monkeypatch) -> None:
     """Three cards; powers of two so that sums are exact."""
     for name, value in {"BLOCK_RATE": 1.0, "WHOLE_SHARE": 0.25, "LAUNCHES_PER_MODULE": 2.0}.items():

@@ -1,0 +1,80 @@
+"""A MODEL whose blocks all cards compute together, replayed: what is fixed in a recording, in every class.
+
+Emulated cards record nothing. What stands for the recorder computes on the recording's inputs, so that a class whose
+blocks read anything else, or write elsewhere, gives other bits than the launched ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from devicebridge.nodes.host.split.tree import tree_of
+from devicebridge.parallel.local import divided_graphs
+from devicebridge.parallel.local.divided_graphs import DividedGraphs
+from devicebridge.parallel.local.tensor_parallel import TensorParallel
+from devicebridge.tests.comfy.split_cases import CASES, Case, case
+from devicebridge.tests.comfy.split_cases_tensor import DIVIDED, tensor
+from devicebridge.tests.comfy.split_host import OTHER, live_bytes
+from devicebridge.tests.stand_in_recorder import replaying
+
+STEPS = 5
+
+
+@contextmanager
+def _replayed() -> Iterator[None]:
+    """Splits made inside are replayed, from a call's second time on."""
+    with (
+        mock.patch.object(TensorParallel, "replay", replaying),
+        mock.patch.object(divided_graphs, "RECORDED_AFTER", 1),
+    ):
+        yield
+
+
+def _graphs(model: Any) -> DividedGraphs:
+    tree = tree_of(model.model)
+    assert tree is not None and isinstance(tree.bridge, TensorParallel) and tree.bridge.graphs is not None
+    return tree.bridge.graphs
+
+
+def _family(name: str, case: Case) -> None:
+    host = case.host
+    launched = {cfg: host.sample(tensor(host.load(name)), name, steps=STEPS, cfg=cfg) for cfg in (1.0, 4.0)}
+    host.unload_all()
+    with _replayed():
+        model = tensor(host.load(name))
+        for cfg, expected in launched.items():
+            case.equal(
+                f"the bits of what is launched, cfg {cfg}", host.sample(model, name, steps=STEPS, cfg=cfg), expected
+            )
+        graphs = _graphs(model)
+        case.check("replayed", graphs.num_replays > 0 and not graphs.fault, (graphs.num_replays, graphs.fault))
+
+
+for _name in DIVIDED:
+    CASES[f"replayed_{_name}"] = functools.partial(_family, _name)
+
+
+@case
+def replayed_with_loras_and_evicted(case: Case) -> None:
+    """A LoRA is in what is replayed, and out again; an evicted MODEL leaves no graphs."""
+    host, name = case.host, "flux2_heads"
+    clean = host.sample(tensor(host.load(name)), name, steps=STEPS)
+    with_lora = host.sample(host.lora(tensor(host.load(name)), name), name, steps=STEPS)
+    host.unload_all()
+    with _replayed():
+        model = tensor(host.load(name))
+        patched = host.lora(model, name)
+        for _ in range(2):
+            case.equal("without", host.sample(model, name, steps=STEPS), clean)
+            case.equal("with the LoRA", host.sample(patched, name, steps=STEPS), with_lora)
+        graphs = _graphs(model)
+        case.check("replayed", graphs.num_replays > 0 and not graphs.fault, graphs.fault)
+        host.unload_all()
+        case.check(
+            "nothing is kept", not graphs._graphs and not graphs._staged and not live_bytes(OTHER), live_bytes(OTHER)
+        )
+        case.equal("after it was unloaded", host.sample(model, name, steps=STEPS), clean)

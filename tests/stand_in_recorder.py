@@ -1,0 +1,36 @@
+"""What stands for the recorder of CUDA graphs where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from devicebridge.parallel.local.divided_graphs import Addresses, DividedGraphs
+from devicebridge.parallel.local.tensor_parallel import TensorParallel
+
+
+class StandIn:
+    """Computes anew what it was given to record; recording leaves its inputs as they were."""
+
+    def __init__(self, owner: list[DividedGraphs]) -> None:
+        self.owner, self.num_recorded, self.cards_wait = owner, 0, True
+
+    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
+        staged = self.owner[0]._staged
+        before = {key: tensor.clone() for key, tensor in staged.items()}
+        compute()
+        for key, tensor in before.items():
+            staged[key].data.copy_(tensor)
+        self.num_recorded += 1
+        return compute
+
+    def mark(self) -> Callable[[], bool]:
+        return lambda: self.cards_wait
+
+
+def replaying(parallel: TensorParallel, addresses: Addresses) -> tuple[DividedGraphs, StandIn]:
+    """Have the blocks replayed, as TensorParallel.replay does on cards."""
+    owner: list[DividedGraphs] = []
+    recorder = StandIn(owner)
+    owner.append(DividedGraphs(parallel.devices, lambda: recorder, addresses))
+    parallel.graphs = owner[0]
+    return owner[0], recorder
