@@ -10,11 +10,9 @@ from unittest import mock
 
 import torch
 from devicebridge.nodes.host.split import ways as ways_module
-from devicebridge.nodes.host.split.plan import SplitRequest
 from devicebridge.nodes.host.split.tree import tree_of
 from devicebridge.planning.machine_speed import CardSpeed, ExchangeSpeed, MachineSpeed
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
-from devicebridge.tests.comfy.split_host import HOME, OTHER
 
 FAST_LINK, SLOW_LINK = 1e12, 1e3  # bytes per second
 
@@ -91,11 +89,6 @@ def way_auto_takes_blocks_where_tensor_would_be_refused(case: Case) -> None:
         for what, options, words in asked:
             _takes_blocks(case, what, host.load(name), words, **options)
         _takes_blocks(case, "one head", host.load("wan"), "1 heads")
-        model = host.load(name)
-        with mock.patch.object(type(model), "is_dynamic", lambda self: True), case.logged("", logging.INFO) as messages:
-            plan = ways_module.plan_way(model, SplitRequest(devices=(HOME, OTHER), way=None))
-        said = [line for line in messages if "DynamicVRAM" in line]
-        case.check("DynamicVRAM", plan.division is None and len(said) == 1, messages)
         with mock.patch.object(ways_module, "machine_speed", unmeasurable):
             _takes_blocks(case, "not measured", host.load(name), "no room on cuda:1")
     _takes_blocks(case, "cards without streams", host.load(name), "cannot copy beside")

@@ -81,8 +81,6 @@ def _plan_tensor(model: Any, request: SplitRequest, blocks: SplitPlan) -> SplitP
             raise ValueError(f"{name} is a setting of that way")
     if module_with_streams(*request.devices[:2]) is None:
         raise ValueError(f"{request.devices[0]} cannot copy beside what it computes")
-    if model.is_dynamic():
-        raise ValueError("way tensor was not measured under DynamicVRAM")
     check_runnable((), model.model_options.get("transformer_options", {}), blocks.layout.patches_inside)
     if model.offload_device == model.load_device:
         raise ValueError("the weights of this MODEL stay on a card")
