@@ -16,6 +16,7 @@ from devicebridge.nodes.host.split.tree import tree_of
 from devicebridge.parallel.local import divided_graphs
 from devicebridge.parallel.local.divided_graphs import DividedGraphs
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
+from devicebridge.tests.comfy.emulated_vram import dynamic_vram
 from devicebridge.tests.comfy.split_cases import CASES, Case, case
 from devicebridge.tests.comfy.split_cases_tensor import DIVIDED, tensor
 from devicebridge.tests.comfy.split_host import OTHER, live_bytes
@@ -78,3 +79,22 @@ def replayed_with_loras_and_evicted(case: Case) -> None:
             "nothing is kept", not graphs._graphs and not graphs._staged and not live_bytes(OTHER), live_bytes(OTHER)
         )
         case.equal("after it was unloaded", host.sample(model, name, steps=STEPS), clean)
+
+
+@case
+def replayed_under_dynamic_vram(case: Case) -> None:
+    """Weights are asked for at every replay; what is not there, or was taken away, is computed without."""
+    host, name = case.host, "wan_heads"
+    with dynamic_vram() as vram:
+        expected = host.sample(tensor(host.load(name)), name, steps=STEPS)
+        host.unload_all()
+        with _replayed():
+            model = tensor(host.load(name))
+            case.equal("the same bits", host.sample(model, name, steps=STEPS), expected)
+            graphs = _graphs(model)
+            case.check("replayed", graphs.num_replays > 0 and not graphs.fault, (graphs.num_replays, graphs.fault))
+            host.unload_all()
+            vram.room[OTHER] = 0
+            replays = graphs.num_replays
+            case.equal("without room, the same bits", host.sample(model, name, steps=STEPS), expected)
+            case.check("nothing is replayed", graphs.num_replays == replays and not graphs.fault, graphs.fault)

@@ -97,6 +97,7 @@ CASES = [
     *(f"tensor_{name}" for name in DIVIDED),
     *(f"replayed_{name}" for name in DIVIDED),
     "replayed_with_loras_and_evicted",
+    "replayed_under_dynamic_vram",
     *EIGHT_BIT_FILES,
     "tensor_products_in_fp8",
     "tensor_weight_types_of_the_loader",
