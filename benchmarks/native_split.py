@@ -16,7 +16,8 @@ rival's report says how many allocation graphs were recorded and replayed and ho
 split `--prompts` times, with one card before and after. `--unguarded` takes out what keeps splits outside the compiler.
 
 In the cases `tensor_...` the rival `tensor_launched` is `tensor` without CUDA graphs, every kernel launched by Python.
-Both are the same split over the same weights, so their latents must be the same bits.
+Both are the same split over the same weights, so their latents must be the same bits. `tensor_launched_chunks` computes
+row-parallel layers by chunks of tokens besides, so that copies between the cards travel beside products.
 
 `--card-gb 24` makes cards small: another process takes the rest of each card's memory, so that ComfyUI, torch and
 comfy-aimdo all meet the wall a real card has. The cases `scaling_...` compare one card with blocks and tensor on
@@ -457,6 +458,20 @@ def graphs(*, are_used: bool) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def chunks(model: Any, *, are_used: bool) -> Iterator[None]:
+    """Whether a split with way tensor computes row-parallel layers by chunks, as it does over slow links."""
+    from devicebridge.nodes.host.split.tree import tree_of
+    from devicebridge.parallel.local.exchange import TokenChunks
+
+    tree = tree_of(model.model)
+    if not are_used or tree is None:
+        yield
+        return
+    with mock.patch.object(tree.bridge, "chunks", TokenChunks()):
+        yield
+
+
 def allocated_gb() -> list[float]:
     return [torch.cuda.memory_allocated(card) / 1e9 for card in range(torch.cuda.device_count())]
 
@@ -537,8 +552,8 @@ def compare(rivals: Mapping[str, Any], work: Work, base: str, rounds: int = OPTI
     """Turns of all rivals, interleaved: seconds per step of each over those of `base`, and equality of latents.
 
     A rival whose name ends in compiler_off samples with ComfyUI's compiler switched off. So does core's replica per
-    card: it runs in threads of its own, whose graphs the end of a node does not free. One whose name ends in _launched
-    replays no CUDA graphs of ours.
+    card: it runs in threads of its own, whose graphs the end of a node does not free. One with _launched in
+    its name replays no CUDA graphs of ours, and one with _chunks computes by chunks.
     """
     turns: dict[str, list[Turn]] = {name: [] for name in rivals}
     for index in range(rounds + 1):
@@ -546,7 +561,8 @@ def compare(rivals: Mapping[str, Any], work: Work, base: str, rounds: int = OPTI
             is_off = name.endswith("compiler_off") or name.startswith("core_multigpu")
             with (
                 compiler_off() if is_off else contextlib.nullcontext(),
-                graphs(are_used=not name.endswith("_launched")),
+                graphs(are_used="_launched" not in name),
+                chunks(model, are_used=name.endswith("_chunks")),
             ):
                 turn = sample(model, work)
             what = f"{turn.compiled['graphs']} graphs, {turn.compiled['replays']} replays"
@@ -683,7 +699,7 @@ def tensor(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
     one = load(shape, on=CPU)
     forecast = forecasts(one, shape)
     divided = split(one, way="tensor")
-    rivals = {"one_gpu": one, "tensor": divided, "tensor_launched": divided}
+    rivals = {"one_gpu": one, "tensor": divided, "tensor_launched": divided, "tensor_launched_chunks": divided}
     if shape.class_name != "Flux":  # beside those its weights would not fit, and loading would take the time
         rivals["blocks"] = split(one, way="blocks")
     work = Work(shape, cfg=cfg)
