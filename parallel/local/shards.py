@@ -13,6 +13,7 @@ from torch import nn
 
 from ...families.tensor_plan import Divided, Shares, TensorPlan, Unit, share_heads
 from ...patches.hooks import map_tensors
+from ...quantization.wrapped import plain_parts
 from .slices import Slice
 
 Cut = Callable[[torch.Tensor, Slice], torch.Tensor]  # a weight and a slice of it -> the slice as a weight
@@ -199,10 +200,22 @@ def divided_bytes(block: nn.Module, plan: TensorPlan, shares: Shares, rank: int)
             share = 1.0
             divided = plan.find(name) if name in parts else None
             if divided is not None and (leaf == "weight" or divided.by != "row"):
-                size = _divided_size(module, divided)
-                share = sum(last - first for first, last in shares.slices(parts[name], size, rank)) / size
-            total += int(parameter.nbytes * share)
+                share = _share(shares, parts[name], _divided_size(module, divided), rank)
+            elif divided is not None and rank > 0:
+                share = 0.0  # a row-parallel linear's bias is added once
+            elif divided is None and leaf == "weight" and plan.is_norm(name):
+                share = _share(shares, ("heads",), len(parameter), rank)
+            # Numbers, and scales of an 8-bit weight: those of its rows are divided where the rows are.
+            numbers, *scales = plain_parts(parameter)
+            of_rows = share if divided is not None and divided.by != "row" else 1.0
+            total += int(numbers.nbytes * share)
+            total += sum(int(each.nbytes * (of_rows if each.numel() > 1 else 1.0)) for each in scales)
     return total
+
+
+def _share(shares: Shares, parts: tuple[Unit, ...], size: int, rank: int) -> float:
+    """Of a dimension of this size, that one device has."""
+    return sum(last - first for first, last in shares.slices(parts, size, rank)) / size
 
 
 def norm_ratio(sums: torch.Tensor, total: torch.Tensor, own: int, width: int, eps: float) -> torch.Tensor:
