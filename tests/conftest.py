@@ -17,6 +17,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Tiny models gain nothing from threads, and sums in another order are other bits: tests compare processes byte by byte.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # tests start many processes: compiling all sources takes each a second
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # lets the GPU tests ask for deterministic algorithms
 
 ROOT = Path(__file__).resolve().parent.parent

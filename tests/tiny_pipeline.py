@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from devicebridge.config.job import JobConfig, make_job
 from devicebridge.families.flux2 import _SYSTEM_MESSAGE
 from devicebridge.families.registry import FAMILIES
+from devicebridge.families.spec import ModelFamily
 from devicebridge.tests.toy import TINY
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder
 from PIL import Image
@@ -20,9 +21,9 @@ SHORT_TEXT = 64
 
 
 @contextlib.contextmanager
-def short_texts() -> Iterator[None]:
+def short_texts(families: Mapping[str, ModelFamily] = FAMILIES) -> Iterator[None]:
     """Inside, texts are padded to few tokens: the published 512 take more than half of what a tiny job computes."""
-    variants = [variant for family in FAMILIES.values() for variant in family.variants]
+    variants = [variant for family in families.values() for variant in family.variants]
     specs = {id(spec): spec for variant in variants for spec in variant.text_encoders}.values()
     published = [spec.max_length for spec in specs]
     for spec in specs:

@@ -27,6 +27,13 @@ def server(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield server
 
 
+@pytest.fixture(scope="module")
+def short_texts_there(server: Server) -> Iterator[None]:
+    """For trainings in the server that are about everything but the length of texts."""
+    with server.short_texts():
+        yield
+
+
 @pytest.fixture(scope="session")
 def chromium() -> str:
     """A Chromium, and the library that drives it."""

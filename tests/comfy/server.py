@@ -21,7 +21,7 @@ from devicebridge.tests.comfy_host import allow_folders, comfy_python
 
 ROOT = Path(__file__).resolve().parents[2]
 # One thread: tiny matrices only wait for more, and the command line must compute in the same order.
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 ARGUMENTS = ["--cpu", "--disable-api-nodes", "--disable-auto-launch", "--database-url", "sqlite:///:memory:"]
 
 
@@ -73,6 +73,19 @@ class Server:
 
     def run(self, graph: dict[str, Any]) -> Finished:
         return self.wait(self.queue(graph))
+
+    @contextmanager
+    def short_texts(self) -> Iterator[None]:
+        """Inside, trainings pad texts to few tokens; see tests/tiny_pipeline.py."""
+        self._switch("TestShortTexts", is_on=True)
+        try:
+            yield
+        finally:
+            self._switch("TestShortTexts", is_on=False)
+
+    def _switch(self, node: str, **inputs: Any) -> None:
+        finished = self.run({"1": {"class_type": node, "inputs": inputs}})
+        assert finished.status == "success", finished.error
 
     def empty_cache(self) -> None:
         """Empty ComfyUI's cache of outputs, as a restart does.

@@ -18,7 +18,7 @@ from devicebridge.tests.comfy_host import comfy_python
 pytestmark = pytest.mark.comfy
 
 WORKER = Path(__file__).with_name("contract_worker.py")
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from devicebridge.tests.tiny_pipeline import save_tiny_dataset
 from devicebridge.tests.workflows import from_folder, read_workflow, set_values
 from safetensors.torch import save_file
 
-pytestmark = pytest.mark.comfy
+pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("short_texts_there")]
 
 EXAMPLE = ROOT / "example_workflows" / "train_a_LoRA_over_two_GPUs.json"
 TEMPLATES = sorted((ROOT / "example_workflows").glob("*.json"))

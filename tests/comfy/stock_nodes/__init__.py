@@ -3,16 +3,52 @@ and the cases of stock_cases.py. ComfyUI loads this folder as a custom node pack
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
 _ROOT = Path(os.path.realpath(__file__)).parents[3]
 
 
+_shortened = contextlib.ExitStack()
+
+
 def _load_pack() -> None:
     runpy.run_path(str(_ROOT / "bootstrap.py"))["load_pack"]()
+
+
+def _modules(ending: str) -> list[Any]:
+    """Those of all loaded packs: ComfyUI loads ours under a name of its own."""
+    return [module for name, module in list(sys.modules.items()) if name.endswith(ending)]
+
+
+class ShortTexts:
+    """Has training pad texts to few tokens from now on, as tiny_pipeline.short_texts does, or to the published ones."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"is_on": ("BOOLEAN", {"default": True})}}
+
+    @classmethod
+    def IS_CHANGED(cls, **inputs: Any) -> float:
+        return float("nan")
+
+    RETURN_TYPES = ()
+    FUNCTION = "switch"
+    OUTPUT_NODE = True
+    CATEGORY = "test"
+
+    def switch(self, is_on: bool) -> dict[str, Any]:
+        _load_pack()
+        from devicebridge.tests.tiny_pipeline import short_texts
+
+        _shortened.close()
+        for module in _modules(".families.registry") if is_on else ():
+            _shortened.enter_context(short_texts(module.FAMILIES))
+        return {}
 
 
 class TinyEncoders:
@@ -103,6 +139,7 @@ class StockCase:
 NODE_CLASS_MAPPINGS = {
     "TestTinyEncoders": TinyEncoders,
     "TestKeepTensors": KeepTensors,
+    "TestShortTexts": ShortTexts,
     "TestStockCase": StockCase,
     "TestCaption": Caption,
 }
