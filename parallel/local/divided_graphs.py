@@ -41,6 +41,8 @@ _MOST_SHAPES = 4  # of one block, whose graphs are kept
 # time.
 RECORDED_AFTER = 4
 _MISSING = object()
+_REDUCTIONS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+_OF_PRODUCTS = ("allow_tf32", "fp32_precision", "allow_fp16_accumulation", *_REDUCTIONS)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments, and those by name
 # The call for each card, home's first -> what each returns
@@ -142,19 +144,31 @@ class DividedGraphs:
             return self._replayed(graph, calls)
         if graph is not None:
             self._graphs[block].remove(graph)
+            graph = None
+            self._seen.pop(block, None)  # what moves at every forward would be recorded at every forward
         if addresses is None or self._waits(block, key) < RECORDED_AFTER:
             return self._computed(block, key, calls, compute)
-        with Versioned():
-            inputs = [self._fill(rank, _inputs(call)) for rank, call in enumerate(calls)]
+        graphs = self._graphs  # release makes another one
+        try:
+            with Versioned():
+                inputs = [self._staged_inputs(rank, _inputs(call)) for rank, call in enumerate(calls)]
+        except Exception as error:  # such as too little memory: nothing was computed yet
+            self._not_recorded(block, error)
+            return compute(calls)
         outputs = compute(calls)
         try:
-            graph = self._record(calls, inputs, alone, outputs, key, addresses)
-            self._keep(block, graph)
+            if self._graphs is graphs:
+                graph = self._record(calls, inputs, alone, outputs, key, addresses)
+            if graph is not None and self._graphs is graphs:
+                self._keep(block, graph)
         except Exception as error:  # whatever cannot be recorded
-            _log.debug("recording %s failed", type(block).__name__, exc_info=True)
-            self._give_up(f"recording {type(block).__name__} failed: {error}".partition("\n")[0])
+            self._not_recorded(block, error)
         self.forget()
         return outputs
+
+    def _not_recorded(self, block: nn.Module, error: Exception) -> None:
+        _log.debug("recording %s failed", type(block).__name__, exc_info=True)
+        self._give_up(f"recording {type(block).__name__} failed: {error}".partition("\n")[0])
 
     def _keep(self, block: nn.Module, graph: _Graph) -> None:
         graphs = self._graphs.setdefault(block, [])
@@ -195,6 +209,7 @@ class DividedGraphs:
 
     def _key(self, calls: Sequence[Call]) -> Any:
         args, kwargs = calls[0]
+        values = _key_of((args, {name: value for name, value in kwargs.items() if name != OPTIONS}))
         shared = []
         for device, call in zip(self._devices, calls, strict=True):
             tensors = _inputs(call)
@@ -202,7 +217,7 @@ class DividedGraphs:
                 raise _Unlike("an input lies on another device")
             memory = [tensor.untyped_storage()._cdata for tensor in tensors]
             shared.append(list(map(memory.index, memory)))
-        return _key_of((args, {name: value for name, value in kwargs.items() if name != OPTIONS})), shared
+        return values, shared, _switches()
 
     def _where(self, parts: Sequence[nn.Module]) -> list[tuple[int, ...]] | None:
         found = [self._addresses(part, device) for part, device in zip(parts, self._devices, strict=True)]
@@ -219,7 +234,14 @@ class DividedGraphs:
         key: Any,
         addresses: list[tuple[int, ...]],
     ) -> _Graph:
-        """Args: inputs: what was given to each card, where graphs read it. expected: what each card returned."""
+        """Args: inputs: what was given to each card, where graphs read it. expected: what each card returned.
+
+        Raises: RuntimeError if a replay would do something else, and whatever the block and the recorder raise.
+        """
+        wrote = [
+            [index for index, pair in enumerate(zip(places, _inputs(call), strict=True)) if not _same_bits(*pair)]
+            for places, call in zip(inputs, calls, strict=True)
+        ]
         watched = [_Watched(call[1].get(OPTIONS) or {}) for call in calls]
         given = [_call_with(*each) for each in zip(calls, inputs, watched, strict=True)]
         with Versioned():
@@ -246,6 +268,8 @@ class DividedGraphs:
         for card, shared in zip(cards, key[1], strict=True):
             if any(shared.count(shared[index]) > 1 for index in card.written):
                 raise RuntimeError("it writes into memory that it is given twice")
+        if any(not set(found) <= set(card.written) for found, card in zip(wrote, cards, strict=True)):
+            raise RuntimeError("it writes into what it is given, and torch does not see it")
         options = calls[0][1].get(OPTIONS) or {}
         read = {name: _key_of(options.get(name, _MISSING)) for each in watched for name in each.read}
         if any(each.written for each in watched) or _tensors([options.get(name) for name in read]):
@@ -280,20 +304,24 @@ class DividedGraphs:
 
     # ---- replaying
 
-    def _fill(self, rank: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Where graphs read these; those that blocks share are copied once in a forward."""
+    def _staged_inputs(self, rank: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Where graphs are to read these, filled."""
         places = [self._place(rank, index, tensor) for index, tensor in enumerate(tensors)]
+        self._fill(places, tensors)
+        return places
+
+    def _fill(self, places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+        """Copy these to where a graph reads them; those that blocks share are copied once in a forward."""
         for place, tensor in zip(places, tensors, strict=True):
             held = self._held.get(id(place))
             if held is None or held[0] is not tensor or held[1] != version_of(tensor):
                 place.copy_(tensor)
                 self._holds(place, tensor)
-        return places
 
     def _replayed(self, graph: _Graph, calls: Sequence[Call]) -> Sequence[Any]:
         given = [_inputs(call) for call in calls]
-        for rank, tensors in enumerate(given):
-            self._fill(rank, tensors)
+        for card, tensors in zip(graph.cards, given, strict=True):
+            self._fill(card.inputs, tensors)
         graph.replay()
         self.num_replays += 1
         outputs = [self._taken(card, tensors) for card, tensors in zip(graph.cards, given, strict=True)]
@@ -403,6 +431,28 @@ def _key_of(value: Any) -> Any:
     if not names:
         raise _Unlike(f"it is given a {kind.__name__}")
     return kind, *((name, _key_of(getattr(value, name, None))) for name in names)
+
+
+def _switches() -> tuple[Any, ...]:
+    """What torch keeps for the whole process and chooses kernels by; nodes switch it for one MODEL and back."""
+    matmul, cudnn, cuda = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
+    return (
+        *(_switch(matmul, name) for name in _OF_PRODUCTS),
+        *(_switch(cudnn, name) for name in ("allow_tf32", "fp32_precision")),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _switch(owner: Any, name: str) -> Any:
+    """None where this torch has no such switch, or does not tell it beside its newer one."""
+    try:
+        return getattr(owner, name, None)
+    except RuntimeError:
+        return None
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

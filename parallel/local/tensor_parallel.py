@@ -44,6 +44,11 @@ def _lies_on(module: nn.Module, device: torch.device) -> bool:
     return all(parameter.device == device for parameter in module.parameters())
 
 
+def watching_modes() -> int:
+    """How many modes are told of each of torch's functions or operations, such as one that counts them."""
+    return int(torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack())
+
+
 class TensorParallel(Bridge):
     """Runs the forwards of a model whose blocks are divided among devices; see the module's docstring.
 
@@ -111,6 +116,8 @@ class TensorParallel(Bridge):
                     "the model with whole blocks on each device (way 'blocks')"
                 )
             super().begin()
+            if self.graphs is not None:
+                self.graphs.forget()  # a thread that died in its forward has not ended it
             self._runs_in, self._run = threading.current_thread(), None
 
     def replay(self, addresses: Addresses) -> None:
@@ -175,7 +182,7 @@ class TensorParallel(Bridge):
         if self.graphs is None or self.graphs.fault or not (self.replays and self.in_turns):
             return False
         others = {*self.per_device, *self.passed_by} - {OPTIONS}  # what blocks hand each other themselves
-        is_plain = self.trust == "model" and others.isdisjoint(kwargs)
+        is_plain = self.trust == "model" and others.isdisjoint(kwargs) and not watching_modes()
         return is_plain and not torch.is_grad_enabled() and not torch.is_autocast_enabled(self.home.type)
 
     def _outputs(

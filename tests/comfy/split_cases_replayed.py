@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from devicebridge.nodes.host.split.tree import tree_of
-from devicebridge.parallel.local import divided_graphs
+from devicebridge.parallel.local import divided_graphs, tensor_parallel
 from devicebridge.parallel.local.divided_graphs import DividedGraphs
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.comfy.emulated_vram import dynamic_vram
@@ -31,6 +31,7 @@ def _replayed() -> Iterator[None]:
     with (
         mock.patch.object(TensorParallel, "replay", replaying),
         mock.patch.object(divided_graphs, "RECORDED_AFTER", 1),
+        mock.patch.object(tensor_parallel, "watching_modes", lambda: 0),  # cards are emulated by one
     ):
         yield
 

@@ -7,6 +7,7 @@ all that graphs fix is fixed there, too.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ from devicebridge.tests.unit.parallel.test_tensor_parallel import (
     run,
 )
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 pytestmark = pytest.mark.skipif(device_workers.greenlet is None, reason="greenlet is not installed")
 
@@ -35,6 +37,7 @@ pytestmark = pytest.mark.skipif(device_workers.greenlet is None, reason="greenle
 AS_SEPARATE = (
     *PLANS,
     *(replace(PLANS[1], block=name) for name in ("Asking", "Telling", "Drawing", "Refusing", "Changing", "Adding")),
+    *(replace(PLANS[1], block=name) for name in ("Hiding", "Pressing")),
 )
 
 
@@ -189,6 +192,27 @@ class Changing(Separate):
         return super().forward(x, vec)
 
 
+class Hiding(Separate):
+    """Writes into what it is given, and no version tells, as with a kernel that only knows an address."""
+
+    def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
+        x.data.add_(1.0)
+        return super().forward(x, vec)
+
+
+class Pressing(Separate):
+    """Memory runs short meanwhile, as often as it is told."""
+
+    times = 0
+
+    def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
+        output = super().forward(x, vec)
+        if self.times:
+            self.times -= 1
+            self.__dict__["press"]()
+        return output
+
+
 def test_options_that_a_block_looked_up_must_be_those_of_the_recording(monkeypatch) -> None:
     model, parallel, graphs, _ = ready(Asking(), Asking())
     own = type(model).forward
@@ -221,6 +245,7 @@ def test_options_that_a_block_looked_up_must_be_those_of_the_recording(monkeypat
         (Drawing, "a replay gives something else"),
         (Refusing, "operation not permitted when stream is capturing"),
         (Changing, "it returns something else in the shape of what it writes to"),
+        (Hiding, "torch does not see it"),
     ],
 )
 def test_a_block_that_cannot_be_replayed_ends_recording_and_is_computed(block, fault, caplog) -> None:
@@ -291,3 +316,103 @@ def test_what_a_computed_block_wrote_to_is_given_anew() -> None:
     for x in inputs(RECORDED_AFTER + 4):
         assert torch.equal(run(parallel, model, x), computed(parallel, model, x))
     assert recorder.num_recorded == 2 and graphs.num_replays
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_what_is_released_while_a_block_is_recorded_is_not_replayed(times) -> None:
+    """In the call that computes, in the one that records, in the one that compares."""
+    model = make_model(Pressing(), Separate())
+    parallel = divide(model, 2, plans=AS_SEPARATE)
+    graphs, recorder = replaying(parallel, where)
+    block = model.blocks[0]
+    block.__dict__["press"] = parallel.release
+    computes = DividedGraphs._record
+
+    def record(self: DividedGraphs, *args: Any) -> Any:
+        block.times = times - 1
+        return computes(self, *args)
+
+    for x in inputs(RECORDED_AFTER + 2):
+        run(parallel, model, x)
+    assert recorder.num_recorded == 1 and not graphs._graphs.get(block)  # of the first block no wait is known before
+    if times == 1:
+        block.times = 1
+    with pytest.MonkeyPatch.context() as patched:
+        if times > 1:
+            patched.setattr(DividedGraphs, "_record", record)
+        run(parallel, model, inputs(1)[0])
+    kept = graphs._graphs.get(block)
+    for x in inputs(3):
+        assert torch.equal(run(parallel, model, x), computed(parallel, model, x))
+    assert not block.times and not kept and not graphs.fault
+
+
+def test_where_memory_is_short_before_a_recording_blocks_are_computed(monkeypatch, caplog) -> None:
+    model = make_model()
+    parallel = divide(model, 2)
+    graphs, recorder = replaying(parallel, where)
+
+    def no_room(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("not enough memory")
+
+    monkeypatch.setattr(DividedGraphs, "_place", no_room)
+    for x in inputs(RECORDED_AFTER + 3):
+        assert torch.equal(run(parallel, model, x), computed(parallel, model, x))
+    assert not recorder.num_recorded and "not enough memory" in graphs.fault
+    assert sum("not enough memory" in record.message for record in caplog.records) == 1
+
+
+def test_switches_of_torch_must_be_those_of_the_recording() -> None:
+    """A node that switches one for its MODEL samples with the same blocks as the MODEL without it."""
+    model, parallel, graphs, _ = ready()
+    x = inputs(1)[0]
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_fp16_reduced_precision_reduction
+    matmul.allow_fp16_reduced_precision_reduction = not before
+    try:
+        run(parallel, model, x)
+    finally:
+        matmul.allow_fp16_reduced_precision_reduction = before
+    assert graphs.num_replays == 0
+    run(parallel, model, x)
+    assert graphs.num_replays == len(model.blocks)
+
+
+def test_a_mode_that_watches_torchs_functions_sees_all_of_them() -> None:
+    class Counting(TorchFunctionMode):
+        times = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.times += func is torch.nn.functional.linear
+            return func(*args, **(kwargs or {}))
+
+    model, parallel, graphs, _ = ready(Separate(), Separate())
+    with Counting() as counting:
+        run(parallel, model, inputs(1)[0])
+    assert graphs.num_replays == 0 and counting.times == 2 + 2 * 2 * 6  # the model's own, and both devices'
+
+
+def test_weights_that_move_at_every_forward_are_not_recorded_at_every_forward() -> None:
+    model, parallel, graphs, recorder = ready(Separate(), Separate())
+    layer = model.blocks[0].attn.q
+    both = [layer.weight, nn.Parameter(layer.weight.data.clone(), requires_grad=False)]
+    for number, x in enumerate(inputs(3 * RECORDED_AFTER)):
+        layer.weight = both[(number + 1) % 2]
+        assert torch.equal(run(parallel, model, x), computed(parallel, model, x))
+    assert recorder.num_recorded <= 4
+
+
+def test_a_thread_that_died_in_its_forward_leaves_nothing_held() -> None:
+    model, parallel, graphs, _ = ready()
+
+    def die() -> None:
+        with torch.inference_mode():
+            parallel.begin()
+            model(inputs(1)[0])
+
+    thread = threading.Thread(target=die)
+    thread.start()
+    thread.join()
+    assert graphs._held
+    with parallel.forward():
+        assert not graphs._held
