@@ -15,6 +15,7 @@ A graph reads and does what it did when it was recorded, so a mistake would be a
 - When it is recorded the block also runs without, and every card must give the same bits. If one does not, or if the
   block cannot be recorded, nothing is recorded for the model any more, and one line in the log says why.
 - Nothing is recorded where other people's code may run between or inside blocks, and nothing with gradients.
+- Attributes of layers, and functions that blocks call, are taken to stay as they were.
 """
 
 from __future__ import annotations

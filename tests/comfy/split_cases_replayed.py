@@ -99,3 +99,19 @@ def replayed_under_dynamic_vram(case: Case) -> None:
             replays = graphs.num_replays
             case.equal("without room, the same bits", host.sample(model, name, steps=STEPS), expected)
             case.check("nothing is replayed", graphs.num_replays == replays and not graphs.fault, graphs.fault)
+
+
+@case
+def replayed_until_somebody_hooks_a_layer(case: Case) -> None:
+    """A hook that comes to a layer after the blocks were recorded is seen before the next forward."""
+    host, name = case.host, "wan_heads"
+    with _replayed():
+        model = tensor(host.load(name))
+        expected = host.sample(model, name, steps=STEPS)
+        replays = _graphs(model).num_replays
+        layer = model.model.diffusion_model.blocks[0].ffn[0]
+        handle = layer.register_forward_hook(lambda module, args, output: output * 2)
+        case.refused("with the hook", lambda: host.sample(model, name, steps=1), RuntimeError, "way 'blocks'")
+        case.check("nothing is replayed with it", _graphs(model).num_replays == replays > 0)
+        handle.remove()
+        case.equal("without it", host.sample(model, name, steps=STEPS), expected)

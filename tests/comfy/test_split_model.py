@@ -98,6 +98,7 @@ CASES = [
     *(f"replayed_{name}" for name in DIVIDED),
     "replayed_with_loras_and_evicted",
     "replayed_under_dynamic_vram",
+    "replayed_until_somebody_hooks_a_layer",
     *EIGHT_BIT_FILES,
     "tensor_products_in_fp8",
     "tensor_weight_types_of_the_loader",

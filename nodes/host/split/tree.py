@@ -88,6 +88,7 @@ class SplitTree:
         self._layers = tuple(layer for block in self.bridge.blocks for layer in block.modules()) if self.divided else ()
         self._unseen: tuple[str, ...] | None = None
         self._inside: tuple[str, ...] = ()  # of that, what is in blocks
+        self._num_attached = 0  # to layers, when that was looked up
         self._is_plain = False
         self._is_step = False
         self._forwards = _Forwards()
@@ -234,6 +235,9 @@ class SplitTree:
 
     def _look(self) -> None:
         patcher = self._patcher()
+        number = _count_attached(self._layers)
+        if number != self._num_attached:  # since then
+            self._unseen, self._inside, self._num_attached = None, (), number
         if self._unseen is None and patcher is not None:
             own = self.bridge.hook_ids | self._hooks.ids
             self._unseen = tuple(unseen_attachments(patcher, self.diffusion_model, own))
@@ -369,6 +373,13 @@ class _Arguments(dict[str, Any]):
 
     def __del__(self) -> None:
         settle()
+
+
+def _count_attached(layers: Sequence[nn.Module]) -> int:
+    """How many hooks and forwards of their own layers have."""
+    return sum(
+        len(layer._forward_hooks) + len(layer._forward_pre_hooks) + ("forward" in layer.__dict__) for layer in layers
+    )
 
 
 def _containers_of(blocks: Sequence[str]) -> list[str]:
