@@ -16,15 +16,13 @@ _BY_NUMBERS = {
     "AceStepConditionGenerationModel": "its forward depends on numbers of text and reference; a dry run has shapes",
     "HiDreamImageTransformer2DModel": "its experts are chosen by the numbers that they compute with",
 }
-# Classes whose forward computes with what is at home behind its blocks, outside of any module.
-_ENDS_AT_HOME = ("NextDiTPixelSpace", "PixDiT_T2I")
 
 
 def why_no_stages(native: NativeModel | None, model: nn.Module) -> str:
     """Why the cards cannot work on several microbatches at once; "" for nothing."""
     if native is None:
         return ""
-    if native.class_name in _ENDS_AT_HOME:
+    if native.ends_at_home:
         return f"{native.class_name} computes with what is at home behind its blocks"
     if not native.can_overlap:
         return f"{native.class_name} needs its home card between its blocks"

@@ -57,11 +57,12 @@ class SideStreams:
         with CurrentStreams(module, leaving, arriving) as (of_source, of_target):
             leaving.wait_stream(of_source)
             made = [tensor.to(device, non_blocking=True) for tensor in tensors]
-        if self.held is not None:
+        if self.held is None:
+            for tensor, copy in zip(tensors, made, strict=True):
+                tensor.record_stream(leaving)
+                copy.record_stream(of_target)
+        else:
             self.held += (*tensors, *made)
-        for tensor, copy in zip(tensors, made, strict=True) if self.held is None else ():
-            tensor.record_stream(leaving)
-            copy.record_stream(of_target)
         arrivals[pair] = arriving.record_event()
         return made
 

@@ -44,24 +44,29 @@ class CudaRecorder:
         # on all cards, and none that records should notice.
         with ONE_AT_A_TIME, self.aside():
             torch.cuda.empty_cache()
-            graph = torch.cuda.CUDAGraph()
-            # other threads allocate and copy meanwhile, on other cards
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                try:
-                    compute()
-                except BaseException:
-                    with suppress(RuntimeError):  # of what was raised this one only says that there was something
-                        graph.capture_end()
-                    raise
+            return capture(compute, pool, self._device).replay
+
+
+def capture(compute: Callable[[], None], pool: Any, device: torch.device) -> torch.cuda.CUDAGraph:
+    """A graph of all that compute launches on the device's current stream, and on streams that join it."""
+    graph = torch.cuda.CUDAGraph()
+    # other threads allocate and copy meanwhile, on other cards
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        try:
+            compute()
+        except BaseException:
+            with suppress(RuntimeError):  # of what was raised this one only says that there was something
                 graph.capture_end()
-            except BaseException:
-                end_failed_recording(self._device, pool)
-                raise
-        return graph.replay
+            raise
+        graph.capture_end()
+    except BaseException:
+        _end_failed_recording(device, pool)
+        raise
+    return graph
 
 
-def end_failed_recording(device: torch.device, pool: Any) -> None:
+def _end_failed_recording(device: torch.device, pool: Any) -> None:
     """Tell the allocator and the random numbers that a recording which failed is over: up to torch 2.11 at least
     capture_end raises before it does. No memory that crossed streams would be freed any more, and dropout would
     fail for as long as the process lives."""

@@ -149,6 +149,18 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], passed_by: Colle
     return fresh
 
 
+def tensors_reached(value: Any, passed_by: Collection[Any] = frozenset()) -> list[Tensor]:
+    """Every tensor that map_tensors would change, in its order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, note, passed_by)
+    return found
+
+
 def _map_closure(
     function: types.FunctionType, change: Callable[[Tensor], Tensor], passed_by: Collection[Any]
 ) -> types.FunctionType:

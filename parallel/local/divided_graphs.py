@@ -21,30 +21,25 @@ A graph reads and does what it did when it was recorded, so a mistake would be a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...patches.hooks import PLAIN, attributes_of, map_tensors
+from ...patches.hooks import map_tensors, tensors_reached
 from ..transfer import Versioned
 from .bridge import version_of
+from .recorded_calls import MISSING, OPTIONS, Unlike, WatchedOptions, key_of, switches
 
 _log = logging.getLogger(__name__)
 
-OPTIONS = "transformer_options"
 _MOST_SHAPES = 4  # of one block, whose graphs are kept
 # Recording takes as long as two forwards, and a replay spares half a forward at best: a call must have come this often
 # one after the other while the cards waited for the host. Where they do not wait, a replay's copies would only take
 # time.
 RECORDED_AFTER = 4
-_MISSING = object()
-_REDUCTIONS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
-_OF_PRODUCTS = ("allow_tf32", "fp32_precision", "allow_fp16_accumulation", *_REDUCTIONS)
-
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments, and those by name
 # The call for each card, home's first -> what each returns
 Compute = Callable[[Sequence[Call]], Sequence[Any]]
@@ -60,8 +55,17 @@ class Recorder(Protocol):
         """Whether the first card has done all that was launched on it before this mark; asked without waiting."""
 
 
-class _Unlike(Exception):
-    """A value that cannot be compared with another one."""
+@dataclass(frozen=True)
+class _Asked:
+    """A call to be recorded.
+
+    Args: calls: of each card. given: the tensors in each, which the block may change. addresses: of the weights.
+    """
+
+    key: Any
+    addresses: list[tuple[int, ...]]
+    calls: Sequence[Call]
+    given: Sequence[Sequence[torch.Tensor]]
 
 
 @dataclass(eq=False)
@@ -75,6 +79,20 @@ class _Card:
     inputs: list[torch.Tensor]
     written: list[int]
     outputs: list[int | torch.Tensor]
+
+    def place(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Bring what the block returned to where it is to lie.
+
+        Raises: RuntimeError if that is where something else lies that the block wrote.
+        """
+        for number, tensor in enumerate(tensors):
+            same = [index for index, each in enumerate(self.inputs) if each is tensor]
+            self.outputs[number] = same[0] if same else self.outputs[number]
+        pairs = [pair for pair in zip(self.outputs, tensors, strict=True) if not isinstance(pair[0], int)]
+        if any(place is self.inputs[index] for place, _ in pairs for index in self.written):
+            raise RuntimeError("it returns something else in the shape of what it writes to")
+        for place, tensor in pairs:
+            place.copy_(tensor)  # type: ignore[union-attr]
 
 
 @dataclass(eq=False)
@@ -132,36 +150,44 @@ class DividedGraphs:
             parts: home's first. calls: of each.
             alone: what is recorded; it depends on nothing but its calls.
         """
-        block = parts[0]
+        block, given = parts[0], [_inputs(call) for call in calls]
         try:
-            key, addresses = self._key(calls), self._where(parts)
-        except _Unlike as reason:
+            key = self._key(calls, given)
+        except Unlike as reason:
             _log.debug("%s is not replayed as a CUDA graph: %s", type(block).__name__, reason)
             self.forget()
             return compute(calls)
         options = calls[0][1].get(OPTIONS) or {}
         graph = next((each for each in self._graphs.get(block, ()) if each.key == key and _reads(each, options)), None)
+        if graph is None and self._waits(block, key) < RECORDED_AFTER:
+            return self._computed(block, key, calls, compute)
+        addresses = self._where(parts)
         if graph is not None and graph.addresses == addresses:
-            return self._replayed(graph, calls)
+            return self._replayed(graph, given)
         if graph is not None:
             self._graphs[block].remove(graph)
-            graph = None
             self._seen.pop(block, None)  # what moves at every forward would be recorded at every forward
-        if addresses is None or self._waits(block, key) < RECORDED_AFTER:
+        if graph is not None or addresses is None:
             return self._computed(block, key, calls, compute)
+        return self._computed_and_recorded(block, _Asked(key, addresses, calls, given), compute, alone)
+
+    def _computed_and_recorded(
+        self, block: nn.Module, asked: _Asked, compute: Compute, alone: Compute
+    ) -> Sequence[Any]:
+        """As compute gives it; for the next time it is recorded."""
         graphs = self._graphs  # release makes another one
         try:
             with Versioned():
-                inputs = [self._staged_inputs(rank, _inputs(call)) for rank, call in enumerate(calls)]
+                inputs = [self._staged_inputs(rank, tensors) for rank, tensors in enumerate(asked.given)]
         except Exception as error:  # such as too little memory: nothing was computed yet
             self._not_recorded(block, error)
-            return compute(calls)
-        outputs = compute(calls)
+            return compute(asked.calls)
+        outputs = compute(asked.calls)
         try:
             if self._graphs is graphs:
-                graph = self._record(calls, inputs, alone, outputs, key, addresses)
-            if graph is not None and self._graphs is graphs:
-                self._keep(block, graph)
+                graph = self._record(asked, inputs, alone, outputs)
+                if self._graphs is graphs:
+                    self._keep(block, graph)
         except Exception as error:  # whatever cannot be recorded
             self._not_recorded(block, error)
         self.forget()
@@ -169,7 +195,9 @@ class DividedGraphs:
 
     def _not_recorded(self, block: nn.Module, error: Exception) -> None:
         _log.debug("recording %s failed", type(block).__name__, exc_info=True)
-        self._give_up(f"recording {type(block).__name__} failed: {error}".partition("\n")[0])
+        self.release()
+        self.fault = f"recording {type(block).__name__} failed: {error}".partition("\n")[0]
+        _log.warning("blocks that several cards compute are not replayed as CUDA graphs: %s", self.fault)
 
     def _keep(self, block: nn.Module, graph: _Graph) -> None:
         graphs = self._graphs.setdefault(block, [])
@@ -203,22 +231,15 @@ class DividedGraphs:
             self._recorder = self._make_recorder()
         return self._recorder
 
-    def _give_up(self, fault: str) -> None:
-        self.release()
-        self.fault = fault
-        _log.warning("blocks that several cards compute are not replayed as CUDA graphs: %s", fault)
-
-    def _key(self, calls: Sequence[Call]) -> Any:
-        args, kwargs = calls[0]
-        values = _key_of((args, {name: value for name, value in kwargs.items() if name != OPTIONS}))
-        shared = []
-        for device, call in zip(self._devices, calls, strict=True):
-            tensors = _inputs(call)
+    def _key(self, calls: Sequence[Call], given: Sequence[Sequence[torch.Tensor]]) -> Any:
+        """Args: given: the tensors in each call."""
+        values, shared = key_of(_arguments(calls[0])), []
+        for device, tensors in zip(self._devices, given, strict=True):
             if any(tensor.device != device for tensor in tensors):
-                raise _Unlike("an input lies on another device")
+                raise Unlike("an input lies on another device")
             memory = [tensor.untyped_storage()._cdata for tensor in tensors]
             shared.append(list(map(memory.index, memory)))
-        return values, shared, _switches()
+        return values, shared, switches()
 
     def _where(self, parts: Sequence[nn.Module]) -> list[tuple[int, ...]] | None:
         found = [self._addresses(part, device) for part, device in zip(parts, self._devices, strict=True)]
@@ -227,62 +248,45 @@ class DividedGraphs:
     # ---- recording
 
     def _record(
-        self,
-        calls: Sequence[Call],
-        inputs: Sequence[list[torch.Tensor]],
-        alone: Compute,
-        expected: Sequence[Any],
-        key: Any,
-        addresses: list[tuple[int, ...]],
+        self, asked: _Asked, inputs: Sequence[list[torch.Tensor]], alone: Compute, expected: Sequence[Any]
     ) -> _Graph:
-        """Args: inputs: what was given to each card, where graphs read it. expected: what each card returned.
+        """Args: inputs: what each card was given, where graphs read it. expected: what each card returned.
 
         Raises: RuntimeError if a replay would do something else, and whatever the block and the recorder raise.
         """
-        wrote = [
-            [index for index, pair in enumerate(zip(places, _inputs(call), strict=True)) if not _same_bits(*pair)]
-            for places, call in zip(inputs, calls, strict=True)
-        ]
-        watched = [_Watched(call[1].get(OPTIONS) or {}) for call in calls]
-        given = [_call_with(*each) for each in zip(calls, inputs, watched, strict=True)]
+        watched = [WatchedOptions(call[1].get(OPTIONS) or {}) for call in asked.calls]
+        staged = [_call_with(*each) for each in zip(asked.calls, inputs, watched, strict=True)]
+        wrote = [_different(places, tensors) for places, tensors in zip(inputs, asked.given, strict=True)]
         with Versioned():
             both = enumerate(zip(expected, inputs, strict=True))
             output = [self._staged_like(rank, tree, tensors) for rank, (tree, tensors) in both]
-        cards = [_Card(list(tensors), [], list(_tensors(tree))) for tensors, tree in zip(inputs, output, strict=True)]
+        cards = [_Card(places, [], [*tensors_reached(tree)]) for places, tree in zip(inputs, output, strict=True)]
 
         def computed() -> None:
             versions = [[tensor._version for tensor in tensors] for tensors in inputs]
-            found = [_tensors(tree) for tree in alone(given)]
+            found = [tensors_reached(tree) for tree in alone(staged)]
             for card, tensors, before in zip(cards, found, versions, strict=True):
                 card.written = [index for index, each in enumerate(card.inputs) if each._version != before[index]]
-                for number, tensor in enumerate(tensors):
-                    same = [index for index, each in enumerate(card.inputs) if each is tensor]
-                    card.outputs[number] = same[0] if same else card.outputs[number]
-                copied = zip(card.outputs, tensors, strict=True)
-                pairs = [(place, tensor) for place, tensor in copied if not isinstance(place, int)]
-                if any(place is card.inputs[index] for place, _ in pairs for index in card.written):
-                    raise RuntimeError("it returns something else in the shape of what it writes to")
-                for place, tensor in pairs:
-                    place.copy_(tensor)
+                card.place(tensors)
 
         replay = self._recording.record(computed)
-        for card, shared in zip(cards, key[1], strict=True):
+        for card, shared, found in zip(cards, asked.key[1], wrote, strict=True):
             if any(shared.count(shared[index]) > 1 for index in card.written):
                 raise RuntimeError("it writes into memory that it is given twice")
-        if any(not set(found) <= set(card.written) for found, card in zip(wrote, cards, strict=True)):
-            raise RuntimeError("it writes into what it is given, and torch does not see it")
-        options = calls[0][1].get(OPTIONS) or {}
-        read = {name: _key_of(options.get(name, _MISSING)) for each in watched for name in each.read}
-        if any(each.written for each in watched) or _tensors([options.get(name) for name in read]):
+            if not set(found) <= set(card.written):
+                raise RuntimeError("it writes into what it is given, and torch does not see it")
+        options = asked.calls[0][1].get(OPTIONS) or {}
+        read = {name: key_of(options.get(name, MISSING)) for each in watched for name in each.read}
+        if any(each.written for each in watched) or tensors_reached([options.get(name) for name in read]):
             raise RuntimeError(f"it changes the {OPTIONS}, or reads tensors there")
         replay()
-        for card, tree, call in zip(cards, expected, calls, strict=True):
-            found = [card.inputs[each] if isinstance(each, int) else each for each in card.outputs]
-            given_then = _inputs(call)
-            pairs = [*zip(found, _tensors(tree), strict=True), *((card.inputs[i], given_then[i]) for i in card.written)]
-            if not all(_same_bits(*pair) for pair in pairs):
+        for card, tree, tensors in zip(cards, expected, asked.given, strict=True):
+            outputs = [card.inputs[each] if isinstance(each, int) else each for each in card.outputs]
+            written = [card.inputs[index] for index in card.written]
+            given = [tensors[index] for index in card.written]
+            if _different([*outputs, *written], [*tensors_reached(tree), *given]):
                 raise RuntimeError("a replay gives something else")
-        return _Graph(key, read, addresses, cards, output[0], replay)
+        return _Graph(asked.key, read, asked.addresses, cards, output[0], replay)
 
     def _staged_like(self, rank: int, tree: Any, inputs: Sequence[torch.Tensor]) -> Any:
         """The tree, with tensors that all graphs of such shapes share and write to. An output lies where an input of
@@ -319,8 +323,7 @@ class DividedGraphs:
                 place.copy_(tensor)
                 self._holds(place, tensor)
 
-    def _replayed(self, graph: _Graph, calls: Sequence[Call]) -> Sequence[Any]:
-        given = [_inputs(call) for call in calls]
+    def _replayed(self, graph: _Graph, given: Sequence[Sequence[torch.Tensor]]) -> Sequence[Any]:
         for card, tensors in zip(graph.cards, given, strict=True):
             self._fill(card.inputs, tensors)
         graph.replay()
@@ -345,140 +348,29 @@ class DividedGraphs:
         self._held[id(place)] = source, version_of(source)
 
 
-class _Watched(dict[Any, Any]):
-    """Options that know which of them were read, also in their copies, and whether something was written.
-
-    Args: read: where to note it; a copy shares it. A block may write into a copy that it has made.
-    """
-
-    def __init__(self, values: Mapping[Any, Any], read: set[Any] | None = None) -> None:
-        super().__init__(values)
-        self.read: set[Any] = set() if read is None else read
-        self.written: set[Any] = set()
-
-    def _note(self, *names: Any) -> None:
-        self.read.update(name for name in names if name not in self.written)
-
-    def __getitem__(self, name: Any) -> Any:
-        self._note(name)
-        return super().__getitem__(name)
-
-    def get(self, name: Any, default: Any = None) -> Any:
-        self._note(name)
-        return super().get(name, default)
-
-    def __contains__(self, name: Any) -> bool:
-        self._note(name)
-        return super().__contains__(name)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.keys())
-
-    def keys(self) -> Any:
-        self._note(*super().keys())
-        return super().keys()
-
-    def items(self) -> Any:
-        self._note(*super().keys())
-        return super().items()
-
-    def values(self) -> Any:
-        self._note(*super().keys())
-        return super().values()
-
-    def copy(self) -> _Watched:
-        made = _Watched({}, self.read)
-        dict.update(made, super().items())
-        made.written = set(self.written)
-        return made
-
-    __copy__ = copy
-
-    def __setitem__(self, name: Any, value: Any) -> None:
-        self.written.add(name)
-        super().__setitem__(name, value)
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"it takes things out of the {OPTIONS}, or puts several in")
-
-    pop = popitem = setdefault = update = clear = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
-
-
 def _reads(graph: _Graph, options: Mapping[Any, Any]) -> bool:
     """Whether the options that the block looked up are those of the recording."""
     try:
-        return all(_key_of(options.get(name, _MISSING)) == key for name, key in graph.read.items())
-    except _Unlike:
+        return all(key_of(options.get(name, MISSING)) == key for name, key in graph.read.items())
+    except Unlike:
         return False
 
 
-def _key_of(value: Any) -> Any:
-    """What two values have in common if one can stand for the other, but for the numbers in tensors.
-
-    Raises: _Unlike for what nobody can tell that of.
-    """
-    if isinstance(value, torch.Tensor):
-        if is_traceable_wrapper_subclass(value) or value.layout is not torch.strided:
-            raise _Unlike(f"it is given a {type(value).__name__}")
-        return type(value), value.shape, value.stride(), value.dtype
-    kind = type(value)
-    if kind in PLAIN or value is _MISSING or isinstance(value, (torch.dtype, torch.device)):
-        return kind, value
-    if kind in (tuple, list):
-        return kind, *map(_key_of, value)
-    if isinstance(value, dict):
-        return kind, *((name, _key_of(each)) for name, each in value.items())
-    names = attributes_of(value)
-    if not names:
-        raise _Unlike(f"it is given a {kind.__name__}")
-    return kind, *((name, _key_of(getattr(value, name, None))) for name in names)
-
-
-def _switches() -> tuple[Any, ...]:
-    """What torch keeps for the whole process and chooses kernels by; nodes switch it for one MODEL and back."""
-    matmul, cudnn, cuda = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
-    return (
-        *(_switch(matmul, name) for name in _OF_PRODUCTS),
-        *(_switch(cudnn, name) for name in ("allow_tf32", "fp32_precision")),
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
-
-
-def _switch(owner: Any, name: str) -> Any:
-    """None where this torch has no such switch, or does not tell it beside its newer one."""
-    try:
-        return getattr(owner, name, None)
-    except RuntimeError:
-        return None
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(tree, note)
-    return found
+def _arguments(call: Call) -> Call:
+    """All but the options."""
+    args, kwargs = call
+    return args, {name: value for name, value in kwargs.items() if name != OPTIONS}
 
 
 def _inputs(call: Call) -> list[torch.Tensor]:
-    args, kwargs = call
-    return _tensors((args, {name: value for name, value in kwargs.items() if name != OPTIONS}))
+    return tensors_reached(_arguments(call))
 
 
 def _call_with(call: Call, tensors: Sequence[torch.Tensor], options: dict[Any, Any]) -> Call:
     """The call with these tensors, and with these options if it has any."""
-    args, kwargs = call
     left = iter(tensors)
-    named = {name: value for name, value in kwargs.items() if name != OPTIONS}
-    args, named = map_tensors((args, named), lambda _: next(left))
-    return args, {**named, OPTIONS: options} if OPTIONS in kwargs else named
+    args, named = map_tensors(_arguments(call), lambda _: next(left))
+    return args, {**named, OPTIONS: options} if OPTIONS in call[1] else named
 
 
 def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
@@ -489,5 +381,11 @@ def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dt
     return tensor.shape, strides, tensor.dtype
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _different(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[int]:
+    """Numbers of those that have other bits."""
+    return [index for index, pair in enumerate(zip(found, expected, strict=True)) if not same_bits(*pair)]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Where NaN is the same as NaN."""
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...patches.cuda_graph_memory import ONE_AT_A_TIME, end_failed_recording
+from ...patches.cuda_graph_memory import ONE_AT_A_TIME, capture
 from ..transfer import CurrentStreams, SideStreams
 from .device_workers import can_take_turns
 
@@ -57,22 +57,13 @@ class CardsRecorder:
         return torch.cuda.current_stream(self._devices[0]).record_event().query
 
     def _record(self, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
         torch._C._cuda_clearCublasWorkspaces()  # so that those of the graph's kernels are made inside
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            try:
-                with self._further_cards():
-                    compute()
-            except BaseException:
-                with suppress(RuntimeError):
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        except BaseException:
-            end_failed_recording(self._devices[0], self._pool)
-            raise
-        return graph
+
+        def on_all_cards() -> None:
+            with self._further_cards():
+                compute()
+
+        return capture(on_all_cards, self._pool, self._devices[0])
 
     @contextmanager
     def _further_cards(self) -> Iterator[None]:
@@ -118,8 +109,7 @@ class CardsRecorder:
 
     def _launch(self, graph: torch.cuda.CUDAGraph) -> None:
         first, *others = [torch.cuda.current_stream(device) for device in self._devices]
-        for stream in others:
-            first.wait_stream(stream)
+        _join(first, others)
         graph.replay()
         for stream in others:
             stream.wait_stream(first)

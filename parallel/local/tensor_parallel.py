@@ -23,18 +23,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...patches.hooks import PLAIN, map_tensors
+from ...patches.hooks import PLAIN, map_tensors, tensors_reached
 from ..devices import device_title
 from ..staged_copies import StagedCopies, copies_between
 from ..transfer import Arrivals, Versioned, copy_to
 from .ahead import Ahead, Groups
 from .bridge import Bridge
 from .device_workers import make_workers
-from .divided_graphs import OPTIONS, Addresses, DividedGraphs
+from .divided_graphs import Addresses, DividedGraphs, same_bits
 from .divided_graphs import Call as GivenCall
 from .exchange import Exchange, Tensors, TokenChunks
 from .graph_recorder import CardsRecorder, can_record
 from .meetings import MEETS, Call, Meetings, Stays
+from .recorded_calls import OPTIONS
 from .shards import BlockShard, Meeting
 
 _TOLERANCE = 0.02  # of a block's output, between devices of different kinds, which round differently
@@ -171,7 +172,7 @@ class TensorParallel(Bridge):
             if self.graphs is not None:
                 self.graphs.forget()
             outputs = self._outputs(block, call, calls)
-        found = [_tensors_in(each) for each in outputs]
+        found = [tensors_reached(each) for each in outputs]
         if block not in self._checked:
             self._check(block, found)
             self._checked.add(block)
@@ -411,23 +412,11 @@ class _Run:
             self._results[rank].put(None)
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(value, note)
-    return found
-
-
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """Relative to a; 0 for the same bits, where NaN is the same as NaN."""
-    nan_a, nan_b = a != a, b != b
-    if bool(((a == b) | (nan_a & nan_b)).all()):
+    if same_bits(a, b):
         return 0.0
-    if not bool((nan_a == nan_b).all()):
+    if not bool(((a != a) == (b != b)).all()):
         return float("inf")
     x, y = a.float().nan_to_num(), b.float().nan_to_num()
     return max(float((x - y).norm() / x.norm().clamp_min(1e-20)), 1e-20)

@@ -32,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ...patches.compile_blocks import Compiler
-from ...patches.hooks import map_tensors
+from ...patches.hooks import map_tensors, tensors_reached
 from ..devices import CPU, random_state, set_random_state
 from .out_of_place import LateReads, in_place, out_of_place
 
@@ -84,7 +84,7 @@ class InPlaceGuard:
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tensors = self._tensors_in(args, kwargs)
+        tensors = tensors_reached((args, kwargs), self.passed_by)
         is_none = tuple([each is None for each in (*args, *kwargs.values())])
         numbers = tuple([each for each in args if type(each) is int])  # a block's own, where one module serves all
         forms = tuple([(t.requires_grad, t.ndim, t.dtype) for t in tensors])
@@ -106,16 +106,6 @@ class InPlaceGuard:
                 "gradients cannot be trusted; this model cannot be trained here"
             )
         return output
-
-    def _tensors_in(self, args: Any, kwargs: Any) -> list[Tensor]:
-        found: list[Tensor] = []
-
-        def take(tensor: Tensor) -> Tensor:
-            found.append(tensor)
-            return tensor
-
-        map_tensors((args, kwargs), take, self.passed_by)
-        return found
 
     def _forward(self, args: Any, kwargs: Any, others: dict[int, Tensor], renewed: dict[int, Tensor]) -> Any:
         """Args: others, renewed: by number, tensors in the place of those among args and kwargs; what assignments to
@@ -189,7 +179,7 @@ class InPlaceGuard:
             others = {index: copy for index, copy in enumerate(copies) if index not in renewed}
             with saved_tensors_hooks(note, lambda tensor: tensor):
                 output = self._forward(args, kwargs, others, {index: copies[index] for index in renewed})
-            outputs = self._tensors_in((output,), {})
+            outputs = tensors_reached(output, self.passed_by)
             reads.look(outputs)
         changed = {index for index, copy in enumerate(copies) if copy._version != before[index]}
         written = tuple((_kind(tensor), tensor._version != version) for tensor, version in saved)

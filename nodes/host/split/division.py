@@ -24,6 +24,7 @@ from torch import nn
 from ....families.tensor_plan import Shares
 from ....parallel.local.shards import BlockShard, divide_block
 from ....parallel.local.slices import JoinedSlices, Slice
+from ....quantization.wrapped import plain_parts
 from .attachments import ROOT
 from .division_plan import Division
 from .model_copy import Origin, copy_structure, reachable
@@ -258,22 +259,12 @@ def _addresses(layer: nn.Module, device: torch.device, held: list[Any]) -> tuple
                 return None
             weights = [getattr(module, "_v_weight", None), getattr(module, "_v_bias", None)]
         for weight in weights:
-            for part in _plain_parts(weight):
-                if part.device != device:
-                    return None
-                found.append(part.data_ptr())
+            if weight is None:
+                continue
+            if weight.device != device:
+                return None
+            found += [part.data_ptr() for part in plain_parts(weight)]
     return tuple(found)
-
-
-def _plain_parts(weight: torch.Tensor | None) -> list[torch.Tensor]:
-    """The ordinary tensors that a weight consists of."""
-    if weight is None:
-        return []
-    data = weight.data
-    if not isinstance(data, QuantizedTensor):
-        return [data]
-    fields = [getattr(data._params, field.name) for field in dataclasses.fields(data._params)]
-    return [data._qdata, *(each for each in fields if isinstance(each, torch.Tensor))]
 
 
 def find_bypass(layers: Iterable[nn.Module]) -> list[str]:

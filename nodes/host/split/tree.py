@@ -235,9 +235,6 @@ class SplitTree:
 
     def _look(self) -> None:
         patcher = self._patcher()
-        number = _count_attached(self._layers)
-        if number != self._num_attached:  # since then
-            self._unseen, self._inside, self._num_attached = None, (), number
         if self._unseen is None and patcher is not None:
             own = self.bridge.hook_ids | self._hooks.ids
             self._unseen = tuple(unseen_attachments(patcher, self.diffusion_model, own))
@@ -306,6 +303,9 @@ class SplitTree:
             options = kwargs.get("transformer_options") or {}
             compiled = [] if self._called_modules().keys() == self.bridge.blocks.keys() else ["a compiled block"]
             inside = [name for name in self.plan.layout.patches_inside if name not in self.divided.division.patches]
+            number = _count_attached(self._layers)
+            if number != self._num_attached:  # since that was looked up
+                self._unseen, self._inside, self._num_attached = None, (), number
             self._look()
             bypass = find_bypass(self._layers)  # before every forward: it can come at any time
             check_runnable((*compiled, *bypass, *self._inside), options, inside)
