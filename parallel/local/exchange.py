@@ -77,24 +77,28 @@ class Exchange:
             self._post(rank, name, [cut[to] if cut else part for part, cut in zip(parts, slices, strict=True)], to)
         self._brought[rank].append(_Brought(parts, slices))
 
-    def collect(self, rank: int, name: str, into: Sequence[torch.Tensor | None] = (None,)) -> list[torch.Tensor]:
+    def collect(self, rank: int, name: str, into: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor]:
         """The sums of the parts that all have brought, in order, each added in the order of ranks: the same bits for
         all, and in every run. Raises: as `all`.
 
         Args:
-            into: for the parts of one `bring`: where to write the sum, None for a new tensor.
+            into: where to write each sum; None, or nothing, for a new tensor.
         """
         brought, self._brought[rank] = self._brought[rank], []
+        places = iter(into or [None] * sum(len(each.parts) for each in brought))
+        targets = [[next(places) for _ in each.parts] for each in brought]
         if self.size == 2:  # most often; without lists of ranks
             sums: list[torch.Tensor] = []
-            for parts, _ in brought:
+            for (parts, _), wanted in zip(brought, targets, strict=True):
                 theirs = self._from(1 - rank, rank, name)
-                pairs = zip(parts, theirs, into, strict=True) if rank == 0 else zip(theirs, parts, into, strict=True)
+                pairs = zip(parts, theirs, wanted, strict=True) if rank == 0 else zip(theirs, parts, wanted, strict=True)
                 sums += [torch.add(one, other, out=place) for one, other, place in pairs]
             return sums
-        added = [self._added(rank, name, each, into) for each in brought]
+        added = [self._added(rank, name, own, wanted) for own, wanted in zip(brought, targets, strict=True)]
         return [
-            each for own, sums in zip(brought, added, strict=True) for each in self._whole(rank, name, own, sums, into)
+            each
+            for own, sums, wanted in zip(brought, added, targets, strict=True)
+            for each in self._whole(rank, name, own, sums, wanted)
         ]
 
     def _added(
@@ -220,15 +224,21 @@ def _joined(slices: Tensors, part: torch.Tensor, into: torch.Tensor | None) -> t
 class TokenChunks:
     """Row-parallel layers, computed by chunks of tokens: a chunk's partial sum travels while the next is computed.
 
-    Worth it where copies are slow. A matrix product of fewer rows may take another kernel, so on a card the last bits
+    Worth it where copies take long. A matrix product of fewer rows may take another kernel, so on a card the last bits
     may differ from those of one product; all cards have the same bits all the same.
 
     Args:
         most: number of chunks. least_tokens: of a chunk; smaller products are no faster.
+        from_bytes: of a layer's output; smaller ones are computed at once.
     """
 
-    def __init__(self, most: int = 4, least_tokens: int = 512) -> None:
-        self.most, self.least_tokens = most, least_tokens
+    def __init__(self, most: int = 4, least_tokens: int = 512, from_bytes: int = 0) -> None:
+        self.most, self.least_tokens, self.from_bytes = most, least_tokens, from_bytes
+
+    def number(self, x: torch.Tensor, features: int) -> int:
+        """Of chunks for a layer with this input and so many output features; 1: it is computed at once."""
+        is_large = x.numel() // max(1, x.shape[-1]) * features * x.itemsize >= self.from_bytes
+        return max(1, min(self.most, x.shape[-2] // self.least_tokens)) if x.ndim > 1 and is_large else 1
 
     def bring(
         self,
@@ -238,19 +248,17 @@ class TokenChunks:
         layer: Callable[[torch.Tensor], torch.Tensor],
         x: torch.Tensor,
         *,
+        number: int,
         is_called_once: bool,
-    ) -> None:
-        """Compute a layer by chunks and bring each; the layer must compute each token alone.
+    ) -> torch.Tensor:
+        """Compute a layer by so many chunks and bring each; the layer must compute each token alone.
 
         Args:
             is_called_once: compute all tokens at once and bring the chunks of that: a layer whose weights are not on
                 the card copies them at every call.
+        Returns: a place for the whole output, which nobody has written to.
         """
-        number = max(1, min(self.most, x.shape[-2] // self.least_tokens)) if x.ndim > 1 else 1
-        if is_called_once or number == 1:
-            output = layer(x)
-            chunks = output.chunk(number, dim=-2) if number > 1 else (output,)
-        else:
-            chunks = map(layer, x.chunk(number, dim=-2))  # type: ignore[assignment]
-        for chunk in chunks:
+        computed = layer(x).chunk(number, dim=-2) if is_called_once else map(layer, x.chunk(number, dim=-2))
+        for chunk in computed:
             exchange.bring(rank, name, chunk)
+        return chunk.new_empty(*x.shape[:-1], chunk.shape[-1])

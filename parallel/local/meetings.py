@@ -83,8 +83,14 @@ class Meetings:
         self.is_compared = False  # the block that is being computed
 
     def sum(self, rank: int, meeting: Meeting, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._chunks is not None and meeting.is_alone and len(args) == 1 and not kwargs:
-            return self._sum_of_chunks(self._chunks, rank, meeting, call, args[0])
+        can_be_cut = meeting.is_alone and len(args) == 1 and not kwargs and not self._held[rank]
+        if self._chunks is not None and can_be_cut:
+            x, is_linear = args[0], isinstance(meeting.module, nn.Linear)
+            rows = x.reshape(-1, x.shape[-1]) if is_linear else x  # pictures of a batch are rows behind each other
+            number = self._chunks.number(rows, meeting.module.out_features if is_linear else 0)  # type: ignore[arg-type]
+            if number > 1:
+                found = self._sum_of_chunks(self._chunks, rank, meeting, call, rows, number)
+                return found.view(*x.shape[:-1], -1) if is_linear else found
         part = call(*args, **kwargs)
         if meeting.until and not torch.is_grad_enabled():  # what is written later is in no graph
             place = torch.empty_like(part, memory_format=torch.contiguous_format)
@@ -95,11 +101,15 @@ class Meetings:
         self._exchange.bring(rank, meeting.name, *(each for each, _ in held), part)
         return self._exchange.collect(rank, meeting.name, [*(place for _, place in held), None])[-1]
 
-    def _sum_of_chunks(self, chunks: TokenChunks, rank: int, meeting: Meeting, call: Call, x: torch.Tensor) -> Any:
+    def _sum_of_chunks(
+        self, chunks: TokenChunks, rank: int, meeting: Meeting, call: Call, x: torch.Tensor, number: int
+    ) -> Any:
         is_called_once = not self._stays(meeting.module, self._devices[rank])
-        chunks.bring(self._exchange, rank, meeting.name, call, x, is_called_once=is_called_once)
-        sums = self._exchange.collect(rank, meeting.name)
-        return sums[0] if len(sums) == 1 else torch.cat(sums, dim=-2)
+        whole = chunks.bring(self._exchange, rank, meeting.name, call, x, number=number, is_called_once=is_called_once)
+        if torch.is_grad_enabled() or x.ndim > 2:  # whose chunks do not lie in a row
+            return torch.cat(self._exchange.collect(rank, meeting.name), dim=-2)
+        self._exchange.collect(rank, meeting.name, whole.chunk(number))
+        return whole
 
     def norm(self, rank: int, meeting: Meeting, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, output = args[0], call(*args, **kwargs)

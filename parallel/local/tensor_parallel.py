@@ -38,6 +38,9 @@ from .meetings import MEETS, Call, Meetings, Stays
 from .recorded_calls import OPTIONS
 from .shards import BlockShard, Meeting
 
+# From how large an output on a layer is computed by chunks where cards copy to each other directly. Smaller ones gain
+# nothing: a chunk takes the host three more launches on each card (docs/internals/experiments.md).
+CHUNKS_FROM_BYTES = 2**26
 _TOLERANCE = 0.02  # of a block's output, between devices of different kinds, which round differently
 
 
@@ -81,7 +84,8 @@ class TensorParallel(Bridge):
         self._runs_in: threading.Thread | None = None  # the thread of the forward that is running
         self._checked: set[nn.Module] = set()
         self.graphs: DividedGraphs | None = None
-        self.chunks: TokenChunks | None = None  # of row-parallel layers; None computes each at once
+        # Of row-parallel layers; None computes each at once.
+        self.chunks: TokenChunks | None = TokenChunks(from_bytes=CHUNKS_FROM_BYTES)
         self.stays: Stays = _lies_on
         self.side_streams = copies_between(devices)
         if isinstance(self.side_streams, StagedCopies):  # the slowest pair is waited for

@@ -160,7 +160,7 @@ def test_experts_are_not_computed_by_chunks_of_tokens_and_what_follows_is() -> N
         found = _sampled(model, 2, cards, chunks=TokenChunks(4, 2))
         sent = [each.shape[-2] for each in cards.copies if (each.source, each.target) == (CARDS[1], CARDS[0])]
         expected = model(_input())
-    assert _relative(found, expected) < 1e-5 and TOKENS in sent and 3 in sent
+    assert _relative(found, expected) < 1e-5 and TOKENS in sent and 6 in sent
 
 
 def _bend_the_second_gate(shard: BlockShard, rank: int) -> None:
