@@ -9,6 +9,7 @@ import pytest
 import torch
 from devicebridge.families.tensor_plan import Divided, TensorPlan
 from devicebridge.parallel.local import exchange
+from devicebridge.parallel.local.exchange import TokenChunks
 from devicebridge.parallel.local.meetings import Early
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.unit.parallel.test_tensor_parallel import (
@@ -34,7 +35,7 @@ class TwoOutputs(Attention):
     def __init__(self) -> None:
         super().__init__()
         self.o_text = nn.Linear(WIDTH, WIDTH)
-        self.reads_early, self.leaves_out = "", False
+        self.reads_early, self.leaves_out, self.num_text = "", False, 2
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         q = self.norm_q(self.q(x))
@@ -43,10 +44,10 @@ class TwoOutputs(Attention):
         k = self.norm_k(self.k(x))
         q, k, v = (each.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in (q, k, self.v(x)))
         found = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        image = self.o(found[:, 2:])
+        image = self.o(found[:, self.num_text :])
         if self.reads_early == "sum":
             image = image * 1
-        return image, found[:, :2] if self.leaves_out else self.o_text(found[:, :2])
+        return image, found[:, : self.num_text] if self.leaves_out else self.o_text(found[:, : self.num_text])
 
 
 class Joint(nn.Module):
@@ -119,6 +120,19 @@ def test_parts_in_one_letter_are_the_bits_of_a_letter_each(size, mode, x, monkey
     assert all(torch.equal(each, outputs[0]) for each in outputs) and difference(outputs[0], expected) < NEAR
     pairs = 2 * 2 * size * (size - 1)  # of two blocks in two forwards
     assert [(len(sent), sum(sent)) for sent in letters] == [(3 * pairs, 4 * pairs)] * 2 + [(4 * pairs, 4 * pairs)]
+
+
+@pytest.mark.parametrize(("num_text", "rows"), [(2, 10), (5, 10), (2, 4)])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_large_output_is_computed_by_chunks_unless_earlier_parts_travel_with_it(size, num_text, rows, x) -> None:
+    """The image's is large, the text's, with which the image's travels, or both."""
+    model = make_model(Joint(), Joint())
+    for block in model.blocks:
+        block.attn.num_text = num_text
+    expected = model(x)
+    parallel = divide(model, size, plans=(SUMS,), chunks=TokenChunks(4, 2, from_bytes=4 * rows * WIDTH))
+    for _ in range(2):
+        assert difference(run(parallel, model, x), expected) < NEAR
 
 
 @pytest.mark.parametrize("size", [3, HEADS])
