@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from queue import SimpleQueue
@@ -235,10 +236,11 @@ class TokenChunks:
     def __init__(self, most: int = 4, least_tokens: int = 512, from_bytes: int = 0) -> None:
         self.most, self.least_tokens, self.from_bytes = most, least_tokens, from_bytes
 
-    def number(self, x: torch.Tensor, features: int) -> int:
-        """Of chunks for a layer with this input and so many output features; 1: it is computed at once."""
+    def tokens(self, x: torch.Tensor, features: int) -> int:
+        """In a chunk, for a layer with this input and so many output features; 0: it is computed at once."""
         is_large = x.numel() // max(1, x.shape[-1]) * features * x.itemsize >= self.from_bytes
-        return max(1, min(self.most, x.shape[-2] // self.least_tokens)) if x.ndim > 1 and is_large else 1
+        number = min(self.most, x.shape[-2] // self.least_tokens) if x.ndim > 1 and is_large else 1
+        return math.ceil(x.shape[-2] / number) if number > 1 else 0
 
     def bring(
         self,
@@ -248,17 +250,17 @@ class TokenChunks:
         layer: Callable[[torch.Tensor], torch.Tensor],
         x: torch.Tensor,
         *,
-        number: int,
+        tokens: int,
         is_called_once: bool,
     ) -> torch.Tensor:
-        """Compute a layer by so many chunks and bring each; the layer must compute each token alone.
+        """Compute a layer by chunks of so many tokens and bring each; the layer must compute each token alone.
 
         Args:
             is_called_once: compute all tokens at once and bring the chunks of that: a layer whose weights are not on
                 the card copies them at every call.
         Returns: a place for the whole output, which nobody has written to.
         """
-        computed = layer(x).chunk(number, dim=-2) if is_called_once else map(layer, x.chunk(number, dim=-2))
+        computed = layer(x).split(tokens, dim=-2) if is_called_once else map(layer, x.split(tokens, dim=-2))
         for chunk in computed:
             exchange.bring(rank, name, chunk)
         return chunk.new_empty(*x.shape[:-1], chunk.shape[-1])

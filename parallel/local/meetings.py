@@ -87,9 +87,9 @@ class Meetings:
         if self._chunks is not None and can_be_cut:
             x, is_linear = args[0], isinstance(meeting.module, nn.Linear)
             rows = x.reshape(-1, x.shape[-1]) if is_linear else x  # pictures of a batch are rows behind each other
-            number = self._chunks.number(rows, meeting.module.out_features if is_linear else 0)  # type: ignore[arg-type]
-            if number > 1:
-                found = self._sum_of_chunks(self._chunks, rank, meeting, call, rows, number)
+            tokens = self._chunks.tokens(rows, meeting.module.out_features if is_linear else 0)  # type: ignore[arg-type]
+            if tokens:
+                found = self._sum_of_chunks(self._chunks, rank, meeting, call, rows, tokens)
                 return found.view(*x.shape[:-1], -1) if is_linear else found
         part = call(*args, **kwargs)
         if meeting.until and not torch.is_grad_enabled():  # what is written later is in no graph
@@ -102,13 +102,13 @@ class Meetings:
         return self._exchange.collect(rank, meeting.name, [*(place for _, place in held), None])[-1]
 
     def _sum_of_chunks(
-        self, chunks: TokenChunks, rank: int, meeting: Meeting, call: Call, x: torch.Tensor, number: int
+        self, chunks: TokenChunks, rank: int, meeting: Meeting, call: Call, x: torch.Tensor, tokens: int
     ) -> Any:
         is_called_once = not self._stays(meeting.module, self._devices[rank])
-        whole = chunks.bring(self._exchange, rank, meeting.name, call, x, number=number, is_called_once=is_called_once)
+        whole = chunks.bring(self._exchange, rank, meeting.name, call, x, tokens=tokens, is_called_once=is_called_once)
         if torch.is_grad_enabled() or x.ndim > 2:  # whose chunks do not lie in a row
             return torch.cat(self._exchange.collect(rank, meeting.name), dim=-2)
-        self._exchange.collect(rank, meeting.name, whole.chunk(number))
+        self._exchange.collect(rank, meeting.name, whole.split(tokens))
         return whole
 
     def norm(self, rank: int, meeting: Meeting, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

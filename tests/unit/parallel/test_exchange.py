@@ -282,22 +282,22 @@ def test_a_chunk_leaves_before_the_next_one_is_computed(shape, is_called_once) -
     layer, x = _Layer(seen), torch.randn(shape)
     exchange = Exchange(2, _noting(seen))
     chunks = TokenChunks(4, 3)
-    number = chunks.number(x, 0)
-    chunks.bring(exchange, 0, "here", layer, x, number=number, is_called_once=is_called_once)
+    tokens = chunks.tokens(x, 0)
+    chunks.bring(exchange, 0, "here", layer, x, tokens=tokens, is_called_once=is_called_once)
     each = ["4 tokens computed", "4 tokens sent"]
     at_once = ["11 tokens computed", "4 tokens sent", "4 tokens sent", "3 tokens sent"]
     assert seen == (at_once if is_called_once else [*each, *each, "3 tokens computed", "3 tokens sent"])
-    chunks.bring(exchange, 1, "here", lambda x: 2 * layer(x), x, number=number, is_called_once=False)
+    chunks.bring(exchange, 1, "here", lambda x: 2 * layer(x), x, tokens=tokens, is_called_once=False)
     found = torch.cat(exchange.collect(0, "here"), dim=-2)
     assert found.shape == layer(x).shape and torch.allclose(found, 3 * layer(x), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("tokens", "most", "number"), [(11, 4, 3), (12, 4, 4), (40, 4, 4), (5, 4, 1), (40, 1, 1)])
-def test_few_tokens_are_computed_at_once(tokens, most, number) -> None:
-    assert TokenChunks(most, 3).number(torch.ones(1, tokens, 8), 0) == number
+@pytest.mark.parametrize(("tokens", "most", "each"), [(11, 4, 4), (12, 4, 3), (40, 4, 10), (5, 4, 0), (40, 1, 0)])
+def test_few_tokens_are_computed_at_once(tokens, most, each) -> None:
+    assert TokenChunks(most, 3).tokens(torch.ones(1, tokens, 8), 0) == each
 
 
 def test_small_outputs_and_what_is_no_tensor_of_tokens_are_computed_at_once() -> None:
     x = torch.ones(2, 6, 8)
-    assert [TokenChunks(4, 1, from_bytes=size).number(x, 10) for size in (480, 481)] == [4, 1]
-    assert TokenChunks(4, 1).number(torch.ones(8), 10) == 1
+    assert [TokenChunks(4, 1, from_bytes=size).tokens(x, 10) for size in (480, 481)] == [2, 0]
+    assert TokenChunks(4, 1).tokens(torch.ones(8), 10) == 0
