@@ -19,9 +19,10 @@ Full-size models with random weights; no checkpoint is needed. All contestants o
   it, for the copies must fit beside the others: --subject flux1-512 --ways "usual split" "pipeline 8" "replicas 8".
 
 - "tensor": the pack with every block divided among the cards, which compute each micro-batch together, one per step;
-  only if --ways names it. To compare it with the usual split at one micro-batch:
-      --subject flux2-1024 flux2-512 wan-480 --scheme bf16 fp8-compute --usual-batches 1
-      --ways "usual split" "split, one in flight" "tensor"
+  only if --ways names it. Blocks are replayed as CUDA graphs where the cards wait for Python, but not in "tensor,
+  launched". To compare both with the usual split at one micro-batch:
+      --subject flux2-1024 flux2-512 wan-480 --scheme bf16 fp8-compute --usual-batches 1 --warm-up 4
+      --ways "usual split" "split, one in flight" "tensor" "tensor, launched"
 
 A step is the pack's own loop: noise, copies from pinned memory, forward, loss, backward, clipping, AdamW; LoRA in
 bfloat16, rank 32, batch 1, text at full length. Seconds are per sample: a step's divided by its micro-batches. Busy is
@@ -33,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import runpy
 import statistics
@@ -118,6 +120,7 @@ class Way:
         any_size: compiled for any number of tokens, as jobs of several sizes are.
         offloads: whether block inputs wait in host memory.
         graphs: whether blocks that keep their activations are replayed as CUDA graphs.
+        launched: whether Python launches divided blocks, also where they would be replayed.
     """
 
     name: str
@@ -128,6 +131,7 @@ class Way:
     any_size: bool = False
     offloads: bool = False
     graphs: bool = False
+    launched: bool = False
 
 
 ONE_GPU, USUAL = Way("one GPU", 4), Way("usual split", 4)
@@ -146,7 +150,7 @@ OURS = [
     Way("pipeline 8, compiled, keep, graphs", 8, "1f1b", keep=True, compiled=True, graphs=True),
     Way("pipeline 16, compiled, keep, graphs", 16, "1f1b", keep=True, compiled=True, graphs=True),
 ]
-DIVIDED = [Way("tensor", 1, "tensor")]
+DIVIDED = [Way("tensor", 1, "tensor"), Way("tensor, launched", 1, "tensor", launched=True)]
 COPIES = [
     Way("replicas 8", 8, "replicas"),
     Way("replicas 8, keep", 8, "replicas", keep=True),
@@ -338,6 +342,9 @@ def make_divided(options: argparse.Namespace, subject: Subject, config: dict[str
         built.append(RandomModel(scheme, tree, split, report, family))
     own = [attach_lora(each, job).parameters() for each in built]
     model = DividedModel(trees.trees, devices, trees.shards)
+    if (graphs := model.replay()) is not None:
+        for rank, each in enumerate(built):
+            each.split.recompute = functools.partial(graphs.recompute, rank)
     training = TensorTraining(model, LoraSlices(lora.parameters(), own, trees.slices))
     trainer = make_trainer(built[0], lora, job, _make_data(subject, options.tiny), variant=variant, runner=training)
     trainer.devices = tuple(devices)
@@ -365,6 +372,7 @@ def _runner_of(each: Contestant, way: Way) -> Runner:
         return each.data_parallel
     if way.kind == "tensor":
         assert each.divided is not None
+        each.divided.model.replays = not way.launched
         return each.divided
     return PlainAccumulation(model, split.home) if way.kind is None else Pipeline(model, split.bridge)
 
@@ -525,6 +533,8 @@ def measure(options: argparse.Namespace, entries: list[tuple[Contestant, Way]]) 
         row["kept_blocks"] = kept[way.name]
         if way.offloads and each.offload is not None:
             row["host_gb"] = round(each.offload.host_bytes / 1e9, 3)
+        if each.divided is not None and (graphs := each.divided.model.graphs) is not None and not way.launched:
+            row |= {"replays": graphs.num_replays, "not_replayed_because": graphs.fault}
         row["busy"] = busy_shares(each, way, kept[way.name]) if way.name in options.busy else {}
     usual = found.get(USUAL.name, {}).get("s_per_sample")
     for name, row in found.items():

@@ -86,7 +86,7 @@ class GraphedBlock:
         self._fill(tensors)
         self._forward = self._card.record(self._compute_forward, self._slot.pool)
         self._forward()
-        return all(map(_are_alike, self._outputs, expected))
+        return all(map(are_alike, self._outputs, expected))
 
     def _expected_outputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the block itself returns, without what a backward would need."""
@@ -119,7 +119,7 @@ class GraphedBlock:
             for index, (found, leaf) in enumerate(leaves)
         ]
         self._backward = self._card.record(self._compute_backward, self._slot.pool)
-        return all(map(_are_alike, self._replay_backward(gradients), expected))
+        return all(map(are_alike, self._replay_backward(gradients), expected))
 
     def _plain_backward(self, gradients: Gradients) -> Gradients:
         """By the block itself, on what its forward was replayed with."""
@@ -127,7 +127,7 @@ class GraphedBlock:
         with self._card.recorder.aside(), torch.enable_grad():
             aliases = self._make_aliases()
             outputs = [each if each.requires_grad else None for each in tensors_of(self._call(inputs, aliases))]
-            return _gradients_of(outputs, gradients, [*inputs, *aliases.values()])
+            return gradients_of(outputs, gradients, [*inputs, *aliases.values()])
 
     # ---- what is recorded
 
@@ -146,7 +146,7 @@ class GraphedBlock:
     def _compute_backward(self) -> None:
         edges, leaves = self._edges, [*self._own, *self._aliases.values()]
         self._own, self._aliases, self._edges = [], {}, []  # what they hold is free for the recordings that follow
-        _copy(self._found, _gradients_of(edges, self._gradients, leaves))
+        _copy(self._found, gradients_of(edges, self._gradients, leaves))
 
     def _call(self, tensors: Sequence[Tensor], trained: Mapping[str, Tensor]) -> Any:
         """The block itself; trained stands in for its parameters."""
@@ -252,7 +252,7 @@ def _copy(targets: Gradients, sources: Gradients) -> None:
         torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
 
 
-def _gradients_of(
+def gradients_of(
     outputs: Sequence[Tensor | GradientEdge | None], gradients: Gradients, leaves: Sequence[Tensor]
 ) -> Gradients:
     """Of all leaves; None for those without.
@@ -269,7 +269,7 @@ def _gradients_of(
     return [next(found) if each.requires_grad else None for each in leaves]
 
 
-def _are_alike(found: Tensor | None, expected: Tensor | None) -> bool:
+def are_alike(found: Tensor | None, expected: Tensor | None) -> bool:
     if found is None or expected is None:
         return found is expected
     if torch.equal(found, expected):

@@ -94,7 +94,7 @@ class CardMemory:
         """A tensor like this one, the same for all graphs; its values live from a copy to the next launch."""
         key = role, index, like.shape, like.stride(), like.dtype
         if key not in self._staged:
-            self._staged[key] = _empty_like(like)
+            self._staged[key] = empty_like(like)
         return self._staged[key]
 
     def record(self, compute: Callable[[], None], pool: Any) -> Callable[[], None]:
@@ -114,7 +114,7 @@ class CardMemory:
             _log.warning("blocks on %s are no longer replayed as CUDA graphs: %s", self.device, fault)
 
 
-def _empty_like(tensor: Tensor) -> Tensor:
+def empty_like(tensor: Tensor) -> Tensor:
     """With the same strides, unless places in it share memory."""
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -184,7 +184,7 @@ class Slot:
         for constant in self.constants:
             if constant.is_of(tensor):
                 return constant, False
-        self.constants.append(Constant(_empty_like(tensor)))
+        self.constants.append(Constant(empty_like(tensor)))
         self.constants[-1].set(tensor)
         return self.constants[-1], True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from devicebridge.parallel.local.lora_slices import LoraSlices
 from devicebridge.parallel.local.shard_trees import ShardTrees
 from devicebridge.parallel.local.slices import Slice
 from devicebridge.parallel.local.tensor_training import DividedModel, TensorTraining
+from devicebridge.parallel.local.training_graphs import Recorder
 from devicebridge.parallel.placement import Placement, block_names
 from devicebridge.quantization.quantize import Quantizer, QuantizeSettings
 from devicebridge.tests.toy import TINY
@@ -80,8 +82,11 @@ def make_divided(
     changes: Mapping[str, Any] | None = None,
     targets: tuple[str, ...] = (),
     shares: Sequence[int] = (),
+    recorder: Recorder | None = None,
+    replays: bool = False,
 ) -> tuple[TensorTraining, LoraHandle]:
-    """A family's tiny model, each block divided, with a LoRA that is not zero."""
+    """A family's tiny model, each block divided, with a LoRA that is not zero. replays: its blocks are replayed, by
+    the cards' own recorder if no other is given."""
     family = FAMILIES[name]
     model = TINY[name].make_model(seed=0, **(changes or {}))
     settings = None if scheme is None else QuantizeSettings(scheme, rotation)  # type: ignore[arg-type]
@@ -89,11 +94,12 @@ def make_divided(
     lora = LoraSettings(rank=2, alpha=3, targets=targets)
     handle = apply_lora(whole, family, lora, seed=1)
     fill(handle)
-    own = []
+    own, splits = [], []
     for tree, card in zip(trees.trees, cards, strict=True):
         split = apply_block_split(
             tree, family, Placement(names := block_names(tree, family), (card,) * len(names), card)
         )
+        splits.append(split)
         own.append(apply_lora(tree, family, lora, seed=1).parameters())
         tree.train()
         if checkpointing:
@@ -102,6 +108,11 @@ def make_divided(
             if offload:
                 split.offload_inputs(min_bytes=1)
     divided = DividedModel(trees.trees, cards, trees.shards)
+    if replays or recorder is not None:
+        graphs = divided.replay(recorder)
+        assert graphs is not None
+        for rank, split in enumerate(splits):
+            split.recompute = partial(graphs.recompute, rank)
     return TensorTraining(divided, LoraSlices(handle.parameters(), own, trees.slices)), handle
 
 

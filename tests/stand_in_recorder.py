@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from devicebridge.parallel.local.divided_graphs import Addresses, DividedGraphs
+from devicebridge.parallel.local.exchange import Exchange
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
+from devicebridge.parallel.local.training_graphs import Replay
 
 
 class StandIn:
@@ -34,3 +36,31 @@ def replaying(parallel: TensorParallel, addresses: Addresses) -> tuple[DividedGr
     owner.append(DividedGraphs(parallel.devices, lambda: recorder, addresses))
     parallel.graphs = owner[0]
     return owner[0], recorder
+
+
+class TogetherStandIn:
+    """As StandIn, for devices with a thread each."""
+
+    def __init__(self) -> None:
+        self.num_recorded, self.cards_wait = 0, True
+        self.fails_on: int | None = None  # rank
+        self._parts: dict[int, Callable[[], None]] = {}
+
+    def arrive(self, rank: int) -> None:
+        pass
+
+    def mark(self) -> Callable[[], bool]:
+        return lambda: self.cards_wait
+
+    def record(self, rank: int, exchange: Exchange, compute: Callable[[], None]) -> Replay | None:
+        exchange.once(rank, "begins", self._begin)
+        if rank == self.fails_on:
+            raise RuntimeError(f"device {rank} cannot be recorded")
+        parts = self._parts
+        parts[rank] = compute
+        compute()
+        return Replay(lambda: None, lambda each: parts[each]()) if rank == 0 else None
+
+    def _begin(self) -> None:
+        self.num_recorded += 1
+        self._parts = {}

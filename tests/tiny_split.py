@@ -56,10 +56,10 @@ def make_tiny_split(
 
 
 def make_batches_for(
-    replica_for: Callable[[int], tuple[Any, torch.device]], name: str, count: int
+    replica_for: Callable[[int], tuple[Any, torch.device]], name: str, count: int, first: int = 0
 ) -> list[MicroBatch[dict[str, Any]]]:
-    """So many micro-batches of a step, each with inputs of its own; replica_for: from an index to the model it goes
-    through and its home."""
+    """So many micro-batches of a step, each with inputs of its own, numbered from first on; replica_for: from an index
+    to the model it goes through and its home."""
     family, tiny = FAMILIES[name], TINY[name]
 
     def make(index: int) -> MicroBatch[dict[str, Any]]:
@@ -68,9 +68,9 @@ def make_batches_for(
         def forward(inputs: dict[str, Any]) -> torch.Tensor:
             inputs = {k: v.to(home) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
             output = model(**inputs, return_dict=False)[0]
-            return family.read_prediction(output, tiny.make_latents(seed=index)).square().mean() / count
+            return family.read_prediction(output, tiny.make_latents(seed=first + index)).square().mean() / count
 
-        return MicroBatch(lambda: tiny.make_inputs(seed=index), forward)
+        return MicroBatch(lambda: tiny.make_inputs(seed=first + index), forward)
 
     return [make(index) for index in range(count)]
 

@@ -158,7 +158,7 @@ class DividedGraphs:
             self.forget()
             return compute(calls)
         options = calls[0][1].get(OPTIONS) or {}
-        graph = next((each for each in self._graphs.get(block, ()) if each.key == key and _reads(each, options)), None)
+        graph = next((each for each in self._graphs.get(block, ()) if each.key == key and reads_alike(each.read, options)), None)
         if graph is None and self._waits(block, key) < RECORDED_AFTER:
             return self._computed(block, key, calls, compute)
         addresses = self._where(parts)
@@ -348,10 +348,10 @@ class DividedGraphs:
         self._held[id(place)] = source, version_of(source)
 
 
-def _reads(graph: _Graph, options: Mapping[Any, Any]) -> bool:
-    """Whether the options that the block looked up are those of the recording."""
+def reads_alike(read: Mapping[Any, Any], options: Mapping[Any, Any]) -> bool:
+    """Whether the options that a block looked up are those of its recording. Args: read: of each its key then."""
     try:
-        return all(key_of(options.get(name, MISSING)) == key for name, key in graph.read.items())
+        return all(key_of(options.get(name, MISSING)) == key for name, key in read.items())
     except Unlike:
         return False
 

@@ -148,6 +148,20 @@ class Exchange:
         (other,) = self._from(1 - rank, rank, name)
         return torch.add(tensor, other) if rank == 0 else torch.add(other, tensor)
 
+    def once(self, rank: int, name: str, work: Callable[[], None]) -> None:
+        """When all threads are here the first one does the work, while the others wait for it.
+
+        Raises: as `all`, and in the first thread what work raises.
+        """
+        if rank != 0:
+            self._post(rank, name, (), only=0)
+            self._from(0, rank, name)
+            return
+        for each in range(1, self.size):
+            self._from(each, 0, name)
+        work()
+        self._post(0, name, ())
+
     def finish(self, rank: int) -> None:
         """This thread comes to no further meeting of this round; waits for nobody."""
         self._post(rank, "the end", ())

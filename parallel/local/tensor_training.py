@@ -17,6 +17,7 @@ so that a run repeats itself. Reasons: docs/decisions/0022-training-with-divided
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,16 +26,20 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ...patches.cuda_graphs import cuda_graphs_fault
 from ...patches.hooks import HookSet
 from ..runner import MicroBatch, OneModel
+from ..staged_copies import pairs_through_host
 from ..transfer import Arrivals, SideStreams, current_device
 from .exchange import Exchange
 from .lora_slices import LoraSlices
 from .shards import BlockShard
 from .tensor_gradients import attach_meetings
 from .thread_pool import ThreadPool
+from .training_graphs import Recorder, TrainingGraphs
 from .workers import Coordinator
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -45,6 +50,8 @@ class DividedModel(nn.Module):
         trees: with their LoRAs, in the order of devices; each takes inputs from any device.
         shards: of each device, name of a block -> its part of it.
     """
+
+    replays = True  # blocks as CUDA graphs, where that was asked for
 
     def __init__(
         self,
@@ -60,9 +67,32 @@ class DividedModel(nn.Module):
         self._local = _Local()
         self._exchange: Exchange | None = None
         self._running = threading.Lock()
+        self._shards = tuple(shards)
+        self.graphs: TrainingGraphs | None = None
         self._hooks: list[HookSet] = [
             attach_meetings(each, rank, self._find_exchange) for rank, each in enumerate(shards)
         ]
+
+    def replay(self, recorder: Recorder | None = None) -> TrainingGraphs | None:
+        """Have recomputed blocks replayed as CUDA graphs; recompute of what this returns is to compute them.
+
+        Args:
+            recorder: of what the devices launch; None for that of CUDA, where these devices have it.
+        Returns: None where they have not, and a line in the log says why.
+        """
+        fault = cuda_graphs_fault(self.devices) if recorder is None else ""
+        if recorder is None and not fault:
+            from .graph_recorder import ThreadsRecorder
+
+            if len(set(self.devices)) < len(self.devices) or pairs_through_host(self.devices):
+                fault = "they need cards that copy to each other directly"
+            else:
+                recorder = ThreadsRecorder(self.devices, self._side_streams)
+        if recorder is None:
+            _log.info("blocks that several devices train together are not replayed as CUDA graphs: %s", fault)
+            return None
+        self.graphs = TrainingGraphs(self._shards, self._find_exchange, self._use, self._send, recorder)
+        return self.graphs
 
     def remove(self) -> None:
         """Take off what makes the trees meet; a second call is a no-op."""
@@ -125,6 +155,9 @@ class DividedModel(nn.Module):
             )
         return self._exchange
 
+    def _use(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
     def _send(self, tensors: Sequence[torch.Tensor], rank: int, arrivals: Arrivals) -> Sequence[torch.Tensor]:
         return self._side_streams.copies(tensors, self.devices[rank], arrivals)
 
@@ -138,7 +171,7 @@ class TensorTraining(OneModel):
 
     def __init__(self, model: DividedModel, lora: LoraSlices) -> None:
         super().__init__(model, model.devices[0])
-        self._model, self._lora = model, lora
+        self.model, self._lora = model, lora
         self.sync()
 
     def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
@@ -150,19 +183,24 @@ class TensorTraining(OneModel):
             raise RuntimeError("this runner is for training; call the model itself for a forward without gradients")
         losses: list[torch.Tensor] = []
         prepared = [microbatches[0].prepare()] if microbatches else []
+        graphs = self.model.graphs if self.model.replays else None
         try:
+            if graphs is not None:
+                graphs.start_step()
             for index, microbatch in enumerate(microbatches):
                 given, following = prepared.pop(), microbatches[index + 1 : index + 2]
                 losses.append(self._compute(microbatch, given, partial(_prepare, following, prepared)))
                 del given
             self._lora.bring_gradients()
         finally:
+            if graphs is not None:
+                graphs.end_step()
             self._lora.drop_gradients()
         return losses
 
     def _compute(self, microbatch: MicroBatch[Any], given: Any, beside: Callable[[], None]) -> torch.Tensor:
         """The loss that every device has."""
-        return self._model.together(lambda: microbatch.compute(given), beside)[0]
+        return self.model.together(lambda: microbatch.compute(given), beside)[0]
 
     def sync(self) -> None:
         """Deal out the values of the LoRA."""

@@ -25,7 +25,7 @@ class BlockCall:
     def __init__(self, module: nn.Module, kwargs: dict[str, Any], passed_by: Sequence[str]) -> None:
         self.module = module
         self._names = tuple(name for name in kwargs if name not in passed_by)
-        self._others = {name: kwargs[name] for name in kwargs if name in passed_by}
+        self.others = {name: kwargs[name] for name in kwargs if name in passed_by}
         self._frame: Any = None  # of the output
 
     def values(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -35,9 +35,15 @@ class BlockCall:
     def __call__(self, *values: Any) -> Any:
         cut = len(values) - len(self._names)
         named = dict(zip(self._names, values[cut:], strict=True))
-        output = nn.Module.__call__(self.module, *values[:cut], **named, **self._others)
+        output = nn.Module.__call__(self.module, *values[:cut], **named, **self.others)
         tensors, self._frame = taken_out(output)
         return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+    def with_others(self, others: dict[str, Any]) -> BlockCall:
+        """The same call with other objects passed by."""
+        made = BlockCall(self.module, {}, ())
+        made._names, made.others = self._names, others
+        return made
 
     def whole(self, output: Any) -> Any:
         """The block's own form of what a call gave."""

@@ -106,7 +106,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors if ctx.handle is None else ctx.handle.fetch(ctx.saved_tensors)
         inputs = [tensor.detach().requires_grad_(flag) for tensor, flag in zip(saved, ctx.needs_grad, strict=True)]
-        with torch.enable_grad(), _second_forward(ctx.device, ctx.random):
+        with torch.enable_grad(), second_forward(ctx.device, ctx.random):
             output = ctx.block(*_fill(ctx.frame, inputs))
             outputs = output if isinstance(output, tuple) else (output,)
             pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
@@ -152,7 +152,7 @@ def _checked(output: Any, block: nn.Module | BlockCall) -> Any:
 
 
 @contextmanager
-def _second_forward(device: torch.device, state: torch.Tensor | None) -> Iterator[None]:
+def second_forward(device: torch.device, state: torch.Tensor | None) -> Iterator[None]:
     """Inside, is_recomputing, and the device's generator has this state, if any; outside, nothing has happened."""
     now = None if state is None else random_state(device)
     if state is not None:

@@ -1,0 +1,27 @@
+"""Blocks that two cards train together, recorded as CUDA graphs and replayed, against the same without graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devicebridge.tests.shard_cases import make_divided
+from devicebridge.tests.unit.parallel.test_training_graphs import steps
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.device_count() < 2 or torch.version.hip is not None, reason="needs two NVIDIA GPUs"
+)
+CARDS = [torch.device("cuda", index) for index in range(2)]
+
+
+@pytest.mark.parametrize("name", ["flux2", "wan"])
+def test_replays_give_what_is_computed(name: str) -> None:
+    found, replays = [], []
+    for is_replayed in (False, True):
+        runner, lora = make_divided(name, CARDS, replays=True)
+        runner.model.replays = is_replayed
+        found.append(steps(runner, lora, name, count=10, microbatches=2))
+        assert not runner.model.graphs.fault
+        replays.append(runner.model.graphs.num_replays)
+    assert replays[0] == 0 < replays[1]
+    for plain, replayed in zip(*found, strict=True):
+        assert (replayed - plain).norm() <= 1e-4 * plain.norm()
