@@ -127,7 +127,7 @@ class GraphedBlock:
         with self._card.recorder.aside(), torch.enable_grad():
             aliases = self._make_aliases()
             outputs = [each if each.requires_grad else None for each in tensors_of(self._call(inputs, aliases))]
-            return gradients_of(outputs, gradients, [*inputs, *aliases.values()])
+            return _gradients_of(outputs, gradients, [*inputs, *aliases.values()])
 
     # ---- what is recorded
 
@@ -146,7 +146,7 @@ class GraphedBlock:
     def _compute_backward(self) -> None:
         edges, leaves = self._edges, [*self._own, *self._aliases.values()]
         self._own, self._aliases, self._edges = [], {}, []  # what they hold is free for the recordings that follow
-        _copy(self._found, gradients_of(edges, self._gradients, leaves))
+        _copy(self._found, _gradients_of(edges, self._gradients, leaves))
 
     def _call(self, tensors: Sequence[Tensor], trained: Mapping[str, Tensor]) -> Any:
         """The block itself; trained stands in for its parameters."""
@@ -252,7 +252,7 @@ def _copy(targets: Gradients, sources: Gradients) -> None:
         torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
 
 
-def gradients_of(
+def _gradients_of(
     outputs: Sequence[Tensor | GradientEdge | None], gradients: Gradients, leaves: Sequence[Tensor]
 ) -> Gradients:
     """Of all leaves; None for those without.

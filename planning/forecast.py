@@ -43,6 +43,8 @@ FRAGMENTATION = 0.10
 # What a block's temporaries reserve in the memory of recorded graphs, in sizes of theirs: what earlier blocks have
 # freed there is in pieces that do not join. From one measurement (docs/internals/experiments.md, 2026-11-22).
 GRAPH_TEMPORARIES = 3.5
+# The same of blocks that several cards divide and compute again. A guess: all lie in one place, one after the other.
+REPLAYED_TEMPORARIES = 2.0
 # What rounding a layer to 8 bits takes beside it: copies of 16 bytes per weight, but only some rows at a time.
 ROUNDING_BYTES, ROUNDING_COPIES = 500_000_000, 8
 
@@ -55,6 +57,7 @@ class StepSettings:
         strategy: of one copy of the model: "none" where each card has a copy.
         ahead: micro-batches that every stage but the last may hold beyond what 1f1b needs.
         has_graphs: blocks without activation checkpointing are CUDA graphs, which have memory of their own.
+        is_replayed: blocks that are computed again are CUDA graphs, over all cards that divide them.
         offload_from: inputs of recomputed blocks of at least so many bytes are in host memory; None for none.
     """
 
@@ -62,6 +65,7 @@ class StepSettings:
     accumulation: int = 1
     ahead: int = 0
     has_graphs: bool = False
+    is_replayed: bool = False
     offload_from: int | None = None
 
     def held(self, stage: int, num_stages: int) -> int:
@@ -246,6 +250,10 @@ class Forecaster:
         """What recorded blocks reserve beyond the peak: their activations and temporaries at every moment, once for
         every micro-batch held, and the tensors through which all graphs of a card are given their inputs and give their
         results. trained: LoRA and optimizer in bytes."""
+        if self.settings.is_replayed:
+            blocks = self.cost.blocks[plan.start : plan.first_spared]
+            staged = 2 * max((block.inputs + block.outputs + block.lora for block in blocks), default=0)
+            return staged + int(REPLAYED_TEMPORARIES * max((block.recompute for block in blocks), default=0))
         kept = self.cost.blocks[plan.first_spared : plan.end]
         if not self.settings.has_graphs or not kept:
             return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -88,7 +89,7 @@ def key_of(value: Any) -> Any:
             raise Unlike(f"it is given a {type(value).__name__}")
         return type(value), value.shape, value.stride(), value.dtype
     kind = type(value)
-    if kind in PLAIN or value is MISSING or isinstance(value, (torch.dtype, torch.device)):
+    if kind in PLAIN or value is MISSING or isinstance(value, (torch.dtype, torch.device)) or _is_ours(value):
         return kind, value
     if kind in (tuple, list):
         return kind, *map(key_of, value)
@@ -98,6 +99,12 @@ def key_of(value: Any) -> Any:
     if not names:
         raise Unlike(f"it is given a {kind.__name__}")
     return kind, *((name, key_of(getattr(value, name, None))) for name in names)
+
+
+def _is_ours(value: Any) -> bool:
+    """A function of this pack that depends on nothing but its arguments."""
+    of_pack = getattr(value, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+    return isinstance(value, types.FunctionType) and of_pack and not value.__closure__
 
 
 def switches() -> tuple[Any, ...]:

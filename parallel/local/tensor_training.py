@@ -26,17 +26,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ...patches.cuda_graphs import cuda_graphs_fault
 from ...patches.hooks import HookSet
 from ..runner import MicroBatch, OneModel
-from ..staged_copies import pairs_through_host
 from ..transfer import Arrivals, SideStreams, current_device
 from .exchange import Exchange
 from .lora_slices import LoraSlices
 from .shards import BlockShard
 from .tensor_gradients import attach_meetings
 from .thread_pool import ThreadPool
-from .training_graphs import Recorder, TrainingGraphs
+from .training_graphs import Recorder, TrainingGraphs, why_not_replayed
 from .workers import Coordinator
 
 _log = logging.getLogger(__name__)
@@ -80,14 +78,9 @@ class DividedModel(nn.Module):
             recorder: of what the devices launch; None for that of CUDA, where these devices have it.
         Returns: None where they have not, and a line in the log says why.
         """
-        fault = cuda_graphs_fault(self.devices) if recorder is None else ""
-        if recorder is None and not fault:
-            from .graph_recorder import ThreadsRecorder
-
-            if len(set(self.devices)) < len(self.devices) or pairs_through_host(self.devices):
-                fault = "they need cards that copy to each other directly"
-            else:
-                recorder = ThreadsRecorder(self.devices, self._side_streams)
+        fault = ""
+        if recorder is None:
+            recorder, fault = recorder_for(self.devices, self._side_streams)
         if recorder is None:
             _log.info("blocks that several devices train together are not replayed as CUDA graphs: %s", fault)
             return None
@@ -205,6 +198,15 @@ class TensorTraining(OneModel):
     def sync(self) -> None:
         """Deal out the values of the LoRA."""
         self._lora.deal_out()
+
+
+def recorder_for(devices: Sequence[torch.device], side_streams: SideStreams) -> tuple[Recorder | None, str]:
+    """What records for a thread on each of these devices; None, and why not."""
+    if fault := why_not_replayed(devices):
+        return None, fault
+    from .graph_recorder import ThreadsRecorder
+
+    return ThreadsRecorder(devices, side_streams), ""
 
 
 def _prepare(microbatches: Sequence[MicroBatch[Any]], prepared: list[Any]) -> None:

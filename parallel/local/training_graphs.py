@@ -25,6 +25,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import permutations
 from typing import Any, Protocol
 
 import torch
@@ -32,18 +33,20 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
-from ...patches.cuda_graph_block import Gradients, are_alike, gradients_of
+from ...patches.cuda_graph_block import Gradients, are_alike
 from ...patches.cuda_graph_memory import empty_like
+from ...patches.cuda_graphs import cuda_graphs_fault
 from ...patches.hooks import map_tensors, tensors_reached
 from ...quantization.wrapped import plain_parts
-from ..devices import random_state
+from ..devices import has_peer_access, random_state
 from ..offload.activations import ActivationOffload, version_of
 from ..offload.block_call import BlockCall, module_of
-from ..offload.recompute import recompute, second_forward
+from ..offload.recompute import HandOut, recompute, second_forward
 from .divided_graphs import reads_alike, same_bits
 from .exchange import Exchange, Send
 from .recorded_calls import MISSING, OPTIONS, Unlike, WatchedOptions, key_of, switches
 from .shards import BlockShard
+from .workers import autocast_of
 
 _log = logging.getLogger(__name__)
 RECORDED_AFTER = 2  # calls at which the first device waited
@@ -70,6 +73,14 @@ class Recorder(Protocol):
 
     def mark(self) -> Callable[[], bool]:
         """Whether the first device has done all that was launched on it before this mark; asked without waiting."""
+
+
+def why_not_replayed(devices: Sequence[torch.device]) -> str:
+    """Why blocks that these devices divide cannot be CUDA graphs; "" if nothing speaks against it."""
+    if fault := cuda_graphs_fault(devices):
+        return fault
+    is_direct = all(has_peer_access(*pair) for pair in permutations(devices, 2))
+    return "" if is_direct and len(set(devices)) == len(devices) else "the cards do not copy to each other directly"
 
 
 class TrainingGraphs:
@@ -136,7 +147,7 @@ class TrainingGraphs:
     ) -> Any:
         """As recompute.recompute, of the device with this rank."""
         name = self._names[rank].get(module_of(block))
-        is_plain = torch.is_grad_enabled() and not torch.is_autocast_enabled(device.type)
+        is_plain = torch.is_grad_enabled() and autocast_of(device.type) is None
         call = None
         if self.is_on and name is not None and store is None and is_plain:
             call = self._call_for(name, block, args)
@@ -364,10 +375,14 @@ def _plain_backward(
     # was made, and may not be drawn into a recording on another.
     aliases = {name: nn.Parameter(each.detach()) for name, each in part.trained.items()}
     with torch.enable_grad(), second_forward(inputs[0].device, None):
-        found = functional_call(_Called(block), aliases, _with(args, inputs))
-        outputs = [each if each.requires_grad else None for each in tensors_reached(found)]
-        del found
-        return gradients_of(outputs, gradients, [*inputs, *aliases.values()])
+        found = tensors_reached(functional_call(_Called(block), aliases, _with(args, inputs)))
+        both = zip(found, gradients, strict=True)
+        pairs = [(output, given) for output, given in both if given is not None and output.requires_grad]
+        # As recompute.py does it, so that sums are in the same order.
+        seed = HandOut.apply([given for _, given in pairs], *(output for output, _ in pairs))
+        del found, both, pairs
+        torch.autograd.backward([seed], [seed.detach()])
+    return [each.grad for each in (*inputs, *aliases.values())]
 
 
 def _compute_backward(part: _Part, needs: Sequence[bool]) -> None:

@@ -49,6 +49,7 @@ from devicebridge.parallel.devices import own_random_states
 from devicebridge.parallel.offload.in_place import InPlaceGuard
 from devicebridge.parallel.ranks.group import ALONE, Ranks
 from devicebridge.patches.compile_blocks import apply_compile
+from devicebridge.parallel.local import recorded_calls, tensor_training
 from devicebridge.patches.lora import is_torchao_tensor
 from devicebridge.planning.cards import parse_cards
 from devicebridge.planning.plan_training import plan_training
@@ -60,6 +61,7 @@ from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, small_sizes
 from devicebridge.tests.comfy.trained_families import DIVIDED, TRAINED, save_trained
 from devicebridge.tests.emulated import emulated_cards, factories_on_cards, on_cpu
 from devicebridge.tests.plans import MadeUpTimes, make_question
+from devicebridge.tests.stand_in_recorder import TogetherStandIn
 from devicebridge.training.batches import loss_weights
 from devicebridge.training.loop import Trainer
 from devicebridge.training.objective import noise_latents, predict, prediction_loss
@@ -644,6 +646,25 @@ def divided(bench: Bench) -> Figures:
         figures["8 bits"] = _divided_among(bench, 2, bench.first_step("on 1, int8", _one_card() | rounded), rounded)
         _resumed(bench, "tensor", _divided_sections(2), bench.run("tensor whole", _divided_sections(2)))
     return figures
+
+
+def replayed(bench: Bench) -> Figures:
+    """Blocks that two cards compute together, replayed as CUDA graphs are: the bits of what is computed."""
+    if (family := DIVIDED.get(bench.name)) is not None:
+        bench = Bench(bench.name, bench.folder / "replayed", family=family)
+    recorder, found = TogetherStandIn(), []
+    for title in ("launched", "replayed"):
+        with contextlib.ExitStack() as stack:
+            if title == "replayed":
+                stack.enter_context(mock.patch.object(tensor_training, "recorder_for", lambda *args: (recorder, "")))
+                stack.enter_context(mock.patch.object(recorded_calls, "is_traceable_wrapper_subclass", lambda each: False))
+            trainer = stack.enter_context(bench.trainer(title, _divided_sections(2)))
+            losses = [on_cpu(each) for _ in range(5) for each in trainer.accumulate(1)]
+            found.append([*losses, *gradients(trainer).values()])
+            graphs = trainer.runner.model.graphs
+    assert all(map(torch.equal, *found)) and len(found[0]) == len(found[1]), "other bits"
+    assert recorder.num_recorded and not graphs.fault, graphs.fault or "nothing was recorded"
+    return {"recorded": recorder.num_recorded, "replays": graphs.num_replays}
 
 
 def _planned_divided(bench: Bench) -> None:
