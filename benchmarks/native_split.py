@@ -16,8 +16,9 @@ rival's report says how many allocation graphs were recorded and replayed and ho
 split `--prompts` times, with one card before and after. `--unguarded` takes out what keeps splits outside the compiler.
 
 In the cases `tensor_...` the rival `tensor_launched` is `tensor` without CUDA graphs, every kernel launched by Python.
-Both are the same split over the same weights, so their latents must be the same bits. `tensor_launched_chunks` computes
-row-parallel layers by chunks of tokens besides, so that copies between the cards travel beside products.
+Both are the same split over the same weights, so their latents must be the same bits. `tensor_launched_whole` computes
+no row-parallel layer by chunks of tokens, which have large ones' copies between the cards travel beside products.
+`--rivals` names those that take turns, one_gpu first.
 
 `--card-gb 24` makes cards small: another process takes the rest of each card's memory, so that ComfyUI, torch and
 comfy-aimdo all meet the wall a real card has. The cases `scaling_...` compare one card with blocks and tensor on
@@ -50,6 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cards", type=int, default=2, help="that a split uses")
     parser.add_argument("--card-gb", type=float, help="GiB that each card is cut down to")
     parser.add_argument("--against", type=Path, help="another checkout of the pack, for the cases against_...")
+    parser.add_argument("--rivals", nargs="+", default=[], help="of the cases tensor_...; all of them if left out")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3, help="measured turns of each rival")
     parser.add_argument("--tiny", action="store_true", help="toy shapes on emulated cards")
@@ -460,15 +462,14 @@ def graphs(*, are_used: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def chunks(model: Any, *, are_used: bool) -> Iterator[None]:
-    """Whether a split with way tensor computes row-parallel layers by chunks, as it does over slow links."""
+    """Whether a split with way tensor computes large row-parallel layers by chunks."""
     from devicebridge.nodes.host.split.tree import tree_of
-    from devicebridge.parallel.local.exchange import TokenChunks
 
     tree = tree_of(model.model)
-    if not are_used or tree is None:
+    if are_used or tree is None:
         yield
         return
-    with mock.patch.object(tree.bridge, "chunks", TokenChunks()):
+    with mock.patch.object(tree.bridge, "chunks", None):
         yield
 
 
@@ -553,7 +554,7 @@ def compare(rivals: Mapping[str, Any], work: Work, base: str, rounds: int = OPTI
 
     A rival whose name ends in compiler_off samples with ComfyUI's compiler switched off. So does core's replica per
     card: it runs in threads of its own, whose graphs the end of a node does not free. One with _launched in
-    its name replays no CUDA graphs of ours, and one with _chunks computes by chunks.
+    its name replays no CUDA graphs of ours, and one with _whole computes nothing by chunks.
     """
     turns: dict[str, list[Turn]] = {name: [] for name in rivals}
     for index in range(rounds + 1):
@@ -562,7 +563,7 @@ def compare(rivals: Mapping[str, Any], work: Work, base: str, rounds: int = OPTI
             with (
                 compiler_off() if is_off else contextlib.nullcontext(),
                 graphs(are_used="_launched" not in name),
-                chunks(model, are_used=name.endswith("_chunks")),
+                chunks(model, are_used=not name.endswith("_whole")),
             ):
                 turn = sample(model, work)
             what = f"{turn.compiled['graphs']} graphs, {turn.compiled['replays']} replays"
@@ -699,11 +700,13 @@ def tensor(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
     one = load(shape, on=CPU)
     forecast = forecasts(one, shape)
     divided = split(one, way="tensor")
-    rivals = {"one_gpu": one, "tensor": divided, "tensor_launched": divided, "tensor_launched_chunks": divided}
+    rivals = {"one_gpu": one, "tensor": divided, "tensor_launched": divided, "tensor_launched_whole": divided}
     if shape.class_name != "Flux":  # beside those its weights would not fit, and loading would take the time
         rivals["blocks"] = split(one, way="blocks")
     work = Work(shape, cfg=cfg)
-    report = compare(rivals, work, "one_gpu")
+    report = compare({name: each for name, each in rivals.items() if name in (OPTIONS.rivals or rivals)}, work, "one_gpu")
+    if OPTIONS.rivals:
+        return report | {"forecasts": forecast}
     first, second = (sample(one, replace(work, batch=batch, steps=2)).latents[:1] for batch in (1, 2))
     report["one_gpu_batch_2_against_batch_1"] = _difference(first, second)
     return report | {"forecasts": forecast}

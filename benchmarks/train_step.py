@@ -441,6 +441,13 @@ def step_with_peaks(each: Contestant, way: Way, kept: Sequence[int]) -> tuple[fl
     return seconds, loss, [peak - other for peak, other in zip(peaks, others, strict=True)]
 
 
+def _in_pools(device: torch.device) -> int:
+    """Bytes that graphs reserve."""
+    segments = torch.cuda.memory_snapshot() if device.type == "cuda" else []
+    own = [each for each in segments if each["device"] == device.index and tuple(each["segment_pool_id"]) != (0, 0)]
+    return sum(each["total_size"] for each in own)
+
+
 def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
@@ -535,6 +542,7 @@ def measure(options: argparse.Namespace, entries: list[tuple[Contestant, Way]]) 
             row["host_gb"] = round(each.offload.host_bytes / 1e9, 3)
         if each.divided is not None and (graphs := each.divided.model.graphs) is not None and not way.launched:
             row |= {"replays": graphs.num_replays, "not_replayed_because": graphs.fault}
+            row["graphs_gb"] = [round(_in_pools(device) / 1e9, 3) for device in each.devices]
         row["busy"] = busy_shares(each, way, kept[way.name]) if way.name in options.busy else {}
     usual = found.get(USUAL.name, {}).get("s_per_sample")
     for name, row in found.items():

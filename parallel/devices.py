@@ -234,8 +234,10 @@ def own_random_states(devices: Sequence[torch.device], seed: int) -> Iterator[No
 
 
 def has_peer_access(source: torch.device, target: torch.device) -> bool | None:
-    """Whether source can read target's memory directly; None where torch cannot tell."""
+    """Whether source can read target's memory directly; None where torch cannot tell, as of cards that are not here."""
     module: Any = device_module(source)
     if module is None or source.type != target.type or not hasattr(module, "can_device_access_peer"):
+        return None
+    if hasattr(module, "device_count") and not all((each.index or 0) < module.device_count() for each in (source, target)):
         return None
     return source == target or module.can_device_access_peer(source, target)

@@ -77,10 +77,10 @@ class Recorder(Protocol):
 
 def why_not_replayed(devices: Sequence[torch.device]) -> str:
     """Why blocks that these devices divide cannot be CUDA graphs; "" if nothing speaks against it."""
-    if fault := cuda_graphs_fault(devices):
-        return fault
     is_direct = all(has_peer_access(*pair) for pair in permutations(devices, 2))
-    return "" if is_direct and len(set(devices)) == len(devices) else "the cards do not copy to each other directly"
+    if not is_direct or len(set(devices)) < len(devices):
+        return "it is not known that they copy to each other directly"
+    return cuda_graphs_fault(devices)
 
 
 class TrainingGraphs:
