@@ -107,14 +107,18 @@ class GraphedBlocks:
         block.forward = forward
 
 
-def cuda_graphs_fault(devices: Iterable[torch.device]) -> str:
-    """Why blocks on these devices cannot be replayed; "" if nothing speaks against it."""
+def cuda_graphs_fault(devices: Iterable[torch.device], *, also_by_driver: bool = False) -> str:
+    """Why blocks on these devices cannot be replayed; "" if nothing speaks against it.
+
+    Args:
+        also_by_driver: graphs may take the memory of the driver's own allocator, too.
+    """
     for device in devices:
         if device.type != "cuda":
             return f"{device} is no CUDA device"
         if torch.version.hip is not None:
             return "nothing is known of graphs on AMD cards"
-        if (backend := torch.cuda.get_allocator_backend()) != "native":
+        if (backend := torch.cuda.get_allocator_backend()) != "native" and not also_by_driver:
             return f"graphs share memory of torch's own allocator, and {backend} is in use"
     return ""
 

@@ -126,6 +126,7 @@ class ThreadsRecorder:
         self._streams = [torch.cuda.Stream(device) for device in devices]
         self._pools: list[Any] = [torch.cuda.graph_pool_handle() for _ in devices]
         self._current: list[Any] = [None] * len(self._devices)  # stream of each card's thread
+        self._has_pools = torch.cuda.get_allocator_backend() == "native"  # as in CardsRecorder
         self._is_used = False
         self._taken: list[tuple[int, Any]] = []  # cards and pools that are held beside those of the graphs
         weakref.finalize(self, _release_all, self._taken)
@@ -167,7 +168,7 @@ class ThreadsRecorder:
         exchange.once(rank, "a recording begins", self._join_all)
         begun: list[int] = []
         try:
-            for device in self._devices[1:]:
+            for device in self._devices[1:] if self._has_pools else ():
                 torch._C._cuda_beginAllocateCurrentThreadToPool(device.index, self._pools[rank])
                 begun.append(device.index)
                 self._taken.append((device.index, self._pools[rank]))

@@ -80,7 +80,7 @@ def why_not_replayed(devices: Sequence[torch.device]) -> str:
     is_direct = all(has_peer_access(*pair) for pair in permutations(devices, 2))
     if not is_direct or len(set(devices)) < len(devices):
         return "it is not known that they copy to each other directly"
-    return cuda_graphs_fault(devices)
+    return cuda_graphs_fault(devices, also_by_driver=True)
 
 
 class TrainingGraphs:

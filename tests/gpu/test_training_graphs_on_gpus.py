@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from devicebridge.tests.shard_cases import make_divided
@@ -25,3 +29,11 @@ def test_replays_give_what_is_computed(name: str) -> None:
     assert replays[0] == 0 < replays[1]
     for plain, replayed in zip(*found, strict=True):
         assert (replayed - plain).norm() <= 1e-4 * plain.norm()
+
+
+def test_so_they_do_with_the_drivers_allocator() -> None:
+    """Which ComfyUI chooses; it is chosen when torch starts."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "flux2"]
+    env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == 0 and "1 passed" in found.stdout, found.stdout[-3000:] + found.stderr[-3000:]
