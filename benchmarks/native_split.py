@@ -704,7 +704,9 @@ def tensor(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
     if shape.class_name != "Flux":  # beside those its weights would not fit, and loading would take the time
         rivals["blocks"] = split(one, way="blocks")
     work = Work(shape, cfg=cfg)
-    report = compare({name: each for name, each in rivals.items() if name in (OPTIONS.rivals or rivals)}, work, "one_gpu")
+    report = compare(
+        {name: each for name, each in rivals.items() if name in (OPTIONS.rivals or rivals)}, work, "one_gpu"
+    )
     if OPTIONS.rivals:
         return report | {"forecasts": forecast}
     first, second = (sample(one, replace(work, batch=batch, steps=2)).latents[:1] for batch in (1, 2))

@@ -23,9 +23,9 @@ from .cards import Card
 # EXCHANGE_S: what is left of 1.033 s of FLUX.2 at 512x512 in bf16 over two H200, all blocks recomputed, where the host
 # was the limit (benchmarks/results/train_step_tensor_2xh200_2026-11-24.json). That is six times what an exchange takes
 # without gradients, for in the backward autograd's threads meet as well. That machine's host was a slow one.
-# REPLAY_S: of a CUDA graph that holds a block's forward, or its second forward and backward, exchanges included. Assumed:
-# FLUX.2's 112 of them take at most the 0.346 s of a whole sample at 512x512 in fp8-compute over two H200, which is 3.1e-3
-# for both cards (benchmarks/results/train_step_tensor_graphs_2xh200_2026-11-27.json).
+# REPLAY_S: of a CUDA graph that holds a block's forward, or its second forward and backward, exchanges included.
+# Assumed: FLUX.2's 112 of them take at most the 0.346 s of a whole sample at 512x512 in fp8-compute over two H200
+# (benchmarks/results/train_step_tensor_graphs_2xh200_2026-11-27.json), which is 3.1e-3 for both cards.
 LAUNCH_S, EXCHANGE_S, REPLAY_S = 28e-6, 1.04e-3, 5e-4
 
 

@@ -158,7 +158,9 @@ class DividedGraphs:
             self.forget()
             return compute(calls)
         options = calls[0][1].get(OPTIONS) or {}
-        graph = next((each for each in self._graphs.get(block, ()) if each.key == key and reads_alike(each.read, options)), None)
+        graph = next(
+            (each for each in self._graphs.get(block, ()) if each.key == key and reads_alike(each.read, options)), None
+        )
         if graph is None and self._waits(block, key) < RECORDED_AFTER:
             return self._computed(block, key, calls, compute)
         addresses = self._where(parts)

@@ -92,7 +92,9 @@ class Exchange:
             sums: list[torch.Tensor] = []
             for (parts, _), wanted in zip(brought, targets, strict=True):
                 theirs = self._from(1 - rank, rank, name)
-                pairs = zip(parts, theirs, wanted, strict=True) if rank == 0 else zip(theirs, parts, wanted, strict=True)
+                pairs = (
+                    zip(parts, theirs, wanted, strict=True) if rank == 0 else zip(theirs, parts, wanted, strict=True)
+                )
                 sums += [torch.add(one, other, out=place) for one, other, place in pairs]
             return sums
         added = [self._added(rank, name, own, wanted) for own, wanted in zip(brought, targets, strict=True)]

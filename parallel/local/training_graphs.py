@@ -255,7 +255,8 @@ class TrainingGraphs:
 
     def _places_of(self, rank: int, role: str, likes: Gradients) -> Gradients:
         return [
-            None if each is None else self._place(rank, (role, index), each.detach()) for index, each in enumerate(likes)
+            None if each is None else self._place(rank, (role, index), each.detach())
+            for index, each in enumerate(likes)
         ]
 
     # ---- what both share
@@ -373,7 +374,7 @@ def _plain_backward(
     inputs = [each.detach().requires_grad_(flag) for each, flag in zip(tensors, needs, strict=True)]
     # Other leaves on the parameters' memory: what adds up a parameter's own gradient belongs to the stream on which it
     # was made, and may not be drawn into a recording on another.
-    aliases = {name: nn.Parameter(each.detach()) for name, each in part.trained.items()}
+    aliases: dict[str, Tensor] = {name: nn.Parameter(each.detach()) for name, each in part.trained.items()}
     with torch.enable_grad(), second_forward(inputs[0].device, None):
         found = tensors_reached(functional_call(_Called(block), aliases, _with(args, inputs)))
         both = zip(found, gradients, strict=True)

@@ -46,10 +46,10 @@ from devicebridge.jobs.read_job import read_job
 from devicebridge.nodes.host.native.context import native_training
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.parallel.devices import own_random_states
+from devicebridge.parallel.local import recorded_calls, tensor_training
 from devicebridge.parallel.offload.in_place import InPlaceGuard
 from devicebridge.parallel.ranks.group import ALONE, Ranks
 from devicebridge.patches.compile_blocks import apply_compile
-from devicebridge.parallel.local import recorded_calls, tensor_training
 from devicebridge.patches.lora import is_torchao_tensor
 from devicebridge.planning.cards import parse_cards
 from devicebridge.planning.plan_training import plan_training
@@ -657,7 +657,9 @@ def replayed(bench: Bench) -> Figures:
         with contextlib.ExitStack() as stack:
             if title == "replayed":
                 stack.enter_context(mock.patch.object(tensor_training, "recorder_for", lambda *args: (recorder, "")))
-                stack.enter_context(mock.patch.object(recorded_calls, "is_traceable_wrapper_subclass", lambda each: False))
+                stack.enter_context(
+                    mock.patch.object(recorded_calls, "is_traceable_wrapper_subclass", lambda each: False)
+                )
             trainer = stack.enter_context(bench.trainer(title, _divided_sections(2)))
             losses = [on_cpu(each) for _ in range(5) for each in trainer.accumulate(1)]
             found.append([*losses, *gradients(trainer).values()])
