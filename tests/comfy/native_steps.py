@@ -76,6 +76,7 @@ _PERCENT = 0.4  # of the way from noise to data
 _IS_LONG = bool(os.environ.get("LONG_TESTS") or os.environ.get("UPDATE_GOLDEN"))
 _MORE = ("Wan 2.1 T2V, 2.2 T2V 14B", "SDXL")
 _IN_EVERY_SCHEME = ("FLUX.1", *(_MORE if _IS_LONG else ()))  # of 8 bits; the others in the plainest
+_REPLAYED = ("FLUX.2", "Qwen-Image", "SD 3.5")  # all of them in long runs
 UNCOMPILED = () if _IS_LONG else _MORE
 _READ_BEHIND = ("adaln_single", "audio_adaln_single", "time_embed", "time_embed_r")  # what the tail reads comes of them
 _ROUNDED = 1e-5  # the most that divided blocks may differ by in float32
@@ -639,6 +640,8 @@ def divided(bench: Bench) -> Figures:
         except ValueError as error:  # no plan, or too few heads
             if not figures or "heads" not in str(error):
                 raise
+    if _IS_LONG or bench.name in _REPLAYED:
+        figures["replayed"] = _replayed(bench)
     if bench.is_long:
         if not why_no_forecast(bench.info.family.native):
             _planned_divided(bench)
@@ -648,10 +651,8 @@ def divided(bench: Bench) -> Figures:
     return figures
 
 
-def replayed(bench: Bench) -> Figures:
+def _replayed(bench: Bench) -> Figures:
     """Blocks that two cards compute together, replayed as CUDA graphs are: the bits of what is computed."""
-    if (family := DIVIDED.get(bench.name)) is not None:
-        bench = Bench(bench.name, bench.folder / "replayed", family=family)
     recorder, found = TogetherStandIn(), []
     for title in ("launched", "replayed"):
         with contextlib.ExitStack() as stack:
