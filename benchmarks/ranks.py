@@ -290,7 +290,7 @@ def _measure(mode: str, options: argparse.Namespace, ranks: Any, device: torch.d
         if ranks.is_first:
             print(json.dumps(told), flush=True)
         return
-    optimizer = torch.optim.AdamW(parameters, lr=1e-5, foreach=False)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5)  # as jobs make it
     first: list[float] = []
 
     def whole() -> None:
