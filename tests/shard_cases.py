@@ -15,11 +15,11 @@ from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import ModelFamily
 from devicebridge.parallel.local import shards
 from devicebridge.parallel.local.block_split import apply_block_split
+from devicebridge.parallel.local.divided_calls import Recorder
 from devicebridge.parallel.local.lora_slices import LoraSlices
 from devicebridge.parallel.local.shard_trees import ShardTrees
 from devicebridge.parallel.local.slices import Slice
 from devicebridge.parallel.local.tensor_training import DividedModel, TensorTraining
-from devicebridge.parallel.local.training_graphs import Recorder
 from devicebridge.parallel.placement import Placement, block_names
 from devicebridge.quantization.quantize import Quantizer, QuantizeSettings
 from devicebridge.tests.toy import TINY

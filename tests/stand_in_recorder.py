@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from devicebridge.parallel.local.divided_calls import Replay
 from devicebridge.parallel.local.divided_graphs import Addresses, DividedGraphs
 from devicebridge.parallel.local.exchange import Exchange
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
-from devicebridge.parallel.local.training_graphs import Replay
 
 
 class StandIn:
@@ -47,6 +47,9 @@ class TogetherStandIn:
         self._parts: dict[int, Callable[[], None]] = {}
 
     def arrive(self, rank: int) -> None:
+        pass
+
+    def release(self) -> None:
         pass
 
     def mark(self) -> Callable[[], bool]:

@@ -92,10 +92,8 @@ class Exchange:
             sums: list[torch.Tensor] = []
             for (parts, _), wanted in zip(brought, targets, strict=True):
                 theirs = self._from(1 - rank, rank, name)
-                pairs = (
-                    zip(parts, theirs, wanted, strict=True) if rank == 0 else zip(theirs, parts, wanted, strict=True)
-                )
-                sums += [torch.add(one, other, out=place) for one, other, place in pairs]
+                first, second = (parts, theirs) if rank == 0 else (theirs, parts)
+                sums += [_sum(each, place) for *each, place in zip(first, second, wanted, strict=True)]
             return sums
         added = [self._added(rank, name, own, wanted) for own, wanted in zip(brought, targets, strict=True)]
         return [

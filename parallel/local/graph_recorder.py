@@ -13,8 +13,8 @@ import torch
 from ...patches.cuda_graph_memory import ONE_AT_A_TIME, capture
 from ..transfer import CurrentStreams, SideStreams
 from .device_workers import can_take_turns
+from .divided_calls import Replay
 from .exchange import Exchange
-from .training_graphs import Replay
 
 
 def can_record(devices: Sequence[torch.device]) -> bool:
@@ -134,6 +134,14 @@ class ThreadsRecorder:
     def arrive(self, rank: int) -> None:
         """See Recorder."""
         self._current[rank] = torch.cuda.current_stream(self._devices[rank])
+
+    def release(self) -> None:
+        """See Recorder."""
+        if self._taken:
+            _release_all(self._taken)
+            self._taken.clear()
+            self._pools[:] = [torch.cuda.graph_pool_handle() for _ in self._devices]
+            torch.cuda.empty_cache()
 
     def mark(self) -> Callable[[], bool]:
         """See Recorder."""

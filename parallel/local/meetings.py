@@ -83,12 +83,14 @@ class Meetings:
         self.is_compared = False  # the block that is being computed
 
     def sum(self, rank: int, meeting: Meeting, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        can_be_cut = meeting.is_alone and len(args) == 1 and not kwargs and not self._held[rank]
+        x: Any = args[0] if len(args) == 1 and not kwargs else None
+        can_be_cut = meeting.is_alone and not self._held[rank] and isinstance(x, torch.Tensor)
         if self._chunks is not None and can_be_cut:
-            x, is_linear = args[0], isinstance(meeting.module, nn.Linear)
-            rows = x.reshape(-1, x.shape[-1]) if is_linear else x  # pictures of a batch are rows behind each other
-            tokens = self._chunks.tokens(rows, meeting.module.out_features if is_linear else 0)  # type: ignore[arg-type]
-            if tokens:
+            is_linear = isinstance(meeting.module, nn.Linear)
+            # Pictures of a batch are rows behind each other to a linear.
+            rows = x.reshape(*[1] * (x.ndim - 2), -1, x.shape[-1]) if is_linear and x.ndim > 1 else x
+            features = meeting.module.out_features if is_linear else 0
+            if tokens := self._chunks.tokens(rows, features):  # type: ignore[arg-type]
                 found = self._sum_of_chunks(self._chunks, rank, meeting, call, rows, tokens)
                 return found.view(*x.shape[:-1], -1) if is_linear else found
         part = call(*args, **kwargs)
@@ -106,9 +108,9 @@ class Meetings:
     ) -> Any:
         is_called_once = not self._stays(meeting.module, self._devices[rank])
         whole = chunks.bring(self._exchange, rank, meeting.name, call, x, tokens=tokens, is_called_once=is_called_once)
-        if torch.is_grad_enabled() or x.ndim > 2:  # whose chunks do not lie in a row
+        if torch.is_grad_enabled() or len(x) > 1 < x.ndim - 1:  # of several samples chunks do not lie in a row
             return torch.cat(self._exchange.collect(rank, meeting.name), dim=-2)
-        self._exchange.collect(rank, meeting.name, whole.split(tokens))
+        self._exchange.collect(rank, meeting.name, whole.split(tokens, dim=-2))
         return whole
 
     def norm(self, rank: int, meeting: Meeting, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

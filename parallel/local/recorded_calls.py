@@ -103,7 +103,7 @@ def key_of(value: Any) -> Any:
 
 def _is_ours(value: Any) -> bool:
     """A function of this pack that depends on nothing but its arguments."""
-    of_pack = getattr(value, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+    of_pack = (getattr(value, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]
     return isinstance(value, types.FunctionType) and of_pack and not value.__closure__
 
 

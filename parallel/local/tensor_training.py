@@ -29,12 +29,13 @@ from torch import nn
 from ...patches.hooks import HookSet
 from ..runner import MicroBatch, OneModel
 from ..transfer import Arrivals, SideStreams, current_device
+from .divided_calls import Recorder
 from .exchange import Exchange
 from .lora_slices import LoraSlices
 from .shards import BlockShard
 from .tensor_gradients import attach_meetings
 from .thread_pool import ThreadPool
-from .training_graphs import Recorder, TrainingGraphs, why_not_replayed
+from .training_graphs import TrainingGraphs, why_not_replayed
 from .workers import Coordinator
 
 _log = logging.getLogger(__name__)
@@ -176,7 +177,7 @@ class TensorTraining(OneModel):
             raise RuntimeError("this runner is for training; call the model itself for a forward without gradients")
         losses: list[torch.Tensor] = []
         prepared = [microbatches[0].prepare()] if microbatches else []
-        graphs = self.model.graphs if self.model.replays else None
+        graphs, has_failed = self.model.graphs if self.model.replays else None, True
         try:
             if graphs is not None:
                 graphs.start_step()
@@ -185,9 +186,10 @@ class TensorTraining(OneModel):
                 losses.append(self._compute(microbatch, given, partial(_prepare, following, prepared)))
                 del given
             self._lora.bring_gradients()
+            has_failed = False
         finally:
             if graphs is not None:
-                graphs.end_step()
+                graphs.end_step(has_failed=has_failed)
             self._lora.drop_gradients()
         return losses
 

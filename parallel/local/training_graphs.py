@@ -8,14 +8,14 @@ at every layer whose parts are summed, also in the backward, where Python's lock
 A graph does what was done when it was recorded, so a mistake would be a silently wrong gradient:
 
 - It holds for inputs of the same shapes and for the same plain values among the arguments; of the transformer_options
-  those count that the block looked up.
+  those count that the block looked up. A call that differs on one device is computed by all.
 - Weights and the LoRA are read where they lie. If one has moved before a step, all is recorded anew.
 - A graph is compared with what the block itself computes before it is used: outputs bit for bit, gradients but for
   sums in another order. If one differs or cannot be recorded, nothing is replayed any more, and the log says why.
-- Blocks that draw random numbers (dropout), keep their activations, or keep them in host memory, are not recorded.
+- Blocks that draw random numbers, keep their activations, or have their inputs in host memory, are computed as ever.
 
-A block is recorded when the first device has had nothing to do at its beginning in two steps. Where the devices are
-the limit, a replay would only take memory.
+A graph is recorded when the first device has had nothing to do at the beginning of two such calls in a row. Where the
+devices are the limit, a replay would only take memory.
 """
 
 from __future__ import annotations
@@ -23,56 +23,36 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import permutations
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call
 
 from ...patches.cuda_graph_block import Gradients, are_alike
 from ...patches.cuda_graph_memory import empty_like
 from ...patches.cuda_graphs import cuda_graphs_fault
-from ...patches.hooks import map_tensors, tensors_reached
+from ...patches.hooks import tensors_reached
 from ...quantization.wrapped import plain_parts
 from ..devices import has_peer_access, random_state
 from ..offload.activations import ActivationOffload, version_of
 from ..offload.block_call import BlockCall, module_of
-from ..offload.recompute import HandOut, recompute, second_forward
+from ..offload.recompute import recompute
+from .divided_calls import Block, DividedCall, Given, Graph, Part, Recorder, Tensors, copy_all
 from .divided_graphs import reads_alike, same_bits
 from .exchange import Exchange, Send
-from .recorded_calls import MISSING, OPTIONS, Unlike, WatchedOptions, key_of, switches
+from .recorded_calls import OPTIONS, Unlike, key_of, switches
 from .shards import BlockShard
 from .workers import autocast_of
 
 _log = logging.getLogger(__name__)
 RECORDED_AFTER = 2  # calls at which the first device waited
 _MOST_SHAPES = 4  # of one block that are recorded
-Block = nn.Module | BlockCall
-Tensors = Sequence[Tensor]
 
 
-@dataclass(frozen=True)
-class Replay:
-    """Args: launch: done once, by the first device's thread, while all are there. follow: done by every thread behind
-    it, with its rank."""
-
-    launch: Callable[[], None]
-    follow: Callable[[int], None]
-
-
-class Recorder(Protocol):
-    def record(self, rank: int, exchange: Exchange, compute: Callable[[], None]) -> Replay | None:
-        """Called by every device's thread: records what all of them launch; the first one's is given the replay."""
-
-    def arrive(self, rank: int) -> None:
-        """This thread is where a graph may begin."""
-
-    def mark(self) -> Callable[[], bool]:
-        """Whether the first device has done all that was launched on it before this mark; asked without waiting."""
+_Todo = Literal["compute", "record", "replay"]
 
 
 def why_not_replayed(devices: Sequence[torch.device]) -> str:
@@ -105,8 +85,13 @@ class TrainingGraphs:
         self._exchange, self._use, self._send, self._recorder = exchange, use, send, recorder
         self._addresses: list[Any] = []
         self._making = threading.Lock()
+        self._at: list[tuple[DividedCall, bool] | None] = [
+            None
+        ] * self._size  # where each device is, and whether it fits
+        self._todo: _Todo = "compute"  # what all devices do with the call in hand
         self._before: Callable[[], bool] | None = None  # whether the first device has done the last block
         self._is_idle = False
+        self._aside = Exchange(self._size, send)  # of a recording
         self.fault = ""  # why nothing is recorded any more
         self.num_replays = 0
         self.is_on = False
@@ -114,26 +99,33 @@ class TrainingGraphs:
 
     def release(self) -> None:
         """Forget all recordings; none may be in flight."""
-        self._calls: dict[Any, _Call] = {}
+        self._calls: dict[Any, DividedCall] = {}
         self._places: list[dict[Any, Tensor]] = [{} for _ in range(self._size)]
         self._held: list[dict[int, tuple[Tensor, int | None]]] = [{} for _ in range(self._size)]
+        self._at[:] = [None] * self._size
+        self._recorder.release()
 
     def start_step(self) -> None:
         """To be called before every step, while no microbatch is in flight."""
         addresses = [
-            (part.data_ptr(), each.requires_grad)
+            (id(each), part.data_ptr(), each.requires_grad)
             for blocks in self._names
             for block in blocks
             for each in (*block.parameters(), *block.buffers())
             for part in plain_parts(each)
         ]
-        if self.fault or addresses != self._addresses:
+        if (self.fault and self._calls) or addresses != self._addresses:
             self.release()
         self._addresses, self.is_on = addresses, not self.fault
 
-    def end_step(self) -> None:
-        """Behind every step, also one that failed: what was copied to where graphs read is not held any more."""
+    def end_step(self, *, has_failed: bool = False) -> None:
+        """Behind every step: what was copied to where graphs read is not held any more.
+
+        Args: has_failed: one device may know a block that another has not computed, so all is recorded anew.
+        """
         self.is_on, self._before = False, None
+        if has_failed:
+            self.release()
         for held in self._held:
             held.clear()
 
@@ -155,24 +147,22 @@ class TrainingGraphs:
             return recompute(block, args, device, store)
         part = call.parts[rank]
         if not part.is_known:
-            part.is_known = True
             before = random_state(device)
             output = recompute(block, args, device, store)
-            part.draws = before is not None and not torch.equal(before, random_state(device))  # type: ignore[arg-type]
-            part.has_form = isinstance(output, tuple)
-            part.trained = {
-                f"block.{key}": each for key, each in module_of(block).named_parameters() if each.requires_grad
-            }
+            after = random_state(device)
+            draws = before is not None and after is not None and not torch.equal(before, after)
+            part.learn(block, output, draws=draws)
             return output
         tensors = tensors_reached(args)
-        found = _Recorded.apply(self, rank, call, block, args, *tensors, *part.trained.values())
+        given = Given.of(block, device, args, tensors)
+        found = _Recorded.apply(self, rank, call, given, *tensors, *part.trained.values())
         return found if part.has_form else found[0]
 
-    def _call_for(self, name: str, block: Block, args: tuple[Any, ...]) -> _Call | None:
+    def _call_for(self, name: str, block: Block, args: tuple[Any, ...]) -> DividedCall | None:
         """None if nobody can tell what it depends on."""
         needs = tuple(each.requires_grad for each in tensors_reached(args))
         others = dict(block.others) if isinstance(block, BlockCall) else {}
-        options = others.pop(OPTIONS, None) or {}
+        others.pop(OPTIONS, None)
         try:
             key = name, key_of(args), key_of(others), needs, switches()
         except Unlike as reason:
@@ -182,109 +172,93 @@ class TrainingGraphs:
             if key not in self._calls:
                 if sum(each.name == name for each in self._calls.values()) >= _MOST_SHAPES:
                     return None
-                self._calls[key] = _Call(name, [_Part() for _ in range(self._size)])
-            call = self._calls[key]
-        return call if call.read is None or reads_alike(call.read, options) else None
+                self._calls[key] = DividedCall(name, [Part() for _ in range(self._size)])
+            return self._calls[key]
 
-    # ---- forward
+    def forward(self, rank: int, call: DividedCall, given: Given) -> tuple[Tensors, Tensor | None]:
+        """What a block returns, and its generator's state before if it drew random numbers."""
+        part, exchange, graph = call.parts[rank], self._exchange(), call.forward
+        fits = call.read is None or reads_alike(call.read, given.options)
+        if graph.replay is not None and fits:
+            self._fill(rank, part.inputs, given.tensors)
+        todo = self._begin(rank, exchange, call, graph, fits=fits)
+        if todo == "replay":
+            return self._replayed(rank, graph, part, given, part.outputs), None
+        outputs, random = given.outputs()
+        part.draws = part.draws or random is not None
 
-    def forward(self, rank: int, call: _Call, block: Block, args: tuple[Any, ...], tensors: Tensors) -> Tensors:
-        part, exchange = call.parts[rank], self._exchange()
-        if call.forward.replay is not None:
-            self._fill(rank, part.inputs, tensors)
-        self._begin(rank, exchange, call, call.forward)
-        if call.forward.state == "replayed":
-            return self._replayed(rank, call.forward, part, block, part.outputs)
-        outputs = tensors_reached(block(*args))
-        if call.forward.state == "recorded":
-            self._prepare(rank, part, block, args, tensors)
+        def prepare() -> None:
+            self._prepare(rank, part, given)
             part.outputs = [self._place(rank, ("output", index), each) for index, each in enumerate(outputs)]
-            is_right = partial(_are_all, same_bits, part.outputs, outputs)
-            self._record(rank, exchange, call, call.forward, partial(self._compute_forward, part), tensors, is_right)
+
+        if todo == "record":
+            is_right = partial(_compare, part, given.tensors, same_bits, lambda: part.outputs, outputs)
+            self._record(rank, exchange, call, graph, prepare, part.compute_forward, is_right)
         self._end(rank)
-        return outputs
-
-    def _prepare(self, rank: int, part: _Part, block: Block, args: tuple[Any, ...], tensors: Tensors) -> None:
-        """What the graphs of a block compute, and where they read."""
-        if part.block is None:
-            part.inputs = [self._place(rank, ("input", index), each) for index, each in enumerate(tensors)]
-            part.block, part.args = block, map_tensors(args, lambda _: _HOLE)
-            if isinstance(block, BlockCall) and OPTIONS in block.others:
-                part.watched = WatchedOptions(block.others[OPTIONS] or {})
-                part.block = block.with_others({**block.others, OPTIONS: part.watched})
-        self._fill(rank, part.inputs, tensors)
-
-    def _compute_forward(self, part: _Part) -> None:
-        assert part.block is not None
-        _copy(part.outputs, tensors_reached(part.block(*_with(part.args, part.inputs))))
-
-    # ---- backward
+        return outputs, random
 
     def backward(
-        self,
-        rank: int,
-        call: _Call,
-        block: Block,
-        args: tuple[Any, ...],
-        tensors: Tensors,
-        needs: Sequence[bool],
-        gradients: Gradients,
+        self, rank: int, call: DividedCall, given: Given, random: Tensor | None, gradients: Gradients
     ) -> Gradients:
-        """Args: args: with other tensors. needs: which of the inputs have gradients. gradients: of the outputs."""
-        part, exchange = call.parts[rank], self._exchange()
-        if call.backward.replay is not None:
-            if [each is None for each in part.gradients] != [each is None for each in gradients]:
-                raise RuntimeError(
-                    f"other outputs of {call.name} have gradients than when its backward was recorded as a CUDA graph"
-                )
-            self._fill(rank, part.inputs, tensors)
-            _copy(part.gradients, gradients)
-        self._begin(rank, exchange, call, call.backward)
-        if call.backward.state == "replayed":
-            return self._replayed(rank, call.backward, part, block, part.found)
-        found = _plain_backward(part, block, args, tensors, needs, gradients)
-        if call.backward.state == "recorded":
-            self._prepare(rank, part, block, args, tensors)
+        """Of all inputs and what is trained. Args: random: what forward returned. gradients: of the outputs."""
+        part, exchange, graph = call.parts[rank], self._exchange(), call.backward
+        fits = call.read is None or reads_alike(call.read, given.options)
+        if graph.replay is not None:
+            fits = fits and [each is None for each in part.gradients] == [each is None for each in gradients]
+            if fits:
+                self._fill(rank, part.inputs, given.tensors)
+                copy_all(part.gradients, gradients)
+        todo = self._begin(rank, exchange, call, graph, fits=fits)
+        if todo == "replay":
+            return self._replayed(rank, graph, part, given, part.found)
+        found = given.gradients(part.trained, gradients, random)
+
+        def prepare() -> None:
+            self._prepare(rank, part, given)
             part.gradients = self._places_of(rank, "gradient of output", gradients)
             part.found = self._places_of(rank, "gradient", found)
-            _copy(part.gradients, gradients)
-            compute, is_right = partial(_compute_backward, part, needs), partial(_are_all, are_alike, part.found, found)
-            self._record(rank, exchange, call, call.backward, compute, tensors, is_right)
+            copy_all(part.gradients, gradients)
+
+        if todo == "record":
+            is_right = partial(_compare, part, given.tensors, are_alike, lambda: part.found, found)
+            self._record(rank, exchange, call, graph, prepare, part.compute_backward, is_right)
         self._end(rank)
         return found
 
-    def _places_of(self, rank: int, role: str, likes: Gradients) -> Gradients:
-        return [
-            None if each is None else self._place(rank, (role, index), each.detach())
-            for index, each in enumerate(likes)
-        ]
-
     # ---- what both share
 
-    def _begin(self, rank: int, exchange: Exchange, call: _Call, graph: _Graph) -> None:
-        """All devices are here; the first one decides what they do, and launches a replay for all."""
-        self._recorder.arrive(rank)
-        exchange.once(rank, f"{call.name} begins", partial(self._decide, call, graph))
+    def _begin(self, rank: int, exchange: Exchange, call: DividedCall, graph: Graph, *, fits: bool) -> _Todo:
+        """All devices are here; the first one decides what they do, and launches a replay for all.
 
-    def _decide(self, call: _Call, graph: _Graph) -> None:
+        Args: fits: this device's call to what was recorded.
+        """
+        self._recorder.arrive(rank)
+        self._at[rank] = call, fits
+        exchange.once(rank, f"{call.name} begins", partial(self._decide, call, graph))
+        return self._todo
+
+    def _decide(self, call: DividedCall, graph: Graph) -> None:
+        if self._before is not None:  # else it is the step's first block, of which the last one's wait is taken
+            self._is_idle = self._before()
+        self._todo = "compute"
+        if not all(at is not None and at[0] is call and at[1] for at in self._at):
+            return
         if graph.replay is not None:
-            graph.state = "replayed"
+            self._todo = "replay"
             graph.replay.launch()
             self.num_replays += 1
             return
-        if self._before is not None:  # else it is the step's first block, of which the last one's wait is taken
-            self._is_idle = self._before()
         graph.waited = graph.waited + 1 if self._is_idle else 0
-        can_record = not self.fault and not any(each.draws for each in call.parts)
-        graph.state = "recorded" if can_record and graph.waited >= RECORDED_AFTER else "computed"
+        if graph.waited >= RECORDED_AFTER and not self.fault and not any(each.draws for each in call.parts):
+            self._todo = "record"
 
-    def _replayed(self, rank: int, graph: _Graph, part: _Part, block: Block, places: Gradients) -> Any:
-        assert graph.replay is not None
+    def _replayed(self, rank: int, graph: Graph, part: Part, given: Given, places: Gradients) -> Any:
+        assert graph.replay is not None and part.given is not None
         graph.replay.follow(rank)
-        if isinstance(block, BlockCall) and isinstance(part.block, BlockCall):
-            block.take_form(part.block)
+        if isinstance(given.block, BlockCall) and isinstance(part.given.block, BlockCall):
+            given.block.take_form(part.given.block)
         copies = [None if each is None else empty_like(each) for each in places]
-        _copy(copies, places)
+        copy_all(copies, places)
         self._end(rank)
         return copies
 
@@ -292,14 +266,21 @@ class TrainingGraphs:
         if rank == 0:
             self._before = self._recorder.mark()
 
+    # ---- recording
+
+    def _prepare(self, rank: int, part: Part, given: Given) -> None:
+        if part.given is None:
+            part.prepare(given, [self._place(rank, ("input", index), each) for index, each in enumerate(given.tensors)])
+        self._fill(rank, part.inputs, given.tensors)
+
     def _record(
         self,
         rank: int,
         exchange: Exchange,
-        call: _Call,
-        graph: _Graph,
+        call: DividedCall,
+        graph: Graph,
+        prepare: Callable[[], None],
         compute: Callable[[], None],
-        tensors: Tensors,
         is_right: Callable[[], bool],
     ) -> None:
         """Record what all devices compute, replay it, and keep it if all of them find the same as without.
@@ -310,9 +291,12 @@ class TrainingGraphs:
         exchange.once(rank, f"{name} begins", self._begin_recording)
         aside = self._aside
         try:
+            if call.parts[rank].draws:
+                raise RuntimeError("it draws random numbers")
+            prepare()
             replay = self._recorder.record(rank, aside, compute)
             if rank == 0:
-                _note_options(call, call.parts[0].watched)
+                call.note_options()
                 graph.replay = replay
         except Exception as error:  # whatever cannot be recorded
             _log.debug("%s failed", name, exc_info=True)
@@ -323,15 +307,14 @@ class TrainingGraphs:
         self._recorder.arrive(rank)
         exchange.once(rank, f"{name}, replayed", graph.replay.launch)
         graph.replay.follow(rank)
-        part = call.parts[rank]
-        part.agrees = is_right() and _are_all(same_bits, part.inputs, tensors)  # it must not write into its inputs
+        call.parts[rank].agrees = is_right()
         exchange.once(rank, f"{name}, compared", partial(self._keep_if_right, call, graph))
 
     def _begin_recording(self) -> None:
         self._aside = Exchange(self._size, self._send)
         self._use(self._aside)
 
-    def _end_recording(self, exchange: Exchange, call: _Call, graph: _Graph) -> None:
+    def _end_recording(self, exchange: Exchange, call: DividedCall, graph: Graph) -> None:
         self._use(exchange)
         error = self._aside.error
         self._aside.forget()
@@ -339,7 +322,7 @@ class TrainingGraphs:
             graph.replay = None
             self._give_up(f"recording {call.name} failed: {error}".partition("\n")[0])
 
-    def _keep_if_right(self, call: _Call, graph: _Graph) -> None:
+    def _keep_if_right(self, call: DividedCall, graph: Graph) -> None:
         if not all(each.agrees for each in call.parts):
             graph.replay = None
             self._give_up(f"{call.name} gives something else when it is replayed")
@@ -356,6 +339,10 @@ class TrainingGraphs:
             self._places[rank][key] = empty_like(like)
         return self._places[rank][key]
 
+    def _places_of(self, rank: int, role: str, likes: Gradients) -> Gradients:
+        both = enumerate(likes)
+        return [None if each is None else self._place(rank, (role, index), each.detach()) for index, each in both]
+
     @torch.no_grad()
     def _fill(self, rank: int, places: Tensors, tensors: Tensors) -> None:
         """Copy these to where a graph reads them; those that blocks share are copied once."""
@@ -367,132 +354,39 @@ class TrainingGraphs:
                 held[id(place)] = tensor, version_of(tensor)
 
 
-def _plain_backward(
-    part: _Part, block: Block, args: tuple[Any, ...], tensors: Tensors, needs: Sequence[bool], gradients: Gradients
-) -> Gradients:
-    """Of all inputs and what is trained, by the block itself; None for those without."""
-    inputs = [each.detach().requires_grad_(flag) for each, flag in zip(tensors, needs, strict=True)]
-    # Other leaves on the parameters' memory: what adds up a parameter's own gradient belongs to the stream on which it
-    # was made, and may not be drawn into a recording on another.
-    aliases: dict[str, Tensor] = {name: nn.Parameter(each.detach()) for name, each in part.trained.items()}
-    with torch.enable_grad(), second_forward(inputs[0].device, None):
-        found = tensors_reached(functional_call(_Called(block), aliases, _with(args, inputs)))
-        both = zip(found, gradients, strict=True)
-        pairs = [(output, given) for output, given in both if given is not None and output.requires_grad]
-        # As recompute.py does it, so that sums are in the same order.
-        seed = HandOut.apply([given for _, given in pairs], *(output for output, _ in pairs))
-        del found, both, pairs
-        torch.autograd.backward([seed], [seed.detach()])
-    return [each.grad for each in (*inputs, *aliases.values())]
-
-
-def _compute_backward(part: _Part, needs: Sequence[bool]) -> None:
-    assert part.block is not None
-    _copy(part.found, _plain_backward(part, part.block, part.args, part.inputs, needs, part.gradients))
-
-
-def _are_all(alike: Callable[[Tensor, Tensor], bool], found: Gradients, expected: Gradients) -> bool:
-    both = zip(found, expected, strict=True)
-    return all(a is b is None or (a is not None and b is not None and alike(a, b.detach())) for a, b in both)
-
-
-def _note_options(call: _Call, watched: WatchedOptions | None) -> None:
-    """Raises: RuntimeError if a block depends on what cannot be compared."""
-    if watched is None:
-        return
-    read = {name: key_of(dict.get(watched, name, MISSING)) for name in watched.read}
-    if watched.written or tensors_reached([dict.get(watched, name) for name in read]):
-        raise RuntimeError(f"it changes the {OPTIONS}, or reads tensors there")
-    call.read = read
-
-
-@dataclass(eq=False)
-class _Part:
-    """One device's part of a call.
-
-    Args:
-        is_known: it was computed once. draws: random numbers. has_form: it returns a tuple. trained: its parameters.
-        block, args: what is recorded, with other tensors. watched: the options that it is given.
-        inputs, outputs, gradients, found: where graphs read and write; gradients are those of the outputs.
-        agrees: with what was replayed.
-    """
-
-    is_known: bool = False
-    draws: bool = False
-    has_form: bool = False
-    trained: dict[str, nn.Parameter] = field(default_factory=dict)
-    block: Block | None = None
-    args: tuple[Any, ...] = ()
-    watched: WatchedOptions | None = None
-    inputs: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
-    gradients: Gradients = ()
-    found: Gradients = ()
-    agrees: bool = False
-
-
-@dataclass(eq=False)
-class _Graph:
-    """Args: waited: how often in a row the first device did. state: what all devices do with the call in hand."""
-
-    replay: Replay | None = None
-    waited: int = 0
-    state: str = "computed"
-
-
-@dataclass(eq=False)
-class _Call:
-    """Calls of one block that are alike but for the numbers in tensors. Args: read: options that it looked up."""
-
-    name: str
-    parts: list[_Part]
-    forward: _Graph = field(default_factory=_Graph)
-    backward: _Graph = field(default_factory=_Graph)
-    read: dict[Any, Any] | None = None
-
-
-class _Called(nn.Module):
-    """A block as functional_call takes it."""
-
-    def __init__(self, call: Block) -> None:
-        super().__init__()
-        self.block, self._call = module_of(call), (call,)
-
-    def forward(self, *args: Any) -> Any:
-        return self._call[0](*args)
-
-
 class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, graphs: TrainingGraphs, rank: int, call: _Call, block: Block, args: tuple[Any, ...], *tensors: Tensor
+        ctx: Any, graphs: TrainingGraphs, rank: int, call: DividedCall, given: Given, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        own = tensors[: len(tensors) - len(call.parts[rank].trained)]
-        ctx.call = graphs, rank, call, block, map_tensors(args, lambda _: _HOLE)
-        ctx.needs = [each.requires_grad for each in own]
-        outputs = graphs.forward(rank, call, block, args, own)
-        ctx.save_for_backward(*own)
+        outputs, random = graphs.forward(rank, call, given)
+        ctx.call = graphs, rank, call, given._replace(tensors=()), random
+        ctx.save_for_backward(*given.tensors)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        graphs, rank, call, block, args = ctx.call
-        return (None,) * 5 + tuple(graphs.backward(rank, call, block, args, ctx.saved_tensors, ctx.needs, gradients))
+        graphs, rank, call, given, random = ctx.call
+        found = graphs.backward(rank, call, given._replace(tensors=ctx.saved_tensors), random, gradients)
+        return (None,) * 4 + tuple(found)
 
 
-_HOLE = torch.empty(0)  # stands where a tensor was
-
-
-def _with(args: tuple[Any, ...], tensors: Tensors) -> tuple[Any, ...]:
-    """The arguments, with these tensors in their places."""
-    left = iter(tensors)
-    return map_tensors(args, lambda _: next(left))  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-def _copy(targets: Gradients, sources: Gradients) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        if target is not None and source is not None:
-            target.copy_(source)
+def _compare(
+    part: Part,
+    tensors: Tensors,
+    alike: Callable[[Tensor, Tensor], bool],
+    found: Callable[[], Gradients],
+    expected: Gradients,
+) -> bool:
+    """Whether a replay gives what the block does, and has left its inputs as they were."""
+    try:
+        kept = all(same_bits(a, b.detach()) for a, b in zip(part.inputs, tensors, strict=True))
+        both = zip(found(), expected, strict=True)
+        return kept and all(
+            a is b is None or (a is not None and b is not None and alike(a, b.detach())) for a, b in both
+        )
+    except Exception:  # such as too little memory
+        _log.debug("a replay could not be compared", exc_info=True)
+        return False

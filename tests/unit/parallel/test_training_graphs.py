@@ -9,8 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel.local import training_graphs
+from devicebridge.parallel.local.divided_calls import Part
 from devicebridge.parallel.local.training_graphs import TrainingGraphs
+from devicebridge.parallel.offload.in_place import InPlaceGuard
+from devicebridge.patches.hooks import map_tensors
 from devicebridge.tests.shard_cases import make_divided
 from devicebridge.tests.stand_in_recorder import TogetherStandIn
 from devicebridge.tests.tiny_split import make_batches_for
@@ -84,18 +86,15 @@ def test_a_device_that_cannot_be_recorded_ends_recording_and_not_the_step(rank, 
 def test_what_a_replay_finds_otherwise_is_not_used(what, monkeypatch):
     """As where a kernel in the graph reads what is not there any more."""
     plain = steps(*make_divided("flux2", [CPU] * 2), "flux2")
-    own = {"forward": TrainingGraphs._compute_forward, "backward": training_graphs._compute_backward}[what]
-    calls = []
+    own, calls = getattr(Part, f"compute_{what}"), []
 
-    def bent(*args):
-        own(*args)
-        part = next(each for each in args if isinstance(each, training_graphs._Part))
+    def bent(part):
+        own(part)
         calls.append(part)
         if calls.count(part) == 2:  # the first replay
             next(each for each in (part.outputs if what == "forward" else part.found) if each is not None).mul_(1.1)
 
-    owner, name = (TrainingGraphs, "_compute_forward") if what == "forward" else (training_graphs, "_compute_backward")
-    monkeypatch.setattr(owner, name, bent)
+    monkeypatch.setattr(Part, f"compute_{what}", bent)
     runner, lora = make_divided("flux2", [CPU] * 2, recorder=TogetherStandIn())
     assert all(map(torch.equal, steps(runner, lora, "flux2"), plain))
     assert "gives something else when it is replayed" in runner.model.graphs.fault
@@ -151,3 +150,58 @@ def test_random_numbers_are_not_recorded():
     assert {call.name.partition(".")[0] for call in graphs._calls.values() if call.forward.replay is not None} == {
         "single_transformer_blocks"
     }
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("where", ["x_embedder", "norm_out", "single_transformer_blocks.0.attn.to_out"])
+def test_an_error_in_the_first_step_leaves_no_device_knowing_more_than_another(rank, where):
+    runner, lora = make_divided("flux2", [CPU] * 2, recorder=TogetherStandIn())
+    failing = runner.model.trees[rank].get_submodule(where)
+    handle = failing.register_forward_pre_hook(lambda *args: (_ for _ in ()).throw(MemoryError("no room")))
+    with pytest.raises(MemoryError, match="no room"):
+        steps(runner, lora, "flux2", count=1)
+    handle.remove()
+    plain = steps(*make_divided("flux2", [CPU] * 2), "flux2")
+    assert all(map(torch.equal, steps(runner, lora, "flux2"), plain))
+    assert runner.model.graphs.num_replays and not runner.model.graphs.fault
+
+
+def test_calls_that_differ_between_devices_are_computed(monkeypatch):
+    """What one is given has other strides, as a copy on another card may."""
+    own = TrainingGraphs.recompute
+
+    def strided(tensor):
+        return tensor.mT.contiguous().mT if tensor.ndim > 1 else tensor
+
+    def recompute(self, rank, block, args, *more):
+        return own(self, rank, block, map_tensors(args, strided) if rank else args, *more)
+
+    monkeypatch.setattr(TrainingGraphs, "recompute", recompute)
+    recorder = TogetherStandIn()
+    runner, lora, graphs = ready(recorder)
+    assert recorder.num_recorded == graphs.num_replays == 0 and not graphs.fault
+
+
+def test_guards_of_in_place_blocks_learn_nothing_inside_a_recording(monkeypatch):
+    """They compare tensors then, which no graph can hold."""
+    recorder, inside, learned = TogetherStandIn(), [], []
+    record, learn = recorder.record, InPlaceGuard._learn
+
+    def noted_record(*args):
+        inside.append(None)
+        try:
+            return record(*args)
+        finally:
+            inside.pop()
+
+    def noted_learn(*args):
+        learned.append(bool(inside))
+        return learn(*args)
+
+    monkeypatch.setattr(recorder, "record", noted_record)
+    monkeypatch.setattr(InPlaceGuard, "_learn", noted_learn)
+    runner, lora = make_divided("flux2", [CPU] * 2, recorder=recorder)
+    for block in (block for names in runner.model.graphs._names for block in names):
+        block.forward = InPlaceGuard(block, ())
+    steps(runner, lora, "flux2")
+    assert recorder.num_recorded and learned and not any(learned) and not runner.model.graphs.fault
