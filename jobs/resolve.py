@@ -229,8 +229,8 @@ def search_space(job: JobConfig) -> SearchSpace:
 
 
 def _open_strategies(job: JobConfig) -> tuple[Strategy, ...]:
-    """What may be chosen. Blocks that are divided are not compiled and not recorded, which others are faster by. With
-    text encoders one model computes one microbatch at a time."""
+    """What may be chosen. Blocks that are divided are not compiled, nor recorded where they keep their activations, by
+    which others are faster. With text encoders one model computes one microbatch at a time."""
     if job.lora.text_encoder:
         return ("none",)
     is_eager = job.train.compile == "off" and job.train.cuda_graphs == "off"
@@ -419,13 +419,11 @@ def _shapes_to_compile(job: JobConfig, subject: Subject, strategy: Strategy) -> 
 
 
 def _has_graphs(job: JobConfig, subject: Subject, devices: Sequence[torch.device], strategy: Strategy) -> bool:
-    if job.train.cuda_graphs == "off":
+    if job.train.cuda_graphs == "off" or divides_blocks(strategy):  # which are recorded without being asked for
         return False
     fault = why_no_graphs(job, len(subject.train), devices)
     if subject.info.family.native is not None:
         fault = f"{subject.info.family.title} is trained as ComfyUI's own code computes it"
-    if divides_blocks(strategy):
-        fault = "devices that compute a block together meet in the middle of it"
     if fault:
         _log.warning("blocks are not replayed as CUDA graphs: %s", fault)
     return not fault
