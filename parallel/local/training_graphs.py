@@ -93,7 +93,7 @@ class TrainingGraphs:
         self._is_idle = False
         self._aside = Exchange(self._size, send)  # of a recording
         self.fault = ""  # why nothing is recorded any more
-        self.num_replays = 0
+        self.num_replays = self.num_recorded = 0
         self.is_on = False
         self.release()
 
@@ -326,6 +326,12 @@ class TrainingGraphs:
         if not all(each.agrees for each in call.parts):
             graph.replay = None
             self._give_up(f"{call.name} gives something else when it is replayed")
+            return
+        if not self.num_recorded:
+            _log.info(
+                "GPUs wait for Python: blocks are recorded in these steps, and replayed as CUDA graphs from then on"
+            )
+        self.num_recorded += 1
 
     def _give_up(self, fault: str) -> None:
         if not self.fault:

@@ -45,6 +45,7 @@ def test_replays_give_the_bits_of_what_is_computed(name, num_cards):
     found = steps(runner, lora, name, microbatches=2)
     assert all(map(torch.equal, found, plain)) and len(found) == len(plain) > 100
     graphs = runner.model.graphs
+    assert graphs.num_recorded == recorder.num_recorded
     assert not graphs.fault and recorder.num_recorded >= 4 and graphs.num_replays > 4 * recorder.num_recorded
 
 
