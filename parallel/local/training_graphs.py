@@ -85,9 +85,8 @@ class TrainingGraphs:
         self._exchange, self._use, self._send, self._recorder = exchange, use, send, recorder
         self._addresses: list[Any] = []
         self._making = threading.Lock()
-        self._at: list[tuple[DividedCall, bool] | None] = [
-            None
-        ] * self._size  # where each device is, and whether it fits
+        # Where each device is, and whether its call fits.
+        self._at: list[tuple[DividedCall, bool] | None] = [None] * self._size
         self._todo: _Todo = "compute"  # what all devices do with the call in hand
         self._before: Callable[[], bool] | None = None  # whether the first device has done the last block
         self._is_idle = False
