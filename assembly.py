@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -141,9 +140,7 @@ def _assemble_divided(info: CheckpointInfo, plan: ExecutionPlan, attach_adapter:
         for tree, own in zip(trees.trees, plans, strict=True)
     )
     model = DividedModel(trees.trees, devices, trees.shards)  # meets behind each linear and the LoRA around it
-    if (graphs := model.replay()) is not None:  # of all that a block's call has become by now, its meetings included
-        for rank, each in enumerate(shards):
-            each.split.recompute = partial(graphs.recompute, rank)
+    model.replay([each.split for each in shards])  # all that a block's call has become by now, its meetings included
     split = shards[0].split
     return Assembled(model, split, adapter, quantized=quantized, shards=shards, slices=trees.slices)
 

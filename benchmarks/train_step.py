@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import gc
 import runpy
 import statistics
@@ -342,9 +341,7 @@ def make_divided(options: argparse.Namespace, subject: Subject, config: dict[str
         built.append(RandomModel(scheme, tree, split, report, family))
     own = [attach_lora(each, job).parameters() for each in built]
     model = DividedModel(trees.trees, devices, trees.shards)
-    if (graphs := model.replay()) is not None:
-        for rank, each in enumerate(built):
-            each.split.recompute = functools.partial(graphs.recompute, rank)
+    model.replay([each.split for each in built])
     training = TensorTraining(model, LoraSlices(lora.parameters(), own, trees.slices))
     trainer = make_trainer(built[0], lora, job, _make_data(subject, options.tiny), variant=variant, runner=training)
     trainer.devices = tuple(devices)

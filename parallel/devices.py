@@ -238,8 +238,6 @@ def has_peer_access(source: torch.device, target: torch.device) -> bool | None:
     module: Any = device_module(source)
     if module is None or source.type != target.type or not hasattr(module, "can_device_access_peer"):
         return None
-    if hasattr(module, "device_count") and not all(
-        (each.index or 0) < module.device_count() for each in (source, target)
-    ):
+    if hasattr(module, "device_count") and max(source.index or 0, target.index or 0) >= module.device_count():
         return None
     return source == target or module.can_device_access_peer(source, target)

@@ -29,9 +29,9 @@ class GraphedBlock:
 
     def __init__(self, card: CardMemory, slot: Slot, block: nn.Module, plain: Forward, arguments: Arguments) -> None:
         self._card, self._slot, self._block = card, slot, block
-        self._plain = _PlainBlock(block, plain)
+        self._plain = PlainBlock(block, plain)
         self._arguments, self._results = _filler(arguments), _filler(None)
-        self._trained = {f"block.{name}": each for name, each in block.named_parameters() if each.requires_grad}
+        self._trained = trained_in(block)
         # Inputs: staged where they have a gradient, else constants of the slot, some of which are new to it.
         self._staged: dict[int, Tensor] = {}
         self._constants: dict[int, Constant] = {}
@@ -125,7 +125,7 @@ class GraphedBlock:
         """By the block itself, on what its forward was replayed with."""
         inputs = [each.detach().requires_grad_(each.requires_grad) for each in self._own]
         with self._card.recorder.aside(), torch.enable_grad():
-            aliases = self._make_aliases()
+            aliases = aliases_of(self._trained)
             outputs = [each if each.requires_grad else None for each in tensors_of(self._call(inputs, aliases))]
             return _gradients_of(outputs, gradients, [*inputs, *aliases.values()])
 
@@ -137,7 +137,7 @@ class GraphedBlock:
                 self._staged[index].clone().requires_grad_() if index in self._staged else self._constants[index].static
                 for index in range(len(self._staged) + len(self._constants))
             ]
-            self._aliases = self._make_aliases()
+            self._aliases = aliases_of(self._trained)
             found = tensors_of(self._call(self._own, self._aliases))
         self._edges = [get_gradient_edge(each) if each.requires_grad else None for each in found]
         for staged, output in zip(self._outputs, found, strict=True):
@@ -146,17 +146,12 @@ class GraphedBlock:
     def _compute_backward(self) -> None:
         edges, leaves = self._edges, [*self._own, *self._aliases.values()]
         self._own, self._aliases, self._edges = [], {}, []  # what they hold is free for the recordings that follow
-        _copy(self._found, _gradients_of(edges, self._gradients, leaves))
+        copy_all(self._found, _gradients_of(edges, self._gradients, leaves))
 
     def _call(self, tensors: Sequence[Tensor], trained: Mapping[str, Tensor]) -> Any:
         """The block itself; trained stands in for its parameters."""
         args, kwargs = self._arguments(tensors)
         return functional_call(self._plain, dict(trained), args, kwargs)
-
-    def _make_aliases(self) -> dict[str, nn.Parameter]:
-        """Other leaves on the parameters' memory: the node that accumulates a parameter's own gradient belongs to the
-        stream on which it was made, and may not be drawn into a recording on another."""
-        return {name: nn.Parameter(parameter.detach()) for name, parameter in self._trained.items()}
 
     # ---- replaying
 
@@ -182,7 +177,7 @@ class GraphedBlock:
                     f"{type(self._block).__name__} was called with other tensors than when it was recorded as a CUDA "
                     'graph, where it shared them with an earlier block; train with train.cuda_graphs = "off"'
                 )
-        _copy(targets, sources)
+        copy_all(targets, sources)
 
     def backward(self, gradients: Gradients) -> Gradients:
         """Of every input and every parameter; None for those that have none."""
@@ -199,14 +194,14 @@ class GraphedBlock:
 
     def _replay_backward(self, gradients: Gradients) -> Gradients:
         assert self._backward is not None
-        _copy(self._gradients, gradients)
+        copy_all(self._gradients, gradients)
         self._backward()
         found = [None if each is None else torch.empty_like(each) for each in self._found]
-        _copy(found, self._found)
+        copy_all(found, self._found)
         return found
 
 
-class _PlainBlock(nn.Module):
+class PlainBlock(nn.Module):
     """A block whose call is its forward of before, for functional_call."""
 
     def __init__(self, block: nn.Module, plain: Forward) -> None:
@@ -232,6 +227,17 @@ class _Replayed(torch.autograd.Function):
         return (None, *ctx.graphs.backward(gradients))
 
 
+def trained_in(block: nn.Module) -> dict[str, nn.Parameter]:
+    """What is trained of a block, by its names in PlainBlock."""
+    return {f"block.{name}": each for name, each in block.named_parameters() if each.requires_grad}
+
+
+def aliases_of(trained: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Other leaves on the parameters' memory: the node that accumulates a parameter's own gradient belongs to the
+    stream on which it was made, and may not be drawn into a recording on another."""
+    return {name: nn.Parameter(parameter.detach()) for name, parameter in trained.items()}
+
+
 def _filler(tree: Any) -> Callable[[Sequence[Tensor]], Any]:
     """What makes the same tree with other tensors."""
     leaves, spec = tree_flatten(tree)
@@ -245,7 +251,7 @@ def _filler(tree: Any) -> Callable[[Sequence[Tensor]], Any]:
 
 
 @torch.no_grad()
-def _copy(targets: Gradients, sources: Gradients) -> None:
+def copy_all(targets: Gradients, sources: Gradients) -> None:
     """All at once; nothing where the target is None."""
     pairs: list[Any] = [pair for pair in zip(targets, sources, strict=True) if pair[0] is not None]
     if pairs:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -109,10 +108,8 @@ def make_divided(
                 split.offload_inputs(min_bytes=1)
     divided = DividedModel(trees.trees, cards, trees.shards)
     if replays or recorder is not None:
-        graphs = divided.replay(recorder)
-        assert graphs is not None
-        for rank, split in enumerate(splits):
-            split.recompute = partial(graphs.recompute, rank)
+        divided.replay(splits, recorder)
+        assert divided.graphs is not None
     return TensorTraining(divided, LoraSlices(handle.parameters(), own, trees.slices)), handle
 
 

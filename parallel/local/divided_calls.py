@@ -10,17 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ...patches.cuda_graph_block import Gradients
+from ...patches.cuda_graph_block import Gradients, PlainBlock, aliases_of, copy_all, trained_in
 from ...patches.hooks import map_tensors, tensors_reached
 from ..devices import random_state
 from ..offload.block_call import BlockCall, module_of
-from ..offload.recompute import HandOut, second_forward
+from ..offload.recompute import PLACE, fill, has_drawn, second_forward, seed_of
 from .exchange import Exchange
-from .recorded_calls import MISSING, OPTIONS, WatchedOptions, key_of
+from .recorded_calls import OPTIONS, WatchedOptions, keys_read
 
 Block = nn.Module | BlockCall
 Tensors = Sequence[Tensor]
-_HOLE = torch.empty(0)  # stands where a tensor was
 
 
 @dataclass(frozen=True)
@@ -64,15 +63,14 @@ class Given(NamedTuple):
     @staticmethod
     def of(block: Block, device: torch.device, args: tuple[Any, ...], tensors: Tensors) -> Given:
         needs = [each.requires_grad for each in tensors]
-        return Given(block, device, map_tensors(args, lambda _: _HOLE), tensors, needs, dict(options_of(block)))
+        options = dict(block.others.get(OPTIONS) or {}) if isinstance(block, BlockCall) else {}
+        return Given(block, device, map_tensors(args, lambda _: PLACE), tensors, needs, options)
 
     def outputs(self) -> tuple[list[Tensor], Tensor | None]:
         """Of the block itself, and its generator's state before if it draws random numbers; as in recompute.py."""
         before = random_state(self.device)
-        found = tensors_reached(self.block(*_with(self.args, self.tensors)))
-        after = random_state(self.device)
-        draws = before is not None and after is not None and not torch.equal(before, after)
-        return found, before if draws else None
+        found = tensors_reached(self.block(*fill(self.args, self.tensors)))
+        return found, before if has_drawn(self.device, before) else None
 
     def gradients(
         self, trained: Mapping[str, nn.Parameter], gradients: Gradients, random: Tensor | None = None
@@ -84,17 +82,14 @@ class Given(NamedTuple):
             gradients: of the outputs. random: the generator's state before the forward, if that drew from it.
         """
         inputs = [each.detach().requires_grad_(flag) for each, flag in zip(self.tensors, self.needs, strict=True)]
-        # Other leaves on the parameters' memory: what adds up a parameter's own gradient belongs to the stream on which
-        # it was made, and may not be drawn into a recording on another.
-        aliases: dict[str, Tensor] = {name: nn.Parameter(each.detach()) for name, each in trained.items()}
+        aliases: dict[str, Any] = aliases_of(trained)
         with torch.enable_grad(), second_forward(self.device, random):
-            found = tensors_reached(functional_call(_Called(self.block), aliases, _with(self.args, inputs)))
-            both = zip(found, gradients, strict=True)
-            pairs = [(output, given) for output, given in both if given is not None and output.requires_grad]
-            seed = HandOut.apply([given for _, given in pairs], *(output for output, _ in pairs)) if pairs else None
-            del found, both, pairs
-            if seed is not None:
-                torch.autograd.backward([seed], [seed.detach()])
+            plain = PlainBlock(module_of(self.block), self.block.__call__)
+            found = tensors_reached(functional_call(plain, aliases, fill(self.args, inputs)))
+            seed = seed_of(found, gradients)
+        del found
+        if seed is not None:
+            torch.autograd.backward([seed], [seed.detach()])
         return [each.grad for each in (*inputs, *aliases.values())]
 
 
@@ -104,7 +99,7 @@ class Part:
 
     Args:
         is_known: it was computed once. draws: it has drawn random numbers. has_form: it returns a tuple.
-        trained: its parameters, by their names in _Called.
+        trained: its parameters, by their names in PlainBlock.
         given: what is recorded. watched: the options that it is given.
         inputs, outputs, gradients, found: where graphs read and write; gradients are those of the outputs, found those
             of the inputs and of what is trained.
@@ -125,8 +120,7 @@ class Part:
 
     def learn(self, block: Block, output: Any, *, draws: bool) -> None:
         """It was computed, and returned this."""
-        named = module_of(block).named_parameters()
-        self.trained = {f"block.{name}": each for name, each in named if each.requires_grad}
+        self.trained = trained_in(module_of(block))
         self.draws, self.has_form, self.is_known = draws, isinstance(output, tuple), True
 
     def prepare(self, given: Given, inputs: list[Tensor]) -> None:
@@ -141,7 +135,7 @@ class Part:
         assert self.given is not None
         block, _, args, tensors, needs, _ = self.given
         inputs = [each.detach().requires_grad_(flag) for each, flag in zip(tensors, needs, strict=True)]
-        copy_all(self.outputs, tensors_reached(block(*_with(args, inputs))))
+        copy_all(self.outputs, tensors_reached(block(*fill(args, inputs))))
 
     def compute_backward(self) -> None:
         assert self.given is not None
@@ -167,40 +161,6 @@ class DividedCall:
     read: dict[Any, Any] | None = None
 
     def note_options(self) -> None:
-        """Raises: RuntimeError if the first device's part depends on what cannot be compared."""
-        watched = self.parts[0].watched
-        if watched is None:
-            return
-        read = {name: key_of(dict.get(watched, name, MISSING)) for name in watched.read}
-        if watched.written or tensors_reached([dict.get(watched, name) for name in read]):
-            raise RuntimeError(f"it changes the {OPTIONS}, or reads tensors there")
-        self.read = read
-
-
-class _Called(nn.Module):
-    """A block as functional_call takes it."""
-
-    def __init__(self, call: Block) -> None:
-        super().__init__()
-        self.block, self._call = module_of(call), (call,)
-
-    def forward(self, *args: Any) -> Any:
-        return self._call[0](*args)
-
-
-def options_of(block: Block) -> Mapping[Any, Any]:
-    return (block.others.get(OPTIONS) or {}) if isinstance(block, BlockCall) else {}
-
-
-def _with(args: tuple[Any, ...], tensors: Tensors) -> tuple[Any, ...]:
-    """The arguments, with these tensors in their places."""
-    left = iter(tensors)
-    return map_tensors(args, lambda _: next(left))  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-def copy_all(targets: Gradients, sources: Gradients) -> None:
-    """Nothing where either is None."""
-    for target, source in zip(targets, sources, strict=True):
-        if target is not None and source is not None:
-            target.copy_(source)
+        """Raises: RuntimeError if a part depends on what cannot be compared."""
+        watched = [each.watched for each in self.parts if each.watched is not None]
+        self.read = keys_read(watched) if watched else None

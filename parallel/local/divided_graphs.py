@@ -21,7 +21,7 @@ A graph reads and does what it did when it was recorded, so a mistake would be a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ from torch import nn
 from ...patches.hooks import map_tensors, tensors_reached
 from ..transfer import Versioned
 from .bridge import version_of
-from .recorded_calls import MISSING, OPTIONS, Unlike, WatchedOptions, key_of, switches
+from .recorded_calls import OPTIONS, Unlike, WatchedOptions, key_of, keys_read, reads_alike, switches
 
 _log = logging.getLogger(__name__)
 
@@ -277,10 +277,7 @@ class DividedGraphs:
                 raise RuntimeError("it writes into memory that it is given twice")
             if not set(found) <= set(card.written):
                 raise RuntimeError("it writes into what it is given, and torch does not see it")
-        options = asked.calls[0][1].get(OPTIONS) or {}
-        read = {name: key_of(options.get(name, MISSING)) for each in watched for name in each.read}
-        if any(each.written for each in watched) or tensors_reached([options.get(name) for name in read]):
-            raise RuntimeError(f"it changes the {OPTIONS}, or reads tensors there")
+        read = keys_read(watched)
         replay()
         for card, tree, tensors in zip(cards, expected, asked.given, strict=True):
             outputs = [card.inputs[each] if isinstance(each, int) else each for each in card.outputs]
@@ -348,14 +345,6 @@ class DividedGraphs:
 
     def _holds(self, place: torch.Tensor, source: torch.Tensor) -> None:
         self._held[id(place)] = source, version_of(source)
-
-
-def reads_alike(read: Mapping[Any, Any], options: Mapping[Any, Any]) -> bool:
-    """Whether the options that a block looked up are those of its recording. Args: read: of each its key then."""
-    try:
-        return all(key_of(options.get(name, MISSING)) == key for name, key in read.items())
-    except Unlike:
-        return False
 
 
 def _arguments(call: Call) -> Call:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...patches.hooks import PLAIN, attributes_of
+from ...patches.hooks import PLAIN, attributes_of, tensors_reached
 
 OPTIONS = "transformer_options"
 MISSING = object()
@@ -99,6 +99,25 @@ def key_of(value: Any) -> Any:
     if not names:
         raise Unlike(f"it is given a {kind.__name__}")
     return kind, *((name, key_of(getattr(value, name, None))) for name in names)
+
+
+def keys_read(watched: Sequence[WatchedOptions]) -> dict[Any, Any]:
+    """Of the options that any of these was asked for, the first one's keys.
+
+    Raises: RuntimeError if something was written there, or tensors were read.
+    """
+    read = {name: dict.get(watched[0], name, MISSING) for each in watched for name in each.read}
+    if any(each.written for each in watched) or tensors_reached(list(read.values())):
+        raise RuntimeError(f"it changes the {OPTIONS}, or reads tensors there")
+    return {name: key_of(value) for name, value in read.items()}
+
+
+def reads_alike(read: Mapping[Any, Any], options: Mapping[Any, Any]) -> bool:
+    """Whether the options that a block looked up are those of its recording. Args: read: of each its key then."""
+    try:
+        return all(key_of(options.get(name, MISSING)) == key for name, key in read.items())
+    except Unlike:
+        return False
 
 
 def _is_ours(value: Any) -> bool:

@@ -29,6 +29,7 @@ from torch import nn
 from ...patches.hooks import HookSet
 from ..runner import MicroBatch, OneModel
 from ..transfer import Arrivals, SideStreams, current_device
+from .block_split import BlockSplit
 from .divided_calls import Recorder
 from .exchange import Exchange
 from .lora_slices import LoraSlices
@@ -72,21 +73,22 @@ class DividedModel(nn.Module):
             attach_meetings(each, rank, self._find_exchange) for rank, each in enumerate(shards)
         ]
 
-    def replay(self, recorder: Recorder | None = None) -> TrainingGraphs | None:
-        """Have recomputed blocks replayed as CUDA graphs; recompute of what this returns is to compute them.
+    def replay(self, splits: Sequence[BlockSplit], recorder: Recorder | None = None) -> None:
+        """Have the blocks that these splits of the trees compute again replayed as CUDA graphs.
 
         Args:
-            recorder: of what the devices launch; None for that of CUDA, where these devices have it.
-        Returns: None where they have not, and a line in the log says why.
+            recorder: of what the devices launch; None for that of CUDA. Where these devices have none, a line in the
+                log says why, and nothing is replayed.
         """
         fault = ""
         if recorder is None:
             recorder, fault = recorder_for(self.devices, self._side_streams)
         if recorder is None:
             _log.info("blocks that several devices train together are not replayed as CUDA graphs: %s", fault)
-            return None
+            return
         self.graphs = TrainingGraphs(self._shards, self._find_exchange, self._use, self._send, recorder)
-        return self.graphs
+        for rank, split in enumerate(splits):
+            split.recompute = partial(self.graphs.recompute, rank)
 
     def remove(self) -> None:
         """Take off what makes the trees meet; a second call is a no-op."""

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...patches.cuda_graph_block import Gradients, are_alike
+from ...patches.cuda_graph_block import Gradients, are_alike, copy_all
 from ...patches.cuda_graph_memory import empty_like
 from ...patches.cuda_graphs import cuda_graphs_fault
 from ...patches.hooks import tensors_reached
@@ -39,11 +39,11 @@ from ...quantization.wrapped import plain_parts
 from ..devices import has_peer_access, random_state
 from ..offload.activations import ActivationOffload, version_of
 from ..offload.block_call import BlockCall, module_of
-from ..offload.recompute import recompute
-from .divided_calls import Block, DividedCall, Given, Graph, Part, Recorder, Tensors, copy_all
-from .divided_graphs import reads_alike, same_bits
+from ..offload.recompute import has_drawn, recompute
+from .divided_calls import Block, DividedCall, Given, Graph, Part, Recorder, Tensors
+from .divided_graphs import same_bits
 from .exchange import Exchange, Send
-from .recorded_calls import OPTIONS, Unlike, key_of, switches
+from .recorded_calls import OPTIONS, Unlike, key_of, reads_alike, switches
 from .shards import BlockShard
 from .workers import autocast_of
 
@@ -148,9 +148,7 @@ class TrainingGraphs:
         if not part.is_known:
             before = random_state(device)
             output = recompute(block, args, device, store)
-            after = random_state(device)
-            draws = before is not None and after is not None and not torch.equal(before, after)
-            part.learn(block, output, draws=draws)
+            part.learn(block, output, draws=has_drawn(device, before))
             return output
         tensors = tensors_reached(args)
         given = Given.of(block, device, args, tensors)

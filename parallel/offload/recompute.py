@@ -17,7 +17,7 @@ Until the backward autograd keeps the arguments, or a store does (activations.py
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,7 @@ from .activations import ActivationOffload, version_of
 from .block_call import BlockCall, module_of
 
 _local = threading.local()  # is_recomputing, of a thread that is
-_PLACE = torch.empty(0)  # stands where a tensor was
+PLACE = torch.empty(0)  # stands where a tensor was
 
 
 def recompute(
@@ -58,7 +58,7 @@ def recompute(
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
         tensors.append(tensor)
-        return _PLACE
+        return PLACE
 
     frame = map_tensors(args, take)
     anchor = None
@@ -88,7 +88,7 @@ class _Recomputed(torch.autograd.Function):
         ctx.block, ctx.frame, ctx.device = block, frame, device
         ctx.set_materialize_grads(False)
         before, versions = random_state(device), [version_of(tensor) for tensor in tensors]
-        output = block(*_fill(frame, tensors))
+        output = block(*fill(frame, tensors))
         if versions != [version_of(tensor) for tensor in tensors]:
             raise RuntimeError(
                 f"{type(module_of(block)).__name__} changes what it is called with in place, so it cannot be computed "
@@ -97,8 +97,7 @@ class _Recomputed(torch.autograd.Function):
         ctx.needs_grad = [tensor.requires_grad for tensor in tensors]
         ctx.handle, others = (None, tensors) if store is None else store.keep(tensors, device)
         ctx.save_for_backward(*others)
-        after = random_state(device)
-        ctx.random = None if before is None or after is None or torch.equal(before, after) else before
+        ctx.random = before if has_drawn(device, before) else None
         return _checked(output, block)
 
     @staticmethod
@@ -107,11 +106,10 @@ class _Recomputed(torch.autograd.Function):
         saved = ctx.saved_tensors if ctx.handle is None else ctx.handle.fetch(ctx.saved_tensors)
         inputs = [tensor.detach().requires_grad_(flag) for tensor, flag in zip(saved, ctx.needs_grad, strict=True)]
         with torch.enable_grad(), second_forward(ctx.device, ctx.random):
-            output = ctx.block(*_fill(ctx.frame, inputs))
+            output = ctx.block(*fill(ctx.frame, inputs))
             outputs = output if isinstance(output, tuple) else (output,)
-            pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
-            seed = HandOut.apply([g for _, g in pairs], *(o for o, _ in pairs)) if pairs else None
-        del output, outputs, pairs  # nobody needs what the block returns
+            seed = seed_of(outputs, grads)
+        del output, outputs  # nobody needs what the block returns
         if seed is not None:
             torch.autograd.backward([seed], [seed.detach()])  # any value: nobody reads it
         return (None, None, None, None, None, *(tensor.grad for tensor in inputs))
@@ -135,7 +133,19 @@ class HandOut(torch.autograd.Function):
         return None, *handed
 
 
-def _fill(frame: Any, tensors: Any) -> Any:
+def seed_of(outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """What a backward begins at that is given these gradients of a block's outputs; None if none of them has any."""
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+    return HandOut.apply([g for _, g in pairs], *(o for o, _ in pairs)) if pairs else None  # type: ignore[no-any-return]
+
+
+def has_drawn(device: torch.device, before: torch.Tensor | None) -> bool:
+    """Whether the device's generator has gone on. Args: before: its state then; None if it has none."""
+    after = random_state(device)
+    return before is not None and after is not None and not torch.equal(before, after)
+
+
+def fill(frame: Any, tensors: Any) -> Any:
     """The arguments, with these tensors in their places."""
     remaining = iter(tensors)
     return map_tensors(frame, lambda place: next(remaining))

@@ -61,14 +61,8 @@ class Steps:
     def __init__(self, *blocks: Block, is_recorded: bool = True) -> None:
         self.blocks, self.recorder, self._is_recorded = blocks, TogetherStandIn(), is_recorded
         shards = [{f"block {index}": BlockShard(block) for index, block in enumerate(blocks)}]
-        self._in_use = [Exchange(1, lambda tensors, rank, arrivals: tensors)]
-        self.graphs = TrainingGraphs(
-            shards,
-            lambda: self._in_use[-1],
-            self._in_use.append,
-            lambda tensors, rank, arrivals: tensors,
-            self.recorder,
-        )
+        in_use = [Exchange(1, _hand_over)]
+        self.graphs = TrainingGraphs(shards, lambda: in_use[-1], in_use.append, _hand_over, self.recorder)
 
     def compute(self, block: Any, *args: Any) -> Any:
         return self.graphs.recompute(0, block, args, CPU) if self._is_recorded else recompute(block, args, CPU)
