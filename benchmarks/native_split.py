@@ -16,9 +16,9 @@ rival's report says how many allocation graphs were recorded and replayed and ho
 split `--prompts` times, with one card before and after. `--unguarded` takes out what keeps splits outside the compiler.
 
 In the cases `tensor_...` the rival `tensor_launched` is `tensor` without CUDA graphs, every kernel launched by Python.
-Both are the same split over the same weights, so their latents must be the same bits. `tensor_launched_whole` computes
-no row-parallel layer by chunks of tokens, which have large ones' copies between the cards travel beside products.
-`--rivals` names those that take turns, one_gpu first.
+Both are the same split over the same weights, so their latents must be the same bits. `tensor` computes large
+row-parallel layers by chunks of tokens: one chunk is copied to the other card while the next is computed.
+`tensor_launched_whole` computes them at once. `--rivals` names those that take turns; one_gpu must be among them.
 
 `--card-gb 24` makes cards small: another process takes the rest of each card's memory, so that ComfyUI, torch and
 comfy-aimdo all meet the wall a real card has. The cases `scaling_...` compare one card with blocks and tensor on

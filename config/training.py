@@ -206,8 +206,8 @@ class LoopConfig:
             goes on without.
         cuda_graphs: auto records blocks that keep their activations as CUDA graphs, so that fast GPUs need not wait for
             Python. The LoRA is the same. Matters for 8-bit models on GPUs with memory to spare. Needs NVIDIA GPUs,
-            images of one size, batch_size 1 and dropout 0; else the log says so and training goes on without. Blocks of
-            strategy tensor are recorded by themselves, if they are computed twice.
+            images of one size, batch_size 1 and dropout 0; else the log says so and training goes on without. With
+            strategy tensor, blocks that are computed twice are recorded whatever this says.
         offload_activations: Whether what gradient checkpointing keeps of every block waits in the computer's memory,
             not on the GPUs. auto does it where nothing as good fits without. Matters for video. The LoRA is the same.
         ema_decay: Share that an average of the LoRA over the steps (EMA) keeps at each step, such as 0.99 for some
