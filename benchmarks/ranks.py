@@ -31,9 +31,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +64,7 @@ from random_reader import random_weights, write_header  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
-# Strategy and scheme; with "compile" and "keep" in the name blocks are compiled, and keep their activations, and with
-# "ahead" the forward of a block begins to gather the next one, as nothing of ours does.
+# Strategy and scheme; with "compile" and "keep" in the name blocks are compiled, and keep their activations.
 MODES = {
     "alone": ("none", None),
     "alone_compile": ("none", None),
@@ -82,12 +80,10 @@ MODES = {
     "fsdp_compile": ("fsdp", None),
     "fsdp_fp8": ("fsdp", "fp8-compute"),
     "fsdp_fp8_compile": ("fsdp", "fp8-compute"),
+    "fsdp_fp8_keep_compile": ("fsdp", "fp8-compute"),
     "fsdp_int8": ("fsdp", "int8-compute"),
-    "fsdp_ahead": ("fsdp", None),
-    "fsdp_compile_ahead": ("fsdp", None),
-    "fsdp_fp8_compile_ahead": ("fsdp", "fp8-compute"),
 }
-PLAIN = ("plain_fsdp", "plain_fsdp_compile", "plain_fsdp_keep")
+PLAIN = ("plain_fsdp", "plain_fsdp_compile", "plain_fsdp_keep", "plain_fsdp_keep_compile")
 MIDDLE = make_config((2, 8), num_attention_heads=16)  # a third as wide
 HALF = (4, 24)  # of FLUX.2-dev's 8 double and 48 single blocks
 # What one card can show: processes, double and single blocks, backend, modes. The most telling come first.
@@ -432,8 +428,6 @@ def _ours(
     of = _num_samples(mode, options, ranks)
     if not mode.startswith("alone"):
         runner = AcrossRanks(runner, parameters, ranks, 0, in_lockstep=strategy == "fsdp")
-    if "ahead" in mode:
-        _gather_ahead(model, names)
     count = [0]
 
     def step() -> float:
@@ -449,12 +443,6 @@ def _ours(
         )
 
     return model, parameters, step
-
-
-def _gather_ahead(model: nn.Module, names: Sequence[str]) -> None:
-    blocks: list[Any] = [model.get_submodule(name) for name in names]
-    for block, following in pairwise(blocks):
-        block.set_modules_to_forward_prefetch([following])
 
 
 def _plain(

@@ -43,8 +43,8 @@ FRAGMENTATION = 0.10
 # What a block's temporaries reserve in the memory of recorded graphs, in sizes of theirs: what earlier blocks have
 # freed there is in pieces that do not join. From one measurement (docs/internals/experiments.md, 2026-11-22).
 GRAPH_TEMPORARIES = 3.5
-# The same of blocks that several cards divide and compute again. A guess: all lie in one place, one after the other.
-REPLAYED_TEMPORARIES = 2.0
+# The same of blocks that several cards divide and compute again: FLUX.2's took 1.5 to 2.2 (2026-11-27 there).
+REPLAYED_TEMPORARIES = 2.2
 # What rounding a layer to 8 bits takes beside it: copies of 16 bytes per weight, but only some rows at a time.
 ROUNDING_BYTES, ROUNDING_COPIES = 500_000_000, 8
 
