@@ -62,10 +62,10 @@ class DividedTimes:
             in_forward, in_backward = min(in_forward, replaying), min(in_backward, replaying)
         return max(forward, in_forward), max(backward, in_backward)
 
-    def wait_for_host(self, card: Card, scheme: str) -> bool:
-        """Whether blocks that Python launches take it longer than the cards compute."""
+    def wait_for_host(self, scheme: str) -> bool:
+        """Whether blocks that Python launches take it longer than the slowest card computes, for which others wait."""
         blocks = range(len(self.exchanged))
-        computing = sum(sum(self._computing(block, card, scheme)) for block in blocks)
+        computing = max(sum(sum(self._computing(block, card, scheme)) for block in blocks) for card in self.cards)
         return sum(sum(self._launching(block, scheme)) for block in blocks) > computing
 
     def _computing(self, block: int, card: Card, scheme: str) -> tuple[float, float]:

@@ -223,7 +223,7 @@ class Question:
             self.model.num_exchanges,
             cache(lambda scheme: [block.launches for block in one._cost(scheme).blocks]),
         )
-        if why_not_replayed([card.device for card in self.cards]) or not times.wait_for_host(self.cards[index], "none"):
+        if why_not_replayed([card.device for card in self.cards]) or not times.wait_for_host("none"):
             return replace(one, given_times=times)
         # A block that keeps its activations is not replayed, and Python is slower than computing it again.
         space = one.space if self.space.uncheckpointed else replace(one.space, uncheckpointed=(0,))

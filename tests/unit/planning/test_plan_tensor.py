@@ -192,6 +192,16 @@ def test_blocks_that_wait_for_python_are_replayed_and_computed_again(monkeypatch
     assert 56 * 3 * 0.001 < seconds[""] < 56 * 3 * 0.0015 < seconds["cards without graphs"] / 2
 
 
+def test_a_card_with_little_to_compute_waits_for_the_other_one_and_not_for_python():
+    """Python takes 0.12 s for both cards' parts of a block, and a card with three quarters of one of 0.2 s longer."""
+    cards, none, launches = tuple(parse_cards("80GB,80GB")), [0.0] * 56, round(0.06 / LAUNCH_S)
+    times = DividedTimes(
+        _Times(0.2, 1e12), cards, (24, 24), none, none, [0] * 56, lambda scheme: [(launches,) * 2] * 56
+    )
+    assert times.wait_for_host("none")
+    assert not any(dataclasses.replace(times, shares=shares).wait_for_host("none") for shares in ((36, 12), (12, 36)))
+
+
 @pytest.mark.parametrize(("count", "times"), [(2, 1.0), (4, 1.5)])
 def test_four_cards_send_large_sums_slice_by_slice(count, times):
     whole, cards = _Times(0.3, 1e9), tuple(parse_cards(",".join(["80GB"] * count)))
