@@ -186,7 +186,9 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def _plan_cluster(options: argparse.Namespace, asked: PlanRequest, cards: Sequence[Card]) -> int:
-    if not cards or not 1 <= options.nodes <= MOST_NODES or (options.nodes > 1 and not options.link):
+    if not 1 <= options.nodes <= MOST_NODES:
+        raise ValueError(f"--nodes {options.nodes} is no number of machines; give 1 to {MOST_NODES}")
+    if not cards or (options.nodes > 1 and not options.link):
         raise ValueError(
             "for several processes or machines say how many machines, the cards of each, and of several how fast the "
             "link between them is: --nodes 2 --cards 4x24GB --link 25Gbit"

@@ -69,8 +69,12 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _add_train(commands: Commands) -> None:
-    parser = commands.add_parser("train", help="train a LoRA from a TOML job file")
-    parser.add_argument("job", type=Path)
+    parser = commands.add_parser(
+        "train",
+        help="train a LoRA from a TOML job file",
+        description="Train a LoRA from a TOML job file, as those in examples. Ctrl-C saves; --resume continues.",
+    )
+    parser.add_argument("job", type=Path, help="job file (TOML)")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of the job's folder")
     parser.add_argument(
         "--nproc",
@@ -82,8 +86,13 @@ def _add_train(commands: Commands) -> None:
 
 
 def _add_check(commands: Commands) -> None:
-    parser = commands.add_parser("check", help="check a job file, its model and its images without loading weights")
-    parser.add_argument("job", type=Path)
+    parser = commands.add_parser(
+        "check",
+        help="check a job file, its model and its images without loading weights",
+        description="Check a job file, its model and its images, and say what would be trained, without loading "
+        "weights.",
+    )
+    parser.add_argument("job", type=Path, help="job file (TOML)")
     parser.set_defaults(command=_command("jobs", "check"))
 
 
@@ -104,9 +113,10 @@ def _add_plan(commands: Commands) -> None:
     )
     parser.add_argument(
         "--cards",
+        "--card",
         metavar="SIZES",
-        help='plan for these cards instead of this machine\'s: "24GB,12GB", "2x24GB", or with relative speeds '
-        '"2x24GB@1,12GB@0.5"',
+        help='plan for these cards instead of this machine\'s: "24GB,12GB", "2x24GiB", "2x3090", or with relative '
+        'speeds "2x24GB@1,12GB@0.5"',
     )
     parser.add_argument("--nodes", type=int, default=1, metavar="MACHINES", help="so many machines with --cards each")
     parser.add_argument(

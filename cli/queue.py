@@ -34,12 +34,14 @@ def jobs(options: argparse.Namespace) -> int:
 def _find_root(given: Path | None) -> Path:
     """The folder itself, or devicebridge in the output folder of the ComfyUI that is found.
 
-    Raises: ValueError if neither is there.
+    Raises: ValueError if the folder that was named is none.
     """
     if given is None:
         from ..headless.comfyui import find_comfyui
 
         given = find_comfyui().base / "output" / "devicebridge"
+        if not given.exists():
+            return given.resolve()  # nothing has run yet
     if not given.is_dir():
         raise ValueError(f"{given} is no folder; name the one that holds the runs, output/devicebridge of a ComfyUI")
     return given.resolve()

@@ -11,7 +11,8 @@ import difflib
 import functools
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -31,6 +32,18 @@ from .training import LoopConfig, LoraSettings, ObjectiveConfig, OptimizerConfig
 
 _log = logging.getLogger(__name__)
 _MAX_JOB_BYTES = 10_000_000
+# What keys are called elsewhere (kohya's scripts, ai-toolkit, diffusion-pipe, OneTrainer) -> the path here.
+_FROM_OTHER_TRAINERS = {
+    "lr": "optimizer.learning_rate",
+    "unet_lr": "optimizer.learning_rate",
+    "max_train_steps": "train.steps",
+    "network_dim": "lora.rank",
+    "network_alpha": "lora.alpha",
+    "gradient_accumulation": "train.gradient_accumulation_steps",
+    "resolution": "data.resolutions",
+    "train_data_dir": "data.folders",
+    "output_dir": "output.folder",
+}
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -154,6 +167,7 @@ def _describe(problem: Any) -> str:
     if problem["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
         name = str(problem["loc"][-1])
         near = [each.path for each in job_keys().values() if each.name == name]  # of another section
+        near = near or [path for path in [_FROM_OTHER_TRAINERS.get(name, "")] if path]
         near = near or difflib.get_close_matches(name, _keys_beside(problem["loc"]), n=1)
         return f"{key}: there is no such key" + (f"; did you mean {near[0]}?" if near else "")
     if problem["type"] in {"missing", "missing_argument"}:
@@ -164,6 +178,11 @@ def _describe(problem: Any) -> str:
         return f"{key}: is a list of sections, [[{key}]], and not one, [{key}]"
     if problem["type"] == "tuple_type":
         return f"{key}: is a list, such as [{problem['input']!r}] (found {problem['input']!r})"
+    if problem["type"] == "literal_error" and isinstance(problem["input"], str):
+        choices = [each.strip("'") for each in re.split(", | or ", problem["ctx"]["expected"])]
+        near = difflib.get_close_matches(problem["input"], choices, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"{key}: is one of {problem['ctx']['expected']} (found {problem['input']!r}){hint}"
     values = problem["input"] if isinstance(problem["input"], list) else [problem["input"]]
     is_plain = all(isinstance(each, (str, int, float, type(None))) for each in values)  # no section, nor the whole job
     found = f" (found {problem['input']!r})" if is_plain else ""
@@ -195,6 +214,8 @@ def load_job(path: str | Path) -> JobConfig:
         values, renamed = with_todays_names(job_keys(), values)
         _anchor_paths(values, path.resolve().parent)
         job = make_job(values)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not in UTF-8 ({error.reason}); save it as UTF-8 text") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); give the path of a job file (TOML)") from error
     except (tomlkit.exceptions.TOMLKitError, ValueError, RecursionError) as error:
@@ -222,15 +243,48 @@ def save_for_process(job: JobConfig, file: Path) -> None:
 
 
 def differing_keys(old: JobConfig, new: JobConfig) -> list[str]:
-    """ "section.key: old -> new" for every setting that differs and matters to a resumed run."""
-    free = {key.path for key in job_keys().values() if key.is_free}
+    """ "section.key: old -> new" for every setting that differs and matters to a resumed run.
+
+    Where the run, its data and the weights lie does not: what they hold is compared besides (jobs/resume.py).
+    """
+    free = {key.path for key in job_keys().values() if key.is_free or _is_place(key)}
     if old.schedule.name == "constant":  # the steps done so far are the same in a longer or shorter run
         free.add("train.steps")
     if "int8-compute" not in (old.model.quantize, new.model.quantize):  # nothing else is rotated
         free.add("model.rotation")
-    before, after = job_to_dict(old), job_to_dict(new)
-    pairs = {f"{name}.{key}": (value, after[name][key]) for name in before for key, value in before[name].items()}
-    return [f"{key}: {was!r} -> {now!r}" for key, (was, now) in sorted(pairs.items()) if was != now and key not in free]
+    before, after = (dict(_settings_in(job_to_dict(job), "", free)) for job in (old, new))
+    names = sorted(before.keys() | after.keys())
+    pairs = {name: (before.get(name, _NOTHING), after.get(name, _NOTHING)) for name in names}
+    return [f"{name}: {was!r} -> {now!r}" for name, (was, now) in pairs.items() if was != now]
+
+
+class _Nothing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_NOTHING = _Nothing()  # a setting of a section that is not there
+
+
+def _is_place(key: Key) -> bool:
+    is_of_data = key.section.split(".")[0] in ("data", "evaluation")
+    return key.is_path and (is_of_data or key.path in ("model.path", "cache.folder", "output.folder"))
+
+
+def _settings_in(
+    values: Mapping[str, Any], section: str, left_out: Collection[str], place: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Every setting by its key, with the number of its section where there may be several. Args: place: as section,
+    with numbers."""
+    for name, value in values.items():
+        path, here = f"{section}{name}", f"{place}{name}"
+        parts = {f"{here}.": value} if isinstance(value, dict) else {}
+        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+            parts = {f"{here}.{index}.": each for index, each in enumerate(value)}
+        for inside, each in parts.items():
+            yield from _settings_in(each, f"{path}.", left_out, inside)
+        if not parts and path not in left_out:
+            yield here, value
 
 
 # What a resumed run may change, but not one rank alone: it says when ranks meet, and which weights they share.

@@ -77,7 +77,7 @@ def make_clip_plan(config: DataConfig, latent: LatentSpec) -> ClipPlan:
     """
     frames = sorted(set(config.frames or latent.frame_lengths))
     if not latent.is_video and frames != [1]:
-        raise ValueError(f"data.frames is {frames}, but this model makes images only; take the setting out")
+        raise ValueError(f"data.frames is {frames}, but this model makes images only; leave it out")
     stride = latent.frame_stride
     wrong = [length for length in frames if (length - 1) % stride]
     if wrong:

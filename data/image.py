@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
 
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 
 
 @dataclass(frozen=True)

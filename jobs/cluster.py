@@ -12,6 +12,7 @@ from ..config.open import asked
 from ..planning.cards import Card
 from ..planning.cluster import Cluster, Option, Part, Weights, with_copies, with_shares
 from ..planning.plan_training import TrainingPlan
+from ..planning.report import step_seconds
 from .place_by_size import held_bytes
 from .read_job import ReadJob, read_job
 from .resolve import Machine, plan_on
@@ -69,7 +70,7 @@ def _shares(read: ReadJob, cluster: Cluster, strategy: str) -> Option:
         return Option(strategy, cluster.num_cards, scheme, why=why)
     card = replace(cluster.cards[0], usable_bytes=_ENDLESS)
     found = []
-    for each in _COMPUTING if scheme is None else (scheme,):
+    for each in [each for each in _COMPUTING if each not in card.refuses] if scheme is None else [scheme]:
         config = replace(read.job.model, quantize=each)  # type: ignore[arg-type]
         with_scheme = replace(read, job=replace(read.job, model=config))
         plan = _plan(with_scheme, [card], cluster.num_cards, "none", keeps=0)
@@ -100,7 +101,8 @@ def _plan(
 def _part(read: ReadJob, plan: TrainingPlan) -> Part:
     card, device = max(zip(plan.cards, plan.devices, strict=True), key=lambda both: both[1].needed)
     lora = sum(each.lora for each in plan.devices) * (1 if read.job.lora.dtype == "float32" else 2)
-    return Part(device.needed, card.usable_bytes, plan.step_s, lora, plan.setting.describe())
+    seconds, _ = step_seconds(plan)
+    return Part(device.needed, card.usable_bytes, seconds or plan.step_s, lora, plan.setting.describe())
 
 
 def _unfit(strategy: str, processes: int, error: ValueError) -> Option:

@@ -1,8 +1,9 @@
 """Published speeds of cards, for a plan's seconds where no block was timed, and what a card of a named size stands for.
 
 Peaks are the makers' own (architecture papers and data sheets): 10^12 dense operations per second in bf16 with sums in
-float32. Training reaches a share of it. The one share that was measured is that of an H200: FLUX.2-dev at 1024², bf16,
-every block recomputed, one micro-batch in flight, 1.866 s a step (docs/benchmarks.md, training on 8-bit base weights).
+float32, of consumer cards twice their float32 rate. Training reaches a share of it. The one share that was measured is
+that of an H200: FLUX.2-dev at 1024², bf16, every block recomputed, one micro-batch in flight, 1.866 s a step
+(docs/benchmarks.md, training on 8-bit base weights).
 """
 
 from __future__ import annotations
@@ -41,6 +42,21 @@ KINDS = (
     CardKind("H100", 989.0, 80, True),
     CardKind("A100", 312.0, 80, False),
     CardKind("H200", 989.0, 141, True),
+    CardKind("RTX 3060", 25.5, 12, False),
+    CardKind("RTX 4060", 30.2, 8, True),
+    CardKind("RTX 3060 Ti", 32.4, 8, False),
+    CardKind("RTX 3070", 40.6, 8, False),
+    CardKind("RTX 3070 Ti", 43.5, 8, False),
+    CardKind("RTX 3080 Ti", 68.2, 12, False),
+    CardKind("RTX 3090 Ti", 80.0, 24, False),
+    CardKind("RTX 4070 Super", 71.0, 12, True),
+    CardKind("RTX 4070 Ti", 80.2, 12, True),
+    CardKind("RTX 4070 Ti Super", 88.2, 16, True),
+    CardKind("RTX 4080 Super", 104.4, 16, True),
+    CardKind("RTX 5060", 38.4, 8, True),
+    CardKind("RTX 5060 Ti", 47.4, 16, True),
+    CardKind("RTX 5070", 61.7, 12, True),
+    CardKind("RTX 5070 Ti", 87.9, 16, True),
 )
 _BY_NAME: Mapping[str, CardKind] = {_FILLERS.sub("", kind.name.lower()): kind for kind in KINDS}
 

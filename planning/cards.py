@@ -11,7 +11,7 @@ import torch
 from ..parallel.devices import device_title, free_bytes, total_bytes
 from ..quantization.kernel_choice import DeviceKernels
 from ..quantization.quantize import BEST_FIRST, QuantizeSettings, refusal
-from .card_speeds import CardKind, kind_called, kind_of_size
+from .card_speeds import KINDS, CardKind, kind_called, kind_of_size
 
 _NUMBER = r"[0-9]{1,6}(?:\.[0-9]{0,6})?|\.[0-9]{1,6}"
 _COUNT = r"(?:(?P<count>[0-9]{1,6}) *[x×] *)?"
@@ -66,7 +66,8 @@ def parse_cards(text: str) -> list[Card]:
         if match is None or not float(match["size"]) or not float(match["speed"] or 1):
             raise ValueError(
                 f'cards: {part!r} in {text!r} is no card; write its memory: "24GB,12GB", several alike as "2x24GB", '
-                'with speeds "2x24GB@1,12GB@0.5", or a model such as "2x3090"'
+                'with speeds above 0 "2x24GB@1,12GB@0.5", or one of these models, such as "2x3090": '
+                + ", ".join(kind.name for kind in KINDS)
             )
         count = int(match["count"] or 1)
         _check_count(part, count, cards)

@@ -149,6 +149,13 @@ def parse_link(text: str) -> float:
     return float(match["number"]) * (1e9 / 8 if match["unit"].lower() == "gbit" else 1e9)
 
 
+def _rate(cluster: Cluster) -> str:
+    """How fast the cards are taken for, as jobs/cluster.py and planning/report.py take it."""
+    if all(card.kind for card in cluster.cards):
+        return "published speeds of cards"
+    return f"{ASSUMED_FLOPS_PER_S / 1e12:.0f} TFLOP/s for a card whose speed is not known"
+
+
 def describe_cluster(cluster: Cluster, options: Sequence[Option], microbatches: int) -> str:
     """For people."""
     best = best_of(options)
@@ -170,8 +177,8 @@ def describe_cluster(cluster: Cluster, options: Sequence[Option], microbatches: 
         *table,
         *(f"{each.strategy}: {each.why}" for each in options if each.why),
         "",
-        "a calculation and no measurement: blocks by their operations at "
-        f"{ASSUMED_FLOPS_PER_S / 1e12:.0f} TFLOP/s for a card of speed 1, rings over the slowest link",
+        "a calculation and no measurement: blocks by their operations "
+        f"at {_rate(cluster)}, rings over the slowest link",
     ]
     if microbatches % cluster.num_cards:
         lines.append(

@@ -279,11 +279,20 @@ class Question:
         ]
 
     def _schemes(self) -> Sequence[str]:
-        if not is_open(self.space.schemes):
-            return self.space.schemes
         able = self.able_schemes
+        if not is_open(self.space.schemes):
+            self._check_able(self.space.schemes, able)
+            return self.space.schemes
         faster = [scheme for scheme in able if SCHEME_TIMES[scheme] < 1]
         return ["none", *(faster or able)]  # a scheme that only stores is slower; for cards without 8-bit products
+
+    def _check_able(self, asked: Sequence[str], able: Sequence[Scheme]) -> None:
+        """Raises: ValueError for a scheme that was asked for and that a card cannot multiply in."""
+        for scheme, card in itertools.product(asked, self.cards):
+            if scheme in card.refuses:
+                kind = f" ({card.kind.name})" if card.kind is not None else ""
+                works = next(iter(able), "none")
+                raise ValueError(f"{scheme} was asked for, and {card.name}{kind} has no products in it; use {works}")
 
     def _strategies(self) -> Sequence[Strategy]:
         possible = strategies_on(self.space, [card.device for card in self.cards])

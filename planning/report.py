@@ -86,7 +86,10 @@ def step_seconds(plan: TrainingPlan) -> tuple[float | None, str]:
         return None, ""
     rates = [(card.speed, card.kind.tera_per_s * 1e12 * SHARE_OF_PEAK) for card in plan.cards if card.kind]
     slowest = max(speed * ASSUMED_FLOPS_PER_S / rate for speed, rate in rates)
-    return plan.step_s * slowest, "estimated from published speeds of cards; devicebridge plan --calibrate times yours"
+    return (
+        plan.step_s * slowest,
+        "estimated from published speeds of cards; on their machine, --calibrate without --cards times them",
+    )
 
 
 def describe_plan(plan: TrainingPlan, steps: int = _STEPS) -> str:

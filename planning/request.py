@@ -58,7 +58,7 @@ def make_request(
         raise ValueError(f"--resolution {resolution} is no size; give pixels, such as 1024")
     if frames is not None and frames <= 0:
         raise ValueError(f"--frames {frames} is no length; give frames of a clip, such as 33, or 1 for images")
-    info = make_published_info(model) if model else None
+    info = _published(model) if model else None
     if path is not None:
         job = load_job(path)
     elif info is not None:
@@ -74,6 +74,15 @@ def make_request(
     values["data"] |= {name: [size] for name, size in sizes.items() if size is not None}
     job = make_job(values)
     return PlanRequest(job, info, path is not None and _has_data(job.data, resolution))
+
+
+def _published(name: str) -> CheckpointInfo:
+    try:
+        return make_published_info(name)
+    except ValueError as error:
+        raise ValueError(
+            f'{error}. Other models are planned from a job file with model.family = "comfyui", when their file is there'
+        ) from error
 
 
 def _job_of(info: CheckpointInfo) -> JobConfig:

@@ -38,7 +38,7 @@ def test_toml_round_trip(tmp_path):
     ("section", "values", "message"),
     [
         ("train", {"stpes": 3}, r"train\.stpes: there is no such key; did you mean steps\?"),
-        ("optimizer", {"lr": 1.0}, r"optimizer\.lr: there is no such key$"),
+        ("optimizer", {"lr": 1.0}, r"optimizer\.lr: there is no such key; did you mean optimizer\.learning_rate\?$"),
         ("train", {"learning_rate": 1}, r"train\.learning_rate: there .*; did you mean optimizer\.learning_rate\?"),
         ("paralel", {}, r"paralel: there is no such key; did you mean parallel\?"),
         ("data", {"folders": {"path": "a"}}, r"data\.folders: is a list of sections, \[\[data\.folders\]\]"),
@@ -46,7 +46,9 @@ def test_toml_round_trip(tmp_path):
         ("split", {"split_at": [3]}, r'split: split_at = \[3\] belongs to balance = "manual", not "memory"'),
         ("split", {"balance": "manual"}, r'split: balance = "manual" needs split_at, '),
         ("lora", {"rank": 0}, r"lora\.rank: is a whole number from 1 to 1024 \(found 0\)"),
-        ("model", {"quantize": "int3"}, r"model\.quantize"),
+        ("train", {"max_train_steps": 3}, r"train\.max_train_steps: .*; did you mean train\.steps\?"),
+        ("model", {"quantize": "int3"}, r"model\.quantize: is one of 'none', .* \(found 'int3'\)"),
+        ("model", {"quantize": "fp8_compute"}, r"\(found 'fp8_compute'\); did you mean 'fp8-compute'\?"),
         ("split", {"devices": ["a", "b"], "balance": "manual", "split_at": [1, 2]}, "give 1, the first block"),
         ("output", {"name": "../x"}, "plain file name"),
         ("data", {"caption_dropout": 1.5}, r"data\.caption_dropout"),
@@ -151,6 +153,18 @@ def test_differences_that_matter_on_resume():
     other = differing_keys(old, make_job(_with("cache", text_source=CLIP)))
     assert other == [f"cache.text_source: '' -> {CLIP!r}"]
     assert differing_keys(old, make_job(_with("lora", rank=8))) == ["lora.rank: 16 -> 8"]
+
+
+def test_where_files_lie_does_not_matter_on_resume():
+    """What they hold is compared by its content. Of several folders only the one that differs is named."""
+    old = make_job({**MINIMAL, "data": {"folders": [{"path": "a"}, {"path": "b", "resolutions": [256]}]}})
+    moved = {"model": {**MINIMAL["model"], "path": "m"}, "output": {**MINIMAL["output"], "folder": "r"}}
+    folders = [{"path": "x/a"}, {"path": "x/b", "resolutions": [256]}]
+    assert differing_keys(old, make_job({**MINIMAL, **moved, "data": {"folders": folders}})) == []
+    other = make_job({**MINIMAL, "data": {"folders": [folders[0], {**folders[1], "repeats": 3}]}})
+    assert differing_keys(old, other) == ["data.folders.1.repeats: 1 -> 3"]
+    fewer = differing_keys(old, make_job({**MINIMAL, "data": {"folders": folders[:1]}}))
+    assert "data.folders.1.repeats: 1 -> nothing" in fewer and not any(".0." in line for line in fewer)
 
 
 RENAMED = [

@@ -322,7 +322,7 @@ def test_models_of_images_refuse_clips_and_take_the_first_frame_of_an_image_that
         (str(folder / "a.png"), ()),
         (str(folder / "c.webp"), ()),
     ]
-    with pytest.raises(ValueError, match="this model makes images only; take the setting out"):
+    with pytest.raises(ValueError, match="this model makes images only; leave it out"):
         _scan(folder, frames=(1, 5))
 
 

@@ -229,6 +229,15 @@ def test_a_finished_run_can_be_made_longer(tmp_path):
         run_job(make_tiny_job(tmp_path, train=longer, **falling), resume=True)
 
 
+def test_a_run_that_was_moved_with_its_data_and_model_resumes(tmp_path):
+    longer, here, there = {"steps": 4, "batch_size": 2, "seed": 3}, tmp_path / "here", tmp_path / "there"
+    straight = run_job(make_tiny_job(here, train=longer, output={"folder": str(here / "straight")}))
+    run_job(make_tiny_job(here, train=longer | {"steps": 2}))
+    here.rename(there)
+    resumed = run_job(make_tiny_job(there, train=longer), resume=True)
+    assert resumed.step == 4 and resumed.losses == straight.losses
+
+
 def test_resume_refuses_other_images(tmp_path):
     job = make_tiny_job(tmp_path, train={"steps": 2, "batch_size": 2, "seed": 3})
     run_job(job)

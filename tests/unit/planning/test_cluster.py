@@ -83,9 +83,24 @@ def test_the_command_answers_for_machines_and_refuses_half_a_question(capsys):
     assert {each["strategy"] for each in found["options"]} > {"data", "fsdp", "hsdp"}
     assert main([*flags, "--cards", "2x24GB", "--nodes", "2"]) == 2
     assert "--link 25Gbit" in capsys.readouterr().err
+    assert main([*flags, "--cards", "2x24GB", "--nodes", "-1"]) == 2
+    assert "--nodes -1 is no number of machines; give 1 to 1024" in capsys.readouterr().err
     assert main([*flags, "--cards", "2x24GB", "--nodes", "2", "--link", "100Gbit"]) == 0
     text = capsys.readouterr().out  # without a job file there is no setting of one to correct
     assert "4 microbatches in a step" in text and "gradient_accumulation_steps" not in text
+
+
+def test_cards_that_cannot_multiply_in_a_scheme_are_planned_without_it(capsys):
+    """RTX 3090 have no products in float8."""
+    flags = ["plan", "--model", "flux2-klein-4b", "--resolution", "256", "--cards", "2x3090"]
+    assert main([*flags, "--nodes", "2", "--link", "100Gbit", "--json"]) == 0
+    options = {each["strategy"]: each for each in json.loads(capsys.readouterr().out)["options"]}
+    assert not any("fp8" in each["inside"] for each in options.values())
+    assert main([*flags[:-1], "3090", "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)["estimated_step_s"]
+    assert options["data"]["step_s"] - options["data"]["exchange_s"] == pytest.approx(alone)
+    assert main([*flags, "--quantize", "fp8-compute"]) == 2
+    assert "cuda:0 (RTX 3090) has no products in it; use int8-compute" in capsys.readouterr().err
 
 
 def test_a_job_whose_weights_are_shared_is_checked_and_planned_as_one(tmp_path, capsys):

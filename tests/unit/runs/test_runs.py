@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -468,6 +469,14 @@ def test_the_command_shows_runs_and_queue_and_stops_a_run(
     assert main(["jobs", str(tmp_path), "--stop", "a"]) == 2
     assert "a is not under way" in capsys.readouterr().err
     assert main(["jobs", str(tmp_path / "nowhere")]) == 2
+
+
+def test_before_the_first_training_there_are_no_runs(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """A ComfyUI that was just installed has no output folder."""
+    monkeypatch.setattr("devicebridge.headless.comfyui.find_comfyui", lambda: SimpleNamespace(base=tmp_path))
+    assert main(["jobs"]) == 0
+    assert capsys.readouterr().out == f"runs in {tmp_path.resolve() / 'output' / 'devicebridge'}\nnone\n"
+    assert not (tmp_path / "output").exists()
 
 
 def test_two_that_look_after_one_queue_start_a_job_once(tmp_path: Path, started: list[str]) -> None:
