@@ -40,6 +40,7 @@ class TrainingPlan:
             data and tensor parallel, on the first card alone.
         has_graphs: whether blocks without activation checkpointing are counted as CUDA graphs.
         step_s: of a step at this size, seconds. timing: where its times were measured; None for estimates.
+        without_streaming: time of the same with all blocks on the cards, over this one; None if that does not fit.
         warning: why it may not fit after all, where the user has vouched for it; "" otherwise.
     """
 
@@ -61,6 +62,7 @@ class TrainingPlan:
     variant: str
     has_graphs: bool
     timing: Timing | None = None
+    without_streaming: float | None = None
     unit: str = "pixels"
 
     @property
@@ -83,6 +85,7 @@ def plan_training(question: Question) -> TrainingPlan:
     if found is None:
         raise ValueError(describe_refusal(question))
     stages = tuple(stage.forecast for stage in found.stages)
+    alike, _ = _without_streaming(found, looked_at)
     return TrainingPlan(
         space=question.space,
         cards=question.cards,
@@ -104,6 +107,7 @@ def plan_training(question: Question) -> TrainingPlan:
         frames=question.frames,
         variant=question.model.variant.name,
         has_graphs=found.settings.has_graphs and any(stage.num_uncheckpointed for stage in stages),
+        without_streaming=min(alike) / found.time if found.is_streaming and alike else None,
     )
 
 
@@ -200,13 +204,19 @@ def _graph_reason(question: Question, found: Found) -> Iterator[str]:
     yield f"CUDA graphs: not used, {fault}" if fault else f"CUDA graphs: {which} blocks are replayed"
 
 
-def _streaming_reason(question: Question, found: Found, looked_at: Looked) -> str:
-    stages = found.stages
+def _without_streaming(found: Found, looked_at: Looked) -> tuple[list[float], list[float]]:
+    """Times of what fits with all blocks on the cards: with block inputs where they are in what was found, and not."""
     fitting = [other for _, other in looked_at if other is not None]
     without = [(each, each.time) for each in fitting if not each.is_streaming]
     without += [(each, each.resident_time) for each in fitting if each.resident_time is not None]
     alike = [time for each, time in without if each.setting.offloads == found.setting.offloads]
     others = [time for each, time in without if each.setting.offloads != found.setting.offloads]
+    return alike, others
+
+
+def _streaming_reason(question: Question, found: Found, looked_at: Looked) -> str:
+    stages = found.stages
+    alike, others = _without_streaming(found, looked_at)
     if question.space.offloaded:
         why = "given"
     elif alike:

@@ -67,7 +67,11 @@ def _verdict(plan: TrainingPlan) -> str:
     if plan.warning:
         return f"may not fit: {plan.warning}"
     streams = [f"{sum(plan.offloaded)} blocks"] * any(plan.offloaded) + ["block inputs"] * plan.setting.offloads
-    return f"fits with streaming: {' and '.join(streams)} wait in host memory" if streams else "fits"
+    if not streams:
+        return "fits"
+    slower = plan.without_streaming
+    also = "" if slower is None else f"; all on the cards it fits too, and takes {slower:.2f} times as long"
+    return f"fits with streaming: {' and '.join(streams)} wait in host memory{also}"
 
 
 def _times(plan: TrainingPlan, steps: int) -> str:
@@ -114,7 +118,8 @@ def describe_plan(plan: TrainingPlan, steps: int = _STEPS) -> str:
 
 
 def _relative_time(plan: TrainingPlan) -> str:
-    relative = f"{plan.relative_time:.2f} of the time that the same takes with every block recomputed and no pipeline"
+    without = ", no pipeline and nothing streamed" if any(plan.offloaded) else " and no pipeline"
+    relative = f"{plan.relative_time:.2f} of the time that the same takes with every block recomputed{without}"
     return f"a step takes {relative}{' (estimated)' if plan.timing is None else ''}"
 
 

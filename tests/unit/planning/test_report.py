@@ -44,7 +44,9 @@ def test_a_plan_says_first_what_it_assumes_and_whether_it_fits():
 def test_a_plan_that_streams_says_so_first():
     plan = _plan(make_cards(5, 12, speeds=(1.0, 0.1)))
     *_, verdict, times = describe_verdict(plan)
-    assert verdict == f"fits with streaming: {sum(plan.offloaded)} blocks wait in host memory"
+    also = f"; all on the cards it fits too, and takes {plan.without_streaming:.2f} times as long"
+    assert verdict == f"fits with streaming: {sum(plan.offloaded)} blocks wait in host memory{also}"
+    assert f"what fits without would take {plan.without_streaming:.2f} times as long" in "; ".join(plan.reasons)
     assert "unknown" in times, "5 GB is no card of the table"
     assert plan_values(plan)["verdict"].startswith("fits with streaming")
 
