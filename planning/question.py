@@ -28,7 +28,7 @@ from ..parallel.local.training_graphs import why_not_replayed
 from ..parallel.offload.activations import MIN_BYTES
 from ..parallel.placement import block_names, check_one_each, estimate_block_flops, plan_manual
 from ..quantization.kernel_choice import device_kernels
-from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_packages
+from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_packages, refusal
 from ..training.optimizer import make_optimizer
 from .block_times import SCHEME_TIMES, BlockTimes, FlopTimes
 from .cards import Card
@@ -288,11 +288,15 @@ class Question:
 
     def _check_able(self, asked: Sequence[str], able: Sequence[Scheme]) -> None:
         """Raises: ValueError for a scheme that was asked for and that a card cannot multiply in."""
-        for scheme, card in itertools.product(asked, self.cards):
-            if scheme in card.refuses:
-                kind = f" ({card.kind.name})" if card.kind is not None else ""
-                works = next(iter(able), "none")
-                raise ValueError(f"{scheme} was asked for, and {card.name}{kind} has no products in it; use {works}")
+        for scheme, card in itertools.product(BEST_FIRST, self.cards):
+            if scheme not in asked or scheme not in card.refuses:
+                continue
+            if card.has_context and (why := refusal(QuantizeSettings(scheme), [each.device for each in self.cards])):
+                raise ValueError(why)
+            kind, works = f" ({card.kind.name})" if card.kind else "", next(iter(able), "none")
+            raise ValueError(
+                f"{scheme} was asked for, but {card.name}{kind} has no products in it; use {works} instead"
+            )
 
     def _strategies(self) -> Sequence[Strategy]:
         possible = strategies_on(self.space, [card.device for card in self.cards])

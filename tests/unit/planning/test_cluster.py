@@ -100,7 +100,7 @@ def test_cards_that_cannot_multiply_in_a_scheme_are_planned_without_it(capsys):
     alone = json.loads(capsys.readouterr().out)["estimated_step_s"]
     assert options["data"]["step_s"] - options["data"]["exchange_s"] == pytest.approx(alone)
     assert main([*flags, "--quantize", "fp8-compute"]) == 2
-    assert "cuda:0 (RTX 3090) has no products in it; use int8-compute" in capsys.readouterr().err
+    assert "cuda:0 (RTX 3090) has no products in it; use int8-compute instead" in capsys.readouterr().err
 
 
 def test_a_job_whose_weights_are_shared_is_checked_and_planned_as_one(tmp_path, capsys):

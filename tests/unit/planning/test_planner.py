@@ -585,6 +585,17 @@ def test_this_machines_cards_as_they_are(monkeypatch):
     assert first.refuses == {"fp8", "fp8-compute"} and first.has_context
 
 
+def test_a_card_that_is_here_says_itself_why_it_refuses_a_scheme(monkeypatch):
+    monkeypatch.setattr(
+        "devicebridge.planning.question.refusal", lambda settings, devices: f"{settings.scheme}: too old"
+    )
+    cards = make_cards(8, refuses=frozenset({"fp8-compute"}))
+    for has_context, message in ((True, "^fp8-compute: too old$"), (False, "cuda:0 has no products in it; use int8-")):
+        here = [dataclasses.replace(card, has_context=has_context) for card in cards]
+        with pytest.raises(ValueError, match=message):
+            plan_training(make_question(full_size(), here))
+
+
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_the_command_plans_every_family(name, tmp_path, capsys):
     save_job(make_tiny_job(tmp_path, name), tmp_path / "job.toml")
