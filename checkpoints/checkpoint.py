@@ -258,8 +258,8 @@ def _choose_variant(info: CheckpointInfo, source: Source, wanted: Variant | None
     else:
         chosen = max(alike, key=lambda v: sum(configs[v.name][key] == own[key] for key in own))
         _say_once(f"{source.path} is a {info.family.title} of a size of its own; it is treated like {chosen.name}")
-        return replace(info, variant=chosen)
-    if chosen.caution and source.pipeline.get("is_distilled") is not False:
+    is_known = wanted is not None or bool(possible)
+    if is_known and chosen.caution and source.pipeline.get("is_distilled") is not False:
         _say_once(f"{chosen.name}: {chosen.caution}")
     return replace(info, variant=chosen)
 

@@ -167,7 +167,8 @@ def _describe(problem: Any) -> str:
     if problem["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
         name = str(problem["loc"][-1])
         near = [each.path for each in job_keys().values() if each.name == name]  # of another section
-        near = near or [path for path in [_FROM_OTHER_TRAINERS.get(name, "")] if path]
+        if not near and name in _FROM_OTHER_TRAINERS:
+            near = [_FROM_OTHER_TRAINERS[name]]
         near = near or difflib.get_close_matches(name, _keys_beside(problem["loc"]), n=1)
         return f"{key}: there is no such key" + (f"; did you mean {near[0]}?" if near else "")
     if problem["type"] in {"missing", "missing_argument"}:
@@ -245,46 +246,40 @@ def save_for_process(job: JobConfig, file: Path) -> None:
 def differing_keys(old: JobConfig, new: JobConfig) -> list[str]:
     """ "section.key: old -> new" for every setting that differs and matters to a resumed run.
 
-    Where the run, its data and the weights lie does not: what they hold is compared besides (jobs/resume.py).
+    Where the run and its data lie does not: what they hold is compared besides (jobs/resume.py).
     """
     free = {key.path for key in job_keys().values() if key.is_free or _is_place(key)}
     if old.schedule.name == "constant":  # the steps done so far are the same in a longer or shorter run
         free.add("train.steps")
     if "int8-compute" not in (old.model.quantize, new.model.quantize):  # nothing else is rotated
         free.add("model.rotation")
-    before, after = (dict(_settings_in(job_to_dict(job), "", free)) for job in (old, new))
-    names = sorted(before.keys() | after.keys())
-    pairs = {name: (before.get(name, _NOTHING), after.get(name, _NOTHING)) for name in names}
-    return [f"{name}: {was!r} -> {now!r}" for name, (was, now) in pairs.items() if was != now]
+    before, after = _settings_of(old, free), _settings_of(new, free)
+    names = sorted(name for name in before | after if before.get(name, _NOTHING) != after.get(name, _NOTHING))
+    shown = [tuple(repr(each[name]) if name in each else "nothing" for each in (before, after)) for name in names]
+    return [f"{name}: {was} -> {now}" for name, (was, now) in zip(names, shown, strict=True)]
 
 
-class _Nothing:
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-_NOTHING = _Nothing()  # a setting of a section that is not there
+_NOTHING = object()  # in the place of a setting of a section that is not there
 
 
 def _is_place(key: Key) -> bool:
+    """Whether it says where something lies that a resumed run compares by its content. Not the model: its path also
+    leads to text encoders and VAE, and its name may decide which variant it is taken for."""
     is_of_data = key.section.split(".")[0] in ("data", "evaluation")
-    return key.is_path and (is_of_data or key.path in ("model.path", "cache.folder", "output.folder"))
+    return key.is_path and (is_of_data or key.path in ("cache.folder", "output.folder"))
 
 
-def _settings_in(
-    values: Mapping[str, Any], section: str, left_out: Collection[str], place: str = ""
-) -> Iterator[tuple[str, Any]]:
-    """Every setting by its key, with the number of its section where there may be several. Args: place: as section,
-    with numbers."""
-    for name, value in values.items():
-        path, here = f"{section}{name}", f"{place}{name}"
-        parts = {f"{here}.": value} if isinstance(value, dict) else {}
-        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
-            parts = {f"{here}.{index}.": each for index, each in enumerate(value)}
-        for inside, each in parts.items():
-            yield from _settings_in(each, f"{path}.", left_out, inside)
-        if not parts and path not in left_out:
-            yield here, value
+def _settings_of(job: JobConfig, left_out: Collection[str]) -> dict[str, Any]:
+    """By key; of a list of sections each by its number, as data.folders.0.repeats."""
+    values, found = job_to_dict(job), {}
+    lists = {key.section for key in job_keys().values()}  # a section inside one comes by its keys
+    for key in job_keys().values():
+        if key.path in left_out or key.path in lists:
+            continue
+        for index, each in enumerate(_sections(values, key.section.split("."))):
+            number = f"{index}." if "." in key.section else ""
+            found[f"{key.section}.{number}{key.name}"] = each[key.name]
+    return found
 
 
 # What a resumed run may change, but not one rank alone: it says when ranks meet, and which weights they share.

@@ -1,9 +1,10 @@
 """From folders to samples: which images and clips there are, and what is wrong with them.
 
-A dataset is one or more ordinary folders: name.png (or .jpg, .jpeg, .webp, .bmp) with its caption in name.txt and,
-where wanted, a loss mask in name_mask.png. Models that make videos also take clips: name.mp4 (or .m4v, .mov, .mkv,
-.webm), animations (name.gif, .webp, .png), and a sub-folder `name` of images that has a name.txt beside it. Other
-sub-folders and hidden files are not looked at. clips.py says what is taken from a clip, buckets.py how all is cut.
+A dataset is one or more ordinary folders: name.png (or .jpg, .jpeg, .webp, .bmp, .tif, .tiff) with its caption in
+name.txt and, where wanted, a loss mask in name_mask.png. Models that make videos also take clips: name.mp4 (or .m4v,
+.mov, .mkv, .webm), animations (name.gif, .webp, .png), and a sub-folder `name` of images that has a name.txt beside
+it. Other sub-folders and hidden files are not looked at. clips.py says what is taken from a clip, buckets.py how all is
+cut.
 """
 
 from __future__ import annotations

@@ -69,8 +69,9 @@ def _shares(read: ReadJob, cluster: Cluster, strategy: str) -> Option:
         why = f"{scheme} makes tensors of torchao, which FSDP cannot cut; {scheme}-compute works"
         return Option(strategy, cluster.num_cards, scheme, why=why)
     card = replace(cluster.cards[0], usable_bytes=_ENDLESS)
+    able = [each for each in _COMPUTING if each not in card.refuses]
     found = []
-    for each in [each for each in _COMPUTING if each not in card.refuses] if scheme is None else [scheme]:
+    for each in able if scheme is None else [scheme]:
         config = replace(read.job.model, quantize=each)  # type: ignore[arg-type]
         with_scheme = replace(read, job=replace(read.job, model=config))
         plan = _plan(with_scheme, [card], cluster.num_cards, "none", keeps=0)

@@ -85,7 +85,7 @@ def plan_training(question: Question) -> TrainingPlan:
     if found is None:
         raise ValueError(describe_refusal(question))
     stages = tuple(stage.forecast for stage in found.stages)
-    alike, _ = _without_streaming(found, looked_at)
+    resident = _time_on_cards(looked_at, offloads=found.setting.offloads) if found.is_streaming else None
     return TrainingPlan(
         space=question.space,
         cards=question.cards,
@@ -107,7 +107,7 @@ def plan_training(question: Question) -> TrainingPlan:
         frames=question.frames,
         variant=question.model.variant.name,
         has_graphs=found.settings.has_graphs and any(stage.num_uncheckpointed for stage in stages),
-        without_streaming=min(alike) / found.time if found.is_streaming and alike else None,
+        without_streaming=None if resident is None else resident / found.time,
     )
 
 
@@ -204,25 +204,24 @@ def _graph_reason(question: Question, found: Found) -> Iterator[str]:
     yield f"CUDA graphs: not used, {fault}" if fault else f"CUDA graphs: {which} blocks are replayed"
 
 
-def _without_streaming(found: Found, looked_at: Looked) -> tuple[list[float], list[float]]:
-    """Times of what fits with all blocks on the cards: with block inputs where they are in what was found, and not."""
-    fitting = [other for _, other in looked_at if other is not None]
-    without = [(each, each.time) for each in fitting if not each.is_streaming]
-    without += [(each, each.resident_time) for each in fitting if each.resident_time is not None]
-    alike = [time for each, time in without if each.setting.offloads == found.setting.offloads]
-    others = [time for each, time in without if each.setting.offloads != found.setting.offloads]
-    return alike, others
+def _time_on_cards(looked_at: Looked, *, offloads: bool) -> float | None:
+    """Of the fastest that fits with all blocks on the cards. offloads: block inputs wait in host memory."""
+    fitting = [other for _, other in looked_at if other is not None and other.setting.offloads == offloads]
+    without = [each.time for each in fitting if not each.is_streaming]
+    without += [each.resident_time for each in fitting if each.resident_time is not None]
+    return min(without, default=None)
 
 
 def _streaming_reason(question: Question, found: Found, looked_at: Looked) -> str:
     stages = found.stages
-    alike, others = _without_streaming(found, looked_at)
+    offloads = found.setting.offloads
+    alike, other = (_time_on_cards(looked_at, offloads=each) for each in (offloads, not offloads))
     if question.space.offloaded:
         why = "given"
-    elif alike:
-        why = f"what fits without would take {min(alike) / found.time:.2f} times as long"
-    elif others:
-        why = f"with block inputs there instead it would take {min(others) / found.time:.2f} times as long"
+    elif alike is not None:
+        why = f"what fits without would take {alike / found.time:.2f} times as long"
+    elif other is not None:
+        why = f"with block inputs there instead it would take {other / found.time:.2f} times as long"
     elif question.space.memory_limit_gb:
         why = "what memory_limit_gb allows cannot hold them"
     else:

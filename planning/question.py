@@ -279,21 +279,21 @@ class Question:
         ]
 
     def _schemes(self) -> Sequence[str]:
-        able = self.able_schemes
         if not is_open(self.space.schemes):
-            self._check_able(self.space.schemes, able)
+            self._check_able(self.space.schemes)
             return self.space.schemes
+        able = self.able_schemes
         faster = [scheme for scheme in able if SCHEME_TIMES[scheme] < 1]
         return ["none", *(faster or able)]  # a scheme that only stores is slower; for cards without 8-bit products
 
-    def _check_able(self, asked: Sequence[str], able: Sequence[Scheme]) -> None:
+    def _check_able(self, asked: Sequence[str]) -> None:
         """Raises: ValueError for a scheme that was asked for and that a card cannot multiply in."""
         for scheme, card in itertools.product(BEST_FIRST, self.cards):
             if scheme not in asked or scheme not in card.refuses:
                 continue
             if card.has_context and (why := refusal(QuantizeSettings(scheme), [each.device for each in self.cards])):
                 raise ValueError(why)
-            kind, works = f" ({card.kind.name})" if card.kind else "", next(iter(able), "none")
+            kind, works = f" ({card.kind.name})" if card.kind else "", next(iter(self.able_schemes), "none")
             raise ValueError(
                 f"{scheme} was asked for, but {card.name}{kind} has no products in it; use {works} instead"
             )

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 import tomlkit
-from devicebridge.config.job import differing_keys, job_to_dict, load_job, make_job, save_job
+from devicebridge.config.job import (
+    _FROM_OTHER_TRAINERS,
+    differing_keys,
+    job_keys,
+    job_to_dict,
+    load_job,
+    make_job,
+    save_job,
+)
 
 MINIMAL = {
     "model": {"path": "/models/a"},
@@ -155,12 +163,18 @@ def test_differences_that_matter_on_resume():
     assert differing_keys(old, make_job(_with("lora", rank=8))) == ["lora.rank: 16 -> 8"]
 
 
+def test_what_other_trainers_call_a_key_leads_to_one_of_ours():
+    assert set(_FROM_OTHER_TRAINERS.values()) <= job_keys().keys()
+
+
 def test_where_files_lie_does_not_matter_on_resume():
     """What they hold is compared by its content. Of several folders only the one that differs is named."""
     old = make_job({**MINIMAL, "data": {"folders": [{"path": "a"}, {"path": "b", "resolutions": [256]}]}})
-    moved = {"model": {**MINIMAL["model"], "path": "m"}, "output": {**MINIMAL["output"], "folder": "r"}}
+    moved = {"output": {**MINIMAL["output"], "folder": "r"}, "cache": {"folder": "c"}}
     folders = [{"path": "x/a"}, {"path": "x/b", "resolutions": [256]}]
     assert differing_keys(old, make_job({**MINIMAL, **moved, "data": {"folders": folders}})) == []
+    other = make_job({**MINIMAL, "model": {**MINIMAL["model"], "path": "m"}, "data": {"folders": folders}})
+    assert [line.partition(":")[0] for line in differing_keys(old, other)] == ["model.path"]  # and encoders with it
     other = make_job({**MINIMAL, "data": {"folders": [folders[0], {**folders[1], "repeats": 3}]}})
     assert differing_keys(old, other) == ["data.folders.1.repeats: 1 -> 3"]
     fewer = differing_keys(old, make_job({**MINIMAL, "data": {"folders": folders[:1]}}))

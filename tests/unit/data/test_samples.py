@@ -133,7 +133,7 @@ def test_all_bad_files_are_named_at_once(tmp_path):
     assert "whole.png" not in str(raised.value)
 
 
-@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp"])
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp", "tif", "tiff"])
 @pytest.mark.parametrize("kept", [0.05, 0.5, 0.97])
 def test_a_truncated_image_is_found_before_training(tmp_path, suffix, kept):
     path = tmp_path / f"a.{suffix}"
