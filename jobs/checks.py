@@ -57,8 +57,9 @@ def check_tools(plan: JobPlan) -> None:
     Raises: ValueError or RuntimeError as those parts would, hours later.
     """
     job, placement = plan.job, plan.placement
-    check_kept_blocks(job.split.blocks_without_checkpointing, placement)
-    check_offloaded_blocks(job.split.offloaded_blocks, job.split.blocks_without_checkpointing, placement)
+    kept, offloaded = plan.execution.kept_blocks, plan.execution.offloaded_blocks  # of several ranks this one's
+    check_kept_blocks(kept, placement)
+    check_offloaded_blocks(offloaded, kept, placement)
     if plan.execution.offloads and all(device == CPU for device in placement.used_devices):
         raise ValueError(
             'train.offload_activations = "on" moves block inputs from GPUs to host memory, but the model is on the '

@@ -10,14 +10,14 @@ from ..config.job import JobConfig
 from ..config.model import Strategy
 from ..config.open import asked
 from ..planning.cards import Card
-from ..planning.cluster import Cluster, Option, Part, Weights, with_copies, with_shares
+from ..planning.cluster import Cluster, Option, Part, with_copies, with_shares
 from ..planning.plan_training import TrainingPlan
 from ..planning.report import step_seconds
-from .place_by_size import held_bytes
+from ..planning.space import OPTIMIZERS
 from .read_job import ReadJob, read_job
 from .resolve import Machine, plan_on
+from .shared_weights import plan_shared, shared_weights
 
-_ENDLESS = 10**15  # bytes of a card that holds whatever there is
 _COMPUTING = ("none", "fp8-compute", "int8-compute")  # schemes whose tensors FSDP can cut
 
 
@@ -68,27 +68,34 @@ def _shares(read: ReadJob, cluster: Cluster, strategy: str) -> Option:
     if scheme is not None and scheme not in _COMPUTING:
         why = f"{scheme} makes tensors of torchao, which FSDP cannot cut; {scheme}-compute works"
         return Option(strategy, cluster.num_cards, scheme, why=why)
-    card = replace(cluster.cards[0], usable_bytes=_ENDLESS)
-    able = [each for each in _COMPUTING if each not in card.refuses]
-    found = []
+    kept = read.job.split.blocks_without_checkpointing
+    if len({*kept}) > 1:
+        why = f"split.blocks_without_checkpointing = {list(kept)} differs between cards, and this plan takes them for "
+        return Option(strategy, cluster.num_cards, "", why=f"{why}alike; give each the same number, or leave it out")
+    card = min(cluster.cards, key=lambda card: card.usable_bytes)  # all keep as many blocks as it can
+    able = [each for each in _COMPUTING if not any(each in card.refuses for card in cluster.cards)]
+    degree, found = cluster.degree(strategy), []
     for each in able if scheme is None else [scheme]:
         config = replace(read.job.model, quantize=each)  # type: ignore[arg-type]
-        with_scheme = replace(read, job=replace(read.job, model=config))
-        plan = _plan(with_scheme, [card], cluster.num_cards, "none", keeps=0)
-        part = replace(_part(read, plan), usable=cluster.cards[0].usable_bytes)
-        blocks, home = held_bytes(config, read.subject)
-        weights, count = Weights(blocks, home), microbatches_of(read.job, cluster.num_cards)
-        found.append(with_shares(cluster, strategy, part, weights, count))
+        job = _of_one_card(replace(read.job, model=config), cluster)
+        part, weights = _part(read, plan_shared(job, read.subject, card, degree)), shared_weights(job, read.subject)
+        part = replace(part, needed=part.needed + weights.elsewhere(degree))
+        found.append(with_shares(cluster, strategy, part, weights, job.train.gradient_accumulation_steps))
     return min(found, key=lambda option: (option.step_s is None, option.step_s or option.needed))
 
 
-def _plan(
-    read: ReadJob, cards: Sequence[Card], processes: int, strategy: Strategy | None, keeps: int | None = None
-) -> TrainingPlan:
+def _of_one_card(job: JobConfig, cluster: Cluster) -> JobConfig:
+    """What every card does of a job whose weights are shared."""
+    split = replace(job.split, blocks_without_checkpointing=job.split.blocks_without_checkpointing[:1])
+    train = replace(job.train, gradient_accumulation_steps=microbatches_of(job, cluster.num_cards))
+    optimizer = replace(job.optimizer, name=asked(job.optimizer.name) or OPTIMIZERS[0])  # as the ranks take it
+    return replace(job, split=split, train=train, optimizer=optimizer)
+
+
+def _plan(read: ReadJob, cards: Sequence[Card], processes: int, strategy: Strategy | None) -> TrainingPlan:
     """What the planner says of one process."""
     job = read.job
     split = replace(job.split, devices=(), split_at=(), balance="memory")
-    split = split if keeps is None else replace(split, blocks_without_checkpointing=(keeps,), offloaded_blocks=())
     accumulation = microbatches_of(job, processes)
     job = replace(
         job,
@@ -103,7 +110,9 @@ def _part(read: ReadJob, plan: TrainingPlan) -> Part:
     card, device = max(zip(plan.cards, plan.devices, strict=True), key=lambda both: both[1].needed)
     lora = sum(each.lora for each in plan.devices) * (1 if read.job.lora.dtype == "float32" else 2)
     seconds, _ = step_seconds(plan)
-    return Part(device.needed, card.usable_bytes, seconds or plan.step_s, lora, plan.setting.describe())
+    return Part(
+        device.needed, card.usable_bytes, seconds or plan.step_s, lora, plan.setting.describe(), plan.uncheckpointed
+    )
 
 
 def _unfit(strategy: str, processes: int, error: ValueError) -> Option:

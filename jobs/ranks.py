@@ -24,17 +24,20 @@ from ..encoding.encode import Stopped
 from ..parallel.devices import free_bytes
 from ..parallel.ranks.group import Ranks, joined
 from ..parallel.ranks.place import RankPlace, own_devices
+from ..planning.cards import Card, cards_of
+from ..planning.plan_training import TrainingPlan
+from ..planning.short_model import NoForecast
 from ..system.files import tensors_as_bytes
 from ..system.requests import Requests
 from ..training.state import TrainingState
-from .place_by_size import Subject, held_bytes
+from .place_by_size import Subject
 from .resolve import Machine, Resolution, find_machine, resolve
 from .resume import find_state
 from .run_lock import run_lock
+from .shared_weights import UNLIMITED_GB, plan_shared, shared_weights
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-_UNLIMITED_GB = (100_000.0,)  # for what is checked here
 _FREE_SHARE = 0.9  # as for one process: the rest is a first guess at activations, LoRA and optimizer
 
 
@@ -99,7 +102,45 @@ def resolve_here(
         model=replace(job.model, quantize=chosen["quantize"]),
         optimizer=replace(job.optimizer, name=chosen["optimizer"]),
     )
-    return ranks.together(lambda: _resolve_as(chosen["strategy"], pinned, subject, ranks, host_share))
+    resolved = ranks.together(lambda: _resolve_as(chosen["strategy"], pinned, subject, ranks, host_share))
+    if not is_to_train or not shards_weights(chosen["strategy"]):
+        return resolved
+    return _with_kept_blocks(resolved, subject, ranks, chosen["strategy"])
+
+
+def _with_kept_blocks(resolved: Resolution, subject: Subject, ranks: Ranks, strategy: Strategy) -> Resolution:
+    """With the forecast of the first rank, which also says how many blocks keep their activations where that is left
+    open: on all ranks as many as on the smallest card; all ranks."""
+    cards = ranks.together(lambda: cards_of(ranks.devices))
+    rooms = ranks.gather(None if cards is None else cards[0].usable_bytes)
+    if None in rooms:
+        return resolved
+    own = _of_one_rank(resolved.job, ranks, strategy)
+
+    def plan() -> TrainingPlan | None:
+        assert cards is not None
+        smallest = replace(cards[0], usable_bytes=min(rooms))
+        return _plan_shared(own, subject, smallest, shard_degree(own, strategy, ranks))
+
+    training = ranks.together(lambda: plan() if ranks.is_first else None)
+    kept = ranks.from_first(lambda: [] if training is None else list(training.uncheckpointed))
+    execution = resolved.execution
+    if execution.gradient_checkpointing and not execution.kept_blocks:
+        execution = replace(execution, kept_blocks=tuple(kept))
+    return replace(resolved, execution=execution, training=training)
+
+
+def _plan_shared(job: JobConfig, subject: Subject, card: Card, degree: int) -> TrainingPlan | None:
+    """See plan_shared; None where nobody can forecast the model."""
+    try:
+        found = plan_shared(job, subject, card, degree)
+    except NoForecast as error:
+        _log.warning("every block is recomputed unless the job says otherwise, without a forecast: %s", error.reason)
+        return None
+    if found.warning:
+        _log.warning("%s", found.warning)
+    _log.info("%s", "; ".join(found.reasons))
+    return found
 
 
 def _why_not_alone(strategy: Strategy | None, processes: int) -> str:
@@ -161,7 +202,7 @@ def _of_one_rank(job: JobConfig, ranks: Ranks, strategy: Strategy | None) -> Job
     is_sharded, is_alone = shards_weights(strategy), len(ranks.devices) == 1
     split = _own_split(job.split, ranks)
     if is_sharded:
-        split = replace(split, memory_limit_gb=_UNLIMITED_GB)
+        split = replace(split, memory_limit_gb=UNLIMITED_GB)
     inside: Any = job.parallel.strategy if strategy is None else strategy
     if is_sharded or (is_alone and strategy is not None):
         inside = "none"  # what one device does
@@ -222,8 +263,7 @@ def shard_degree(job: JobConfig, strategy: Strategy | None, ranks: Ranks) -> int
 def _check_room(job: JobConfig, subject: Subject, ranks: Ranks, degree: int) -> None:
     """Raises: ValueError if this rank's device cannot hold its share of the weights and what is gathered at a time."""
     scheme = asked(job.model.quantize) or "none"
-    blocks, home = held_bytes(replace(job.model, quantize=scheme), subject)
-    needed = (sum(blocks) + home) // degree + home + 2 * max(blocks)  # the next block is gathered ahead
+    needed = shared_weights(replace(job, model=replace(job.model, quantize=scheme)), subject).held(degree)
     free = free_bytes(ranks.devices[0])
     if free is not None and needed > _FREE_SHARE * free:
         raise ValueError(

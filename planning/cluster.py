@@ -47,6 +47,10 @@ class Cluster:
         """Of all cards together."""
         return min(self.link, self.card_link) if self.nodes > 1 else self.card_link
 
+    def degree(self, strategy: str) -> int:
+        """How many cards share one copy of the weights."""
+        return len(self.cards) if strategy == "hsdp" else self.num_cards
+
     def all_reduce_s(self, num_bytes: float, processes: int) -> float:
         """Of processes all over the cluster."""
         return 2 * num_bytes * (processes - 1) / processes / self.slowest_link
@@ -65,6 +69,7 @@ class Part:
         step_s: of its share of the microbatches.
         lora_bytes: of its gradients as they travel, in float32.
         setting: as people read it.
+        kept: of each card, how many of its last blocks keep their activations.
     """
 
     needed: int
@@ -72,6 +77,7 @@ class Part:
     step_s: float
     lora_bytes: int
     setting: str
+    kept: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,15 @@ class Weights:
 
     blocks: Sequence[int]
     home: int
+
+    def held(self, degree: int) -> int:
+        """Of a card, where so many share them: its share, what stays whole, and the block at work
+        beside the next one, which is gathered ahead."""
+        return (sum(self.blocks) + self.home) // degree + self.home + 2 * max(self.blocks)
+
+    def elsewhere(self, degree: int) -> int:
+        """By how much that is less than all of them; negative for a model of few blocks."""
+        return sum(self.blocks) + self.home - self.held(degree)
 
 
 @dataclass(frozen=True)
@@ -92,6 +107,7 @@ class Option:
             fit, why says then why not.
         exchange_s: of that, what is not hidden behind computation.
         gathered_s: how long all-gathers take, hidden or not.
+        kept_blocks: of each card of a process, how many of its last blocks keep their activations.
     """
 
     strategy: str
@@ -103,33 +119,34 @@ class Option:
     exchange_s: float = 0.0
     gathered_s: float = 0.0
     why: str = ""
+    kept_blocks: tuple[int, ...] = ()
 
 
 def with_copies(cluster: Cluster, strategy: str, processes: int, part: Part) -> Option:
     """Every process trains a whole model with its cards; gradients are added up."""
     exchange = cluster.all_reduce_s(part.lora_bytes, processes)
     step = part.step_s + exchange
-    return Option(strategy, processes, part.setting, part.needed, part.usable, step, exchange)
+    return Option(strategy, processes, part.setting, part.needed, part.usable, step, exchange, kept_blocks=part.kept)
 
 
 def with_shares(cluster: Cluster, strategy: str, part: Part, weights: Weights, microbatches: int) -> Option:
     """Every card has a share of the weights: of all cards (fsdp), or of a machine's (hsdp).
 
     Args:
-        part: one card's with the whole model, every block recomputed, whatever it needs.
+        part: one card's with the whole model, whatever it needs.
         microbatches: of one card in a step.
     """
-    degree = len(cluster.cards) if strategy == "hsdp" else cluster.num_cards
-    blocks = sum(weights.blocks)
-    held = (blocks + weights.home) // degree + weights.home + 2 * max(weights.blocks)
-    needed = part.needed - blocks - weights.home + held
+    degree, blocks = cluster.degree(strategy), sum(weights.blocks)
+    needed = part.needed - weights.elsewhere(degree)
     is_within = strategy == "hsdp" or cluster.nodes == 1
     once = cluster.all_gather_s(blocks, degree, within=is_within)
     gathered = 2 * microbatches * once
     reduced = cluster.all_reduce_s(part.lora_bytes, cluster.num_cards)
     first = cluster.all_gather_s(max(weights.blocks), degree, within=is_within)  # nothing computes before it
     exchange = max(0.0, gathered - part.step_s) + reduced + first
-    found = Option(strategy, cluster.num_cards, part.setting, needed, part.usable, None, exchange, gathered)
+    found = Option(
+        strategy, cluster.num_cards, part.setting, needed, part.usable, None, exchange, gathered, kept_blocks=part.kept
+    )
     if needed > part.usable:
         return replace(found, why=f"a card needs {needed / 1e9:.1f} GB of {part.usable / 1e9:.1f} GB")
     return replace(found, step_s=part.step_s + exchange)
@@ -159,13 +176,14 @@ def _rate(cluster: Cluster) -> str:
 def describe_cluster(cluster: Cluster, options: Sequence[Option], microbatches: int) -> str:
     """For people."""
     best = best_of(options)
-    rows = [["strategy", "processes", "in each", "GB of a card", "step", "of it exchange"]]
+    rows = [["strategy", "processes", "in each", "blocks kept", "GB of a card", "step", "of it exchange"]]
     for each in options:
         is_best = "-> " if each is best else "   "
         time = "does not fit" if each.step_s is None else f"{each.step_s:.2f} s"
         needed = f"{each.needed / 1e9:.1f} of {each.usable / 1e9:.1f}" if each.needed else ""
         exchange = "" if each.step_s is None else f"{each.exchange_s:.2f} s"
-        rows.append([is_best + each.strategy, str(each.processes), each.inside, needed, time, exchange])
+        kept = " + ".join(map(str, each.kept_blocks))
+        rows.append([is_best + each.strategy, str(each.processes), each.inside, kept, needed, time, exchange])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     between = f", {cluster.link / 1e9:.3g} GB/s between machines" if cluster.nodes > 1 else ""
@@ -177,6 +195,7 @@ def describe_cluster(cluster: Cluster, options: Sequence[Option], microbatches: 
         *table,
         *(f"{each.strategy}: {each.why}" for each in options if each.why),
         "",
+        "blocks kept: so many of each card's last blocks keep their activations, the others are computed again",
         "a calculation and no measurement: blocks by their operations "
         f"at {_rate(cluster)}, rings over the slowest link",
     ]

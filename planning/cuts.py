@@ -145,7 +145,7 @@ def _step_time(settings: StepSettings, times: Sequence[float]) -> float:
         case "tensor":
             raise AssertionError("each card's share of the blocks is planned alone, by Question.divided")
         case "fsdp" | "hsdp":
-            raise AssertionError("what several processes share is planned by cluster.py")
+            raise AssertionError("one card of those that share weights is planned alone, by jobs/shared_weights.py")
 
 
 _Value = tuple[float, float, float]  # what a cut is chosen by, see _add

@@ -3,7 +3,8 @@
 torchrun ... jobs_worker.py PLAN.json RESULTS.json; the plan is a list of jobs: {"job": file, "resume": bool, "stop":
 the step after which the last rank, and no other, is asked to stop, or 0, "compiler": of compiled blocks, "works", which
 traces them and generates no code, or "fails", on the last rank alone, "spread": whether each rank is a machine of its
-own, with a cache folder of its own, "others": settings of the last rank alone, {section: {key: value}}}.
+own, with a cache folder of its own, "others": settings of the last rank alone, {section: {key: value}}, "rooms": bytes
+that each rank's CPU is taken to have free as a card has, [] for a CPU as it is}.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_
 import torch  # noqa: E402
 from devicebridge.config.job import job_to_dict, load_job, make_job  # noqa: E402
 from devicebridge.encoding.sources import FolderLatents, FolderTexts  # noqa: E402
+from devicebridge.jobs import ranks as jobs_ranks  # noqa: E402
 from devicebridge.jobs.job import run_job  # noqa: E402
 from devicebridge.parallel.devices import CPU, find_devices  # noqa: E402
+from devicebridge.parallel.local.block_split import BlockSplit  # noqa: E402
 from devicebridge.parallel.ranks import sharded  # noqa: E402
 from devicebridge.parallel.ranks.group import RankFailed, Ranks, joined  # noqa: E402
 from devicebridge.parallel.ranks.place import find_place, own_devices  # noqa: E402
 from devicebridge.patches import compile_blocks  # noqa: E402
+from devicebridge.planning.cards import Card  # noqa: E402
 from devicebridge.tests.emulated import emulated_cards  # noqa: E402
 from devicebridge.tests.tiny_pipeline import short_texts  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
@@ -56,6 +60,8 @@ def run(item, joined_ranks):
         compiler(item["compiler"], place) as num_graphs,
         loaded_encoders() as loaded,
         rows_read() as read,
+        free_on_cards(item["rooms"], place.rank),
+        kept_blocks() as kept_here,
     ):
         devices = own_devices(find_devices(job.split.devices), place) if is_on_cards else (CPU,)
         if item["spread"]:
@@ -77,6 +83,8 @@ def run(item, joined_ranks):
         "graphs": graphs,
         "loaded": joined_ranks.gather(loaded),
         "read": joined_ranks.gather(read),
+        "kept": joined_ranks.gather(kept_here),
+        "forecast": [parts for event in seen for parts in event.values.get("parts", {}).values()],
         "log": kept.lines,
         "status": result.status,
         "step": result.step,
@@ -132,6 +140,30 @@ def rows_read():
         return rows
 
     with mock.patch.object(sharded, "read_rows", counted):
+        yield found
+
+
+@contextlib.contextmanager
+def free_on_cards(rooms, rank):
+    """Inside, this rank's CPU is planned as a card with so many bytes free."""
+    if not rooms:
+        yield
+        return
+    card = Card(CPU, rooms[rank], rooms[rank])
+    with mock.patch.object(jobs_ranks, "cards_of", lambda devices: [card]):
+        yield
+
+
+@contextlib.contextmanager
+def kept_blocks():
+    """Yields how many blocks keep their activations on this rank, a number per device and model."""
+    found, keep = [], BlockSplit.keep_activations
+
+    def noted(split, num_blocks):
+        found.extend(num_blocks)
+        keep(split, num_blocks)
+
+    with mock.patch.object(BlockSplit, "keep_activations", noted):
         yield found
 
 

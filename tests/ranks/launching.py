@@ -50,7 +50,8 @@ def start_machines(script, files, *, environment, restarts=0):
 
 def run_jobs(folder, plan, *, count):
     """Run jobs on so many ranks; what jobs_worker.py says of each. plan: see there."""
-    items = [{"resume": False, "stop": 0, "compiler": "works", "spread": False, "others": {}, **item} for item in plan]
+    usual = {"resume": False, "stop": 0, "compiler": "works", "spread": False, "others": {}, "rooms": []}
+    items = [{**usual, **item} for item in plan]
     file, results = folder / f"plan-{uuid.uuid4().hex}.json", folder / f"results-{uuid.uuid4().hex}.json"
     file.write_text(json.dumps(items, default=str))
     command = torchrun(HERE / "jobs_worker.py", file, results, count=count)

@@ -103,6 +103,48 @@ def test_cards_that_cannot_multiply_in_a_scheme_are_planned_without_it(capsys):
     assert "cuda:0 (RTX 3090) has no products in it; use int8-compute instead" in capsys.readouterr().err
 
 
+def test_cards_that_share_the_weights_keep_as_many_blocks_as_the_smallest_has_room_for(capsys, tmp_path):
+    found = {}
+    flags = ["plan", "--model", "flux2-dev", "--quantize", "fp8-compute", "--resolution", "512", "--card-link", "100GB"]
+    for cards in ("2x32GB", "24GB,32GB", "32GB,24GB"):
+        assert main([*flags, "--cards", cards, "--json"]) == 0
+        options = json.loads(capsys.readouterr().out)["options"]
+        (found[cards],) = [each for each in options if each["strategy"] == "fsdp"]
+    assert found["24GB,32GB"]["kept_blocks"] == found["32GB,24GB"]["kept_blocks"]
+    (few,), (many,) = found["24GB,32GB"]["kept_blocks"], found["2x32GB"]["kept_blocks"]
+    assert 0 <= few < many < 56
+    assert found["2x32GB"]["needed"] <= 0.95 * 32 * GB and found["24GB,32GB"]["usable"] == 24 * GB
+    assert main([*flags, "--cards", "2x32GB"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "  fsdp  " in line.replace("->", "  ")]
+    assert f"  {many}  " in row
+
+
+@pytest.mark.parametrize(
+    ("sections", "kept"),
+    [
+        ({"split": {"blocks_without_checkpointing": [3]}}, [3]),
+        ({"split": {"blocks_without_checkpointing": [0, 0]}}, [0]),
+        ({"train": {"gradient_checkpointing": False}}, [4]),
+        ({}, [4]),
+    ],
+)
+def test_a_plan_keeps_the_blocks_that_a_job_asks_for(sections, kept, tmp_path):
+    job = make_tiny_job(tmp_path, parallel={"strategy": "fsdp"}, model={"quantize": "none"}, **sections)
+    (found,) = [each for each in plan_cluster(job, _two_cards()) if each.strategy == "fsdp"]
+    assert list(found.kept_blocks) == kept
+
+
+def test_cards_that_keep_different_numbers_are_no_plan_of_shares_and_one_of_a_split(tmp_path):
+    job = make_tiny_job(tmp_path, split={"blocks_without_checkpointing": [1, 2]})
+    options = {each.strategy: each for each in plan_cluster(job, _two_cards())}
+    assert "= [1, 2] differs between cards" in options["fsdp"].why and options["fsdp"].step_s is None
+    assert options["none in each machine"].kept_blocks == (1, 2)
+
+
+def _two_cards():
+    return Cluster(tuple(parse_cards("2x24GB")), 1, GB)
+
+
 def test_a_job_whose_weights_are_shared_is_checked_and_planned_as_one(tmp_path, capsys):
     """By one process it is refused, with what its own number of processes makes true."""
     file, found = tmp_path / "job.toml", {}

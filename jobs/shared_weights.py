@@ -1,0 +1,52 @@
+"""What one card does where several processes share the weights (fsdp, hsdp): how many of its last blocks keep their
+activations, and what it then needs.
+
+Beside the weights such a card holds what it would hold alone. So the planner is asked for one card with the whole
+model, larger by what the other cards hold of it. It leaves the usual headroom of the card that there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config.job import JobConfig
+from ..planning.cards import Card
+from ..planning.cluster import Weights
+from ..planning.cuts import HEADROOM
+from ..planning.plan_training import TrainingPlan
+from .place_by_size import Subject, held_bytes
+from .resolve import Machine, plan_on
+
+UNLIMITED_GB = (100_000.0,)  # for what is not checked by its size
+
+
+def shared_weights(job: JobConfig, subject: Subject) -> Weights:
+    """What processes share of a job whose scheme is decided."""
+    return Weights(*held_bytes(job.model, subject))
+
+
+def plan_shared(job: JobConfig, subject: Subject, card: Card, degree: int) -> TrainingPlan:
+    """The plan of one card; all processes do the same. What does not fit is planned all the same, with a warning.
+
+    Args:
+        job: with scheme and optimizer decided, and the microbatches of one process. card: the smallest.
+        degree: how many processes share one copy of the weights.
+    Raises: ValueError for a count of blocks that the model does not have; NoForecast.
+    """
+    elsewhere = shared_weights(job, subject).elsewhere(degree)
+    split = replace(job.split, devices=(), split_at=(), balance="memory", memory_limit_gb=UNLIMITED_GB)
+    train = replace(job.train, offload_activations="off", cuda_graphs="off")  # which these strategies do without
+    alone = replace(
+        job,
+        split=replace(split, offloaded_blocks=(0,)),
+        train=train,
+        parallel=replace(job.parallel, strategy="none"),
+    )
+    larger = replace(card, usable_bytes=int(card.usable_bytes + elsewhere / (1 - HEADROOM)))
+    found = plan_on(alone, subject, Machine((), (larger,)), "never")
+    (device,) = found.devices
+    device = replace(device, weights=device.weights - elsewhere)
+    warning = ""
+    if device.needed > card.usable_bytes:
+        warning = f"{card.name} needs {device.needed / 1e9:.1f} GB by the forecast, of {card.usable_bytes / 1e9:.1f} GB"
+    return replace(found, cards=(card,), devices=(device,), warning=warning)
