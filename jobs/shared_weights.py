@@ -2,7 +2,9 @@
 activations, and what it then needs.
 
 Beside the weights such a card holds what it would hold alone. So the planner is asked for one card with the whole
-model, larger by what the other cards hold of it. It leaves the usual headroom of the card that there is.
+model, larger by what the other cards hold of it. It leaves the usual headroom of the card that there is, and the
+weights of one block: FSDP has a third one gathered for a moment, and NCCL's buffers are in no forecast. On two H200
+peaks with every block recomputed were 0.5 and 0.9 GB above it (docs/internals/experiments.md, 2026-11-27).
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def plan_shared(job: JobConfig, subject: Subject, card: Card, degree: int) -> Tr
         degree: how many processes share one copy of the weights.
     Raises: ValueError for a count of blocks that the model does not have; NoForecast.
     """
-    elsewhere = shared_weights(job, subject).elsewhere(degree)
+    weights = shared_weights(job, subject)
+    elsewhere = weights.elsewhere(degree)
     split = replace(job.split, devices=(), split_at=(), balance="memory", memory_limit_gb=UNLIMITED_GB)
     train = replace(job.train, offload_activations="off", cuda_graphs="off")  # which these strategies do without
     alone = replace(
@@ -42,7 +45,8 @@ def plan_shared(job: JobConfig, subject: Subject, card: Card, degree: int) -> Tr
         train=train,
         parallel=replace(job.parallel, strategy="none"),
     )
-    larger = replace(card, usable_bytes=int(card.usable_bytes + elsewhere / (1 - HEADROOM)))
+    more = (elsewhere - max(weights.blocks)) / (1 - HEADROOM)
+    larger = replace(card, usable_bytes=int(card.usable_bytes + more))
     found = plan_on(alone, subject, Machine((), (larger,)), "never")
     (device,) = found.devices
     device = replace(device, weights=device.weights - elsewhere)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from devicebridge.config.job import JobConfig, save_job
 from devicebridge.jobs.read_job import read_job
-from devicebridge.jobs.shared_weights import plan_shared
+from devicebridge.jobs.shared_weights import plan_shared, shared_weights
 from devicebridge.planning.cards import Card
 from devicebridge.planning.cuts import HEADROOM
 from devicebridge.tests.ranks.launching import run_jobs
@@ -48,8 +48,9 @@ def _room_for(job: JobConfig, kept: int) -> int:
     one = dataclasses.replace(job, split=split, optimizer=optimizer, train=train)
     one = dataclasses.replace(one, model=dataclasses.replace(one.model, quantize="none"))
     card = Card(torch.device("cpu"), 10**12, 10**12)
-    (device,) = plan_shared(one, read_job(job).subject, card, 2).devices
-    return int(device.needed / (1 - HEADROOM)) + 2
+    subject = read_job(job).subject
+    (device,) = plan_shared(one, subject, card, 2).devices
+    return int((device.needed + max(shared_weights(one, subject).blocks)) / (1 - HEADROOM)) + 2
 
 
 @pytest.fixture(scope="module")

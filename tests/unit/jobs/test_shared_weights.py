@@ -56,10 +56,11 @@ def _needed(plan: TrainingPlan) -> int:
     return device.needed
 
 
-@pytest.mark.parametrize("size", ["16GB", "20GB", "24GB", "141GB"])
-def test_as_many_of_the_last_blocks_keep_their_activations_as_leave_the_headroom(size, subject):
+@pytest.mark.parametrize("size", ["18GB", "20GB", "24GB", "141GB"])
+def test_as_many_of_the_last_blocks_keep_their_activations_as_leave_the_headroom_and_one_block(size, subject):
     found = plan_shared(_job(), subject, _card(size), 2)
-    (kept,), room = found.uncheckpointed, (1 - HEADROOM) * _card(size).usable_bytes
+    (kept,), block = found.uncheckpointed, max(shared_weights(_job(), subject).blocks)
+    room = (1 - HEADROOM) * _card(size).usable_bytes - block
     assert _needed(found) == _needed(plan_shared(_job(**_asked(kept)), subject, _card(size), 2)) <= room
     if size == "141GB":
         assert kept == BLOCKS
@@ -69,7 +70,7 @@ def test_as_many_of_the_last_blocks_keep_their_activations_as_leave_the_headroom
 
 
 def test_more_processes_that_share_leave_more_room(subject):
-    kept = [plan_shared(_job(), subject, _card("16GB"), degree).uncheckpointed[0] for degree in (2, 4, 8)]
+    kept = [plan_shared(_job(), subject, _card("18GB"), degree).uncheckpointed[0] for degree in (2, 4, 8)]
     assert kept == sorted({*kept})
 
 
