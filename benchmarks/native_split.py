@@ -18,7 +18,8 @@ split `--prompts` times, with one card before and after. `--unguarded` takes out
 In the cases `tensor_...` the rival `tensor_launched` is `tensor` without CUDA graphs, every kernel launched by Python.
 Both are the same split over the same weights, so their latents must be the same bits. `tensor` computes large
 row-parallel layers by chunks of tokens: one chunk is copied to the other card while the next is computed.
-`tensor_launched_whole` computes them at once. `--rivals` names those that take turns; one_gpu must be among them.
+`tensor_launched_whole` computes them at once. With CFG each card computes a conditioning, and in `tensor_together` all
+cards compute both. `--rivals` names those that take turns; one_gpu must be among them.
 
 `--card-gb 24` makes cards small: another process takes the rest of each card's memory, so that ComfyUI, torch and
 comfy-aimdo all meet the wall a real card has. The cases `scaling_...` compare one card with blocks and tensor on
@@ -461,6 +462,15 @@ def graphs(*, are_used: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def pictures(*, are_used: bool) -> Iterator[None]:
+    """Whether each card computes its own pictures in a split with way tensor."""
+    from devicebridge.parallel.local.tensor_parallel import TensorParallel
+
+    with mock.patch.object(TensorParallel, "computes_pictures", are_used):
+        yield
+
+
+@contextlib.contextmanager
 def chunks(model: Any, *, are_used: bool) -> Iterator[None]:
     """Whether a split with way tensor computes large row-parallel layers by chunks."""
     from devicebridge.nodes.host.split.tree import tree_of
@@ -564,6 +574,7 @@ def compare(rivals: Mapping[str, Any], work: Work, base: str, rounds: int = OPTI
                 compiler_off() if is_off else contextlib.nullcontext(),
                 graphs(are_used="_launched" not in name),
                 chunks(model, are_used=not name.endswith("_whole")),
+                pictures(are_used=not name.endswith("_together")),
             ):
                 turn = sample(model, work)
             what = f"{turn.compiled['graphs']} graphs, {turn.compiled['replays']} replays"
@@ -701,6 +712,8 @@ def tensor(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
     forecast = forecasts(one, shape)
     divided = split(one, way="tensor")
     rivals = {"one_gpu": one, "tensor": divided, "tensor_launched": divided, "tensor_launched_whole": divided}
+    if cfg != 1.0:
+        rivals["tensor_together"] = divided
     if shape.class_name != "Flux":  # beside those its weights would not fit, and loading would take the time
         rivals["blocks"] = split(one, way="blocks")
     work = Work(shape, cfg=cfg)

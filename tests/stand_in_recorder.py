@@ -31,10 +31,19 @@ class StandIn:
 
 def replaying(parallel: TensorParallel, addresses: Addresses) -> tuple[DividedGraphs, StandIn]:
     """Have the blocks replayed, as TensorParallel.replay does on cards."""
+    parallel.graphs, recorder = _with_stand_in(parallel, addresses)
+    if parallel.pictures is not None:
+        parallel.pictures.replay(addresses)
+        behind = parallel.pictures.graphs
+        assert behind is not None
+        parallel.pictures.graphs, _ = _with_stand_in(parallel, behind._addresses)
+    return parallel.graphs, recorder
+
+
+def _with_stand_in(parallel: TensorParallel, addresses: Addresses) -> tuple[DividedGraphs, StandIn]:
     owner: list[DividedGraphs] = []
     recorder = StandIn(owner)
     owner.append(DividedGraphs(parallel.devices, lambda: recorder, addresses))
-    parallel.graphs = owner[0]
     return owner[0], recorder
 
 

@@ -64,6 +64,7 @@ QWEN_IMAGE = (
         attributes={"attn.heads": "heads"},
         together={"attn": ("to_out.1", "to_add_out")},
         patches={"attn1_patch": _QKV_PATCH},
+        pictures=("hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb", "image_rotary_emb"),
     ),
 )
 

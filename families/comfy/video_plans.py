@@ -19,6 +19,7 @@ WAN = (
             "attn1_patch": PatchCall({"x": -1, "q": 2, "k": 2}, returns="x", is_dict=True),
             "attn2_patch": PatchCall({"x": None}, returns="x", is_dict=True),
         },
+        pictures=("x", "e", "freqs", "context", "audio", "c"),  # the last two of variants
     ),
 )
 

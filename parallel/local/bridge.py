@@ -42,7 +42,8 @@ Transport = Literal["stream", "relay"]
 Trust = Literal["model", "callers", "nobody"]
 
 
-Place = torch.device | int  # where a copy is: a device, or the rank of one of several that may be the same
+# Where a copy is: a device, the rank of one of several that may be the same, or the rows of one of these.
+Place = torch.device | int | tuple[str, int]
 
 
 class Traffic(Protocol):
@@ -154,7 +155,7 @@ class Bridge:
             raise RuntimeError(
                 "a forward of this thread is running already; end it first, or run the second one in another thread"
             )
-        self._local.copies = _Copies()
+        self._local.copies = Copies()
         self._local.shared = {}
         self._local.device = self.home
 
@@ -336,7 +337,7 @@ class _Known(NamedTuple):
     copies: dict[tuple[Place, bool], torch.Tensor]  # by place and grad mode
 
 
-class _Copies:
+class Copies:
     """The copies made for one forward; each is kept while its source lives."""
 
     def __init__(self) -> None:
@@ -391,7 +392,7 @@ class _Local(threading.local):
     """What a thread's forward keeps; copies is None between forwards."""
 
     def __init__(self) -> None:
-        self.copies: _Copies | None = None
+        self.copies: Copies | None = None
         self.shared: dict[tuple[str, torch.device], Any] = {}  # the objects of per_device
         self.device = torch.device("cpu")  # read while a forward runs only, begin() sets it
         self.guards: list[tuple[nn.Module, AbstractContextManager[Any]]] = []

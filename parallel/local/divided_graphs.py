@@ -83,7 +83,7 @@ class _Card:
     def place(self, tensors: Sequence[torch.Tensor]) -> None:
         """Bring what the block returned to where it is to lie.
 
-        Raises: RuntimeError if that is where something else lies that the block wrote.
+        Raises: RuntimeError if that is where something else lies that the block wrote, or has another shape.
         """
         for number, tensor in enumerate(tensors):
             same = [index for index, each in enumerate(self.inputs) if each is tensor]
@@ -92,6 +92,8 @@ class _Card:
         if any(place is self.inputs[index] for place, _ in pairs for index in self.written):
             raise RuntimeError("it returns something else in the shape of what it writes to")
         for place, tensor in pairs:
+            if place.shape != tensor.shape:  # type: ignore[union-attr]
+                raise RuntimeError("it returns another shape")
             place.copy_(tensor)  # type: ignore[union-attr]
 
 
@@ -380,3 +382,13 @@ def _different(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Where NaN is the same as NaN."""
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative to a; 0 for the same bits, where NaN is the same as NaN."""
+    if same_bits(a, b):
+        return 0.0
+    if not bool(((a != a) == (b != b)).all()):
+        return float("inf")
+    x, y = a.float().nan_to_num(), b.float().nan_to_num()
+    return max(float((x - y).norm() / x.norm().clamp_min(1e-20)), 1e-20)

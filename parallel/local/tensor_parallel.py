@@ -30,13 +30,15 @@ from ..transfer import Arrivals, Versioned, copy_to
 from .ahead import Ahead, Groups
 from .bridge import Bridge
 from .device_workers import make_workers
-from .divided_graphs import Addresses, DividedGraphs, same_bits
+from .divided_graphs import Addresses, DividedGraphs, relative_difference
 from .divided_graphs import Call as GivenCall
 from .exchange import Exchange, Tensors, TokenChunks
 from .graph_recorder import CardsRecorder, can_record
 from .meetings import MEETS, Call, Meetings, Stays
+from .pictures import Pictures
 from .recorded_calls import OPTIONS
 from .shards import BlockShard, Meeting
+from .whole_blocks import Fetch, WholeBlock, WholeBlocks
 
 # From how large an output on a layer is computed by chunks where cards copy to each other directly. Smaller ones gain
 # nothing: a chunk takes the host three more launches on each card (docs/internals/experiments.md).
@@ -64,6 +66,7 @@ class TensorParallel(Bridge):
     """
 
     replays = True  # blocks as CUDA graphs, where that was asked for
+    computes_pictures = True  # each device its own, where that was asked for
     in_turns = True  # one thread for all devices, where greenlets are to be had; else a thread per device
 
     def __init__(
@@ -84,6 +87,7 @@ class TensorParallel(Bridge):
         self._runs_in: threading.Thread | None = None  # the thread of the forward that is running
         self._checked: set[nn.Module] = set()
         self.graphs: DividedGraphs | None = None
+        self.pictures: Pictures | None = None  # that each device may compute alone
         # Of row-parallel layers; None computes each at once.
         self.chunks: TokenChunks | None = TokenChunks(from_bytes=CHUNKS_FROM_BYTES)
         self.stays: Stays = _lies_on
@@ -121,8 +125,7 @@ class TensorParallel(Bridge):
                     "the model with whole blocks on each device (way 'blocks')"
                 )
             super().begin()
-            if self.graphs is not None:
-                self.graphs.forget()  # a thread that died in its forward has not ended it
+            self._forget()  # a thread that died in its forward has not ended it
             self._runs_in, self._run = threading.current_thread(), None
 
     def replay(self, addresses: Addresses) -> None:
@@ -130,14 +133,24 @@ class TensorParallel(Bridge):
         if can_record(self._ranks) and not isinstance(self.side_streams, StagedCopies):
             make = functools.partial(CardsRecorder, self._ranks, self.side_streams)
             self.graphs = DividedGraphs(self._ranks, make, addresses)
+            if self.pictures is not None:
+                self.pictures.replay(addresses)
+
+    def compute_pictures(self, blocks: Mapping[nn.Module, WholeBlock], fetch: Fetch, least_tokens: int = 0) -> None:
+        """Have each device compute its own pictures of a batch from now on, where it is to have as many tokens.
+
+        Not where copies go through the host's memory: all weights would.
+        """
+        if blocks and not isinstance(self.side_streams, StagedCopies):
+            wholes = WholeBlocks(self._ranks, blocks, fetch)
+            self.pictures = Pictures(self._ranks, wholes, self.side_streams, least_tokens)
 
     def end(self) -> None:
         if self.is_running:
             run, self._run = self._run, None
             if run is not None:
                 run.close()
-            if self.graphs is not None:
-                self.graphs.forget()
+            self._forget()
         super().end()
         if self._runs_in is threading.current_thread():
             self._runs_in = None
@@ -145,12 +158,20 @@ class TensorParallel(Bridge):
     def check_again(self) -> None:
         """Compare what the devices compute of every block once more: weights or layers are others than they were."""
         self._checked.clear()
+        if self.pictures is not None:
+            self.pictures.check_again()
         self.release()
 
     def release(self) -> None:
         """Give back what is kept between forwards for speed alone."""
-        if self.graphs is not None:
-            self.graphs.release()
+        for each in (self.graphs, self.pictures):
+            if each is not None:
+                each.release()
+
+    def _forget(self) -> None:
+        for each in (self.graphs, self.pictures):
+            if each is not None:
+                each.forget()
 
     # ---- a block
 
@@ -166,6 +187,23 @@ class TensorParallel(Bridge):
             copies.clear()
         if self._run is None:
             self._run = _Run(self)
+        together = functools.partial(self._together, block, call, args, kwargs)
+        if self.pictures is not None and self.computes_pictures and copies is not None and self._is_plain(kwargs):
+            found = self.pictures.outputs(
+                block,
+                (args, kwargs),
+                copies=copies,
+                given=self._run.given,
+                together=together,
+                is_replayed=self.replays and self.in_turns,
+            )
+            if found is not None:
+                return found
+        return together()
+
+    def _together(self, block: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the devices compute together of a call."""
+        assert self._run is not None, "a forward is running"
         calls = [(args, kwargs), *(self._run.given(rank, args, kwargs) for rank in range(1, len(self._ranks)))]
         own, others = self._shards[block]
         if self.graphs is not None and self._may_replay(kwargs) and block in self._checked:  # the cards have agreed
@@ -184,8 +222,10 @@ class TensorParallel(Bridge):
 
     def _may_replay(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether nothing runs in this call of a block but the model's own code, in one thread."""
-        if self.graphs is None or self.graphs.fault or not (self.replays and self.in_turns):
-            return False
+        is_used = self.graphs is not None and not self.graphs.fault and self.replays and self.in_turns
+        return is_used and self._is_plain(kwargs)
+
+    def _is_plain(self, kwargs: Mapping[str, Any]) -> bool:
         others = {*self.per_device, *self.passed_by} - {OPTIONS}  # what blocks hand each other themselves
         is_plain = self.trust == "model" and others.isdisjoint(kwargs) and not watching_modes()
         return is_plain and not torch.is_grad_enabled() and not torch.is_autocast_enabled(self.home.type)
@@ -276,7 +316,8 @@ class TensorParallel(Bridge):
         for rank, tensors in enumerate(found[1:], start=1):
             bound = 0.0 if kinds[rank] == kinds[0] else _TOLERANCE
             differences = [
-                _difference(own, copy_to(other, self.home)) for own, other in zip(found[0], tensors, strict=True)
+                relative_difference(own, copy_to(other, self.home))
+                for own, other in zip(found[0], tensors, strict=True)
             ]
             if max(differences, default=0.0) > bound:
                 raise RuntimeError(
@@ -414,16 +455,6 @@ class _Run:
         except BaseException as error:
             self.exchange.abort(error)
             self._results[rank].put(None)
-
-
-def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Relative to a; 0 for the same bits, where NaN is the same as NaN."""
-    if same_bits(a, b):
-        return 0.0
-    if not bool(((a != a) == (b != b)).all()):
-        return float("inf")
-    x, y = a.float().nan_to_num(), b.float().nan_to_num()
-    return max(float((x - y).norm() / x.norm().clamp_min(1e-20)), 1e-20)
 
 
 def _with_version(tensor: torch.Tensor) -> torch.Tensor:

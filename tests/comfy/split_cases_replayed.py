@@ -23,6 +23,14 @@ from devicebridge.tests.comfy.split_host import OTHER, live_bytes
 from devicebridge.tests.stand_in_recorder import replaying
 
 STEPS = 5
+PICTURES = ("qwen_image", "wan_heads", "wan_i2v_heads", "wan_vace_heads")  # of which each card may compute its own
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """As on cards: here a mode emulates them, which counts as other people's."""
+    with mock.patch.object(tensor_parallel, "watching_modes", lambda: 0):
+        yield
 
 
 @contextmanager
@@ -31,20 +39,27 @@ def _replayed() -> Iterator[None]:
     with (
         mock.patch.object(TensorParallel, "replay", replaying),
         mock.patch.object(divided_graphs, "RECORDED_AFTER", 1),
-        mock.patch.object(tensor_parallel, "watching_modes", lambda: 0),  # cards are emulated by one
+        _unwatched(),
     ):
         yield
 
 
-def _graphs(model: Any) -> DividedGraphs:
+def _bridge(model: Any) -> TensorParallel:
     tree = tree_of(model.model)
-    assert tree is not None and isinstance(tree.bridge, TensorParallel) and tree.bridge.graphs is not None
-    return tree.bridge.graphs
+    assert tree is not None and isinstance(tree.bridge, TensorParallel)
+    return tree.bridge
+
+
+def _graphs(model: Any) -> DividedGraphs:
+    graphs = _bridge(model).graphs
+    assert graphs is not None
+    return graphs
 
 
 def _family(name: str, case: Case) -> None:
     host = case.host
-    launched = {cfg: host.sample(tensor(host.load(name)), name, steps=STEPS, cfg=cfg) for cfg in (1.0, 4.0)}
+    with _unwatched():
+        launched = {cfg: host.sample(tensor(host.load(name)), name, steps=STEPS, cfg=cfg) for cfg in (1.0, 4.0)}
     host.unload_all()
     with _replayed():
         model = tensor(host.load(name))
@@ -54,6 +69,11 @@ def _family(name: str, case: Case) -> None:
             )
         graphs = _graphs(model)
         case.check("replayed", graphs.num_replays > 0 and not graphs.fault, (graphs.num_replays, graphs.fault))
+        pictures = _bridge(model).pictures
+        if name in PICTURES:
+            assert pictures is not None and pictures.graphs is not None
+            counts = pictures.num_calls, pictures.graphs.num_replays, pictures.fault, pictures.graphs.fault
+            case.check("each card its own pictures", counts[0] > counts[1] > 0 and not any(counts[2:]), counts)
 
 
 for _name in DIVIDED:

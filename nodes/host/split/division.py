@@ -8,11 +8,13 @@ slice of the result: right for every kind of patch, also for those that depend o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import comfy.lora
 import comfy.model_management
+import comfy.ops
 import comfy_aimdo.model_vbar
 import torch
 from comfy.quant_ops import QuantizedTensor
@@ -24,10 +26,13 @@ from torch import nn
 from ....families.tensor_plan import Shares
 from ....parallel.local.shards import BlockShard, divide_block
 from ....parallel.local.slices import JoinedSlices, Slice
+from ....parallel.local.whole_blocks import WholeBlock
 from ....quantization.wrapped import plain_parts
 from .attachments import ROOT
 from .division_plan import Division
 from .model_copy import Origin, copy_structure, reachable
+
+_FUNCTIONS = ("_function", "_lowvram_function")  # what ComfyUI computes of a weight before it is used
 
 
 class DividedBlocks:
@@ -41,8 +46,14 @@ class DividedBlocks:
         self.division = division
         self.shards: dict[torch.device, dict[str, BlockShard]] = {device: {} for device in division.devices}
         home = division.devices[0]
+        has_pictures = all(
+            plan.pictures and _is_simple(root.get_submodule(name)) for name, (plan, _) in division.blocks.items()
+        )
+        self._wholes: dict[str, list[nn.Module]] = {}
         for name, (plan, shares) in division.blocks.items():
             block = root.get_submodule(name)
+            if has_pictures:
+                self._wholes[name] = [copy_structure(block)[0] for _ in division.devices]
             for rank, device in enumerate(division.devices[1:], start=1):
                 copied, _ = copy_structure(block)
                 self.shards[device][name] = divide_block(copied, plan, shares, rank, cut_weight)
@@ -63,6 +74,16 @@ class DividedBlocks:
         return {
             shard.block: (shard, [self.shards[device][name] for device in others])
             for name, shard in self.shards[home].items()
+        }
+
+    def whole_blocks(self) -> dict[nn.Module, WholeBlock]:
+        """Home's part of each block -> what a card needs to compute its own pictures; {} if that cannot be."""
+        home, devices = self.division.devices[0], self.division.devices
+        return {
+            self.shards[home][name].block: WholeBlock(
+                [self.shards[device][name] for device in devices], wholes, self.division.blocks[name][0].pictures
+            )
+            for name, wholes in self._wholes.items()
         }
 
     def shares(self) -> dict[nn.Module, Shares]:
@@ -212,6 +233,39 @@ def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
         data = JoinedSlices([data], part.dim)
     own = dataclasses.replace(params, scale=scale, orig_shape=tuple(data.shape))
     return QuantizedTensor(data, weight._layout_cls, own)
+
+
+def _is_simple(block: nn.Module) -> bool:
+    """Whether all that a block has are weights in a format that can be put together from slices."""
+    has_buffers = any(True for _ in block.buffers())
+    return not has_buffers and all(type(parameter.data) is torch.Tensor for parameter in block.parameters())
+
+
+def weights_on(
+    layer: nn.Module, device: torch.device, dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
+    """A layer's own weights on its card as it computes with them, and what lets go of them; see whole_blocks.Fetch.
+
+    Raises: RuntimeError if a weight that ComfyUI does not bring there lies elsewhere.
+    """
+    if not isinstance(layer, comfy.ops.CastWeightBiasOp):
+        found = {name: each.data for name, each in layer._parameters.items() if each is not None}
+        if any(each.device != device for each in found.values()):
+            raise RuntimeError(f"a weight of {type(layer).__name__} is not on {device}")
+        return found, lambda: None
+    functions = (getattr(layer, f"{name}{kind}", None) for name in ("weight", "bias") for kind in _FUNCTIONS)
+    is_patched = any(functions)
+    of_weight, of_bias = (dtype if is_patched or each is None else each.dtype for each in (layer.weight, layer.bias))  # type: ignore[union-attr]
+    weight, bias, brought = comfy.ops.cast_bias_weight(
+        layer, dtype=of_weight, device=device, bias_dtype=of_bias, offloadable=True
+    )
+    let_go = functools.partial(comfy.ops.uncast_bias_weight, layer, weight, bias, brought)
+    found = {name: each for name, each in (("weight", weight), ("bias", bias)) if each is not None}
+    if brought[0] is not None and not isinstance(brought[1], torch.device):  # into memory that the next one takes, too
+        found = {name: each.clone() for name, each in found.items()}
+        let_go()
+        return found, lambda: None
+    return found, let_go
 
 
 def stays_on_card(layer: nn.Module, device: torch.device) -> bool:

@@ -26,7 +26,7 @@ from ....parallel.local.tensor_parallel import TensorParallel
 from ....patches.hooks import HookSet
 from ..compiler import Hold, hold, outside, settle
 from .attachments import ROOT, replaced_methods, seen_attachments, unseen_attachments
-from .division import DividedBlocks, addresses_on, check_runnable, find_bypass, stays_on_card
+from .division import DividedBlocks, addresses_on, check_runnable, find_bypass, stays_on_card, weights_on
 from .gathered import Gathered
 from .model_copy import Origin
 from .options import guard_options, wrap_control
@@ -265,6 +265,7 @@ class SplitTree:
                 per_device=self.plan.layout.per_device,
             )
             bridge.stays = stays_on_card
+            bridge.compute_pictures(self.divided.whole_blocks(), weights_on)
             bridge.replay(addresses_on)
             return bridge
         return Bridge(

@@ -1,0 +1,306 @@
+"""Pictures of a batch, each computed by one device with whole blocks, whose weights come from all devices.
+
+Devices that compute a block together exchange activations in every block, and every one of them computes the norms of
+all pictures. Where a batch has as many pictures for each device, such as the two conditionings of CFG, a device can
+compute its own pictures alone. It has a part of the weights only. So the other devices' parts of a block come to it
+while it computes the block before, as FSDP gathers them (https://arxiv.org/abs/2304.11277). Two blocks at a time are
+whole, in memory that is kept for them.
+
+What a device computes of its pictures are the bits of one device that computes a batch of these pictures.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...patches.hooks import map_tensors
+from ..devices import device_module
+from ..transfer import CurrentStreams, SideStreams, Versioned, current_device, module_with_streams
+from .shards import BlockShard
+from .slices import Slice
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments, and those by name
+# A layer of a device's part, the device, the type of the activations -> the layer's own weights as it would compute
+# with them, by name, and what lets go of them.
+Fetch = Callable[[nn.Module, torch.device, torch.dtype], tuple[dict[str, torch.Tensor], Callable[[], None]]]
+_NUM_SLOTS = 2  # whole blocks that a device has at a time
+
+
+@dataclass(frozen=True, eq=False)
+class WholeBlock:
+    """A block of which every device has a part.
+
+    Args:
+        shards: every device's, home's first. wholes: for every device, the modules of the whole block.
+        pictures: names of its arguments whose tensors have a row for each picture.
+    """
+
+    shards: Sequence[BlockShard]
+    wholes: Sequence[nn.Module]
+    pictures: Sequence[str]
+
+
+# Numbers of a device's weight, the slice that it is of the whole one (None: all of it), where it belongs.
+_Piece = tuple[torch.Tensor, Slice | None, torch.Tensor]
+
+
+class WholeBlocks:
+    """Args: blocks: home's part of each, in execution order -> what belongs to it."""
+
+    def __init__(self, devices: Sequence[torch.device], blocks: Mapping[nn.Module, WholeBlock], fetch: Fetch) -> None:
+        self._devices, self._blocks, self._fetch = tuple(devices), dict(blocks), fetch
+        order = list(blocks)
+        self._behind = dict(zip(order, [*order[1:], None], strict=True))
+        self._slot = {block: index % _NUM_SLOTS for index, block in enumerate(order)}
+        self._parts_behind = {
+            part.block: None if behind is None else blocks[behind].shards[rank].block
+            for block, behind in self._behind.items()
+            for rank, part in enumerate(blocks[block].shards)
+        }
+        self._ready: list[nn.Module | None] = [None] * _NUM_SLOTS  # the block that each slot has whole
+        self._places: dict[Any, torch.Tensor] = {}
+        self._bound: dict[tuple[nn.Module, str], torch.Tensor] = {}  # which place a layer computes with
+        self._streams = [
+            None if (module := module_with_streams(device, device)) is None else module.Stream(device)
+            for device in self._devices
+        ]
+        self.side_streams = SideStreams()  # between devices, and on each for what it has itself
+        self.side_streams.pairs |= {
+            (device, device): (stream, stream)
+            for device, stream in zip(self._devices, self._streams, strict=True)
+            if stream is not None
+        }
+        self.release()
+
+    def part_behind(self, part: nn.Module) -> nn.Module | None:
+        """A device's part of the block behind that of this part; None behind the last one."""
+        return self._parts_behind[part]
+
+    def parts(self, block: nn.Module) -> list[nn.Module]:
+        """Every device's part."""
+        return [shard.block for shard in self._blocks[block].shards]
+
+    def forget(self) -> None:
+        """A forward begins or is over: weights may be others than they were."""
+        self._ready = [None] * _NUM_SLOTS
+
+    def release(self) -> None:
+        """Give back the memory of whole blocks."""
+        self.forget()
+        self._places.clear()
+        self._bound.clear()
+        for known in self._blocks.values():
+            for whole in known.wholes:
+                for _, layer, leaf in _parameters(whole):
+                    weight = layer._parameters[leaf]
+                    assert weight is not None, "it was found there"
+                    nothing = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+                    layer._parameters[leaf] = nn.Parameter(nothing, requires_grad=False)
+
+    # ---- pictures
+
+    def num_pictures(self, block: nn.Module, call: Call) -> int:
+        """In a call of this block; 0 unless every device can have as many of them."""
+        given = self.pictures(block, call)
+        first = given.get(self._blocks[block].pictures[0])
+        number = len(first) if isinstance(first, torch.Tensor) and first.ndim else 0
+        if number % len(self._devices):
+            return 0
+        rows: set[int] = set()
+
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            rows.add(len(tensor) if tensor.ndim else 0)
+            return tensor
+
+        map_tensors(given, count)
+        return number if rows <= {number, 1} else 0
+
+    def first(self, block: nn.Module, call: Call) -> torch.Tensor:
+        """The first argument with pictures, in a call that has some."""
+        found = argument(block, self._blocks[block].pictures[0], call)
+        assert isinstance(found, torch.Tensor), "they were counted"
+        return found
+
+    def pictures(self, block: nn.Module, call: Call) -> dict[str, Any]:
+        """The arguments with pictures, by name."""
+        given = ((name, argument(block, name, call)) for name in self._blocks[block].pictures)
+        return {name: value for name, value in given if value is not None}
+
+    # ---- computing
+
+    def make_ready(self, block: nn.Module, dtype: torch.dtype) -> None:
+        """Gather a block that was not gathered while the one before was computed. Args: dtype: of activations."""
+        if self._ready[self._slot[block]] is not block:
+            self._gather(block, dtype)()
+
+    def outputs(self, block: nn.Module, calls: Sequence[Call], dtype: torch.dtype) -> list[Any]:
+        """What every device returns for its pictures, while the next block is gathered."""
+        behind = self._behind[block]
+        finish = None if behind is None else self._gather(behind, dtype)
+        try:
+            found = []
+            for device, whole, (args, kwargs) in zip(self._devices, self._blocks[block].wholes, calls, strict=True):
+                with current_device(device):
+                    found.append(whole(*args, **kwargs))
+        finally:
+            if finish is not None:
+                finish()
+        return found
+
+    def was_replayed(self, block: nn.Module) -> None:
+        """What outputs does was done by a graph."""
+        behind = self._behind[block]
+        if behind is not None:
+            self._ready[self._slot[behind]] = behind
+
+    # ---- gathering
+
+    def _gather(self, block: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+        """Begin to copy all parts of a block to every device, behind what the devices were given to do before.
+
+        Returns: what has the devices wait for the copies, and lets go of what was copied.
+        """
+        number, known = self._slot[block], self._blocks[block]
+        self._ready[number] = None
+        let_go: list[Callable[[], None]] = []
+        events: list[tuple[torch.device, Any]] = []
+
+        def finish() -> None:
+            for device, event in events:
+                device_module(device).current_stream(device).wait_event(event)  # type: ignore[union-attr]
+            for each in let_go:
+                each()
+
+        try:
+            weights = [self._weights(shard.block, rank, dtype, let_go) for rank, shard in enumerate(known.shards)]
+            for target, whole in enumerate(known.wholes):
+                moved: dict[int, list[_Piece]] = {}
+                for name, layer, leaf in _parameters(whole):
+                    place = self._place(target, number, name, layer, leaf, weights)
+                    for source, part in _sources(known.shards, weights, name, target):
+                        moved.setdefault(source, []).append((weights[source][name], part, place))
+                for source, pieces in moved.items():
+                    events += self._move(source, target, number, pieces)
+        except BaseException:
+            finish()
+            raise
+        self._ready[number] = block
+        return finish
+
+    def _weights(
+        self, part: nn.Module, rank: int, dtype: torch.dtype, let_go: list[Callable[[], None]]
+    ) -> dict[str, torch.Tensor]:
+        """A device's weights of a block by name."""
+        found: dict[str, torch.Tensor] = {}
+        device = self._devices[rank]
+        with current_device(device):
+            for name, layer in part.named_modules():
+                if any(each is not None for each in layer._parameters.values()):
+                    own, release = self._fetch(layer, device, dtype)
+                    let_go.append(release)
+                    found |= {f"{name}.{leaf}".lstrip("."): weight for leaf, weight in own.items()}
+        return found
+
+    def _place(
+        self,
+        rank: int,
+        number: int,
+        name: str,
+        layer: nn.Module,
+        leaf: str,
+        weights: Sequence[Mapping[str, torch.Tensor]],
+    ) -> torch.Tensor:
+        """Where a device has this weight whole. The layer computes with what is there."""
+        known = layer._parameters[leaf]
+        assert known is not None, "it was found there"
+        dtype = next(each[name].dtype for each in weights if name in each)
+        place = self._kept((rank, number, name, known.shape, dtype), known.shape, dtype, rank)
+        if self._bound.get((layer, leaf)) is not place:
+            layer._parameters[leaf], self._bound[layer, leaf] = nn.Parameter(place, requires_grad=False), place
+        return place
+
+    def _kept(self, key: Any, shape: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
+        if key not in self._places:
+            with Versioned():
+                self._places[key] = torch.empty(tuple(shape), dtype=dtype, device=self._devices[rank])
+        return self._places[key]
+
+    def _move(self, source: int, target: int, number: int, pieces: Sequence[_Piece]) -> list[tuple[torch.device, Any]]:
+        """Copy pieces from one device to another one; the events behind the copies, on both."""
+        pair = self._devices[source], self._devices[target]
+        module = module_with_streams(*pair)
+        if module is None:
+            self._copy(source, target, number, pieces)
+            return []
+        streams = list(dict.fromkeys(self.side_streams.streams_of(pair, module)))
+        with CurrentStreams(module, *streams) as before:
+            for stream, current in zip(streams, before, strict=True):
+                stream.wait_stream(current)
+            self._copy(source, target, number, pieces)
+            return [(stream.device, stream.record_event()) for stream in streams]
+
+    def _copy(self, source: int, target: int, number: int, pieces: Sequence[_Piece]) -> None:
+        for index, (weight, part, place) in enumerate(pieces):
+            if source != target and part is not None and part.dim != 0:  # one device's memory is copied as it lies
+                key = "staged", source, target, number, index, weight.shape, weight.dtype
+                weight = self._kept(key, weight.shape, weight.dtype, target).copy_(weight, non_blocking=True)
+            if part is None:
+                place.copy_(weight, non_blocking=True)
+                continue
+            at = 0
+            for first, last in part.ranges:
+                of_weight = weight.narrow(part.dim, at, last - first)
+                place.narrow(part.dim, first, last - first).copy_(of_weight, non_blocking=True)
+                at += last - first
+
+
+def _sources(
+    shards: Sequence[BlockShard], weights: Sequence[Mapping[str, torch.Tensor]], name: str, target: int
+) -> Iterator[tuple[int, Slice | None]]:
+    """From which devices a weight comes, and which slice of it each has; None for all of it."""
+    if name in shards[0].slices:
+        yield from ((source, shard.slices[name]) for source, shard in enumerate(shards))
+    else:  # every device has it, or the first one, which adds it for all
+        yield (target if name in weights[target] else 0), None
+
+
+def _parameters(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Name of every parameter, the layer that has it, and its name there."""
+    return [
+        (f"{name}.{leaf}".lstrip("."), layer, leaf)
+        for name, layer in module.named_modules()
+        for leaf, parameter in layer._parameters.items()
+        if parameter is not None
+    ]
+
+
+def argument(module: nn.Module, name: str, call: Call) -> Any:
+    """None if the module is not given it."""
+    args, kwargs = call
+    if name in kwargs:
+        return kwargs[name]
+    names = _names(module)
+    place = names.index(name) if name in names else len(args)
+    return args[place] if place < len(args) else None
+
+
+def replaced(module: nn.Module, values: Mapping[str, Any], call: Call) -> Call:
+    """The call with other values for arguments that it has."""
+    args, kwargs = list(call[0]), dict(call[1])
+    for name, value in values.items():
+        if name in kwargs:
+            kwargs[name] = value
+        else:
+            args[_names(module).index(name)] = value
+    return tuple(args), kwargs
+
+
+def _names(module: nn.Module) -> list[str]:
+    """Of a module's arguments, in order."""
+    return list(inspect.signature(module.forward).parameters)
