@@ -39,7 +39,17 @@ def divided_work(model: nn.Module, layout: NativeModel, blocks: Blocks, num_toke
     row_flops, whole_flops, sent, widths, num_modules = zip(*parts, strict=True)
     stream = _ACTIVATION_BYTES * max(widths) * (num_tokens + NUM_TEXT_TOKENS * layout.is_joint)
     exchanges = _num_exchanges(model, blocks)
-    return Work(flops, sum(row_flops), sum(sent), stream, sum(num_modules), exchanges, whole_flops=sum(whole_flops))
+    weights = sum(weight.nbytes for name in blocks for weight in model.get_submodule(name).parameters())
+    return Work(
+        flops,
+        sum(row_flops),
+        sum(sent),
+        stream,
+        sum(num_modules),
+        exchanges,
+        whole_flops=sum(whole_flops),
+        weight_bytes=weights,
+    )
 
 
 def _num_exchanges(model: nn.Module, blocks: Blocks) -> int:

@@ -130,20 +130,27 @@ class TensorParallel(Bridge):
 
     def replay(self, addresses: Addresses) -> None:
         """Have blocks replayed as CUDA graphs from now on, where these devices have such and copy to each other."""
-        if can_record(self._ranks) and not isinstance(self.side_streams, StagedCopies):
+        if can_record(self._ranks) and self.copies_directly:
             make = functools.partial(CardsRecorder, self._ranks, self.side_streams)
             self.graphs = DividedGraphs(self._ranks, make, addresses)
             if self.pictures is not None:
                 self.pictures.replay(addresses)
 
-    def compute_pictures(self, blocks: Mapping[nn.Module, WholeBlock], fetch: Fetch, least_tokens: int = 0) -> None:
-        """Have each device compute its own pictures of a batch from now on, where it is to have as many tokens.
+    @property
+    def copies_directly(self) -> bool:
+        """Whether no copy between the devices is staged in the host's memory."""
+        return not isinstance(self.side_streams, StagedCopies)
 
-        Not where copies go through the host's memory: all weights would.
+    def compute_pictures(
+        self, blocks: Mapping[nn.Module, WholeBlock], fetch: Fetch, least_tokens: int = 0
+    ) -> dict[torch.device, int]:
+        """Have each device compute its own pictures of a batch, if these have so many tokens. To be called before replay.
+
+        Returns: bytes that this takes on each device.
         """
-        if blocks and not isinstance(self.side_streams, StagedCopies):
-            wholes = WholeBlocks(self._ranks, blocks, fetch)
-            self.pictures = Pictures(self._ranks, wholes, self.side_streams, least_tokens)
+        wholes = WholeBlocks(self._ranks, blocks, fetch)
+        self.pictures = Pictures(self._ranks, wholes, self.side_streams, least_tokens)
+        return dict.fromkeys(self._ranks, wholes.num_bytes)
 
     def end(self) -> None:
         if self.is_running:

@@ -12,7 +12,7 @@ What a device computes of its pictures are the bits of one device that computes 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,7 @@ class WholeBlocks:
             None if (module := module_with_streams(device, device)) is None else module.Stream(device)
             for device in self._devices
         ]
+        self.num_bytes = _num_bytes(self._blocks.values())  # on each device, while whole blocks are there
         self.side_streams = SideStreams()  # between devices, and on each for what it has itself
         self.side_streams.pairs |= {
             (device, device): (stream, stream)
@@ -255,9 +256,30 @@ class WholeBlocks:
                 continue
             at = 0
             for first, last in part.ranges:
-                of_weight = weight.narrow(part.dim, at, last - first)
-                place.narrow(part.dim, first, last - first).copy_(of_weight, non_blocking=True)
+                of_place, of_weight = _wide(
+                    place.narrow(part.dim, first, last - first), weight.narrow(part.dim, at, last - first)
+                )
+                of_place.copy_(of_weight, non_blocking=True)
                 at += last - first
+
+
+def _num_bytes(blocks: Iterable[WholeBlock]) -> int:
+    """Of all slots: blocks of each kind have memory of their own."""
+    kinds = {
+        tuple((name, weight.shape, weight.dtype) for name, weight in known.wholes[0].named_parameters()): known
+        for known in blocks
+    }
+    sizes = (
+        weight.nbytes * (1 + _is_staged(known, name))
+        for known in kinds.values()
+        for name, weight in known.wholes[0].named_parameters()
+    )
+    return _NUM_SLOTS * sum(sizes)
+
+
+def _is_staged(known: WholeBlock, name: str) -> bool:
+    part = known.shards[0].slices.get(name)
+    return part is not None and part.dim != 0
 
 
 def _sources(
@@ -268,6 +290,17 @@ def _sources(
         yield from ((source, shard.slices[name]) for source, shard in enumerate(shards))
     else:  # every device has it, or the first one, which adds it for all
         yield (target if name in weights[target] else 0), None
+
+
+def _wide(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The same memory as numbers of 16 bytes where all of it consists of such: a card copies rows that lie apart number
+    by number."""
+    if all(each.is_contiguous() for each in tensors):
+        return tensors
+    try:
+        return [each.view(torch.complex128) for each in tensors]
+    except RuntimeError:  # odd sizes
+        return tensors
 
 
 def _parameters(module: nn.Module) -> list[tuple[str, nn.Module, str]]:

@@ -46,13 +46,11 @@ class DividedBlocks:
         self.division = division
         self.shards: dict[torch.device, dict[str, BlockShard]] = {device: {} for device in division.devices}
         home = division.devices[0]
-        has_pictures = all(
-            plan.pictures and _is_simple(root.get_submodule(name)) for name, (plan, _) in division.blocks.items()
-        )
         self._wholes: dict[str, list[nn.Module]] = {}
+        is_gathered = can_gather(root, division)
         for name, (plan, shares) in division.blocks.items():
             block = root.get_submodule(name)
-            if has_pictures:
+            if is_gathered:
                 self._wholes[name] = [copy_structure(block)[0] for _ in division.devices]
             for rank, device in enumerate(division.devices[1:], start=1):
                 copied, _ = copy_structure(block)
@@ -235,10 +233,15 @@ def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
     return QuantizedTensor(data, weight._layout_cls, own)
 
 
-def _is_simple(block: nn.Module) -> bool:
-    """Whether all that a block has are weights in a format that can be put together from slices."""
-    has_buffers = any(True for _ in block.buffers())
-    return not has_buffers and all(type(parameter.data) is torch.Tensor for parameter in block.parameters())
+def can_gather(root: nn.Module, division: Division) -> bool:
+    """Whether cards may compute pictures of their own: it is known which arguments of the blocks have them, and all that
+    the blocks have are weights in a format that can be put together from slices."""
+    blocks = [root.get_submodule(name) for name in division.blocks]
+    return (
+        all(plan.pictures for plan, _ in division.blocks.values())
+        and not any(True for block in blocks for _ in block.buffers())
+        and all(type(parameter.data) is torch.Tensor for block in blocks for parameter in block.parameters())
+    )
 
 
 def weights_on(

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partialmethod
 from typing import Any
 
+import comfy.model_management as management
 import torch
 from torch import nn
 
@@ -26,10 +27,11 @@ from ....parallel.local.tensor_parallel import TensorParallel
 from ....patches.hooks import HookSet
 from ..compiler import Hold, hold, outside, settle
 from .attachments import ROOT, replaced_methods, seen_attachments, unseen_attachments
-from .division import DividedBlocks, addresses_on, check_runnable, find_bypass, stays_on_card, weights_on
+from .division import DividedBlocks, addresses_on, check_runnable, find_bypass, stays_on_card
 from .gathered import Gathered
 from .model_copy import Origin
 from .options import guard_options, wrap_control
+from .pictures import allow_pictures
 from .plan import SplitPlan
 
 _log = logging.getLogger(__name__)
@@ -265,7 +267,9 @@ class SplitTree:
                 per_device=self.plan.layout.per_device,
             )
             bridge.stays = stays_on_card
-            bridge.compute_pictures(self.divided.whole_blocks(), weights_on)
+            weights = {device: int(management.module_size(shard)) for device, shard in self.shards.items()}
+            weights[self.plan.home] = int(management.module_size(self._base()))
+            allow_pictures(bridge, self.divided, self.plan, weights)
             bridge.replay(addresses_on)
             return bridge
         return Bridge(
