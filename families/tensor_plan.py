@@ -101,8 +101,8 @@ class TensorPlan:
             one after the other. Nothing reads the output of one before the last of them is computed, so all of them
             meet behind that one.
         pictures: names of the block's arguments whose tensors have a row for each picture, or one for all; the first
-            one has a row for each. Nothing else that the block computes with differs between pictures, and it does not
-            write into what it is given. () if nobody has looked.
+            one has a row for each. Nothing else that the block computes with differs between pictures. () if nobody has
+            looked.
     """
 
     linears: tuple[Divided, ...]

@@ -130,6 +130,16 @@ class Versioned:
             self._mode.__exit__(None, None, None)
 
 
+def with_version(tensor: torch.Tensor) -> torch.Tensor:
+    """Inside Versioned, the tensor itself, or where it has no version another one over the same memory that has."""
+    if not tensor.is_inference():
+        return tensor
+    if type(tensor) is not torch.Tensor:
+        return tensor.clone()
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload,no-any-return]
+
+
 def device_switch(device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
     """Makes the context in which device is the current one; None for kinds without a current device."""
     switch = getattr(device_module(device), "device", None)

@@ -33,6 +33,7 @@ FLUX = (
         width="hidden_size",
         attributes={"num_heads": "heads"},
         patches=_FLUX_PATCHES,
+        pictures=("img", "txt", "vec", "pe", "attn_mask"),
     ),
     TensorPlan(
         block="SingleStreamBlock",
@@ -45,6 +46,7 @@ FLUX = (
         width="hidden_size",
         attributes={"num_heads": "heads", "hidden_size": "heads", "mlp_hidden_dim_first": "linear1"},
         patches=_FLUX_PATCHES,
+        pictures=("x", "vec", "pe", "attn_mask"),
     ),
 )
 
@@ -100,6 +102,7 @@ NEXT_DIT = (
         num_kv_heads="attention.n_local_kv_heads",
         width="attention.out.in_features",
         attributes={"attention.n_local_heads": "heads", "attention.n_local_kv_heads": "kv_heads"},
+        pictures=("x", "x_mask", "freqs_cis", "adaln_input"),
     ),
 )
 

@@ -39,6 +39,15 @@ LTX = (
         norms=("*attn*.[qk]_norm",),
         together={"*attn*": ("q_norm", "k_norm")},
         arguments={"*attn?": {"pe": 2, "k_pe": 2}, "*_attn": {"pe": 2, "k_pe": 2}},
+        pictures=(
+            "x",
+            "context",
+            "attention_mask",
+            "timestep",
+            "pe",
+            "self_attention_mask",
+            "prompt_timestep",
+        ),
     ),
 )
 

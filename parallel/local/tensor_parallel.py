@@ -26,7 +26,7 @@ from torch import nn
 from ...patches.hooks import PLAIN, map_tensors, tensors_reached
 from ..devices import device_title
 from ..staged_copies import StagedCopies, copies_between
-from ..transfer import Arrivals, Versioned, copy_to
+from ..transfer import Arrivals, Versioned, copy_to, with_version
 from .ahead import Ahead, Groups
 from .bridge import Bridge
 from .device_workers import make_workers
@@ -144,7 +144,7 @@ class TensorParallel(Bridge):
     def compute_pictures(
         self, blocks: Mapping[nn.Module, WholeBlock], fetch: Fetch, least_tokens: int = 0
     ) -> dict[torch.device, int]:
-        """Have each device compute its own pictures of a batch, if these have so many tokens. To be called before replay.
+        """Have each device compute its own pictures of a batch, if these have so many tokens. Called before replay.
 
         Returns: bytes that this takes on each device.
         """
@@ -306,7 +306,7 @@ class TensorParallel(Bridge):
         copies = self._local.copies
         assert copies is not None, "a forward is running"
         with Versioned():
-            new = {id(own): _with_version(own) for own in found[0]}
+            new = {id(own): with_version(own) for own in found[0]}
         for rank, tensors in enumerate(found[1:], start=1):
             for own, other in zip(found[0], tensors, strict=True):
                 copies.keep(new[id(own)], rank, other)
@@ -462,13 +462,3 @@ class _Run:
         except BaseException as error:
             self.exchange.abort(error)
             self._results[rank].put(None)
-
-
-def _with_version(tensor: torch.Tensor) -> torch.Tensor:
-    """Inside Versioned, the tensor itself, or where it has no version another one over the same memory that has."""
-    if not tensor.is_inference():
-        return tensor
-    if type(tensor) is not torch.Tensor:
-        return tensor.clone()
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload,no-any-return]

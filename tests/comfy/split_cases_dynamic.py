@@ -8,7 +8,7 @@ import torch
 from devicebridge.parallel.local.exchange import TokenChunks
 from devicebridge.tests.comfy.emulated_vram import dynamic_vram
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
-from devicebridge.tests.comfy.split_cases_tensor import _near, tensor
+from devicebridge.tests.comfy.split_cases_tensor import near, tensor
 from devicebridge.tests.comfy.split_host import HOME, OTHER, live_bytes
 
 
@@ -37,7 +37,7 @@ def dynamic_tensor(case: Case) -> None:
             whole = sum(parameter.nbytes for parameter in model.model.diffusion_model.parameters())
             divided = tensor(model)
             output = host.sample(divided, name)
-            _near(case, f"{name}: as unsplit", output, reference)
+            near(case, f"{name}: as unsplit", output, reference)
             case.check(f"{name}: both cards were asked", vram.faults.keys() == {HOME, OTHER}, vram.faults)
             held = {device: live_bytes(device) for device in (HOME, OTHER)}
             case.check(f"{name}: no card holds the whole", max(held.values()) < whole, f"{held} of {whole}")
@@ -66,7 +66,7 @@ def dynamic_tensor_with_little_memory(case: Case) -> None:
         host.unload_all()
         vram.room.clear()
         limited = tensor(host.load(name), memory_limit_gb=(0.0002, 1.0))
-        _near(case, "with a limit", host.sample(limited, name), reference)
+        near(case, "with a limit", host.sample(limited, name), reference)
         case.check("the limit was kept", vram.refused.get(HOME, 0) > 0, vram.refused)
         host.unload_all()
 
@@ -87,7 +87,7 @@ def dynamic_tensor_in_chunks(case: Case) -> None:
                 host.machine.cards.copies.clear()
                 outputs.append(host.sample(divided, name))
                 what = f"{'dynamic' if is_dynamic else 'classic'}, {'chunks' if chunks else 'whole'}"
-                _near(case, what, outputs[0], reference)
+                near(case, what, outputs[0], reference)
                 case.check(f"{what}: the same bits", all(torch.equal(each, outputs[0]) for each in outputs))
                 sent = [each.source == CPU and each.target == OTHER for each in host.machine.cards.copies]
                 counts.append(sum(sent))
@@ -108,13 +108,13 @@ def dynamic_tensor_loras(case: Case) -> None:
             clones = [host.lora(divided, name, seed=seed) for seed in (1, 2)]
             for turn in range(2):
                 for index, clone in enumerate(clones):
-                    _near(case, f"{name}: {index}, turn {turn}", host.sample(clone, name), references[index])
-            _near(case, f"{name}: none", host.sample(divided, name), clean)
+                    near(case, f"{name}: {index}, turn {turn}", host.sample(clone, name), references[index])
+            near(case, f"{name}: none", host.sample(divided, name), clean)
             before = tensor(host.lora(host.load(name), name))
-            _near(case, f"{name}: before the split", host.sample(before, name), references[0])
+            near(case, f"{name}: before the split", host.sample(before, name), references[0])
             host.unload_all()
             vram.room[OTHER] = 200_000
-            _near(case, f"{name}: streamed", host.sample(clones[1], name), references[1])
+            near(case, f"{name}: streamed", host.sample(clones[1], name), references[1])
             host.unload_all()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs
-from devicebridge.tests.comfy.split_cases_tensor import DIVIDED, _near, tensor
+from devicebridge.tests.comfy.split_cases_tensor import DIVIDED, near, tensor
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
 
@@ -27,7 +27,7 @@ def _compare(case: Case, what: str, name: str, change: _Change, *cards: torch.de
         patched = model.clone()
         change(patched)
         outputs.append(host.sample(patched, name, **options))
-    _near(case, f"{name}: {what}", outputs[1], outputs[0])
+    near(case, f"{name}: {what}", outputs[1], outputs[0])
     clean = host.sample(host.load(name, load_device=CPU), name, **options)
     case.check(f"{name}: {what} does something", _relative(outputs[0], clean) > 1e-3, _relative(outputs[0], clean))
     host.unload_all()
@@ -80,7 +80,7 @@ def gathered_keys_kept_from_step_to_step(case: Case) -> None:
     module, outputs = importlib.import_module("comfy_extras.nodes_flux"), []
     for model in (host.load(name, load_device=CPU), tensor(host.load(name))):
         outputs.append(host.sample(module.FluxKVCache.execute(model)[0], name, positive=positive))
-    _near(case, "as unsplit", outputs[1], outputs[0])
+    near(case, "as unsplit", outputs[1], outputs[0])
     clean = host.sample(host.load(name, load_device=CPU), name, positive=positive)
     case.check("it does something", _relative(outputs[0], clean) > 1e-3, _relative(outputs[0], clean))
 

@@ -23,45 +23,57 @@ from devicebridge.tests.comfy.split_host import OTHER, live_bytes
 from devicebridge.tests.stand_in_recorder import replaying
 
 STEPS = 5
-PICTURES = ("qwen_image", "wan_heads", "wan_i2v_heads", "wan_vace_heads")  # of which each card may compute its own
+PICTURES = (
+    "qwen_image",
+    "wan_heads",
+    "wan_i2v_heads",
+    "wan_vace_heads",
+    "flux1_heads",
+    "flux2_heads",
+    "chroma_heads",
+    "hunyuan_video_heads",
+    "ltxv",
+    "lumina2",
+    "z_image",
+)
 
 
 @contextmanager
-def _unwatched() -> Iterator[None]:
+def unwatched() -> Iterator[None]:
     """As on cards: here a mode emulates them, which counts as other people's."""
     with mock.patch.object(tensor_parallel, "watching_modes", lambda: 0):
         yield
 
 
 @contextmanager
-def _replayed() -> Iterator[None]:
+def replayed() -> Iterator[None]:
     """Splits made inside are replayed, from a call's second time on."""
     with (
         mock.patch.object(TensorParallel, "replay", replaying),
         mock.patch.object(divided_graphs, "RECORDED_AFTER", 1),
-        _unwatched(),
+        unwatched(),
     ):
         yield
 
 
-def _bridge(model: Any) -> TensorParallel:
+def bridge_of(model: Any) -> TensorParallel:
     tree = tree_of(model.model)
     assert tree is not None and isinstance(tree.bridge, TensorParallel)
     return tree.bridge
 
 
 def _graphs(model: Any) -> DividedGraphs:
-    graphs = _bridge(model).graphs
+    graphs = bridge_of(model).graphs
     assert graphs is not None
     return graphs
 
 
 def _family(name: str, case: Case) -> None:
     host = case.host
-    with _unwatched():
+    with unwatched():
         launched = {cfg: host.sample(tensor(host.load(name)), name, steps=STEPS, cfg=cfg) for cfg in (1.0, 4.0)}
     host.unload_all()
-    with _replayed():
+    with replayed():
         model = tensor(host.load(name))
         for cfg, expected in launched.items():
             case.equal(
@@ -69,7 +81,7 @@ def _family(name: str, case: Case) -> None:
             )
         graphs = _graphs(model)
         case.check("replayed", graphs.num_replays > 0 and not graphs.fault, (graphs.num_replays, graphs.fault))
-        pictures = _bridge(model).pictures
+        pictures = bridge_of(model).pictures
         if name in PICTURES:
             assert pictures is not None and pictures.graphs is not None
             counts = pictures.num_calls, pictures.graphs.num_replays, pictures.fault, pictures.graphs.fault
@@ -87,7 +99,7 @@ def replayed_with_loras_and_evicted(case: Case) -> None:
     clean = host.sample(tensor(host.load(name)), name, steps=STEPS)
     with_lora = host.sample(host.lora(tensor(host.load(name)), name), name, steps=STEPS)
     host.unload_all()
-    with _replayed():
+    with replayed():
         model = tensor(host.load(name))
         patched = host.lora(model, name)
         for _ in range(2):
@@ -109,7 +121,7 @@ def replayed_under_dynamic_vram(case: Case) -> None:
     with dynamic_vram() as vram:
         expected = host.sample(tensor(host.load(name)), name, steps=STEPS)
         host.unload_all()
-        with _replayed():
+        with replayed():
             model = tensor(host.load(name))
             case.equal("the same bits", host.sample(model, name, steps=STEPS), expected)
             graphs = _graphs(model)
@@ -125,7 +137,7 @@ def replayed_under_dynamic_vram(case: Case) -> None:
 def replayed_until_somebody_hooks_a_layer(case: Case) -> None:
     """A hook that comes to a layer after the blocks were recorded is seen before the next forward."""
     host, name = case.host, "wan_heads"
-    with _replayed():
+    with replayed():
         model = tensor(host.load(name))
         expected = host.sample(model, name, steps=STEPS)
         replays = _graphs(model).num_replays

@@ -46,7 +46,7 @@ DIVIDED = (
 )
 
 
-def _near(case: Case, claim: str, output: torch.Tensor, reference: torch.Tensor, bound: float = NEAR) -> None:
+def near(case: Case, claim: str, output: torch.Tensor, reference: torch.Tensor, bound: float = NEAR) -> None:
     difference = float((output - reference).norm() / reference.norm())
     case.check(claim, difference < bound and bool(reference.std() > 1e-3), f"{difference:.3g} of the size")
 
@@ -64,12 +64,12 @@ def _family(name: str, case: Case) -> None:
     whole = sum(parameter.nbytes for parameter in model.model.diffusion_model.parameters())
     divided = tensor(model)
     output = host.sample(divided, name)
-    _near(case, "as unsplit", output, reference)
+    near(case, "as unsplit", output, reference)
     case.equal("again, with the same bits", host.sample(divided, name), output)
-    _near(case, "with guidance", host.sample(divided, name, cfg=4.0), guided)
+    near(case, "with guidance", host.sample(divided, name, cfg=4.0), guided)
     if not FAMILIES[name].sound:  # MiniMax H3 takes one video at a time
         batch = host.sample(unsplit, name, batch=2)
-        _near(case, "a batch", host.sample(divided, name, batch=2), batch)
+        near(case, "a batch", host.sample(divided, name, batch=2), batch)
     held = {device: live_bytes(device) for device in (HOME, OTHER)}
     case.check("no card holds the whole", max(held.values()) < whole, f"{held} of {whole}")
     host.unload_all()
@@ -106,7 +106,7 @@ def tensor_three_cards(case: Case) -> None:
     host = case.host
     for name in ("flux2_heads", "wan_heads"):
         reference = host.sample(host.load(name, load_device=CPU), name)
-        _near(case, name, host.sample(tensor(host.load(name), HOME, OTHER, THIRD), name), reference)
+        near(case, name, host.sample(tensor(host.load(name), HOME, OTHER, THIRD), name), reference)
         host.unload_all()
     case.refused("too few heads", lambda: tensor(host.load("wan")), ValueError, "1 heads", "1 devices at most")
 
@@ -122,12 +122,12 @@ def tensor_loras(case: Case) -> None:
         both = host.sample(host.lora(one, name, seed=2, strength=0.7), name)
         case.differs(f"{name}: it does something", reference, clean)
         divided = tensor(host.load(name))
-        _near(case, f"{name}: after", host.sample(host.lora(divided, name), name), reference)
-        _near(case, f"{name}: none again", host.sample(divided, name), clean)
+        near(case, f"{name}: after", host.sample(host.lora(divided, name), name), reference)
+        near(case, f"{name}: none again", host.sample(divided, name), clean)
         before = tensor(host.lora(host.load(name), name))
-        _near(case, f"{name}: before", host.sample(before, name), reference)
+        near(case, f"{name}: before", host.sample(before, name), reference)
         two = host.lora(before, name, seed=2, strength=0.7)
-        _near(case, f"{name}: before and after", host.sample(two, name), both)
+        near(case, f"{name}: before and after", host.sample(two, name), both)
         host.unload_all()
 
 
@@ -145,7 +145,7 @@ def tensor_other_patches(case: Case) -> None:
             for strength_patch, strength_model, patch in patches:
                 patched.add_patches(patch, strength_patch, strength_model)
             outputs.append(host.sample(patched, name))
-        _near(case, what, outputs[1], outputs[0])
+        near(case, what, outputs[1], outputs[0])
         case.differs(f"{what}: it does something", outputs[0], host.sample(unsplit, name))
         host.unload_all()
 
@@ -187,7 +187,7 @@ def tensor_controlnets(case: Case) -> None:
             positive = FAMILIES[name].condition(1)
             positive[0][1] |= {"control": Residuals(_RESIDUALS[name.removesuffix("_heads")])}
             outputs.append(host.sample(model, name, positive=positive))
-        _near(case, name, outputs[1], outputs[0])
+        near(case, name, outputs[1], outputs[0])
         case.differs(f"{name}: it does something", outputs[0], host.sample(host.load(name, load_device=CPU), name))
         host.unload_all()
 
@@ -207,7 +207,7 @@ def tensor_replaced_blocks(case: Case) -> None:
         patched = model.clone()
         patched.set_model_patch_replace(stand_in, "dit", "double_block", 1)
         outputs.append(host.sample(patched, name))
-    _near(case, "as unsplit", outputs[1], outputs[0])
+    near(case, "as unsplit", outputs[1], outputs[0])
 
 
 @case
@@ -223,7 +223,7 @@ def tensor_refusals(case: Case) -> None:
     layer.add_object_patch(key, torch.nn.Linear(128, 128))
     case.refused("a layer replaced", lambda: host.sample(layer, name), RuntimeError, key, "blocks")
     reference = host.sample(host.load(name, load_device=CPU), name)
-    _near(case, "without them", host.sample(divided, name), reference)
+    near(case, "without them", host.sample(divided, name), reference)
     case.refused("a class nobody described", lambda: tensor(host.load("sdxl")), ValueError, "UNetModel", "blocks")
     case.refused("cuts", lambda: tensor(host.load(name), balance="manual", split_at=(1,)), ValueError, "manual")
 
@@ -283,7 +283,7 @@ def tensor_a_card_too_small_for_its_largest_layer(case: Case) -> None:
             case.refused(f"{device}", lambda: host.sample(divided, name), RuntimeError, str(device), "largest layer")
         with mock.patch.dict(host.machine.capacity_bytes, {device: int(least + layer + 1)}):
             output = host.sample(divided, name)
-        _near(case, f"{device}, a byte more", output, host.sample(host.load(name, load_device=CPU), name))
+        near(case, f"{device}, a byte more", output, host.sample(host.load(name, load_device=CPU), name))
         host.unload_all()
 
 
@@ -297,13 +297,13 @@ def tensor_clones_and_eviction(case: Case) -> None:
     clones = [host.lora(divided, name, seed=seed) for seed in (1, 2)]
     for turn in range(2):
         for index, clone in enumerate(clones):
-            _near(case, f"clone {index}, turn {turn}", host.sample(clone, name), references[index])
+            near(case, f"clone {index}, turn {turn}", host.sample(clone, name), references[index])
         host.free((HOME, OTHER)[turn])
-    _near(case, "after it lost a card", host.sample(clones[0], name), references[0])
+    near(case, "after it lost a card", host.sample(clones[0], name), references[0])
     host.unload_all()
     size = sum(p.nbytes for p in divided.model.diffusion_model.parameters())
     with host.machine.room_for(size // 2, OTHER):
-        _near(case, "streamed on one card", host.sample(clones[1], name), references[1])
+        near(case, "streamed on one card", host.sample(clones[1], name), references[1])
 
 
 @case
@@ -330,7 +330,7 @@ def _check_room_at_home(case: Case, name: str) -> None:
     divided = tensor(host.load(name), memory_limit_gb=limits, offload=False)
     heads = {shares.heads for _, shares in tree_of(divided.model).plan.division.blocks.values()}
     case.check("the first card has fewer heads", heads == {(1, 3)}, heads)
-    _near(case, "with them", host.sample(divided, name), host.sample(host.load(name, load_device=CPU), name))
+    near(case, "with them", host.sample(divided, name), host.sample(host.load(name, load_device=CPU), name))
 
 
 @case
@@ -344,7 +344,7 @@ def tensor_is_not_split_again_nor_saved(case: Case) -> None:
     case.refused("tensor behind tensor", lambda: tensor(divided), ValueError, "tensor", "before that split")
     blocks = split(host.load(name), way="blocks")
     reference = host.sample(host.load(name, load_device=CPU), name)
-    _near(case, "tensor behind blocks", host.sample(tensor(blocks), name), reference)
+    near(case, "tensor behind blocks", host.sample(tensor(blocks), name), reference)
     case.refused("saved", divided.state_dict_for_saving, RuntimeError, "tensor", "blocks")
     key = "diffusion_model.blocks.0.self_attn.q.weight"
     extract = functools.partial(divided.patch_weight_to_device, key, return_weight=True)
@@ -361,7 +361,7 @@ def tensor_loras_that_do_not_fit(case: Case) -> None:
         patched = tensor(host.load(name)).clone()
         factors = (torch.ones(rows, 2), torch.ones(2, columns), 2.0, None, None, None)
         patched.add_patches({key: comfy.weight_adapter.LoRAAdapter(set(), factors)})
-        _near(case, what, host.sample(patched, name), reference)
+        near(case, what, host.sample(patched, name), reference)
         host.unload_all()
 
 
@@ -373,7 +373,7 @@ def tensor_beside_a_bypass_lora(case: Case) -> None:
     bypassed, _ = comfy.sd.load_bypass_lora_for_models(divided, None, weights, 1.0, 0)
     reference = host.sample(host.load(name, load_device=CPU), name)
     for turn in (1, 2):
-        _near(case, f"without it, {turn}", host.sample(divided, name), reference)
+        near(case, f"without it, {turn}", host.sample(divided, name), reference)
         case.refused(f"bypass, {turn}", lambda: host.sample(bypassed, name), RuntimeError, "bypass LoRA", "blocks")
 
 

@@ -32,7 +32,7 @@ from devicebridge.nodes.host.split.tree import tree_of
 from devicebridge.parallel.local.slices import JoinedSlices
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs
 from devicebridge.tests.comfy.split_cases_formats import quantised_checkpoint, scaled_checkpoint
-from devicebridge.tests.comfy.split_cases_tensor import _near, tensor
+from devicebridge.tests.comfy.split_cases_tensor import near, tensor
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, Host
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, small_sizes
 from devicebridge.tests.emulated import on_cpu
@@ -53,7 +53,7 @@ def _load(path: Path, name: str, **options: Any) -> Any:
         return comfy.sd.load_diffusion_model(str(path), model_options=options)
 
 
-def _load_divided(path: Path, name: str, *cards: torch.device, weight_dtype: str = "default") -> Any:
+def load_divided(path: Path, name: str, *cards: torch.device, weight_dtype: str = "default") -> Any:
     """Load Diffusion Model Across GPUs."""
     with small_sizes(FAMILIES[name]):
         return load_split_model(path, weight_dtype, SplitRequest(devices=cards or (HOME, OTHER), way="tensor"))
@@ -108,7 +108,7 @@ def _file(kind: str, name: str, case: Case) -> None:
         host.unload_all()
         case.equal(f"{what}: after it was unloaded", host.sample(divided, name), output)
         host.unload_all()
-        case.equal(f"{what}: loaded divided", host.sample(_load_divided(path, name, *cards), name), output)
+        case.equal(f"{what}: loaded divided", host.sample(load_divided(path, name, *cards), name), output)
         host.unload_all()
     before = tensor(host.lora(_load(path, name), name), *cards)
     case.equal("a LoRA before the split", host.sample(before, name), found)
@@ -194,7 +194,7 @@ def tensor_products_in_fp8(case: Case) -> None:
             one, divided = _load(path, name), tensor(_load(path, name))
         reference, right = host.sample(one, name), host.sample(_exact(host, path, name), name)
         case.check(f"{name}: products round", _distance(reference, right) > 1e-3, _distance(reference, right))
-        _near(case, f"{name}: as on one card", host.sample(divided, name), reference, ORDER)
+        near(case, f"{name}: as on one card", host.sample(divided, name), reference, ORDER)
         host.unload_all()
 
 
@@ -211,11 +211,11 @@ def tensor_weight_types_of_the_loader(case: Case) -> None:
     ):
         cards = (HOME, OTHER, THIRD)[: 3 if weight_dtype == "fp8_e4m3fn_fast" else 2]
         with _products_in_fp8():
-            one, divided = _load(path, name, **options), _load_divided(path, name, *cards, weight_dtype=weight_dtype)
+            one, divided = _load(path, name, **options), load_divided(path, name, *cards, weight_dtype=weight_dtype)
         reference = host.sample(one, name)
         seen.append(reference)
         output = host.sample(divided, name)
-        _near(case, weight_dtype, output, reference, ORDER)
+        near(case, weight_dtype, output, reference, ORDER)
         host.unload_all()
         case.equal(f"{weight_dtype}: after it was unloaded", host.sample(divided, name), output)
         kinds = {weight.dtype for weight in divided.companions[0].model.parameters() if weight.ndim > 1}
@@ -240,7 +240,7 @@ def tensor_files_lie_in_host_memory_once(case: Case) -> None:
     for what in ("scaled_fp8", "int8_rows", "float32"):
         path, mapped = FILES.get(what, Host.checkpoint)(host, name), {}
         with _noting_file(mapped):
-            divided = _load_divided(path, name)
+            divided = load_divided(path, name)
         blocks = sum(size for key, size in mapped.values() if "_blocks." in key)
         with mock.patch.object(JoinedSlices, "joined", counted):
             _check_host_bytes(case, f"{what}, as loaded", divided, mapped, blocks)
@@ -270,7 +270,7 @@ def tensor_pins_only_slices_that_lie_in_one_piece(case: Case) -> None:
     """ComfyUI pins an 8-bit weight that it streams by its address and size; of columns that is other memory."""
     host, name = case.host, "flux1_heads"
     for what in ("fp8", "int8"):
-        divided = _load_divided(FILES[what](host, name), name)
+        divided = load_divided(FILES[what](host, name), name)
         companion, pinned = divided.companions[0].model, {}
         cuda = mock.Mock()
         cuda.cudaHostRegister = lambda address, size, flags, pinned=pinned: pinned.update({address: size}) or 0

@@ -12,7 +12,7 @@ import comfy_extras.nodes_model_merging as merging
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.comfy.split_cases import CPU, Case, case
 from devicebridge.tests.comfy.split_cases_nodes import _FLUX, _SD3, WINDOWS, Node, _apply
-from devicebridge.tests.comfy.split_cases_tensor import _failing_meeting, _near, tensor
+from devicebridge.tests.comfy.split_cases_tensor import _failing_meeting, near, tensor
 from devicebridge.tests.comfy.split_cases_tensor_files import _no_worse
 
 
@@ -28,9 +28,9 @@ def _each(case: Case, name: str, nodes: tuple[Node, ...]) -> None:
         if node[1] == "ModelComputeDtype":  # cards round their partial sums to bfloat16, one card the whole sums
             _no_worse(case, node[1], outputs[1], outputs[0], clean)
         else:
-            _near(case, node[1], outputs[1], outputs[0])
+            near(case, node[1], outputs[1], outputs[0])
         case.differs(f"{node[1]}: it does something", outputs[0], clean)
-    _near(case, "and without them", host.sample(divided, name, cfg=4.0), clean)
+    near(case, "and without them", host.sample(divided, name, cfg=4.0), clean)
 
 
 @case
@@ -50,7 +50,7 @@ def tensor_context_windows(case: Case) -> None:
     plain, divided = host.load(name, load_device=CPU), tensor(host.load(name))
     reference = host.sample(_apply(WINDOWS, plain), name, cfg=3.0, latent=latent)
     case.differs("it does something", reference, host.sample(plain, name, cfg=3.0, latent=latent))
-    _near(case, "as unsplit", host.sample(_apply(WINDOWS, divided), name, cfg=3.0, latent=latent), reference)
+    near(case, "as unsplit", host.sample(_apply(WINDOWS, divided), name, cfg=3.0, latent=latent), reference)
 
 
 @case
@@ -70,11 +70,11 @@ def tensor_merges(case: Case) -> None:
     case.differs("the order does something", reference, other)
     for what, kinds in {"first": (True, False), "second": (False, True), "both": (True, True)}.items():
         first, second = (load(seed, is_divided) for seed, is_divided in zip((0, 3), kinds, strict=True))
-        _near(case, f"the {what} divided", merged(first, second), reference)
+        near(case, f"the {what} divided", merged(first, second), reference)
         for model in (first, second):
             host.sample(model, name, steps=1)
-        _near(case, f"the {what} divided, and loaded", merged(first, second), reference)
-        _near(case, f"the {what} divided, the other way", merged(second, first), other)
+        near(case, f"the {what} divided, and loaded", merged(first, second), reference)
+        near(case, f"the {what} divided, the other way", merged(second, first), other)
         host.unload_all()
 
 

@@ -234,8 +234,8 @@ def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
 
 
 def can_gather(root: nn.Module, division: Division) -> bool:
-    """Whether cards may compute pictures of their own: it is known which arguments of the blocks have them, and all that
-    the blocks have are weights in a format that can be put together from slices."""
+    """Whether cards may compute pictures of their own: it is known which arguments of the blocks have them, and blocks
+    have nothing but weights in a format that can be put together from slices."""
     blocks = [root.get_submodule(name) for name in division.blocks]
     return (
         all(plan.pictures for plan, _ in division.blocks.values())
@@ -247,15 +247,10 @@ def can_gather(root: nn.Module, division: Division) -> bool:
 def weights_on(
     layer: nn.Module, device: torch.device, dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
-    """A layer's own weights on its card as it computes with them, and what lets go of them; see whole_blocks.Fetch.
-
-    Raises: RuntimeError if a weight that ComfyUI does not bring there lies elsewhere.
-    """
-    if not isinstance(layer, comfy.ops.CastWeightBiasOp):
-        found = {name: each.data for name, each in layer._parameters.items() if each is not None}
-        if any(each.device != device for each in found.values()):
-            raise RuntimeError(f"a weight of {type(layer).__name__} is not on {device}")
-        return found, lambda: None
+    """A layer's own weights on its card as it computes with them, and what lets go of them; see whole_blocks.Fetch."""
+    if not isinstance(layer, comfy.ops.CastWeightBiasOp):  # a block brings its own weights to where it computes
+        own = {name: each.data.to(device) for name, each in layer._parameters.items() if each is not None}
+        return own, lambda: None
     functions = (getattr(layer, f"{name}{kind}", None) for name in ("weight", "bias") for kind in _FUNCTIONS)
     is_patched = any(functions)
     of_weight, of_bias = (dtype if is_patched or each is None else each.dtype for each in (layer.weight, layer.bias))  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Whether each card of a divided MODEL may compute its own pictures of a batch, such as one conditioning of CFG each."""
+"""Whether each card of a divided MODEL may compute its own pictures, such as one conditioning of CFG each."""
 
 from __future__ import annotations
 

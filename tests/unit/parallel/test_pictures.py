@@ -1,0 +1,264 @@
+"""Pictures that each device computes alone, with weights gathered from all, against the whole model on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from devicebridge.parallel.local import whole_blocks
+from devicebridge.parallel.local.divided_graphs import RECORDED_AFTER
+from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
+from devicebridge.parallel.local.slices import Slice
+from devicebridge.parallel.local.tensor_parallel import TensorParallel
+from devicebridge.parallel.local.whole_blocks import WholeBlock
+from devicebridge.tests.stand_in_recorder import replaying
+from devicebridge.tests.unit.parallel.test_divided_graphs import where
+from devicebridge.tests.unit.parallel.test_tensor_parallel import (
+    CPU,
+    NEAR,
+    PLANS,
+    WIDTH,
+    Fused,
+    Model,
+    Separate,
+    difference,
+    make_model,
+    run,
+)
+from torch import nn
+
+PICTURES = ("x", "vec")
+
+
+class Writing(Separate):
+    """Writes into something that it does not return."""
+
+    def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
+        vec += 1
+        return super().forward(x, vec)
+
+
+class Told(Separate):
+    """Is told of each picture by the options."""
+
+    def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
+        return super().forward(x, vec * transformer_options["extra"].mean())
+
+
+class Flat(Separate):
+    """Pictures are not told from one another in what it returns."""
+
+    def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
+        return super().forward(x, vec).flatten(0, 1)
+
+
+class Mixing(Separate):
+    """Each picture sees the other one."""
+
+    def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
+        return super().forward(x, vec) + x.mean(dim=0, keepdim=True)
+
+
+KINDS = (Fused, Separate, Writing, Told, Flat, Mixing)
+
+
+def fetch(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Any]:
+    return {name: each.data for name, each in layer._parameters.items() if each is not None}, lambda: None
+
+
+def cut(weight: torch.Tensor, part: Slice) -> torch.Tensor:
+    """As a card has it, which has taken its slice."""
+    return part.copied(weight)
+
+
+def pictured(
+    model: Model, size: int, *, least_tokens: int = 0, fetch: Callable[..., Any] = fetch, pictures: Any = PICTURES
+) -> TensorParallel:
+    """The model's blocks divided in place; devices may compute pictures of their own."""
+    shards, wholes = {}, {}
+    for block in model.blocks:
+        plan = find_plan((*PLANS, *(replace(PLANS[1], block=kind.__name__) for kind in KINDS[2:])), block)
+        assert plan is not None
+        shares = shares_of(block, plan, (1.0,) * size)
+        whole = [copy.deepcopy(block) for _ in range(size)]
+        others = [divide_block(copy.deepcopy(block), plan, shares, rank, cut) for rank in range(1, size)]
+        own = divide_block(block, plan, shares, 0, cut)
+        shards[own.block] = own, others
+        wholes[own.block] = WholeBlock([own, *others], whole, pictures)
+    parallel = TensorParallel([CPU] * size, shards)
+    parallel.compute_pictures(wholes, fetch, least_tokens)
+    parallel.attach()
+    return parallel
+
+
+def images(number: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(number, 7, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def expected_of(model: Model, x: torch.Tensor, *between: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(x.clone(), *between)
+
+
+@pytest.mark.parametrize(("size", "number"), [(2, 2), (2, 4), (3, 3), (4, 4)])
+@pytest.mark.parametrize("blocks", [(Separate, Separate, Separate), (Fused, Fused), (Separate, Fused, Separate)])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_pictures_have_the_bits_that_one_device_computes_of_them(blocks, size, number, mode) -> None:
+    """The first forward compares with all devices together, the others do not."""
+    model = make_model(*(block() for block in blocks))
+    x, each = images(number), number // size
+    # A batch of another size may take another kernel.
+    expected = torch.cat([expected_of(model, rows) for rows in x.split(each)])
+    parallel = pictured(model, size)
+    for turn in range(3):
+        with mode(), parallel.forward():
+            found = model(x)
+        assert difference(found, expected) < NEAR, turn
+        pictures = parallel.pictures
+        assert pictures is not None and not pictures.fault and pictures.num_calls == (turn + 1) * len(blocks)
+
+
+@pytest.mark.parametrize("blocks", [(Separate, Separate, Separate), (Fused, Fused)])
+def test_replays_are_the_bits_of_what_is_launched(blocks) -> None:
+    model = make_model(*(block() for block in blocks))
+    parallel = pictured(model, 2)
+    launched = [run(parallel, model, images(2, seed)) for seed in range(RECORDED_AFTER + 6)]
+    replaying(parallel, where)
+    pictures = parallel.pictures
+    assert pictures is not None and pictures.graphs is not None
+    for seed, expected in enumerate(launched):
+        assert torch.equal(run(parallel, model, images(2, seed)), expected), seed
+    assert pictures.graphs.num_replays >= 3 * len(blocks) and not pictures.graphs.fault
+
+
+@pytest.mark.parametrize("is_replayed", [False, True])
+def test_what_is_added_in_place_between_two_blocks_is_seen_by_all(is_replayed) -> None:
+    def add(index: int, stream: torch.Tensor) -> None:
+        stream[:, 2:] += 0.7 * index
+
+    for block in (Separate, Fused):
+        model = make_model(block(), block(), block())
+        x = images(2)
+        plain, expected = expected_of(model, x), expected_of(model, x, add)
+        parallel = pictured(model, 2)
+        if is_replayed:
+            replaying(parallel, where)
+        for _ in range(RECORDED_AFTER + 4):
+            found = run(parallel, model, x, add)
+            assert difference(found, expected) < NEAR < difference(plain, expected)
+        assert parallel.pictures is not None and not parallel.pictures.fault
+
+
+def test_a_tensor_that_a_block_wrote_to_has_all_pictures() -> None:
+    model = make_model(Fused(), Fused())
+    parallel = pictured(model, 2)
+    for _ in range(3):
+        with torch.no_grad(), parallel.forward():
+            stream = images(2)
+            vec = stream.mean(dim=1, keepdim=True)
+            found = model.blocks[0](stream, vec)
+            assert torch.equal(found, stream) and not torch.equal(stream, images(2))
+            both = model.blocks[1](found, vec), stream
+        assert torch.equal(*both)
+
+
+def test_other_batches_and_small_pictures_are_computed_together() -> None:
+    model = make_model()
+    expected = {number: expected_of(model, images(number)) for number in (1, 3, 4)}
+    parallel = pictured(model, 2, least_tokens=10)
+    pictures = parallel.pictures
+    assert pictures is not None
+    for number, calls in ((1, 0), (3, 0), (4, 4)):  # 14 tokens for each of two devices
+        assert difference(run(parallel, model, images(number)), expected[number]) < NEAR
+        assert pictures.num_calls == calls and not pictures.fault
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        (Writing, "Writing: it writes into what it is given, and does not return it"),
+        (Told, "Told: it reads 'extra' of the transformer_options, which may differ between pictures"),
+        (Flat, "Flat: it does not return a row for each picture"),
+        (Mixing, "Mixing: it computes something else, by "),
+    ],
+)
+def test_blocks_whose_pictures_are_not_alone_are_computed_together(kind, fault, caplog) -> None:
+    model = make_model(Separate(), kind())
+    x = images(2)
+    if kind is Flat:
+        model.tail = nn.Identity()
+    expected = expected_of(model, x)
+    parallel = pictured(model, 2)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert difference(run(parallel, model, x), expected) < NEAR
+    assert parallel.pictures is not None and fault in parallel.pictures.fault
+    assert len(caplog.messages) == 1 and fault in caplog.messages[0]
+
+
+def test_an_argument_that_nobody_named_is_noticed() -> None:
+    model = make_model(Separate(), Separate())
+    expected = expected_of(model, images(2))
+    parallel = pictured(model, 2, pictures=("x",))
+    assert difference(run(parallel, model, images(2)), expected) < NEAR
+    assert parallel.pictures is not None and "row for each picture" in parallel.pictures.fault
+
+
+@pytest.mark.parametrize("turn", [0, 2])
+def test_without_room_for_whole_blocks_all_are_computed_together(turn, monkeypatch) -> None:
+    model = make_model()
+    expected = expected_of(model, images(2))
+    parallel = pictured(model, 2)
+    for _ in range(turn):
+        run(parallel, model, images(2))
+    parallel.release()
+    assert parallel.pictures is not None and not parallel.pictures._wholes._places
+    with mock.patch.object(whole_blocks.WholeBlocks, "_kept", side_effect=torch.OutOfMemoryError("none left")):
+        assert difference(run(parallel, model, images(2)), expected) < NEAR
+    assert "none left" in parallel.pictures.fault and not parallel.pictures._wholes._places
+
+
+def test_weights_are_let_go_of_whatever_happens() -> None:
+    held: list[str] = []
+
+    def counted(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Any]:
+        held.append(type(layer).__name__)
+        if len(held) == fails_at:
+            raise KeyboardInterrupt
+        return fetch(layer, device, dtype)[0], held.pop
+
+    model = make_model()
+    parallel = pictured(model, 2, fetch=counted)
+    fails_at = 0
+    first = run(parallel, model, images(2))
+    assert not held
+    fails_at = 5
+    with pytest.raises(KeyboardInterrupt):
+        run(parallel, model, images(2))
+    held.pop()  # the one that failed
+    assert not held
+    fails_at = 0
+    assert torch.equal(run(parallel, model, images(2)), first)
+
+
+def test_other_weights_are_gathered_and_compared_again() -> None:
+    model = make_model(Separate(), Separate())
+    parallel = pictured(model, 2)
+    replaying(parallel, where)
+    for _ in range(RECORDED_AFTER + 4):
+        before = run(parallel, model, images(2))
+    for block in model.blocks:
+        block.attn.q.weight.data *= 1.5  # home's part, where it lies
+    assert not torch.equal(run(parallel, model, images(2)), before)
+    parallel.computes_pictures = False
+    together = run(parallel, model, images(2))
+    parallel.computes_pictures = True
+    parallel.check_again()
+    assert difference(run(parallel, model, images(2)), together) < NEAR
+    assert parallel.pictures is not None and not parallel.pictures.fault
