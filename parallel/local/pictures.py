@@ -87,7 +87,7 @@ class Pictures:
         is_new = block not in self._written
         try:
             calls = self._calls(block, number, call, copies, given)
-            if is_new or self._written[block]:  # else a device's rows, which are kept, would be written to
+            if is_new:  # it may be computed once more, and what it writes to is not known
                 with Versioned():
                     calls = [map_tensors(each, torch.clone) for each in calls]
             dtype = self._wholes.first(block, call).dtype

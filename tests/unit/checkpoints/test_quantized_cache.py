@@ -410,6 +410,7 @@ def test_the_library_s_own_error_of_a_full_disk(tmp_path: Path) -> None:
     def run() -> None:
         logging.getLogger("devicebridge").addHandler(logging.FileHandler(log))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        sys.dont_write_bytecode = True  # a file of it would be cut at the limit, and found by everybody else
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
         _load(folder, info)
 

@@ -197,7 +197,8 @@ def test_an_edited_caption_or_image_is_one_entry_and_a_renamed_file_none(job, tm
 
 
 def _run(job, *options, limit_bytes=0):
-    command = [sys.executable, "-c", _COMMAND, str(ROOT / "bootstrap.py"), str(limit_bytes), job, *options]
+    # Without bytecode: a file of it would be cut at the limit, and found by everybody else.
+    command = [sys.executable, "-B", "-c", _COMMAND, str(ROOT / "bootstrap.py"), str(limit_bytes), job, *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.returncode, done.stderr
 
