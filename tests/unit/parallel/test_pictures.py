@@ -277,11 +277,13 @@ def test_a_graph_does_not_gather_weights_from_where_they_were() -> None:
     model = make_model(Separate(), Separate())
     parallel = pictured(model, 2)
     replaying(parallel, where)
-    for _ in range(RECORDED_AFTER + 4):
+    for _ in range(RECORDED_AFTER + 6):
         before = run(parallel, model, images(2))
     pictures, query = parallel.pictures, model.blocks[1].attn.q
     assert pictures is not None and pictures.graphs is not None and pictures.graphs.num_replays >= 4
     query.weight = nn.Parameter(query.weight * 1.5, requires_grad=False)
+    replays = pictures.graphs.num_replays
     found = run(parallel, model, images(2))
+    assert pictures.graphs.num_replays == replays + 1  # the last block gathers nothing
     parallel.computes_pictures = False
     assert difference(found, run(parallel, model, images(2))) < NEAR < difference(found, before)
