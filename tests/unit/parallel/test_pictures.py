@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -78,9 +78,16 @@ def cut(weight: torch.Tensor, part: Slice) -> torch.Tensor:
 
 
 def pictured(
-    model: Model, size: int, *, least_tokens: int = 0, fetch: Callable[..., Any] = fetch, pictures: Any = PICTURES
+    model: Model,
+    size: int,
+    *,
+    devices: Sequence[torch.device] = (),
+    least_tokens: int = 0,
+    fetch: Callable[..., Any] = fetch,
+    pictures: Any = PICTURES,
 ) -> TensorParallel:
     """The model's blocks divided in place; devices may compute pictures of their own."""
+    devices = tuple(devices) or (CPU,) * size
     shards, wholes = {}, {}
     for block in model.blocks:
         plan = find_plan((*PLANS, *(replace(PLANS[1], block=kind.__name__) for kind in KINDS[2:])), block)
@@ -89,9 +96,11 @@ def pictured(
         whole = [copy.deepcopy(block) for _ in range(size)]
         others = [divide_block(copy.deepcopy(block), plan, shares, rank, cut) for rank in range(1, size)]
         own = divide_block(block, plan, shares, 0, cut)
+        for shard, device in zip((own, *others), devices, strict=True):
+            shard.block.to(device)
         shards[own.block] = own, others
         wholes[own.block] = WholeBlock([own, *others], whole, pictures)
-    parallel = TensorParallel([CPU] * size, shards)
+    parallel = TensorParallel(devices, shards)
     parallel.compute_pictures(wholes, fetch, least_tokens)
     parallel.attach()
     return parallel
@@ -273,17 +282,19 @@ def test_other_weights_are_gathered_and_compared_again() -> None:
     assert parallel.pictures is not None and not parallel.pictures.fault
 
 
-def test_a_graph_does_not_gather_weights_from_where_they_were() -> None:
+@pytest.mark.parametrize(("moved", "replayed"), [(0, 2), (1, 1)])
+def test_a_graph_does_not_gather_weights_from_where_they_were(moved, replayed) -> None:
+    """The first block is gathered without a graph, the second one by that of the first, and nothing by the second's."""
     model = make_model(Separate(), Separate())
     parallel = pictured(model, 2)
     replaying(parallel, where)
     for _ in range(RECORDED_AFTER + 6):
         before = run(parallel, model, images(2))
-    pictures, query = parallel.pictures, model.blocks[1].attn.q
+    pictures, query = parallel.pictures, model.blocks[moved].attn.q
     assert pictures is not None and pictures.graphs is not None and pictures.graphs.num_replays >= 4
     query.weight = nn.Parameter(query.weight * 1.5, requires_grad=False)
     replays = pictures.graphs.num_replays
     found = run(parallel, model, images(2))
-    assert pictures.graphs.num_replays == replays + 1  # the last block gathers nothing
+    assert pictures.graphs.num_replays == replays + replayed
     parallel.computes_pictures = False
     assert difference(found, run(parallel, model, images(2))) < NEAR < difference(found, before)

@@ -1,0 +1,48 @@
+"""Pictures that each of two cards computes alone, launched and replayed, with each of torch's allocators."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from devicebridge.parallel.local.divided_graphs import RECORDED_AFTER
+from devicebridge.tests.unit.parallel.test_divided_graphs import where
+from devicebridge.tests.unit.parallel.test_pictures import pictured
+from devicebridge.tests.unit.parallel.test_tensor_parallel import WIDTH, Fused, Separate, difference, make_model, run
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.device_count() < 2 or torch.version.hip is not None, reason="needs two NVIDIA GPUs"
+)
+CARDS = [torch.device("cuda", index) for index in range(2)]
+
+
+@pytest.mark.parametrize("blocks", [(Separate, Separate, Separate), (Fused, Fused, Fused, Fused)])
+def test_each_card_computes_its_own_pictures(blocks) -> None:
+    """A block that was not whole when it was computed, or was still read when the next one came, gives other bits."""
+    model = make_model(*(block() for block in blocks)).to(CARDS[0])
+    generator = torch.Generator(CARDS[0]).manual_seed(1)
+    inputs = [torch.randn(2, 2048, WIDTH, device=CARDS[0], generator=generator) for _ in range(RECORDED_AFTER + 30)]
+    with torch.inference_mode():
+        alone = [torch.cat([model(x[:1] + 0), model(x[1:] + 0)]) for x in inputs]
+    parallel = pictured(model, 2, devices=CARDS)
+    pictures = parallel.pictures
+    assert pictures is not None
+    launched = [run(parallel, model, x + 0) for x in inputs]
+    for found, expected in zip(launched, alone, strict=True):
+        assert difference(found, expected) < 1e-5
+    parallel.replay(where)
+    assert pictures.graphs is not None
+    for turn, (x, expected) in enumerate(zip(inputs, launched, strict=True)):
+        assert torch.equal(run(parallel, model, x + 0), expected), turn
+    assert pictures.graphs.num_replays > 10 * len(blocks) and not pictures.graphs.fault and not pictures.fault
+
+
+def test_so_they_do_with_the_drivers_allocator() -> None:
+    """Which ComfyUI chooses; it is chosen when torch starts."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "own_pictures"]
+    env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == 0 and "2 passed" in found.stdout, found.stdout[-3000:] + found.stderr[-3000:]
