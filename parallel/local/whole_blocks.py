@@ -63,6 +63,13 @@ class WholeBlocks:
             for block, behind in self._behind.items()
             for rank, part in enumerate(blocks[block].shards)
         }
+        # Of each block, for each device: layers with weights of its part, and the parameters of its whole block.
+        self._layers = {
+            block: [_layers(shard.block) for shard in known.shards] for block, known in self._blocks.items()
+        }
+        self._parameters = {
+            block: [_parameters(whole) for whole in known.wholes] for block, known in self._blocks.items()
+        }
         self._ready: list[nn.Module | None] = [None] * _NUM_SLOTS  # the block that each slot has whole
         self._places: dict[Any, torch.Tensor] = {}
         self._bound: dict[tuple[nn.Module, str], torch.Tensor] = {}  # which place a layer computes with
@@ -96,13 +103,12 @@ class WholeBlocks:
         self.forget()
         self._places.clear()
         self._bound.clear()
-        for known in self._blocks.values():
-            for whole in known.wholes:
-                for _, layer, leaf in _parameters(whole):
-                    weight = layer._parameters[leaf]
-                    assert weight is not None, "it was found there"
-                    nothing = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-                    layer._parameters[leaf] = nn.Parameter(nothing, requires_grad=False)
+        for by_device in self._parameters.values():
+            for _, layer, leaf in (each for parameters in by_device for each in parameters):
+                weight = layer._parameters[leaf]
+                assert weight is not None, "it was found there"
+                nothing = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+                layer._parameters[leaf] = nn.Parameter(nothing, requires_grad=False)
 
     # ---- pictures
 
@@ -171,18 +177,21 @@ class WholeBlocks:
         self._ready[number] = None
         let_go: list[Callable[[], None]] = []
         events: list[tuple[torch.device, Any]] = []
+        weights: list[dict[str, torch.Tensor]] = []  # their memory is read until the devices have waited
 
         def finish() -> None:
             for device, event in events:
                 device_module(device).current_stream(device).wait_event(event)  # type: ignore[union-attr]
+            weights.clear()
             for each in let_go:
                 each()
 
         try:
-            weights = [self._weights(shard.block, rank, dtype, let_go) for rank, shard in enumerate(known.shards)]
-            for target, whole in enumerate(known.wholes):
+            for rank, layers in enumerate(self._layers[block]):
+                weights.append(self._weights(layers, rank, dtype, let_go))
+            for target, parameters in enumerate(self._parameters[block]):
                 moved: dict[int, list[_Piece]] = {}
-                for name, layer, leaf in _parameters(whole):
+                for name, layer, leaf in parameters:
                     place = self._place(target, number, name, layer, leaf, weights)
                     for source, part in _sources(known.shards, weights, name, target):
                         moved.setdefault(source, []).append((weights[source][name], part, place))
@@ -195,17 +204,20 @@ class WholeBlocks:
         return finish
 
     def _weights(
-        self, part: nn.Module, rank: int, dtype: torch.dtype, let_go: list[Callable[[], None]]
+        self,
+        layers: Sequence[tuple[str, nn.Module]],
+        rank: int,
+        dtype: torch.dtype,
+        let_go: list[Callable[[], None]],
     ) -> dict[str, torch.Tensor]:
         """A device's weights of a block by name."""
         found: dict[str, torch.Tensor] = {}
         device = self._devices[rank]
         with current_device(device):
-            for name, layer in part.named_modules():
-                if any(each is not None for each in layer._parameters.values()):
-                    own, release = self._fetch(layer, device, dtype)
-                    let_go.append(release)
-                    found |= {f"{name}.{leaf}".lstrip("."): weight for leaf, weight in own.items()}
+            for name, layer in layers:
+                own, release = self._fetch(layer, device, dtype)
+                let_go.append(release)
+                found |= {f"{name}.{leaf}".lstrip("."): weight for leaf, weight in own.items()}
         return found
 
     def _place(
@@ -301,6 +313,15 @@ def _wide(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
         return [each.view(torch.complex128) for each in tensors]
     except RuntimeError:  # odd sizes
         return tensors
+
+
+def _layers(block: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Those that have weights themselves."""
+    return [
+        (name, layer)
+        for name, layer in block.named_modules()
+        if any(each is not None for each in layer._parameters.values())
+    ]
 
 
 def _parameters(module: nn.Module) -> list[tuple[str, nn.Module, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -65,7 +66,15 @@ class Mixing(Separate):
         return super().forward(x, vec) + x.mean(dim=0, keepdim=True)
 
 
-KINDS = (Fused, Separate, Writing, Told, Flat, Mixing)
+class Looking(Separate):
+    look = staticmethod(lambda: None)
+
+    def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
+        Looking.look()
+        return super().forward(x, vec)
+
+
+KINDS = (Fused, Separate, Writing, Told, Flat, Mixing, Looking)
 
 
 def fetch(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Any]:
@@ -263,6 +272,26 @@ def test_weights_are_let_go_of_whatever_happens() -> None:
     assert not held
     fails_at = 0
     assert torch.equal(run(parallel, model, images(2)), first)
+
+
+def test_what_was_made_to_be_gathered_is_kept_until_the_devices_have_it(monkeypatch) -> None:
+    """A weight that was cast, or fetched for this, has no other owner. Its memory must not be another one's before."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    seen: list[int] = []
+
+    def num_alive() -> int:
+        return sum(each() is not None for each in made)
+
+    def cast(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Any]:
+        found = {name: weight.clone() for name, weight in fetch(layer, device, dtype)[0].items()}
+        made.extend(map(weakref.ref, found.values()))
+        return found, lambda: None
+
+    monkeypatch.setattr(Looking, "look", lambda: seen.append(num_alive()))
+    model = make_model(Looking(), Looking())
+    parallel = pictured(model, 2, fetch=cast)
+    run(parallel, model, images(2))
+    assert seen[0] == len(made) // 2 > 0 and not num_alive()  # the first one's are copied, the second one's under way
 
 
 def test_other_weights_are_gathered_and_compared_again() -> None:
