@@ -237,7 +237,7 @@ class DividedGraphs:
 
     def _key(self, calls: Sequence[Call], given: Sequence[Sequence[torch.Tensor]]) -> Any:
         """Args: given: the tensors in each call."""
-        values, shared = key_of(_arguments(calls[0])), []
+        values, shared = key_of(arguments_of(calls[0])), []
         for device, tensors in zip(self._devices, given, strict=True):
             if any(tensor.device != device for tensor in tensors):
                 raise Unlike("an input lies on another device")
@@ -349,20 +349,20 @@ class DividedGraphs:
         self._held[id(place)] = source, version_of(source)
 
 
-def _arguments(call: Call) -> Call:
+def arguments_of(call: Call) -> Call:
     """All but the options."""
     args, kwargs = call
     return args, {name: value for name, value in kwargs.items() if name != OPTIONS}
 
 
 def _inputs(call: Call) -> list[torch.Tensor]:
-    return tensors_reached(_arguments(call))
+    return tensors_reached(arguments_of(call))
 
 
 def _call_with(call: Call, tensors: Sequence[torch.Tensor], options: dict[Any, Any]) -> Call:
     """The call with these tensors, and with these options if it has any."""
     left = iter(tensors)
-    args, named = map_tensors(_arguments(call), lambda _: next(left))
+    args, named = map_tensors(arguments_of(call), lambda _: next(left))
     return args, {**named, OPTIONS: options} if OPTIONS in call[1] else named
 
 

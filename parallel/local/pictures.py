@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,14 +14,31 @@ from torch import nn
 from ...patches.hooks import map_tensors, tensors_reached
 from ..transfer import Arrivals, SideStreams, Versioned, copy_to, settle, with_version
 from .bridge import Copies
-from .divided_graphs import Addresses, DividedGraphs, relative_difference
+from .divided_graphs import Addresses, DividedGraphs, arguments_of
 from .graph_recorder import CardsRecorder
-from .recorded_calls import OPTIONS, WatchedOptions
-from .whole_blocks import Call, WholeBlocks, replaced
+from .recorded_calls import OPTIONS, Unlike, WatchedOptions, key_of, keys_read, reads_alike
+from .whole_blocks import Call, WholeBlocks
 
 _log = logging.getLogger(__name__)
-_OF_PICTURES = ("cond_or_uncond", "uuids", "sigmas")
-_TOLERANCE = 0.02  # of a block's output against that of all devices together, which round elsewhere
+_OF_PICTURES = ("cond_or_uncond", "uuids")  # options with something for each picture
+_MOST_FORMS = 8  # of calls of one block that are remembered
+# How far each picture may be from what all devices compute together, which rounds elsewhere: so many last bits of what
+# the block adds to it, in float32 a share that order of summation makes, and one of the whole.
+_OF_ADDED, _OF_ORDER, _OF_WHOLE = 8.0, 1e-4, 1.0
+_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, Unlike)
+
+
+@dataclass(eq=False)
+class _Form:
+    """Calls of a block that were compared with all devices together.
+
+    Args: key: of the arguments. read: the options that the block looked up, and their keys. is_proven: what a graph of
+    it gathers was compared as well.
+    """
+
+    key: Any
+    read: Mapping[Any, Any]
+    is_proven: bool = False
 
 
 class Pictures:
@@ -35,8 +53,8 @@ class Pictures:
         self.graphs: DividedGraphs | None = None
         self.fault = ""  # why none is computed any more
         self.num_calls = 0
-        # Of blocks that were compared: numbers of outputs that are tensors which the block was given, and theirs.
-        self._written: dict[nn.Module, list[tuple[int, int]]] = {}
+        self._has_no_room = False
+        self._forms: dict[nn.Module, list[_Form]] = {}
 
     def replay(self, addresses: Addresses) -> None:
         """Have blocks replayed as CUDA graphs. A graph reads the weights of the block behind its own."""
@@ -55,14 +73,18 @@ class Pictures:
             self.graphs.forget()
 
     def release(self) -> None:
-        """Give back the memory that is kept between forwards."""
+        """Give back the memory that is kept between forwards. Where there was too little, it may be tried again."""
         self._wholes.release()
         if self.graphs is not None:
             self.graphs.release()
+        for form in (form for forms in self._forms.values() for form in forms):
+            form.is_proven = False
+        if self._has_no_room:
+            self.fault, self._has_no_room = "", False
 
     def check_again(self) -> None:
         """Compare each block with that of all devices together once more."""
-        self._written.clear()
+        self._forms.clear()
 
     def outputs(
         self,
@@ -84,63 +106,51 @@ class Pictures:
         number = 0 if self.fault else self._wholes.num_pictures(block, call)
         if not number or self._num_tokens(block, call) < self.least_tokens:
             return None
-        is_new = block not in self._written
+        options = call[1].get(OPTIONS) or {}
         try:
-            calls = self._calls(block, number, call, copies, given)
-            if is_new:  # it may be computed once more, and what it writes to is not known
-                with Versioned():
-                    calls = [map_tensors(each, torch.clone) for each in calls]
-            dtype = self._wholes.first(block, call).dtype
-            self._make_ready(block, dtype)
-            compute = functools.partial(self._wholes.outputs, block, dtype=dtype)
-            if is_new:
-                versions = [tensor._version for tensor in tensors_reached(calls)]
-                options = WatchedOptions(calls[0][1].get(OPTIONS) or {})
-                outputs: Sequence[Any] = compute([_with_options(calls[0], options), *calls[1:]])
-                written = _written(calls, versions, outputs)
-                _check_options(options)
-            elif self.graphs is not None and is_replayed and not self.graphs.fault:
-                outputs = self.graphs.outputs(self._wholes.parts(block), calls, compute, compute)
-                self._wholes.was_replayed(block)
+            key = key_of(arguments_of(call))
+        except Unlike:
+            return None
+        form = next((f for f in self._forms.get(block, ()) if f.key == key and reads_alike(f.read, options)), None)
+        try:
+            own = self._own(block, number, call, copies, given)
+            if form is None:
+                found = self._first_outputs(block, own, key)
             else:
-                outputs = compute(calls)
-            joined = self._joined(outputs, number)
-            if is_new:
-                _compare(joined, tensors_reached(together()))
-                self._written[block] = written
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
-            if not is_new and not isinstance(error, _NoRoom):
+                own.outputs = self._outputs(block, form, own.calls, is_replayed=is_replayed)
+            own.joined = self._joined(own.outputs, number)
+        except _ERRORS as error:
+            if form is not None and not isinstance(error, (torch.OutOfMemoryError, _NotGathered)):
                 raise
             self._give_up(block, error)
+            copies.forget(call)  # a device's rows may have been written to
             return None
+        if form is None:
+            before = [tensor.clone() for tensor in tensors_reached(arguments_of(call))]
+            all_together = together()  # which may write into the call's tensors
+            fault = _difference(own.joined, tensors_reached(all_together), before)
+            if fault:
+                self._give_up(block, RuntimeError(fault))
+                return all_together
+            self._forms[block] = [*self._forms.get(block, ()), found][-_MOST_FORMS:]
         self.num_calls += 1
-        return self._handed_on(joined, outputs, tensors_reached(call), self._written[block], copies)
+        return self._handed_on(own, call, copies)
 
-    def _make_ready(self, block: nn.Module, dtype: torch.dtype) -> None:
-        try:
-            self._wholes.make_ready(block, dtype)
-        except torch.OutOfMemoryError as error:
-            raise _NoRoom(f"no room for two whole blocks: {error}") from error
-
-    def _num_tokens(self, block: nn.Module, call: Call) -> int:
-        """That each device computes, of the first tensor with pictures."""
-        first = self._wholes.first(block, call)
-        return first.numel() // max(1, first.shape[-1]) // len(self._devices)
-
-    def _calls(
+    def _own(
         self, block: nn.Module, number: int, call: Call, copies: Copies, given: Callable[[int, Any, Any], Call]
-    ) -> list[Call]:
+    ) -> _Own:
+        """Every device's call with its own pictures."""
         pictures = self._wholes.pictures(block, call)
-        bare = replaced(block, dict.fromkeys(pictures), call)
+        bare = self._wholes.with_arguments(block, dict.fromkeys(pictures), call)
         found = []
         for rank in range(len(self._devices)):
             rows = functools.partial(self._rows, rank, number, copies)
-            own = {name: map_tensors(value, rows) for name, value in pictures.items()}
-            found.append(replaced(block, own, given(rank, *bare) if rank else bare))
-        return found
+            mine = {name: map_tensors(value, rows) for name, value in pictures.items()}
+            found.append(self._wholes.with_arguments(block, mine, given(rank, *bare) if rank else bare))
+        return _Own(found)
 
     def _rows(self, rank: int, number: int, copies: Copies, tensor: torch.Tensor) -> torch.Tensor:
-        """Those of a device's pictures, on the device; all of a tensor that has one for all pictures."""
+        """Those of a device's pictures in memory of its own, on the device; all of a tensor that has one for all."""
         place = "pictures", rank
         known = copies.find(tensor, place)
         if known is None:
@@ -150,6 +160,58 @@ class Pictures:
                 known = rows.clone() if rows.device == self._devices[rank] else copy_to(rows, self._devices[rank])
             copies.keep(tensor, place, known)
         return known
+
+    def _first_outputs(self, block: nn.Module, own: _Own, key: Any) -> _Form:
+        """Compute a call that is to be compared; it leaves what it is given as it was.
+
+        Raises: RuntimeError if the block does something that depends on all pictures, or that the others would miss.
+        """
+        with Versioned():
+            own.calls = [map_tensors(each, torch.clone) for each in own.calls]
+        given = [tensors_reached(each) for each in own.calls]
+        versions = [[tensor._version for tensor in tensors] for tensors in given]
+        options = WatchedOptions(own.calls[0][1].get(OPTIONS) or {})
+        first = _with_options(own.calls[0], options)
+        own.outputs = self._launched(block, [first, *own.calls[1:]])
+        returned = [tensors_reached(each) for each in own.outputs]
+        for tensors, before, outputs in zip(given, versions, returned, strict=True):
+            for tensor, version in zip(tensors, before, strict=True):
+                if tensor._version != version and not any(tensor is each for each in outputs):
+                    raise RuntimeError("it writes into what it is given, and does not return it")
+        read = keys_read([options])
+        told = [name for name in _OF_PICTURES if name in read]
+        if told:
+            raise RuntimeError(f"it reads {told[0]!r} of the {OPTIONS}, which has something for each picture")
+        return _Form(key, read)
+
+    def _launched(self, block: nn.Module, calls: Sequence[Call]) -> Sequence[Any]:
+        dtype = tensors_reached(arguments_of(calls[0]))[0].dtype
+        self._wholes.make_ready(block, dtype)
+        return self._wholes.outputs(block, calls, dtype)
+
+    def _outputs(self, block: nn.Module, form: _Form, calls: Sequence[Call], *, is_replayed: bool) -> Sequence[Any]:
+        """Raises: _NotGathered if the form's graph gathers something else than a launched block does."""
+        graphs = self.graphs
+        if graphs is None or graphs.fault or not is_replayed:
+            return self._launched(block, calls)
+        dtype = tensors_reached(arguments_of(calls[0]))[0].dtype
+        self._wholes.make_ready(block, dtype)
+        if not form.is_proven:
+            self._wholes.blank(block)
+        replays = graphs.num_replays
+        compute = functools.partial(self._wholes.outputs, block, dtype=dtype)
+        outputs = graphs.outputs(self._wholes.parts(block), calls, compute, compute)
+        if graphs.num_replays > replays:
+            self._wholes.was_replayed(block)
+            if not form.is_proven and not self._wholes.has_gathered(block, dtype):
+                raise _NotGathered("its graph gathers something else than the next block's weights")
+            form.is_proven = True
+        return outputs
+
+    def _num_tokens(self, block: nn.Module, call: Call) -> int:
+        """That each device computes, of the first tensor with pictures."""
+        first = self._wholes.first(block, call)
+        return first.numel() // max(1, first.shape[-1]) // len(self._devices)
 
     def _joined(self, outputs: Sequence[Any], number: int) -> list[torch.Tensor]:
         """All pictures of each tensor that a block returns, at home.
@@ -168,37 +230,41 @@ class Pictures:
         with Versioned():
             return [torch.cat(list(rows)) for rows in zip(*at_home, strict=True)]
 
-    def _handed_on(
-        self,
-        joined: list[torch.Tensor],
-        outputs: Sequence[Any],
-        given: Sequence[torch.Tensor],
-        written: Sequence[tuple[int, int]],
-        copies: Copies,
-    ) -> Any:
-        """What the block returns at home. Every device has its own rows for the next block.
-
-        Args: given: the tensors in home's call; what the block writes to is returned, and has all pictures.
-        """
-        for output, number in written:
-            given[number].copy_(joined[output])
-            copies.forget(given[number])  # in inference mode no version tells that it was written to
-            with Versioned():
-                joined[output] = with_version(given[number])
-        for rank, tree in enumerate(outputs):
-            for whole, rows in zip(joined, tensors_reached(tree), strict=True):
-                copies.keep(whole, ("pictures", rank), rows)
+    def _handed_on(self, own: _Own, call: Call, copies: Copies) -> Any:
+        """What the block returns at home, where what it wrote to has all pictures. Every device has its own rows for
+        the next block."""
+        joined, given, rows = list(own.joined), tensors_reached(call), tensors_reached(own.calls[0])
+        for number, output in enumerate(tensors_reached(own.outputs[0])):
+            index = next((index for index, each in enumerate(rows) if output is each), None)
+            if index is not None:
+                given[index].copy_(joined[number])
+                copies.forget(given[index])  # in inference mode no version tells that it was written to
+                with Versioned():
+                    joined[number] = with_version(given[index])
+        for rank, tree in enumerate(own.outputs):
+            for whole, tensor in zip(joined, tensors_reached(tree), strict=True):
+                copies.keep(whole, ("pictures", rank), tensor)
         left = iter(joined)
-        return map_tensors(outputs[0], lambda _: next(left))
+        return map_tensors(own.outputs[0], lambda _: next(left))
 
     def _give_up(self, block: nn.Module, error: Exception) -> None:
         self.release()
+        self._has_no_room = isinstance(error, torch.OutOfMemoryError)
         self.fault = f"{type(block).__name__}: {error}".partition("\n")[0]
         _log.warning("each card computes a part of all pictures, not its own pictures: %s", self.fault)
         _log.debug("the reason", exc_info=error)
 
 
-class _NoRoom(RuntimeError):
+@dataclass(eq=False)
+class _Own:
+    """Args: calls: every device's. outputs: of each. joined: the tensors of all, at home."""
+
+    calls: list[Call]
+    outputs: Sequence[Any] = ()
+    joined: Sequence[torch.Tensor] = ()
+
+
+class _NotGathered(RuntimeError):
     pass
 
 
@@ -206,34 +272,25 @@ def _with_options(call: Call, options: WatchedOptions) -> Call:
     return (call[0], {**call[1], OPTIONS: options}) if OPTIONS in call[1] else call
 
 
-def _check_options(options: WatchedOptions) -> None:
-    """Raises: RuntimeError if a block read options that may differ between pictures; it is given those of all."""
-    for name in sorted(options.read, key=str):
-        value = dict.get(options, name)
-        if name in _OF_PICTURES or tensors_reached(value):
-            raise RuntimeError(f"it reads {name!r} of the {OPTIONS}, which may differ between pictures")
-
-
-def _written(calls: Sequence[Call], versions: Sequence[int], outputs: Sequence[Any]) -> list[tuple[int, int]]:
-    """Which outputs are tensors that a block was given and wrote to: their number, and that in the call.
-
-    Raises: RuntimeError if it writes to something else, where the other pictures would miss it.
-    """
-    after = [tensor._version for tensor in tensors_reached(calls)]
-    given, found = tensors_reached(calls[0]), tensors_reached(outputs[0])
-    changed = {index for index in range(len(given)) if after[index] != versions[index]}
-    pairs = [
-        (number, index) for number, output in enumerate(found) for index, each in enumerate(given) if output is each
-    ]
-    if changed != {index for _, index in pairs}:
-        raise RuntimeError("it writes into what it is given, and does not return it")
-    return pairs
-
-
-def _compare(own: Sequence[torch.Tensor], together: Sequence[torch.Tensor]) -> None:
-    """Raises: RuntimeError if they differ by more than rounding."""
+def _difference(own: Sequence[torch.Tensor], together: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> str:
+    """How a picture differs by more than rounding; "" if none does. Args: before: what the block was given."""
     if [each.shape for each in own] != [each.shape for each in together]:
-        raise RuntimeError("it returns other shapes")
-    difference = max((relative_difference(*pair) for pair in zip(together, own, strict=True)), default=0.0)
-    if difference > _TOLERANCE:
-        raise RuntimeError(f"it computes something else, by {difference:.3g}")
+        return "it returns other shapes"
+    for found, expected in zip(own, together, strict=True):
+        if not torch.equal(found.isnan(), expected.isnan()):
+            return "it computes NaN elsewhere"
+        given = [_numbers(each) for each in before if each.shape == expected.shape]
+        last_bit = torch.finfo(expected.dtype).eps if expected.is_floating_point() else 0.0
+        found, expected = _numbers(found), _numbers(expected)
+        whole = expected.norm(dim=1)
+        added = torch.stack([whole, *((expected - each).norm(dim=1) for each in given)]).amin(dim=0)
+        bound = max(_OF_ORDER, _OF_ADDED * last_bit) * added + _OF_WHOLE * last_bit * whole
+        share = float(((found - expected).norm(dim=1) / bound.clamp_min(1e-30)).max())
+        if share > 1.0:
+            return f"it computes something else, {share:.3g} times as far off as rounding may be"
+    return ""
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """[pictures, numbers of each], without NaN."""
+    return tensor.float().nan_to_num().flatten(1)

@@ -205,6 +205,8 @@ class TensorParallel(Bridge):
                 is_replayed=self.replays and self.in_turns,
             )
             if found is not None:
+                if self.graphs is not None:
+                    self.graphs.forget()  # a block may have written to what graphs were given
                 return found
         return together()
 

@@ -63,6 +63,7 @@ class WholeBlocks:
             for block, behind in self._behind.items()
             for rank, part in enumerate(blocks[block].shards)
         }
+        self._names = {block: list(inspect.signature(block.forward).parameters) for block in order}
         # Of each block, for each device: layers with weights of its part, and the parameters of its whole block.
         self._layers = {
             block: [_layers(shard.block) for shard in known.shards] for block, known in self._blocks.items()
@@ -130,14 +131,26 @@ class WholeBlocks:
 
     def first(self, block: nn.Module, call: Call) -> torch.Tensor:
         """The first argument with pictures, in a call that has some."""
-        found = argument(block, self._blocks[block].pictures[0], call)
+        found = self.pictures(block, call)[self._blocks[block].pictures[0]]
         assert isinstance(found, torch.Tensor), "they were counted"
         return found
 
     def pictures(self, block: nn.Module, call: Call) -> dict[str, Any]:
         """The arguments with pictures, by name."""
-        given = ((name, argument(block, name, call)) for name in self._blocks[block].pictures)
+        args, kwargs = call
+        by_place = dict(zip(self._names[block], args, strict=False))
+        given = ((name, kwargs.get(name, by_place.get(name))) for name in self._blocks[block].pictures)
         return {name: value for name, value in given if value is not None}
+
+    def with_arguments(self, block: nn.Module, values: Mapping[str, Any], call: Call) -> Call:
+        """The call with other values for arguments that it has."""
+        args, kwargs = list(call[0]), dict(call[1])
+        for name, value in values.items():
+            if name in kwargs:
+                kwargs[name] = value
+            else:
+                args[self._names[block].index(name)] = value
+        return tuple(args), kwargs
 
     # ---- computing
 
@@ -159,6 +172,38 @@ class WholeBlocks:
             if finish is not None:
                 finish()
         return found
+
+    def blank(self, block: nn.Module) -> None:
+        """Have zeros where the block behind this one is gathered."""
+        behind = self._behind[block]
+        if behind is None:
+            return
+        self._ready[self._slot[behind]] = None
+        for _, layer, leaf in (each for parameters in self._parameters[behind] for each in parameters):
+            if (layer, leaf) in self._bound:
+                self._bound[layer, leaf].zero_()
+
+    def has_gathered(self, block: nn.Module, dtype: torch.dtype) -> bool:
+        """Whether every device has the block behind this one; waits for the devices."""
+        behind = self._behind[block]
+        if behind is None:
+            return True
+        let_go: list[Callable[[], None]] = []
+        try:
+            weights = [
+                self._weights(*each, dtype, let_go)
+                for each in zip(self._layers[behind], range(len(self._devices)), strict=True)
+            ]
+            return all(
+                _same_memory(of_place, of_weight.to(of_place.device))
+                for target, parameters in enumerate(self._parameters[behind])
+                for name, layer, leaf in parameters
+                for source, part in _sources(self._blocks[behind].shards, weights, name, target)
+                for of_place, of_weight in _cuts(self._bound[layer, leaf], weights[source][name], part)
+            )
+        finally:
+            for each in let_go:
+                each()
 
     def was_replayed(self, block: nn.Module) -> None:
         """What outputs does was done by a graph."""
@@ -196,7 +241,7 @@ class WholeBlocks:
                     for source, part in _sources(known.shards, weights, name, target):
                         moved.setdefault(source, []).append((weights[source][name], part, place))
                 for source, pieces in moved.items():
-                    events += self._move(source, target, number, pieces)
+                    self._move(source, target, number, pieces, events)
         except BaseException:
             finish()
             raise
@@ -232,7 +277,10 @@ class WholeBlocks:
         """Where a device has this weight whole. The layer computes with what is there."""
         known = layer._parameters[leaf]
         assert known is not None, "it was found there"
-        dtype = next(each[name].dtype for each in weights if name in each)
+        dtypes = [each[name].dtype for each in weights if name in each]
+        if len(set(dtypes)) != 1:
+            raise LookupError(f"{name} is not there in one type")
+        dtype = dtypes[0]
         place = self._kept((rank, number, name, known.shape, dtype), known.shape, dtype, rank)
         if self._bound.get((layer, leaf)) is not place:
             layer._parameters[leaf], self._bound[layer, leaf] = nn.Parameter(place, requires_grad=False), place
@@ -244,35 +292,32 @@ class WholeBlocks:
                 self._places[key] = torch.empty(tuple(shape), dtype=dtype, device=self._devices[rank])
         return self._places[key]
 
-    def _move(self, source: int, target: int, number: int, pieces: Sequence[_Piece]) -> list[tuple[torch.device, Any]]:
-        """Copy pieces from one device to another one; the events behind the copies, on both."""
+    def _move(
+        self, source: int, target: int, number: int, pieces: Sequence[_Piece], events: list[tuple[torch.device, Any]]
+    ) -> None:
+        """Copy pieces from one device to another one. Args: events: to be told those behind the copies, on both."""
         pair = self._devices[source], self._devices[target]
         module = module_with_streams(*pair)
         if module is None:
             self._copy(source, target, number, pieces)
-            return []
+            return
         streams = list(dict.fromkeys(self.side_streams.streams_of(pair, module)))
         with CurrentStreams(module, *streams) as before:
             for stream, current in zip(streams, before, strict=True):
                 stream.wait_stream(current)
-            self._copy(source, target, number, pieces)
-            return [(stream.device, stream.record_event()) for stream in streams]
+            try:
+                self._copy(source, target, number, pieces)
+            finally:  # also of those copies that were begun
+                events += [(stream.device, stream.record_event()) for stream in streams]
 
     def _copy(self, source: int, target: int, number: int, pieces: Sequence[_Piece]) -> None:
         for index, (weight, part, place) in enumerate(pieces):
             if source != target and part is not None and part.dim != 0:  # one device's memory is copied as it lies
                 key = "staged", source, target, number, index, weight.shape, weight.dtype
                 weight = self._kept(key, weight.shape, weight.dtype, target).copy_(weight, non_blocking=True)
-            if part is None:
-                place.copy_(weight, non_blocking=True)
-                continue
-            at = 0
-            for first, last in part.ranges:
-                of_place, of_weight = _wide(
-                    place.narrow(part.dim, first, last - first), weight.narrow(part.dim, at, last - first)
-                )
-                of_place.copy_(of_weight, non_blocking=True)
-                at += last - first
+            for of_place, of_weight in _cuts(place, weight, part):
+                wide_place, wide_weight = _wide(of_place, of_weight)
+                wide_place.copy_(wide_weight, non_blocking=True)
 
 
 def _num_bytes(blocks: Iterable[WholeBlock]) -> int:
@@ -304,6 +349,22 @@ def _sources(
         yield (target if name in weights[target] else 0), None
 
 
+def _cuts(place: torch.Tensor, weight: torch.Tensor, part: Slice | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Where each piece of a device's weight belongs in the whole one, and the piece."""
+    if part is None:
+        yield place, weight
+        return
+    at = 0
+    for first, last in part.ranges:
+        yield place.narrow(part.dim, first, last - first), weight.narrow(part.dim, at, last - first)
+        at += last - first
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, also in 8 bits."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
 def _wide(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     """The same memory as numbers of 16 bytes where all of it consists of such: a card copies rows that lie apart number
     by number."""
@@ -332,29 +393,3 @@ def _parameters(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
         for leaf, parameter in layer._parameters.items()
         if parameter is not None
     ]
-
-
-def argument(module: nn.Module, name: str, call: Call) -> Any:
-    """None if the module is not given it."""
-    args, kwargs = call
-    if name in kwargs:
-        return kwargs[name]
-    names = _names(module)
-    place = names.index(name) if name in names else len(args)
-    return args[place] if place < len(args) else None
-
-
-def replaced(module: nn.Module, values: Mapping[str, Any], call: Call) -> Call:
-    """The call with other values for arguments that it has."""
-    args, kwargs = list(call[0]), dict(call[1])
-    for name, value in values.items():
-        if name in kwargs:
-            kwargs[name] = value
-        else:
-            args[_names(module).index(name)] = value
-    return tuple(args), kwargs
-
-
-def _names(module: nn.Module) -> list[str]:
-    """Of a module's arguments, in order."""
-    return list(inspect.signature(module.forward).parameters)

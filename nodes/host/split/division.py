@@ -247,7 +247,8 @@ def can_gather(root: nn.Module, division: Division) -> bool:
 def weights_on(
     layer: nn.Module, device: torch.device, dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
-    """A layer's own weights on its card as it computes with them, and what lets go of them; see whole_blocks.Fetch."""
+    """A layer's own weights on its card, as ComfyUI casts them for activations of a block's type, and what lets go of
+    them; see whole_blocks.Fetch."""
     if not isinstance(layer, comfy.ops.CastWeightBiasOp):  # a block brings its own weights to where it computes
         own = {name: each.data.to(device) for name, each in layer._parameters.items() if each is not None}
         return own, lambda: None
@@ -259,6 +260,11 @@ def weights_on(
     )
     let_go = functools.partial(comfy.ops.uncast_bias_weight, layer, weight, bias, brought)
     found = {name: each for name, each in (("weight", weight), ("bias", bias)) if each is not None}
+    found |= {
+        name: each.data.to(device)
+        for name, each in layer._parameters.items()
+        if each is not None and name not in ("weight", "bias")
+    }
     if brought[0] is not None and not isinstance(brought[1], torch.device):  # into memory that the next one takes, too
         found = {name: each.clone() for name, each in found.items()}
         let_go()

@@ -31,7 +31,7 @@ def allow_pictures(
     needed = bridge.compute_pictures(blocks, weights_on, _least_tokens(devices))
     for device, room in card_budgets(devices, plan.limit_bytes).items():
         left = (room or 0) - weights[device]
-        if room is not None and left < needed[device]:
+        if left < needed[device]:
             bridge.pictures = None
             _log.info(
                 "split: all cards compute all pictures of a batch together, also with CFG: beside its weights %s has "

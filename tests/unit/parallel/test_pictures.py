@@ -18,7 +18,7 @@ from devicebridge.parallel.local.shards import divide_block, find_plan, shares_o
 from devicebridge.parallel.local.slices import Slice
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.parallel.local.whole_blocks import WholeBlock
-from devicebridge.tests.stand_in_recorder import replaying
+from devicebridge.tests.stand_in_recorder import StandIn, replaying
 from devicebridge.tests.unit.parallel.test_divided_graphs import where
 from devicebridge.tests.unit.parallel.test_tensor_parallel import (
     CPU,
@@ -66,6 +66,37 @@ class Mixing(Separate):
         return super().forward(x, vec) + x.mean(dim=0, keepdim=True)
 
 
+class Blending(Separate):
+    """So it does in place: whoever computes it twice has something else."""
+
+    def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
+        x += super().forward(x, vec) + x.mean(dim=0, keepdim=True)
+        return x
+
+
+class Faint(Separate):
+    """Adds little to a picture, and most of that is of the other one."""
+
+    def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
+        return x + 0.001 * (super().forward(x, vec) - x) + 0.01 * x.flip(0)
+
+
+class Small(Separate):
+    """Adds little to a picture."""
+
+    def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
+        return x + 0.001 * (super().forward(x, vec) - x)
+
+
+class Late(Separate):
+    """Asks what each picture is where it is told to."""
+
+    def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
+        if transformer_options["is_late"]:
+            x = x + torch.tensor(transformer_options["cond_or_uncond"][: len(x)])[:, None, None]
+        return super().forward(x, vec)
+
+
 class Looking(Separate):
     look = staticmethod(lambda: None)
 
@@ -74,7 +105,7 @@ class Looking(Separate):
         return super().forward(x, vec)
 
 
-KINDS = (Fused, Separate, Writing, Told, Flat, Mixing, Looking)
+KINDS = (Fused, Separate, Writing, Told, Flat, Mixing, Blending, Faint, Small, Late, Looking)
 
 
 def fetch(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Any]:
@@ -210,9 +241,11 @@ def test_other_batches_and_small_pictures_are_computed_together() -> None:
     ("kind", "fault"),
     [
         (Writing, "Writing: it writes into what it is given, and does not return it"),
-        (Told, "Told: it reads 'extra' of the transformer_options, which may differ between pictures"),
+        (Told, "Told: it changes the transformer_options, or reads tensors there"),
         (Flat, "Flat: it does not return a row for each picture"),
-        (Mixing, "Mixing: it computes something else, by "),
+        (Mixing, "Mixing: it computes something else, "),
+        (Blending, "Blending: it computes something else, "),
+        (Faint, "Faint: it computes something else, "),
     ],
 )
 def test_blocks_whose_pictures_are_not_alone_are_computed_together(kind, fault, caplog) -> None:
@@ -227,6 +260,40 @@ def test_blocks_whose_pictures_are_not_alone_are_computed_together(kind, fault, 
             assert difference(run(parallel, model, x), expected) < NEAR
     assert parallel.pictures is not None and fault in parallel.pictures.fault
     assert len(caplog.messages) == 1 and fault in caplog.messages[0]
+
+
+@pytest.mark.parametrize("kind", [Small, Separate, Fused])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_no_reason_to_compute_together(kind, dtype) -> None:
+    """Of 16 bits, where what a block adds may be less than the last one of the whole."""
+    model = make_model(kind(), kind(), kind()).to(dtype)
+    parallel = pictured(model, 2)
+    with torch.inference_mode(), parallel.forward():
+        model(images(2).to(dtype))
+    assert parallel.pictures is not None and not parallel.pictures.fault and parallel.pictures.num_calls == 3
+
+
+def test_what_is_faintly_mixed_is_noticed_in_16_bits() -> None:
+    model = make_model(Faint()).to(torch.bfloat16)
+    parallel = pictured(model, 2)
+    with torch.inference_mode(), parallel.forward():
+        model(images(2).bfloat16())
+    assert parallel.pictures is not None and "something else" in parallel.pictures.fault
+
+
+def test_a_call_with_other_options_is_compared_by_itself() -> None:
+    model = make_model(Late())
+    block, other = model.blocks[0], copy.deepcopy(model.blocks[0])
+    parallel = pictured(model, 2)
+    for is_late in (False, True, True):
+        options = {"is_late": is_late, "cond_or_uncond": [0, 1]}
+        x = images(2)
+        with torch.inference_mode(), parallel.forward():
+            found = block(x, x.mean(dim=1, keepdim=True), transformer_options=options)
+        with torch.inference_mode():
+            expected = other(x, x.mean(dim=1, keepdim=True), transformer_options=options)
+        assert difference(found, expected) < NEAR
+        assert parallel.pictures is not None and ("cond_or_uncond" in parallel.pictures.fault) is is_late
 
 
 def test_an_argument_that_nobody_named_is_noticed() -> None:
@@ -249,6 +316,58 @@ def test_without_room_for_whole_blocks_all_are_computed_together(turn, monkeypat
     with mock.patch.object(whole_blocks.WholeBlocks, "_kept", side_effect=torch.OutOfMemoryError("none left")):
         assert difference(run(parallel, model, images(2)), expected) < NEAR
     assert "none left" in parallel.pictures.fault and not parallel.pictures._wholes._places
+
+
+@pytest.mark.parametrize("fails_in", ["_kept", "outputs"])
+@pytest.mark.parametrize("blocks", [(Separate, Separate, Separate), (Fused, Fused, Fused)])
+def test_memory_that_runs_out_later_ends_no_forward(blocks, fails_in, monkeypatch) -> None:
+    """For the second slot, or behind a block that has written into its pictures."""
+    model = make_model(*(block() for block in blocks))
+    expected = expected_of(model, images(2))
+    parallel = pictured(model, 2)
+    pictures, original, calls = parallel.pictures, getattr(whole_blocks.WholeBlocks, fails_in), []
+    assert pictures is not None
+
+    def fail(self: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(first)
+        found = original(self, first, *args, **kwargs)
+        if len(calls) == 2 if fails_in == "outputs" else first[1] == 1:  # of places the number of the slot
+            raise torch.OutOfMemoryError("none left")
+        return found
+
+    run(parallel, model, images(2))
+    parallel.release()
+    with monkeypatch.context() as patched:
+        patched.setattr(whole_blocks.WholeBlocks, fails_in, fail)
+        assert difference(run(parallel, model, images(2)), expected) < NEAR
+    assert "none left" in pictures.fault
+    parallel.release()  # there may be room now
+    assert difference(run(parallel, model, images(2)), expected) < NEAR and not pictures.fault
+
+
+def test_a_graph_that_gathers_something_else_is_noticed(monkeypatch) -> None:
+    replaying_now: list[bool] = []
+    record, gather = StandIn.record, whole_blocks.WholeBlocks._gather
+
+    def record_noting(self: StandIn, compute: Callable[[], None]) -> Callable[[], None]:
+        def noting() -> None:
+            replaying_now.append(True)
+            compute()
+            replaying_now.clear()
+
+        return record(self, noting)
+
+    monkeypatch.setattr(StandIn, "record", record_noting)
+    monkeypatch.setattr(
+        whole_blocks.WholeBlocks, "_gather", lambda *args: (lambda: None) if replaying_now else gather(*args)
+    )
+    model = make_model(Separate(), Separate(), Separate())
+    expected = expected_of(model, images(2))
+    parallel = pictured(model, 2)
+    replaying(parallel, where)
+    for _ in range(RECORDED_AFTER + 6):
+        assert difference(run(parallel, model, images(2)), expected) < NEAR
+    assert parallel.pictures is not None and "gathers something else" in parallel.pictures.fault
 
 
 def test_weights_are_let_go_of_whatever_happens() -> None:
