@@ -10,7 +10,7 @@ import pytest
 import torch
 from devicebridge.parallel.local.divided_graphs import RECORDED_AFTER
 from devicebridge.tests.unit.parallel.test_divided_graphs import where
-from devicebridge.tests.unit.parallel.test_pictures import pictured
+from devicebridge.tests.unit.parallel.test_pictures import fetch, fetch_copies, pictured
 from devicebridge.tests.unit.parallel.test_tensor_parallel import WIDTH, Fused, Separate, difference, make_model, run
 
 pytestmark = pytest.mark.skipif(
@@ -19,15 +19,16 @@ pytestmark = pytest.mark.skipif(
 CARDS = [torch.device("cuda", index) for index in range(2)]
 
 
+@pytest.mark.parametrize("fetched", [fetch, fetch_copies])
 @pytest.mark.parametrize("blocks", [(Separate, Separate, Separate), (Fused, Fused, Fused, Fused)])
-def test_each_card_computes_its_own_pictures(blocks) -> None:
+def test_each_card_computes_its_own_pictures(blocks, fetched) -> None:
     """A block that was not whole when it was computed, or was still read when the next one came, gives other bits."""
     model = make_model(*(block() for block in blocks)).to(CARDS[0])
     generator = torch.Generator(CARDS[0]).manual_seed(1)
     inputs = [torch.randn(2, 2048, WIDTH, device=CARDS[0], generator=generator) for _ in range(RECORDED_AFTER + 30)]
     with torch.inference_mode():
         alone = [torch.cat([model(x[:1] + 0), model(x[1:] + 0)]) for x in inputs]
-    parallel = pictured(model, 2, devices=CARDS)
+    parallel = pictured(model, 2, devices=CARDS, fetch=fetched)
     pictures = parallel.pictures
     assert pictures is not None
     launched = [run(parallel, model, x + 0) for x in inputs]
@@ -45,4 +46,4 @@ def test_so_they_do_with_the_drivers_allocator() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "own_pictures"]
     env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
     found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert found.returncode == 0 and "2 passed" in found.stdout, found.stdout[-3000:] + found.stderr[-3000:]
+    assert found.returncode == 0 and "4 passed" in found.stdout, found.stdout[-3000:] + found.stderr[-3000:]

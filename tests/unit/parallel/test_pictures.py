@@ -112,6 +112,11 @@ def fetch(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> tuple[d
     return {name: each.data for name, each in layer._parameters.items() if each is not None}, lambda: None
 
 
+def fetch_copies(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Any]:
+    """As of weights that wait in host memory: what is gathered has no other owner."""
+    return {name: weight.clone() for name, weight in fetch(layer, device, dtype)[0].items()}, lambda: None
+
+
 def cut(weight: torch.Tensor, part: Slice) -> torch.Tensor:
     """As a card has it, which has taken its slice."""
     return part.copied(weight)
