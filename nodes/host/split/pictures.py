@@ -41,6 +41,13 @@ def allow_pictures(
                 needed[device] / GB,
             )
             return
+    assert bridge.pictures is not None, "it was just made"
+    _log.info(
+        "split: where a batch has as many pictures for each of the %d cards, as with CFG on two, each card computes its "
+        "own, from %d tokens on",
+        len(devices),
+        bridge.pictures.least_tokens,
+    )
 
 
 def _least_tokens(devices: tuple[torch.device, ...]) -> int:
