@@ -249,22 +249,18 @@ def weights_on(
 ) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
     """A layer's own weights on its card, as ComfyUI casts them for activations of a block's type, and what lets go of
     them; see whole_blocks.Fetch."""
+    own = {name: each.data for name, each in layer.named_parameters(recurse=False)}
     if not isinstance(layer, comfy.ops.CastWeightBiasOp):  # a block brings its own weights to where it computes
-        own = {name: each.data.to(device) for name, each in layer._parameters.items() if each is not None}
-        return own, lambda: None
+        return {name: each.to(device) for name, each in own.items()}, lambda: None
     functions = (getattr(layer, f"{name}{kind}", None) for name in ("weight", "bias") for kind in _FUNCTIONS)
     is_patched = any(functions)
-    of_weight, of_bias = (dtype if is_patched or each is None else each.dtype for each in (layer.weight, layer.bias))  # type: ignore[union-attr]
+    of_weight, of_bias = (own[name].dtype if name in own and not is_patched else dtype for name in ("weight", "bias"))
     weight, bias, brought = comfy.ops.cast_bias_weight(
         layer, dtype=of_weight, device=device, bias_dtype=of_bias, offloadable=True
     )
     let_go = functools.partial(comfy.ops.uncast_bias_weight, layer, weight, bias, brought)
     found = {name: each for name, each in (("weight", weight), ("bias", bias)) if each is not None}
-    found |= {
-        name: each.data.to(device)
-        for name, each in layer._parameters.items()
-        if each is not None and name not in ("weight", "bias")
-    }
+    found |= {name: each.to(device) for name, each in own.items() if name not in ("weight", "bias")}
     if brought[0] is not None and not isinstance(brought[1], torch.device):  # into memory that the next one takes, too
         found = {name: each.clone() for name, each in found.items()}
         let_go()
