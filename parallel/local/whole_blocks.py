@@ -181,7 +181,7 @@ class WholeBlocks:
         self._ready[self._slot[behind]] = None
         for _, layer, leaf in (each for parameters in self._parameters[behind] for each in parameters):
             if (layer, leaf) in self._bound:
-                self._bound[layer, leaf].zero_()
+                self._bound[layer, leaf].view(torch.uint8).zero_()
 
     def has_gathered(self, block: nn.Module, dtype: torch.dtype) -> bool:
         """Whether every device has the block behind this one; waits for the devices."""
@@ -371,8 +371,9 @@ def _wide(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     if all(each.is_contiguous() for each in tensors):
         return tensors
     try:
-        return [each.view(torch.complex128) for each in tensors]
-    except RuntimeError:  # odd sizes
+        wide = [each.view(torch.complex128) for each in tensors]
+        return wide if all(each.data_ptr() % 16 == 0 for each in wide) else tensors
+    except RuntimeError:  # odd sizes, or no memory of its own
         return tensors
 
 
