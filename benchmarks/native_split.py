@@ -453,20 +453,12 @@ def compiler_off() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def graphs(*, are_used: bool) -> Iterator[None]:
-    """Whether the blocks of a split with way tensor are replayed as CUDA graphs."""
+def tensor_with(**settings: bool) -> Iterator[None]:
+    """Settings of every split with way tensor: whether blocks are replayed as CUDA graphs (replays), and whether each
+    card computes its own pictures (computes_pictures)."""
     from devicebridge.parallel.local.tensor_parallel import TensorParallel
 
-    with mock.patch.object(TensorParallel, "replays", are_used):
-        yield
-
-
-@contextlib.contextmanager
-def pictures(*, are_used: bool) -> Iterator[None]:
-    """Whether each card computes its own pictures in a split with way tensor."""
-    from devicebridge.parallel.local.tensor_parallel import TensorParallel
-
-    with mock.patch.object(TensorParallel, "computes_pictures", are_used):
+    with mock.patch.multiple(TensorParallel, **settings):
         yield
 
 
@@ -572,9 +564,8 @@ def compare(rivals: Mapping[str, Any], work: Work, base: str, rounds: int = OPTI
             is_off = name.endswith("compiler_off") or name.startswith("core_multigpu")
             with (
                 compiler_off() if is_off else contextlib.nullcontext(),
-                graphs(are_used="_launched" not in name),
+                tensor_with(replays="_launched" not in name, computes_pictures=not name.endswith("_together")),
                 chunks(model, are_used=not name.endswith("_whole")),
-                pictures(are_used=not name.endswith("_together")),
             ):
                 turn = sample(model, work)
             what = f"{turn.compiled['graphs']} graphs, {turn.compiled['replays']} replays"

@@ -32,11 +32,13 @@ LAUNCHES_PER_MODULE, LAUNCHES_PER_EXCHANGE, ALONE = 38.0, 20.0, 0.5
 # From FLUX.2's blocks of 128 tokens, and from a timeline of Qwen-Image (docs/internals/experiments.md, 2026-11-27).
 LAUNCHES_PER_REPLAY, REPLAYED_EXCHANGE_S = 54.0, 15e-6
 EXPOSED_CHUNK = 0.25  # of a partial sum, copied by chunks: the last one has no product to hide behind
-# How many times longer than its weights take to come a card must compute a picture, or all cards compute all together.
+# A card computes its own pictures where that takes this many times as long as gathering the weights. Else all cards
+# compute all pictures together.
 # Of Qwen-Image at 1024² 4096 tokens are nine times the number at which both take as long, by the speeds of two H200:
 # little was gained (docs/internals/experiments.md, 2026-11-27). Smaller pictures were not measured.
 GATHER_MARGIN = 4.0
-# What a card loses of its time while weights come, in times that they take: they are also put together by its kernels.
+# By how much a card's blocks take longer while weights come, in multiples of the time that these take: the card's own
+# kernels put them together.
 # From Qwen-Image at 1024² and Wan with 33 frames, each with CFG (same entry).
 GATHER_SHARE = 2.0
 GAIN = 0.9  # of blocks' time at most, or dividing is not worth what it forbids

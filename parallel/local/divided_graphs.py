@@ -382,13 +382,3 @@ def _different(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Where NaN is the same as NaN."""
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Relative to a; 0 for the same bits, where NaN is the same as NaN."""
-    if same_bits(a, b):
-        return 0.0
-    if not bool(((a != a) == (b != b)).all()):
-        return float("inf")
-    x, y = a.float().nan_to_num(), b.float().nan_to_num()
-    return max(float((x - y).norm() / x.norm().clamp_min(1e-20)), 1e-20)

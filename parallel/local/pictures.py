@@ -14,10 +14,10 @@ from torch import nn
 from ...patches.hooks import map_tensors, tensors_reached
 from ..transfer import Arrivals, SideStreams, Versioned, copy_to, settle, with_version
 from .bridge import Copies
-from .divided_graphs import Addresses, DividedGraphs, arguments_of
+from .divided_graphs import Addresses, Call, DividedGraphs, arguments_of
 from .graph_recorder import CardsRecorder
 from .recorded_calls import OPTIONS, Unlike, WatchedOptions, key_of, keys_read, reads_alike
-from .whole_blocks import Call, WholeBlocks
+from .whole_blocks import WholeBlocks
 
 _log = logging.getLogger(__name__)
 _OF_PICTURES = ("cond_or_uncond", "uuids")  # options with something for each picture
@@ -103,8 +103,11 @@ class Pictures:
             together: what all devices compute together of this call.
             is_replayed: whether CUDA graphs may be.
         """
-        number = 0 if self.fault else self._wholes.num_pictures(block, call)
-        if not number or self._num_tokens(block, call) < self.least_tokens:
+        if self.fault:
+            return None
+        pictures = self._wholes.pictures(block, call)
+        number, first = self._wholes.num_pictures(block, pictures), self._wholes.first(block, pictures)
+        if not number or first is None or _num_tokens(first) < len(self._devices) * self.least_tokens:
             return None
         options = call[1].get(OPTIONS) or {}
         try:
@@ -113,7 +116,7 @@ class Pictures:
             return None
         form = next((f for f in self._forms.get(block, ()) if f.key == key and reads_alike(f.read, options)), None)
         try:
-            own = self._own(block, number, call, copies, given)
+            own = self._own(block, number, pictures, call, copies, given)
             if form is None:
                 found = self._first_outputs(block, own, key)
             else:
@@ -137,10 +140,15 @@ class Pictures:
         return self._handed_on(own, call, copies)
 
     def _own(
-        self, block: nn.Module, number: int, call: Call, copies: Copies, given: Callable[[int, Any, Any], Call]
+        self,
+        block: nn.Module,
+        number: int,
+        pictures: Mapping[str, Any],
+        call: Call,
+        copies: Copies,
+        given: Callable[[int, Any, Any], Call],
     ) -> _Own:
         """Every device's call with its own pictures."""
-        pictures = self._wholes.pictures(block, call)
         bare = self._wholes.with_arguments(block, dict.fromkeys(pictures), call)
         found = []
         for rank in range(len(self._devices)):
@@ -208,11 +216,6 @@ class Pictures:
             form.is_proven = True
         return outputs
 
-    def _num_tokens(self, block: nn.Module, call: Call) -> int:
-        """That each device computes, of the first tensor with pictures."""
-        first = self._wholes.first(block, call)
-        return first.numel() // max(1, first.shape[-1]) // len(self._devices)
-
     def _joined(self, outputs: Sequence[Any], number: int) -> list[torch.Tensor]:
         """All pictures of each tensor that a block returns, at home.
 
@@ -266,6 +269,11 @@ class _Own:
 
 class _NotGathered(RuntimeError):
     pass
+
+
+def _num_tokens(first: torch.Tensor) -> int:
+    """Of all pictures. [pictures, ..., features]"""
+    return first.numel() // max(1, first.shape[-1])
 
 
 def _with_options(call: Call, options: WatchedOptions) -> Call:

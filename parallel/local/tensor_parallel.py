@@ -30,7 +30,7 @@ from ..transfer import Arrivals, Versioned, copy_to, with_version
 from .ahead import Ahead, Groups
 from .bridge import Bridge
 from .device_workers import make_workers
-from .divided_graphs import Addresses, DividedGraphs, relative_difference
+from .divided_graphs import Addresses, DividedGraphs, same_bits
 from .divided_graphs import Call as GivenCall
 from .exchange import Exchange, Tensors, TokenChunks
 from .graph_recorder import CardsRecorder, can_record
@@ -141,16 +141,14 @@ class TensorParallel(Bridge):
         """Whether no copy between the devices is staged in the host's memory."""
         return not isinstance(self.side_streams, StagedCopies)
 
-    def compute_pictures(
-        self, blocks: Mapping[nn.Module, WholeBlock], fetch: Fetch, least_tokens: int = 0
-    ) -> dict[torch.device, int]:
+    def compute_pictures(self, blocks: Mapping[nn.Module, WholeBlock], fetch: Fetch, least_tokens: int = 0) -> int:
         """Have each device compute its own pictures of a batch, if these have so many tokens. Called before replay.
 
         Returns: bytes that this takes on each device.
         """
         wholes = WholeBlocks(self._ranks, blocks, fetch)
         self.pictures = Pictures(self._ranks, wholes, self.side_streams, least_tokens)
-        return dict.fromkeys(self._ranks, wholes.num_bytes)
+        return wholes.num_bytes
 
     def end(self) -> None:
         if self.is_running:
@@ -325,8 +323,7 @@ class TensorParallel(Bridge):
         for rank, tensors in enumerate(found[1:], start=1):
             bound = 0.0 if kinds[rank] == kinds[0] else _TOLERANCE
             differences = [
-                relative_difference(own, copy_to(other, self.home))
-                for own, other in zip(found[0], tensors, strict=True)
+                _difference(own, copy_to(other, self.home)) for own, other in zip(found[0], tensors, strict=True)
             ]
             if max(differences, default=0.0) > bound:
                 raise RuntimeError(
@@ -464,3 +461,13 @@ class _Run:
         except BaseException as error:
             self.exchange.abort(error)
             self._results[rank].put(None)
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative to a; 0 for the same bits, where NaN is the same as NaN."""
+    if same_bits(a, b):
+        return 0.0
+    if not bool(((a != a) == (b != b)).all()):
+        return float("inf")
+    x, y = a.float().nan_to_num(), b.float().nan_to_num()
+    return max(float((x - y).norm() / x.norm().clamp_min(1e-20)), 1e-20)

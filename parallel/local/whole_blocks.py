@@ -22,10 +22,10 @@ from torch import nn
 from ...patches.hooks import map_tensors
 from ..devices import device_module
 from ..transfer import CurrentStreams, SideStreams, Versioned, current_device, module_with_streams
+from .divided_graphs import Call
 from .shards import BlockShard
 from .slices import Slice
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments, and those by name
 # A layer of a device's part, the device, the type of the activations -> the layer's own weights as it would compute
 # with them, by name, and what lets go of them.
 Fetch = Callable[[nn.Module, torch.device, torch.dtype], tuple[dict[str, torch.Tensor], Callable[[], None]]]
@@ -74,17 +74,12 @@ class WholeBlocks:
         self._ready: list[nn.Module | None] = [None] * _NUM_SLOTS  # the block that each slot has whole
         self._places: dict[Any, torch.Tensor] = {}
         self._bound: dict[tuple[nn.Module, str], torch.Tensor] = {}  # which place a layer computes with
-        self._streams = [
-            None if (module := module_with_streams(device, device)) is None else module.Stream(device)
-            for device in self._devices
-        ]
         self.num_bytes = _num_bytes(self._blocks.values())  # on each device, while whole blocks are there
         self.side_streams = SideStreams()  # between devices, and on each for what it has itself
-        self.side_streams.pairs |= {
-            (device, device): (stream, stream)
-            for device, stream in zip(self._devices, self._streams, strict=True)
-            if stream is not None
-        }
+        for device in self._devices:
+            if (module := module_with_streams(device, device)) is not None:
+                stream = module.Stream(device)
+                self.side_streams.pairs[device, device] = stream, stream
         self.release()
 
     def part_behind(self, part: nn.Module) -> nn.Module | None:
@@ -113,11 +108,15 @@ class WholeBlocks:
 
     # ---- pictures
 
-    def num_pictures(self, block: nn.Module, call: Call) -> int:
-        """In a call of this block; 0 unless every device can have as many of them."""
-        given = self.pictures(block, call)
-        first = given.get(self._blocks[block].pictures[0])
-        number = len(first) if isinstance(first, torch.Tensor) and first.ndim else 0
+    def first(self, block: nn.Module, pictures: Mapping[str, Any]) -> torch.Tensor | None:
+        """The first of a call's arguments with pictures, which has a row for each."""
+        found = pictures.get(self._blocks[block].pictures[0])
+        return found if isinstance(found, torch.Tensor) and found.ndim else None
+
+    def num_pictures(self, block: nn.Module, pictures: Mapping[str, Any]) -> int:
+        """In these arguments of a call; 0 unless every device can have as many of them."""
+        first = self.first(block, pictures)
+        number = 0 if first is None else len(first)
         if number % len(self._devices):
             return 0
         rows: set[int] = set()
@@ -126,14 +125,8 @@ class WholeBlocks:
             rows.add(len(tensor) if tensor.ndim else 0)
             return tensor
 
-        map_tensors(given, count)
+        map_tensors(pictures, count)
         return number if rows <= {number, 1} else 0
-
-    def first(self, block: nn.Module, call: Call) -> torch.Tensor:
-        """The first argument with pictures, in a call that has some."""
-        found = self.pictures(block, call)[self._blocks[block].pictures[0]]
-        assert isinstance(found, torch.Tensor), "they were counted"
-        return found
 
     def pictures(self, block: nn.Module, call: Call) -> dict[str, Any]:
         """The arguments with pictures, by name."""

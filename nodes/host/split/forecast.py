@@ -38,14 +38,12 @@ def weight_bytes(base: nn.Module, plan: SplitPlan) -> dict[torch.device, int]:
 
 def _divided_bytes(base: nn.Module, division: Division) -> dict[torch.device, int]:
     tree = tree_of(base)
-    home, *others = division.devices
     if tree is not None and tree.divided is not None:
-        whole = int(management.module_size(base))
-        return {home: whole, **{device: int(management.module_size(tree.shards[device])) for device in others}}
+        return tree.part_bytes()
     root = base.get_submodule(ROOT)
     rest = int(management.module_size(base)) - int(management.module_size(root))
     sizes = division.bytes_on(root)
-    sizes[home] += rest
+    sizes[division.devices[0]] += rest
     return sizes
 
 

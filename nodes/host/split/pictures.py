@@ -31,14 +31,14 @@ def allow_pictures(
     needed = bridge.compute_pictures(blocks, weights_on, _least_tokens(devices))
     for device, room in card_budgets(devices, plan.limit_bytes).items():
         left = (room or 0) - weights[device]
-        if left < needed[device]:
+        if left < needed:
             bridge.pictures = None
             _log.info(
                 "split: all cards compute all pictures of a batch together, also with CFG: beside its weights %s has "
                 "room for %.2f GB, and two whole blocks take %.2f GB",
                 device,
                 left / GB,
-                needed[device] / GB,
+                needed / GB,
             )
             return
     assert bridge.pictures is not None, "it was just made"

@@ -111,6 +111,11 @@ class SplitTree:
             return {name: shard.block for name, shard in self.divided.shards[device].items()}
         return {name: self.diffusion_model.get_submodule(name) for name in self.plan.blocks_on(device)}
 
+    def part_bytes(self) -> dict[torch.device, int]:
+        """Bytes of weights that each card has of a divided model."""
+        others = {device: int(management.module_size(shard)) for device, shard in self.shards.items()}
+        return {self.plan.home: int(management.module_size(self._base())), **others}
+
     def origin_on(self, device: torch.device) -> Origin | None:
         """Where the unpatched weights of a card's part lie in host memory; None if nobody knows."""
         return self._origin if self.divided is None else self.divided.origin(device, self._origin)
@@ -267,9 +272,7 @@ class SplitTree:
                 per_device=self.plan.layout.per_device,
             )
             bridge.stays = stays_on_card
-            weights = {device: int(management.module_size(shard)) for device, shard in self.shards.items()}
-            weights[self.plan.home] = int(management.module_size(self._base()))
-            allow_pictures(bridge, self.divided, self.plan, weights)
+            allow_pictures(bridge, self.divided, self.plan, self.part_bytes())
             bridge.replay(addresses_on)
             return bridge
         return Bridge(
