@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+import torch
 from devicebridge.parallel.local.divided_calls import Replay
 from devicebridge.parallel.local.divided_graphs import Addresses, DividedGraphs
 from devicebridge.parallel.local.exchange import Exchange
@@ -11,22 +13,37 @@ from devicebridge.parallel.local.tensor_parallel import TensorParallel
 
 
 class StandIn:
-    """Computes anew what it was given to record; recording leaves its inputs as they were."""
+    """Computes anew what it was given to record; recording leaves its inputs as they were.
+
+    Args: launched: to be told of replays, and of waits for what was launched elsewhere.
+    """
 
     def __init__(self, owner: list[DividedGraphs]) -> None:
         self.owner, self.num_recorded, self.cards_wait = owner, 0, True
+        self.launched: list[str] = []
 
     def record(self, compute: Callable[[], None]) -> Callable[[], None]:
+        def replay() -> None:
+            self.launched.append("replay")
+            compute()
+
         staged = self.owner[0]._staged
         before = {key: tensor.clone() for key, tensor in staged.items()}
         compute()
         for key, tensor in before.items():
             staged[key].data.copy_(tensor)
         self.num_recorded += 1
-        return compute
+        return replay
 
     def mark(self) -> Callable[[], bool]:
         return lambda: self.cards_wait
+
+    @contextmanager
+    def aside(self) -> Iterator[Callable[[], None]]:
+        yield lambda: self.launched.append("wait")
+
+    def hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
+        pass
 
 
 def replaying(parallel: TensorParallel, addresses: Addresses) -> tuple[DividedGraphs, StandIn]:
@@ -36,14 +53,16 @@ def replaying(parallel: TensorParallel, addresses: Addresses) -> tuple[DividedGr
         parallel.pictures.replay(addresses)
         behind = parallel.pictures.graphs
         assert behind is not None
-        parallel.pictures.graphs, _ = _with_stand_in(parallel, behind._addresses)
+        parallel.pictures.graphs, _ = _with_stand_in(parallel, behind._addresses, is_aside=behind._is_aside)
     return parallel.graphs, recorder
 
 
-def _with_stand_in(parallel: TensorParallel, addresses: Addresses) -> tuple[DividedGraphs, StandIn]:
+def _with_stand_in(
+    parallel: TensorParallel, addresses: Addresses, *, is_aside: bool = False
+) -> tuple[DividedGraphs, StandIn]:
     owner: list[DividedGraphs] = []
     recorder = StandIn(owner)
-    owner.append(DividedGraphs(parallel.devices, lambda: recorder, addresses))
+    owner.append(DividedGraphs(parallel.devices, lambda: recorder, addresses, is_aside=is_aside))
     return owner[0], recorder
 
 

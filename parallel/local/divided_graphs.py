@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,6 +54,13 @@ class Recorder(Protocol):
 
     def mark(self) -> Callable[[], bool]:
         """Whether the first card has done all that was launched on it before this mark; asked without waiting."""
+
+    def aside(self) -> AbstractContextManager[Callable[[], None]]:
+        """Inside, this thread launches on streams of the recorder, for which those that were current wait at the end.
+        It gives what has the recorder's streams wait for all that was launched before."""
+
+    def hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
+        """What was made aside is used on the current streams from now on."""
 
 
 @dataclass(frozen=True)
@@ -117,13 +125,20 @@ class DividedGraphs:
         devices: home first.
         make_recorder: makes what records on these devices.
         addresses: see Addresses.
+        is_aside: whether graphs are replayed on streams of their own. A graph then begins when the one before has its
+            outputs, whatever else is done with these, if it reads nothing else that has changed.
     """
 
     def __init__(
-        self, devices: Sequence[torch.device], make_recorder: Callable[[], Recorder], addresses: Addresses
+        self,
+        devices: Sequence[torch.device],
+        make_recorder: Callable[[], Recorder],
+        addresses: Addresses,
+        *,
+        is_aside: bool = False,
     ) -> None:
         self._devices = tuple(devices)
-        self._make_recorder, self._addresses = make_recorder, addresses
+        self._make_recorder, self._addresses, self._is_aside = make_recorder, addresses, is_aside
         self.fault = ""  # why nothing is recorded any more
         self.num_replays = 0
         self.release()
@@ -144,13 +159,20 @@ class DividedGraphs:
         self._held: dict[int, tuple[torch.Tensor, int | None]] = {}  # by the copy's id: its source then
 
     def outputs(
-        self, parts: Sequence[nn.Module], calls: Sequence[Call], compute: Compute, alone: Compute
+        self,
+        parts: Sequence[nn.Module],
+        calls: Sequence[Call],
+        compute: Compute,
+        alone: Compute,
+        *,
+        waits: bool = True,
     ) -> Sequence[Any]:
         """What each card's part of a block returns: replayed, or as compute gives it, and then perhaps recorded.
 
         Args:
             parts: home's first. calls: of each.
             alone: what is recorded; it depends on nothing but its calls.
+            waits: whether a replay reads something else that was launched since the one before.
         """
         block, given = parts[0], [_inputs(call) for call in calls]
         try:
@@ -167,7 +189,7 @@ class DividedGraphs:
             return self._computed(block, key, calls, compute)
         addresses = self._where(parts)
         if graph is not None and graph.addresses == addresses:
-            return self._replayed(graph, given)
+            return self._replayed(graph, given, waits=waits)
         if graph is not None:
             self._graphs[block].remove(graph)
             self._seen.pop(block, None)  # what moves at every forward would be recorded at every forward
@@ -211,6 +233,11 @@ class DividedGraphs:
             cards = [card for each in self._graphs.values() for graph in each for card in graph.cards]
             used = {id(place) for card in cards for place in (*card.inputs, *card.outputs)}
             self._staged = {key: place for key, place in self._staged.items() if id(place) in used}
+
+    def waits_in_vain(self, block: nn.Module) -> bool:
+        """Whether the cards waited for the host at the block's last calls, and it cannot be recorded now."""
+        seen = self._seen.get(block)
+        return bool(seen) and seen[-1][1] > 2 * RECORDED_AFTER
 
     def _waits(self, block: nn.Module, key: Any) -> int:
         """How often the cards last waited one call after the other."""
@@ -319,17 +346,24 @@ class DividedGraphs:
     def _fill(self, places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
         """Copy these to where a graph reads them; those that blocks share are copied once in a forward."""
         for place, tensor in zip(places, tensors, strict=True):
-            held = self._held.get(id(place))
-            if held is None or held[0] is not tensor or held[1] != version_of(tensor):
+            if not self._has(place, tensor):
                 place.copy_(tensor)
                 self._holds(place, tensor)
 
-    def _replayed(self, graph: _Graph, given: Sequence[Sequence[torch.Tensor]]) -> Sequence[Any]:
-        for card, tensors in zip(graph.cards, given, strict=True):
-            self._fill(card.inputs, tensors)
-        graph.replay()
-        self.num_replays += 1
-        outputs = [self._taken(card, tensors) for card, tensors in zip(graph.cards, given, strict=True)]
+    def _replayed(self, graph: _Graph, given: Sequence[Sequence[torch.Tensor]], *, waits: bool) -> Sequence[Any]:
+        pairs = list(zip(graph.cards, given, strict=True))
+        with self._recording.aside() if self._is_aside else nullcontext(lambda: None) as catch_up:
+            if waits or not all(all(map(self._has, card.inputs, tensors)) for card, tensors in pairs):
+                catch_up()
+            for card, tensors in pairs:
+                self._fill(card.inputs, tensors)
+            graph.replay()
+            self.num_replays += 1
+            if any(card.written for card, _ in pairs):  # others may still read what was given
+                catch_up()
+            outputs = [self._taken(card, tensors) for card, tensors in pairs]
+        if self._is_aside:
+            self._recording.hand_over([tensor for tensors in outputs for tensor in tensors])
         left = iter(outputs[0])
         return [map_tensors(graph.output, lambda _: next(left)), *outputs[1:]]
 
@@ -344,6 +378,10 @@ class DividedGraphs:
             if not isinstance(place, int):
                 self._holds(place, output)
         return outputs
+
+    def _has(self, place: torch.Tensor, tensor: torch.Tensor) -> bool:
+        held = self._held.get(id(place))
+        return held is not None and held[0] is tensor and held[1] == version_of(tensor)
 
     def _holds(self, place: torch.Tensor, source: torch.Tensor) -> None:
         self._held[id(place)] = source, version_of(source)

@@ -51,7 +51,8 @@ class CardsRecorder:
             if not self._is_used:
                 torch.cuda.empty_cache()  # a recording cannot take what is cached elsewhere
                 self._is_used = True
-            with self._aside():
+            with self.aside() as catch_up:
+                catch_up()
                 graph = self._record(compute)
         return lambda: self._launch(graph)
 
@@ -98,17 +99,28 @@ class CardsRecorder:
                 torch._C._cuda_endAllocateToPool(index, self._pool)
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Inside, this thread launches on the recording streams, ordered with what it does before and after."""
+    def aside(self) -> Iterator[Callable[[], None]]:
+        """Inside, this thread launches on the recording streams, for which those that were current wait at the end.
+
+        Yields: what has the recording streams wait for all that was launched before.
+        """
         current = [torch.cuda.current_stream(device) for device in self._devices]
-        for mine, before in zip(self._streams, current, strict=True):
-            mine.wait_stream(before)
+
+        def catch_up() -> None:
+            for mine, before in zip(self._streams, current, strict=True):
+                mine.wait_stream(before)
+
         try:
             with torch.cuda.device(self._devices[0]), CurrentStreams(torch.cuda, *self._streams):
-                yield
+                yield catch_up
         finally:
             for mine, before in zip(self._streams, current, strict=True):
                 before.wait_stream(mine)
+
+    def hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
+        """What was made aside is used on the current streams from now on."""
+        for tensor in tensors:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def _launch(self, graph: torch.cuda.CUDAGraph) -> None:
         _launch(graph, [torch.cuda.current_stream(device) for device in self._devices])

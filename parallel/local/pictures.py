@@ -33,12 +33,14 @@ class _Form:
     """Calls of a block that were compared with all devices together.
 
     Args: key: of the arguments. read: the options that the block looked up, and their keys. is_proven: what a graph of
-    it gathers was compared as well.
+    it gathers was compared as well. is_slow: the host launches it, and the devices wait for that; what all compute
+    together takes fewer launches.
     """
 
     key: Any
     read: Mapping[Any, Any]
     is_proven: bool = False
+    is_slow: bool = False
 
 
 class Pictures:
@@ -55,6 +57,7 @@ class Pictures:
         self.num_calls = 0
         self._has_no_room = False
         self._forms: dict[nn.Module, list[_Form]] = {}
+        self._beginnings: dict[torch.dtype, _Form] = {}
 
     def replay(self, addresses: Addresses) -> None:
         """Have blocks replayed as CUDA graphs. A graph reads the weights of the block behind its own."""
@@ -64,7 +67,8 @@ class Pictures:
             return () if found is None else addresses(found, device)
 
         recorder = functools.partial(CardsRecorder, self._devices, self._wholes.side_streams)
-        self.graphs = DividedGraphs(self._devices, recorder, behind)
+        # A device begins the next block while its pictures are still on their way home.
+        self.graphs = DividedGraphs(self._devices, recorder, behind, is_aside=True)
 
     def forget(self) -> None:
         """A forward begins or is over."""
@@ -77,8 +81,9 @@ class Pictures:
         self._wholes.release()
         if self.graphs is not None:
             self.graphs.release()
+        self._beginnings.clear()
         for form in (form for forms in self._forms.values() for form in forms):
-            form.is_proven = False
+            form.is_proven = form.is_slow = False
         if self._has_no_room:
             self.fault, self._has_no_room = "", False
 
@@ -103,7 +108,7 @@ class Pictures:
             together: what all devices compute together of this call.
             is_replayed: whether CUDA graphs may be.
         """
-        if self.fault:
+        if self.fault or (is_replayed and self.graphs is not None and self.graphs.fault):
             return None
         pictures = self._wholes.pictures(block, call)
         number, first = self._wholes.num_pictures(block, pictures), self._wholes.first(block, pictures)
@@ -115,12 +120,14 @@ class Pictures:
         except Unlike:
             return None
         form = next((f for f in self._forms.get(block, ()) if f.key == key and reads_alike(f.read, options)), None)
+        if form is not None and form.is_slow:
+            return None
         try:
             own = self._own(block, number, pictures, call, copies, given)
             if form is None:
                 found = self._first_outputs(block, own, key)
             else:
-                own.outputs = self._outputs(block, form, own.calls, is_replayed=is_replayed)
+                own.outputs = self._known_outputs(block, form, own.calls, is_replayed=is_replayed)
             own.joined = self._joined(own.outputs, number)
         except _ERRORS as error:
             if form is not None and not isinstance(error, (torch.OutOfMemoryError, _NotGathered)):
@@ -193,27 +200,38 @@ class Pictures:
         return _Form(key, read)
 
     def _launched(self, block: nn.Module, calls: Sequence[Call]) -> Sequence[Any]:
-        dtype = tensors_reached(arguments_of(calls[0]))[0].dtype
+        dtype = _dtype_of(calls)
         self._wholes.make_ready(block, dtype)
         return self._wholes.outputs(block, calls, dtype)
 
-    def _outputs(self, block: nn.Module, form: _Form, calls: Sequence[Call], *, is_replayed: bool) -> Sequence[Any]:
-        """Raises: _NotGathered if the form's graph gathers something else than a launched block does."""
-        graphs = self.graphs
-        if graphs is None or graphs.fault or not is_replayed:
+    def _known_outputs(
+        self, block: nn.Module, form: _Form, calls: Sequence[Call], *, is_replayed: bool
+    ) -> Sequence[Any]:
+        graphs, dtype = self.graphs, _dtype_of(calls)
+        if graphs is None or not is_replayed:
             return self._launched(block, calls)
-        dtype = tensors_reached(arguments_of(calls[0]))[0].dtype
-        self._wholes.make_ready(block, dtype)
+        if self._wholes.begins_with(block):
+            beginning = self._beginnings.setdefault(dtype, _Form(None, {}))
+            self._outputs(graphs, self._wholes.beginning, beginning, [((dtype,), {})] * len(self._devices), dtype)
+        return self._outputs(graphs, block, form, calls, dtype)
+
+    def _outputs(
+        self, graphs: DividedGraphs, block: nn.Module, form: _Form, calls: Sequence[Call], dtype: torch.dtype
+    ) -> Sequence[Any]:
+        """Raises: _NotGathered if the form's graph gathers something else than a launched block does."""
+        waits = self._wholes.make_ready(block, dtype)
         if not form.is_proven:
             self._wholes.blank(block)
         replays = graphs.num_replays
         compute = functools.partial(self._wholes.outputs, block, dtype=dtype)
-        outputs = graphs.outputs(self._wholes.parts(block), calls, compute, compute)
+        outputs = graphs.outputs(self._wholes.parts(block), calls, compute, compute, waits=waits or not form.is_proven)
         if graphs.num_replays > replays:
             self._wholes.was_replayed(block)
             if not form.is_proven and not self._wholes.has_gathered(block, dtype):
                 raise _NotGathered("its graph gathers something else than the next block's weights")
             form.is_proven = True
+        else:
+            form.is_slow = graphs.waits_in_vain(block)
         return outputs
 
     def _joined(self, outputs: Sequence[Any], number: int) -> list[torch.Tensor]:
@@ -269,6 +287,10 @@ class _Own:
 
 class _NotGathered(RuntimeError):
     pass
+
+
+def _dtype_of(calls: Sequence[Call]) -> torch.dtype:
+    return tensors_reached(arguments_of(calls[0]))[0].dtype
 
 
 def _num_tokens(first: torch.Tensor) -> int:

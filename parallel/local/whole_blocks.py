@@ -46,6 +46,13 @@ class WholeBlock:
     pictures: Sequence[str]
 
 
+class _Beginning(nn.Module):
+    """Stands before the first block, which is gathered while this is computed."""
+
+    def forward(self, dtype: torch.dtype) -> None:
+        pass
+
+
 # Numbers of a device's weight, the slice that it is of the whole one (None: all of it), where it belongs.
 _Piece = tuple[torch.Tensor, Slice | None, torch.Tensor]
 
@@ -54,8 +61,11 @@ class WholeBlocks:
     """Args: blocks: home's part of each, in execution order -> what belongs to it."""
 
     def __init__(self, devices: Sequence[torch.device], blocks: Mapping[nn.Module, WholeBlock], fetch: Fetch) -> None:
-        self._devices, self._blocks, self._fetch = tuple(devices), dict(blocks), fetch
-        order = list(blocks)
+        self._devices, self._fetch = tuple(devices), fetch
+        nothing = [_Beginning() for _ in self._devices]
+        self.beginning: nn.Module = nothing[0]
+        blocks = {self.beginning: WholeBlock([BlockShard(each) for each in nothing], nothing, ()), **blocks}
+        self._blocks, order = blocks, list(blocks)
         self._behind = dict(zip(order, [*order[1:], None], strict=True))
         self._slot = {block: index % _NUM_SLOTS for index, block in enumerate(order)}
         self._parts_behind = {
@@ -147,10 +157,19 @@ class WholeBlocks:
 
     # ---- computing
 
-    def make_ready(self, block: nn.Module, dtype: torch.dtype) -> None:
-        """Gather a block that was not gathered while the one before was computed. Args: dtype: of activations."""
-        if self._ready[self._slot[block]] is not block:
-            self._gather(block, dtype)()
+    def begins_with(self, block: nn.Module) -> bool:
+        """Whether this is the first block, and was not gathered yet."""
+        return self._behind[self.beginning] is block and self._ready[self._slot[block]] is not block
+
+    def make_ready(self, block: nn.Module, dtype: torch.dtype) -> bool:
+        """Gather a block that was not gathered while the one before was computed. Args: dtype: of activations.
+
+        Returns: whether it was gathered now, also if it is the beginning, of which there is nothing to gather.
+        """
+        if self._ready[self._slot[block]] is block and block is not self.beginning:
+            return False
+        self._gather(block, dtype)()
+        return True
 
     def outputs(self, block: nn.Module, calls: Sequence[Call], dtype: torch.dtype) -> list[Any]:
         """What every device returns for its pictures, while the next block is gathered."""

@@ -297,13 +297,24 @@ def addresses_on(layer: nn.Module, device: torch.device) -> tuple[int, ...] | No
 
 
 def _addresses(layer: nn.Module, device: torch.device, held: list[Any]) -> tuple[int, ...] | None:
-    """Args: held: to be told what DynamicVRAM may not take away until all is found."""
+    """This is asked twice for every block of every forward, so that containers are passed over, and plain weights are
+    not looked into.
+
+    Args: held: to be told what DynamicVRAM may not take away until all is found.
+    """
     found: list[int] = []
-    for module in layer.modules():
+    left: list[nn.Module | None] = [layer]
+    while left:
+        module = left.pop()
+        if module is None:
+            continue
+        left += module._modules.values()
+        weights = [*module._parameters.values(), *module._buffers.values()]
+        address = vars(module).get("_v")
+        if not weights and address is None:
+            continue
         if getattr(module, "weight_function", None) or getattr(module, "bias_function", None):
             return None  # such as a LoRA that is added at every call
-        weights = [*module._parameters.values(), *module._buffers.values()]
-        address = getattr(module, "_v", None)
         if address is not None:
             signature = comfy_aimdo.model_vbar.vbar_fault(address)
             if signature is None:
@@ -317,7 +328,8 @@ def _addresses(layer: nn.Module, device: torch.device, held: list[Any]) -> tuple
                 continue
             if weight.device != device:
                 return None
-            found += [part.data_ptr() for part in plain_parts(weight)]
+            parts = (weight,) if type(weight) in (nn.Parameter, torch.Tensor) else plain_parts(weight)
+            found += [part.data_ptr() for part in parts]
     return tuple(found)
 
 

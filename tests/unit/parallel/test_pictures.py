@@ -209,6 +209,69 @@ def test_what_is_added_in_place_between_two_blocks_is_seen_by_all(is_replayed) -
         assert parallel.pictures is not None and not parallel.pictures.fault
 
 
+@pytest.mark.parametrize(("block", "behind"), [(Separate, []), (Fused, ["wait"])])
+def test_a_replay_waits_for_what_it_reads_that_no_replay_wrote(block, behind) -> None:
+    """Between two of them others read the pictures. What they write, or what is gathered meanwhile, is waited for, and
+    so are they before what they read is written to."""
+
+    def add(index: int, stream: torch.Tensor) -> None:
+        if index == 1:
+            stream += 1
+
+    model = make_model(block(), block(), block(), block())
+    parallel = pictured(model, 2)
+    replaying(parallel, where)
+    pictures = parallel.pictures
+    assert pictures is not None and pictures.graphs is not None
+    for _ in range(RECORDED_AFTER + 6):
+        run(parallel, model, images(2))
+    launched = pictures.graphs._recording.launched  # type: ignore[attr-defined]
+
+    def launches(*between: Any) -> list[str]:
+        launched.clear()
+        run(parallel, model, images(2), *between)
+        return list(launched)
+
+    gathered, one = ["wait", "replay"], ["replay", *behind]
+    assert launches() == [*gathered, "wait", *one, *one, *one, *one]
+    assert launches(add) == [*gathered, "wait", *one, *one, "wait", *one, *one]
+    assert launches() == [*gathered, "wait", *one, *one, *one, *one]
+    model.blocks = model.blocks[:1] + model.blocks[2:]
+    assert launches() == [*gathered, "wait", *one, "wait", *one, *one]
+
+
+def test_all_compute_together_where_the_devices_wait_for_a_host_that_launches_every_block() -> None:
+    """As with a LoRA that is added at every call of one block: neither it is replayed, nor the one that gathers it."""
+    model = make_model(Separate(), Separate(), Separate(), Separate())
+    lora, expected = model.blocks[2], expected_of(model, images(2))
+    parallel = pictured(model, 2)
+    replaying(parallel, lambda layer, device: None if layer is lora else where(layer, device))
+    pictures = parallel.pictures
+    assert pictures is not None and pictures.graphs is not None
+    calls = []
+    for _ in range(2 * RECORDED_AFTER + 6):
+        before = pictures.num_calls
+        assert difference(run(parallel, model, images(2)), expected) < NEAR
+        calls.append(pictures.num_calls - before)
+    assert calls[: 2 * RECORDED_AFTER + 2] == [4] * (2 * RECORDED_AFTER + 2) and calls[-1] == 3
+    parallel.release()
+    run(parallel, model, images(2))
+    assert pictures.num_calls - before == 3 + 4 and not pictures.fault
+
+
+def test_all_compute_together_where_recording_own_pictures_fails(monkeypatch) -> None:
+    model = make_model(Separate(), Separate())
+    expected = expected_of(model, images(2))
+    parallel = pictured(model, 2)
+    together, _ = replaying(parallel, where)
+    pictures = parallel.pictures
+    assert pictures is not None and pictures.graphs is not None
+    monkeypatch.setattr(pictures.graphs._recording, "record", lambda compute: 1 / 0)
+    for _ in range(2 * RECORDED_AFTER + 6):
+        assert difference(run(parallel, model, images(2)), expected) < NEAR
+    assert pictures.graphs.fault and not pictures.fault and not together.fault and together.num_replays > 2
+
+
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_a_tensor_that_a_block_wrote_to_has_all_pictures(mode) -> None:
     """Also for a caller that goes on with the tensor it had, whose writes nobody counts in inference mode."""
@@ -350,7 +413,8 @@ def test_memory_that_runs_out_later_ends_no_forward(blocks, fails_in, monkeypatc
     assert difference(run(parallel, model, images(2)), expected) < NEAR and not pictures.fault
 
 
-def test_a_graph_that_gathers_something_else_is_noticed(monkeypatch) -> None:
+@pytest.mark.parametrize("missed", [0, 2])
+def test_a_graph_that_gathers_something_else_is_noticed(missed, monkeypatch) -> None:
     replaying_now: list[bool] = []
     record, gather = StandIn.record, whole_blocks.WholeBlocks._gather
 
@@ -362,11 +426,14 @@ def test_a_graph_that_gathers_something_else_is_noticed(monkeypatch) -> None:
 
         return record(self, noting)
 
-    monkeypatch.setattr(StandIn, "record", record_noting)
-    monkeypatch.setattr(
-        whole_blocks.WholeBlocks, "_gather", lambda *args: (lambda: None) if replaying_now else gather(*args)
-    )
     model = make_model(Separate(), Separate(), Separate())
+
+    def gather_most(self: Any, block: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+        is_missed = replaying_now and block is model.blocks[missed]
+        return (lambda: None) if is_missed else gather(self, block, dtype)
+
+    monkeypatch.setattr(StandIn, "record", record_noting)
+    monkeypatch.setattr(whole_blocks.WholeBlocks, "_gather", gather_most)
     expected = expected_of(model, images(2))
     parallel = pictured(model, 2)
     replaying(parallel, where)
@@ -435,9 +502,10 @@ def test_other_weights_are_gathered_and_compared_again() -> None:
     assert parallel.pictures is not None and not parallel.pictures.fault
 
 
-@pytest.mark.parametrize(("moved", "replayed"), [(0, 2), (1, 1)])
-def test_a_graph_does_not_gather_weights_from_where_they_were(moved, replayed) -> None:
-    """The first block is gathered without a graph, the second one by that of the first, and nothing by the second's."""
+@pytest.mark.parametrize("moved", [0, 1])
+def test_a_graph_does_not_gather_weights_from_where_they_were(moved) -> None:
+    """The first block is gathered by a graph of its own, the second one by that of the first, and nothing by the
+    second's."""
     model = make_model(Separate(), Separate())
     parallel = pictured(model, 2)
     replaying(parallel, where)
@@ -448,6 +516,6 @@ def test_a_graph_does_not_gather_weights_from_where_they_were(moved, replayed) -
     query.weight = nn.Parameter(query.weight * 1.5, requires_grad=False)
     replays = pictures.graphs.num_replays
     found = run(parallel, model, images(2))
-    assert pictures.graphs.num_replays == replays + replayed
+    assert pictures.graphs.num_replays == replays + 2
     parallel.computes_pictures = False
     assert difference(found, run(parallel, model, images(2))) < NEAR < difference(found, before)
