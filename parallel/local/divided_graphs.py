@@ -234,11 +234,6 @@ class DividedGraphs:
             used = {id(place) for card in cards for place in (*card.inputs, *card.outputs)}
             self._staged = {key: place for key, place in self._staged.items() if id(place) in used}
 
-    def waits_in_vain(self, block: nn.Module) -> bool:
-        """Whether the cards waited for the host at the block's last calls, and it cannot be recorded now."""
-        seen = self._seen.get(block)
-        return bool(seen) and seen[-1][1] > 2 * RECORDED_AFTER
-
     def _waits(self, block: nn.Module, key: Any) -> int:
         """How often the cards last waited one call after the other."""
         return next((count for each, count in self._seen.get(block, ()) if each == key), 0)

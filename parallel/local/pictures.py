@@ -33,14 +33,12 @@ class _Form:
     """Calls of a block that were compared with all devices together.
 
     Args: key: of the arguments. read: the options that the block looked up, and their keys. is_proven: what a graph of
-    it gathers was compared as well. is_slow: the host launches it, and the devices wait for that; what all compute
-    together takes fewer launches.
+    it gathers was compared as well.
     """
 
     key: Any
     read: Mapping[Any, Any]
     is_proven: bool = False
-    is_slow: bool = False
 
 
 class Pictures:
@@ -83,7 +81,7 @@ class Pictures:
             self.graphs.release()
         self._beginnings.clear()
         for form in (form for forms in self._forms.values() for form in forms):
-            form.is_proven = form.is_slow = False
+            form.is_proven = False
         if self._has_no_room:
             self.fault, self._has_no_room = "", False
 
@@ -108,7 +106,7 @@ class Pictures:
             together: what all devices compute together of this call.
             is_replayed: whether CUDA graphs may be.
         """
-        if self.fault or (is_replayed and self.graphs is not None and self.graphs.fault):
+        if self.fault:
             return None
         pictures = self._wholes.pictures(block, call)
         number, first = self._wholes.num_pictures(block, pictures), self._wholes.first(block, pictures)
@@ -120,8 +118,6 @@ class Pictures:
         except Unlike:
             return None
         form = next((f for f in self._forms.get(block, ()) if f.key == key and reads_alike(f.read, options)), None)
-        if form is not None and form.is_slow:
-            return None
         try:
             own = self._own(block, number, pictures, call, copies, given)
             if form is None:
@@ -208,7 +204,7 @@ class Pictures:
         self, block: nn.Module, form: _Form, calls: Sequence[Call], *, is_replayed: bool
     ) -> Sequence[Any]:
         graphs, dtype = self.graphs, _dtype_of(calls)
-        if graphs is None or not is_replayed:
+        if graphs is None or graphs.fault or not is_replayed:
             return self._launched(block, calls)
         if self._wholes.begins_with(block):
             beginning = self._beginnings.setdefault(dtype, _Form(None, {}))
@@ -230,8 +226,6 @@ class Pictures:
             if not form.is_proven and not self._wholes.has_gathered(block, dtype):
                 raise _NotGathered("its graph gathers something else than the next block's weights")
             form.is_proven = True
-        else:
-            form.is_slow = graphs.waits_in_vain(block)
         return outputs
 
     def _joined(self, outputs: Sequence[Any], number: int) -> list[torch.Tensor]:

@@ -240,38 +240,6 @@ def test_a_replay_waits_for_what_it_reads_that_no_replay_wrote(block, behind) ->
     assert launches() == [*gathered, "wait", *one, "wait", *one, *one]
 
 
-def test_all_compute_together_where_the_devices_wait_for_a_host_that_launches_every_block() -> None:
-    """As with a LoRA that is added at every call of one block: neither it is replayed, nor the one that gathers it."""
-    model = make_model(Separate(), Separate(), Separate(), Separate())
-    lora, expected = model.blocks[2], expected_of(model, images(2))
-    parallel = pictured(model, 2)
-    replaying(parallel, lambda layer, device: None if layer is lora else where(layer, device))
-    pictures = parallel.pictures
-    assert pictures is not None and pictures.graphs is not None
-    calls = []
-    for _ in range(2 * RECORDED_AFTER + 6):
-        before = pictures.num_calls
-        assert difference(run(parallel, model, images(2)), expected) < NEAR
-        calls.append(pictures.num_calls - before)
-    assert calls[: 2 * RECORDED_AFTER + 2] == [4] * (2 * RECORDED_AFTER + 2) and calls[-1] == 3
-    parallel.release()
-    run(parallel, model, images(2))
-    assert pictures.num_calls - before == 3 + 4 and not pictures.fault
-
-
-def test_all_compute_together_where_recording_own_pictures_fails(monkeypatch) -> None:
-    model = make_model(Separate(), Separate())
-    expected = expected_of(model, images(2))
-    parallel = pictured(model, 2)
-    together, _ = replaying(parallel, where)
-    pictures = parallel.pictures
-    assert pictures is not None and pictures.graphs is not None
-    monkeypatch.setattr(pictures.graphs._recording, "record", lambda compute: 1 / 0)
-    for _ in range(2 * RECORDED_AFTER + 6):
-        assert difference(run(parallel, model, images(2)), expected) < NEAR
-    assert pictures.graphs.fault and not pictures.fault and not together.fault and together.num_replays > 2
-
-
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_a_tensor_that_a_block_wrote_to_has_all_pictures(mode) -> None:
     """Also for a caller that goes on with the tensor it had, whose writes nobody counts in inference mode."""
