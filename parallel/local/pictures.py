@@ -226,6 +226,8 @@ class Pictures:
             if not form.is_proven and not self._wholes.has_gathered(block, dtype):
                 raise _NotGathered("its graph gathers something else than the next block's weights")
             form.is_proven = True
+        else:  # there will be another graph
+            form.is_proven = False
         return outputs
 
     def _joined(self, outputs: Sequence[Any], number: int) -> list[torch.Tensor]:

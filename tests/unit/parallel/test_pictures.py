@@ -382,32 +382,45 @@ def test_memory_that_runs_out_later_ends_no_forward(blocks, fails_in, monkeypatc
 
 
 @pytest.mark.parametrize("missed", [0, 2])
-def test_a_graph_that_gathers_something_else_is_noticed(missed, monkeypatch) -> None:
-    replaying_now: list[bool] = []
+@pytest.mark.parametrize("is_second", [False, True])
+def test_a_graph_that_gathers_something_else_is_noticed(missed, is_second, monkeypatch) -> None:
+    """Also one that is recorded because weights have moved."""
+    model = make_model(Separate(), Separate(), Separate())
+    is_wrong, replaying_now = False, False
     record, gather = StandIn.record, whole_blocks.WholeBlocks._gather
 
     def record_noting(self: StandIn, compute: Callable[[], None]) -> Callable[[], None]:
         def noting() -> None:
-            replaying_now.append(True)
+            nonlocal replaying_now
+            replaying_now = True
             compute()
-            replaying_now.clear()
+            replaying_now = False
 
         return record(self, noting)
 
-    model = make_model(Separate(), Separate(), Separate())
-
     def gather_most(self: Any, block: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-        is_missed = replaying_now and block is model.blocks[missed]
+        is_missed = is_wrong and replaying_now and block is model.blocks[missed]
         return (lambda: None) if is_missed else gather(self, block, dtype)
+
+    def run_often() -> None:
+        for _ in range(RECORDED_AFTER + 6):
+            assert difference(run(parallel, model, images(2)), expected) < NEAR
 
     monkeypatch.setattr(StandIn, "record", record_noting)
     monkeypatch.setattr(whole_blocks.WholeBlocks, "_gather", gather_most)
     expected = expected_of(model, images(2))
     parallel = pictured(model, 2)
     replaying(parallel, where)
-    for _ in range(RECORDED_AFTER + 6):
-        assert difference(run(parallel, model, images(2)), expected) < NEAR
-    assert parallel.pictures is not None and "gathers something else" in parallel.pictures.fault
+    pictures = parallel.pictures
+    assert pictures is not None and pictures.graphs is not None
+    if is_second:
+        run_often()
+        assert pictures.graphs.num_replays and not pictures.fault
+        query = model.blocks[missed].attn.q
+        query.weight = nn.Parameter(query.weight.clone(), requires_grad=False)
+    is_wrong = True
+    run_often()
+    assert "gathers something else" in pictures.fault
 
 
 def test_weights_are_let_go_of_whatever_happens() -> None:
