@@ -107,6 +107,14 @@ def settle(arrivals: Arrivals, device: torch.device | None = None) -> None:
         module.current_stream(pair[1].index).wait_event(arrivals.pop(pair))
 
 
+def hold_sources(arrivals: Arrivals) -> None:
+    """Have the sources' current streams wait for the copies under way: what is copied may be written to behind them."""
+    for (source, _), event in arrivals.items():
+        module = device_module(source)
+        assert module is not None
+        module.current_stream(source.index).wait_event(event)
+
+
 def module_with_streams(source: torch.device, target: torch.device) -> Any:
     """torch.cuda or its like if both devices are of it and it has streams; else None."""
     if source.type != target.type:

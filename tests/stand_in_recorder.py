@@ -15,7 +15,7 @@ from devicebridge.parallel.local.tensor_parallel import TensorParallel
 class StandIn:
     """Computes anew what it was given to record; recording leaves its inputs as they were.
 
-    Args: launched: to be told of replays, and of waits for what was launched elsewhere.
+    `launched` has each replay, and each wait for the current streams.
     """
 
     def __init__(self, owner: list[DividedGraphs]) -> None:
@@ -39,7 +39,7 @@ class StandIn:
         return lambda: self.cards_wait
 
     @contextmanager
-    def aside(self) -> Iterator[Callable[[], None]]:
+    def own_streams(self) -> Iterator[Callable[[], None]]:
         yield lambda: self.launched.append("wait")
 
     def hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -53,16 +53,16 @@ def replaying(parallel: TensorParallel, addresses: Addresses) -> tuple[DividedGr
         parallel.pictures.replay(addresses)
         behind = parallel.pictures.graphs
         assert behind is not None
-        parallel.pictures.graphs, _ = _with_stand_in(parallel, behind._addresses, is_aside=behind._is_aside)
+        parallel.pictures.graphs, _ = _with_stand_in(parallel, behind._addresses, has_streams=behind._has_streams)
     return parallel.graphs, recorder
 
 
 def _with_stand_in(
-    parallel: TensorParallel, addresses: Addresses, *, is_aside: bool = False
+    parallel: TensorParallel, addresses: Addresses, *, has_streams: bool = False
 ) -> tuple[DividedGraphs, StandIn]:
     owner: list[DividedGraphs] = []
     recorder = StandIn(owner)
-    owner.append(DividedGraphs(parallel.devices, lambda: recorder, addresses, is_aside=is_aside))
+    owner.append(DividedGraphs(parallel.devices, lambda: recorder, addresses, has_streams=has_streams))
     return owner[0], recorder
 
 

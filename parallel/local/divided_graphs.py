@@ -55,12 +55,23 @@ class Recorder(Protocol):
     def mark(self) -> Callable[[], bool]:
         """Whether the first card has done all that was launched on it before this mark; asked without waiting."""
 
-    def aside(self) -> AbstractContextManager[Callable[[], None]]:
-        """Inside, this thread launches on streams of the recorder, for which those that were current wait at the end.
-        It gives what has the recorder's streams wait for all that was launched before."""
+    def own_streams(self) -> AbstractContextManager[Callable[[], None]]:
+        """Inside, this thread launches on streams of the recorder, for which the cards' current streams wait at the
+        end. It gives what has each of them wait for all that its card's current stream was given before."""
 
     def hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
-        """What was made aside is used on the current streams from now on."""
+        """What was made on the recorder's streams is used on the cards' current streams from now on."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Of what a graph does beside its outputs, at its first replay.
+
+    Args: prepare: called before. check: called behind; raises if something else was done than without a graph.
+    """
+
+    prepare: Callable[[], None]
+    check: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -108,7 +119,7 @@ class _Card:
 @dataclass(eq=False)
 class _Graph:
     """Args: key: of the call. read: the options that the block looked up, and their keys. addresses: of its weights.
-    output: what home returns, with other tensors."""
+    output: what home returns, with other tensors. is_proven: by a Proof, if one was asked for."""
 
     key: Any
     read: dict[Any, Any]
@@ -116,6 +127,7 @@ class _Graph:
     cards: list[_Card]
     output: Any
     replay: Callable[[], None]
+    is_proven: bool = False
 
 
 class DividedGraphs:
@@ -125,8 +137,9 @@ class DividedGraphs:
         devices: home first.
         make_recorder: makes what records on these devices.
         addresses: see Addresses.
-        is_aside: whether graphs are replayed on streams of their own. A graph then begins when the one before has its
-            outputs, whatever else is done with these, if it reads nothing else that has changed.
+        has_streams: whether graphs are replayed on streams of their own. A graph then begins when the one before has
+            its outputs, whatever else is done with these. It waits for the cards' current streams if it is given
+            something that no replay of this forward wrote or was given.
     """
 
     def __init__(
@@ -135,10 +148,10 @@ class DividedGraphs:
         make_recorder: Callable[[], Recorder],
         addresses: Addresses,
         *,
-        is_aside: bool = False,
+        has_streams: bool = False,
     ) -> None:
         self._devices = tuple(devices)
-        self._make_recorder, self._addresses, self._is_aside = make_recorder, addresses, is_aside
+        self._make_recorder, self._addresses, self._has_streams = make_recorder, addresses, has_streams
         self.fault = ""  # why nothing is recorded any more
         self.num_replays = 0
         self.release()
@@ -166,13 +179,15 @@ class DividedGraphs:
         alone: Compute,
         *,
         waits: bool = True,
+        proof: Proof | None = None,
     ) -> Sequence[Any]:
         """What each card's part of a block returns: replayed, or as compute gives it, and then perhaps recorded.
 
         Args:
             parts: home's first. calls: of each.
             alone: what is recorded; it depends on nothing but its calls.
-            waits: whether a replay reads something else that was launched since the one before.
+            waits: whether a replay reads anything beside its calls that the cards' current streams were given to do
+                since the replay before. proof: of each graph.
         """
         block, given = parts[0], [_inputs(call) for call in calls]
         try:
@@ -189,7 +204,7 @@ class DividedGraphs:
             return self._computed(block, key, calls, compute)
         addresses = self._where(parts)
         if graph is not None and graph.addresses == addresses:
-            return self._replayed(graph, given, waits=waits)
+            return self._proven(graph, given, proof, waits=waits)
         if graph is not None:
             self._graphs[block].remove(graph)
             self._seen.pop(block, None)  # what moves at every forward would be recorded at every forward
@@ -345,9 +360,20 @@ class DividedGraphs:
                 place.copy_(tensor)
                 self._holds(place, tensor)
 
+    def _proven(
+        self, graph: _Graph, given: Sequence[Sequence[torch.Tensor]], proof: Proof | None, *, waits: bool
+    ) -> Sequence[Any]:
+        if proof is None or graph.is_proven:
+            return self._replayed(graph, given, waits=waits)
+        proof.prepare()
+        outputs = self._replayed(graph, given, waits=True)
+        proof.check()
+        graph.is_proven = True
+        return outputs
+
     def _replayed(self, graph: _Graph, given: Sequence[Sequence[torch.Tensor]], *, waits: bool) -> Sequence[Any]:
         pairs = list(zip(graph.cards, given, strict=True))
-        with self._recording.aside() if self._is_aside else nullcontext(lambda: None) as catch_up:
+        with self._recording.own_streams() if self._has_streams else nullcontext(lambda: None) as catch_up:
             if waits or not all(all(map(self._has, card.inputs, tensors)) for card, tensors in pairs):
                 catch_up()
             for card, tensors in pairs:
@@ -357,8 +383,9 @@ class DividedGraphs:
             if any(card.written for card, _ in pairs):  # others may still read what was given
                 catch_up()
             outputs = [self._taken(card, tensors) for card, tensors in pairs]
-        if self._is_aside:
-            self._recording.hand_over([tensor for tensors in outputs for tensor in tensors])
+        if self._has_streams:
+            made = (zip(card.outputs, tensors, strict=True) for card, tensors in zip(graph.cards, outputs, strict=True))
+            self._recording.hand_over([each for pairs in made for place, each in pairs if not isinstance(place, int)])
         left = iter(outputs[0])
         return [map_tensors(graph.output, lambda _: next(left)), *outputs[1:]]
 

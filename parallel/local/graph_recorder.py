@@ -25,7 +25,8 @@ def can_record(devices: Sequence[torch.device]) -> bool:
 class CardsRecorder:
     """Records on several CUDA cards. Tests have another with the same methods, for devices without graphs.
 
-    All graphs share one pool of memory on each card: the first card's stream launches them one after the other.
+    All graphs share one pool of memory on each card: they are launched one after the other, on streams of the first
+    card that wait for each other.
 
     Args:
         devices: the first launches the graphs. side_streams: on which what is recorded copies between the cards.
@@ -51,7 +52,7 @@ class CardsRecorder:
             if not self._is_used:
                 torch.cuda.empty_cache()  # a recording cannot take what is cached elsewhere
                 self._is_used = True
-            with self.aside() as catch_up:
+            with self.own_streams() as catch_up:
                 catch_up()
                 graph = self._record(compute)
         return lambda: self._launch(graph)
@@ -99,10 +100,10 @@ class CardsRecorder:
                 torch._C._cuda_endAllocateToPool(index, self._pool)
 
     @contextmanager
-    def aside(self) -> Iterator[Callable[[], None]]:
-        """Inside, this thread launches on the recording streams, for which those that were current wait at the end.
+    def own_streams(self) -> Iterator[Callable[[], None]]:
+        """Inside, this thread launches on the recording streams, for which the cards' current streams wait at the end.
 
-        Yields: what has the recording streams wait for all that was launched before.
+        Yields: what has each card's recording stream wait for all that its current stream was given before.
         """
         current = [torch.cuda.current_stream(device) for device in self._devices]
 
@@ -118,7 +119,7 @@ class CardsRecorder:
                 before.wait_stream(mine)
 
     def hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
-        """What was made aside is used on the current streams from now on."""
+        """What was made on the recording streams is used on the cards' current streams from now on."""
         for tensor in tensors:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 

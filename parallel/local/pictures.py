@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ...patches.hooks import map_tensors, tensors_reached
-from ..transfer import Arrivals, SideStreams, Versioned, copy_to, settle, with_version
+from ..transfer import Arrivals, SideStreams, Versioned, copy_to, hold_sources, settle, with_version
 from .bridge import Copies
-from .divided_graphs import Addresses, Call, DividedGraphs, arguments_of
+from .divided_graphs import Addresses, Call, DividedGraphs, Proof, arguments_of
 from .graph_recorder import CardsRecorder
 from .recorded_calls import OPTIONS, Unlike, WatchedOptions, key_of, keys_read, reads_alike
 from .whole_blocks import WholeBlocks
@@ -32,13 +32,11 @@ _ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, Ass
 class _Form:
     """Calls of a block that were compared with all devices together.
 
-    Args: key: of the arguments. read: the options that the block looked up, and their keys. is_proven: what a graph of
-    it gathers was compared as well.
+    Args: key: of the arguments. read: the options that the block looked up, and their keys.
     """
 
     key: Any
     read: Mapping[Any, Any]
-    is_proven: bool = False
 
 
 class Pictures:
@@ -55,7 +53,6 @@ class Pictures:
         self.num_calls = 0
         self._has_no_room = False
         self._forms: dict[nn.Module, list[_Form]] = {}
-        self._beginnings: dict[torch.dtype, _Form] = {}
 
     def replay(self, addresses: Addresses) -> None:
         """Have blocks replayed as CUDA graphs. A graph reads the weights of the block behind its own."""
@@ -66,7 +63,7 @@ class Pictures:
 
         recorder = functools.partial(CardsRecorder, self._devices, self._wholes.side_streams)
         # A device begins the next block while its pictures are still on their way home.
-        self.graphs = DividedGraphs(self._devices, recorder, behind, is_aside=True)
+        self.graphs = DividedGraphs(self._devices, recorder, behind, has_streams=True)
 
     def forget(self) -> None:
         """A forward begins or is over."""
@@ -79,9 +76,6 @@ class Pictures:
         self._wholes.release()
         if self.graphs is not None:
             self.graphs.release()
-        self._beginnings.clear()
-        for form in (form for forms in self._forms.values() for form in forms):
-            form.is_proven = False
         if self._has_no_room:
             self.fault, self._has_no_room = "", False
 
@@ -123,7 +117,7 @@ class Pictures:
             if form is None:
                 found = self._first_outputs(block, own, key)
             else:
-                own.outputs = self._known_outputs(block, form, own.calls, is_replayed=is_replayed)
+                own.outputs = self._known_outputs(block, own.calls, is_replayed=is_replayed)
             own.joined = self._joined(own.outputs, number)
         except _ERRORS as error:
             if form is not None and not isinstance(error, (torch.OutOfMemoryError, _NotGathered)):
@@ -200,34 +194,30 @@ class Pictures:
         self._wholes.make_ready(block, dtype)
         return self._wholes.outputs(block, calls, dtype)
 
-    def _known_outputs(
-        self, block: nn.Module, form: _Form, calls: Sequence[Call], *, is_replayed: bool
-    ) -> Sequence[Any]:
+    def _known_outputs(self, block: nn.Module, calls: Sequence[Call], *, is_replayed: bool) -> Sequence[Any]:
         graphs, dtype = self.graphs, _dtype_of(calls)
         if graphs is None or graphs.fault or not is_replayed:
             return self._launched(block, calls)
         if self._wholes.begins_with(block):
-            beginning = self._beginnings.setdefault(dtype, _Form(None, {}))
-            self._outputs(graphs, self._wholes.beginning, beginning, [((dtype,), {})] * len(self._devices), dtype)
-        return self._outputs(graphs, block, form, calls, dtype)
+            self._outputs(graphs, self._wholes.beginning, [((dtype,), {})] * len(self._devices), dtype)
+        return self._outputs(graphs, block, calls, dtype)
 
     def _outputs(
-        self, graphs: DividedGraphs, block: nn.Module, form: _Form, calls: Sequence[Call], dtype: torch.dtype
+        self, graphs: DividedGraphs, block: nn.Module, calls: Sequence[Call], dtype: torch.dtype
     ) -> Sequence[Any]:
-        """Raises: _NotGathered if the form's graph gathers something else than a launched block does."""
+        """Raises: _NotGathered if a graph gathers something else than a launched block does."""
+
+        def check() -> None:
+            if not self._wholes.has_gathered(block, dtype):
+                raise _NotGathered("its graph gathers something else than the next block's weights")
+
         waits = self._wholes.make_ready(block, dtype)
-        if not form.is_proven:
-            self._wholes.blank(block)
+        proof = Proof(functools.partial(self._wholes.blank, block), check)
         replays = graphs.num_replays
         compute = functools.partial(self._wholes.outputs, block, dtype=dtype)
-        outputs = graphs.outputs(self._wholes.parts(block), calls, compute, compute, waits=waits or not form.is_proven)
+        outputs = graphs.outputs(self._wholes.parts(block), calls, compute, compute, waits=waits, proof=proof)
         if graphs.num_replays > replays:
             self._wholes.was_replayed(block)
-            if not form.is_proven and not self._wholes.has_gathered(block, dtype):
-                raise _NotGathered("its graph gathers something else than the next block's weights")
-            form.is_proven = True
-        else:  # there will be another graph
-            form.is_proven = False
         return outputs
 
     def _joined(self, outputs: Sequence[Any], number: int) -> list[torch.Tensor]:
@@ -243,6 +233,7 @@ class Pictures:
         at_home = [found[0]]
         for device, tensors in zip(others, found[1:], strict=True):
             at_home.append(tensors if device == home else self._side_streams.copies(tensors, home, arrivals))
+        hold_sources(arrivals)
         settle(arrivals, home)
         with Versioned():
             return [torch.cat(list(rows)) for rows in zip(*at_home, strict=True)]

@@ -211,6 +211,8 @@ class TensorParallel(Bridge):
     def _together(self, block: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the devices compute together of a call."""
         assert self._run is not None, "a forward is running"
+        if self.pictures is not None and self.pictures.graphs is not None:
+            self.pictures.graphs.forget()  # weights that they gather may be brought by this call
         calls = [(args, kwargs), *(self._run.given(rank, args, kwargs) for rank in range(1, len(self._ranks)))]
         own, others = self._shards[block]
         if self.graphs is not None and self._may_replay(kwargs) and block in self._checked:  # the cards have agreed

@@ -158,13 +158,13 @@ class WholeBlocks:
     # ---- computing
 
     def begins_with(self, block: nn.Module) -> bool:
-        """Whether this is the first block, and was not gathered yet."""
+        """Whether this is the first block, and the beginning is to be computed, for it was not gathered yet."""
         return self._behind[self.beginning] is block and self._ready[self._slot[block]] is not block
 
     def make_ready(self, block: nn.Module, dtype: torch.dtype) -> bool:
         """Gather a block that was not gathered while the one before was computed. Args: dtype: of activations.
 
-        Returns: whether it was gathered now, also if it is the beginning, of which there is nothing to gather.
+        Returns: whether this was done now. So it is for the beginning at every forward, although it has no weights.
         """
         if self._ready[self._slot[block]] is block and block is not self.beginning:
             return False

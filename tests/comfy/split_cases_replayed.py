@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import comfy.ops
+import torch
+from devicebridge.nodes.host.split.division import addresses_on
 from devicebridge.nodes.host.split.tree import tree_of
 from devicebridge.parallel.local import divided_graphs, tensor_parallel
 from devicebridge.parallel.local.divided_graphs import DividedGraphs
@@ -154,3 +157,28 @@ def replayed_until_somebody_hooks_a_layer(case: Case) -> None:
         case.check("nothing is replayed with it", _graphs(model).num_replays == replays + 2 * blocks > 2 * blocks)
         handles[0].remove()
         case.equal("without it", host.sample(model, name, steps=STEPS), expected)
+
+
+@case
+def replayed_where_weights_lie(case: Case) -> None:
+    """Every tensor of a block counts, at any depth; one that is away, or is not used as it is, is an answer, too."""
+    cpu, ops = torch.device("cpu"), comfy.ops.disable_weight_init
+    inner = torch.nn.Sequential(ops.Linear(3, 4, bias=False), torch.nn.SiLU(), ops.Linear(4, 3))
+    block = torch.nn.ModuleDict(
+        {"inner": torch.nn.ModuleList([inner, torch.nn.LayerNorm(3)]), "last": ops.Linear(3, 3)}
+    )
+    block["inner"].register_module("left_out", None)
+    block.register_buffer("scale", torch.ones(3))
+    tensors = [*block.parameters(), *block.buffers()]
+    found = addresses_on(block, cpu)
+    case.check("all", found is not None and sorted(found) == sorted(each.data_ptr() for each in tensors), found)
+    moved = inner[2].bias
+    inner[2].bias = torch.nn.Parameter(moved.clone())
+    case.check("one has moved", addresses_on(block, cpu) not in (None, found))
+    inner[2].bias = torch.nn.Parameter(moved.to("meta"))
+    case.check("one is away", addresses_on(block, cpu) is None)
+    inner[2].bias = moved
+    case.check("back", addresses_on(block, cpu) == found)
+    for name in ("weight_function", "bias_function"):
+        with mock.patch.object(inner[0], name, [lambda weight: weight]):
+            case.check(f"with a {name}", addresses_on(block, cpu) is None)

@@ -99,6 +99,7 @@ CASES = [
     "replayed_with_loras_and_evicted",
     "replayed_under_dynamic_vram",
     "replayed_until_somebody_hooks_a_layer",
+    "replayed_where_weights_lie",
     "pictures_with_loras_and_evicted",
     "pictures_whose_weights_wait_in_host_memory",
     "pictures_under_dynamic_vram",

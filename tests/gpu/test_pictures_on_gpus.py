@@ -44,7 +44,8 @@ def test_each_card_computes_its_own_pictures(blocks, fetched) -> None:
 @pytest.mark.parametrize("block", [Separate, Fused])
 @pytest.mark.parametrize("what", ["nothing", "adds", "skips"])
 def test_its_own_pictures_while_the_others_are_still_to_come_home(block, what) -> None:
-    """Home is kept busy behind every block: what a replay reads too early, or writes to, is something else then."""
+    """Home and the stream on which pictures leave the other card are kept busy behind every block: what a replay reads
+    too early, or writes to before it was copied, is something else then."""
     model = make_model(*(block() for _ in range(4))).to(CARDS[0])
     generator = torch.Generator(CARDS[0]).manual_seed(2)
     inputs = [torch.randn(2, 2048, WIDTH, device=CARDS[0], generator=generator) for _ in range(RECORDED_AFTER + 12)]
@@ -53,7 +54,10 @@ def test_its_own_pictures_while_the_others_are_still_to_come_home(block, what) -
     assert pictures is not None
 
     def between(index: int, stream: torch.Tensor) -> None:
-        torch.cuda._sleep(20_000_000)  # about ten milliseconds
+        leaving, _ = parallel.side_streams.pairs[CARDS[1], CARDS[0]]
+        for stream_of_card in (torch.cuda.current_stream(CARDS[0]), leaving):
+            with torch.cuda.stream(stream_of_card):
+                torch.cuda._sleep(20_000_000)  # about ten milliseconds
         if what == "adds" and index != 1:
             stream[:, 5:] += 0.5
 

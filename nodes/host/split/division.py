@@ -297,8 +297,7 @@ def addresses_on(layer: nn.Module, device: torch.device) -> tuple[int, ...] | No
 
 
 def _addresses(layer: nn.Module, device: torch.device, held: list[Any]) -> tuple[int, ...] | None:
-    """This is asked twice for every block of every forward, so that containers are passed over, and plain weights are
-    not looked into.
+    """This is asked before every replay, so that containers are passed over, and plain weights are not looked into.
 
     Args: held: to be told what DynamicVRAM may not take away until all is found.
     """
