@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from devicebridge.parallel.local.divided_calls import Replay
 from devicebridge.parallel.local.divided_graphs import Addresses, DividedGraphs
 from devicebridge.parallel.local.exchange import Exchange
@@ -41,9 +40,6 @@ class StandIn:
     @contextmanager
     def own_streams(self) -> Iterator[Callable[[], None]]:
         yield lambda: self.launched.append("wait")
-
-    def hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
-        pass
 
 
 def replaying(parallel: TensorParallel, addresses: Addresses) -> tuple[DividedGraphs, StandIn]:

@@ -59,9 +59,6 @@ class Recorder(Protocol):
         """Inside, this thread launches on streams of the recorder, for which the cards' current streams wait at the
         end. It gives what has each of them wait for all that its card's current stream was given before."""
 
-    def hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
-        """What was made on the recorder's streams is used on the cards' current streams from now on."""
-
 
 @dataclass(frozen=True)
 class Proof:
@@ -373,6 +370,11 @@ class DividedGraphs:
 
     def _replayed(self, graph: _Graph, given: Sequence[Sequence[torch.Tensor]], *, waits: bool) -> Sequence[Any]:
         pairs = list(zip(graph.cards, given, strict=True))
+        with Versioned():  # the next block knows them again by it; their memory is that of the current streams
+            outputs = [
+                [tensors[each] if isinstance(each, int) else torch.empty_like(each) for each in card.outputs]
+                for card, tensors in pairs
+            ]
         with self._recording.own_streams() if self._has_streams else nullcontext(lambda: None) as catch_up:
             if waits or not all(all(map(self._has, card.inputs, tensors)) for card, tensors in pairs):
                 catch_up()
@@ -380,26 +382,20 @@ class DividedGraphs:
                 self._fill(card.inputs, tensors)
             graph.replay()
             self.num_replays += 1
-            if any(card.written for card, _ in pairs):  # others may still read what was given
-                catch_up()
-            outputs = [self._taken(card, tensors) for card, tensors in pairs]
-        if self._has_streams:
-            made = (zip(card.outputs, tensors, strict=True) for card, tensors in zip(graph.cards, outputs, strict=True))
-            self._recording.hand_over([each for pairs in made for place, each in pairs if not isinstance(place, int)])
+            catch_up()  # others may still read what was given, or what lay in the memory of the outputs
+            for (card, tensors), returned in zip(pairs, outputs, strict=True):
+                self._take(card, tensors, returned)
         left = iter(outputs[0])
         return [map_tensors(graph.output, lambda _: next(left)), *outputs[1:]]
 
-    def _taken(self, card: _Card, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What a card returns; what it wrote to is written into what was given."""
+    def _take(self, card: _Card, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Write what a card wrote to into what was given, and what it returns into the outputs."""
         for index in card.written:
             given[index].copy_(card.inputs[index])
             self._holds(card.inputs[index], given[index])
-        with Versioned():  # the next block knows it again by its version
-            outputs = [given[each] if isinstance(each, int) else each.clone() for each in card.outputs]
         for place, output in zip(card.outputs, outputs, strict=True):
             if not isinstance(place, int):
-                self._holds(place, output)
-        return outputs
+                self._holds(place, output.copy_(place))
 
     def _has(self, place: torch.Tensor, tensor: torch.Tensor) -> bool:
         held = self._held.get(id(place))

@@ -118,11 +118,6 @@ class CardsRecorder:
             for mine, before in zip(self._streams, current, strict=True):
                 before.wait_stream(mine)
 
-    def hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
-        """What was made on the recording streams is used on the cards' current streams from now on."""
-        for tensor in tensors:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
     def _launch(self, graph: torch.cuda.CUDAGraph) -> None:
         _launch(graph, [torch.cuda.current_stream(device) for device in self._devices])
 
