@@ -19,7 +19,8 @@ In the cases `tensor_...` the rival `tensor_launched` is `tensor` without CUDA g
 Both are the same split over the same weights, so their latents must be the same bits. `tensor` computes large
 row-parallel layers by chunks of tokens: one chunk is copied to the other card while the next is computed.
 `tensor_launched_whole` computes them at once. With CFG each card computes a conditioning, and in `tensor_together` all
-cards compute both. `--rivals` names those that take turns; one_gpu must be among them.
+cards compute both. ComfyUI makes no batch of Qwen-Image's prompts if one is longer, as in `tensor_qwen_cfg_uneven`: all
+cards compute one after the other. `--rivals` names those that take turns; one_gpu must be among them.
 
 `--card-gb 24` makes cards small: another process takes the rest of each card's memory, so that ComfyUI, torch and
 comfy-aimdo all meet the wall a real card has. The cases `scaling_...` compare one card with blocks and tensor on
@@ -341,6 +342,7 @@ class Work:
     cfg: float = 1.0
     batch: int = 1
     steps: int = OPTIONS.steps
+    is_uneven: bool = False  # the negative prompt has a quarter of the tokens
     noise: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -350,7 +352,8 @@ class Work:
     def conds(self) -> tuple[list[Any], list[Any]]:
         tokens, width = (8, self.shape.text[1]) if OPTIONS.tiny else self.shape.text
         generator = torch.Generator().manual_seed(SEED + 1)
-        states = [torch.randn(1, tokens, width, generator=generator) for _ in range(2)]
+        lengths = tokens, tokens // 4 if self.is_uneven else tokens
+        states = [torch.randn(1, length, width, generator=generator) for length in lengths]
         return [[states[0], {"guidance": 4.0}]], [[states[1], {"guidance": 4.0}]]
 
 
@@ -696,18 +699,18 @@ def cfg(shape: Shape, batch: int) -> dict[str, Any]:
     return report
 
 
-def tensor(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
+def tensor(shape: Shape, cfg: float = 1.0, *, is_uneven: bool = False, **latent: Any) -> dict[str, Any]:
     """One picture or clip whose blocks both cards compute together, against one card and, where it fits, the split."""
     shape = replace(shape, **latent)
     one = load(shape, on=CPU)
     forecast = forecasts(one, shape)
     divided = split(one, way="tensor")
     rivals = {"one_gpu": one, "tensor": divided, "tensor_launched": divided, "tensor_launched_whole": divided}
-    if cfg != 1.0:
+    if cfg != 1.0 and not is_uneven:
         rivals["tensor_together"] = divided
     if shape.class_name != "Flux":  # beside those its weights would not fit, and loading would take the time
         rivals["blocks"] = split(one, way="blocks")
-    work = Work(shape, cfg=cfg)
+    work = Work(shape, cfg=cfg, is_uneven=is_uneven)
     report = compare(
         {name: each for name, each in rivals.items() if name in (OPTIONS.rivals or rivals)}, work, "one_gpu"
     )
@@ -973,6 +976,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "tensor_wan": functools.partial(tensor, WAN_14B),
     "tensor_wan_cfg": functools.partial(tensor, WAN_14B, cfg=5.0),
     "tensor_qwen_cfg": functools.partial(tensor, QWEN_IMAGE, cfg=4.0),
+    "tensor_qwen_cfg_uneven": functools.partial(tensor, QWEN_IMAGE, cfg=4.0, is_uneven=True),
     # Half the blocks: beside one card's, three divided copies would not fit otherwise.
     "tensor_flux2_slow_link": functools.partial(slow_link, FLUX2_SMALL),
     "tensor_flux2_512_slow_link": functools.partial(slow_link, FLUX2_SMALL, latent=(128, 32, 32)),
