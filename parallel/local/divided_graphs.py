@@ -56,15 +56,16 @@ class Recorder(Protocol):
         """Whether the first card has done all that was launched on it before this mark; asked without waiting."""
 
     def own_streams(self) -> AbstractContextManager[Callable[[], None]]:
-        """Inside, this thread launches on streams of the recorder, for which the cards' current streams wait at the
-        end. It gives what has each of them wait for all that its card's current stream was given before."""
+        """Inside, this thread launches on streams of the recorder, one for each card. The cards' current streams wait
+        for them at the end. It gives what has the recorder's streams wait for all that the current ones were given."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Of what a graph does beside its outputs, at its first replay.
+    """Of what a graph does beside its outputs, when it is recorded.
 
-    Args: prepare: called before. check: called behind; raises if something else was done than without a graph.
+    Args: prepare: called before it is first replayed. check: called behind; raises if that did something else than what
+    was recorded.
     """
 
     prepare: Callable[[], None]
@@ -82,6 +83,7 @@ class _Asked:
     addresses: list[tuple[int, ...]]
     calls: Sequence[Call]
     given: Sequence[Sequence[torch.Tensor]]
+    proof: Proof | None
 
 
 @dataclass(eq=False)
@@ -116,7 +118,7 @@ class _Card:
 @dataclass(eq=False)
 class _Graph:
     """Args: key: of the call. read: the options that the block looked up, and their keys. addresses: of its weights.
-    output: what home returns, with other tensors. is_proven: by a Proof, if one was asked for."""
+    output: what home returns, with other tensors."""
 
     key: Any
     read: dict[Any, Any]
@@ -124,7 +126,6 @@ class _Graph:
     cards: list[_Card]
     output: Any
     replay: Callable[[], None]
-    is_proven: bool = False
 
 
 class DividedGraphs:
@@ -183,8 +184,8 @@ class DividedGraphs:
         Args:
             parts: home's first. calls: of each.
             alone: what is recorded; it depends on nothing but its calls.
-            waits: whether a replay reads anything beside its calls that the cards' current streams were given to do
-                since the replay before. proof: of each graph.
+            waits: whether a replay reads something beside its calls that the cards' current streams have written since
+                the one before. proof: of a graph that is recorded.
         """
         block, given = parts[0], [_inputs(call) for call in calls]
         try:
@@ -201,13 +202,13 @@ class DividedGraphs:
             return self._computed(block, key, calls, compute)
         addresses = self._where(parts)
         if graph is not None and graph.addresses == addresses:
-            return self._proven(graph, given, proof, waits=waits)
+            return self._replayed(graph, given, waits=waits)
         if graph is not None:
             self._graphs[block].remove(graph)
             self._seen.pop(block, None)  # what moves at every forward would be recorded at every forward
         if graph is not None or addresses is None:
             return self._computed(block, key, calls, compute)
-        return self._computed_and_recorded(block, _Asked(key, addresses, calls, given), compute, alone)
+        return self._computed_and_recorded(block, _Asked(key, addresses, calls, given, proof), compute, alone)
 
     def _computed_and_recorded(
         self, block: nn.Module, asked: _Asked, compute: Compute, alone: Compute
@@ -314,7 +315,11 @@ class DividedGraphs:
             if not set(found) <= set(card.written):
                 raise RuntimeError("it writes into what it is given, and torch does not see it")
         read = keys_read(watched)
+        if asked.proof is not None:
+            asked.proof.prepare()
         replay()
+        if asked.proof is not None:
+            asked.proof.check()
         for card, tree, tensors in zip(cards, expected, asked.given, strict=True):
             outputs = [card.inputs[each] if isinstance(each, int) else each for each in card.outputs]
             written = [card.inputs[index] for index in card.written]
@@ -356,17 +361,6 @@ class DividedGraphs:
             if not self._has(place, tensor):
                 place.copy_(tensor)
                 self._holds(place, tensor)
-
-    def _proven(
-        self, graph: _Graph, given: Sequence[Sequence[torch.Tensor]], proof: Proof | None, *, waits: bool
-    ) -> Sequence[Any]:
-        if proof is None or graph.is_proven:
-            return self._replayed(graph, given, waits=waits)
-        proof.prepare()
-        outputs = self._replayed(graph, given, waits=True)
-        proof.check()
-        graph.is_proven = True
-        return outputs
 
     def _replayed(self, graph: _Graph, given: Sequence[Sequence[torch.Tensor]], *, waits: bool) -> Sequence[Any]:
         pairs = list(zip(graph.cards, given, strict=True))

@@ -25,8 +25,8 @@ def can_record(devices: Sequence[torch.device]) -> bool:
 class CardsRecorder:
     """Records on several CUDA cards. Tests have another with the same methods, for devices without graphs.
 
-    All graphs share one pool of memory on each card: they are launched one after the other, on streams of the first
-    card that wait for each other.
+    All graphs share one pool of memory on each card, so that each must be launched behind the one before: on the same
+    stream of the first card, or on one that waits for it.
 
     Args:
         devices: the first launches the graphs. side_streams: on which what is recorded copies between the cards.

@@ -55,11 +55,13 @@ class Pictures:
         self._forms: dict[nn.Module, list[_Form]] = {}
 
     def replay(self, addresses: Addresses) -> None:
-        """Have blocks replayed as CUDA graphs. A graph reads the weights of the block behind its own."""
+        """Have blocks replayed as CUDA graphs. A graph reads its own block's gathered weights, and those of the next
+        block where they are gathered from."""
 
         def behind(part: nn.Module, device: torch.device) -> tuple[int, ...] | None:
-            found = self._wholes.part_behind(part)
-            return () if found is None else addresses(found, device)
+            next_one = self._wholes.part_behind(part)
+            found = () if next_one is None else addresses(next_one, device)
+            return None if found is None else (*self._wholes.addresses(part), *found)
 
         recorder = functools.partial(CardsRecorder, self._devices, self._wholes.side_streams)
         # A device begins the next block while its pictures are still on their way home.
@@ -120,7 +122,7 @@ class Pictures:
                 own.outputs = self._known_outputs(block, own.calls, is_replayed=is_replayed)
             own.joined = self._joined(own.outputs, number)
         except _ERRORS as error:
-            if form is not None and not isinstance(error, (torch.OutOfMemoryError, _NotGathered)):
+            if form is not None and not isinstance(error, torch.OutOfMemoryError):
                 raise
             self._give_up(block, error)
             copies.forget(call)  # a device's rows may have been written to
@@ -205,11 +207,10 @@ class Pictures:
     def _outputs(
         self, graphs: DividedGraphs, block: nn.Module, calls: Sequence[Call], dtype: torch.dtype
     ) -> Sequence[Any]:
-        """Raises: _NotGathered if a graph gathers something else than a launched block does."""
-
         def check() -> None:
             if not self._wholes.has_gathered(block, dtype):
-                raise _NotGathered("its graph gathers something else than the next block's weights")
+                self._wholes.forget()
+                raise RuntimeError("its graph gathers something else than the next block's weights")
 
         waits = self._wholes.make_ready(block, dtype)
         proof = Proof(functools.partial(self._wholes.blank, block), check)
@@ -270,10 +271,6 @@ class _Own:
     calls: list[Call]
     outputs: Sequence[Any] = ()
     joined: Sequence[torch.Tensor] = ()
-
-
-class _NotGathered(RuntimeError):
-    pass
 
 
 def _dtype_of(calls: Sequence[Call]) -> torch.dtype:

@@ -81,6 +81,11 @@ class WholeBlocks:
         self._parameters = {
             block: [_parameters(whole) for whole in known.wholes] for block, known in self._blocks.items()
         }
+        self._parameters_of = {
+            part.block: parameters
+            for block, by_device in self._parameters.items()
+            for part, parameters in zip(blocks[block].shards, by_device, strict=True)
+        }
         self._ready: list[nn.Module | None] = [None] * _NUM_SLOTS  # the block that each slot has whole
         self._places: dict[Any, torch.Tensor] = {}
         self._bound: dict[tuple[nn.Module, str], torch.Tensor] = {}  # which place a layer computes with
@@ -96,6 +101,11 @@ class WholeBlocks:
         """A device's part of the block behind that of this part; None behind the last one."""
         return self._parts_behind[part]
 
+    def addresses(self, part: nn.Module) -> tuple[int, ...]:
+        """Where the device of this part has its block whole."""
+        bound = (self._bound.get((layer, leaf)) for _, layer, leaf in self._parameters_of[part])
+        return tuple(0 if each is None else each.data_ptr() for each in bound)
+
     def parts(self, block: nn.Module) -> list[nn.Module]:
         """Every device's part."""
         return [shard.block for shard in self._blocks[block].shards]
@@ -105,8 +115,10 @@ class WholeBlocks:
         self._ready = [None] * _NUM_SLOTS
 
     def release(self) -> None:
-        """Give back the memory of whole blocks."""
+        """Give back the memory of whole blocks, of which some is the side streams'."""
         self.forget()
+        for stream in (each for pair in self.side_streams.pairs.values() for each in pair):
+            stream.wait_stream(device_module(stream.device).current_stream(stream.device))  # type: ignore[union-attr]
         self._places.clear()
         self._bound.clear()
         for by_device in self._parameters.values():
@@ -193,7 +205,7 @@ class WholeBlocks:
         self._ready[self._slot[behind]] = None
         for _, layer, leaf in (each for parameters in self._parameters[behind] for each in parameters):
             if (layer, leaf) in self._bound:
-                self._bound[layer, leaf].view(torch.uint8).zero_()
+                _bytes_of(self._bound[layer, leaf]).zero_()
 
     def has_gathered(self, block: nn.Module, dtype: torch.dtype) -> bool:
         """Whether every device has the block behind this one; waits for the devices."""
@@ -374,7 +386,11 @@ def _cuts(place: torch.Tensor, weight: torch.Tensor, part: Slice | None) -> Iter
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bit for bit, also in 8 bits."""
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(_bytes_of(a), _bytes_of(b))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _wide(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
