@@ -46,6 +46,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments, and those by name
 Compute = Callable[[Sequence[Call]], Sequence[Any]]
 # A card's part of a block, the card -> where its weights lie; None if they are not there, or not used as they are
 Addresses = Callable[[nn.Module, torch.device], tuple[int, ...] | None]
+# Around a graph's first replay, when it is recorded. Raises if that did something else, beside its outputs.
+Proof = Callable[[], AbstractContextManager[None]]
 
 
 class Recorder(Protocol):
@@ -61,18 +63,6 @@ class Recorder(Protocol):
 
 
 @dataclass(frozen=True)
-class Proof:
-    """Of what a graph does beside its outputs, when it is recorded.
-
-    Args: prepare: called before it is first replayed. check: called behind; raises if that did something else than what
-    was recorded.
-    """
-
-    prepare: Callable[[], None]
-    check: Callable[[], None]
-
-
-@dataclass(frozen=True)
 class _Asked:
     """A call to be recorded.
 
@@ -83,7 +73,7 @@ class _Asked:
     addresses: list[tuple[int, ...]]
     calls: Sequence[Call]
     given: Sequence[Sequence[torch.Tensor]]
-    proof: Proof | None
+    proof: Proof
 
 
 @dataclass(eq=False)
@@ -177,7 +167,7 @@ class DividedGraphs:
         alone: Compute,
         *,
         waits: bool = True,
-        proof: Proof | None = None,
+        proof: Proof = nullcontext,
     ) -> Sequence[Any]:
         """What each card's part of a block returns: replayed, or as compute gives it, and then perhaps recorded.
 
@@ -315,11 +305,8 @@ class DividedGraphs:
             if not set(found) <= set(card.written):
                 raise RuntimeError("it writes into what it is given, and torch does not see it")
         read = keys_read(watched)
-        if asked.proof is not None:
-            asked.proof.prepare()
-        replay()
-        if asked.proof is not None:
-            asked.proof.check()
+        with asked.proof():
+            replay()
         for card, tree, tensors in zip(cards, expected, asked.given, strict=True):
             outputs = [card.inputs[each] if isinstance(each, int) else each for each in card.outputs]
             written = [card.inputs[index] for index in card.written]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from ...patches.hooks import map_tensors, tensors_reached
 from ..transfer import Arrivals, SideStreams, Versioned, copy_to, hold_sources, settle, with_version
 from .bridge import Copies
-from .divided_graphs import Addresses, Call, DividedGraphs, Proof, arguments_of
+from .divided_graphs import Addresses, Call, DividedGraphs, arguments_of
 from .graph_recorder import CardsRecorder
 from .recorded_calls import OPTIONS, Unlike, WatchedOptions, key_of, keys_read, reads_alike
 from .whole_blocks import WholeBlocks
@@ -105,8 +106,9 @@ class Pictures:
         if self.fault:
             return None
         pictures = self._wholes.pictures(block, call)
-        number, first = self._wholes.num_pictures(block, pictures), self._wholes.first(block, pictures)
-        if not number or first is None or _num_tokens(first) < len(self._devices) * self.least_tokens:
+        first = self._wholes.first(block, pictures)
+        number = 0 if first is None else self._wholes.num_pictures(first, pictures)
+        if first is None or not number or _num_tokens(first) < len(self._devices) * self.least_tokens:
             return None
         options = call[1].get(OPTIONS) or {}
         try:
@@ -207,19 +209,23 @@ class Pictures:
     def _outputs(
         self, graphs: DividedGraphs, block: nn.Module, calls: Sequence[Call], dtype: torch.dtype
     ) -> Sequence[Any]:
-        def check() -> None:
-            if not self._wholes.has_gathered(block, dtype):
-                self._wholes.forget()
-                raise RuntimeError("its graph gathers something else than the next block's weights")
-
         waits = self._wholes.make_ready(block, dtype)
-        proof = Proof(functools.partial(self._wholes.blank, block), check)
+        proof = functools.partial(self._proof, block, dtype)
         replays = graphs.num_replays
         compute = functools.partial(self._wholes.outputs, block, dtype=dtype)
         outputs = graphs.outputs(self._wholes.parts(block), calls, compute, compute, waits=waits, proof=proof)
         if graphs.num_replays > replays:
             self._wholes.was_replayed(block)
         return outputs
+
+    @contextmanager
+    def _proof(self, block: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+        """Raises: RuntimeError if the next block was not gathered inside."""
+        self._wholes.blank(block)
+        yield
+        if not self._wholes.has_gathered(block, dtype):
+            self._wholes.forget()
+            raise RuntimeError("its graph gathers something else than the next block's weights")
 
     def _joined(self, outputs: Sequence[Any], number: int) -> list[torch.Tensor]:
         """All pictures of each tensor that a block returns, at home.

@@ -135,10 +135,10 @@ class WholeBlocks:
         found = pictures.get(self._blocks[block].pictures[0])
         return found if isinstance(found, torch.Tensor) and found.ndim else None
 
-    def num_pictures(self, block: nn.Module, pictures: Mapping[str, Any]) -> int:
-        """In these arguments of a call; 0 unless every device can have as many of them."""
-        first = self.first(block, pictures)
-        number = 0 if first is None else len(first)
+    def num_pictures(self, first: torch.Tensor, pictures: Mapping[str, Any]) -> int:
+        """In these arguments of a call, of which the first has a row for each; 0 unless every device can have as many
+        of them."""
+        number = len(first)
         if number % len(self._devices):
             return 0
         rows: set[int] = set()

@@ -13,7 +13,8 @@ from unittest import mock
 import pytest
 import torch
 from devicebridge.parallel.local import whole_blocks
-from devicebridge.parallel.local.divided_graphs import RECORDED_AFTER
+from devicebridge.parallel.local.divided_graphs import RECORDED_AFTER, DividedGraphs
+from devicebridge.parallel.local.pictures import Pictures
 from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
 from devicebridge.parallel.local.slices import Slice
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
@@ -151,6 +152,16 @@ def pictured(
     return parallel
 
 
+def recorded(model: Model) -> tuple[TensorParallel, Pictures, DividedGraphs]:
+    """On two devices, whose blocks are replayed from the next forward on."""
+    parallel = pictured(model, 2)
+    replaying(parallel, where)
+    for _ in range(RECORDED_AFTER + 6):
+        run(parallel, model, images(2))
+    assert parallel.pictures is not None and parallel.pictures.graphs is not None
+    return parallel, parallel.pictures, parallel.pictures.graphs
+
+
 def images(number: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(number, 7, WIDTH, generator=torch.Generator().manual_seed(seed))
 
@@ -219,13 +230,8 @@ def test_a_replay_waits_for_what_it_reads_that_no_replay_wrote(block) -> None:
             stream += 1
 
     model = make_model(block(), block(), block(), block())
-    parallel = pictured(model, 2)
-    replaying(parallel, where)
-    pictures = parallel.pictures
-    assert pictures is not None and pictures.graphs is not None
-    for _ in range(RECORDED_AFTER + 6):
-        run(parallel, model, images(2))
-    launched = pictures.graphs._recording.launched  # type: ignore[attr-defined]
+    parallel, _, graphs = recorded(model)
+    launched = graphs._recording.launched  # type: ignore[attr-defined]
 
     def launches(*between: Any) -> list[str]:
         launched.clear()
@@ -508,16 +514,13 @@ def test_a_graph_does_not_gather_weights_from_where_they_were(moved) -> None:
     """The first block is gathered by a graph of its own, the second one by that of the first, and nothing by the
     second's."""
     model = make_model(Separate(), Separate())
-    parallel = pictured(model, 2)
-    replaying(parallel, where)
-    for _ in range(RECORDED_AFTER + 6):
-        before = run(parallel, model, images(2))
-    pictures, query = parallel.pictures, model.blocks[moved].attn.q
-    assert pictures is not None and pictures.graphs is not None and pictures.graphs.num_replays >= 4
+    parallel, _, graphs = recorded(model)
+    assert graphs.num_replays >= 4
+    before, query = run(parallel, model, images(2)), model.blocks[moved].attn.q
     query.weight = nn.Parameter(query.weight * 1.5, requires_grad=False)
-    replays = pictures.graphs.num_replays
+    replays = graphs.num_replays
     found = run(parallel, model, images(2))
-    assert pictures.graphs.num_replays == replays + 2
+    assert graphs.num_replays == replays + 2
     parallel.computes_pictures = False
     assert difference(found, run(parallel, model, images(2))) < NEAR < difference(found, before)
 
@@ -525,13 +528,9 @@ def test_a_graph_does_not_gather_weights_from_where_they_were(moved) -> None:
 def test_a_graph_does_not_compute_with_weights_where_they_were_gathered_before() -> None:
     """As after some were gathered in another type, which have memory of their own."""
     model = make_model(Separate(), Separate())
-    parallel = pictured(model, 2)
-    replaying(parallel, where)
-    for _ in range(RECORDED_AFTER + 6):
-        before = run(parallel, model, images(2))
-    pictures = parallel.pictures
-    assert pictures is not None and pictures.graphs is not None
-    replays, old = pictures.graphs.num_replays, dict(pictures._wholes._places)
+    parallel, pictures, graphs = recorded(model)
+    before = run(parallel, model, images(2))
+    replays, old = graphs.num_replays, dict(pictures._wholes._places)
     pictures._wholes._places.clear()
     assert torch.equal(run(parallel, model, images(2)), before)
-    assert pictures.graphs.num_replays == replays + 1 and old.keys() == pictures._wholes._places.keys()  # the beginning
+    assert graphs.num_replays == replays + 1 and old.keys() == pictures._wholes._places.keys()  # the beginning
