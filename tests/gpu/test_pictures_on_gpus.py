@@ -43,17 +43,19 @@ def test_each_card_computes_its_own_pictures(blocks, fetched) -> None:
 
 @pytest.mark.parametrize("block", [Separate, Fused])
 @pytest.mark.parametrize("what", ["nothing", "adds", "skips"])
-def test_its_own_pictures_while_the_others_are_still_to_come_home(block, what) -> None:
+def test_its_own_pictures_while_the_others_are_still_to_come_home(block, what, monkeypatch) -> None:
     """Home and the stream on which pictures leave the other card are kept busy behind every block: what a replay reads
-    too early, or writes to before it was copied, is something else then."""
+    too early, or writes to before it was copied, is something else then. So is what is read at home between blocks."""
     model = make_model(*(block() for _ in range(4))).to(CARDS[0])
     generator = torch.Generator(CARDS[0]).manual_seed(2)
     inputs = [torch.randn(2, 2048, WIDTH, device=CARDS[0], generator=generator) for _ in range(RECORDED_AFTER + 12)]
     parallel = pictured(model, 2, devices=CARDS)
     pictures = parallel.pictures
     assert pictures is not None
+    seen: list[torch.Tensor] = []
 
     def between(index: int, stream: torch.Tensor) -> None:
+        seen.append(stream + 0)
         leaving, _ = parallel.side_streams.pairs[CARDS[1], CARDS[0]]
         for stream_of_card in (torch.cuda.current_stream(CARDS[0]), leaving):
             with torch.cuda.stream(stream_of_card):
@@ -66,12 +68,17 @@ def test_its_own_pictures_while_the_others_are_still_to_come_home(block, what) -
         if what == "skips":
             run(parallel, model, x + 0)
             model.blocks = blocks[:1] + blocks[2:]
+        seen.clear()
         try:
-            return run(parallel, model, x + 0, between)
+            return torch.cat([run(parallel, model, x + 0, between), *seen], dim=-1)
         finally:
             model.blocks = blocks
 
     launched = [outputs(x) for x in inputs]
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: torch.cuda.synchronize())
+    for x, found in zip(inputs, launched, strict=True):
+        assert torch.equal(found, outputs(x))
+    monkeypatch.undo()
     parallel.replay(where)
     torch.cuda.synchronize()
     for x in inputs:  # blocks are recorded where cards wait for the host
