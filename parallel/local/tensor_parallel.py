@@ -68,6 +68,7 @@ class TensorParallel(Bridge):
     replays = True  # blocks as CUDA graphs, where that was asked for
     computes_pictures = True  # each device its own, where that was asked for
     in_turns = True  # one thread for all devices, where greenlets are to be had; else a thread per device
+    remembers = True  # what a forward has copied, and blocks as CUDA graphs; else every block is given all anew
 
     def __init__(
         self,
@@ -188,7 +189,7 @@ class TensorParallel(Bridge):
                 "use the model with whole blocks on each device (way 'blocks')"
             )
         copies = self._local.copies
-        if self.trust == "nobody" and copies is not None:
+        if (self.trust == "nobody" or not self.remembers) and copies is not None:
             copies.clear()
         if self._run is None:
             self._run = _Run(self)
@@ -200,7 +201,7 @@ class TensorParallel(Bridge):
                 copies=copies,
                 given=self._run.given,
                 together=together,
-                is_replayed=self.replays and self.in_turns,
+                is_replayed=self._is_replayed,
             )
             if found is not None:
                 if self.graphs is not None:
@@ -229,10 +230,18 @@ class TensorParallel(Bridge):
             self._checked.add(block)
         return self._kept(outputs[0], found)
 
+    @property
+    def knows_all(self) -> bool:
+        """Whether nothing is changed that was copied, and copies may be used again."""
+        return self.trust == "model" and self.remembers
+
+    @property
+    def _is_replayed(self) -> bool:
+        return self.replays and self.in_turns and self.remembers
+
     def _may_replay(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether nothing runs in this call of a block but the model's own code, in one thread."""
-        is_used = self.graphs is not None and not self.graphs.fault and self.replays and self.in_turns
-        return is_used and self._is_plain(kwargs)
+        return self.graphs is not None and not self.graphs.fault and self._is_replayed and self._is_plain(kwargs)
 
     def _is_plain(self, kwargs: Mapping[str, Any]) -> bool:
         others = {*self.per_device, *self.passed_by} - {OPTIONS}  # what blocks hand each other themselves
@@ -279,7 +288,7 @@ class TensorParallel(Bridge):
             self._run = _Run(self)
         run = self._run
         run.workers.begin_block()
-        run.meetings.ahead.enter(block, *calls[0], is_watched=is_alone or self.trust != "model")
+        run.meetings.ahead.enter(block, *calls[0], is_watched=is_alone or not self.knows_all)
         run.meetings.is_compared = block not in self._checked
         run.current = block  # before any device begins, and after what may run out of memory
         for rank, (shard, call) in enumerate(zip(self._shards[block][1], calls[1:], strict=True), start=1):
@@ -409,7 +418,7 @@ class _Run:
 
     def given(self, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The arguments for another device. It gets dicts of its own: a block may write into those it is handed."""
-        if self._owner.trust != "model":  # other people's code may have written into what is known
+        if not self._owner.knows_all:  # other people's code may have written into what is known
             self._known[rank].clear()
         by_place = self._there(rank, "", dict(enumerate(args)))
         named = {name: value for name, value in kwargs.items() if name not in self._owner.per_device}

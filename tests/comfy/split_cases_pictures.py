@@ -122,3 +122,16 @@ def pictures_need_room(case: Case) -> None:
         host.sample(model, name, steps=STEPS, cfg=CFG)
     found = [line for line in lines if "two whole blocks take" in line]
     case.check("it is said", bridge_of(model).pictures is None and len(found) == 1, lines)
+
+
+@case
+def pictures_with_verify(case: Case) -> None:
+    """The first step is compared with one that remembers nothing; each card computes its own pictures behind it."""
+    host, name = case.host, "qwen_image"
+    with unwatched(), case.logged("devicebridge", level=20) as lines:
+        expected = host.sample(host.load(name, load_device=CPU), name, steps=STEPS, cfg=CFG)
+        host.unload_all()
+        model = tensor(host.load(name), verify=True)
+        near(case, "verified", host.sample(model, name, steps=STEPS, cfg=CFG), expected)
+    _pictures(case, model)
+    case.check("it is said", any("verified: the first step is the same bits" in line for line in lines), lines)

@@ -105,6 +105,7 @@ CASES = [
     "pictures_under_dynamic_vram",
     "pictures_of_8_bit_files",
     "pictures_need_room",
+    "pictures_with_verify",
     *EIGHT_BIT_FILES,
     "tensor_products_in_fp8",
     "tensor_weight_types_of_the_loader",

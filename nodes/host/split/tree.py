@@ -353,7 +353,9 @@ class SplitTree:
         between += [f"another node exchanged {name}" for name in self._lists if not self._is_in_place(name)]
         if between and self.plan.transport == "stream":
             self.say_once(f"split: relay instead of stream: {between[0]}, which may do anything between two blocks")
-        goes_home = bool(between) or self._is_plain
+        goes_home = bool(between) or (self._is_plain and self.divided is None)
+        if isinstance(self.bridge, TensorParallel):
+            self.bridge.remembers = not self._is_plain
         self.bridge.transport = "relay" if goes_home else self.plan.transport
         if goes_home or self.unseen or self.plan.layout.is_watched:
             self.bridge.trust = "nobody"
