@@ -19,8 +19,9 @@ In the cases `tensor_...` the rival `tensor_launched` is `tensor` without CUDA g
 Both are the same split over the same weights, so their latents must be the same bits. `tensor` computes large
 row-parallel layers by chunks of tokens: one chunk is copied to the other card while the next is computed.
 `tensor_launched_whole` computes them at once. With CFG each card computes a conditioning, and in `tensor_together` all
-cards compute both. ComfyUI makes no batch of Qwen-Image's prompts if one is longer, as in `tensor_qwen_cfg_uneven`.
-Both cards then compute each of them. `--rivals` names those that take turns; one_gpu must be among them.
+cards compute both. ComfyUI makes no batch of Qwen-Image's prompts if one is longer, as in `tensor_qwen_cfg_uneven`:
+in `tensor` they are two forwards in lockstep, in `tensor_together` one after the other. `--rivals` names those that
+take turns; one_gpu must be among them.
 
 `--card-gb 24` makes cards small: another process takes the rest of each card's memory, so that ComfyUI, torch and
 comfy-aimdo all meet the wall a real card has. The cases `scaling_...` compare one card with blocks and tensor on
@@ -706,7 +707,7 @@ def tensor(shape: Shape, cfg: float = 1.0, *, is_uneven: bool = False, **latent:
     forecast = forecasts(one, shape)
     divided = split(one, way="tensor")
     rivals = {"one_gpu": one, "tensor": divided, "tensor_launched": divided, "tensor_launched_whole": divided}
-    if cfg != 1.0 and not is_uneven:
+    if cfg != 1.0:
         rivals["tensor_together"] = divided
     if shape.class_name != "Flux":  # beside those its weights would not fit, and loading would take the time
         rivals["blocks"] = split(one, way="blocks")

@@ -84,6 +84,23 @@ def suspended_frame(thread: int) -> types.FrameType | None:
     return None if home is None else home.gr_frame
 
 
+def modes_of_thread(devices: Sequence[torch.device]) -> Callable[[], tuple[object, ...]]:
+    """What tells, whenever it is called, what torch keeps per thread beside device and streams."""
+    kinds = [kind for kind in {*(device.type for device in devices), "cpu"} if torch.amp.is_autocast_available(kind)]
+
+    def modes() -> tuple[object, ...]:
+        casts = tuple(map(torch.is_autocast_enabled, kinds))
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            any(casts) and (casts, *map(torch.get_autocast_dtype, kinds)),
+            torch._C._len_torch_function_stack(),
+            torch._C._len_torch_dispatch_stack(),
+        )
+
+    return modes
+
+
 class _Threads:
     """A thread per device."""
 
@@ -129,10 +146,9 @@ class _Turns:
         self._rank, self.num_idle = 0, 0
         module: Any = device_module(devices[0])
         self._module = module if hasattr(module, "set_device") else None
-        kinds = {device.type for device in devices} | {"cpu"}
-        self._kinds = [kind for kind in kinds if torch.amp.is_autocast_available(kind)]
+        self._current_modes = modes_of_thread(devices)
         self._modes = self._current_modes()
-        self._around = _HOMES.get(self._thread)  # of a forward in whose block this one runs
+        self._around = _HOMES.get(self._thread)  # of a forward in whose block this one runs, or beside it
         _HOMES[self._thread] = self._home
 
     def queue(self) -> Queue:
@@ -183,17 +199,6 @@ class _Turns:
                 return found
         raise RuntimeError("the devices wait for each other")
 
-    def _current_modes(self) -> tuple[object, ...]:
-        """What torch keeps per thread beside device and streams."""
-        casts = tuple(map(torch.is_autocast_enabled, self._kinds))
-        return (
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            any(casts) and (casts, *map(torch.get_autocast_dtype, self._kinds)),
-            torch._C._len_torch_function_stack(),
-            torch._C._len_torch_dispatch_stack(),
-        )
-
     def join(self) -> None:
         for each in self._greenlets:
             if each:  # begun and not ended
@@ -203,10 +208,12 @@ class _Turns:
                     each.throw(greenlet.GreenletExit)
         self._rank = 0
         self._greenlets.clear()
-        if self._around is None:
-            _HOMES.pop(self._thread, None)
-        else:
+        if _HOMES.get(self._thread) is not self._home:
+            return  # one beside this forward has begun later
+        if self._around:  # begun and not ended
             _HOMES[self._thread] = self._around
+        else:
+            del _HOMES[self._thread]
 
 
 class _Handover:

@@ -67,11 +67,13 @@ class _Asked:
     """A call to be recorded.
 
     Args: calls: of each card. given: the tensors in each, which the block may change. addresses: of the weights.
+    firsts: see outputs.
     """
 
     key: Any
     addresses: list[tuple[int, ...]]
     calls: Sequence[Call]
+    firsts: Sequence[int]
     given: Sequence[Sequence[torch.Tensor]]
     proof: Proof
 
@@ -107,11 +109,11 @@ class _Card:
 
 @dataclass(eq=False)
 class _Graph:
-    """Args: key: of the call. read: the options that the block looked up, and their keys. addresses: of its weights.
-    output: what home returns, with other tensors."""
+    """Args: key: of the call. reads: of each forward the options that the block looked up, and their keys. addresses:
+    of its weights. output: what home returns, with other tensors."""
 
     key: Any
-    read: dict[Any, Any]
+    reads: Sequence[dict[Any, Any]]
     addresses: list[tuple[int, ...]]
     cards: list[_Card]
     output: Any
@@ -166,6 +168,7 @@ class DividedGraphs:
         compute: Compute,
         alone: Compute,
         *,
+        firsts: Sequence[int] = (0,),
         waits: bool = True,
         proof: Proof = nullcontext,
     ) -> Sequence[Any]:
@@ -174,20 +177,21 @@ class DividedGraphs:
         Args:
             parts: home's first. calls: of each.
             alone: what is recorded; it depends on nothing but its calls.
+            firsts: numbers of the calls with which those of each forward begin. Calls of one forward differ in the
+                numbers in their tensors only.
             waits: whether a replay reads something beside its calls that the cards' current streams have written since
                 the one before. proof: of a graph that is recorded.
         """
         block, given = parts[0], [_inputs(call) for call in calls]
         try:
-            key = self._key(calls, given)
+            key = self._key(calls, given, firsts)
         except Unlike as reason:
             _log.debug("%s is not replayed as a CUDA graph: %s", type(block).__name__, reason)
             self.forget()
             return compute(calls)
-        options = calls[0][1].get(OPTIONS) or {}
-        graph = next(
-            (each for each in self._graphs.get(block, ()) if each.key == key and reads_alike(each.read, options)), None
-        )
+        options = [calls[first][1].get(OPTIONS) or {} for first in firsts]
+        graphs = (each for each in self._graphs.get(block, ()) if each.key == key)
+        graph = next((each for each in graphs if all(map(reads_alike, each.reads, options))), None)
         if graph is None and self._waits(block, key) < RECORDED_AFTER:
             return self._computed(block, key, calls, compute)
         addresses = self._where(parts)
@@ -198,7 +202,7 @@ class DividedGraphs:
             self._seen.pop(block, None)  # what moves at every forward would be recorded at every forward
         if graph is not None or addresses is None:
             return self._computed(block, key, calls, compute)
-        return self._computed_and_recorded(block, _Asked(key, addresses, calls, given, proof), compute, alone)
+        return self._computed_and_recorded(block, _Asked(key, addresses, calls, firsts, given, proof), compute, alone)
 
     def _computed_and_recorded(
         self, block: nn.Module, asked: _Asked, compute: Compute, alone: Compute
@@ -260,9 +264,9 @@ class DividedGraphs:
             self._recorder = self._make_recorder()
         return self._recorder
 
-    def _key(self, calls: Sequence[Call], given: Sequence[Sequence[torch.Tensor]]) -> Any:
+    def _key(self, calls: Sequence[Call], given: Sequence[Sequence[torch.Tensor]], firsts: Sequence[int]) -> Any:
         """Args: given: the tensors in each call."""
-        values, shared = key_of(arguments_of(calls[0])), []
+        values, shared = [key_of(arguments_of(calls[first])) for first in firsts], []
         for device, tensors in zip(self._devices, given, strict=True):
             if any(tensor.device != device for tensor in tensors):
                 raise Unlike("an input lies on another device")
@@ -304,7 +308,8 @@ class DividedGraphs:
                 raise RuntimeError("it writes into memory that it is given twice")
             if not set(found) <= set(card.written):
                 raise RuntimeError("it writes into what it is given, and torch does not see it")
-        read = keys_read(watched)
+        ends = (*asked.firsts[1:], len(watched))
+        reads = [keys_read(watched[first:end]) for first, end in zip(asked.firsts, ends, strict=True)]
         with asked.proof():
             replay()
         for card, tree, tensors in zip(cards, expected, asked.given, strict=True):
@@ -313,7 +318,7 @@ class DividedGraphs:
             given = [tensors[index] for index in card.written]
             if _different([*outputs, *written], [*tensors_reached(tree), *given]):
                 raise RuntimeError("a replay gives something else")
-        return _Graph(asked.key, read, asked.addresses, cards, output[0], replay)
+        return _Graph(asked.key, reads, asked.addresses, cards, output[0], replay)
 
     def _staged_like(self, rank: int, tree: Any, inputs: Sequence[torch.Tensor]) -> Any:
         """The tree, with tensors that all graphs of such shapes share and write to. An output lies where an input of

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,13 +31,48 @@ _ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, Ass
 
 @dataclass(eq=False)
 class _Form:
-    """Calls of a block that were compared with all devices together.
+    """Calls of a block that were compared with all devices together; one of each forward.
 
-    Args: key: of the arguments. read: the options that the block looked up, and their keys.
+    Args: keys: of the arguments. reads: the options that the block looked up, and their keys. num_left: forwards for
+    which it is still to be compared.
     """
 
+    keys: Sequence[Any]
+    reads: Sequence[Mapping[Any, Any]]
+    num_left: int
+
+
+@dataclass(eq=False)
+class Own:
+    """A forward's call of a block whose pictures devices compute alone.
+
+    Args:
+        block: home's part. call: as the model makes it, at home. key: of its arguments. copies: of the forward.
+        ranks: of the devices. number: of pictures, as many for each of these.
+        calls: of each device. outputs: of each. tree: as a block returns them. joined: the tensors of all, at home.
+        form: of calls that are to be compared.
+    """
+
+    block: nn.Module
+    call: Call
     key: Any
-    read: Mapping[Any, Any]
+    ranks: Sequence[int]
+    number: int
+    copies: Copies
+    calls: list[Call] = field(default_factory=list)
+    outputs: Sequence[Any] = ()
+    tree: Any = None
+    joined: Sequence[torch.Tensor] = ()
+    form: _Form | None = None
+
+    @property
+    def options(self) -> Mapping[Any, Any]:
+        return self.call[1].get(OPTIONS) or {}
+
+    @property
+    def num_each(self) -> int:
+        """Pictures of each device."""
+        return self.number // len(self.ranks)
 
 
 class Pictures:
@@ -86,134 +121,169 @@ class Pictures:
         """Compare each block with that of all devices together once more."""
         self._forms.clear()
 
-    def outputs(
+    def prepared(
         self,
         block: nn.Module,
         call: Call,
         *,
         copies: Copies,
         given: Callable[[int, Any, Any], Call],
-        together: Callable[[], Any],
-        is_replayed: bool,
-    ) -> Any:
-        """What a block returns at home; None for a call that all devices are to compute together.
+        ranks: Sequence[int],
+    ) -> Own | None:
+        """What these devices are to compute of a forward's call of a block; None if they are not to.
 
         Args:
             copies: of the forward. given: makes a call's arguments for another device.
-            together: what all devices compute together of this call.
-            is_replayed: whether CUDA graphs may be.
         """
         if self.fault:
             return None
         pictures = self._wholes.pictures(block, call)
         first = self._wholes.first(block, pictures)
-        number = 0 if first is None else self._wholes.num_pictures(first, pictures)
-        if first is None or not number or _num_tokens(first) < len(self._devices) * self.least_tokens:
+        number = 0 if first is None else self._wholes.num_pictures(first, pictures, len(ranks))
+        if first is None or not number or _num_tokens(first) < len(ranks) * self.least_tokens:
             return None
-        options = call[1].get(OPTIONS) or {}
         try:
-            key = key_of(arguments_of(call))
+            own = Own(block, call, key_of(arguments_of(call)), ranks, number, copies)
         except Unlike:
             return None
-        form = next((f for f in self._forms.get(block, ()) if f.key == key and reads_alike(f.read, options)), None)
         try:
-            own = self._own(block, number, pictures, call, copies, given)
-            if form is None:
-                found = self._first_outputs(block, own, key)
-            else:
-                own.outputs = self._known_outputs(block, own.calls, is_replayed=is_replayed)
-            own.joined = self._joined(own.outputs, number)
+            own.calls = self._calls(own, pictures, given)
         except _ERRORS as error:
-            if form is not None and not isinstance(error, torch.OutOfMemoryError):
+            if block in self._forms and not isinstance(error, torch.OutOfMemoryError):
                 raise
             self._give_up(block, error)
-            copies.forget(call)  # a device's rows may have been written to
             return None
-        if form is None:
-            before = [tensor.clone() for tensor in tensors_reached(arguments_of(call))]
+        return own
+
+    def compute(self, owns: Sequence[Own], *, is_replayed: bool) -> bool:
+        """Compute calls of one block, one of each forward, of which together all devices have pictures, in their order.
+
+        Args: is_replayed: whether CUDA graphs may be.
+        Returns: whether that was done; else what the calls were given is as it was.
+        """
+        block, calls = owns[0].block, [call for own in owns for call in own.calls]
+        if self.fault or len({(own.block, _dtype_of(own.calls)) for own in owns}) > 1:
+            return False
+        keys = [own.key for own in owns]
+        is_known = any(form.keys == keys and _read_alike(form, owns) for form in self._forms.get(block, ()))
+        try:
+            if is_known:
+                firsts = [own.ranks[0] for own in owns]
+                outputs = self._known_outputs(block, calls, firsts, is_replayed=is_replayed)
+            else:
+                outputs = self._first_outputs(block, owns)
+            for own in owns:
+                own.tree, own.outputs = outputs[0], [outputs[rank] for rank in own.ranks]
+                own.joined = self._joined(own)
+        except _ERRORS as error:
+            if is_known and not isinstance(error, torch.OutOfMemoryError):
+                raise
+            self._give_up(block, error)
+            for own in owns:
+                own.copies.forget(own.call)  # a device's rows may have been written to
+            return False
+        return True
+
+    def result(self, own: Own, together: Callable[[], Any]) -> Any:
+        """What a block returns at home of a forward's call that was computed.
+
+        Args: together: what all devices compute together of this call; the first call of a form is compared with it.
+        """
+        if own.form is not None:
+            before = [tensor.clone() for tensor in tensors_reached(arguments_of(own.call))]
             all_together = together()  # which may write into the call's tensors
             fault = _difference(own.joined, tensors_reached(all_together), before)
             if fault:
-                self._give_up(block, RuntimeError(fault))
+                self._give_up(own.block, RuntimeError(fault))
                 return all_together
-            self._forms[block] = [*self._forms.get(block, ()), found][-_MOST_FORMS:]
+            own.form.num_left -= 1
+            if not own.form.num_left:
+                self._forms[own.block] = [*self._forms.get(own.block, ()), own.form][-_MOST_FORMS:]
         self.num_calls += 1
-        return self._handed_on(own, call, copies)
+        return self._handed_on(own)
 
-    def _own(
-        self,
-        block: nn.Module,
-        number: int,
-        pictures: Mapping[str, Any],
-        call: Call,
-        copies: Copies,
-        given: Callable[[int, Any, Any], Call],
-    ) -> _Own:
-        """Every device's call with its own pictures."""
-        bare = self._wholes.with_arguments(block, dict.fromkeys(pictures), call)
+    def _calls(self, own: Own, pictures: Mapping[str, Any], given: Callable[[int, Any, Any], Call]) -> list[Call]:
+        """Of each of its devices, with that one's pictures."""
+        block = own.block
+        bare = self._wholes.with_arguments(block, dict.fromkeys(pictures), own.call)
         found = []
-        for rank in range(len(self._devices)):
-            rows = functools.partial(self._rows, rank, number, copies)
+        for index, rank in enumerate(own.ranks):
+            rows = functools.partial(self._rows, own, index)
             mine = {name: map_tensors(value, rows) for name, value in pictures.items()}
             found.append(self._wholes.with_arguments(block, mine, given(rank, *bare) if rank else bare))
-        return _Own(found)
+        return found
 
-    def _rows(self, rank: int, number: int, copies: Copies, tensor: torch.Tensor) -> torch.Tensor:
+    def _rows(self, own: Own, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """Those of a device's pictures in memory of its own, on the device; all of a tensor that has one for all."""
-        place = "pictures", rank
-        known = copies.find(tensor, place)
+        rank = own.ranks[index]
+        place, device = ("pictures", rank), self._devices[rank]
+        known = own.copies.find(tensor, place)
         if known is None:
-            each = number // len(self._devices)
-            rows = tensor.narrow(0, rank * each, each) if len(tensor) == number else tensor
+            each, is_cut = own.num_each, len(tensor) == own.number
+            rows = tensor.narrow(0, index * each, each) if is_cut else tensor
             with Versioned():
-                known = rows.clone() if rows.device == self._devices[rank] else copy_to(rows, self._devices[rank])
-            copies.keep(tensor, place, known)
+                known = rows.clone() if rows.device == device else copy_to(rows, device)
+            own.copies.keep(tensor, place, known)
         return known
 
-    def _first_outputs(self, block: nn.Module, own: _Own, key: Any) -> _Form:
-        """Compute a call that is to be compared; it leaves what it is given as it was.
+    def _first_outputs(self, block: nn.Module, owns: Sequence[Own]) -> Sequence[Any]:
+        """Compute calls that are to be compared; it leaves what they are given as it was.
 
         Raises: RuntimeError if the block does something that depends on all pictures, or that the others would miss.
         """
-        with Versioned():
-            own.calls = [map_tensors(each, torch.clone) for each in own.calls]
-        given = [tensors_reached(each) for each in own.calls]
+        calls, watched = [], []
+        for own in owns:
+            with Versioned():
+                own.calls = [map_tensors(each, torch.clone) for each in own.calls]
+            watched.append(WatchedOptions(own.calls[0][1].get(OPTIONS) or {}))
+            calls += [_with_options(own.calls[0], watched[-1]), *own.calls[1:]]
+        given = [tensors_reached(call) for own in owns for call in own.calls]
         versions = [[tensor._version for tensor in tensors] for tensors in given]
-        options = WatchedOptions(own.calls[0][1].get(OPTIONS) or {})
-        first = _with_options(own.calls[0], options)
-        own.outputs = self._launched(block, [first, *own.calls[1:]])
-        returned = [tensors_reached(each) for each in own.outputs]
+        found = self._launched(block, calls)
+        returned = [tensors_reached(output) for output in found]
         for tensors, before, outputs in zip(given, versions, returned, strict=True):
             for tensor, version in zip(tensors, before, strict=True):
                 if tensor._version != version and not any(tensor is each for each in outputs):
                     raise RuntimeError("it writes into what it is given, and does not return it")
-        read = keys_read([options])
-        told = [name for name in _OF_PICTURES if name in read]
+        reads = [keys_read([options]) for options in watched]
+        told = [name for name in _OF_PICTURES if any(name in read for read in reads)]
         if told:
             raise RuntimeError(f"it reads {told[0]!r} of the {OPTIONS}, which has something for each picture")
-        return _Form(key, read)
+        form = _Form([own.key for own in owns], reads, len(owns))
+        for own in owns:
+            own.form = form
+        return found
 
     def _launched(self, block: nn.Module, calls: Sequence[Call]) -> Sequence[Any]:
         dtype = _dtype_of(calls)
         self._wholes.make_ready(block, dtype)
         return self._wholes.outputs(block, calls, dtype)
 
-    def _known_outputs(self, block: nn.Module, calls: Sequence[Call], *, is_replayed: bool) -> Sequence[Any]:
+    def _known_outputs(
+        self, block: nn.Module, calls: Sequence[Call], firsts: Sequence[int], *, is_replayed: bool
+    ) -> Sequence[Any]:
+        """Args: firsts: ranks with which the calls of each forward begin."""
         graphs, dtype = self.graphs, _dtype_of(calls)
         if graphs is None or graphs.fault or not is_replayed:
             return self._launched(block, calls)
         if self._wholes.begins_with(block):
-            self._outputs(graphs, self._wholes.beginning, [((dtype,), {})] * len(self._devices), dtype)
-        return self._outputs(graphs, block, calls, dtype)
+            self._outputs(graphs, self._wholes.beginning, [((dtype,), {})] * len(self._devices), (0,), dtype)
+        return self._outputs(graphs, block, calls, firsts, dtype)
 
     def _outputs(
-        self, graphs: DividedGraphs, block: nn.Module, calls: Sequence[Call], dtype: torch.dtype
+        self,
+        graphs: DividedGraphs,
+        block: nn.Module,
+        calls: Sequence[Call],
+        firsts: Sequence[int],
+        dtype: torch.dtype,
     ) -> Sequence[Any]:
         waits = self._wholes.make_ready(block, dtype)
         proof = functools.partial(self._proof, block, dtype)
         replays = graphs.num_replays
         compute = functools.partial(self._wholes.outputs, block, dtype=dtype)
-        outputs = graphs.outputs(self._wholes.parts(block), calls, compute, compute, waits=waits, proof=proof)
+        parts = self._wholes.parts(block)
+        outputs = graphs.outputs(parts, calls, compute, compute, firsts=firsts, waits=waits, proof=proof)
         if graphs.num_replays > replays:
             self._wholes.was_replayed(block)
         return outputs
@@ -227,40 +297,40 @@ class Pictures:
             self._wholes.forget()
             raise RuntimeError("its graph gathers something else than the next block's weights")
 
-    def _joined(self, outputs: Sequence[Any], number: int) -> list[torch.Tensor]:
+    def _joined(self, own: Own) -> list[torch.Tensor]:
         """All pictures of each tensor that a block returns, at home.
 
         Raises: RuntimeError if a device did not return a row for each of its pictures.
         """
-        found, each = [tensors_reached(output) for output in outputs], number // len(self._devices)
-        if any(not tensor.ndim or len(tensor) != each for tensors in found for tensor in tensors):
+        found = [tensors_reached(output) for output in own.outputs]
+        if any(not tensor.ndim or len(tensor) != own.num_each for tensors in found for tensor in tensors):
             raise RuntimeError("it does not return a row for each picture")
         arrivals: Arrivals = {}
-        home, *others = self._devices
-        at_home = [found[0]]
-        for device, tensors in zip(others, found[1:], strict=True):
-            at_home.append(tensors if device == home else self._side_streams.copies(tensors, home, arrivals))
+        home, at_home = self._devices[0], []
+        for rank, tensors in zip(own.ranks, found, strict=True):
+            is_there = self._devices[rank] == home
+            at_home.append(tensors if is_there else self._side_streams.copies(tensors, home, arrivals))
         hold_sources(arrivals)
         settle(arrivals, home)
         with Versioned():
             return [torch.cat(list(rows)) for rows in zip(*at_home, strict=True)]
 
-    def _handed_on(self, own: _Own, call: Call, copies: Copies) -> Any:
+    def _handed_on(self, own: Own) -> Any:
         """What the block returns at home, where what it wrote to has all pictures. Every device has its own rows for
         the next block."""
-        joined, given, rows = list(own.joined), tensors_reached(call), tensors_reached(own.calls[0])
+        joined, given, rows = list(own.joined), tensors_reached(own.call), tensors_reached(own.calls[0])
         for number, output in enumerate(tensors_reached(own.outputs[0])):
             index = next((index for index, each in enumerate(rows) if output is each), None)
             if index is not None:
                 given[index].copy_(joined[number])
-                copies.forget(given[index])  # in inference mode no version tells that it was written to
+                own.copies.forget(given[index])  # in inference mode no version tells that it was written to
                 with Versioned():
                     joined[number] = with_version(given[index])
-        for rank, tree in enumerate(own.outputs):
+        for rank, tree in zip(own.ranks, own.outputs, strict=True):
             for whole, tensor in zip(joined, tensors_reached(tree), strict=True):
-                copies.keep(whole, ("pictures", rank), tensor)
+                own.copies.keep(whole, ("pictures", rank), tensor)
         left = iter(joined)
-        return map_tensors(own.outputs[0], lambda _: next(left))
+        return map_tensors(own.tree, lambda _: next(left))
 
     def _give_up(self, block: nn.Module, error: Exception) -> None:
         self.release()
@@ -270,13 +340,8 @@ class Pictures:
         _log.debug("the reason", exc_info=error)
 
 
-@dataclass(eq=False)
-class _Own:
-    """Args: calls: every device's. outputs: of each. joined: the tensors of all, at home."""
-
-    calls: list[Call]
-    outputs: Sequence[Any] = ()
-    joined: Sequence[torch.Tensor] = ()
+def _read_alike(form: _Form, owns: Sequence[Own]) -> bool:
+    return all(reads_alike(read, own.options) for read, own in zip(form.reads, owns, strict=True))
 
 
 def _dtype_of(calls: Sequence[Call]) -> torch.dtype:

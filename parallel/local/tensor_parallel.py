@@ -18,28 +18,31 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from ...patches.hooks import PLAIN, map_tensors, tensors_reached
+from ...patches.hooks import map_tensors, tensors_reached
 from ..devices import device_title
 from ..staged_copies import StagedCopies, copies_between
 from ..transfer import Arrivals, Versioned, copy_to, with_version
-from .ahead import Ahead, Groups
+from .ahead import Groups
 from .bridge import Bridge
-from .device_workers import make_workers
+from .device_workers import can_take_turns
 from .divided_graphs import Addresses, DividedGraphs, same_bits
 from .divided_graphs import Call as GivenCall
-from .exchange import Exchange, Tensors, TokenChunks
+from .exchange import Tensors, TokenChunks
+from .forward_workers import ForwardWorkers
 from .graph_recorder import CardsRecorder, can_record
-from .meetings import MEETS, Call, Meetings, Stays
-from .pictures import Pictures
+from .lockstep import Lockstep
+from .meetings import MEETS, Call, Stays
+from .pictures import Own, Pictures
 from .recorded_calls import OPTIONS
 from .shards import BlockShard, Meeting
 from .whole_blocks import Fetch, WholeBlock, WholeBlocks
 
+T = TypeVar("T")
 # From how large an output on a layer is computed by chunks where cards copy to each other directly. Smaller ones gain
 # nothing: a chunk takes the host three more launches on each card (docs/internals/experiments.md).
 CHUNKS_FROM_BYTES = 2**26
@@ -82,13 +85,14 @@ class TensorParallel(Bridge):
         super().__init__(blocks, devices[0], passed_by=passed_by, per_device=per_device)
         self._ranks = tuple(devices)
         self._shards = dict(shards)
-        self._groups = Groups({block: (own, *others) for block, (own, others) in shards.items()})
-        self._run: _Run | None = None
+        self.groups = Groups({block: (own, *others) for block, (own, others) in shards.items()})
+        self._run: ForwardWorkers | None = None
         self._beginning = threading.Lock()
         self._runs_in: threading.Thread | None = None  # the thread of the forward that is running
         self._checked: set[nn.Module] = set()
         self.graphs: DividedGraphs | None = None
         self.pictures: Pictures | None = None  # that each device may compute alone
+        self.lockstep: Lockstep[Own] | None = None  # of forwards that are running
         # Of row-parallel layers; None computes each at once.
         self.chunks: TokenChunks | None = TokenChunks(from_bytes=CHUNKS_FROM_BYTES)
         self.stays: Stays = _lies_on
@@ -118,16 +122,21 @@ class TensorParallel(Bridge):
         Raises: RuntimeError if any thread is inside a forward: the devices meet in one at a time.
         """
         with self._beginning:
-            other = self._runs_in
-            if other not in (None, threading.current_thread()) and other.is_alive():  # type: ignore[union-attr]
-                raise RuntimeError(
-                    f"another thread ({other.name}) is computing with this model, whose blocks "  # type: ignore[union-attr]
-                    f"{', '.join(map(str, self._ranks))} compute together, one forward at a time; wait for it, or use "
-                    "the model with whole blocks on each device (way 'blocks')"
-                )
+            self._claim()
             super().begin()
             self._forget()  # a thread that died in its forward has not ended it
-            self._runs_in, self._run = threading.current_thread(), None
+            self._run = None
+
+    def _claim(self) -> None:
+        """Keep other threads from computing. Raises: RuntimeError if one does."""
+        other = self._runs_in
+        if other not in (None, threading.current_thread()) and other.is_alive():  # type: ignore[union-attr]
+            raise RuntimeError(
+                f"another thread ({other.name}) is computing with this model, whose blocks "  # type: ignore[union-attr]
+                f"{', '.join(map(str, self._ranks))} compute together, one forward at a time; wait for it, or use "
+                "the model with whole blocks on each device (way 'blocks')"
+            )
+        self._runs_in = threading.current_thread()
 
     def replay(self, addresses: Addresses) -> None:
         """Have blocks replayed as CUDA graphs from now on, where these devices have such and copy to each other."""
@@ -158,7 +167,7 @@ class TensorParallel(Bridge):
                 run.close()
             self._forget()
         super().end()
-        if self._runs_in is threading.current_thread():
+        if self._runs_in is threading.current_thread() and self.lockstep is None:
             self._runs_in = None
 
     def check_again(self) -> None:
@@ -192,22 +201,50 @@ class TensorParallel(Bridge):
         if (self.trust == "nobody" or not self.remembers) and copies is not None:
             copies.clear()
         if self._run is None:
-            self._run = _Run(self)
+            self._run = ForwardWorkers(self)
         together = functools.partial(self._together, block, call, args, kwargs)
         if self.pictures is not None and self.computes_pictures and copies is not None and self._is_plain(kwargs):
-            found = self.pictures.outputs(
-                block,
-                (args, kwargs),
-                copies=copies,
-                given=self._run.given,
-                together=together,
-                is_replayed=self._is_replayed,
-            )
-            if found is not None:
+            lockstep = self.lockstep
+            rank = None if lockstep is None else lockstep.rank()
+            ranks = tuple(range(len(self._ranks))) if rank is None else (rank,)
+            own = self.pictures.prepared(block, (args, kwargs), copies=copies, given=self._run.given, ranks=ranks)
+            if lockstep is not None and rank is not None:
+                is_computed = lockstep.meet(rank, own)
+            else:
+                is_computed = own is not None and self._compute_own([own])
+            if is_computed and own is not None:
                 if self.graphs is not None:
                     self.graphs.forget()  # a block may have written to what graphs were given
-                return found
+                return self.pictures.result(own, together)
         return together()
+
+    def _compute_own(self, owns: Sequence[Own]) -> bool:
+        return self.pictures is not None and self.pictures.compute(owns, is_replayed=self._is_replayed)
+
+    def run_in_lockstep(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        """Run jobs, one forward each and one for each device, whose blocks the devices compute alone; see lockstep.py.
+
+        Raises: the first exception of a job.
+        """
+        with self._beginning:
+            self._claim()
+            self.lockstep = Lockstep(self, self._compute_own)
+        try:
+            return self.lockstep.run(jobs)
+        finally:
+            self.lockstep = self._runs_in = None
+
+    @property
+    def can_run_in_lockstep(self) -> bool:
+        may_have = self.pictures is not None and not self.pictures.fault and self.computes_pictures
+        return may_have and self.in_turns and can_take_turns()
+
+    def swap(self, forward: dict[str, Any] | None) -> dict[str, Any]:
+        """See lockstep.Forwards."""
+        before = {"run": self._run, "local": dict(vars(self._local))}
+        self._run = None if forward is None else forward["run"]
+        vars(self._local).update({} if forward is None else forward["local"])
+        return before
 
     def _together(self, block: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the devices compute together of a call."""
@@ -283,9 +320,9 @@ class TensorParallel(Bridge):
                 run.close()
             raise
 
-    def _enter(self, block: nn.Module, calls: Sequence[GivenCall], *, is_alone: bool) -> _Run:
+    def _enter(self, block: nn.Module, calls: Sequence[GivenCall], *, is_alone: bool) -> ForwardWorkers:
         if self._run is None:
-            self._run = _Run(self)
+            self._run = ForwardWorkers(self)
         run = self._run
         run.workers.begin_block()
         run.meetings.ahead.enter(block, *calls[0], is_watched=is_alone or not self.knows_all)
@@ -391,87 +428,6 @@ class TensorParallel(Bridge):
                 "the model with whole blocks on each device (way 'blocks')"
             )
         return meet(run.meetings, rank, meeting, call, args, kwargs)
-
-
-class _Run:
-    """The workers of one forward."""
-
-    def __init__(self, owner: TensorParallel) -> None:
-        devices, self._owner = owner.devices, owner
-        self.workers = make_workers(owner.pool, devices, in_turns=owner.in_turns)
-        self.exchange = Exchange(len(devices), owner.send_parts, self.workers.queue)
-        self.meetings = Meetings(self.exchange, devices, Ahead(owner._groups), chunks=owner.chunks, stays=owner.stays)
-        self.current: nn.Module | None = None  # the block that is being computed
-        self.brought: list[Any] = [None] * len(devices)  # to something that is computed at home, and what came of it
-        self.calls = [self.workers.queue() for _ in devices]
-        self._results = [self.workers.queue() for _ in devices]
-        self._give = [functools.partial(owner.give, rank) for rank in range(len(devices))]
-        # By argument: a value, and what it is there.
-        self._known: list[dict[Any, tuple[Any, Any]]] = [{} for _ in devices]
-        self._shared: dict[tuple[int, str], Any] = {}  # the objects of per_device
-        try:
-            for rank in range(1, len(devices)):
-                self.workers.start(rank, functools.partial(self._serve, rank))
-        except BaseException:
-            self.close()
-            raise
-
-    def given(self, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The arguments for another device. It gets dicts of its own: a block may write into those it is handed."""
-        if not self._owner.knows_all:  # other people's code may have written into what is known
-            self._known[rank].clear()
-        by_place = self._there(rank, "", dict(enumerate(args)))
-        named = {name: value for name, value in kwargs.items() if name not in self._owner.per_device}
-        there = self._there(rank, "", named)
-        for name in kwargs.keys() - named.keys():
-            there[name] = self._shared.setdefault((rank, name), type(kwargs[name])())
-        return tuple(by_place.values()), there
-
-    def _there(self, rank: int, where: str, values: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Values on another device. A tuple, and what holds no tensor, is looked through once for all blocks that are
-        given the same one: looking takes as long as a small block. Args: where: the dict that they are in."""
-        known, give, there = self._known[rank], self._give[rank], {}
-        for name, value in values.items():
-            if type(value) in PLAIN:
-                there[name] = value
-            elif name == OPTIONS and isinstance(value, dict):
-                there[name] = self._there(rank, OPTIONS, value)
-            elif (before := known.get((where, name))) is not None and before[0] is value:
-                there[name] = before[1]
-            else:
-                there[name] = map_tensors(value, give)
-                if there[name] is value or type(value) is tuple:
-                    known[where, name] = value, there[name]
-        return there
-
-    def results(self) -> list[Any]:
-        """What the other devices computed, by rank; None of one that failed, whose error the exchange knows."""
-        return [results.get() for results in self._results[1:]]
-
-    def close(self) -> None:
-        """End the workers, also in the middle of a block."""
-        if self.current is not None:
-            self.exchange.abort(RuntimeError("the forward was ended"))
-        for calls in self.calls[1:]:
-            calls.put(None)
-        self.workers.join()
-        self.exchange.forget()
-        self.meetings.forget()
-        self._results.clear()
-
-    def _serve(self, rank: int) -> None:
-        """Compute block after block, up to the first error."""
-        try:
-            with self.workers.here(rank):
-                while (call := self.calls[rank].get()) is not None:
-                    block, args, kwargs = call
-                    output = block(*args, **kwargs)
-                    self.meetings.finish(rank)
-                    self._results[rank].put(output)
-                    del call, block, args, kwargs, output
-        except BaseException as error:
-            self.exchange.abort(error)
-            self._results[rank].put(None)
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:

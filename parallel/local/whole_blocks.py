@@ -135,11 +135,11 @@ class WholeBlocks:
         found = pictures.get(self._blocks[block].pictures[0])
         return found if isinstance(found, torch.Tensor) and found.ndim else None
 
-    def num_pictures(self, first: torch.Tensor, pictures: Mapping[str, Any]) -> int:
-        """In these arguments of a call, of which the first has a row for each; 0 unless every device can have as many
-        of them."""
+    def num_pictures(self, first: torch.Tensor, pictures: Mapping[str, Any], num_devices: int) -> int:
+        """In these arguments of a call, of which the first has a row for each; 0 unless each of so many devices can
+        have as many of them."""
         number = len(first)
-        if number % len(self._devices):
+        if number % num_devices:
             return 0
         rows: set[int] = set()
 

@@ -6,8 +6,12 @@ On a card alone both conditionings are one batch, so outputs are near the refere
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import comfy.model_management
 from devicebridge.parallel.local.pictures import Pictures
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.comfy.emulated_vram import dynamic_vram
@@ -15,7 +19,9 @@ from devicebridge.tests.comfy.split_cases import CPU, Case, case
 from devicebridge.tests.comfy.split_cases_replayed import STEPS, bridge_of, replayed, unwatched
 from devicebridge.tests.comfy.split_cases_tensor import near, tensor
 from devicebridge.tests.comfy.split_cases_tensor_files import FILES, load_divided
+from devicebridge.tests.comfy.split_cases_tensor_nodes import ends
 from devicebridge.tests.comfy.split_host import HOME, OTHER, live_bytes
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
 
 CFG = 4.0
 
@@ -135,3 +141,66 @@ def pictures_with_verify(case: Case) -> None:
         near(case, "verified", host.sample(model, name, steps=STEPS, cfg=CFG), expected)
     _pictures(case, model)
     case.check("it is said", any("verified: the first step is the same bits" in line for line in lines), lines)
+
+
+@case
+def pictures_of_unequal_prompts(case: Case) -> None:
+    """ComfyUI makes no batch of them: each is a forward, and each card computes one. So it is with verify."""
+    host = case.host
+    for name in ("qwen_image", "lumina2", "z_image"):
+        negative = FAMILIES[name].condition(2, 3)
+        sample = functools.partial(host.sample, name=name, steps=STEPS, cfg=CFG, negative=negative)
+        expected = sample(host.load(name, load_device=CPU))
+        host.unload_all()
+        for is_verified in (False, True):
+            with replayed():
+                model = tensor(host.load(name), verify=is_verified)
+                for turn in range(2):
+                    near(case, f"{name}, turn {turn}", sample(model), expected)
+                    _pictures(case, model)
+            graphs = bridge_of(model).pictures.graphs  # type: ignore[union-attr]
+            case.check("replayed", graphs.num_replays > 0 and not graphs.fault, graphs.fault)  # type: ignore[union-attr]
+            host.unload_all()
+
+
+@case
+def pictures_of_unequal_prompts_stopped(case: Case) -> None:
+    """Ctrl-C and ComfyUI's Cancel in either forward end the prompt, and the next one has the same bits. Where other
+    people's code could notice two forwards at once, they are computed one after the other."""
+    host, name = case.host, "qwen_image"
+    with unwatched(), case.logged("devicebridge", level=20) as lines:
+        model = tensor(host.load(name))
+        negative = FAMILIES[name].condition(2, 3)
+        sample = functools.partial(host.sample, name=name, steps=STEPS, cfg=CFG, negative=negative)
+        reference = sample(model)
+        for number in (3, 4):  # one of each forward
+            for stop in (KeyboardInterrupt(), comfy.model_management.InterruptProcessingException()):
+                _pictures(case, model)
+                with mock.patch.object(Pictures, "result", autospec=True, side_effect=_failing(number, stop)):
+                    ends(case, f"{type(stop).__name__} in call {number}", functools.partial(sample, model), type(stop))
+                case.equal("the same bits", sample(model), reference)
+        wrapped = model.clone()
+        wrapped.set_model_unet_function_wrapper(lambda run, given: run(given["input"], given["timestep"], **given["c"]))
+        _pictures(case, model)
+        near(case, "with a wrapper", sample(wrapped), reference)
+        number = bridge_of(model).pictures.num_calls  # type: ignore[union-attr]
+        case.check("computed together", number == 0, number)
+        host.unload_all()
+        apart = tensor(host.load(name), overlap=False)
+        near(case, "overlap off", sample(apart), reference)
+        number = bridge_of(apart).pictures.num_calls  # type: ignore[union-attr]
+        case.check("without overlap computed together", number == 0, number)
+    found = [line for line in lines if "a model function wrapper may keep state" in line]
+    case.check("it is said", len(found) == 1 and "all conditionings together" in found[0], lines)
+
+
+def _failing(number: int, error: BaseException) -> Callable[..., Any]:
+    """What Pictures.result does, but for the call of this number."""
+    result, calls = Pictures.result, itertools.count(1)
+
+    def failing(*args: Any) -> Any:
+        if next(calls) == number:
+            raise error
+        return result(*args)
+
+    return failing

@@ -93,14 +93,14 @@ def tensor_stopped_inside_a_block(case: Case) -> None:
                 for rank in (0, 1):
                     claim = f"{what} on card {rank}, {'one thread' if in_turns else 'a thread each'}"
                     with _failing_meeting(rank, 7, stop):
-                        _ends(case, claim, sample, type(stop))
+                        ends(case, claim, sample, type(stop))
                     case.equal(f"after {claim}", sample(), reference)
-            _ends(case, "Cancel pressed meanwhile", functools.partial(_cancelled, sample), type(stops["Cancel"]))
+            ends(case, "Cancel pressed meanwhile", functools.partial(_cancelled, sample), type(stops["Cancel"]))
             case.equal("after Cancel was pressed", sample(), reference)
         host.unload_all()
 
 
-def _ends(case: Case, claim: str, act: Any, error: type[BaseException]) -> None:
+def ends(case: Case, claim: str, act: Any, error: type[BaseException]) -> None:
     try:
         act()
     except error:

@@ -106,6 +106,8 @@ CASES = [
     "pictures_of_8_bit_files",
     "pictures_need_room",
     "pictures_with_verify",
+    "pictures_of_unequal_prompts",
+    "pictures_of_unequal_prompts_stopped",
     *EIGHT_BIT_FILES,
     "tensor_products_in_fp8",
     "tensor_weight_types_of_the_loader",

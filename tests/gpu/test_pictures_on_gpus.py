@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -42,13 +43,14 @@ def test_each_card_computes_its_own_pictures(blocks, fetched) -> None:
 
 
 @pytest.mark.parametrize("block", [Separate, Fused])
-@pytest.mark.parametrize("what", ["nothing", "adds", "skips"])
+@pytest.mark.parametrize("what", ["nothing", "adds", "skips", "two forwards of unequal length"])
 def test_its_own_pictures_while_the_others_are_still_to_come_home(block, what, monkeypatch) -> None:
-    """Home and the stream on which pictures leave the other card are kept busy behind every block: what a replay reads
-    too early, or writes to before it was copied, is something else then. So is what is read at home between blocks."""
+    """Home and the stream on which pictures leave the other card are kept busy behind every block, the latter for
+    longer: what a block reads too early, or writes to before it was copied, is something else then. So is what is read
+    at home between blocks."""
     model = make_model(*(block() for _ in range(4))).to(CARDS[0])
     generator = torch.Generator(CARDS[0]).manual_seed(2)
-    inputs = [torch.randn(2, 2048, WIDTH, device=CARDS[0], generator=generator) for _ in range(RECORDED_AFTER + 12)]
+    inputs = [torch.randn(2, 2048, WIDTH, device=CARDS[0], generator=generator) for _ in range(RECORDED_AFTER + 6)]
     parallel = pictured(model, 2, devices=CARDS)
     pictures = parallel.pictures
     assert pictures is not None
@@ -57,11 +59,16 @@ def test_its_own_pictures_while_the_others_are_still_to_come_home(block, what, m
     def between(index: int, stream: torch.Tensor) -> None:
         seen.append(stream + 0)
         leaving, _ = parallel.side_streams.pairs[CARDS[1], CARDS[0]]
-        for stream_of_card in (torch.cuda.current_stream(CARDS[0]), leaving):
-            with torch.cuda.stream(stream_of_card):
-                torch.cuda._sleep(20_000_000)  # about ten milliseconds
-        if what == "adds" and index != 1:
+        for busy, cycles in ((torch.cuda.current_stream(CARDS[0]), 10_000_000), (leaving, 40_000_000)):
+            with torch.cuda.stream(busy):
+                torch.cuda._sleep(cycles)  # about five milliseconds and twenty
+        if what not in ("nothing", "skips") and index != 1:
             stream[:, 5:] += 0.5
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            jobs = [functools.partial(run, parallel, model, each + 0, between) for each in (x[:1], x[1:, :1200])]
+            return torch.cat([each.flatten() for each in (*parallel.run_in_lockstep(jobs), *seen)])
 
     def outputs(x: torch.Tensor) -> torch.Tensor:
         blocks = model.blocks
@@ -69,6 +76,8 @@ def test_its_own_pictures_while_the_others_are_still_to_come_home(block, what, m
             run(parallel, model, x + 0)
             model.blocks = blocks[:1] + blocks[2:]
         seen.clear()
+        if what == "two forwards of unequal length":
+            return both(x)
         try:
             return torch.cat([run(parallel, model, x + 0, between), *seen], dim=-1)
         finally:
@@ -81,8 +90,10 @@ def test_its_own_pictures_while_the_others_are_still_to_come_home(block, what, m
     monkeypatch.undo()
     parallel.replay(where)
     torch.cuda.synchronize()
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     for x in inputs:  # blocks are recorded where cards wait for the host
-        run(parallel, model, x + 0)
+        outputs(x)
+    monkeypatch.undo()
     for turn, (x, expected) in enumerate(zip(inputs, launched, strict=True)):
         assert torch.equal(outputs(x), expected), turn
     assert pictures.graphs is not None
@@ -94,4 +105,4 @@ def test_so_they_do_with_the_drivers_allocator() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "own_pictures"]
     env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
     found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert found.returncode == 0 and "10 passed" in found.stdout, found.stdout[-3000:] + found.stderr[-3000:]
+    assert found.returncode == 0 and "12 passed" in found.stdout, found.stdout[-3000:] + found.stderr[-3000:]

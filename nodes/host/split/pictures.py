@@ -43,8 +43,8 @@ def allow_pictures(
             return
     assert bridge.pictures is not None, "it was just made"
     _log.info(
-        "split: where a batch has as many pictures for each of the %d cards, as with CFG on two, each computes its "
-        "own, from %d tokens on",
+        "split: where there are as many pictures for each of the %d cards, as with CFG on two, each computes its own, "
+        "from %d tokens on",
         len(devices),
         bridge.pictures.least_tokens,
     )
