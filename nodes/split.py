@@ -50,7 +50,8 @@ _FIXED = (
         advanced=True,
         tooltip="Compute cond and uncond, and the pictures of a batch, one after the other but on both GPUs at the "
         "same time. Matters with CFG above 1 or a batch. Like the size of a batch it may change the last bits of a "
-        "picture; off computes one batch, GPU after GPU, with the very bits of one GPU.",
+        "picture; off computes one batch, GPU after GPU, with the very bits of one GPU. With way tensor it matters for "
+        "prompts of unequal length: on gives each GPU one of them.",
     ),
     io.Boolean.Input(
         "offload",
@@ -64,8 +65,8 @@ _FIXED = (
         default=False,
         optional=True,
         advanced=True,
-        tooltip="Compute the first step of every run twice, the second time without overlap and by relay, and stop "
-        "with what differs. For the first run of a new graph; costs one slow step.",
+        tooltip="Compute the first step of every run twice, the second time in the plainest way, without overlap, and "
+        "stop with what differs. For the first run of a new graph; costs one slow step.",
     ),
     io.Combo.Input(
         "way",

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ...parallel.local.device_workers import suspended_frame
+from ...parallel.local.device_workers import suspended_frames
 
 if TYPE_CHECKING:
     import torch
@@ -86,8 +86,8 @@ class Hold:
 
     @property
     def is_over(self) -> bool:
-        """Whether the frame is no longer in its thread's stack, nor in that of home while it computes elsewhere."""
-        stacks = sys._current_frames().get(self._thread), suspended_frame(self._thread)
+        """Whether the frame is no longer in its thread's stack, nor in one that waits while it computes elsewhere."""
+        stacks = sys._current_frames().get(self._thread), *suspended_frames(self._thread)
         return not any(self._is_in(each) for each in stacks)
 
     def _is_in(self, frame: types.FrameType | None) -> bool:

@@ -42,8 +42,9 @@ Transport = Literal["stream", "relay"]
 Trust = Literal["model", "callers", "nobody"]
 
 
-# Where a copy is: a device, the rank of one of several that may be the same, or the rows of one of these.
-Place = torch.device | int | tuple[str, int]
+# Where a copy is: a device, the rank of one of several that may be the same, or the rows of one of these and among how
+# many they were shared out.
+Place = torch.device | int | tuple[str, int, int]
 
 
 class Traffic(Protocol):

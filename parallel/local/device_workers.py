@@ -34,7 +34,7 @@ try:
 except ImportError:  # no build for this Python: a thread per device
     greenlet = None  # type: ignore[assignment]
 
-_HOMES: dict[int, Any] = {}  # of a thread whose devices take turns: the greenlet that computes for home
+_HOMES: dict[int, list[Any]] = {}  # of a thread: greenlets of it that let others go on, the last one last
 
 
 class Queue(Protocol):
@@ -78,10 +78,31 @@ def can_take_turns() -> bool:
     return greenlet is not None
 
 
-def suspended_frame(thread: int) -> types.FrameType | None:
-    """Where home's code stands while this thread computes for another device; None at any other time."""
-    home = _HOMES.get(thread)
-    return None if home is None else home.gr_frame
+def suspended_frames(thread: int) -> list[types.FrameType]:
+    """Where code of this thread stands that waits for another greenlet of it, as home's does while this one computes
+    for another device."""
+    return [home.gr_frame for home in _HOMES.get(thread, ()) if home.gr_frame is not None]
+
+
+@contextlib.contextmanager
+def letting_others_go_on() -> Iterator[Any]:
+    """Inside, the current greenlet, which is given, may wait for others that it has begun."""
+    thread, home = threading.get_ident(), greenlet.getcurrent()
+    _add_home(thread, home)
+    try:
+        yield home
+    finally:
+        _remove_home(thread, home)
+
+
+def _add_home(thread: int, home: Any) -> None:
+    _HOMES.setdefault(thread, []).append(home)
+
+
+def _remove_home(thread: int, home: Any) -> None:
+    _HOMES[thread].remove(home)
+    if not _HOMES[thread]:
+        del _HOMES[thread]
 
 
 def modes_of_thread(devices: Sequence[torch.device]) -> Callable[[], tuple[object, ...]]:
@@ -143,13 +164,12 @@ class _Turns:
         self._devices = devices
         self._thread, self._home = threading.get_ident(), greenlet.getcurrent()
         self._greenlets: deque[Any] = deque()  # the next one to go on first
-        self._rank, self.num_idle = 0, 0
+        self._rank, self.num_idle, self._is_open = 0, 0, True
         module: Any = device_module(devices[0])
         self._module = module if hasattr(module, "set_device") else None
         self._current_modes = modes_of_thread(devices)
         self._modes = self._current_modes()
-        self._around = _HOMES.get(self._thread)  # of a forward in whose block this one runs, or beside it
-        _HOMES[self._thread] = self._home
+        _add_home(self._thread, self._home)
 
     def queue(self) -> Queue:
         return _Handover(self)
@@ -208,12 +228,9 @@ class _Turns:
                     each.throw(greenlet.GreenletExit)
         self._rank = 0
         self._greenlets.clear()
-        if _HOMES.get(self._thread) is not self._home:
-            return  # one beside this forward has begun later
-        if self._around:  # begun and not ended
-            _HOMES[self._thread] = self._around
-        else:
-            del _HOMES[self._thread]
+        if self._is_open:
+            _remove_home(self._thread, self._home)
+        self._is_open = False
 
 
 class _Handover:

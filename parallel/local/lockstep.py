@@ -5,7 +5,8 @@ devices would compute each of them. In lockstep every device computes its own fo
 that are gathered for all (whole_blocks.py). A forward is a greenlet of the caller's thread: it runs up to its next
 block, where it lets the others go on. When all have come to the same block, that is computed for all of them at once.
 
-Forwards that part ways, such as one that leaves out a block, go on one after the other, as they would without.
+A forward that is behind, for it has more blocks, comes after by itself. When one has ended, the others go on as they
+would without.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from .device_workers import greenlet, modes_of_thread
+from ..devices import device_module
+from ..transfer import module_with_streams
+from .device_workers import greenlet, letting_others_go_on, modes_of_thread
+from .recorded_calls import switches
 
 B = TypeVar("B")
 R = TypeVar("R")
@@ -56,11 +61,20 @@ class Lockstep(Generic[B]):
 
     Args:
         bridge: of the model.
-        compute: computes what all forwards have brought, in the order of devices; False if it cannot.
+        compute: computes what forwards have brought, in the order of devices; False if it cannot.
+        place: of what a forward brings, in the order in which forwards come to it.
+        waits: whether forwards meet; else what each brings is computed by itself.
     """
 
-    def __init__(self, bridge: Forwards, compute: Callable[[Sequence[B]], bool]) -> None:
-        self._bridge, self._compute = bridge, compute
+    def __init__(
+        self,
+        bridge: Forwards,
+        compute: Callable[[Sequence[B]], bool],
+        place: Callable[[B], int],
+        *,
+        waits: bool = True,
+    ) -> None:
+        self._bridge, self._compute, self._place, self._waits = bridge, compute, place, waits
         self._modes = modes_of_thread(bridge.devices)
         self._forwards: list[_Forward[B]] = []
         self._is_over = False  # the rest goes on without meeting
@@ -71,23 +85,25 @@ class Lockstep(Generic[B]):
 
         Raises: the first exception of a job; the other ones have ended then.
         """
-        self._caller, self._modes_outside = greenlet.getcurrent(), self._modes()
+        self._around = self._surroundings()
         self._forwards = [_Forward(job) for job in jobs]
-        try:
-            while left := [each for each in self._forwards if not each.greenlet.dead]:
-                for forward in left:
-                    self._go_on(forward)
-                self._meet()
-            return [forward.result for forward in self._forwards]
-        finally:
-            self._is_stopping = True
-            for forward in self._forwards:
-                self._stop(forward)
-            self._forwards.clear()
+        with letting_others_go_on() as self._caller:
+            try:
+                while left := [each for each in self._forwards if not each.greenlet.dead]:
+                    for forward in left:
+                        if forward.brought is None:
+                            self._go_on(forward)
+                    self._meet()
+                return [forward.result for forward in self._forwards]
+            finally:
+                self._is_stopping = True
+                for forward in self._forwards:
+                    self._stop(forward)
+                self._forwards.clear()
 
     def rank(self) -> int | None:
         """Of the forward that asks; None if it is none of these, or cannot wait for the others here."""
-        if self._is_over or self._modes() != self._modes_outside:
+        if self._is_over or self._surroundings() != self._around:
             return None
         current = greenlet.getcurrent()
         return next((rank for rank, each in enumerate(self._forwards) if each.greenlet is current), None)
@@ -99,6 +115,8 @@ class Lockstep(Generic[B]):
         """
         if brought is None:
             return False
+        if not self._waits:
+            return self._compute([brought])
         forward = self._forwards[rank]
         forward.brought = brought
         self._caller.switch()
@@ -107,12 +125,24 @@ class Lockstep(Generic[B]):
         return forward.is_computed
 
     def _meet(self) -> None:
-        brought = [forward.brought for forward in self._forwards]
-        together = [each for each in brought if each is not None]
-        is_computed = not self._is_over and len(together) == len(brought) and self._compute(together)
-        self._is_over = not is_computed
-        for forward in self._forwards:
+        """Forwards that are at the first place go on; for all of them at once that is computed first."""
+        waiting = [(self._place(each.brought), each) for each in self._forwards if each.brought is not None]
+        here = [each for place, each in waiting if place == min(waiting, key=itemgetter(0))[0]]
+        are_all, is_computed = len(here) == len(self._forwards), False
+        if are_all and not self._is_over:
+            is_computed = self._compute([each.brought for each in here if each.brought is not None])
+        self._is_over = self._is_over or len(waiting) < len(self._forwards) or (are_all and not is_computed)
+        for forward in here:
             forward.brought, forward.is_computed = None, is_computed
+
+    def _surroundings(self) -> tuple[object, ...]:
+        """What one forward could change for the others where it waits."""
+        devices = self._bridge.devices
+        module: Any = device_module(devices[0])
+        if module_with_streams(devices[0], devices[0]) is None:
+            return self._modes(), switches()
+        streams = [module.current_stream(device) for device in devices]
+        return self._modes(), switches(), module.current_device(), streams
 
     def _go_on(self, forward: _Forward[B]) -> None:
         """Up to its next meeting, or its end."""
@@ -129,7 +159,7 @@ class Lockstep(Generic[B]):
         try:
             for _ in range(3):  # code that catches everything may go on
                 if forward.greenlet:  # begun and not ended
-                    with suppress(Exception):
+                    with suppress(BaseException):  # the first one is raised
                         forward.greenlet.throw(greenlet.GreenletExit)
             self._bridge.end()
         finally:

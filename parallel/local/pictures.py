@@ -14,7 +14,7 @@ from torch import nn
 
 from ...patches.hooks import map_tensors, tensors_reached
 from ..transfer import Arrivals, SideStreams, Versioned, copy_to, hold_sources, settle, with_version
-from .bridge import Copies
+from .bridge import Copies, Place
 from .divided_graphs import Addresses, Call, DividedGraphs, arguments_of
 from .graph_recorder import CardsRecorder
 from .recorded_calls import OPTIONS, Unlike, WatchedOptions, key_of, keys_read, reads_alike
@@ -33,12 +33,13 @@ _ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, Ass
 class _Form:
     """Calls of a block that were compared with all devices together; one of each forward.
 
-    Args: keys: of the arguments. reads: the options that the block looked up, and their keys. num_left: forwards for
-    which it is still to be compared.
+    Args: keys: of the arguments. reads: the options that the block looked up, and their keys. trees: as it returns
+    them, without numbers. num_left: forwards for which it is still to be compared.
     """
 
     keys: Sequence[Any]
     reads: Sequence[Mapping[Any, Any]]
+    trees: Sequence[Any]
     num_left: int
 
 
@@ -68,6 +69,10 @@ class Own:
     @property
     def options(self) -> Mapping[Any, Any]:
         return self.call[1].get(OPTIONS) or {}
+
+    def place(self, rank: int) -> Place:
+        """Where copies of a tensor's rows are that this device computes."""
+        return "pictures", rank, len(self.ranks)
 
     @property
     def num_each(self) -> int:
@@ -149,34 +154,37 @@ class Pictures:
         try:
             own.calls = self._calls(own, pictures, given)
         except _ERRORS as error:
-            if block in self._forms and not isinstance(error, torch.OutOfMemoryError):
+            is_known = any(own.key in form.keys for form in self._forms.get(block, ()))
+            if is_known and not isinstance(error, torch.OutOfMemoryError):
                 raise
             self._give_up(block, error)
             return None
         return own
 
     def compute(self, owns: Sequence[Own], *, is_replayed: bool) -> bool:
-        """Compute calls of one block, one of each forward, of which together all devices have pictures, in their order.
+        """Compute calls of one block, one of each forward, in the order of their devices.
 
-        Args: is_replayed: whether CUDA graphs may be.
+        Args: is_replayed: whether CUDA graphs may be, where all devices have pictures.
         Returns: whether that was done; else what the calls were given is as it was.
         """
         block, calls = owns[0].block, [call for own in owns for call in own.calls]
         if self.fault or len({(own.block, _dtype_of(own.calls)) for own in owns}) > 1:
             return False
         keys = [own.key for own in owns]
-        is_known = any(form.keys == keys and _read_alike(form, owns) for form in self._forms.get(block, ()))
+        forms = (form for form in self._forms.get(block, ()) if form.keys == keys)
+        known = next((form for form in forms if _read_alike(form, owns)), None)
         try:
-            if is_known:
-                firsts = [own.ranks[0] for own in owns]
-                outputs = self._known_outputs(block, calls, firsts, is_replayed=is_replayed)
+            if known is None:
+                form, outputs = self._first_outputs(block, owns)
             else:
-                outputs = self._first_outputs(block, owns)
-            for own in owns:
-                own.tree, own.outputs = outputs[0], [outputs[rank] for rank in own.ranks]
+                form, outputs = known, self._known_outputs(block, owns, calls, is_replayed=is_replayed)
+            left = iter(outputs)
+            for own, tree in zip(owns, form.trees, strict=True):
+                own.tree, own.outputs = tree, [next(left) for _ in own.ranks]
+                own.form = form if known is None else None
                 own.joined = self._joined(own)
         except _ERRORS as error:
-            if is_known and not isinstance(error, torch.OutOfMemoryError):
+            if known is not None and not isinstance(error, torch.OutOfMemoryError):
                 raise
             self._give_up(block, error)
             for own in owns:
@@ -193,6 +201,7 @@ class Pictures:
             before = [tensor.clone() for tensor in tensors_reached(arguments_of(own.call))]
             all_together = together()  # which may write into the call's tensors
             fault = _difference(own.joined, tensors_reached(all_together), before)
+            fault = fault or _other_tree(own.tree, all_together)
             if fault:
                 self._give_up(own.block, RuntimeError(fault))
                 return all_together
@@ -216,7 +225,7 @@ class Pictures:
     def _rows(self, own: Own, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """Those of a device's pictures in memory of its own, on the device; all of a tensor that has one for all."""
         rank = own.ranks[index]
-        place, device = ("pictures", rank), self._devices[rank]
+        place, device = own.place(rank), self._devices[rank]
         known = own.copies.find(tensor, place)
         if known is None:
             each, is_cut = own.num_each, len(tensor) == own.number
@@ -226,7 +235,7 @@ class Pictures:
             own.copies.keep(tensor, place, known)
         return known
 
-    def _first_outputs(self, block: nn.Module, owns: Sequence[Own]) -> Sequence[Any]:
+    def _first_outputs(self, block: nn.Module, owns: Sequence[Own]) -> tuple[_Form, Sequence[Any]]:
         """Compute calls that are to be compared; it leaves what they are given as it was.
 
         Raises: RuntimeError if the block does something that depends on all pictures, or that the others would miss.
@@ -239,7 +248,7 @@ class Pictures:
             calls += [_with_options(own.calls[0], watched[-1]), *own.calls[1:]]
         given = [tensors_reached(call) for own in owns for call in own.calls]
         versions = [[tensor._version for tensor in tensors] for tensors in given]
-        found = self._launched(block, calls)
+        found = self._launched(block, owns, calls)
         returned = [tensors_reached(output) for output in found]
         for tensors, before, outputs in zip(given, versions, returned, strict=True):
             for tensor, version in zip(tensors, before, strict=True):
@@ -249,26 +258,24 @@ class Pictures:
         told = [name for name in _OF_PICTURES if any(name in read for read in reads)]
         if told:
             raise RuntimeError(f"it reads {told[0]!r} of the {OPTIONS}, which has something for each picture")
-        form = _Form([own.key for own in owns], reads, len(owns))
-        for own in owns:
-            own.form = form
-        return found
+        left = iter(found)
+        trees = [[_without_numbers(next(left)) for _ in own.ranks][0] for own in owns]
+        return _Form([own.key for own in owns], reads, trees, len(owns)), found
 
-    def _launched(self, block: nn.Module, calls: Sequence[Call]) -> Sequence[Any]:
+    def _launched(self, block: nn.Module, owns: Sequence[Own], calls: Sequence[Call]) -> Sequence[Any]:
         dtype = _dtype_of(calls)
         self._wholes.make_ready(block, dtype)
-        return self._wholes.outputs(block, calls, dtype)
+        return self._wholes.outputs(block, calls, dtype, [rank for own in owns for rank in own.ranks])
 
     def _known_outputs(
-        self, block: nn.Module, calls: Sequence[Call], firsts: Sequence[int], *, is_replayed: bool
+        self, block: nn.Module, owns: Sequence[Own], calls: Sequence[Call], *, is_replayed: bool
     ) -> Sequence[Any]:
-        """Args: firsts: ranks with which the calls of each forward begin."""
         graphs, dtype = self.graphs, _dtype_of(calls)
-        if graphs is None or graphs.fault or not is_replayed:
-            return self._launched(block, calls)
+        if graphs is None or graphs.fault or not is_replayed or len(calls) < len(self._devices):
+            return self._launched(block, owns, calls)
         if self._wholes.begins_with(block):
             self._outputs(graphs, self._wholes.beginning, [((dtype,), {})] * len(self._devices), (0,), dtype)
-        return self._outputs(graphs, block, calls, firsts, dtype)
+        return self._outputs(graphs, block, calls, [own.ranks[0] for own in owns], dtype)
 
     def _outputs(
         self,
@@ -278,10 +285,11 @@ class Pictures:
         firsts: Sequence[int],
         dtype: torch.dtype,
     ) -> Sequence[Any]:
+        """Args: firsts: numbers of the calls with which those of each forward begin."""
         waits = self._wholes.make_ready(block, dtype)
         proof = functools.partial(self._proof, block, dtype)
         replays = graphs.num_replays
-        compute = functools.partial(self._wholes.outputs, block, dtype=dtype)
+        compute = functools.partial(self._wholes.outputs, block, dtype=dtype, ranks=range(len(self._devices)))
         parts = self._wholes.parts(block)
         outputs = graphs.outputs(parts, calls, compute, compute, firsts=firsts, waits=waits, proof=proof)
         if graphs.num_replays > replays:
@@ -328,7 +336,7 @@ class Pictures:
                     joined[number] = with_version(given[index])
         for rank, tree in zip(own.ranks, own.outputs, strict=True):
             for whole, tensor in zip(joined, tensors_reached(tree), strict=True):
-                own.copies.keep(whole, ("pictures", rank), tensor)
+                own.copies.keep(whole, own.place(rank), tensor)
         left = iter(joined)
         return map_tensors(own.tree, lambda _: next(left))
 
@@ -338,6 +346,19 @@ class Pictures:
         self.fault = f"{type(block).__name__}: {error}".partition("\n")[0]
         _log.warning("each card computes a part of all pictures, not its own pictures: %s", self.fault)
         _log.debug("the reason", exc_info=error)
+
+
+def _without_numbers(tree: Any) -> Any:
+    return map_tensors(tree, lambda _: torch.empty(0, device="meta"))
+
+
+def _other_tree(own: Any, together: Any) -> str:
+    """What differs beside the numbers in tensors, if anything does."""
+    try:
+        is_same = key_of(own) == key_of(_without_numbers(together))
+    except Unlike:
+        is_same = False
+    return "" if is_same else "it returns something else beside tensors"
 
 
 def _read_alike(form: _Form, owns: Sequence[Own]) -> bool:

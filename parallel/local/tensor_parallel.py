@@ -221,14 +221,16 @@ class TensorParallel(Bridge):
     def _compute_own(self, owns: Sequence[Own]) -> bool:
         return self.pictures is not None and self.pictures.compute(owns, is_replayed=self._is_replayed)
 
-    def run_in_lockstep(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+    def run_in_lockstep(self, jobs: Sequence[Callable[[], T]], *, waits: bool = True) -> list[T]:
         """Run jobs, one forward each and one for each device, whose blocks the devices compute alone; see lockstep.py.
 
+        Args: waits: for each other; else one goes on when the one before has ended.
         Raises: the first exception of a job.
         """
+        places = {block: index for index, block in enumerate(self.blocks)}
         with self._beginning:
             self._claim()
-            self.lockstep = Lockstep(self, self._compute_own)
+            self.lockstep = Lockstep(self, self._compute_own, lambda own: places[own.block], waits=waits)
         try:
             return self.lockstep.run(jobs)
         finally:

@@ -183,15 +183,15 @@ class WholeBlocks:
         self._gather(block, dtype)()
         return True
 
-    def outputs(self, block: nn.Module, calls: Sequence[Call], dtype: torch.dtype) -> list[Any]:
-        """What every device returns for its pictures, while the next block is gathered."""
+    def outputs(self, block: nn.Module, calls: Sequence[Call], dtype: torch.dtype, ranks: Sequence[int]) -> list[Any]:
+        """What these devices return for their pictures, while the next block is gathered for all."""
         behind = self._behind[block]
         finish = None if behind is None else self._gather(behind, dtype)
         try:
             found = []
-            for device, whole, (args, kwargs) in zip(self._devices, self._blocks[block].wholes, calls, strict=True):
-                with current_device(device):
-                    found.append(whole(*args, **kwargs))
+            for rank, (args, kwargs) in zip(ranks, calls, strict=True):
+                with current_device(self._devices[rank]):
+                    found.append(self._blocks[block].wholes[rank](*args, **kwargs))
         finally:
             if finish is not None:
                 finish()

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import comfy.model_management
+import torch
 from devicebridge.parallel.local.pictures import Pictures
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.comfy.emulated_vram import dynamic_vram
@@ -134,13 +135,23 @@ def pictures_need_room(case: Case) -> None:
 def pictures_with_verify(case: Case) -> None:
     """The first step is compared with one that remembers nothing; each card computes its own pictures behind it."""
     host, name = case.host, "qwen_image"
+    expected = host.sample(host.load(name, load_device=CPU), name, steps=STEPS, cfg=CFG)
+    host.unload_all()
     with unwatched(), case.logged("devicebridge", level=20) as lines:
-        expected = host.sample(host.load(name, load_device=CPU), name, steps=STEPS, cfg=CFG)
-        host.unload_all()
         model = tensor(host.load(name), verify=True)
         near(case, "verified", host.sample(model, name, steps=STEPS, cfg=CFG), expected)
-    _pictures(case, model)
-    case.check("it is said", any("verified: the first step is the same bits" in line for line in lines), lines)
+        _pictures(case, model)
+        for when, number in {"first": 2, "second": 6}.items():  # of 4 blocks
+            host.unload_all()
+            model = tensor(host.load(name), verify=True)
+            failing = _failing("_joined", number, torch.OutOfMemoryError("on purpose"))
+            with mock.patch.object(Pictures, "_joined", autospec=True, side_effect=failing):
+                near(case, f"no memory in the {when}", host.sample(model, name, steps=STEPS, cfg=CFG), expected)
+            pictures = bridge_of(model).pictures
+            assert pictures is not None
+            case.check("they were given up", bool(pictures.fault), pictures.fault)
+    said = [line for line in lines if "verified" in line]
+    case.check("it is said", len(said) == 3 and all("first step is the same bits" in line for line in said), said)
 
 
 @case
@@ -176,7 +187,7 @@ def pictures_of_unequal_prompts_stopped(case: Case) -> None:
         for number in (3, 4):  # one of each forward
             for stop in (KeyboardInterrupt(), comfy.model_management.InterruptProcessingException()):
                 _pictures(case, model)
-                with mock.patch.object(Pictures, "result", autospec=True, side_effect=_failing(number, stop)):
+                with mock.patch.object(Pictures, "result", autospec=True, side_effect=_failing("result", number, stop)):
                     ends(case, f"{type(stop).__name__} in call {number}", functools.partial(sample, model), type(stop))
                 case.equal("the same bits", sample(model), reference)
         wrapped = model.clone()
@@ -194,9 +205,9 @@ def pictures_of_unequal_prompts_stopped(case: Case) -> None:
     case.check("it is said", len(found) == 1 and "all conditionings together" in found[0], lines)
 
 
-def _failing(number: int, error: BaseException) -> Callable[..., Any]:
-    """What Pictures.result does, but for the call of this number."""
-    result, calls = Pictures.result, itertools.count(1)
+def _failing(name: str, number: int, error: BaseException) -> Callable[..., Any]:
+    """What this method of Pictures does, but for the call of this number."""
+    result, calls = getattr(Pictures, name), itertools.count(1)
 
     def failing(*args: Any) -> Any:
         if next(calls) == number:

@@ -69,7 +69,7 @@ def run_overlapped(
         if len(parts) < 2:
             return executor(model, conds, x_in, timestep, model_options)
         if isinstance(tree.bridge, TensorParallel):
-            outputs = tree.bridge.run_in_lockstep(jobs)
+            outputs = tree.bridge.run_in_lockstep(jobs, waits=not is_plain)
         else:
             outputs = [run() for run in jobs] if is_plain else Interleave(tree.bridge).run(jobs)
         return _join(parts, outputs, conds, x_in)

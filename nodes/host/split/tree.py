@@ -251,7 +251,8 @@ class SplitTree:
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
-        """Forwards inside go home after every block and remember no copies: slower, and right whatever is attached."""
+        """Forwards inside go home after every block, or their cards are given anew all that it is called with. They
+        remember no copies: slower, and right whatever is attached."""
         self._is_plain = True
         try:
             yield

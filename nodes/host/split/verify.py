@@ -1,7 +1,8 @@
 """A step of a split MODEL computed a second time in the plainest way, and device errors said in words.
 
-The plain way has no overlap, carries every block's output home and remembers no copies: nothing is left that could be
-out of date. What it computes must be what the fast way computed, bit for bit.
+The plain way has one forward at a time and remembers no copies: nothing is left that could be out of date. Where every
+card has blocks of its own, their outputs go home; where all cards compute each block together, they are given anew all
+that it is called with. What this computes must be what the fast way computed, bit for bit.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ....parallel.local.tensor_parallel import TensorParallel
 from .attachments import seen_attachments
 from .tree import SplitTree
 
@@ -19,7 +21,10 @@ _log = logging.getLogger(__name__)
 _Compute = Callable[..., list[torch.Tensor]]
 
 # By whether all cards compute each block together: how the second computation differs, and what a user may set.
-_PLAIN = {False: "without overlap and by relay", True: "with every card given all that a block is called with anew"}
+_PLAIN = {
+    False: "without overlap and by relay",
+    True: "without overlap, with every card given all that a block is called with anew",
+}
 _PLAINER = {False: "transport to relay and overlap off", True: "way to blocks"}
 
 
@@ -32,19 +37,32 @@ def verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) -> 
     Raises: RuntimeError that says what differs, if the plain way gives the same twice and the fast way something else;
         for a class that was only read also if the plain way gives two things.
     """
-    before = _remembered(tree)
+    before, fault = _remembered(tree), _fault(tree)
     found = compute()
     after = _remembered(tree)
     try:
-        return _compared(tree, found, lambda: _plainly(tree, compute, before), options)
+        expected = _plainly(tree, compute, before)
+        if _fault(tree) != fault:  # what each card computed alone before, all compute together from now on
+            _restore(tree, before)
+            found, expected = compute(), _plainly(tree, compute, before)
+        return _compared(tree, found, expected, lambda: _plainly(tree, compute, before), options)
     finally:
         _restore(tree, after)
 
 
+def _fault(tree: SplitTree) -> str:
+    """Why cards do not compute their own pictures any more; "" if they do, or never did."""
+    pictures = tree.bridge.pictures if isinstance(tree.bridge, TensorParallel) else None
+    return "" if pictures is None else pictures.fault
+
+
 def _compared(
-    tree: SplitTree, found: list[torch.Tensor], plain: Callable[[], list[torch.Tensor]], options: Mapping[str, Any]
+    tree: SplitTree,
+    found: list[torch.Tensor],
+    expected: list[torch.Tensor],
+    plain: Callable[[], list[torch.Tensor]],
+    options: Mapping[str, Any],
 ) -> list[torch.Tensor]:
-    expected = plain()
     differences = _differences(found, expected)
     if not differences:
         _log.info("split: verified: the first step is the same bits %s", _PLAIN[tree.divided is not None])

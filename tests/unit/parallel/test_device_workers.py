@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.parallel.local import device_workers
-from devicebridge.parallel.local.device_workers import DeviceWorkers, make_workers, suspended_frame
+from devicebridge.parallel.local.device_workers import DeviceWorkers, make_workers, suspended_frames
 from devicebridge.parallel.local.exchange import Exchange
 from devicebridge.parallel.local.thread_pool import ThreadPool
 
@@ -235,7 +235,7 @@ def test_nothing_is_held_when_all_have_ended() -> None:
     try:
         assert _together(workers, 2, lambda rank, thing=thing: None) == [None, None]
         del thing
-        assert gone() is None and suspended_frame(threading.get_ident()) is None
+        assert gone() is None and not suspended_frames(threading.get_ident())
     finally:
         gc.enable()
 

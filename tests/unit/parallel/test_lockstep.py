@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -160,7 +161,7 @@ def test_blocks_that_devices_cannot_compute_alone_are_computed_together(kind) ->
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
-def test_forwards_that_part_ways_go_on_one_after_the_other() -> None:
+def test_forwards_that_are_not_alike() -> None:
     """One leaves out a block, or has none at all, or is too small for it, or is in another mode."""
     model = make_model(Separate(), Fused(), Separate(), Fused())
     long, short = prompts()
@@ -202,9 +203,175 @@ def test_forwards_that_part_ways_go_on_one_after_the_other() -> None:
     assert not pictures.fault
     with torch.inference_mode(), mock.patch.object(pictures, "compute", side_effect=pictures.compute) as compute:
         parallel.run_in_lockstep([functools.partial(job, skipping, long), functools.partial(job, model, short)])
-    assert compute.call_count == 2  # the block that both compute, and two different ones
+        assert compute.call_count == 3  # one block is computed for the second one alone
+        parallel.run_in_lockstep([functools.partial(job, none, long), functools.partial(job, model, short)])
+    assert compute.call_count == 3
     pictures.least_tokens = 5
     assert max(map(difference, in_lockstep(parallel, model, prompts()), expected[-1])) < NEAR
+
+
+def test_a_small_block_in_front_is_computed_together() -> None:
+    """Of one prompt only, such as that of a block for text."""
+    model = make_model(Separate(), Separate(), Separate())
+    picture = torch.randn(1, 8, WIDTH, generator=torch.Generator().manual_seed(9))
+
+    def with_text(x: torch.Tensor) -> torch.Tensor:
+        x = model.front(x)
+        options = {"sizes": [1, 2], "extra": x, "vec": x.mean(dim=1, keepdim=True)}
+        x = torch.cat([model.blocks[0](x, vec=options["vec"], transformer_options={}), picture], dim=1)
+        for block in model.blocks[1:]:
+            x = block(x, vec=options["vec"], transformer_options={})
+        return model.tail(x)
+
+    with torch.inference_mode():
+        expected = [with_text(x) for x in prompts()]
+    parallel = pictured(model, 2, least_tokens=5)  # of 7 and 4
+
+    def job(x: torch.Tensor) -> torch.Tensor:
+        with parallel.forward():
+            return with_text(x + 0)
+
+    for turn in range(2):
+        with torch.inference_mode():
+            found = parallel.run_in_lockstep([functools.partial(job, x) for x in prompts()])
+        assert max(map(difference, found, expected)) < NEAR
+        assert pictures_of(parallel).num_calls == (turn + 1) * 4 and not pictures_of(parallel).fault
+
+
+class Texted(Separate):
+    """Reads vec as tokens of each picture."""
+
+    def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
+        return super().forward(x, vec.reshape(len(x), -1, WIDTH).mean(dim=1, keepdim=True))
+
+
+Texted.__name__ = "Separate"  # whose plan it has
+
+
+@pytest.mark.parametrize("block", [Separate, Fused, Texted])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_rows_that_a_device_has_of_a_whole_forward_are_not_those_of_a_batch(block, is_known) -> None:
+    """The first forward has two pictures, which the devices share out once the second one has ended."""
+    model = make_model(block(), block(), block())
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(2, length, WIDTH, generator=generator) for length in LENGTHS[:2]]
+
+    def forward(num_blocks: int, x: torch.Tensor) -> torch.Tensor:
+        x = model.front(x)
+        vec = x.mean(dim=1, keepdim=True)
+        for each in model.blocks[:num_blocks]:
+            x = each(x, vec=vec, transformer_options={}) + 0.5
+        return model.tail(x)
+
+    with torch.inference_mode():
+        expected = [forward(3, inputs[0]), forward(1, inputs[1])]
+    parallel = pictured(model, 2)
+
+    def job(num_blocks: int, x: torch.Tensor) -> torch.Tensor:
+        with parallel.forward():
+            return forward(num_blocks, x + 0)
+
+    with torch.inference_mode():
+        if is_known:
+            job(3, inputs[0])
+        found = parallel.run_in_lockstep([functools.partial(job, 3, inputs[0]), functools.partial(job, 1, inputs[1])])
+    assert max(map(difference, found, expected)) < NEAR and not pictures_of(parallel).fault
+    assert pictures_of(parallel).num_calls == 3 + 3 * is_known  # two of the first block, a batch of the last one
+
+
+@pytest.mark.parametrize("is_replayed", [False, True])
+def test_what_a_block_returns_beside_tensors_is_each_forwards_own(is_replayed) -> None:
+    class Telling(Separate):
+        def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> Any:
+            return super().forward(x, vec), x.shape[1], None
+
+    class Told(Model):
+        def forward(self, x: torch.Tensor, between: Callable[[int, torch.Tensor], Any] = lambda *_: None) -> Any:
+            x = self.front(x)
+            for block in self.blocks:
+                x, length, _ = block(x, vec=x.mean(dim=1, keepdim=True), transformer_options={})
+                x = x * length
+            return self.tail(x)
+
+    Telling.__name__ = "Separate"  # whose plan it has
+    torch.manual_seed(0)
+    model = Told([Telling(), Telling()]).requires_grad_(False)
+    expected = [expected_of(model, x) for x in prompts()]
+    parallel = pictured(model, 2)
+    if is_replayed:
+        replaying(parallel, where)
+    for _ in range(RECORDED_AFTER + 4):
+        assert max(map(difference, in_lockstep(parallel, model, prompts()), expected)) < NEAR
+    assert not pictures_of(parallel).fault
+
+
+def test_what_two_forwards_at_once_change_shows_where_they_do_not_wait() -> None:
+    """As in a computation with which verify compares: each forward is computed by its own device alone."""
+
+    class Keeping(Model):
+        def forward(self, x: torch.Tensor, between: Callable[[int, torch.Tensor], Any] = lambda *_: None) -> Any:
+            self.length = x.shape[1]
+            x = self.front(x)
+            for block in self.blocks:
+                x = block(x, vec=x.mean(dim=1, keepdim=True), transformer_options={})
+            return self.tail(x) * self.length
+
+    torch.manual_seed(0)
+    model = Keeping([Separate(), Fused()]).requires_grad_(False)
+    plain = make_model(Separate(), Fused())
+    for each, is_same in ((model, False), (plain, True)):
+        expected = [expected_of(each, x) for x in prompts()]
+        parallel = pictured(each, 2)
+        found = in_lockstep(parallel, each, prompts())
+        replaying(parallel, where)
+        for turn in range(RECORDED_AFTER + 2):
+            with torch.inference_mode():
+                jobs = [functools.partial(run, parallel, each, x + 0) for x in prompts()]
+                apart = parallel.run_in_lockstep(jobs, waits=False)
+            assert max(map(difference, apart, expected)) < NEAR
+            assert pictures_of(parallel).num_calls == 4 * (turn + 2)
+            assert all(map(torch.equal, found, apart)) == is_same
+
+
+def test_a_second_interrupt_while_forwards_end() -> None:
+    """The first error is raised, and every forward is ended."""
+    model = make_model(Separate(), Separate())
+    parallel = pictured(model, 2)
+    homes = set(device_workers._HOMES)
+
+    def interrupted(x: torch.Tensor) -> torch.Tensor:
+        try:
+            parallel.begin()
+            return model(x + 0)
+        finally:
+            raise KeyboardInterrupt
+
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("on purpose")
+
+    long, short = prompts()
+    with pytest.raises(ValueError, match="on purpose"), torch.inference_mode():
+        parallel.run_in_lockstep([functools.partial(interrupted, long), functools.partial(failing, short)])
+    assert device_workers._HOMES.keys() == homes and not parallel.is_running
+
+
+def test_code_around_a_run_still_counts_as_running() -> None:
+    """What keeps a forward outside ComfyUI's compiler ends when its frame has left the thread."""
+    model = make_model(Separate(), Separate())
+    here, seen = sys._getframe(), []
+
+    def look(index: int, stream: torch.Tensor) -> None:
+        frames = device_workers.suspended_frames(threading.get_ident())
+        seen.append(any(each is here for frame in frames for each in _stack(frame)))
+
+    in_lockstep(pictured(model, 2), model, prompts(), look)
+    assert seen == [True] * 4
+
+
+def _stack(frame: Any) -> Iterator[Any]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -303,10 +470,11 @@ def test_another_thread_waits_for_the_whole_run() -> None:
 
     def between(index: int, stream: torch.Tensor) -> None:
         def other() -> None:
-            try:
-                parallel.begin()
-            except RuntimeError as error:
-                refused.append(str(error))
+            for begin in (parallel.begin, functools.partial(parallel.run_in_lockstep, [lambda: None] * 2)):
+                try:
+                    begin()
+                except RuntimeError as error:
+                    refused.append(str(error))
 
         thread = threading.Thread(target=other)
         thread.start()
@@ -321,6 +489,6 @@ def test_another_thread_waits_for_the_whole_run() -> None:
 
     with mock.patch.object(pictures, "compute", computed):
         in_lockstep(parallel, model, prompts(), between)
-    assert len(refused) == 6 and "is computing with this model" in refused[0]
+    assert len(refused) == 12 and all("is computing with this model" in each for each in refused)
     between(0, torch.empty(0))
-    assert len(refused) == 6
+    assert len(refused) == 12

@@ -274,6 +274,46 @@ def test_a_tensor_that_a_block_wrote_to_has_all_pictures(mode) -> None:
     assert parallel.pictures is not None and parallel.pictures.num_calls == 6
 
 
+def test_what_a_block_returns_beside_tensors_must_be_that_of_all_pictures() -> None:
+    class Counting(Separate):
+        def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> Any:
+            return super().forward(x, vec), len(x)
+
+    class Counted(Model):
+        def forward(self, x: torch.Tensor, between: Any = None) -> torch.Tensor:
+            x = self.front(x)
+            for block in self.blocks:
+                x, number = block(x, vec=x.mean(dim=1, keepdim=True), transformer_options={})
+                x = x * number
+            return self.tail(x)
+
+    Counting.__name__ = "Separate"  # whose plan it has
+    torch.manual_seed(0)
+    model = Counted([Counting(), Counting()]).requires_grad_(False)
+    expected = expected_of(model, images(2))
+    parallel = pictured(model, 2)
+    for _ in range(2):
+        assert difference(run(parallel, model, images(2)), expected) < NEAR
+    assert parallel.pictures is not None
+    assert parallel.pictures.fault == "Separate: it returns something else beside tensors"
+
+
+def test_an_error_before_a_block_is_computed(monkeypatch) -> None:
+    """Of a form that was compared it is raised; any other form is computed by all devices together."""
+    model = make_model(Separate(), Separate())
+    parallel = pictured(model, 2)
+    pictures = parallel.pictures
+    assert pictures is not None
+    run(parallel, model, images(2))
+    failing = mock.Mock(side_effect=LookupError("on purpose"))
+    monkeypatch.setattr(pictures, "_rows", failing)
+    with pytest.raises(LookupError, match="on purpose"):
+        run(parallel, model, images(2))
+    other = images(4)
+    assert difference(run(parallel, model, other), expected_of(make_model(Separate(), Separate()), other)) < NEAR
+    assert pictures.fault == "Separate: on purpose"
+
+
 def test_other_batches_and_small_pictures_are_computed_together() -> None:
     model = make_model()
     expected = {number: expected_of(model, images(number)) for number in (1, 3, 4)}
