@@ -33,7 +33,7 @@ _ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, Ass
 class _Form:
     """Calls of a block that were compared with all devices together; one of each forward.
 
-    Args: keys: of the arguments. reads: the options that the block looked up, and their keys. trees: as it returns
+    Args: keys: of the calls. reads: the options that the block looked up, and their keys. trees: as it returns
     them, without numbers. num_left: forwards for which it is still to be compared.
     """
 
@@ -48,8 +48,8 @@ class Own:
     """A forward's call of a block whose pictures devices compute alone.
 
     Args:
-        block: home's part. call: as the model makes it, at home. key: of its arguments. copies: of the forward.
-        ranks: of the devices. number: of pictures, as many for each of these.
+        block: home's part. call: as the model makes it, at home. key: of its devices and arguments.
+        copies: of the forward. ranks: of the devices. number: of pictures, as many for each of these.
         calls: of each device. outputs: of each. tree: as a block returns them. joined: the tensors of all, at home.
         form: of calls that are to be compared.
     """
@@ -148,7 +148,7 @@ class Pictures:
         if first is None or not number or _num_tokens(first) < len(ranks) * self.least_tokens:
             return None
         try:
-            own = Own(block, call, key_of(arguments_of(call)), ranks, number, copies)
+            own = Own(block, call, (ranks, key_of(arguments_of(call))), ranks, number, copies)
         except Unlike:
             return None
         try:

@@ -16,7 +16,7 @@ import torch
 from devicebridge.parallel.local.pictures import Pictures
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.comfy.emulated_vram import dynamic_vram
-from devicebridge.tests.comfy.split_cases import CPU, Case, case
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs
 from devicebridge.tests.comfy.split_cases_replayed import STEPS, bridge_of, replayed, unwatched
 from devicebridge.tests.comfy.split_cases_tensor import near, tensor
 from devicebridge.tests.comfy.split_cases_tensor_files import FILES, load_divided
@@ -158,7 +158,7 @@ def pictures_with_verify(case: Case) -> None:
 def pictures_of_unequal_prompts(case: Case) -> None:
     """ComfyUI makes no batch of them: each is a forward, and each card computes one. So it is with verify."""
     host = case.host
-    for name in ("qwen_image", "lumina2", "z_image"):
+    for name in ("qwen_image", *in_long_runs("lumina2", "z_image")):
         negative = FAMILIES[name].condition(2, 3)
         sample = functools.partial(host.sample, name=name, steps=STEPS, cfg=CFG, negative=negative)
         expected = sample(host.load(name, load_device=CPU))

@@ -19,7 +19,7 @@ from devicebridge.parallel.local.pictures import Pictures
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.stand_in_recorder import replaying
 from devicebridge.tests.unit.parallel.test_divided_graphs import where
-from devicebridge.tests.unit.parallel.test_pictures import Told, Writing, expected_of, pictured
+from devicebridge.tests.unit.parallel.test_pictures import Mixing, Told, Writing, expected_of, pictured
 from devicebridge.tests.unit.parallel.test_tensor_parallel import (
     NEAR,
     WIDTH,
@@ -277,6 +277,22 @@ def test_rows_that_a_device_has_of_a_whole_forward_are_not_those_of_a_batch(bloc
         found = parallel.run_in_lockstep([functools.partial(job, 3, inputs[0]), functools.partial(job, 1, inputs[1])])
     assert max(map(difference, found, expected)) < NEAR and not pictures_of(parallel).fault
     assert pictures_of(parallel).num_calls == 3 + 3 * is_known  # two of the first block, a batch of the last one
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_one_device_may_compute_alone_several_may_not(waits) -> None:
+    """Pictures that see each other are right on one device, and none of a batch that devices share out."""
+    model = make_model(Separate(), Mixing())
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(2, length, WIDTH, generator=generator) for length in LENGTHS[:2]]
+    expected = [expected_of(model, x) for x in inputs]
+    parallel = pictured(model, 2)
+    with torch.inference_mode():
+        found = parallel.run_in_lockstep([functools.partial(run, parallel, model, x + 0) for x in inputs], waits=waits)
+    assert max(map(difference, found, expected)) < NEAR and not pictures_of(parallel).fault
+    for x, each in zip(inputs, expected, strict=True):
+        assert difference(run(parallel, model, x), each) < NEAR
+    assert "Mixing: it computes something else" in pictures_of(parallel).fault
 
 
 @pytest.mark.parametrize("is_replayed", [False, True])
