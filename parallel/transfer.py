@@ -115,6 +115,12 @@ def hold_sources(arrivals: Arrivals) -> None:
         module.current_stream(source.index).wait_event(event)
 
 
+def current_streams(devices: Sequence[torch.device]) -> list[Any]:
+    """Of devices of one kind; none for kinds without streams."""
+    module = module_with_streams(devices[0], devices[0])
+    return [] if module is None else [module.current_stream(device) for device in devices]
+
+
 def module_with_streams(source: torch.device, target: torch.device) -> Any:
     """torch.cuda or its like if both devices are of it and it has streams; else None."""
     if source.type != target.type:

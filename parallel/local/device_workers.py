@@ -88,21 +88,13 @@ def suspended_frames(thread: int) -> list[types.FrameType]:
 def letting_others_go_on() -> Iterator[Any]:
     """Inside, the current greenlet, which is given, may wait for others that it has begun."""
     thread, home = threading.get_ident(), greenlet.getcurrent()
-    _add_home(thread, home)
+    _HOMES.setdefault(thread, []).append(home)
     try:
         yield home
     finally:
-        _remove_home(thread, home)
-
-
-def _add_home(thread: int, home: Any) -> None:
-    _HOMES.setdefault(thread, []).append(home)
-
-
-def _remove_home(thread: int, home: Any) -> None:
-    _HOMES[thread].remove(home)
-    if not _HOMES[thread]:
-        del _HOMES[thread]
+        _HOMES[thread].remove(home)
+        if not _HOMES[thread]:
+            del _HOMES[thread]
 
 
 def modes_of_thread(devices: Sequence[torch.device]) -> Callable[[], tuple[object, ...]]:
@@ -162,14 +154,14 @@ class _Turns:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
-        self._thread, self._home = threading.get_ident(), greenlet.getcurrent()
+        self._inside = contextlib.ExitStack()
+        self._home = self._inside.enter_context(letting_others_go_on())
         self._greenlets: deque[Any] = deque()  # the next one to go on first
-        self._rank, self.num_idle, self._is_open = 0, 0, True
+        self._rank, self.num_idle = 0, 0
         module: Any = device_module(devices[0])
         self._module = module if hasattr(module, "set_device") else None
         self._current_modes = modes_of_thread(devices)
         self._modes = self._current_modes()
-        _add_home(self._thread, self._home)
 
     def queue(self) -> Queue:
         return _Handover(self)
@@ -228,9 +220,7 @@ class _Turns:
                     each.throw(greenlet.GreenletExit)
         self._rank = 0
         self._greenlets.clear()
-        if self._is_open:
-            _remove_home(self._thread, self._home)
-        self._is_open = False
+        self._inside.close()
 
 
 class _Handover:

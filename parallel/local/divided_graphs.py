@@ -189,7 +189,7 @@ class DividedGraphs:
             _log.debug("%s is not replayed as a CUDA graph: %s", type(block).__name__, reason)
             self.forget()
             return compute(calls)
-        options = [calls[first][1].get(OPTIONS) or {} for first in firsts]
+        options = [options_of(calls[first]) for first in firsts]
         graphs = (each for each in self._graphs.get(block, ()) if each.key == key)
         graph = next((each for each in graphs if all(map(reads_alike, each.reads, options))), None)
         if graph is None and self._waits(block, key) < RECORDED_AFTER:
@@ -287,7 +287,7 @@ class DividedGraphs:
 
         Raises: RuntimeError if a replay would do something else, and whatever the block and the recorder raise.
         """
-        watched = [WatchedOptions(call[1].get(OPTIONS) or {}) for call in asked.calls]
+        watched = [WatchedOptions(options_of(call)) for call in asked.calls]
         staged = [_call_with(*each) for each in zip(asked.calls, inputs, watched, strict=True)]
         wrote = [_different(places, tensors) for places, tensors in zip(inputs, asked.given, strict=True)]
         with Versioned():
@@ -395,6 +395,10 @@ def arguments_of(call: Call) -> Call:
     """All but the options."""
     args, kwargs = call
     return args, {name: value for name, value in kwargs.items() if name != OPTIONS}
+
+
+def options_of(call: Call) -> dict[Any, Any]:
+    return call[1].get(OPTIONS) or {}
 
 
 def _inputs(call: Call) -> list[torch.Tensor]:

@@ -5,8 +5,8 @@ devices would compute each of them. In lockstep every device computes its own fo
 that are gathered for all (whole_blocks.py). A forward is a greenlet of the caller's thread: it runs up to its next
 block, where it lets the others go on. When all have come to the same block, that is computed for all of them at once.
 
-A forward that is behind, for it has more blocks, comes after by itself. When one has ended, the others go on as they
-would without.
+A forward that is at an earlier block goes on alone until it reaches the others. When one has ended, all devices compute
+the rest of each other forward together, one after the other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from ..devices import device_module
-from ..transfer import module_with_streams
+from ..transfer import current_streams
 from .device_workers import greenlet, letting_others_go_on, modes_of_thread
 from .recorded_calls import switches
 
@@ -137,12 +137,9 @@ class Lockstep(Generic[B]):
 
     def _surroundings(self) -> tuple[object, ...]:
         """What one forward could change for the others where it waits."""
-        devices = self._bridge.devices
-        module: Any = device_module(devices[0])
-        if module_with_streams(devices[0], devices[0]) is None:
-            return self._modes(), switches()
-        streams = [module.current_stream(device) for device in devices]
-        return self._modes(), switches(), module.current_device(), streams
+        streams = current_streams(self._bridge.devices)
+        module: Any = device_module(self._bridge.devices[0])
+        return self._modes(), switches(), streams, module.current_device() if streams else None
 
     def _go_on(self, forward: _Forward[B]) -> None:
         """Up to its next meeting, or its end."""

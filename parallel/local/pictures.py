@@ -15,7 +15,7 @@ from torch import nn
 from ...patches.hooks import map_tensors, tensors_reached
 from ..transfer import Arrivals, SideStreams, Versioned, copy_to, hold_sources, settle, with_version
 from .bridge import Copies, Place
-from .divided_graphs import Addresses, Call, DividedGraphs, arguments_of
+from .divided_graphs import Addresses, Call, DividedGraphs, arguments_of, options_of
 from .graph_recorder import CardsRecorder
 from .recorded_calls import OPTIONS, Unlike, WatchedOptions, key_of, keys_read, reads_alike
 from .whole_blocks import WholeBlocks
@@ -65,10 +65,6 @@ class Own:
     tree: Any = None
     joined: Sequence[torch.Tensor] = ()
     form: _Form | None = None
-
-    @property
-    def options(self) -> Mapping[Any, Any]:
-        return self.call[1].get(OPTIONS) or {}
 
     def place(self, rank: int) -> Place:
         """Where copies of a tensor's rows are that this device computes."""
@@ -178,9 +174,8 @@ class Pictures:
                 form, outputs = self._first_outputs(block, owns)
             else:
                 form, outputs = known, self._known_outputs(block, owns, calls, is_replayed=is_replayed)
-            left = iter(outputs)
-            for own, tree in zip(owns, form.trees, strict=True):
-                own.tree, own.outputs = tree, [next(left) for _ in own.ranks]
+            for own, tree, of_devices in zip(owns, form.trees, _by_forward(owns, outputs), strict=True):
+                own.tree, own.outputs = tree, of_devices
                 own.form = form if known is None else None
                 own.joined = self._joined(own)
         except _ERRORS as error:
@@ -244,7 +239,7 @@ class Pictures:
         for own in owns:
             with Versioned():
                 own.calls = [map_tensors(each, torch.clone) for each in own.calls]
-            watched.append(WatchedOptions(own.calls[0][1].get(OPTIONS) or {}))
+            watched.append(WatchedOptions(options_of(own.calls[0])))
             calls += [_with_options(own.calls[0], watched[-1]), *own.calls[1:]]
         given = [tensors_reached(call) for own in owns for call in own.calls]
         versions = [[tensor._version for tensor in tensors] for tensors in given]
@@ -258,8 +253,7 @@ class Pictures:
         told = [name for name in _OF_PICTURES if any(name in read for read in reads)]
         if told:
             raise RuntimeError(f"it reads {told[0]!r} of the {OPTIONS}, which has something for each picture")
-        left = iter(found)
-        trees = [[_without_numbers(next(left)) for _ in own.ranks][0] for own in owns]
+        trees = [_without_numbers(of_devices[0]) for of_devices in _by_forward(owns, found)]
         return _Form([own.key for own in owns], reads, trees, len(owns)), found
 
     def _launched(self, block: nn.Module, owns: Sequence[Own], calls: Sequence[Call]) -> Sequence[Any]:
@@ -348,6 +342,12 @@ class Pictures:
         _log.debug("the reason", exc_info=error)
 
 
+def _by_forward(owns: Sequence[Own], outputs: Sequence[Any]) -> list[list[Any]]:
+    """What the devices of each return."""
+    left = iter(outputs)
+    return [[next(left) for _ in own.ranks] for own in owns]
+
+
 def _without_numbers(tree: Any) -> Any:
     return map_tensors(tree, lambda _: torch.empty(0, device="meta"))
 
@@ -362,7 +362,7 @@ def _other_tree(own: Any, together: Any) -> str:
 
 
 def _read_alike(form: _Form, owns: Sequence[Own]) -> bool:
-    return all(reads_alike(read, own.options) for read, own in zip(form.reads, owns, strict=True))
+    return all(reads_alike(read, options_of(own.call)) for read, own in zip(form.reads, owns, strict=True))
 
 
 def _dtype_of(calls: Sequence[Call]) -> torch.dtype:

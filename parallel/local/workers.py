@@ -27,7 +27,7 @@ from torch import overrides
 from torch.utils import _python_dispatch
 
 from ..devices import device_module
-from ..transfer import module_with_streams
+from ..transfer import current_streams
 from .thread_pool import Task, ThreadPool
 
 
@@ -162,8 +162,7 @@ class ThreadState:
         self._dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
         self._function_modes = overrides._get_current_function_mode_stack()
         module: Any = device_module(devices[0])
-        has_streams = module_with_streams(devices[0], devices[0]) is not None
-        self._streams = [module.current_stream(device) for device in devices if has_streams]
+        self._streams = current_streams(devices)
         self._device = module.current_device() if hasattr(module, "set_device") else None
         self._module = module
 

@@ -19,7 +19,7 @@ from devicebridge.parallel.local.pictures import Pictures
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.stand_in_recorder import replaying
 from devicebridge.tests.unit.parallel.test_divided_graphs import where
-from devicebridge.tests.unit.parallel.test_pictures import Mixing, Told, Writing, expected_of, pictured
+from devicebridge.tests.unit.parallel.test_pictures import Mixing, Telling, Told, Writing, expected_of, pictured
 from devicebridge.tests.unit.parallel.test_tensor_parallel import (
     NEAR,
     WIDTH,
@@ -297,21 +297,13 @@ def test_what_one_device_may_compute_alone_several_may_not(waits) -> None:
 
 @pytest.mark.parametrize("is_replayed", [False, True])
 def test_what_a_block_returns_beside_tensors_is_each_forwards_own(is_replayed) -> None:
-    class Telling(Separate):
+    class Measuring(Separate):
         def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> Any:
             return super().forward(x, vec), x.shape[1], None
 
-    class Told(Model):
-        def forward(self, x: torch.Tensor, between: Callable[[int, torch.Tensor], Any] = lambda *_: None) -> Any:
-            x = self.front(x)
-            for block in self.blocks:
-                x, length, _ = block(x, vec=x.mean(dim=1, keepdim=True), transformer_options={})
-                x = x * length
-            return self.tail(x)
-
-    Telling.__name__ = "Separate"  # whose plan it has
+    Measuring.__name__ = "Separate"  # whose plan it has
     torch.manual_seed(0)
-    model = Told([Telling(), Telling()]).requires_grad_(False)
+    model = Telling([Measuring(), Measuring()]).requires_grad_(False)
     expected = [expected_of(model, x) for x in prompts()]
     parallel = pictured(model, 2)
     if is_replayed:

@@ -106,6 +106,17 @@ class Looking(Separate):
         return super().forward(x, vec)
 
 
+class Telling(Model):
+    """Its blocks return a number beside their tensor."""
+
+    def forward(self, x: torch.Tensor, between: Any = None) -> torch.Tensor:
+        x = self.front(x)
+        for block in self.blocks:
+            x, number, *_ = block(x, vec=x.mean(dim=1, keepdim=True), transformer_options={})
+            x = x * number
+        return self.tail(x)
+
+
 KINDS = (Fused, Separate, Writing, Told, Flat, Mixing, Blending, Faint, Small, Late, Looking)
 
 
@@ -279,17 +290,9 @@ def test_what_a_block_returns_beside_tensors_must_be_that_of_all_pictures() -> N
         def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> Any:
             return super().forward(x, vec), len(x)
 
-    class Counted(Model):
-        def forward(self, x: torch.Tensor, between: Any = None) -> torch.Tensor:
-            x = self.front(x)
-            for block in self.blocks:
-                x, number = block(x, vec=x.mean(dim=1, keepdim=True), transformer_options={})
-                x = x * number
-            return self.tail(x)
-
     Counting.__name__ = "Separate"  # whose plan it has
     torch.manual_seed(0)
-    model = Counted([Counting(), Counting()]).requires_grad_(False)
+    model = Telling([Counting(), Counting()]).requires_grad_(False)
     expected = expected_of(model, images(2))
     parallel = pictured(model, 2)
     for _ in range(2):
