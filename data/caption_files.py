@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from ..config.job import DataConfig
 from ..families.spec import LatentSpec
 from ..system.files import write_atomically
+from ..system.locks import alone
 from .buckets import bucket_step, choose_bucket, make_buckets
 from .captions import make_caption
 from .folders import caption_file, is_media, list_files, read_caption
@@ -27,6 +29,8 @@ from .video import first_picture, is_clip, probe_clip
 
 MOST_FILES = 5000  # of a folder, that are shown
 MOST_CAPTION = 8000  # characters of a caption that is written here
+_WAIT_S = 10.0  # for another that writes the same caption, which takes a moment
+_writing = threading.Lock()  # as well as a file's lock, which not every file system has
 # No model is known: any clip is taken, and sides are multiples of what most models want.
 ANY_MODEL = LatentSpec(channels=16, spatial_stride=16, fps=16.0)
 
@@ -95,18 +99,28 @@ def without_caption(config: DataConfig) -> list[Path]:
     return list(missing.values())
 
 
-def write_caption(path: Path, text: str) -> None:
-    """Put a caption beside an image or clip, in the place of the one that is there.
+class CaptionChanged(ValueError):
+    """What was to be replaced is not there any more: another has written this caption."""
 
-    Raises: ValueError for a text that is no caption, or a place that is a link or no ordinary file; OSError.
+
+def write_caption(path: Path, text: str, was: Collection[str | None]) -> None:
+    """Put a caption beside an image or clip, unless another thread or process has written one meanwhile.
+
+    Args:
+        was: what may be replaced; None stands for no caption file.
+    Raises: CaptionChanged; ValueError for a text that is no caption, or a place that is a link or no ordinary file;
+        OSError.
     """
     if len(text) > MOST_CAPTION or "\0" in text:
         raise ValueError(f"a caption has up to {MOST_CAPTION} characters, and none of them is NUL")
-    file = caption_file(path)
-    if file.is_symlink() or (file.exists() and not file.is_file()):
-        raise ValueError(f"{file.name} is a link or no ordinary file; put a text file in its place")
-    text = text.strip()
-    write_atomically(file, f"{text}\n".encode() if text else b"")
+    file, text = caption_file(path), text.strip()
+    with _writing, alone(file.with_name(f".{file.name}.lock"), _WAIT_S) as is_alone:
+        now, problem = own_caption(path)
+        if problem:
+            raise ValueError(problem)
+        if not is_alone or now not in was:
+            raise CaptionChanged(f"the caption of {path.name} was changed meanwhile; look at what is there now")
+        write_atomically(file, f"{text}\n".encode() if text else b"")
 
 
 def small_picture(path: Path, side: int) -> bytes:

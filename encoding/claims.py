@@ -14,47 +14,21 @@ Where there are no locks at all, one warning says so: the store stays whole (see
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-from ..system.locks import NoLocks, try_lock
+from ..system.locks import Claim, NoLocks, open_lock, take_claim
 from .store import CacheStore, unwritable
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2  # how often work that others have claimed is looked at, once nothing else remains
 _OLD_S = 60.0
-_NUM_TRIES = 50
-_TRY_AGAIN_S = 0.02
 _FOLDER = ".claims"
 _SUFFIX = ".lock"
-_GONE = {errno.ENOENT, errno.ESTALE}  # the latter on NFS, where another machine has removed an open file
-_BEING_REMOVED = {5, 32}  # Windows' numbers for opening a file in the moment in which another removes it
-
-
-@dataclass
-class Claim:
-    """The right to do what the file stands for, until it is released or its process ends."""
-
-    path: Path
-    file: IO[bytes]
-    was_left: bool = False  # by a holder that was killed
-
-    def release(self) -> None:
-        """Give the claim back; a second call is a no-op."""
-        if self.file.closed:
-            return
-        if os.name == "nt":  # no open file can be removed there, and none that another has opened meanwhile
-            self.file.close()
-        with contextlib.suppress(OSError):
-            self.path.unlink()  # while it is locked: whoever waits for it sees that the name is gone
-        self.file.close()
 
 
 class Claims:
@@ -75,7 +49,7 @@ class Claims:
             claim = take_claim(path)
         except NoLocks as error:
             self._say_no_locks(error)
-            return Claim(path, _open(path))
+            return Claim(path, open_lock(path))
         except OSError as error:
             raise unwritable(path, error) from error
         if claim is not None and claim.was_left:
@@ -155,45 +129,6 @@ class Shared:
             _release(batch)
             raise
         return batch
-
-
-def take_claim(path: Path) -> Claim | None:
-    """Claim what this file stands for; None if another process, or another thread, has it.
-
-    Raises: NoLocks where the file system has none; OSError if the file cannot be opened.
-    """
-    for _ in range(_NUM_TRIES):
-        was_left = path.exists()
-        with contextlib.ExitStack() as closing:
-            file = closing.enter_context(_open(path))
-            if not try_lock(file):
-                return None
-            if _still_has_name(file, path):
-                closing.pop_all()
-                return Claim(path, file, was_left)
-    raise NoLocks(errno.EOPNOTSUPP, "an open file is not told by its number")
-
-
-def _open(path: Path) -> IO[bytes]:
-    tries_left = _NUM_TRIES
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return open(path, "ab")
-        except OSError as error:
-            tries_left -= 1
-            if getattr(error, "winerror", None) not in _BEING_REMOVED or not tries_left:
-                raise
-        time.sleep(_TRY_AGAIN_S)
-
-
-def _still_has_name(file: IO[bytes], path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except OSError as error:
-        if error.errno not in _GONE:
-            raise
-        return False
 
 
 def _is_old(temporary: Path) -> bool:

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 
 from ..system.files import remove_leftovers, write_atomically
 from ..system.json_file import expect, read_json_object
-from .claims import Claims, take_claim
+from ..system.locks import take_claim
+from .claims import Claims
 from .store import CacheStore
 
 _log = logging.getLogger(__name__)

@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from ..encoding.claims import take_claim
 from ..system.files import remove_leftovers, what_helps, write_atomically
-from ..system.locks import NoLocks
+from ..system.locks import NoLocks, take_claim
 
 _log = logging.getLogger(__name__)
 _LOCK, _OWNER = ".run.lock", ".run.owner"

@@ -111,8 +111,9 @@ class WriteCaptions(io.ComfyNode):
         strange = given.keys() - _all_files(found) if given.keys() - missing.keys() else ()
         if strange:
             raise ValueError(f"file {min(strange)!r} is none of this dataset; connect the files of Images to Caption")
-        written = _write({missing[name]: text for name, text in given.items() if name in missing})
-        text = f"{written} captions were written, {len(missing) - written} images have none"
+        written, kept = _write({missing[name]: text for name, text in given.items() if name in missing})
+        text = f"{written} captions were written, {len(missing) - written - kept} images have none"
+        text += f"; {kept} got another meanwhile, which stays" if kept else ""
         host.NodeView(cls.hidden.unique_id).show_text(text)
         return io.NodeOutput(found, ui={"text": (text,)})
 
@@ -152,21 +153,24 @@ def _paired(files: Sequence[Any], captions: Sequence[Any]) -> dict[str, str]:
     return {str(name): "" if text is None else str(text).strip() for name, text in pairs}
 
 
-def _write(captions: dict[Path, str]) -> int:
-    """How many texts were not empty, and are written.
+def _write(captions: dict[Path, str]) -> tuple[int, int]:
+    """How many texts were not empty and are written, and how many images got a caption from elsewhere meanwhile.
 
     Raises: ValueError naming the images whose texts could not be, once all others are.
     """
-    from ..data.caption_files import write_caption
+    from ..data.caption_files import CaptionChanged, write_caption
 
     told = {path: text for path, text in captions.items() if text}
-    problems = []
+    problems, kept = [], 0
     for path, text in told.items():
         try:
-            write_caption(path, text)
+            write_caption(path, text, (None, ""))
+        except CaptionChanged:
+            kept += 1
         except (ValueError, OSError) as error:
             problems.append(f"  {path}: {error}")
     if problems:
         lines = "\n".join(problems)
-        raise ValueError(f"{len(told) - len(problems)} captions were written, {len(problems)} could not be:\n{lines}")
-    return len(told)
+        written = len(told) - len(problems) - kept
+        raise ValueError(f"{written} captions were written, {len(problems)} could not be:\n{lines}")
+    return len(told) - kept, kept

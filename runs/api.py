@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl
 
 from ..config.job import make_job
 from ..system.files import write_atomically
+from ..system.locks import alone
 from ..system.requests import REQUESTS, Requests
 from .answer import Answer as Answer
 from .datasets import dataset_routes
@@ -24,6 +25,7 @@ from .store import Busy, NotThere, RunStore
 _log = logging.getLogger(__name__)
 PREFIX = "/devicebridge/"
 _MOST_RUNS = 200
+_WAIT_S = 10.0  # for another that copies to the same name
 _KINDS = {".png": "image/png", ".webp": "image/webp", ".jpg": "image/jpeg", ".mp4": "video/mp4"}
 
 
@@ -140,9 +142,10 @@ class Api:
         source = self._store.lora(run, step)
         name = run.replace("/", "_") + ("" if step is None else f"_step_{step:06d}") + ".safetensors"
         target, data = self._host.loras() / name, source.read_bytes()
-        if target.is_symlink() or (target.exists() and target.read_bytes() != data):
-            raise Busy(f"another {name} is among the LoRAs; rename or remove it first")
-        write_atomically(target, data)
+        with alone(target.with_name(f".{name}.lock"), _WAIT_S) as is_alone:
+            if not is_alone or target.is_symlink() or (target.exists() and target.read_bytes() != data):
+                raise Busy(f"another {name} is among the LoRAs; rename or remove it first")
+            write_atomically(target, data)
         return Answer(values={"name": name})
 
     def _delete(self, values: dict[str, Any]) -> Answer:

@@ -15,10 +15,10 @@ from pydantic import ValidationError
 
 from ..config.job import DataConfig, FolderConfig
 from ..config.ranges import problems_of
-from ..data.caption_files import Captioned, look_at, media_file, own_caption, small_picture, write_caption
+from ..data.caption_files import CaptionChanged, Captioned, look_at, media_file, small_picture, write_caption
 from .answer import Answer
 from .guard import Refused, text_of
-from .store import Busy, NotThere
+from .store import NotThere
 
 FREE_ROUTES = {"datasets", "dataset", "picture", "caption"}  # which know nothing of runs, and may take a while
 _SIDE = 192  # pixels of a small picture
@@ -86,14 +86,16 @@ def _caption(names: Callable[[], list[str]], find: Find, values: dict[str, Any])
     caption, was = values.get("caption"), values.get("was")
     if not isinstance(caption, str) or not (was is None or isinstance(was, str)):
         raise Refused(400, "caption should be a text, and was a text or null")
-    now, problem = own_caption(path)
-    if problem:
-        raise Refused(400, problem)
-    if now != was:
-        raise Busy(f"the caption of {path.name} was changed meanwhile; look at the folder again")
-    write_caption(path, caption)
-    (written,) = look_at(config, [path])
-    return Answer(values=_described(written))
+    try:
+        write_caption(path, caption, {was})
+    except CaptionChanged as error:
+        return Answer(409, {"error": str(error), "now": _now(config, path)})
+    return Answer(values=_now(config, path))
+
+
+def _now(config: DataConfig, path: Path) -> dict[str, Any]:
+    (found,) = look_at(config, [path])
+    return _described(found)
 
 
 def _folder(names: Callable[[], list[str]], find: Find, values: Mapping[str, Any], file: str = "") -> Path:

@@ -13,16 +13,16 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..config.job import JobConfig, load_job, save_for_process
-from ..encoding.claims import take_claim
 from ..system.files import write_atomically
 from ..system.json_file import expect, read_json_object
-from ..system.locks import NoLocks
+from ..system.locks import alone
 from ..system.processes import ProcessMark, start_detached
 from ..system.requests import Requests
 from .record import read_record
@@ -203,21 +203,9 @@ class JobQueue:
                 held |= {card: "" for card in job.devices}  # its own now, or kept for it
             return changed
 
-    @contextlib.contextmanager
-    def _alone(self, wait_s: float = 0.0) -> Iterator[bool]:
+    def _alone(self, wait_s: float = 0.0) -> AbstractContextManager[bool]:
         """Whether nobody else looks after the queue, after waiting so long for the end of that."""
-        until = time.monotonic() + wait_s
-        try:
-            while (claim := take_claim(self._folder / ".lock")) is None and time.monotonic() < until:
-                time.sleep(0.02)
-        except NoLocks:
-            yield True
-            return
-        try:
-            yield claim is not None
-        finally:
-            if claim is not None:
-                claim.release()
+        return alone(self._folder / ".lock", wait_s)
 
     def _start(self, job: QueuedJob) -> None:
         folder = self.store.root / job.run

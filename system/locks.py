@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 _HELD = {errno.EAGAIN, errno.EACCES, errno.EDEADLK, errno.ESTALE}  # the systems' answers when another has, or had, it
+_NUM_TRIES = 50
+_TRY_AGAIN_S = 0.02
+_GONE = {errno.ENOENT, errno.ESTALE}  # the latter on NFS, where another machine has removed an open file
+_BEING_REMOVED = {5, 32}  # Windows' numbers for opening a file in the moment in which another removes it
 
 
 class NoLocks(OSError):
@@ -32,3 +43,84 @@ def try_lock(file: IO[bytes]) -> bool:
             return False
         raise NoLocks(error.errno, error.strerror) from error
     return True
+
+
+@dataclass
+class Claim:
+    """The right to do what the file stands for, until it is released or its process ends."""
+
+    path: Path
+    file: IO[bytes]
+    was_left: bool = False  # by a holder that was killed
+
+    def release(self) -> None:
+        """Give the claim back; a second call is a no-op."""
+        if self.file.closed:
+            return
+        if os.name == "nt":  # no open file can be removed there, and none that another has opened meanwhile
+            self.file.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink()  # while it is locked: whoever waits for it sees that the name is gone
+        self.file.close()
+
+
+def take_claim(path: Path) -> Claim | None:
+    """Claim what this file stands for; None if another process, or another thread, has it.
+
+    Raises: NoLocks where the file system has none; OSError if the file cannot be opened.
+    """
+    for _ in range(_NUM_TRIES):
+        was_left = path.exists()
+        with contextlib.ExitStack() as closing:
+            file = closing.enter_context(open_lock(path))
+            if not try_lock(file):
+                return None
+            if _still_has_name(file, path):
+                closing.pop_all()
+                return Claim(path, file, was_left)
+    raise NoLocks(errno.EOPNOTSUPP, "an open file is not told by its number")
+
+
+def open_lock(path: Path) -> IO[bytes]:
+    """A lock file, made with its folder if it is not there. Raises: OSError."""
+    tries_left = _NUM_TRIES
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return open(path, "ab")
+        except OSError as error:
+            tries_left -= 1
+            if getattr(error, "winerror", None) not in _BEING_REMOVED or not tries_left:
+                raise
+        time.sleep(_TRY_AGAIN_S)
+
+
+def _still_has_name(file: IO[bytes], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
+        return False
+
+
+@contextmanager
+def alone(path: Path, wait_s: float = 0.0) -> Iterator[bool]:
+    """Whether no other thread or process is inside with this lock file; always so where the file system has no locks.
+
+    Args:
+        wait_s: how long others are waited for.
+    Raises: OSError if the file cannot be opened.
+    """
+    until = time.monotonic() + wait_s
+    try:
+        while (claim := take_claim(path)) is None and time.monotonic() < until:
+            time.sleep(_TRY_AGAIN_S)
+    except NoLocks:
+        yield True
+        return
+    try:
+        yield claim is not None
+    finally:
+        if claim is not None:
+            claim.release()

@@ -125,7 +125,9 @@ function row(each, folder) {
       text.value = each.caption
       say(wrong, '')
     } catch (error) {
-      say(wrong, error.message)
+      const now = error.values?.now // what another has written; a second Save is over that
+      if (now) Object.assign(each, now)
+      say(wrong, now ? t('The caption was changed meanwhile to: {caption}. Save puts yours in its place.', { caption: now.caption || t('no caption') }) : error.message)
     }
     show()
     const line = place.querySelector('.db-counted')

@@ -53,7 +53,7 @@ export function shownRun() {
   return runs.find((run) => run.run === choice.run) ?? runs.find((run) => run.state === 'running') ?? runs[0]
 }
 
-/** Ask for JSON; an error's message is shown and thrown. */
+/** Ask for JSON; an error is thrown with what the server said, and with all of its answer as `values`. */
 export async function ask(path, body) {
   const options = body && {
     method: 'POST',
@@ -62,7 +62,7 @@ export async function ask(path, body) {
   }
   const answer = await api.fetchApi(`/devicebridge/${path}`, options || undefined)
   const values = await answer.json().catch(() => ({}))
-  if (!answer.ok) throw new Error(values.error ?? `the server answers ${answer.status}`)
+  if (!answer.ok) throw Object.assign(new Error(values.error ?? `the server answers ${answer.status}`), { values })
   return values
 }
 

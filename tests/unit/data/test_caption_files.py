@@ -77,18 +77,18 @@ def test_links_are_neither_shown_nor_written_through(folder: Path, tmp_path: Pat
     assert "x.png" not in found
     assert found["c.png"].caption is None and "is a link" in found["c.png"].problem
     with pytest.raises(ValueError, match="is a link"):
-        write_caption(folder / "c.png", "mine")
+        write_caption(folder / "c.png", "mine", {None})
     assert (outside / "x.txt").read_text() == "theirs"
 
 
 def test_a_caption_is_written_beside_its_image_and_what_is_none_is_refused(folder: Path) -> None:
-    write_caption(folder / "c.png", "  a tall ünicode image\n")
+    write_caption(folder / "c.png", "  a tall ünicode image\n", {None})
     assert (folder / "c.txt").read_bytes() == "a tall ünicode image\n".encode()
-    write_caption(folder / "c.png", " ")
+    write_caption(folder / "c.png", " ", {"a tall ünicode image"})
     assert (folder / "c.txt").read_bytes() == b""
     for text in ("a\0b", "x" * (MOST_CAPTION + 1)):
         with pytest.raises(ValueError, match="a caption has up to"):
-            write_caption(folder / "c.png", text)
+            write_caption(folder / "c.png", text, {""})
 
 
 def test_a_small_picture_is_a_jpeg_of_the_whole_image_upright(folder: Path) -> None:

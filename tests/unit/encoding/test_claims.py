@@ -16,6 +16,7 @@ import torch
 from devicebridge.encoding import claims as claims_module
 from devicebridge.encoding.claims import Claims, Shared
 from devicebridge.encoding.store import CacheStore
+from devicebridge.system import locks
 from devicebridge.system.locks import NoLocks
 
 KEYS = [f"{number:02x}" * 32 for number in range(40)]
@@ -168,15 +169,15 @@ def test_a_claim_gives_its_name_back_while_it_is_locked(store, monkeypatch):
 def test_a_lock_on_a_file_that_lost_its_name_does_not_count(store, monkeypatch):
     """Between opening and locking, the former holder removes the file, and a third process claims anew."""
     claims, thirds = Claims(store), []
-    real = claims_module.try_lock
+    real = locks.try_lock
 
     def lock_late(file):
-        monkeypatch.setattr(claims_module, "try_lock", real)
+        monkeypatch.setattr(locks, "try_lock", real)
         (claims.folder / f"{KEYS[0]}.lock").unlink()
         thirds.append(Claims(store).take(KEYS[0]))
         return real(file)
 
-    monkeypatch.setattr(claims_module, "try_lock", lock_late)
+    monkeypatch.setattr(locks, "try_lock", lock_late)
     assert claims.take(KEYS[0]) is None
     thirds[0].release()
 
@@ -185,7 +186,7 @@ def test_a_lock_on_a_file_that_lost_its_name_does_not_count(store, monkeypatch):
 def test_a_lock_file_that_another_machine_removed_is_no_error_and_no_lack_of_locks(store, monkeypatch, caplog, where):
     """NFS answers ESTALE for a file that is open here and was removed there."""
     fcntl = pytest.importorskip("fcntl")
-    owner, name = (fcntl, "flock") if where == "try_lock" else (claims_module.os, "fstat")
+    owner, name = (fcntl, "flock") if where == "try_lock" else (locks.os, "fstat")
     real = getattr(owner, name)
 
     def stale_once(*args):
@@ -201,7 +202,7 @@ def test_a_lock_file_that_another_machine_removed_is_no_error_and_no_lack_of_loc
 
 
 def test_a_lock_file_that_is_being_removed_is_opened_again_on_windows(store, monkeypatch):
-    monkeypatch.setattr(claims_module, "_TRY_AGAIN_S", 0)
+    monkeypatch.setattr(locks, "_TRY_AGAIN_S", 0)
     refusals = []
 
     def refuse_twice(path, mode):
@@ -211,14 +212,14 @@ def test_a_lock_file_that_is_being_removed_is_opened_again_on_windows(store, mon
             raise refusals[-1]
         return open(path, mode)
 
-    monkeypatch.setattr(claims_module, "open", refuse_twice, raising=False)
+    monkeypatch.setattr(locks, "open", refuse_twice, raising=False)
     claim = Claims(store).take(KEYS[0])
     assert claim is not None and len(refusals) == 2
     claim.release()
 
 
 def test_where_an_open_file_cannot_be_told_by_its_number_nothing_waits_for_ever(store, monkeypatch, caplog):
-    monkeypatch.setattr(claims_module, "_still_has_name", lambda file, path: False)
+    monkeypatch.setattr(locks, "_still_has_name", lambda file, path: False)
     assert [batch[0] for batch in _shared(store, KEYS[:2]).batches()] == KEYS[:2]
     assert caplog.text.count("file system without locks") == 1
 
@@ -227,6 +228,6 @@ def test_without_locks_work_is_done_all_the_same_and_one_warning_says_so(store, 
     def refuse(file):
         raise NoLocks(95, "Operation not supported")
 
-    monkeypatch.setattr(claims_module, "try_lock", refuse)
+    monkeypatch.setattr(locks, "try_lock", refuse)
     assert [batch[0] for batch in _shared(store).batches()] == KEYS
     assert caplog.text.count("file system without locks") == 1

@@ -11,10 +11,10 @@ import uuid
 from pathlib import Path
 
 import pytest
-from devicebridge.encoding import claims as claims_module
 from devicebridge.jobs.job import run_job
 from devicebridge.jobs.pair import run_pair
 from devicebridge.jobs.run_lock import run_lock
+from devicebridge.system import locks
 from devicebridge.system.locks import NoLocks
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
@@ -118,7 +118,7 @@ def test_without_locks_a_run_goes_on_and_one_warning_says_so(tmp_path, monkeypat
     def refuse(file):
         raise NoLocks(95, "Operation not supported")
 
-    monkeypatch.setattr(claims_module, "try_lock", refuse)
+    monkeypatch.setattr(locks, "try_lock", refuse)
     with run_lock(tmp_path / "run"), run_lock(tmp_path / "run"):
         pass
     assert caplog.text.count("file system without locks (Operation not supported)") == 2

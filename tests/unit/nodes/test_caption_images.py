@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,6 +51,25 @@ def test_texts_are_asked_for_only_while_one_is_missing_and_never_replace_a_capti
     node.execute(dataset=[dataset], caption=["blue"], file=files[2:])
     assert node.check_lazy_status(dataset=[dataset]) == []
     assert node.execute(dataset=[dataset], caption=[None], file=[None]).args == (dataset,)
+
+
+def test_a_caption_that_a_page_saves_while_the_node_writes_stays(
+    nodes: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[nodes.WriteCaptions.__module__]
+    real = module._all_files
+
+    def save_meanwhile(dataset: Any) -> set[str]:
+        (folder / "a.txt").write_text("of the page")
+        return real(dataset)
+
+    monkeypatch.setattr(module, "_all_files", save_meanwhile)
+    files = [str(folder / f"{name}.png") for name in "abc"]
+    output = nodes.WriteCaptions.execute(dataset=[_dataset(nodes, folder)], caption=["red", "", "blue"], file=files)
+    captions = {path.name: path.read_text() for path in folder.glob("*.txt")}
+    assert captions == {"a.txt": "of the page", "b.txt": "mine", "c.txt": "blue\n"}
+    (text,) = output.ui["text"]
+    assert [int(word) for word in text.split() if word.isdecimal()] == [1, 0, 1], "written, without one, kept"
 
 
 def test_one_text_that_cannot_be_written_keeps_no_other_back(nodes: ModuleType, folder: Path) -> None:

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from devicebridge.cli.main import main
 from devicebridge.config.job import DataConfig, FolderConfig, save_job
+from devicebridge.data import caption_files
 from devicebridge.data.caption_files import ANY_MODEL, media_file, media_files
 from devicebridge.data.folders import scan_folders
 from devicebridge.encoding.text_encoder import TextEncoder
+from devicebridge.runs import api as api_module
 from devicebridge.runs.api import Answer, Api, Host
 from devicebridge.runs.queue import JobQueue
 from devicebridge.runs.store import RunStore
+from devicebridge.system import locks
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from PIL import Image
 
 JSON = {"Content-Type": "application/json"}
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -96,6 +107,82 @@ def test_a_caption_is_written_once_and_not_over_what_somebody_else_wrote(api: Ap
     assert late.status == 409 and "was changed meanwhile" in late.values["error"]
     assert _write(api, caption="another", was="a second dog").status == 200
     assert sorted(path.name for path in folder.iterdir()) == ["a.png", "a.txt", "b.png", "b.txt"]
+
+
+def _at_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *asked: Callable[[], Answer]) -> list[Answer]:
+    """The answers to two requests, of which each waits in a function for the other to be there, too, if it can be."""
+    both, real = threading.Barrier(2), getattr(owner, name)
+
+    def meet(*args: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(timeout=0.5)
+        return real(*args)
+
+    monkeypatch.setattr(owner, name, meet)
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(lambda each: each(), asked))
+
+
+def test_of_two_pages_that_save_one_caption_at_once_the_later_is_told_what_is_there(
+    api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for was in (None, "kept"):
+        if was:
+            (folder / "b.txt").write_text(was)
+        texts = [f"of page {number}" for number in range(2)]
+        saves = [partial(_write, api, caption=text, was=was) for text in texts]
+        with monkeypatch.context() as patched:
+            answers = _at_once(patched, caption_files, "write_atomically", *saves)
+        assert sorted(each.status for each in answers) == [200, 409]
+        won = next(text for text, answer in zip(texts, answers, strict=True) if answer.status == 200)
+        lost = next(answer for answer in answers if answer.status == 409)
+        assert (folder / "b.txt").read_text() == f"{won}\n"
+        assert lost.values["now"] == {**_get(api, "dataset", "folder=dogs").values["files"][1], "caption": won}
+    assert sorted(path.name for path in folder.iterdir()) == ["a.png", "a.txt", "b.png", "b.txt"]
+
+
+_OTHER_PROCESS = """
+import runpy, sys
+from pathlib import Path
+runpy.run_path(sys.argv[1])["load_pack"]()
+from devicebridge.system.locks import alone
+folder = Path(sys.argv[2])
+with alone(folder / ".b.txt.lock") as is_alone:
+    print(is_alone, flush=True)
+    sys.stdin.readline()
+    (folder / "b.txt").write_text("of another process")
+"""
+
+
+def test_a_caption_that_another_process_is_writing_is_waited_for(
+    api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-c", _OTHER_PROCESS, str(ROOT / "bootstrap.py"), str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin and other.stdout and other.stdout.readline() == "True\n"
+        waits, real = iter([other.stdin.close]), locks.time.sleep
+        # the first wait of this process lets the other one write
+        monkeypatch.setattr(locks.time, "sleep", lambda seconds: (next(waits, lambda: None)(), real(seconds)))
+        answer = _write(api, caption="mine")
+    assert (answer.status, answer.values["now"]["caption"]) == (409, "of another process")
+    assert (folder / "b.txt").read_text() == "of another process"
+
+
+def test_of_two_runs_whose_loras_get_one_name_at_once_the_later_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run in ("a/b", "a_b"):
+        (tmp_path / run / "checkpoints" / "step-000001").mkdir(parents=True)
+        (tmp_path / run / "checkpoints" / "step-000001" / "lora.safetensors").write_bytes(run.encode())
+    page = make_api(tmp_path, tmp_path, [])
+
+    def use(run: str) -> Answer:
+        return page.answer("POST", "use", "", JSON, json.dumps({"run": run, "step": 1}).encode())
+
+    answers = _at_once(monkeypatch, api_module, "write_atomically", partial(use, "a/b"), partial(use, "a_b"))
+    assert sorted(each.status for each in answers) == [200, 409]
+    won = ("a/b", "a_b")[[each.status for each in answers].index(200)]
+    assert (tmp_path / "a_b_step_000001.safetensors").read_text() == won
 
 
 @pytest.mark.parametrize(

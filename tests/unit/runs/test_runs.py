@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from devicebridge.cli.main import main
 from devicebridge.config.job import load_job, make_job
-from devicebridge.encoding.claims import take_claim
 from devicebridge.events import Event, EventLog, EventTail
 from devicebridge.jobs.job import run_job
 from devicebridge.runs.news import News
@@ -24,6 +23,7 @@ from devicebridge.runs.progress import Progress, thinned
 from devicebridge.runs.queue import JobQueue, explain
 from devicebridge.runs.record import read_record, recorded_run
 from devicebridge.runs.store import Busy, NotThere, RunStore, list_checkpoints
+from devicebridge.system.locks import take_claim
 from devicebridge.system.processes import ProcessMark, own_mark, start_detached
 from devicebridge.system.requests import Requests
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
