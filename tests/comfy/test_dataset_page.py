@@ -20,6 +20,8 @@ async function answer(url, options) {
   if (url.pathname.endsWith('/datasets')) return { folders: ['a', 'b'] }
   if (url.pathname.endsWith('/caption')) {
     const values = JSON.parse(options.body)
+    const now = { ...row(values.folder), caption: window.theirs }
+    if (now.caption && now.caption !== values.was) return { error: 'changed', now }
     window.written.push(`${values.folder}/${values.file}: ${values.caption}`)
     return { ...row(values.folder), caption: values.caption }
   }
@@ -30,7 +32,10 @@ async function answer(url, options) {
 }
 export const api = {
   apiURL: (path) => path,
-  fetchApi: async (path, options) => Response.json(await answer(new URL(path, location.origin), options))
+  fetchApi: async (path, options) => {
+    const values = await answer(new URL(path, location.origin), options)
+    return Response.json(values, { status: values.error ? 409 : 200 })
+  }
 }
 """
 _APP = """
@@ -104,3 +109,15 @@ def test_a_caption_goes_to_the_folder_whose_image_it_was_written_for(page: Any) 
 def test_the_settings_of_a_folder_are_sent_as_its_node_says_them(page: Any) -> None:
     settings = {"resolutions": "512", "folder_resolutions": "768", "default_caption": "a dog"}
     assert page.evaluate("() => window.asked[0]") == {"folder": "a", **settings}
+
+
+def test_a_caption_of_another_page_is_shown_and_written_over_only_by_a_second_save(page: Any) -> None:
+    page.evaluate("() => { window.theirs = 'of another page' }")
+    text, save = (page.get_by_label(f"{what}caption of 001.png", exact=True) for what in ("", "save the "))
+    text.fill("mine")
+    save.click()
+    page.locator(".db-why").get_by_text("of another page").wait_for()
+    assert text.input_value() == "mine" and page.evaluate("() => window.written") == []
+    save.click()
+    page.wait_for_function("() => window.written.length > 0")
+    assert page.evaluate("() => window.written") == ["a/001.png: mine"]
