@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
+from ..runs.record import RUN_LOCK
 from ..system.files import remove_leftovers, what_helps, write_atomically
 from ..system.locks import NoLocks, take_claim
 
 _log = logging.getLogger(__name__)
-_LOCK, _OWNER = ".run.lock", ".run.owner"
+_OWNER = ".run.owner"
+_LOOK_S = 0.2  # whoever looks whether a run lives holds its lock for a moment
 
 
 @contextmanager
@@ -31,7 +33,7 @@ def run_lock(folder: Path) -> Iterator[None]:
     is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        claim = take_claim(folder / _LOCK)
+        claim = take_claim(folder / RUN_LOCK, _LOOK_S)
     except NoLocks as error:
         _log.warning(
             "%s is on a file system without locks (%s): nothing keeps a second run out of it", folder, error.strerror

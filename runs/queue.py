@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import sys
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -25,7 +24,7 @@ from ..system.json_file import expect, read_json_object
 from ..system.locks import alone
 from ..system.processes import ProcessMark, start_detached
 from ..system.requests import Requests
-from .record import read_record
+from .record import QUEUED, read_record
 from .store import Busy, NotThere, RunStore
 
 _START = (
@@ -54,7 +53,7 @@ class QueuedJob:
         devices: every card it uses.
         order: the smallest is started first.
         is_resumed: it goes on from its newest checkpoint.
-        process: once it was started, at `started` (seconds since 1970).
+        process: once it was started.
         message: why it failed.
         is_stopped: it was asked to stop before it could hear.
     """
@@ -66,7 +65,6 @@ class QueuedJob:
     is_resumed: bool = False
     state: JobState = "waiting"
     process: ProcessMark | None = None
-    started: float = 0.0
     message: str = ""
     is_stopped: bool = False
 
@@ -214,23 +212,22 @@ class JobQueue:
         own = (sys.executable, "-c", _START, str(_BOOTSTRAP))
         is_native = self._native and _needs_comfyui(folder / _JOB_FILE)
         command = [*(self._native if is_native else own), "train", str(folder / _JOB_FILE), *flags]
-        started = time.time()
         try:
-            process = start_detached(command, folder / LOG)
+            process = start_detached(command, folder / LOG, {QUEUED: job.id})
         except OSError as error:
             self._write(replace(job, state="failed", message=str(error)))
             return
-        self._write(replace(job, state="starting", process=process, started=started))
+        self._write(replace(job, state="starting", process=process))
 
     def _follow(self, job: QueuedJob) -> bool:
         """Whether a job that was started has got its record, or has ended without one."""
         record = read_record(self.store.root / job.run)
-        if record is not None and record.since >= job.started:
+        if record is not None and record.queued == job.id:
             if job.is_stopped:
                 Requests(self.store.root / job.run).ask("stop")
             self._remove(job)
             return True
-        if job.process is not None and job.process.is_alive():
+        if job.process is not None and job.process.is_alive(self.store.root / job.run / LOG):
             return False
         if job.is_stopped:
             self._remove(job)
@@ -280,12 +277,12 @@ def _read(file: Path) -> QueuedJob:
     """Raises: OSError; ValueError."""
     values = read_json_object(file)
     kinds: dict[str, type | tuple[type, ...]] = {"id": str, "run": str, "devices": list, "order": (int, float)}
-    kinds |= {"is_resumed": bool, "state": str, "started": (int, float), "message": str, "is_stopped": bool}
+    kinds |= {"is_resumed": bool, "state": str, "message": str, "is_stopped": bool}
     read = {name: expect(values.get(name), kind, f"{file}: {name}") for name, kind in kinds.items()}
     if read["state"] not in get_args(JobState) or f"{read['id']}.json" != file.name:
         raise ValueError(f"{file} is no job of a queue")
     process = values.get("process")
     return QueuedJob(
-        **{**read, "devices": tuple(map(str, read["devices"]))},
+        **{**read, "devices": tuple(expect(each, str, f"{file}: devices") for each in read["devices"])},
         process=None if process is None else ProcessMark.read(process),
     )

@@ -1,12 +1,14 @@
 """run.json in a run's folder: what runs or ran there, in which process, and how it ended.
 
-The process is named with the time it started, so that another with the same number is not taken for it. A record that
-says "running" while its process is gone is that of a crash.
+The process is named so that another with the same number is not taken for it. A record that says "running" while its
+process is gone is that of a crash. Of a process that cannot be seen from here, in another container or computer, the
+lock on its run's folder tells.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +25,8 @@ from ..system.requests import Requests
 
 Status = Literal["running", "finished", "stopped", "failed", "crashed"]
 _FILE = "run.json"
+RUN_LOCK = ".run.lock"  # held in its folder by whatever runs there
+QUEUED = "DEVICEBRIDGE_QUEUED"  # in the environment of a process that the queue has started: its job's id
 _MOST_MESSAGE = 2000  # characters
 
 
@@ -36,7 +40,9 @@ class RunRecord:
         steps: to the end.
         job: as job_to_dict gives it, to resume from.
         message: why it failed.
-        since: when it began, seconds since 1970.
+        since: when it began, seconds since 1970; of other clocks than ours, or of one that was set.
+        queued: id of the queue's job that started it; "" of one that the queue did not start.
+        folder: where it was read; None of one that was not.
     """
 
     status: Status
@@ -46,11 +52,14 @@ class RunRecord:
     job: dict[str, Any] = field(default_factory=dict)
     message: str = ""
     since: float = 0.0
+    queued: str = ""
+    folder: Path | None = None
 
     @property
     def state(self) -> Status:
         """The status, with "crashed" for a run whose process is gone."""
-        return "crashed" if self.status == "running" and not self.process.is_alive() else self.status
+        held = None if self.folder is None else self.folder / RUN_LOCK
+        return "crashed" if self.status == "running" and not self.process.is_alive(held) else self.status
 
 
 class Recording:
@@ -66,7 +75,8 @@ def recorded_run(folder: Path, job: JobConfig, devices: Sequence[str]) -> Iterat
 
     Raises: OSError naming the file if the disk refuses at the start.
     """
-    record = RunRecord("running", own_mark(), tuple(devices), job.train.steps, job_to_dict(job), since=time.time())
+    mark, queued = own_mark(), os.environ.get(QUEUED, "")
+    record = RunRecord("running", mark, tuple(devices), job.train.steps, job_to_dict(job), "", time.time(), queued)
     _write(folder, record)
     recording = Recording()
     try:
@@ -86,14 +96,15 @@ def _end(folder: Path, record: RunRecord) -> None:
 
 
 def _write(folder: Path, record: RunRecord) -> None:
-    write_atomically(folder / _FILE, json.dumps(asdict(record)).encode())
+    values = {name: value for name, value in asdict(record).items() if name != "folder"}
+    write_atomically(folder / _FILE, json.dumps(values).encode())
 
 
 def read_record(folder: Path) -> RunRecord | None:
     """The record of a run folder; None where there is none, or none that can be read."""
     try:
         values = read_json_object(folder / _FILE)
-        return _make(values, str(folder / _FILE))
+        return replace(_make(values, str(folder / _FILE)), folder=folder)
     except (OSError, ValueError):
         return None
 
@@ -105,10 +116,11 @@ def _make(values: dict[str, Any], what: str) -> RunRecord:
     devices = expect(values.get("devices"), list, what)
     return RunRecord(
         status=status,
-        process=ProcessMark.read(expect(values.get("process"), dict, what)),
-        devices=tuple(str(each) for each in devices),
+        process=ProcessMark.read(values.get("process")),
+        devices=tuple(expect(each, str, what) for each in devices),
         steps=expect(values.get("steps"), int, what),
         job=expect(values.get("job"), dict, what),
         message=expect(values.get("message"), str, what),
         since=expect(values.get("since"), (int, float), what),
+        queued=expect(values.get("queued", ""), str, what),
     )

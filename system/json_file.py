@@ -10,6 +10,7 @@ from typing import Any
 from .files import read_ordinary
 
 _MOST_BYTES = 500_000_000
+_MOST = 1e100  # the product of two is still a finite float
 _NAMES = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
 
 
@@ -41,12 +42,19 @@ def parse_json_object(text: bytes | str, what: str, remedy: str = "download it a
     return expect(found, dict, what, remedy)
 
 
+def is_number(value: Any) -> bool:
+    """Whether this is a number to count with: neither true nor false, nor infinite, nor one that no float holds."""
+    return type(value) in (int, float) and -_MOST < value < _MOST
+
+
 def expect(value: Any, kind: type | tuple[type, ...], what: str, remedy: str = "download it again") -> Any:
-    """The value, if it is of this kind; true and false are no numbers.
+    """The value, if it is of this kind; true and false are no numbers, nor is what is_number refuses.
 
     Raises: ValueError saying what it is.
     """
     kinds = kind if isinstance(kind, tuple) else (kind,)
+    if type(value) in (int, float) and not is_number(value):
+        raise ValueError(f"{what} is a number that is not finite, or too large; {remedy}")
     if isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds):
         return value
     wanted = " or ".join(dict.fromkeys(_NAMES[each] for each in kinds))

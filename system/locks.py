@@ -64,11 +64,32 @@ class Claim:
         self.file.close()
 
 
-def take_claim(path: Path) -> Claim | None:
+def is_locked(path: Path) -> bool:
+    """Whether somebody holds a file, which is locked for a moment to find out; one that is not there nobody holds.
+
+    Raises: NoLocks where the file system has none; OSError if it cannot be opened.
+    """
+    try:
+        with open(path, "r+b") as file:
+            return not try_lock(file)
+    except FileNotFoundError:
+        return False
+
+
+def take_claim(path: Path, wait_s: float = 0.0) -> Claim | None:
     """Claim what this file stands for; None if another process, or another thread, has it.
 
+    Args:
+        wait_s: how long others are waited for.
     Raises: NoLocks where the file system has none; OSError if the file cannot be opened.
     """
+    until = time.monotonic() + wait_s
+    while (claim := _try_claim(path)) is None and time.monotonic() < until:
+        time.sleep(_TRY_AGAIN_S)
+    return claim
+
+
+def _try_claim(path: Path) -> Claim | None:
     for _ in range(_NUM_TRIES):
         was_left = path.exists()
         with contextlib.ExitStack() as closing:
@@ -112,10 +133,8 @@ def alone(path: Path, wait_s: float = 0.0) -> Iterator[bool]:
         wait_s: how long others are waited for.
     Raises: OSError if the file cannot be opened.
     """
-    until = time.monotonic() + wait_s
     try:
-        while (claim := take_claim(path)) is None and time.monotonic() < until:
-            time.sleep(_TRY_AGAIN_S)
+        claim = take_claim(path, wait_s)
     except NoLocks:
         yield True
         return

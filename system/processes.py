@@ -11,6 +11,7 @@ the process ends. On Windows a job object does it (windows_job.py).
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import select
@@ -27,6 +28,8 @@ from typing import IO, Any
 _IS_WINDOWS = os.name == "nt"
 _POLL_S = 0.05
 _SAME_START_S = 1.0  # what clocks may disagree by
+_MOST_PID = 1 << 32
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass
@@ -201,25 +204,56 @@ def go_on_as(command: Sequence[str | Path]) -> int:
 
 @dataclass(frozen=True)
 class ProcessMark:
-    """Names one process for ever: its number, the moment it started (seconds since 1970), and its computer."""
+    """Names one process for ever.
+
+    Args:
+        pid: its number.
+        started: when, in seconds since 1970 by a clock that may be set.
+        host: name of its computer, which may be changed.
+        birth: what nobody changes: the start of its kernel, its container, and when in that kernel's time it started.
+            "" where the system does not tell (Linux does), and in files of earlier versions.
+    """
 
     pid: int
     started: float
     host: str
+    birth: str = ""
 
     @staticmethod
-    def read(values: Mapping[str, Any]) -> ProcessMark:
+    def read(values: Any) -> ProcessMark:
         """From a file. Raises: ValueError."""
-        pid, started, host = values.get("pid"), values.get("started"), values.get("host")
-        if type(pid) is not int or not isinstance(started, (int, float)) or not isinstance(host, str):
-            raise ValueError("this names no process")
-        return ProcessMark(pid, float(started), host)
+        from .json_file import expect  # the guard below knows nothing of the pack
 
-    def is_alive(self) -> bool:
-        """Whether that very process runs. One of another computer, which nobody can ask, counts as alive."""
-        if self.host != platform.node():
-            return True
-        return (found := _process(self.pid)) is not None and abs(found - self.started) < _SAME_START_S
+        what = "a process"
+        found = expect(values, dict, what)
+        mark = ProcessMark(
+            expect(found.get("pid"), int, what),
+            float(expect(found.get("started"), (int, float), what)),
+            expect(found.get("host"), str, what),
+            expect(found.get("birth", ""), str, what),
+        )
+        if not 0 < mark.pid < _MOST_PID:
+            raise ValueError(f"{mark.pid} is no number of a process")
+        return mark
+
+    def is_alive(self, held: Path | None = None) -> bool:
+        """Whether that very process runs.
+
+        Args:
+            held: a file that it keeps locked. That tells of a process which cannot be seen from here, in another
+                container or computer; without it, or without locks, one of a host of another name counts as alive.
+        """
+        if self.birth and _kernel_of(self.birth) == _kernel():
+            return _birth(self.pid) == self.birth
+        from .locks import is_locked
+
+        is_ours = self.host == platform.node()
+        if is_ours and not (self.birth and _kernel()):
+            return (found := _process(self.pid)) is not None and abs(found - self.started) < _SAME_START_S
+        try:
+            return not is_ours if held is None else is_locked(held)
+        except OSError:
+            return not is_ours
 
 
 def own_mark() -> ProcessMark:
@@ -228,7 +262,7 @@ def own_mark() -> ProcessMark:
 
 
 def _mark_of(pid: int) -> ProcessMark:
-    return ProcessMark(pid, _process(pid) or 0.0, platform.node())
+    return ProcessMark(pid, _process(pid) or 0.0, platform.node(), _birth(pid))
 
 
 def _process(pid: int) -> float | None:
@@ -238,8 +272,28 @@ def _process(pid: int) -> float | None:
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
-    except psutil.Error:
+    except (psutil.Error, ValueError, OverflowError):  # the latter two of what is no number of a process
         return None
+
+
+@functools.cache
+def _kernel() -> str:
+    """This start of the Linux kernel, and the container whose processes are numbered together; "" elsewhere."""
+    with contextlib.suppress(OSError):
+        return f"{_BOOT.read_text(encoding='ascii').strip()} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _kernel_of(birth: str) -> str:
+    return birth.rpartition(" ")[0]
+
+
+def _birth(pid: int) -> str:
+    """See ProcessMark; "" of one that does not run."""
+    with contextlib.suppress(OSError):
+        state, *rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return f"{_kernel()} {int(rest[18])}" if _kernel() and state not in (b"Z", b"X") else ""
+    return ""
 
 
 def is_running(pid: int) -> bool:
@@ -247,20 +301,29 @@ def is_running(pid: int) -> bool:
     return _process(pid) is not None
 
 
-def start_detached(command: Sequence[str | Path], log: Path) -> ProcessMark:
+def start_detached(
+    command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None
+) -> ProcessMark:
     """Start a program that goes on when we end, in a session of its own, and no longer belongs to us.
 
     Args:
-        log: what it prints is added to this file.
+        log: what it prints is added to this file. But on Windows the file is locked until the program has ended.
+        environment: added to ours.
     Raises: OSError if it cannot be started.
     """
+    from .locks import try_lock
+
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    options["env"] = {**os.environ, **(environment or {})}
     if _IS_WINDOWS:
         flags = ("CREATE_NEW_PROCESS_GROUP", "DETACHED_PROCESS", "CREATE_BREAKAWAY_FROM_JOB")
         options["creationflags"] = sum(getattr(subprocess, name) for name in flags)
     else:
         options["start_new_session"] = True
     with log.open("ab") as output:
+        if not _IS_WINDOWS:  # elsewhere a lock belongs to the open file, which the program gets from us
+            with contextlib.suppress(OSError):
+                try_lock(output)
         process = subprocess.Popen([str(part) for part in command], stdout=output, **options)
     threading.Thread(target=process.wait, name="devicebridge-reaper", daemon=True).start()  # no zombie stays
     return _mark_of(process.pid)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def test_the_queue_starts_such_a_job_with_the_comfyui_that_it_belongs_to(
 ) -> None:
     started: list[list[str]] = []
 
-    def start(command: list[str], log: Path) -> ProcessMark:
+    def start(command: list[str], log: Path, environment: Mapping[str, str]) -> ProcessMark:
         started.append(list(map(str, command)))
         return ProcessMark(1, 0.0, "nowhere")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,16 +20,19 @@ from devicebridge.cli.main import main
 from devicebridge.config.job import load_job, make_job
 from devicebridge.events import Event, EventLog, EventTail
 from devicebridge.jobs.job import run_job
+from devicebridge.jobs.run_lock import run_lock
 from devicebridge.runs.news import News
 from devicebridge.runs.progress import Progress, thinned
 from devicebridge.runs.queue import JobQueue, explain
 from devicebridge.runs.record import read_record, recorded_run
 from devicebridge.runs.store import Busy, NotThere, RunStore, list_checkpoints
-from devicebridge.system.locks import take_claim
+from devicebridge.system.locks import is_locked, take_claim
 from devicebridge.system.processes import ProcessMark, own_mark, start_detached
 from devicebridge.system.requests import Requests
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 from devicebridge.training.state import list_checkpoints as full_checkpoints
+
+OWN = asdict(own_mark())
 
 
 def _write_events(folder: Path, *events: dict[str, Any]) -> None:
@@ -139,14 +144,76 @@ def test_a_run_is_running_then_finished_and_failed_with_its_reason(tmp_path: Pat
     assert make_job(failed.job) == _job(tmp_path)
 
 
-def test_a_run_whose_process_is_gone_has_crashed_even_if_its_number_is_in_use(tmp_path: Path) -> None:
-    with recorded_run(tmp_path, _job(tmp_path), ["cpu"]):
-        values = json.loads((tmp_path / "run.json").read_text())
-    values["status"] = "running"
-    values["process"]["started"] -= 100.0  # an earlier process of our number
-    (tmp_path / "run.json").write_text(json.dumps(values))
+@pytest.mark.parametrize("birth", ["", OWN.get("birth", "")[:-1]])
+def test_a_run_whose_process_is_gone_has_crashed_even_if_its_number_is_in_use(tmp_path: Path, birth: str) -> None:
+    _record(tmp_path, {"started": OWN["started"] - 100.0, "birth": birth})  # an earlier process of our number
     record = read_record(tmp_path)
     assert record is not None and record.state == "crashed"
+
+
+@pytest.mark.parametrize("changed", [{"started": OWN["started"] - 3600}, {"host": "its name then"}])
+def test_a_clock_that_was_set_and_a_host_that_was_renamed_end_no_process(tmp_path: Path, changed: Any) -> None:
+    _record(tmp_path, changed)
+    record = read_record(tmp_path)
+    assert record is not None and record.state == "running"
+
+
+ELSEWHERE = {
+    "its container was made anew": {"host": "0123456789ab", "birth": "of-another-kernel pid:[7] 400"},
+    "its computer was started again": {"birth": "of-another-kernel pid:[7] 400"},
+    "an earlier version wrote it": {"host": "0123456789ab", "birth": ""},
+}
+
+
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_of_a_process_that_cannot_be_seen_the_lock_of_its_run_tells(tmp_path: Path, where: str) -> None:
+    run, queue = tmp_path / "a", JobQueue(RunStore(tmp_path))
+    _record(run, ELSEWHERE[where], devices=["cuda:0"])
+    with run_lock(run):
+        assert queue.store.summary("a")["state"] == "running" and "cuda:0" in queue.held()
+        with pytest.raises(Busy, match="under way"):
+            _add(queue, "a", "cuda:0")
+    assert queue.store.summary("a")["state"] == "crashed" and queue.held() == {}
+    assert _add(queue, "a", "cuda:0").run == "a"
+
+
+def test_without_locks_another_computers_run_counts_as_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    (tmp_path / ".run.lock").touch()
+    monkeypatch.setattr("fcntl.flock", refuse)
+    states = []
+    for where in ELSEWHERE.values():
+        _record(tmp_path, where)
+        record = read_record(tmp_path)
+        states.append(record and record.state)
+    assert states == ["running", "crashed", "running"]
+
+
+def _record(folder: Path, process: dict[str, Any], **values: Any) -> None:
+    """The record of a run under way, as another process has written it."""
+    folder.mkdir(exist_ok=True)
+    record = {
+        "status": "running",
+        "process": {**OWN, **process},
+        "devices": ["cpu"],
+        "steps": 9,
+        "job": {},
+        "message": "",
+    }
+    (folder / "run.json").write_text(json.dumps({**record, "since": 1.0, **values}))
+
+
+def test_a_lock_that_somebody_looks_at_is_still_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looking = take_claim(tmp_path / ".run.lock")
+    assert looking is not None
+    monkeypatch.setattr("devicebridge.system.locks.time.sleep", lambda seconds: looking.release())
+    with run_lock(tmp_path):
+        assert is_locked(tmp_path / ".run.lock")
+    assert not is_locked(tmp_path / ".run.lock")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"status": "running"}', '{"status": "odd", "devices": []}'])
@@ -162,8 +229,11 @@ def test_a_detached_process_leads_a_session_of_its_own_and_is_told_from_its_succ
     assert not ProcessMark(mark.pid, mark.started - 60, mark.host).is_alive()
     assert ProcessMark(1, 0.0, "another computer").is_alive()
     _wait(lambda: (tmp_path / "log").read_text().strip() == str(mark.pid))
+    unseen = replace(mark, host="another container", birth="of-another-kernel pid:[7] 400")
+    assert unseen.is_alive(tmp_path / "log")
     os.kill(mark.pid, 9)
     _wait(lambda: not mark.is_alive())
+    assert not unseen.is_alive(tmp_path / "log")
 
 
 def _wait(is_true: Any, timeout_s: float = 60.0) -> None:
@@ -277,7 +347,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     found: list[str] = []
     marks: list[ProcessMark] = []
 
-    def start(command: Any, log: Path) -> ProcessMark:
+    def start(command: Any, log: Path, environment: Any = None) -> ProcessMark:
         found.append(log.parent.name)
         marks.append(start_detached([sys.executable, "-c", "import time; time.sleep(60)"], log))
         return marks[-1]
@@ -380,7 +450,7 @@ def test_a_process_that_ends_without_a_record_has_failed_with_its_last_words(
     code = "import sys; sys.exit('log line\\ndevicebridge: no model there\\nlook again')"
     monkeypatch.setattr(
         "devicebridge.runs.queue.start_detached",
-        lambda command, log: start_detached([sys.executable, "-c", code], log),
+        lambda command, log, environment=None: start_detached([sys.executable, "-c", code], log),
     )
     queue = JobQueue(RunStore(tmp_path))
     _add(queue, "one", "cuda:0")
@@ -391,18 +461,32 @@ def test_a_process_that_ends_without_a_record_has_failed_with_its_last_words(
 
 
 def test_a_job_whose_run_has_begun_leaves_the_queue_and_its_record_holds_the_cards(
-    tmp_path: Path, started: list[str]
+    tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = JobQueue(RunStore(tmp_path))
-    _add(queue, "one", "cuda:0")
+    job = _add(queue, "one", "cuda:0")
     queue.tick()
     assert queue.stop_before_its_record("one")
+    with recorded_run(tmp_path / "one", _job(tmp_path / "one"), ["cuda:0"]):
+        queue.tick()
+        assert [each.id for each in queue.jobs()] == [job.id], "that was not the process of this job"
+    monkeypatch.setenv("DEVICEBRIDGE_QUEUED", job.id)
+    monkeypatch.setattr("time.time", lambda: 1.0)  # the clock was set back since
     with recorded_run(tmp_path / "one", _job(tmp_path / "one"), ["cuda:0"]):
         queue.tick()
         assert queue.jobs() == []
         assert Requests(tmp_path / "one").is_asked("stop"), "a stop that came too early is passed on"
         assert explain(["cuda:0"], queue.held()).startswith("the run one trains on cuda:0")
     assert queue.held() == {}
+
+
+def test_a_started_process_knows_which_job_of_the_queue_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = "import os, sys; sys.stdout.write(os.environ['DEVICEBRIDGE_QUEUED'])"
+    monkeypatch.setattr("devicebridge.runs.queue._START", begin)
+    queue = JobQueue(RunStore(tmp_path))
+    job = _add(queue, "one", "cuda:0")
+    queue.tick()
+    _wait(lambda: (tmp_path / "one" / "background.log").read_text() == job.id)
 
 
 def test_a_run_outside_the_store_is_not_taken(tmp_path: Path) -> None:
