@@ -6,6 +6,7 @@ import collections
 import gc
 import os
 import runpy
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # tests start many processes: compiling all sources takes each a second
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # lets the GPU tests ask for deterministic algorithms
 
+
+def _as_in_a_terminal() -> None:
+    """Have programs that tests start obey signals, also where the tests run in the background or under nohup.
+
+    A program passes on what it ignores, but not what it handles. So a hangup, which nohup is for, is handled by doing
+    nothing.
+    """
+    usual = {"SIGINT": signal.default_int_handler, "SIGTERM": signal.SIG_DFL, "SIGHUP": lambda number, frame: None}
+    for name, handler in usual.items():
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+_as_in_a_terminal()
 ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
