@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import diffusers
@@ -69,6 +70,17 @@ def _gradients(model, lora):
     return output.detach().float(), found
 
 
+@contextlib.contextmanager
+def _in_one_order():
+    """Attention's fastest backward adds up in no fixed order. A last bit of bfloat16 that differs rounds a gradient to
+    the next float8, up to an eighth of it away: gradients of two equal runs are then more than 1 % apart."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def _off(found, expected):
     return ((found - expected).norm() / expected.norm()).item()
 
@@ -85,7 +97,8 @@ def test_gradients_are_those_of_uncompiled_blocks(scheme, is_dynamic):
             pytest.skip(refusal(QuantizeSettings(scheme), [DEVICE]))
         apply_quantization(model, family, QuantizeSettings(scheme))
     lora = _lora(model, family, 16, 0.03)
-    output, expected = _gradients(model, lora)
+    with _in_one_order():
+        output, expected = _gradients(model, lora)
     torch._dynamo.reset()
     handle = apply_compile(model, family, is_dynamic=is_dynamic)
     compiled_output, found = _gradients(model, lora)
@@ -95,12 +108,13 @@ def test_gradients_are_those_of_uncompiled_blocks(scheme, is_dynamic):
         _gradients(model, lora)
     handle.remove()
     torch._dynamo.reset()
-    again, most = _gradients(model, lora)[1], MOST_DIFFERENCE[scheme]
+    with _in_one_order():
+        again, most = _gradients(model, lora)[1], MOST_DIFFERENCE[scheme]
     differences = [_off(one, other) for one, other in zip(found, expected, strict=True)]
     print(f"{scheme}: {max(differences):.4f}, output {_off(compiled_output, output):.4f}; of blocks, {check.worst}")
     assert graphs > 0 and _off(compiled_output, output) <= most and max(differences) <= most
     assert len(check.found) == 4 and check.worst.excess < 1, check.found
-    assert max(_off(one, other) for one, other in zip(again, expected, strict=True)) <= 1e-2
+    assert all(map(torch.equal, again, expected))
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))

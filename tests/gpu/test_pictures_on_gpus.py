@@ -14,9 +14,10 @@ from devicebridge.tests.unit.parallel.test_divided_graphs import where
 from devicebridge.tests.unit.parallel.test_pictures import fetch, fetch_copies, pictured
 from devicebridge.tests.unit.parallel.test_tensor_parallel import WIDTH, Fused, Separate, difference, make_model, run
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.device_count() < 2 or torch.version.hip is not None, reason="needs two NVIDIA GPUs"
-)
+pytestmark = [
+    pytest.mark.usefixtures("cards_wait"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2 or torch.version.hip is not None, reason="needs two NVIDIA GPUs"),
+]
 CARDS = [torch.device("cuda", index) for index in range(2)]
 
 

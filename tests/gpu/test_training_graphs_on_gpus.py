@@ -11,9 +11,10 @@ import torch
 from devicebridge.tests.shard_cases import make_divided
 from devicebridge.tests.unit.parallel.test_training_graphs import steps
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.device_count() < 2 or torch.version.hip is not None, reason="needs two NVIDIA GPUs"
-)
+pytestmark = [
+    pytest.mark.usefixtures("cards_wait"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2 or torch.version.hip is not None, reason="needs two NVIDIA GPUs"),
+]
 CARDS = [torch.device("cuda", index) for index in range(2)]
 
 

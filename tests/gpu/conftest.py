@@ -1,0 +1,20 @@
+"""What the tests on GPUs decide in the place of a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+from devicebridge.parallel.local.graph_recorder import CardsRecorder, ThreadsRecorder
+
+
+@pytest.fixture
+def cards_wait() -> Iterator[None]:
+    """Cards count as waiting for the host, so blocks are recorded. A host that falls behind, or a card that does, would
+    decide that otherwise."""
+    with (
+        mock.patch.object(CardsRecorder, "mark", lambda recorder: lambda: True),
+        mock.patch.object(ThreadsRecorder, "mark", lambda recorder: lambda: True),
+    ):
+        yield
