@@ -4,6 +4,10 @@ A process that is stopped, or in a call that keeps Python's lock, cannot end its
 nobody. So each rank writes a line every two seconds, and looks whether the others' have changed. What the line says is
 how long others should wait for the next one, and whether the rank compiles, which may keep those waiting that share the
 weights with it.
+
+A compiler may keep Python's lock, too, and a busy machine may keep a process from it. So a silent rank has half an hour
+while there is a reason to think that it works: on this machine that it computes, on another that its last sign says it
+compiles.
 """
 
 from __future__ import annotations
@@ -14,10 +18,14 @@ import signal
 import time
 from typing import Any, NamedTuple
 
-from ...system.processes import is_running
+from ...system.processes import cpu_seconds, is_running
 from .place import RankPlace
 
 BEAT_S = 2.0
+LONGEST_S = 1800.0  # of silence, or without any movement, for work of which nobody knows how long it takes
+# Of the time since its last sign that a silent process computes if it works. Threads that wait for Python's lock use
+# less than a hundredth each.
+_AT_WORK = 0.05
 _TELLING_S = 1.0  # for a process to say where it is, before it is killed
 TRACEBACK_SIGNAL = getattr(signal, "SIGUSR2", None)  # on which a rank tells where all its threads are; not on Windows
 
@@ -48,6 +56,7 @@ class Signs:
         self._store, self._place = store.clone(), place  # a connection of its own: others wait in theirs
         self._count = 0
         self._known: dict[int, _Sign] = {}
+        self._computed_s: dict[int, float] = {}  # at their last signs, by those of this machine
         self._silent_s = dict.fromkeys((rank for rank in range(place.num_ranks) if rank != place.rank), 0.0)
 
     def give(self, patience_s: float, *, is_compiling: bool = False) -> None:
@@ -56,7 +65,7 @@ class Signs:
         self._store.set(_key(self._place.rank), _Sign(self._count, patience_s, is_compiling, os.getpid()).line())
 
     def look(self, elapsed_s: float) -> list[int]:
-        """Ranks whose patience has run out; all must have given a sign before.
+        """Ranks whose patience has run out, and that do not work all the same; all must have given a sign before.
 
         Args:
             elapsed_s: since the last look, as far as this process could look: not while it was stopped itself.
@@ -64,9 +73,20 @@ class Signs:
         ranks = list(self._silent_s)
         found = self._store.multi_get([_key(rank) for rank in ranks]) if ranks else []
         for rank, sign in zip(ranks, map(_Sign.read, found), strict=True):
-            self._silent_s[rank] = self._silent_s[rank] + elapsed_s if sign == self._known.get(rank) else 0.0
-            self._known[rank] = sign
-        return [rank for rank in ranks if self._silent_s[rank] > self._known[rank].patience_s]
+            if sign == self._known.get(rank):
+                self._silent_s[rank] += elapsed_s
+                continue
+            self._silent_s[rank], self._known[rank] = 0.0, sign
+            if self._is_here(rank):
+                self._computed_s[rank] = cpu_seconds(sign.pid)
+        return [rank for rank in ranks if self._silent_s[rank] > self._patience_s(rank)]
+
+    def _patience_s(self, rank: int) -> float:
+        sign, silent_s = self._known[rank], self._silent_s[rank]
+        if silent_s <= sign.patience_s:
+            return sign.patience_s
+        computes = self._is_here(rank) and cpu_seconds(sign.pid) - self._computed_s[rank] > _AT_WORK * silent_s
+        return max(LONGEST_S, sign.patience_s) if computes or (sign.is_compiling and not self._is_here(rank)) else 0.0
 
     @property
     def is_another_compiling(self) -> bool:

@@ -29,10 +29,9 @@ from typing import Any
 
 from ...system.launched import parent_at_start
 from ...system.stopping import say
-from .signs import BEAT_S, TRACEBACK_SIGNAL, Signs
+from .signs import BEAT_S, LONGEST_S, TRACEBACK_SIGNAL, Signs
 
 _POLL_S = 0.5
-FIRST_S = 1800.0  # without any movement, for work of which nobody knows how long it takes
 _LONG_CALL_S = 300.0  # in which a rank that loads may give no sign of life: reading keeps Python's lock
 _SHORTEST_S = 5.0  # the same of one that trains, at least
 _GRACE_S = 5.0  # to leave by itself, for who knows that another is lost
@@ -154,7 +153,7 @@ class Watch:
             movement = self._movement()
             if movement != self._still[0] or self._still[1] < work.since:
                 self._still = movement, now
-            is_still = now > self._still[1] + max(FIRST_S, self._limit_s)
+            is_still = now > self._still[1] + max(LONGEST_S, self._limit_s)
             return f"{work.kind or 'its work'} has not moved for {now - self._still[1]:.0f} s" if is_still else ""
         if now < work.since + work.limit_s:
             return ""
