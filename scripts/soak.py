@@ -314,10 +314,11 @@ def tensor_prompts(folder: Path, number: int, seed: int) -> Row:
         return row
     with start_server(comfyui, folder / "tensor_prompts") as server:
         make_files(server, comfyui)
-        found = run_tensor_prompts(server, number, number // 10, seed)
-    row.runs, row.kills, row.faults = found.prompts, found.failed + found.cancelled, found.faults
+        found = run_tensor_prompts(server, number, number // 10, seed, replays=True)
+    failed = found.failed.total()
+    row.runs, row.kills, row.faults = found.prompts, failed + found.cancelled, found.faults
     first, last = found.held[len(found.held) // 2], found.held[-1]
-    row.note = f"{found.failed} failed, {found.cancelled} were cancelled; after half {first}, at the end {last}"
+    row.note = f"{failed} failed, {found.cancelled} were cancelled; after half {first}, at the end {last}"
     return row
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from devicebridge.parallel.local.divided_calls import Replay
 from devicebridge.parallel.local.divided_graphs import Addresses, DividedGraphs
@@ -22,17 +24,17 @@ class StandIn:
         self.launched: list[str] = []
 
     def record(self, compute: Callable[[], None]) -> Callable[[], None]:
-        def replay() -> None:
-            self.launched.append("replay")
-            compute()
-
         staged = self.owner[0]._staged
         before = {key: tensor.clone() for key, tensor in staged.items()}
         compute()
         for key, tensor in before.items():
             staged[key].data.copy_(tensor)
         self.num_recorded += 1
-        return replay
+        return lambda: self.launch(compute)
+
+    def launch(self, compute: Callable[[], None]) -> None:
+        self.launched.append("replay")
+        compute()
 
     def mark(self) -> Callable[[], bool]:
         return lambda: self.cards_wait
@@ -58,7 +60,8 @@ def _with_stand_in(
 ) -> tuple[DividedGraphs, StandIn]:
     owner: list[DividedGraphs] = []
     recorder = StandIn(owner)
-    owner.append(DividedGraphs(parallel.devices, lambda: recorder, addresses, has_streams=has_streams))
+    module: Any = sys.modules[type(parallel).__module__]  # ComfyUI loads the pack under a name of its own
+    owner.append(module.DividedGraphs(parallel.devices, lambda: recorder, addresses, has_streams=has_streams))
     return owner[0], recorder
 
 

@@ -6,12 +6,14 @@ holds does not grow. Cards are emulated and stay so between prompts, so that mod
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ FAMILY = "sd3"  # its file tells that it has several heads
 FILE = "tiny_stress.safetensors"
 WAYS, SIZES = ("tensor", "blocks"), (64, 96)
 MOST_GROWTH_BYTES = 24 << 20
-_CANCELLED_STEPS = 60
+_CANCELLED_STEPS = 10_000  # too many to end by themselves
+_FAILING_STEPS = 8  # blocks are recorded in the third or fourth
 _MAKE = """
 import runpy, sys
 runpy.run_path(sys.argv[1])["load_pack"]()
@@ -46,6 +49,7 @@ class Kind:
     way: str
     has_lora: bool
     size: int
+    replays: bool  # of all prompts alike: it is asked for when the cards are turned on
 
 
 @dataclass
@@ -54,7 +58,7 @@ class Found:
 
     prompts: int = 0
     cancelled: int = 0
-    failed: int = 0
+    failed: Counter[str] = field(default_factory=Counter)  # by place; see TestFailAt
     held: list[dict[str, int]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
@@ -69,13 +73,15 @@ def make_files(server: Server, comfyui: Path) -> None:
     subprocess.run([str(python), "-c", _MAKE, *arguments], env=environment, timeout=120, check=True)
 
 
-def run_tensor_prompts(server: Server, number: int, num_errors: int, seed: int) -> Found:
-    """Args: num_errors: of these prompts fail by an injected error, always with way tensor."""
+def run_tensor_prompts(server: Server, number: int, num_errors: int, seed: int, *, replays: bool) -> Found:
+    """Args: num_errors: before so many of these prompts another fails by an injected error, always with way tensor.
+    replays: whether its blocks are replayed. Every second error is in a replay then."""
     draw, found, firsts = random.Random(seed), Found(), dict[Kind, str]()
+    places = itertools.cycle(("replay", "meeting") if replays else ("meeting",))
     failing = set(draw.sample(range(1, number), num_errors))
-    for index, kind in enumerate(_kinds(draw, number)):
+    for index, kind in enumerate(_kinds(draw, number, replays)):
         if index in failing:
-            _fail(server, draw, kind, found)
+            _fail(server, draw, kind, found, next(places))
         elif draw.random() < 0.15:
             _cancel(server, draw, kind, found)
         _compare(server, kind, found, firsts)
@@ -87,10 +93,10 @@ def run_tensor_prompts(server: Server, number: int, num_errors: int, seed: int) 
     return found
 
 
-def _kinds(draw: random.Random, number: int) -> Iterator[Kind]:
+def _kinds(draw: random.Random, number: int, replays: bool) -> Iterator[Kind]:
     """Way, LoRA and size alternate, each in its own rhythm."""
     for index in range(number):
-        yield Kind(WAYS[index % 2], draw.random() < 0.5, draw.choice(SIZES))
+        yield Kind(WAYS[index % 2], draw.random() < 0.5, draw.choice(SIZES), replays)
 
 
 def growth(held: list[dict[str, int]]) -> list[str]:
@@ -115,29 +121,33 @@ def _compare(server: Server, kind: Kind, found: Found, firsts: dict[Kind, str]) 
 
 
 def _cancel(server: Server, draw: random.Random, kind: Kind, found: Found) -> None:
-    """At some moment of its sampling, or a little before or after."""
+    """At some moment of its sampling, or a little before, where ComfyUI may not hear it."""
     prompt = server.queue(graph(kind, steps=_CANCELLED_STEPS))
     time.sleep(draw.uniform(0.05, 1.0))
-    server.post("/interrupt", {})
+    while not server.get(f"/history/{prompt}"):
+        server.post("/interrupt", {})
+        time.sleep(0.2)
     done = server.wait(prompt)
     found.cancelled += done.status == "interrupted"
     if done.status == "error":
         found.faults.append(f"cancelled, {kind}: {done.error}")
 
 
-def _fail(server: Server, draw: random.Random, kind: Kind, found: Found) -> None:
-    """One card fails at one of its meetings, or in its own code between them."""
-    rank, at = draw.randrange(2), draw.randint(1, 12)
-    done: Finished = server.run(graph(Kind("tensor", kind.has_lora, kind.size), fails_at=(rank, at)))
-    found.failed += done.status == "error"
-    if done.status != "error" or f"injected at {at} of {rank}" not in done.error:
-        found.faults.append(f"meeting {at} of card {rank} was to fail; it ended with {done.status}: {done.error}")
+def _fail(server: Server, draw: random.Random, kind: Kind, found: Found, place: str) -> None:
+    """One card fails at one of its meetings, or a replay does."""
+    rank, at = draw.randrange(2), draw.randint(1, 4 if place == "replay" else 12)
+    done: Finished = server.run(graph(replace(kind, way="tensor"), steps=_FAILING_STEPS, fails_at=(place, rank, at)))
+    if done.status == "error" and f"injected at {at} of {rank}" in done.error:
+        found.failed[place] += 1
+    else:
+        found.faults.append(f"{place} {at} of card {rank} was to fail; it ended with {done.status}: {done.error}")
 
 
-def graph(kind: Kind, steps: int = 2, fails_at: tuple[int, int] | None = None) -> dict[str, Any]:
-    """fails_at: rank and number of the meeting at which it fails."""
+def graph(kind: Kind, steps: int = 2, fails_at: tuple[str, int, int] = ("meeting", 0, 0)) -> dict[str, Any]:
+    """fails_at: place, rank and number; see TestFailAt."""
+    place, rank, at = fails_at
     nodes = {
-        "on": _node("TestCardsOn", devices="lazy:0,lazy:1", keep=True),
+        "on": _node("TestCardsOn", devices="lazy:0,lazy:1", keep=True, replays=kind.replays),
         "load": _node("UNETLoader", unet_name=FILE, weight_dtype="default"),
         "lora": _node("LoraLoaderModelOnly", model=["split", 0], lora_name=FILE, strength_model=1.0),
         "split": _node(
@@ -154,7 +164,7 @@ def graph(kind: Kind, steps: int = 2, fails_at: tuple[int, int] | None = None) -
         ),
         "positive": _node("TestCondition", family=FAMILY, seed=1),
         "latent": _node("EmptyLatentImage", width=kind.size, height=kind.size, batch_size=1),
-        "fail": _node("TestFailAt", model=[_last(kind), 0], rank=(fails_at or (0, 0))[0], at=(fails_at or (0, 0))[1]),
+        "fail": _node("TestFailAt", model=[_last(kind), 0], rank=rank, at=at, place=place),
         "sample": _node(
             "KSampler",
             model=["fail", 0],

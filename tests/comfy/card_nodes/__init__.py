@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import importlib
 import os
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,11 +25,35 @@ _machines: list[Any] = []  # the one that is emulated
 _disarm = contextlib.ExitStack()
 
 
+def _in_packs(name: str) -> list[Any]:
+    """This module of the pack, as ComfyUI has loaded it under a name of its own, and as it is imported here."""
+    init = str(_ROOT / "__init__.py")
+    files = [(each, getattr(module, "__file__", None)) for each, module in sys.modules.items()]
+    packs = [each for each, file in files if file is not None and os.path.realpath(file) == init]
+    return [importlib.import_module(f"{pack}.{name}") for pack in packs]
+
+
+@contextlib.contextmanager
+def _replayed() -> Iterator[None]:
+    """Splits with way tensor made inside are replayed, from a call's second time on; see split_cases_replayed.py."""
+    from devicebridge.tests.stand_in_recorder import replaying
+
+    with contextlib.ExitStack() as patches:
+        for module in _in_packs("parallel.local.tensor_parallel"):
+            patches.enter_context(mock.patch.object(module.TensorParallel, "replay", replaying))
+            patches.enter_context(mock.patch.object(module, "watching_modes", lambda: 0))
+        for module in _in_packs("parallel.local.divided_graphs"):
+            patches.enter_context(mock.patch.object(module, "RECORDED_AFTER", 1))
+        yield
+
+
 class CardsOn:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         keep = ("BOOLEAN", {"default": False})  # an emulation that is on already, with what lies on its cards
-        return {"required": {"devices": ("STRING", {"default": "lazy:0,lazy:1"})}, "optional": {"keep": keep}}
+        replays = ("BOOLEAN", {"default": False})  # of what is divided while they are on
+        devices = ("STRING", {"default": "lazy:0,lazy:1"})
+        return {"required": {"devices": devices}, "optional": {"keep": keep, "replays": replays}}
 
     RETURN_TYPES = ("COMBO",)
     FUNCTION = "enter"
@@ -37,7 +63,7 @@ class CardsOn:
     def IS_CHANGED(cls, **inputs: Any) -> float:
         return float("nan")
 
-    def enter(self, devices: str, keep: bool = False) -> tuple[str]:
+    def enter(self, devices: str, keep: bool = False, replays: bool = False) -> tuple[str]:
         global _is_on
         runpy.run_path(str(_ROOT / "bootstrap.py"))["load_pack"]()
         from devicebridge.tests.comfy.split_host import emulated_machine
@@ -45,6 +71,8 @@ class CardsOn:
         if not (keep and _is_on):
             _entered.close()
             _machines[:] = [_entered.enter_context(emulated_machine())]
+            if replays:
+                _entered.enter_context(_replayed())
             _is_on = True
         return (devices,)
 
@@ -92,12 +120,17 @@ class TestCondition:
 
 
 class FailAt:
-    """Has one card of a MODEL with way tensor fail at a meeting of the next sampling; at 0 none does."""
+    """Has one card of a MODEL with way tensor fail in the next sampling; at 0 none does.
+
+    place: "meeting": this card, when it sends others something for the at-th time, in blocks that are launched or
+    replayed. "replay": the at-th replay. What happens while a block is recorded is not counted: recording is given up
+    then, and the prompt goes on.
+    """
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         numbers = {"rank": ("INT", {"default": 0}), "at": ("INT", {"default": 0, "max": 10**6})}
-        return {"required": {"model": ("MODEL",), **numbers}}
+        return {"required": {"model": ("MODEL",), **numbers, "place": ("STRING", {"default": "meeting"})}}
 
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "arm"
@@ -107,28 +140,60 @@ class FailAt:
     def IS_CHANGED(cls, **inputs: Any) -> float:
         return float("nan")
 
-    def arm(self, model: Any, rank: int, at: int) -> tuple[Any]:
+    def arm(self, model: Any, rank: int, at: int, place: str) -> tuple[Any]:
+        from devicebridge.tests.stand_in_recorder import StandIn
+
         _disarm.close()
-        # ComfyUI loads the pack under a name of its own.
-        modules = [module for name, module in sys.modules.items() if name.endswith("parallel.local.exchange")]
-        for module in modules if at else ():
-            _disarm.enter_context(
-                mock.patch.object(module.Exchange, "bring", _failing(module.Exchange.bring, rank, at))
-            )
+        if at == 0:
+            return (model,)
+        fault = _Fault(rank, at)
+        if place == "replay":
+            targets = [(StandIn, "launch", fault.at_replays)]
+        else:
+            exchanges = [module.Exchange for module in _in_packs("parallel.local.exchange")]
+            targets = [(exchange, "_post", fault.at_meetings) for exchange in exchanges]
+        graphs = [module.DividedGraphs for module in _in_packs("parallel.local.divided_graphs")]
+        for cls, name, around in (*targets, *((each, "_record", fault.uncounted) for each in graphs)):
+            _disarm.enter_context(mock.patch.object(cls, name, around(getattr(cls, name))))
         return (model,)
 
 
-def _failing(bring: Any, rank: int, at: int) -> Any:
-    count = 0
+class _Fault:
+    """What is injected."""
 
-    def fail(exchange: Any, here: int, name: str, tensor: Any) -> None:
-        nonlocal count
-        count += here == rank
-        if here == rank and count == at:
-            raise RuntimeError(f"injected at {at} of {rank}")
-        bring(exchange, here, name, tensor)
+    def __init__(self, rank: int, at: int) -> None:
+        self._rank, self._left, self._is_counted = rank, at, True
+        self._error = f"injected at {at} of {rank}"
 
-    return fail
+    def _count(self) -> None:
+        self._left -= self._is_counted
+        if self._is_counted and self._left == 0:
+            raise RuntimeError(self._error)
+
+    def at_meetings(self, post: Any) -> Any:
+        def fail(exchange: Any, here: int, *given: Any, **more: Any) -> None:
+            if here == self._rank:
+                self._count()
+            post(exchange, here, *given, **more)
+
+        return fail
+
+    def at_replays(self, launch: Any) -> Any:
+        def fail(recorder: Any, compute: Any) -> None:
+            self._count()
+            launch(recorder, compute)
+
+        return fail
+
+    def uncounted(self, record: Any) -> Any:
+        def recorded(*given: Any) -> Any:
+            self._is_counted = False
+            try:
+                return record(*given)
+            finally:
+                self._is_counted = True
+
+        return recorded
 
 
 class Held:
