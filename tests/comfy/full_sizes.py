@@ -11,8 +11,10 @@ import torch
 from devicebridge.config.job import make_job
 from devicebridge.families.comfy.inputs import COND, POOLED
 from devicebridge.jobs.job import plan_job
+from devicebridge.jobs.native_limits import why_no_forecast
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.planning.cards import parse_cards
+from devicebridge.planning.short_model import NoForecast
 from devicebridge.tests.comfy import tiny_checkpoints as tiny
 from devicebridge.tests.comfy.native_headers import _LUMINA_2, _SD_15, _WHOLE, SDXL, Z_IMAGE, _write_sparse
 from devicebridge.tests.comfy.trained_families import _HUNYUAN_VIDEO_15
@@ -80,11 +82,12 @@ _FILES: Mapping[str, tuple[str, Mapping[str, Any], int, int]] = {
 }
 
 
-QUICK = ("Wan Camera", "Krea 2", "ERNIE-Image")
+QUICK = ("Wan Camera", "Krea 2", "ERNIE-Image", "HiDream-I1")
 
 
 def plan_published(folder: Path, names: Collection[str] = tuple(_FILES)) -> dict[str, str]:
-    """By file: what is wrong with its text or its plan for two cards of 80 GB; "" for nothing."""
+    """By file: what is wrong with its text or its plan for two cards of 80 GB; "" for nothing, the error's name for a
+    class that has no forecast."""
     save_tiny_dataset(folder / "images")
     return {name: _fault(folder, *each) for name, each in _FILES.items() if name in names}
 
@@ -103,6 +106,9 @@ def _fault(folder: Path, config_class: str, unet_config: Mapping[str, Any], widt
         found = {name: text[name].shape[-1] for name in (COND, POOLED) if name in text}
         assert found == {COND: width, **({POOLED: pooled} if pooled else {})}, f"its text is {found}"
         plan_job(_job(path, folder), parse_cards("2x80GB"), info=info)
+    except NoForecast as error:
+        assert error.reason == why_no_forecast(info.family.native), error
+        return type(error).__name__
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:

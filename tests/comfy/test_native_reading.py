@@ -117,4 +117,6 @@ def test_a_model_without_experts_refuses_one(found: dict[str, Any]) -> None:
 
 
 def test_published_models_are_planned_before_captions_are_encoded(found: dict[str, Any]) -> None:
-    assert found["full"] and not {name: fault for name, fault in found["full"].items() if fault}
+    """HiDream's experts are chosen by numbers, of which a plan has none: it says so."""
+    assert len(found["full"]) > 3
+    assert {name: fault for name, fault in found["full"].items() if fault} == {"HiDream-I1": "NoForecast"}
