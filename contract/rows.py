@@ -108,8 +108,9 @@ ROWS: tuple[Row, ...] = (
     *_read(
         "page",
         "server.PromptServer",
-        {"has": "instance; routes; sockets; prompt_queue", "call": "send_sync(event, data)"},
+        {"has": "instance; app; routes; sockets; prompt_queue", "call": "send_sync(event, data, sid)"},
     ),
+    *_read("page", "comfy.cli_args", {"has": "args"}),
     *_read("page", "execution.PromptQueue", {"call": "set_flag(name, data)"}),
     *_read(
         "page",

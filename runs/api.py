@@ -6,7 +6,7 @@ Names in a request are looked for among what is there (store.py). Every answer i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class Host:
         datasets: names of the folders that datasets may be in.
         dataset: the folder of such a name, which lies in a folder of the program's own, with all that it holds, or with
             the one file that is named; "" is all. Raises: ValueError.
+        names: under which the program is meant to be asked; see guard.py.
     """
 
     loras: Callable[[], Path]
@@ -47,6 +48,7 @@ class Host:
     free: Callable[[], None]
     datasets: Callable[[], list[str]]
     dataset: Callable[[str, str], Path]
+    names: Callable[[], Collection[str]] = tuple
 
 
 class Api:
@@ -75,7 +77,7 @@ class Api:
             query: the part of the address after "?".
         """
         try:
-            check_origin(headers)
+            check_origin(headers, self._host.names)
             handler = self.routes.get((method, name))
             if handler is None:
                 raise Refused(404, "there is nothing of this name")

@@ -1,9 +1,15 @@
-"""What a request must be before anything is done for it: of the page that this server gave out, small, and JSON."""
+"""What a request must be before anything is done for it: of the page that this server gave out, small, and JSON.
+
+That a page's origin is the Host it asks proves nothing by itself. Whoever has a name may lead it to this machine once
+the page is loaded (DNS rebinding), and both are that name. So names that the server does not know are refused.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,6 +17,7 @@ MOST_BODY = 65_536  # bytes
 _MOST_TEXT, _MOST_CAPTION = 500, 8000  # characters of a value
 _CAPTIONS = ("caption", "was", "default_caption")
 _PORTS = {"http": 80, "https": 443}
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]{1,253})(:[0-9]{1,5})?", re.IGNORECASE | re.ASCII)
 
 
 class Refused(ValueError):
@@ -21,10 +28,14 @@ class Refused(ValueError):
         self.status = status
 
 
-def check_origin(headers: Mapping[str, str]) -> None:
-    """Raises: Refused for a request that a page of another origin makes a browser send.
+def check_origin(headers: Mapping[str, str], names: Callable[[], Collection[str]] = tuple) -> None:
+    """Refuse a request that a page of another origin makes a browser send, by whatever name it asks this server.
 
     Browsers say it by Sec-Fetch-Site, and by an Origin that is not the Host asked; programs send neither.
+
+    Args:
+        names: in small letters, under which the server is meant to be asked, besides localhost and all addresses.
+    Raises: Refused.
     """
     site = headers.get("Sec-Fetch-Site", "same-origin")
     if site not in ("same-origin", "none"):
@@ -32,6 +43,41 @@ def check_origin(headers: Mapping[str, str]) -> None:
     origin = headers.get("Origin")
     if origin is not None and not _is_same(origin, headers.get("Host", "")):
         raise Refused(403, "this is for ComfyUI's own page; Origin and Host are not the same")
+    _check_host(headers, names)
+
+
+def _check_host(headers: Mapping[str, str], names: Callable[[], Collection[str]]) -> None:
+    """Raises: Refused for a name that may be anybody's.
+
+    An address cannot be led elsewhere, and a page that came by https has a certificate of the name. Its Referer counts
+    beside Sec-Fetch-Site only, which browsers send by https and to this machine itself.
+    """
+    hosts = [value for name, value in headers.items() if name.lower() == "host"]
+    if not hosts:
+        return  # every browser sends one
+    found = _HOST.fullmatch(hosts[0])
+    if found is None or len(hosts) > 1:
+        raise Refused(403, "the Host of this request is no name or address")
+    name = found[1].strip("[]").removesuffix(".").lower()
+    page = headers.get("Origin", headers.get("Referer", "") if "Sec-Fetch-Site" in headers else "")
+    if name == "localhost" or name.endswith(".localhost") or _is_address(name):
+        return
+    if page.startswith("https:") and _is_same(page, hosts[0]):
+        return
+    if name not in names():
+        raise Refused(
+            403,
+            f"ComfyUI was asked under the name {name}, which it does not know. If that name is yours, allow it in "
+            f'devicebridge.toml in ComfyUI\'s user folder: allowed_hosts = ["{name}"]',
+        )
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_same(origin: str, host: str) -> bool:

@@ -35,7 +35,7 @@ _PLAIN_NAMES = """
     dtype shape type numel element_size to named_parameters parameters named_modules modules state_dict get_submodule
     get_parameter get_vocab func args keywords cell_contents __closure__ __globals__ __self__ __func__ __module__
     __qualname__ __dict__ __class__ __name__ __defaults__ __kwdefaults__ _orig_mod forward config companions follow
-    unsplit_class id ndim index post scale _params _qdata _layout_cls dequantize
+    unsplit_class id ndim index post scale _params _qdata _layout_cls dequantize lower on_response_prepare
 """
 _NOT_THE_HOSTS = frozenset(_PLAIN_NAMES.split())
 _LOOKED_UP = ("getattr", "hasattr")

@@ -137,6 +137,22 @@ def hostile_requests(outside: str, port: int) -> list[Hostile]:
         _post("/devicebridge/free", {}, Origin=f"http://127.0.0.1:{port + 1}"),
         _post("/devicebridge/free", {}, Origin=f"http://{host}@evil.example"),
         _post("/devicebridge/free", {}, Host="evil.example", Origin=f"http://{host}"),
+        # a name that its owner leads to this machine
+        *(
+            _get(f"/devicebridge/{name}", Host=f"evil.example:{port}")
+            for name in ("state", "run?run=a", "lora?run=a&step=1", "datasets", "picture?folder=dogs&file=a.png")
+        ),
+        *(
+            _post(f"/devicebridge/{name}", values, Host=given, Origin=f"http://{given}")
+            for name, values in (
+                ("delete", {"run": "a", "step": 1, "confirm": True}),
+                ("caption", _CAPTION),
+                ("use", {"run": "a", "step": 1}),
+                ("free", {}),
+            )
+            for given in (f"evil.example:{port}", f"localhost.evil.example.:{port}", f"127.0.0.1.evil.example:{port}")
+        ),
+        _get("/devicebridge/state", Host=""),
         # methods
         ("PUT", "/devicebridge/free", _JSON, b"{}"),
         ("DELETE", "/devicebridge/delete", _JSON, b'{"run": "a", "step": 1, "confirm": true}'),

@@ -6,6 +6,9 @@ allowed, once, in a file that no workflow can write:
 
     # devicebridge.toml in ComfyUI's user folder
     allowed_folders = ["/data/images", "/mnt/models"]
+    allowed_hosts = ["comfy.example"]
+
+The second are names under which a browser may ask for what the page shows (runs/guard.py).
 
 A link counts as what it leads to. A path elsewhere is refused before anything is asked about it: the message does not
 tell whether it is there. What is written always lies in ComfyUI's output folder.
@@ -113,7 +116,7 @@ def list_input_folders() -> list[str]:
     found = [folder for each in _folders_in(base) for folder in (each, *_folders_in(each))]
     names = [folder.relative_to(base).as_posix() for folder in found if _has_files(folder)]
     try:
-        allowed = [Path(folder) for folder in _allowed_folders()]
+        allowed = [Path(folder) for folder in _allowed("folders")]
     except ValueError:
         allowed = []  # whoever reads a folder is told
     more = [folder for each in allowed for folder in (each, *_folders_in(each))]
@@ -295,31 +298,42 @@ def _readable_folders() -> list[str]:
     ]
     kinds = folder_paths.folder_names_and_paths.items()
     of_models = [base for kind, (bases, *_) in kinds if kind != "custom_nodes" for base in bases]
-    return [os.path.realpath(folder) for folder in (*own, *of_models, *_allowed_folders())]
+    return [os.path.realpath(folder) for folder in (*own, *of_models, *_allowed("folders"))]
 
 
-def _allowed_folders() -> list[str]:
-    """Those of the settings file; none where it is not there.
+def allowed_hosts() -> list[str]:
+    """Names under which the user lets browsers ask."""
+    try:
+        return _allowed("hosts")
+    except ValueError:
+        return []  # whoever reads a folder is told
 
-    Raises: ValueError naming the file if it holds something else.
+
+def _allowed(what: str) -> list[str]:
+    """Folders or hosts of the settings file; none where it is not there.
+
+    Raises: ValueError naming the file if it holds something else, or lies where requests write.
     """
     file = settings_file()
     if not file.exists():
         return []
+    of_uploads = (folder_paths.get_input_directory, folder_paths.get_output_directory, folder_paths.get_temp_directory)
+    if _is_below(file, [os.path.realpath(each()) for each in of_uploads]):
+        raise ValueError(f"{file} lies in a folder that uploads go to; start ComfyUI with another --user-directory")
     import tomlkit
 
     try:
         values = tomlkit.parse(file.read_text(encoding="utf-8-sig")).unwrap()
     except (OSError, ValueError, tomlkit.exceptions.TOMLKitError) as error:
         raise ValueError(f"{file} cannot be read ({error}); repair or remove it") from error
-    folders = values.pop("allowed_folders", [])
-    is_list = isinstance(folders, list) and all(isinstance(folder, str) for folder in folders)
+    folders, hosts = (values.pop(name, []) for name in ("allowed_folders", "allowed_hosts"))
+    is_list = all(isinstance(each, list) and all(isinstance(one, str) for one in each) for each in (folders, hosts))
     if values or not is_list or not all(Path(folder).expanduser().is_absolute() for folder in folders):
         raise ValueError(
-            f"{file} holds {', '.join(values) or folders!r}; it holds full paths of folders, such as "
-            'allowed_folders = ["/data/images"], and nothing else'
+            f"{file} holds {', '.join(values) or (folders, hosts)}; it holds full paths of folders and names of hosts, "
+            'such as allowed_folders = ["/data/images"] and allowed_hosts = ["comfy.example"], and nothing else'
         )
-    return [str(Path(folder).expanduser()) for folder in folders]
+    return hosts if what == "hosts" else [str(Path(folder).expanduser()) for folder in folders]
 
 
 def _is_below(path: Path, folders: Iterable[str]) -> bool:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import socket
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +23,11 @@ import folder_paths
 from ...jobs.native_process import native_command
 from ...runs.api import PREFIX, Answer, Api, Host
 from ...runs.datasets import FREE_ROUTES
-from ...runs.guard import MOST_BODY
+from ...runs.guard import MOST_BODY, Refused, check_origin
 from ...runs.news import News
 from ...runs.queue import Held, JobQueue, explain
 from ...runs.store import RunStore
-from .folders import own_dataset, own_datasets
+from .folders import allowed_hosts, own_dataset, own_datasets
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -35,6 +37,7 @@ _EVERY_S = 1.0
 _CARDS_EVERY = 2  # turns
 _MESSAGE = "devicebridge.page"
 _lock = threading.Lock()  # of the store: requests come in several threads
+_listeners: weakref.WeakSet[web.StreamResponse] = weakref.WeakSet()  # websockets of whoever may be told what is new
 _NOT_KEPT = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
@@ -44,11 +47,12 @@ def add_page() -> None:
 
     queue = background_queue()
     store = queue.store
-    api = Api(store, queue, Host(_loras, _cards, _free, own_datasets, own_dataset))
+    api = Api(store, queue, Host(_loras, _cards, _free, own_datasets, own_dataset, _names))
 
     async def handle(request: web.Request) -> web.StreamResponse:
         return await _respond(api, request)
 
+    PromptServer.instance.app.on_response_prepare.append(_note_listener)
     routes = PromptServer.instance.routes
     routes.get(f"{PREFIX}{{name}}")(handle)
     routes.post(f"{PREFIX}{{name}}")(handle)
@@ -118,6 +122,16 @@ def _to_response(answer: Answer) -> web.StreamResponse:
 # ---- news
 
 
+async def _note_listener(request: web.Request, response: web.StreamResponse) -> None:
+    """Only whoever may ask is told: ComfyUI opens a websocket to anybody."""
+    from aiohttp import web
+
+    if isinstance(response, web.WebSocketResponse):
+        with suppress(Refused):
+            check_origin(request.headers, _names)
+            _listeners.add(response)
+
+
 def _tell(news: News) -> None:
     """To the end of the process: look after the queue, and send what is new to whoever has a page open."""
     from server import PromptServer
@@ -128,10 +142,11 @@ def _tell(news: News) -> None:
         try:
             with _lock:
                 found = news.gather()
-            if turn % _CARDS_EVERY == 0 and server.sockets and news.is_busy:
+            told = [each for each, line in list(server.sockets.items()) if line in _listeners]
+            if turn % _CARDS_EVERY == 0 and told and news.is_busy:
                 found["cards"] = _cards()
-            if found and server.sockets:
-                server.send_sync(_MESSAGE, found)
+            for each in told if found else ():
+                server.send_sync(_MESSAGE, found, each)
         except Exception:
             _log.exception("the page is not told what is new")
             pause.wait(30 * _EVERY_S)
@@ -142,6 +157,15 @@ def _tell(news: News) -> None:
 
 def _loras() -> Path:
     return Path(folder_paths.get_folder_paths("loras")[0])
+
+
+def _names() -> set[str]:
+    """Names of this machine, those that ComfyUI listens on, and those that the user allows."""
+    from comfy.cli_args import args
+
+    own = socket.gethostname()
+    first, listens = own.partition(".")[0], str(vars(args).get("listen", "")).split(",")
+    return {each.lower() for each in (own, first, f"{first}.local", *listens, *allowed_hosts())}
 
 
 def _cards() -> list[dict[str, Any]]:

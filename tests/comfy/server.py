@@ -148,10 +148,10 @@ def _wait_until_ready(server: Server) -> None:
 class Messages:
     """The websocket messages of one client: JSON ones as (type, data), progress texts as ("text", text)."""
 
-    def __init__(self, port: int, client_id: str) -> None:
+    def __init__(self, port: int, client_id: str, host: str = "127.0.0.1") -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=120)
         key = base64.b64encode(os.urandom(16)).decode()
-        lines = [f"GET /ws?clientId={client_id} HTTP/1.1", f"Host: 127.0.0.1:{port}", "Upgrade: websocket"]
+        lines = [f"GET /ws?clientId={client_id} HTTP/1.1", f"Host: {host}:{port}", "Upgrade: websocket"]
         lines += ["Connection: Upgrade", f"Sec-WebSocket-Key: {key}", "Sec-WebSocket-Version: 13", "", ""]
         self._socket.sendall("\r\n".join(lines).encode())
         self._file = self._socket.makefile("rb")
@@ -167,11 +167,15 @@ class Messages:
 
     def until_done(self) -> list[tuple[str, Any]]:
         """Every message up to the one that ends a prompt."""
+        return self.until("execution_success", "execution_error", "execution_interrupted")
+
+    def until(self, *kinds: str) -> list[tuple[str, Any]]:
+        """Every message up to one of these."""
         found = []
         while True:
             kind, data = self._next()
             found.append((kind, data))
-            if kind in {"execution_success", "execution_error", "execution_interrupted"}:
+            if kind in kinds:
                 return found
 
     def _next(self) -> tuple[str, Any]:

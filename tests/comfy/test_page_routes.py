@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from devicebridge.runs.record import read_record
-from devicebridge.tests.comfy.server import Server, start_server
+from devicebridge.tests.comfy.server import Messages, Server, start_server
 from devicebridge.tests.hostile_requests import hostile_requests
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
 from devicebridge.tests.workflows import from_folder, read_workflow, set_values
@@ -71,6 +71,22 @@ def test_every_hostile_request_is_refused_and_touches_nothing(server: Server, tm
     assert _ask(server.port, "GET", "/devicebridge/picture?folder=dogs&file=a.png", {}, b"")[1][:2] == b"\xff\xd8"
     shown = server.get("/devicebridge/dataset?folder=dogs&resolutions=64")["files"]
     assert [(each["file"], each["caption"]) for each in shown] == [("b.png", None), ("a.png", "a dog")]
+
+
+def test_what_is_new_is_told_only_to_whoever_may_ask_for_it(server: Server) -> None:
+    """A page whose name leads here may open ComfyUI's websocket."""
+    with (
+        Messages(server.port, "own") as own,
+        Messages(server.port, "named", "localhost") as named,
+        Messages(server.port, "stranger", "evil.example") as stranger,
+    ):
+        (server.base / "output" / "devicebridge" / "heard" / "checkpoints").mkdir(parents=True)
+        for page in (own, named):
+            assert "heard" in str(page.until("devicebridge.page")[-1][1])
+        image = {"class_type": "EmptyImage", "inputs": {"width": 8, "height": 8, "batch_size": 1, "color": 0}}
+        preview = {"class_type": "PreviewImage", "inputs": {"images": ["1", 0]}}
+        server.queue({"1": image, "2": preview}, "stranger")
+        assert "devicebridge.page" not in {kind for kind, _ in stranger.until_done()}
 
 
 def _ask(port: int, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:

@@ -133,6 +133,8 @@ def test_a_link_inside_a_dataset_that_leads_out_is_refused(
         'allowed_folders = "/data"',
         'allowed_folders = ["data"]',
         "allowed = []",
+        'allowed_hosts = "comfy.example"',
+        "allowed_hosts = [1]",
         "allowed_folders = [",
         "[x]\n",
         "[[a]]\nb = 1\nb = 2\n",
@@ -143,6 +145,28 @@ def test_settings_that_cannot_be_read_are_named(folders: ModuleType, host: comfy
     (host.root / "user" / "devicebridge.toml").write_text(text)
     with pytest.raises(ValueError, match=r"devicebridge\.toml"):
         folders.folder_in_input("dogs", "folder")
+
+
+def test_hosts_that_the_user_allows_stand_beside_the_folders(folders: ModuleType, host: comfy_stub.FakeHost) -> None:
+    settings = host.root / "user" / "devicebridge.toml"
+    assert folders.allowed_hosts() == []
+    settings.write_text('allowed_hosts = ["comfy.example"]\nallowed_folders = ["/data"]\n')
+    assert folders.allowed_hosts() == ["comfy.example"]
+    settings.write_text("allowed_hosts = [")
+    assert folders.allowed_hosts() == []
+
+
+@pytest.mark.parametrize("place", ["input", "output", "temp"])
+def test_settings_that_a_request_could_have_written_are_not_taken(
+    folders: ModuleType, host: comfy_stub.FakeHost, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """As where --output-directory is a folder above ComfyUI's user folder."""
+    _image_folder(host.root / "input" / "dogs")
+    monkeypatch.setattr(folders.folder_paths, f"get_{place}_directory", lambda: str(host.root))
+    host.allow(host.root.parent)
+    with pytest.raises(ValueError, match="--user-directory"):
+        folders.readable_path(str(host.root.parent), "folder")
+    assert folders.allowed_hosts() == []
 
 
 @pytest.mark.parametrize(
