@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
-from .ranges import STRICT, PathText, Range, RequiredPath, Seed, StepCount
+from .ranges import STRICT, NameText, PathText, Range, RequiredPath, Seed, StepCount
 from .setting import setting
 
 _Quantiles = Annotated[tuple[Annotated[float, Range(0.001, 0.999)], ...], Field(min_length=1, max_length=1000)]
@@ -205,10 +205,10 @@ class CacheConfig:
     text_quantize: Literal["none", "int8", "fp8"] = "none"
     text_source: Annotated[str, Field(pattern=_source_pattern("CLIP"))] = ""
     latent_source: Annotated[str, Field(pattern=_source_pattern("VAE"))] = ""
-    stock_clip: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=4)] = ()
+    stock_clip: Annotated[tuple[Annotated[NameText, Field(min_length=1)], ...], Field(max_length=4)] = ()
     stock_clip_type: str = ""
-    stock_vae: str = ""
-    stock_vision: str = ""
+    stock_vae: NameText = ""
+    stock_vision: NameText = ""
     vision_source: Annotated[str, Field(pattern=_source_pattern("VISION"))] = ""
 
     def __post_init__(self) -> None:

@@ -25,9 +25,10 @@ from .data import FolderConfig as FolderConfig
 from .model import COMFYUI, ModelConfig, SplitConfig, divides_blocks, holds_copies
 from .model import ModelScheme as ModelScheme
 from .model import ParallelConfig as ParallelConfig
-from .ranges import STRICT, problems_of
+from .ranges import CONTROL, STRICT, problems_of
 from .samples import SamplesConfig
 from .setting import Key, keys_of, with_todays_names
+from .toml_text import parse_toml, toml_bytes
 from .training import LoopConfig, LoraSettings, ObjectiveConfig, OptimizerConfig, OutputConfig, ScheduleConfig
 
 _log = logging.getLogger(__name__)
@@ -206,12 +207,9 @@ def load_job(path: str | Path) -> JobConfig:
 
     Raises: ValueError naming the file, for TOML errors and config problems alike.
     """
-    import tomlkit
-
     path = Path(path)
     try:
-        text = read_ordinary(path, _MAX_JOB_BYTES, "a job file (TOML)").decode("utf-8-sig")
-        values = tomlkit.parse(text).unwrap()
+        values = parse_toml(read_ordinary(path, _MAX_JOB_BYTES, "a job file (TOML)"))
         values, renamed = with_todays_names(job_keys(), values)
         _anchor_paths(values, path.resolve().parent)
         job = make_job(values)
@@ -219,7 +217,7 @@ def load_job(path: str | Path) -> JobConfig:
         raise ValueError(f"{path} is not in UTF-8 ({error.reason}); save it as UTF-8 text") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); give the path of a job file (TOML)") from error
-    except (tomlkit.exceptions.TOMLKitError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
     for line in renamed:
         _log.warning("%s: %s", path, line)
@@ -228,11 +226,9 @@ def load_job(path: str | Path) -> JobConfig:
 
 def save_job(job: JobConfig, path: str | Path) -> None:
     """Write the job as TOML; load_job reads it back equal when its paths are absolute."""
-    import tomlkit
-
     sections = job_to_dict(job).items()
     values = {name: {key: each for key, each in section.items() if each is not None} for name, section in sections}
-    write_atomically(Path(path), tomlkit.dumps(values).encode("utf-8"))
+    write_atomically(Path(path), toml_bytes(values))
 
 
 def save_for_process(job: JobConfig, file: Path) -> None:
@@ -324,7 +320,7 @@ def _anchor_paths(values: dict[str, Any], base: Path) -> None:
 
 
 def _anchored(given: Any, base: Path, *, may_be_name: bool = False) -> Any:
-    if not isinstance(given, str) or not given or "\0" in given:
+    if not isinstance(given, str) or not given or CONTROL.search(given):
         return given
     path = base / Path(given).expanduser()
     return given if may_be_name and not path.exists() else str(path.resolve())

@@ -7,6 +7,8 @@ it. The ends lie far outside of what trains well: they keep out what trains noth
 from __future__ import annotations
 
 import os
+import re
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +23,15 @@ LONGEST_PART = 255  # bytes of a file's or folder's name on Linux, macOS and, in
 # What we add to a name: an expert's, the ending, and while it is written a dot before and ".<32 digits>.tmp" behind.
 _ROOM_FOR_ENDINGS = len("." + "_high_noise" + ".safetensors" + "." + "0" * 32 + ".tmp")
 LONGEST_NAME = LONGEST_PART - _ROOM_FOR_ENDINGS
+STATE_FILES = ("adapter.safetensors", "optimizer.safetensors", "random.safetensors")  # of a checkpoint, beside its LoRA
+LORA_ENDING = ".safetensors"
+BACKSLASHES = (
+    "in double quotes a backslash begins an escape; write the path in single quotes, 'C:\\train\\new', or with forward "
+    'slashes, "C:/train/new"'
+)
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # what escapes make; names in no UTF-8 may hold others
+_NOT_ON_WINDOWS = re.compile(r'[<>:"/\\|?*]|^ |[ .]$')
+_WINDOWS_DEVICES = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³]) *(\.|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -74,13 +85,22 @@ def _spelt(number: float) -> str:
     return str(number) if isinstance(number, int) else f"{number:g}"
 
 
+def check_plain(text: str) -> str:
+    """The text of a path or a name, if no backslash of it was read as an escape.
+
+    Raises: ValueError for a control character.
+    """
+    if found := CONTROL.search(text):
+        raise ValueError(f"holds the control character {found[0]!r}, which no name has; {BACKSLASHES}")
+    return text
+
+
 def check_path(text: str) -> str:
     """The text, if a file system can hold a path like it.
 
-    Raises: ValueError for NUL, or a part that is too long.
+    Raises: ValueError for a control character, or a part that is too long.
     """
-    if "\0" in text:
-        raise ValueError(f"holds the character NUL, which no path has: {text!r}; remove it")
+    check_plain(text)
     for part in Path(text).parts:
         if len(os.fsencode(part)) > LONGEST_PART:
             raise ValueError(
@@ -97,12 +117,23 @@ def _refuse_empty(text: str) -> str:
 
 
 def check_file_name(text: str) -> str:
-    """A file name that stays one with all endings that we add.
+    """A file name that stays one with all endings that we add, on every system, beside our own files.
 
-    Raises: ValueError for folders in it, characters that no file name has, or one that is too long.
+    Raises: ValueError for folders in it, characters that some system refuses, the name of a file of ours or of a device
+        of Windows, or one that is too long.
     """
-    if not text or Path(text).name != text or text in {".", ".."} or not text.isprintable():
-        raise ValueError(f"output.name is a plain file name without folders, not {text!r}")
+    if not text or text.startswith(".") or _NOT_ON_WINDOWS.search(text) or not text.isprintable():
+        raise ValueError(
+            "output.name is a plain file name without folders, which begins with no dot or space, ends with none, and "
+            f'has none of <>:"/\\|?*, not {text!r}'
+        )
+    if _WINDOWS_DEVICES.match(text):
+        raise ValueError(f"output.name {text!r} is the name of a device on Windows, where no file has it; add a word")
+    if _folded(f"{text.removesuffix(LORA_ENDING)}{LORA_ENDING}") in STATE_FILES:
+        raise ValueError(
+            f"output.name {text!r} is the name of a file that every checkpoint has beside the LoRA, which would be "
+            "lost; choose another"
+        )
     if len(os.fsencode(text)) > LONGEST_NAME:
         raise ValueError(
             f"output.name has {len(os.fsencode(text))} bytes, and with the endings of the files that are named after "
@@ -111,6 +142,12 @@ def check_file_name(text: str) -> str:
     return text
 
 
+def _folded(name: str) -> str:
+    """The same for all names that may be one on a disk without case."""
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
+
+
+NameText = Annotated[str, AfterValidator(check_plain)]  # of a file in a folder that somebody else knows, or its path
 PathText = Annotated[str, AfterValidator(check_path)]
 RequiredPath = Annotated[PathText, AfterValidator(_refuse_empty)]
 StepCount = Annotated[int, Range(0, MOST_STEPS)]

@@ -8,10 +8,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from .ranges import MOST_STEPS, STRICT, PathText, Range, RequiredPath, Seed, StepCount, check_file_name
+from .ranges import (
+    LORA_ENDING,
+    MOST_STEPS,
+    STRICT,
+    PathText,
+    Range,
+    RequiredPath,
+    Seed,
+    StepCount,
+    check_file_name,
+)
 from .setting import setting
 
-LORA_ENDING = ".safetensors"
 _TEXT_ENCODERS = ("text_encoder", "text_model", "lora_te", "clip_l", "clip_g", "te1", "te2", "t5xxl")
 
 

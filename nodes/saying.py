@@ -14,11 +14,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..config.job import job_keys
+from ..config.ranges import BACKSLASHES
+from ..system.telling import printable
 from . import host
 from .host import io
 from .sockets import SHOWN
 
-_PACK = __name__.removesuffix(".nodes.saying")
+PACK = __name__.removesuffix(".nodes.saying")
 _ONLY_IN_JOBS = "set in job files only"
 # Words of the command line and of job files that are not settings.
 _PHRASES = {
@@ -28,6 +30,7 @@ _PHRASES = {
     "start anew in another output folder": "start anew under another name",
     "choose another output folder": "choose another name",
     "choose another output.folder": "choose another name",
+    f"; {BACKSLASHES}": "; remove it",
 }
 _OTHERS = {
     "output.folder": "name",
@@ -49,7 +52,7 @@ class _Keeper(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = in_sockets(record.getMessage())
-        if record.name.startswith(_PACK) and text not in self.texts:
+        if record.name.startswith(PACK) and text not in self.texts:
             self.texts.append(text)
             host.NodeView.footer = "\n".join(f"Warning: {each}" for each in self.texts)
 
@@ -75,10 +78,9 @@ def said_on_node(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.Node
             try:
                 output = execute(cls, *args, **sockets)
             except (ValueError, RuntimeError) as error:
-                text = in_sockets(str(error))
-                if type(error) not in (ValueError, RuntimeError) or text == str(error):
-                    raise
-                raise type(error)(text) from error
+                if type(error) in (ValueError, RuntimeError):
+                    error.args = (in_sockets(str(error)),)
+                raise
             if warnings:
                 _add_warnings(cls, output, warnings)
             return output
@@ -97,10 +99,10 @@ def _add_warnings(cls: type[io.ComfyNode], output: io.NodeOutput, warnings: list
 
 
 def in_sockets(message: str) -> str:
-    """The message with sockets in place of a job file's keys, and of the command line's options."""
+    """The message with sockets in place of a job file's keys, and of the command line's options, fit for a terminal."""
     for phrase, other in _PHRASES.items():
         message = message.replace(phrase, other)
-    return _keys().sub(lambda found: _name(found[0]), message)
+    return _keys().sub(lambda found: _name(found[0]), printable(message))
 
 
 @functools.cache

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import job as config
 from ..config.model import COMFYUI
-from ..config.training import LORA_ENDING
+from ..config.ranges import LORA_ENDING
+from ..runs.store import NO_RUNS
 from . import background, host
 from .captions import DEFAULT_FOLDER
 from .host import io
@@ -258,7 +259,10 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
 
     Raises: ValueError for a setting that is refused, or a name that leads out of the output folder.
     """
-    folder = host.folder_in_output(f"devicebridge/{plain_name(sockets['name'])}", "name")
+    name = plain_name(sockets["name"])
+    if name.casefold() in NO_RUNS:
+        raise ValueError(f"name {name!r} is that of a folder of other files in output/devicebridge; choose another")
+    folder = host.folder_in_output(f"devicebridge/{name}", "name")
     read = partial(read_section, entries=_INPUTS, given=sockets)
     lora = read(config.LoraSettings)
     cache = dataset.cache or config.CacheConfig(folder=str(host.folder_in_output(DEFAULT_FOLDER, "cache")))

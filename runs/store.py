@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..config.ranges import STATE_FILES
 from .progress import Progress, thinned
 from .record import RunRecord, read_record
 
 _DEPTH = 3
 _MARKS = ("run.json", "checkpoints")
-_NO_RUNS = {"cache", "checkpoints", "samples", "tensorboard"}
+NO_RUNS = {"cache", "checkpoints", "samples", "tensorboard"}  # folders that are no run, whatever they hold
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
-_STATE_FILES = {"adapter.safetensors", "optimizer.safetensors", "random.safetensors"}
 _SAMPLE = re.compile(r"(\d{1,12})_(\d{1,6})\.(png|webp|jpg|mp4)")
 _MOST_SAMPLES = 2000
 
@@ -203,7 +203,7 @@ def _sample_files(run: Path) -> list[tuple[int, int, Path]]:
 
 def _lora_in(folder: Path) -> Path | None:
     for file in sorted(_entries(folder)):
-        is_lora = file.suffix == ".safetensors" and file.name not in _STATE_FILES
+        is_lora = file.suffix == ".safetensors" and file.name not in STATE_FILES
         if is_lora and file.is_file() and not file.is_symlink():
             return file
     return None
@@ -211,7 +211,7 @@ def _lora_in(folder: Path) -> Path | None:
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
     for path in _entries(folder):
-        if path.name.startswith(".") or path.name in _NO_RUNS or not _is_folder(path):
+        if path.name.startswith(".") or path.name in NO_RUNS or not _is_folder(path):
             continue
         if any((path / mark).exists() for mark in _MARKS):
             yield path

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..checkpoints.weight_file import load_tensors
+from ..config.ranges import STATE_FILES
 from ..system.files import read_ordinary, remove_leftovers, sync_folder, tensors_as_bytes, what_helps, write_atomically
 from ..system.json_file import expect, parse_json_object
 
@@ -31,7 +32,6 @@ _FOLDER = re.compile(r"^step-(\d{6,})$")
 _VERSION = 2  # 1 had no digests
 _READ_VERSIONS = (1, 2)
 _STATE = "state.json"
-_FILES = ("adapter.safetensors", "optimizer.safetensors", "random.safetensors")
 _MOST_BYTES = 1 << 40
 _DIGEST = "digest"  # of everything else in state.json
 
@@ -99,7 +99,7 @@ def unsaved(path: Path, error: OSError) -> OSError:
 def _write_state(working: Path, state: TrainingState) -> None:
     tensors, description = state.optimizer
     digests = {}
-    for name, content in zip(_FILES, (state.adapter, tensors, state.random), strict=True):
+    for name, content in zip(STATE_FILES, (state.adapter, tensors, state.random), strict=True):
         data = tensors_as_bytes(content)
         digests[name] = hashlib.sha256(data).hexdigest()
         write_atomically(working / name, data)
@@ -194,12 +194,12 @@ def load_checkpoint(path: Path) -> TrainingState:
         )
     if facts.get("step") != int(path.name.removeprefix("step-")):
         raise DamagedCheckpoint(f"{file} is of step {facts.get('step')!r}, and its folder says {path.name}")
-    if version > 1 and digests.keys() != set(_FILES):
-        raise DamagedCheckpoint(f"{file} has no digests of {', '.join(_FILES)}")
-    adapter, optimizer, random = (_read_tensors(path / name, digests.get(name)) for name in _FILES)
+    if version > 1 and digests.keys() != set(STATE_FILES):
+        raise DamagedCheckpoint(f"{file} has no digests of {', '.join(STATE_FILES)}")
+    adapter, optimizer, random = (_read_tensors(path / name, digests.get(name)) for name in STATE_FILES)
     for name, tensor in adapter.items():
         if not torch.isfinite(tensor).all():
-            raise DamagedCheckpoint(f"{path / _FILES[0]}: {name} is not finite")
+            raise DamagedCheckpoint(f"{path / STATE_FILES[0]}: {name} is not finite")
     with _as_damage(file):
         description = expect(facts.pop("optimizer", None), dict, f"{file}: optimizer", "it is damaged")
     return TrainingState(facts.pop("step"), adapter, (optimizer, description), random, facts, path)

@@ -320,11 +320,15 @@ def _allowed(what: str) -> list[str]:
     of_uploads = (folder_paths.get_input_directory, folder_paths.get_output_directory, folder_paths.get_temp_directory)
     if _is_below(file, [os.path.realpath(each()) for each in of_uploads]):
         raise ValueError(f"{file} lies in a folder that uploads go to; start ComfyUI with another --user-directory")
-    import tomlkit
+    from ...config.ranges import check_path
+    from ...config.toml_text import parse_toml
 
     try:
-        values = tomlkit.parse(file.read_text(encoding="utf-8-sig")).unwrap()
-    except (OSError, ValueError, tomlkit.exceptions.TOMLKitError) as error:
+        values = parse_toml(file.read_bytes())
+        listed = values.get("allowed_folders")
+        for folder in listed if isinstance(listed, list) else ():
+            check_path(str(folder))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read ({error}); repair or remove it") from error
     folders, hosts = (values.pop(name, []) for name in ("allowed_folders", "allowed_hosts"))
     is_list = all(isinstance(each, list) and all(isinstance(one, str) for one in each) for each in (folders, hosts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from devicebridge.config.job import (
     job_to_dict,
     load_job,
     make_job,
+    save_for_process,
     save_job,
 )
+from devicebridge.config.ranges import BACKSLASHES
 
 MINIMAL = {
     "model": {"path": "/models/a"},
@@ -231,3 +234,32 @@ def test_an_older_key_beside_todays_is_refused():
 def test_an_unknown_key_in_an_older_section_is_named():
     with pytest.raises(ValueError, match="pipeline: there is no such key"):
         make_job(MINIMAL | {"pipeline": {"schedule": "none", "depth": 3}})
+
+
+@pytest.mark.parametrize("path", [r"C:\Users\me\cat", r"D:\data\cat", r"D:\train\new", "D:\\data\\"])
+def test_a_backslash_that_is_read_as_an_escape_is_explained(path, tmp_path):
+    """Whether TOML knows the escape, and makes another path of it, or not."""
+    save_job(make_job(MINIMAL), tmp_path / "job.toml")
+    text = (tmp_path / "job.toml").read_text()
+    (tmp_path / "job.toml").write_text(text.replace('"/data/cats"', f'"{path}"'))
+    with pytest.raises(ValueError) as refused:
+        load_job(tmp_path / "job.toml")
+    assert str(tmp_path / "job.toml") in str(refused.value) and BACKSLASHES in str(refused.value)
+    (tmp_path / "job.toml").write_text(text.replace('"/data/cats"', f"'{path}'"))
+    assert Path(load_job(tmp_path / "job.toml").data.folders[0].path).name.rstrip("\\") == path.rstrip("\\")
+
+
+def test_a_mistake_without_a_backslash_is_told_without_that_advice(tmp_path):
+    (tmp_path / "job.toml").write_text('[model]\npath = "C:/x" y\n')
+    with pytest.raises(ValueError, match="line 2") as refused:
+        load_job(tmp_path / "job.toml")
+    assert BACKSLASHES not in str(refused.value)
+
+
+def test_names_of_any_bytes_reach_another_process(tmp_path):
+    job = make_job(_with("output", folder="/runs/caf\udce9") | {"cache": {"folder": "/caches/\udcff\u00e9"}})
+    save_for_process(job, tmp_path / "job.toml")
+    assert load_job(tmp_path / "job.toml") == job and make_job(json.loads(json.dumps(job_to_dict(job)))) == job
+    (tmp_path / "job.toml").write_bytes((tmp_path / "job.toml").read_bytes().split(b"\n", 1)[1])
+    with pytest.raises(ValueError, match="is not in UTF-8"):  # of a user, it is a mistake
+        load_job(tmp_path / "job.toml")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import pytest
-from devicebridge.config.job import JobConfig, LoraSettings, OptimizerConfig, load_job, make_job
-from devicebridge.config.ranges import LONGEST_NAME
+from devicebridge.config.job import JobConfig, LoraSettings, OptimizerConfig, job_keys, load_job, make_job
+from devicebridge.config.ranges import BACKSLASHES, LONGEST_NAME, STATE_FILES, check_path, check_plain
+from devicebridge.config.setting import Key
+from pydantic import AfterValidator
 
 MINIMAL: dict[str, Any] = {
     "model": {"path": "/models/a"},
@@ -17,6 +20,14 @@ MINIMAL: dict[str, Any] = {
     "train": {"steps": 10},
     "output": {"folder": "/runs/a"},
 }
+
+
+_WIDE = {code: code + 0xFEE0 for code in range(ord("a"), ord("z") + 1)}  # letters that some disks take for a to z
+
+
+def _kind(key: Key) -> set[str]:
+    kinds = {"path": check_path, "file": check_plain}
+    return {name for name, check in kinds.items() if AfterValidator(check) in key.parts}
 
 
 def _job(key: str, value: Any) -> JobConfig:
@@ -138,7 +149,10 @@ def test_an_empty_path_is_named(key: str, value: str) -> None:
     ["model.path", "model.quantized_cache", "output.folder", "cache.folder", "cache.vae", "evaluation.folder"],
 )
 def test_a_path_with_nul_or_a_part_too_long_is_named(key: str, tmp_path: Path) -> None:
-    for value, message in (("/a\\u0000b", "NUL"), (f"/runs/{'x' * 256}", "256 bytes.*255; choose a shorter name")):
+    for value, message in (
+        ("/a\\u0000b", "x00"),
+        (f"/runs/{'x' * 256}", "256 bytes.*255; choose a shorter name"),
+    ):
         section, name = key.split(".")
         lines = {"model": 'path = "m"', "train": "steps = 1", "output": 'folder = "o"', "cache": "", "evaluation": ""}
         lines[section] = f'{name} = "{value}"' + ("" if name in ("path", "folder") else f"\n{lines[section]}")
@@ -153,9 +167,44 @@ def test_a_name_leaves_room_for_every_ending_we_add() -> None:
     for name in ("x" * (LONGEST_NAME + 1), "é" * LONGEST_NAME, "x" * 250):
         with pytest.raises(ValueError, match=rf"only {LONGEST_NAME} fit; choose a shorter one"):
             _job("output.name", name)
-    for name in ("a\0b", "a\nb", "a/b"):
-        with pytest.raises(ValueError, match="plain file name"):
-            _job("output.name", name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a\0b", "a\nb", "a/b", "a\\b", "a:b", "a?", " a", "a ", "a.", ".a", "a\x1b[31m", "a\u202eb", "a\udcff"]
+    + ["con", "Aux.v2", "nul .x", "COM1", "lpt\xb9", "CONIN$"],
+)
+def test_a_name_that_is_none_on_some_system_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="^the job config has problems:\n  output: output.name"):
+        _job("output.name", name)
+
+
+@pytest.mark.parametrize("ending", ["", ".safetensors"])
+@pytest.mark.parametrize("spelt", [str, str.upper, str.title, lambda name: name.translate(_WIDE)])
+def test_the_name_of_a_file_of_a_checkpoint_is_refused(spelt: Callable[[str], str], ending: str) -> None:
+    """The LoRA lies beside these files; on a disk without case, other spellings are the same file."""
+    for file in STATE_FILES:
+        name = spelt(file.removesuffix(".safetensors"))
+        with pytest.raises(ValueError, match="which would be lost"):
+            _job("output.name", name + ending)
+        assert _job("output.name", f"{name}_2").output.name == f"{name}_2"
+
+
+@pytest.mark.parametrize("key", [key for key in job_keys().values() if {"path", "file"} & _kind(key)], ids=str)
+def test_no_path_or_file_of_a_job_holds_a_control_character(key: Key) -> None:
+    """What "C:\\train\\new" is in double quotes: a training would write there."""
+    values = copy.deepcopy(MINIMAL) | {"evaluation": {"folder": "/e"}}
+    section = values.setdefault(key.section.split(".")[0], {})
+    section = section["folders"][0] if "." in key.section else section
+    for text in ("C:\train\new", "a\x1b[2Jb", "a\x7fb"):
+        section[key.name] = [text] if get_origin(key.kind) is tuple else text
+        with pytest.raises(ValueError) as refused:
+            make_job(values)
+        assert key.name in str(refused.value) and BACKSLASHES in str(refused.value)
+
+
+def test_a_name_of_other_bytes_than_utf_8_is_a_path_all_the_same() -> None:
+    assert _job("output.folder", "/runs/\udcff\x85").output.folder == "/runs/\udcff\x85"
 
 
 def test_the_longest_name_can_be_written(tmp_path: Path) -> None:

@@ -138,6 +138,8 @@ def test_a_link_inside_a_dataset_that_leads_out_is_refused(
         "allowed_folders = [",
         "[x]\n",
         "[[a]]\nb = 1\nb = 2\n",
+        r'allowed_folders = ["/C:\Users\me"]',
+        r'allowed_folders = ["/C:\train\new"]',
     ],
 )
 def test_settings_that_cannot_be_read_are_named(folders: ModuleType, host: comfy_stub.FakeHost, text: str) -> None:
@@ -171,7 +173,13 @@ def test_settings_that_a_request_could_have_written_are_not_taken(
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("dogs\0", "NUL"), ("/data\0/../../etc", "NUL"), ("x" * 300, "300 bytes"), ("~nobody_of_this_name/x", "home")],
+    [
+        ("dogs\0", "x00"),
+        ("/data\0/../../etc", "x00"),
+        ("D:\train", "control character '.t'"),
+        ("x" * 300, "300 bytes"),
+        ("~nobody_of_this_name/x", "home"),
+    ],
 )
 def test_names_that_no_file_system_takes_are_refused(folders: ModuleType, name: str, message: str) -> None:
     for read in (folders.folder_in_input, folders.folder_in_output, folders.readable_path):

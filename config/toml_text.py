@@ -1,0 +1,40 @@
+"""TOML that users write, and TOML that we write for a process of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .ranges import BACKSLASHES
+
+# Names of files may be no UTF-8, which TOML cannot hold; this line begins a file of ours that has such bytes.
+_RAW_BYTES = b"# This file is no UTF-8: it has names of files as they are on the disk.\n"
+
+
+def parse_toml(data: bytes) -> dict[str, Any]:
+    """Plain values.
+
+    Raises: UnicodeDecodeError for what is no UTF-8; ValueError saying where a text is no TOML, and what to do about a
+        backslash there.
+    """
+    import tomlkit
+
+    text = data.decode("utf-8-sig", "surrogateescape" if data.startswith(_RAW_BYTES) else "strict")
+    try:
+        return tomlkit.parse(text).unwrap()
+    except tomlkit.exceptions.ParseError as error:
+        line = text.split("\n")[error.line - 1]
+        raise ValueError(f"{error}; {BACKSLASHES}" if "\\" in line else str(error)) from error
+    except tomlkit.exceptions.TOMLKitError as error:
+        raise ValueError(str(error)) from error
+
+
+def toml_bytes(values: Mapping[str, Any]) -> bytes:
+    """TOML that parse_toml reads back."""
+    import tomlkit
+
+    text = tomlkit.dumps(values)
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return _RAW_BYTES + text.encode("utf-8", "surrogateescape")

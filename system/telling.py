@@ -1,0 +1,79 @@
+"""What a process says, in one place: what nobody can read, or its reader cannot spell, breaks nothing that is done.
+
+Names of files, captions and what files say of themselves are somebody else's, and a terminal obeys control characters.
+So whatever is printed or logged goes through `printable`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import sys
+from typing import Any, TextIO
+
+# Control characters but tab and line feed, marks that turn the direction of a text, line separators, and half pairs:
+# bytes of a name that is no UTF-8.
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""The text with an escape, such as \u001b, in place of each character that a terminal would obey or not spell."""
+    return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def say(line: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
+    """Print a line on standard output, or on stream. A no-op where nobody can read it."""
+    with contextlib.suppress(OSError, ValueError):  # a pipe that is closed, a full disk; a closed stream
+        print(printable(line), end=end, file=stream or sys.stdout, flush=True)
+
+
+class _Harmless:
+    """A standard stream that nobody, not even a library, can fail to write to."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def safe_output() -> None:
+    """Make standard output and errors of this process take everything: what they cannot spell as an escape, and
+    nothing where there are none, as under pythonw. To be called first in a process of ours."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, _Harmless):
+            continue
+        if stream is None:
+            stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # to the end of the process
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, _Harmless(stream))
+
+
+class SaidLogs(logging.Handler):
+    """Says what is logged on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            say(self.format(record), sys.stderr)
+        except Exception:  # logging's own rule: a record that cannot be formatted breaks nothing
+            self.handleError(record)
+
+
+class EscapedLogs(logging.Handler):
+    """As the first handler of a logger, makes what is logged printable for the handlers of the loggers above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        record.msg, record.args = printable(record.getMessage()), ()
