@@ -5,9 +5,10 @@ docs/internals/events.md lists kinds and values.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,8 @@ Listener = Callable[[Event], None]
 class EventLog:
     """Hands every event to a listener, appends it to events.jsonl and writes scalars for TensorBoard.
 
+    What a full disk or a closed pipe keeps from being told is warned of once, and left out: it ends no training.
+
     Args:
         folder: run folder; made if it does not exist.
         listener: called in the thread that trains; None for nobody.
@@ -46,33 +49,52 @@ class EventLog:
     def __init__(self, folder: Path, listener: Listener | None = None, *, tensorboard: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._listener = listener
-        self._file = (folder / "events.jsonl").open("a", encoding="utf-8")
+        self._file = (folder / "events.jsonl").open("ab", buffering=0)
+        self._is_whole = True  # its last line
+        self._has_warned = False
         self._scalars = _make_scalar_writer(folder / "tensorboard") if tensorboard else None
 
     def __enter__(self) -> EventLog:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(OSError):  # of a full disk, which has been told of
+        try:
             self._file.close()
-        if self._scalars is not None:
-            self._scalars.close()
+            if self._scalars is not None:
+                self._scalars.close()
+        except OSError as failed:
+            self._warn(failed)
 
     def emit(self, kind: str, step: int = 0, total: int = 0, **values: Any) -> None:
         """Announce one event."""
-        event = Event(kind, step, total, values)
         try:
-            self._file.write(json.dumps({"kind": kind, "step": step, "total": total, **values}) + "\n")
-            self._file.flush()
+            self._append(json.dumps({"kind": kind, "step": step, "total": total, **values}).encode())
+            if self._scalars is not None and kind in {"step", "eval"}:
+                for name, value in values.items():
+                    if not isinstance(value, list):
+                        self._scalars.add_scalar(f"{kind}/{name}", value, step)
         except OSError as error:
-            message = f"{self._file.name} cannot be written: {error.strerror}; {what_helps(error)}"
-            raise OSError(error.errno, message) from error
-        if self._scalars is not None and kind in {"step", "eval"}:
-            for name, value in values.items():
-                if not isinstance(value, list):
-                    self._scalars.add_scalar(f"{kind}/{name}", value, step)
+            self._scalars = None  # whose writer waits for ever once its own thread has met a full disk
+            self._warn(error)
         if self._listener is not None:
-            self._listener(event)
+            try:
+                self._listener(Event(kind, step, total, values))
+            except OSError as error:
+                self._warn(error)
+
+    def _append(self, line: bytes) -> None:
+        """Raises: OSError; the next line is then whole all the same."""
+        data = line + b"\n" if self._is_whole else b"\n" + line + b"\n"
+        self._is_whole = False
+        if self._file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._is_whole = True
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            why = f"{error.strerror or error}; {what_helps(error)}"
+            _log.warning("the training goes on, but not all of it can be told in %s: %s", self._file.name, why)
 
 
 class EventTail:
@@ -90,11 +112,15 @@ class EventTail:
             file.seek(self._offset)
             lines, _, _ = file.read().rpartition(b"\n")
         self._offset += len(lines) + bool(lines)
-        return [_event_of(line) for line in lines.splitlines()]
+        return [event for line in lines.splitlines() if (event := _event_of(line)) is not None]
 
 
-def _event_of(line: bytes) -> Event:
-    values = json.loads(line)
+def _event_of(line: bytes) -> Event | None:
+    """None for a line that a full disk has cut short."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
     return Event(values.pop("kind"), values.pop("step"), values.pop("total"), values)
 
 
@@ -117,7 +143,11 @@ def _make_scalar_writer(folder: Path) -> SummaryWriter | None:
     except ImportError:
         _log.warning("TensorBoard scalars are not written: the package is missing (pip install tensorboard)")
         return None
-    return SummaryWriter(str(folder))
+    try:
+        return SummaryWriter(str(folder))
+    except OSError as error:
+        _log.warning("TensorBoard scalars are not written: %s", error)
+        return None
 
 
 def first_line(error: BaseException) -> str:

@@ -129,11 +129,14 @@ def open_weights(file: Path, remedy: str = AGAIN) -> Iterator[WeightReader]:
 
 
 def _map(file: Path, remedy: str) -> Any:
-    """The library's reader; None where the system maps no file as large as this."""
+    """The library's reader; None where the system maps no file as large, or the library takes no such name."""
     from safetensors import SafetensorError, safe_open
 
     try:
+        str(file).encode()
         return safe_open(file, framework="pt")
+    except UnicodeEncodeError:  # bytes of a name that is no UTF-8
+        return None
     except SafetensorError as error:
         raise ValueError(f"{file} is damaged ({error}); {remedy}") from error
     except RuntimeError as error:  # torch's, with the error number in its text alone

@@ -17,7 +17,8 @@ from ..jobs.checked_job import JobPlan
 from ..jobs.comfy_entries import ComfyEncoders
 from ..jobs.encode_job import CACHE_PARTS, CachePart, cache_store, fill_cache
 from ..jobs.job import check_job
-from ..system.stopping import STOPPED, say, stop_on_signal
+from ..system.stopping import STOPPED, stop_on_signal
+from ..system.telling import say
 from .jobs import each_model
 from .native import enter, prepared, with_encoders
 from .terminal import Terminal
@@ -47,7 +48,7 @@ def cache(options: argparse.Namespace) -> int:
         if not options.prune:
             return _fill(plans, encoders, parts, is_anew=options.regenerate)
         for pruned in prune_caches(plans, parts):
-            print(pruned.report())
+            say(pruned.report())
     return 0
 
 
@@ -66,7 +67,7 @@ def _fill(
     with stop_on_signal() as stop:
         for path, plan in plans.items():
             stamps = outdated.get(cache_store(plan.job).folder, NONE_OUTDATED)
-            with EventLog(Path(plan.job.output.folder), Terminal(stop.ask)) as events:
+            with EventLog(Path(plan.job.output.folder), Terminal()) as events:
                 try:
                     for part in parts:
                         fill_cache(plan, part, events, stop, encoders[path], outdated=stamps)
@@ -80,8 +81,8 @@ def _verify(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> int:
     is_clean = True
     for name, plan in plans.items():
         verified = verify_cache(plan, parts)
-        print(verified.report())
+        say(verified.report())
         is_clean = is_clean and verified.is_clean
         if not verified.is_clean:
-            print(f"`devicebridge cache {name}` computes what is missing or damaged")
+            say(f"`devicebridge cache {name}` computes what is missing or damaged")
     return 0 if is_clean else 1

@@ -29,7 +29,8 @@ from ..planning.cluster import MOST_NODES, Cluster, best_of, describe_cluster, p
 from ..planning.report import describe_plan, plan_values
 from ..planning.request import PlanRequest, make_request
 from ..system.launched import find_launch
-from ..system.stopping import STOPPED, say, stop_on_signal
+from ..system.stopping import STOPPED, stop_on_signal
+from ..system.telling import say
 from .launch import as_rank, launch
 from .native import encoded, encoded_once, enter, prepared
 from .terminal import Terminal
@@ -54,7 +55,7 @@ def train(options: argparse.Namespace) -> int:
     if job.model.second_expert:
         return _train_pair(options, job)
     with stop_on_signal() as stop:
-        listener = Terminal(stop.ask)
+        listener = Terminal()
         try:
             job = encoded(job, listener, stop)
         except Stopped as stopped:
@@ -107,7 +108,7 @@ def again(options: argparse.Namespace, job: JobConfig, place: RankPlace | None) 
 def _train_pair(options: argparse.Namespace, job: JobConfig) -> int:
     devices = [str(device) for device in find_machine(job.split.devices).devices]
     with stop_on_signal() as stop:
-        result = run_pair(job, devices, resume=options.resume, on_event=Terminal(stop.ask), should_stop=stop)
+        result = run_pair(job, devices, resume=options.resume, on_event=Terminal(), should_stop=stop)
     for name, expert in result.experts.items():
         done = f"{name}: {expert.step} of {job.train.steps} steps are done"
         if expert.eval_before is not None and expert.eval_after is not None:
@@ -142,22 +143,22 @@ def check(options: argparse.Namespace) -> int:
         with prepared(job) as info:
             _print_check(title, check_job(job, info=info, host_share=share, is_to_train=not is_shared))
         if is_shared:
-            print(f"the weights are shared by {count} processes ({strategy}); whether they fit is seen when they start")
+            say(f"the weights are shared by {count} processes ({strategy}); whether they fit is seen when they start")
     return 0
 
 
 def _print_check(title: str, plan: JobPlan) -> None:
     if title:
-        print(title)
-    print(f"model: {plan.family.title}, {plan.variant.name} ({plan.info.layout} layout)")
-    print(f"placement: {plan.placement.describe()}")
+        say(title)
+    say(f"model: {plan.family.title}, {plan.variant.name} ({plan.info.layout} layout)")
+    say(f"placement: {plan.placement.describe()}")
     if plan.training is not None:
-        print(describe_plan(plan.training, plan.job.train.steps))
+        say(describe_plan(plan.training, plan.job.train.steps))
     num_clips = sum(bool(sample.frames) for sample in (*plan.samples, *plan.eval_samples))
     of_clips = f"; {num_clips} of them of clips" if num_clips else ""
-    print(f"images: {len(plan.training_samples)} for training, {len(plan.eval_samples)} for evaluation{of_clips}")
-    print(f"LoRA file: {describe_file(plan)}")
-    print(f"quantize: {preview_job(plan.job, plan.info, plan.placement).table()}")
+    say(f"images: {len(plan.training_samples)} for training, {len(plan.eval_samples)} for evaluation{of_clips}")
+    say(f"LoRA file: {describe_file(plan)}")
+    say(f"quantize: {preview_job(plan.job, plan.info, plan.placement).table()}")
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -178,10 +179,10 @@ def plan(options: argparse.Namespace) -> int:
             )
     if options.json:
         values = {title.removeprefix("== "): plan_values(plan) for title, plan in plans.items()}
-        print(json.dumps(values.get("", values), indent=2))
+        say(json.dumps(values.get("", values), indent=2))
     else:
         told = {title: describe_plan(plan, asked.job.train.steps) for title, plan in plans.items()}
-        print("\n\n".join(f"{title}\n{text}".strip() for title, text in told.items()))
+        say("\n\n".join(f"{title}\n{text}".strip() for title, text in told.items()))
     return 0
 
 
@@ -208,7 +209,7 @@ def _plan_cluster(options: argparse.Namespace, asked: PlanRequest, cards: Sequen
         found = plan_cluster(job, cluster, info=info, has_data=asked.has_data)
     if options.json:
         best = best_of(found)
-        print(json.dumps({"options": [asdict(each) for each in found], "best": best and best.strategy}, indent=2))
+        say(json.dumps({"options": [asdict(each) for each in found], "best": best and best.strategy}, indent=2))
     else:
-        print(describe_cluster(cluster, found, job.train.gradient_accumulation_steps))
+        say(describe_cluster(cluster, found, job.train.gradient_accumulation_steps))
     return 0 if best_of(found) is not None else 2

@@ -17,7 +17,8 @@ from ..parallel.ranks.place import RankPlace
 from ..parallel.ranks.watch import record_error
 from ..system.launched import Launch, find_launch
 from ..system.processes import start
-from ..system.stopping import STOPPED, Stopped, StopRequest, say, stop_on_signal
+from ..system.stopping import STOPPED, Stopped, StopRequest, stop_on_signal
+from ..system.telling import say
 from .native import rank_script
 
 _POLL_S = 0.2

@@ -11,10 +11,11 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from ..system.launched import note_parent
-from ..system.stopping import STOPPED, say
+from ..system.stopping import STOPPED
+from ..system.telling import SaidLogs, printable, safe_output, say
 from ..version import VERSION
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # what add_subparsers returns
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A problem the user can mend is one message on stderr and code 2; a Ctrl-C that nothing else answers is one line
     and 130.
     """
+    safe_output()
     note_parent()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     end = arguments.index("--") if "run" in arguments and "--" in arguments else len(arguments)
@@ -50,16 +52,21 @@ def set_up_logging(*, is_verbose: bool = False) -> None:
     """Show the pack's warnings, or all it logs. To be called before anything that trains is imported."""
     if not is_verbose:
         os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")  # read when it is imported, later
-    logging.basicConfig(level=logging.INFO if is_verbose else logging.WARNING, format="%(levelname)s %(message)s")
+    level = logging.INFO if is_verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname)s %(message)s", handlers=[SaidLogs()])
     if not is_verbose:  # torchao and diffusers warn at import of kernels that nobody here asked for
         for name in ("torchao", "torch.utils._pytree", "diffusers"):
             logging.getLogger(name).setLevel(logging.ERROR)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="devicebridge", description="Train and run diffusion models over several GPUs."
-    )
+    about = "Train and run diffusion models over several GPUs."
+    parser: argparse.ArgumentParser = _Parser(prog="devicebridge", description=about)
     parser.add_argument("--version", action="version", version=VERSION)
     parser.add_argument("-v", "--verbose", action="store_true", help="log more, and show tracebacks")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -253,7 +260,7 @@ def _doctor(options: argparse.Namespace) -> int:
     from .doctor import collect, report
 
     facts = collect()
-    print(json.dumps(facts, indent=2) if options.json else report(facts))
+    say(json.dumps(facts, indent=2) if options.json else report(facts))
     return 0
 
 

@@ -11,6 +11,7 @@ from ..runs.queue import JobQueue
 from ..runs.store import NotThere, RunStore
 from ..system.pace import describe_duration
 from ..system.requests import Requests
+from ..system.telling import say
 
 
 def jobs(options: argparse.Namespace) -> int:
@@ -21,13 +22,13 @@ def jobs(options: argparse.Namespace) -> int:
         return 0
     values = {"runs": [store.summary(run) for run in store.ids()], "jobs": queue.describe()}
     if options.json:
-        print(json.dumps(values, indent=2))
+        say(json.dumps(values, indent=2))
         return 0
-    print(f"runs in {store.root}")
-    print("\n".join(_describe(run) for run in values["runs"]) or "none")
+    say(f"runs in {store.root}")
+    say("\n".join(_describe(run) for run in values["runs"]) or "none")
     for number, job in enumerate(values["jobs"], 1):
         why = f": {job['why']}" if job["why"] else ""
-        print(f"queue {number}. {job['run']}  {job['state']} for {', '.join(job['devices'])}{why}")
+        say(f"queue {number}. {job['run']}  {job['state']} for {', '.join(job['devices'])}{why}")
     return 0
 
 
@@ -60,7 +61,7 @@ def _stop(store: RunStore, queue: JobQueue, run: str) -> None:
     if record is None or record.state != "running":
         raise ValueError(f"{run} is not under way")
     Requests(folder).ask("stop")
-    print(f"{run} ends its step and saves")
+    say(f"{run} ends its step and saves")
 
 
 def _describe(run: dict[str, Any]) -> str:

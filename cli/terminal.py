@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 
 from ..events import Event
 from ..planning.report import describe_comparison
 from ..system.pace import StepPace, describe_progress
 from ..system.progress import NowAndThen, ProgressLine
-from ..system.stopping import say
+from ..system.telling import say
 
 _INTERVAL_S = 2.0
 
@@ -18,12 +17,10 @@ class Terminal:
     """Prints a job's events; an object of this class is what `on_event` takes.
 
     In a terminal, progress is one line that is written over; elsewhere a line now and then, so that a log stays short.
-    Where nobody can read any more, on_gone is called.
     """
 
-    def __init__(self, on_gone: Callable[[], None] = lambda: None) -> None:
-        self._on_gone = on_gone
-        self._line = ProgressLine(sys.stdout, on_gone) if sys.stdout.isatty() else None
+    def __init__(self) -> None:
+        self._line = ProgressLine(sys.stdout) if sys.stdout.isatty() else None
         self._lines = NowAndThen(_INTERVAL_S)
         self._paces: dict[str, StepPace] = {}  # of each of a pair
 
@@ -50,8 +47,7 @@ class Terminal:
     def _say(self, line: str) -> None:
         if self._line is not None:
             self._line.close()
-        if not say(line):
-            self._on_gone()
+        say(line)
 
 
 def _describe(event: Event) -> str:

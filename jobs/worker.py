@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..system.stopping import StopRequest, stop_signals
+from ..system.telling import safe_output, say
 
 if TYPE_CHECKING:
     from .result import TrainingResult
@@ -52,6 +53,7 @@ def worker_command(
 
 def main(arguments: Sequence[str]) -> int:
     """Train, or fill the caches; 0, or 2 after an error that was told."""
+    safe_output()
     parser = argparse.ArgumentParser()
     parser.add_argument("job", type=Path)
     parser.add_argument("stop_file", type=Path)
@@ -101,11 +103,7 @@ def _work(options: argparse.Namespace, should_stop: Callable[[], bool]) -> Train
 
 def tell(kind: str, values: Mapping[str, Any], step: int = 0, total: int = 0) -> None:
     """Write one line for the parent. Once it is gone lines go nowhere, so that the training can still stop and save."""
-    try:
-        sys.stdout.write(json.dumps({"kind": kind, "step": step, "total": total, "values": dict(values)}) + "\n")
-        sys.stdout.flush()
-    except OSError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
+    say(json.dumps({"kind": kind, "step": step, "total": total, "values": dict(values)}))
 
 
 def _tell_event(event: Any) -> None:

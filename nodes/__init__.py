@@ -10,6 +10,7 @@ from ..contract.check import check_parts, find_faults, pending_nodes, refusals
 from ..contract.living import Living
 from ..contract.rows import NODES as PARTS_OF
 from ..contract.rows import PAGE
+from ..system.telling import EscapedLogs
 from .caption_images import ImagesToCaption, WriteCaptions
 from .captions import CacheCaptionsAndLatents
 from .dataset import TrainingDatasetNode
@@ -19,6 +20,7 @@ from .load import LoadModelForTraining
 from .plan import PlanTraining
 from .quantize import Quantize
 from .ring_lse import RingLseFix
+from .saying import PACK
 from .split import LoadDiffusionModelSplit, SplitModel
 from .train import TrainLora
 
@@ -86,4 +88,5 @@ def add_page() -> None:
 
 def make_extension() -> ComfyExtension:
     """What ComfyUI asks the pack for."""
+    logging.getLogger(PACK).addHandler(EscapedLogs())
     return DeviceBridgeExtension()

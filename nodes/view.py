@@ -44,7 +44,7 @@ class JobView(host.NodeView):
         self._clock = clock
         self._last_text_s = -_TEXT_INTERVAL_S  # the first line is never too early
         self._pace = StepPace()
-        self._terminal = ProgressLine(sys.stderr) if sys.stderr.isatty() else None
+        self._terminal = ProgressLine(sys.stderr) if sys.stderr and sys.stderr.isatty() else None
         self._log_lines = NowAndThen(_LOG_INTERVAL_S, clock)
         self.pictures: dict[int, Path] = {}  # the newest of each prompt
         self._memory = ""  # of several processes, as last told

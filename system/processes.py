@@ -30,6 +30,7 @@ _POLL_S = 0.05
 _SAME_START_S = 1.0  # what clocks may disagree by
 _MOST_PID = 1 << 32
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_ENCODING = {"PYTHONIOENCODING": "utf-8:backslashreplace"}  # of what a process prints, and we read
 
 
 @dataclass
@@ -111,7 +112,7 @@ def start(
     """
     options: dict[str, Any] = {
         "cwd": folder,
-        "env": {**os.environ, **(environment or {})},
+        "env": {**os.environ, **_ENCODING, **(environment or {})},
         "stdin": subprocess.DEVNULL,
         "stdout": output if output is not None else subprocess.PIPE,
         "stderr": subprocess.STDOUT if output is not None else subprocess.DEVNULL,
@@ -325,7 +326,7 @@ def start_detached(
     from .locks import try_lock
 
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
-    options["env"] = {**os.environ, **(environment or {})}
+    options["env"] = {**os.environ, **_ENCODING, **(environment or {})}
     if _IS_WINDOWS:
         flags = ("CREATE_NEW_PROCESS_GROUP", "DETACHED_PROCESS", "CREATE_BREAKAWAY_FROM_JOB")
         options["creationflags"] = sum(getattr(subprocess, name) for name in flags)

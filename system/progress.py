@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from .telling import printable
+
 _FORMAT = "{percentage:3.0f}%|{bar:24}| {desc}"
 
 
@@ -15,11 +17,10 @@ class ProgressLine:
 
     Args:
         stream: a terminal.
-        on_gone: called where nobody can read any more.
     """
 
-    def __init__(self, stream: TextIO, on_gone: Callable[[], None] = lambda: None) -> None:
-        self._stream, self._on_gone = stream, on_gone
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
         self._bar: Any = None
         self._what = ""
 
@@ -33,10 +34,9 @@ class ProgressLine:
                 options = {"initial": done, "file": self._stream, "bar_format": _FORMAT, "dynamic_ncols": True}
                 self._bar, self._what = tqdm(total=max(total, 1), **options), what
             self._bar.n, self._bar.total = done, max(total, 1)
-            self._bar.set_description_str(text, refresh=True)
+            self._bar.set_description_str(printable(text), refresh=True)
         except (OSError, ValueError):  # the terminal is gone, or the stream closed
             self._bar = None
-            self._on_gone()
         if done >= total:
             self.close()
 

@@ -6,14 +6,14 @@ changes nothing, for a closing session sends several.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
-from typing import TextIO
+
+from .telling import say
 
 STOPPED = 130  # exit code of whoever was asked to stop, by whatever signal
 
@@ -91,20 +91,3 @@ def _handling(numbers: list[signal.Signals], handler: Handler) -> Iterator[None]
     finally:
         for number, before in previous.items():
             signal.signal(number, before)
-
-
-def say(line: str, stream: TextIO | None = None, *, end: str = "\n") -> bool:
-    """Print a line on standard output, or on stream; False if nobody can read it, and then later lines go nowhere.
-
-    A terminal that has closed, or `| head` that has enough, must not break what could still be saved.
-    """
-    stream = stream or sys.stdout
-    try:
-        print(line, end=end, file=stream, flush=True)
-        return True
-    except OSError:
-        with suppress(OSError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
-        return False

@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any
 
 from ...system.launched import parent_at_start
-from ...system.stopping import say
+from ...system.telling import say
 from .signs import BEAT_S, LONGEST_S, TRACEBACK_SIGNAL, Signs
 
 _POLL_S = 0.5

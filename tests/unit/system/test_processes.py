@@ -236,3 +236,13 @@ def _starts_processes(path: Path) -> bool:
         ):
             return True
     return False
+
+
+def test_what_a_process_prints_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Whatever this system's encoding is: every character is spelt, and none ends the process."""
+    code = "import sys; print(sys.stdout.encoding, sys.stdout.errors, '\\u0436')"
+    assert processes.run([sys.executable, "-c", code], timeout_s=60) == "utf-8 backslashreplace \u0436\n"
+    mark = processes.start_detached([sys.executable, "-c", code], tmp_path / "log")
+    while mark.is_alive():
+        time.sleep(0.02)
+    assert (tmp_path / "log").read_text(encoding="utf-8") == "utf-8 backslashreplace \u0436\n"

@@ -1,4 +1,4 @@
-"""Which signals ask for a stop, and what is said where nobody listens."""
+"""Which signals ask for a stop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import threading
 
 import pytest
-from devicebridge.system.stopping import interrupt_on_signal, say, stop_on_signal, stop_signals
+from devicebridge.system.stopping import interrupt_on_signal, stop_on_signal, stop_signals
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGHUP")
 
@@ -60,12 +60,3 @@ def test_outside_the_main_thread_signals_are_left_alone():
     thread.start()
     thread.join()
     assert found == [False]
-
-
-def test_lines_that_nobody_can_read_break_nothing():
-    reads, writes = os.pipe()
-    with os.fdopen(reads) as reader, os.fdopen(writes, "w") as writer:
-        assert say("heard", writer) and reader.readline() == "heard\n"
-        reader.close()
-        assert not say("unheard", writer)
-        assert say("later", writer)
