@@ -11,6 +11,8 @@ ranks that are zero in these rows go, so that a file of ours becomes what it was
 
 from __future__ import annotations
 
+import logging
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,19 +23,14 @@ from torch import Tensor
 from ..config.job import LoraSettings
 from ..families.naming import Stack, find_by_diffusers, find_by_original
 from ..families.spec import TEXT_ENCODERS, ModelFamily
+from .header import read_header
 from .lokr_file import FIRST
+from .lora_parts import DORA, EXTRAS, MAGNITUDE, A, B, Names, find_part, refuse_unsound
+from .lora_strength import read_strengths, refuse_lost_alpha
 from .weight_file import load_tensors
 
-A, B, DORA, MAGNITUDE = "lora_A.weight", "lora_B.weight", "dora_scale", "lora_magnitude_vector"
-_SPELLINGS = {
-    A: r"\.lora_A(\.default)?(\.weight)?|\.lora_down\.weight|[._]lora\.down\.weight|\.lora_linear_layer\.down\.weight",
-    B: r"\.lora_B(\.default)?(\.weight)?|\.lora_up\.weight|[._]lora\.up\.weight|\.lora_linear_layer\.up\.weight",
-    "alpha": r"\.alpha",
-    DORA: r"\.dora_scale",
-    MAGNITUDE: r"\.lora_magnitude_vector(\.default)?(\.weight)?",
-    **{kind: rf"\.{kind}" for kind in ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")},
-}
-_SUFFIXES = {kind: re.compile(rf"^(.+?)({spelling})$") for kind, spelling in _SPELLINGS.items()}
+_log = logging.getLogger(__name__)
+_RANKED = (A, "lokr_w2_b", "lokr_w1_b")  # whose rows are the rank; the first that a layer has
 _PREFIXES = ("base_model.model.", "diffusion_model.", "model.diffusion_model.", "transformer.", "unet.", "lora_unet_")
 _MORE_PREFIXES = ("lora_transformer_", "lycoris_")
 _TEXT = re.compile(r"^(base_model\.model\.)?(lora_te|text_encoder|lora_prior_te|clip_)")
@@ -53,17 +50,27 @@ def read_start(
         trains_text: whether text encoders get a LoRA, too; nobody knows their sizes here.
     Raises: ValueError naming what is not understood, or belongs to another model.
     """
-    tensors = {name: tensor.float() for name, tensor in load_tensors(path).items()}
+    header = read_header(path)
+    tensors = load_tensors(path)
     if not trains_text and (found := [name for name in tensors if _TEXT.match(name)]):
         raise ValueError(
             f"{path} also changes a text encoder ({found[0]}, {len(found)} tensors), and without these the LoRA would "
             "be another; set lora.text_encoder = true to train them, too (SD 1.5, SD 2 and SDXL as ComfyUI has them), "
             "or give a LoRA of the diffusion model alone"
         )
+    names, others = _grouped(path, tensors)
+    if others and family.host is None:
+        raise ValueError(
+            f"{path} has {others[0]}, which is no tensor of a LoRA, DoRA or LoKr of linear layers ({len(others)} of "
+            f"{len(tensors)} tensors); give another file"
+        )
+    refuse_unsound(path, tensors, {layer: own for layer, own in names.items() if not others or own.keys() - EXTRAS})
+    tensors = _with_metadata(path, header.metadata, {name: each.float() for name, each in tensors.items()}, names)
     if family.host is not None:
         layers = {name: dict(layer) for name, layer in family.host.read_lora(tensors).items()}
     else:
-        layers = _read_layers(path, tensors, family, linears)
+        named = {layer: {kind: tensors[name] for kind, name in own.items()} for layer, own in names.items()}
+        layers = _read_layers(path, named, family, linears)
     if not layers:
         raise ValueError(f"{path} holds no LoRA: {len(tensors)} tensors, none of a layer that is known")
     for name, layer in layers.items():
@@ -71,39 +78,90 @@ def read_start(
     return layers
 
 
+def _grouped(path: Path, tensors: Iterable[str]) -> tuple[dict[str, Names], list[str]]:
+    """The names of each layer's tensors by the name of the layer in the file, and the names of no such tensor.
+
+    Diffusers' come first, for PEFT's magnitude is the trained one.
+
+    Raises: ValueError for a tensor that is there in two spellings.
+    """
+    layers: dict[str, Names] = {}
+    others = []
+    for name in sorted(tensors, key=lambda name: not name.startswith("transformer.")):
+        part = find_part(name)
+        if part is None:
+            others.append(name)
+            continue
+        first = layers.setdefault(part.layer, {}).setdefault(part.kind, name)
+        if first != name:
+            raise ValueError(f"{path} has one tensor twice, as {first} and as {name}; give a file with one of them")
+    return layers, others
+
+
+def _with_metadata(
+    path: Path, metadata: Mapping[str, str], tensors: dict[str, Tensor], names: Mapping[str, Names]
+) -> dict[str, Tensor]:
+    """With the strength in them that is in metadata alone.
+
+    Raises: ValueError where metadata says otherwise than the tensors.
+    """
+    strengths = read_strengths(path, metadata, list(names))
+    multiplied = {}
+    for layer, own in names.items():
+        said, ranked = strengths.get(layer), next((own[kind] for kind in _RANKED if kind in own), None)
+        if said is None:
+            continue
+        rank = said.rank if ranked is None else tensors[ranked].shape[0]
+        if "alpha" not in own and rank == said.rank:
+            multiplied[next(own[kind] for kind in (B, *FIRST) if kind in own)] = said
+            continue
+        alpha = float(tensors[own["alpha"]]) if "alpha" in own else math.nan
+        if ranked is not None and not math.isclose(alpha / rank, said.value, rel_tol=1e-3):
+            found = f"rank {rank}" + ("" if math.isnan(alpha) else f" and alpha {alpha:g}")
+            raise ValueError(f"{path}: {layer} has {found}, and its metadata says {said}; give another file")
+    if any(not math.isclose(said.value, 1.0) for said in multiplied.values()):
+        said = next(iter(multiplied.values()))
+        _log.warning(
+            "%s has %s in its metadata alone (%d layers); the LoRA begins with that strength, %g, and ComfyUI's loader "
+            "takes the file with 1",
+            *(path, said, len(multiplied), said.value),
+        )
+    bare = [layer for layer, own in names.items() if "alpha" not in own and ".lora_down." in own.get(A, "")]
+    refuse_lost_alpha(path, metadata, [layer for layer in bare if layer not in strengths])
+    return {name: each * multiplied[name].value if name in multiplied else each for name, each in tensors.items()}
+
+
 def _read_layers(
-    path: Path, tensors: Mapping[str, Tensor], family: ModelFamily, linears: Mapping[str, tuple[int, int]]
+    path: Path, named: Mapping[str, Layer], family: ModelFamily, linears: Mapping[str, tuple[int, int]]
 ) -> dict[str, Layer]:
     known = _Names(family, linears)
     layers: dict[str, Layer] = {}
-    for name, layer in _grouped(path, tensors).items():
+    origin: dict[str, str] = {}
+    for name, layer in named.items():
         stack = known.find(name)
         if stack is None:
             raise ValueError(f"{path} changes {name}, which {family.title} does not have; give a LoRA of this model")
         for member, own in _cut(name, _with_strength(layer), stack, known.is_original).items():
-            layers.setdefault(member, own)  # a file of ours for both loaders has some layers twice
+            if member not in layers:
+                layers[member], origin[member] = own, name
+            elif not _is_same(layers[member], own):  # a file of ours for both loaders has some layers twice, alike
+                raise ValueError(
+                    f"{path} changes {member} twice and not alike, as {origin[member]} and as {name}; give a file "
+                    "with one of them"
+                )
     return layers
 
 
-def _grouped(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Layer]:
-    """By the name of the layer as the file has it; diffusers' names first, for PEFT's magnitude is the trained one."""
-    layers: dict[str, Layer] = {}
-    for name, tensor in sorted(tensors.items(), key=lambda item: not item[0].startswith("transformer.")):
-        for kind, pattern in _SUFFIXES.items():
-            if match := pattern.match(name):
-                layers.setdefault(match[1], {})[kind] = tensor
-                break
-        else:
-            raise ValueError(
-                f"{path} has {name}, which is no tensor of a LoRA, DoRA or LoKr of linear layers; give another file"
-            )
-    return layers
+def _is_same(one: Layer, other: Layer) -> bool:
+    """But for DoRA's magnitudes, which each loader reads in its own way."""
+    kinds = (one.keys() | other.keys()) - {DORA, MAGNITUDE}
+    return all(kind in one and kind in other and torch.equal(one[kind], other[kind]) for kind in kinds)
 
 
 def _with_strength(layer: Layer) -> Layer:
     """With alpha / rank multiplied into B, or into LoKr's first matrix, and no alpha."""
     alpha = layer.pop("alpha", None)
-    factor = next((layer[kind] for kind in (A, "lokr_w2_b", "lokr_w1_b") if kind in layer), None)
+    factor = next((layer[kind] for kind in _RANKED if kind in layer), None)
     strength = 1.0 if alpha is None or factor is None else float(alpha) / factor.shape[0]
     if "lokr_w1_a" in layer:
         layer["lokr_w1"] = layer.pop("lokr_w1_a") @ layer.pop("lokr_w1_b")
@@ -130,9 +188,9 @@ def _cut(name: str, layer: Layer, stack: Stack, is_original: bool) -> dict[str, 
     for member, (start, end) in stack.rows(layer[B].shape[0]).items():
         up = layer[B][start:end]
         used = up.abs().amax(0) > 0
-        if used.any():
-            own = {A: layer[A][used], B: up[:, used]}
-            cut[member] = own | {k: t.reshape(-1)[start:end] for k, t in layer.items() if k in (DORA, MAGNITUDE)}
+        magnitudes = {k: t.reshape(-1)[start:end] for k, t in layer.items() if k in (DORA, MAGNITUDE)}
+        if used.any() or magnitudes:
+            cut[member] = {A: layer[A][used], B: up[:, used]} | magnitudes
     return cut
 
 
@@ -169,26 +227,21 @@ def _without_prefixes(name: str) -> list[str]:
 
 
 def _refuse_other_shapes(path: Path, name: str, layer: Layer, linear: tuple[int, int] | None) -> None:
-    """Raises: ValueError for a layer of another model, or numbers that are not finite."""
-    if wrong := [kind for kind, tensor in layer.items() if not torch.isfinite(tensor).all()]:
-        raise ValueError(f"{path}: {wrong[0]} of {name} is not finite; the file is damaged")
+    """Raises: ValueError for a layer of another model."""
     found = _size(layer)
-    if linear is None or found != linear or not all(found):
+    if linear is None or found != linear:
         has = "none" if linear is None else f"{linear[0]} by {linear[1]}"
         raise ValueError(f"{path} is of another model: its {name} is {found[0]} by {found[1]}, and the model has {has}")
 
 
 def _size(layer: Layer) -> tuple[int, int]:
-    """Rows and columns of the weight that a layer changes; (0, 0) if parts are missing."""
-    if A in layer and B in layer:
-        return (layer[B].shape[0], layer[A].shape[1]) if layer[A].shape[0] == layer[B].shape[1] else (0, 0)
-    rows, columns = (layer.get("lokr_w2_a"), layer.get("lokr_w2_b"))
-    whole = layer.get("lokr_w2")
-    first = layer.get("lokr_w1")
-    if first is None or (whole is None and (rows is None or columns is None)):
-        return 0, 0
-    second = (rows.shape[0], columns.shape[1]) if whole is None else whole.shape  # type: ignore[union-attr]
-    return first.shape[0] * second[0], first.shape[1] * second[1]
+    """Rows and columns of the weight that a layer changes."""
+    if A in layer:
+        return layer[B].shape[0], layer[A].shape[1]
+    rows, columns = (layer.get("lokr_w2", layer.get(kind)) for kind in ("lokr_w2_a", "lokr_w2_b"))
+    assert rows is not None and columns is not None, layer.keys()
+    first = layer["lokr_w1"]
+    return first.shape[0] * rows.shape[0], first.shape[1] * columns.shape[1]
 
 
 def refuse_start(path: Path, layers: Mapping[str, Layer], targets: Sequence[str], settings: LoraSettings) -> None:

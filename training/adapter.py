@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.lora_start import DORA, MAGNITUDE, A, B, is_of_text
+from ..checkpoints.lora_parts import DORA, MAGNITUDE, A, B
+from ..checkpoints.lora_start import is_of_text
 from ..config.job import LoraSettings
 from ..families.spec import TEXT_ENCODERS, ModelFamily
 from ..patches.lokr_linear import apply_fused_lokr

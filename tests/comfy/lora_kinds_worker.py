@@ -68,7 +68,31 @@ def examine(name: str) -> dict[str, Any]:
             spelling: _start(family, info, path, folder / f"{spelling}.safetensors", tensors)
             for spelling, tensors in _spellings(info).items()
         }
+        found["refusals"] = _refusals(info, folder)
         return found
+
+
+def _refusals(info: Any, folder: Path) -> dict[str, list[str]]:
+    """Of files that cannot be read right: a tensor of each, and the message."""
+    whole = _spellings(info)
+    names = {name.rpartition(".lora_")[0] for name in whole["comfyui"]}
+    layer, rows = min(names), len(whole["comfyui"][f"{min(names)}.lora_B.weight"])
+    lokr = {f"{layer}.lokr_w1": torch.ones(2, 2), f"{layer}.lokr_w2": torch.ones(2, 2)}
+    files = {
+        "DoKr": {**lokr, f"{layer}.dora_scale": torch.ones(rows, 1)},
+        "zeros": {name: each * ("lora_A" in name) for name, each in whole["comfyui"].items()},
+        "a bias": {**whole["comfyui"], f"{layer}.diff_b": torch.ones(rows)},
+        "twice": {**whole["comfyui"], **whole["kohya"]},
+        "LoHa": {f"{layer}.{kind}": torch.ones(2, 2) for kind in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")},
+    }
+    found = {}
+    for what, tensors in files.items():
+        save_file({name: each.clone() for name, each in tensors.items()}, folder / "refused.safetensors")
+        try:
+            read_start(folder / "refused.safetensors", info.family, {})
+        except ValueError as error:
+            found[what] = [layer, str(error)]
+    return found
 
 
 def _attention(info: Any) -> list[int]:
@@ -118,8 +142,14 @@ def _written(job: Any, family: Any, info: Any, stock: Any) -> float:
 
 
 def _start(family: Any, info: Any, path: Path, file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Training's model with a file that it starts from, against the stock model with the same file."""
-    save_file(dict(tensors), file)
+    """Training's model with a file that it starts from, against the stock model with the same file.
+
+    Of "metadata" the file holds the strength in its metadata alone, where the stock loader does not look.
+    """
+    is_bare = file.stem == "metadata"
+    written = {name: each for name, each in tensors.items() if not (is_bare and name.endswith(".alpha"))}
+    said = {"lora_adapter_metadata": json.dumps({"r": 3, "lora_alpha": 1.5})}
+    save_file(written, file, said if is_bare else None)
     stock = _stock(path)
     mapped = comfy.lora.load_lora(dict(tensors), comfy.lora.model_lora_keys_unet(stock, {}))
     started = _prediction(family, info, _started(info, file, rank=16, alpha=8.0))
@@ -194,7 +224,8 @@ def _spellings(info: Any) -> dict[str, dict[str, torch.Tensor]]:
         comfyui |= {f"diffusion_model.{name}.lora_A.weight": down, f"diffusion_model.{name}.lora_B.weight": up}
         module = f"lora_unet_{name.replace('.', '_')}"
         kohya |= {f"{module}.lora_down.weight": down, f"{module}.lora_up.weight": up, f"{module}.alpha": alpha.clone()}
-    spellings = {"comfyui": comfyui, "kohya": kohya}
+    alphas = {f"diffusion_model.{name}.alpha": alpha.clone() for name in found}
+    spellings = {"comfyui": comfyui, "kohya": kohya, "metadata": comfyui | alphas}
     if info.family.transformer_class == "Flux":
         spellings["diffusers"] = _diffusers_flux(found)
     return spellings

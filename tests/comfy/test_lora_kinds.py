@@ -42,3 +42,19 @@ def test_training_begins_as_the_stock_model_with_the_same_file(examined: dict[st
 def test_the_preset_attention_is_a_part_of_all(examined: dict[str, Any]) -> None:
     attention, every = examined["attention"]
     assert 0 < attention < every
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("DoKr", "(DoKr)"),
+        ("zeros", "changes nothing"),
+        ("a bias", "kind diff"),
+        ("twice", "there twice"),
+        ("LoHa", "kind loha"),
+    ],
+)
+def test_what_cannot_be_read_right_is_refused_for_what_it_is(what: str, named: str, examined: dict[str, Any]) -> None:
+    layer, message = examined["refusals"][what]
+    assert named in message
+    assert what in ("zeros", "twice") or layer in message

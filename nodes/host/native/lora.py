@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....checkpoints.lora_start import DORA, A, B
+from ....checkpoints.lora_parts import DORA, A, B, find_part
 from ....families.spec import TEXT_ENCODERS
 
 _PREFIX, _SUFFIX = "diffusion_model.", ".weight"
@@ -31,6 +31,7 @@ def read_lora(base: Any, tensors: Mapping[str, Tensor], encoders: Sequence[str] 
     places = comfy.lora.model_lora_keys_unet(base, {})
     if encoders:
         places = comfy.lora.model_lora_keys_clip(SimpleNamespace(state_dict=lambda: _layers_of(encoders)), places)
+    _refuse_twice(named, places)
     found: dict[Any, Any] = comfy.lora.load_lora(named, places, log_missing=False)
     _refuse_unread(named, found)
     shapes = {name: each.shape for name, each in base.named_parameters()}
@@ -59,6 +60,18 @@ def _layers_of(encoders: Iterable[str]) -> dict[str, None]:
     }
 
 
+def _refuse_twice(named: Iterable[str], places: Mapping[str, Any]) -> None:
+    """Of two names for one layer ComfyUI takes one, and drops the other without a word."""
+    layers: dict[Any, str] = {}
+    for name in named:
+        part = find_part(name)
+        if part is None or part.layer not in places:
+            continue
+        first = layers.setdefault(places[part.layer], part.layer)
+        if first != part.layer:
+            raise ValueError(f"one layer is there twice, as {first} and as {part.layer}; give a file with one of them")
+
+
 def _refuse_unread(named: Mapping[str, Tensor], found: Mapping[Any, Any]) -> None:
     read = {key for adapter in found.values() for key in getattr(adapter, "loaded_keys", ())}
     unread = sorted(set(named) - read)
@@ -72,7 +85,7 @@ def _refuse_unread(named: Mapping[str, Tensor], found: Mapping[Any, Any]) -> Non
 def _layer_of(key: str, adapter: Any) -> dict[str, Tensor]:
     """Raises: ValueError for an adapter that is no LoRA, DoRA or LoKr of a linear layer."""
     values = list(getattr(adapter, "weights", ()))
-    name = getattr(adapter, "name", type(adapter).__name__)
+    name = adapter[0] if isinstance(adapter, tuple) else adapter.name  # a tuple is "diff" or "set", of a bias too
     if name == "lora" and values[3] is None and values[5] is None:
         up, down, alpha, _, dora, _ = values
         strength = 1.0 if alpha is None else alpha / down.shape[0]

@@ -169,7 +169,7 @@ def test_what_the_job_cannot_hold_in_full_is_refused(settings: dict[str, Any], m
             (2, 4),
             "set lora.text_encoder = true.*or give a LoRA of the diffusion model alone",
         ),
-        ("diffusion_model.nothing.lora_A.weight", (2, 4), "changes diffusion_model.nothing, which"),
+        ("diffusion_model.nothing.lora_A.weight", (2, 4), "diffusion_model.nothing lacks lora_B.weight"),
         ("diffusion_model.final_layer.linear.hada_w1_a", (2, 4), "which is no tensor of a LoRA"),
         ("transformer.transformer_blocks.0.attn.to_q.lora_A.weight", (2, 5), "is of another model"),
     ],
