@@ -67,7 +67,10 @@ def read_start(
     refuse_unsound(path, tensors, {layer: own for layer, own in names.items() if not others or own.keys() - EXTRAS})
     tensors = _with_metadata(path, header.metadata, {name: each.float() for name, each in tensors.items()}, names)
     if family.host is not None:
-        layers = {name: dict(layer) for name, layer in family.host.read_lora(tensors).items()}
+        try:
+            layers = {name: dict(layer) for name, layer in family.host.read_lora(tensors).items()}
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
     else:
         named = {layer: {kind: tensors[name] for kind, name in own.items()} for layer, own in names.items()}
         layers = _read_layers(path, named, family, linears)
