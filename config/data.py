@@ -267,6 +267,11 @@ class EvaluationConfig:
                 f"evaluation.{given[0]} belongs to the images of evaluation.folder, and there is none; set it"
             )
 
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """All that are read for it."""
+        return tuple(filter(None, (self.folder, *self.references, self.control)))
+
     def as_data(self, trained: DataConfig) -> DataConfig:
         """The images that are held out, cut and conditioned as those that are trained.
 

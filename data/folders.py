@@ -1,10 +1,10 @@
 """From folders to samples: which images and clips there are, and what is wrong with them.
 
-A dataset is one or more ordinary folders: name.png (or .jpg, .jpeg, .webp, .bmp, .tif, .tiff) with its caption in
-name.txt and, where wanted, a loss mask in name_mask.png. Models that make videos also take clips: name.mp4 (or .m4v,
-.mov, .mkv, .webm), animations (name.gif, .webp, .png), and a sub-folder `name` of images that has a name.txt beside
-it. Other sub-folders and hidden files are not looked at. clips.py says what is taken from a clip, buckets.py how all is
-cut.
+A dataset is one or more ordinary folders: name.png (or another ending of open_image.py) with its caption in name.txt,
+or name.caption, and, where wanted, a loss mask in name_mask.png, or name-masklabel.png. Models that make videos also
+take clips: name.mp4 (or another ending of video.py), animations (name.gif, .webp, .png), and a sub-folder `name` of
+images that has a caption beside it. What else lies there is named by left_out.py. clips.py says what is taken from a
+clip, buckets.py how all is cut.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from ..system.stopping import Stopped, never
 from .buckets import aspect, bucket_step, choose_bucket, make_buckets, plan_crop
 from .captions import make_caption
 from .clips import ClipPlan, is_slower, make_clip_plan
-from .image import IMAGE_SUFFIXES, read_size
+from .image import read_size
+from .left_out import LeftOut
 from .masks import load_mask, read_mask
 from .pairs import Pair, Partners, find_pair, find_partners, make_condition, refuse_other_shape
 from .samples import Sample
-from .video import CLIP_SUFFIXES, ClipInfo, is_clip, probe_clip, sequence_files
+from .video import CLIP_SUFFIXES, ClipInfo, is_clip, media_suffixes, probe_clip
 
 _log = logging.getLogger(__name__)
 _S = TypeVar("_S")
 _T = TypeVar("_T")
 _Cuts = tuple[tuple[int, ...], ...]
 
-_SUFFIXES = (*IMAGE_SUFFIXES, *CLIP_SUFFIXES)
-_MASK_END = "_mask"
+_MASK_ENDS = ("_mask", "-masklabel")  # the second is another trainer's
 _MAX_CAPTION_BYTES = 1_000_000
 _names = partial(first, most=5)  # of files, for a warning
 _MASK_SHAPE_TOLERANCE = 0.02  # mask and image may differ by this much in aspect ratio: sizes get rounded
@@ -77,19 +77,22 @@ class _Picture:
         return [replace(each, condition=make(each.image_request())) for each in made]
 
 
-def scan_folders(config: DataConfig, latent: LatentSpec, should_stop: Callable[[], bool] = never) -> list[Sample]:
+def scan_folders(
+    config: DataConfig, latent: LatentSpec, should_stop: Callable[[], bool] = never, *, others: Sequence[str] = ()
+) -> list[Sample]:
     """Every image and clip of every folder as samples: by file name, each at each resolution, each `repeats` times.
 
     All images and masks are decoded once, so that a broken file is found now and not hours later; that costs some
     milliseconds per megapixel and core. Of a video all packets are read and the first frame is decoded, which finds a
-    file that is cut short; damage in its middle is found when it is encoded. What may not be meant is a warning each.
+    file that is cut short; damage in its middle is found when it is encoded. What may not be meant is a warning each,
+    and so is all that is left out.
 
+    Args:
+        others: folders that are read for something else.
     Raises: Stopped when should_stop() became true; ValueError for a folder that is missing, holds no image, or far more
         files than a dataset; for files that cannot be used, naming all of them with the reason; for a resolution below
         the model's smallest side, or a clip length it does not take.
     """
-    from PIL import Image
-
     step = bucket_step(config, latent)
     sizes = [each for folder in config.folders for each in folder.resolutions or config.resolutions]
     buckets = {each: make_buckets(each, step, config.max_aspect_ratio) for each in sizes}
@@ -99,7 +102,6 @@ def scan_folders(config: DataConfig, latent: LatentSpec, should_stop: Callable[[
         (folder, files) for folder in config.folders for files in list_files(folder, config.use_masks, latent, ask)
     ]
     partners = _find_partners(config, found, ask)
-    Image.init()  # not thread-safe: in two threads at once, one would not know the formats yet
     pictures = _in_threads(lambda entry: _inspect(*entry[1], plan, latent, partners.get(entry[0])), found, ask)
     _refuse_problems(pictures)
     pictures = [_with_caption(each, folder) for (folder, _), each in zip(found, pictures, strict=True)]
@@ -112,7 +114,27 @@ def scan_folders(config: DataConfig, latent: LatentSpec, should_stop: Callable[[
         if names:
             _log.warning("%d %s", len(names), message)
     _refuse_masks_outside(samples, latent, ask)
+    for line in _left_out(config, found, latent, others, ask):
+        _log.warning("%s", line)
     return samples
+
+
+def _left_out(
+    config: DataConfig,
+    found: Sequence[tuple[FolderConfig, tuple[Path, Path | None]]],
+    latent: LatentSpec,
+    others: Sequence[str],
+    ask: Callable[[], None],
+) -> Iterator[str]:
+    """A line for each folder with files or sub-folders that are not read."""
+    beside = [folder for each in config.folders for folder in (*each.references, each.control) if folder]
+    roots = dict.fromkeys(folder.path for folder in config.folders)
+    read = LeftOut({Path(each).resolve() for each in (*others, *beside, *roots)}, ask)
+    for root in roots:
+        paths = [path for folder, (path, _) in found if folder.path == root]
+        yield from read.of_dataset(Path(root), paths, {caption_file(path) for path in paths}, latent.is_video)
+    for root in dict.fromkeys(beside):
+        yield from read.of_partners(Path(root))
 
 
 def _find_partners(
@@ -161,35 +183,28 @@ def list_files(
 ) -> list[tuple[Path, Path | None]]:
     """The images and clips of a folder with their masks, sorted by name.
 
-    Raises: ValueError if there is none; for a mask that is no PNG; for a folder that holds too much.
+    Raises: ValueError if there is none; for a mask that is no PNG, or one of two; for a folder that holds too much.
     """
     root = Path(folder.path)
     if not root.is_dir():
         raise ValueError(f"the dataset folder {root} does not exist; give a folder of images")
     looked = Looked(ask)
     entries = looked.entries(root)
-    files = [entry for entry in entries if entry.is_file() and entry.suffix.lower() in _SUFFIXES]
+    files = [entry for entry in entries if entry.is_file() and entry.suffix.lower() in media_suffixes()]
     taken = {file.stem for file in files}  # cat.txt is the caption of cat.png, and not of a folder cat beside it
     folders = [entry for entry in entries if entry.is_dir()]
     sequences = [entry for entry in folders if entry.name not in taken and os.path.isfile(caption_file(entry))]
-    masks = {file.stem.removesuffix(_MASK_END): file for file in files if _is_mask_name(file)}
+    masks = _find_masks(files)
     images = sorted([*(file for file in files if not _is_mask_name(file)), *sequences], key=lambda f: f.name)
     _warn_of_unused(root, entries, "links lead to nothing and are not used: %s; mend or remove them", _is_dangling)
     _warn_of_unused(root, entries, "are no ordinary files and are not used: %s; put images in their place", _is_odd)
     _check_masks(root, images, masks)
-    if latent.is_video:
-        _warn_of_unused(
-            root,
-            [entry for entry in folders if entry not in sequences and os.access(entry, os.R_OK | os.X_OK)],
-            "sub-folders with images are not used: %s; if one is a clip, put its caption beside it, named like the "
-            "folder with .txt",
-            lambda entry: bool(sequence_files(entry, looked)),
-        )
     if not images:
+        others = "".join(f"; {line}" for line in LeftOut(set(), ask).of_dataset(root, (), set(), latent.is_video))
         raise ValueError(
-            f"no images in {root}; looked for names ending in {', '.join(_SUFFIXES)} (not in _mask.png, which are "
-            "masks), directly in the folder and not in its sub-folders, except those of a clip, whose caption lies "
-            "beside them"
+            f"no images in {root}; looked for names ending in {', '.join(media_suffixes())} (not in _mask.png, which "
+            "are masks), directly in the folder and not in its sub-folders, except those of a clip, whose caption lies "
+            f"beside them{others}"
         )
     return [(image, masks.get(_stem(image)) if use_masks else None) for image in images]
 
@@ -198,7 +213,7 @@ def is_media(path: Path) -> bool:
     """Whether list_files would name it, told without a look at what is beside it but its caption."""
     if os.path.isdir(path):
         return os.path.isfile(caption_file(path))
-    return os.path.isfile(path) and path.suffix.lower() in _SUFFIXES and not _is_mask_name(path)
+    return os.path.isfile(path) and path.suffix.lower() in media_suffixes() and not _is_mask_name(path)
 
 
 def _warn_of_unused(root: Path, entries: Sequence[Path], message: str, is_unused: Callable[[Path], bool]) -> None:
@@ -213,17 +228,31 @@ def _is_dangling(entry: Path) -> bool:
 
 def _is_odd(entry: Path) -> bool:
     """Whether a pipe or a device has the name of an image."""
-    return entry.suffix.lower() in _SUFFIXES and entry.exists() and not entry.is_file() and not entry.is_dir()
+    return entry.suffix.lower() in media_suffixes() and entry.exists() and not entry.is_file() and not entry.is_dir()
+
+
+def _find_masks(files: Sequence[Path]) -> dict[str, Path]:
+    """By the stem of the image.
+
+    Raises: ValueError for two of one image.
+    """
+    masks: dict[str, Path] = {}
+    for file in filter(_is_mask_name, files):
+        stem = _without_mask_end(file.stem)
+        if stem in masks:
+            raise ValueError(f"{masks[stem]} and {file.name} are both the mask of {stem}; remove one")
+        masks[stem] = file
+    return masks
 
 
 def _check_masks(root: Path, images: Sequence[Path], masks: dict[str, Path]) -> None:
     """Raises: ValueError for a mask that is no PNG; warns of masks without an image."""
     stems = {_stem(image) for image in images}
     for image in images:
-        if _stem(image).endswith(_MASK_END) and _stem(image).removesuffix(_MASK_END) in stems:
+        if _stem(image).endswith(_MASK_ENDS) and _without_mask_end(_stem(image)) in stems:
             raise ValueError(f"{image} looks like a mask, which must be a PNG; save it as {image.stem}.png")
     orphans = [mask for stem, mask in masks.items() if stem not in stems]
-    message = "masks not used: %s; names ending in _mask.png are masks, and there is no image for them"
+    message = "masks not used: %s; _mask.png and -masklabel.png are endings of masks, and there is no image for them"
     _warn_of_unused(root, orphans, message, lambda _: True)
 
 
@@ -233,11 +262,17 @@ def _stem(path: Path) -> str:
 
 
 def caption_file(path: Path) -> Path:
-    return path.with_name(f"{_stem(path)}.txt")
+    """name.txt, or name.caption where that alone is there."""
+    text, other = (path.with_name(f"{_stem(path)}{suffix}") for suffix in (".txt", ".caption"))
+    return other if os.path.lexists(other) and not os.path.lexists(text) else text
 
 
 def _is_mask_name(file: Path) -> bool:
-    return file.stem.endswith(_MASK_END) and file.suffix.lower() == ".png"
+    return file.stem.endswith(_MASK_ENDS) and file.suffix.lower() == ".png"
+
+
+def _without_mask_end(stem: str) -> str:
+    return next(stem.removesuffix(end) for end in _MASK_ENDS if stem.endswith(end))
 
 
 # --- inspecting ------------------------------------------------------------------------------------------------------

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..checkpoints.fingerprint import file_fingerprint, settings_fingerprint
 from .open_image import broken_image, opened
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
 
-
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+_ORIENTATION, _QUARTER_TURNS = 0x0112, (5, 6, 7, 8)  # of EXIF
+_TURNING_VERSION = 1  # raise when images that are to be turned come out otherwise
+_MAPPED = ("L", "P", "RGBA", "CMYK", "I;16", "I;16L", "I;16B")
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,20 @@ def open_image(path: str | Path) -> PilImage:
 
     Raises: ValueError naming the file if it cannot be read as an image.
     """
-    from PIL import ImageOps
-
     try:
         with opened(path) as file:
-            return to_rgb(ImageOps.exif_transpose(file))
+            return to_rgb(upright(file))
     except broken_image() as error:
         raise ValueError(
             f"{path} cannot be read as an image ({error}); repair it or take it out of the dataset"
         ) from error
+
+
+def upright(file: PilImage) -> PilImage:
+    """All pixels of an opened image, turned as EXIF says."""
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(file)
 
 
 def cut_out(image: PilImage, request: ImageRequest) -> np.ndarray:
@@ -80,31 +87,54 @@ def cut_out(image: PilImage, request: ImageRequest) -> np.ndarray:
 
 
 def read_size(path: Path, *, is_decoded: bool = True) -> tuple[int, int]:
-    """(height, width) of an image as read_pixels will see it.
+    """(height, width) of an image as upright gives it.
 
     Args:
-        is_decoded: decode all of it, which finds damage; else read the header alone.
+        is_decoded: decode all of it, which finds damage; else read the header alone, but for a TIFF.
     Raises: ValueError naming the file if it is broken.
     """
     try:
         with opened(path) as image:
             width, height = image.size
-            if is_decoded:
+            if image.format == "TIFF":  # Pillow turns it while it decodes it; what the header says depends on Pillow
+                width, height = upright(image).size
+            elif is_decoded:
                 # JPEG: all of the file is read, an eighth is computed
                 image.draft("RGB", (max(1, width // 8), max(1, height // 8)))
                 image.load()
-            is_turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+            is_turned = image.format != "TIFF" and image.getexif().get(_ORIENTATION, 1) in _QUARTER_TURNS
     except broken_image() as error:
         raise ValueError(f"{path}: cannot be read as an image ({error})") from error
     return (width, height) if is_turned else (height, width)
+
+
+def image_fingerprint(path: str | Path) -> str:
+    """Hash of a file's bytes; of an image that was once read in another way, not the hash that it had then.
+
+    Raises: OSError if it cannot be read.
+    """
+    content = file_fingerprint(path)
+    return settings_fingerprint([content, _TURNING_VERSION]) if _was_misread(path) else content
+
+
+def _was_misread(path: str | Path) -> bool:
+    """Whether it is an uncompressed TIFF to be turned by a quarter, of a kind whose rows were once cut wrongly."""
+    with open(path, "rb") as data:
+        if data.read(2) not in (b"II", b"MM"):
+            return False
+    try:
+        with opened(path) as opened_file:
+            file: Any = opened_file
+            is_mapped = file.mode in _MAPPED and len(file.tile) == 1 and file.tile[0][0] == "raw"
+            return is_mapped and file.format == "TIFF" and file.getexif().get(_ORIENTATION, 1) in _QUARTER_TURNS
+    except broken_image():
+        return False
 
 
 def to_rgb(image: PilImage) -> Any:
     """Any kind of image as 8-bit RGB; see the top of this file."""
     from PIL import Image
 
-    if image.mode == "F":
-        raise ValueError("its values are floats without a known range")
     if image.mode.startswith("I"):  # 16 bit; PIL would clip at 255 and leave nearly white
         values = np.asarray(image).astype(np.int64)
         return Image.fromarray((values.clip(0, 65535) // 257).astype(np.uint8)).convert("RGB")

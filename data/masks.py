@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from .image import upright
 from .open_image import broken_image, opened
 from .samples import Sample
-
-if TYPE_CHECKING:
-    from PIL.Image import Image as PilImage
 
 
 def load_mask(sample: Sample, latent_hw: tuple[int, int]) -> torch.Tensor:
@@ -44,11 +41,10 @@ def read_mask(path: Path) -> torch.Tensor:
     Raises: ValueError naming the file if it is broken.
     """
     import numpy as np
-    from PIL import ImageOps
 
     try:
         with opened(path) as file:
-            image: PilImage = ImageOps.exif_transpose(file)
+            image = upright(file)
             is_16_bit = image.mode.startswith("I")
             values = np.asarray(image if is_16_bit else image.convert("L"), dtype=np.float32)
     except broken_image() as error:

@@ -17,7 +17,8 @@ from ..config.job import FolderConfig
 from ..families.comfy.conditions import ConditionWay
 from ..system.listing import Looked
 from .buckets import aspect
-from .image import IMAGE_SUFFIXES, ImageRequest, read_size
+from .image import ImageRequest, read_size
+from .open_image import image_suffixes
 from .samples import Condition
 from .video import CLIP_SUFFIXES, ClipInfo, is_clip, probe_clip
 
@@ -51,8 +52,8 @@ def find_partners(config: FolderConfig, way: ConditionWay, stems: Sequence[str],
     Raises: ValueError for a folder that is missing, that the way does not take, or the way lacks.
     """
     _refuse_other_folders(config, way)
-    references = tuple(_index(Path(folder), IMAGE_SUFFIXES, ask) for folder in config.references)
-    control = _index(Path(config.control), (*IMAGE_SUFFIXES, *CLIP_SUFFIXES, ""), ask) if config.control else {}
+    references = tuple(_index(Path(folder), image_suffixes(), ask) for folder in config.references)
+    control = _index(Path(config.control), (*image_suffixes(), *CLIP_SUFFIXES, ""), ask) if config.control else {}
     return Partners(config, way, references, control, frozenset(stems))
 
 

@@ -3,9 +3,9 @@
 A request names frames by number, counted in the order in which they are shown. Which numbers those are, so frame rate
 and window, is decided before (data/clips.py) and is part of the sample: reading has nothing left to choose.
 
-MP4, MOV, MKV and WebM go through PyAV (FFmpeg), animations (GIF, WebP, APNG) through Pillow, as still images do. A
-sub-folder of images, sorted by the numbers in their names, is a clip too. Frames come one after the other, and only the
-wanted ones are kept.
+MP4, MOV, MKV, WebM, AVI, FLV and MPEG go through PyAV (FFmpeg), animations (GIF, WebP, APNG, AVIF) through Pillow, as
+still images do. A sub-folder of images, sorted by the numbers in their names, is a clip too. Frames come one after the
+other, and only the wanted ones are kept.
 
 A frame is turned and mirrored as the file says, stretched where its pixels are not square, laid on white where it is
 transparent, and then resized and cropped like an image. YUV becomes RGB by the matrix and range the file names. What is
@@ -13,7 +13,8 @@ not done: no deinterlacing, and no tone mapping of HDR.
 
 How frames are counted. The times of all packets, sorted, are the frames: that needs no decoding. A decoder may show
 nothing for a packet (VP8's hidden reference frames), so a wanted frame is the one on screen at its time. If the decoder
-ends before that time the clip is refused, never continued with its last frame.
+ends before that time the clip is refused, never continued with its last frame. AVI and MPEG-PS have no time for each
+frame: all of such a clip is decoded, its frames are counted as they come, and they are shown evenly.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ..checkpoints.fingerprint import file_fingerprint, settings_fingerprint
+from ..checkpoints.fingerprint import settings_fingerprint
 from ..system.listing import Looked
-from .image import IMAGE_SUFFIXES, ImageRequest, cut_out, open_image, read_pixels, read_size, to_rgb
-from .open_image import broken_image, opened, refuse_too_large
+from .containers import CONTAINER_SUFFIXES, find_kind
+from .image import ImageRequest, cut_out, image_fingerprint, open_image, read_pixels, read_size, to_rgb
+from .open_image import animation_suffixes, broken_image, image_suffixes, opened, refuse_too_large
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
 
-CONTAINER_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm")
-ANIMATION_SUFFIXES = (".gif", ".webp", ".png")  # one frame or many: the name does not tell
-CLIP_SUFFIXES = (*CONTAINER_SUFFIXES, ".gif")  # what is looked for besides images
+CLIP_SUFFIXES = (*CONTAINER_SUFFIXES, ".gif")  # clips by their names
 
 _SHORTEST_S = 0.01  # browsers show a frame that asks for this or less for a tenth of a second, and so do we
 _DEFAULT_S = 0.1
@@ -47,6 +48,7 @@ _SWS_MATRICES = {1: 1, 4: 4, 7: 7, 9: 9}  # FFmpeg's AVCOL_SPC -> swscale's: BT.
 _SWS_DEFAULT = 5  # BT.601, also for files that name none
 _LIMITED_RANGE, _FULL_RANGE = 1, 2  # AVCOL_RANGE
 _NO_OTHER_FILES = {"protocol_whitelist": "none", "enable_drefs": "0"}  # "none" is no protocol's name
+_WITHOUT_TIMES = ("avi", "mpeg")  # FFmpeg's names of containers
 _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # FFmpeg's own decoders leave the transparency out
 
 
@@ -61,6 +63,11 @@ class ClipInfo:
     is_hdr: bool = False  # whether its brightness is coded for HDR screens
 
 
+def media_suffixes() -> tuple[str, ...]:
+    """The endings of images and clips that are read here, in lower case."""
+    return (*image_suffixes(), *CLIP_SUFFIXES)
+
+
 def is_clip(path: Path) -> bool:
     """Whether this is a clip rather than an image: a video, a folder, or an animation of more than one frame.
 
@@ -68,7 +75,7 @@ def is_clip(path: Path) -> bool:
     """
     if path.is_dir() or path.suffix.lower() in CONTAINER_SUFFIXES:
         return True
-    if path.suffix.lower() not in ANIMATION_SUFFIXES:
+    if path.suffix.lower() not in animation_suffixes():
         return False
     try:
         with opened(path) as file:
@@ -88,7 +95,9 @@ def probe_clip(path: Path) -> ClipInfo:
     with _naming(path):
         if path.is_dir():
             return _probe_sequence(path)
-        return _probe_animation(path) if path.suffix.lower() in ANIMATION_SUFFIXES else _read_track(path)[1]
+        if path.suffix.lower() in animation_suffixes():
+            return _probe_animation(path)
+        return _read_track(path)[1] if _has_times(path) else _count_frames(path)
 
 
 def read_frames(request: ImageRequest) -> torch.Tensor:
@@ -130,8 +139,8 @@ def media_fingerprint(path: str | Path) -> str:
     """
     path = Path(path)
     if not path.is_dir():
-        return file_fingerprint(path)
-    return settings_fingerprint([file_fingerprint(file) for file in sequence_files(path)])
+        return image_fingerprint(path)
+    return settings_fingerprint([image_fingerprint(file) for file in sequence_files(path)])
 
 
 def sequence_files(folder: Path, looked: Looked | None = None) -> list[Path]:
@@ -140,7 +149,7 @@ def sequence_files(folder: Path, looked: Looked | None = None) -> list[Path]:
     Args:
         looked: the look that this is part of, whose end then counts.
     """
-    files = (file for file in (looked or Looked()).entries(folder) if file.suffix.lower() in IMAGE_SUFFIXES)
+    files = (file for file in (looked or Looked()).entries(folder) if file.suffix.lower() in image_suffixes())
     return sorted(files, key=lambda file: (_natural(file.stem), file.name))
 
 
@@ -154,7 +163,7 @@ def _images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
     if path.is_dir():
         files = sequence_files(path)
         return (open_image(files[index]) for index in wanted if index < len(files))
-    is_animation = path.suffix.lower() in ANIMATION_SUFFIXES
+    is_animation = path.suffix.lower() in animation_suffixes()
     return _animation_images(path, wanted) if is_animation else _container_images(path, wanted)
 
 
@@ -178,7 +187,7 @@ def _naming(path: Path) -> Iterator[None]:
 def _probe_sequence(folder: Path) -> ClipInfo:
     files = sequence_files(folder)
     if not files:
-        raise ValueError(f"there is no image in it; looked for names ending in {', '.join(IMAGE_SUFFIXES)}")
+        raise ValueError(f"there is no image in it; looked for names ending in {', '.join(image_suffixes())}")
     sizes = [read_size(file) for file in files]
     for file, size in zip(files, sizes, strict=True):
         if size != sizes[0]:
@@ -253,7 +262,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
         raise RuntimeError(f"reading {path} needs PyAV, which ComfyUI brings along; pip install av") from error
 
     with open(path, "rb") as file:
-        kind = _find_kind(file)
+        kind = find_kind(file)
         file.seek(0)
         try:
             with av.open(file, format=kind, container_options=_NO_OTHER_FILES) as container:
@@ -268,66 +277,6 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
             raise ValueError(error.strerror or str(error)) from error
 
 
-def _find_kind(file: BinaryIO) -> str:
-    """FFmpeg's name of the container, if all of the file is there.
-
-    Raises: ValueError for another content, or a file that is shorter than it says.
-    """
-    start = file.read(12)
-    if not start:
-        raise ValueError("the file is empty")
-    size = file.seek(0, 2)
-    if start[:4] == b"\x1aE\xdf\xa3":
-        end, kind = _matroska_end(file), "matroska"
-    elif start[4:8] in (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot"):
-        end, kind = _mov_end(file, size), "mov"
-    else:
-        raise ValueError("it is neither MP4, MOV, MKV nor WebM")
-    if end > size:
-        raise ValueError(f"it is cut off: {size} of {end} bytes are there")
-    return kind
-
-
-def _mov_end(file: BinaryIO, size: int) -> int:
-    """Where the boxes that hold frames or their index should end; other boxes and what follows them do not matter."""
-    position = end = 0
-    while position + 8 <= size:
-        file.seek(position)
-        header = file.read(16)
-        length = int.from_bytes(header[:4], "big")
-        if length == 1:
-            length = int.from_bytes(header[8:16], "big")
-        if length < 8:  # to the end of the file, or no box
-            break
-        position += length
-        if header[4:8] in (b"moov", b"mdat", b"moof"):
-            end = position
-    return end
-
-
-def _matroska_end(file: BinaryIO) -> int:
-    """Where the segment should end; 0 if the file does not say, as of a live recording."""
-    file.seek(4)
-    length = _read_vint(file)
-    if length is None:
-        return 0
-    file.seek(length, 1)
-    if file.read(4) != b"\x18S\x80g":
-        return 0
-    length = _read_vint(file)
-    return 0 if length is None else file.tell() + length
-
-
-def _read_vint(file: BinaryIO) -> int | None:
-    """EBML's number of variable length; None for "unknown"."""
-    first = file.read(1)
-    if not first or first == b"\0":
-        return None
-    num_bytes = 9 - first[0].bit_length()
-    value = int.from_bytes(bytes([first[0] & (0xFF >> num_bytes)]) + file.read(num_bytes - 1), "big")
-    return None if value == (1 << (7 * num_bytes)) - 1 else value
-
-
 def _read_track(path: Path) -> tuple[list[int], ClipInfo]:
     """When each frame is shown, in the stream's own unit, and what the clip is; reads all packets and one frame."""
     times, end = _read_times(path)
@@ -335,12 +284,31 @@ def _read_track(path: Path) -> tuple[list[int], ClipInfo]:
         frame = next(_decode(container, stream), None)
         if frame is None or frame.pts is None:
             raise ValueError("no frame of it can be decoded")
-        image = _to_image(frame, stream.sample_aspect_ratio)
         times = [time for time in times if time >= frame.pts]  # what precedes the first key frame is never shown
         times_s = tuple(float((time - times[0]) * stream.time_base) for time in times)
-        end_s = float((end - times[0]) * stream.time_base)
-        is_hdr = int(stream.codec_context.color_trc) in _HDR_TRANSFERS
-        return times, ClipInfo((image.height, image.width), len(times), times_s, end_s, is_hdr)
+        return times, _clip_info(stream, frame, times_s, float((end - times[0]) * stream.time_base))
+
+
+def _clip_info(stream: Any, frame: Any, times_s: tuple[float, ...], end_s: float) -> ClipInfo:
+    image = _to_image(frame, stream.sample_aspect_ratio)
+    is_hdr = int(stream.codec_context.color_trc) in _HDR_TRANSFERS
+    return ClipInfo((image.height, image.width), len(times_s), times_s, end_s, is_hdr)
+
+
+def _has_times(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return find_kind(file) not in _WITHOUT_TIMES
+
+
+def _count_frames(path: Path) -> ClipInfo:
+    """What a clip without times is; decodes all of it."""
+    with _opened(path) as (container, stream):
+        frames = _decode(container, stream)
+        first, rate = next(frames, None), stream.average_rate
+        if first is None or not rate:
+            raise ValueError("it does not say how fast it is shown" if first else "no frame of it can be decoded")
+        count = 1 + sum(1 for _ in frames)
+        return _clip_info(stream, first, tuple(float(number / rate) for number in range(count)), float(count / rate))
 
 
 def _read_times(path: Path) -> tuple[list[int], int]:
@@ -377,6 +345,12 @@ def _decode(container: Any, stream: Any) -> Iterator[Any]:
 
 
 def _container_images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
+    if not _has_times(path):
+        with _opened(path) as (container, stream):
+            for number, frame in islice(enumerate(_decode(container, stream)), wanted[-1] + 1):
+                if number in wanted:
+                    yield _to_image(frame, stream.sample_aspect_ratio)
+        return
     times, _ = _read_track(path)
     targets = [times[index] for index in wanted if index < len(times)]
     can_skip = bool(targets) and targets[0] > times[0] and _seeks_before(path, targets[0])

@@ -188,7 +188,7 @@ def read_job(
         encoded = read_encoded_samples(job.data.encoded, make_comfy_reader(info.family, variant, info.config))
         refuse_batches_with_sound(encoded, job.train.batch_size)
     else:
-        samples = scan_folders(job.data, latent, should_stop)
+        samples = scan_folders(job.data, latent, should_stop, others=job.evaluation.folders)
     evaluated: Sequence[Sample] = ()
     if job.evaluation.folder:
         evaluated = scan_folders(job.evaluation.as_data(job.data), latent, should_stop)

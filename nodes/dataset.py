@@ -201,7 +201,7 @@ def _describe(data: DataConfig, evaluation: EvaluationConfig) -> str:
         raise ValueError(reason)
     # No model is known here; the files are looked at as a model would that takes any clip.
     latent = LatentSpec(channels=16, spatial_stride=16, fps=16.0)
-    samples = scan_folders(data, latent, host.is_cancelled)
+    samples = scan_folders(data, latent, host.is_cancelled, others=evaluation.folders)
     num_clips = sum(bool(sample.frames) for sample in samples)
     text = f"{len(samples)} samples per epoch" + (f" ({num_clips} of clips)" if num_clips else "")
     if evaluation.folder:

@@ -26,6 +26,9 @@ _ONLY_IN_JOBS = "set in job files only"
 _PHRASES = {
     "name cards with --cards, such as": "name some in cards, such as",
     "name them: --cards ": "name them in cards: ",
+    "give each sub-folder as a folder of its own in data.folders": (
+        "give each sub-folder in a Training Dataset of its own, chained by previous"
+    ),
     "leave out --calibrate, or --cards": "leave cards empty",
     "start anew in another output folder": "start anew under another name",
     "choose another output folder": "choose another name",

@@ -63,7 +63,38 @@ def dataset_cases() -> Iterator[Case]:
         if name != "a folder":
             yield Case("datasets", f"folder {name}", _folder_as(spoil), ("data",))
     yield Case("datasets", "a video for an image", writer("data/image_1.mp4", b"\0" * 100), ("image_1",))
+    for name in ("image_9.heic", "image_9.psd", "image_9.caption", "metadata.jsonl", "image_1.json", "image_1.npz"):
+        yield Case("datasets", f"{name} beside images", writer(f"data/{name}", b"{}"), (name,), "noticed")
+    yield Case("datasets", "sub-folders beside images", _in_sub_folders(is_beside=True), ("10_cat",), "noticed")
+    yield Case("datasets", "sub-folders alone", _in_sub_folders(is_beside=False), ("10_cat",))
+    yield Case("datasets", "two masks", lambda folder: _copy_mask(folder / "data"), ("image_0-masklabel.png",))
+    yield Case("datasets", "a TIFF of floats", _tiff_of("F"), ("image_9.tif",))
+    yield Case("datasets", "a TIFF of 32 bits", _tiff_of("I"), ("image_9.tif",))
+    yield Case("datasets", "a TIFF to be turned", _tiff_of("L", tiffinfo={0x0112: 6}), ("image_9.tif",), "any")
     yield Case("datasets", "odd names", _odd_names, ("data",), "any")
+
+
+def _in_sub_folders(*, is_beside: bool) -> Spoil:
+    def spoil(folder: Path) -> None:
+        data = folder / "data"
+        (data / "10_cat" / "deep").mkdir(parents=True)
+        for each in [each for each in data.iterdir() if each.is_file()]:
+            shutil.copy(each, data / "10_cat" / "deep") if is_beside else each.rename(data / "10_cat" / each.name)
+
+    return spoil
+
+
+def _copy_mask(data: Path) -> None:
+    shutil.copy(data / "image_0_mask.png", data / "image_0-masklabel.png")
+
+
+def _tiff_of(mode: str, **options: Any) -> Spoil:
+    def spoil(folder: Path) -> None:
+        from PIL import Image
+
+        Image.new(mode, (40, 64)).save(folder / "data" / "image_9.tif", **options)
+
+    return spoil
 
 
 _CAPTIONS = {

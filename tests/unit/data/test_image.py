@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from devicebridge.data.image import ImageRequest, read_pixels
+from devicebridge.checkpoints.fingerprint import file_fingerprint
+from devicebridge.config.job import DataConfig, FolderConfig
+from devicebridge.data.folders import scan_folders
+from devicebridge.data.image import ImageRequest, image_fingerprint, open_image, read_pixels, read_size
+from devicebridge.data.masks import read_mask
+from devicebridge.families.registry import FAMILIES
 from PIL import Image
 
 
@@ -83,6 +89,122 @@ def test_other_modes_become_rgb(tmp_path, mode):
         pytest.importorskip("PIL", "13", reason="older Pillow cannot read the YCbCr TIFF it has written")
     Image.new(mode, (2, 2)).save(tmp_path / "x.tiff")
     assert read_pixels(_whole(tmp_path / "x.tiff", 2, 2)).shape == (3, 2, 2)
+
+
+def _on_white(values: np.ndarray) -> np.ndarray:
+    alpha = values[..., 3:] / 255
+    return values[..., :3] * alpha + 255 * (1 - alpha)
+
+
+def _kinds_of_pixels() -> dict[str, tuple[Image.Image, np.ndarray]]:
+    """An image of each mode, as wide as high nowhere, and by numpy alone its RGB."""
+    size = np.random.default_rng(3)
+    grey = size.integers(0, 256, (6, 9), dtype=np.uint8)
+    deep = size.integers(0, 65536, (6, 9), dtype=np.uint16)
+    rgba = size.integers(0, 256, (6, 9, 4), dtype=np.uint8)
+    colours = size.integers(0, 256, (256, 3), dtype=np.uint8)
+    palette = Image.fromarray(grey, "P")
+    palette.putpalette(colours.tobytes())
+    ink = 255 - rgba.astype(float)
+    return {
+        "L": (Image.fromarray(grey), grey[..., None].repeat(3, 2)),
+        "LA": (Image.fromarray(rgba[..., 2:], "LA"), _on_white(rgba[..., [2, 2, 2, 3]])),
+        "P": (palette, colours[grey]),
+        "RGB": (Image.fromarray(rgba[..., :3]), rgba[..., :3]),
+        "RGBA": (Image.fromarray(rgba), _on_white(rgba)),
+        "CMYK": (Image.frombytes("CMYK", (9, 6), rgba.tobytes()), ink[..., :3] * ink[..., 3:] / 255),
+        "I;16": (Image.fromarray(deep), (deep // 257)[..., None].repeat(3, 2)),
+        "I;16B": (
+            Image.frombytes("I;16B", (9, 6), deep.astype(">u2").tobytes()),
+            (deep // 257)[..., None].repeat(3, 2),
+        ),
+        "1": (Image.fromarray(grey > 99), np.where(grey > 99, 255, 0)[..., None].repeat(3, 2)),
+    }
+
+
+PIXELS = _kinds_of_pixels()
+_SHOWN = {  # by the number in EXIF, how stored pixels are to be shown
+    1: lambda stored: stored,
+    2: np.fliplr,
+    3: lambda stored: np.rot90(stored, 2),
+    4: np.flipud,
+    5: lambda stored: stored.swapaxes(0, 1),
+    6: lambda stored: np.rot90(stored, -1),
+    7: lambda stored: np.rot90(stored, 2).swapaxes(0, 1),
+    8: np.rot90,
+}
+
+
+@pytest.mark.parametrize("turn", _SHOWN)
+@pytest.mark.parametrize("compression", ["raw", "tiff_lzw", "packbits"])
+@pytest.mark.parametrize("mode", PIXELS)
+def test_a_tiff_is_shown_as_it_says_in_every_mode(tmp_path: Path, mode: str, compression: str, turn: int) -> None:
+    image, stored = PIXELS[mode]
+    path = tmp_path / "a.tif"
+    image.save(path, compression=compression, tiffinfo={0x0112: turn})
+    shown = _SHOWN[turn](stored)
+    assert np.abs(np.asarray(open_image(path)) - shown).max() <= 1
+    assert {read_size(path), read_size(path, is_decoded=False)} == {shown.shape[:2]}
+    mask = read_mask(path).numpy() * 255  # which does not look at transparency
+    assert mask.shape == shown.shape[:2]
+    assert mode in ("RGBA", "LA", "RGB", "P", "CMYK") or np.abs(mask - shown[..., 0]).max() <= 1
+
+
+def test_only_what_was_misread_is_encoded_anew(tmp_path: Path) -> None:
+    """Earlier versions cut the rows of these wrongly, and their entries must not be found."""
+    anew = set()
+    for mode, (image, _) in PIXELS.items():
+        for compression in ("raw", "tiff_lzw"):
+            for turn in (1, 3, 6):
+                image.save(tmp_path / "a.tif", compression=compression, tiffinfo={0x0112: turn})
+                if image_fingerprint(tmp_path / "a.tif") != file_fingerprint(tmp_path / "a.tif"):
+                    anew.add((mode, compression, turn))
+    assert anew == {(mode, "raw", 6) for mode in ("L", "P", "RGBA", "CMYK", "I;16", "I;16B")}
+
+
+@pytest.mark.parametrize("kind", ["float", "integer"])
+@pytest.mark.parametrize("name", ["a.tif", "a_mask.png"])
+def test_numbers_without_a_known_range_are_refused_when_a_dataset_is_looked_at(
+    tmp_path: Path, kind: str, name: str
+) -> None:
+    values = np.arange(64 * 64).reshape(64, 64)
+    Image.fromarray(np.zeros((64, 64), np.uint8)).save(tmp_path / "a.bmp" if "mask" in name else tmp_path / "b.png")
+    Image.fromarray(values.astype({"float": np.float32, "integer": np.int32}[kind])).save(tmp_path / name, "TIFF")
+    config = DataConfig((FolderConfig(str(tmp_path)),), resolutions=(64,))
+    with pytest.raises(ValueError, match=rf"{name}: cannot be read.*without a known range"):
+        scan_folders(config, FAMILIES["flux2"].latent)
+
+
+_TIFFS_WITHOUT_MEANING = {  # bits, photometric interpretation, sample format
+    "white is zero": (16, 0, 1),
+    "12 bits": (12, 1, 1),
+    "signed 16 bits": (16, 1, 2),
+    "signed 8 bits": (8, 1, 2),
+    "32 bits": (32, 1, 1),
+}
+
+
+@pytest.mark.parametrize("kind", _TIFFS_WITHOUT_MEANING)
+def test_tiffs_that_would_come_out_dark_or_negative_are_refused(tmp_path: Path, kind: str) -> None:
+    bits, photometric, sample_format = _TIFFS_WITHOUT_MEANING[kind]
+    tags = {
+        256: 8,
+        257: 1,
+        258: bits,
+        259: 1,
+        262: photometric,
+        273: 134,
+        277: 1,
+        278: 1,
+        279: bits,
+        339: sample_format,
+    }
+    entries = [struct.pack("<HHII", tag, 3, 1, value) for tag, value in tags.items()]
+    head = b"II*\0" + struct.pack("<IH", 8, len(tags)) + b"".join(entries)
+    (tmp_path / "a.tif").write_bytes(head.ljust(134, b"\0") + bytes(range(bits)))
+    for read in (open_image, read_size, read_mask):
+        with pytest.raises(ValueError, match=r"a\.tif.*without a known range"):
+            read(tmp_path / "a.tif")
 
 
 def _png_with_broken_chunk(path):

@@ -274,7 +274,7 @@ def _sequence_of_two_sizes(path):
 FAST = {"movflags": "faststart"}
 BROKEN = {
     "empty": ("a.mp4", lambda p: p.touch(), "the file is empty"),
-    "text": ("a.mp4", lambda p: p.write_text("#EXTM3U\nhttp://localhost/a.ts\n"), "neither MP4, MOV, MKV nor WebM"),
+    "text": ("a.mp4", lambda p: p.write_text("#EXTM3U\nhttp://localhost/a.ts\n"), "neither MP4, MOV, MKV, WebM"),
     "mp4": ("a.mp4", lambda p: _cut(save_video(p, _noise(20)), 0.5), "cut off"),
     "mp4 with its index first": ("a.mp4", lambda p: _cut(save_video(p, _noise(20), options=FAST), 0.7), "cut off"),
     "mkv": ("a.mkv", lambda p: _cut(save_video(p, _noise(20)), 0.8), "cut off"),

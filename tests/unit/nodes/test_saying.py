@@ -40,6 +40,7 @@ def test_no_key_of_a_job_file_is_left_in_a_nodes_message(nodes: ModuleType) -> N
             'can tell; name cards with --cards, such as "2x24GB"',
             'name some in cards, such as "2x24GB"',
         ),
+        ("give each sub-folder as a folder of its own in data.folders, and how", "own, chained by previous, and how"),
         ("is in use by process 3; wait for that run to end, or choose another output.folder", "choose another name"),
     ],
 )
