@@ -28,8 +28,10 @@ from .image import read_size
 from .video import first_picture, is_clip, probe_clip
 
 MOST_FILES = 5000  # of a folder, that are shown
+MOST_SHOWN = 2**26  # pixels that are decoded for a small picture: a quarter of a gigabyte
 MOST_CAPTION = 8000  # characters of a caption that is written here
 _WAIT_S = 10.0  # for another that writes the same caption, which takes a moment
+_drawing = [threading.Lock() for _ in range(16)]  # of small pictures, by chance shared by some
 _writing = threading.Lock()  # as well as a file's lock, which not every file system has
 # No model is known: any clip is taken, and sides are multiples of what most models want.
 ANY_MODEL = LatentSpec(channels=16, spatial_stride=16, fps=16.0)
@@ -124,10 +126,21 @@ def write_caption(path: Path, text: str, was: Collection[str | None]) -> None:
 
 
 def small_picture(path: Path, side: int) -> bytes:
-    """An image, or the first frame of a clip, as a JPEG whose sides have at most so many pixels. Raises: ValueError."""
-    picture, data = first_picture(path), io.BytesIO()
-    picture.thumbnail((side, side))
-    picture.save(data, format="JPEG", quality=80)
+    """An image, or the first frame of a clip, as a JPEG whose sides have at most so many pixels.
+
+    However many threads ask for it at once, it is decoded once.
+
+    Raises: ValueError if it cannot be read, or more than MOST_SHOWN pixels would be decoded.
+    """
+    key = (str(path), path.stat().st_mtime_ns, side)
+    with _drawing[hash(key) % len(_drawing)]:
+        return _drawn(*key)
+
+
+@lru_cache(maxsize=1000)
+def _drawn(path: str, changed: int, side: int) -> bytes:
+    data = io.BytesIO()
+    first_picture(Path(path), side, MOST_SHOWN).save(data, format="JPEG", quality=80)
     return data.getvalue()
 
 
@@ -136,8 +149,7 @@ def whole_picture(path: Path, side: int) -> torch.Tensor:
 
     Raises: ValueError if it cannot be read.
     """
-    picture = first_picture(path)
-    picture.thumbnail((side, side))
+    picture = first_picture(path, side)
     return torch.from_numpy(np.asarray(picture).copy()).to(torch.float32).div_(255.0)[None]
 
 
@@ -157,6 +169,7 @@ def _known(path: str, changed: int) -> tuple[bool, tuple[int, int] | None, str]:
     """Whether it is a clip, its size, and what is wrong with it. changed: time of the last change, in ns."""
     file, is_moving = Path(path), is_clip(Path(path))
     try:
-        return is_moving, probe_clip(file).size if is_moving else read_size(file, is_decoded=False), ""
+        size = probe_clip(file, is_decoded=False).size if is_moving else read_size(file, is_decoded=False)
+        return is_moving, size, ""
     except (ValueError, RuntimeError, OSError) as error:
         return is_moving, None, str(error)

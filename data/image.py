@@ -8,6 +8,7 @@ not applied, and of an animation the first frame is taken.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,12 @@ import numpy as np
 import torch
 
 from ..checkpoints.fingerprint import file_fingerprint, settings_fingerprint
-from .open_image import broken_image, opened
+from .open_image import broken_image, decoded_size, opened, refuse_too_large
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
 
+_PER_PIXEL = 8  # along a side: pixels of the file that a small picture is made of
 _ORIENTATION, _QUARTER_TURNS = 0x0112, (5, 6, 7, 8)  # of EXIF
 _TURNING_VERSION = 1  # raise when images that are to be turned come out otherwise
 _MAPPED = ("L", "P", "RGBA", "CMYK", "I;16", "I;16L", "I;16B")
@@ -54,17 +56,23 @@ def read_pixels(request: ImageRequest) -> torch.Tensor:
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1).to(torch.float32) / 127.5 - 1.0
 
 
-def open_image(path: str | Path) -> PilImage:
+def open_image(path: str | Path, side: int = 0, most: int = 0) -> PilImage:
     """The whole image, turned as EXIF says, in RGB.
 
-    Raises: ValueError naming the file if it cannot be read as an image.
+    Args:
+        side: pixels of the longer side that are wanted, if not all are: no more is made RGB than that needs, and less
+            is decoded where the format allows it. Of an animation the first frame is taken.
+        most: pixels that may be decoded; left out, as many as an image may have.
+    Raises: ValueError naming the file if it cannot be read as an image, or has too many pixels.
     """
     try:
         with opened(path) as file:
+            if side:
+                _load_small(file, side, most)
             return to_rgb(upright(file))
     except broken_image() as error:
         raise ValueError(
-            f"{path} cannot be read as an image ({error}); repair it or take it out of the dataset"
+            f"{path} cannot be read as an image ({error}){'' if most else '; repair it or take it out of the dataset'}"
         ) from error
 
 
@@ -73,6 +81,18 @@ def upright(file: PilImage) -> PilImage:
     from PIL import ImageOps
 
     return ImageOps.exif_transpose(file)
+
+
+def _load_small(file: PilImage, side: int, most: int) -> None:
+    from PIL import Image
+
+    largest = (_PER_PIXEL * side, _PER_PIXEL * side)
+    if file.info.get("default_image"):
+        file.seek(1)  # an APNG may have a still that is no part of it
+    file.draft(file.mode, largest)
+    refuse_too_large(*decoded_size(file), most)
+    file.load()
+    file.thumbnail(largest, Image.Resampling.NEAREST)
 
 
 def cut_out(image: PilImage, request: ImageRequest) -> np.ndarray:
@@ -102,7 +122,8 @@ def read_size(path: Path, *, is_decoded: bool = True) -> tuple[int, int]:
                 # JPEG: all of the file is read, an eighth is computed
                 image.draft("RGB", (max(1, width // 8), max(1, height // 8)))
                 image.load()
-            is_turned = image.format != "TIFF" and image.getexif().get(_ORIENTATION, 1) in _QUARTER_TURNS
+            exif = image.getexif() if is_decoded else _exif_of_header(image, path)
+            is_turned = image.format != "TIFF" and exif.get(_ORIENTATION, 1) in _QUARTER_TURNS
     except broken_image() as error:
         raise ValueError(f"{path}: cannot be read as an image ({error})") from error
     return (width, height) if is_turned else (height, width)
@@ -129,6 +150,22 @@ def _was_misread(path: str | Path) -> bool:
             return is_mapped and file.format == "TIFF" and file.getexif().get(_ORIENTATION, 1) in _QUARTER_TURNS
     except broken_image():
         return False
+
+
+def _exif_of_header(image: PilImage, path: Path) -> Any:
+    """EXIF of an image without decoding it, as Pillow does to find what stands behind a PNG's pixels."""
+    from PIL import Image
+
+    if image.format == "PNG" and "exif" not in image.info:
+        with open(path, "rb") as file:
+            file.seek(8)
+            while len(head := file.read(8)) == 8:  # of a chunk: its length and kind
+                length = int.from_bytes(head[:4], "big")
+                if head[4:] == b"eXIf":
+                    image.info["exif"] = b"Exif\0\0" + file.read(length)
+                    break
+                file.seek(length + 4, os.SEEK_CUR)
+    return Image.Image.getexif(image)
 
 
 def to_rgb(image: PilImage) -> Any:

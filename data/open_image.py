@@ -8,14 +8,17 @@ A file is handed to Pillow open. Given its name, Pillow maps uncompressed images
 be turned it maps the rows in the wrong length.
 
 An image of few bytes may unfold to any number of pixels. Pillow's own limit is a setting of the whole process, which
-other packs switch off; ours is not.
+other packs switch off; ours is not. However many threads and requests ask, those that are open at once hold no more
+pixels than the largest single one may have; others wait.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -30,6 +33,9 @@ _FORMATS = (*_EVERYWHERE, "AVIF", "JPEG2000", "HEIF", "JXL")
 _ANIMATED = ("PNG", "WEBP", "GIF", "AVIF", "JXL")  # one frame or many: the name does not tell
 PLUGINS = {"HEIF": "pillow-heif", "JXL": "pillow-jxl-plugin"}  # packages, whose import tells Pillow
 MAX_PIXELS = 178_956_970  # Pillow's own limit: half a gigabyte of RGB
+_TILE = (322, 323)  # tags of TIFF: width and height
+_turn, _changed = threading.Lock(), threading.Condition()
+_open_now = 0  # pixels
 
 
 def broken_image() -> tuple[type[Exception], ...]:
@@ -73,7 +79,7 @@ def _suffixes_of(wanted: tuple[str, ...]) -> tuple[str, ...]:
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[PilImage]:
-    """The image file, with its header read and no pixel yet.
+    """The image file, with its header read and no pixel yet. A thread has one open at a time, or may wait for itself.
 
     Raises: ValueError if it is no ordinary file, of another format, of numbers that mean no brightness, or holds too
         many pixels; what Pillow raises for a broken one.
@@ -86,13 +92,23 @@ def opened(path: str | Path) -> Iterator[PilImage]:
         try:
             file = Image.open(data, formats=_formats())
             with file:
-                refuse_too_large(*file.size)
+                size = decoded_size(file)
+                refuse_too_large(*size)
                 _refuse_unknown_range(file)
-                yield file
+                with among_open(size[0] * size[1]):
+                    yield file
         except UnidentifiedImageError as error:
             raise ValueError(f"it is no image of a format that is read here; save it as {_LISTED}") from error
         except RuntimeError as error:  # a plugin's, of a broken file
-            raise ValueError(str(error).splitlines()[0]) from error
+            raise ValueError(str(error).partition("\n")[0]) from error
+
+
+def decoded_size(file: PilImage) -> tuple[int, int]:
+    """Width and height of what is decoded of an image: of a TIFF a tile may be larger than the whole."""
+    tags = getattr(file, "tag_v2", {})
+    width, height = (tags.get(each) for each in _TILE)
+    tile = (width, height) if isinstance(width, int) and isinstance(height, int) else (0, 0)
+    return max(file.size, tile, key=math.prod)
 
 
 _BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # of TIFF
@@ -114,10 +130,27 @@ def _refuse_unknown_range(image: Any) -> None:
         raise ValueError(f"{reason} without a known range; save it with 8 or 16 bits")
 
 
-def refuse_too_large(width: int, height: int) -> None:
-    """Raises: ValueError for more pixels than one image or frame may have."""
-    if width * height > MAX_PIXELS:
-        raise ValueError(f"it has {width}x{height} pixels, more than {MAX_PIXELS} in all; scale it down")
+@contextmanager
+def among_open(pixels: int) -> Iterator[None]:
+    """Wait until so many pixels may be decoded beside those that others have open, in the order of asking."""
+    global _open_now
+    pixels = min(pixels, MAX_PIXELS)
+    with _turn, _changed:
+        _changed.wait_for(lambda: _open_now + pixels <= MAX_PIXELS)
+        _open_now += pixels
+    try:
+        yield
+    finally:
+        with _changed:
+            _open_now -= pixels
+            _changed.notify_all()
+
+
+def refuse_too_large(width: int, height: int, most: int = 0) -> None:
+    """Raises: ValueError for more pixels than one image or frame may have. most: left out, MAX_PIXELS."""
+    most = most or MAX_PIXELS
+    if width * height > most:
+        raise ValueError(f"it has {width}x{height} pixels, more than {most} in all; scale it down")
 
 
 _LISTED = f"{', '.join(_EVERYWHERE[:-1])} or {_EVERYWHERE[-1]}"

@@ -34,13 +34,22 @@ from ..checkpoints.fingerprint import settings_fingerprint
 from ..system.listing import Looked
 from .containers import CONTAINER_SUFFIXES, find_kind
 from .image import ImageRequest, cut_out, image_fingerprint, open_image, read_pixels, read_size, to_rgb
-from .open_image import animation_suffixes, broken_image, image_suffixes, opened, refuse_too_large
+from .open_image import (
+    MAX_PIXELS,
+    among_open,
+    animation_suffixes,
+    broken_image,
+    image_suffixes,
+    opened,
+    refuse_too_large,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
 
 CLIP_SUFFIXES = (*CONTAINER_SUFFIXES, ".gif")  # clips by their names
 
+_FRAMES_AT_ONCE = 4  # that a decoder is taken to hold
 _SHORTEST_S = 0.01  # browsers show a frame that asks for this or less for a tenth of a second, and so do we
 _DEFAULT_S = 0.1
 _HDR_TRANSFERS = (16, 18)  # FFmpeg's AVCOL_TRC of PQ and HLG
@@ -84,19 +93,25 @@ def is_clip(path: Path) -> bool:
         return False
 
 
-def probe_clip(path: Path) -> ClipInfo:
+def probe_clip(path: Path, *, is_decoded: bool = True) -> ClipInfo:
     """What the clip holds.
 
     Of a video all packets are read and the first frame is decoded: the price of reading the file. Animations and
     folders of images are decoded whole.
 
+    Args:
+        is_decoded: left out, all of that is done; else headers of images and the first frame of a video are read, and
+            frames of animations and videos are not counted.
     Raises: ValueError naming the file and what is wrong with it; RuntimeError without PyAV.
     """
     with _naming(path):
         if path.is_dir():
-            return _probe_sequence(path)
+            return _probe_sequence(path, is_decoded)
         if path.suffix.lower() in animation_suffixes():
-            return _probe_animation(path)
+            return _probe_animation(path) if is_decoded else ClipInfo(read_size(path, is_decoded=False), 0)
+        if not is_decoded:
+            with _opened(path) as (container, stream):
+                return _clip_info(stream, _first_frame(container, stream), (), 0.0)
         return _read_track(path)[1] if _has_times(path) else _count_frames(path)
 
 
@@ -119,17 +134,21 @@ def read_frames(request: ImageRequest) -> torch.Tensor:
     return torch.from_numpy(pixels[order]).permute(3, 0, 1, 2).to(torch.float32).div_(127.5).sub_(1.0)
 
 
-def first_picture(path: Path) -> PilImage:
-    """An image, or the first frame of a clip, in RGB and upright.
+def first_picture(path: Path, side: int, most: int = 0) -> PilImage:
+    """An image, or the first frame of a clip, in RGB and upright, with so many pixels along its longer side.
 
+    Args:
+        most: pixels that may be decoded; left out, as many as an image may have.
     Raises: ValueError naming the file if it cannot be read; RuntimeError without PyAV.
     """
-    if not is_clip(path):
-        return open_image(path)
     with _naming(path):
-        for image in _images(path, (0,)):
-            return image
-        raise ValueError("it holds no frame")
+        if path.suffix.lower() in CONTAINER_SUFFIXES and not path.is_dir():
+            with _opened(path, most) as (container, stream):
+                image = _to_image(_first_frame(container, stream), stream.sample_aspect_ratio)
+        else:
+            image = open_image(_sequence(path)[0] if path.is_dir() else path, side, most)
+    image.thumbnail((side, side))
+    return image
 
 
 def media_fingerprint(path: str | Path) -> str:
@@ -184,11 +203,17 @@ def _naming(path: Path) -> Iterator[None]:
 # --- folders of images -----------------------------------------------------------------------------------------------
 
 
-def _probe_sequence(folder: Path) -> ClipInfo:
+def _sequence(folder: Path) -> list[Path]:
+    """Raises: ValueError for a folder without images."""
     files = sequence_files(folder)
     if not files:
         raise ValueError(f"there is no image in it; looked for names ending in {', '.join(image_suffixes())}")
-    sizes = [read_size(file) for file in files]
+    return files
+
+
+def _probe_sequence(folder: Path, is_decoded: bool) -> ClipInfo:
+    files = _sequence(folder)
+    sizes = [read_size(file, is_decoded=is_decoded) for file in files]
     for file, size in zip(files, sizes, strict=True):
         if size != sizes[0]:
             raise ValueError(
@@ -250,7 +275,7 @@ def _animation_images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
+def _opened(path: Path, most: int = 0) -> Iterator[tuple[Any, Any]]:
     """The file's container and its video stream.
 
     The format is told from the first bytes and FFmpeg is given an open file, so that neither a name nor a playlist in
@@ -271,8 +296,12 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
                     raise ValueError("there is no video in it")
                 if stream.codec_context is None:
                     raise ValueError("there is no decoder for its codec; save it as H.264 or VP9")
-                refuse_too_large(stream.codec_context.width, stream.codec_context.height)
-                yield container, stream
+                size = (stream.codec_context.width, stream.codec_context.height)
+                refuse_too_large(*size, most)
+                stream.thread_type = "AUTO"
+                stream.codec_context.options = {"max_pixels": str(most or MAX_PIXELS)}  # also of frames that come later
+                with among_open(_FRAMES_AT_ONCE * size[0] * size[1]):
+                    yield container, stream
         except av.error.FFmpegError as error:  # some are neither ValueError nor OSError
             raise ValueError(error.strerror or str(error)) from error
 
@@ -281,9 +310,9 @@ def _read_track(path: Path) -> tuple[list[int], ClipInfo]:
     """When each frame is shown, in the stream's own unit, and what the clip is; reads all packets and one frame."""
     times, end = _read_times(path)
     with _opened(path) as (container, stream):
-        frame = next(_decode(container, stream), None)
-        if frame is None or frame.pts is None:
-            raise ValueError("no frame of it can be decoded")
+        frame = _first_frame(container, stream)
+        if frame.pts is None:
+            raise ValueError("its frames carry no times")
         times = [time for time in times if time >= frame.pts]  # what precedes the first key frame is never shown
         times_s = tuple(float((time - times[0]) * stream.time_base) for time in times)
         return times, _clip_info(stream, frame, times_s, float((end - times[0]) * stream.time_base))
@@ -327,11 +356,19 @@ def _read_times(path: Path) -> tuple[list[int], int]:
     return times, times[-1] + (duration_at[times[-1]] or usual)
 
 
+def _first_frame(container: Any, stream: Any) -> Any:
+    """Raises: ValueError."""
+    stream.thread_type = "SLICE"  # of one frame; AUTO begins as many as there are cores
+    frame = next(_decode(container, stream), None)
+    if frame is None:
+        raise ValueError("no frame of it can be decoded")
+    return frame
+
+
 def _decode(container: Any, stream: Any) -> Iterator[Any]:
     """All frames from where the container stands."""
     import av
 
-    stream.thread_type = "AUTO"
     decoder = stream.codec_context
     if stream.metadata.get("alpha_mode") == "1" and decoder.name in _ALPHA_DECODERS:
         decoder = av.CodecContext.create(_ALPHA_DECODERS[decoder.name], "r")

@@ -14,7 +14,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,7 @@ _EVERY_S = 1.0
 _CARDS_EVERY = 2  # turns
 _MESSAGE = "devicebridge.page"
 _lock = threading.Lock()  # of the store: requests come in several threads
+_drawing = ThreadPoolExecutor(4, "devicebridge-pictures")  # so that pictures keep no other request waiting
 _listeners: weakref.WeakSet[web.StreamResponse] = weakref.WeakSet()  # websockets of whoever may be told what is new
 _NOT_KEPT = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
@@ -88,7 +91,8 @@ def refuse_cards_of_others(devices: Sequence[str]) -> None:
 async def _respond(api: Api, request: web.Request) -> web.StreamResponse:
     body = await _read(request) if request.method == "POST" else b""
     arguments = (request.method, request.match_info["name"], request.query_string, request.headers, body)
-    return _to_response(await asyncio.to_thread(_answer, api, *arguments))
+    pool = _drawing if arguments[1] == "picture" else None
+    return _to_response(await asyncio.get_running_loop().run_in_executor(pool, partial(_answer, api, *arguments)))
 
 
 def _answer(api: Api, *arguments: Any) -> Answer:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from devicebridge.config.job import DataConfig, FolderConfig
+from devicebridge.data import caption_files
 from devicebridge.data.caption_files import MOST_CAPTION, look_at, small_picture, without_caption, write_caption
 from devicebridge.data.folders import scan_folders
 from devicebridge.families.spec import LatentSpec
-from PIL import Image
+from PIL import Image, ImageFile
 
 
 @pytest.fixture
@@ -94,3 +99,82 @@ def test_a_caption_is_written_beside_its_image_and_what_is_none_is_refused(folde
 def test_a_small_picture_is_a_jpeg_of_the_whole_image_upright(folder: Path) -> None:
     with Image.open(io.BytesIO(small_picture(folder / "d.jpg", 48))) as picture:
         assert (picture.format, picture.size) == ("JPEG", (32, 48))
+
+
+def test_a_picture_of_many_pixels_is_refused_by_its_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 13000, 13000, 8, 6, 0, 0, 0))
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b"") + chunk(b"IEND", b""))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("it is decoded"))
+    with pytest.raises(ValueError, match="13000x13000"):
+        small_picture(tmp_path / "a.png", 192)
+
+
+def test_what_is_decoded_counts_of_a_jpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caption_files, "MOST_SHOWN", 200 * 150)
+    for kind in ("jpg", "png"):
+        Image.new("RGB", (1600, 1200)).save(tmp_path / f"a.{kind}")
+    assert Image.open(io.BytesIO(small_picture(tmp_path / "a.jpg", 16))).size == (16, 12)
+    with pytest.raises(ValueError, match="1600x1200"):
+        small_picture(tmp_path / "a.png", 16)
+
+
+def test_a_picture_that_many_ask_for_at_once_is_decoded_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded, load = [], ImageFile.ImageFile.load
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: (decoded.append(image), load(image))[1])
+    small_picture(folder / "a.png", 32)
+    once = len(decoded)
+    with ThreadPoolExecutor(8) as threads:
+        answers = set(threads.map(lambda _: small_picture(folder / "b.png", 32), range(8)))
+    assert len(answers) == 1 and len(decoded) == 2 * once
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [(mode, "png") for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")]
+    + [("RGB", "jpg"), ("L", "jpg"), ("CMYK", "jpg"), ("RGB", "webp"), ("P", "gif"), ("RGBA", "tif"), ("RGB", "bmp")],
+)
+def test_a_small_picture_of_any_kind_shows_what_the_image_does(tmp_path: Path, mode: str, kind: str) -> None:
+    image = Image.new("L", (1024, 512))
+    image.paste(255, (512, 0, 1024, 512))
+    deep = Image.fromarray(np.asarray(image).astype(np.uint16) * 257) if mode == "I;16" else image.convert(mode)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    deep.save(tmp_path / f"a.{kind}", **({"exif": turned} if kind == "jpg" else {}))
+    small = Image.open(io.BytesIO(small_picture(tmp_path / f"a.{kind}", 16))).convert("L")
+    size, dark, light = ((8, 16), (4, 2), (4, 13)) if kind == "jpg" else ((16, 8), (2, 4), (13, 4))
+    assert small.size == size
+    assert small.getpixel(dark) < 16 and small.getpixel(light) > 239
+
+
+def test_of_animations_and_folders_of_images_headers_are_read_for_a_list(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = [Image.new("RGB", (48, 32), colour) for colour in ("red", "blue", "lime")]
+    for name in ("e.gif", "f.webp", "g.png"):
+        frames[0].save(folder / name, save_all=True, append_images=frames[1:])
+    (folder / "h").mkdir()
+    (folder / "h.txt").write_text("a clip")
+    for number, frame in enumerate(frames):
+        frame.save(folder / "h" / f"{number}.png")
+    decoded: list[str] = []
+    for owner in (ImageFile.ImageFile, Image.Image):
+        load = owner.load
+        monkeypatch.setattr(owner, "load", lambda image, load=load: (decoded.append(image.format), load(image))[1])
+    found = {each.path.name: each for each in look_at(_config(folder)) if each.is_clip}
+    assert {name: (each.size, each.problem) for name, each in found.items()} == {
+        name: ((32, 48), "") for name in ("e.gif", "f.webp", "g.png", "h")
+    }
+    assert decoded == []
+
+
+def test_the_size_of_a_png_is_told_by_exif_before_and_behind_its_pixels(tmp_path: Path) -> None:
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.new("RGB", (96, 64)).save(tmp_path / "a.png", exif=turned)
+    data = (tmp_path / "a.png").read_bytes()
+    start, end = data.index(b"eXIf") - 4, data.index(b"IDAT") - 4
+    (tmp_path / "b.png").write_bytes(data[:start] + data[end:-12] + data[start:end] + data[-12:])
+    assert {each.path.name: each.size for each in look_at(_config(tmp_path))} == {"a.png": (96, 64), "b.png": (96, 64)}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +105,41 @@ def test_a_video_whose_frames_are_too_large_is_refused_before_one_is_decoded(
     monkeypatch.setattr(open_image, "MAX_PIXELS", 100)
     with pytest.raises(ValueError, match=r"a\.mp4.*more than 100 in all"):
         probe_clip(path)
+
+
+def test_images_that_are_open_at_once_hold_no_more_pixels_than_one_may_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("RGB", (40, 24)).save(tmp_path / "a.png")
+    monkeypatch.setattr(open_image, "MAX_PIXELS", 40 * 24 * 3 - 1)
+    sizes: list[int] = []
+
+    def meet(number: int) -> bool:
+        """Whether so many have it open at once."""
+        with open_image.opened(tmp_path / "a.png"):
+            sizes.append(number)
+            try:
+                together[number].wait(timeout=0.3)
+            except threading.BrokenBarrierError:
+                return False
+            return True
+
+    together = {number: threading.Barrier(number) for number in (2, 3)}
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(meet, [2, 2])) == [True, True]
+        assert list(threads.map(meet, [3, 3, 3])) == [False] * 3
+    assert sizes == [2, 2, 3, 3, 3]
+
+
+def test_a_tile_that_is_larger_than_its_image_is_counted(tmp_path: Path) -> None:
+    """Of a TIFF, whose tiles are decoded whole."""
+    numbers = {256: 64, 257: 64, 258: 8, 259: 8, 262: 1, 277: 1, 322: 16384, 323: 16384, 324: 200, 325: 8}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in numbers.items())
+    header = b"II*\0" + struct.pack("<IH", 8, len(numbers)) + entries
+    (tmp_path / "a.tif").write_bytes(header.ljust(208, b"\0"))
+    for read in (read_size, read_image):
+        with pytest.raises(ValueError, match="16384x16384"):
+            read(tmp_path / "a.tif")
 
 
 PLAYLISTS = {
