@@ -23,8 +23,7 @@ from .place import RankPlace
 
 BEAT_S = 2.0
 LONGEST_S = 1800.0  # of silence, or without any movement, for work of which nobody knows how long it takes
-# Of the time since its last sign that a silent process computes if it works. Threads that wait for Python's lock use
-# less than a hundredth each.
+# Of the time that a process computes if it works. Threads that wait for Python's lock use less than a hundredth each.
 _AT_WORK = 0.05
 _TELLING_S = 1.0  # for a process to say where it is, before it is killed
 TRACEBACK_SIGNAL = getattr(signal, "SIGUSR2", None)  # on which a rank tells where all its threads are; not on Windows
@@ -56,8 +55,9 @@ class Signs:
         self._store, self._place = store.clone(), place  # a connection of its own: others wait in theirs
         self._count = 0
         self._known: dict[int, _Sign] = {}
-        self._computed_s: dict[int, float] = {}  # at their last signs, by those of this machine
-        self._silent_s = dict.fromkeys((rank for rank in range(place.num_ranks) if rank != place.rank), 0.0)
+        others = [rank for rank in range(place.num_ranks) if rank != place.rank]
+        self._silent_s, self._idle_s = dict.fromkeys(others, 0.0), dict.fromkeys(others, 0.0)
+        self._computed_s: dict[int, float] = {}  # by those of this machine
 
     def give(self, patience_s: float, *, is_compiling: bool = False) -> None:
         """Args: patience_s: after which nobody need wait for the next one."""
@@ -73,20 +73,18 @@ class Signs:
         ranks = list(self._silent_s)
         found = self._store.multi_get([_key(rank) for rank in ranks]) if ranks else []
         for rank, sign in zip(ranks, map(_Sign.read, found), strict=True):
-            if sign == self._known.get(rank):
-                self._silent_s[rank] += elapsed_s
-                continue
-            self._silent_s[rank], self._known[rank] = 0.0, sign
-            if self._is_here(rank):
-                self._computed_s[rank] = cpu_seconds(sign.pid)
-        return [rank for rank in ranks if self._silent_s[rank] > self._patience_s(rank)]
+            is_new, before_s = sign != self._known.get(rank), self._computed_s.get(rank, 0.0)
+            self._known[rank] = sign
+            self._computed_s[rank] = cpu_seconds(sign.pid) if self._is_here(rank) else 0.0
+            is_at_work = self._computed_s[rank] - before_s > _AT_WORK * elapsed_s
+            self._silent_s[rank] = 0.0 if is_new else self._silent_s[rank] + elapsed_s
+            self._idle_s[rank] = 0.0 if is_new or is_at_work else self._idle_s[rank] + elapsed_s
+        return [rank for rank in ranks if self._is_lost(rank, self._known[rank])]
 
-    def _patience_s(self, rank: int) -> float:
-        sign, silent_s = self._known[rank], self._silent_s[rank]
-        if silent_s <= sign.patience_s:
-            return sign.patience_s
-        computes = self._is_here(rank) and cpu_seconds(sign.pid) - self._computed_s[rank] > _AT_WORK * silent_s
-        return max(LONGEST_S, sign.patience_s) if computes or (sign.is_compiling and not self._is_here(rank)) else 0.0
+    def _is_lost(self, rank: int, sign: _Sign) -> bool:
+        longest_s = max(LONGEST_S, sign.patience_s)
+        patience_s = longest_s if sign.is_compiling and not self._is_here(rank) else sign.patience_s
+        return self._idle_s[rank] > patience_s or self._silent_s[rank] > longest_s
 
     @property
     def is_another_compiling(self) -> bool:

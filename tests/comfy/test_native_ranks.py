@@ -45,7 +45,8 @@ def _run(comfyui: Path, folder: Path, strategy: str, names: tuple[str, ...], cou
         command = torchrun(Path(__file__).with_name("native_ranks_worker.py"), *arguments, count=count)
         environment = {**RANKS, **ENVIRONMENT, "STEPS": STEPS}
         command[0] = str(comfy_python(comfyui))
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=7200)
+        limit = 600 * len(left)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=limit)
         lines: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
         faults |= {each["name"]: {step: found["fault"] for step, found in each["steps"].items()} for each in lines}
         if done.returncode and (left := [name for name in left if name not in faults]):

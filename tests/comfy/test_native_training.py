@@ -29,8 +29,8 @@ NEEDED = ("loss", "gradients", "recompute", "split", "8 bits", "5 steps", "resum
 @pytest.fixture(scope="module")
 def lines(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What one process has seen of all of them."""
-    folder = tmp_path_factory.mktemp("native")
-    return run_worker("native_training_worker.py", comfyui, folder, *TESTED, timeout=3600)
+    folder, timeout = tmp_path_factory.mktemp("native"), 600 * len(TESTED)
+    return run_worker("native_training_worker.py", comfyui, folder, *TESTED, timeout=timeout)
 
 
 @pytest.fixture(scope="module")
