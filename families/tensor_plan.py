@@ -64,6 +64,8 @@ class PatchCall:
         is_dict: a patch is given one dict, by these names.
         kv: those of them whose heads are the ones of keys and values.
         options: numbers in the keyword argument extra_options that count heads.
+        beside: names of tensors that it is given as keyword arguments, and may return in its dict -> the dimension of
+            the heads in one of more than three dimensions. Its length is 1 if the tensor is the same for all heads.
     """
 
     tensors: Mapping[str, int | None]
@@ -71,6 +73,7 @@ class PatchCall:
     is_dict: bool = False
     kv: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    beside: Mapping[str, int] = field(default_factory=dict)
 
     def unit(self, name: str) -> Unit:
         """What the dimension of this tensor counts."""

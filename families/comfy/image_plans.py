@@ -6,10 +6,12 @@ class has no plan is said in the note of its row.
 
 from __future__ import annotations
 
+import dataclasses
+
 from ..tensor_plan import FEATURES, HEADS, KV_HEADS, QKV, Divided, PatchCall, TensorPlan, mlp_plan
 
 # A patch of queries, keys and values [batch, heads, tokens, features] returns a dict with some of them.
-_QKV_PATCH = PatchCall({"q": 1, "k": 1, "v": 1})
+_QKV_PATCH = PatchCall({"q": 1, "k": 1, "v": 1}, beside={"pe": 1, "attn_mask": 1})
 
 # comfy/ldm/flux/layers.py, also HunyuanVideo's and Chroma's blocks
 _FLUX_PATCHES = {"attn1_patch": _QKV_PATCH, "attn1_output_patch": PatchCall({"attn": -1}, returns="attn")}
@@ -233,7 +235,7 @@ KREA_2 = (
         width="attn.wq.out_features",
         attributes={"attn.heads": "heads", "attn.kvheads": "kv_heads"},
         patches={
-            "attn1_patch": PatchCall({"q": 1, "k": 1, "v": 1}, kv=("k", "v")),
+            "attn1_patch": dataclasses.replace(_QKV_PATCH, kv=("k", "v")),
             "attn1_output_patch": PatchCall({"attn": -1}, returns="attn"),
         },
     ),

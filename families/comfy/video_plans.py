@@ -52,7 +52,7 @@ LTX = (
 )
 
 # comfy/ldm/cosmos/predict2.py, also Anima's. A patch of the attention is given what q, k and v are made of.
-_BEFORE_QKV = PatchCall({"q": None, "k": None, "v": None}, options=("n_heads",))
+_BEFORE_QKV = PatchCall({"q": None, "k": None, "v": None}, options=("n_heads",), beside={"pe": 2})
 COSMOS_PREDICT_2 = (
     TensorPlan(
         linears=(

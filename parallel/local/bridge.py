@@ -8,10 +8,10 @@ A copy is remembered while its source lives, until the forward ends or raises, u
 mode: one made under no_grad must not serve a block that needs gradients. In inference mode tensors have no version, and
 whatever a block returns counts as new. While blocks are recomputed no forward is running, and nothing is remembered.
 
-`trust` says whose code runs between and inside the blocks. A described model changes no constant in place. Other
-people's code may, so that copies have versions in inference mode, too. What a block writes into a copy is then written
-into its source when the block ends. Whoever runs such code calls `forget` behind it. Where nobody sees it run, a copy
-serves one call of a block.
+`runs_alone` says whether nothing but the model's own code runs between and inside the blocks. A described model changes
+no constant in place. Other people's code may, at any time. Nothing that was copied before is then used again: a copy
+serves one call of a block. Copies have versions in inference mode, too, and what a block writes into a copy is written
+into its source when the block ends.
 
 Hooks are not compiled: the compiler would keep a copy for all forwards. While a foreign block runs, the current device
 is the block's, since hand-written kernels launch there. torch calls no hook for KeyboardInterrupt, so `end` restores
@@ -31,15 +31,12 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import torch
 from torch import nn
 
-from ...patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors, tensors_of
+from ...patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors
 from ..transfer import SideStreams, Versioned, copy_to, device_switch
 from .thread_pool import ThreadPool
 
 T = TypeVar("T")
 Transport = Literal["stream", "relay"]
-# Whose code may change tensors in place while a forward runs: only the model's own, which is known not to; functions of
-# other people behind which `forget` is called; or code that nobody sees run.
-Trust = Literal["model", "callers", "nobody"]
 
 
 # Where a copy is: a device, the rank of one of several that may be the same, or the rows of one of these and among how
@@ -96,7 +93,7 @@ class Bridge:
         self.transport = transport
         self.passed_by = frozenset(passed_by)
         self.per_device = tuple(per_device)
-        self.trust: Trust = "model"
+        self.runs_alone = True  # what changes no tensor in place that was copied
         # Of interleaved runs:
         self.traffic: Traffic | None = None
         self.num_runs = 0
@@ -172,7 +169,7 @@ class Bridge:
             local.copies = None
 
     def forget(self) -> None:
-        """Forget the copies of this thread's forward: other people's code may have changed what they were made of."""
+        """Forget the copies of this thread's forward: what they were made of may have changed."""
         if self._local.copies is not None:
             self._local.copies.clear()
 
@@ -210,6 +207,8 @@ class Bridge:
 
     def send(self, value: T, device: torch.device) -> T:
         """As move, for use after this thread's forward has gone on to device: until then nothing there waits for it."""
+        if not self.runs_alone:
+            self.forget()
         return map_tensors(value, functools.partial(self._copy, device), self.passed_by)
 
     def bring(self, value: T, device: torch.device) -> T:
@@ -238,7 +237,7 @@ class Bridge:
         return copy
 
     def _transfer(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        with Versioned() if self.trust != "model" else nullcontext():
+        with nullcontext() if self.runs_alone else Versioned():
             return copy_to(tensor, device) if self.traffic is None else self.traffic.copy(tensor, device)
 
     def _make_enter(self, block: nn.Module, device: torch.device, *, is_block: bool = True) -> BeforeHook:
@@ -250,10 +249,10 @@ class Bridge:
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             local = self._local
-            if is_block and self.trust != "model" and local.copies is not None:
-                local.calls.append(_Call(module, []))
-                if self.trust == "nobody":
-                    local.copies.clear()
+            if not self.runs_alone and local.copies is not None:
+                self.forget()
+                if is_block:
+                    local.calls.append(_Call(module, []))
             if change_device is not None:
                 guard = change_device()
                 guard.__enter__()
@@ -286,7 +285,7 @@ class Bridge:
     def _write_back(self, module: nn.Module, output: Any, goes_to: torch.device | None) -> Any:
         """Write what the block wrote into copies of its arguments into what they are copies of.
 
-        Returns: the block's output; where it is such a copy, and nobody knows who reads the original, that instead.
+        Returns: the block's output; where it is such a copy, the original instead, which others may read.
         """
         calls = self._local.calls
         if not any(call.module is module for call in calls):
@@ -294,12 +293,10 @@ class Bridge:
         while calls[-1].module is not module:  # ended by an exception that somebody caught
             calls.pop()
         handed = calls.pop().copies
-        returned = set(map(id, tensors_of(output))) if self.trust == "callers" else set()
         for source, copy, version in handed:
-            if copy._version != version and id(copy) not in returned:
+            if copy._version != version:
                 source.copy_(copy)
-                self._local.copies.forget_others(source, copy)  # type: ignore[union-attr]
-        if self.trust != "nobody" or goes_to is None:
+        if goes_to is None:
             return output
         sources = {id(copy): source for source, copy, _ in handed if source.device == goes_to}
         return map_tensors(output, lambda tensor: sources.get(id(tensor), tensor))
@@ -364,11 +361,6 @@ class Copies:
         """Copy the tensors in value again when they are next asked for."""
         if self._known:
             map_tensors(value, self._forget_one)
-
-    def forget_others(self, source: torch.Tensor, copy: torch.Tensor) -> None:
-        """The source was written from this copy: its copies elsewhere are out of date."""
-        self._known.pop(id(source), None)
-        self.keep(source, copy.device, copy)
 
     def clear(self) -> None:
         """Forget everything; needed, since the callbacks that watch the sources refer back to this memory."""

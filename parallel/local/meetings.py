@@ -81,6 +81,7 @@ class Meetings:
         self._held: list[list[Any]] = [[] for _ in devices]  # what waits for a later meeting
         self._shown: list[list[torch.Tensor]] = [[] for _ in devices]  # what the block has of it
         self.is_compared = False  # the block that is being computed
+        self.may_wait = True  # for a later one: nobody else's code runs that could read what is not complete
 
     def sum(self, rank: int, meeting: Meeting, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x: Any = args[0] if len(args) == 1 and not kwargs else None
@@ -94,7 +95,7 @@ class Meetings:
                 found = self._sum_of_chunks(self._chunks, rank, meeting, call, rows, tokens)
                 return found.view(*x.shape[:-1], -1) if is_linear else found
         part = call(*args, **kwargs)
-        if meeting.until and not torch.is_grad_enabled():  # what is written later is in no graph
+        if self._waits(meeting):
             place = torch.empty_like(part, memory_format=torch.contiguous_format)
             return self._hold(rank, (part, place), place)
         if not self._held[rank]:
@@ -116,7 +117,7 @@ class Meetings:
     def norm(self, rank: int, meeting: Meeting, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, output = args[0], call(*args, **kwargs)
         norm = _Norm(output, sum_of_squares(x), x.shape[-1], meeting, norm_eps(meeting.module, x.dtype))
-        if meeting.until and not torch.is_grad_enabled():
+        if self._waits(meeting):
             return self._hold(rank, norm, output)
         if not self._held[rank]:
             return norm.correct(self._exchange.sum(rank, meeting.name, norm.sums))
@@ -135,6 +136,9 @@ class Meetings:
     def first(self, rank: int, meeting: Meeting, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = call(*args, **kwargs)
         return map_tensors(output, lambda tensor: self._exchange.all(rank, meeting.name, tensor)[0])
+
+    def _waits(self, meeting: Meeting) -> bool:
+        return bool(meeting.until) and self.may_wait and not torch.is_grad_enabled()  # written later is in no graph
 
     def _hold(self, rank: int, what: Any, place: torch.Tensor) -> torch.Tensor:
         """Keep something for a later meeting; place, which is complete then, as the block is to have it."""

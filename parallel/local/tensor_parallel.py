@@ -198,8 +198,8 @@ class TensorParallel(Bridge):
                 "use the model with whole blocks on each device (way 'blocks')"
             )
         copies = self._local.copies
-        if (self.trust == "nobody" or not self.remembers) and copies is not None:
-            copies.clear()
+        if not self.knows_all:
+            self.forget()
         if self._run is None:
             self._run = ForwardWorkers(self)
         together = functools.partial(self._together, block, call, args, kwargs)
@@ -272,7 +272,7 @@ class TensorParallel(Bridge):
     @property
     def knows_all(self) -> bool:
         """Whether nothing is changed that was copied, and copies may be used again."""
-        return self.trust == "model" and self.remembers
+        return self.runs_alone and self.remembers
 
     @property
     def _is_replayed(self) -> bool:
@@ -284,7 +284,7 @@ class TensorParallel(Bridge):
 
     def _is_plain(self, kwargs: Mapping[str, Any]) -> bool:
         others = {*self.per_device, *self.passed_by} - {OPTIONS}  # what blocks hand each other themselves
-        is_plain = self.trust == "model" and others.isdisjoint(kwargs) and not watching_modes()
+        is_plain = self.runs_alone and others.isdisjoint(kwargs) and not watching_modes()
         return is_plain and not torch.is_grad_enabled() and not torch.is_autocast_enabled(self.home.type)
 
     def _outputs(
@@ -329,6 +329,7 @@ class TensorParallel(Bridge):
         run.workers.begin_block()
         run.meetings.ahead.enter(block, *calls[0], is_watched=is_alone or not self.knows_all)
         run.meetings.is_compared = block not in self._checked
+        run.meetings.may_wait = self.runs_alone
         run.current = block  # before any device begins, and after what may run out of memory
         for rank, (shard, call) in enumerate(zip(self._shards[block][1], calls[1:], strict=True), start=1):
             run.calls[rank].put((shard.block, *call))
@@ -387,6 +388,11 @@ class TensorParallel(Bridge):
     def current_block(self) -> nn.Module | None:
         """Home's part of the block that is being computed; None between blocks."""
         return None if self._run is None else self._run.current
+
+    def compare_again(self) -> None:
+        """Other people's code ran inside this block, and may have written at home to what every device has: what the
+        devices compute of the block is compared, however often they agreed without that code."""
+        self._checked.discard(self.current_block)  # type: ignore[arg-type]
 
     def at_home(self, name: str, brought: Any, compute: Callable[[list[Any]], list[Any]]) -> Any:
         """Inside a block, have something computed once, at home, from what all devices bring.

@@ -481,7 +481,7 @@ def verify_stops_what_is_wrong(case: Case) -> None:
     forget = Bridge.forget
 
     def not_in_the_fast_way(bridge: Bridge) -> None:
-        if bridge.trust == "nobody":
+        if bridge.transport == "relay":
             forget(bridge)
 
     with mock.patch.object(Bridge, "forget", not_in_the_fast_way):

@@ -179,6 +179,36 @@ def gathered_patches_before_q_k_v(case: Case) -> None:
 
 
 @case
+def gathered_tables_as_long_as_there_are_heads(case: Case) -> None:
+    """Cosmos Predict2 and Anima: a picture of as many tokens as heads, whose rotary tables a patch returns as given, as
+    ControlNet-LLLite does. What a table's dimensions mean does not follow from their lengths."""
+
+    def change(model: Any) -> None:
+        def patch(q: Any, k: Any, v: Any, pe: Any = None, attn_mask: Any = None, extra_options: Any = None) -> Any:
+            return {"q": q, "k": k, "v": v * 1.5, "pe": pe, "attn_mask": attn_mask}
+
+        model.set_model_attn1_patch(patch)
+
+    name = "cosmos_predict2"
+    num_heads = int(FAMILIES[name].unet_config["num_heads"])
+    _compare(case, "as many tokens", name, change, latent=(16, 1, 2, 2 * num_heads))
+
+
+@case
+def gathered_masks_of_heads(case: Case) -> None:
+    """A patch returns a mask for every head, as rows of one tensor."""
+
+    def change(model: Any) -> None:
+        def patch(q: Any, k: Any, v: Any, **_: Any) -> dict[str, Any]:
+            weights = torch.linspace(-2, 2, q.shape[1] * q.shape[2], device=q.device, dtype=q.dtype)
+            return {"attn_mask": weights.reshape(1, q.shape[1], 1, q.shape[2]).expand(-1, -1, q.shape[2], -1)}
+
+        model.set_model_attn1_patch(patch)
+
+    _compare(case, "a mask of each head", "flux1_heads", change)
+
+
+@case
 def gathered_code_runs_once_at_home(case: Case) -> None:
     """One call per block and step, in ComfyUI's own thread, with tensors of the first card: it may keep what it saw."""
     host, name, calls = case.host, "flux1_heads", []

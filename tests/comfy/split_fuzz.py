@@ -17,12 +17,13 @@ from unittest import mock
 import comfy.model_management
 import comfy.sample
 import torch
-from devicebridge.nodes.host.split import batches, options, patcher, tree
+from devicebridge.nodes.host.split import batches, gathered, options, patcher, tree
 from devicebridge.nodes.host.split.model import split_model
 from devicebridge.nodes.host.split.plan import SplitRequest
 from devicebridge.parallel.local import lend
 from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.parallel.local.lend import Lent
+from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.comfy.split_cases import CPU
 from devicebridge.tests.comfy.split_fuzz_nodes import AFTER_ONLY, NODES, STATEFUL, Node, Setting
 from devicebridge.tests.comfy.split_host import CARDS, NUM_CARDS, Host, one_condition_at_a_time
@@ -79,7 +80,7 @@ def run_history(host: Host, seed: int, without: str = "", ground: Ground = Groun
     try:
         with GUARDS[without]() if without else contextlib.nullcontext():
             _play(host, drawn, history, ground)
-    except _Ended as ended:
+    except Ended as ended:
         history.verdict = str(ended)
     finally:
         host.unload_all()
@@ -104,6 +105,10 @@ GUARDS: Mapping[str, Callable[[], Any]] = {
     "what blocks write is written back": _instead(Bridge, "_write_back", lambda self, module, output, goes_to: output),
     "what patches write is carried back": _instead(Lent, "settle", lambda self, back: None),
     "views are lent with their strides": _instead(lend, "_copy_in_shape", lend.copy_to),
+    "what is attached is seen": _instead(tree, "seen_attachments", lambda options: []),
+    "tables that patches are handed come from home": _instead(gathered, "_beside", lambda call, output, kwargs: {}),
+    "writes into queries are noticed": _instead(gathered, "_versions", lambda tensors: []),
+    "blocks with other people's code inside are compared": _instead(TensorParallel, "compare_again", lambda self: None),
     "overlap looks at what is attached": _instead(batches, "reason_against_overlap", lambda *args: ""),
     "replaced methods go by relay": _instead(tree, "replaced_methods", lambda model: []),
     "exchanged lists go by relay": _instead(tree.SplitTree, "_is_in_place", lambda self, name: True),
@@ -135,14 +140,14 @@ _DRAWN_FROM = (
 )
 
 
-class _Ended(Exception):
+class Ended(Exception):
     """The history is over; its text is the verdict."""
 
 
 def _play(host: Host, drawn: random.Random, history: History, ground: Ground) -> None:
     name = drawn.choice(_DRAWN_FROM)
     dtype = drawn.choice((torch.float32, torch.float32, torch.bfloat16))
-    request = _draw_request(drawn, ground)
+    request = draw_request(drawn, ground)
     history.steps.append(f"{name}, {dtype}, {request}")
     nodes = [node for node, names in NODES.items() if name in names and not (request.verify and node in STATEFUL)]
     before = [(node, drawn.randrange(1000)) for node in _draw(drawn, nodes, 2) if node not in AFTER_ONLY]
@@ -150,13 +155,13 @@ def _play(host: Host, drawn: random.Random, history: History, ground: Ground) ->
     unsplit = host.load(name, load_device=ground.one, file_dtype=dtype)
     divided = host.load(name, file_dtype=dtype, load_device=ground.cards[0])
     for node, salt in before:
-        unsplit = _unsplit(ground, lambda: node(unsplit, Setting(host, name, ground.one, salt)))  # noqa: B023
+        unsplit = on_one(ground, lambda: node(unsplit, Setting(host, name, ground.one, salt)))  # noqa: B023
         divided = node(divided, Setting(host, name, ground.cards[0], salt))
-    divided = _or_refused(lambda: split_model(divided, request))
-    pairs = [_Pair(divided, unsplit, _draw_options(drawn, name))]
+    divided = or_refused(lambda: split_model(divided, request))
+    pairs = [_Pair(divided, unsplit, draw_options(drawn, name))]
     for _ in range(drawn.randint(1, 3)):
         pair = drawn.choice(pairs)
-        changed = _Pair(pair.divided, pair.unsplit, _draw_options(drawn, name))
+        changed = _Pair(pair.divided, pair.unsplit, draw_options(drawn, name))
         for node in _draw(drawn, nodes, 3):
             salt = drawn.randrange(1000)
             history.steps.append(f"{node.__name__} {salt}")
@@ -169,7 +174,7 @@ def _draw(drawn: random.Random, nodes: list[Node], most: int) -> list[Node]:
     return drawn.sample(nodes, k=drawn.randint(0, min(most, len(nodes))))
 
 
-def _draw_request(drawn: random.Random, ground: Ground) -> SplitRequest:
+def draw_request(drawn: random.Random, ground: Ground) -> SplitRequest:
     devices = ground.cards[: drawn.randint(2, len(ground.cards))]
     options: dict[str, Any] = {"balance": drawn.choice(("memory", "time"))}
     if len(devices) <= _NUM_BLOCKS and drawn.random() < 0.5:
@@ -185,7 +190,7 @@ def _draw_request(drawn: random.Random, ground: Ground) -> SplitRequest:
     )
 
 
-def _draw_options(drawn: random.Random, name: str) -> dict[str, Any]:
+def draw_options(drawn: random.Random, name: str) -> dict[str, Any]:
     family = FAMILIES[name]
     latent = list(family.latent)
     if drawn.random() < 0.4 and name not in ("wan_vace", "hunyuan_video"):
@@ -204,9 +209,9 @@ def _draw_options(drawn: random.Random, name: str) -> dict[str, Any]:
 
 
 def _changed(host: Host, name: str, pair: _Pair, node: Node, salt: int, ground: Ground) -> _Pair:
-    unsplit = _unsplit(ground, lambda: node(pair.unsplit, Setting(host, name, ground.one, salt)))
+    unsplit = on_one(ground, lambda: node(pair.unsplit, Setting(host, name, ground.one, salt)))
     return _Pair(
-        _or_refused(lambda: node(pair.divided, Setting(host, name, ground.cards[0], salt))), unsplit, pair.options
+        or_refused(lambda: node(pair.divided, Setting(host, name, ground.cards[0], salt))), unsplit, pair.options
     )
 
 
@@ -216,13 +221,13 @@ def _compare(host: Host, name: str, drawn: random.Random, pairs: list[_Pair], hi
     for pair in chosen:
         with contextlib.ExitStack() as stack:
             _disturb(host, drawn, ground, history, stack)
-            history.steps.append(f"sample {pairs.index(pair)}: {_in_words(pair.options)}")
+            history.steps.append(f"sample {pairs.index(pair)}: {in_words(pair.options)}")
             _take_off_the_card(pair.unsplit)
-            expected = _unsplit(ground, lambda: host.sample(pair.unsplit, name, **pair.options))  # noqa: B023
-            found = _or_refused(lambda: host.sample(pair.divided, name, **pair.options))  # noqa: B023
-        if not _is_same(found, expected) and not _is_same(found, _unsplit(ground, lambda: _apart(host, name, pair))):  # noqa: B023
+            expected = on_one(ground, lambda: host.sample(pair.unsplit, name, **pair.options))  # noqa: B023
+            found = or_refused(lambda: host.sample(pair.divided, name, **pair.options))  # noqa: B023
+        if not is_same(found, expected) and not is_same(found, on_one(ground, lambda: _apart(host, name, pair))):  # noqa: B023
             difference = float((found.double() - expected.double()).abs().max())
-            raise _Ended(f"different: by {difference:.3g} at a std of {float(expected.std()):.3g}")
+            raise Ended(f"different: by {difference:.3g} at a std of {float(expected.std()):.3g}")
 
 
 def _take_off_the_card(model: Any) -> None:
@@ -235,7 +240,7 @@ def _take_off_the_card(model: Any) -> None:
         loaded_models.remove(loaded)
 
 
-def _in_words(options: dict[str, Any]) -> str:
+def in_words(options: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in options.items() if key != "negative")
 
 
@@ -260,23 +265,23 @@ def _apart(host: Host, name: str, pair: _Pair) -> torch.Tensor:
         return torch.cat([host.sample(pair.unsplit, name, noise=one, **options) for one in noise.split(1)])
 
 
-def _is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return found.shape == expected.shape and bool(((found == expected) | (found.isnan() & expected.isnan())).all())
 
 
-def _unsplit(ground: Ground, act: Any) -> Any:
+def on_one(ground: Ground, act: Any) -> Any:
     """What the unsplit MODEL gives; where it fails there is nothing to compare with."""
     try:
         with mock.patch.object(comfy.model_management, "get_torch_device", lambda: ground.one):
             return act()
     except Exception as error:
-        raise _Ended(f"skipped, unsplit it fails: {type(error).__name__}: {error}") from error
+        raise Ended(f"skipped, unsplit it fails: {type(error).__name__}: {error}") from error
 
 
-def _or_refused(act: Any) -> Any:
+def or_refused(act: Any) -> Any:
     try:
         return act()
     except (ValueError, RuntimeError) as error:
         if "two devices" in str(error) or not any(word in str(error) for word in _REFUSALS):
-            raise _Ended(f"different: {type(error).__name__}: {error}") from error
-        raise _Ended(f"refused: {error}") from error
+            raise Ended(f"different: {type(error).__name__}: {error}") from error
+        raise Ended(f"refused: {error}") from error

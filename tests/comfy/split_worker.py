@@ -3,14 +3,16 @@
 Takes ComfyUI's folder and one for checkpoints. Reads {"case": name} line by line from stdin and answers each with one
 line of JSON: {"claims": [[claim, holds, found]], "seconds": s} or {"error": traceback}. {"case": "names"} lists them.
 {"case": "history 7"} runs the random history of that seed: {"verdict": text, "steps": [text]}; "history 7/2" does so on
-two cards. A name behind the seed takes out that guard (split_fuzz.GUARDS). With --gpus behind the folders histories are
-played on the GPUs there are. {"case": "prompts 1000 7"} runs so many prompts of split_prompts.py.
+two cards. A name behind the seed takes out that guard (split_fuzz.GUARDS), and so does " without " and its name behind
+a case. With --gpus behind the folders histories are played on the GPUs there are. {"case": "writers 7"} runs one of
+split_fuzz_writers.py, {"case": "prompts 1000 7"} so many prompts of split_prompts.py.
 
 ComfyUI is imported before the pack, so that what the pack does to ComfyUI's own functions shows (see `core_digest`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import io
@@ -75,9 +77,11 @@ def main() -> None:
         split_cases_traces,
         split_cases_ways,
         split_cases_weights,
+        split_cases_writers,
     )
     from devicebridge.tests.comfy.split_cases import CASES, Case, run_case
-    from devicebridge.tests.comfy.split_fuzz import ground, run_history
+    from devicebridge.tests.comfy.split_fuzz import GUARDS, ground, run_history
+    from devicebridge.tests.comfy.split_fuzz_writers import run_writers
     from devicebridge.tests.comfy.split_host import Host, emulated_machine, real_gpus
     from devicebridge.tests.comfy.split_prompts import faults_of, run_prompts
 
@@ -102,6 +106,11 @@ def main() -> None:
             with emulated_machine() if is_emulated else real_gpus() as machine, torch.inference_mode():
                 history = run_history(Host(machine, folder), int(seed), without.strip(), place)
             _answer(answers, {"verdict": history.verdict, "steps": history.steps})
+        elif name.startswith("writers "):
+            _, seed, without = f"{name}  ".split(" ", 2)
+            with emulated_machine() as machine, torch.inference_mode():
+                history = run_writers(Host(machine, folder), int(seed), without.strip())
+            _answer(answers, {"verdict": history.verdict, "steps": history.steps})
         elif name.startswith("prompts "):
             _, number, seed = name.split()
             with emulated_machine() as machine, torch.inference_mode():
@@ -112,7 +121,8 @@ def main() -> None:
             core_is_untouched(case)
             _answer(answers, {"claims": case.claims, "seconds": 0})
         else:
-            with emulated_machine() as machine:
+            name, _, without = name.partition(" without ")
+            with emulated_machine() as machine, GUARDS[without]() if without else contextlib.nullcontext():
                 _answer(answers, _timed(lambda: run_case(CASES[name], Host(machine, folder))))  # noqa: B023
 
 

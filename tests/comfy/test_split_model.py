@@ -134,6 +134,8 @@ CASES = [
     "gathered_patches_of_wan",
     "gathered_patches_of_grouped_heads",
     "gathered_patches_before_q_k_v",
+    "gathered_tables_as_long_as_there_are_heads",
+    "gathered_masks_of_heads",
     "gathered_code_runs_once_at_home",
     "gathered_errors",
     "gathered_keys_kept_from_step_to_step",
@@ -272,6 +274,16 @@ CASES = [
     "an_injection_over_an_object_patch",
     "attention_that_brings_tensors",
     "control_lora",
+    "writers_before_blocks_of_flux",
+    "writers_before_blocks_of_hunyuan_video",
+    "writers_before_blocks_of_wan",
+    "writers_before_blocks_of_qwen_image",
+    "writers_before_blocks_of_chroma",
+    "writers_between_two_calls_of_a_block",
+    "writers_of_tables_inside_the_attention",
+    "writers_inside_an_attention_override",
+    "writers_inside_a_block_are_compared",
+    "writers_after_blocks_were_recorded",
     "verify_passes_what_is_right",
     "verify_stops_what_is_wrong",
     "verify_knows_state_when_it_meets_it",
@@ -392,6 +404,35 @@ GUARDS = {
     "object patches lie under injections": 770,
     "adapters go where their layer is": 10,
 }
+
+
+# Each guard against what is written in place, and the cases that do not hold without it.
+FORGETS = "copies are forgotten behind other people's code"
+BROKEN = [
+    *(
+        (f"writers_before_blocks_of_{name}", FORGETS)
+        for name in ("flux", "hunyuan_video", "wan", "qwen_image", "chroma")
+    ),
+    ("writers_between_two_calls_of_a_block", FORGETS),
+    ("writers_of_tables_inside_the_attention", "tables that patches are handed come from home"),
+    ("writers_inside_an_attention_override", "writes into queries are noticed"),
+    ("writers_inside_a_block_are_compared", "blocks with other people's code inside are compared"),
+    ("writers_after_blocks_were_recorded", "what is attached is seen"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("case", "guard"), BROKEN)
+def test_a_case_does_not_hold_without_its_guard(worker: Worker, case: str, guard: str) -> None:
+    answer = worker.ask(f"{case} without {guard}")
+    assert not all(holds for _, holds, _ in answer.get("claims", [["an error", False, ""]]))
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 16))])
+def test_random_writers(worker: Worker, seed: int) -> None:
+    """Some of what scripts/fuzz_split.py --writers plays by the thousand."""
+    history = worker.ask(f"writers {seed}")
+    assert not history["verdict"].startswith("different"), "\n".join([history["verdict"], *history["steps"]])
 
 
 @pytest.mark.long

@@ -16,8 +16,8 @@ from torch import nn
 from ....families.tensor_plan import PatchCall, Shares, Unit
 from ....parallel.local.slices import Slice
 from ....parallel.local.tensor_parallel import TensorParallel
+from ....parallel.transfer import Versioned, with_version
 
-_MASKS = ("attn_mask", "pe")  # what a patch of q, k and v may return besides: usually the same for all heads
 _ATTENTION = ("q", "k", "v", "heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape")
 
 
@@ -51,8 +51,8 @@ class Gathered:
                     for key, dim in call.tensors.items()
                 }
                 output = _call(patch, call, whole, shares, args, kwargs)
-                self._bridge.forget()  # it may have written into what copies were made of
-                return _parts_of_output(name, call, output, whole, shares)
+                self._bridge.compare_again()
+                return _parts_of_output(name, call, output, whole, _beside(call, output, kwargs), shares)
 
             return self._bridge.at_home(f"the patch {name}", brought, compute)
 
@@ -79,11 +79,19 @@ class Gathered:
                 dim = (
                     1 if given.get("skip_reshape") else 2
                 )  # else [batch, tokens, heads, features] or the last two as one
-                tensors = (_joined([each[i] for each in everyone], dim if is_divided else None) for i in range(3))
+                with Versioned():
+                    joined = [_joined([each[i] for each in everyone], dim if is_divided else None) for i in range(3)]
+                    tensors = [with_version(each) for each in joined]
+                before = _versions(tensors)
                 whole = {**given, **dict(zip(_ATTENTION, (*tensors, total), strict=False))}
                 by_place = [whole[key] for key in _ATTENTION[: len(args)]]
                 output = override(attention, *by_place, **{key: whole[key] for key in kwargs})
-                self._bridge.forget()
+                if _versions(tensors) != before:
+                    raise RuntimeError(
+                        "an attention override of another node writes into its queries, keys or values, of which each "
+                        "card of this split has some heads; use way 'blocks' in the split node, or take that node out"
+                    )
+                self._bridge.compare_again()
                 along = (1 if given.get("skip_output_reshape") else 2) if is_divided else None
                 return _cut("an attention override", output, along, shares)
 
@@ -117,8 +125,22 @@ def _call(
     return patch(*whole.values(), *args[len(whole) :], **kwargs)
 
 
+def _beside(call: PatchCall, output: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What it was handed by name and may have changed in place, or what it returned instead."""
+    return {key: output.get(key, kwargs.get(key)) for key in call.beside}
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [each._version for each in tensors]
+
+
 def _parts_of_output(
-    name: str, call: PatchCall, output: Any, whole: Mapping[str, torch.Tensor], shares: Shares
+    name: str,
+    call: PatchCall,
+    output: Any,
+    whole: Mapping[str, torch.Tensor],
+    beside: Mapping[str, Any],
+    shares: Shares,
 ) -> list[Any]:
     """What each card's block is to be given back."""
     what = f"the patch {name!r}"
@@ -127,16 +149,13 @@ def _parts_of_output(
     # What it left out it may have changed in place; the cards have not seen that.
     tensors = {key: output.get(key, whole[key]) for key in call.tensors}
     cut = {key: _cut(what, tensor, call.tensors[key], shares, call.unit(key)) for key, tensor in tensors.items()}
-    cut |= {key: _cut_mask(what, output[key], shares) for key in _MASKS if key in output}
+    for key, value in beside.items():
+        tells_heads = isinstance(value, torch.Tensor) and value.ndim > 3 and value.shape[call.beside[key]] != 1
+        cut[key] = _cut(what, value, call.beside[key] if tells_heads else None, shares)
     found = [{key: parts[rank] for key, parts in cut.items()} for rank in range(shares.num_devices)]
     if call.is_dict:  # the next patch is called with what this one returned; home's call of it counts
         found[0] = {**output, **found[0]}
     return found
-
-
-def _cut_mask(what: str, mask: Any, shares: Shares) -> list[Any]:
-    is_by_heads = isinstance(mask, torch.Tensor) and mask.ndim > 3 and mask.shape[1] == sum(shares.heads) > 1
-    return _cut(what, mask, 1 if is_by_heads else None, shares)
 
 
 def _cut(what: str, whole: Any, dim: int | None, shares: Shares, unit: Unit = "heads") -> list[Any]:

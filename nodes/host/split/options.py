@@ -4,8 +4,8 @@ Their authors wrote for one device, the one the model is loaded on, so whatever 
 
 - A patch gets its tensors at home, and what it returns goes back to where the block computes.
 - A block replacement calls the block, so it runs on the block's card with its arguments brought there.
-- What either writes into its arguments is carried back to where they came from (parallel/local/lend.py). Copies made
-  before are forgotten, since it may have written into what they were made of.
+- What either writes into its arguments is carried back to where they came from (parallel/local/lend.py).
+- It may write into whatever else it was ever given, at any time: beside such code no copy serves two calls (bridge.py).
 - ControlNet residuals are taken out of their lists one by one between blocks; each travels to the card that has just
   computed.
 """
@@ -22,7 +22,7 @@ from comfy.utils import set_attr_param
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.lend import Lent
 from ....parallel.transfer import current_device
-from .attachments import KEY, holds_tensors
+from .attachments import holds_tensors
 from .gathered import Gathered
 from .plan import SplitPlan
 
@@ -93,11 +93,6 @@ def guard_options(
         guarded["optimized_attention_override"] = (
             gathered.attention(override) if gathered else _override(override, bridge)
         )
-    around = guarded.get("wrappers", {}).get("diffusion_model")
-    if around:  # a wrapper may run the forward twice: ours comes last, around each of these forwards
-        others = {key: functions for key, functions in around.items() if key != KEY}
-        own = _forgetting(lambda executor, *args, **kwargs: executor(*args, **kwargs), bridge, begins=True)
-        guarded["wrappers"] = {**guarded["wrappers"], "diffusion_model": {**others, KEY: [own]}}
     return guarded
 
 
@@ -109,29 +104,8 @@ def _patch(patch: Any, bridge: Bridge) -> Any:
 
 def _override(override: Callable[..., Any], bridge: Bridge) -> Callable[..., Any]:
     """An attention override for any card: it runs where the block is, or at home if it brings tensors of its own."""
-    if holds_tensors(override):
-        return _at_home(override, bridge)  # without container_function: ComfyUI then hands over the tensors themselves
-    guarded = _forgetting(override, bridge)
-    if hasattr(override, "container_function"):
-        guarded.container_function = override.container_function  # type: ignore[attr-defined]
-    return guarded
-
-
-def _forgetting(function: Callable[..., Any], bridge: Bridge, *, begins: bool = False) -> Callable[..., Any]:
-    """The function where its arguments are; behind it copies made before are forgotten.
-
-    Args:
-        begins: forget those made before the call ahead of it, too.
-    """
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if begins:
-            bridge.forget()
-        output = function(*args, **kwargs)
-        bridge.forget()
-        return output
-
-    return run
+    # At home it is without container_function: ComfyUI then hands over the tensors themselves.
+    return _at_home(override, bridge) if holds_tensors(override) else override
 
 
 def _replacement(name: str, key: Any, patch: Callable[..., Any], bridge: Bridge, plan: SplitPlan) -> Callable[..., Any]:
@@ -139,7 +113,7 @@ def _replacement(name: str, key: Any, patch: Callable[..., Any], bridge: Bridge,
         return _at_home(patch, bridge)  # replaces an attention inside a block
     block = _block_of_key(key, plan)
     if block is None:
-        return _forgetting(patch, bridge)
+        return patch
     device = plan.placement.device_of(block)
     is_last = block == plan.placement.blocks[-1]
 
@@ -154,7 +128,6 @@ def _replacement(name: str, key: Any, patch: Callable[..., Any], bridge: Bridge,
         lent.settle(came_from)
         leaves_on = bridge.home if is_last or bridge.transport == "relay" else device
         bridge.stay_on(leaves_on)  # a patch that skips the block has entered none
-        bridge.forget()
         return bridge.move(output, leaves_on)
 
     return on_the_blocks_card
@@ -181,7 +154,7 @@ def _at_home(patch: Callable[..., Any], bridge: Bridge) -> Callable[..., Any]:
         lent.settle(device)
         return lent.returned(output, device)
 
-    return _forgetting(run, bridge)
+    return run
 
 
 def _lend(value: Any, device: torch.device) -> Lent:

@@ -358,10 +358,8 @@ class SplitTree:
         if isinstance(self.bridge, TensorParallel):
             self.bridge.remembers = not self._is_plain
         self.bridge.transport = "relay" if goes_home else self.plan.transport
-        if goes_home or self.unseen or self.plan.layout.is_watched:
-            self.bridge.trust = "nobody"
-        else:
-            self.bridge.trust = "callers" if seen_attachments(options) else "model"
+        is_watched = goes_home or self.unseen or self.plan.layout.is_watched
+        self.bridge.runs_alone = not is_watched and not seen_attachments(options)
 
     def _follow_compiled_blocks(self) -> None:
         """Hook the compiled wrapper of a block where a compile node has put one, so that the hooks stay out of it."""

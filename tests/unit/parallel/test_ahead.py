@@ -114,13 +114,12 @@ def test_a_vector_that_was_written_to_is_another_one(x, joined) -> None:
     assert joined == 2 * ["modulation.lin of 3 blocks", "modulation.lin"]
 
 
-@pytest.mark.parametrize("trust", ["callers", "nobody"])
-def test_beside_other_peoples_code_every_block_joins_its_own(trust, x, joined) -> None:
+def test_beside_other_peoples_code_every_block_joins_its_own(x, joined) -> None:
     """It may write to the vector, which has no version in inference mode."""
     model = make_model(Fused(), Fused())
     expected = model(x)
     parallel = divide(model, 2)
-    parallel.trust = trust
+    parallel.runs_alone = False
     assert difference(run(parallel, model, x), expected) < NEAR
     assert joined == ["modulation.lin", "modulation.lin"]
 

@@ -279,10 +279,9 @@ def test_weights_that_are_away_or_not_used_as_they_are_are_not_replayed() -> Non
 def test_where_others_code_may_run_nothing_is_replayed() -> None:
     model, parallel, graphs, _ = ready()
     x = inputs(1)[0]
-    for trust in ("callers", "nobody"):
-        parallel.trust = trust
-        run(parallel, model, x)
-    parallel.trust = "model"
+    parallel.runs_alone = False
+    run(parallel, model, x)
+    parallel.runs_alone = True
     with torch.enable_grad(), parallel.forward():
         model(x)
     assert graphs.num_replays == 0

@@ -1,0 +1,196 @@
+"""Code of others that writes in place what blocks are given, before, between and inside them: each was once silently
+another picture where all cards compute each block together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
+from devicebridge.tests.comfy.split_cases_replayed import bridge_of, replayed
+from devicebridge.tests.comfy.split_cases_tensor import near, tensor
+from devicebridge.tests.comfy.split_fuzz_writers import write, writing_replacement
+from devicebridge.tests.comfy.split_host import HOME, OTHER
+
+_Change = Callable[[Any], None]
+_STEPS = 3
+
+
+def _always(options: Any) -> bool:
+    return True
+
+
+def _later(model: Any) -> Callable[[Any], bool]:
+    """From the middle on, as a node with a start_percent."""
+    sigma = float(model.get_model_object("model_sampling").percent_to_sigma(0.5))
+    return lambda options: float(options["sigmas"].max()) <= sigma
+
+
+def _changed(model: Any, change: _Change) -> Any:
+    changed = model.clone()
+    change(changed)
+    return changed
+
+
+def _compare(case: Case, name: str, changes: dict[str, _Change], ways: Sequence[str] = ("tensor",)) -> None:
+    """On a MODEL whose blocks were compared before the node came, which would else notice some of these."""
+    host = case.host
+    plain = host.load(name, load_device=CPU)
+    divided = {way: split(host.load(name), way=way) for way in ways}
+    clean = host.sample(plain, name, steps=_STEPS)
+    for way, model in divided.items():
+        near(case, f"{name}: without: {way}", host.sample(model, name, steps=_STEPS), clean)
+    for claim, change in changes.items():
+        reference = host.sample(_changed(plain, change), name, steps=_STEPS)
+        changed_by = float((reference - clean).norm() / clean.norm())
+        case.check(f"{name}: {claim}: it does something", changed_by > 1e-3, changed_by)
+        for way, model in divided.items():
+            found = host.sample(_changed(model, change), name, steps=_STEPS)
+            near(case, f"{name}: {claim}: {way}", found, reference)
+    host.unload_all()
+
+
+def _replacing(kind: str, entry: str, *blocks: tuple[str, int], is_late: bool = False) -> _Change:
+    def change(model: Any) -> None:
+        writes = _later(model) if is_late else _always
+        for block in blocks:
+            model.set_model_patch_replace(writing_replacement(kind, entry, writes, 0.5), "dit", *block)
+
+    return change
+
+
+_SECOND = ("double_block", 1)
+_SINGLE = ("single_block", 1)
+
+
+def _before_a_block(case: Case, name: str, entry: str, late: str) -> None:
+    """A replacement writes into this before it calls the block; other cards had copies from the block before."""
+    blocks = (_SECOND, _SINGLE) if name in ("flux1_heads", "chroma_heads", "hunyuan_video_heads") else (_SECOND,)
+    changes = {
+        f"{entry}, before the block": _replacing("before", entry, *blocks),
+        f"{late}, from a later step on": _replacing("before", late, *blocks, is_late=True),
+    }
+    _compare(case, name, changes)
+
+
+@case
+def writers_before_blocks_of_flux(case: Case) -> None:
+    _before_a_block(case, "flux1_heads", "pe", "vec")
+
+
+@case
+def writers_before_blocks_of_hunyuan_video(case: Case) -> None:
+    _before_a_block(case, "hunyuan_video_heads", "pe", "vec")
+
+
+@case
+def writers_before_blocks_of_wan(case: Case) -> None:
+    _before_a_block(case, "wan_heads", "txt", "vec")
+
+
+@case
+def writers_before_blocks_of_qwen_image(case: Case) -> None:
+    _before_a_block(case, "qwen_image", "pe", "vec")
+
+
+@case
+def writers_before_blocks_of_chroma(case: Case) -> None:
+    _before_a_block(case, "chroma_heads", "pe", "pe")
+
+
+@case
+def writers_between_two_calls_of_a_block(case: Case) -> None:
+    """The very first block is called twice, with a write into what it is given between."""
+    for name in ("flux1_heads", "wan_heads"):
+        _compare(case, name, {"img, between two calls": _calling_twice}, ("tensor", "blocks"))
+
+
+def _calling_twice(model: Any) -> None:
+    def replaced(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+        first = extra["original_block"]({**args, "txt": args["txt"].clone()})
+        img = first["img"].clone()
+        write(args["img"], 0.5)
+        second = extra["original_block"](args)
+        return {**second, "img": 0.5 * (img + second["img"])}
+
+    model.set_model_patch_replace(replaced, "dit", "double_block", 0)
+
+
+@case
+def writers_of_tables_inside_the_attention(case: Case) -> None:
+    """An attn1_patch writes `pe`, which it does not return, and which every card has a copy of."""
+
+    def change(is_late: bool) -> _Change:
+        def apply(model: Any) -> None:
+            writes = _later(model) if is_late else _always
+
+            def patch(q: Any, k: Any, v: Any, pe: Any = None, extra_options: Any = None, **_: Any) -> dict[str, Any]:
+                if writes(extra_options):
+                    write(pe, 0.9)
+                return {}
+
+            model.set_model_attn1_patch(patch)
+
+        return apply
+
+    _compare(case, "qwen_image", {"pe, not returned": change(is_late=False)}, ("tensor", "blocks"))
+    _compare(case, "flux1_heads", {"pe, not returned, from a later step on": change(is_late=True)})
+
+
+@case
+def writers_inside_an_attention_override(case: Case) -> None:
+    """An override that writes into its queries is refused by name by tensor, where each card has some of them."""
+    host, name = case.host, "flux1_heads"
+
+    def override(attention: Any, q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        output: torch.Tensor = attention(q.mul_(0.5), *args, **kwargs)
+        return output
+
+    changed = tensor(host.load(name)).clone()
+    changed.model_options["transformer_options"]["optimized_attention_override"] = override
+    case.refused("queries", lambda: host.sample(changed, name), RuntimeError, "attention override", "way 'blocks'")
+
+
+@case
+def writers_inside_a_block_are_compared(case: Case) -> None:
+    """A patch inside a block writes into the block's own argument, which each card has: refused, though the cards had
+    agreed on that block before."""
+    host, name = case.host, "flux1_heads"
+    divided = tensor(host.load(name))
+    host.sample(divided, name)
+    changed = divided.clone()
+    given: list[Any] = []
+
+    def replaced(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+        given.append(args["img"])
+        return extra["original_block"](args)  # type: ignore[no-any-return]
+
+    def patch(q: Any, k: Any, v: Any, **_: Any) -> dict[str, Any]:
+        while given:
+            write(given.pop(), 0.5)
+        return {}
+
+    changed.set_model_patch_replace(replaced, "dit", *_SECOND)
+    changed.set_model_attn1_patch(patch)
+    case.refused("img", lambda: host.sample(changed, name), RuntimeError, "computed something else", "blocks")
+
+
+@case
+def writers_after_blocks_were_recorded(case: Case) -> None:
+    """Graphs stand for the model's own code alone: not beside a writer, and again behind it."""
+    host, name = case.host, "flux1_heads"
+    plain = host.load(name, load_device=CPU)
+    change = _replacing("before", "vec", _SECOND, _SINGLE, is_late=True)
+    clean = host.sample(plain, name, steps=5)
+    reference = host.sample(_changed(plain, change), name, steps=5)
+    with replayed():
+        divided = tensor(host.load(name), HOME, OTHER)
+        near(case, "recorded", host.sample(divided, name, steps=5), clean)
+        graphs = bridge_of(divided).graphs
+        assert graphs is not None
+        before = graphs.num_replays
+        near(case, "with the writer", host.sample(_changed(divided, change), name, steps=5), reference)
+        case.check("nothing is replayed", before > 0 and graphs.num_replays == before, (before, graphs.num_replays))
+        near(case, "without it", host.sample(divided, name, steps=5), clean)
+        case.check("replayed again", graphs.num_replays > before, graphs.num_replays)
