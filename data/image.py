@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..checkpoints.fingerprint import file_fingerprint, settings_fingerprint
-from .open_image import broken_image, decoded_size, opened, refuse_too_large
+from .open_image import MAX_PIXELS, broken_image, decoded_size, opened, refuse_too_large
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
@@ -100,10 +100,14 @@ def cut_out(image: PilImage, request: ImageRequest) -> np.ndarray:
     from PIL import Image
 
     height, width = request.resize
+    down, right = image.height / height, image.width / width
+    top, left, rows, columns = request.crop
+    if height * width > MAX_PIXELS:  # of a long strip, of which little is cut out: the same but for rounding
+        box = (left * right, top * down, (left + columns) * right, (top + rows) * down)
+        return np.asarray(image.resize((columns, rows), Image.Resampling.LANCZOS, box=box))
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.LANCZOS)
-    top, left, height, width = request.crop
-    return np.asarray(image)[top : top + height, left : left + width]
+    return np.asarray(image)[top : top + rows, left : left + columns]
 
 
 def read_size(path: Path, *, is_decoded: bool = True) -> tuple[int, int]:

@@ -54,6 +54,24 @@ def test_the_whole_image_is_resized_and_then_cropped(picture):
     assert np.array_equal(_bytes(pixels), resized[3:19, 5:29])
 
 
+def test_a_long_strip_is_cut_before_it_is_resized_to_the_same_pixels(tmp_path, monkeypatch):
+    """An image of 1 x 20,000 pixels that covers 512 x 512 would have 5,000 million."""
+    values = np.random.default_rng(1).integers(0, 256, (5, 90, 3), dtype=np.uint8)
+    Image.fromarray(values).save(tmp_path / "strip.png")
+    request = ImageRequest(str(tmp_path / "strip.png"), (16, 288), (0, 136, 16, 16))
+    whole = _bytes(read_pixels(request)).astype(int)
+    sizes, resize = [], Image.Image.resize
+
+    def note(image, size, *args, **more):
+        sizes.append(size)
+        return resize(image, size, *args, **more)
+
+    monkeypatch.setattr(Image.Image, "resize", note)
+    monkeypatch.setattr("devicebridge.data.image.MAX_PIXELS", 16 * 288 - 1)
+    assert np.abs(_bytes(read_pixels(request)).astype(int) - whole).max() <= 1
+    assert sizes == [(16, 16)]
+
+
 def test_exif_rotation_is_applied_before_the_plan(tmp_path, picture):
     _, values = picture
     exif = Image.Exif()
