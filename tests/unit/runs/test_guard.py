@@ -85,7 +85,8 @@ def test_a_refused_name_is_told_with_the_setting_that_would_allow_it() -> None:
 
 
 def test_a_referer_counts_only_beside_what_browsers_send_by_https() -> None:
-    for headers in ({}, {"Sec-Fetch-Site": "same-origin", "Origin": "http://evil.example"}):
+    given = {"Sec-Fetch-Site": "same-origin"}
+    for headers in ({}, {**given, "Origin": "http://evil.example"}, {**given, "Referer": "https://other.example/"}):
         with pytest.raises(Refused):
             check_origin({"Host": "evil.example", "Referer": "https://evil.example/", **headers})
     with pytest.raises(Refused):
