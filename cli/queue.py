@@ -20,12 +20,20 @@ def jobs(options: argparse.Namespace) -> int:
     if options.stop:
         _stop(store, queue, options.stop)
         return 0
-    values = {"runs": [store.summary(run) for run in store.ids()], "jobs": queue.describe()}
+    runs = store.ids() if options.all else store.shown()
+    left_out = len(store.ids()) - len(runs)
+    values: dict[str, Any] = {
+        "runs": [store.summary(run) for run in runs],
+        "left_out": left_out,
+        "jobs": queue.describe(),
+    }
     if options.json:
         say(json.dumps(values, indent=2))
         return 0
     say(f"runs in {store.root}")
     say("\n".join(_describe(run) for run in values["runs"]) or "none")
+    if left_out:
+        say(f"{left_out} older runs are left out; --all shows them")
     for number, job in enumerate(values["jobs"], 1):
         why = f": {job['why']}" if job["why"] else ""
         say(f"queue {number}. {job['run']}  {job['state']} for {', '.join(job['devices'])}{why}")

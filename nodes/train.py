@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import job as config
 from ..config.model import COMFYUI
 from ..config.ranges import LORA_ENDING
-from ..runs.store import NO_RUNS
+from ..runs.folders import NO_RUNS
 from . import background, host
 from .captions import DEFAULT_FOLDER
 from .host import io

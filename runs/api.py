@@ -24,7 +24,6 @@ from .store import Busy, NotThere, RunStore
 
 _log = logging.getLogger(__name__)
 PREFIX = "/devicebridge/"
-_MOST_RUNS = 200
 _WAIT_S = 10.0  # for another that copies to the same name
 _KINDS = {".png": "image/png", ".webp": "image/webp", ".jpg": "image/jpeg", ".mp4": "video/mp4"}
 
@@ -94,7 +93,7 @@ class Api:
 
     def state(self) -> dict[str, Any]:
         """Runs, queue and cards: what the page shows first."""
-        runs = [self._store.summary(run) for run in self._store.ids()[:_MOST_RUNS]]
+        runs = [self._store.summary(run) for run in self._store.shown()]
         return {"runs": runs, "jobs": self._queue.describe(), "cards": self._host.cards()}
 
     def _state(self, values: dict[str, Any]) -> Answer:

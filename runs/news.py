@@ -34,12 +34,11 @@ class News:
     def gather(self) -> dict[str, Any]:
         """Look after the queue, and what is new: {} or {"runs": [...], "jobs": [...], "gone": [...]}."""
         self.queue.tick()
-        runs = self.store.ids()
-        looked = {run: self._look(run) for run in runs}
-        news = [values for values in looked.values() if values is not None]
+        looked = [self._look(run) for run in self.store.shown(glance=True)]
+        news = [values for values in looked if values is not None]
         self.is_busy = any(known.state == "running" for known in self._known.values())
         found: dict[str, Any] = {"runs": news} if news else {}
-        if gone := [run for run in self._known if run not in runs]:
+        if gone := [run for run in self._known if run not in self.store]:
             found["gone"] = gone
             for run in gone:
                 del self._known[run]

@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..system.json_file import is_number
+
 _CHUNK = 1 << 22  # bytes of the file that are read at a time
+_MOST_LINE = 1 << 24  # bytes; what is longer is no event
+_MOST_BLOCKS = 10_000  # of a model
 _RECENT = 20  # steps whose median time tells how long the rest takes
 _RANK = re.compile(r"rank [0-9]+ ")  # before a card's name where several processes train
 Point = tuple[float, ...]
@@ -61,6 +65,7 @@ class Progress:
                     *lines, self._rest = (self._rest + chunk).split(b"\n")
                     for line in lines:
                         self._hear(line)
+                    self._rest = self._rest if len(self._rest) < _MOST_LINE else b""
             return True
         except OSError:
             return False
@@ -82,54 +87,73 @@ class Progress:
     def _hear(self, line: bytes) -> None:
         try:
             event = json.loads(line)
-        except ValueError:  # of a killed run
+        except (ValueError, RecursionError):  # of a killed run; of brackets inside brackets inside brackets
             return
         if not isinstance(event, dict):
             return
         kind, step = event.get("kind"), event.get("step", 0)
-        if "expert" in event or not isinstance(step, int):  # experts write their own
+        if "expert" in event or not _is_count(step):  # experts write their own
             return
         if kind == "step":
             self._hear_step(step, event)
-        elif kind == "eval" and _is_number(event.get("loss")):
+        elif kind == "eval" and is_number(event.get("loss")):
             _cut(self.evals, step)
             self.evals.append((step, event["loss"]))
         elif kind in ("saved", "stopped"):  # of a resumed run that was stopped before its first step
             _cut(self.steps, step + 1)
             _cut(self.evals, step + 1)
         elif kind == "phase":
-            self.phase, self.phase_progress = str(event.get("name", "")), {}
-            self.blocks = event.get("blocks", self.blocks)
+            self.phase, self.phase_progress = _text(event.get("name")), {}
+            self.blocks = _blocks(event["blocks"]) if "blocks" in event else self.blocks
         elif kind == "progress":
-            self.phase_progress = {name: event.get(name) for name in ("what", "step", "total", "left_s")}
+            told = _numbers({name: event.get(name) for name in ("step", "total", "left_s")})
+            self.phase_progress = {"what": _text(event.get("what")), **told}
         elif kind == "forecast":
             self._hear_forecast(event)
         elif kind == "memory":
-            of_cards = ((_RANK.sub("", name), value) for name, value in event.items() if isinstance(value, dict))
+            of_cards = ((_RANK.sub("", name), _numbers(each)) for name, each in event.items() if isinstance(each, dict))
             self.memory = dict(reversed(list(of_cards)))  # of one name on several machines, the first one's
         elif kind == "sample" and isinstance(event.get("file"), str):
-            self.samples[Path(event["file"]).name] = {"step": step, "prompt": str(event.get("prompt", ""))}
+            self.samples[Path(event["file"]).name] = {"step": step, "prompt": _text(event.get("prompt"))}
 
     def _hear_step(self, step: int, event: Mapping[str, Any]) -> None:
-        values = [event.get(name) for name in ("loss", "learning_rate", "elapsed_s")]
-        if not all(_is_number(value) for value in values):
+        values, total = [event.get(name) for name in ("loss", "learning_rate", "elapsed_s")], event.get("total", 0)
+        if not all(map(is_number, values)) or not _is_count(total):
             return
         _cut(self.steps, step)  # a resumed run does the steps after its checkpoint again
         _cut(self.evals, step)
-        self.total = event.get("total", 0)
+        self.total = total
         self.phase = "training"
         self.steps.append((step, *values))  # type: ignore[arg-type]
         self._recent_s.append(values[-1])  # type: ignore[arg-type]
 
     def _hear_forecast(self, event: Mapping[str, Any]) -> None:
-        devices = event.get("devices")
+        devices, parts = event.get("devices"), event.get("parts")
         if isinstance(devices, dict):
-            parts = event.get("parts", {name: self.forecast.get(name, {}).get("parts") for name in devices})
-            self.forecast = {name: {**each, "parts": parts.get(name)} for name, each in devices.items()}
+            known = {name: self.forecast.get(name, {}).get("parts") for name in devices}
+            parts = {name: _numbers(each) for name, each in parts.items()} if isinstance(parts, dict) else known
+            self.forecast = {name: {**_numbers(each), "parts": parts.get(name)} for name, each in devices.items()}
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0 and is_number(value)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _numbers(values: Any) -> dict[str, float]:
+    """Of an object in an event."""
+    return {name: each for name, each in values.items() if is_number(each)} if isinstance(values, dict) else {}
+
+
+def _blocks(runs: Any) -> Sequence[Any]:
+    """Card and number of blocks, as often as the card changes; () for what is none such."""
+    for each in runs if isinstance(runs, list) else ():
+        if not (isinstance(each, list) and [type(one) for one in each] == [str, int] and 0 < each[1] < _MOST_BLOCKS):
+            return ()
+    return runs if isinstance(runs, list) and len(runs) < _MOST_BLOCKS else ()
 
 
 def _cut(points: list[Point], step: int) -> None:

@@ -159,8 +159,9 @@ class JobQueue:
 
     def describe(self) -> list[dict[str, Any]]:
         """Plain values for the page and the terminal; "why" says what a job waits for."""
-        held, found = self.held(), []
-        for job in self.jobs():
+        jobs, found = self.jobs(), []
+        held = self.held() if _has_waiting(jobs) else {}
+        for job in jobs:
             why = job.message if job.state != "waiting" else explain(job.devices, held)
             values = {"id": job.id, "run": job.run, "devices": list(job.devices), "state": job.state, "why": why}
             found.append({**values, "is_resumed": job.is_resumed})
@@ -171,9 +172,9 @@ class JobQueue:
     def held(self) -> Held:
         """Which cards are in use now, and by whom."""
         found = dict(self._others())
-        for run in self.store.ids():
-            record = self.store.record(run)
-            if record is not None and record.state == "running":
+        self.store.ids()
+        for run in self.store.running():
+            if (record := self.store.record(run)) is not None:
                 found |= {card: f"the run {run} trains on" for card in record.devices}
         for job in self.jobs():
             if job.state == "starting":
@@ -191,7 +192,7 @@ class JobQueue:
             if not is_ours:
                 return []
             changed = [job.run for job in self.jobs() if job.state == "starting" and self._follow(job)]
-            held = dict(self.held())
+            held = dict(self.held()) if _has_waiting(self.jobs()) else {}
             for job in self.jobs():
                 if job.state != "waiting":
                     continue
@@ -240,6 +241,10 @@ class JobQueue:
 
     def _remove(self, job: QueuedJob) -> None:
         (self._folder / f"{job.id}.json").unlink(missing_ok=True)
+
+
+def _has_waiting(jobs: Sequence[QueuedJob]) -> bool:
+    return any(job.state == "waiting" for job in jobs)
 
 
 def _needs_comfyui(file: Path) -> bool:

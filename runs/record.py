@@ -18,15 +18,16 @@ from typing import Any, Literal, get_args
 
 from ..config.job import JobConfig, job_to_dict
 from ..events import first_line
-from ..system.files import write_atomically
+from ..system.files import read_ordinary, write_atomically
 from ..system.json_file import expect, read_json_object
 from ..system.processes import ProcessMark, own_mark
 from ..system.requests import Requests
 
 Status = Literal["running", "finished", "stopped", "failed", "crashed"]
-_FILE = "run.json"
+RUN_FILE = "run.json"
 RUN_LOCK = ".run.lock"  # held in its folder by whatever runs there
 QUEUED = "DEVICEBRIDGE_QUEUED"  # in the environment of a process that the queue has started: its job's id
+_MOST_RECORD = 1 << 24  # bytes
 _MOST_MESSAGE = 2000  # characters
 
 
@@ -58,8 +59,9 @@ class RunRecord:
     @property
     def state(self) -> Status:
         """The status, with "crashed" for a run whose process is gone."""
-        held = None if self.folder is None else self.folder / RUN_LOCK
-        return "crashed" if self.status == "running" and not self.process.is_alive(held) else self.status
+        if self.status != "running" or self.process.is_alive(self.folder and self.folder / RUN_LOCK):
+            return self.status
+        return "crashed"
 
 
 class Recording:
@@ -97,16 +99,24 @@ def _end(folder: Path, record: RunRecord) -> None:
 
 def _write(folder: Path, record: RunRecord) -> None:
     values = {name: value for name, value in asdict(record).items() if name != "folder"}
-    write_atomically(folder / _FILE, json.dumps(values).encode())
+    write_atomically(folder / RUN_FILE, json.dumps(values).encode())
 
 
 def read_record(folder: Path) -> RunRecord | None:
     """The record of a run folder; None where there is none, or none that can be read."""
     try:
-        values = read_json_object(folder / _FILE)
-        return replace(_make(values, str(folder / _FILE)), folder=folder)
+        values = read_json_object(folder / RUN_FILE, most_bytes=_MOST_RECORD)
+        return replace(_make(values, str(folder / RUN_FILE)), folder=folder)
     except (OSError, ValueError):
         return None
+
+
+def may_run(folder: Path) -> bool:
+    """Whether the record of a run folder may say that it is under way; told without making sense of it."""
+    try:
+        return b'"running"' in read_ordinary(folder / RUN_FILE, _MOST_RECORD, "a record")
+    except (OSError, ValueError):
+        return False
 
 
 def _make(values: dict[str, Any], what: str) -> RunRecord:

@@ -1,7 +1,8 @@
 """All runs below one folder, as ComfyUI's page and `devicebridge jobs` show them.
 
 A run, a checkpoint or a picture that somebody asks for by name is looked for among those that are there. No path is
-made of a name, and no link is followed, so no name leads anywhere else.
+made of a name, and no link is followed, so no name leads anywhere else. A file that was read is read again only where
+it has changed.
 """
 
 from __future__ import annotations
@@ -9,19 +10,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..config.ranges import STATE_FILES
+from .folders import RunFolders
 from .progress import Progress, thinned
-from .record import RunRecord, read_record
+from .record import RUN_FILE, RunRecord, may_run, read_record
 
-_DEPTH = 3
-_MARKS = ("run.json", "checkpoints")
-NO_RUNS = {"cache", "checkpoints", "samples", "tensorboard"}  # folders that are no run, whatever they hold
-_CHECKPOINT = re.compile(r"step-(\d{6,})")
+_Stamp = tuple[int, int, int]
+_MOST_SHOWN = 200
+_CHECKPOINT = re.compile(r"step-(\d{6,12})")
 _SAMPLE = re.compile(r"(\d{1,12})_(\d{1,6})\.(png|webp|jpg|mp4)")
 _MOST_SAMPLES = 2000
 
@@ -52,30 +52,68 @@ class RunStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._folders = RunFolders(root)
         self._progress: dict[str, Progress] = {}
-        self._records: dict[str, tuple[int, RunRecord | None]] = {}  # by the time of the file
+        self._records: dict[str, tuple[_Stamp, RunRecord | None]] = {}
+        self._ended: dict[str, _Stamp] = {}
+        self._may_run: set[str] = set()
 
     def ids(self) -> list[str]:
         """Names of all runs, relative to the root with "/", the newest first."""
-        found = [(path.stat().st_mtime, _id_of(path, self.root)) for path in _run_folders(self.root, _DEPTH)]
-        return [name for _, name in sorted(found, reverse=True)]
+        return self._folders.names()
+
+    def shown(self, *, glance: bool = False) -> list[str]:
+        """The newest 200, and those that are under way.
+
+        Args:
+            glance: without a look at each of thousands; old ones that change are seen later, by turns.
+        """
+        return list(dict.fromkeys([*self._folders.names(glance=glance)[:_MOST_SHOWN], *self.running()]))
+
+    def running(self) -> list[str]:
+        """Of the runs that were there at the last look at all those under way."""
+        self._may_run = {run for run in self._may_run | self._folders.take_changed() if self._is_running(run)}
+        return sorted(self._may_run)
+
+    def _is_running(self, run: str) -> bool:
+        stamp = self._stamp(run)
+        if stamp is None or self._ended.get(run) == stamp:
+            return False
+        record = self.record(run) if may_run(self.root / run) else None  # of thousands few are read as JSON
+        if record is not None and record.status == "running":
+            return True
+        self._ended[run] = stamp
+        return False
+
+    def _stamp(self, run: str) -> _Stamp | None:
+        """What tells its record from the next; None if it has none."""
+        try:
+            status = os.stat(os.path.join(self.root, run, RUN_FILE))
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+    def __contains__(self, run: str) -> bool:
+        """Whether it was there at the last look."""
+        return run in self._folders
 
     def find(self, run: object) -> Path:
         """The folder of a run. Raises: NotThere."""
-        for path in _run_folders(self.root, _DEPTH):
-            if _id_of(path, self.root) == run:
-                return path
-        raise NotThere("there is no run of this name")
+        folder = self._folders.find(run)
+        if folder is None:
+            raise NotThere("there is no run of this name")
+        return folder
 
     def progress(self, run: str) -> Progress:
         """What its events tell, up to date."""
-        found = self._progress.setdefault(run, Progress(self.root / run / "events.jsonl"))
-        found.update()
-        return found
+        self.progress_is_new(run)
+        return self._progress[run]
 
     def progress_is_new(self, run: str) -> bool:
         """Whether its events have told something since the last look."""
-        return self._progress.setdefault(run, Progress(self.root / run / "events.jsonl")).update()
+        if run not in self._progress:
+            self._progress[run] = Progress(self.root / run / "events.jsonl")
+        return self._progress[run].update()
 
     def num_files(self, run: str) -> int:
         """Of samples, checkpoints and LoRAs."""
@@ -88,6 +126,9 @@ class RunStore:
         progress, record = self.progress(run), self.record(run)
         state = record.state if record else _state_before_records(progress)
         total = progress.total or (record.steps if record else 0)
+        message = record.message if record and state == "failed" else ""
+        if record is None and os.path.lexists(self.root / run / RUN_FILE):
+            message = f"its {RUN_FILE} is no record of a run; what is shown is what its events tell"
         return {
             "run": run,
             "state": state,
@@ -100,7 +141,7 @@ class RunStore:
             "step_s": progress.step_s,
             "left_s": progress.left_s if state == "running" else None,
             "devices": list(record.devices) if record else [],
-            "message": record.message if record and state == "failed" else "",
+            "message": message,
             "pid": record.process.pid if record and state == "running" else None,
             "can_resume": bool(record and record.job and state != "running" and progress.step < total),
             "num_samples": len(_sample_files(self.root / run)),
@@ -128,15 +169,15 @@ class RunStore:
         }
 
     def record(self, run: str) -> RunRecord | None:
-        """What the run says of itself; None if it says nothing."""
-        try:
-            changed = (self.root / run / "run.json").stat().st_mtime_ns
-        except OSError:
+        """What the run says of itself, with the status "crashed" once its process is gone; None if it says nothing."""
+        if (stamp := self._stamp(run)) is None:
             return None
-        known, record = self._records.get(run, (0, None))
-        if known != changed:
+        known, record = self._records.get(run, (None, None))
+        if known != stamp:
             record = read_record(self.root / run)
-            self._records[run] = (changed, record)
+        if record is not None and record.status != record.state:
+            record = replace(record, status=record.state)  # no process comes back
+        self._records[run] = (stamp, record)
         return record
 
     def lora(self, run: object, step: object) -> Path:
@@ -160,7 +201,7 @@ class RunStore:
         chosen = next((each for each in kept if each.step == step), None)
         if chosen is None or chosen.folder is None:
             raise NotThere("there is no checkpoint of this step")
-        record = self.record(_id_of(folder, self.root))
+        record = self.record(folder.relative_to(self.root).as_posix())
         if chosen is kept[-1] and record is not None and record.state == "running":
             raise Busy(
                 "the newest checkpoint of a running training is what a crash would be resumed from; stop it first"
@@ -173,10 +214,10 @@ class RunStore:
 def list_checkpoints(run: Path) -> list[Checkpoint]:
     """Oldest first, and at the end the LoRA that a finished or stopped run has left."""
     found = []
-    for folder in _entries(run / "checkpoints"):
-        named = _CHECKPOINT.fullmatch(folder.name)
-        if named and _is_folder(folder):
-            found.append(Checkpoint(int(named[1]), folder, _lora_in(folder)))
+    for entry in _entries(run / "checkpoints"):
+        named = _CHECKPOINT.fullmatch(entry.name)
+        if named and entry.is_dir(follow_symlinks=False):
+            found.append(Checkpoint(int(named[1]), Path(entry.path), _lora_in(Path(entry.path))))
     found.sort(key=lambda each: each.step)
     final = _lora_in(run)
     return found if final is None else [*found, Checkpoint(found[-1].step if found else 0, None, final)]
@@ -194,42 +235,25 @@ def _told(progress: Progress, name: str) -> dict[str, Any]:
 def _sample_files(run: Path) -> list[tuple[int, int, Path]]:
     """Step, index and file of every sample, in their order."""
     found = []
-    for file in _entries(run / "samples"):
-        named = _SAMPLE.fullmatch(file.name)
-        if named and file.is_file() and not file.is_symlink():
-            found.append((int(named[1]), int(named[2]), file))
+    for entry in _entries(run / "samples"):
+        named = _SAMPLE.fullmatch(entry.name)
+        if named and entry.is_file(follow_symlinks=False):
+            found.append((int(named[1]), int(named[2]), Path(entry.path)))
     return sorted(found)
 
 
 def _lora_in(folder: Path) -> Path | None:
-    for file in sorted(_entries(folder)):
-        is_lora = file.suffix == ".safetensors" and file.name not in STATE_FILES
-        if is_lora and file.is_file() and not file.is_symlink():
-            return file
+    for entry in _entries(folder):
+        is_lora = entry.name.endswith(".safetensors") and entry.name not in STATE_FILES
+        if is_lora and entry.is_file(follow_symlinks=False):
+            return Path(entry.path)
     return None
 
 
-def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
-    for path in _entries(folder):
-        if path.name.startswith(".") or path.name in NO_RUNS or not _is_folder(path):
-            continue
-        if any((path / mark).exists() for mark in _MARKS):
-            yield path
-        if depth > 1:
-            yield from _run_folders(path, depth - 1)
-
-
-def _entries(folder: Path) -> list[Path]:
-    """What lies in a folder; of a link or of what is no folder nothing."""
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What lies in a folder, by name; of a link or of what is no folder nothing."""
     try:
-        return [Path(entry.path) for entry in os.scandir(folder)] if _is_folder(folder) else []
+        with os.scandir(folder) as entries:
+            return [] if folder.is_symlink() else sorted(entries, key=lambda entry: entry.name)
     except OSError:
         return []
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
-
-
-def _id_of(path: Path, root: Path) -> str:
-    return path.relative_to(root).as_posix()

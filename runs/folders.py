@@ -1,0 +1,137 @@
+"""The folders of runs below one folder, found again without listing all of them.
+
+A folder is listed again only where its time has changed. So thousands of runs that have ended cost a look at the time
+of each of their folders; a glance looks at a part of them.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_DEPTH = 3
+_MARKS = {"run.json", "checkpoints"}
+NO_RUNS = {"cache", "checkpoints", "samples", "tensorboard"}  # folders that are no run, whatever they hold
+_GLANCE = 250  # folders: so many of the newest, and as many of the others
+_UNSETTLED_NS = 3_000_000_000  # in which two changes may have one time, on the disks with the coarsest
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """What a folder held when it was listed.
+
+    Args:
+        changed: its time then, in ns.
+        is_settled: whatever changes it later changes its time.
+        inside: names of folders in it that may hold runs.
+    """
+
+    changed: int = 0
+    is_settled: bool = False
+    is_run: bool = False
+    inside: frozenset[str] = frozenset()
+
+
+class RunFolders:
+    """Folders below a root that hold runs, by their names relative to it, with "/". No link is followed."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._known = {"": _Folder()}
+        self._newest: list[str] = []  # all that are known; [] after a change
+        self._runs: list[str] = []  # of these
+        self._changed: set[str] = set()
+        self._next = 0  # of the others, in a glance
+
+    def names(self, *, glance: bool = False) -> list[str]:
+        """Of all runs, the newest first.
+
+        Args:
+            glance: do not look at every folder, but at the root, at the newest, and by turns at some of the others.
+        """
+        self._look("")
+        looked = self._in_order()
+        if glance and len(looked) > 2 * _GLANCE:
+            end = self._next + _GLANCE
+            looked, others = looked[:_GLANCE], looked[_GLANCE:]
+            looked, self._next = looked + others[self._next : end], end if end < len(others) else 0
+        for name in looked:
+            self._look(name)
+        self._in_order()
+        return list(self._runs)
+
+    def __contains__(self, run: str) -> bool:
+        """Whether it was there at the last look."""
+        return run in self._known and self._known[run].is_run
+
+    def find(self, run: object) -> Path | None:
+        """The folder of a run that is there now."""
+        if not isinstance(run, str):
+            return None
+        if run not in self._known:
+            self.names()
+        parts = run.split("/")
+        for end in range(len(parts) + 1):  # what is above it may be a link by now
+            self._look("/".join(parts[:end]))
+        return self._root / run if run in self else None
+
+    def take_changed(self) -> set[str]:
+        """Runs whose folders were found new or changed since the last call."""
+        found, self._changed = self._changed, set()
+        return found
+
+    def _in_order(self) -> list[str]:
+        if not self._newest:
+            self._newest = sorted(self._known, key=lambda name: (self._known[name].changed, name), reverse=True)
+            self._runs = [name for name in self._newest if self._known[name].is_run]
+        return self._newest
+
+    def _look(self, name: str) -> None:
+        """See what a known folder holds now, where it may have changed."""
+        known = self._known.get(name)
+        if known is None:
+            return
+        path = os.path.join(self._root, name)
+        try:
+            status = os.lstat(path)
+            if not stat.S_ISDIR(status.st_mode):
+                raise NotADirectoryError
+            if known.is_settled and known.changed == status.st_mtime_ns:
+                return
+            is_run, inside = _list(path, name)
+        except OSError:
+            self._forget(name)
+            return
+        is_settled = abs(time.time_ns() - status.st_mtime_ns) > _UNSETTLED_NS
+        self._known[name] = found = _Folder(status.st_mtime_ns, is_settled, is_run, inside)
+        if (found.changed, is_run) != (known.changed, known.is_run):
+            self._newest = []
+        if is_run:
+            self._changed.add(name)
+        for gone in known.inside - inside:
+            self._forget(gone)
+        for new in inside - self._known.keys():
+            self._known[new] = _Folder()
+            self._look(new)
+
+    def _forget(self, name: str) -> None:
+        known = self._known.pop(name, _Folder())
+        self._newest = []
+        for each in known.inside:
+            self._forget(each)
+        self._known.setdefault("", _Folder())
+
+
+def _list(path: str, name: str) -> tuple[bool, frozenset[str]]:
+    """Whether a folder is a run, and names of those in it that may hold runs. Raises: OSError."""
+    is_run, inside, above = False, set(), f"{name}/" if name else ""
+    with os.scandir(path) as entries:
+        for entry in entries:
+            is_run = is_run or (bool(name) and entry.name in _MARKS)
+            is_ours = not entry.name.startswith(".") and entry.name not in NO_RUNS
+            if is_ours and above.count("/") < _DEPTH and entry.is_dir(follow_symlinks=False):
+                inside.add(above + entry.name)
+    return is_run, frozenset(inside)

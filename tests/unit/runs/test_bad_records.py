@@ -1,0 +1,193 @@
+"""Records, events and process marks that others have written: a bad one is shown as such, and hides no other.
+
+The examples are the same in every run: derandomized, and without a database of earlier ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from devicebridge.cli.queue import jobs
+from devicebridge.runs.api import Api, Host
+from devicebridge.runs.news import News
+from devicebridge.runs.queue import JobQueue
+from devicebridge.runs.store import RunStore
+from devicebridge.system.json_file import expect
+from devicebridge.system.processes import ProcessMark, is_running, own_mark
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+stable = settings(
+    derandomize=True, database=None, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck)
+)
+MARK = asdict(own_mark())
+RECORD = {"status": "running", "process": MARK, "devices": ["cuda:0"], "steps": 9, "job": {}, "message": "", "since": 1}
+EVENTS: list[dict[str, Any]] = [
+    {"kind": "phase", "name": "loading", "blocks": [["cuda:0", 2]]},
+    {"kind": "progress", "what": "captions", "step": 1, "total": 2, "left_s": 0.5},
+    {"kind": "forecast", "devices": {"cuda:0": {"forecast": 1.0, "measured": None}}, "parts": {"cuda:0": {"kept": 1}}},
+    {"kind": "step", "step": 3, "total": 9, "loss": 0.5, "learning_rate": 1e-3, "elapsed_s": 0.5},
+    {"kind": "eval", "step": 3, "loss": 0.5},
+    {"kind": "memory", "step": 3, "cuda:0": {"peak": 1.0}},
+    {"kind": "sample", "step": 3, "file": "samples/3_0.png", "prompt": "a cat"},
+]
+NUMBERS = [-1, 0, 1 << 31, 1 << 70, 10**400, 1e300, float("nan"), float("inf"), -0.5, True]
+WRONG = [*NUMBERS, None, "", "x", "\ud800", [], {}, [[]], [["cuda:0", float("nan")]], [["cuda:0", 10**9]], {"x": {}}]
+PLAIN = (
+    st.none() | st.sampled_from([*NUMBERS, "", "cuda:0", "..", "\0", "\ud800", "\x1b[2J", "a\nb"]) | st.text(max_size=9)
+)
+ANY = st.recursive(
+    PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+)
+
+
+def _store(root: Path) -> RunStore:
+    """A good run that goes on, and a folder for a bad one."""
+    _write(root / "good", json.dumps(RECORD).encode(), json.dumps(EVENTS[3]).encode() + b"\n")
+    return RunStore(root)
+
+
+def _write(folder: Path, record: bytes, events: bytes) -> None:
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_bytes(record)
+    (folder / "events.jsonl").write_bytes(events)
+
+
+def _seen(store: RunStore) -> dict[str, dict[str, Any]]:
+    """Runs as page, news, queue and terminal show them; what a browser cannot read fails."""
+    queue = JobQueue(store)
+    api = Api(store, queue, Host(Path, list, lambda: None, list, lambda *names: Path()))
+    for run in store.ids():
+        json.dumps(store.details(run), allow_nan=False)
+    json.dumps(News(store, queue).gather(), allow_nan=False)
+    assert "cuda:0" in queue.held()
+    assert jobs(Namespace(folder=store.root, stop=None, all=False, json=False)) == 0
+    return {run["run"]: run for run in json.loads(json.dumps(api.state(), allow_nan=False))["runs"]}
+
+
+@stable
+@given(
+    changes=st.dictionaries(st.sampled_from(sorted(RECORD)), ANY, max_size=2),
+    mark=st.none() | st.dictionaries(st.sampled_from(sorted(MARK)), ANY),
+)
+@example({"process": "4711"}, None)
+@example({}, {"pid": -1})
+def test_whatever_a_record_says_the_others_are_shown(changes: dict[str, Any], mark: dict[str, Any] | None) -> None:
+    record = {**RECORD, "process": {**MARK, **(mark or {})}, **changes}
+    with tempfile.TemporaryDirectory() as folder:
+        store = _store(Path(folder).resolve())
+        _write(store.root / "bad", json.dumps(record).encode(), b"")
+        seen = _seen(store)
+        assert (seen["good"]["state"], seen["good"]["step"]) == ("running", 3)
+        assert seen["bad"]["state"] in ("running", "finished", "stopped", "failed", "crashed")
+
+
+SIZES = st.dictionaries(st.sampled_from(["peak", "kept", "cuda:0"]), st.sampled_from(NUMBERS))
+VALUES = st.sampled_from(NUMBERS) | SIZES | SIZES.map(lambda sizes: {"cuda:0": sizes}) | ANY
+CHANGED = st.sampled_from(EVENTS).flatmap(
+    lambda event: st.dictionaries(st.sampled_from(sorted({*event} - {"kind"})), VALUES).map(
+        lambda changes: {**event, **changes}
+    )
+)
+
+
+def _every_wrong(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The values with each of them, and each inside of them, replaced by whatever else JSON can say."""
+    found = [{**values, name: wrong} for name in values for wrong in WRONG]
+    inside = [(name, each) for name, each in values.items() if isinstance(each, dict)]
+    return found + [{**values, name: wrong} for name, each in inside for wrong in _every_wrong(each)]
+
+
+def test_every_wrong_value_of_a_record_leaves_the_others_shown(tmp_path: Path) -> None:
+    store = _store(tmp_path)
+    records = _every_wrong(RECORD)
+    for number, record in enumerate(records):
+        _write(tmp_path / f"bad_{number}", json.dumps(record).encode(), b"")
+    assert _seen(store)["good"]["step"] == 3
+    assert store.record("good") is not None and len(store.ids()) == len(records) + 1
+    json.dumps([store.summary(run) for run in store.ids()], allow_nan=False)
+
+
+@pytest.mark.parametrize("kind", range(len(EVENTS)), ids=lambda number: EVENTS[number]["kind"])
+def test_every_wrong_value_of_an_event_leaves_the_others_heard(tmp_path: Path, kind: int) -> None:
+    store, last = _store(tmp_path), {**EVENTS[3], "step": 5}
+    for number, event in enumerate(_every_wrong(EVENTS[kind])):
+        lines = [json.dumps(each) for each in (event, last)]
+        _write(tmp_path / f"bad_{number}", json.dumps(RECORD).encode(), "\n".join([*lines, ""]).encode())
+    seen = _seen(store)
+    assert {run["step"] for name, run in seen.items() if name != "good"} == {5} and seen["good"]["step"] == 3
+
+
+@stable
+@given(st.lists(CHANGED, max_size=6))
+def test_whatever_events_say_the_others_are_heard(changed: list[dict[str, Any]]) -> None:
+    lines = [json.dumps(event) for event in changed]
+    with tempfile.TemporaryDirectory() as folder:
+        store = _store(Path(folder).resolve())
+        events = "\n".join([*lines, json.dumps({**EVENTS[3], "step": 5}), ""]).encode()
+        _write(store.root / "bad", json.dumps(RECORD).encode(), events)
+        seen = _seen(store)
+        assert (seen["bad"]["step"], seen["bad"]["total"], seen["good"]["step"]) == (5, 9, 3)
+
+
+DEEP = b"[" * 200_000
+CASES: dict[str, Callable[[Path], None]] = {
+    "brackets": lambda run: _write(run, b'{"job": ' + DEEP, b'{"kind": "step", "step": ' + DEEP + b"\n"),
+    "no text": lambda run: _write(run, b"\xff\xfe\0", b"\xff\0\n" * 9),
+    "a long line": lambda run: _write(run, b"{}", b"x" * (40 << 20)),
+    "folders": lambda run: [
+        (run / name).mkdir(parents=True) for name in ("run.json", "events.jsonl", "samples/1_0.png")
+    ],
+    "pipes": lambda run: [run.mkdir(), os.mkfifo(run / "run.json"), os.mkfifo(run / "events.jsonl")],
+    "devices": lambda run: [run.mkdir(), *((run / f).symlink_to("/dev/zero") for f in ("run.json", "events.jsonl"))],
+    "links to nothing": lambda run: [run.mkdir(), *((run / f).symlink_to(f) for f in ("run.json", "samples"))],
+}
+NAMES = ["a\nb", "\x1b[2J", "-", "stop", "\udcff", "x" * 255, "a b", "'\"`$", "a..", "%2e%2e"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_whatever_lies_in_a_runs_place_is_named_and_the_others_are_shown(tmp_path: Path, case: str) -> None:
+    store = _store(tmp_path)
+    CASES[case](tmp_path / "bad")
+    seen = _seen(store)
+    assert (seen["good"]["state"], seen["good"]["step"]) == ("running", 3)
+    assert (seen["bad"]["state"], seen["bad"]["step"]) == ("stopped", 0)
+    assert "run.json is no record" in seen["bad"]["message"] and seen["good"]["message"] == ""
+
+
+def test_runs_of_any_name_are_shown(tmp_path: Path) -> None:
+    store = _store(tmp_path)
+    for name in NAMES:
+        _write(tmp_path / name, json.dumps(RECORD).encode(), b"")
+    assert set(_seen(store)) == {"good", *NAMES}
+    assert [store.find(name) for name in NAMES] == [tmp_path / name for name in NAMES]
+
+
+@pytest.mark.parametrize(
+    "mark",
+    ["4711", None, [], 7, *({**MARK, "pid": each} for each in [-1, 0, True, 1.0, "1", None, 1 << 40, 10**400])]
+    + [{**MARK, name: each} for name in ("started", "host", "birth") for each in (None, [], float("nan"), 10**400)],
+)
+def test_what_names_no_process_is_refused_and_never_signalled(mark: Any) -> None:
+    with pytest.raises(ValueError):
+        ProcessMark.read(mark)
+
+
+def test_no_process_has_such_a_number() -> None:
+    assert [is_running(pid) for pid in (-1, -(1 << 70), 1 << 31, 1 << 70)] == [False] * 4
+
+
+@pytest.mark.parametrize(
+    "number", [float("nan"), float("inf"), -float("inf"), 10**400, 1e200], ids=["nan", "inf", "-inf", "huge", "large"]
+)
+def test_a_number_that_cannot_be_counted_with_is_refused(number: Any) -> None:
+    with pytest.raises(ValueError, match="x is a number that is not finite, or too large"):
+        expect(number, (int, float), "x")
