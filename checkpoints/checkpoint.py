@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ..families.naming import find_by_diffusers, find_by_original
+from ..families.naming import any_of, find_by_original
 from ..families.registry import FAMILIES, find_family, find_variant
 from ..families.spec import ModelFamily, Variant
 from .config_sizes import refuse_absurd_sizes
@@ -203,9 +203,13 @@ def _read_by_names(source: Source, records: dict[str, TensorRecord], families: S
 def _translate(records: Mapping[str, TensorRecord], family: ModelFamily, layout: Layout) -> _Translation:
     tensors: dict[str, TensorRecord] = {}
     unknown: list[str] = []
+    rows = family.renames
+    known = any_of(p for r in rows for p in (r.diffusers if layout == "diffusers" else (r.original, *r.aliases)))
     for name, record in records.items():
-        if layout == "diffusers":
-            pieces = {name: record} if find_by_diffusers(name, family.renames) else {}
+        if not known.match(name):
+            pieces = {}
+        elif layout == "diffusers":
+            pieces = {name: record}
         else:
             pieces = _pieces(name, record, family)
         tensors.update(pieces)

@@ -24,6 +24,7 @@ EIGHT_BIT_TYPES = ("F8_E4M3", "F8_E5M2", "I8")
 
 _LENGTH_BYTES = 8  # little-endian
 _LARGEST_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+_MOST_TENSORS = 50_000  # of a file; the largest models have a tenth of them
 _NUM_BYTES = {  # of one element; of types that are not listed (4 and 6 bits) sizes are not checked
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
@@ -131,6 +132,8 @@ def read_file_header(stream: IO[bytes], remedy: str = AGAIN) -> FileHeader:
     text = stream.read(length)
     if len(text) < length:
         raise ValueError(f"{file} is cut short inside its header: {size} bytes; {remedy}")
+    if (count := text.count(b'"data_offsets"')) > _MOST_TENSORS:
+        raise ValueError(f"{file} has {count} tensors, and files of models have up to {_MOST_TENSORS}; {remedy}")
     header = parse_json_object(text, f"{file} is not a safetensors file: its header", remedy)
     metadata = expect(header.pop("__metadata__", None) or {}, dict, f"{file}: its __metadata__", remedy)
     for name, value in metadata.items():

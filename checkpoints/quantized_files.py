@@ -17,7 +17,6 @@ without its weight, of odd size, twice, or not positive is an error that names t
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 
 from ..quantization.rotation import make_rotation, rotate
+from ..system.json_file import expect, parse_json_object
 from .header import FLOAT_TYPES, TensorRecord
 from .other_files import describe_other
 from .weight_file import TORCH_TYPES, read_records
@@ -84,30 +84,21 @@ def read_formats(
         for layers in noted if layer != name else ():
             if found := layers.get(key, layers.get(layer)):
                 formats[layer] = _parse_format(path, layer, found)
-    for name, record in records.items():
+    for name, text in read_records({name: record for name, record in records.items() if name.endswith(_NOTE)}):
         layer = name.removesuffix(_NOTE)
-        if layer != name:
-            note = _parse_format(path, layer, _read_note(path, record))
-            if formats.setdefault(layer, note) != note:
-                raise ValueError(f"{path} says {formats[layer]} of {layer} in its header and {note} in {name}")
+        said = parse_json_object(text.flatten().view(torch.uint8).numpy().tobytes(), f"{path}: {name}")
+        note = _parse_format(path, layer, said)
+        if formats.setdefault(layer, note) != note:
+            raise ValueError(f"{path} says {formats[layer]} of {layer} in its header and {note} in {name}")
     return formats
 
 
 def _noted_layers(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     if METADATA_KEY not in metadata:
         return {}
-    try:
-        return dict(json.loads(metadata[METADATA_KEY])["layers"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} has a {METADATA_KEY} that cannot be read ({error!r}); download it again") from error
-
-
-def _read_note(path: Path, record: TensorRecord) -> Any:
-    ((_, data),) = read_records({record.key: record})
-    try:
-        return json.loads(data.numpy().tobytes())
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {record.key} is no JSON text ({error}); download it again") from error
+    what = f"{path}: its {METADATA_KEY}"
+    found: dict[str, Any] = parse_json_object(metadata[METADATA_KEY], what)
+    return dict(expect(found.get("layers"), dict, f"{what}: layers"))
 
 
 def _parse_format(path: Path, layer: str, note: Any) -> LayerFormat:

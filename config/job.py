@@ -33,6 +33,8 @@ from .training import LoopConfig, LoraSettings, ObjectiveConfig, OptimizerConfig
 
 _log = logging.getLogger(__name__)
 _MAX_JOB_BYTES = 10_000_000
+_MOST_ENTRIES = 10_000  # of a list or a section
+_MOST_PROBLEMS, _LONGEST_PROBLEM = 20, 600  # that a message spells out
 # What keys are called elsewhere (kohya's scripts, ai-toolkit, diffusion-pipe, OneTrainer) -> the path here.
 _FROM_OTHER_TRAINERS = {
     "lr": "optimizer.learning_rate",
@@ -155,12 +157,32 @@ def make_job(values: Mapping[str, Any]) -> JobConfig:
 
     Raises: ValueError with one line per problem, each naming its key as "section.key".
     """
+    _refuse_endless(values)
     today, _ = with_todays_names(job_keys(), values)
     try:
         return _adapter().validate_python(today)
     except ValidationError as error:
-        lines = [_describe(problem) for problem in problems_of(error)]
+        problems = problems_of(error)
+        lines = [_shortened(_describe(problem)) for problem in problems[:_MOST_PROBLEMS]]
+        if more := len(problems) - len(lines):
+            lines.append(f"and {more} more")
         raise ValueError("the job config has problems:\n" + "\n".join(f"  {line}" for line in lines)) from error
+
+
+def _refuse_endless(values: Any, place: str = "") -> None:
+    """Raises: ValueError naming a list or section that is longer than any job's."""
+    if not isinstance(values, (Mapping, list, tuple)):
+        return
+    if len(values) > _MOST_ENTRIES:
+        place = _shortened(place.removeprefix(".")) or "the job"
+        raise ValueError(f"{place} has {len(values)} entries, and takes up to {_MOST_ENTRIES}; remove some")
+    for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+        _refuse_endless(value, f"{place}.{key}")
+
+
+def _shortened(line: str) -> str:
+    half = _LONGEST_PROBLEM // 2
+    return line if len(line) <= _LONGEST_PROBLEM else f"{line[:half]} ... {line[-half:]}"
 
 
 def _describe(problem: Any) -> str:

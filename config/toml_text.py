@@ -9,16 +9,19 @@ from .ranges import BACKSLASHES
 
 # Names of files may be no UTF-8, which TOML cannot hold; this line begins a file of ours that has such bytes.
 _RAW_BYTES = b"# This file is no UTF-8: it has names of files as they are on the disk.\n"
+_MOST_PARTS = 20_000  # the parser takes seconds for these
 
 
 def parse_toml(data: bytes) -> dict[str, Any]:
     """Plain values.
 
     Raises: UnicodeDecodeError for what is no UTF-8; ValueError saying where a text is no TOML, and what to do about a
-        backslash there.
+        backslash there, and for a text that is too long.
     """
     import tomlkit
 
+    if (parts := data.count(b"\n") + data.count(b",")) > _MOST_PARTS:
+        raise ValueError(f"it has {parts} lines and commas, and a job file has up to {_MOST_PARTS}; remove some")
     text = data.decode("utf-8-sig", "surrogateescape" if data.startswith(_RAW_BYTES) else "strict")
     try:
         return tomlkit.parse(text).unwrap()

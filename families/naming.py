@@ -58,6 +58,11 @@ def find_by_original(name: str, renames: Sequence[Rename]) -> Stack | None:
     return None
 
 
+def any_of(patterns: Iterable[str]) -> re.Pattern[str]:
+    """Matches what one of these patterns of a rename table names; for many names, of which most are unknown."""
+    return re.compile("|".join(_matcher(pattern).pattern for pattern in patterns))
+
+
 def originals_of(names: Iterable[str], renames: Sequence[Rename]) -> dict[str, Stack]:
     """The stacks that hold these diffusers tensors or modules, by original name, in order of first appearance.
 

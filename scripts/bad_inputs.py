@@ -111,6 +111,7 @@ class Bench:
         yield from bad_inputs.job_file_cases()
         yield from bad_files.json_cases(plain)
         yield from bad_files.weight_cases()
+        yield from bad_files.start_cases()
         yield from bad_runs.dataset_cases()
         yield from bad_runs.checkpoint_cases(trained)
         yield from bad_runs.cache_cases(trained)

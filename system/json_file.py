@@ -9,7 +9,7 @@ from typing import Any
 
 from .files import read_ordinary
 
-_MOST_BYTES = 500_000_000
+_MOST_BYTES = 100_000_000
 _MOST = 1e100  # the product of two is still a finite float
 _NAMES = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from devicebridge.tests.bad_inputs import NO_OBJECT, ODD_FILES, Case, Spoil, Verdict, at, cut, void, writer
+from devicebridge.tests.bad_inputs import NO_OBJECT, ODD_FILES, Case, Spoil, Verdict, at, cut, set_key, void, writer
 
 JSON_FILES = (
     "model/model_index.json",
@@ -92,6 +92,15 @@ _OTHER_FILES: dict[str, bytes] = {
     "an empty object": (2).to_bytes(8, "little") + b"{}",
     "a huge header": (2**62).to_bytes(8, "little") + b"{}",
 }
+
+
+def _empty_tensors(count: int) -> bytes:
+    entry = '"%d.w": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}'
+    text = ("{" + ", ".join(entry % number for number in range(count)) + "}").encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+_OTHER_FILES |= {"40000 empty tensors": _empty_tensors(40_000), "a million empty tensors": _empty_tensors(1_000_000)}
 Header = dict[str, Any]
 
 
@@ -188,6 +197,77 @@ def _filled(value: float) -> Callable[[dict[str, Any]], None]:
 
     return change
 
+
+def start_cases() -> Iterator[Case]:
+    """LoRA files to start from that cannot be read right."""
+    for name, (change, metadata) in _LORA_CHANGES.items():
+        spoil = _start_writer(change, metadata)
+        yield Case("LoRA to start from", name, spoil, (_LORA_LAYER, "start.safetensors: lora_adapter_metadata"))
+
+
+_LORA_LAYER = "transformer.transformer_blocks.0.attn.to_q"
+_TRAINED = {"transformer.r": 4, "transformer.lora_alpha": 16}
+LoraTensors = dict[str, Any]
+
+
+def _start_writer(change: Callable[[LoraTensors], object], metadata: Mapping[str, Any] | None) -> Spoil:
+    def spoil(folder: Path) -> None:
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(folder / WEIGHT_FILES[0])
+        rows, columns = weights[f"{_LORA_LAYER.partition('.')[2]}.weight"].shape
+        tensors = {"A": torch.ones(4, columns), "B": torch.ones(rows, 4)}
+        change(tensors)
+        names = {"A": "lora_A.weight", "B": "lora_B.weight"}
+        named = {f"{_LORA_LAYER}.{names.get(kind, kind)}": each.contiguous() for kind, each in tensors.items()}
+        said = None if metadata is None else {"lora_adapter_metadata": json.dumps(metadata)}
+        save_file(named, folder / "start.safetensors", said)
+        set_key("lora", "start_from", "start.safetensors")(folder)
+
+    return spoil
+
+
+def _alpha(value: Any) -> Callable[[LoraTensors], object]:
+    def change(tensors: LoraTensors) -> None:
+        import torch
+
+        tensors["alpha"] = torch.tensor(value)
+
+    return change
+
+
+def _as(kind: str, name: str) -> Callable[[LoraTensors], object]:
+    def change(tensors: LoraTensors) -> None:
+        import torch
+
+        tensors[kind] = tensors[kind].to(getattr(torch, name))
+
+    return change
+
+
+_LORA_CHANGES: dict[str, tuple[Callable[[LoraTensors], object], Mapping[str, Any] | None]] = {
+    "no lora_B": (lambda tensors: tensors.pop("B"), None),
+    "no lora_A": (lambda tensors: tensors.pop("A"), None),
+    "unequal ranks": (lambda tensors: tensors.update(A=tensors["A"][:2]), None),
+    "a vector": (lambda tensors: tensors.update(A=tensors["A"][0]), None),
+    "empty": (lambda tensors: tensors.update(A=tensors["A"][:0], B=tensors["B"][:, :0]), None),
+    "zero and LoKr": (lambda tensors: tensors.update(lokr_w1=tensors["B"].clone()), None),
+    "NaN": (lambda tensors: tensors["B"].fill_(math.nan), None),
+    "inf": (lambda tensors: tensors["A"].fill_(math.inf), None),
+    "LoKr with DoRA": (
+        lambda tensors: tensors.update(lokr_w1=tensors.pop("A"), lokr_w2=tensors["B"], dora_scale=tensors.pop("B")),
+        None,
+    ),
+    **{f"lora_B of {name}": (_as("B", name), None) for name in ("complex64", "bool", "int8", "int64")},
+    **{f"alpha {value}": (_alpha(value), None) for value in (0.0, math.nan, math.inf, [1.0, 2.0], True)},
+    "metadata of another rank": (void, {**_TRAINED, "transformer.r": 8}),
+    "metadata of another alpha": (_alpha(2.0), _TRAINED),
+    "metadata of no alpha": (void, {"transformer.r": 4}),
+    "metadata of a text": (void, {**_TRAINED, "transformer.r": "4"}),
+    "metadata that leaves it out": (void, {"unet.r": 4, "unet.lora_alpha": 16}),
+    "a pattern without an end": (void, {**_TRAINED, "transformer.rank_pattern": {"(a+)+b": 4}}),
+}
 
 OTHER_TENSORS: dict[str, tuple[Callable[[dict[str, Any]], None], Verdict]] = {
     "all zeros": (_filled(0.0), "refused"),

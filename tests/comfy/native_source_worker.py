@@ -122,10 +122,34 @@ def _first_sample_alone() -> str:
         return _refusal(lambda: list(trainer.accumulate(1)))
 
 
+def _incomplete() -> dict[str, str]:
+    """Of a whole file less some of its tensors, or with other ones."""
+    weights, layer = make_weights(FAMILIES["flux2"]), "double_blocks.1.img_attn.proj.weight"
+    detected = "double_blocks.0.img_attn.norm.key_norm.weight"
+    blocks = {name: each for name, each in weights.items() if name.startswith("double_blocks")}
+    files = {
+        "one missing": {name: each for name, each in weights.items() if name != layer},
+        "one to detect by missing": {name: each for name, each in weights.items() if name != detected},
+        "first half": dict(list(weights.items())[: len(weights) // 2]),
+        "blocks alone": blocks,
+        "one narrower": {**weights, layer: weights[layer][:, :-1]},
+        "one flat": {**weights, layer: weights[layer].flatten()},
+        "one row": {**weights, "img_in.weight": weights["img_in.weight"][0]},
+        "endless": {**weights, "double_blocks.4000.x": torch.zeros(1)},
+    }
+    said = {}
+    for what, tensors in files.items():
+        save_file(
+            {name: each.contiguous() for name, each in tensors.items()}, path := Path(FOLDER) / "part.safetensors"
+        )
+        said[what] = _refusal(lambda path=path: read_native(path, "float32"))
+    return said
+
+
 def _refused() -> dict[str, str]:
     weights = make_weights(FAMILIES["flux2"])
     layer = "double_blocks.0.img_attn.qkv"
-    said = {}
+    said = _incomplete()
     for form in ("nvfp4", "mxfp8"):
         path = Path(FOLDER) / f"{form}.safetensors"
         save_file({**weights, f"{layer}.comfy_quant": _note(form)}, path)

@@ -42,5 +42,24 @@ def test_what_training_cannot_hold_is_refused_with_the_reason(what: str, message
     assert message in found["refused"][what]
 
 
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("one missing", ("1 missing", "double_blocks.1.img_attn.proj.weight")),
+        ("one to detect by missing", ("tensors",)),
+        ("first half", ("missing",)),
+        ("blocks alone", ("24 tensors",)),
+        ("one narrower", ("1 mismatched", "double_blocks.1.img_attn.proj.weight", "[128, 127]", "[128, 128]")),
+        ("one flat", ("1 mismatched", "double_blocks.1.img_attn.proj.weight")),
+        ("one row", ("part.safetensors",)),
+        ("endless", ("double_blocks.4000.x",)),
+    ],
+)
+def test_an_incomplete_file_is_refused_by_what_is_missing(what: str, named: tuple[str, ...], found: Any) -> None:
+    said = found["refused"][what]
+    assert "part.safetensors" in said
+    assert [each for each in named if each not in said] == [], said
+
+
 def test_a_model_that_turns_the_next_noise_level_off_is_not_refused_for_it(found: Any) -> None:
     assert found["refused"]["meanflow refiner"] == ""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ....checkpoints.header import read_header
 from ....config.job import JobConfig
@@ -16,6 +19,17 @@ from ..comfy_encoders import HostClip, HostVae, HostVision, is_as_loaded
 
 _log = logging.getLogger(__name__)
 
+# What code raises that takes a file's tensors for granted.
+_OF_DAMAGE = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    NameError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+)
 _MAX_NAMES = 8  # spelt out in a message
 _VAE_PARTS = ("first_stage_model.", "vae.")  # what a checkpoint's tensors of its VAE begin with
 
@@ -96,6 +110,24 @@ def _own(key: str, what: str, path: str, is_there: bool) -> str:
     return path
 
 
+def ask_comfyui(path: Path | str, what: str, call: Callable[[], Any]) -> Any:
+    """What ComfyUI's code makes of a file. It takes for granted that tensors are there, and looks at numbers.
+
+    Raises: ValueError saying what it missed.
+    """
+    try:
+        return call()
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except _OF_DAMAGE as error:
+        fault = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        missing = f"it lacks {error.args[0]}" if isinstance(error, KeyError) and error.args else fault
+        raise ValueError(
+            f"ComfyUI cannot {what} {path} ({missing}); the file is incomplete or damaged, or is known by its weights "
+            "alone: download it again, and join it if it is one of several files"
+        ) from error
+
+
 def load_encoders(job: JobConfig) -> tuple[HostClip | None, HostVae | None, HostVision | None]:
     """Those that the job names by files, which takes their weights into memory; None for those that it does not.
 
@@ -123,7 +155,9 @@ def load_clip_files(paths: Sequence[str], kind: str, model_path: str) -> Any:
             model_path, output_vae=False, output_clip=True, output_model=False, embedding_directory=embeddings
         )
         return _there(found[1], "text encoders", model_path)
-    made = comfy.sd.load_clip(ckpt_paths=list(paths), embedding_directory=embeddings, clip_type=_clip_type(kind))
+    load = functools.partial(comfy.sd.load_clip, list(paths), embedding_directory=embeddings)
+    clip_type = _clip_type(kind)
+    made = ask_comfyui(", ".join(paths), "make text encoders of", lambda: load(clip_type=clip_type))
     return _there(made, "text encoders", ", ".join(paths))
 
 
@@ -160,7 +194,7 @@ def _load_vae(path: str, model_path: str) -> Any:
         found = comfy.sd.load_checkpoint_guess_config(path, output_vae=True, output_clip=False, output_model=False)
         return _there(found[2], "VAE", path)
     weights, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
-    return comfy.sd.VAE(sd=weights, metadata=metadata)
+    return ask_comfyui(path, "make a VAE of", lambda: comfy.sd.VAE(sd=weights, metadata=metadata))
 
 
 def load_vae(path: str) -> Any:
@@ -204,7 +238,8 @@ def files_of_clip(clip: Any, model_path: str) -> tuple[tuple[str, ...], str]:
 def _load_vision(path: str) -> Any:
     import comfy.clip_vision
 
-    return _there(comfy.clip_vision.load(path), "CLIP vision model", path)
+    loaded = ask_comfyui(path, "make a CLIP vision model of", lambda: comfy.clip_vision.load(path))
+    return _there(loaded, "CLIP vision model", path)
 
 
 def _there(value: Any, what: str, path: str) -> Any:

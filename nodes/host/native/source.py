@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import torch
 from ....checkpoints.checkpoint import CheckpointInfo
 from ....checkpoints.fingerprint import settings_fingerprint
 from ....checkpoints.header import FLOAT_TYPES, TensorRecord, read_header
+from ....checkpoints.model_class import described, differences
+from ....checkpoints.model_folder import first
 from ....checkpoints.quantized_files import pair_scales, read_formats
 from ....checkpoints.weight_file import TORCH_TYPES, read_records
 from ....families.comfy.conditions import VISION
@@ -32,8 +36,10 @@ from ....parallel.block_lists import block_fqns, tail_modules, tail_parameters
 from .cut_rows import follow
 from .drawing import usual_cfg
 from .experts import boundary_of, is_expert
+from .files import ask_comfyui
 from .model import ComfyModel, build, kind_of, own_config
 
+_log = logging.getLogger(__name__)
 _DTYPES = {**TORCH_TYPES}
 _PICTURE_STEPS = 20
 _CLIPS = (1, 17, 33)  # frames; all classes take these
@@ -54,6 +60,7 @@ _SOUND = {"LTXAV": (8, 16)}  # channels and bins of the sound beside a video, wh
 _PATCH_NAMES = ("patch_size", "patch_spatial", "patch")
 _PACKED = ("Ideogram4Transformer2DModel", "LensTransformer2DModel")
 _OF_UNETS = 2
+_MOST_BLOCKS = 1000
 _MOST_READ = 2**14  # numbers of a tensor that is read to tell the model by, such as a norm's weights
 # What a whole checkpoint says of its model beside the weights: how it predicts, and from how much noise.
 _SAYS = frozenset(("v_pred", "ztsnr", "edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min"))
@@ -98,6 +105,7 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     header = read_header(path)
     everything = header.records()
     records, prefix = _own_records(everything)
+    _refuse_endless(path, records)
     said = {name: record for name, record in everything.items() if name in _SAYS}
     formats = read_formats(path, records, [header.metadata])
     records = pair_scales(path, records, formats)
@@ -115,6 +123,14 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     needed = dict(base.diffusion_model.named_parameters())
     buffers = dict(base.diffusion_model.named_buffers())
     kept = {name: record for name, record in tensors.items() if name in needed or name in buffers}
+    own = needed | {name: each for name, each in buffers.items() if name in kept}  # others are computed
+    if found := differences({name: tuple(each.shape) for name, each in own.items()}, kept):
+        raise ValueError(
+            f"{path} is no whole {row.class_name}, which has {len(own)} tensors: {described(found)}; download it "
+            "again, and join it if it is one of several files"
+        )
+    if left := sorted(tensors.keys() - kept.keys()):
+        _log.warning("%s: %d tensors have no place in this %s: %s", path, len(left), row.class_name, first(left))
     family, variant = _family_of(path, base, row, ComfyModel(config, names, prefix, row))
     facts = {"in_channels": base.latent_format.latent_channels, "class": row.class_name, "dtype": dtype}
     facts["shapes"] = settings_fingerprint({name: list(record.shape) for name, record in kept.items()})
@@ -141,21 +157,32 @@ def _float_type(record: TensorRecord) -> torch.dtype:
     return torch.bfloat16 if record.is_quantized else _DTYPES[record.dtype]
 
 
+def _refuse_endless(path: Path, names: Iterable[str]) -> None:
+    """ComfyUI counts blocks by reading all names for each.
+
+    Raises: ValueError for a file with more blocks than any model.
+    """
+    for name in names:
+        if any(part.isdecimal() and (len(part) > 4 or int(part) >= _MOST_BLOCKS) for part in name.split(".")):
+            raise ValueError(f"{path} has {name[:200]}, and no model has more than {_MOST_BLOCKS} blocks")
+
+
 def _detect(path: Path, names: dict[str, torch.Tensor], prefix: str, metadata: dict[str, str]) -> Any:
     import comfy.model_detection
 
-    try:
-        config = comfy.model_detection.model_config_from_unet(dict(names), prefix, metadata=metadata)
-    except RuntimeError as error:  # it looks at numbers, not only names and shapes
-        raise ValueError(f"ComfyUI cannot tell what {path} is without its weights ({error})") from error
+    detect = comfy.model_detection.model_config_from_unet
+    config = ask_comfyui(path, "tell what model is in", lambda: detect(dict(names), prefix, metadata=metadata))
     if config is None:
-        raise ValueError(f"{path} holds no diffusion model that ComfyUI knows")
+        raise ValueError(
+            f"{path} ({len(names)} tensors) holds no diffusion model that ComfyUI knows; if it should, it is "
+            "incomplete: download it again"
+        )
     return config
 
 
 def _renamed(path: Path, config: Any, records: dict[str, TensorRecord]) -> dict[str, TensorRecord]:
     """The records under the names of ComfyUI's module, which its loader may change."""
-    found = follow(config, records)
+    found = ask_comfyui(path, "rename the tensors of", lambda: follow(config, records))
     for name, record in found.items():
         if record is None:
             raise ValueError(_PICKED_APART.format(path=path, name=name))
@@ -165,11 +192,9 @@ def _renamed(path: Path, config: Any, records: dict[str, TensorRecord]) -> dict[
 def _first_build(path: Path, config: Any, names: dict[str, torch.Tensor], prefix: str) -> Any:
     from accelerate import init_empty_weights
 
-    try:
-        with init_empty_weights(include_buffers=False):
-            return build(own_config(config), names, prefix, torch.device("meta"))
-    except (RuntimeError, NotImplementedError) as error:
-        raise ValueError(f"ComfyUI cannot build the model of {path} without its weights ({error})") from error
+    with init_empty_weights(include_buffers=False):
+        make = lambda: build(own_config(config), names, prefix, torch.device("meta"))  # noqa: E731
+        return ask_comfyui(path, "build the model of", make)
 
 
 def trained_row(row: NativeModel) -> NativeModel:

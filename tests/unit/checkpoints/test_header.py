@@ -83,3 +83,13 @@ def test_a_header_whose_length_looks_like_a_pickle_is_read(length, tmp_path):
     file = tmp_path / "x.safetensors"
     file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
     assert read_header(file).tensors["w"].shape == (2,)
+
+
+def test_more_tensors_than_any_model_has_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("devicebridge.checkpoints.header.parse_json_object", None)
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    file = _write(tmp_path / "a.safetensors", {str(number): empty for number in range(50_001)}, 0)
+    with pytest.raises(ValueError, match=r"a.safetensors has 50001 tensors"):
+        read_header(file)

@@ -348,7 +348,7 @@ BAD: dict[str, tuple[Callable[[Tensors], None], str]] = {
         _change(weight_scale=torch.ones(NUM, dtype=torch.uint8)), "mxfp8 or another format with scales in U8"
     ),
     "no format": (_change(comfy_quant=_note(full_precision_matrix_mult=True)), "which names no format"),
-    "no json": (_change(comfy_quant=torch.zeros(4, dtype=torch.uint8)), f"{QKV}.comfy_quant is no JSON text"),
+    "no json": (_change(comfy_quant=torch.zeros(4, dtype=torch.uint8)), f"{QKV}.comfy_quant is no JSON"),
     "int8 without note": (
         lambda t: (_weight(t, torch.int8), t.pop(f"{QKV}.comfy_quant"))[0],
         rf"the int8 tensor {QKV}.weight and nothing that names its format",
@@ -415,7 +415,7 @@ def test_damaged_and_contradicting_metadata(tmp_path: Path) -> None:
     tensors = load_file(file)
     for text in ("{", "[]", '{"layers": 3}'):
         save_file(tensors, file, {"_quantization_metadata": text})
-        with pytest.raises(ValueError, match="has a _quantization_metadata that cannot be read"):
+        with pytest.raises(ValueError, match="model.safetensors: its _quantization_metadata"):
             read_checkpoint(file)
     save_file(tensors, file, {"_quantization_metadata": json.dumps({"layers": {QKV: {"format": "float8_e5m2"}}})})
     with pytest.raises(ValueError, match=f"float8_e5m2.*of {QKV} in its header and .*float8_e4m3fn.* in"):

@@ -94,11 +94,14 @@ def test_keys_of_the_job_file_are_refused_by_name(bases: dict[str, Path]) -> Non
     assert not list(filter(None, (_fault(case, bases) for case in cases)))
 
 
-@pytest.mark.parametrize("group", ["JSON files", "weight files", "datasets", "checkpoints", "caches", "command lines"])
+@pytest.mark.parametrize(
+    "group", ["JSON files", "weight files", "LoRA to start from", "datasets", "checkpoints", "caches", "command lines"]
+)
 def test_damage_is_refused_or_repaired(group: str, bases: dict[str, Path]) -> None:
     made = {
         "JSON files": lambda: bad_files.json_cases(bases["plain"]),
         "weight files": bad_files.weight_cases,
+        "LoRA to start from": bad_files.start_cases,
         "datasets": bad_runs.dataset_cases,
         "checkpoints": lambda: bad_runs.checkpoint_cases(bases["trained"]),
         "caches": lambda: bad_runs.cache_cases(bases["trained"]),

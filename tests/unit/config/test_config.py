@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomlkit
@@ -263,3 +265,32 @@ def test_names_of_any_bytes_reach_another_process(tmp_path):
     (tmp_path / "job.toml").write_bytes((tmp_path / "job.toml").read_bytes().split(b"\n", 1)[1])
     with pytest.raises(ValueError, match="is not in UTF-8"):  # of a user, it is a mistake
         load_job(tmp_path / "job.toml")
+
+
+def test_a_list_without_end_is_refused_by_name_and_not_spelt_out(tmp_path: Path) -> None:
+    values = {**_VALUES_OF_LISTS, "data": {"folders": [{"path": "x"}], "resolutions": [64] * 10_001}}
+    with pytest.raises(ValueError, match=r"^data\.resolutions has 10001 entries"):
+        make_job(values)
+    (tmp_path / "job.toml").write_text("a = [" + "1, " * 20_001 + "]")
+    with pytest.raises(ValueError, match=r"job\.toml: it has 20001 lines and commas"):
+        load_job(tmp_path / "job.toml")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("lora", "k" * 100_000, 1), ("lora", "kind", "lora" * 100_000), ("data", "resolutions", [-1] * 100)],
+)
+def test_problems_are_told_in_a_message_that_can_be_read(section: str, key: str, value: Any) -> None:
+    values = {**_VALUES_OF_LISTS, section: {**_VALUES_OF_LISTS.get(section, {}), key: value}}
+    with pytest.raises(ValueError, match=re.escape(f"{section}.{key[:100]}")) as refusal:
+        make_job(values)
+    assert len(str(refusal.value)) < 20_000
+    assert ("and 80 more" in str(refusal.value)) == isinstance(value, list)
+
+
+_VALUES_OF_LISTS: dict[str, Any] = {
+    "model": {"path": "x"},
+    "data": {"folders": [{"path": "x"}]},
+    "train": {"steps": 1},
+    "output": {"folder": "x"},
+}
