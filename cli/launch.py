@@ -16,7 +16,7 @@ from ..parallel.ranks.group import RankFailed, RankLost
 from ..parallel.ranks.place import RankPlace
 from ..parallel.ranks.watch import record_error
 from ..system.launched import Launch, find_launch
-from ..system.processes import start
+from ..system.processes import python_command, start
 from ..system.stopping import STOPPED, Stopped, StopRequest, stop_on_signal
 from ..system.telling import say
 from .native import rank_script
@@ -47,7 +47,7 @@ def launch(options: argparse.Namespace, count: int) -> int:
 
 def torchrun_command(
     count: int, script: Sequence[str], job: Path, *, resume: bool, is_verbose: bool = False
-) -> list[str]:
+) -> list[str | Path]:
     """torchrun's module with a rendezvous of its own, whose port is free: two jobs do not meet.
 
     Args:
@@ -56,7 +56,7 @@ def torchrun_command(
     flags = ["--nnodes", "1", "--nproc-per-node", str(count), "--rdzv-backend", "c10d", "--rdzv-id", uuid.uuid4().hex]
     flags += ["--rdzv-endpoint", "localhost:0"]
     ours = [*script, *["--verbose"] * is_verbose, "train", str(job), *["--resume"] * resume]
-    return [sys.executable, "-m", "torch.distributed.run", *flags, *ours]
+    return python_command("from torch.distributed.run import main; main()", *flags, *ours)
 
 
 def _threads(count: int) -> int:

@@ -73,8 +73,8 @@ def find_python(folder: Path) -> Path:
 
 def has_accelerator(python: Path) -> bool:
     """Whether that Python's torch can use a GPU; without one ComfyUI starts with --cpu only."""
-    question = "import torch; print(torch.accelerator.is_available())"
-    return (processes.run([python, "-c", question], timeout_s=120) or "").strip().endswith("True")
+    question = processes.python_command("import torch; print(torch.accelerator.is_available())", python=python)
+    return (processes.run(question, timeout_s=120) or "").strip().endswith("True")
 
 
 def find_comfy_cli() -> Path:

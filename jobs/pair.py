@@ -15,6 +15,7 @@ import contextlib
 import json
 import logging
 import queue
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,10 +61,10 @@ def run_pair(
         failed, or the process that runs in the same folder.
     """
     folder = Path(job.output.folder)
-    with run_lock(folder):
+    with run_lock(folder), tempfile.TemporaryDirectory(prefix="devicebridge-") as private:
         experts = expert_jobs(job, devices)
         at_once = num_at_once(experts)
-        files = {expert.name: _write(expert.job) for expert in experts}
+        files = {expert.name: _write(expert.job, Path(private)) for expert in experts}
         first, second = files.values()
 
         def worker(name: str, file: Path, also_checks: Path | None = None) -> _Worker:
@@ -82,10 +83,15 @@ def run_pair(
         return PairResult(found, is_finished)
 
 
-def _write(job: JobConfig) -> Path:
-    """The job as a file in its folder, for its process and for whoever wants to run it alone."""
-    file = Path(job.output.folder) / "job.toml"
-    save_for_process(job, file)
+def _write(job: JobConfig, private: Path) -> Path:
+    """The job as a file for its process, and as one in its folder for whoever wants to run it alone.
+
+    No process reads the latter: it may lie where ComfyUI saves what browsers send.
+    """
+    folder = Path(job.output.folder)
+    file = private / folder.name / "job.toml"
+    for each in (folder / file.name, file):
+        save_for_process(job, each)
     return file
 
 
@@ -99,7 +105,7 @@ class _Worker:
 
     name: str
     stop_file: Path
-    command: Sequence[str]
+    command: Sequence[str | Path]
     result: TrainingResult | None = None
     error: str = ""
     is_ended: bool = False
@@ -132,7 +138,10 @@ class _Runner:
     def _started(self, worker: _Worker) -> Iterator[None]:
         worker.stop_file.unlink(missing_ok=True)  # of a run that was killed
         with processes.start(
-            worker.command, stop_timeout_s=_KILLED_AFTER_S, orphan_timeout_s=_KILLED_AFTER_OURS_S
+            worker.command,
+            folder=worker.stop_file.parent,
+            stop_timeout_s=_KILLED_AFTER_S,
+            orphan_timeout_s=_KILLED_AFTER_OURS_S,
         ) as running:
             reader = threading.Thread(target=self._listen, args=(worker, running), name=f"devicebridge-{worker.name}")
             reader.start()

@@ -17,13 +17,13 @@ import json
 import logging
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..system.processes import python_command
 from ..system.stopping import StopRequest, stop_signals
 from ..system.telling import safe_output, say
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 _START = (
-    "import runpy, sys; runpy.run_path(sys.argv[1])['load_pack'](); "
+    "import runpy; runpy.run_path(sys.argv[1])['load_pack'](); "
     "from devicebridge.jobs.worker import main; sys.exit(main(sys.argv[2:]))"
 )
 
 
 def worker_command(
     job: Path, stop_file: Path, *, resume: bool, also_checks: Path | None, host_share: int = 1
-) -> list[str]:
+) -> list[str | Path]:
     """The command that starts a worker.
 
     Args:
@@ -48,7 +48,7 @@ def worker_command(
     """
     flags = ["--resume"] * resume + ([] if also_checks is None else ["--fill-caches", str(also_checks)])
     share = ["--host-share", str(host_share)]
-    return [sys.executable, "-c", _START, str(ROOT / "bootstrap.py"), str(job), str(stop_file), *share, *flags]
+    return python_command(_START, ROOT / "bootstrap.py", job, stop_file, *share, *flags)
 
 
 def main(arguments: Sequence[str]) -> int:

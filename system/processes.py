@@ -165,6 +165,14 @@ def _start_guarded(
     raise OSError(f"{command[0]} was not started: {sys.executable}, which was to start it, ended with code {code}")
 
 
+def python_command(code: str, *arguments: str | Path, python: str | Path = sys.executable) -> list[str | Path]:
+    """A command that runs Python code which finds no module in the working folder, where others may write.
+
+    (-P does that, too, and is of Python 3.11. -I also leaves out what the user has installed for himself.)
+    """
+    return [python, "-c", f"import sys; sys.path[:] = filter(None, sys.path); {code}", *arguments]
+
+
 def run(command: Sequence[str | Path], *, timeout_s: float, environment: Mapping[str, str] | None = None) -> str | None:
     """Standard output of a short program; None if it cannot start, takes too long, or ends with another code than 0."""
     try:
@@ -319,13 +327,14 @@ def start_detached(
     """Start a program that goes on when we end, in a session of its own, and no longer belongs to us.
 
     Args:
-        log: what it prints is added to this file. But on Windows the file is locked until the program has ended.
+        log: what it prints is added to this file, in whose folder it runs. But on Windows the file is locked until the
+            program has ended.
         environment: added to ours.
     Raises: OSError if it cannot be started.
     """
     from .locks import try_lock
 
-    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "cwd": log.parent}
     options["env"] = {**os.environ, **_ENCODING, **(environment or {})}
     if _IS_WINDOWS:
         flags = ("CREATE_NEW_PROCESS_GROUP", "DETACHED_PROCESS", "CREATE_BREAKAWAY_FROM_JOB")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from devicebridge.cli.main import main
-from devicebridge.config.job import save_job
+from devicebridge.config.job import load_job, save_job
 from devicebridge.events import Event
 from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs import pair as pair_module
@@ -166,12 +166,13 @@ else:
 
 
 @pytest.fixture
-def scripted(monkeypatch):
+def scripted(monkeypatch, tmp_path):
     """Processes that do as told, by name, and train nothing; what was started, in order."""
     actions: dict[str, str] = {}
     started: list[str] = []
 
     def command(job, stop_file, *, resume, also_checks, host_share):
+        assert not job.is_relative_to(tmp_path) and load_job(job), "browsers may send files there"
         name = "caches" if also_checks is not None else job.parent.name
         started.append(name)
         script = [sys.executable, "-S", "-c", _SCRIPT]
