@@ -193,6 +193,12 @@ def _add_jobs(commands: Commands) -> None:
     parser.add_argument(
         "folder", type=Path, nargs="?", help="the folder of the runs, output/devicebridge of a ComfyUI; found otherwise"
     )
+    parser.add_argument(
+        "--user-directory",
+        type=Path,
+        metavar="FOLDER",
+        help="of that ComfyUI; the folder user beside output otherwise",
+    )
     parser.add_argument("--stop", metavar="RUN", help="have a run end its step, save, and stop")
     parser.add_argument("--all", action="store_true", help="show all runs, not the newest 200 and those under way")
     parser.add_argument("--json", action="store_true", help="print as JSON")

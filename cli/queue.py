@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..runs.queue import JobQueue
+from ..runs.queue import MEMORY, JobQueue
 from ..runs.store import NotThere, RunStore
 from ..system.pace import describe_duration
 from ..system.requests import Requests
@@ -16,7 +16,7 @@ from ..system.telling import say
 
 def jobs(options: argparse.Namespace) -> int:
     store = RunStore(_find_root(options.folder))
-    queue = JobQueue(store)
+    queue = JobQueue(store, (options.user_directory or store.root.parent.parent / "user") / MEMORY)
     if options.stop:
         _stop(store, queue, options.stop)
         return 0

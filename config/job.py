@@ -224,6 +224,15 @@ def job_to_dict(job: JobConfig) -> dict[str, dict[str, Any]]:
     return json.loads(json.dumps(dataclasses.asdict(job)))  # type: ignore[call-overload]
 
 
+def paths_of(job: JobConfig) -> Iterator[tuple[str, str]]:
+    """Every file and folder that a job names, with its key; those of ComfyUI may be names in its folders."""
+    values = job_to_dict(job)
+    for key in job_keys().values():
+        for section in _sections(values, key.section.split(".")) if key.is_path or key.path in STOCK_FILES else ():
+            given = section[key.name]
+            yield from ((key.path, each) for each in (given if isinstance(given, list) else [given]) if each)
+
+
 def load_job(path: str | Path) -> JobConfig:
     """Read a TOML job. Relative paths in it are taken relative to the file's folder.
 
@@ -302,7 +311,8 @@ def _settings_of(job: JobConfig, left_out: Collection[str]) -> dict[str, Any]:
 
 # What a resumed run may change, but not one rank alone: it says when ranks meet, and which weights they share.
 _AGREED = {"parallel.strategy", "parallel.shard_degree", "evaluation.every_steps", "output.save_every_steps"}
-_OF_A_MACHINE = {"cache.vae_device", "cache.stock_clip", "cache.stock_vae", "cache.stock_vision"}  # devices and files
+STOCK_FILES = {"cache.stock_clip", "cache.stock_vae", "cache.stock_vision"}
+_OF_A_MACHINE = {"cache.vae_device", *STOCK_FILES}
 
 
 def shared_settings(job: JobConfig) -> dict[str, list[Any]]:

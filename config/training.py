@@ -149,7 +149,7 @@ class OptimizerConfig:
         weight_decay: How strongly weights are pulled towards zero at each step.
         options: Further keyword arguments of the optimizer class.
         allow_import: Whether the class may be of a package that the pack does not list. Importing a package runs its
-            code: allow it only in a job file that you wrote or read.
+            code: allow it only in a job file that you wrote or read. Such a job starts on the command line only.
         kahan: With lora.dtype bfloat16: keep what rounding takes off each weight, and add it at the next step (Kahan
             summation), so that small steps count. Takes 2 bytes per trained value between steps, 8 more in them. Works
             with every optimizer.

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from ..config.job import JobConfig, save_for_process
 from ..encoding.encode import never
 from ..events import EventTail, Listener
+from ..runs.queue import train_command
 from ..system.processes import Running, start
 from ..system.requests import Requests
 from ..system.stopping import STOPPED
@@ -23,8 +26,7 @@ from ..training.state import list_checkpoints, load_checkpoint
 from .result import TrainingResult
 from .run_again import read_result
 
-_ROOT = Path(__file__).resolve().parent.parent
-_FILE, LOG = "processes.toml", "processes.log"
+LOG = "processes.log"
 _POLL_S = 0.2
 _SAVING_S = 300.0  # where nobody waits for them any more: a step has to end and a checkpoint to be written
 _TOLD = "devicebridge: "  # begins a line of our command's that says what went wrong
@@ -48,17 +50,16 @@ def run_in_processes(
     Raises: RuntimeError with what the processes said, if they failed.
     """
     folder = Path(job.output.folder)
-    file, log = folder / _FILE, folder / LOG
-    save_for_process(job, file)
-    ours = native if native and job.needs_comfyui else (sys.executable, str(_ROOT / "__main__.py"))
-    command = [*ours, "train", str(file), *["--resume"] * resume]
-    tail = EventTail(folder)
-    with (
-        log.open("wb") as output,
-        start(command, output=output, stop_timeout_s=_SAVING_S, orphan_timeout_s=_SAVING_S) as running,
-    ):
-        is_asked = _follow(running, folder, tail, on_event, should_stop)
-        code = running.exit_code
+    folder.mkdir(parents=True, exist_ok=True)
+    log, tail = folder / LOG, EventTail(folder)
+    begin = partial(start, stop_timeout_s=_SAVING_S, orphan_timeout_s=_SAVING_S)
+    with tempfile.TemporaryDirectory(prefix="devicebridge-") as private:  # no browser sends files there
+        file = Path(private) / "job.toml"
+        save_for_process(job, file)
+        command = train_command(job, file, native, resume=resume)
+        with log.open("wb") as output, begin(command, folder=file.parent, output=output) as running:
+            is_asked = _follow(running, folder, tail, on_event, should_stop)
+            code = running.exit_code
     if code and code != STOPPED and not (is_asked and code in _ENDED_BEFORE_IT_LISTENED):
         raise RuntimeError(_why(log, code))
     return _result(job, "stopped" if code else "finished")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from ..config.job import JobConfig
-from .host.page import background_queue, refuse_cards_of_others
+from .host.page import background_queue, cards_of, refuse_cards_of_others, seen_queue
 from .host.page import own_command as own_command
 
 if TYPE_CHECKING:
     from ..checkpoints.checkpoint import CheckpointInfo
+
+_log = logging.getLogger(__name__)
 
 
 def start(job: JobConfig, info: CheckpointInfo | None, *, is_resumed: bool) -> str:
@@ -38,9 +41,9 @@ def refuse_taken_cards(job: JobConfig) -> None:
     refuse_cards_of_others(cards_of(job))
 
 
-def cards_of(job: JobConfig) -> tuple[str, ...]:
-    """Every device that the job will use, by name."""
-    from ..jobs.job import used_devices
-    from ..jobs.resolve import find_machine
-
-    return used_devices(job, find_machine(job.split.devices).devices)
+def remember(job: JobConfig) -> None:
+    """What the run of this job is resumed from, though it is no training in the background."""
+    try:
+        seen_queue().kept.keep(job)
+    except (OSError, ValueError) as error:
+        _log.warning("the sidebar's tab will ask before it resumes %s: %s", job.output.folder, error)

@@ -171,6 +171,7 @@ class TrainLora(io.ComfyNode):
         with host.training_allowed():
             with model.prepared() as info:
                 run = _find_run(job, info, resume, view)
+            host.refuse_job(run.job)
             if run.finished is None:
                 check = partial(_check, run, model, info, view, in_background=in_background)
                 if run.job.lora.text_encoder:
@@ -233,6 +234,7 @@ def _train(run: NextRun, info: CheckpointInfo | None, view: JobView) -> Training
     from ..jobs.job import run_job
 
     background.refuse_taken_cards(run.job)
+    background.remember(run.job)
     with host.host_memory_freed():
         if run.job.parallel.processes > 1:
             native = background.own_command()

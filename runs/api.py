@@ -5,6 +5,8 @@ Names in a request are looked for among what is there (store.py). Every answer i
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from ..config.job import make_job
+from ..config.job import JobConfig, job_to_dict, make_job, paths_of
 from ..system.files import write_atomically
 from ..system.locks import alone
 from ..system.requests import REQUESTS, Requests
@@ -39,6 +41,7 @@ class Host:
         datasets: names of the folders that datasets may be in.
         dataset: the folder of such a name, which lies in a folder of the program's own, with all that it holds, or with
             the one file that is named; "" is all. Raises: ValueError.
+        cards_of: every device that a job will use. Raises: ValueError.
         names: under which the program is meant to be asked; see guard.py.
     """
 
@@ -47,6 +50,7 @@ class Host:
     free: Callable[[], None]
     datasets: Callable[[], list[str]]
     dataset: Callable[[str, str], Path]
+    cards_of: Callable[[JobConfig], tuple[str, ...]]
     names: Callable[[], Collection[str]] = tuple
 
 
@@ -127,14 +131,22 @@ class Api:
         return Answer(values={"asked": what})
 
     def _resume(self, values: dict[str, Any]) -> Answer:
+        """Of a run that this program did not start as its record says, the paths are told first: who can send a file
+        may have made that record. The request that repeats the digest starts it."""
         run = text_of(values, "run")
         folder, record = self._store.find(run), self._store.record(run)
-        if record is None or not record.job:
+        kept = self._queue.kept.find(folder)
+        job = make_job(record.job) if record is not None and record.job else kept
+        if job is None:
             raise Busy("this run was made before runs kept their job; resume it where it was started")
-        job = make_job(record.job)
         if Path(job.output.folder).resolve() != folder.resolve():
             raise Busy("this run was moved since; resume it with its job file")
-        queued = self._queue.add(job, record.devices, is_resumed=True)
+        if kept is not None and _without_encoders(job) == _without_encoders(kept):
+            job = kept
+        elif values.get("confirm") != (told := _digest(job)):
+            self._queue.check(job)
+            return Answer(values={"confirm": told, "paths": [f"{key}: {path}" for key, path in paths_of(job)]})
+        queued = self._queue.add(job, self._host.cards_of(job), is_resumed=True)
         self._queue.tick()
         return Answer(values={"job": queued.id})
 
@@ -167,6 +179,15 @@ class Api:
     def _free(self, values: dict[str, Any]) -> Answer:
         self._host.free()
         return Answer(values={"asked": "free"})
+
+
+def _without_encoders(job: JobConfig) -> dict[str, Any]:
+    """What a record and the job that was started agree on: the record also names the encoders that were found."""
+    return {name: section for name, section in job_to_dict(job).items() if name != "cache"}
+
+
+def _digest(job: JobConfig) -> str:
+    return hashlib.sha256(json.dumps(job_to_dict(job), sort_keys=True).encode()).hexdigest()
 
 
 def _problem(status: int, error: Exception) -> Answer:

@@ -1,8 +1,11 @@
 """Trainings in processes of their own: a queue on the disk, with order, in which every job holds the cards it names.
 
-A job of the queue is a file below <root>/.jobs. Whoever looks after the queue (a ComfyUI with this folder) starts jobs
-when their cards are free, and may end and come back: jobs go on without it, and are found again by their process. Two
-that look after one queue take turns by a lock.
+The queue is one file, replaced in one step by whoever changes it, under a lock. Whoever looks after it (a ComfyUI)
+starts jobs when their cards are free, and may end and come back: jobs go on without it, and are found again by their
+process.
+
+The file lies where no request can write, and so does the job of each run that was started: what a browser can send, it
+can send into the folder of the runs, too. What a run's folder says is shown, and never started (decision 48).
 """
 
 from __future__ import annotations
@@ -11,28 +14,29 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..config.job import JobConfig, load_job, save_for_process
+from ..config.job import JobConfig, job_to_dict, make_job
 from ..system.files import write_atomically
 from ..system.json_file import expect, read_json_object
 from ..system.locks import alone
 from ..system.processes import ProcessMark, start_detached
 from ..system.requests import Requests
+from .kept import KeptJobs
 from .record import QUEUED, read_record
 from .store import Busy, NotThere, RunStore
 
-_START = (
-    "import runpy, sys; runpy.run_path(sys.argv[1])['load_pack'](); "
-    "from devicebridge.cli.main import main; sys.exit(main(sys.argv[2:]))"
-)
-_BOOTSTRAP = Path(__file__).resolve().parent.parent / "bootstrap.py"
-_FOLDER, _JOB_FILE, LOG = ".jobs", "background.toml", "background.log"
+_MAIN = Path(__file__).resolve().parent.parent / "__main__.py"
+MEMORY = "__devicebridge"  # in ComfyUI's user folder
+_QUEUE, _LOCK, _JOBS = "queue.json", ".lock", "jobs"
+_AGAIN = "remove it, and the queue is empty"
+_CUT_SHORT = "ComfyUI ended while it started this training; see whether it runs, and resume it if not"
+_this_process = threading.Lock()  # also where the file system has none
 _WAIT_S = 10.0  # for another that looks after the queue: it starts processes, and does not wait for them
 _MOST_LOG = 4000  # bytes from its end that a message is looked for in
 JobState = Literal["waiting", "starting", "failed"]
@@ -44,14 +48,20 @@ def nothing_held() -> Held:
     return {}
 
 
+def _may_start_nothing(job: JobConfig) -> None:
+    """Of a program that only looks at a queue."""
+    raise ValueError("trainings in the background are started by ComfyUI alone")
+
+
 @dataclass(frozen=True)
 class QueuedJob:
     """A training that waits, or that was started and has not told of itself in its run's record yet.
 
     Args:
+        root: of the store that its run is in.
         run: its run's name in the store.
         devices: every card it uses.
-        order: the smallest is started first.
+        job: as job_to_dict gives it.
         is_resumed: it goes on from its newest checkpoint.
         process: once it was started.
         message: why it failed.
@@ -59,9 +69,10 @@ class QueuedJob:
     """
 
     id: str
+    root: str
     run: str
     devices: tuple[str, ...]
-    order: float
+    job: Mapping[str, Any]
     is_resumed: bool = False
     state: JobState = "waiting"
     process: ProcessMark | None = None
@@ -73,23 +84,30 @@ class JobQueue:
     """The queue of a store's runs.
 
     Args:
+        folder: where it is remembered, which no request can write; it need not exist.
+        check: raises ValueError for a job that must not be started.
         others: what else uses cards, of this program: ComfyUI's models.
         native: beginning of the command for a job that needs ComfyUI; () lets the command find one.
     """
 
-    def __init__(self, store: RunStore, others: Callable[[], Held] = nothing_held, native: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        store: RunStore,
+        folder: Path,
+        check: Callable[[JobConfig], None] = _may_start_nothing,
+        others: Callable[[], Held] = nothing_held,
+        native: Sequence[str] = (),
+    ) -> None:
         self.store = store
+        self.check = check
+        self.kept = KeptJobs(folder / _JOBS)
         self._others = others
         self._native = tuple(native)
-        self._folder = store.root / _FOLDER
+        self._folder = folder
 
     def jobs(self) -> list[QueuedJob]:
-        """All, in their order."""
-        found = []
-        for file in sorted(self._folder.glob("*.json")) if self._folder.is_dir() else ():
-            with contextlib.suppress(OSError, ValueError):
-                found.append(_read(file))
-        return sorted(found, key=lambda job: job.order)
+        """Those of this store, in their order. Raises: ValueError naming the file if it cannot be read."""
+        return [job for job in self._all() if job.root == str(self.store.root)]
 
     def find(self, job_id: object) -> QueuedJob:
         """Raises: NotThere."""
@@ -99,33 +117,31 @@ class JobQueue:
         raise NotThere("there is no such job in the queue")
 
     def add(self, job: JobConfig, devices: Sequence[str], *, is_resumed: bool) -> QueuedJob:
-        """Put a training at the end of the queue, or in the place of one of its run that still waits. Its job file is
-        written into its run's folder.
+        """Put a training at the end of the queue, or in the place of one of its run that still waits.
 
         Args:
             devices: every card it will use.
-        Raises: Busy if that run is under way or was started; ValueError for a run folder outside the store.
+        Raises: Busy if that run is under way or was started; ValueError for a run folder outside the store, or a job
+            that must not be started.
         """
-        folder = Path(job.output.folder)
-        if not folder.is_relative_to(self.store.root):
-            raise ValueError(f"{folder} is not below {self.store.root}; a training in the background writes there")
-        run = folder.relative_to(self.store.root).as_posix()
-        with self._alone(wait_s=_WAIT_S) as is_ours:  # or a job that is started meanwhile would be taken out
-            if not is_ours:
-                raise Busy("the queue is starting other trainings; try again in a moment")
-            earlier = self._earlier(run, folder)
-            save_for_process(job, folder / _JOB_FILE)
-            last = max((each.order for each in self.jobs()), default=0.0) + 1.0
-            order = earlier.order if earlier is not None and earlier.state == "waiting" else last
-            queued = QueuedJob(uuid.uuid4().hex, run, tuple(devices), order, is_resumed)
-            if earlier is not None:
-                self._remove(earlier)
-            self._write(queued)
+        run = self._run_of(job)
+        self.check(job)
+        with self._held():
+            queued = QueuedJob(
+                uuid.uuid4().hex, str(self.store.root), run, tuple(devices), job_to_dict(job), is_resumed
+            )
+            earlier = self._earlier(run)
+            jobs = self._all()
+            if earlier is not None and earlier.state == "waiting":
+                jobs[jobs.index(earlier)] = queued
+            else:
+                jobs = [each for each in jobs if each != earlier] + [queued]
+            self._save(jobs)
         return queued
 
-    def _earlier(self, run: str, folder: Path) -> QueuedJob | None:
+    def _earlier(self, run: str) -> QueuedJob | None:
         """What the queue has of this run, which a new job takes the place of. Raises: Busy for one that was started."""
-        record = read_record(folder)
+        record = read_record(self.folder(run))
         if record is not None and record.state == "running":
             raise Busy(f"{run} is under way; stop it, or wait for its end")
         found = next((each for each in self.jobs() if each.run == run), None)
@@ -135,27 +151,32 @@ class JobQueue:
 
     def remove(self, job_id: object) -> None:
         """Take a job that waits or has failed out of the queue. Raises: NotThere; Busy if it has been started."""
-        job = self.find(job_id)
-        if job.state == "starting":
-            raise Busy("this job has been started; stop its run")
-        self._remove(job)
+        with self._held():
+            job = self.find(job_id)
+            if job.state == "starting":
+                raise Busy("this job has been started; stop its run")
+            self._remove(job)
 
     def move(self, job_id: object, *, is_earlier: bool) -> None:
-        """Change places with the job before or after; at the ends a no-op. Raises: NotThere."""
-        job, jobs = self.find(job_id), self.jobs()
-        place = [each.id for each in jobs].index(job.id)
-        other = place - 1 if is_earlier else place + 1
-        if 0 <= other < len(jobs):
-            self._write(replace(job, order=jobs[other].order))
-            self._write(replace(jobs[other], order=job.order))
+        """Change places with the job before or after; at the ends a no-op. Raises: NotThere; Busy."""
+        with self._held():
+            job, own = self.find(job_id), self.jobs()
+            other = own.index(job) + (-1 if is_earlier else 1)
+            if 0 <= other < len(own):
+                swapped = {job.id: own[other], own[other].id: job}
+                self._save([swapped.get(each.id, each) for each in self._all()])
 
     def stop_before_its_record(self, run: str) -> bool:
-        """Remember that a job that is starting is to be stopped; whether there is one."""
-        for job in self.jobs():
-            if job.run == run and job.state == "starting":
-                self._write(replace(job, is_stopped=True))
-                return True
-        return False
+        """Remember that a job that is starting is to be stopped; whether there is one. Raises: Busy."""
+        if not self._starting(run):  # which most are not: no need to wait for another that looks after the queue
+            return False
+        with self._held():
+            for job in (found := self._starting(run)):
+                self._change(job, is_stopped=True)
+        return bool(found)
+
+    def _starting(self, run: str) -> list[QueuedJob]:
+        return [job for job in self.jobs() if job.run == run and job.state == "starting"]
 
     def describe(self) -> list[dict[str, Any]]:
         """Plain values for the page and the terminal; "why" says what a job waits for."""
@@ -202,56 +223,104 @@ class JobQueue:
                 held |= {card: "" for card in job.devices}  # its own now, or kept for it
             return changed
 
-    def _alone(self, wait_s: float = 0.0) -> AbstractContextManager[bool]:
+    def folder(self, run: str) -> Path:
+        """Of a run, there or not. Raises: ValueError for a name that leads out of the store, also by a link."""
+        root = Path(os.path.realpath(self.store.root))
+        inside = root / run
+        is_itself = os.path.normcase(os.path.realpath(inside)) == os.path.normcase(inside)
+        if inside == root or not inside.is_relative_to(root) or not is_itself:
+            raise ValueError(f"the run {run!r} leads out of {self.store.root}, or over a link; give it another name")
+        return self.store.root / run
+
+    def _run_of(self, job: JobConfig) -> str:
+        """Its run's name. Raises: ValueError for one outside the store."""
+        folder = Path(job.output.folder)
+        if not folder.is_relative_to(self.store.root):
+            raise ValueError(f"{folder} is not below {self.store.root}; a training in the background writes there")
+        run = folder.relative_to(self.store.root).as_posix()
+        self.folder(run)
+        return run
+
+    @contextlib.contextmanager
+    def _alone(self, wait_s: float = 0.0) -> Iterator[bool]:
         """Whether nobody else looks after the queue, after waiting so long for the end of that."""
-        return alone(self._folder / ".lock", wait_s)
+        with _this_process, alone(self._folder / _LOCK, wait_s) as is_ours:
+            yield is_ours
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Nobody else changes the queue inside. Raises: Busy."""
+        with self._alone(wait_s=_WAIT_S) as is_ours:
+            if not is_ours:
+                raise Busy("the queue is starting other trainings; try again in a moment")
+            yield
 
     def _start(self, job: QueuedJob) -> None:
-        folder = self.store.root / job.run
-        Requests(folder).clear()
-        flags = ["--resume"] if job.is_resumed else []
-        own = (sys.executable, "-c", _START, str(_BOOTSTRAP))
-        is_native = self._native and _needs_comfyui(folder / _JOB_FILE)
-        command = [*(self._native if is_native else own), "train", str(folder / _JOB_FILE), *flags]
         try:
-            process = start_detached(command, folder / LOG, {QUEUED: job.id})
-        except OSError as error:
-            self._write(replace(job, state="failed", message=str(error)))
-            return
-        self._write(replace(job, state="starting", process=process))
+            config = make_job(job.job)
+            self.check(config)
+            if (run := self._run_of(config)) != job.run:
+                raise ValueError(f"its job writes into the run {run!r}; start it anew")
+            Requests(self.folder(run)).clear()
+            file = self.kept.keep(config)
+            self._change(job, state="starting")  # first, or a kill in between would start it twice
+            command = train_command(config, file, self._native, resume=job.is_resumed)
+            process = start_detached(command, file.with_suffix(".log"), {QUEUED: job.id})
+        except (OSError, ValueError) as error:
+            self._change(job, state="failed", message=str(error))
+        else:
+            self._change(job, state="starting", process=process)
 
     def _follow(self, job: QueuedJob) -> bool:
         """Whether a job that was started has got its record, or has ended without one."""
-        record = read_record(self.store.root / job.run)
+        folder = self.store.root / job.run
+        record = read_record(folder)
         if record is not None and record.queued == job.id:
             if job.is_stopped:
-                Requests(self.store.root / job.run).ask("stop")
+                Requests(folder).ask("stop")
             self._remove(job)
             return True
-        if job.process is not None and job.process.is_alive(self.store.root / job.run / LOG):
+        log = self.kept.file(folder).with_suffix(".log")
+        if job.process is not None and job.process.is_alive(log):
             return False
         if job.is_stopped:
             self._remove(job)
         else:
-            self._write(replace(job, state="failed", message=_last_words(self.store.root / job.run / LOG)))
+            self._change(job, state="failed", message=_last_words(log) if job.process else _CUT_SHORT)
         return True
 
-    def _write(self, job: QueuedJob) -> None:
-        write_atomically(self._folder / f"{job.id}.json", json.dumps(asdict(job)).encode())
+    def _all(self) -> list[QueuedJob]:
+        """Of every store. Raises: ValueError naming the file if it cannot be read."""
+        file = self._folder / _QUEUE
+        try:
+            values = read_json_object(file, _AGAIN)
+        except FileNotFoundError:
+            return []
+        jobs = expect(values.get("jobs"), list, f"{file}: jobs", _AGAIN)
+        found = []
+        for each in jobs:
+            with contextlib.suppress(ValueError):
+                found.append(_read(expect(each, dict, f"{file}: a job", _AGAIN), str(file)))
+        return found
+
+    def _save(self, jobs: Sequence[QueuedJob]) -> None:
+        write_atomically(self._folder / _QUEUE, json.dumps({"jobs": [asdict(job) for job in jobs]}).encode())
+
+    def _change(self, job: QueuedJob, **changes: Any) -> None:
+        self._save([replace(each, **changes) if each.id == job.id else each for each in self._all()])
 
     def _remove(self, job: QueuedJob) -> None:
-        (self._folder / f"{job.id}.json").unlink(missing_ok=True)
+        self._save([each for each in self._all() if each.id != job.id])
 
 
 def _has_waiting(jobs: Sequence[QueuedJob]) -> bool:
     return any(job.state == "waiting" for job in jobs)
 
 
-def _needs_comfyui(file: Path) -> bool:
-    """Of a job file; of one that cannot be read the job itself tells."""
-    with contextlib.suppress(ValueError):
-        return load_job(file).needs_comfyui
-    return False
+def train_command(job: JobConfig, file: Path, native: Sequence[str], *, resume: bool) -> list[str]:
+    """`devicebridge train` with this Python; where the job needs ComfyUI, with what native begins."""
+    own = native if native and job.needs_comfyui else (sys.executable, str(_MAIN))
+    return [*own, "train", str(file), *["--resume"] * resume]
 
 
 def explain(devices: Sequence[str], held: Held) -> str:
@@ -278,16 +347,15 @@ def _last_words(log: Path) -> str:
     return words.strip() if told else "its process ended and said nothing; see " + str(log)
 
 
-def _read(file: Path) -> QueuedJob:
-    """Raises: OSError; ValueError."""
-    values = read_json_object(file)
-    kinds: dict[str, type | tuple[type, ...]] = {"id": str, "run": str, "devices": list, "order": (int, float)}
+def _read(values: Mapping[str, Any], what: str) -> QueuedJob:
+    """Raises: ValueError."""
+    kinds: dict[str, type | tuple[type, ...]] = {"id": str, "root": str, "run": str, "devices": list, "job": dict}
     kinds |= {"is_resumed": bool, "state": str, "message": str, "is_stopped": bool}
-    read = {name: expect(values.get(name), kind, f"{file}: {name}") for name, kind in kinds.items()}
-    if read["state"] not in get_args(JobState) or f"{read['id']}.json" != file.name:
-        raise ValueError(f"{file} is no job of a queue")
+    read = {name: expect(values.get(name), kind, f"{what}: {name}", _AGAIN) for name, kind in kinds.items()}
+    if read["state"] not in get_args(JobState):
+        raise ValueError(f"{what} says {read['state']!r} of a job; {_AGAIN}")
     process = values.get("process")
     return QueuedJob(
-        **{**read, "devices": tuple(expect(each, str, f"{file}: devices") for each in read["devices"])},
+        **{**read, "devices": tuple(expect(each, str, f"{what}: devices", _AGAIN) for each in read["devices"])},
         process=None if process is None else ProcessMark.read(process),
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,18 @@ _ASK_EVERY = 1000
 
 def go_on() -> None:
     """An `ask` for a look that nobody stops."""
+
+
+def links_below(folder: Path) -> Iterator[Path]:
+    """Every link in a folder and in all below it, hidden ones too; none in a folder that is not there."""
+    left = [folder]
+    while left:
+        with contextlib.suppress(OSError), os.scandir(left.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    yield Path(entry.path)
+                elif entry.is_dir(follow_symlinks=False):
+                    left.append(Path(entry.path))
 
 
 @dataclass

@@ -35,6 +35,7 @@ from .folders import list_components as list_components
 from .folders import list_input_folders as list_input_folders
 from .folders import list_models as list_models
 from .folders import output_entry as output_entry
+from .folders import refuse_job as refuse_job
 from .folders import refuse_writing as refuse_writing
 from .folders import shown_picture as shown_picture
 from .native.conditions import HostConditioner as HostConditioner

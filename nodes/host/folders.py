@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 import folder_paths
 
-from ...system.listing import Looked, go_on
+from ...config.job import STOCK_FILES, JobConfig, paths_of
+from ...runs.queue import MEMORY
+from ...system.listing import Looked, go_on, links_below
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 USE_PATH = "[path below]"
 OWN_PART = "[model folder]"  # of a diffusers model, which brings it
 _MOST_LISTED = 1000
+_WRITTEN = {"output.folder", "cache.folder", "model.quantized_cache"}
+_MAY_BE_NAMES = {"model.path", "samples.vae", *STOCK_FILES}  # in ComfyUI's folders
 
 
 def folder_in_input(name: str, what: str, ask: Callable[[], None] = go_on) -> Path:
@@ -262,18 +266,72 @@ def settings_file() -> Path:
     return Path(folder_paths.get_user_directory()) / "devicebridge.toml"
 
 
+def memory_folder() -> Path:
+    """Where the queue and the jobs of runs are remembered, which need not exist: what ComfyUI calls the directory of a
+    system user, kept from every request. (Its get_system_user_directory is newer than our nodes' oldest ComfyUI.)"""
+    return Path(folder_paths.get_user_directory()) / MEMORY
+
+
 def _refuse_unreadable(path: Path, name: str, what: str) -> None:
     """Raises: ValueError if it lies neither in a folder of ComfyUI's nor in one the user has allowed."""
     if not _is_below(path, _readable_folders()):
         _refuse(f"{what} {name!r}", path)
 
 
+def refuse_job(job: JobConfig) -> None:
+    """What nodes refuse, of a job wherever it comes from: asked by the nodes, and again when a process is started.
+
+    Raises: ValueError for a job that reads where nodes may not, writes elsewhere than below ComfyUI's output folder, or
+        imports a package by name.
+    """
+    if job.optimizer.allow_import:
+        raise ValueError(
+            "optimizer.allow_import runs the code of any package, which only a job file that you start yourself may "
+            "ask for: devicebridge train job.toml"
+        )
+    for key, name in paths_of(job):
+        path = _expanded(name, key)
+        if key in _WRITTEN:
+            _refuse_writing_elsewhere(path, key)
+        elif path.is_absolute():
+            readable_path(name, key)
+        elif key not in _MAY_BE_NAMES:
+            raise ValueError(f"{key} {name!r} is no full path; give one")
+
+
+def _refuse_writing_elsewhere(folder: Path, key: str) -> None:
+    """Raises: ValueError for a folder that is not below ComfyUI's output folder, or holds a link to elsewhere."""
+    output = folder_paths.get_output_directory()
+    if not (folder.is_absolute() and any(_is_named_below(folder, base) for base in (output, os.path.realpath(output)))):
+        raise ValueError(f"{key} {str(folder)!r} is not below ComfyUI's output folder, {output}; choose one there")
+    folders = [os.path.realpath(place) for place in (output, *_allowed("folders"))]
+    for path in (folder, *links_below(folder)):
+        if not _is_below(path, folders):
+            raise ValueError(f"{key}: {path} leads out of ComfyUI's output folder; remove it, or {_allow(path)}")
+
+
+def _is_named_below(path: Path, base: str) -> bool:
+    """Without following links."""
+    return os.path.normpath(path).startswith(os.path.normpath(base) + os.sep)
+
+
+def refuse_uploads_to(place: Path) -> None:
+    """Raises: ValueError for a file or folder that requests write: what lies there may be anybody's."""
+    of_uploads = (folder_paths.get_input_directory, folder_paths.get_output_directory, folder_paths.get_temp_directory)
+    if _is_below(place, [os.path.realpath(each()) for each in of_uploads]):
+        raise ValueError(f"{place} lies in a folder that uploads go to; start ComfyUI with another --user-directory")
+
+
 def _refuse(what: str, path: Path) -> NoReturn:
     raise ValueError(
         f"{what} is not in a folder that nodes read from: those of ComfyUI (input, output, models, temp, user), and "
-        f"those that you allow. Move it into one, or allow its folder once, in {settings_file()}:\n"
-        f"allowed_folders = [{json.dumps(str(path), ensure_ascii=False)}]"
+        f"those that you allow. Move it into one, or {_allow(path)}"
     )
+
+
+def _allow(path: Path) -> str:
+    shown = json.dumps(str(path), ensure_ascii=False)
+    return f"allow its folder once, in {settings_file()}:\nallowed_folders = [{shown}]"
 
 
 def _refuse_links_outside(path: Path, what: str, ask: Callable[[], None] = go_on) -> None:
@@ -317,9 +375,7 @@ def _allowed(what: str) -> list[str]:
     file = settings_file()
     if not file.exists():
         return []
-    of_uploads = (folder_paths.get_input_directory, folder_paths.get_output_directory, folder_paths.get_temp_directory)
-    if _is_below(file, [os.path.realpath(each()) for each in of_uploads]):
-        raise ValueError(f"{file} lies in a folder that uploads go to; start ComfyUI with another --user-directory")
+    refuse_uploads_to(file)
     from ...config.ranges import check_path
     from ...config.toml_text import parse_toml
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import folder_paths
 
+from ...config.job import JobConfig
 from ...jobs.native_process import native_command
 from ...runs.api import PREFIX, Answer, Api, Host
 from ...runs.datasets import FREE_ROUTES
@@ -29,7 +30,8 @@ from ...runs.guard import MOST_BODY, Refused, check_origin
 from ...runs.news import News
 from ...runs.queue import Held, JobQueue, explain
 from ...runs.store import RunStore
-from .folders import allowed_hosts, own_dataset, own_datasets
+from ...system.json_file import read_json_object
+from .folders import allowed_hosts, memory_folder, own_dataset, own_datasets, refuse_job, refuse_uploads_to
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -38,6 +40,7 @@ _log = logging.getLogger(__name__)
 _EVERY_S = 1.0
 _CARDS_EVERY = 2  # turns
 _MESSAGE = "devicebridge.page"
+_MOST_NAMES, _MOST_OF_A_JOB = 20, 100_000  # the latter in bytes
 _lock = threading.Lock()  # of the store: requests come in several threads
 _drawing = ThreadPoolExecutor(4, "devicebridge-pictures")  # so that pictures keep no other request waiting
 _listeners: weakref.WeakSet[web.StreamResponse] = weakref.WeakSet()  # websockets of whoever may be told what is new
@@ -50,7 +53,8 @@ def add_page() -> None:
 
     queue = background_queue()
     store = queue.store
-    api = Api(store, queue, Host(_loras, _cards, _free, own_datasets, own_dataset, _names))
+    api = Api(store, queue, Host(_loras, _cards, _free, own_datasets, own_dataset, cards_of, _names))
+    _tell_of_left_jobs()
 
     async def handle(request: web.Request) -> web.StreamResponse:
         return await _respond(api, request)
@@ -69,7 +73,45 @@ def runs_folder() -> Path:
 
 def background_queue() -> JobQueue:
     """The queue of trainings in processes of their own; those that need a ComfyUI get this one's code."""
-    return JobQueue(RunStore(runs_folder()), _held_by_models, own_command())
+    return JobQueue(RunStore(runs_folder()), memory_folder(), _check, _held_by_models, own_command())
+
+
+def seen_queue() -> JobQueue:
+    """The same queue for whoever starts nothing."""
+    return JobQueue(RunStore(runs_folder()), memory_folder())
+
+
+def _check(job: JobConfig) -> None:
+    """Raises: ValueError for a job that this ComfyUI does not start."""
+    refuse_uploads_to(memory_folder())
+    refuse_job(job)
+
+
+def cards_of(job: JobConfig) -> tuple[str, ...]:
+    """Every device that the job will use, by name."""
+    from ...jobs.job import used_devices
+    from ...jobs.resolve import find_machine
+
+    return used_devices(job, find_machine(job.split.devices).devices)
+
+
+def _tell_of_left_jobs() -> None:
+    """The queue of earlier versions lay where browsers can write, so nobody knows who put its jobs there."""
+    folder = runs_folder() / ".jobs"
+    if left := sorted(folder.glob("*.json")):
+        _log.warning(
+            "%s holds %d jobs of an earlier version's queue; they are not started: %s. Queue them again, and remove it",
+            folder,
+            len(left),
+            ", ".join(repr(_run_of(file)) for file in left[:_MOST_NAMES]),
+        )
+
+
+def _run_of(file: Path) -> str:
+    with suppress(OSError, ValueError):
+        if file.stat().st_size < _MOST_OF_A_JOB:
+            return str(read_json_object(file).get("run", file.name))
+    return file.name
 
 
 def own_command() -> list[str]:
@@ -80,7 +122,7 @@ def own_command() -> list[str]:
 
 def refuse_cards_of_others(devices: Sequence[str]) -> None:
     """Raises: RuntimeError if a training in the background, or another ComfyUI's, uses one of these cards."""
-    why = explain(devices, JobQueue(RunStore(runs_folder())).held())
+    why = explain(devices, seen_queue().held())
     if why:
         raise RuntimeError(why)
 

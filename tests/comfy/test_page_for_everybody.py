@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from devicebridge.config.job import make_job
-from devicebridge.runs.queue import JobQueue
+from devicebridge.runs.queue import MEMORY, JobQueue
 from devicebridge.runs.record import recorded_run
 from devicebridge.runs.store import RunStore
 from devicebridge.tests.comfy.browser import CONTRASTS, FOCUSABLE, open_page, open_tab
@@ -109,7 +109,7 @@ def _full_panel(server: Server, name: str, num_waiting: int = 2) -> Iterator[Pat
     """A run that seems to be under way, with curves, samples and checkpoints; jobs that wait; a folder of images."""
     root = server.base / "output" / "devicebridge"
     store = RunStore(root)
-    queue = JobQueue(store)
+    queue = JobQueue(store, server.base / "user" / MEMORY, lambda job: None)
     run = root / name
     (run / "samples").mkdir(parents=True)
     for step in (0, 50):
@@ -261,6 +261,31 @@ def test_the_page_says_within_ten_seconds_that_a_process_is_gone(
         page.get_by_label("killed, crashed").wait_for(timeout=10_000)
         page.get_by_text("Its process is gone. Resume goes on from the newest checkpoint.").wait_for(timeout=10_000)
         assert page.get_by_role("button", name="Resume", exact=True).is_enabled()
+
+
+def test_a_run_of_elsewhere_is_resumed_by_whoever_has_seen_its_folders(
+    chromium: str, server: Server, settings: None, tmp_path: Path
+) -> None:
+    run = server.base / "output" / "devicebridge" / "elsewhere"
+    for name in ("model", "data", "checkpoints"):
+        (run / name).mkdir(parents=True)
+    with recorded_run(run, _job(run), ["cpu"]):
+        pass
+    with open_page(chromium, server, tmp_path / "profile") as page:
+        open_tab(page)
+        page.locator('.db-panel [data-run="elsewhere"] .db-name').click()
+        for answer in ("Cancel", "Confirm"):
+            page.get_by_role("button", name="Resume", exact=True).click()
+            dialog = page.get_by_role("dialog")
+            for key, name in {"model.path": "model", "data.folders.path": "data"}.items():
+                dialog.get_by_text(f"{key}: {run / name}", exact=True).wait_for()
+            assert server.get("/devicebridge/state")["jobs"] == []
+            dialog.get_by_role("button", name=answer).click()
+            dialog.wait_for(state="detached")
+        page.get_by_role("button", name="Remove: elsewhere").wait_for()  # there is no such model
+        (job,) = server.get("/devicebridge/state")["jobs"]
+    assert server.post("/devicebridge/queue", {"job": job["id"], "what": "remove"}) == {"jobs": []}
+    shutil.rmtree(run)
 
 
 # ---- what it costs

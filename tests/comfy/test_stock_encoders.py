@@ -13,6 +13,8 @@ from devicebridge.checkpoints.fingerprint import file_fingerprint
 from devicebridge.data.image import ImageRequest
 from devicebridge.encoding.key import comfy_latent_key, comfy_text_key
 from devicebridge.encoding.store import CacheStore
+from devicebridge.runs.kept import KeptJobs
+from devicebridge.runs.queue import MEMORY
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Finished, Server
 from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
 from devicebridge.tests.workflows import from_folder, read_workflow, set_values
@@ -181,7 +183,7 @@ def test_a_prompt_that_is_no_caption_is_drawn_and_encoded_as_core_does(
     _succeed(server.run(graph))
     folder, end = server.base / "output" / "devicebridge" / name, time.monotonic() + 120
     while not (folder / f"{name}.safetensors").exists():  # written last
-        log = folder / "background.log"
+        log = KeptJobs(server.base / "user" / MEMORY / "jobs").file(folder).with_suffix(".log")
         assert time.monotonic() < end, log.read_text(encoding="utf-8") if log.exists() else "nothing was drawn"
         time.sleep(0.2)
     assert (folder / "samples" / "000002_0.png").exists()

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from devicebridge.runs.kept import KeptJobs
+from devicebridge.runs.queue import MEMORY
 from devicebridge.runs.record import read_record
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Server
 from devicebridge.tests.comfy_host import comfy_python
@@ -184,7 +186,7 @@ def test_a_graph_trains_it_in_the_background(server: Server, images: Path) -> No
     assert finished.status == "success", finished.error
     folder, end = server.base / "output" / "devicebridge" / "native_behind", time.monotonic() + 120
     while (record := read_record(folder)) is None or record.state == "running":
-        log = folder / "background.log"
+        log = KeptJobs(server.base / "user" / MEMORY / "jobs").file(folder).with_suffix(".log")
         assert time.monotonic() < end, log.read_text(encoding="utf-8") if log.exists() else "not started"
         time.sleep(0.2)
     assert record.state == "finished"

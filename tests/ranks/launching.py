@@ -76,16 +76,20 @@ def read_until(process, text):
     raise AssertionError("".join(lines))
 
 
+def _has(command, job_file):
+    """Whether a command line names this file, or one in this folder."""
+    return any(Path(part) == Path(job_file) or Path(job_file) in Path(part).parents for part in command)
+
+
 def ranks_of(job_file):
-    """The processes that train a job, by rank."""
+    """The processes that train a job, by rank. job_file may be a folder that holds it."""
     found = {}
     for process in psutil.process_iter():
         try:
             environment, command = process.environ(), process.cmdline()
         except psutil.Error:
             continue
-        is_ours = str(job_file) in command and "torch.distributed.run" not in command
-        if is_ours and "LOCAL_RANK" in environment and process.status() != psutil.STATUS_ZOMBIE:
+        if _has(command, job_file) and "LOCAL_RANK" in environment and process.status() != psutil.STATUS_ZOMBIE:
             found[int(environment["RANK"])] = process
     return found
 
@@ -95,7 +99,7 @@ def all_of(job_file):
     found = []
     for process in psutil.process_iter():
         try:
-            if str(job_file) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+            if _has(process.cmdline(), job_file) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
             continue

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -72,14 +73,21 @@ def _goes_on(job):
     return True
 
 
-def test_sigterm_to_one_rank_saves_once_and_ends_all_as_the_node_hears(folder):
+@pytest.fixture
+def private(tmp_path, monkeypatch):
+    """The folder in which a node's processes get their job file."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_sigterm_to_one_rank_saves_once_and_ends_all_as_the_node_hears(folder, private):
     job, file = _job(folder, "asked", parallel={"processes": 2})
     heard = []
 
     def hear(event):
         heard.append(event)
         if event.kind == "step" and event.step == 3:
-            ranks_of(folder / "asked" / "processes.toml")[1].send_signal(signal.SIGTERM)
+            ranks_of(private)[1].send_signal(signal.SIGTERM)
 
     result = run_in_processes(job, resume=False, on_event=hear)
     steps = [event for event in heard if event.kind == "step"]
@@ -89,12 +97,12 @@ def test_sigterm_to_one_rank_saves_once_and_ends_all_as_the_node_hears(folder):
     output = (folder / "asked" / "processes.log").read_text()
     assert "start the same job with resume to continue" in output and "Traceback" not in output
     assert json.loads((folder / "asked" / "run.json").read_text())["status"] == "stopped"
-    assert none_left(folder / "asked" / "processes.toml") and _goes_on(job)
+    assert none_left(private) and _goes_on(job)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("by", ["cancel", "page"])
-def test_cancel_and_the_pages_stop_end_all_ranks_of_a_node(folder, by):
+def test_cancel_and_the_pages_stop_end_all_ranks_of_a_node(folder, private, by):
     job, _ = _job(folder, f"by_{by}", parallel={"processes": 2, "strategy": "fsdp"})
     steps = []
 
@@ -105,7 +113,7 @@ def test_cancel_and_the_pages_stop_end_all_ranks_of_a_node(folder, by):
 
     result = run_in_processes(job, resume=False, on_event=hear, should_stop=lambda: by == "cancel" and len(steps) > 2)
     assert result.status == "stopped" and result.step == _newest(job) == len(steps) < 1000
-    assert none_left(folder / f"by_{by}" / "processes.toml")
+    assert none_left(private)
 
 
 @pytest.mark.long

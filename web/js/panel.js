@@ -157,7 +157,16 @@ function drawFacts(parts, run) {
   fill(parts.buttons, [run.run, run.state === 'running', run.can_resume], () => run.state === 'running'
     ? [button(t('Stop (saves)'), 'stop', ask('stop')), button(t('Save now'), 'save', ask('save')),
       button(t('Sample now'), 'sample', ask('sample'))]
-    : run.can_resume && button(t('Resume'), 'resume', () => send('resume', { run: run.run })))
+    : run.can_resume && button(t('Resume'), 'resume', () => resume(run)))
+}
+
+/** A run that this ComfyUI did not start as it says now is started by somebody who has seen its folders. */
+async function resume(run) {
+  const { confirm, paths } = await send('resume', { run: run.run }) ?? {}
+  const message = t('This ComfyUI did not start {run} as it is now. Resume it only if you know these files and folders:', run)
+  if (confirm && await app.extensionManager.dialog.confirm({ title: t('Resume'), message, itemList: paths })) {
+    await send('resume', { run: run.run, confirm })
+  }
 }
 
 function drawCurves(parts, run) {

@@ -142,7 +142,7 @@ def test_the_queue_starts_such_a_job_with_the_comfyui_that_it_belongs_to(
 
     monkeypatch.setattr("devicebridge.runs.queue.start_detached", start)
     native = native_command("/comfy/python", "/comfy/code", "/comfy/base")
-    queue = JobQueue(RunStore(tmp_path), native=native)
+    queue = JobQueue(RunStore(tmp_path), tmp_path / "user", lambda job: None, native=native)
     for name, family in (("ours", ""), ("theirs", "comfyui")):
         job = make_job(
             _values(tmp_path, model={"path": "/m", "family": family}, output={"folder": str(tmp_path / name)})
@@ -152,7 +152,7 @@ def test_the_queue_starts_such_a_job_with_the_comfyui_that_it_belongs_to(
     queue.tick()
     ours, theirs = started
     assert ours[0] == sys.executable and "--resume" not in ours
-    assert theirs == [*native, "train", str(tmp_path / "theirs" / "background.toml"), "--resume"]
+    assert theirs == [*native, "train", str(queue.kept.file(tmp_path / "theirs")), "--resume"]
 
 
 def test_every_process_learns_by_what_the_first_one_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from devicebridge.config.job import STOCK_FILES, JobConfig, job_keys, make_job, paths_of
 from devicebridge.system import listing
 from devicebridge.tests import comfy_stub
 from PIL import Image
@@ -265,3 +269,102 @@ def test_a_resolution_that_would_take_forever_is_refused_by_its_socket(
     settings = {entry.id: entry.options.get("default") for entry in node.define_schema().inputs}
     with pytest.raises(ValueError, match=r"resolutions.*99999999.*from 1 to 8192"):
         node.execute(**{**settings, "folder": "dogs", "resolutions": "512, 99999999"})
+
+
+# ---- jobs that no socket was read for
+
+
+@pytest.fixture
+def job(host: comfy_stub.FakeHost) -> Callable[..., JobConfig]:
+    """Makes a job whose folders nodes may read and write, but for the sections that are given."""
+    _image_folder(host.root / "input" / "dogs")
+    (host.root / "models" / "m").mkdir(parents=True)
+    values = {
+        "model": {"path": str(host.root / "models" / "m")},
+        "data": {"folders": [{"path": str(host.root / "input" / "dogs")}]},
+        "train": {"steps": 1},
+        "output": {"folder": str(host.root / "output" / "devicebridge" / "a")},
+    }
+    return lambda **sections: make_job({**values, **sections})
+
+
+KEYS = sorted({key.path for key in job_keys().values() if key.is_path} | STOCK_FILES)
+WRITTEN = ["cache.folder", "model.quantized_cache", "output.folder"]
+
+
+def test_every_key_that_names_a_file_or_folder_is_told(
+    job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, values, folder = job(), {}, {}
+    for key in job_keys().values():
+        section: dict[str, Any] = folder if "." in key.section else values.setdefault(key.section, {})
+        section[key.name] = [key.path, ""] if key.path == "cache.stock_clip" else key.path
+    values["data"]["folders"] = [folder]
+    monkeypatch.setattr("devicebridge.config.job.job_to_dict", lambda job: values)
+    assert sorted(paths_of(made)) == [(key, key) for key in KEYS]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_job_that_names_a_place_elsewhere_is_refused_with_its_key(
+    folders: ModuleType, tmp_path: Path, job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    folders.refuse_job(job())
+    places = [
+        str(tmp_path / "outside"),
+        "~/outside",
+        "../outside",
+        str(tmp_path / "comfy" / "output" / ".." / ".." / "x"),
+    ]
+    if key not in WRITTEN:
+        linked = tmp_path / "comfy" / "input" / "linked"
+        linked.symlink_to(tmp_path)
+        places += [str(linked), str(linked.parent)]
+    for place in places:
+        monkeypatch.setattr(folders, "paths_of", lambda job, place=place: [(key, place)])
+        if place == "../outside" and key in {"model.path", "samples.vae", *STOCK_FILES}:
+            folders.refuse_job(job())  # a name, which ComfyUI looks for in its own folders
+            continue
+        with pytest.raises(ValueError, match=rf"^{re.escape(key)}\b"):
+            folders.refuse_job(job())
+
+
+@pytest.mark.parametrize("key", WRITTEN)
+@pytest.mark.parametrize("place", ["input/dogs", "models/m", "output", "user/x"])
+def test_what_a_job_writes_lies_below_the_output_folder(
+    folders: ModuleType,
+    host: comfy_stub.FakeHost,
+    job: Callable[..., JobConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+    place: str,
+) -> None:
+    monkeypatch.setattr(folders, "paths_of", lambda job: [(key, str(host.root / place))])
+    with pytest.raises(ValueError, match=rf"^{re.escape(key)}\b.*not below ComfyUI's output folder"):
+        folders.refuse_job(job())
+
+
+@pytest.mark.parametrize("link", ["a", "a/checkpoints", "a/samples/.hidden/deep/1.png", "a/.run.lock"])
+def test_a_job_writes_over_no_link_to_elsewhere(
+    folders: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path, job: Callable[..., JobConfig], link: str
+) -> None:
+    path, big = host.root / "output" / "devicebridge" / link, tmp_path / "big_disk"
+    path.parent.mkdir(parents=True)
+    path.symlink_to(big)
+    with pytest.raises(ValueError, match=r"^output\.folder.*leads out of ComfyUI's output folder"):
+        folders.refuse_job(job())
+    host.allow(big)
+    folders.refuse_job(job())
+
+
+def test_a_job_that_may_import_is_a_job_of_the_command_line(folders: ModuleType, job: Callable[..., JobConfig]) -> None:
+    with pytest.raises(ValueError, match=r"^optimizer\.allow_import"):
+        folders.refuse_job(job(optimizer={"allow_import": True}))
+
+
+@pytest.mark.parametrize("place", ["input", "output/devicebridge", "temp/x"])
+def test_what_is_trusted_does_not_lie_where_browsers_send_files(
+    folders: ModuleType, host: comfy_stub.FakeHost, place: str
+) -> None:
+    folders.refuse_uploads_to(host.root / "user" / "__devicebridge")
+    with pytest.raises(ValueError, match="lies in a folder that uploads go to"):
+        folders.refuse_uploads_to(host.root / place / "__devicebridge")

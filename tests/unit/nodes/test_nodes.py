@@ -552,7 +552,8 @@ def sockets(nodes: ModuleType, host: comfy_stub.FakeHost) -> dict[str, Any]:
     from devicebridge.config.job import ModelConfig, SplitConfig
 
     _make_images(host.root / "input/dogs")
-    model = nodes.load.TrainingModel(ModelConfig(path="/models/toy"), SplitConfig(devices=("cpu",)))
+    (toy := host.root / "models" / "toy").mkdir(parents=True)
+    model = nodes.load.TrainingModel(ModelConfig(path=str(toy)), SplitConfig(devices=("cpu",)))
     settings = _defaults(_node(nodes, "DeviceBridgeTrainLora").define_schema())
     return {"model": model, "dataset": _dataset(nodes), **settings}
 
@@ -760,6 +761,33 @@ def test_training_returns_what_the_cores_nodes_take(
     assert host.progress == [(0, 1), (1, 3), (2, 3), (3, 3)]
     assert host.texts[1] == "Training"
     assert "Step 3/3: loss 0.16667, 2.00 s/step, about 0 s left" in host.texts
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_training_that_would_write_over_a_link_is_refused_before_it_begins(
+    nodes: ModuleType,
+    host: comfy_stub.FakeHost,
+    sockets: dict[str, Any],
+    training: Any,
+    tmp_path: Path,
+    background: bool,
+) -> None:
+    folder, outside = host.root / "output" / "devicebridge" / "my_lora", tmp_path.parent / f"{tmp_path.name}_outside"
+    folder.mkdir(parents=True)
+    (folder / "samples").symlink_to(outside)
+    with pytest.raises(ValueError, match="leads out of ComfyUI's output folder"):
+        _node(nodes, "DeviceBridgeTrainLora").execute(**{**sockets, "background": background})
+    assert training.calls == [] and not outside.exists()
+
+
+def test_the_job_of_a_run_is_kept_where_no_request_writes(
+    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], training: Any
+) -> None:
+    from devicebridge.runs.kept import KeptJobs
+
+    _node(nodes, "DeviceBridgeTrainLora").execute(**sockets)
+    kept = KeptJobs(host.root / "user" / "__devicebridge" / "jobs")
+    assert kept.find(host.root / "output" / "devicebridge" / "my_lora") == _job(nodes, sockets)
 
 
 def test_several_processes_train_in_place_of_this_one(

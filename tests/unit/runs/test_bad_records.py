@@ -63,13 +63,13 @@ def _write(folder: Path, record: bytes, events: bytes) -> None:
 
 def _seen(store: RunStore) -> dict[str, dict[str, Any]]:
     """Runs as page, news, queue and terminal show them; what a browser cannot read fails."""
-    queue = JobQueue(store)
-    api = Api(store, queue, Host(Path, list, lambda: None, list, lambda *names: Path()))
+    queue = JobQueue(store, store.root / ".user")
+    api = Api(store, queue, Host(Path, list, lambda: None, list, lambda *names: Path(), lambda job: ()))
     for run in store.ids():
         json.dumps(store.details(run), allow_nan=False)
     json.dumps(News(store, queue).gather(), allow_nan=False)
     assert "cuda:0" in queue.held()
-    assert jobs(Namespace(folder=store.root, stop=None, all=False, json=False)) == 0
+    assert jobs(Namespace(folder=store.root, user_directory=None, stop=None, all=False, json=False)) == 0
     return {run["run"]: run for run in json.loads(json.dumps(api.state(), allow_nan=False))["runs"]}
 
 

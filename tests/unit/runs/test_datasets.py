@@ -50,8 +50,8 @@ def api(folder: Path, tmp_path: Path) -> Api:
 
 def make_api(runs: Path, base: Path, names: list[str]) -> Api:
     store = RunStore(runs)
-    host = Host(lambda: runs, list, lambda: None, lambda: names, lambda name, file: base / name)
-    return Api(store, JobQueue(store), host)
+    host = Host(lambda: runs, list, lambda: None, lambda: names, lambda name, file: base / name, lambda job: ("cpu",))
+    return Api(store, JobQueue(store, runs.parent / "memory"), host)
 
 
 def _get(api: Api, name: str, query: str = "") -> Answer:

@@ -56,8 +56,12 @@ def store(tmp_path: Path) -> RunStore:
     return RunStore(tmp_path)
 
 
+def _queue(store: RunStore) -> JobQueue:
+    return JobQueue(store, store.root / ".user")
+
+
 def _api(store: RunStore) -> Api:
-    return Api(store, JobQueue(store), Host(Path, list, lambda: None, list, lambda *names: Path()))
+    return Api(store, _queue(store), Host(Path, list, lambda: None, list, lambda *names: Path(), lambda job: ()))
 
 
 @pytest.mark.parametrize("unsettled_ns", [0, 1 << 62])
@@ -65,7 +69,7 @@ def test_what_has_not_changed_is_not_opened_again(
     store: RunStore, opened: list[str], unsettled_ns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("devicebridge.runs.folders._UNSETTLED_NS", unsettled_ns)  # the latter lists all folders again
-    api, news = _api(store), News(store, JobQueue(store))
+    api, news = _api(store), News(store, _queue(store))
     assert [run["run"] for run in api.state()["runs"]] == [f"run_{number}" for number in range(509, 309, -1)]
     news.gather()
     assert {Path(name).name for name in opened} <= {"run.json", "events.jsonl"}
@@ -77,7 +81,7 @@ def test_what_has_not_changed_is_not_opened_again(
 
 
 def test_a_new_run_is_told_at_once_and_an_old_one_that_is_resumed_soon(store: RunStore, opened: list[str]) -> None:
-    news = News(store, JobQueue(store))
+    news = News(store, _queue(store))
     news.gather()
     _write(store.root / "new", "running")
     assert [run["run"] for run in news.gather()["runs"]] == ["new"] and news.is_busy
@@ -108,7 +112,7 @@ def test_the_command_shows_the_newest_and_counts_the_others(
 
 
 def test_runs_that_go_are_told_and_what_becomes_a_link_is_not_there(store: RunStore, tmp_path: Path) -> None:
-    news = News(store, JobQueue(store))
+    news = News(store, _queue(store))
     news.gather()
     (store.root / "run_509").rename(tmp_path.parent / f"{tmp_path.name}_elsewhere")
     with pytest.raises(NotThere):

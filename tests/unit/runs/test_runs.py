@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 from devicebridge.cli.main import main
-from devicebridge.config.job import load_job, make_job
+from devicebridge.config.job import make_job
 from devicebridge.events import Event, EventLog, EventTail
 from devicebridge.jobs.job import run_job
 from devicebridge.jobs.run_lock import run_lock
 from devicebridge.runs.news import News
 from devicebridge.runs.progress import Progress, thinned
-from devicebridge.runs.queue import JobQueue, explain
+from devicebridge.runs.queue import MEMORY, JobQueue, explain, nothing_held
 from devicebridge.runs.record import read_record, recorded_run
 from devicebridge.runs.store import Busy, NotThere, RunStore, list_checkpoints
 from devicebridge.system.locks import is_locked, take_claim
@@ -167,7 +167,7 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_of_a_process_that_cannot_be_seen_the_lock_of_its_run_tells(tmp_path: Path, where: str) -> None:
-    run, queue = tmp_path / "a", JobQueue(RunStore(tmp_path))
+    run, queue = tmp_path / "a", _queue(tmp_path)
     _record(run, ELSEWHERE[where], devices=["cuda:0"])
     with run_lock(run):
         assert queue.store.summary("a")["state"] == "running" and "cuda:0" in queue.held()
@@ -348,7 +348,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     marks: list[ProcessMark] = []
 
     def start(command: Any, log: Path, environment: Any = None) -> ProcessMark:
-        found.append(log.parent.name)
+        found.append(log.name.rpartition("-")[0])
         marks.append(start_detached([sys.executable, "-c", "import time; time.sleep(60)"], log))
         return marks[-1]
 
@@ -359,6 +359,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             os.kill(mark.pid, 9)
 
 
+def _queue(root: Path, others: Any = nothing_held) -> JobQueue:
+    return JobQueue(RunStore(root), root / ".user" / MEMORY, lambda job: None, others)
+
+
 def _add(queue: JobQueue, name: str, *devices: str) -> Any:
     job = _job(queue.store.root / name, devices=devices)
     return queue.add(job, devices, is_resumed=False)
@@ -367,7 +371,7 @@ def _add(queue: JobQueue, name: str, *devices: str) -> Any:
 def test_jobs_start_in_order_when_their_cards_are_free_and_no_later_one_takes_them(
     tmp_path: Path, started: list[str]
 ) -> None:
-    queue = JobQueue(RunStore(tmp_path))
+    queue = _queue(tmp_path)
     first, both, other = (
         _add(queue, "first", "cuda:0"),
         _add(queue, "both", "cuda:0", "cuda:1"),
@@ -394,9 +398,9 @@ def test_jobs_start_in_order_when_their_cards_are_free_and_no_later_one_takes_th
 def test_a_queue_that_is_read_again_finds_its_jobs_and_the_processes_that_run(
     tmp_path: Path, started: list[str]
 ) -> None:
-    _add(JobQueue(RunStore(tmp_path)), "one", "cuda:0")
-    JobQueue(RunStore(tmp_path)).tick()
-    again = JobQueue(RunStore(tmp_path))
+    _add(_queue(tmp_path), "one", "cuda:0")
+    _queue(tmp_path).tick()
+    again = _queue(tmp_path)
     again.tick()
     assert started == ["one"]
     assert "cuda:0" in again.held()
@@ -407,11 +411,11 @@ def test_a_queue_that_is_read_again_finds_its_jobs_and_the_processes_that_run(
 def test_a_job_that_waits_is_replaced_by_the_newer_one_of_its_run_and_keeps_its_place(
     tmp_path: Path, started: list[str]
 ) -> None:
-    queue = JobQueue(RunStore(tmp_path), lambda: {"cuda:0": "ComfyUI holds models on"})
+    queue = _queue(tmp_path, lambda: {"cuda:0": "ComfyUI holds models on"})
     first, second = _add(queue, "one", "cuda:0"), _add(queue, "two", "cuda:0")
     newer = queue.add(_job(tmp_path / "one", steps=20), ["cuda:0"], is_resumed=True)
     assert [(each.id, each.is_resumed) for each in queue.jobs()] == [(newer.id, True), (second.id, False)]
-    assert newer.id != first.id and load_job(tmp_path / "one" / "background.toml").train.steps == 20
+    assert newer.id != first.id and newer.job["train"]["steps"] == 20
     with pytest.raises(NotThere):
         queue.find(first.id)
 
@@ -420,9 +424,9 @@ def test_no_job_is_replaced_while_another_process_starts_those_that_wait(
     tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("devicebridge.runs.queue._WAIT_S", 0.1)
-    queue = JobQueue(RunStore(tmp_path), lambda: {})
+    queue = _queue(tmp_path)
     first = _add(queue, "one", "cuda:0")
-    claim = take_claim(tmp_path / ".jobs" / ".lock")
+    claim = take_claim(tmp_path / ".user" / MEMORY / ".lock")
     assert claim is not None
     with pytest.raises(Busy, match="starting other trainings"):
         _add(queue, "one", "cuda:0")
@@ -433,7 +437,7 @@ def test_no_job_is_replaced_while_another_process_starts_those_that_wait(
 
 def test_models_on_a_card_keep_a_job_waiting_and_are_named(tmp_path: Path, started: list[str]) -> None:
     held = {"cuda:0": "ComfyUI holds models of 12.0 GB on"}
-    queue = JobQueue(RunStore(tmp_path), lambda: held)
+    queue = _queue(tmp_path, lambda: held)
     _add(queue, "one", "cuda:0")
     queue.tick()
     assert started == []
@@ -452,7 +456,7 @@ def test_a_process_that_ends_without_a_record_has_failed_with_its_last_words(
         "devicebridge.runs.queue.start_detached",
         lambda command, log, environment=None: start_detached([sys.executable, "-c", code], log),
     )
-    queue = JobQueue(RunStore(tmp_path))
+    queue = _queue(tmp_path)
     _add(queue, "one", "cuda:0")
     _wait(lambda: queue.tick() is not None and queue.jobs()[0].state == "failed")
     assert queue.jobs()[0].message == "no model there\nlook again"
@@ -463,7 +467,7 @@ def test_a_process_that_ends_without_a_record_has_failed_with_its_last_words(
 def test_a_job_whose_run_has_begun_leaves_the_queue_and_its_record_holds_the_cards(
     tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue = JobQueue(RunStore(tmp_path))
+    queue = _queue(tmp_path)
     job = _add(queue, "one", "cuda:0")
     queue.tick()
     assert queue.stop_before_its_record("one")
@@ -481,17 +485,19 @@ def test_a_job_whose_run_has_begun_leaves_the_queue_and_its_record_holds_the_car
 
 
 def test_a_started_process_knows_which_job_of_the_queue_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = "import os, sys; sys.stdout.write(os.environ['DEVICEBRIDGE_QUEUED'])"
-    monkeypatch.setattr("devicebridge.runs.queue._START", begin)
-    queue = JobQueue(RunStore(tmp_path))
+    program = tmp_path / "program.py"
+    program.write_text("import os, sys; sys.stdout.write(os.environ['DEVICEBRIDGE_QUEUED'])")
+    monkeypatch.setattr("devicebridge.runs.queue._MAIN", program)
+    queue = _queue(tmp_path)
     job = _add(queue, "one", "cuda:0")
     queue.tick()
-    _wait(lambda: (tmp_path / "one" / "background.log").read_text() == job.id)
+    log = queue.kept.file(tmp_path / "one").with_suffix(".log")
+    _wait(lambda: log.read_text() == job.id)
 
 
 def test_a_run_outside_the_store_is_not_taken(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not below"):
-        JobQueue(RunStore(tmp_path / "runs")).add(_job(tmp_path / "elsewhere"), ["cpu"], is_resumed=False)
+        _queue(tmp_path / "runs").add(_job(tmp_path / "elsewhere"), ["cpu"], is_resumed=False)
 
 
 # ---- news
@@ -499,7 +505,7 @@ def test_a_run_outside_the_store_is_not_taken(tmp_path: Path) -> None:
 
 def test_news_are_told_once_and_hold_what_is_new_only(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
-    news = News(store, JobQueue(store))
+    news = News(store, _queue(tmp_path))
     assert news.gather() == {}
     run = tmp_path / "a"
     with recorded_run(run, _job(run), ["cpu"]):
@@ -520,7 +526,7 @@ def test_news_are_told_once_and_hold_what_is_new_only(tmp_path: Path) -> None:
 
 def test_a_crash_is_news(tmp_path: Path, gone: ProcessMark) -> None:
     store = RunStore(tmp_path)
-    news = News(store, JobQueue(store))
+    news = News(store, _queue(tmp_path))
     run = tmp_path / "a"
     with recorded_run(run, _job(run), ["cpu"]):
         news.gather()
@@ -537,22 +543,33 @@ def test_a_crash_is_news(tmp_path: Path, gone: ProcessMark) -> None:
 def test_the_command_shows_runs_and_queue_and_stops_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], started: list[str]
 ) -> None:
-    run = tmp_path / "a"
-    queue = JobQueue(RunStore(tmp_path))
+    run, command = tmp_path / "a", ["jobs", str(tmp_path), "--user-directory", str(tmp_path / ".user")]
+    queue = _queue(tmp_path)
     with recorded_run(run, _job(run), ["cuda:0"]):
         _write_events(run, _step(3, 0.25))
         _add(queue, "b", "cuda:0")
-        assert main(["jobs", str(tmp_path)]) == 0
+        assert main(command) == 0
         told = capsys.readouterr().out
         assert "a  running  step 3/9  loss 0.25000  0.50 s/step, about 3 s left  on cuda:0" in told
         assert "queue 1. b  waiting for cuda:0: the run a trains on cuda:0." in told
-        assert main(["jobs", str(tmp_path), "--json"]) == 0
+        assert main([*command, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["runs"][0]["run"] == "a"
-        assert main(["jobs", str(tmp_path), "--stop", "a"]) == 0
+        assert main([*command, "--stop", "a"]) == 0
         assert Requests(run).is_asked("stop")
-    assert main(["jobs", str(tmp_path), "--stop", "a"]) == 2
+    assert main([*command, "--stop", "a"]) == 2
     assert "a is not under way" in capsys.readouterr().err
     assert main(["jobs", str(tmp_path / "nowhere")]) == 2
+
+
+def test_the_command_finds_the_queue_beside_the_output_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "output" / "devicebridge"
+    root.mkdir(parents=True)
+    queue = JobQueue(RunStore(root), tmp_path / "user" / MEMORY, lambda job: None)
+    _add(queue, "a", "cpu")
+    assert main(["jobs", str(root), "--json"]) == 0
+    assert [each["run"] for each in json.loads(capsys.readouterr().out)["jobs"]] == ["a"]
 
 
 def test_before_the_first_training_there_are_no_runs(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
@@ -564,7 +581,7 @@ def test_before_the_first_training_there_are_no_runs(tmp_path: Path, capsys: Any
 
 
 def test_two_that_look_after_one_queue_start_a_job_once(tmp_path: Path, started: list[str]) -> None:
-    queues = [JobQueue(RunStore(tmp_path)) for _ in range(4)]
+    queues = [_queue(tmp_path) for _ in range(4)]
     for name in ("one", "two", "three"):
         _add(queues[0], name, f"cuda:{name}")
     threads = [threading.Thread(target=queue.tick) for queue in queues]

@@ -10,10 +10,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from devicebridge.cli.launch import torchrun_command
+from devicebridge.config.job import make_job, save_job
+from devicebridge.jobs.native_process import native_command
+from devicebridge.jobs.worker import worker_command
+from devicebridge.runs.queue import train_command
 from devicebridge.system import processes, windows_job
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -246,3 +252,51 @@ def test_what_a_process_prints_is_read_as_it_was_written(tmp_path: Path) -> None
     while mark.is_alive():
         time.sleep(0.02)
     assert (tmp_path / "log").read_text(encoding="utf-8") == "utf-8 backslashreplace \u0436\n"
+
+
+SHADOW = "import os; os.close(os.open(os.environ['SHADOWED'], os.O_CREAT))"
+SHADOWED = ("runpy", "pathlib", "json", "torch", "tomlkit", "pydantic", "prodigyopt", "numpy", "site", "devicebridge")
+
+
+def _starts(tmp_path: Path) -> dict[str, Sequence[str | Path]]:
+    """Every Python process that the pack starts, with as little to do as each can have."""
+    job = tmp_path / "job.toml"
+    made = make_job(
+        {
+            "model": {"path": "/m"},
+            "data": {"folders": [{"path": "/d"}]},
+            "train": {"steps": 1},
+            "output": {"folder": "/o"},
+            "optimizer": {"name": "prodigy"},
+        }
+    )
+    save_job(made, job)
+    return {
+        "queue": train_command(made, job, (), resume=False),
+        "worker": worker_command(job, tmp_path / "stop", resume=False, also_checks=None),
+        "ranks": torchrun_command(1, [str(ROOT / "__main__.py")], job, resume=False),
+        "native": [*native_command(sys.executable, tmp_path / "nothing", tmp_path), "train", job],
+        "question": processes.python_command("import json, pathlib, runpy"),
+    }
+
+
+@pytest.mark.parametrize("name", ["queue", "worker", "ranks", "native", "question"])
+def test_a_started_process_imports_nothing_from_its_working_folder(tmp_path: Path, name: str) -> None:
+    """Nor from a folder named in it: what lies there may have been sent by a browser."""
+    folder, shadowed = tmp_path / "working", tmp_path / "shadowed"
+    folder.mkdir()
+    for module in SHADOWED:
+        (folder / f"{module}.py").write_text(SHADOW)
+    environment = {**os.environ, "SHADOWED": str(shadowed)}
+    command = list(map(str, _starts(tmp_path)[name]))
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert not shadowed.exists(), done.stderr[-2000:]
+
+
+def test_a_process_that_goes_on_without_us_works_beside_its_log(tmp_path: Path) -> None:
+    code = "import os, sys; sys.stdout.write(os.getcwd())"
+    processes.start_detached([sys.executable, "-c", code], tmp_path / "log")
+    end = time.monotonic() + 60
+    while (tmp_path / "log").read_text() != str(tmp_path.resolve()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
