@@ -90,9 +90,10 @@ def replacement(model: Any, setting: Setting, writes: Any, chosen: random.Random
 
 
 def keeping_replacement(model: Any, setting: Setting, writes: Any, chosen: random.Random) -> None:
-    """It writes at a later block into what it was given at an earlier one."""
+    """It writes at a later block into what it was given at an earlier one. Not into what blocks write themselves: an
+    emulated card returns another tensor than the one written to, where a real one returns the same memory."""
     kept: list[Any] = []
-    entry = chosen.choice(("vec", "pe", "txt"))
+    entry = chosen.choice(("vec", "pe"))
 
     def replaced(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
         if kept and writes(args["transformer_options"]):
@@ -143,7 +144,7 @@ def patches_of_dicts(model: Any, setting: Setting, writes: Any, chosen: random.R
 
 
 def attention_override(model: Any, setting: Setting, writes: Any, chosen: random.Random) -> None:
-    kind = chosen.choice(("output", "mask", "q", "v"))
+    kind = chosen.choice(("output", "output", "output", "mask", "mask", "mask", "q", "v"))
     bias = 0.1 * setting.noise(1)
     is_at_home = chosen.random() < 0.4
 

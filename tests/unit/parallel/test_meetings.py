@@ -157,6 +157,20 @@ def test_code_that_reads_an_output_too_early_is_found(reads, plan, x) -> None:
     assert difference(run(divide(model, 2, plans=(BY_ITSELF,)), model, x), expected) < NEAR
 
 
+@pytest.mark.parametrize(("reads", "plan"), [("norm", NORMS), ("sum", SUMS)])
+def test_beside_other_peoples_code_every_output_is_complete_at_once(reads, plan, x) -> None:
+    """That code may read it, and may come when the blocks have been compared."""
+    model = make_model(Joint(), Joint())
+    expected = model(x)
+    parallel = divide(model, 2, plans=(plan,))
+    run(parallel, model, x)
+    for own, others in parallel._shards.values():
+        for shard in (own, *others):
+            shard.block.attn.reads_early = reads
+    parallel.runs_alone = False
+    assert difference(run(parallel, model, x), expected) < NEAR
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_later_layer_that_is_not_computed_is_an_error(rank, x) -> None:
     model = make_model(Joint())
