@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import platform
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from ..contract.rows import COMMAND, ROWS
 from ..headless import comfyui
-from ..system import processes
+from ..system import import_faults, processes
 from ..system.versions import TESTED, TestedRange, installed_version
 from ..version import VERSION
 
@@ -20,6 +24,7 @@ from ..version import VERSION
 def collect() -> dict[str, Any]:
     """Facts as plain values, ready for JSON; what could not be found out is None."""
     versions = {name: installed_version(name) for name in TESTED} | {"python": platform.python_version()}
+    imports = ThreadPoolExecutor().submit(_import_faults, tuple(name for name in _IMPORTED if versions[name]))
     facts: dict[str, Any] = {
         "devicebridge": VERSION,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -33,6 +38,7 @@ def collect() -> dict[str, Any]:
     }
     if versions["torch"]:
         facts.update(_ask_torch())
+    facts["import_faults"] = imports.result()
     facts["quantization"] = _list_schemes(facts)
     judged = {name: judge(facts) for name, judge in _FEATURES}
     facts["features"] = [{"name": name, "works": not why, "reason": why} for name, why in judged.items()]
@@ -97,6 +103,35 @@ def _ask_torch() -> dict[str, Any]:
         },
         "machine_speed": _measure(accelerators) if len(accelerators) > 1 else [],
     }
+
+
+# What each package is needed for, imported; of diffusers and transformers the parts that import others.
+_IMPORTED = {
+    "diffusers": "diffusers:FluxTransformer2DModel",
+    "transformers": "transformers:T5EncoderModel",
+    "peft": "peft:LoraConfig",
+    "accelerate": "accelerate:init_empty_weights",
+    "safetensors": "safetensors:safe_open",
+    "pydantic": "pydantic:TypeAdapter",
+    "tomlkit": "tomlkit:parse",
+    "av": "av:open",
+}
+
+
+@functools.cache
+def _import_faults(names: tuple[str, ...]) -> dict[str, str]:
+    """What keeps packages from being imported, "" for nothing; asked in a process that an import may end."""
+    asked = {_IMPORTED[name]: name for name in names}
+    found: dict[str, str] = {}
+    while missing := [each for each in asked if asked[each] not in found]:
+        command = [sys.executable, import_faults.__file__, *missing]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        for line in done.stdout.splitlines():
+            if line.startswith('{"'):
+                found |= {asked[each]: fault for each, fault in json.loads(line).items() if each in asked}
+        if ended := [each for each in missing if asked[each] not in found]:
+            found[asked[ended[0]]] = f"importing {asked[ended[0]]} ended Python with code {done.returncode}"
+    return found
 
 
 def _measure(accelerators: list[Any]) -> list[str]:
@@ -224,8 +259,8 @@ def _scheme_fault(scheme: str, device: str) -> str:
     settings = QuantizeSettings(scheme)  # type: ignore[arg-type]
     try:
         check_packages(settings)
-    except (RuntimeError, ImportError, OSError) as error:  # torchao is imported, and may be broken
-        return str(error)
+    except Exception as error:  # torchao is imported, and may be broken
+        return import_faults.import_fault(error) or str(error)
     return refusal(settings, [torch.device(device)])
 
 
@@ -238,6 +273,8 @@ def _missing(facts: dict[str, Any], *names: str) -> str:
     absent = [name for name in names if facts["versions"][name]["found"] is None]
     if absent:
         return f"{', '.join(absent)} missing (pip install {' '.join(absent)})"
+    if fault := next((fault for name in names if (fault := facts.get("import_faults", {}).get(name))), ""):
+        return fault
     return "" if facts["devices"] else f"torch {facts['torch_build']}"
 
 

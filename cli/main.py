@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
+from ..system.import_faults import import_fault
 from ..system.launched import note_parent
 from ..system.stopping import STOPPED
 from ..system.telling import SaidLogs, printable, safe_output, say
@@ -37,10 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_up_logging(is_verbose=options.verbose)
     try:
         return options.command(options)
-    except (ValueError, RuntimeError, OSError) as error:
-        if options.verbose:
+    except Exception as error:
+        fault = import_fault(error)
+        if options.verbose or not fault and not isinstance(error, (ValueError, RuntimeError, OSError)):
             raise
-        say(f"devicebridge: {error}", sys.stderr)
+        say(f"devicebridge: {fault or error}", sys.stderr)
         return 2
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more, while Python ends, would print a traceback

@@ -23,6 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..system.import_faults import import_fault
 from ..system.processes import python_command
 from ..system.stopping import StopRequest, stop_signals
 from ..system.telling import safe_output, say
@@ -68,10 +69,10 @@ def main(arguments: Sequence[str]) -> int:
         found = asdict(_work(options, should_stop))
         tell("result", {**found, "lora_path": str(found["lora_path"] or "")})
     except (ValueError, RuntimeError, OSError) as error:
-        tell("error", {"message": str(error)})
+        tell("error", {"message": import_fault(error) or str(error)})
         return 2
-    except Exception:  # a mistake of ours, and standard error leads nowhere
-        tell("error", {"message": traceback.format_exc()})
+    except Exception as error:  # a mistake of ours, and standard error leads nowhere
+        tell("error", {"message": import_fault(error) or traceback.format_exc()})
         return 2
     finally:
         pack.removeHandler(handler)

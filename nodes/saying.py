@@ -15,6 +15,7 @@ from typing import Any
 
 from ..config.job import job_keys
 from ..config.ranges import BACKSLASHES
+from ..system.import_faults import import_fault
 from ..system.telling import printable
 from . import host
 from .host import io
@@ -80,7 +81,9 @@ def said_on_node(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.Node
         with _warnings_kept() as warnings:
             try:
                 output = execute(cls, *args, **sockets)
-            except (ValueError, RuntimeError) as error:
+            except Exception as error:
+                if fault := import_fault(error):
+                    raise RuntimeError(fault) from error
                 if type(error) in (ValueError, RuntimeError):
                     error.args = (in_sockets(str(error)),)
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -118,4 +119,20 @@ def test_what_a_terminal_would_obey_is_in_no_message_of_a_node(nodes: ModuleType
         raise ValueError("cache.vae \x1b[31m is damaged")
 
     with pytest.raises(ValueError, match=r"\\u001b\[31m is damaged"):
+        _node(nodes, body).execute()
+
+
+def test_a_package_that_cannot_be_imported_is_named(
+    nodes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_vision_of_nodes.py").write_text("raise AttributeError('no nms')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def body(view: Any, output: Any) -> Any:
+        try:
+            importlib.import_module("broken_vision_of_nodes")
+        except AttributeError as error:
+            raise KeyError("Bloom") from error
+
+    with pytest.raises(RuntimeError, match="broken_vision_of_nodes is installed.*AttributeError: no nms"):
         _node(nodes, body).execute()

@@ -1,0 +1,139 @@
+"""A package that cannot be imported is named by its first cause, wherever the error comes out."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+from devicebridge.cli import doctor
+from devicebridge.cli import main as command_line
+from devicebridge.jobs import worker
+from devicebridge.system.import_faults import import_fault
+
+CAUSE = "operator broken_vision::nms does not exist"
+_LAZY = """
+def __getattr__(name):
+    try:
+        import broken_model
+    except Exception as error:
+        raise RuntimeError(f"Could not import module {name!r}") from error
+    raise AttributeError(name)
+"""
+FILES = {
+    "broken_vision": f"raise RuntimeError({CAUSE!r})",
+    "broken_model": "import broken_vision",
+    "lazy_models": _LAZY,
+    "optional_first": "try:\n    import never_there\nexcept ImportError:\n    import broken_vision",
+    "other_version": "from json import no_such_name",
+    "needs_missing": "import never_there",
+    "falls": "import os\nos._exit(7)",
+    "whole": "thing = 1",
+}
+
+
+@pytest.fixture(autouse=True)
+def _packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, text in FILES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    info = tmp_path / "broken_vision-0.9.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken_vision\nVersion: 0.9.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("devicebridge.system.import_faults._FIT_TORCH", ("broken_vision",))
+    yield
+    for name in FILES:
+        sys.modules.pop(name, None)
+
+
+def _lazily(*_: Any) -> Any:
+    return importlib.import_module("lazy_models").Bloom
+
+
+def _raised(act: Callable[[], Any]) -> Exception:
+    try:
+        act()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [
+        ("broken_vision", ("broken_vision 0.9.0", CAUSE, "torch")),
+        ("broken_model", ("broken_vision 0.9.0", CAUSE)),
+        ("optional_first", ("broken_vision 0.9.0", CAUSE)),
+        ("other_version", ("other_version", "no_such_name")),
+        ("needs_missing", ("never_there", "pip install never_there")),
+    ],
+)
+def test_the_first_cause_is_named(module: str, named: tuple[str, ...]) -> None:
+    said = import_fault(_raised(lambda: importlib.import_module(module)))
+    assert [each for each in named if each not in said] == [], said
+
+
+@pytest.mark.parametrize("wrapped", [ValueError, RuntimeError])
+def test_it_is_found_below_lazy_imports_and_words_of_ours(wrapped: type[Exception]) -> None:
+    def act() -> None:
+        try:
+            _lazily()
+        except RuntimeError as error:
+            raise wrapped("the config gives values that no Bloom can be made with") from error
+
+    said = import_fault(_raised(act))
+    assert "broken_vision 0.9.0" in said and CAUSE in said and "Bloom" not in said
+
+
+def test_other_errors_are_left_alone() -> None:
+    def missing() -> None:
+        try:
+            importlib.import_module("never_there")
+        except ImportError:
+            raise ValueError("set rank")  # noqa: B904  (a context that is no cause)
+
+    assert import_fault(_raised(missing)) == ""
+    assert import_fault(_raised(lambda: [][1])) == ""
+
+
+def test_every_command_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_line, "_make_parser", lambda: _Parser())
+    said = io.StringIO()
+    with redirect_stderr(said):
+        assert command_line.main([]) == 2
+    assert "broken_vision 0.9.0" in said.getvalue() and CAUSE in said.getvalue()
+
+
+class _Parser:
+    def parse_args(self, arguments: Any) -> Namespace:
+        return Namespace(command=_lazily, verbose=False)
+
+
+def test_a_worker_tells_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(worker, "_work", _lazily)
+    monkeypatch.setattr(worker, "_stop_when_told", lambda file: lambda: False)
+    said = io.StringIO()
+    with redirect_stdout(said):
+        assert worker.main([str(tmp_path / "job.toml"), str(tmp_path / "stop")]) == 2
+    message = json.loads(said.getvalue())["values"]["message"]
+    assert "broken_vision 0.9.0" in message and CAUSE in message
+
+
+def test_the_doctor_imports_what_it_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = {"peft": "lazy_models:Bloom", "av": "falls:x", "diffusers": "whole:thing"}
+    monkeypatch.setattr(doctor, "_IMPORTED", wanted)
+    found = doctor._import_faults.__wrapped__(tuple(wanted))
+    assert found["diffusers"] == ""
+    assert "broken_vision 0.9.0" in found["peft"] and CAUSE in found["peft"]
+    assert "av" in found["av"] and "7" in found["av"]
+    facts = {"versions": {name: {"found": "1"} for name in wanted}, "import_faults": found, "devices": ["cpu"]}
+    assert doctor._missing(facts, "diffusers") == ""
+    assert doctor._missing(facts, "diffusers", "peft") == found["peft"]
