@@ -13,8 +13,8 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Server:
     port: int
     log: Path
     outputs: Path
-    started_s: float = 0.0  # when, by the clock that files are dated with
+    before: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)  # weights in outputs when it was started
 
     def get(self, path: str) -> Any:
         """Parsed JSON of a route. Raises: OSError while it cannot be reached."""
@@ -92,22 +92,20 @@ class Server:
             if isinstance(item, dict) and item.get("type") == "output" and "filename" in item
         ]
         announced = [self.outputs / item.get("subfolder", "") / item["filename"] for item in items]
-        return list(dict.fromkeys([*announced, *self._saved_weights()]))
-
-    def _saved_weights(self) -> Iterator[Path]:
-        """New ones outside our own run folders, whose LoRA is announced."""
-        for folder, subfolders, files in os.walk(self.outputs):
-            subfolders[:] = sorted(name for name in subfolders if name != PACK_NAME)
-            paths = (Path(folder, name) for name in sorted(files) if name.endswith(".safetensors"))
-            yield from (path for path in paths if _changed_s(path) >= self.started_s)
+        saved = (path for path, stamp in _weights_in(self.outputs).items() if self.before.get(path) != stamp)
+        return list(dict.fromkeys([*announced, *saved]))
 
 
-def _changed_s(path: Path) -> float:
-    """When a file was written; 0 for one that is gone, or a link to nothing."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
+def _weights_in(outputs: Path) -> dict[Path, tuple[int, ...]]:
+    """What tells each file from the next of its name, without our own run folders, whose LoRA is announced."""
+    found: dict[Path, tuple[int, ...]] = {}
+    for folder, subfolders, files in os.walk(outputs):
+        subfolders[:] = sorted(name for name in subfolders if name != PACK_NAME)
+        for path in (Path(folder, name) for name in sorted(files) if name.endswith(".safetensors")):
+            with contextlib.suppress(OSError):  # it is gone, or a link to nothing
+                status = path.stat()
+                found[path] = (status.st_mtime_ns, status.st_size, status.st_ino)
+    return found
 
 
 @contextlib.contextmanager
@@ -133,12 +131,13 @@ def start_server(installed: ComfyUI, scratch: Path, arguments: Sequence[str]) ->
         command += ["--extra-model-paths-config", _make_pack_visible(scratch)]
     if "--cpu" not in arguments and not has_accelerator(installed.python):
         command.append("--cpu")
-    started_s = time.time()
+    outputs = installed.base / "output"
+    before = _weights_in(outputs)
     number, log = tempfile.mkstemp(prefix="devicebridge-comfyui-", suffix=".log")
     with open(number, "wb") as output:
         process = processes.start([*command, *arguments], folder=installed.folder, output=output)
     with process:
-        yield Server(process, port, Path(log), installed.base / "output", started_s)
+        yield Server(process, port, Path(log), outputs, before)
 
 
 def _make_pack_visible(scratch: Path) -> Path:

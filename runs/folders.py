@@ -52,8 +52,8 @@ class RunFolders:
         Args:
             glance: do not look at every folder, but at the root, at the newest, and by turns at some of the others.
         """
+        looked = self._in_order()  # but for those that the look at the root finds, and has looked at
         self._look("")
-        looked = self._in_order()
         if glance and len(looked) > 2 * _GLANCE:
             end = self._next + _GLANCE
             looked, others = looked[:_GLANCE], looked[_GLANCE:]

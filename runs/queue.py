@@ -176,11 +176,21 @@ class JobQueue:
         return bool(found)
 
     def _starting(self, run: str) -> list[QueuedJob]:
-        return [job for job in self.jobs() if job.run == run and job.state == "starting"]
+        return [job for job in self._readable() if job.run == run and job.state == "starting"]
+
+    def _readable(self) -> list[QueuedJob]:
+        """As jobs(); none where the queue cannot be read, which describe() tells."""
+        with contextlib.suppress(OSError, ValueError):
+            return self.jobs()
+        return []
 
     def describe(self) -> list[dict[str, Any]]:
         """Plain values for the page and the terminal; "why" says what a job waits for."""
-        jobs, found = self.jobs(), []
+        try:
+            jobs, found = self.jobs(), []
+        except (OSError, ValueError) as error:
+            queue = {"id": "", "run": _QUEUE, "devices": [], "state": "failed", "why": str(error), "is_resumed": False}
+            return [queue]
         held = self.held() if _has_waiting(jobs) else {}
         for job in jobs:
             why = job.message if job.state != "waiting" else explain(job.devices, held)
@@ -207,7 +217,7 @@ class JobQueue:
 
         A no-op while another process does so.
         """
-        if not self.jobs():
+        if not self._readable():
             return []
         with self._alone() as is_ours:
             if not is_ours:

@@ -155,7 +155,7 @@ def test_the_command_sets_values_and_hands_on_folder_and_flags(
     old = base / "output" / "loras" / "old.safetensors"
     old.parent.mkdir(parents=True)
     old.touch()
-    os.utime(old, (0, 0))
+    os.utime(old, (4e9, 4e9))  # by a clock that was set back since
     kept = base / "output" / "devicebridge" / "cache" / "aa.safetensors"
     monkeypatch.setattr(headless, "find_comfy_cli", lambda: _saving(bin_folder, old.with_name("new.safetensors"), kept))
     command = ["run", str(_workflow(tmp_path)), "--comfyui", str(comfyui), "--base-directory", str(base)]

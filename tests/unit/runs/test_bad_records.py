@@ -163,6 +163,21 @@ def test_whatever_lies_in_a_runs_place_is_named_and_the_others_are_shown(tmp_pat
     assert "run.json is no record" in seen["bad"]["message"] and seen["good"]["message"] == ""
 
 
+@pytest.mark.parametrize("text", [b"", b"[]", b'{"jobs": 7}', b'{"jobs": ' + DEEP, b"\xff", None])
+def test_a_queue_that_cannot_be_read_is_named_and_runs_are_shown_and_stopped(tmp_path: Path, text: Any) -> None:
+    store = _store(tmp_path)
+    file = tmp_path / ".user" / "queue.json"
+    file.parent.mkdir()
+    file.mkdir() if text is None else file.write_bytes(text)
+    queue = JobQueue(store, file.parent)
+    news = News(store, queue).gather()
+    assert [run["run"] for run in news["runs"]] == ["good"]
+    assert [(job["state"], str(file) in job["why"]) for job in news["jobs"]] == [("failed", True)]
+    assert not queue.stop_before_its_record("good")
+    with pytest.raises(ValueError):
+        queue.held()
+
+
 def test_runs_of_any_name_are_shown(tmp_path: Path) -> None:
     store = _store(tmp_path)
     for name in NAMES:
