@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import comfy.patcher_extension
 import torch
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
 from devicebridge.tests.comfy.split_cases_replayed import bridge_of, replayed
@@ -150,6 +151,34 @@ def writers_inside_an_attention_override(case: Case) -> None:
     changed = tensor(host.load(name)).clone()
     changed.model_options["transformer_options"]["optimized_attention_override"] = override
     case.refused("queries", lambda: host.sample(changed, name), RuntimeError, "attention override", "way 'blocks'")
+
+
+@case
+def writers_that_a_wrapper_attaches(case: Case) -> None:
+    """A wrapper attaches a patch to the forward that it runs, where each card would call it with its own heads."""
+    host, name = case.host, "flux1_heads"
+
+    def patch(q: Any, k: Any, v: Any, **_: Any) -> dict[str, Any]:
+        return {"v": v * (1 + v.abs().mean())}
+
+    def with_patch(value: Any) -> Any:
+        is_options = isinstance(value, dict) and "sigmas" in value
+        return {**value, "patches": {"attn1_patch": [patch]}} if is_options else value
+
+    def wrapper(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        return executor(*map(with_patch, args), **{key: with_patch(value) for key, value in kwargs.items()})
+
+    kind = comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL
+    divided = tensor(host.load(name))
+    changed = divided.clone()
+    changed.add_wrapper_with_key(kind, "a pack", wrapper)
+    case.refused("a patch", lambda: host.sample(changed, name), RuntimeError, "wrapper", "'attn1_patch'", "'blocks'")
+    only_around = divided.clone()
+    only_around.set_model_attn1_patch(patch)
+    only_around.add_wrapper_with_key(kind, "a pack", lambda executor, *args, **kwargs: executor(*args, **kwargs))
+    known = host.load(name, load_device=CPU).clone()
+    known.set_model_attn1_patch(patch)
+    near(case, "one that was there before", host.sample(only_around, name), host.sample(known, name))
 
 
 @case

@@ -282,6 +282,7 @@ CASES = [
     "writers_between_two_calls_of_a_block",
     "writers_of_tables_inside_the_attention",
     "writers_inside_an_attention_override",
+    "writers_that_a_wrapper_attaches",
     "writers_inside_a_block_are_compared",
     "writers_after_blocks_were_recorded",
     "verify_passes_what_is_right",

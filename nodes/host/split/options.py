@@ -12,6 +12,7 @@ Their authors wrote for one device, the one the model is loaded on, so whatever 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, SupportsIndex
 
@@ -22,7 +23,7 @@ from comfy.utils import set_attr_param
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.lend import Lent
 from ....parallel.transfer import current_device
-from .attachments import holds_tensors
+from .attachments import KEY, holds_tensors
 from .gathered import Gathered
 from .plan import SplitPlan
 
@@ -93,7 +94,33 @@ def guard_options(
         guarded["optimized_attention_override"] = (
             gathered.attention(override) if gathered else _override(override, bridge)
         )
+    around = guarded.get("wrappers", {}).get("diffusion_model")
+    if around and gathered:  # ours comes last, around each forward that a wrapper runs
+        inside = {*gathered.calls, *plan.layout.patches_inside}
+        own = functools.partial(_with_nothing_new, inside, _inside(guarded, inside))
+        guarded["wrappers"] = {**guarded["wrappers"], "diffusion_model": {**around, KEY: [own]}}
     return guarded
+
+
+def _with_nothing_new(inside: set[str], known: set[tuple[str, int]], executor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a forward. Raises: RuntimeError if a wrapper has attached what would see the heads of one card only."""
+    for options in (*args, *kwargs.values()):
+        new = _inside(options, inside) - known if isinstance(options, dict) and _is_options(options) else set()
+        if new:
+            raise RuntimeError(
+                f"a wrapper of another node attaches {min(new)[0]!r} to the forward that it runs, in whose blocks each "
+                "card of this split has some of the heads; use way 'blocks' in the split node, or take that node out"
+            )
+    return executor(*args, **kwargs)
+
+
+def _inside(options: dict[str, Any], names: set[str]) -> set[tuple[str, int]]:
+    """What works inside blocks: by what name, and which function it is."""
+    patches = [(name, each) for name, found in options.get("patches", {}).items() if name in names for each in found]
+    replaced = options.get("patches_replace", {})
+    patches += [(name, each) for name in replaced.keys() - {_RUNS_BETWEEN_BLOCKS} for each in replaced[name].values()]
+    patches.append(("optimized_attention_override", options.get("optimized_attention_override")))
+    return {(name, id(each)) for name, each in patches if each is not None}
 
 
 def _patch(patch: Any, bridge: Bridge) -> Any:
