@@ -193,6 +193,8 @@ class CacheConfig:
             models/clip_vision, or a full path. Wan 2.1's image-to-video and Fun Control need one. With data.condition
             first-frame, fun-control or z-image-omni.
         vision_source: Name of the CLIP vision model that did, as Cache Captions and Latents shows it.
+        caption_weights: Whether captions and sample prompts have the syntax of ComfyUI's prompts, where (word) and
+            (word:1.3) weigh words. Else every character is taken as it stands. Matters with ComfyUI's text encoders.
     """
 
     folder: PathText = ""
@@ -210,6 +212,7 @@ class CacheConfig:
     stock_vae: NameText = ""
     stock_vision: NameText = ""
     vision_source: Annotated[str, Field(pattern=_source_pattern("VISION"))] = ""
+    caption_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.has_stock_text and (self.text_encoders or self.text_quantize != "none"):

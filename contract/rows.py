@@ -148,9 +148,9 @@ ROWS: tuple[Row, ...] = (
         "comfy.sd1_clip",
         {
             "has": "SDClipModel.options_default; SDClipModel.max_length; SDClipModel.num_layers; "
-            "SDClipModel.special_tokens; SDClipModel.enable_attention_masks; SDClipModel.zero_out_masked; "
-            "SDClipModel.layer_norm_hidden_state; SDClipModel.return_attention_masks; "
-            "SDTokenizer.tokenize_with_weights; SDTokenizer.embedding_directory; SD1Tokenizer.state_dict",
+            "SDClipModel.special_tokens; SDClipModel.enable_attention_masks; SDClipModel.zero_out_masked; SDClipModel."
+            "layer_norm_hidden_state; SDClipModel.return_attention_masks; SDTokenizer.tokenize_with_weights; "
+            "SDTokenizer.embedding_directory; SDTokenizer.embedding_identifier; SD1Tokenizer.state_dict",
         },
     ),
     *_read(

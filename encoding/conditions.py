@@ -18,8 +18,8 @@ from ..data.video import read_frames
 from ..families.comfy.conditions import WAYS
 from ..families.comfy.inputs import COND, NOISE_MASK, OPTION, POOLED
 from .comfy_data import read_conditioning
-from .key import CLIP_VERSION, COMFY_VERSION, CONDITION_VERSION, IMAGE_VERSION
-from .sources import Entry, Problem, host_pixels, shapes_of
+from .key import CLIP_VERSION, COMFY_VERSION, CONDITION_VERSION, IMAGE_VERSION, prompt_facts
+from .sources import Entry, Problem, host_pixels, refuse_embeddings, shapes_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ComfyConditions:
     Args:
         way: a name of families/comfy/conditions.py. encoders: names of those that take part.
         problem: asked after each, so that what does not fit the model is refused at the first.
-        conditioner: None where only the encoders' names are known.
+        conditioner: None where only the encoders' names are known. weighs: as of ComfyTexts.
     """
 
     way: str
@@ -71,18 +71,21 @@ class ComfyConditions:
     problem: Problem
     megapixels: float = 1.0
     conditioner: ComfyConditioner | None = None
+    weighs: bool = False
     name: str = "the stock encoders"
     device: str = "cpu"
 
     def key_of(self, caption: str, condition: Condition, content: Mapping[str, str]) -> str:
-        """Args: content: hash of each file."""
+        """Args: content: hash of each file. Raises: as refuse_embeddings."""
         way = WAYS[self.way]
+        if way.reads_text:
+            refuse_embeddings(caption, self.weighs)
         facts = {
             "what": "condition",
             "version": (CONDITION_VERSION, COMFY_VERSION, IMAGE_VERSION, CLIP_VERSION),
             "files": condition.named_by(content),
             "encoders": self.encoders,
-            **({"caption": caption} if way.reads_text else {}),
+            **(prompt_facts("caption", caption, self.weighs) if way.reads_text else {}),
             **({"megapixels": self.megapixels} if self.way == "reference" else {}),
         }
         return settings_fingerprint(facts)

@@ -13,6 +13,7 @@ Fingerprints of files and weights are in checkpoints/fingerprint.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ CLIP_VERSION = 1  # of how frames are decoded and turned, over and above IMAGE_V
 COMFY_VERSION = 1  # how ComfyUI's own encoders are asked, and how their weights are hashed
 CONDITION_VERSION = 1  # how ComfyUI's conditioning nodes are called on files
 ROUNDING_VERSION = 1  # of text encoders in 8 bits
+
+_PROMPT_SYNTAX = re.compile(r"[()]|embedding:")  # what ComfyUI's tokenizers take for more than words
 
 
 def text_key(
@@ -110,15 +113,26 @@ def _request_facts(image_fingerprint: str, request: ImageRequest) -> dict[str, A
     return {"image": image_fingerprint, "resize": request.resize, "crop": request.crop, **clip}
 
 
-def comfy_text_key(text: str, fingerprint: str, *, keeps_all: bool = False) -> str:
-    """Key of what ComfyUI's CLIP makes of one text; its fingerprint covers all but that and keeps_all."""
-    facts = {"what": "stock text", "version": COMFY_VERSION, "text": text, "clip": fingerprint}
+def comfy_text_key(text: str, fingerprint: str, *, keeps_all: bool = False, weighs: bool = False) -> str:
+    """Key of what ComfyUI's CLIP makes of one text.
+
+    Args:
+        fingerprint: of the CLIP; covers all but text, keeps_all and weighs.
+        weighs: whether parentheses weigh words and embedding: names a file, as in ComfyUI's prompts.
+    """
+    facts = {"what": "stock text", "version": COMFY_VERSION, **prompt_facts("text", text, weighs), "clip": fingerprint}
     return settings_fingerprint({**facts, "keeps_all": True} if keeps_all else facts)
 
 
-def comfy_token_key(text: str, fingerprint: str) -> str:
-    """Key of what the tokenizer of ComfyUI's CLIP makes of one text; its fingerprint covers all but that."""
-    return settings_fingerprint({"what": "stock tokens", "version": COMFY_VERSION, "text": text, "clip": fingerprint})
+def comfy_token_key(text: str, fingerprint: str, *, weighs: bool = False) -> str:
+    """Key of what the tokenizer of ComfyUI's CLIP makes of one text; as comfy_text_key."""
+    facts = {"what": "stock tokens", "version": COMFY_VERSION, **prompt_facts("text", text, weighs)}
+    return settings_fingerprint({**facts, "clip": fingerprint})
+
+
+def prompt_facts(name: str, text: str, weighs: bool) -> dict[str, Any]:
+    """What decides how ComfyUI's CLIP reads a text; a text of words alone is read alike in both ways."""
+    return {name: text, **({"literal": True} if not weighs and _PROMPT_SYNTAX.search(text) else {})}
 
 
 def comfy_latent_key(image_fingerprint: str, request: ImageRequest, fingerprint: str) -> str:

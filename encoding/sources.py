@@ -193,6 +193,15 @@ Problem = Callable[[Shapes], str]  # why an entry of these shapes does not fit t
 LatentsProblem = Callable[[Shapes, int], str]  # the same, for an entry of so many video frames
 
 
+def refuse_embeddings(text: str, weighs: bool) -> None:
+    """Raises: ValueError for a caption that pulls in a file which no key knows."""
+    if weighs and "embedding:" in text:
+        raise ValueError(
+            f"the caption {text!r} names a textual inversion (embedding:), whose file is not part of the cache's key; "
+            "write it without, or set cache.caption_weights = false, which takes captions literally"
+        )
+
+
 @dataclass(frozen=True)
 class ComfyTexts:
     """What ComfyUI's CLIP makes; a TextSource."""
@@ -201,6 +210,7 @@ class ComfyTexts:
     problem: Problem  # asked after each text, so that a CLIP of another model is refused at the first
     clip: ComfyClip | None = None  # None where only its name is known
     keeps_all: bool = False  # of a CONDITIONING, for a model that reads more than states and pooled output
+    weighs: bool = False  # whether texts have ComfyUI's syntax of prompts; else they are literal
     name: str = "stock CLIP"
     device: str = "cpu"  # of the results; the host places the encoder itself
     batch_size: int = 1
@@ -209,16 +219,12 @@ class ComfyTexts:
         return caption
 
     def key_of(self, text: str) -> str:
-        """Raises: ValueError for a caption that pulls in a file which the key knows nothing of."""
-        if "embedding:" in text:
-            raise ValueError(
-                f"the caption {text!r} names a textual inversion (embedding:), whose file is not part of the cache's "
-                "key; write it without, or leave stock_clip unconnected"
-            )
+        """Raises: as refuse_embeddings."""
+        refuse_embeddings(text, self.weighs)
         return self._key(text)
 
     def _key(self, text: str) -> str:
-        return comfy_text_key(text, self.fingerprint, keeps_all=self.keeps_all)
+        return comfy_text_key(text, self.fingerprint, keeps_all=self.keeps_all, weighs=self.weighs)
 
     def plan(self, num_missing: int) -> None:
         if self.clip is None:
@@ -253,7 +259,7 @@ class ComfyTokens(ComfyTexts):
     """What the tokenizer of ComfyUI's CLIP makes, where its encoders compute in every step; a TextSource."""
 
     def _key(self, text: str) -> str:
-        return comfy_token_key(text, self.fingerprint)
+        return comfy_token_key(text, self.fingerprint, weighs=self.weighs)
 
     def _encode(self, clip: ComfyClip, text: str) -> Entry:
         return read_tokens(clip.tokens(text), f"the caption {text!r}")

@@ -109,7 +109,8 @@ def comfy_texts(
     """
     _refuse_other(settings.text_source, encoders.clip, "text_source")
     source = ComfyTokens if of_tokens else ComfyTexts
-    return source(settings.text_source, reader.text_problem, encoders.clip, keeps_all=reader.comfy.reads_all)
+    keeps_all, weighs = reader.comfy.reads_all, settings.caption_weights
+    return source(settings.text_source, reader.text_problem, encoders.clip, keeps_all=keeps_all, weighs=weighs)
 
 
 def comfy_latents(settings: CacheConfig, reader: ComfyReader, encoders: ComfyEncoders) -> ComfyLatents:
@@ -129,6 +130,7 @@ def comfy_conditions(job: JobConfig, reader: ComfyReader, encoders: ComfyEncoder
         reader.text_problem,
         data.reference_megapixels,
         encoders.conditioner,
+        cache.caption_weights,
     )
 
 

@@ -125,7 +125,8 @@ def fill_job(plan: JobPlan, on_event: Listener, should_stop: Callable[[], bool],
 def missing_prompts(job: JobConfig) -> list[str]:
     """Sample prompts that ComfyUI's CLIP is to encode and the cache has not; a job asks other encoders itself."""
     source, store = job.cache.text_source, cache_store(job)
-    keys = {text: comfy_text_key(text, source, keeps_all=job.model.family == COMFYUI) for text in job.samples.prompts}
+    how = {"keeps_all": job.model.family == COMFYUI, "weighs": job.cache.caption_weights}
+    keys = {text: comfy_text_key(text, source, **how) for text in job.samples.prompts}
     return [text for text, key in keys.items() if source and key not in store]
 
 

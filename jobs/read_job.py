@@ -114,7 +114,7 @@ class ReadJob:
         reader = make_comfy_reader(self.info.family, self.variant, self.info.config)
         made = condition_keys(wanted, comfy_conditions(self.job, reader, NO_ENCODERS)) if wanted else {}
         for each in (*self.samples, *self.eval_samples):
-            own = comfy_text_key(each.caption, source, keeps_all=True)
+            own = comfy_text_key(each.caption, source, keeps_all=True, weighs=self.job.cache.caption_weights)
             if each.condition is None:
                 yield (own,)
             else:

@@ -76,7 +76,8 @@ def _num_windows(job: JobConfig, samples: Iterable[TrainingSample]) -> int:
     if not job.cache.text_source:
         return 1
     store = cache_store(job)
-    keys = {comfy_token_key(each.caption, job.cache.text_source) for each in samples}
+    weighs = job.cache.caption_weights
+    keys = {comfy_token_key(each.caption, job.cache.text_source, weighs=weighs) for each in samples}
     return max((_windows_of(entry) for key in keys if (entry := store.get(key))), default=1)
 
 

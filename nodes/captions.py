@@ -85,14 +85,19 @@ def _inputs() -> list[Socket | io.Input]:
             "Without effect for others, and for diffusers folders.",
             **file_options(NONE, files),
         ),
-        io.ClipVision.Input(
-            "stock_vision",
-            display_name="stock CLIP vision",
-            optional=True,
-            tooltip="ComfyUI's CLIP vision model, from Load CLIP Vision. It looks at what the dataset's condition is "
-            "made of: first-frame, fun-control or z-image-omni. Wan 2.1's image-to-video and Fun Control need one.",
-        ),
+        _stock_vision(),
+        Socket("caption_weights", "cache.caption_weights", optional=True, advanced=True),
     ]
+
+
+def _stock_vision() -> io.Input:
+    return io.ClipVision.Input(
+        "stock_vision",
+        display_name="stock CLIP vision",
+        optional=True,
+        tooltip="ComfyUI's CLIP vision model, from Load CLIP Vision. It looks at what the dataset's condition is "
+        "made of: first-frame, fun-control or z-image-omni. Wan 2.1's image-to-video and Fun Control need one.",
+    )
 
 
 class CacheCaptionsAndLatents(io.ComfyNode):
@@ -177,7 +182,8 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         clip_files, clip_type = host.files_of_clip(sockets.get("stock_clip"), model.model.path)
         find = remember_clip(sockets, partial(_clip_of_files, model))
         made = dataclasses.replace(dataset, cache=cache, vae_file=vae_file, clip_files=clip_files, clip_type=clip_type)
-        return io.NodeOutput(dataclasses.replace(made, find_clip=partial(_named_clip, find) if encoders.clip else None))
+        named = partial(_named_clip, find, cache.caption_weights) if encoders.clip else None
+        return io.NodeOutput(dataclasses.replace(made, find_clip=named))
 
 
 def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any], condition: str = "") -> ComfyEncoders:
@@ -193,15 +199,15 @@ def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any], condition: st
                 f"{socket} is connected, but its loader found none in its file; use another loader ({loader})"
             )
     given = sockets["stock_clip"] if "stock_clip" in sockets else _clip_of_files(model, sockets)
-    clip = None if given is None else host.HostClip(given)
+    clip = None if given is None else host.HostClip(given, weighs=sockets.get("caption_weights", False))
     vae = host.HostVae(sockets["stock_vae"]) if "stock_vae" in sockets else None
     vision = host.HostVision(sockets["stock_vision"]) if "stock_vision" in sockets else None
     return ComfyEncoders(clip, vae, host.HostConditioner(clip, vae, vision) if condition else None)
 
 
-def _named_clip(find: Callable[[], Any]) -> Any:
+def _named_clip(find: Callable[[], Any], weighs: bool) -> Any:
     """A CLIP as the cache asks it, by its name; None where it is gone."""
-    return None if (clip := find()) is None else host.HostClip(clip)
+    return None if (clip := find()) is None else host.HostClip(clip, weighs=weighs)
 
 
 def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:

@@ -10,8 +10,11 @@ replaced methods of other packs, weights that hide their bytes.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+_IN_NO_TEXT = "\ud800"  # half of a character, which no UTF-8 holds
 _PLAIN = (str, bool, int, float, type(None))
 # Text encoders whose pooled output no model reads. CLIP computes it by a projection that checkpoints of SD leave out;
 # ComfyUI then has whatever was in that memory, other numbers at every load.
@@ -82,12 +86,51 @@ class _Encoder:
         soft_empty_cache()
 
 
-class HostClip(_Encoder):
-    """A CLIP socket's value, as encoding/sources.py asks for one."""
+class _LiteralTokenizer:
+    """A tokenizer of ComfyUI's to which a text is words alone: no weights, no files of embeddings, no escapes."""
 
-    def __init__(self, clip: Any) -> None:
+    def __init__(self, tokenizer: Any) -> None:
+        self._inner = _without_embeddings(tokenizer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def tokenize_with_weights(self, text: str, return_word_ids: bool = False, **options: Any) -> Any:
+        if self._reads_escapes:
+            text = re.sub(r"[()]", r"\\\g<0>", text)
+        return self._inner.tokenize_with_weights(text, return_word_ids, **options)
+
+    @functools.cached_property
+    def _reads_escapes(self) -> bool:
+        """Some tokenizers of ComfyUI have no syntax, and would see the backslashes. One parenthesis weighs nothing."""
+        plain, escaped = (self._inner.tokenize_with_weights(text) for text in ("a (", r"a \("))
+        return bool(plain == escaped)
+
+
+def _without_embeddings(tokenizer: Any) -> Any:
+    """A copy of a tokenizer and those inside it, to whom no word is the name of a file."""
+    made = copy.copy(tokenizer)
+    for key, value in vars(tokenizer).items():
+        if hasattr(value, "tokenize_with_weights"):
+            setattr(made, key, _without_embeddings(value))
+    if hasattr(made, "embedding_identifier"):
+        made.embedding_identifier = _IN_NO_TEXT
+    return made
+
+
+class HostClip(_Encoder):
+    """A CLIP socket's value, as encoding/sources.py asks for one.
+
+    Args:
+        weighs: whether texts have ComfyUI's syntax of prompts; else they are literal.
+    """
+
+    def __init__(self, clip: Any, *, weighs: bool = False) -> None:
         super().__init__(clip, "CLIP")
-        self.stock = clip
+        self.stock = self.asked = clip
+        if not weighs:
+            self.asked = copy.copy(clip)
+            self.asked.tokenizer = _LiteralTokenizer(clip.tokenizer)
         if clip.patcher.forced_hooks is not None or clip.apply_hooks_to_conds is not None:
             raise ValueError("stock_clip has hooks; connect the CLIP as it comes from its loader")
         _refuse_replaced(clip.tokenizer, "tokenizer")
@@ -100,18 +143,18 @@ class HostClip(_Encoder):
         self.fingerprint = _name("CLIP", clip.patcher, settings)
 
     def encode(self, text: str) -> Any:
-        """A CONDITIONING, as CLIPTextEncode gives it."""
+        """A CONDITIONING, as CLIPTextEncode gives it of this prompt, or of one that stands for a literal text."""
         import torch
 
         with (
             torch.inference_mode(),
             outside(about="this CLIP"),
         ):  # as ComfyUI runs its nodes; it forgets recordings behind a node only
-            return self.stock.encode_from_tokens_scheduled(self.stock.tokenize(text))
+            return self.asked.encode_from_tokens_scheduled(self.asked.tokenize(text))
 
     def tokens(self, text: str) -> Any:
         """What its tokenizer makes of a text: parts of (token, weight), by text encoder."""
-        return self.stock.tokenize(text)
+        return self.asked.tokenize(text)
 
 
 class HostVae(_Encoder):

@@ -123,6 +123,55 @@ def case_clips_of_wan() -> None:
         assert error < 1e-5, f"{num_frames} frames: relative error {error}"
 
 
+def case_captions_are_literal() -> None:
+    """Every character reaches the tokenizer as it stands, with weight 1; asked to weigh, a CLIP does as core's node."""
+    texts = [
+        "a (cat)",
+        "a (cat:1.3), ((dog))",
+        r"\(face\), c:\dir\(1) :)",
+        "(",
+        ")(",
+        "embedding:none, an embedding:x (y)",
+    ]
+    for family, parts in (("sd15", ["clip_l"]), ("sdxl", ["clip_l", "clip_g"]), ("flux1", ["clip_l", "t5xxl"])):
+        clip = make_clip(family)
+        for part in parts:
+            getattr(clip.tokenizer, part).embedding_directory = [tempfile.mkdtemp()]  # else embedding: is a word anyway
+        literal, weighing = HostClip(clip), HostClip(clip, weighs=True)
+        for text in [*texts, "a cat"]:
+            found = literal.tokens(text)
+            for part in parts:
+                pairs = found[part.removeprefix("clip_")][0]
+                ids = getattr(clip.tokenizer, part).tokenizer(text)["input_ids"]
+                assert [pair[0] for pair in pairs[: len(ids)]] == ids, (part, text)
+                assert {pair[1] for pair in pairs} == {1.0}, (part, text)
+            assert weighing.tokens(text) == clip.tokenize(text), text
+        own, cores = (each.encode(texts[1])[0][0] for each in (literal, weighing))
+        assert torch.equal(own, clip.encode_from_tokens_scheduled(literal.tokens(texts[1]))[0][0])
+        assert not torch.equal(own, cores)
+        assert torch.equal(literal.encode("a cat")[0][0], weighing.encode("a cat")[0][0])
+    clip = make_clip("flux2")
+    literal = HostClip(clip)
+    for text in texts:
+        (pairs,) = literal.tokens(text)["mistral3_24b"]
+        ids = clip.tokenizer.mistral3_24b.tokenizer(clip.tokenizer.llama_template.format(text))["input_ids"]
+        assert [pair[0] for pair in pairs[-len(ids) :]] == list(ids), text
+
+
+def case_a_tokenizer_without_escapes_sees_none() -> None:
+    clip = make_clip("sd15")
+    asked = []
+
+    class Plain:
+        def tokenize_with_weights(self, text: str, return_word_ids: bool = False, **options: Any) -> Any:
+            asked.append(text)
+            return {"l": [[(ord(letter), 1.0) for letter in text]]}
+
+    clip.tokenizer = Plain()
+    HostClip(clip).tokens("a (cat)")
+    assert asked[-1] == "a (cat)"
+
+
 def case_clip_names() -> None:
     """The same CLIP has the same name, loaded or not, encoded with or not; any difference has another."""
     clip = make_clip("flux2")

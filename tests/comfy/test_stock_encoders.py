@@ -26,6 +26,8 @@ pytestmark = pytest.mark.comfy
 
 EXAMPLE_API = ROOT / "tests" / "assets" / "train_a_LoRA_over_two_GPUs_api.json"
 CASES = [
+    "a_tokenizer_without_escapes_sees_none",
+    "captions_are_literal",
     "clip_names",
     "clip_names_leave_out_what_checkpoints_leave_out",
     "clips_of_wan",
@@ -80,6 +82,7 @@ def _graph(family: str, pipeline: Path, images: Path, **train: Any) -> dict[str,
         "TrainingDataset.folder": images.name,
         "TrainingDataset.resolutions": str(SIDE),
         "CacheCaptionsAndLatents.cache_folder": f"cache_{images.name}",
+        "CacheCaptionsAndLatents.caption_weights": True,  # as core's nodes read them
         "TrainLora.steps": 2,
         "TrainLora.rank": 2,
         "TrainLora.alpha": 2.0,
@@ -140,7 +143,7 @@ def test_the_cache_holds_what_cores_nodes_make(
     clip, vae = metadata["devicebridge_text_source"], metadata["devicebridge_latent_source"]
     assert clip.startswith("comfyui ") and " CLIP " in clip and " VAE " in vae
 
-    text = store.get(comfy_text_key(caption, clip))
+    text = store.get(comfy_text_key(caption, clip, weighs=True))
     core = load_file(tmp_path / "text.st")
     assert text.keys() == core.keys() == ({"cond", "pooled_output"} if family == "flux1" else {"cond"})
     assert all(torch.equal(text[name], core[name][0]) for name in core)
@@ -189,7 +192,9 @@ def test_a_prompt_that_is_no_caption_is_drawn_and_encoded_as_core_does(
     assert (folder / "samples" / "000002_0.png").exists()
     source = _trained(server, name)[1]["devicebridge_text_source"]
     store = CacheStore(server.base / "output" / f"cache_{images.name}")
-    assert torch.equal(store.get(comfy_text_key(prompt, source))["cond"], load_file(tmp_path / "text.st")["cond"][0])
+    assert torch.equal(
+        store.get(comfy_text_key(prompt, source, weighs=True))["cond"], load_file(tmp_path / "text.st")["cond"][0]
+    )
 
 
 def test_cancel_keeps_the_captions_that_are_done(server: Server, pipelines: dict[str, Path], images: Path) -> None:

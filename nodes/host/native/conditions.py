@@ -26,7 +26,7 @@ class HostConditioner:
     def __init__(self, clip: HostClip | None, vae: HostVae | None, vision: HostVision | None) -> None:
         """Raises: RuntimeError for a ComfyUI whose nodes are called otherwise than here."""
         check_parts(Living(may_import=True), [CONDITIONS])
-        self._clip: Any = clip and clip.stock
+        self._clip: Any = clip and clip.asked
         self._vae: Any = vae and vae.stock
         self._vision: Any = vision and vision.stock
         self.sees_with = vision.fingerprint if vision else ""

@@ -136,7 +136,8 @@ def load_encoders(job: JobConfig) -> tuple[HostClip | None, HostVae | None, Host
     cache = job.cache
     clip = vae = vision = None
     if cache.stock_clip:
-        clip = HostClip(load_clip_files(cache.stock_clip, cache.stock_clip_type, job.model.path))
+        made = load_clip_files(cache.stock_clip, cache.stock_clip_type, job.model.path)
+        clip = HostClip(made, weighs=cache.caption_weights)
     if cache.stock_vae:
         vae = HostVae(_load_vae(cache.stock_vae, job.model.path))
     if cache.stock_vision:

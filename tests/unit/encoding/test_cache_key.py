@@ -19,6 +19,7 @@ from devicebridge.encoding.key import (
     LatentSettings,
     comfy_latent_key,
     comfy_text_key,
+    comfy_token_key,
     content_key,
     joint_key,
     latent_key,
@@ -184,6 +185,11 @@ def test_a_key_is_the_same_in_another_process():
 
 
 def test_what_stock_encoders_make_has_keys_of_its_own(monkeypatch):
+    plain = "a cat, 2 < 3 [x] {y} \\n"
+    for key in (comfy_text_key, comfy_token_key):
+        assert key(plain, "clip") == key(plain, "clip", weighs=True)
+        for text in ("a (cat)", "a cat)", "embedding:x"):
+            assert key(text, "clip") != key(text, "clip", weighs=True)
     keys = {comfy_text_key("a", "clip"), comfy_text_key("b", "clip"), comfy_text_key("a", "clip 2")}
     keys |= {comfy_latent_key("i", IMAGE, "vae"), comfy_latent_key("j", IMAGE, "vae")}
     keys.add(comfy_latent_key("i", IMAGE, "vae 2"))

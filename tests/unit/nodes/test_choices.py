@@ -137,7 +137,9 @@ def test_text_encoders_of_comfyuis_folder_are_loaded_by_comfyui(
     assert "umt5.safetensors" in _input(nodes, "CacheCaptionsAndLatents", "text_encoders").options["options"]
     loaded = []
     monkeypatch.setattr(nodes.captions.host, "load_clip", lambda files, kind: loaded.append((files, kind)) or "clip")
-    monkeypatch.setattr(nodes.captions.host, "HostClip", lambda clip: SimpleNamespace(fingerprint=f"name of {clip}"))
+    monkeypatch.setattr(
+        nodes.captions.host, "HostClip", lambda clip, weighs: SimpleNamespace(fingerprint=f"name of {clip}")
+    )
     files = [f"{name}.safetensors" for name in names]
     sockets = {"text_encoders": files[0], "vae": "[model folder]"}
     sockets |= {"text_encoder_2": files[1]} if len(files) > 1 else {}

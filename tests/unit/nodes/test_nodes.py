@@ -183,6 +183,7 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "evaluation_references": "STRING",
         "evaluation_control": "STRING",
         "stock_vision": "CLIP_VISION",
+        "caption_weights": "BOOLEAN",
     }
 
 
@@ -990,7 +991,7 @@ def test_stock_encoders_take_the_place_of_the_models_own(
 
     seen: list[Any] = []
     clip, vae = f"comfyui 0.33.0 CLIP {'a' * 64}", f"comfyui 0.33.0 VAE {'b' * 64}"
-    monkeypatch.setattr(host_module, "HostClip", lambda value: _Named(f"comfyui 0.33.0 CLIP {value * 64}"))
+    monkeypatch.setattr(host_module, "HostClip", lambda value, weighs: _Named(f"comfyui 0.33.0 CLIP {value * 64}"))
     monkeypatch.setattr(host_module, "HostVae", lambda value: _Named(f"comfyui 0.33.0 VAE {value * 64}"))
     monkeypatch.setattr(job_module, "check_job", lambda job, **how: job)
     monkeypatch.setattr(encode_job, "cache_job", lambda *arguments: seen.append(arguments) or (_Samples(), None))
@@ -1022,12 +1023,12 @@ def test_prompts_that_are_no_captions_are_encoded_by_the_captions_clip_before_th
     from devicebridge.nodes.view import JobView
 
     seen: list[Any] = []
-    monkeypatch.setattr(host_module, "HostClip", lambda value: _Named(value))
+    monkeypatch.setattr(host_module, "HostClip", lambda value, weighs: _Named(value))
     monkeypatch.setattr(encode_job, "missing_prompts", lambda job: list(job.samples.prompts))
     monkeypatch.setattr(encode_job, "fill_prompts", lambda job, info, encoders, *rest: seen.append(encoders.clip))
     job, clip = _job(nodes, {**sockets, "sample_prompts": "a cat"}), _Link("clip")
     remembered = prompts.remember_clip({"stock_clip": clip}, lambda files: "another")
-    find = functools.partial(captions._named_clip, remembered)
+    find = functools.partial(captions._named_clip, remembered, False)
     dataset = dataclasses.replace(sockets["dataset"], find_clip=find)
     prompts.encode_prompts(dataset, job, None, JobView("1"), lambda: None)
     assert [each.fingerprint for each in seen] == ["clip"]
