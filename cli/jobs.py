@@ -22,7 +22,7 @@ from ..jobs.quantize_preview import preview_job
 from ..jobs.ranks import open_ranks
 from ..jobs.resolve import find_machine
 from ..jobs.result import TrainingResult
-from ..parallel.ranks.place import RankPlace, find_place
+from ..parallel.ranks.place import RankPlace, find_place, refuse_other_launcher
 from ..planning.block_times import ASSUMED_LINK_BYTES_PER_S
 from ..planning.cards import Card, parse_cards
 from ..planning.cluster import MOST_NODES, Cluster, best_of, describe_cluster, parse_link
@@ -47,6 +47,8 @@ def train(options: argparse.Namespace) -> int:
     if place is None and (options.nproc is not None or count > 1):
         enter([job], options.arguments)  # what a mistake in the job makes it say is said once, and here
         return launch(options, count)
+    if place is None:
+        refuse_other_launcher()
     if job.needs_comfyui and job.model.second_expert:
         raise ValueError(ONE_MODEL)
     (job,) = enter([job], options.arguments)

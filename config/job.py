@@ -219,6 +219,16 @@ def _keys_beside(place: tuple[Any, ...]) -> list[str]:
     return [key.name for key in job_keys().values() if key.section == section] or list(get_type_hints(JobConfig))
 
 
+def values_at(job: JobConfig, path: str) -> list[Any]:
+    """What a job says for a key of job_keys: one value, or of a list of sections each one's, in order."""
+    *sections, name = path.split(".")
+    found: list[Any] = [job]
+    for section in sections:
+        inner = [getattr(each, section) for each in found]
+        found = [one for each in inner for one in (each if isinstance(each, tuple) else (each,))]
+    return [getattr(each, name) for each in found]
+
+
 def job_to_dict(job: JobConfig) -> dict[str, dict[str, Any]]:
     """Plain nested values; make_job of them gives an equal job."""
     return json.loads(json.dumps(dataclasses.asdict(job)))  # type: ignore[call-overload]

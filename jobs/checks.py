@@ -33,6 +33,7 @@ from ..system.json_file import read_json_object
 from ..training.optimizer import make_optimizer
 from .checked_job import JobPlan, comfy_reader, component_folder, vae_path
 from .comfy_entries import refuse_condition
+from .idle import describe_idle
 from .read_job import ReadJob
 from .samples import check_samples, describe_expert
 
@@ -193,6 +194,8 @@ def give_cautions(plan: JobPlan) -> None:
     for line in filter(
         None,
         [
+            describe_idle(plan.job),
+            _unused_trigger(plan),
             _ignored_rate(plan.job.optimizer),
             _small_factor(plan.job.optimizer),
             _trained_on(plan),
@@ -216,6 +219,16 @@ def _which_expert(plan: JobPlan) -> str:
     if other and re.search(rf"{other}[ _-]?noise", name, re.IGNORECASE):
         return f'objective.expert is "{expert}", and {name} seems to be the other one; compare the two'
     return ""
+
+
+def _unused_trigger(plan: JobPlan) -> str:
+    word = plan.job.data.trigger_word.strip()
+    if not word or any(word.lower() in sample.caption.lower() for sample in plan.samples) or not plan.samples:
+        return ""
+    return (
+        f"data.trigger_word {word!r} is in none of the {len(plan.samples)} captions; put {{trigger}} into "
+        "data.caption_template, or train on folders that are not regularisation"
+    )
 
 
 def _ignored_rate(optimizer: OptimizerConfig) -> str:

@@ -36,6 +36,7 @@ from .build import build_trainer
 from .checked_job import JobPlan
 from .checks import check_places, check_tools, give_cautions, refuse_stills
 from .encode_job import cache_job, cache_store
+from .idle import refuse_overlaps, refuse_repeats
 from .lora_output import lora_file_tensors, save_lora, warn_of_losses
 from .ranks import (
     device_names,
@@ -132,6 +133,9 @@ def _resolve_and_check(
     Args:
         earlier: facts of the checkpoint that is resumed where it was. is_new: whether nothing is resumed.
     """
+    if is_to_train and is_new:  # a run that was begun goes on as it is
+        refuse_repeats(read.job)
+        refuse_overlaps(read.job)
     schedule = make_noise_schedule(read.job.objective, read.info.family, read.variant)
     refuse_stills(read)
     resolved = resolve_here(read.job, read.subject, ranks, host_share, earlier, is_to_train=is_to_train)

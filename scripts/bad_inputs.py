@@ -104,11 +104,12 @@ class Bench:
         self.lora = (self.bases["trained"] / LORA).read_bytes()
 
     def cases(self, num_chance: int, seed: int) -> Iterator[Case]:
-        from devicebridge.tests import bad_files, bad_inputs, bad_reported, bad_runs
+        from devicebridge.tests import bad_files, bad_inputs, bad_names, bad_reported, bad_runs
 
         plain, trained = self.bases.values()
         yield from bad_inputs.job_key_cases()
         yield from bad_inputs.job_file_cases()
+        yield from bad_names.name_cases()
         yield from bad_files.json_cases(plain)
         yield from bad_files.weight_cases()
         yield from bad_files.start_cases()
@@ -175,7 +176,7 @@ def _import_all(folder: Path) -> None:
 def _print_table(outcomes: Sequence[Outcome]) -> None:
     groups = collections.Counter(outcome.group for outcome in outcomes)
     faults = collections.Counter((outcome.group, outcome.fault) for outcome in outcomes if outcome.fault)
-    kinds = ("traceback", "hang", "died", "silent", "unclear", "not repaired", "wrong code")
+    kinds = ("traceback", "raw", "hang", "died", "silent", "unclear", "not repaired", "wrong code")
     print(f"{'group':<16}{'cases':>6}{'refused':>8}" + "".join(f"{kind:>13}" for kind in kinds))
     for group, number in groups.items():
         refused = sum(outcome.code == 2 for outcome in outcomes if outcome.group == group)

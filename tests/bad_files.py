@@ -104,9 +104,13 @@ _OTHER_FILES |= {"40000 empty tensors": _empty_tensors(40_000), "a million empty
 Header = dict[str, Any]
 
 
+def _names(header: Header) -> list[str]:
+    return sorted(name for name in header if name != "__metadata__")
+
+
 def _first_entry(header: Header) -> dict[str, Any]:
     """Of a matrix where there is one: statistics have other types and no shape."""
-    names = sorted(name for name in header if name != "__metadata__")
+    names = _names(header)
     return next((header[name] for name in names if header[name]["shape"][1:]), header[names[0]])
 
 
@@ -142,6 +146,7 @@ HEADER_DAMAGE: dict[str, Callable[[Header], object]] = {
     "metadata is a list": lambda header: header.update({"__metadata__": []}) or header.update({"__metadata__": [1]}),
     "metadata of numbers": lambda header: header.update({"__metadata__": {"a": 1}}),
     "one entry less": lambda header: header.pop(max(name for name in header if name != "__metadata__")),
+    "a name that a terminal obeys": lambda header: header.update({"\x1b[31m": header.pop(_names(header)[0])}),
     "one name twice": lambda header: header.update({"twice": True}),
 }
 

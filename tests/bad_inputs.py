@@ -7,9 +7,9 @@ A case changes a copy of a tiny job's folder: its job file, its model, its image
     repaired   noticed, and the LoRA is byte-equal to that of the job that nobody changed
     any        whatever it means to the model; but where it is refused the message names one of `names`
 
-No case may end with a traceback, by a signal, or late. scripts/bad_inputs.py runs all of them through the real command;
-tests/unit/cli/test_bad_inputs.py a fixed part. Cases of job keys are made of what the config says of each key, so a new
-key has them at once.
+No case may end with a traceback, by a signal, or late, nor print what a terminal obeys. scripts/bad_inputs.py runs all
+of them through the real command; tests/unit/cli/test_bad_inputs.py a fixed part. Cases of job keys are made of what the
+config says of each key, so a new key has them at once.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import datetime
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -303,10 +304,15 @@ NO_OBJECT: dict[str, bytes] = {
 # --- verdicts --------------------------------------------------------------------------------------------------------
 
 
+_OBEYED = re.compile("[\x00-\x08\x0e-\x1f\x7f\u202e]")  # by a terminal, but for what moves a line of progress
+
+
 def fault_of(case: Case, code: int, text: str, *, has_same_lora: bool) -> str:
     """What is wrong with how a case ended, in a word or two; "" where it is as it should be."""
     if "Traceback" in text:
         return "traceback"
+    if _OBEYED.search(text):
+        return "raw"
     if code < 0:
         return "died"
     if code not in (0, 2):

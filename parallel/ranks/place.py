@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from ..devices import CPU
+
+_log = logging.getLogger(__name__)
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _ALSO = ("MASTER_ADDR", "MASTER_PORT")
@@ -45,6 +48,25 @@ def find_place(environment: Mapping[str, str] = os.environ) -> RankPlace | None:
     if not (0 <= rank < count and 0 <= local < num_local <= count):
         raise ValueError(f"the environment says rank {rank} of {count}, on this machine {local} of {num_local}")
     return RankPlace(rank, count, local, num_local, int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")))
+
+
+def refuse_other_launcher(environment: Mapping[str, str] = os.environ) -> None:
+    """To be called where find_place has found nothing: warn of a part of what torchrun sets, which something else, such
+    as SLURM or a script for MPI, has set or left.
+
+    Raises: ValueError where it speaks of several processes, each of which would train the whole job.
+    """
+    found = [f"{name}={environment[name]}" for name in _NAMES if name in environment]
+    if not found:
+        return
+    missing = ", ".join(name for name in (*_NAMES, *_ALSO) if name not in environment)
+    text = f"the environment has {', '.join(found)}, but not {missing}, so torchrun has not started this process"
+    if environment.get("WORLD_SIZE", "1").strip() not in ("", "0", "1"):
+        raise ValueError(
+            f"{text}, and each of several would train the whole job; start them with torchrun or --nproc, or unset "
+            "these variables to train in one process"
+        )
+    _log.warning("%s; it trains alone", text)
 
 
 def own_devices(devices: Sequence[torch.device], place: RankPlace) -> tuple[torch.device, ...]:

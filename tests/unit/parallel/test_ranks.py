@@ -14,7 +14,7 @@ from devicebridge.jobs.ranks import resolve_here
 from devicebridge.jobs.read_job import read_job
 from devicebridge.parallel.devices import CPU
 from devicebridge.parallel.ranks.group import Ranks
-from devicebridge.parallel.ranks.place import RankPlace, find_place, own_devices
+from devicebridge.parallel.ranks.place import RankPlace, find_place, own_devices, refuse_other_launcher
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from safetensors.torch import save_file
 
@@ -33,6 +33,21 @@ def test_a_place_is_what_torchrun_says_and_nothing_without_all_of_it():
 def test_numbers_that_contradict_each_other_are_refused(wrong):
     with pytest.raises(ValueError, match="environment"):
         find_place({**TORCHRUN, **MASTER, **wrong})
+
+
+@pytest.mark.parametrize("left", [{"RANK": "0"}, {"WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1"} | MASTER])
+def test_what_another_launcher_has_left_is_named(left, caplog):
+    refuse_other_launcher(left)
+    (said,) = caplog.messages
+    assert all(f"{name}={value}" in said for name, value in left.items() if name in TORCHRUN) and "LOCAL_RANK" in said
+
+
+@pytest.mark.parametrize("left", [{"WORLD_SIZE": "4"}, {"RANK": "1", "WORLD_SIZE": "two"}, TORCHRUN])
+def test_several_processes_of_another_launcher_do_not_each_train_the_whole_job(left, caplog):
+    with pytest.raises(ValueError, match=f"WORLD_SIZE={left['WORLD_SIZE']}.*MASTER_ADDR.*torchrun or --nproc"):
+        refuse_other_launcher(left)
+    refuse_other_launcher(MASTER)
+    assert not caplog.messages
 
 
 def test_devices_are_dealt_out_evenly_or_not_at_all():
