@@ -29,9 +29,9 @@ from ..system.stopping import Stopped, never
 from .buckets import aspect, bucket_step, choose_bucket, make_buckets, plan_crop
 from .captions import make_caption
 from .clips import ClipPlan, is_slower, make_clip_plan
-from .image import read_size
+from .image import is_one_colour, read_size
 from .left_out import LeftOut
-from .masks import load_mask, read_mask
+from .masks import is_in_alpha, load_mask, read_mask
 from .pairs import Pair, Partners, find_pair, find_partners, make_condition, refuse_other_shape
 from .samples import Sample
 from .video import CLIP_SUFFIXES, ClipInfo, is_clip, media_suffixes, probe_clip
@@ -59,6 +59,8 @@ class _Picture:
     clip: ClipInfo | None = None
     cuts: _Cuts = ((),)  # the frames of each sample that is made of a clip
     pair: Pair = Pair()
+    is_blank: bool = False
+    is_mask_idle: bool = False
 
     def samples(
         self, buckets: Sequence[tuple[int, int]], caption: str, loss_weight: float, condition: str = ""
@@ -305,7 +307,9 @@ def _inspect(
     pair = attempt(lambda file: find_pair(file, _stem(file), partners), path) if partners else None
     if pair and pair.control and size:
         attempt(lambda file: refuse_other_shape(path, size, clip, file), pair.control)
-    return _Picture(path, mask, size, caption, tuple(problems), clip, cuts, pair or Pair())
+    is_blank = not (problems or clip) and is_one_colour(path)
+    is_idle = not problems and mask is not None and is_in_alpha(mask)
+    return _Picture(path, mask, size, caption, tuple(problems), clip, cuts, pair or Pair(), is_blank, is_idle)
 
 
 def _read_clip(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[ClipInfo | None, _Cuts]:
@@ -387,6 +391,18 @@ def _doubts(pictures: Sequence[_Picture], samples: Sequence[Sample], plan: ClipP
         found,
         f"of {total} caption files are empty, as a full disk leaves them, and their images are trained with an empty "
         f"caption: {_names(found)}; write the captions anew, or delete the files if no caption is meant",
+    )
+    found = [p.path.name for p in pictures if p.is_blank]
+    yield (
+        found,
+        f"of {total} {kinds} are of one colour throughout, as a picture is that is all black or all transparent: "
+        f"{_names(found)}; take them out, unless that is what is to be learnt",
+    )
+    found = [p.mask.name for p in pictures if p.mask and p.is_mask_idle]
+    yield (
+        found,
+        f"masks are of one brightness throughout, and their transparency is not looked at: {_names(found)}; save what "
+        "counts as white and what does not as black",
     )
     found = _shared_captions(pictures)
     yield (

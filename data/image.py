@@ -8,6 +8,7 @@ not applied, and of an animation the first frame is taken.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
 
 _PER_PIXEL = 8  # along a side: pixels of the file that a small picture is made of
+_HEADER_BYTES, _PIXELS_PER_BYTE = 1000, 20  # of a picture of something a compressed file has fewer pixels per byte
 _ORIENTATION, _QUARTER_TURNS = 0x0112, (5, 6, 7, 8)  # of EXIF
 _TURNING_VERSION = 1  # raise when images that are to be turned come out otherwise
 _MAPPED = ("L", "P", "RGBA", "CMYK", "I;16", "I;16L", "I;16B")
@@ -131,6 +133,18 @@ def read_size(path: Path, *, is_decoded: bool = True) -> tuple[int, int]:
     except broken_image() as error:
         raise ValueError(f"{path}: cannot be read as an image ({error})") from error
     return (width, height) if is_turned else (height, width)
+
+
+def is_one_colour(path: Path) -> bool:
+    """Whether all pixels that would be trained on are alike, as of a picture that is all black or all transparent.
+
+    Files with more bytes than such a picture has are not decoded again, unless their format packs nothing.
+    """
+    with opened(path) as file:
+        packed = path.stat().st_size - _HEADER_BYTES
+        may_be = packed * _PIXELS_PER_BYTE < math.prod(file.size) or file.format in ("BMP", "TIFF")
+        may_be = may_be or file.has_transparency_data  # which may cover anything
+    return may_be and bool(np.ptp(np.asarray(open_image(path)), axis=(0, 1)).max() <= 2)
 
 
 def image_fingerprint(path: str | Path) -> str:

@@ -35,6 +35,15 @@ def _cell_weights(num_source: int, resized: int, start: int, length: int, num_ce
     return overlap.clamp_min(0) * resized * num_cells / (length * num_source)
 
 
+def is_in_alpha(path: Path) -> bool:
+    """Whether a mask says something by its transparency alone, which is not looked at."""
+    with opened(path) as file:
+        if file.mode.startswith("I") or not file.has_transparency_data:
+            return False
+        brightness, transparency = (band.getextrema() for band in upright(file).convert("LA").split())
+        return brightness[0] == brightness[1] and transparency != (255, 255)
+
+
 def read_mask(path: Path) -> torch.Tensor:
     """Brightness of the mask's pixels, 0 black to 1 white; transparency and colour profiles are not looked at. [h, w]
 

@@ -11,7 +11,7 @@ from ..config.job import JobConfig, job_keys, values_at
 from ..runs.store import NO_RUNS
 
 _OURS = ("output.folder", "cache.folder", "model.quantized_cache")
-_REPEATS = ("data.resolutions", "data.folders.resolutions", "data.frames", "evaluation.quantiles")
+_REPEATS: tuple[str, ...] = ("data.resolutions", "data.folders.resolutions", "data.frames", "evaluation.quantiles")
 _REPEATS += ("data.folders.references", "evaluation.references", "samples.prompts", "cache.stock_clip")
 
 

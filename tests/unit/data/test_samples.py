@@ -69,6 +69,45 @@ def test_masks_are_left_alone_when_they_are_not_wanted(tmp_path):
     assert _names(samples) == ["a.png"] and samples[0].mask_path is None
 
 
+@pytest.mark.parametrize("kind", ["png", "jpg", "webp", "bmp", "tiff", "transparent.png", "palette.png", "16 bit.png"])
+@pytest.mark.parametrize("side", [16, 300])
+def test_pictures_of_one_colour_are_counted(kind, side, tmp_path, caplog):
+    size = (side, side)
+    made = {
+        "transparent.png": lambda: Image.merge("RGBA", [*_noise(size).split(), Image.new("L", size, 0)]),
+        "palette.png": lambda: Image.new("RGB", size, "black").convert("P"),
+        "16 bit.png": lambda: Image.new("I;16", size, 7),
+    }.get(kind, lambda: Image.new("RGB", size, "black"))()
+    made.save(tmp_path / f"blank.{kind}")
+    _noise(size).save(tmp_path / "full.png")
+    assert len(_scan(tmp_path)) == 2
+    (said,) = [text for text in caplog.messages if "of one colour throughout" in text]
+    assert said.startswith("1 of 2 ") and f"blank.{kind}" in said and "full" not in said
+
+
+def _noise(size):
+    return Image.effect_noise(size, 100).convert("RGB")
+
+
+@pytest.mark.parametrize(("colour", "alpha"), [("white", 0), ("white", None), ("black", None)])
+def test_masks_that_say_something_by_transparency_alone_are_counted(colour, alpha, tmp_path, caplog):
+    _noise((64, 64)).save(tmp_path / "a.png")
+    mask = Image.new("RGBA", (64, 64), colour)
+    mask.putalpha(Image.linear_gradient("L").resize((64, 64)) if alpha is None else alpha)
+    mask.save(tmp_path / "a_mask.png")
+    if colour == "black":
+        with pytest.raises(ValueError, match="a_mask.png: is all black"):
+            _scan(tmp_path)
+        return
+    _scan(tmp_path)
+    assert [text for text in caplog.messages if "1 masks are of one brightness throughout" in text and "a_mask" in text]
+    caplog.clear()
+    for harmless in (Image.new("RGBA", (64, 64), colour), Image.new("I;16", (64, 64), 9), _noise((64, 64))):
+        harmless.save(tmp_path / "a_mask.png")
+        _scan(tmp_path)
+    assert not [text for text in caplog.messages if "brightness" in text]
+
+
 def test_a_mask_without_an_image_is_no_sample_and_said(tmp_path, caplog):
     _save(tmp_path / "a.png")
     _save(tmp_path / "gas_mask.png")
