@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.job import JobConfig, job_keys, values_at
-from ..runs.store import NO_RUNS
+from ..runs.folders import NO_RUNS
 
 _OURS = ("output.folder", "cache.folder", "model.quantized_cache")
 _REPEATS: tuple[str, ...] = ("data.resolutions", "data.folders.resolutions", "data.frames", "evaluation.quantiles")
