@@ -225,7 +225,7 @@ def _start_writer(change: Callable[[LoraTensors], object], metadata: Mapping[str
         tensors = {"A": torch.ones(4, columns), "B": torch.ones(rows, 4)}
         change(tensors)
         names = {"A": "lora_A.weight", "B": "lora_B.weight"}
-        named = {f"{_LORA_LAYER}.{names.get(kind, kind)}": each.contiguous() for kind, each in tensors.items()}
+        named = {f"{_LORA_LAYER}.{names.get(kind, kind)}": each.clone().contiguous() for kind, each in tensors.items()}
         said = None if metadata is None else {"lora_adapter_metadata": json.dumps(metadata)}
         save_file(named, folder / "start.safetensors", said)
         set_key("lora", "start_from", "start.safetensors")(folder)

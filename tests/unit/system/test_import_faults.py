@@ -31,6 +31,7 @@ FILES = {
     "broken_vision": f"raise RuntimeError({CAUSE!r})",
     "broken_model": "import broken_vision",
     "lazy_models": _LAZY,
+    "outer_models": "import lazy_models\nlazy_models.Bloom",
     "optional_first": "try:\n    import never_there\nexcept ImportError:\n    import broken_vision",
     "other_version": "from json import no_such_name",
     "needs_missing": "import never_there",
@@ -71,6 +72,7 @@ def _raised(act: Callable[[], Any]) -> Exception:
     [
         ("broken_vision", ("broken_vision 0.9.0", CAUSE, "torch")),
         ("broken_model", ("broken_vision 0.9.0", CAUSE)),
+        ("outer_models", ("broken_vision 0.9.0", CAUSE)),
         ("optional_first", ("broken_vision 0.9.0", CAUSE)),
         ("other_version", ("other_version", "no_such_name")),
         ("needs_missing", ("never_there", "pip install never_there")),
