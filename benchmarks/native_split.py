@@ -18,10 +18,9 @@ split `--prompts` times, with one card before and after. `--unguarded` takes out
 In the cases `tensor_...` the rival `tensor_launched` is `tensor` without CUDA graphs, every kernel launched by Python.
 Both are the same split over the same weights, so their latents must be the same bits. `tensor` computes large
 row-parallel layers by chunks of tokens: one chunk is copied to the other card while the next is computed.
-`tensor_launched_whole` computes them at once. With CFG each card computes a conditioning, and in `tensor_together` all
-cards compute both. ComfyUI makes no batch of Qwen-Image's prompts if one is longer, as in `tensor_qwen_cfg_uneven`:
-in `tensor` they are two forwards in lockstep, in `tensor_together` one after the other. `--rivals` names those that
-take turns; one_gpu must be among them.
+`tensor_launched_whole` computes them at once. ComfyUI makes no batch of Qwen-Image's prompts if one is longer, as in
+`tensor_qwen_cfg_uneven`: they are two forwards, one after the other. `--rivals` names those that take turns; one_gpu
+must be among them.
 
 `--card-gb 24` makes cards small: another process takes the rest of each card's memory, so that ComfyUI, torch and
 comfy-aimdo all meet the wall a real card has. The cases `scaling_...` compare one card with blocks and tensor on
@@ -458,8 +457,7 @@ def compiler_off() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tensor_with(**settings: bool) -> Iterator[None]:
-    """Settings of every split with way tensor: whether blocks are replayed as CUDA graphs (replays), and whether each
-    card computes its own pictures (computes_pictures)."""
+    """Settings of every split with way tensor: whether blocks are replayed as CUDA graphs (replays)."""
     from devicebridge.parallel.local.tensor_parallel import TensorParallel
 
     with mock.patch.multiple(TensorParallel, **settings):
@@ -568,7 +566,7 @@ def compare(rivals: Mapping[str, Any], work: Work, base: str, rounds: int = OPTI
             is_off = name.endswith("compiler_off") or name.startswith("core_multigpu")
             with (
                 compiler_off() if is_off else contextlib.nullcontext(),
-                tensor_with(replays="_launched" not in name, computes_pictures=not name.endswith("_together")),
+                tensor_with(replays="_launched" not in name),
                 chunks(model, are_used=not name.endswith("_whole")),
             ):
                 turn = sample(model, work)
@@ -707,8 +705,6 @@ def tensor(shape: Shape, cfg: float = 1.0, *, is_uneven: bool = False, **latent:
     forecast = forecasts(one, shape)
     divided = split(one, way="tensor")
     rivals = {"one_gpu": one, "tensor": divided, "tensor_launched": divided, "tensor_launched_whole": divided}
-    if cfg != 1.0:
-        rivals["tensor_together"] = divided
     if shape.class_name != "Flux":  # beside those its weights would not fit, and loading would take the time
         rivals["blocks"] = split(one, way="blocks")
     work = Work(shape, cfg=cfg, is_uneven=is_uneven)

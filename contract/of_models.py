@@ -14,8 +14,4 @@ OF_WEIGHTS = (
     "ops.cast_modules_with_vbar(_v, _v_signature); ops.resolve_cast_module_with_vbar(_v_weight, _v_bias); "
     "ops.cast_bias_weight(weight_function, bias_function)"
 )
-OF_CASTS = (
-    "cast_bias_weight(s, dtype=, device=, bias_dtype=, offloadable=); "
-    "uncast_bias_weight(s, weight, bias, offload_stream)"
-)
 OF_PAGES = "vbar_fault(alloc); vbar_unpin(alloc); vbar_signature_compare(a, b)"  # of DynamicVRAM

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from .of_models import OF_CASTS, OF_LORA_FILES, OF_MODELS, OF_PAGES, OF_WEIGHTS
+from .of_models import OF_LORA_FILES, OF_MODELS, OF_PAGES, OF_WEIGHTS
 
 TESTED_VERSION = "0.33.0"
 
@@ -224,7 +224,6 @@ ROWS: tuple[Row, ...] = (
     *_read(
         "split", "comfy.lora", {"call": "calculate_weight(patches, weight, key, intermediate_dtype, original_weights)"}
     ),
-    *_read("split", "comfy.ops", {"has": "CastWeightBiasOp", "call": OF_CASTS}),
     *_read(
         "split",
         _PATCHER,

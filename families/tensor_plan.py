@@ -103,9 +103,6 @@ class TensorPlan:
         together: pattern of a module -> names inside it of layers whose parts meet in the same way, as they are called
             one after the other. Nothing reads the output of one before the last of them is computed, so all of them
             meet behind that one.
-        pictures: names of the block's arguments whose tensors have a row for each picture, or one for all; the first
-            one has a row for each. Nothing else that the block computes with differs between pictures. () if nobody has
-            looked.
     """
 
     linears: tuple[Divided, ...]
@@ -120,7 +117,6 @@ class TensorPlan:
     decided: tuple[str, ...] = ()
     head_dim: str = ""
     together: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    pictures: tuple[str, ...] = ()
 
     def find(self, name: str) -> Divided | None:
         """How the linear of this name is divided; None if it is whole."""

@@ -50,8 +50,7 @@ _FIXED = (
         advanced=True,
         tooltip="Compute cond and uncond, and the pictures of a batch, one after the other but on both GPUs at the "
         "same time. Matters with CFG above 1 or a batch. Like the size of a batch it may change the last bits of a "
-        "picture; off computes one batch, GPU after GPU, with the very bits of one GPU. With way tensor it matters for "
-        "prompts of unequal length: on gives each GPU one of them.",
+        "picture; off computes one batch, GPU after GPU, with the very bits of one GPU. Way tensor ignores it.",
     ),
     io.Boolean.Input(
         "offload",

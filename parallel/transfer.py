@@ -107,14 +107,6 @@ def settle(arrivals: Arrivals, device: torch.device | None = None) -> None:
         module.current_stream(pair[1].index).wait_event(arrivals.pop(pair))
 
 
-def hold_sources(arrivals: Arrivals) -> None:
-    """Have the sources' current streams wait for the copies under way: what is copied may be written to behind them."""
-    for (source, _), event in arrivals.items():
-        module = device_module(source)
-        assert module is not None
-        module.current_stream(source.index).wait_event(event)
-
-
 def current_streams(devices: Sequence[torch.device]) -> list[Any]:
     """Of devices of one kind; none for kinds without streams."""
     module = module_with_streams(devices[0], devices[0])

@@ -39,7 +39,6 @@ def divided_work(model: nn.Module, layout: NativeModel, blocks: Blocks, num_toke
     row_flops, whole_flops, sent, widths, num_modules = zip(*parts, strict=True)
     stream = _ACTIVATION_BYTES * max(widths) * (num_tokens + NUM_TEXT_TOKENS * layout.is_joint)
     exchanges = _num_exchanges(model, blocks)
-    weights = sum(weight.nbytes for name in blocks for weight in model.get_submodule(name).parameters())
     return Work(
         flops,
         sum(row_flops),
@@ -48,7 +47,6 @@ def divided_work(model: nn.Module, layout: NativeModel, blocks: Blocks, num_toke
         sum(num_modules),
         exchanges,
         whole_flops=sum(whole_flops),
-        weight_bytes=weights,
     )
 
 

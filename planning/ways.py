@@ -5,7 +5,6 @@ Seconds of one step, for n cards that take shares of the work, f forwards (conds
     blocks          f * sum(t)                     t: what a card computes of one forward, by its share
     with overlap    sum(t) + (f - 1) * max(t)      forwards follow each other through the cards
     tensor          f * max(t') + f * copies       t': its share, and what every card computes whole
-    own pictures    f / n * max(whole)             of tensor, where n divides f: weights come while a card computes
 
 None is faster than the host, which launches the kernels of all cards under one lock. Divided blocks that are replayed
 as CUDA graphs (parallel/local/divided_graphs.py) take it a launch per block instead, and the work around it. What a
@@ -32,15 +31,6 @@ LAUNCHES_PER_MODULE, LAUNCHES_PER_EXCHANGE, ALONE = 38.0, 20.0, 0.5
 # From FLUX.2's blocks of 128 tokens, and from a timeline of Qwen-Image (docs/internals/experiments.md, 2026-11-27).
 LAUNCHES_PER_REPLAY, REPLAYED_EXCHANGE_S = 54.0, 15e-6
 EXPOSED_CHUNK = 0.25  # of a partial sum, copied by chunks: the last one has no product to hide behind
-# A card computes its own pictures where that takes this many times as long as gathering the weights. Else all cards
-# compute all pictures together.
-# Of Qwen-Image at 1024² 4096 tokens are nine times the number at which both take as long, by the speeds of two H200:
-# little was gained (docs/internals/experiments.md, 2026-11-27). Smaller pictures were not measured.
-GATHER_MARGIN = 4.0
-# By how much a card's blocks take longer while weights come, in multiples of the time that these take: the card's own
-# kernels put them together.
-# From Qwen-Image at 1024² and Wan with 33 frames, each with CFG (same entry).
-GATHER_SHARE = 2.0
 GAIN = 0.9  # of blocks' time at most, or dividing is not worth what it forbids
 
 
@@ -52,7 +42,7 @@ class Work:
         flops: of all blocks. row_flops: of their row-parallel linears. whole_flops: of layers that every card computes
             whole.
         sent_bytes: of partial sums that a card sends each other card. stream_bytes: of activations between two blocks.
-        num_modules: with weights, inside blocks. num_exchanges: of all blocks. weight_bytes: of all blocks.
+        num_modules: with weights, inside blocks. num_exchanges: of all blocks.
     """
 
     flops: float
@@ -62,20 +52,6 @@ class Work:
     num_modules: float
     num_exchanges: float
     whole_flops: float = 0.0
-    weight_bytes: float = 0.0
-
-
-def least_tokens(machine: MachineSpeed) -> int:
-    """Of the pictures that a card computes alone, while the weights of the next block come from the others.
-
-    A weight of two bytes takes two operations per token.
-    """
-    count = len(machine.cards)
-    found = [
-        card.flops_per_s * BLOCK_RATE * sum(1 / link.bytes_per_s for link in machine.links_of(index)) / count
-        for index, card in enumerate(machine.cards)
-    ]
-    return math.ceil(GATHER_MARGIN * max(found))
 
 
 @dataclass(frozen=True)
@@ -116,7 +92,6 @@ class Ways:
         block_shares: of the blocks, that each card has. tensor_shares: of every block.
         can_overlap: whether forwards may follow each other through the cards.
         num_replayed: divided blocks that may be replayed as CUDA graphs.
-        num_gathered: divided blocks that a card may compute its own pictures with.
     """
 
     work: WorkBySize
@@ -125,16 +100,11 @@ class Ways:
     tensor_shares: Sequence[float]
     can_overlap: bool
     num_replayed: int = 0
-    num_gathered: int = 0
 
     def seconds(self, num_tokens: int, num_forwards: int) -> Seconds:
         """Of a step with so many forwards of so many picture tokens."""
-        work, cards = self.work.at(num_tokens), len(self.machine.cards)
-        is_shared = self.num_gathered > 0 and self.machine.is_direct and num_forwards % cards == 0
-        own = num_forwards // cards if is_shared else 0
-        computes_own = own > 0 and own * num_tokens >= least_tokens(self.machine)
-        tensor = self._own_pictures(work, own) if computes_own else self._tensor(work, num_forwards)
-        return Seconds(self._blocks(work, num_forwards), tensor)
+        work = self.work.at(num_tokens)
+        return Seconds(self._blocks(work, num_forwards), self._tensor(work, num_forwards))
 
     def copies_s(self, num_tokens: int, num_conds: int, batch: int) -> float:
         """Of a step where every card holds the whole model and computes some of the conds, as core's MultiGPU CFG Split
@@ -175,23 +145,6 @@ class Ways:
         spared = work.num_exchanges * (max(link.latency_s for link in self.machine.links) - REPLAYED_EXCHANGE_S)
         replaying = launch_s * LAUNCHES_PER_REPLAY * self.num_replayed
         return min(launched, max(computing + copying - max(0.0, spared), replaying))
-
-    def _own_pictures(self, work: Work, count: int) -> float:
-        """So many forwards on each card. Every block's pictures come home."""
-        cards = len(self.machine.cards)
-        gathered = work.weight_bytes / cards
-        disturbed = max(
-            GATHER_SHARE * sum(gathered / link.bytes_per_s for link in self.machine.links_of(card))
-            for card in range(cards)
-        )
-        joining = self.num_gathered * sum(
-            link.latency_s + count * work.stream_bytes / link.bytes_per_s for link in self.machine.links_of(0)
-        )
-        launch_s = sum(card.launch_s for card in self.machine.cards)
-        launching = launch_s * ALONE * work.num_modules * LAUNCHES_PER_MODULE
-        if self.num_replayed:
-            launching = min(launching, launch_s * LAUNCHES_PER_REPLAY * self.num_replayed)
-        return max(count * max(self._card_s(work.flops)) + disturbed + joining, launching)
 
     def _copying(self, work: Work, count: int, card: int) -> float:
         """What a card waits for partial sums: all others' come over its one slot."""

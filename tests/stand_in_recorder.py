@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from devicebridge.parallel.local.divided_calls import Replay
@@ -16,7 +15,7 @@ from devicebridge.parallel.local.tensor_parallel import TensorParallel
 class StandIn:
     """Computes anew what it was given to record; recording leaves its inputs as they were.
 
-    `launched` has each replay, and each wait for the current streams.
+    `launched` has each replay.
     """
 
     def __init__(self, owner: list[DividedGraphs]) -> None:
@@ -39,29 +38,14 @@ class StandIn:
     def mark(self) -> Callable[[], bool]:
         return lambda: self.cards_wait
 
-    @contextmanager
-    def own_streams(self) -> Iterator[Callable[[], None]]:
-        yield lambda: self.launched.append("wait")
-
 
 def replaying(parallel: TensorParallel, addresses: Addresses) -> tuple[DividedGraphs, StandIn]:
     """Have the blocks replayed, as TensorParallel.replay does on cards."""
-    parallel.graphs, recorder = _with_stand_in(parallel, addresses)
-    if parallel.pictures is not None:
-        parallel.pictures.replay(addresses)
-        behind = parallel.pictures.graphs
-        assert behind is not None
-        parallel.pictures.graphs, _ = _with_stand_in(parallel, behind._addresses, has_streams=behind._has_streams)
-    return parallel.graphs, recorder
-
-
-def _with_stand_in(
-    parallel: TensorParallel, addresses: Addresses, *, has_streams: bool = False
-) -> tuple[DividedGraphs, StandIn]:
     owner: list[DividedGraphs] = []
     recorder = StandIn(owner)
     module: Any = sys.modules[type(parallel).__module__]  # ComfyUI loads the pack under a name of its own
-    owner.append(module.DividedGraphs(parallel.devices, lambda: recorder, addresses, has_streams=has_streams))
+    owner.append(module.DividedGraphs(parallel.devices, lambda: recorder, addresses))
+    parallel.graphs = owner[0]
     return owner[0], recorder
 
 

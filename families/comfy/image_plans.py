@@ -35,7 +35,6 @@ FLUX = (
         width="hidden_size",
         attributes={"num_heads": "heads"},
         patches=_FLUX_PATCHES,
-        pictures=("img", "txt", "vec", "pe", "attn_mask"),
     ),
     TensorPlan(
         block="SingleStreamBlock",
@@ -48,7 +47,6 @@ FLUX = (
         width="hidden_size",
         attributes={"num_heads": "heads", "hidden_size": "heads", "mlp_hidden_dim_first": "linear1"},
         patches=_FLUX_PATCHES,
-        pictures=("x", "vec", "pe", "attn_mask"),
     ),
 )
 
@@ -68,7 +66,6 @@ QWEN_IMAGE = (
         attributes={"attn.heads": "heads"},
         together={"attn": ("to_out.1", "to_add_out")},
         patches={"attn1_patch": _QKV_PATCH},
-        pictures=("hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb", "image_rotary_emb"),
     ),
 )
 
@@ -104,7 +101,6 @@ NEXT_DIT = (
         num_kv_heads="attention.n_local_kv_heads",
         width="attention.out.in_features",
         attributes={"attention.n_local_heads": "heads", "attention.n_local_kv_heads": "kv_heads"},
-        pictures=("x", "x_mask", "freqs_cis", "adaln_input"),
     ),
 )
 

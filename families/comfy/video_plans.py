@@ -19,7 +19,6 @@ WAN = (
             "attn1_patch": PatchCall({"x": -1, "q": 2, "k": 2}, returns="x", is_dict=True),
             "attn2_patch": PatchCall({"x": None}, returns="x", is_dict=True),
         },
-        pictures=("x", "e", "freqs", "context", "audio", "c"),  # the last two of variants
     ),
 )
 
@@ -39,15 +38,6 @@ LTX = (
         norms=("*attn*.[qk]_norm",),
         together={"*attn*": ("q_norm", "k_norm")},
         arguments={"*attn?": {"pe": 2, "k_pe": 2}, "*_attn": {"pe": 2, "k_pe": 2}},
-        pictures=(
-            "x",
-            "context",
-            "attention_mask",
-            "timestep",
-            "pe",
-            "self_attention_mask",
-            "prompt_timestep",
-        ),
     ),
 )
 

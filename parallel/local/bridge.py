@@ -39,9 +39,7 @@ T = TypeVar("T")
 Transport = Literal["stream", "relay"]
 
 
-# Where a copy is: a device, the rank of one of several that may be the same, or the rows of one of these and among how
-# many they were shared out.
-Place = torch.device | int | tuple[str, int, int]
+Place = torch.device | int  # where a copy is: a device, or the rank of one of several that may be the same
 
 
 class Traffic(Protocol):

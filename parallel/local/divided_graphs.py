@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,8 +45,6 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments, and those by name
 Compute = Callable[[Sequence[Call]], Sequence[Any]]
 # A card's part of a block, the card -> where its weights lie; None if they are not there, or not used as they are
 Addresses = Callable[[nn.Module, torch.device], tuple[int, ...] | None]
-# Around a graph's first replay, when it is recorded. Raises if that did something else, beside its outputs.
-Proof = Callable[[], AbstractContextManager[None]]
 
 
 class Recorder(Protocol):
@@ -57,25 +54,18 @@ class Recorder(Protocol):
     def mark(self) -> Callable[[], bool]:
         """Whether the first card has done all that was launched on it before this mark; asked without waiting."""
 
-    def own_streams(self) -> AbstractContextManager[Callable[[], None]]:
-        """Inside, this thread launches on streams of the recorder, one for each card. The cards' current streams wait
-        for them at the end. It gives what has the recorder's streams wait for all that the current ones were given."""
-
 
 @dataclass(frozen=True)
 class _Asked:
     """A call to be recorded.
 
     Args: calls: of each card. given: the tensors in each, which the block may change. addresses: of the weights.
-    firsts: see outputs.
     """
 
     key: Any
     addresses: list[tuple[int, ...]]
     calls: Sequence[Call]
-    firsts: Sequence[int]
     given: Sequence[Sequence[torch.Tensor]]
-    proof: Proof
 
 
 @dataclass(eq=False)
@@ -109,11 +99,11 @@ class _Card:
 
 @dataclass(eq=False)
 class _Graph:
-    """Args: key: of the call. reads: of each forward the options that the block looked up, and their keys. addresses:
-    of its weights. output: what home returns, with other tensors."""
+    """Args: key: of the call. reads: the options that the block looked up, and their keys. addresses: of its weights.
+    output: what home returns, with other tensors."""
 
     key: Any
-    reads: Sequence[dict[Any, Any]]
+    reads: dict[Any, Any]
     addresses: list[tuple[int, ...]]
     cards: list[_Card]
     output: Any
@@ -127,21 +117,13 @@ class DividedGraphs:
         devices: home first.
         make_recorder: makes what records on these devices.
         addresses: see Addresses.
-        has_streams: whether graphs are replayed on streams of their own. A graph then begins when the one before has
-            its outputs, whatever else is done with these. It waits for the cards' current streams if it is given
-            something that no replay of this forward wrote or was given.
     """
 
     def __init__(
-        self,
-        devices: Sequence[torch.device],
-        make_recorder: Callable[[], Recorder],
-        addresses: Addresses,
-        *,
-        has_streams: bool = False,
+        self, devices: Sequence[torch.device], make_recorder: Callable[[], Recorder], addresses: Addresses
     ) -> None:
         self._devices = tuple(devices)
-        self._make_recorder, self._addresses, self._has_streams = make_recorder, addresses, has_streams
+        self._make_recorder, self._addresses = make_recorder, addresses
         self.fault = ""  # why nothing is recorded any more
         self.num_replays = 0
         self.release()
@@ -162,47 +144,35 @@ class DividedGraphs:
         self._held: dict[int, tuple[torch.Tensor, int | None]] = {}  # by the copy's id: its source then
 
     def outputs(
-        self,
-        parts: Sequence[nn.Module],
-        calls: Sequence[Call],
-        compute: Compute,
-        alone: Compute,
-        *,
-        firsts: Sequence[int] = (0,),
-        waits: bool = True,
-        proof: Proof = nullcontext,
+        self, parts: Sequence[nn.Module], calls: Sequence[Call], compute: Compute, alone: Compute
     ) -> Sequence[Any]:
         """What each card's part of a block returns: replayed, or as compute gives it, and then perhaps recorded.
 
         Args:
             parts: home's first. calls: of each.
             alone: what is recorded; it depends on nothing but its calls.
-            firsts: numbers of the calls with which those of each forward begin. Calls of one forward differ in the
-                numbers in their tensors only.
-            waits: whether a replay reads something beside its calls that the cards' current streams have written since
-                the one before. proof: of a graph that is recorded.
         """
         block, given = parts[0], [_inputs(call) for call in calls]
         try:
-            key = self._key(calls, given, firsts)
+            key = self._key(calls, given)
         except Unlike as reason:
             _log.debug("%s is not replayed as a CUDA graph: %s", type(block).__name__, reason)
             self.forget()
             return compute(calls)
-        options = [options_of(calls[first]) for first in firsts]
+        options = options_of(calls[0])
         graphs = (each for each in self._graphs.get(block, ()) if each.key == key)
-        graph = next((each for each in graphs if all(map(reads_alike, each.reads, options))), None)
+        graph = next((each for each in graphs if reads_alike(each.reads, options)), None)
         if graph is None and self._waits(block, key) < RECORDED_AFTER:
             return self._computed(block, key, calls, compute)
         addresses = self._where(parts)
         if graph is not None and graph.addresses == addresses:
-            return self._replayed(graph, given, waits=waits)
+            return self._replayed(graph, given)
         if graph is not None:
             self._graphs[block].remove(graph)
             self._seen.pop(block, None)  # what moves at every forward would be recorded at every forward
         if graph is not None or addresses is None:
             return self._computed(block, key, calls, compute)
-        return self._computed_and_recorded(block, _Asked(key, addresses, calls, firsts, given, proof), compute, alone)
+        return self._computed_and_recorded(block, _Asked(key, addresses, calls, given), compute, alone)
 
     def _computed_and_recorded(
         self, block: nn.Module, asked: _Asked, compute: Compute, alone: Compute
@@ -264,9 +234,9 @@ class DividedGraphs:
             self._recorder = self._make_recorder()
         return self._recorder
 
-    def _key(self, calls: Sequence[Call], given: Sequence[Sequence[torch.Tensor]], firsts: Sequence[int]) -> Any:
+    def _key(self, calls: Sequence[Call], given: Sequence[Sequence[torch.Tensor]]) -> Any:
         """Args: given: the tensors in each call."""
-        values, shared = [key_of(arguments_of(calls[first])) for first in firsts], []
+        values, shared = key_of(arguments_of(calls[0])), []
         for device, tensors in zip(self._devices, given, strict=True):
             if any(tensor.device != device for tensor in tensors):
                 raise Unlike("an input lies on another device")
@@ -308,10 +278,8 @@ class DividedGraphs:
                 raise RuntimeError("it writes into memory that it is given twice")
             if not set(found) <= set(card.written):
                 raise RuntimeError("it writes into what it is given, and torch does not see it")
-        ends = (*asked.firsts[1:], len(watched))
-        reads = [keys_read(watched[first:end]) for first, end in zip(asked.firsts, ends, strict=True)]
-        with asked.proof():
-            replay()
+        reads = keys_read(watched)
+        replay()
         for card, tree, tensors in zip(cards, expected, asked.given, strict=True):
             outputs = [card.inputs[each] if isinstance(each, int) else each for each in card.outputs]
             written = [card.inputs[index] for index in card.written]
@@ -354,34 +322,27 @@ class DividedGraphs:
                 place.copy_(tensor)
                 self._holds(place, tensor)
 
-    def _replayed(self, graph: _Graph, given: Sequence[Sequence[torch.Tensor]], *, waits: bool) -> Sequence[Any]:
+    def _replayed(self, graph: _Graph, given: Sequence[Sequence[torch.Tensor]]) -> Sequence[Any]:
         pairs = list(zip(graph.cards, given, strict=True))
-        with Versioned():  # the next block knows them again by it; their memory is that of the current streams
-            outputs = [
-                [tensors[each] if isinstance(each, int) else torch.empty_like(each) for each in card.outputs]
-                for card, tensors in pairs
-            ]
-        with self._recording.own_streams() if self._has_streams else nullcontext(lambda: None) as catch_up:
-            if waits or not all(all(map(self._has, card.inputs, tensors)) for card, tensors in pairs):
-                catch_up()
-            for card, tensors in pairs:
-                self._fill(card.inputs, tensors)
-            graph.replay()
-            self.num_replays += 1
-            catch_up()  # others may still read what was given, or what lay in the memory of the outputs
-            for (card, tensors), returned in zip(pairs, outputs, strict=True):
-                self._take(card, tensors, returned)
+        for card, tensors in pairs:
+            self._fill(card.inputs, tensors)
+        graph.replay()
+        self.num_replays += 1
+        outputs = [self._taken(card, tensors) for card, tensors in pairs]
         left = iter(outputs[0])
         return [map_tensors(graph.output, lambda _: next(left)), *outputs[1:]]
 
-    def _take(self, card: _Card, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Write what a card wrote to into what was given, and what it returns into the outputs."""
+    def _taken(self, card: _Card, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What a card returned, in memory of its own; what it wrote to is written into what was given."""
         for index in card.written:
             given[index].copy_(card.inputs[index])
             self._holds(card.inputs[index], given[index])
+        with Versioned():  # the next block knows them again by it
+            outputs = [given[each] if isinstance(each, int) else each.clone() for each in card.outputs]
         for place, output in zip(card.outputs, outputs, strict=True):
             if not isinstance(place, int):
-                self._holds(place, output.copy_(place))
+                self._holds(place, output)
+        return outputs
 
     def _has(self, place: torch.Tensor, tensor: torch.Tensor) -> bool:
         held = self._held.get(id(place))

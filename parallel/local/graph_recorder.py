@@ -52,9 +52,13 @@ class CardsRecorder:
             if not self._is_used:
                 torch.cuda.empty_cache()  # a recording cannot take what is cached elsewhere
                 self._is_used = True
-            with self.own_streams() as catch_up:
-                catch_up()
+            current = [torch.cuda.current_stream(device) for device in self._devices]
+            for mine, before in zip(self._streams, current, strict=True):
+                mine.wait_stream(before)
+            with torch.cuda.device(self._devices[0]), CurrentStreams(torch.cuda, *self._streams):
                 graph = self._record(compute)
+            for mine, before in zip(self._streams, current, strict=True):
+                before.wait_stream(mine)
         return lambda: self._launch(graph)
 
     def mark(self) -> Callable[[], bool]:
@@ -98,25 +102,6 @@ class CardsRecorder:
         finally:
             for index in begun:
                 torch._C._cuda_endAllocateToPool(index, self._pool)
-
-    @contextmanager
-    def own_streams(self) -> Iterator[Callable[[], None]]:
-        """Inside, this thread launches on the recording streams, for which the cards' current streams wait at the end.
-
-        Yields: what has each card's recording stream wait for all that its current stream was given before.
-        """
-        current = [torch.cuda.current_stream(device) for device in self._devices]
-
-        def catch_up() -> None:
-            for mine, before in zip(self._streams, current, strict=True):
-                mine.wait_stream(before)
-
-        try:
-            with torch.cuda.device(self._devices[0]), CurrentStreams(torch.cuda, *self._streams):
-                yield catch_up
-        finally:
-            for mine, before in zip(self._streams, current, strict=True):
-                before.wait_stream(mine)
 
     def _launch(self, graph: torch.cuda.CUDAGraph) -> None:
         _launch(graph, [torch.cuda.current_stream(device) for device in self._devices])

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,20 +29,15 @@ from ..staged_copies import StagedCopies, copies_between
 from ..transfer import Arrivals, Versioned, copy_to, with_version
 from .ahead import Groups
 from .bridge import Bridge
-from .device_workers import can_take_turns
 from .divided_graphs import Addresses, DividedGraphs, same_bits
 from .divided_graphs import Call as GivenCall
 from .exchange import Tensors, TokenChunks
 from .forward_workers import ForwardWorkers
 from .graph_recorder import CardsRecorder, can_record
-from .lockstep import Lockstep
 from .meetings import MEETS, Call, Stays
-from .pictures import Own, Pictures
 from .recorded_calls import OPTIONS
 from .shards import BlockShard, Meeting
-from .whole_blocks import Fetch, WholeBlock, WholeBlocks
 
-T = TypeVar("T")
 # From how large an output on a layer is computed by chunks where cards copy to each other directly. Smaller ones gain
 # nothing: a chunk takes the host three more launches on each card (docs/internals/experiments.md).
 CHUNKS_FROM_BYTES = 2**26
@@ -69,7 +64,6 @@ class TensorParallel(Bridge):
     """
 
     replays = True  # blocks as CUDA graphs, where that was asked for
-    computes_pictures = True  # each device its own, where that was asked for
     in_turns = True  # one thread for all devices, where greenlets are to be had; else a thread per device
     remembers = True  # what a forward has copied, and blocks as CUDA graphs; else every block is given all anew
 
@@ -91,8 +85,6 @@ class TensorParallel(Bridge):
         self._runs_in: threading.Thread | None = None  # the thread of the forward that is running
         self._checked: set[nn.Module] = set()
         self.graphs: DividedGraphs | None = None
-        self.pictures: Pictures | None = None  # that each device may compute alone
-        self.lockstep: Lockstep[Own] | None = None  # of forwards that are running
         # Of row-parallel layers; None computes each at once.
         self.chunks: TokenChunks | None = TokenChunks(from_bytes=CHUNKS_FROM_BYTES)
         self.stays: Stays = _lies_on
@@ -143,22 +135,11 @@ class TensorParallel(Bridge):
         if can_record(self._ranks) and self.copies_directly:
             make = functools.partial(CardsRecorder, self._ranks, self.side_streams)
             self.graphs = DividedGraphs(self._ranks, make, addresses)
-            if self.pictures is not None:
-                self.pictures.replay(addresses)
 
     @property
     def copies_directly(self) -> bool:
         """Whether no copy between the devices is staged in the host's memory."""
         return not isinstance(self.side_streams, StagedCopies)
-
-    def compute_pictures(self, blocks: Mapping[nn.Module, WholeBlock], fetch: Fetch, least_tokens: int = 0) -> int:
-        """Have each device compute its own pictures of a batch, if these have so many tokens. Called before replay.
-
-        Returns: bytes that this takes on each device.
-        """
-        wholes = WholeBlocks(self._ranks, blocks, fetch)
-        self.pictures = Pictures(self._ranks, wholes, self.side_streams, least_tokens)
-        return wholes.num_bytes
 
     def end(self) -> None:
         if self.is_running:
@@ -167,26 +148,22 @@ class TensorParallel(Bridge):
                 run.close()
             self._forget()
         super().end()
-        if self._runs_in is threading.current_thread() and self.lockstep is None:
+        if self._runs_in is threading.current_thread():
             self._runs_in = None
 
     def check_again(self) -> None:
         """Compare what the devices compute of every block once more: weights or layers are others than they were."""
         self._checked.clear()
-        if self.pictures is not None:
-            self.pictures.check_again()
         self.release()
 
     def release(self) -> None:
         """Give back what is kept between forwards for speed alone."""
-        for each in (self.graphs, self.pictures):
-            if each is not None:
-                each.release()
+        if self.graphs is not None:
+            self.graphs.release()
 
     def _forget(self) -> None:
-        for each in (self.graphs, self.pictures):
-            if each is not None:
-                each.forget()
+        if self.graphs is not None:
+            self.graphs.forget()
 
     # ---- a block
 
@@ -202,57 +179,6 @@ class TensorParallel(Bridge):
             self.forget()
         if self._run is None:
             self._run = ForwardWorkers(self)
-        together = functools.partial(self._together, block, call, args, kwargs)
-        if self.pictures is not None and self.computes_pictures and copies is not None and self._is_plain(kwargs):
-            lockstep = self.lockstep
-            rank = None if lockstep is None else lockstep.rank()
-            ranks = tuple(range(len(self._ranks))) if rank is None else (rank,)
-            own = self.pictures.prepared(block, (args, kwargs), copies=copies, given=self._run.given, ranks=ranks)
-            if lockstep is not None and rank is not None:
-                is_computed = lockstep.meet(rank, own)
-            else:
-                is_computed = own is not None and self._compute_own([own])
-            if is_computed and own is not None:
-                if self.graphs is not None:
-                    self.graphs.forget()  # a block may have written to what graphs were given
-                return self.pictures.result(own, together)
-        return together()
-
-    def _compute_own(self, owns: Sequence[Own]) -> bool:
-        return self.pictures is not None and self.pictures.compute(owns, is_replayed=self._is_replayed)
-
-    def run_in_lockstep(self, jobs: Sequence[Callable[[], T]], *, waits: bool = True) -> list[T]:
-        """Run jobs, one forward each and one for each device, whose blocks the devices compute alone; see lockstep.py.
-
-        Args: waits: for each other; else one goes on when the one before has ended.
-        Raises: the first exception of a job.
-        """
-        places = {block: index for index, block in enumerate(self.blocks)}
-        with self._beginning:
-            self._claim()
-            self.lockstep = Lockstep(self, self._compute_own, lambda own: places[own.block], waits=waits)
-        try:
-            return self.lockstep.run(jobs)
-        finally:
-            self.lockstep = self._runs_in = None
-
-    @property
-    def can_run_in_lockstep(self) -> bool:
-        may_have = self.pictures is not None and not self.pictures.fault and self.computes_pictures
-        return may_have and self.in_turns and can_take_turns()
-
-    def swap(self, forward: dict[str, Any] | None) -> dict[str, Any]:
-        """See lockstep.Forwards."""
-        before = {"run": self._run, "local": dict(vars(self._local))}
-        self._run = None if forward is None else forward["run"]
-        vars(self._local).update({} if forward is None else forward["local"])
-        return before
-
-    def _together(self, block: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the devices compute together of a call."""
-        assert self._run is not None, "a forward is running"
-        if self.pictures is not None and self.pictures.graphs is not None:
-            self.pictures.graphs.forget()  # weights that they gather may be brought by this call
         calls = [(args, kwargs), *(self._run.given(rank, args, kwargs) for rank in range(1, len(self._ranks)))]
         own, others = self._shards[block]
         if self.graphs is not None and self._may_replay(kwargs) and block in self._checked:  # the cards have agreed

@@ -69,7 +69,6 @@ def main() -> None:
         split_cases_gguf,
         split_cases_memory,
         split_cases_nodes,
-        split_cases_pictures,
         split_cases_replayed,
         split_cases_tensor,
         split_cases_tensor_files,

@@ -5,8 +5,7 @@ image of the batch, becomes a micro-batch: while the second card works on one, t
 (parallel/local/interleave.py). ComfyUI's own function computes each, so regions, masks and default conditionings mean
 what they always mean.
 
-Where all cards compute each block together, that is no gain. There conditionings that ComfyUI does not join, as prompts
-of unequal length, become a forward each, and every card computes one of them alone (parallel/local/lockstep.py).
+Where all cards compute each block together, that is no gain, and ComfyUI's way is used.
 
 Patches, wrappers and ControlNets may keep state; scheduled LoRA changes weights between conditionings. Where something
 could notice the interleaving, ComfyUI's way is used and the log says so once (attachments.py).
@@ -14,7 +13,7 @@ could notice the interleaving, ComfyUI's way is used and the log says so once (a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +21,7 @@ import torch
 from comfy.conds import CONDConstant, CONDCrossAttn, CONDList, CONDNoiseShape, CONDRegular
 from comfy.utils import repeat_to_batch_size
 
-from ....parallel.local.bridge import Bridge
 from ....parallel.local.interleave import Interleave
-from ....parallel.local.tensor_parallel import TensorParallel
 from .attachments import reason_against_overlap
 from .options import bring_controls_home
 from .tree import SplitTree, tree_of
@@ -68,10 +65,7 @@ def run_overlapped(
     def compute(*, is_plain: bool = False) -> list[torch.Tensor]:
         if len(parts) < 2:
             return executor(model, conds, x_in, timestep, model_options)
-        if isinstance(tree.bridge, TensorParallel):
-            outputs = tree.bridge.run_in_lockstep(jobs, waits=not is_plain)
-        else:
-            outputs = [run() for run in jobs] if is_plain else Interleave(tree.bridge).run(jobs)
+        outputs = [run() for run in jobs] if is_plain else Interleave(tree.bridge).run(jobs)
         return _join(parts, outputs, conds, x_in)
 
     with tree.step():
@@ -109,15 +103,11 @@ def _parts(
     active, num_images = [index for index, cond in enumerate(conds) if cond], x_in.shape[0]
     if not tree.plan.overlap or len(active) * num_images < 2:
         return []
-    is_divided = tree.divided is not None
-    if is_divided and not _gains_from_lockstep(tree.bridge, [conds[index] for index in active], num_images):
-        return []
     reason = reason_against_overlap(model, tree.unseen, conds, options)
     if reason:
-        what = "all cards compute all conditionings together" if is_divided else "overlap is off"
-        tree.say_once(f"split: {what}: {reason}")
+        tree.say_once(f"split: overlap is off: {reason}")
         return []
-    is_cut = num_images > 1 and not is_divided and all(_can_cut(entry) for index in active for entry in conds[index])
+    is_cut = num_images > 1 and all(_can_cut(entry) for index in active for entry in conds[index])
     parts = []
     for index in active:
         for image in [slice(i, i + 1) for i in range(num_images)] if is_cut else [slice(None)]:
@@ -125,24 +115,6 @@ def _parts(
             only[index] = [_cut(entry, image, num_images) for entry in conds[index]] if is_cut else conds[index]
             parts.append(_Part(index, only, x_in[image], timestep[image]))
     return parts
-
-
-def _gains_from_lockstep(bridge: Bridge, conds: Sequence[Sequence[Mapping[str, Any]]], num_images: int) -> bool:
-    """Whether these conditionings are one forward each for as many cards, which could not share out one forward."""
-    number = len(bridge.devices)
-    if not (isinstance(bridge, TensorParallel) and bridge.can_run_in_lockstep):
-        return False
-    if len(conds) != number or any(len(entries) != 1 for entries in conds):
-        return False
-    first, *others = (entries[0] for entries in conds)
-    return num_images % number != 0 and not all(_are_joined(first, other) for other in others)
-
-
-def _are_joined(first: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether ComfyUI makes one batch of two conditionings."""
-    values, others = first.get("model_conds", {}), other.get("model_conds", {})
-    is_alike = values.keys() == others.keys() and first.get("area") == other.get("area")
-    return is_alike and all(value.can_concat(others[name]) for name, value in values.items())
 
 
 def _can_cut(entry: Mapping[str, Any]) -> bool:

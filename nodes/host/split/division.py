@@ -8,8 +8,7 @@ slice of the result: right for every kind of patch, also for those that depend o
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import comfy.lora
@@ -26,13 +25,10 @@ from torch import nn
 from ....families.tensor_plan import Shares
 from ....parallel.local.shards import BlockShard, divide_block
 from ....parallel.local.slices import JoinedSlices, Slice
-from ....parallel.local.whole_blocks import WholeBlock
 from ....quantization.wrapped import plain_parts
 from .attachments import ROOT
 from .division_plan import Division
 from .model_copy import Origin, copy_structure, reachable
-
-_FUNCTIONS = ("_function", "_lowvram_function")  # what ComfyUI computes of a weight before it is used
 
 
 class DividedBlocks:
@@ -46,12 +42,8 @@ class DividedBlocks:
         self.division = division
         self.shards: dict[torch.device, dict[str, BlockShard]] = {device: {} for device in division.devices}
         home = division.devices[0]
-        self._wholes: dict[str, list[nn.Module]] = {}
-        is_gathered = can_gather(root, division)
         for name, (plan, shares) in division.blocks.items():
             block = root.get_submodule(name)
-            if is_gathered:
-                self._wholes[name] = [copy_structure(block)[0] for _ in division.devices]
             for rank, device in enumerate(division.devices[1:], start=1):
                 copied, _ = copy_structure(block)
                 self.shards[device][name] = divide_block(copied, plan, shares, rank, cut_weight)
@@ -72,16 +64,6 @@ class DividedBlocks:
         return {
             shard.block: (shard, [self.shards[device][name] for device in others])
             for name, shard in self.shards[home].items()
-        }
-
-    def whole_blocks(self) -> dict[nn.Module, WholeBlock]:
-        """Home's part of each block -> what a card needs to compute its own pictures; {} if that cannot be."""
-        home, devices = self.division.devices[0], self.division.devices
-        return {
-            self.shards[home][name].block: WholeBlock(
-                [self.shards[device][name] for device in devices], wholes, self.division.blocks[name][0].pictures
-            )
-            for name, wholes in self._wholes.items()
         }
 
     def shares(self) -> dict[nn.Module, Shares]:
@@ -231,41 +213,6 @@ def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
         data = JoinedSlices([data], part.dim)
     own = dataclasses.replace(params, scale=scale, orig_shape=tuple(data.shape))
     return QuantizedTensor(data, weight._layout_cls, own)
-
-
-def can_gather(root: nn.Module, division: Division) -> bool:
-    """Whether cards may compute pictures of their own: it is known which arguments of the blocks have them, and blocks
-    have nothing but weights in a format that can be put together from slices."""
-    blocks = [root.get_submodule(name) for name in division.blocks]
-    return (
-        all(plan.pictures for plan, _ in division.blocks.values())
-        and not any(True for block in blocks for _ in block.buffers())
-        and all(type(parameter.data) is torch.Tensor for block in blocks for parameter in block.parameters())
-    )
-
-
-def weights_on(
-    layer: nn.Module, device: torch.device, dtype: torch.dtype
-) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
-    """A layer's own weights on its card, as ComfyUI casts them for activations of a block's type, and what lets go of
-    them; see whole_blocks.Fetch."""
-    own = {name: each.data for name, each in layer.named_parameters(recurse=False)}
-    if not isinstance(layer, comfy.ops.CastWeightBiasOp):  # a block brings its own weights to where it computes
-        return {name: each.to(device) for name, each in own.items()}, lambda: None
-    functions = (getattr(layer, f"{name}{kind}", None) for name in ("weight", "bias") for kind in _FUNCTIONS)
-    is_patched = any(functions)
-    of_weight, of_bias = (own[name].dtype if name in own and not is_patched else dtype for name in ("weight", "bias"))
-    weight, bias, brought = comfy.ops.cast_bias_weight(
-        layer, dtype=of_weight, device=device, bias_dtype=of_bias, offloadable=True
-    )
-    let_go = functools.partial(comfy.ops.uncast_bias_weight, layer, weight, bias, brought)
-    found = {name: each for name, each in (("weight", weight), ("bias", bias)) if each is not None}
-    found |= {name: each.to(device) for name, each in own.items() if name not in ("weight", "bias")}
-    if brought[0] is not None and not isinstance(brought[1], torch.device):  # into memory that the next one takes, too
-        found = {name: each.clone() for name, each in found.items()}
-        let_go()
-        return found, lambda: None
-    return found, let_go
 
 
 def stays_on_card(layer: nn.Module, device: torch.device) -> bool:

@@ -70,18 +70,17 @@ _EVIDENCE = {
 
 def log_plan(base: nn.Module, plan: SplitPlan) -> None:
     """What was decided, in one line, and one line per card."""
-    what, overlap = f"{plan.layout.class_name}, {len(plan.placement.blocks)} blocks", "on" if plan.overlap else "off"
+    what = f"{plan.layout.class_name}, {len(plan.placement.blocks)} blocks"
     if plan.division is not None:
         cards = ", ".join(map(str, plan.used_devices))
-        what = f"{what}, each computed by {cards} together"
-        for line in (f"{what}; overlap {overlap}", *describe_cards(base, plan)):
+        for line in (f"{what}, each computed by {cards} together", *describe_cards(base, plan)):
             _log.info("split: %s", line)
         return
     runs = groupby(enumerate(plan.placement.devices), key=lambda each: each[1])
     numbers = [(device, [index for index, _ in run]) for device, run in runs]
     where = ", ".join(f"{indices[0]}-{indices[-1]} on {device}" for device, indices in numbers)
     what = f"{what}: {where}; {plan.transport}"
-    for line in (f"{what}; overlap {overlap}", *describe_cards(base, plan)):
+    for line in (f"{what}; overlap {'on' if plan.overlap else 'off'}", *describe_cards(base, plan)):
         _log.info("split: %s", line)
     if plan.layout.evidence in _EVIDENCE:
         _log.warning("split: %s: %s", plan.layout.class_name, _EVIDENCE[plan.layout.evidence])

@@ -150,7 +150,7 @@ def _plan_tensor(diffusion_model: nn.Module, layout: NativeModel, request: Split
         layout,
         "stream",
         limit_bytes,
-        overlap=request.overlap and layout.can_overlap,
+        overlap=False,
         verify=request.verify,
         division=division,
     )

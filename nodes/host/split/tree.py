@@ -31,7 +31,6 @@ from .division import DividedBlocks, addresses_on, check_runnable, find_bypass, 
 from .gathered import Gathered
 from .model_copy import Origin
 from .options import guard_options, wrap_control
-from .pictures import allow_pictures
 from .plan import SplitPlan
 
 _log = logging.getLogger(__name__)
@@ -273,7 +272,6 @@ class SplitTree:
                 per_device=self.plan.layout.per_device,
             )
             bridge.stays = stays_on_card
-            allow_pictures(bridge, self.divided, self.plan, self.part_bytes())
             bridge.replay(addresses_on)
             return bridge
         return Bridge(

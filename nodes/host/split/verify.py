@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ....parallel.local.tensor_parallel import TensorParallel
 from .attachments import seen_attachments
 from .tree import SplitTree
 
@@ -37,23 +36,14 @@ def verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) -> 
     Raises: RuntimeError that says what differs, if the plain way gives the same twice and the fast way something else;
         for a class that was only read also if the plain way gives two things.
     """
-    before, fault = _remembered(tree), _fault(tree)
+    before = _remembered(tree)
     found = compute()
     after = _remembered(tree)
     try:
         expected = _plainly(tree, compute, before)
-        if _fault(tree) != fault:  # what each card computed alone before, all compute together from now on
-            _restore(tree, before)
-            found, expected = compute(), _plainly(tree, compute, before)
         return _compared(tree, found, expected, lambda: _plainly(tree, compute, before), options)
     finally:
         _restore(tree, after)
-
-
-def _fault(tree: SplitTree) -> str:
-    """Why cards do not compute their own pictures any more; "" if they do, or never did."""
-    pictures = tree.bridge.pictures if isinstance(tree.bridge, TensorParallel) else None
-    return "" if pictures is None else pictures.fault
 
 
 def _compared(

@@ -21,7 +21,7 @@ from ....parallel.transfer import module_with_streams
 from ....planning.divided_work import count_tokens, is_told_guidance, work_by_size
 from ....planning.machine_speed import machine_speed
 from ....planning.ways import GAIN, Ways
-from .division import can_gather, check_runnable
+from .division import check_runnable
 from .plan import SplitPlan, SplitRequest, card_budgets, plan_split
 from .tree import SplitTree
 
@@ -102,5 +102,4 @@ def _compare(model: Any, blocks: SplitPlan, tensor: SplitPlan) -> Ways:
         [max(each[rank] / sum(each) for each in heads) for rank in range(len(devices))],
         blocks.overlap,
         len(divided) if can_record(devices) else 0,
-        len(divided) if can_gather(model.model.diffusion_model, tensor.division) else 0,
     )

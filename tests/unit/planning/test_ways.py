@@ -44,41 +44,6 @@ def test_forecasts_of_replayed_blocks_are_near_what_two_h200_took(work, count, n
     assert replace(ways, num_replayed=0).seconds(4096, count).tensor > 1.6 * tensor
 
 
-@pytest.mark.parametrize(
-    ("work", "weight_bytes", "num_blocks", "tokens", "seconds"),
-    [(WAN, 28.1e9, 40, 14040, 1.107), (QWEN, 40.8e9, 60, 4096, 0.2316)],
-)
-def test_forecasts_of_own_pictures_are_near_what_two_h200_took(work, weight_bytes, num_blocks, tokens, seconds) -> None:
-    """With the speeds that were measured of them then."""
-    machine = machine_of(2, 708e12, 621e9, latency_s=88e-6, launch_s=8e-6)
-    together = replace(ways_of(replace(work, weight_bytes=weight_bytes), machine), num_replayed=num_blocks)
-    ways = replace(together, num_gathered=num_blocks)
-    assert ways.seconds(tokens, 2).tensor == pytest.approx(seconds, rel=0.1)
-    assert ways.seconds(tokens, 1) == together.seconds(tokens, 1) and ways.seconds(tokens, 3) == together.seconds(
-        tokens, 3
-    )
-
-
-def test_cards_compute_own_pictures_where_these_take_longer_than_weights_take_to_come(monkeypatch) -> None:
-    """Two cards; powers of two so that sums are exact."""
-    names = {"BLOCK_RATE": 1.0, "GATHER_MARGIN": 2.0, "GATHER_SHARE": 0.5}
-    for name, value in names.items():
-        monkeypatch.setattr(ways_module, name, value)
-    machine = machine_of(2, 64.0, 2.0, latency_s=0.25, launch_s=2**-30)
-    assert ways_module.least_tokens(machine) == 2 * 64 / 2 / 2  # two operations for two bytes, half of which come
-    work = Work(512.0, 0.0, 0.0, 4.0, num_modules=1, num_exchanges=4, weight_bytes=32.0)
-    ways = replace(ways_of(work, machine), num_gathered=3)
-    joining = 3 * (0.25 + 2 * 4 / 2)
-    assert ways.seconds(32, 4).tensor == 2 * 512 / 64 + 0.5 * (32 / 2 / 2) + joining
-    together = replace(ways, num_gathered=0)
-    for tokens, count in ((31, 2), (15, 4), (32, 3)):
-        assert ways.seconds(tokens, count) == together.seconds(tokens, count)
-    staged = machine_of(2, 64.0, 2.0, latency_s=0.25, launch_s=2**-30, is_direct=False)
-    assert replace(ways, machine=staged).seconds(32, 4) == replace(together, machine=staged).seconds(32, 4)
-    three = machine_of(3, 64.0, 2.0, latency_s=0.25, launch_s=2**-30)
-    assert ways_module.least_tokens(three) == pytest.approx(2 * 64 / 3 * 2 / 2, abs=1)  # from two others, over one slot
-
-
 def test_replays_take_the_host_less_and_are_for_direct_copies_alone(monkeypatch) -> None:
     monkeypatch.setattr(ways_module, "LAUNCHES_PER_REPLAY", 4.0)
     monkeypatch.setattr(ways_module, "REPLAYED_EXCHANGE_S", 0.25)
