@@ -25,7 +25,6 @@ from .parallel.offload.recompute import recompute
 from .parallel.offload.weights import WeightOffload
 from .parallel.placement import Placement, place_offloaded
 from .patches.compile_blocks import CompiledBlocks, compile_if_possible, remove_compiled
-from .patches.cuda_graphs import GraphedBlocks, graph_if_possible
 from .quantization.quantize import Quantizer
 from .quantization.report import QuantizeReport
 
@@ -55,7 +54,6 @@ class Assembled:
     quantized: QuantizeReport | None = None
     compiled: CompiledBlocks | None = None
     weight_offload: WeightOffload | None = None
-    graphs: GraphedBlocks | None = None
     replicas: tuple[Assembled, ...] = ()
     shards: tuple[Assembled, ...] = ()
     slices: tuple[Slices, ...] = ()
@@ -66,11 +64,6 @@ class Assembled:
         return self.shards or (self, *self.replicas)
 
     @property
-    def all_graphs(self) -> tuple[GraphedBlocks, ...]:
-        """Of all parts; () if no block has a CUDA graph."""
-        return tuple(each.graphs for each in self.parts if each.graphs is not None)
-
-    @property
     def all_compiled(self) -> tuple[CompiledBlocks, ...]:
         """Of all parts, in the order they were made in; () if blocks are not compiled."""
         return tuple(each.compiled for each in self.parts if each.compiled is not None)
@@ -79,7 +72,7 @@ class Assembled:
 def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adapter: AttachAdapter) -> Assembled:
     """Load a transformer straight onto its devices and make it trainable as the plan says.
 
-    What the plan asks for and torch cannot do (compiling, CUDA graphs) is logged and left out.
+    What the plan asks for and torch cannot do (compiling) is logged and left out.
 
     Args:
         attach_adapter: adds the LoRA in place and returns its handle.
@@ -140,7 +133,6 @@ def _assemble_divided(info: CheckpointInfo, plan: ExecutionPlan, attach_adapter:
         for tree, own in zip(trees.trees, plans, strict=True)
     )
     model = DividedModel(trees.trees, devices, trees.shards)  # meets behind each linear and the LoRA around it
-    model.replay([each.split for each in shards])  # all that a block's call has become by now, its meetings included
     split = shards[0].split
     return Assembled(model, split, adapter, quantized=quantized, shards=shards, slices=trees.slices)
 
@@ -209,8 +201,7 @@ def _finish(
     if plan.compiled_shapes is not None:
         compiled = compile_if_possible(model, family, all_devices, plan.compiled_shapes)
     # 7. A graph is of what a block's forward has become by now, and a block that is computed again has none.
-    graphs = graph_if_possible(split.kept_blocks) if plan.has_graphs else None
-    return Assembled(model, split, adapter, compiled=compiled, weight_offload=offload, graphs=graphs)
+    return Assembled(model, split, adapter, compiled=compiled, weight_offload=offload)
 
 
 def _first_places(

@@ -30,7 +30,6 @@ class ExecutionPlan:
         offloads: then, whether inputs of blocks wait in host memory.
         compiled_shapes: shapes of batches that blocks are compiled for, 0 if their number is unknown; None compiles
             nothing.
-        has_graphs: whether blocks that keep their activations are launched as CUDA graphs.
     """
 
     placement: Placement
@@ -44,7 +43,6 @@ class ExecutionPlan:
     offloaded_blocks: tuple[int, ...] = ()
     offloads: bool = False
     compiled_shapes: int | None = None
-    has_graphs: bool = False
 
     def __post_init__(self) -> None:
         needs_recompute = any(self.offloaded_blocks) or self.offloads

@@ -9,9 +9,7 @@ What is recomputed: "on" every block, "partly" half of each card's blocks, "off"
 chooses for the cards. max_memory_allocated is compared with `allocated`, max_memory_reserved with `reserved`. --cap-gb
 limits what this process may reserve on each card, so that "planned" plans for such cards, with blocks that stream from
 host memory if need be, and would run out of memory where it is wrong. --offload lets the inputs of recomputed blocks
-wait in host memory; with --strategy pipeline micro-batches (--accumulation) overlap; with --graphs blocks that keep
-their activations are replayed as CUDA graphs, whose memory is reserved for good and counts as allocated in the step
-that records them.
+wait in host memory; with --strategy pipeline micro-batches (--accumulation) overlap.
 
 --tiny runs the same code with toy shapes on two emulated cards on the CPU, counting live storages, where forecasts have
 no allowance for allocators and no fused attention. Results are written after each case.
@@ -37,7 +35,6 @@ from devicebridge.parallel.devices import available_devices, reset_peaks, synchr
 from devicebridge.parallel.local.pipeline import Pipeline  # noqa: E402
 from devicebridge.parallel.offload.weights import WeightOffload  # noqa: E402
 from devicebridge.parallel.placement import place_offloaded  # noqa: E402
-from devicebridge.patches.cuda_graphs import apply_cuda_graphs  # noqa: E402
 from devicebridge.planning import question as question_module  # noqa: E402
 from devicebridge.planning.forecast import Backend  # noqa: E402
 from devicebridge.planning.meter import Kernels  # noqa: E402
@@ -97,7 +94,6 @@ def make_job(options: argparse.Namespace, scheme: str, side: int, mode: str) -> 
             "gradient_accumulation_steps": options.accumulation,
             "gradient_checkpointing": mode != "off",
             "offload_activations": "on" if options.offload and mode != "off" else "off",
-            "cuda_graphs": "auto" if options.graphs else "off",
         },
         parallel={"strategy": options.strategy},
         split=limits_of(options, mode),
@@ -151,20 +147,15 @@ def train(
         trainer = make_trainer(built, lora, job, make_picture_samples(config, side, is_tiny=options.tiny))
         if plan.setting.strategy == "pipeline":
             trainer.runner = Pipeline(built.model, built.split.bridge, ahead=plan.setting.ahead)
-        graphs = apply_cuda_graphs(built.split.kept_blocks) if options.graphs else None
-        trainer.graphs = (graphs,) if graphs is not None else ()
         for _ in range(NUM_STEPS):
             trainer.train_step(job.optimizer.learning_rate)
             trainer.step += 1
         synchronize(options.devices)
-        if graphs is not None:
-            assert not graphs.fault, graphs.fault
-            graphs.remove()
         found = {str(device): peak_of(device, peaks) for device in options.devices}
         built.split.stop_offload()
         if offload is not None:
             offload.remove()
-    del trainer, lora, built, offload, graphs
+    del trainer, lora, built, offload
     release()
     return found
 
@@ -253,7 +244,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--offloaded", type=int, nargs="+", default=[], help="blocks of each card that stream, if not planned"
     )
     parser.add_argument("--strategy", choices=["none", "pipeline"], default="none")
-    parser.add_argument("--graphs", action="store_true", help="kept blocks are replayed as CUDA graphs")
     parser.add_argument("--offload", action="store_true", help="block inputs wait in host memory")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)

@@ -16,11 +16,9 @@ rival's report says how many allocation graphs were recorded and replayed and ho
 split `--prompts` times, with one card before and after. `--unguarded` takes out what keeps splits outside the compiler.
 
 In the cases `tensor_...` the rival `tensor_launched` is `tensor` without CUDA graphs, every kernel launched by Python.
-Both are the same split over the same weights, so their latents must be the same bits. `tensor` computes large
-row-parallel layers by chunks of tokens: one chunk is copied to the other card while the next is computed.
-`tensor_launched_whole` computes them at once. ComfyUI makes no batch of Qwen-Image's prompts if one is longer, as in
-`tensor_qwen_cfg_uneven`: they are two forwards, one after the other. `--rivals` names those that take turns; one_gpu
-must be among them.
+Both are the same split over the same weights, so their latents must be the same bits. ComfyUI makes no batch of
+Qwen-Image's prompts if one is longer, as in `tensor_qwen_cfg_uneven`: they are two forwards, one after the other.
+`--rivals` names those that take turns; one_gpu must be among them.
 
 `--card-gb 24` makes cards small: another process takes the rest of each card's memory, so that ComfyUI, torch and
 comfy-aimdo all meet the wall a real card has. The cases `scaling_...` compare one card with blocks and tensor on
@@ -464,19 +462,6 @@ def tensor_with(**settings: bool) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def chunks(model: Any, *, are_used: bool) -> Iterator[None]:
-    """Whether a split with way tensor computes large row-parallel layers by chunks."""
-    from devicebridge.nodes.host.split.tree import tree_of
-
-    tree = tree_of(model.model)
-    if are_used or tree is None:
-        yield
-        return
-    with mock.patch.object(tree.bridge, "chunks", None):
-        yield
-
-
 def allocated_gb() -> list[float]:
     return [torch.cuda.memory_allocated(card) / 1e9 for card in range(torch.cuda.device_count())]
 
@@ -558,7 +543,7 @@ def compare(rivals: Mapping[str, Any], work: Work, base: str, rounds: int = OPTI
 
     A rival whose name ends in compiler_off samples with ComfyUI's compiler switched off. So does core's replica per
     card: it runs in threads of its own, whose graphs the end of a node does not free. One with _launched in
-    its name replays no CUDA graphs of ours, and one with _whole computes nothing by chunks.
+    its name replays no CUDA graphs of ours.
     """
     turns: dict[str, list[Turn]] = {name: [] for name in rivals}
     for index in range(rounds + 1):
@@ -567,7 +552,6 @@ def compare(rivals: Mapping[str, Any], work: Work, base: str, rounds: int = OPTI
             with (
                 compiler_off() if is_off else contextlib.nullcontext(),
                 tensor_with(replays="_launched" not in name),
-                chunks(model, are_used=not name.endswith("_whole")),
             ):
                 turn = sample(model, work)
             what = f"{turn.compiled['graphs']} graphs, {turn.compiled['replays']} replays"
@@ -704,7 +688,7 @@ def tensor(shape: Shape, cfg: float = 1.0, *, is_uneven: bool = False, **latent:
     one = load(shape, on=CPU)
     forecast = forecasts(one, shape)
     divided = split(one, way="tensor")
-    rivals = {"one_gpu": one, "tensor": divided, "tensor_launched": divided, "tensor_launched_whole": divided}
+    rivals = {"one_gpu": one, "tensor": divided, "tensor_launched": divided}
     if shape.class_name != "Flux":  # beside those its weights would not fit, and loading would take the time
         rivals["blocks"] = split(one, way="blocks")
     work = Work(shape, cfg=cfg, is_uneven=is_uneven)
@@ -777,9 +761,8 @@ def _scaling_row(report: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def slow_link(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
-    """Tensor with copies through pinned host memory only, with and without chunks of tokens, beside direct copies, one
-    card and blocks; and what is forecast for each link."""
-    from devicebridge.nodes.host.split.tree import tree_of
+    """Tensor with copies through pinned host memory only, beside direct copies, one card and blocks; and the forecasts
+    for each link."""
     from devicebridge.parallel import exchange_speed, staged_copies
     from devicebridge.planning import machine_speed
 
@@ -791,15 +774,8 @@ def slow_link(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
         for module in (staged_copies, machine_speed):
             stack.enter_context(mock.patch.object(module, "has_peer_access", lambda source, target: source == target))
         rivals["tensor_host"] = split(one, way="tensor")
-        rivals["tensor_host_chunks"] = split(one, way="tensor")
         through_host = forecasts(one, shape)
-    tree_of(rivals["tensor_host"].model).bridge.chunks = None
-    if OPTIONS.tiny:  # has fewer tokens than a chunk
-        tree_of(rivals["tensor_host_chunks"].model).bridge.chunks.least_tokens = 4
     report = compare(rivals, Work(shape, cfg=cfg), "one_gpu")
-    report["chunks_equal_no_chunks"] = _difference(
-        *(sample(rivals[name], Work(shape, cfg=cfg, steps=2)).latents for name in ("tensor_host", "tensor_host_chunks"))
-    )
     pieces = {f"{size >> 20} MiB": staged_copies.StagedCopies(size) for size in (2**20, 2**22, 2**23, 2**25)}
     report["host_gb_per_s_by_piece"] = {
         name: exchange_speed.exchange_speed(*CARDS[:2], copies)[1] / 1e9 for name, copies in pieces.items()

@@ -12,17 +12,16 @@ Full-size models with random weights; no checkpoint is needed. All contestants o
   are (patches/attention.py): FLUX.1 would end without, and plans that cuDNN makes without would spoil the others'.
 - "pipeline m": the pack: cut by time, LoRA computed with its base, its recomputation; m micro-batches per step. "keep":
   as many blocks keep their activations as fit --card-gb per card (found by trying); "compiled": blocks compiled;
-  "graphs": kept blocks are replayed as CUDA graphs; "offloaded": block inputs wait in pinned host memory (host_gb). For
+  "offloaded": block inputs wait in pinned host memory (host_gb). For
   that, beside the same without:
       --subject wan-480 --scheme bf16 --ways "pipeline 8" "pipeline 8, offloaded" --rounds 2 --warm-up 1
 - "replicas m": the pack with a copy of the model on each card, m micro-batches per step dealt out; only if --ways names
   it, for the copies must fit beside the others: --subject flux1-512 --ways "usual split" "pipeline 8" "replicas 8".
 
 - "tensor": the pack with every block divided among the cards, which compute each micro-batch together, one per step;
-  only if --ways names it. Blocks are replayed as CUDA graphs where the cards wait for Python, but not in "tensor,
-  launched". To compare both with the usual split at one micro-batch:
+  only if --ways names it. To compare with the usual split at one micro-batch:
       --subject flux2-1024 flux2-512 wan-480 --scheme bf16 fp8-compute --usual-batches 1 --warm-up 4
-      --ways "usual split" "split, one in flight" "tensor" "tensor, launched"
+      --ways "usual split" "split, one in flight" "tensor"
 
 A step is the pack's own loop: noise, copies from pinned memory, forward, loss, backward, clipping, AdamW; LoRA in
 bfloat16, rank 32, batch 1, text at full length. Seconds are per sample: a step's divided by its micro-batches. Busy is
@@ -62,7 +61,6 @@ from devicebridge.parallel.offload.activations import ActivationOffload  # noqa:
 from devicebridge.parallel.placement import Placement, block_names, estimate_block_flops, plan_placement  # noqa: E402
 from devicebridge.parallel.runner import PlainAccumulation, Runner  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile, remove_compiled  # noqa: E402
-from devicebridge.patches.cuda_graphs import GraphedBlocks, apply_cuda_graphs  # noqa: E402
 from devicebridge.patches.hooks import map_tensors  # noqa: E402
 from devicebridge.training.adapter import apply_lora  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
@@ -118,8 +116,6 @@ class Way:
         keep: whether as many blocks as fit keep their activations.
         any_size: compiled for any number of tokens, as jobs of several sizes are.
         offloads: whether block inputs wait in host memory.
-        graphs: whether blocks that keep their activations are replayed as CUDA graphs.
-        launched: whether Python launches divided blocks, also where they would be replayed.
     """
 
     name: str
@@ -129,8 +125,6 @@ class Way:
     compiled: bool = False
     any_size: bool = False
     offloads: bool = False
-    graphs: bool = False
-    launched: bool = False
 
 
 ONE_GPU, USUAL = Way("one GPU", 4), Way("usual split", 4)
@@ -145,17 +139,13 @@ OURS = [
     Way("pipeline 8, compiled for any size", 8, "1f1b", compiled=True, any_size=True),
     Way("pipeline 8, compiled, keep", 8, "1f1b", keep=True, compiled=True),
     Way("pipeline 16, compiled, keep", 16, "1f1b", keep=True, compiled=True),
-    Way("pipeline 8, keep, graphs", 8, "1f1b", keep=True, graphs=True),
-    Way("pipeline 8, compiled, keep, graphs", 8, "1f1b", keep=True, compiled=True, graphs=True),
-    Way("pipeline 16, compiled, keep, graphs", 16, "1f1b", keep=True, compiled=True, graphs=True),
 ]
-DIVIDED = [Way("tensor", 1, "tensor"), Way("tensor, launched", 1, "tensor", launched=True)]
+DIVIDED = [Way("tensor", 1, "tensor")]
 COPIES = [
     Way("replicas 8", 8, "replicas"),
     Way("replicas 8, keep", 8, "replicas", keep=True),
     Way("replicas 8, compiled", 8, "replicas", compiled=True),
     Way("replicas 8, compiled, keep", 8, "replicas", keep=True, compiled=True),
-    Way("replicas 8, compiled, keep, graphs", 8, "replicas", keep=True, compiled=True, graphs=True),
 ]
 
 
@@ -226,8 +216,6 @@ class Contestant:
     compiled: list[Any] = field(default_factory=list)  # handles, and for any size or not
     any_size: bool = False
     offload: ActivationOffload | None = None  # with the host memory it took, for the next turn
-    graphs: GraphedBlocks | None = None
-    graphed: tuple[Any, ...] = ()  # what it was made for
 
     @property
     def models(self) -> tuple[RandomModel, ...]:
@@ -249,29 +237,9 @@ class Contestant:
         for index, each in enumerate(self.models):
             each.split.keep_activations(kept if not self.copies else kept[index : index + 1])
 
-    def replay(self, way: Way, kept: Sequence[int]) -> None:
-        """Replay kept blocks of every copy as CUDA graphs if the way says so; recordings stay for the next turn."""
-        made_for = way.compiled, *kept
-        if self.graphs is not None and way.graphs and self.graphed != made_for:
-            self.stop_replay()
-        if way.graphs and self.graphs is None and any(kept):
-            blocks = {block: d for each in self.models for block, d in each.split.kept_blocks.items()}
-            self.graphs, self.graphed = apply_cuda_graphs(blocks), made_for
-        self.trainer.graphs = (self.graphs,) if way.graphs and self.graphs is not None else ()
-        if self.graphs is not None:  # a trainer that has to switch it on expects recordings, and lets one be alone
-            self.graphs.is_on = way.graphs and any(self.graphs.num_slots.values())
-
-    def stop_replay(self) -> None:
-        """Forget the recordings."""
-        if self.graphs is not None:
-            self.graphs.remove()
-        self.graphs, self.trainer.graphs = None, ()
-        release()
-
     def compile(self, is_on: bool, any_size: bool) -> None:
         """Compile the blocks of every copy, or give them their own forwards back."""
         if self.compiled and (not is_on or self.any_size != any_size):
-            self.stop_replay()  # of what is compiled
             remove_compiled(self.compiled)
             self.compiled = []
         if is_on and not self.compiled:
@@ -341,7 +309,6 @@ def make_divided(options: argparse.Namespace, subject: Subject, config: dict[str
         built.append(RandomModel(scheme, tree, split, report, family))
     own = [attach_lora(each, job).parameters() for each in built]
     model = DividedModel(trees.trees, devices, trees.shards)
-    model.replay([each.split for each in built])
     training = TensorTraining(model, LoraSlices(lora.parameters(), own, trees.slices))
     trainer = make_trainer(built[0], lora, job, _make_data(subject, options.tiny), variant=variant, runner=training)
     trainer.devices = tuple(devices)
@@ -369,7 +336,6 @@ def _runner_of(each: Contestant, way: Way) -> Runner:
         return each.data_parallel
     if way.kind == "tensor":
         assert each.divided is not None
-        each.divided.model.replays = not way.launched
         return each.divided
     return PlainAccumulation(model, split.home) if way.kind is None else Pipeline(model, split.bridge)
 
@@ -385,7 +351,6 @@ def trained(each: Contestant, way: Way, kept: Sequence[int]) -> Iterator[Trainer
     if way.name not in (USUAL.name, ONE_GPU.name):
         each.keep_activations(kept)
         each.compile(way.compiled, way.any_size)
-        each.replay(way, kept)
         if way.offloads and each.offload is None:
             each.offload = ActivationOffload() if each.devices[0].type == "cuda" else ActivationOffload(min_bytes=1)
         each.built.split.offload = each.offload if way.offloads else None
@@ -404,21 +369,20 @@ def timed_step(each: Contestant, way: Way, kept: Sequence[int]) -> tuple[float, 
         return (time.perf_counter() - start) / way.num_batches, loss
 
 
-def find_kept(each: Contestant, way: Way, card_gb: float) -> tuple[list[int], list[int]]:
-    """How many blocks of each card may keep their activations, from the peaks of two steps; and the peaks of a third,
-    which has checked it."""
+def find_kept(each: Contestant, way: Way, card_gb: float) -> list[int]:
+    """How many blocks of each card may keep their activations, from the peaks of two steps; a third checks it."""
     counts = each.num_blocks
     if each.devices[0].type != "cuda":
-        return [count // 2 for count in counts], []
+        return [count // 2 for count in counts]
     none, few = ([0] * len(counts), [2] * len(counts))
     base, some = (_peaks(each, way, kept) for kept in (none, few))
     kept = []
     for count, start, end in zip(counts, base, some, strict=True):
         per_block = max((end - start) / 2, 1e6)
         kept.append(int(min(count, max(0, (card_gb * 1e9 - start) // per_block))))
-    while max(peaks := _peaks(each, way, kept)) > card_gb * 1e9:
+    while max(_peaks(each, way, kept)) > card_gb * 1e9:
         kept = [max(0, count - 2) for count in kept]
-    return kept, peaks
+    return kept
 
 
 def _peaks(each: Contestant, way: Way, kept: Sequence[int]) -> list[int]:
@@ -436,13 +400,6 @@ def step_with_peaks(each: Contestant, way: Way, kept: Sequence[int]) -> tuple[fl
     seconds, loss = timed_step(each, way, kept)
     peaks = [torch.cuda.max_memory_allocated(device) for device in each.devices]
     return seconds, loss, [peak - other for peak, other in zip(peaks, others, strict=True)]
-
-
-def _in_pools(device: torch.device) -> int:
-    """Bytes that graphs reserve."""
-    segments = torch.cuda.memory_snapshot() if device.type == "cuda" else []
-    own = [each for each in segments if each["device"] == device.index and tuple(each["segment_pool_id"]) != (0, 0)]
-    return sum(each["total_size"] for each in own)
 
 
 def _allocated(device: torch.device) -> int:
@@ -499,7 +456,6 @@ def _covered(spans: list[tuple[float, float]]) -> float:
 def measure(options: argparse.Namespace, entries: list[tuple[Contestant, Way]]) -> dict[str, Any]:
     """Every way in turns -> seconds, peaks, losses and busy shares."""
     kept: dict[str, list[int]] = {}
-    recorded: dict[str, list[int]] = {}  # peaks of the step in which graphs were
     found: dict[str, dict[str, Any]] = {}
     for each, way in list(entries):
         start = time.perf_counter()
@@ -508,25 +464,18 @@ def measure(options: argparse.Namespace, entries: list[tuple[Contestant, Way]]) 
                 demand_right_gradients(trainer)
             for _ in range(options.warm_up):
                 timed_step(each, way, [])
-            kept[way.name], recorded[way.name] = find_kept(each, way, options.card_gb) if way.keep else ([], [])
+            kept[way.name] = find_kept(each, way, options.card_gb) if way.keep else []
         except RuntimeError as error:  # one way that fails is a result, too
             found[way.name] = {"error": first_line(error)}
             say(f"{way.name}: {traceback.format_exc()[-1500:]}")
             entries.remove((each, way))
             each.compile(is_on=False, any_size=False)  # what was compiled may be given up
             continue
-        if way.graphs and each.graphs is not None and each.graphs.fault:
-            found[way.name] = {"error": each.graphs.fault}
-            entries.remove((each, way))
-            each.stop_replay()
-            continue
         found[way.name] = {"warm_up_s": round(time.perf_counter() - start, 1), "seconds": [], "losses": []}
         say(f"{way.name}: warm, {found[way.name]['warm_up_s']} s, kept {kept[way.name]}")
     for _ in range(options.rounds):
         for each, way in entries:
             seconds, loss, peaks = step_with_peaks(each, way, kept[way.name])
-            if way.graphs:  # of a graph's memory nobody holds a tensor
-                peaks = recorded[way.name]
             found[way.name]["peak_gb"] = [round(peak / 1e9, 2) for peak in peaks]
             found[way.name]["seconds"].append(seconds)
             found[way.name]["losses"].append(round(loss, 5))
@@ -537,9 +486,6 @@ def measure(options: argparse.Namespace, entries: list[tuple[Contestant, Way]]) 
         row["kept_blocks"] = kept[way.name]
         if way.offloads and each.offload is not None:
             row["host_gb"] = round(each.offload.host_bytes / 1e9, 3)
-        if each.divided is not None and (graphs := each.divided.model.graphs) is not None and not way.launched:
-            row |= {"replays": graphs.num_replays, "not_replayed_because": graphs.fault}
-            row["graphs_gb"] = [round(_in_pools(device) / 1e9, 3) for device in each.devices]
         row["busy"] = busy_shares(each, way, kept[way.name]) if way.name in options.busy else {}
     usual = found.get(USUAL.name, {}).get("s_per_sample")
     for name, row in found.items():

@@ -213,10 +213,8 @@ class LoopConfig:
             longer, all others are faster. Compiled blocks are compared with plain ones before the first step. Worth it
             for long runs on fast cards. Where no compiler is found, or a block is wrong, the log says so and training
             goes on without.
-        cuda_graphs: auto records blocks that keep their activations as CUDA graphs, so that fast GPUs need not wait for
-            Python. The LoRA is the same. Matters for 8-bit models on GPUs with memory to spare. Needs NVIDIA GPUs,
-            images of one size, batch_size 1 and dropout 0; else the log says so and training goes on without. With
-            strategy tensor, blocks that are computed twice are recorded whatever this says.
+        cuda_graphs: Has no effect. Blocks that keep their activations were replayed as CUDA graphs, which gained a few
+            percent. Older job files and workflows that set it still run.
         offload_activations: Whether what gradient checkpointing keeps of every block waits in the computer's memory,
             not on the GPUs. auto does it where nothing as good fits without. Matters for video. The LoRA is the same.
         ema_decay: Share that an average of the LoRA over the steps (EMA) keeps at each step, such as 0.99 for some

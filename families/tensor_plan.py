@@ -39,9 +39,6 @@ class Divided:
         sum_after: of "row": name of the module inside the block whose output is summed, where the block may compute
             the linear without calling it, or where the outputs of several such linears are added up. The gradient of
             that module's input is summed, too: of what trains in it nothing may be whole. "" for the linear itself.
-        of: of "gathered": the argument of the block that the linear's input follows from, in all blocks of the class
-            in the same way; as long as blocks are given the same one, the outputs of all are joined at once. "" if it
-            depends on anything else.
     """
 
     linear: str
@@ -50,34 +47,6 @@ class Divided:
     into: str = ""
     sum_after: str = ""
     repeats: bool = False
-    of: str = ""
-
-
-@dataclass(frozen=True)
-class PatchCall:
-    """How a class calls other people's patches of one name inside a block.
-
-    Args:
-        tensors: names of the tensors with heads that a patch is given first, in order -> the dimension that counts the
-            heads or their features; None for a tensor that every device has whole.
-        returns: which of them a patch returns anew; "" where it returns a dict of them.
-        is_dict: a patch is given one dict, by these names.
-        kv: those of them whose heads are the ones of keys and values.
-        options: numbers in the keyword argument extra_options that count heads.
-        beside: names of tensors that it is given as keyword arguments, and may return in its dict -> the dimension of
-            the heads in one of more than three dimensions. Its length is 1 if the tensor is the same for all heads.
-    """
-
-    tensors: Mapping[str, int | None]
-    returns: str = ""
-    is_dict: bool = False
-    kv: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
-    beside: Mapping[str, int] = field(default_factory=dict)
-
-    def unit(self, name: str) -> Unit:
-        """What the dimension of this tensor counts."""
-        return "kv_heads" if name in self.kv else "heads"
 
 
 @dataclass(frozen=True)
@@ -94,15 +63,11 @@ class TensorPlan:
         norms: patterns of RMS norms over all heads: their weight is divided, their mean square summed over devices.
         num_kv_heads: the attribute that has the number of heads of keys and values; "" if there are as many.
         block: pattern of the name of the block's class.
-        patches: names of other people's patches inside the block that can be given all heads -> how they are called.
         arguments: pattern of a module -> keyword arguments with tensors of all heads, and the dimension of those; each
             device gets its own heads.
         decided: patterns of modules that choose by what they compute, as which experts a token goes to. All devices
             take the first one's choice: theirs could differ by a last bit.
         head_dim: the attribute that has the features per head, of classes that have no width.
-        together: pattern of a module -> names inside it of layers whose parts meet in the same way, as they are called
-            one after the other. Nothing reads the output of one before the last of them is computed, so all of them
-            meet behind that one.
     """
 
     linears: tuple[Divided, ...]
@@ -112,11 +77,9 @@ class TensorPlan:
     norms: tuple[str, ...] = ()
     num_kv_heads: str = ""
     block: str = "*"
-    patches: Mapping[str, PatchCall] = field(default_factory=dict)
     arguments: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     decided: tuple[str, ...] = ()
     head_dim: str = ""
-    together: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def find(self, name: str) -> Divided | None:
         """How the linear of this name is divided; None if it is whole."""

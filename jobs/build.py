@@ -94,7 +94,6 @@ def build_trainer(
         events=events,
         save_lora=save,
         compiled=_agreed(assembled.all_compiled, ranks),
-        graphs=assembled.all_graphs,
         is_asked=lambda what: ranks.from_first(lambda: asked.take(what)),
         samples=pictures if pictures is None or not ranks.is_launched else RankSamples(pictures, ranks),
         ranks=ranks,
@@ -137,8 +136,6 @@ def _clean_up_later(assembled: Assembled, cleanup: ExitStack) -> None:
     for each in assembled.parts:
         cleanup.callback(each.split.stop_offload)
     cleanup.callback(remove_compiled, assembled.all_compiled)
-    for graphs in assembled.all_graphs:
-        cleanup.callback(graphs.remove)  # before what they are of
     if assembled.weight_offload is not None:
         cleanup.callback(assembled.weight_offload.remove)  # it holds pinned memory
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from ..data.samples import Sample, TrainingSample
 from ..execution import ExecutionPlan
 from ..families.spec import ModelFamily, Variant
 from ..parallel.placement import Placement
-from ..patches.cuda_graphs import cuda_graphs_fault
 from ..planning.plan_training import TrainingPlan
 from ..training.objective import NoiseSchedule
 from .comfy_entries import ComfyReader, EncodedSample, make_comfy_reader, resolution_of
@@ -103,18 +102,3 @@ def component_folder(plan: JobPlan, setting: str, key: str) -> Path:
             "(a diffusers model folder has them)"
         )
     return plan.info.pipeline_folder
-
-
-def why_no_graphs(job: JobConfig, num_sizes: int, devices: Iterable[torch.device]) -> str:
-    """Everything that keeps the blocks of a job from being replayed as CUDA graphs; "" if nothing does.
-
-    num_sizes: of the samples that are trained on. devices: () where they are elsewhere and taken for able.
-    """
-    faults = [cuda_graphs_fault(devices)]
-    if job.lora.dropout:
-        faults.append("lora.dropout draws random numbers")
-    if job.train.batch_size > 1:
-        faults.append(f"the last of the batches may be smaller (train.batch_size is {job.train.batch_size}, 1 works)")
-    if num_sizes > 1:
-        faults.append(f"samples come in {num_sizes} sizes")
-    return ", ".join(filter(None, faults))

@@ -190,9 +190,7 @@ def _resolve_as(
     execution = found.execution
     if is_sharded:
         assert strategy is not None
-        if execution.has_graphs:
-            _log.warning("blocks are not replayed as CUDA graphs: their weights come anew for every use")
-        execution = replace(execution, strategy=strategy, has_graphs=False)
+        execution = replace(execution, strategy=strategy)
     whole = replace(found.job, split=job.split, train=job.train, parallel=job.parallel)
     return replace(found, job=whole, execution=execution)
 

@@ -35,7 +35,6 @@ from ..planning.question import ModelCosts, Question
 from ..planning.short_model import NoForecast
 from ..planning.space import OFFLOADS, OPTIMIZERS, SCHEMES, STRATEGIES, SearchSpace, Setting, is_open, strategies_on
 from ..quantization.quantize import QuantizeSettings
-from .checked_job import why_no_graphs
 from .native_limits import limited, why_no_forecast, why_no_stages, why_not_offloaded
 from .place_by_size import Subject, place_by_size
 from .samples import size_of_pictures
@@ -127,6 +126,8 @@ def resolve(
     Raises: ValueError if nothing fits, the cuts are impossible, or the run to resume was of another strategy.
     """
     before = None if earlier is None else _earlier_of(earlier)
+    if job.train.cuda_graphs != "off":
+        _log.warning('train.cuda_graphs = "%s" has no effect: blocks are not recorded any more', job.train.cuda_graphs)
     if before is not None:
         _refuse_other_strategy(job, machine, before)
     space = search_space(job)
@@ -165,7 +166,6 @@ def resolve(
         offloaded_blocks=space.offloaded if training is None else training.offloaded,
         offloads=chosen.offloads,
         compiled_shapes=_shapes_to_compile(job, subject, strategy) if is_to_train else None,
-        has_graphs=is_to_train and _has_graphs(job, subject, placement.used_devices, strategy),
     )
     return Resolution(job, execution, training)
 
@@ -216,7 +216,6 @@ def search_space(job: JobConfig) -> SearchSpace:
         is_cut_by_time=job.split.balance == "time",
         is_checkpointing=job.train.gradient_checkpointing,
         is_compiled=job.train.compile != "off",
-        wants_graphs=job.train.cuda_graphs != "off",
         accumulation=job.train.gradient_accumulation_steps,
         batch_size=job.train.batch_size,
         dtype=getattr(torch, job.model.dtype),
@@ -229,12 +228,11 @@ def search_space(job: JobConfig) -> SearchSpace:
 
 
 def _open_strategies(job: JobConfig) -> tuple[Strategy, ...]:
-    """What may be chosen. Blocks that are divided are not compiled, nor recorded where they keep their activations, by
-    which others are faster. With text encoders one model computes one microbatch at a time."""
+    """What may be chosen. Blocks that are divided are not compiled, by which others are faster. With text encoders one
+    model computes one microbatch at a time."""
     if job.lora.text_encoder:
         return ("none",)
-    is_eager = job.train.compile == "off" and job.train.cuda_graphs == "off"
-    can_divide = is_eager and not _undivided_settings(job)
+    can_divide = job.train.compile == "off" and not _undivided_settings(job)
     return tuple(each for each in STRATEGIES if can_divide or not divides_blocks(each))
 
 
@@ -355,7 +353,6 @@ def plan_on(
         cuts=cuts,
         given_shares=shares,
         host_bytes=machine.host_bytes,
-        graphs_fault=why_no_graphs(job, len(subject.train), machine.devices),
         picture=size_of_pictures(job, subject.info.family, subject.variant, longest),
         text=subject.text,
         beside=subject.beside,
@@ -416,14 +413,3 @@ def _shapes_to_compile(job: JobConfig, subject: Subject, strategy: Strategy) -> 
     sizes = min(job.train.batch_size, 2)  # the last batch of a bucket may be smaller
     alone = subject.alone - subject.train if sizes == 1 else subject.alone
     return len(subject.train) * sizes + len(alone)
-
-
-def _has_graphs(job: JobConfig, subject: Subject, devices: Sequence[torch.device], strategy: Strategy) -> bool:
-    if job.train.cuda_graphs == "off" or divides_blocks(strategy):  # which are recorded without being asked for
-        return False
-    fault = why_no_graphs(job, len(subject.train), devices)
-    if subject.info.family.native is not None:
-        fault = f"{subject.info.family.title} is trained as ComfyUI's own code computes it"
-    if fault:
-        _log.warning("blocks are not replayed as CUDA graphs: %s", fault)
-    return not fault

@@ -38,7 +38,7 @@ def plan_shared(job: JobConfig, subject: Subject, card: Card, degree: int) -> Tr
     weights = shared_weights(job, subject)
     elsewhere = weights.elsewhere(degree)
     split = replace(job.split, devices=(), split_at=(), balance="memory", memory_limit_gb=UNLIMITED_GB)
-    train = replace(job.train, offload_activations="off", cuda_graphs="off")  # which these strategies do without
+    train = replace(job.train, offload_activations="off")  # which these strategies do without
     alone = replace(
         job,
         split=replace(split, offloaded_blocks=(0,)),

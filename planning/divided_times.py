@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..families.spec import BlockList, ModelFamily
-from ..parallel.local.exchange import bytes_to_one
+from ..parallel.local.collective import bytes_to_one
 from ..parallel.local.shards import find_plan, meetings_in
 from ..parallel.placement import blocks_with_lists, products_of, tokens_seen
 from .block_times import ASSUMED_LINK_BYTES_PER_S, BlockTimes
@@ -23,10 +23,7 @@ from .cards import Card
 # EXCHANGE_S: what is left of 1.033 s of FLUX.2 at 512x512 in bf16 over two H200, all blocks recomputed, where the host
 # was the limit (benchmarks/results/train_step_tensor_2xh200_2026-11-24.json). That is six times what an exchange takes
 # without gradients, for in the backward autograd's threads meet as well. That machine's host was a slow one.
-# REPLAY_S: of a CUDA graph that holds a block's forward, or its second forward and backward, exchanges included.
-# Assumed: FLUX.2's 112 of them take at most the 0.346 s of a whole sample at 512x512 in fp8-compute over two H200
-# (benchmarks/results/train_step_tensor_graphs_2xh200_2026-11-27.json), which is 3.1e-3 for both cards.
-LAUNCH_S, EXCHANGE_S, REPLAY_S = 28e-6, 1.04e-3, 5e-4
+LAUNCH_S, EXCHANGE_S = 28e-6, 1.04e-3
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,6 @@ class DividedTimes:
         undivided: share of each block that every card computes whole. [num_blocks]
         num_exchanges: of a block's forward; its backward has as many. [num_blocks]
         launches: scheme -> operations of each block's forward and backward on one card. [num_blocks]
-        is_replayed: blocks are replayed as CUDA graphs where the cards wait for Python.
     """
 
     whole: BlockTimes
@@ -52,21 +48,11 @@ class DividedTimes:
     undivided: Sequence[float]
     num_exchanges: Sequence[int]
     launches: Callable[[str], Sequence[tuple[int, int]]]
-    is_replayed: bool = False
 
     def of(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
         forward, backward = self._computing(block, card, scheme)
         in_forward, in_backward = self._launching(block, scheme)
-        if self.is_replayed:
-            replaying = len(self.cards) * REPLAY_S
-            in_forward, in_backward = min(in_forward, replaying), min(in_backward, replaying)
         return max(forward, in_forward), max(backward, in_backward)
-
-    def wait_for_host(self, scheme: str) -> bool:
-        """Whether blocks that Python launches take it longer than the slowest card computes, for which others wait."""
-        blocks = range(len(self.exchanged))
-        computing = max(sum(sum(self._computing(block, card, scheme)) for block in blocks) for card in self.cards)
-        return sum(sum(self._launching(block, scheme)) for block in blocks) > computing
 
     def _computing(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
         forward, backward = self.whole.of(block, card, scheme)

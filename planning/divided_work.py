@@ -36,12 +36,11 @@ def divided_work(model: nn.Module, layout: NativeModel, blocks: Blocks, num_toke
         _work_of_block(model.get_submodule(name), native_list(layout), plan, shares, num_tokens)
         for name, (plan, shares) in blocks.items()
     ]
-    row_flops, whole_flops, sent, widths, num_modules = zip(*parts, strict=True)
+    whole_flops, sent, widths, num_modules = zip(*parts, strict=True)
     stream = _ACTIVATION_BYTES * max(widths) * (num_tokens + NUM_TEXT_TOKENS * layout.is_joint)
-    exchanges = _num_exchanges(model, blocks)
+    exchanges = sum(len(meetings_in(model.get_submodule(name), plan)) for name, (plan, _) in blocks.items())
     return Work(
         flops,
-        sum(row_flops),
         sum(sent),
         stream,
         sum(num_modules),
@@ -50,26 +49,12 @@ def divided_work(model: nn.Module, layout: NativeModel, blocks: Blocks, num_toke
     )
 
 
-def _num_exchanges(model: nn.Module, blocks: Blocks) -> int:
-    """Of one forward. Some linears are joined in one exchange for all blocks of a class."""
-    by_itself, at_once = 0, set()
-    for name, (plan, _) in blocks.items():
-        block = model.get_submodule(name)
-        for meeting in meetings_in(block, plan):
-            divided = plan.find(meeting)
-            if divided is not None and divided.of:
-                at_once.add((type(block), meeting))
-            else:
-                by_itself += 1
-    return by_itself + len(at_once)
-
-
 def _work_of_block(
     block: nn.Module, side: BlockList, plan: TensorPlan, shares: Shares, num_tokens: int
-) -> tuple[float, float, float, float, int]:
-    """Operations of the row-parallel layers and of the whole ones, bytes sent, width and modules."""
+) -> tuple[float, float, float, int]:
+    """Operations of the whole layers, bytes sent, width and modules."""
     products = products_of(block, side, num_tokens, NUM_TEXT_TOKENS)
-    row_flops = whole_flops = sent = width = 0.0
+    whole_flops = sent = width = 0.0
     num_modules, summed = 0, set()
     for name, module in block.named_modules():
         num_modules += any(parameter is not None for parameter in module._parameters.values())
@@ -80,7 +65,6 @@ def _work_of_block(
             whole_flops += products.get(name, 0.0)
         elif divided.by == "row":
             linear: Any = module
-            row_flops += products[name]
             sent += _ACTIVATION_BYTES * linear.out_features * tokens * (at not in summed)
             width = max(width, linear.out_features)
             summed.add(at)
@@ -90,7 +74,7 @@ def _work_of_block(
             sent += _SQUARE_BYTES * tokens
         if plan.is_decided(name):
             sent += _CHOICE_BYTES * tokens
-    return row_flops, whole_flops, sent, width, num_modules
+    return whole_flops, sent, width, num_modules
 
 
 def is_told_guidance(model: nn.Module) -> bool:

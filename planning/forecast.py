@@ -40,11 +40,6 @@ CONTEXT_BYTES = 500_000_000  # the driver's own, per card, once CUDA has started
 CARD_WORKSPACE_BYTES = 2 * 32 * 2**20
 # Of activations and temporaries, which come in hundreds of sizes: not measured, a guess on the safe side.
 FRAGMENTATION = 0.10
-# What a block's temporaries reserve in the memory of recorded graphs, in sizes of theirs: what earlier blocks have
-# freed there is in pieces that do not join. From one measurement (docs/internals/experiments.md, 2026-11-22).
-GRAPH_TEMPORARIES = 3.5
-# The same of blocks that several cards divide and compute again: FLUX.2's took 1.5 to 2.2 (2026-11-27 there).
-REPLAYED_TEMPORARIES = 2.2
 # What rounding a layer to 8 bits takes beside it: copies of 16 bytes per weight, but only some rows at a time.
 ROUNDING_BYTES, ROUNDING_COPIES = 500_000_000, 8
 
@@ -56,16 +51,12 @@ class StepSettings:
     Args:
         strategy: of one copy of the model: "none" where each card has a copy.
         ahead: micro-batches that every stage but the last may hold beyond what 1f1b needs.
-        has_graphs: blocks without activation checkpointing are CUDA graphs, which have memory of their own.
-        is_replayed: blocks that are computed again are CUDA graphs, over all cards that divide them.
         offload_from: inputs of recomputed blocks of at least so many bytes are in host memory; None for none.
     """
 
     strategy: Strategy = "none"
     accumulation: int = 1
     ahead: int = 0
-    has_graphs: bool = False
-    is_replayed: bool = False
     offload_from: int | None = None
 
     def held(self, stage: int, num_stages: int) -> int:
@@ -224,8 +215,7 @@ class Forecaster:
         """What the device of a stage will hold."""
         weights, lora, trained = self._resident(plan)
         state = int(trained * self._optimizer.state)
-        moments = list(self._moments(plan, lora, trained))
-        moment = max(moments, key=lambda each: each.total + each.has_lora * (lora + state))
+        moment = max(self._moments(plan, lora, trained), key=lambda each: each.total + each.has_lora * (lora + state))
         return DeviceForecast(
             device=name,
             num_blocks=plan.num_blocks,
@@ -240,29 +230,10 @@ class Forecaster:
             kept=moment.kept,
             moving=moment.moving,
             workspace=self._backend.workspace,
-            overhead=int(moment.total * self._backend.fragmentation)
-            + self._beside_graphs(plan, moments, moment, lora + state),
+            overhead=int(moment.total * self._backend.fragmentation),
             context=self._backend.context,
             moment=moment.name,
         )
-
-    def _beside_graphs(self, plan: StagePlan, moments: Sequence[Moment], peak: Moment, trained: int) -> int:
-        """What recorded blocks reserve beyond the peak: their activations and temporaries at every moment, once for
-        every micro-batch held, and the tensors through which all graphs of a card are given their inputs and give their
-        results. trained: LoRA and optimizer in bytes."""
-        if self.settings.is_replayed:
-            blocks = self.cost.blocks[plan.start : plan.first_spared]
-            staged = 2 * max((block.inputs + block.outputs + block.lora for block in blocks), default=0)
-            return staged + int(REPLAYED_TEMPORARIES * max((block.recompute for block in blocks), default=0))
-        kept = self.cost.blocks[plan.first_spared : plan.end]
-        if not self.settings.has_graphs or not kept:
-            return 0
-        temporaries = max(max(block.backward, block.forward_kept) - block.kept for block in kept)
-        per_batch = self._between("kept", plan.first_spared, plan.end) + int(GRAPH_TEMPORARIES * temporaries)
-        pools = self.settings.held(plan.stage, plan.num_stages) * per_batch
-        staged = 2 * max(block.inputs + block.outputs + block.lora for block in kept)
-        beside = max(each.total - each.kept for each in moments if each.has_lora)
-        return max(0, trained + pools + staged + beside - peak.total - peak.has_lora * trained)
 
     def _resident(self, plan: StagePlan) -> tuple[int, int, int]:
         """Base weights and LoRA in bytes, and the number of trained values."""
@@ -341,8 +312,6 @@ class Forecaster:
             forward = front + (block.forward_kept if is_kept else block.forward)
             yield Moment(f"forward of {found.names[index]}", in_forward, kept, forward, gradients)
             backward = block.backward if is_kept else block.recompute
-            if is_kept and settings.has_graphs:
-                backward += block.kept  # once more: what is recorded is compared with what is not
             yield Moment(f"backward of {found.names[index]}", in_backward, kept, backward, gradients + later)
         if plan.stage == settings.tail_stage(plan.num_stages):
             tail = front + found.blocks[-1].outputs + found.tail

@@ -38,7 +38,6 @@ class TrainingPlan:
         variant: name of the model.
         relative_time: of a step, over the same with every block recomputed, one micro-batch after the other and, for
             data and tensor parallel, on the first card alone.
-        has_graphs: whether blocks without activation checkpointing are counted as CUDA graphs.
         step_s: of a step at this size, seconds. timing: where its times were measured; None for estimates.
         without_streaming: time of the same with all blocks on the cards, over this one; None if that does not fit.
         warning: why it may not fit after all, where the user has vouched for it; "" otherwise.
@@ -60,7 +59,6 @@ class TrainingPlan:
     bucket: tuple[int, int]
     frames: int
     variant: str
-    has_graphs: bool
     timing: Timing | None = None
     without_streaming: float | None = None
     unit: str = "pixels"
@@ -106,7 +104,6 @@ def plan_training(question: Question) -> TrainingPlan:
         unit=question.unit,
         frames=question.frames,
         variant=question.model.variant.name,
-        has_graphs=found.settings.has_graphs and any(stage.num_uncheckpointed for stage in stages),
         without_streaming=None if resident is None else resident / found.time,
     )
 
@@ -144,7 +141,6 @@ def _reasons(question: Question, found: Found, looked_at: Looked) -> Iterator[st
     """A line per choice that was ours."""
     yield from _cut_reason(question, found)
     yield _activation_reason(question, found)
-    yield from _graph_reason(question, found)
     if found.is_streaming:
         yield _streaming_reason(question, found, looked_at)
     yield from _without_effect(question, found)
@@ -193,15 +189,6 @@ def _activation_reason(question: Question, found: Found) -> str:
     if found.is_streaming or space.memory_limit_gb:
         return "activations: every block is recomputed"
     return f"activations: every block is recomputed; keeping one would leave less than {HEADROOM:.0%} of a card free"
-
-
-def _graph_reason(question: Question, found: Found) -> Iterator[str]:
-    if not question.space.wants_graphs:
-        return
-    counts = [stage.forecast.num_uncheckpointed for stage in found.stages]
-    fault = question.graphs_fault or ("" if any(counts) else "no block keeps its activations")
-    which = f"the last {_joined(counts)}" if question.space.is_checkpointing else "all"
-    yield f"CUDA graphs: not used, {fault}" if fault else f"CUDA graphs: {which} blocks are replayed"
 
 
 def _time_on_cards(looked_at: Looked, *, offloads: bool) -> float | None:

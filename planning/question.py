@@ -24,7 +24,6 @@ from ..families.spec import ModelFamily, Variant, longest_text
 from ..families.tensor_plan import proportional
 from ..parallel.local.data_parallel import num_dealt
 from ..parallel.local.shard_trees import division_fault, num_groups_in
-from ..parallel.local.training_graphs import why_not_replayed
 from ..parallel.offload.activations import MIN_BYTES
 from ..parallel.placement import block_names, check_one_each, estimate_block_flops, plan_manual
 from ..quantization.kernel_choice import device_kernels
@@ -158,9 +157,7 @@ class Question:
         given_times: None takes operations.
         cuts: first block of each further card, where a resumed run must cut as before.
         host_bytes: free host memory; None where that is not known, as for cards that are elsewhere.
-        graphs_fault: why no block can be recorded as a CUDA graph.
         replica: which copy of the model is asked for, on a card of its own.
-        is_replayed: blocks that several cards divide are CUDA graphs.
         share: of cards that compute each block together the last one's, which is asked for; (1,) is one card alone.
         given_shares: of a run that is resumed, of every card; () leaves them open.
         picture: height, width and frames of the sample pictures that the first copy draws between steps, if any.
@@ -176,9 +173,7 @@ class Question:
     given_times: BlockTimes | None = None
     cuts: tuple[int, ...] | None = None
     host_bytes: int | None = None
-    graphs_fault: str = ""
     replica: int | None = None
-    is_replayed: bool = False
     share: tuple[int, ...] = (1,)
     given_shares: tuple[int, ...] = ()
     picture: tuple[int, int, int] | None = None
@@ -223,11 +218,7 @@ class Question:
             self.model.num_exchanges,
             cache(lambda scheme: [block.launches for block in one._cost(scheme).blocks]),
         )
-        if why_not_replayed([card.device for card in self.cards]) or not times.wait_for_host("none"):
-            return replace(one, given_times=times)
-        # A block that keeps its activations is not replayed, and Python is slower than computing it again.
-        space = one.space if self.space.uncheckpointed else replace(one.space, uncheckpointed=(0,))
-        return replace(one, space=space, given_times=replace(times, is_replayed=True), is_replayed=True)
+        return replace(one, given_times=times)
 
     def _of_one(self, index: int, **changes: Any) -> Question:
         """For one card by itself, with its own settings and its share of host memory."""
@@ -375,8 +366,6 @@ class Question:
             strategy=setting.strategy,
             accumulation=space.accumulation,
             ahead=setting.ahead,
-            has_graphs=space.wants_graphs and not self.graphs_fault,
-            is_replayed=self.is_replayed and not setting.offloads,
             offload_from=MIN_BYTES if setting.offloads else None,
         )
 

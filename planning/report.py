@@ -168,7 +168,6 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             "strategy": plan.setting.strategy,
             "microbatches_ahead": plan.setting.ahead,
             "offload_activations": plan.setting.offloads,
-            "cuda_graphs": plan.has_graphs,
             "split_at": _cuts(plan),
             "replicas": [str(device) for device in plan.placement.replicas],
             "shards": [str(device) for device in plan.placement.shards],

@@ -16,9 +16,9 @@ from ..checkpoints.load import put_tensor
 from ..config.job import LoraSettings
 from ..families.comfy.inputs import STREAM, VOICE, option_path, stream_shapes
 from ..families.spec import ModelFamily, TextEncoderSpec, Variant
+from ..parallel.local.block_collectives import attach_collectives
 from ..parallel.local.shard_trees import shares_in
 from ..parallel.local.shards import BlockShard, divide_block, find_plan
-from ..parallel.local.tensor_gradients import attach_meetings
 from ..parallel.placement import block_names
 from ..quantization.quantize import Quantizer, QuantizeSettings, Stored8
 from ..training.adapter import apply_lora, find_targets
@@ -168,7 +168,7 @@ def make_trainable(
     apply_lora(model, family, replace(work.lora, targets=short, layers=""), seed=0)
     if shards:
         parts = _OwnParts(work.num_devices, shards)
-        attach_meetings(shards, work.num_devices - 1, lambda: parts)
+        attach_collectives(shards, work.num_devices - 1, lambda: parts)
 
 
 def _divide(
@@ -196,13 +196,13 @@ class _OwnParts:
             if meeting.how == "join"
         }
 
-    def all(self, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
         if name in self._widths:
             return [tensor.new_empty(*tensor.shape[:-1], self._widths[name] - tensor.shape[-1]), tensor]
         return [*(torch.empty_like(tensor) for _ in range(self._num_others)), tensor]
 
-    def sum(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return functools.reduce(torch.add, self.all(rank, name, tensor))
+    def all_reduce(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return functools.reduce(torch.add, self.all_gather(rank, name, tensor))
 
 
 def _empty_weight(linear: nn.Linear, settings: QuantizeSettings) -> Stored8:

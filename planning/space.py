@@ -37,7 +37,6 @@ class SearchSpace:
         memory_limit_gb: per card, of weights; () for none.
         is_cut_by_time: whether the slowest stage decides the cut, whatever the strategy.
         is_compiled: whether blocks are compiled, which makes them faster than their measured times.
-        wants_graphs: whether blocks without activation checkpointing are recorded as CUDA graphs where possible.
         resolution: the largest of the job, in pixels along a square's side.
         can_stream: whether the model's blocks can stream from host memory.
         kahan, has_ema: what an optimizer keeps besides; see optimizer_bytes.
@@ -55,7 +54,6 @@ class SearchSpace:
     is_cut_by_time: bool
     is_checkpointing: bool
     is_compiled: bool
-    wants_graphs: bool
     accumulation: int
     batch_size: int
     dtype: torch.dtype

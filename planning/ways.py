@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from ..parallel.local.exchange import bytes_to_one
+from ..parallel.local.collective import bytes_to_one
 from .machine_speed import MachineSpeed
 
 BLOCK_RATE = 0.8  # of a large matrix product's rate: FLUX.2, Wan and Qwen-Image on one card
@@ -30,7 +30,6 @@ LAUNCHES_PER_MODULE, LAUNCHES_PER_EXCHANGE, ALONE = 38.0, 20.0, 0.5
 # Of a block that is replayed: what the host does around it, in launches of each card, and seconds of an exchange in it.
 # From FLUX.2's blocks of 128 tokens, and from a timeline of Qwen-Image (docs/internals/experiments.md, 2026-11-27).
 LAUNCHES_PER_REPLAY, REPLAYED_EXCHANGE_S = 54.0, 15e-6
-EXPOSED_CHUNK = 0.25  # of a partial sum, copied by chunks: the last one has no product to hide behind
 GAIN = 0.9  # of blocks' time at most, or dividing is not worth what it forbids
 
 
@@ -39,14 +38,12 @@ class Work:
     """One forward of one size.
 
     Args:
-        flops: of all blocks. row_flops: of their row-parallel linears. whole_flops: of layers that every card computes
-            whole.
+        flops: of all blocks. whole_flops: of layers that every card computes whole.
         sent_bytes: of partial sums that a card sends each other card. stream_bytes: of activations between two blocks.
         num_modules: with weights, inside blocks. num_exchanges: of all blocks.
     """
 
     flops: float
-    row_flops: float
     sent_bytes: float
     stream_bytes: float
     num_modules: float
@@ -151,7 +148,4 @@ class Ways:
         links = self.machine.links_of(card)
         arriving = bytes_to_one(count * work.sent_bytes, work.num_exchanges, len(links) + 1) / len(links)  # from each
         copying = sum(arriving / link.bytes_per_s for link in links)
-        if not self.machine.is_direct:  # in chunks, beside the products of the next ones
-            beside = (1 - EXPOSED_CHUNK) * count * self.tensor_shares[card] * self._card_s(work.row_flops)[card]
-            copying = max(EXPOSED_CHUNK * copying, copying - beside)
         return copying + work.num_exchanges * max(link.latency_s for link in links)

@@ -73,7 +73,7 @@ def make_question(
     costs: ModelCosts, cards: Sequence[Card], bucket: tuple[int, int] = (512, 512), /, **given: Any
 ) -> Question:
     """given: sections of the job, and what else a Question takes."""
-    names = ("frames", "given_times", "cuts", "host_bytes", "graphs_fault")
+    names = ("frames", "given_times", "cuts", "host_bytes")
     own = {name: given.pop(name) for name in names if name in given}
     return Question(costs, search_space(make_plan_job(**given)), tuple(cards), bucket, **own)
 

@@ -11,10 +11,10 @@ from itertools import combinations
 from devicebridge.planning.machine_speed import CardSpeed, ExchangeSpeed, MachineSpeed
 from devicebridge.planning.ways import Ways, Work, WorkBySize
 
-FLUX2 = Work(286.5e12, 79.2e12, 3.72e9, 56.6e6, 288, 80)  # 4096 picture tokens: 1024 x 1024
-FLUX2_512 = Work(91.6e12, 26.4e12, 1.24e9, 18.9e6, 288, 80)
-WAN = Work(581e12, 143e12, 17.9e9, 149e6, 640, 280)  # 14040: 832 x 480, 33 frames
-QWEN = Work(85.2e12, 29.0e12, 3.78e9, 28.3e6, 1080, 360)
+FLUX2 = Work(286.5e12, 3.72e9, 56.6e6, 288, 80)  # 4096 picture tokens: 1024 x 1024
+FLUX2_512 = Work(91.6e12, 1.24e9, 18.9e6, 288, 80)
+WAN = Work(581e12, 17.9e9, 149e6, 640, 280)  # 14040: 832 x 480, 33 frames
+QWEN = Work(85.2e12, 3.78e9, 28.3e6, 1080, 360)
 
 
 def machine_of(

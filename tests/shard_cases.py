@@ -14,7 +14,6 @@ from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import ModelFamily
 from devicebridge.parallel.local import shards
 from devicebridge.parallel.local.block_split import apply_block_split
-from devicebridge.parallel.local.divided_calls import Recorder
 from devicebridge.parallel.local.lora_slices import LoraSlices
 from devicebridge.parallel.local.shard_trees import ShardTrees
 from devicebridge.parallel.local.slices import Slice
@@ -81,11 +80,8 @@ def make_divided(
     changes: Mapping[str, Any] | None = None,
     targets: tuple[str, ...] = (),
     shares: Sequence[int] = (),
-    recorder: Recorder | None = None,
-    replays: bool = False,
 ) -> tuple[TensorTraining, LoraHandle]:
-    """A family's tiny model, each block divided, with a LoRA that is not zero. replays: its blocks are replayed, by
-    the cards' own recorder if no other is given."""
+    """A family's tiny model, each block divided, with a LoRA that is not zero."""
     family = FAMILIES[name]
     model = TINY[name].make_model(seed=0, **(changes or {}))
     settings = None if scheme is None else QuantizeSettings(scheme, rotation)  # type: ignore[arg-type]
@@ -93,12 +89,11 @@ def make_divided(
     lora = LoraSettings(rank=2, alpha=3, targets=targets)
     handle = apply_lora(whole, family, lora, seed=1)
     fill(handle)
-    own, splits = [], []
+    own = []
     for tree, card in zip(trees.trees, cards, strict=True):
         split = apply_block_split(
             tree, family, Placement(names := block_names(tree, family), (card,) * len(names), card)
         )
-        splits.append(split)
         own.append(apply_lora(tree, family, lora, seed=1).parameters())
         tree.train()
         if checkpointing:
@@ -107,9 +102,6 @@ def make_divided(
             if offload:
                 split.offload_inputs(min_bytes=1)
     divided = DividedModel(trees.trees, cards, trees.shards)
-    if replays or recorder is not None:
-        divided.replay(splits, recorder)
-        assert divided.graphs is not None
     return TensorTraining(divided, LoraSlices(handle.parameters(), own, trees.slices)), handle
 
 

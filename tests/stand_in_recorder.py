@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from devicebridge.parallel.local.divided_calls import Replay
-from devicebridge.parallel.local.divided_graphs import Addresses, DividedGraphs
-from devicebridge.parallel.local.exchange import Exchange
+from devicebridge.parallel.local.divided_graphs import Addresses, DividedGraphs, Run
+from devicebridge.parallel.local.forward_workers import Work
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 
 
@@ -22,18 +21,18 @@ class StandIn:
         self.owner, self.num_recorded, self.cards_wait = owner, 0, True
         self.launched: list[str] = []
 
-    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
+    def record(self, run: Run, work: Sequence[Work]) -> Callable[[], None]:
         staged = self.owner[0]._staged
         before = {key: tensor.clone() for key, tensor in staged.items()}
-        compute()
+        run(work)
         for key, tensor in before.items():
             staged[key].data.copy_(tensor)
         self.num_recorded += 1
-        return lambda: self.launch(compute)
+        return lambda: self.launch(run, work)
 
-    def launch(self, compute: Callable[[], None]) -> None:
+    def launch(self, run: Run, work: Sequence[Work]) -> None:
         self.launched.append("replay")
-        compute()
+        run(work)
 
     def mark(self) -> Callable[[], bool]:
         return lambda: self.cards_wait
@@ -47,34 +46,3 @@ def replaying(parallel: TensorParallel, addresses: Addresses) -> tuple[DividedGr
     owner.append(module.DividedGraphs(parallel.devices, lambda: recorder, addresses))
     parallel.graphs = owner[0]
     return owner[0], recorder
-
-
-class TogetherStandIn:
-    """As StandIn, for devices with a thread each."""
-
-    def __init__(self) -> None:
-        self.num_recorded, self.cards_wait = 0, True
-        self.fails_on: int | None = None  # rank
-        self._parts: dict[int, Callable[[], None]] = {}
-
-    def arrive(self, rank: int) -> None:
-        pass
-
-    def release(self) -> None:
-        pass
-
-    def mark(self) -> Callable[[], bool]:
-        return lambda: self.cards_wait
-
-    def record(self, rank: int, exchange: Exchange, compute: Callable[[], None]) -> Replay | None:
-        exchange.once(rank, "begins", self._begin)
-        if rank == self.fails_on:
-            raise RuntimeError(f"device {rank} cannot be recorded")
-        parts = self._parts
-        parts[rank] = compute
-        compute()
-        return Replay(lambda: None, lambda each: parts[each]()) if rank == 0 else None
-
-    def _begin(self) -> None:
-        self.num_recorded += 1
-        self._parts = {}

@@ -29,7 +29,6 @@ from ..parallel.ranks.group import ALONE, RankLost, Ranks
 from ..parallel.runner import MicroBatch, Runner
 from ..patches.attention import sound_attention
 from ..patches.compile_blocks import CompiledBlocks
-from ..patches.cuda_graphs import GraphedBlocks
 from ..patches.lora_average import LoraAverage, split_average
 from ..system.requests import Request, nothing_asked
 from .adapter import LoraHandle
@@ -79,7 +78,6 @@ class Trainer:
         save_lora: writes the LoRA file for users into a folder and returns its path.
         runner: computes the microbatches, and knows the model and its copies.
         compiled: the blocks of the model and its copies, if they are; torch compiles at the first batch of each shape.
-        graphs: of blocks that keep their activations, recorded in the first step and replayed from then on.
         is_asked: whether somebody outside has asked for this since it was answered last.
         samples: pictures to draw, or None.
         ranks: the processes that train this job; the first one writes.
@@ -99,7 +97,6 @@ class Trainer:
     events: EventLog
     save_lora: Callable[[Path], Path]
     compiled: tuple[CompiledBlocks, ...] = ()
-    graphs: tuple[GraphedBlocks, ...] = ()
     is_asked: Callable[[Request], bool] = nothing_asked
     samples: Samples | None = None
     ranks: Ranks = ALONE
@@ -236,7 +233,6 @@ class Trainer:
         """
         settings = self.job.train
         self._chosen.clear()
-        self._start_graphs()
         with sound_attention():
             losses = self.accumulate(settings.gradient_accumulation_steps)
         self.train_data.read_ahead(self.order.ahead(self.ranks.place.rank))  # while the devices are still computing
@@ -283,13 +279,6 @@ class Trainer:
             "optimizer.learning_rate, in another output folder"
         )
 
-    def _start_graphs(self) -> None:
-        for each in self.graphs:
-            each.start_step()
-            if not each.is_on:
-                self._first_run.clear()  # a microbatch is alone while the first recordings are made
-                each.is_on = True
-
     @contextmanager
     def trial(self) -> Iterator[None]:
         """Afterwards the run stands where it stood: next batch, random states, no gradients."""
@@ -332,8 +321,8 @@ class Trainer:
         return MicroBatch(prepare, forward, partial(self._is_new, home, self._num_runs), f"{step} {index}", chosen.size)
 
     def _is_new(self, home: torch.device, run: int, batch: NoisyBatch) -> bool:
-        """Whether no batch of this shape went through this copy before this run; compiled and recorded blocks care."""
-        if not (self.compiled or self.graphs):
+        """Whether no batch of this shape went through this copy before this run; compiled blocks care."""
+        if not self.compiled:
             return False
         shapes = (home, batch.noisy.shape, *sorted((name, states.shape) for name, states in batch.text.items()))
         return self._first_run.setdefault(shapes, run) == run

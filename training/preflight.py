@@ -41,10 +41,8 @@ def check_compiled(trainer: Trainer) -> list[BlockDifference]:
     fault = next((f"rank {rank}: {text}" if len(faults) > 1 else text for rank, text in enumerate(faults) if text), "")
     if fault:
         _log.warning("blocks are no longer compiled: %s", fault)
-        for each in trainer.graphs:
-            each.remove()  # they are of compiled blocks
         remove_compiled(trainer.compiled)
-        trainer.graphs = trainer.compiled = ()
+        trainer.compiled = ()
     elif check.found and not check.gave_up:
         _log.info("compiled blocks compute what uncompiled ones do; %s", check.worst)
     release_cached_memory()

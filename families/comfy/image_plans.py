@@ -6,15 +6,11 @@ class has no plan is said in the note of its row.
 
 from __future__ import annotations
 
-import dataclasses
-
-from ..tensor_plan import FEATURES, HEADS, KV_HEADS, QKV, Divided, PatchCall, TensorPlan, mlp_plan
+from ..tensor_plan import FEATURES, HEADS, KV_HEADS, QKV, Divided, TensorPlan, mlp_plan
 
 # A patch of queries, keys and values [batch, heads, tokens, features] returns a dict with some of them.
-_QKV_PATCH = PatchCall({"q": 1, "k": 1, "v": 1}, beside={"pe": 1, "attn_mask": 1})
 
 # comfy/ldm/flux/layers.py, also HunyuanVideo's and Chroma's blocks
-_FLUX_PATCHES = {"attn1_patch": _QKV_PATCH, "attn1_output_patch": PatchCall({"attn": -1}, returns="attn")}
 _FLUX_MLPS = (*mlp_plan("img_mlp.0", "img_mlp.2"), *mlp_plan("txt_mlp.0", "txt_mlp.2"))
 _YAK_MLPS = (
     Divided("*_mlp.gate_proj", "column", FEATURES),
@@ -27,26 +23,24 @@ FLUX = (
         linears=(
             Divided("*_attn.qkv", "column", QKV),
             Divided("*_attn.proj", "row", HEADS),
-            Divided("*_mod.lin", "gathered", FEATURES, of="vec"),
+            Divided("*_mod.lin", "gathered", FEATURES),
             *_FLUX_MLPS,
             *_YAK_MLPS,
         ),
         num_heads="num_heads",
         width="hidden_size",
         attributes={"num_heads": "heads"},
-        patches=_FLUX_PATCHES,
     ),
     TensorPlan(
         block="SingleStreamBlock",
         linears=(
             Divided("linear1", "column", (*QKV, "features"), into="linear2"),
             Divided("linear2", "row", ("heads", "features")),
-            Divided("modulation.lin", "gathered", FEATURES, of="vec"),
+            Divided("modulation.lin", "gathered", FEATURES),
         ),
         num_heads="num_heads",
         width="hidden_size",
         attributes={"num_heads": "heads", "hidden_size": "heads", "mlp_hidden_dim_first": "linear1"},
-        patches=_FLUX_PATCHES,
     ),
 )
 
@@ -59,13 +53,11 @@ QWEN_IMAGE = (
             Divided("attn.to_add_out", "row", HEADS),
             *mlp_plan("img_mlp.net.0.proj", "img_mlp.net.2"),
             *mlp_plan("txt_mlp.net.0.proj", "txt_mlp.net.2"),
-            Divided("*_mod.1", "gathered", FEATURES, of="temb"),  # a third of the model's weights
+            Divided("*_mod.1", "gathered", FEATURES),  # a third of the model's weights
         ),
         num_heads="attn.heads",
         width="attn.inner_dim",
         attributes={"attn.heads": "heads"},
-        together={"attn": ("to_out.1", "to_add_out")},
-        patches={"attn1_patch": _QKV_PATCH},
     ),
 )
 
@@ -78,7 +70,7 @@ SD3 = (
             Divided("*_block.attn*.proj", "row", HEADS),
             *mlp_plan("x_block.mlp.fc1", "x_block.mlp.fc2"),
             *mlp_plan("context_block.mlp.fc1", "context_block.mlp.fc2"),
-            Divided("*_block.adaLN_modulation.1", "gathered", FEATURES, of="c"),
+            Divided("*_block.adaLN_modulation.1", "gathered", FEATURES),
         ),
         num_heads="x_block.attn.num_heads",
         width="x_block.attn.qkv.in_features",
@@ -95,7 +87,7 @@ NEXT_DIT = (
             Divided("attention.out", "row", HEADS),
             Divided("feed_forward.w[13]", "column", FEATURES),
             Divided("feed_forward.w2", "row", FEATURES),
-            Divided("adaLN_modulation.*", "gathered", FEATURES, of="adaln_input"),
+            Divided("adaLN_modulation.*", "gathered", FEATURES),
         ),
         num_heads="attention.n_local_heads",
         num_kv_heads="attention.n_local_kv_heads",
@@ -230,10 +222,6 @@ KREA_2 = (
         num_kv_heads="attn.kvheads",
         width="attn.wq.out_features",
         attributes={"attn.heads": "heads", "attn.kvheads": "kv_heads"},
-        patches={
-            "attn1_patch": dataclasses.replace(_QKV_PATCH, kv=("k", "v")),
-            "attn1_output_patch": PatchCall({"attn": -1}, returns="attn"),
-        },
     ),
 )
 

@@ -3,7 +3,7 @@ See image_plans.py."""
 
 from __future__ import annotations
 
-from ..tensor_plan import FEATURES, HEADS, QKV, Divided, PatchCall, TensorPlan, mlp_plan
+from ..tensor_plan import FEATURES, HEADS, QKV, Divided, TensorPlan, mlp_plan
 
 # comfy/ldm/wan/model.py; q and k are normalised over all heads, and the MLP may compute its second linear itself
 _WAN_ATTENTION = tuple(Divided(f"*_attn.{name}", "column", HEADS) for name in ("q", "k", "v", "k_img", "v_img"))
@@ -14,11 +14,6 @@ WAN = (
         width="dim",
         attributes={"*_attn.num_heads": "heads"},
         norms=("*_attn.norm_*",),
-        together={"cross_attn": ("norm_q", "norm_k", "norm_k_img")},  # self_attn turns q before it computes k
-        patches={
-            "attn1_patch": PatchCall({"x": -1, "q": 2, "k": 2}, returns="x", is_dict=True),
-            "attn2_patch": PatchCall({"x": None}, returns="x", is_dict=True),
-        },
     ),
 )
 
@@ -36,13 +31,11 @@ LTX = (
         width="attn1.to_q.out_features",
         attributes={"*attn*.heads": "heads"},
         norms=("*attn*.[qk]_norm",),
-        together={"*attn*": ("q_norm", "k_norm")},
         arguments={"*attn?": {"pe": 2, "k_pe": 2}, "*_attn": {"pe": 2, "k_pe": 2}},
     ),
 )
 
 # comfy/ldm/cosmos/predict2.py, also Anima's. A patch of the attention is given what q, k and v are made of.
-_BEFORE_QKV = PatchCall({"q": None, "k": None, "v": None}, options=("n_heads",), beside={"pe": 2})
 COSMOS_PREDICT_2 = (
     TensorPlan(
         linears=(
@@ -53,11 +46,6 @@ COSMOS_PREDICT_2 = (
         num_heads="self_attn.n_heads",
         width="self_attn._inner_dim",
         attributes={"*_attn.n_heads": "heads"},
-        patches={
-            "attn1_patch": _BEFORE_QKV,
-            "attn2_patch": _BEFORE_QKV,
-            "mlp_patch": PatchCall({"x": None}, is_dict=True),
-        },
     ),
 )
 

@@ -24,8 +24,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ...parallel.local.device_workers import suspended_frames
-
 if TYPE_CHECKING:
     import torch
 
@@ -86,14 +84,11 @@ class Hold:
 
     @property
     def is_over(self) -> bool:
-        """Whether the frame is no longer in its thread's stack, nor in one that waits while it computes elsewhere."""
-        stacks = sys._current_frames().get(self._thread), *suspended_frames(self._thread)
-        return not any(self._is_in(each) for each in stacks)
-
-    def _is_in(self, frame: types.FrameType | None) -> bool:
+        """Whether the frame is no longer in its thread's stack."""
+        frame = sys._current_frames().get(self._thread)
         while frame is not None and (id(frame), frame.f_code) != self._frame:
             frame = frame.f_back
-        return frame is not None
+        return frame is None
 
 
 _SWITCHES = _Switches()

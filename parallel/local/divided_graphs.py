@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,7 @@ from torch import nn
 from ...patches.hooks import map_tensors, tensors_reached
 from ..transfer import Versioned
 from .bridge import version_of
+from .forward_workers import Work
 from .recorded_calls import OPTIONS, Unlike, WatchedOptions, key_of, keys_read, reads_alike, switches
 
 _log = logging.getLogger(__name__)
@@ -41,15 +43,15 @@ _MOST_SHAPES = 4  # of one block, whose graphs are kept
 # time.
 RECORDED_AFTER = 4
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments, and those by name
-# The call for each card, home's first -> what each returns
-Compute = Callable[[Sequence[Call]], Sequence[Any]]
+Run = Callable[[Sequence[Work]], Sequence[Any]]  # computes every rank's work in its thread; what each returns
+Compute = Callable[[], Sequence[Any]]  # what each card returns
 # A card's part of a block, the card -> where its weights lie; None if they are not there, or not used as they are
 Addresses = Callable[[nn.Module, torch.device], tuple[int, ...] | None]
 
 
 class Recorder(Protocol):
-    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """What replays all that compute launches."""
+    def record(self, run: Run, work: Sequence[Work]) -> Callable[[], None]:
+        """What replays all that every rank's work launches, each computed in its rank's thread by run."""
 
     def mark(self) -> Callable[[], bool]:
         """Whether the first card has done all that was launched on it before this mark; asked without waiting."""
@@ -144,51 +146,54 @@ class DividedGraphs:
         self._held: dict[int, tuple[torch.Tensor, int | None]] = {}  # by the copy's id: its source then
 
     def outputs(
-        self, parts: Sequence[nn.Module], calls: Sequence[Call], compute: Compute, alone: Compute
+        self, blocks: Sequence[nn.Module], calls: Sequence[Call], parts: Sequence[Callable[..., Any]], run: Run
     ) -> Sequence[Any]:
-        """What each card's part of a block returns: replayed, or as compute gives it, and then perhaps recorded.
+        """What each card's part of a block returns: replayed, or computed, and then perhaps recorded.
 
         Args:
-            parts: home's first. calls: of each.
-            alone: what is recorded; it depends on nothing but its calls.
+            blocks: each card's part of the block, the main card's first. calls: of each. parts: how each is called.
         """
-        block, given = parts[0], [_inputs(call) for call in calls]
+        block, given = blocks[0], [_inputs(call) for call in calls]
+
+        def compute() -> Sequence[Any]:
+            return run([partial(part, *args, **kwargs) for part, (args, kwargs) in zip(parts, calls, strict=True)])
+
         try:
             key = self._key(calls, given)
         except Unlike as reason:
             _log.debug("%s is not replayed as a CUDA graph: %s", type(block).__name__, reason)
             self.forget()
-            return compute(calls)
+            return compute()
         options = options_of(calls[0])
         graphs = (each for each in self._graphs.get(block, ()) if each.key == key)
         graph = next((each for each in graphs if reads_alike(each.reads, options)), None)
         if graph is None and self._waits(block, key) < RECORDED_AFTER:
-            return self._computed(block, key, calls, compute)
-        addresses = self._where(parts)
+            return self._computed(block, key, compute)
+        addresses = self._where(blocks)
         if graph is not None and graph.addresses == addresses:
             return self._replayed(graph, given)
         if graph is not None:
             self._graphs[block].remove(graph)
             self._seen.pop(block, None)  # what moves at every forward would be recorded at every forward
         if graph is not None or addresses is None:
-            return self._computed(block, key, calls, compute)
-        return self._computed_and_recorded(block, _Asked(key, addresses, calls, given), compute, alone)
+            return self._computed(block, key, compute)
+        return self._computed_and_recorded(block, _Asked(key, addresses, calls, given), parts, compute, run)
 
     def _computed_and_recorded(
-        self, block: nn.Module, asked: _Asked, compute: Compute, alone: Compute
+        self, block: nn.Module, asked: _Asked, parts: Sequence[Callable[..., Any]], compute: Compute, run: Run
     ) -> Sequence[Any]:
-        """As compute gives it; for the next time it is recorded."""
+        """As computed; for the next time it is recorded."""
         graphs = self._graphs  # release makes another one
         try:
             with Versioned():
                 inputs = [self._staged_inputs(rank, tensors) for rank, tensors in enumerate(asked.given)]
         except Exception as error:  # such as too little memory: nothing was computed yet
             self._not_recorded(block, error)
-            return compute(asked.calls)
-        outputs = compute(asked.calls)
+            return compute()
+        outputs = compute()
         try:
             if self._graphs is graphs:
-                graph = self._record(asked, inputs, alone, outputs)
+                graph = self._record(asked, inputs, parts, run, outputs)
                 if self._graphs is graphs:
                     self._keep(block, graph)
         except Exception as error:  # whatever cannot be recorded
@@ -215,11 +220,11 @@ class DividedGraphs:
         """How often the cards last waited one call after the other."""
         return next((count for each, count in self._seen.get(block, ()) if each == key), 0)
 
-    def _computed(self, block: nn.Module, key: Any, calls: Sequence[Call], compute: Compute) -> Sequence[Any]:
+    def _computed(self, block: nn.Module, key: Any, compute: Compute) -> Sequence[Any]:
         """Without a graph; it is counted whether the cards had nothing to do meanwhile."""
         before = self._before
         self.forget()  # the block may write to what graphs were given
-        outputs = compute(calls)
+        outputs = compute()
         if before is not None:  # else it is the forward's first block, of which the last one's wait is taken
             self._are_idle = before()
         times = self._waits(block, key) + 1 if self._are_idle else 0
@@ -251,7 +256,12 @@ class DividedGraphs:
     # ---- recording
 
     def _record(
-        self, asked: _Asked, inputs: Sequence[list[torch.Tensor]], alone: Compute, expected: Sequence[Any]
+        self,
+        asked: _Asked,
+        inputs: Sequence[list[torch.Tensor]],
+        parts: Sequence[Callable[..., Any]],
+        run: Run,
+        expected: Sequence[Any],
     ) -> _Graph:
         """Args: inputs: what each card was given, where graphs read it. expected: what each card returned.
 
@@ -265,14 +275,14 @@ class DividedGraphs:
             output = [self._staged_like(rank, tree, tensors) for rank, (tree, tensors) in both]
         cards = [_Card(places, [], [*tensors_reached(tree)]) for places, tree in zip(inputs, output, strict=True)]
 
-        def computed() -> None:
-            versions = [[tensor._version for tensor in tensors] for tensors in inputs]
-            found = [tensors_reached(tree) for tree in alone(staged)]
-            for card, tensors, before in zip(cards, found, versions, strict=True):
-                card.written = [index for index, each in enumerate(card.inputs) if each._version != before[index]]
-                card.place(tensors)
+        def compute(rank: int) -> None:
+            card, (args, kwargs) = cards[rank], staged[rank]
+            versions = [tensor._version for tensor in card.inputs]
+            found = tensors_reached(parts[rank](*args, **kwargs))
+            card.written = [index for index, each in enumerate(card.inputs) if each._version != versions[index]]
+            card.place(found)
 
-        replay = self._recording.record(computed)
+        replay = self._recording.record(run, [partial(compute, rank) for rank in range(len(cards))])
         for card, shared, found in zip(cards, asked.key[1], wrote, strict=True):
             if any(shared.count(shared[index]) > 1 for index in card.written):
                 raise RuntimeError("it writes into memory that it is given twice")

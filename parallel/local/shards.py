@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
@@ -28,18 +28,12 @@ class Meeting:
         how: its outputs are summed, joined along the features, or, of an RMS norm, corrected by the mean square of all;
             or all devices go on with those of the first.
         width: the number of features of all devices: of an RMS norm, or of joined outputs.
-        of: of joined outputs, as in Divided.
-        until: name of a later meeting in which this one's parts may travel along; "" if there is none.
-        is_alone: no other meeting is inside this module.
     """
 
     name: str
     module: nn.Module
     how: Literal["sum", "join", "norm", "first"]
     width: int = 0
-    of: str = ""
-    until: str = ""
-    is_alone: bool = True
 
 
 @dataclass(frozen=True)
@@ -173,23 +167,7 @@ def divide_block(
             is_unit = counts in ("heads", "kv_heads")
             local = shares.count(counts, number, rank) if is_unit else lengths[counts]  # type: ignore[arg-type]
             setattr(owner, path.rpartition(".")[2], local)
-    names = [each.name for each in shard.meetings]
-    shard.meetings[:] = [
-        replace(each, is_alone=not any(name.startswith(f"{each.name}.") for name in names)) for each in shard.meetings
-    ]
-    _put_together(shard, plan)
     return shard
-
-
-def _put_together(shard: BlockShard, plan: TensorPlan) -> None:
-    """Say of meetings that go along with a later one with which."""
-    places = {meeting.name: index for index, meeting in enumerate(shard.meetings)}
-    for outer, _ in shard.block.named_modules():
-        inside = next((names for pattern, names in plan.together.items() if fnmatchcase(outer, pattern)), ())
-        found = [name for name in (f"{outer}.{each}" for each in inside) if name in places]
-        for name in found[:-1]:
-            meeting = shard.meetings[places[name]]
-            shard.meetings[places[name]] = replace(meeting, until=found[-1])
 
 
 def divided_bytes(block: nn.Module, plan: TensorPlan, shares: Shares, rank: int) -> int:
@@ -303,7 +281,7 @@ def _divide_linear(
     if not is_row and (around or name) not in shard.entered:
         shard.entered.append(around or name)
     if divided.by == "gathered":
-        shard.meetings.append(Meeting(name, module, "join", whole, divided.of))
+        shard.meetings.append(Meeting(name, module, "join", whole))
     elif is_row and not any(each.name == around for each in shard.meetings):
         met = around or name
         shard.meetings.append(Meeting(met, shard.block.get_submodule(met), "sum"))

@@ -1,16 +1,16 @@
-"""Several devices compute each block of one forward together, every device with its part of the weights.
+"""Several devices together compute each block of one forward, every device with its part of the weights.
 
-The model's own forward runs once, at home, on home's part of each block. A hook on the block hands the same arguments
-to a worker per further device, which runs that device's part. Inside the block the parts meet behind row-parallel
-linears (shards.py, meetings.py): each device copies the others' partial sums and adds all of them in the order of
-ranks. So every device has the same bits, and the block's output. The next block finds it there, if it is handed the
-very tensor that this block returned, unchanged. Everything else is copied from home.
+The model's own forward runs once, on the main device, with the main device's part of each block. A hook on the block
+hands the same arguments to a thread per further device, which runs that device's part. Row-parallel linears and the
+like are followed by collectives (block_collectives.py), in which each device adds the partial sums of all in the order
+of ranks. So every device has the same bits, and the block's output. The next block finds it there, if it is handed the
+very tensor that this block returned, unchanged. Everything else is copied from the main device.
 
-So the code between two blocks, and whatever other people hang into it, sees ordinary tensors of one device. Outputs
-have a version also in inference mode: a residual added in place makes the other devices' copies out of date.
+The code between two blocks, and other people's code in it, sees ordinary tensors of one device. Outputs have a version
+also in inference mode: a residual that is added in place makes the other devices' copies out of date.
 
-The workers (device_workers.py) are greenlets of home's thread, or threads, and live as long as one forward. One forward
-runs at a time, whichever thread begins it. A device's error ends the meeting of all, and the forward with that error.
+The threads (forward_workers.py) live as long as one forward. One forward runs at a time, whichever thread begins it. A
+device's error ends the collectives of all, and the forward with that error.
 """
 
 from __future__ import annotations
@@ -23,29 +23,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...patches.hooks import map_tensors, tensors_reached
+from ...patches.hooks import HookSet, map_tensors, tensors_reached
 from ..devices import device_title
 from ..staged_copies import StagedCopies, copies_between
 from ..transfer import Arrivals, Versioned, copy_to, with_version
-from .ahead import Groups
+from .block_collectives import attach_collectives
 from .bridge import Bridge
+from .collective import Collective, Tensors
 from .divided_graphs import Addresses, DividedGraphs, same_bits
-from .divided_graphs import Call as GivenCall
-from .exchange import Tensors, TokenChunks
-from .forward_workers import ForwardWorkers
-from .graph_recorder import CardsRecorder, can_record
-from .meetings import MEETS, Call, Stays
+from .forward_workers import ForwardWorkers, GivenArguments, Work
+from .graph_recorder import GraphRecorder, can_record
 from .recorded_calls import OPTIONS
-from .shards import BlockShard, Meeting
+from .shards import BlockShard
 
-# From how large an output on a layer is computed by chunks where cards copy to each other directly. Smaller ones gain
-# nothing: a chunk takes the host three more launches on each card (docs/internals/experiments.md).
-CHUNKS_FROM_BYTES = 2**26
+Call = Callable[..., Any]
 _TOLERANCE = 0.02  # of a block's output, between devices of different kinds, which round differently
-
-
-def _lies_on(module: nn.Module, device: torch.device) -> bool:
-    return all(parameter.device == device for parameter in module.parameters())
 
 
 def watching_modes() -> int:
@@ -64,7 +56,6 @@ class TensorParallel(Bridge):
     """
 
     replays = True  # blocks as CUDA graphs, where that was asked for
-    in_turns = True  # one thread for all devices, where greenlets are to be had; else a thread per device
     remembers = True  # what a forward has copied, and blocks as CUDA graphs; else every block is given all anew
 
     def __init__(
@@ -79,18 +70,14 @@ class TensorParallel(Bridge):
         super().__init__(blocks, devices[0], passed_by=passed_by, per_device=per_device)
         self._ranks = tuple(devices)
         self._shards = dict(shards)
-        self.groups = Groups({block: (own, *others) for block, (own, others) in shards.items()})
         self._run: ForwardWorkers | None = None
+        self._given: GivenArguments | None = None  # of the forward that is running
+        self._collectives: list[HookSet] = []
         self._beginning = threading.Lock()
         self._runs_in: threading.Thread | None = None  # the thread of the forward that is running
         self._checked: set[nn.Module] = set()
         self.graphs: DividedGraphs | None = None
-        # Of row-parallel layers; None computes each at once.
-        self.chunks: TokenChunks | None = TokenChunks(from_bytes=CHUNKS_FROM_BYTES)
-        self.stays: Stays = _lies_on
         self.side_streams = copies_between(devices)
-        if isinstance(self.side_streams, StagedCopies):  # the slowest pair is waited for
-            self.chunks = TokenChunks()
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -99,14 +86,29 @@ class TensorParallel(Bridge):
     def attach(self) -> None:
         if self._hooks:
             return
-        for block, (own, others) in self._shards.items():
+        for block in self._shards:
             self._hooks.around(block, functools.partial(self._compute, block))
-            for rank, shard in enumerate((own, *others)):
-                for meeting in shard.meetings:
-                    meet = functools.partial(self._meet, MEETS[meeting.how], rank, meeting)
-                    self._hooks.around(meeting.module, meet)
-                for hook in shard.arguments:
-                    self._hooks.before(hook.module, hook)
+        for rank in range(len(self._ranks)):
+            shards = {str(index): (own, *others)[rank] for index, (own, others) in enumerate(self._shards.values())}
+            self._collectives.append(attach_collectives(shards, rank, self._find_group, has_backward=False))
+
+    @property
+    def hook_ids(self) -> set[int]:
+        return super().hook_ids.union(*(hooks.ids for hooks in self._collectives))
+
+    def remove(self) -> None:
+        super().remove()
+        for hooks in self._collectives:
+            hooks.remove()
+        self._collectives.clear()
+
+    def _find_group(self) -> Collective:
+        if self._run is None or self._run.current is None:
+            raise RuntimeError(
+                "a layer of a block that several devices compute together was called outside its block; use the model "
+                "with whole blocks on each device (way 'blocks')"
+            )
+        return self._run.collective
 
     def begin(self) -> None:
         """Start one forward of this thread, with nothing remembered.
@@ -118,6 +120,7 @@ class TensorParallel(Bridge):
             super().begin()
             self._forget()  # a thread that died in its forward has not ended it
             self._run = None
+            self._given = GivenArguments(self.give, len(self._ranks), self.per_device)
 
     def _claim(self) -> None:
         """Keep other threads from computing. Raises: RuntimeError if one does."""
@@ -133,7 +136,7 @@ class TensorParallel(Bridge):
     def replay(self, addresses: Addresses) -> None:
         """Have blocks replayed as CUDA graphs from now on, where these devices have such and copy to each other."""
         if can_record(self._ranks) and self.copies_directly:
-            make = functools.partial(CardsRecorder, self._ranks, self.side_streams)
+            make = functools.partial(GraphRecorder, self._ranks, self.side_streams)
             self.graphs = DividedGraphs(self._ranks, make, addresses)
 
     @property
@@ -143,9 +146,7 @@ class TensorParallel(Bridge):
 
     def end(self) -> None:
         if self.is_running:
-            run, self._run = self._run, None
-            if run is not None:
-                run.close()
+            self._close_run()
             self._forget()
         super().end()
         if self._runs_in is threading.current_thread():
@@ -174,92 +175,55 @@ class TensorParallel(Bridge):
                 "a block of a model that several devices compute together was called outside the model's forward; "
                 "use the model with whole blocks on each device (way 'blocks')"
             )
-        copies = self._local.copies
         if not self.knows_all:
             self.forget()
-        if self._run is None:
-            self._run = ForwardWorkers(self)
-        calls = [(args, kwargs), *(self._run.given(rank, args, kwargs) for rank in range(1, len(self._ranks)))]
+        assert self._given is not None, "a forward is running"
+        calls = [
+            (args, kwargs),
+            *(self._given.of(rank, args, kwargs, is_known=self.knows_all) for rank in range(1, len(self._ranks))),
+        ]
         own, others = self._shards[block]
+        parts: list[Call] = [call, *(each.block for each in others)]
+        run = functools.partial(self._run_on_all, block)
         if self.graphs is not None and self._may_replay(kwargs) and block in self._checked:  # the cards have agreed
-            parts = [own.block, *(each.block for each in others)]
-            compute, alone = (functools.partial(each, block, call) for each in (self._outputs, self._outputs_alone))
-            outputs = self.graphs.outputs(parts, calls, compute, alone)
+            outputs = self.graphs.outputs([own.block, *(each.block for each in others)], calls, parts, run)
         else:
             if self.graphs is not None:
                 self.graphs.forget()
-            outputs = self._outputs(block, call, calls)
+            outputs = run([functools.partial(part, *a, **k) for part, (a, k) in zip(parts, calls, strict=True)])
         found = [tensors_reached(each) for each in outputs]
         if block not in self._checked:
             self._check(block, found)
             self._checked.add(block)
         return self._kept(outputs[0], found)
 
+    def _run_on_all(self, block: nn.Module, work: Sequence[Work]) -> list[Any]:
+        """What every rank's work returns. After an error the forward goes on with other workers, if it goes on."""
+        if self._run is None:
+            self._run = ForwardWorkers(self.pool, self._ranks, self.send_parts)
+        try:
+            return self._run.run(block, work)
+        except BaseException:
+            self._close_run()
+            raise
+
+    def _close_run(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.close()
+
     @property
     def knows_all(self) -> bool:
         """Whether nothing is changed that was copied, and copies may be used again."""
         return self.runs_alone and self.remembers
 
-    @property
-    def _is_replayed(self) -> bool:
-        return self.replays and self.in_turns and self.remembers
-
     def _may_replay(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether nothing runs in this call of a block but the model's own code, in one thread."""
-        return self.graphs is not None and not self.graphs.fault and self._is_replayed and self._is_plain(kwargs)
-
-    def _is_plain(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether nothing runs in this call of a block but the model's own code."""
+        if self.graphs is None or self.graphs.fault or not (self.replays and self.knows_all):
+            return False
         others = {*self.per_device, *self.passed_by} - {OPTIONS}  # what blocks hand each other themselves
-        is_plain = self.runs_alone and others.isdisjoint(kwargs) and not watching_modes()
+        is_plain = others.isdisjoint(kwargs) and not watching_modes()
         return is_plain and not torch.is_grad_enabled() and not torch.is_autocast_enabled(self.home.type)
-
-    def _outputs(
-        self, block: nn.Module, call: Call, calls: Sequence[GivenCall], *, is_alone: bool = False
-    ) -> list[Any]:
-        """What each device returns for its call of a block. is_alone: it computes all by itself, nothing ahead."""
-        run = self._enter(block, calls, is_alone=is_alone)
-        args, kwargs = calls[0]
-        try:
-            output = call(*args, **kwargs)
-            run.meetings.finish(0)
-        except BaseException:
-            run.exchange.abort(RuntimeError("the block failed on another device"))
-            run.results()
-            run.current = None
-            raise
-        others = run.results()
-        run.current = None  # the other devices may have been behind
-        error = run.exchange.error  # the first one: what the others raised may follow from it
-        if error is not None:
-            del others
-            try:
-                raise error
-            finally:
-                del error  # or its traceback would keep this frame, and this frame the error
-        return [output, *others]
-
-    def _outputs_alone(self, block: nn.Module, call: Call, calls: Sequence[GivenCall]) -> list[Any]:
-        """As _outputs, whatever was computed ahead; after an error the forward goes on with other workers."""
-        try:
-            return self._outputs(block, call, calls, is_alone=True)
-        except BaseException:
-            run, self._run = self._run, None
-            if run is not None:
-                run.close()
-            raise
-
-    def _enter(self, block: nn.Module, calls: Sequence[GivenCall], *, is_alone: bool) -> ForwardWorkers:
-        if self._run is None:
-            self._run = ForwardWorkers(self)
-        run = self._run
-        run.workers.begin_block()
-        run.meetings.ahead.enter(block, *calls[0], is_watched=is_alone or not self.knows_all)
-        run.meetings.is_compared = block not in self._checked
-        run.meetings.may_wait = self.runs_alone
-        run.current = block  # before any device begins, and after what may run out of memory
-        for rank, (shard, call) in enumerate(zip(self._shards[block][1], calls[1:], strict=True), start=1):
-            run.calls[rank].put((shard.block, *call))
-        return run
 
     def give(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor for one of the other devices: what it has of it already, or a copy of its own."""
@@ -312,56 +276,13 @@ class TensorParallel(Bridge):
 
     @property
     def current_block(self) -> nn.Module | None:
-        """Home's part of the block that is being computed; None between blocks."""
+        """The main device's part of the block that is being computed; None between blocks."""
         return None if self._run is None else self._run.current
-
-    def compare_again(self) -> None:
-        """Other people's code ran inside this block, and may have written at home to what every device has: what the
-        devices compute of the block is compared, however often they agreed without that code."""
-        self._checked.discard(self.current_block)  # type: ignore[arg-type]
-
-    def at_home(self, name: str, brought: Any, compute: Callable[[list[Any]], list[Any]]) -> Any:
-        """Inside a block, have something computed once, at home, from what all devices bring.
-
-        Args:
-            name: of the meeting; the same on every device.
-            brought: this device's; its tensors are copied home.
-            compute: what all brought, by rank -> what each gets, by rank; home's own is called, by home.
-        Returns: this device's, its tensors copied here.
-        """
-        run = self._run
-        assert run is not None, "a block is running"
-        rank = run.workers.rank()
-        nothing = torch.empty(0, device=self._ranks[rank])
-        run.brought[rank] = brought
-        run.exchange.all(rank, name, nothing)
-        if rank == 0:
-            run.brought = compute([map_tensors(each, lambda x: copy_to(x, self.home)) for each in run.brought])
-        run.exchange.all(rank, f"{name}, computed", nothing)
-        mine, run.brought[rank] = run.brought[rank], None
-        return map_tensors(mine, lambda x: copy_to(x, self._ranks[rank]))
 
     def send_parts(self, tensors: Tensors, rank: int, arrivals: Arrivals) -> Tensors:
         """The tensors of one device for another, which it may use after settle(arrivals)."""
         device = self._ranks[rank]
         return tensors if tensors[0].device == device else self.side_streams.copies(tensors, device, arrivals)
-
-    def _meet(
-        self,
-        meet: Callable[..., Any],
-        rank: int,
-        meeting: Meeting,
-        call: Call,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        run = self._run
-        if run is None or run.current is None:
-            raise RuntimeError(
-                f"{meeting.name} of a block that several devices compute together was called outside its block; use "
-                "the model with whole blocks on each device (way 'blocks')"
-            )
-        return meet(run.meetings, rank, meeting, call, args, kwargs)
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:

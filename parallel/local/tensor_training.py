@@ -1,8 +1,8 @@
 """Training with every block divided among several devices, which compute each microbatch together (tensor parallel).
 
 Every device has a tree of shards (shard_trees.py) and one worker, which runs the whole forward, loss and backward of a
-microbatch through its tree. The workers meet inside the blocks (tensor_gradients.py). All else, embedders, tail and
-loss, every device computes for itself, with the same bits.
+microbatch through its tree. Their collectives are inside the blocks (block_collectives.py). Embedders, tail and loss
+every device computes for itself, with the same bits.
 
 A LoRA is held whole, each parameter by one of the devices, and the optimizer knows nothing else: what it starts from,
 its state, clipping and files are those of one device. The trees have slices of it:
@@ -29,14 +29,11 @@ from torch import nn
 from ...patches.hooks import HookSet
 from ..runner import MicroBatch, OneModel
 from ..transfer import Arrivals, SideStreams, current_device
-from .block_split import BlockSplit
-from .divided_calls import Recorder
-from .exchange import Exchange
+from .block_collectives import attach_collectives
+from .collective import Collective
 from .lora_slices import LoraSlices
 from .shards import BlockShard
-from .tensor_gradients import attach_meetings
 from .thread_pool import ThreadPool
-from .training_graphs import TrainingGraphs, why_not_replayed
 from .workers import Coordinator
 
 _log = logging.getLogger(__name__)
@@ -51,8 +48,6 @@ class DividedModel(nn.Module):
         shards: of each device, name of a block -> its part of it.
     """
 
-    replays = True  # blocks as CUDA graphs, where that was asked for
-
     def __init__(
         self,
         trees: Sequence[nn.Module],
@@ -65,30 +60,11 @@ class DividedModel(nn.Module):
         self._side_streams = SideStreams()
         self._pool = ThreadPool()
         self._local = _Local()
-        self._exchange: Exchange | None = None
+        self._group: Collective | None = None
         self._running = threading.Lock()
-        self._shards = tuple(shards)
-        self.graphs: TrainingGraphs | None = None
         self._hooks: list[HookSet] = [
-            attach_meetings(each, rank, self._find_exchange) for rank, each in enumerate(shards)
+            attach_collectives(each, rank, self._find_group) for rank, each in enumerate(shards)
         ]
-
-    def replay(self, splits: Sequence[BlockSplit], recorder: Recorder | None = None) -> None:
-        """Have the blocks that these splits of the trees compute again replayed as CUDA graphs.
-
-        Args:
-            recorder: of what the devices launch; None for that of CUDA. Where these devices have none, a line in the
-                log says why, and nothing is replayed.
-        """
-        fault = ""
-        if recorder is None:
-            recorder, fault = recorder_for(self.devices, self._side_streams)
-        if recorder is None:
-            _log.info("blocks that several devices train together are not replayed as CUDA graphs: %s", fault)
-            return
-        self.graphs = TrainingGraphs(self._shards, self._find_exchange, self._use, self._send, recorder)
-        for rank, split in enumerate(splits):
-            split.recompute = partial(self.graphs.recompute, rank)
 
     def remove(self) -> None:
         """Take off what makes the trees meet; a second call is a no-op."""
@@ -118,7 +94,7 @@ class DividedModel(nn.Module):
         if not self._running.acquire(blocking=False):
             raise RuntimeError("this model computes something already; wait for it, runs do not nest")
         try:
-            self._exchange = exchange = Exchange(len(self.devices), self._send)
+            self._group = group = Collective(len(self.devices), self._send)
             found: dict[int, T] = {}
 
             def carry(rank: int) -> None:
@@ -126,33 +102,30 @@ class DividedModel(nn.Module):
                 try:
                     with current_device(self.devices[rank]):  # for kernels that go by it
                         found[rank] = work()
-                    exchange.finish(rank)
+                    group.finish(rank)
                 finally:
                     self._local.rank = None
 
             def at_end(index: int) -> None:  # also of one that never began: nobody may wait for it
                 if index < len(self.devices) and index not in found:
-                    exchange.abort(RuntimeError(f"{self.devices[index]} has ended"))
+                    group.abort(RuntimeError(f"{self.devices[index]} has ended"))
 
             run = Coordinator(self._pool, self.devices)
             try:
                 run.run([*(partial(carry, rank) for rank in range(len(self.devices))), beside], at_end)
             finally:
-                exchange.forget()
+                group.forget()
             return [found[rank] for rank in range(len(self.devices))]
         finally:
-            self._exchange = None
+            self._group = None
             self._running.release()
 
-    def _find_exchange(self) -> Exchange:
-        if self._exchange is None:
+    def _find_group(self) -> Collective:
+        if self._group is None:
             raise RuntimeError(
                 "a block that several devices compute together was called by itself; call the model, or run a step"
             )
-        return self._exchange
-
-    def _use(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+        return self._group
 
     def _send(self, tensors: Sequence[torch.Tensor], rank: int, arrivals: Arrivals) -> Sequence[torch.Tensor]:
         return self._side_streams.copies(tensors, self.devices[rank], arrivals)
@@ -179,19 +152,13 @@ class TensorTraining(OneModel):
             raise RuntimeError("this runner is for training; call the model itself for a forward without gradients")
         losses: list[torch.Tensor] = []
         prepared = [microbatches[0].prepare()] if microbatches else []
-        graphs, has_failed = self.model.graphs if self.model.replays else None, True
         try:
-            if graphs is not None:
-                graphs.start_step()
             for index, microbatch in enumerate(microbatches):
                 given, following = prepared.pop(), microbatches[index + 1 : index + 2]
                 losses.append(self._compute(microbatch, given, partial(_prepare, following, prepared)))
                 del given
             self._lora.bring_gradients()
-            has_failed = False
         finally:
-            if graphs is not None:
-                graphs.end_step(has_failed=has_failed)
             self._lora.drop_gradients()
         return losses
 
@@ -202,15 +169,6 @@ class TensorTraining(OneModel):
     def sync(self) -> None:
         """Deal out the values of the LoRA."""
         self._lora.deal_out()
-
-
-def recorder_for(devices: Sequence[torch.device], side_streams: SideStreams) -> tuple[Recorder | None, str]:
-    """What records for a thread on each of these devices; None, and why not."""
-    if fault := why_not_replayed(devices):
-        return None, fault
-    from .graph_recorder import ThreadsRecorder
-
-    return ThreadsRecorder(devices, side_streams), ""
 
 
 def _prepare(microbatches: Sequence[MicroBatch[Any]], prepared: list[Any]) -> None:

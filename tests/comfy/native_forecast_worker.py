@@ -214,7 +214,6 @@ def _measured(info: Any, shape: Any, text: SampleText, way: Way, settings: LoraS
             offloaded_blocks=(),
             offloads=False,
             compiled_shapes=None,
-            has_graphs=False,
         )
         made = assemble_for_training(info, plan, lambda model: apply_lora(model, info.family, settings, seed=0))
         if way.offload_from is not None:

@@ -46,7 +46,6 @@ from devicebridge.jobs.read_job import read_job
 from devicebridge.nodes.host.native.context import native_training
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.parallel.devices import own_random_states
-from devicebridge.parallel.local import recorded_calls, tensor_training
 from devicebridge.parallel.offload.in_place import InPlaceGuard
 from devicebridge.parallel.ranks.group import ALONE, Ranks
 from devicebridge.patches.compile_blocks import apply_compile
@@ -61,7 +60,6 @@ from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, small_sizes
 from devicebridge.tests.comfy.trained_families import DIVIDED, TRAINED, save_trained
 from devicebridge.tests.emulated import emulated_cards, factories_on_cards, on_cpu
 from devicebridge.tests.plans import MadeUpTimes, make_question
-from devicebridge.tests.stand_in_recorder import TogetherStandIn
 from devicebridge.training.batches import loss_weights
 from devicebridge.training.loop import Trainer
 from devicebridge.training.objective import noise_latents, predict, prediction_loss
@@ -76,7 +74,6 @@ _PERCENT = 0.4  # of the way from noise to data
 _IS_LONG = bool(os.environ.get("LONG_TESTS") or os.environ.get("UPDATE_GOLDEN"))
 _MORE = ("Wan 2.1 T2V, 2.2 T2V 14B", "SDXL")
 _IN_EVERY_SCHEME = ("FLUX.1", *(_MORE if _IS_LONG else ()))  # of 8 bits; the others in the plainest
-_REPLAYED = ("FLUX.2", "Qwen-Image", "SD 3.5")  # all of them in long runs
 UNCOMPILED = () if _IS_LONG else _MORE
 _READ_BEHIND = ("adaln_single", "audio_adaln_single", "time_embed", "time_embed_r")  # what the tail reads comes of them
 _ROUNDED = 1e-5  # the most that divided blocks may differ by in float32
@@ -640,8 +637,6 @@ def divided(bench: Bench) -> Figures:
         except ValueError as error:  # no plan, or too few heads
             if not figures or "heads" not in str(error):
                 raise
-    if _IS_LONG or bench.name in _REPLAYED:
-        figures["replayed"] = _replayed(bench)
     if bench.is_long:
         if not why_no_forecast(bench.info.family.native):
             _planned_divided(bench)
@@ -649,25 +644,6 @@ def divided(bench: Bench) -> Figures:
         figures["8 bits"] = _divided_among(bench, 2, bench.first_step("on 1, int8", _one_card() | rounded), rounded)
         _resumed(bench, "tensor", _divided_sections(2), bench.run("tensor whole", _divided_sections(2)))
     return figures
-
-
-def _replayed(bench: Bench) -> Figures:
-    """Blocks that two cards compute together, replayed as CUDA graphs are: the bits of what is computed."""
-    recorder, found = TogetherStandIn(), []
-    for title in ("launched", "replayed"):
-        with contextlib.ExitStack() as stack:
-            if title == "replayed":
-                stack.enter_context(mock.patch.object(tensor_training, "recorder_for", lambda *args: (recorder, "")))
-                stack.enter_context(
-                    mock.patch.object(recorded_calls, "is_traceable_wrapper_subclass", lambda each: False)
-                )
-            trainer = stack.enter_context(bench.trainer(title, _divided_sections(2)))
-            losses = [on_cpu(each) for _ in range(5) for each in trainer.accumulate(1)]
-            found.append([*losses, *gradients(trainer).values()])
-            graphs = trainer.runner.model.graphs
-    assert all(map(torch.equal, *found)) and len(found[0]) == len(found[1]), "other bits"
-    assert recorder.num_recorded and not graphs.fault, graphs.fault or "nothing was recorded"
-    return {"recorded": recorder.num_recorded, "replays": graphs.num_replays}
 
 
 def _planned_divided(bench: Bench) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
-import torch
-from devicebridge.parallel.local.exchange import TokenChunks
 from devicebridge.tests.comfy.emulated_vram import dynamic_vram
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
 from devicebridge.tests.comfy.split_cases_tensor import near, tensor
@@ -69,30 +65,6 @@ def dynamic_tensor_with_little_memory(case: Case) -> None:
         near(case, "with a limit", host.sample(limited, name), reference)
         case.check("the limit was kept", vram.refused.get(HOME, 0) > 0, vram.refused)
         host.unload_all()
-
-
-@case
-def dynamic_tensor_in_chunks(case: Case) -> None:
-    """Cards without access to each other's memory compute row-parallel layers by chunks of tokens. A layer that a card
-    has no room for is copied there once in each forward all the same, and the others arrive once for good."""
-    host, name = case.host, "flux1_heads"
-    reference = host.sample(host.load(name, load_device=CPU), name)
-    for is_dynamic in (False, True):
-        with dynamic_vram() if is_dynamic else contextlib.nullcontext():
-            counts = []
-            for chunks in (None, TokenChunks(4, 2)):
-                divided = tensor(host.load(name), memory_limit_gb=(1.0, 0.0002))
-                divided.model.devicebridge_split.bridge.chunks = chunks
-                outputs = [host.sample(divided, name) for _ in range(2)]
-                host.machine.cards.copies.clear()
-                outputs.append(host.sample(divided, name))
-                what = f"{'dynamic' if is_dynamic else 'classic'}, {'chunks' if chunks else 'whole'}"
-                near(case, what, outputs[0], reference)
-                case.check(f"{what}: the same bits", all(torch.equal(each, outputs[0]) for each in outputs))
-                sent = [each.source == CPU and each.target == OTHER for each in host.machine.cards.copies]
-                counts.append(sum(sent))
-                host.unload_all()
-            case.check(f"{what}: no more weights than without", 0 < counts[1] == counts[0], counts)
 
 
 @case

@@ -18,7 +18,7 @@ import comfy.sd
 import comfy.weight_adapter
 import torch
 from devicebridge.nodes.host.split.tree import tree_of
-from devicebridge.parallel.local import device_workers
+from devicebridge.parallel.local import forward_workers
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
@@ -388,7 +388,7 @@ def tensor_out_of_memory_on_the_way(case: Case) -> None:
         broken = (
             mock.patch.object(TensorParallel, target, mock.Mock(side_effect=error))
             if target
-            else mock.patch.object(device_workers, "current_device", mock.Mock(side_effect=error))
+            else mock.patch.object(forward_workers, "current_device", mock.Mock(side_effect=error))
         )
         with broken:
             case.refused(where, lambda: host.sample(divided, name), torch.OutOfMemoryError, "injected")

@@ -80,23 +80,42 @@ def tensor_merges(case: Case) -> None:
 
 @case
 def tensor_stopped_inside_a_block(case: Case) -> None:
-    """Ctrl-C, and ComfyUI's Cancel, at a meeting of either card end the prompt, and the next one has the same bits. So
-    it is with one thread for all cards, and with a thread each."""
+    """Ctrl-C, and ComfyUI's Cancel, in a collective of either card end the prompt. The next one has the same bits."""
     host, name = case.host, "flux1_heads"
     stops = {"Ctrl-C": KeyboardInterrupt(), "Cancel": comfy.model_management.InterruptProcessingException()}
-    for in_turns in (True, False):
-        with mock.patch.object(TensorParallel, "in_turns", in_turns):
-            divided = tensor(host.load(name))
-            reference = host.sample(divided, name)
-            sample = functools.partial(host.sample, divided, name)
-            for what, stop in stops.items():
-                for rank in (0, 1):
-                    claim = f"{what} on card {rank}, {'one thread' if in_turns else 'a thread each'}"
-                    with _failing_meeting(rank, 7, stop):
-                        ends(case, claim, sample, type(stop))
-                    case.equal(f"after {claim}", sample(), reference)
-            ends(case, "Cancel pressed meanwhile", functools.partial(_cancelled, sample), type(stops["Cancel"]))
-            case.equal("after Cancel was pressed", sample(), reference)
+    divided = tensor(host.load(name))
+    reference = host.sample(divided, name)
+    sample = functools.partial(host.sample, divided, name)
+    for what, stop in stops.items():
+        for rank in (0, 1):
+            claim = f"{what} on card {rank}"
+            with _failing_meeting(rank, 7, stop):
+                ends(case, claim, sample, type(stop))
+            case.equal(f"after {claim}", sample(), reference)
+    ends(case, "Cancel pressed meanwhile", functools.partial(_cancelled, sample), type(stops["Cancel"]))
+    case.equal("after Cancel was pressed", sample(), reference)
+
+
+@case
+def tensor_refuses_code_inside_blocks(case: Case) -> None:
+    """A card has some of the heads: what other nodes do there is refused by name, and the next prompt works."""
+    host = case.host
+
+    def override(attention: Any, *args: Any, **kwargs: Any) -> Any:
+        return attention(*args, **kwargs)
+
+    for name, patches in {"flux1_heads": ("attn1_patch", "attn1_output_patch"), "wan_heads": ("attn1_patch",)}.items():
+        divided = tensor(host.load(name))
+        reference = host.sample(divided, name)
+        for patch in patches:
+            patched = divided.clone()
+            patched.set_model_patch(lambda *args, **kwargs: args, patch)
+            case.refused(patch, functools.partial(host.sample, patched, name), RuntimeError, patch, "blocks")
+        overridden = divided.clone()
+        overridden.model_options["transformer_options"]["optimized_attention_override"] = override
+        sample = functools.partial(host.sample, overridden, name)
+        case.refused("an override", sample, RuntimeError, "attention override", "blocks")
+        case.equal("afterwards", host.sample(divided, name), reference)
         host.unload_all()
 
 

@@ -17,13 +17,12 @@ from unittest import mock
 import comfy.model_management
 import comfy.sample
 import torch
-from devicebridge.nodes.host.split import batches, gathered, options, patcher, tree
+from devicebridge.nodes.host.split import batches, options, patcher, tree
 from devicebridge.nodes.host.split.model import split_model
 from devicebridge.nodes.host.split.plan import SplitRequest
 from devicebridge.parallel.local import lend
 from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.parallel.local.lend import Lent
-from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.comfy.split_cases import CPU
 from devicebridge.tests.comfy.split_fuzz_nodes import AFTER_ONLY, NODES, STATEFUL, Node, Setting
 from devicebridge.tests.comfy.split_host import CARDS, NUM_CARDS, Host, one_condition_at_a_time
@@ -106,9 +105,6 @@ GUARDS: Mapping[str, Callable[[], Any]] = {
     "what patches write is carried back": _instead(Lent, "settle", lambda self, back: None),
     "views are lent with their strides": _instead(lend, "_copy_in_shape", lend.copy_to),
     "what is attached is seen": _instead(tree, "seen_attachments", lambda options: []),
-    "tables that patches are handed come from home": _instead(gathered, "_beside", lambda call, output, kwargs: {}),
-    "writes into queries are noticed": _instead(gathered, "_versions", lambda tensors: []),
-    "blocks with other people's code inside are compared": _instead(TensorParallel, "compare_again", lambda self: None),
     "overlap looks at what is attached": _instead(batches, "reason_against_overlap", lambda *args: ""),
     "replaced methods go by relay": _instead(tree, "replaced_methods", lambda model: []),
     "exchanged lists go by relay": _instead(tree.SplitTree, "_is_in_place", lambda self, name: True),

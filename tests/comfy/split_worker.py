@@ -65,7 +65,6 @@ def main() -> None:
         split_cases_families,
         split_cases_formats,
         split_cases_forward,
-        split_cases_gathered,
         split_cases_gguf,
         split_cases_memory,
         split_cases_nodes,

@@ -22,7 +22,6 @@ from comfy.weight_adapter.bypass import BypassForwardHook
 from comfy.weight_adapter.lora import LoRAAdapter
 from torch import nn
 
-from ....families.tensor_plan import Shares
 from ....parallel.local.shards import BlockShard, divide_block
 from ....parallel.local.slices import JoinedSlices, Slice
 from ....quantization.wrapped import plain_parts
@@ -65,11 +64,6 @@ class DividedBlocks:
             shard.block: (shard, [self.shards[device][name] for device in others])
             for name, shard in self.shards[home].items()
         }
-
-    def shares(self) -> dict[nn.Module, Shares]:
-        """Home's part of each block -> how its heads are shared out."""
-        home = self.shards[self.division.devices[0]]
-        return {home[name].block: shares for name, (_, shares) in self.division.blocks.items()}
 
     def whole(self, key: str) -> torch.Tensor | None:
         """The whole of a divided weight, by its name in the BaseModel; None if it is not divided."""
@@ -215,21 +209,6 @@ def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
     return QuantizedTensor(data, weight._layout_cls, own)
 
 
-def stays_on_card(layer: nn.Module, device: torch.device) -> bool:
-    """Whether a layer's weights lie on the card for longer than one call of it.
-
-    Under DynamicVRAM they come at the first call, if there is room for them then: it is asked for here.
-    """
-    for module in layer.modules():
-        if all(parameter.device == device for parameter in module.parameters(recurse=False)):
-            continue
-        address = getattr(module, "_v", None)
-        if address is None or comfy_aimdo.model_vbar.vbar_fault(address) is None:
-            return False
-        comfy_aimdo.model_vbar.vbar_unpin(address)  # a fault holds it until its user lets go
-    return True
-
-
 def addresses_on(layer: nn.Module, device: torch.device) -> tuple[int, ...] | None:
     """Where a layer's weights lie on the card; None unless all are there and used as they are.
 
@@ -289,11 +268,11 @@ def find_bypass(layers: Iterable[nn.Module]) -> list[str]:
 
 
 def check_runnable(unseen: Sequence[str], options: Mapping[str, Any], inside: Sequence[str]) -> None:
-    """Refuse what other nodes would do inside a block where nobody can give it all heads.
+    """Refuse what other nodes would do inside a block, where each card has some of the heads.
 
     Args:
         unseen: what is attached inside the model. options: transformer_options of the forward.
-        inside: names of the patches that this class calls inside a block, and that cannot be given all heads.
+        inside: names of the patches that this class calls inside a block.
     Raises: RuntimeError that names it.
     """
     patches = options.get("patches", {})
@@ -304,6 +283,8 @@ def check_runnable(unseen: Sequence[str], options: Mapping[str, Any], inside: Se
         for name, keyed in options.get("patches_replace", {}).items()
         if keyed and name != "dit"
     ]
+    if options.get("optimized_attention_override") is not None:
+        found.append("an attention override")
     if found:
         raise RuntimeError(
             f"each card of this split computes some of the attention heads, and {found[0]} of another node works "

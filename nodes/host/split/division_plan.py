@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ....families.comfy.native import NativeModel
-from ....families.tensor_plan import PatchCall, Shares, TensorPlan
+from ....families.tensor_plan import Shares, TensorPlan
 from ....parallel.block_lists import execution_order
 from ....parallel.local.fitting_shares import fit_groups, settle_groups
 from ....parallel.local.shards import count_groups, divided_bytes, find_plan, shares_of
@@ -35,11 +35,6 @@ class Division:
 
     devices: tuple[torch.device, ...]
     blocks: Mapping[str, tuple[TensorPlan, Shares]]
-
-    @property
-    def patches(self) -> dict[str, PatchCall]:
-        """Names of other people's patches inside blocks that can be given all heads -> how they are called."""
-        return {name: call for plan, _ in self.blocks.values() for name, call in plan.patches.items()}
 
     def bytes_on(self, diffusion_model: nn.Module) -> dict[torch.device, int]:
         """Bytes of weights that each device holds of this model, which is whole; home has all but the blocks, too."""

@@ -24,7 +24,7 @@ from ....parallel.local.bridge import Bridge
 from ....parallel.local.lend import Lent
 from ....parallel.transfer import current_device
 from .attachments import KEY, holds_tensors
-from .gathered import Gathered
+from .division import check_runnable
 from .plan import SplitPlan
 
 _PASSED_BY = ("transformer_options", "control")
@@ -65,24 +65,14 @@ def bring_controls_home(conds: list[Any], home: torch.device) -> None:
             control = control.previous_controlnet
 
 
-def guard_options(
-    options: dict[str, Any], bridge: Bridge, plan: SplitPlan, gathered: Gathered | None = None
-) -> dict[str, Any]:
-    """transformer_options whose patches work on any card; the original is not modified.
-
-    Args:
-        gathered: gives all heads to what works inside blocks that all cards compute together.
-    """
+def guard_options(options: dict[str, Any], bridge: Bridge, plan: SplitPlan) -> dict[str, Any]:
+    """transformer_options whose patches work on any card; the original is not modified."""
     guarded = dict(options)
     if guarded.get("prefetch_dynamic_vbars"):
         guarded["prefetch_dynamic_vbars"] = False  # it would fetch the next block's weights to the home card
     if "patches" in guarded:
         guarded["patches"] = {
-            name: [
-                gathered.patch(name, patch) if gathered and name in gathered.calls else _patch(patch, bridge)
-                for patch in patches
-            ]
-            for name, patches in guarded["patches"].items()
+            name: [_patch(patch, bridge) for patch in patches] for name, patches in guarded["patches"].items()
         }
     if "patches_replace" in guarded:
         guarded["patches_replace"] = {
@@ -90,37 +80,20 @@ def guard_options(
             for name, patches in guarded["patches_replace"].items()
         }
     if guarded.get("optimized_attention_override") is not None:
-        override = guarded["optimized_attention_override"]
-        guarded["optimized_attention_override"] = (
-            gathered.attention(override) if gathered else _override(override, bridge)
-        )
+        guarded["optimized_attention_override"] = _override(guarded["optimized_attention_override"], bridge)
     around = guarded.get("wrappers", {}).get("diffusion_model")
-    if around and gathered:  # ours comes last, around each forward that a wrapper runs
-        inside = {*gathered.calls, *plan.layout.patches_inside}
-        own = functools.partial(_with_nothing_new, inside, _inside(guarded, inside))
+    if around and plan.division is not None:  # ours comes last, around each forward that a wrapper runs
+        own = functools.partial(_runnable, plan.layout.patches_inside)
         guarded["wrappers"] = {**guarded["wrappers"], "diffusion_model": {**around, KEY: [own]}}
     return guarded
 
 
-def _with_nothing_new(inside: set[str], known: set[tuple[str, int]], executor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a forward. Raises: RuntimeError if a wrapper has attached what would see the heads of one card only."""
+def _runnable(inside: tuple[str, ...], executor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a forward. Raises: RuntimeError for what a wrapper has attached inside blocks that all cards compute."""
     for options in (*args, *kwargs.values()):
-        new = _inside(options, inside) - known if isinstance(options, dict) and _is_options(options) else set()
-        if new:
-            raise RuntimeError(
-                f"a wrapper of another node attaches {min(new)[0]!r} to the forward that it runs, in whose blocks each "
-                "card of this split has some of the heads; use way 'blocks' in the split node, or take that node out"
-            )
+        if isinstance(options, dict) and _is_options(options):
+            check_runnable((), options, inside)
     return executor(*args, **kwargs)
-
-
-def _inside(options: dict[str, Any], names: set[str]) -> set[tuple[str, int]]:
-    """What works inside blocks: by what name, and which function it is."""
-    patches = [(name, each) for name, found in options.get("patches", {}).items() if name in names for each in found]
-    replaced = options.get("patches_replace", {})
-    patches += [(name, each) for name in replaced.keys() - {_RUNS_BETWEEN_BLOCKS} for each in replaced[name].values()]
-    patches.append(("optimized_attention_override", options.get("optimized_attention_override")))
-    return {(name, id(each)) for name, each in patches if each is not None}
 
 
 def _patch(patch: Any, bridge: Bridge) -> Any:

@@ -27,8 +27,7 @@ from ....parallel.local.tensor_parallel import TensorParallel
 from ....patches.hooks import HookSet
 from ..compiler import Hold, hold, outside, settle
 from .attachments import ROOT, replaced_methods, seen_attachments, unseen_attachments
-from .division import DividedBlocks, addresses_on, check_runnable, find_bypass, stays_on_card
-from .gathered import Gathered
+from .division import DividedBlocks, addresses_on, check_runnable, find_bypass
 from .model_copy import Origin
 from .options import guard_options, wrap_control
 from .plan import SplitPlan
@@ -79,9 +78,6 @@ class SplitTree:
         self._hidden: dict[str, dict[str, nn.Module | None]] = {}
         self._hooks = HookSet()
         self.bridge = self._make_bridge(self._called_modules())
-        self._gathered: Gathered | None = None
-        if self.divided is not None and isinstance(self.bridge, TensorParallel):
-            self._gathered = Gathered(self.bridge, self.divided.shares(), self.divided.division.patches)
         self._calls: BlockCalls | None = None
         self._patcher: Callable[[], Any] = lambda: None  # who attached
         self._attached_by: int | None = None  # its id: weak references are dead when the collector has a patcher detach
@@ -271,7 +267,6 @@ class SplitTree:
                 passed_by=self.plan.layout.passed_by,
                 per_device=self.plan.layout.per_device,
             )
-            bridge.stays = stays_on_card
             bridge.replay(addresses_on)
             return bridge
         return Bridge(
@@ -309,13 +304,12 @@ class SplitTree:
         if self.divided is not None:
             options = kwargs.get("transformer_options") or {}
             compiled = [] if self._called_modules().keys() == self.bridge.blocks.keys() else ["a compiled block"]
-            inside = [name for name in self.plan.layout.patches_inside if name not in self.divided.division.patches]
             number = _count_attached(self._layers)
             if number != self._num_attached:  # since that was looked up
                 self._unseen, self._inside, self._num_attached = None, (), number
             self._look()
             bypass = find_bypass(self._layers)  # before every forward: it can come at any time
-            check_runnable((*compiled, *bypass, *self._inside), options, inside)
+            check_runnable((*compiled, *bypass, *self._inside), options, self.plan.layout.patches_inside)
         else:
             self._follow_compiled_blocks()
         self.end()
@@ -331,9 +325,7 @@ class SplitTree:
         if isinstance(kwargs.get("control"), dict):
             kwargs["control"] = wrap_control(kwargs["control"], self.bridge)
         if isinstance(kwargs.get("transformer_options"), dict):
-            kwargs["transformer_options"] = guard_options(
-                kwargs["transformer_options"], self.bridge, self.plan, self._gathered
-            )
+            kwargs["transformer_options"] = guard_options(kwargs["transformer_options"], self.bridge, self.plan)
         args, kwargs = self.bridge.move((args, kwargs), self.plan.home)
         return args, _Arguments(kwargs)
 

@@ -150,8 +150,8 @@ class FailAt:
         if place == "replay":
             targets = [(StandIn, "launch", fault.at_replays)]
         else:
-            exchanges = [module.Exchange for module in _in_packs("parallel.local.exchange")]
-            targets = [(exchange, "_post", fault.at_meetings) for exchange in exchanges]
+            groups = [module.Collective for module in _in_packs("parallel.local.collective")]
+            targets = [(group, "_post", fault.at_meetings) for group in groups]
         graphs = [module.DividedGraphs for module in _in_packs("parallel.local.divided_graphs")]
         for cls, name, around in (*targets, *((each, "_record", fault.uncounted) for each in graphs)):
             _disarm.enter_context(mock.patch.object(cls, name, around(getattr(cls, name))))
@@ -171,17 +171,17 @@ class _Fault:
             raise RuntimeError(self._error)
 
     def at_meetings(self, post: Any) -> Any:
-        def fail(exchange: Any, here: int, *given: Any, **more: Any) -> None:
+        def fail(group: Any, here: int, *given: Any, **more: Any) -> None:
             if here == self._rank:
                 self._count()
-            post(exchange, here, *given, **more)
+            post(group, here, *given, **more)
 
         return fail
 
     def at_replays(self, launch: Any) -> Any:
-        def fail(recorder: Any, compute: Any) -> None:
+        def fail(recorder: Any, *given: Any) -> None:
             self._count()
-            launch(recorder, compute)
+            launch(recorder, *given)
 
         return fail
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.parallel.local import device_workers
-from devicebridge.parallel.local.thread_pool import ThreadPool
 from devicebridge.tests import comfy_stub
 from devicebridge.tests.compiling_host import ERROR, CompilingHost
 from devicebridge.tests.emulated import CARDS, emulated_cards
@@ -153,33 +151,6 @@ def test_a_hold_of_another_thread_lasts_as_long_as_its_forward(host: CompilingHo
     thread.join(10)
     compiler.settle()
     assert host.switches() == [False, False]
-
-
-@pytest.mark.skipif(device_workers.greenlet is None, reason="greenlet is not installed")
-def test_a_hold_lasts_while_its_thread_computes_for_another_card(host: CompilingHost, compiler: ModuleType) -> None:
-    """Then home's code is not in the thread's stack. Python's collector may ask there, also in another thread."""
-    workers = device_workers.make_workers(ThreadPool(), [torch.device("cpu")] * 2, in_turns=True)
-    queue, seen = workers.queue(), []
-
-    def on_the_other_card() -> None:
-        compiler.settle()
-        elsewhere = threading.Thread(target=compiler.settle)
-        elsewhere.start()
-        elsewhere.join()
-        seen.extend(host.switches())
-        queue.put(None)
-
-    def forward() -> None:
-        compiler.hold([HOME, OTHER], sys._getframe())
-        workers.start(1, on_the_other_card)
-        queue.get()
-        compiler.settle()
-        seen.extend(host.switches())
-
-    forward()
-    workers.join()
-    compiler.settle()
-    assert seen == [True] * 4 and host.switches() == [False, False]
 
 
 def test_an_interrupt_brings_the_switches_back(host: CompilingHost, compiler: ModuleType) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.parallel.local import device_workers
 from devicebridge.parallel.local.divided_graphs import RECORDED_AFTER, DividedGraphs
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.stand_in_recorder import StandIn, replaying
@@ -29,9 +28,6 @@ from devicebridge.tests.unit.parallel.test_tensor_parallel import (
 )
 from torch import nn
 from torch.overrides import TorchFunctionMode
-
-pytestmark = pytest.mark.skipif(device_workers.greenlet is None, reason="greenlet is not installed")
-
 
 # Classes below that are divided as their base is.
 AS_SEPARATE = (

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from devicebridge.families.tensor_plan import Divided, TensorPlan, mlp_plan
-from devicebridge.parallel.local.exchange import TokenChunks
 from devicebridge.parallel.local.shards import BlockShard, divide_block, shares_of
 from devicebridge.parallel.local.slices import Slice
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
@@ -119,7 +118,6 @@ def _sampled(
     cards: EmulatedCards,
     change: Change = lambda shard, rank: None,
     plan: TensorPlan = PLAN,
-    chunks: TokenChunks | None = None,
 ) -> torch.Tensor:
     """The output, computed by so many cards. change: is made to each card's part of a block."""
     model, shards = copy.deepcopy(model).requires_grad_(False), {}
@@ -131,7 +129,6 @@ def _sampled(
             part.block.to(CARDS[rank])
         shards[own.block] = own, parts
     bridge = TensorParallel(CARDS[:count], shards)
-    bridge.chunks = chunks
     bridge.attach()
     cards.copies.clear()
     with torch.no_grad(), bridge.forward():
@@ -151,16 +148,6 @@ def test_experts_are_summed_once_and_compute_what_the_whole_ones_do(count: int) 
     assert _relative(found, expected) < 1e-5
     # Of each block two sums, the choice and its weights, and the output, which the first forward compares.
     assert len(sent) == 2 * (2 + 2 + 1)
-
-
-def test_experts_are_not_computed_by_chunks_of_tokens_and_what_follows_is() -> None:
-    """Cards meet inside them, at the gate, while an earlier chunk's sums would be under way."""
-    model = _model()
-    with emulated_cards() as cards, torch.no_grad():
-        found = _sampled(model, 2, cards, chunks=TokenChunks(4, 2))
-        sent = [each.shape[-2] for each in cards.copies if (each.source, each.target) == (CARDS[1], CARDS[0])]
-        expected = model(_input())
-    assert _relative(found, expected) < 1e-5 and TOKENS in sent and 6 in sent
 
 
 def _bend_the_second_gate(shard: BlockShard, rank: int) -> None:

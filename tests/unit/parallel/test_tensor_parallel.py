@@ -2,7 +2,6 @@
 
 The same device stands for every rank: what one hands another is a copy there, too. The toy blocks have what the
 described classes have: packed linears, norms of heads and over all heads, gathered modulation, residuals in place.
-Everything holds with a thread per device, and with one thread that computes for the devices in turns.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ from unittest import mock
 import pytest
 import torch
 from devicebridge.families.tensor_plan import Divided, TensorPlan
-from devicebridge.parallel.local import device_workers, tensor_parallel
-from devicebridge.parallel.local import exchange as exchange_module
-from devicebridge.parallel.local.exchange import Exchange, TokenChunks
+from devicebridge.parallel.local import collective, tensor_parallel
 from devicebridge.parallel.local.shards import BlockShard, divide_block, divided_bytes, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.shard_cases import cut_as_one
@@ -43,7 +40,7 @@ PLANS = (
         linears=(
             Divided("linear1", "column", (*_QKV, "features"), into="linear2"),
             Divided("linear2", "row", ("heads", "features")),
-            Divided("modulation.lin", "gathered", ("features",), of="vec"),
+            Divided("modulation.lin", "gathered", ("features",)),
         ),
         num_heads="num_heads",
         num_kv_heads="num_kv_heads",
@@ -67,7 +64,6 @@ PLANS = (
         width="width",
         attributes={"attn.num_heads": "heads"},
         norms=("attn.norm_?",),
-        together={"attn": ("norm_q", "norm_k")},
     ),
 )
 
@@ -177,7 +173,6 @@ def divide(
     size: int,
     weights: Sequence[float] = (),
     drop: Callable[[str, int], bool] = lambda *_: False,
-    chunks: TokenChunks | None = None,
     plans: tuple[TensorPlan, ...] = PLANS,
 ) -> TensorParallel:
     """The blocks divided in place. drop: name of a meeting, rank -> whether this rank does not come to it."""
@@ -194,7 +189,6 @@ def divide(
             shard.meetings[:] = [each for each in shard.meetings if not drop(each.name, rank)]
         shards[own.block] = (own, others)
     parallel = TensorParallel([CPU] * size, shards, per_device=("memory",))
-    parallel.chunks = chunks
     parallel.attach()
     return parallel
 
@@ -206,14 +200,6 @@ def run(parallel: TensorParallel, model: Model, x: torch.Tensor, *between: Any) 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
-
-
-@pytest.fixture(params=["in turns", "threads"], autouse=True)
-def in_turns(request, monkeypatch) -> bool:
-    if request.param == "in turns" and device_workers.greenlet is None:
-        pytest.skip("greenlet is not installed")
-    monkeypatch.setattr(TensorParallel, "in_turns", request.param == "in turns")
-    return request.param == "in turns"
 
 
 @pytest.fixture
@@ -439,9 +425,8 @@ def _in_thread(work: Callable[[], None]) -> None:
     assert not thread.is_alive()
 
 
-def test_of_several_errors_the_first_is_told(x, monkeypatch) -> None:
-    """Not that of the first device. Home has done its part of the block by then. With threads, which can wait so."""
-    monkeypatch.setattr(TensorParallel, "in_turns", False)
+def test_of_several_errors_the_first_is_told(x) -> None:
+    """Not that of the first device. Home has done its part of the block by then."""
     model, has_failed = make_model(Separate()), threading.Event()
     parallel = divide(model, 3)
     _, others = parallel._shards[model.blocks[0]]
@@ -449,7 +434,7 @@ def test_of_several_errors_the_first_is_told(x, monkeypatch) -> None:
     def fail(rank: int, *args: Any) -> None:
         if rank == 1:
             assert has_failed.wait(10)
-            while parallel._run.exchange.error is None:
+            while parallel._run.collective.error is None:
                 pass
         has_failed.set()
         raise RuntimeError(f"device {rank}")
@@ -481,14 +466,14 @@ def test_nothing_of_a_forward_is_held_when_it_is_over(fails, x) -> None:
         gc.enable()
 
 
-def test_fifty_forwards_need_no_more_threads_than_one(x, in_turns) -> None:
+def test_fifty_forwards_need_no_more_threads_than_one(x) -> None:
     model = make_model()
     parallel = divide(model, 3)
     before = threading.active_count()
     counts = set()
     for _ in range(50):
         run(parallel, model, x, lambda *_: counts.add(threading.active_count()))
-    assert counts == {before + (0 if in_turns else 2)} and threading.active_count() <= before + 2
+    assert counts == {before + 2} and threading.active_count() <= before + 2
 
 
 def test_a_block_called_outside_its_forward_is_refused(x) -> None:
@@ -496,7 +481,7 @@ def test_a_block_called_outside_its_forward_is_refused(x) -> None:
     parallel = divide(model, 2)
     with pytest.raises(RuntimeError, match=r"called outside the model's forward.*way 'blocks'"):
         model.blocks[0](x, x)
-    with pytest.raises(RuntimeError, match=r"attn\.o of a block.*called outside its block.*way 'blocks'"):
+    with pytest.raises(RuntimeError, match=r"called outside its block.*way 'blocks'"):
         model.blocks[0].attn.o(x[..., : WIDTH // 2])
     parallel.remove()
     assert model.blocks[0].attn.o(x[..., : WIDTH // 2]).shape == x.shape
@@ -588,92 +573,19 @@ def test_a_device_that_misses_a_meeting_ends_the_forward(name, rank, x) -> None:
         run(parallel, model, x)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("blocks", [(Fused,), (Separate,), (Separate, Fused, Fused, Separate)], ids=len)
-def test_chunks_of_tokens_sum_to_what_whole_layers_do(blocks, size, x, monkeypatch) -> None:
-    model = make_model(*(block() for block in blocks))
-    expected, brought = model(x), []
-    bring = Exchange.bring
-    monkeypatch.setattr(Exchange, "bring", lambda *args: brought.append(args[1:3]) or bring(*args))
-    parallel = divide(model, size, chunks=TokenChunks(4, 2))
-    found = run(parallel, model, x)
-    assert difference(found, expected) < NEAR
-    assert torch.equal(run(parallel, model, x), found)
-    for name, number in (("linear2", 4), ("mlp", 3)):  # two samples are rows behind each other to a linear alone
-        assert brought.count((0, name)) == 2 * number * blocks.count(Fused if name == "linear2" else Separate)
-    parallel.remove()
-    parallel.chunks = None
-    parallel.attach()
-    whole = run(parallel, model, x)
-    assert difference(found, whole) < 1e-6  # a product of fewer rows may add in another order
-
-
-@pytest.mark.parametrize("away", [(), (0,), (1,), (0, 1)])
-def test_a_layer_that_does_not_stay_on_its_card_is_called_once(away, x) -> None:
-    """It copies its weights at every call. A device whose layer stays computes chunks all the same."""
-    model = make_model()
-    expected, calls = model(x), [0, 0]
-    parallel = divide(model, 2, chunks=TokenChunks(4, 2))
-    rank_of: dict[nn.Module, int] = {}
-
-    def count(layer: nn.Module, args: Any) -> None:
-        calls[rank_of[layer]] += 1
-
-    for own, (other,) in parallel._shards.values():
-        for rank, shard in enumerate((own, other)):
-            for meeting in shard.meetings:
-                rank_of[meeting.module] = rank
-                if meeting.name in ("linear2", "attn.o"):
-                    meeting.module.register_forward_pre_hook(count)
-    parallel.stays = lambda layer, device: rank_of[layer] not in away
-    found = run(parallel, model, x)
-    assert difference(found, expected) < NEAR
-    assert calls == [len(model.blocks) * (1 if rank in away else 4) for rank in (0, 1)]
-
-
-def test_a_layer_stays_where_its_weights_are() -> None:
-    layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert tensor_parallel._lies_on(layer, CPU)
-    layer[1].to("meta")
-    assert not tensor_parallel._lies_on(layer, CPU) and not tensor_parallel._lies_on(layer, torch.device("meta"))
-
-
-@pytest.mark.parametrize("chunks", [None, TokenChunks(4, 2)], ids=["whole", "chunks"])
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("size", [3, 4])
-def test_sums_of_slices_are_the_bits_of_direct_ones(size, mode, chunks, x, monkeypatch) -> None:
+def test_sums_of_slices_are_the_bits_of_direct_ones(size, mode, x, monkeypatch) -> None:
     outputs = []
     for least in (0, 2**30):
-        monkeypatch.setattr(exchange_module, "SLICED_FROM_BYTES", least)
+        monkeypatch.setattr(collective, "SLICED_FROM_BYTES", least)
         model = make_model()
         expected = model(x)
-        parallel = divide(model, size, chunks=chunks)
+        parallel = divide(model, size)
         for _ in range(2):
             with mode(), parallel.forward():
                 outputs.append(model(x))
     assert all(torch.equal(each, outputs[0]) for each in outputs) and difference(outputs[0], expected) < NEAR
-
-
-@pytest.mark.parametrize("at", [1, 2, 4, 5])
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_an_error_in_a_chunk_ends_the_forward_and_the_next_one_works(rank, at, x) -> None:
-    model = make_model()
-    expected = model(x)
-    parallel = divide(model, 3, chunks=TokenChunks(4, 2))
-    own, others = parallel._shards[model.blocks[3]]
-    layer: Any = (own, *others)[rank].block.attn.o
-    failing = Failing(layer.forward, at)  # type: ignore[arg-type]
-    layer.forward = failing.forward
-    found = None
-    for number in range(3):
-        if 4 * number < at <= 4 * number + 4:
-            with pytest.raises(MemoryError, match=f"call {at} had no room"):
-                run(parallel, model, x)
-            failing.calls, failing.at = 0, 0
-        else:
-            found = run(parallel, model, x)
-            assert difference(found, expected) < NEAR
-    assert found is not None and not parallel.is_running
 
 
 class Memory:

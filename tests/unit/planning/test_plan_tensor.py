@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from devicebridge.planning import question as question_module
 from devicebridge.planning.cards import Card, parse_cards
 from devicebridge.planning.cuts import Terms, find_cut
 from devicebridge.planning.divided_times import EXCHANGE_S, LAUNCH_S, DividedTimes
@@ -176,30 +175,6 @@ def test_a_card_computes_its_share_of_a_block():
     none = [0.0] * 56
     times = DividedTimes(whole, cards, (36, 12), none, none, [0] * 56, lambda scheme: [(0, 0)] * 56)
     assert [times.of(0, card, "none")[0] for card in cards] == pytest.approx([0.225, 0.075])
-
-
-def test_blocks_that_wait_for_python_are_replayed_and_computed_again(monkeypatch):
-    """Where the cards have CUDA graphs; blocks that keep their activations have none. Long blocks do not wait."""
-    seconds = {}
-    for fault in ("cards without graphs", ""):
-        monkeypatch.setattr(question_module, "why_not_replayed", lambda devices, fault=fault: fault)
-        plan = _plan(times=_Times(0.002, 200e9), model=_FULL, parallel=_TENSOR)
-        long = _plan(times=_Times(0.2, 200e9), model=_FULL, parallel=_TENSOR)
-        seconds[fault] = plan.step_s
-        assert [each.num_uncheckpointed > 0 for each in plan.devices] == [bool(fault)] * 2
-        assert all(each.num_uncheckpointed for each in long.devices)
-    # The forward twice and the backward, of which each card computes half; Python takes less for the graphs.
-    assert 56 * 3 * 0.001 < seconds[""] < 56 * 3 * 0.0015 < seconds["cards without graphs"] / 2
-
-
-def test_a_card_with_little_to_compute_waits_for_the_other_one_and_not_for_python():
-    """Python takes 0.12 s for both cards' parts of a block, and a card with three quarters of one of 0.2 s longer."""
-    cards, none, launches = tuple(parse_cards("80GB,80GB")), [0.0] * 56, round(0.06 / LAUNCH_S)
-    times = DividedTimes(
-        _Times(0.2, 1e12), cards, (24, 24), none, none, [0] * 56, lambda scheme: [(launches,) * 2] * 56
-    )
-    assert times.wait_for_host("none")
-    assert not any(dataclasses.replace(times, shares=shares).wait_for_host("none") for shares in ((36, 12), (12, 36)))
 
 
 @pytest.mark.parametrize(("count", "times"), [(2, 1.0), (4, 1.5)])

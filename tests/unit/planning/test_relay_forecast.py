@@ -300,7 +300,6 @@ SPACE = SearchSpace(
     is_cut_by_time=False,
     is_checkpointing=True,
     is_compiled=False,
-    wants_graphs=False,
     accumulation=1,
     batch_size=1,
     dtype=torch.float32,

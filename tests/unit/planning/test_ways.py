@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from devicebridge.parallel.local.exchange import SLICED_FROM_BYTES
+from devicebridge.parallel.local.collective import SLICED_FROM_BYTES
 from devicebridge.planning import ways as ways_module
 from devicebridge.planning.ways import Work, WorkBySize
 from devicebridge.tests.sampling_work import FLUX2, FLUX2_512, QWEN, WAN, machine_of, ways_of
@@ -47,7 +47,7 @@ def test_forecasts_of_replayed_blocks_are_near_what_two_h200_took(work, count, n
 def test_replays_take_the_host_less_and_are_for_direct_copies_alone(monkeypatch) -> None:
     monkeypatch.setattr(ways_module, "LAUNCHES_PER_REPLAY", 4.0)
     monkeypatch.setattr(ways_module, "REPLAYED_EXCHANGE_S", 0.25)
-    work = Work(0.0, 0.0, 0.0, 0.0, num_modules=2, num_exchanges=4)
+    work = Work(0.0, 0.0, 0.0, num_modules=2, num_exchanges=4)
     for launch_s, latency_s, expected in (
         (2.0, 0.5, 2 * 2 * 4 * 3.0),
         (2**-20, 0.5, 4 * 0.25),
@@ -64,7 +64,7 @@ def test_seconds_are_those_of_the_formulas(monkeypatch) -> None:
     """Three cards; powers of two so that sums are exact."""
     for name, value in {"BLOCK_RATE": 1.0, "WHOLE_SHARE": 0.25, "LAUNCHES_PER_MODULE": 2.0}.items():
         monkeypatch.setattr(ways_module, name, value)
-    work = Work(flops=64.0, row_flops=16.0, sent_bytes=8.0, stream_bytes=4.0, num_modules=2, num_exchanges=4)
+    work = Work(flops=64.0, sent_bytes=8.0, stream_bytes=4.0, num_modules=2, num_exchanges=4)
     machine = machine_of(3, 4.0, 2.0, latency_s=0.5, launch_s=2**-20)
     ways = replace(ways_of(work, machine), block_shares=[0.5, 0.25, 0.25], tensor_shares=[0.25, 0.5, 0.25])
     crossings = 3 * (0.5 + 4 / 2)
@@ -78,9 +78,6 @@ def test_seconds_are_those_of_the_formulas(monkeypatch) -> None:
     # Of 16 s on one card 8 are of layers that every card computes whole.
     half = replace(ways, work=ways_of(replace(work, whole_flops=32.0), machine).work)
     assert half.seconds(1, 2).tensor == 2 * (8 * 0.625 + 8 + copying) + 4 * 0.5
-    staged = replace(ways, machine=machine_of(3, 4.0, 2.0, latency_s=0.5, launch_s=2**-20, is_direct=False))
-    # the card that waits longest has a quarter of the products: 0.75 * 0.25 * 16 / 4 = 0.75 s of 8 are hidden
-    assert staged.seconds(1, 1).tensor == 10 + 7.25 + 2
     slow_host = replace(ways, machine=machine_of(3, 4.0, 2.0, latency_s=0.5, launch_s=16.0))
     assert slow_host.seconds(1, 1).blocks == 16 * 2 * 2 / 2
     assert slow_host.seconds(1, 2).blocks == 2 * 16 * 2 * 2 / 2
@@ -91,7 +88,7 @@ def test_seconds_are_those_of_the_formulas(monkeypatch) -> None:
 def test_large_sums_are_sent_slice_by_slice_between_more_than_two_cards(cards, times) -> None:
     machine = machine_of(cards, 1e30, 1.0, latency_s=1e-30, launch_s=1e-30)
     for sent, factor in ((4 * SLICED_FROM_BYTES, times), (4 * SLICED_FROM_BYTES - 1, cards - 1)):
-        work = Work(0.0, 0.0, float(sent), 0.0, num_modules=1, num_exchanges=4)
+        work = Work(0.0, float(sent), 0.0, num_modules=1, num_exchanges=4)
         assert ways_of(work, machine).seconds(1, 1).tensor == pytest.approx(factor * sent)
 
 
@@ -134,7 +131,7 @@ def test_a_gain_that_is_too_small_takes_blocks(monkeypatch) -> None:
 
 def test_work_of_three_sizes_gives_that_of_every_size() -> None:
     def work(tokens: int) -> Work:
-        return Work(3.0 * tokens**2 + 7 * tokens + 11, 5.0 * tokens + 1, 2.0 * tokens, 1.0 * tokens + 512, 4, 2)
+        return Work(3.0 * tokens**2 + 7 * tokens + 11, 2.0 * tokens, 1.0 * tokens + 512, 4, 2)
 
     by_size = WorkBySize(4096, (work(0), work(4096), work(8192)))
     for tokens in (0, 1, 1024, 4096, 14040, 75600):

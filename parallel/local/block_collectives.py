@@ -1,16 +1,16 @@
-"""Where devices that compute a block together meet in training, in the forward and in the backward.
+"""The collectives of a block that several devices compute together (tensor parallelism), forward and backward.
 
-After Megatron-LM (https://arxiv.org/abs/1909.08053), whose f and g these are. What lies between column- and
-row-parallel linears, a device has a part of; all else every device computes whole, the same bits on each.
+After Megatron-LM (https://arxiv.org/abs/1909.08053), whose f and g these are. Between column- and row-parallel linears
+a device has a part; everything else is computed whole by every device, with the same bits.
 
-    input of a column-parallel linear     forward the input;         backward the sum of all devices' gradients  (f)
-    output of a row-parallel linear       forward the sum;           backward the gradient, which all have       (g)
-    output of a gathered linear           forward all parts joined;  backward this device's part of the gradient
-    mean square of a norm over all heads  forward the sum;           backward the sum
-    what a module has decided             forward the first device's; backward the sum, to the first device alone
+    input of a column-parallel linear     forward the input;       backward all-reduce of the gradients        (f)
+    output of a row-parallel linear       forward all-reduce;      backward the gradient, equal on all ranks   (g)
+    output of a gathered linear           forward all-gather;      backward this device's part of the gradient
+    mean square of a norm over all heads  forward all-reduce;      backward all-reduce
+    choice of a module                    forward rank 0's;        backward all-reduce, to rank 0 alone
 
-A linear and its LoRA are one to these: partial sums are added up behind both. Gradients meet in the thread that runs
-the backward, which autograd chooses by device. Every device has one, so that none waits for itself.
+A linear and its LoRA count as one: partial sums are added up behind both. Gradients meet in the thread that runs the
+backward, which autograd chooses by device. Every device has one, so that none waits for itself.
 """
 
 from __future__ import annotations
@@ -27,37 +27,44 @@ from ...patches.hooks import HookSet, map_tensors
 from .shards import BlockShard, norm_eps, norm_ratio, sum_of_squares
 
 
-class Parts(Protocol):
-    """Where devices meet; an Exchange is one."""
+class Group(Protocol):
+    """The ranks that compute a block; see collective.Collective."""
 
-    def all(self, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """What every device brought, by rank, on this one's device."""
+    def all_gather(self, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]: ...
 
-    def sum(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of what every device brought."""
+    def all_reduce(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor: ...
 
 
-FindParts = Callable[[], Parts]  # of the run in hand
+FindGroup = Callable[[], Group]  # of the forward or step that is running
 
 
-def attach_meetings(shards: Mapping[str, BlockShard], rank: int, find_parts: FindParts) -> HookSet:
-    """Let the blocks of one device meet those of the others; to be called when their linears and LoRAs are final.
+def attach_collectives(
+    shards: Mapping[str, BlockShard], rank: int, find_group: FindGroup, *, has_backward: bool = True
+) -> HookSet:
+    """Attach the collectives to the blocks of one device; to be called when their linears and LoRAs are final.
 
     Args:
         shards: name of a block -> this device's part of it.
+        has_backward: whether the inputs of blocks may have gradients.
     """
     hooks = HookSet()
     for name, shard in shards.items():
-        _attach_to_block(hooks, _Place(name, rank, find_parts), shard)
+        place = _Place(name, rank, find_group)
+        if has_backward:
+            _attach_to_inputs(hooks, place, shard)
+        _attach_to_block(hooks, place, shard)
     return hooks
+
+
+def _attach_to_inputs(hooks: HookSet, place: _Place, shard: BlockShard) -> None:
+    inputs = _Inputs(place)
+    for name in shard.entered:
+        hooks.before(shard.block.get_submodule(name), inputs.share)
+    hooks.after(shard.block, inputs.forget, also_on_error=True)
 
 
 def _attach_to_block(hooks: HookSet, place: _Place, shard: BlockShard) -> None:
     block = shard.block
-    inputs = _Inputs(place)
-    for name in shard.entered:
-        hooks.before(block.get_submodule(name), inputs.share)
-    hooks.after(block, inputs.forget, also_on_error=True)
     for meeting in shard.meetings:
         module = block.get_submodule(meeting.name)  # with the LoRA that was put around it
         meet = _MEETS[meeting.how] if meeting.how != "norm" else functools.partial(_correct, meeting.width)
@@ -69,18 +76,18 @@ def _attach_to_block(hooks: HookSet, place: _Place, shard: BlockShard) -> None:
 class _Place:
     """Where in the model a device is. Args: name: the same on every device."""
 
-    def __init__(self, name: str, rank: int, find_parts: FindParts) -> None:
-        self.name, self.rank, self._find_parts = name, rank, find_parts
+    def __init__(self, name: str, rank: int, find_group: FindGroup) -> None:
+        self.name, self.rank, self._find_group = name, rank, find_group
 
     def at(self, name: str) -> _Place:
-        return _Place(f"{self.name}.{name}", self.rank, self._find_parts)
+        return _Place(f"{self.name}.{name}", self.rank, self._find_group)
 
-    def all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return self._find_parts().all(self.rank, self.name, tensor)
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return self._find_group().all_gather(self.rank, self.name, tensor)
 
-    def sum(self, tensor: torch.Tensor, *, is_backward: bool = False) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor, *, is_backward: bool = False) -> torch.Tensor:
         name = f"{self.name}, backward" if is_backward else self.name
-        return self._find_parts().sum(self.rank, name, tensor)
+        return self._find_group().all_reduce(self.rank, name, tensor)
 
 
 Meet = Callable[[_Place, nn.Module, torch.Tensor, Any], Any]
@@ -108,7 +115,7 @@ def _correct(width: int, place: _Place, module: nn.Module, x: torch.Tensor, outp
     """What an RMS norm of one device's features returned, normalised by the features of all devices instead."""
     sums = sum_of_squares(x)
     ratio = norm_ratio(sums, _SumBothWays.apply(sums, place), x.shape[-1], width, norm_eps(module, x.dtype))
-    return (output * ratio).to(output.dtype)
+    return (output * ratio).to(output.dtype) if torch.is_grad_enabled() else output.mul_(ratio)
 
 
 _MEETS: Mapping[str, Meet] = {"sum": _sum, "join": _join, "first": _first}
@@ -147,7 +154,7 @@ class _Share(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.place.sum(grad, is_backward=True), None
+        return ctx.place.all_reduce(grad, is_backward=True), None
 
 
 class _Sum(torch.autograd.Function):
@@ -155,7 +162,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, place: _Place) -> torch.Tensor:
-        return place.sum(part)
+        return place.all_reduce(part)
 
     @staticmethod
     @once_differentiable
@@ -168,7 +175,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, place: _Place) -> torch.Tensor:
-        parts = place.all(part)
+        parts = place.all_gather(part)
         ctx.start = sum(each.shape[-1] for each in parts[: place.rank])
         ctx.length = part.shape[-1]
         return torch.cat(parts, dim=-1)
@@ -185,7 +192,7 @@ class _First(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, place: _Place) -> torch.Tensor:
         ctx.place = place
-        first = place.all(own)[0]
+        first = place.all_gather(own)[0]
         taken = first.view_as(first)
         if not taken.is_floating_point():
             ctx.mark_non_differentiable(taken)
@@ -194,7 +201,7 @@ class _First(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = ctx.place.sum(grad, is_backward=True)
+        total = ctx.place.all_reduce(grad, is_backward=True)
         return total if ctx.place.rank == 0 else torch.zeros_like(total), None
 
 
@@ -204,9 +211,9 @@ class _SumBothWays(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, place: _Place) -> torch.Tensor:
         ctx.place = place
-        return place.sum(part)
+        return place.all_reduce(part)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.place.sum(grad, is_backward=True), None
+        return ctx.place.all_reduce(grad, is_backward=True), None
