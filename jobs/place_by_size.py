@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +13,6 @@ from ..config.job import ModelConfig, SplitConfig
 from ..config.model import Strategy, divides_blocks, holds_copies
 from ..families.spec import Variant, longest_text
 from ..parallel.devices import free_bytes
-from ..parallel.local.fitting_shares import fit_groups
-from ..parallel.local.shard_trees import division_fault, num_groups_in
 from ..parallel.placement import (
     Placement,
     block_names,
@@ -79,8 +76,7 @@ def place_by_size(
     if holds_copies(strategy):
         return plan_replicas(blocks, devices, sum(block_bytes) + home_bytes, budgets)
     if divides_blocks(strategy):
-        shares = _shares_by_size(config, subject, sum(block_bytes), [budgets[device] for device in devices], home_bytes)
-        return plan_shards(blocks, devices, block_bytes, home_bytes, budgets, shares)
+        return plan_shards(blocks, devices, sum(block_bytes), home_bytes, budgets)
     if split.balance == "manual":
         manual = plan_manual(blocks, list(devices), split.split_at)
         check_budgets(manual, block_bytes, home_bytes, budgets)
@@ -105,20 +101,6 @@ def place_by_size(
         budget_bytes=budgets,
         capacity=capacity if all(capacity) else (),
     )
-
-
-def _shares_by_size(
-    config: ModelConfig, subject: Subject, of_blocks: int, budgets: Sequence[int | None], home_bytes: int
-) -> tuple[int, ...]:
-    """As of a Placement: even if that fits or a device's memory is not known."""
-    model, family = subject.model, subject.info.family
-    groups, count = num_groups_in(model, family), len(budgets)
-    most = [math.inf if room is None else (room - home_bytes) / of_blocks * groups for room in budgets]
-    if math.inf in most or all(groups <= count * each for each in most):
-        return ()
-    found = tuple(fit_groups(groups, most))
-    settings = config.quantize_settings
-    return () if division_fault(model, family, found, settings) else found
 
 
 def held_bytes(config: ModelConfig, subject: Subject) -> tuple[list[int], int]:

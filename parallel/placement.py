@@ -282,20 +282,18 @@ def plan_replicas(
 def plan_shards(
     blocks: Sequence[str],
     devices: Sequence[torch.device],
-    block_bytes: Sequence[int],
+    block_bytes: int,
     home_bytes: int,
     budget_bytes: Mapping[torch.device, int | None],
-    shares: Sequence[int] = (),
 ) -> Placement:
-    """A share of every block on each device, and all else on all of them.
+    """An even share of every block on each device, and all else on all of them.
 
     Args:
-        shares: as of a Placement.
+        block_bytes: of all blocks.
     Raises: ValueError naming the first device that may not hold its share.
     """
-    parts = shares or (1,) * len(devices)
-    for device, part in zip(devices, parts, strict=True):
-        num_bytes = sum(block_bytes) * part // sum(parts) + home_bytes
+    num_bytes = block_bytes // len(devices) + home_bytes
+    for device in devices:
         limit = budget_bytes.get(device)
         if limit is not None and num_bytes > limit:
             raise ValueError(
@@ -303,7 +301,7 @@ def plan_shards(
                 f'{limit / 1e9:.2f} GB; name another device, or set it to "auto"'
             )
     home = devices[0]
-    return Placement(tuple(blocks), (home,) * len(blocks), home, shards=tuple(devices), shares=tuple(shares))
+    return Placement(tuple(blocks), (home,) * len(blocks), home, shards=tuple(devices))
 
 
 def plan_manual(blocks: Sequence[str], devices: Sequence[torch.device], split_at: Sequence[int]) -> Placement:

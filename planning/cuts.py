@@ -75,7 +75,6 @@ class Found:
 
     Args:
         offloaded_inputs: bytes of block inputs in host memory. loading: bytes there while weights are read.
-        shares: of heads that each card takes where blocks are divided; () is evenly.
         resident_time: of what fits with this setting without blocks in host memory, and is slower.
     """
 
@@ -86,7 +85,6 @@ class Found:
     offloaded_inputs: int
     loading: int
     resident_time: float | None = None
-    shares: tuple[int, ...] = ()
 
     @property
     def is_streaming(self) -> bool:

@@ -115,7 +115,7 @@ def _place(question: Question, found: Found) -> Placement:
         return Placement(names, (home,) * len(names), home, replicas=copies)
     if found.setting.divides_blocks:
         cards = tuple(card.device for card in question.cards)
-        shares = question.given_shares or found.shares
+        shares = question.given_shares
         return Placement(names, (home,) * len(names), home, shards=cards, shares=shares if len({*shares}) > 1 else ())
     devices = [card.device for card, stage in zip(question.cards, found.stages, strict=True) for _ in stage.blocks]
     return Placement(names, tuple(devices), home)
@@ -160,8 +160,7 @@ def _cut_reason(question: Question, found: Found) -> Iterator[str]:
         return
     if found.setting.divides_blocks:
         needed = " and ".join(f"{stage.share:.0%}" for stage in stages)
-        heads = f", heads as {' to '.join(map(str, found.shares))}: even shares do not fit" if found.shares else ""
-        yield f"tensor parallel: the cards compute each block together{heads}; it needs {needed} of what they have free"
+        yield f"tensor parallel: the cards compute each block together; it needs {needed} of what they have free"
         return
     if question.bounds:
         why = "given"

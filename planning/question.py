@@ -23,7 +23,7 @@ from ..config.model import Strategy, divides_blocks, has_stages, holds_copies
 from ..families.spec import ModelFamily, Variant, longest_text
 from ..families.tensor_plan import proportional
 from ..parallel.local.data_parallel import num_dealt
-from ..parallel.local.shard_trees import division_fault, num_groups_in
+from ..parallel.local.shard_trees import division_fault
 from ..parallel.offload.activations import MIN_BYTES
 from ..parallel.placement import block_names, check_one_each, estimate_block_flops, plan_manual
 from ..quantization.kernel_choice import device_kernels
@@ -85,11 +85,6 @@ class ModelCosts:
     def num_exchanges(self) -> list[int]:
         """Of each block's forward, where devices compute it together. [num_blocks]"""
         return count_exchanges(self._model, self.family)
-
-    @cached_property
-    def num_groups(self) -> int:
-        """Groups of heads, by which blocks are divided."""
-        return num_groups_in(self._model, self.family)
 
     def exchanged(self, bucket: tuple[int, int], frames: int, element_size: int) -> list[float]:
         """Bytes of partial sums of each block's forward for one sample, where devices compute it together.

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from ..parallel.local.data_parallel import num_dealt
 from .cuts import HEADROOM, Found, Terms, find_cut
-from .divided_shares import fitting_shares
 from .question import Question
 from .space import Setting, is_open
 
@@ -82,7 +81,7 @@ def fit(question: Question, setting: Setting, most: float = 1.0, best: float = m
     if setting.holds_copies:
         return _each_alone(question, setting, lambda alone, each: fit(alone, each, most))
     if setting.divides_blocks:
-        return _together(question, setting, lambda share, each: fit(share, each, most), Terms(most))
+        return _together(question, setting, lambda share, each: fit(share, each, most))
     found = find_cut(question, setting, Terms(1 - HEADROOM, spares=True)) if most <= 1 else None
     found = found or find_cut(question, setting, Terms(most))
     if found is None:
@@ -112,26 +111,12 @@ def _each_alone(
     )
 
 
-def _together(
-    question: Question, setting: Setting, find: Callable[[Question, Setting], Found | None], terms: Terms
-) -> Found | None:
+def _together(question: Question, setting: Setting, find: Callable[[Question, Setting], Found | None]) -> Found | None:
     """Tensor parallel: what is found for every card's share of the blocks, together; None if one cannot hold it.
 
-    Shares are even if that fits, and those of the run that is resumed.
+    Shares are even, or those of the run that is resumed.
     """
-    evenly = (1,) * len(question.cards)
-    if question.given_shares:
-        return _in_shares(question, setting, find, question.given_shares)
-    found = _in_shares(question, setting, find, evenly) if terms.has_limits else None
-    if found is not None:
-        return found
-    shares = fitting_shares(question, setting, terms if terms.has_limits else replace(terms, most=1.0))
-    if shares is None and terms.has_limits:
-        return None
-    found = _in_shares(question, setting, find, shares or evenly)
-    if found is None or shares is None or len({*shares}) == 1:
-        return found
-    return replace(found, shares=shares)
+    return _in_shares(question, setting, find, question.given_shares or (1,) * len(question.cards))
 
 
 def _in_shares(
@@ -164,7 +149,7 @@ def _cut(question: Question, setting: Setting, terms: Terms) -> Found | None:
         return _each_alone(question, setting, lambda alone, each: find_cut(alone, each, replace(terms, streams="none")))
     if setting.divides_blocks:
         plain = replace(terms, streams="none")
-        return _together(question, setting, lambda share, each: find_cut(share, each, plain), plain)
+        return _together(question, setting, lambda share, each: find_cut(share, each, plain))
     return find_cut(question, setting, terms)
 
 

@@ -21,7 +21,7 @@ from ...quantization import weight_only
 from ...quantization.frozen_linear import FrozenLinear8
 from ...quantization.quantize import QuantizeSettings
 from ..placement import block_names
-from .shards import BlockShard, count_groups, divide_block, find_plan, shares_of
+from .shards import BlockShard, divide_block, find_plan, shares_of
 from .slices import Slice
 
 Slices = dict[str, Slice]  # name of each divided parameter in the model -> the slice of one device
@@ -92,15 +92,6 @@ def _fault_of_one(
                     f"would cut these; use model.rotation = {_narrower(part, width)}"
                 )
     return ""
-
-
-def num_groups_in(model: nn.Module, family: ModelFamily) -> int:
-    """The most groups of heads that a block has.
-
-    Raises: ValueError if nobody described how blocks are divided.
-    """
-    blocks = (model.get_submodule(name) for name in block_names(model, family))
-    return max(count_groups(block, _plan_of(block, family)) for block in blocks)
 
 
 def _narrower(part: Slice, width: int) -> int:

@@ -117,12 +117,6 @@ def meetings_in(block: nn.Module, plan: TensorPlan) -> set[str]:
     return found
 
 
-def count_groups(block: nn.Module, plan: TensorPlan) -> int:
-    """Of heads that stay together, in a block that is whole."""
-    num_heads, num_kv_heads = _count_heads(block, plan)
-    return num_kv_heads or num_heads
-
-
 def _count_heads(block: nn.Module, plan: TensorPlan) -> tuple[int, int]:
     """Heads, and those of keys and values, 0 for as many."""
     return _number(block, plan.num_heads), _number(block, plan.num_kv_heads) if plan.num_kv_heads else 0

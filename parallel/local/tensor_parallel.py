@@ -147,6 +147,7 @@ class TensorParallel(Bridge):
     def end(self) -> None:
         if self.is_running:
             self._close_run()
+            self._given = None
             self._forget()
         super().end()
         if self._runs_in is threading.current_thread():

@@ -17,7 +17,6 @@ import comfy.lora
 import comfy.sd
 import comfy.weight_adapter
 import torch
-from devicebridge.nodes.host.split.tree import tree_of
 from devicebridge.parallel.local import forward_workers
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, split
@@ -317,20 +316,6 @@ def tensor_verified_and_not_offloaded(case: Case) -> None:
     limits = {"memory_limit_gb": (1.0, 0.0001), "offload": False}
     case.refused("no room", lambda: tensor(host.load(name), **limits), ValueError, "lazy:1 would hold", "offload on")
     case.equal("with room", host.sample(tensor(host.load(name), offload=False), name), reference)
-    _check_room_at_home(case, name)
-
-
-def _check_room_at_home(case: Case, name: str) -> None:
-    """A first card with no room for half of the heads gets fewer, for it holds embedders and last layers, too."""
-    host = case.host
-    model = host.load(name)
-    division = tree_of(tensor(model).model).plan.division
-    sizes = list(division.bytes_on(model.model.diffusion_model).values())
-    limits = (sizes[0] * 0.95 / 1e9, 1.0)
-    divided = tensor(host.load(name), memory_limit_gb=limits, offload=False)
-    heads = {shares.heads for _, shares in tree_of(divided.model).plan.division.blocks.values()}
-    case.check("the first card has fewer heads", heads == {(1, 3)}, heads)
-    near(case, "with them", host.sample(divided, name), host.sample(host.load(name, load_device=CPU), name))
 
 
 @case

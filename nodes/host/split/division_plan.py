@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -12,8 +11,7 @@ from torch import nn
 from ....families.comfy.native import NativeModel
 from ....families.tensor_plan import Shares, TensorPlan
 from ....parallel.block_lists import execution_order
-from ....parallel.local.fitting_shares import fit_groups, settle_groups
-from ....parallel.local.shards import count_groups, divided_bytes, find_plan, shares_of
+from ....parallel.local.shards import divided_bytes, find_plan, shares_of
 
 # Layouts of comfy_kitchen whose scales are of the whole weight or of its rows.
 _DIVISIBLE_LAYOUTS = (
@@ -53,10 +51,8 @@ def _bytes(module: nn.Module) -> int:
     return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
 
 
-def plan_division(
-    diffusion_model: nn.Module, layout: NativeModel, devices: tuple[torch.device, ...], rooms: Sequence[int]
-) -> Division:
-    """Decide how every block is divided, by what fits the bytes that each card may hold; reads sizes only.
+def plan_division(diffusion_model: nn.Module, layout: NativeModel, devices: tuple[torch.device, ...]) -> Division:
+    """Decide how every block is divided; reads sizes only.
 
     Raises: ValueError if nobody described how, there are fewer heads than cards, or weights have a format that cannot.
     """
@@ -72,40 +68,8 @@ def plan_division(
         plans[name] = block, plan
         _check_formats(name, block, plan)
 
-    groups = _fit(diffusion_model, list(plans.values()), rooms)
-    return Division(devices, {name: (plan, shares_of(block, plan, groups)) for name, (block, plan) in plans.items()})
-
-
-def _fit(root: nn.Module, plans: Sequence[tuple[nn.Module, TensorPlan]], rooms: Sequence[int]) -> list[int]:
-    """Groups of heads of each card; home holds all but the blocks, too."""
-    count = len(rooms)
-    alike = Counter(_kind(*each) for each in plans)
-    kinds = {_kind(*each): each for each in plans}
-    rest = _bytes(root) - sum(_bytes(block) for block, _ in plans)
-
-    def sizes(groups: Sequence[float]) -> list[int]:
-        found = [rest, *[0] * (count - 1)]
-        for kind, (block, plan) in kinds.items():
-            shares = shares_of(block, plan, groups)
-            for rank in range(count):
-                found[rank] += alike[kind] * divided_bytes(block, plan, shares, rank)
-        return found
-
-    num_groups = max(count_groups(block, plan) for block, plan in plans)
-    of_blocks = _bytes(root) - rest
-    whole = (sum(sizes([1.0] * count)) - rest - of_blocks) / (count - 1)  # what of the blocks every card has
-    each = (of_blocks - whole) / num_groups
-    most = [(room - whole - rest * (rank == 0)) / each for rank, room in enumerate(rooms)]
-    return settle_groups(fit_groups(num_groups, most), rooms, sizes)
-
-
-def _kind(block: nn.Module, plan: TensorPlan) -> tuple[object, ...]:
-    """Equal for blocks that are divided alike."""
-    return (
-        type(block),
-        count_groups(block, plan),
-        *((name, tuple(each.shape), each.nbytes) for name, each in block.named_parameters()),
-    )
+    evenly = (1.0,) * len(devices)
+    return Division(devices, {name: (plan, shares_of(block, plan, evenly)) for name, (block, plan) in plans.items()})
 
 
 def _check_formats(name: str, block: nn.Module, plan: TensorPlan) -> None:

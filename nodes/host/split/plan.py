@@ -141,7 +141,7 @@ def _plan_tensor(diffusion_model: nn.Module, layout: NativeModel, request: Split
     """All blocks at home, and each divided among the devices by what fits the memory that they may take."""
     limit_bytes = {d: int(gb * GB) for d, gb in zip(request.devices, request.memory_limit_gb, strict=False)}
     rooms = {device: room or 0 for device, room in card_budgets(request.devices, limit_bytes).items()}
-    division = plan_division(diffusion_model, layout, request.devices, list(rooms.values()))
+    division = plan_division(diffusion_model, layout, request.devices)
     _check_room(division.bytes_on(diffusion_model), rooms, request.offload)
     order = execution_order(diffusion_model, layout)
     home = request.devices[0]

@@ -17,7 +17,6 @@ from devicebridge.jobs import resolve as resolve_module
 from devicebridge.planning.cards import Card
 from devicebridge.planning.request import make_request, make_square
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.plans import make_plan_job
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,18 +41,6 @@ def _publish_tiny(folder: Path, family_name: str, monkeypatch: pytest.MonkeyPatc
 def _values(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
     assert main(["plan", *map(str, arguments), "--cards", "2x1GB", "--json"]) == 0
     return json.loads(capsys.readouterr().out)
-
-
-def test_cards_of_unequal_memory_are_answered_with_shares_of_the_heads(tmp_path, capsys):
-    """24 GiB and 12 GiB, FLUX.2 with each block divided between them; even shares would not fit the second."""
-    save_job(make_plan_job(parallel={"strategy": "tensor"}, lora={"rank": 8}), tmp_path / "job.toml")
-    arguments = [str(tmp_path / "job.toml"), "--model", "flux2-dev", "--resolution", "512", "--cards", "24GiB,12GiB"]
-    assert main(["plan", *arguments, "--json"]) == 0
-    values = json.loads(capsys.readouterr().out)
-    first, second = values["setting"]["shares"]
-    assert first + second == 48 and first > second
-    assert any(f"heads as {first} to {second}: even shares do not fit" in reason for reason in values["reasons"])
-    assert all(device["needed"] <= device["usable"] for device in values["devices"])
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
