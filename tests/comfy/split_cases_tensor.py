@@ -18,6 +18,7 @@ import comfy.sd
 import comfy.weight_adapter
 import torch
 from devicebridge.parallel.local import forward_workers
+from devicebridge.parallel.local.collective import Collective
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
@@ -254,17 +255,17 @@ def tensor_an_error_on_one_card(case: Case) -> None:
 
 @contextmanager
 def _failing_meeting(rank: int, at: int, error: BaseException | None = None) -> Iterator[None]:
-    """While active one rank fails at its meeting of this number."""
-    meet, count = TensorParallel._meet, 0
+    """While active one rank fails in its collective of this number."""
+    post, count = Collective._post, 0
 
-    def failing(self: Any, how: Any, here: int, *args: Any) -> Any:
+    def failing(self: Any, here: int, *args: Any, **more: Any) -> None:
         nonlocal count
         count += here == rank
         if here == rank and count == at:
             raise error or RuntimeError("injected")
-        return meet(self, how, here, *args)
+        post(self, here, *args, **more)
 
-    with mock.patch.object(TensorParallel, "_meet", failing):
+    with mock.patch.object(Collective, "_post", failing):
         yield
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import comfy.model_management
 import comfy_extras.nodes_model_merging as merging
-from devicebridge.parallel.local.tensor_parallel import TensorParallel
+from devicebridge.parallel.local.collective import Collective
 from devicebridge.tests.comfy.split_cases import CPU, Case, case
 from devicebridge.tests.comfy.split_cases_nodes import _FLUX, _SD3, WINDOWS, Node, _apply
 from devicebridge.tests.comfy.split_cases_tensor import _failing_meeting, near, tensor
@@ -130,14 +130,14 @@ def ends(case: Case, claim: str, act: Any, error: type[BaseException]) -> None:
 
 def _cancelled(sample: Any) -> None:
     """Cancel is pressed while a block runs; ComfyUI looks for it between operations and steps."""
-    meet, count = TensorParallel._meet, 0
+    post, count = Collective._post, 0
 
-    def pressing(self: Any, rank: int, *args: Any) -> Any:
+    def pressing(self: Any, *args: Any, **more: Any) -> None:
         nonlocal count
         count += 1
         if count == 9:
             comfy.model_management.interrupt_current_processing()
-        return meet(self, rank, *args)
+        post(self, *args, **more)
 
-    with mock.patch.object(TensorParallel, "_meet", pressing):
+    with mock.patch.object(Collective, "_post", pressing):
         sample()
