@@ -97,7 +97,7 @@ def test_experts_are_summed_once_and_each_computes_its_share_of_the_tokens() -> 
 def test_where_text_is_beside_the_stream_layers_see_the_picture_alone(joint, tokens) -> None:
     model = Model([Separate()])
     work = divided_work(model, dataclasses.replace(LAYOUT, is_joint=joint), _shares(model, 2), 512)
-    assert work.row_flops == 2 * tokens * (WIDTH * WIDTH + HIDDEN * WIDTH)
+    assert work.sent_bytes == tokens * (2 * 2 * WIDTH + 2 * 4)  # two sums, and the squares of two norms
     assert work.stream_bytes == 2 * tokens * WIDTH
 
 
