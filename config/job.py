@@ -11,6 +11,7 @@ import difflib
 import functools
 import json
 import logging
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -364,8 +365,11 @@ def _anchor_paths(values: dict[str, Any], base: Path) -> None:
 def _anchored(given: Any, base: Path, *, may_be_name: bool = False) -> Any:
     if not isinstance(given, str) or not given or CONTROL.search(given):
         return given
-    path = base / Path(given).expanduser()
-    return given if may_be_name and not path.exists() else str(path.resolve())
+    try:
+        path = base / Path(given).expanduser()
+    except RuntimeError:  # the home folder of somebody unknown
+        return given
+    return given if may_be_name and not path.exists() else os.path.realpath(path)  # which takes links in a circle
 
 
 def _sections(values: Any, names: Sequence[str]) -> Iterator[dict[str, Any]]:

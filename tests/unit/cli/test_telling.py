@@ -172,6 +172,14 @@ def test_arguments_that_are_refused_are_escaped(capsys: pytest.CaptureFixture[st
     assert "\x1b" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["closed pipe", "full disk", "ascii"])
+def test_what_a_library_prints_breaks_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", STREAMS[kind]())
+    safe_output()
+    print("\u0436", flush=True)
+    sys.stdout.flush()
+
+
 def test_output_is_made_safe_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     safe_output()

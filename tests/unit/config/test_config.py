@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -294,3 +295,13 @@ _VALUES_OF_LISTS: dict[str, Any] = {
     "train": {"steps": 1},
     "output": {"folder": "x"},
 }
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights there")
+def test_paths_that_lead_nowhere_are_left_to_whoever_reads_them(tmp_path):
+    """Links in a circle, and the home folder of nobody."""
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    text = '[model]\npath = "m"\n[train]\nsteps = 1\n[output]\nfolder = "o"\n[[data.folders]]\npath = "{}"\n'
+    for path, end in (("loop/x", "loop/x"), ("~no_such_user_here/x", "~no_such_user_here/x")):
+        (tmp_path / "job.toml").write_text(text.format(path))
+        assert load_job(tmp_path / "job.toml").data.folders[0].path.endswith(end)

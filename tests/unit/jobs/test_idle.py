@@ -85,6 +85,14 @@ def test_what_is_written_lies_in_no_folder_that_is_read(ours: str, theirs: str, 
     assert str(given) in str(refused.value)
 
 
+def test_a_folder_that_is_read_by_a_link_is_what_it_leads_to(folder: Path) -> None:
+    (folder / "link").symlink_to(folder / "data")
+    with pytest.raises(ValueError, match=r"^cache\.folder .*link"):
+        refuse_overlaps(
+            _job(folder, data__folders=[{"path": str(folder / "link")}], cache__folder=str(folder / "data" / "x"))
+        )
+
+
 def test_other_spellings_of_a_folder_are_that_folder_where_the_disk_says_so(folder: Path) -> None:
     if not (folder / "DATA").exists():
         os.symlink(folder / "data", folder / "DATA")  # as a disk without case would have it
