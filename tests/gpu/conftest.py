@@ -6,15 +6,12 @@ from collections.abc import Iterator
 from unittest import mock
 
 import pytest
-from devicebridge.parallel.local.graph_recorder import CardsRecorder, ThreadsRecorder
+from devicebridge.parallel.local.graph_recorder import GraphRecorder
 
 
 @pytest.fixture
 def cards_wait() -> Iterator[None]:
     """Cards count as waiting for the host, so blocks are recorded. A host that falls behind, or a card that does, would
     decide that otherwise."""
-    with (
-        mock.patch.object(CardsRecorder, "mark", lambda recorder: lambda: True),
-        mock.patch.object(ThreadsRecorder, "mark", lambda recorder: lambda: True),
-    ):
+    with mock.patch.object(GraphRecorder, "mark", lambda recorder: lambda: True):
         yield
