@@ -16,11 +16,9 @@ if __package__:
 
         Raises: RuntimeError if ComfyUI has changed what every node is made of.
         """
-        from .contract.check import check_parts
-        from .contract.living import Living
-        from .contract.rows import EVERY_NODE
+        from . import compat
 
-        check_parts(Living(may_import=True), [EVERY_NODE])
+        compat.check("schemas")
         from .nodes import add_page, make_extension
 
         add_page()

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ..contract.rows import COMMAND, ROWS
+from .. import compat
 from ..headless import comfyui
 from ..system import import_faults, processes
 from ..system.versions import TESTED, TestedRange, installed_version
@@ -194,31 +194,27 @@ def _ask_comfyui() -> dict[str, Any]:
         facts["comfyui"] = f"{found.folder} ({number}, {found.python})"
         pack = comfyui.find_pack(found.base / "custom_nodes")
         facts["comfyui_pack"] = str(pack) if pack else None
-        facts["contract"] = _ask_contract(found)
+        facts["contract"] = _ask_compat(found)
     return facts
 
 
-def _ask_contract(found: comfyui.ComfyUI) -> dict[str, Any] | None:
-    """What this ComfyUI has changed of what the pack relies on, read from its source with its own Python.
-
-    Nothing of it is run: importing it would set up devices, take seconds, and fail where it needs "--cpu".
-    """
-    command: list[str | Path] = [found.python, "-I", comfyui.ROOT / "contract" / "written.py", found.folder]
+def _ask_compat(found: comfyui.ComfyUI) -> dict[str, Any] | None:
+    """What this ComfyUI has changed of what the pack relies on, asked in its own Python; takes seconds."""
     try:
-        return json.loads(processes.run(command, timeout_s=60) or "")
+        return json.loads(processes.run([found.python, compat.__file__, found.folder], timeout_s=120) or "")
     except ValueError:
         return None
 
 
-def _contract_lines(facts: dict[str, Any]) -> list[str]:
+def _compat_lines(facts: dict[str, Any]) -> list[str]:
     told = facts["contract"]
     if told is None:
         return ["  what the pack relies on in it: could not be read"]
     if not told["faults"]:
-        return [f"  what the pack relies on in it: all {len(ROWS)} parts are there"]
+        return [f"  what the pack relies on in it: all {len(compat.NEEDS)} parts are there"]
     names = ", ".join(told["refused"])
     return ["  what the pack relies on in it has changed:", *(f"    {each}" for each in told["faults"])] + [
-        f"    so these refuse to run: {names}"
+        f"    so these do not work: {names}"
     ]
 
 
@@ -226,7 +222,7 @@ def _pack_lines(facts: dict[str, Any]) -> list[str]:
     if facts["comfyui"] is None:
         return []
     place = facts["comfyui_pack"] or "no; its window does not show the nodes (devicebridge run adds them itself)"
-    lines = [f"  DeviceBridge in its custom_nodes: {place}", *_contract_lines(facts)]
+    lines = [f"  DeviceBridge in its custom_nodes: {place}", *_compat_lines(facts)]
     if facts["system"].startswith("Windows") and len(_accelerators(facts)) > 1:
         from ..parallel.devices import ONE_GPU_ON_WINDOWS
 
@@ -309,7 +305,7 @@ def _changed(facts: dict[str, Any], node: str) -> str:
 def _workflows(facts: dict[str, Any]) -> str:
     if facts["comfyui"] is None:
         return "no ComfyUI was found; set COMFYUI_PATH to its folder, or run `comfy install`"
-    return _changed(facts, COMMAND) if facts["comfy_cli"] else "comfy-cli is missing (pip install comfy-cli)"
+    return "" if facts["comfy_cli"] else "comfy-cli is missing (pip install comfy-cli)"
 
 
 _NO_GPU = "torch finds no GPU; training runs on the CPU"

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
-from ..contract.check import check_parts, find_faults, pending_nodes, refusals
-from ..contract.living import Living
-from ..contract.rows import NODES as PARTS_OF
-from ..contract.rows import PAGE
+from .. import compat
 from ..system.telling import EscapedLogs
 from .caption_images import ImagesToCaption, WriteCaptions
 from .captions import CacheCaptionsAndLatents
@@ -46,28 +43,18 @@ _log = logging.getLogger(__name__)
 class DeviceBridgeExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """The nodes; one whose part of ComfyUI has changed is there, too, and refuses to run."""
-        try:
-            doubtful = _doubtful_nodes(Living())
-        except Exception:
-            _log.exception("what this ComfyUI has changed cannot be told; the nodes are there as they are")
-            doubtful = set()
-        return [_guarded(node) if node.define_schema().node_id in doubtful else node for node in NODES]
+        told = compat.refusals(compat.find_faults())
+        for text in dict.fromkeys(told.values()):
+            _log.warning("%s will not work: %s", ", ".join(name for name in told if told[name] == text), text)
+        found = ((node, told.get(node.define_schema().node_id, "")) for node in NODES)
+        return [_refusing(node, why) if why else node for node, why in found]
 
 
-def _doubtful_nodes(host: Living) -> set[str]:
-    """Ids of nodes whose part of ComfyUI has changed, or is not imported yet."""
-    told = refusals(host.version, find_faults(host))
-    for node_id, text in told.items():
-        _log.warning("%s will refuse to run: %s", node_id, text)
-    return {*told, *pending_nodes(host)}
+def _refusing(node: type[io.ComfyNode], why: str) -> type[io.ComfyNode]:
+    """A node with the same sockets that says when it is run why it cannot."""
 
-
-def _guarded(node: type[io.ComfyNode]) -> type[io.ComfyNode]:
-    """The same node, which asks ComfyUI again whenever it is run."""
-
-    def execute(cls: type[io.ComfyNode], **sockets: Any) -> io.NodeOutput:
-        check_parts(Living(may_import=True), PARTS_OF[node.define_schema().node_id])
-        return node.execute.__func__(cls, **sockets)
+    def execute(cls: type[io.ComfyNode], **sockets: Any) -> NoReturn:
+        raise RuntimeError(why)
 
     return type(node.__name__, (node,), {"execute": classmethod(execute), "__module__": node.__module__})
 
@@ -77,13 +64,12 @@ def add_page() -> None:
     if not hasattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance"):
         return  # no server: a test, or a script
     try:
-        check_parts(Living(may_import=True), [PAGE])
-    except RuntimeError as error:
-        _log.warning("the page DeviceBridge is not there: %s", error)
-        return
-    from .host.page import add_page
+        compat.check("page")
+        from .host.page import add_page
 
-    add_page()
+        add_page()
+    except (RuntimeError, ImportError, AttributeError) as error:
+        _log.warning("the page DeviceBridge is not there: %s", error)
 
 
 def make_extension() -> ComfyExtension:

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from comfy_api.v0_0_2 import ComfyExtension as ComfyExtension
 from comfy_api.v0_0_2 import io as io
 
-from ...contract.check import check_parts
-from ...contract.living import Living
-from ...contract.rows import NATIVE
+from ... import compat
 from ...data.open_image import opened
 from .comfy_encoders import HostClip as HostClip
 from .comfy_encoders import HostVae as HostVae
@@ -170,7 +168,7 @@ def read_native(path: str, dtype: str, like: Any = None) -> CheckpointInfo:
     """
     from .native import source
 
-    check_parts(Living(may_import=True), [NATIVE])
+    compat.check("training")
     return source.read_native(Path(path), dtype, like)
 
 

@@ -6,9 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ....contract.check import check_parts
-from ....contract.living import Living
-from ....contract.rows import CONDITIONS
 from ....families.comfy.conditions import WAYS
 from ....families.comfy.inputs import NOISE_MASK
 from ..compiler import outside
@@ -24,8 +21,6 @@ class HostConditioner:
     """ComfyUI's encoders as encoding/conditions.py asks for them; those that a way does not need may be None."""
 
     def __init__(self, clip: HostClip | None, vae: HostVae | None, vision: HostVision | None) -> None:
-        """Raises: RuntimeError for a ComfyUI whose nodes are called otherwise than here."""
-        check_parts(Living(may_import=True), [CONDITIONS])
         self._clip: Any = clip and clip.asked
         self._vae: Any = vae and vae.stock
         self._vision: Any = vision and vision.stock

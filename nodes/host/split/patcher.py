@@ -9,7 +9,7 @@ Two classes are mixed into whatever patcher class the incoming MODEL has (classi
 - ShardMixin: the patcher of one further card. It shares the home patcher's patches, so a LoRA is applied where the
   weight lives. It puts object patches into its own blocks, so what they bring is loaded and patched there.
 
-Nothing of ComfyUI's is replaced. docs/internals/upstream_facts.md lists what is relied on, with ComfyUI 0.33.
+Nothing of ComfyUI's is replaced. compat.py lists what is overridden, as ComfyUI 0.33 has it.
 """
 
 from __future__ import annotations

@@ -155,9 +155,9 @@ def test_the_report_says_what_a_comfyui_has_changed(monkeypatch: pytest.MonkeyPa
     assert json.loads(json.dumps(facts)) == facts
     lines = doctor.report(facts).splitlines()
     assert "    folder_paths.get_full_path takes 'folder' where 'folder_name' was" in lines
-    assert "    comfy.samplers._calc_cond_batch is gone" in lines
-    refused = next(line for line in lines if "so these refuse to run" in line)
-    assert "DeviceBridgeSplitModel" in refused and "devicebridge run" in refused
+    assert "    comfy.samplers cannot be imported (No module named 'comfy')" in lines
+    refused = next(line for line in lines if "so these do not work" in line)
+    assert "DeviceBridgeSplitModel" in refused and "training of ComfyUI's own models" in refused
     judge = dict(doctor._FEATURES)["Split Model Across GPUs (sampling in ComfyUI)"]
     two = {**facts, "devices": [{"name": "cuda:0"}, {"name": "cuda:1"}]}
     assert judge(two).startswith("ComfyUI 0.99.0 changed what DeviceBridge relies on here: ")

@@ -83,20 +83,18 @@ def test_the_extension_lists_the_nodes(nodes: ModuleType) -> None:
 
 
 def test_a_node_whose_part_of_comfyui_has_changed_says_so_when_it_is_run(nodes: ModuleType) -> None:
-    """The stand-in has neither samplers nor loaders: to the contract it is a ComfyUI that has lost them."""
+    """The stand-in has neither samplers nor loaders: it is a ComfyUI that has lost them."""
     import asyncio
 
     found = {node.define_schema().node_id: node for node in asyncio.run(nodes.make_extension().get_node_list())}
     with pytest.raises(
-        RuntimeError, match=r"ComfyUI .* changed what .* comfy\.model_patcher.* is gone.* Update DeviceB"
+        RuntimeError, match=r"ComfyUI .* changed what .* comfy\.model_patcher cannot be imported.* Update DeviceB"
     ):
         found["DeviceBridgeSplitModel"].execute(model=object(), devices="auto")
     assert found["DeviceBridgeRingLseFix"].execute(enabled=False).args == (None, "Off")
 
 
-def test_every_node_is_there_where_comfyui_cannot_be_asked(
-    nodes: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_node_is_there_where_comfyui_cannot_be_asked(nodes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 
     class Finder:
@@ -106,8 +104,8 @@ def test_every_node_is_there_where_comfyui_cannot_be_asked(
 
     monkeypatch.delitem(sys.modules, "comfyui_version", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Finder()])
-    assert asyncio.run(nodes.make_extension().get_node_list()) == list(nodes.NODES)
-    assert "a finder of another pack" in caplog.text
+    found = asyncio.run(nodes.make_extension().get_node_list())
+    assert [node.define_schema().node_id for node in found] == NODE_IDS
 
 
 def test_node_ids_are_literals_for_the_registrys_scanner() -> None:

@@ -1,4 +1,4 @@
-"""The ComfyUI at hand has every part that the rows of the contract name, whichever way it is asked."""
+"""The ComfyUI at hand has all that the pack uses of it, and one that lacks something is refused by name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from devicebridge.contract.rows import NODES
+from devicebridge.compat import PARTS
 from devicebridge.tests.comfy.server import Server, start_server
 from devicebridge.tests.comfy_host import comfy_python
 
 pytestmark = pytest.mark.comfy
 
-WORKER = Path(__file__).with_name("contract_worker.py")
+WORKER = Path(__file__).with_name("compat_worker.py")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -30,25 +30,27 @@ def told(comfyui: Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_a_running_comfyui_has_every_part(told: dict[str, Any]) -> None:
-    assert (told["living"], told["pending"]) == ([], [])
+def test_comfyui_has_all_that_the_pack_asks_at_its_start(told: dict[str, Any]) -> None:
+    assert (told["faults"], told["imported"]) == ([], [])
 
 
-def test_asking_it_imports_nothing(told: dict[str, Any]) -> None:
-    assert told["imported"] == []
+def test_comfyui_has_everything_else_that_the_code_uses(told: dict[str, Any]) -> None:
+    assert told["lacking"] == []
+    assert told["asked"] > 250
 
 
-def test_its_source_has_every_part(told: dict[str, Any]) -> None:
-    assert told["written"] == []
+def test_a_line_that_no_comfyui_keeps_is_found(told: dict[str, Any]) -> None:
+    assert told["not as lines say"] == []
 
 
-def test_every_method_that_stands_in_for_one_of_comfyuis_has_a_row(told: dict[str, Any]) -> None:
-    assert told["overrides without a row"] == []
+def test_every_method_that_stands_in_for_one_of_comfyuis_is_as_compat_says(told: dict[str, Any]) -> None:
+    assert told["overrides"] == []
 
 
-def test_where_a_function_is_gone_its_nodes_are_guarded_and_look_as_before(told: dict[str, Any]) -> None:
-    assert told["guarded"] == [node for node, parts in NODES.items() if "split" in parts]
+def test_where_a_function_is_gone_its_nodes_refuse_and_look_as_before(told: dict[str, Any]) -> None:
+    assert told["refusing"] == list(PARTS["split"])
     assert told["same schemas"]
+    assert set(told["ids"]) == {*PARTS["nodes"], "DeviceBridgeRingLseFix"}
 
 
 # ---- a server whose ComfyUI has renamed a function
@@ -74,10 +76,9 @@ def changed(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 def test_a_changed_comfyui_starts_and_its_log_names_the_nodes_that_refuse(changed: Server) -> None:
     log = changed.log.read_text(encoding="utf-8")
-    assert set(re.findall(r"(DeviceBridge\w+) will refuse to run", log)) == {
-        node for node, parts in NODES.items() if "split" in parts
-    }
-    assert set(NODES) <= set(changed.get("/object_info"))
+    (refused,) = re.findall(r"(DeviceBridge[\w, ]+) will not work", log)
+    assert refused.split(", ") == list(PARTS["split"])
+    assert {*PARTS["nodes"], "DeviceBridgeRingLseFix"} <= set(changed.get("/object_info"))
 
 
 def test_the_node_concerned_refuses_and_another_runs(changed: Server) -> None:
