@@ -308,7 +308,7 @@ def _is_place(key: Key) -> bool:
 
 
 def _settings_of(job: JobConfig, left_out: Collection[str]) -> dict[str, Any]:
-    """By key; of a list of sections each by its number, as data.folders.0.repeats."""
+    """By key; of a list of sections each by its number, as data.folders.0.repeats. Paths are told without links."""
     values, found = job_to_dict(job), {}
     lists = {key.section for key in job_keys().values()}  # a section inside one comes by its keys
     for key in job_keys().values():
@@ -316,7 +316,9 @@ def _settings_of(job: JobConfig, left_out: Collection[str]) -> dict[str, Any]:
             continue
         for index, each in enumerate(_sections(values, key.section.split("."))):
             number = f"{index}." if "." in key.section else ""
-            found[f"{key.section}.{number}{key.name}"] = each[key.name]
+            value = each[key.name]
+            is_full = key.is_path and isinstance(value, str) and os.path.isabs(value)
+            found[f"{key.section}.{number}{key.name}"] = os.path.realpath(value) if is_full else value
     return found
 
 
@@ -366,9 +368,12 @@ def _anchored(given: Any, base: Path, *, may_be_name: bool = False) -> Any:
     if not isinstance(given, str) or not given or CONTROL.search(given):
         return given
     try:
-        path = base / Path(given).expanduser()
+        own = Path(given).expanduser()
     except RuntimeError:  # the home folder of somebody unknown
         return given
+    if own.is_absolute() and ".." not in own.parts:
+        return str(own)
+    path = base / own
     return given if may_be_name and not path.exists() else os.path.realpath(path)  # which takes links in a circle
 
 

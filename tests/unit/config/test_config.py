@@ -161,6 +161,22 @@ def test_broken_toml_names_the_file(tmp_path):
         load_job(tmp_path / "job.toml")
 
 
+@pytest.mark.skipif(os.name == "nt", reason="links need rights there")
+def test_a_path_over_a_link_is_given_to_another_process_as_it_is_and_compared_by_where_it_leads(tmp_path):
+    """As where models are a link to a larger disk; earlier versions kept where it leads."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    sections = {"output": {"folder": str(tmp_path / "link" / "out")}, "data": {"folders": [{"path": str(tmp_path)}]}}
+    given, real, other = (
+        make_job({**MINIMAL, **sections, "model": {"path": str(tmp_path / name / "m")}})
+        for name in ("link", "disk", "x")
+    )
+    save_for_process(given, tmp_path / "job.toml")
+    assert load_job(tmp_path / "job.toml") == given
+    assert differing_keys(real, given) == differing_keys(given, real) == []
+    assert len(differing_keys(given, other)) == 1
+
+
 def test_differences_that_matter_on_resume():
     old = make_job(MINIMAL)
     assert differing_keys(old, make_job(_with("output", save_every_steps=5, keep_last=7))) == []
