@@ -237,17 +237,18 @@ class JobQueue:
         """Of a run, there or not. Raises: ValueError for a name that leads out of the store, also by a link."""
         root = Path(os.path.realpath(self.store.root))
         inside = root / run
-        is_itself = os.path.normcase(os.path.realpath(inside)) == os.path.normcase(inside)
+        is_itself = _real(inside) == os.path.normcase(inside)
         if inside == root or not inside.is_relative_to(root) or not is_itself:
             raise ValueError(f"the run {run!r} leads out of {self.store.root}, or over a link; give it another name")
         return self.store.root / run
 
     def _run_of(self, job: JobConfig) -> str:
-        """Its run's name. Raises: ValueError for one outside the store."""
-        folder = Path(job.output.folder)
-        if not folder.is_relative_to(self.store.root):
+        """Its run's name, also where the job names the store over a link. Raises: ValueError for one outside it."""
+        folder, root = Path(job.output.folder), _real(self.store.root)
+        above = next((each for each in reversed(folder.parents) if _real(each) == root), None)
+        if above is None:
             raise ValueError(f"{folder} is not below {self.store.root}; a training in the background writes there")
-        run = folder.relative_to(self.store.root).as_posix()
+        run = folder.relative_to(above).as_posix()
         self.folder(run)
         return run
 
@@ -321,6 +322,11 @@ class JobQueue:
 
     def _remove(self, job: QueuedJob) -> None:
         self._save([each for each in self._all() if each.id != job.id])
+
+
+def _real(path: Path) -> str:
+    """To compare: without links, and without case where the system takes none for another name."""
+    return os.path.normcase(os.path.realpath(path))
 
 
 def _has_waiting(jobs: Sequence[QueuedJob]) -> bool:

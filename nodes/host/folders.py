@@ -20,6 +20,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -186,9 +187,20 @@ def _has_files(folder: Path) -> bool:
 def folder_in_output(name: str, what: str) -> Path:
     """A folder to write to, always inside ComfyUI's output folder; not made yet.
 
-    Raises: ValueError for a name that leads elsewhere.
+    Raises: ValueError for a name that leads elsewhere, also over a link.
     """
-    return _inside(Path(folder_paths.get_output_directory()), name.strip(), what)
+    folder = _inside(Path(folder_paths.get_output_directory()), name.strip(), what)
+    _refuse_writing_elsewhere(folder, what)
+    return folder
+
+
+def runs_folder() -> Path:
+    """Where the runs of this ComfyUI are, without links; a link to where nodes may not write is left as it is."""
+    folder = Path(os.path.realpath(folder_paths.get_output_directory())) / "devicebridge"
+    with suppress(ValueError):  # of the settings file, which whoever trains is told
+        if _is_below(folder, _writable_folders()):
+            return Path(os.path.realpath(folder))
+    return folder
 
 
 def output_entry(path: Path) -> dict[str, str] | None:
@@ -295,7 +307,7 @@ def refuse_job(job: JobConfig) -> None:
             _refuse_writing_elsewhere(path, key)
         elif path.is_absolute():
             readable_path(name, key)
-        elif key not in _MAY_BE_NAMES:
+        elif key not in _MAY_BE_NAMES or path.anchor or ".." in path.parts:
             raise ValueError(f"{key} {name!r} is no full path; give one")
 
 
@@ -304,10 +316,15 @@ def _refuse_writing_elsewhere(folder: Path, key: str) -> None:
     output = folder_paths.get_output_directory()
     if not (folder.is_absolute() and any(_is_named_below(folder, base) for base in (output, os.path.realpath(output)))):
         raise ValueError(f"{key} {str(folder)!r} is not below ComfyUI's output folder, {output}; choose one there")
-    folders = [os.path.realpath(place) for place in (output, *_allowed("folders"))]
+    folders = _writable_folders()
     for path in (folder, *links_below(folder)):
         if not _is_below(path, folders):
             raise ValueError(f"{key}: {path} leads out of ComfyUI's output folder; remove it, or {_allow(path)}")
+
+
+def _writable_folders() -> list[str]:
+    """Raises: ValueError as _allowed."""
+    return [os.path.realpath(place) for place in (folder_paths.get_output_directory(), *_allowed("folders"))]
 
 
 def _is_named_below(path: Path, base: str) -> bool:

@@ -31,7 +31,15 @@ from ...runs.news import News
 from ...runs.queue import Held, JobQueue, explain
 from ...runs.store import RunStore
 from ...system.json_file import read_json_object
-from .folders import allowed_hosts, memory_folder, own_dataset, own_datasets, refuse_job, refuse_uploads_to
+from .folders import (
+    allowed_hosts,
+    memory_folder,
+    own_dataset,
+    own_datasets,
+    refuse_job,
+    refuse_uploads_to,
+    runs_folder,
+)
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -64,11 +72,6 @@ def add_page() -> None:
     routes.get(f"{PREFIX}{{name}}")(handle)
     routes.post(f"{PREFIX}{{name}}")(handle)
     threading.Thread(target=_tell, args=(News(store, queue),), name="devicebridge-page", daemon=True).start()
-
-
-def runs_folder() -> Path:
-    """Where the runs of this ComfyUI are."""
-    return Path(folder_paths.get_output_directory()).resolve() / "devicebridge"
 
 
 def background_queue() -> JobQueue:

@@ -321,9 +321,12 @@ def test_a_job_that_names_a_place_elsewhere_is_refused_with_its_key(
         places += [str(linked), str(linked.parent)]
     for place in places:
         monkeypatch.setattr(folders, "paths_of", lambda job, place=place: [(key, place)])
-        if place == "../outside" and key in {"model.path", "samples.vae", *STOCK_FILES}:
-            folders.refuse_job(job())  # a name, which ComfyUI looks for in its own folders
-            continue
+        with pytest.raises(ValueError, match=rf"^{re.escape(key)}\b"):
+            folders.refuse_job(job())
+    monkeypatch.setattr(folders, "paths_of", lambda job: [(key, "sub/outside.safetensors")])
+    if key in {"model.path", "samples.vae", *STOCK_FILES}:
+        folders.refuse_job(job())  # a name, which ComfyUI looks for in its own folders
+    else:
         with pytest.raises(ValueError, match=rf"^{re.escape(key)}\b"):
             folders.refuse_job(job())
 
@@ -354,6 +357,35 @@ def test_a_job_writes_over_no_link_to_elsewhere(
         folders.refuse_job(job())
     host.allow(big)
     folders.refuse_job(job())
+
+
+@pytest.mark.parametrize("link", ["cache", "cache/captions", "cache/.lock", "cache/deep/er/1.safetensors"])
+def test_a_node_writes_over_no_link_to_elsewhere(
+    folders: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path, link: str
+) -> None:
+    path = host.root / "output" / link
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(tmp_path / "big_disk")
+    with pytest.raises(ValueError, match=r"^cache_folder: .*leads out of ComfyUI's output folder"):
+        folders.folder_in_output("cache", "cache_folder")
+    host.allow(tmp_path / "big_disk")
+    assert folders.folder_in_output("cache", "cache_folder") == host.root / "output" / "cache"
+
+
+@pytest.mark.parametrize("link", ["output", "output/devicebridge"])
+def test_runs_lie_where_a_link_leads_if_nodes_may_write_there(
+    folders: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path, link: str
+) -> None:
+    elsewhere, place = tmp_path / "big_disk" / link, host.root / link
+    (tmp_path / "big_disk" / "output" / "devicebridge").mkdir(parents=True)
+    if place.is_dir():
+        place.rmdir()
+    place.symlink_to(elsewhere)
+    found = elsewhere if link == "output/devicebridge" else elsewhere / "devicebridge"
+    is_followed = link == "output"  # which is the user's own, wherever it leads
+    assert folders.runs_folder() == (found if is_followed else place)
+    host.allow(tmp_path / "big_disk")
+    assert folders.runs_folder() == found
 
 
 def test_a_job_that_may_import_is_a_job_of_the_command_line(folders: ModuleType, job: Callable[..., JobConfig]) -> None:

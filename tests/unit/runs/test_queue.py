@@ -167,6 +167,17 @@ def test_a_run_whose_name_leads_out_of_the_store_is_neither_queued_nor_started(
     assert not (tmp_path / "x").exists()
 
 
+def test_a_store_behind_a_link_takes_jobs_by_either_name(tmp_path: Path, commands: list[list[str]]) -> None:
+    """As where ComfyUI's output folder is a link to a larger disk."""
+    queue, link = _queue(tmp_path), tmp_path / "link"
+    link.symlink_to(tmp_path / "runs")
+    for name in ("a", "a/b"):
+        job = _job(link / name)
+        assert queue.add(job, ["cpu"], is_resumed=False).run == name
+        assert name in queue.tick() and queue.kept.find(queue.store.root / name) == job
+    assert len(commands) == 2
+
+
 def test_two_stores_that_are_remembered_in_one_place_keep_to_their_own_jobs(
     tmp_path: Path, commands: list[list[str]]
 ) -> None:
