@@ -3,23 +3,23 @@ silence."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from ..checkpoints.model_folder import first
 from ..system.listing import Looked
-from .open_image import PLUGINS
-from .video import media_suffixes, sequence_files
+from .open_image import PLUGINS, image_suffixes
+from .video import media_suffixes
 
 _OF_SYSTEMS = ("thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r", "@eadir", "__macosx")  # nobody put them there
 _CAPTIONS = (".txt", ".caption")
+_MOST_LOOKED_AT = 20_000  # files and folders in sub-folders
 _PLUGIN_OF = {".heic": PLUGINS["HEIF"], ".heif": PLUGINS["HEIF"], ".hif": PLUGINS["HEIF"], ".jxl": PLUGINS["JXL"]}
 
 
 class LeftOut:
-    """A look for what is not read.
+    """A look for what is not read. It only tells: what it cannot look through it leaves out.
 
     Args:
         read: folders that are read for themselves, resolved.
@@ -37,22 +37,22 @@ class LeftOut:
         Args:
             paths: images, clips and folders of images that are read. captions: their files.
             takes_clips: whether a sub-folder can be a clip.
-        Raises: ValueError for sub-folders that hold far more than a dataset.
         """
-        looked, taken = Looked(self._ask), {path for path in paths if path.is_dir()}
-        entries = _entries(root, looked)
-        files = [entry for entry in entries if entry.is_file() and not _is_media(entry) and entry not in captions]
-        for folder in sorted(taken):
-            frames = set(sequence_files(folder, looked))
-            files += [entry for entry in _entries(folder, looked) if entry not in frames]
+        known = {*paths, *captions}
+        entries = [entry for entry in self._entries(root) if entry not in known]
+        files = [entry for entry in entries if not _is_media(entry) and entry.is_file()]
+        for folder in sorted(path for path in paths if path.is_dir()):
+            files += [entry for entry in self._entries(folder) if _ending(entry) not in image_suffixes()]
         yield from _of_files(root, files)
-        folders = [entry for entry in entries if entry not in taken and entry.is_dir()]
-        held = {folder: self._count(folder, looked) for folder in folders}
+        looked = Looked(self._ask)
+        held = {entry: self._count(entry, looked) for entry in entries if entry.is_dir()}
         held = {folder: number for folder, number in held.items() if number}
         if held:
             names = first([f"{folder.name} ({number})" for folder, number in held.items()], most=20)
+            is_all = looked.num_seen < _MOST_LOOKED_AT
             yield (
-                f"{root}: {sum(held.values())} images and clips in {len(held)} sub-folders are not read: {names}; give "
+                f"{root}: {'' if is_all else 'at least '}{sum(held.values())} images and clips in {len(held)} "
+                f"sub-folders are not read: {names}; give "
                 "each sub-folder as a folder of its own in data.folders, and how often its images come as its repeats "
                 "(10_cat: path 10_cat, repeats 10)"
                 + ("; if one is a clip, put its caption beside it, named like the folder with .txt" * takes_clips)
@@ -60,25 +60,29 @@ class LeftOut:
 
     def of_partners(self, root: Path) -> Iterator[str]:
         """The same of a folder of references or control, whose captions do not matter."""
-        kinds = (*media_suffixes(), *_CAPTIONS)
-        files = [each for each in _entries(root, Looked(self._ask)) if each.is_file() and _ending(each) not in kinds]
+        files = [each for each in self._entries(root) if not _is_media_or_caption(each) and each.is_file()]
         yield from _of_files(root, files)
 
     def _count(self, folder: Path, looked: Looked) -> int:
         """Images and clips in a folder and all below it; through no link inside it, and not in those that are read."""
         number, remaining = 0, [folder]
-        while remaining:
+        while remaining and looked.num_seen < _MOST_LOOKED_AT:
             each = remaining.pop()
-            if each.resolve() in self._read or not os.access(each, os.R_OK | os.X_OK):
+            if each.resolve() in self._read:
                 continue
-            entries = _entries(each, looked)
+            entries = self._entries(each, looked)
             number += sum(map(_is_media, entries))
-            remaining += [entry for entry in entries if entry.is_dir() and not entry.is_symlink()]
+            others = (entry for entry in entries if not _is_media_or_caption(entry))
+            remaining += [entry for entry in others if entry.is_dir() and not entry.is_symlink()]
         return number
 
-
-def _entries(folder: Path, looked: Looked) -> list[Path]:
-    return [entry for entry in looked.entries(folder) if entry.name.lower() not in _OF_SYSTEMS]
+    def _entries(self, folder: Path, looked: Looked | None = None) -> list[Path]:
+        """None of a folder that may not be read, is gone, or holds far more than a dataset."""
+        try:
+            entries = (looked or Looked(self._ask)).entries(folder)
+        except (OSError, ValueError):
+            return []
+        return [entry for entry in entries if entry.name.lower() not in _OF_SYSTEMS]
 
 
 def _of_files(root: Path, files: Sequence[Path]) -> Iterator[str]:
@@ -101,6 +105,10 @@ def _of_files(root: Path, files: Sequence[Path]) -> Iterator[str]:
 
 def _is_media(entry: Path) -> bool:
     return _ending(entry) in media_suffixes()
+
+
+def _is_media_or_caption(entry: Path) -> bool:
+    return _is_media(entry) or _ending(entry) in _CAPTIONS
 
 
 def _ending(file: Path) -> str:

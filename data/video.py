@@ -162,13 +162,9 @@ def media_fingerprint(path: str | Path) -> str:
     return settings_fingerprint([image_fingerprint(file) for file in sequence_files(path)])
 
 
-def sequence_files(folder: Path, looked: Looked | None = None) -> list[Path]:
-    """The images of a folder as the frames of a clip: 2 comes before 10.
-
-    Args:
-        looked: the look that this is part of, whose end then counts.
-    """
-    files = (file for file in (looked or Looked()).entries(folder) if file.suffix.lower() in image_suffixes())
+def sequence_files(folder: Path) -> list[Path]:
+    """The images of a folder as the frames of a clip: 2 comes before 10."""
+    files = (file for file in Looked().entries(folder) if file.suffix.lower() in image_suffixes())
     return sorted(files, key=lambda file: (_natural(file.stem), file.name))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 from pathlib import Path
 
@@ -10,12 +12,14 @@ import av
 import numpy as np
 import pytest
 from devicebridge.config.job import DataConfig, FolderConfig
+from devicebridge.data import left_out
 from devicebridge.data.caption_files import write_caption
 from devicebridge.data.folders import scan_folders
 from devicebridge.data.open_image import image_suffixes
 from devicebridge.data.samples import Sample
 from devicebridge.data.video import probe_clip
 from devicebridge.families.registry import FAMILIES
+from devicebridge.system import listing
 from devicebridge.tests.clips import plain_frames, save_sequence
 from PIL import Image
 
@@ -39,7 +43,7 @@ def _counts(caplog: pytest.LogCaptureFixture) -> list[tuple[int, dict[str, int]]
     """Of each line: all that are not read, and so many of each ending or sub-folder."""
     found = []
     for text in (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING):
-        total = re.search(r": (\d+) .*are not read: ", text)
+        total = re.search(r": (?:at least )?(\d+) .*are not read: ", text)
         if total:
             files = {name: int(number) for number, name in re.findall(r"(\d+) of (\.\w+)", text)}
             folders = {name: int(number) for name, number in re.findall(r"([\w-]+) \((\d+)\)", text)}
@@ -177,6 +181,29 @@ def test_what_is_no_frame_of_a_sequence_is_named(tmp_path: Path, caplog: pytest.
     (tmp_path / "clip.txt").write_text("moving")
     _scan(tmp_path, latent=CLIPS)
     assert _counts(caplog) == [(1, {".psd": 1})] and "clip/frame_4b.psd" in caplog.text
+
+
+def test_a_look_for_what_is_left_out_refuses_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sub-folders that are large, or may not be read, as those of a system at the root of a disk."""
+    monkeypatch.setattr(listing, "MAX_ENTRIES", 30)
+    monkeypatch.setattr(left_out, "_MOST_LOOKED_AT", 5, raising=False)
+    for name in ("first", "second"):
+        save_sequence(tmp_path / name, plain_frames(17, (64, 64)))
+        (tmp_path / f"{name}.txt").write_text("moving")
+    for folder in ("a", "b", "closed"):
+        _save(tmp_path / "large" / folder / "a.png", "words")
+    scandir = os.scandir
+
+    def refusing(path: Path):
+        if Path(path).name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    assert len(_scan(tmp_path, latent=CLIPS)) == 2
+    assert _counts(caplog) == [(1, {"large": 1})] and "at least 1 images" in caplog.text
 
 
 def test_what_is_no_reference_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
