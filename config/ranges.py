@@ -30,7 +30,9 @@ BACKSLASHES = (
     'slashes, "C:/train/new"'
 )
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # what escapes make; names in no UTF-8 may hold others
-_NOT_ON_WINDOWS = re.compile(r'[<>:"/\\|?*]|^ |[ .]$')
+_IN_NO_NAME = re.compile(r"^\.|[/\\]")
+_IS_WINDOWS = os.name == "nt"
+_NOT_ON_WINDOWS = re.compile(r'[<>:"|?*]|^ |[ .]$')
 _WINDOWS_DEVICES = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³]) *(\.|$)", re.IGNORECASE)
 
 
@@ -117,18 +119,20 @@ def _refuse_empty(text: str) -> str:
 
 
 def check_file_name(text: str) -> str:
-    """A file name that stays one with all endings that we add, on every system, beside our own files.
+    """A file name that stays one with all endings that we add, beside our own files.
 
-    Raises: ValueError for folders in it, characters that some system refuses, the name of a file of ours or of a device
-        of Windows, or one that is too long.
+    Raises: ValueError for folders in it, what this system refuses as a name, the name of a file of ours, or one that is
+        too long.
     """
-    if not text or text.startswith(".") or _NOT_ON_WINDOWS.search(text) or not text.isprintable():
+    if not text or _IN_NO_NAME.search(text) or not text.isprintable():
         raise ValueError(
-            "output.name is a plain file name without folders, which begins with no dot or space, ends with none, and "
-            f'has none of <>:"/\\|?*, not {text!r}'
+            f"output.name is a plain file name without folders, which does not begin with a dot, not {text!r}"
         )
-    if _WINDOWS_DEVICES.match(text):
-        raise ValueError(f"output.name {text!r} is the name of a device on Windows, where no file has it; add a word")
+    if _IS_WINDOWS and (_NOT_ON_WINDOWS.search(text) or _WINDOWS_DEVICES.match(text)):
+        raise ValueError(
+            f'output.name {text!r} is no file name on Windows; leave out <>:"|?*, a space at the beginning, and a '
+            "space or a dot at the end, and add a word to the name of a device, such as con"
+        )
     if _folded(f"{text.removesuffix(LORA_ENDING)}{LORA_ENDING}") in STATE_FILES:
         raise ValueError(
             f"output.name {text!r} is the name of a file that every checkpoint has beside the LoRA, which would be "
