@@ -11,6 +11,7 @@ from ..config.job import JobConfig, job_keys, values_at
 from ..runs.folders import NO_RUNS
 
 _OURS = ("output.folder", "cache.folder", "model.quantized_cache")
+_FILES_ONLY = ("data.folders.path", "data.folders.references", "evaluation.folder", "evaluation.references")
 _REPEATS: tuple[str, ...] = ("data.resolutions", "data.folders.resolutions", "data.frames", "evaluation.quantiles")
 _REPEATS += ("data.folders.references", "evaluation.references", "samples.prompts", "cache.stock_clip")
 
@@ -34,7 +35,7 @@ def refuse_overlaps(job: JobConfig) -> None:
     """Raises: ValueError where the job would write into a folder that it reads, or over a file that it reads."""
     lora = Path(job.output.folder, job.output.file_name)
     for key, given in _read_places(job):
-        if given.is_file() and _is_in(lora, given):
+        if given.is_file() and _place_in(lora, given) is not None:
             raise ValueError(
                 f"the LoRA file {lora} would be written over {key}, which is that file; choose another output.name or "
                 "output.folder"
@@ -43,12 +44,14 @@ def refuse_overlaps(job: JobConfig) -> None:
             continue
         for our_key in _OURS:
             (ours,) = values_at(job, our_key)
-            if ours and _is_in(Path(ours), given):
+            place = _place_in(Path(ours), given) if ours else None
+            if place is not None and not (place and key in _FILES_ONLY and _is_no_clip(given, place)):
                 raise ValueError(
                     f"{our_key} {ours} lies in {key} {given}, or is that folder, so what is written there would be "
                     "among what is read; choose a folder beside it"
                 )
-        if own := [name for name in sorted(NO_RUNS) if _is_in(given, Path(job.output.folder, name))]:
+        own = [name for name in sorted(NO_RUNS) if _place_in(given, Path(job.output.folder, name)) is not None]
+        if own:
             raise ValueError(
                 f"{key} {given} is where output.folder {job.output.folder} keeps its {own[0]}; choose another "
                 "output.folder"
@@ -62,12 +65,21 @@ def _read_places(job: JobConfig) -> Iterator[tuple[str, Path]]:
             yield from ((path, Path(each)) for each in ([given] if isinstance(given, str) else given) if each)
 
 
-def _is_in(inner: Path, outer: Path) -> bool:
-    """Whether a path, which need not be there, is another or lies in it, whatever links and spellings lead there."""
+def _place_in(inner: Path, outer: Path) -> str | None:
+    """The name of the entry in which a path lies, "" if it is outer itself, and None if it lies elsewhere.
+
+    The path need not be there, whatever links and spellings lead to it.
+    """
     if not outer.exists():
-        return False
+        return None
     real = Path(os.path.realpath(inner))
-    return any(each.exists() and each.samefile(outer) for each in (real, *real.parents))
+    places = {each: name for each, name in zip((real, *real.parents), ("", *real.parts[:0:-1]), strict=True)}
+    return next((name for each, name in places.items() if each.exists() and each.samefile(outer)), None)
+
+
+def _is_no_clip(folder: Path, name: str) -> bool:
+    """Whether a sub-folder of a dataset is not read, as it has no caption beside it."""
+    return not any(os.path.lexists(folder / f"{name}{ending}") for ending in (".txt", ".caption"))
 
 
 # ---- settings without effect ----

@@ -181,6 +181,8 @@ def read_job(
     refuse_text_encoders(job, info)
     if not has_data:
         return ReadJob(job, info, variant, model, targets, (make_square(job.data, variant, latent),))
+    trained = [folder.path for folder in job.data.folders]
+    others = [*filter(None, (*trained, *job.evaluation.folders, job.output.folder, job.cache.folder))]
     samples: Sequence[Sample] = ()
     encoded: tuple[EncodedSample, ...] = ()
     if job.data.encoded:
@@ -188,10 +190,10 @@ def read_job(
         encoded = read_encoded_samples(job.data.encoded, make_comfy_reader(info.family, variant, info.config))
         refuse_batches_with_sound(encoded, job.train.batch_size)
     else:
-        samples = scan_folders(job.data, latent, should_stop, others=job.evaluation.folders)
+        samples = scan_folders(job.data, latent, should_stop, others=others)
     evaluated: Sequence[Sample] = ()
     if job.evaluation.folder:
-        evaluated = scan_folders(job.evaluation.as_data(job.data), latent, should_stop)
+        evaluated = scan_folders(job.evaluation.as_data(job.data), latent, should_stop, others=others)
     return ReadJob(job, info, variant, model, targets, tuple(samples), encoded, tuple(evaluated))
 
 

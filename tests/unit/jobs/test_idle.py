@@ -69,13 +69,14 @@ def test_a_folder_twice_is_refused_unless_its_settings_differ(folder: Path) -> N
 
 @pytest.mark.parametrize("ours", ["output.folder", "cache.folder", "model.quantized_cache"])
 @pytest.mark.parametrize("theirs", ["data", "held", "model"])
-@pytest.mark.parametrize("way", ["itself", "inside", "a link", "a link inside", "with dots"])
+@pytest.mark.parametrize("way", ["itself", "a clip", "a link", "a link inside", "with dots"])
 def test_what_is_written_lies_in_no_folder_that_is_read(ours: str, theirs: str, way: str, folder: Path) -> None:
     given = folder / theirs
+    (given / "x.txt").touch()
     (folder / "link").symlink_to(given)
     place = {
         "itself": given,
-        "inside": given / "not there yet",
+        "a clip": given / "x" / "not there yet",
         "a link": folder / "link",
         "a link inside": folder / "link" / "x",
         "with dots": Path(f"{given}/x/../../{theirs}"),
@@ -89,7 +90,23 @@ def test_a_folder_that_is_read_by_a_link_is_what_it_leads_to(folder: Path) -> No
     (folder / "link").symlink_to(folder / "data")
     with pytest.raises(ValueError, match=r"^cache\.folder .*link"):
         refuse_overlaps(
-            _job(folder, data__folders=[{"path": str(folder / "link")}], cache__folder=str(folder / "data" / "x"))
+            _job(folder, data__folders=[{"path": str(folder / "link")}], cache__folder=str(folder / "data"))
+        )
+
+
+@pytest.mark.parametrize("ours", ["output.folder", "cache.folder"])
+@pytest.mark.parametrize("theirs", ["data", "held"])
+def test_a_sub_folder_of_a_dataset_that_is_no_clip_is_not_read(ours: str, theirs: str, folder: Path) -> None:
+    """As where other trainers keep latents, or where a folder of ComfyUI's pictures has the runs in it."""
+    for place in (folder / theirs / "_latent_cache", folder / theirs / "runs" / "a"):
+        refuse_overlaps(_job(folder, **{ours.replace(".", "__"): str(place)}))
+    with pytest.raises(ValueError, match=f"^{ours} "):
+        refuse_overlaps(
+            _job(
+                folder,
+                data__folders=[{"path": str(folder / "data"), "control": str(folder / "held")}],
+                **{ours.replace(".", "__"): str(folder / "held" / "a")},
+            )
         )
 
 
@@ -97,7 +114,7 @@ def test_other_spellings_of_a_folder_are_that_folder_where_the_disk_says_so(fold
     if not (folder / "DATA").exists():
         os.symlink(folder / "data", folder / "DATA")  # as a disk without case would have it
     with pytest.raises(ValueError, match=r"^output\.folder "):
-        refuse_overlaps(_job(folder, output__folder=str(folder / "DATA" / "run")))
+        refuse_overlaps(_job(folder, output__folder=str(folder / "DATA")))
 
 
 def test_a_dataset_is_no_folder_of_the_run_itself(folder: Path) -> None:
