@@ -250,7 +250,7 @@ def run_writers(host: Host, seed: int, without: str = "") -> History:
 
 def _play(host: Host, drawn: random.Random, history: History) -> None:
     name, is_tensor = drawn.choice(FAMILIES_DRAWN), drawn.random() < 0.6
-    request = _draw_request(drawn, is_tensor)
+    request = _draw_request(drawn, name, is_tensor)
     is_replayed = is_tensor and drawn.random() < 0.5
     history.steps.append(f"{name}, {request}{', replayed' if is_replayed else ''}")
     with replayed() if is_replayed else contextlib.nullcontext():
@@ -267,13 +267,14 @@ def _play(host: Host, drawn: random.Random, history: History) -> None:
             _compare(host, name, drawn, drawn.choice(models), history, is_tensor)
 
 
-def _draw_request(drawn: random.Random, is_tensor: bool) -> SplitRequest:
+def _draw_request(drawn: random.Random, name: str, is_tensor: bool) -> SplitRequest:
     if not is_tensor:
         return dataclasses.replace(
             draw_request(drawn, GROUND), verify=False
         )  # what it writes, verify has it write twice
+    most = drawn.choice((2, 2, 2, 3))
     return SplitRequest(
-        devices=GROUND.cards[: drawn.choice((2, 2, 2, 3))],
+        devices=GROUND.cards[: most if name.endswith("_heads") else 2],  # the others have two heads
         way="tensor",
         overlap=drawn.random() < 0.7,
     )
