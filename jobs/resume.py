@@ -138,8 +138,14 @@ def differences(
 
 
 def job_of(state: TrainingState) -> JobConfig:
-    """The job that a checkpoint was made by. Raises: ValueError naming the checkpoint for one that cannot be read."""
+    """The job that a checkpoint was made by, but for the LoRA's name, which may be one that is refused today.
+
+    Raises: ValueError naming the checkpoint for one that cannot be read.
+    """
+    values = state.facts["config"]
+    if isinstance(output := values.get("output"), dict):
+        values = values | {"output": {key: value for key, value in output.items() if key != "name"}}
     try:
-        return make_job(state.facts["config"])
+        return make_job(values)
     except ValueError as error:
         raise ValueError(f"{state.path} holds a job that cannot be read: {error}") from error

@@ -208,6 +208,7 @@ def test_a_run_written_under_older_keys_is_the_same_run(tmp_path):
     for today, before in (("blocks_without_checkpointing", "kept_blocks"), ("offloaded_blocks", "swapped_blocks")):
         config["split"][before] = config["split"].pop(today)
     config["split"]["balance"] = "bytes"
+    config["output"]["name"] = "Adapter"  # which is refused today
     identity = dict.fromkeys(resume._IDENTITY, "the same")
     state = SimpleNamespace(path=tmp_path, facts={"config": config, **identity})
     resume.refuse_other_run(job, identity, state)
