@@ -29,7 +29,7 @@ from ..system.stopping import Stopped, never
 from .buckets import aspect, bucket_step, choose_bucket, make_buckets, plan_crop
 from .captions import make_caption
 from .clips import ClipPlan, is_slower, make_clip_plan
-from .image import is_one_colour, read_size
+from .image import look_at
 from .left_out import LeftOut
 from .masks import is_in_alpha, load_mask, read_mask
 from .pairs import Pair, Partners, find_pair, find_partners, make_condition, refuse_other_shape
@@ -294,7 +294,7 @@ def _inspect(
             return None
 
     clip, cuts = attempt(lambda file: _read_clip(file, plan, latent), path) or (None, ((),))
-    size = clip.size if clip else None if problems else attempt(read_size, path)
+    size, is_blank = (clip.size, False) if clip else (None if problems else attempt(look_at, path)) or (None, False)
     caption = attempt(read_caption, caption_file(path))
     mask_size = attempt(_read_mask_size, mask) if mask else None
     if size and mask_size and abs(math.log(aspect(mask_size) / aspect(size))) > _MASK_SHAPE_TOLERANCE:
@@ -307,7 +307,6 @@ def _inspect(
     pair = attempt(lambda file: find_pair(file, _stem(file), partners), path) if partners else None
     if pair and pair.control and size:
         attempt(lambda file: refuse_other_shape(path, size, clip, file), pair.control)
-    is_blank = not (problems or clip) and is_one_colour(path)
     is_idle = not problems and mask is not None and is_in_alpha(mask)
     return _Picture(path, mask, size, caption, tuple(problems), clip, cuts, pair or Pair(), is_blank, is_idle)
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
 
 _PER_PIXEL = 8  # along a side: pixels of the file that a small picture is made of
-_HEADER_BYTES, _PIXELS_PER_BYTE = 1000, 20  # of a picture of something a compressed file has fewer pixels per byte
 _ORIENTATION, _QUARTER_TURNS = 0x0112, (5, 6, 7, 8)  # of EXIF
 _TURNING_VERSION = 1  # raise when images that are to be turned come out otherwise
 _MAPPED = ("L", "P", "RGBA", "CMYK", "I;16", "I;16L", "I;16B")
@@ -119,11 +118,27 @@ def read_size(path: Path, *, is_decoded: bool = True) -> tuple[int, int]:
         is_decoded: decode all of it, which finds damage; else read the header alone, but for a TIFF.
     Raises: ValueError naming the file if it is broken.
     """
+    return _look_at(path, is_decoded)[0]
+
+
+def look_at(path: Path) -> tuple[tuple[int, int], bool]:
+    """(height, width), and whether all pixels are alike, as of a picture that is all black or all transparent.
+
+    Raises: as read_size, which decodes as much.
+    """
+    size, image = _look_at(path, is_decoded=True)
+    return size, _is_one_colour(image)
+
+
+def _look_at(path: Path, is_decoded: bool) -> tuple[tuple[int, int], PilImage]:
+    """Size as read_size, and what was decoded for it: of a JPEG an eighth of each side."""
     try:
         with opened(path) as image:
             width, height = image.size
+            seen: PilImage = image
             if image.format == "TIFF":  # Pillow turns it while it decodes it; what the header says depends on Pillow
-                width, height = upright(image).size
+                seen = upright(image)
+                width, height = seen.size
             elif is_decoded:
                 # JPEG: all of the file is read, an eighth is computed
                 image.draft("RGB", (max(1, width // 8), max(1, height // 8)))
@@ -132,19 +147,16 @@ def read_size(path: Path, *, is_decoded: bool = True) -> tuple[int, int]:
             is_turned = image.format != "TIFF" and exif.get(_ORIENTATION, 1) in _QUARTER_TURNS
     except broken_image() as error:
         raise ValueError(f"{path}: cannot be read as an image ({error})") from error
-    return (width, height) if is_turned else (height, width)
+    return ((width, height) if is_turned else (height, width)), seen
 
 
-def is_one_colour(path: Path) -> bool:
-    """Whether all pixels that would be trained on are alike, as of a picture that is all black or all transparent.
+def _is_one_colour(image: PilImage) -> bool:
+    """Told from a few pixels where these differ, as in nearly all images."""
+    from PIL import Image
 
-    Files with more bytes than such a picture has are not decoded again, unless their format packs nothing.
-    """
-    with opened(path) as file:
-        packed = path.stat().st_size - _HEADER_BYTES
-        may_be = packed * _PIXELS_PER_BYTE < math.prod(file.size) or file.format in ("BMP", "TIFF")
-        may_be = may_be or file.has_transparency_data  # which may cover anything
-    return may_be and bool(np.ptp(np.asarray(open_image(path)), axis=(0, 1)).max() <= 2)
+    few = (math.ceil(image.width / _PER_PIXEL), math.ceil(image.height / _PER_PIXEL))
+    looks = (image.resize(few, Image.Resampling.NEAREST), image)
+    return all(np.ptp(np.asarray(to_rgb(look)), axis=(0, 1)).max() <= 2 for look in looks)
 
 
 def image_fingerprint(path: str | Path) -> str:

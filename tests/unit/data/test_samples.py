@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from devicebridge.config.job import DataConfig, FolderConfig
+from devicebridge.data import image as image_module
+from devicebridge.data import open_image
 from devicebridge.data.buckets import choose_bucket, make_buckets, plan_crop
 from devicebridge.data.folders import scan_folders
 from devicebridge.data.image import read_pixels
@@ -83,6 +85,22 @@ def test_pictures_of_one_colour_are_counted(kind, side, tmp_path, caplog):
     assert len(_scan(tmp_path)) == 2
     (said,) = [text for text in caplog.messages if "of one colour throughout" in text]
     assert said.startswith("1 of 2 ") and f"blank.{kind}" in said and "full" not in said
+
+
+def test_an_image_is_decoded_once(tmp_path, monkeypatch):
+    """Also one that is transparent, or of few bytes, which may be of one colour."""
+    for name in ("a.png", "b.png"):
+        image = Image.merge("RGBA", [*_noise((64, 64)).split(), Image.new("L", (64, 64), 9 if name == "a.png" else 0)])
+        image.save(tmp_path / name)
+    seen = []
+
+    def counting(path):
+        seen.append(path.name)
+        return open_image.opened(path)
+
+    monkeypatch.setattr(image_module, "opened", counting)
+    _scan(tmp_path)
+    assert sorted(seen) == ["a.png", "b.png"]
 
 
 def _noise(size):
