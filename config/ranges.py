@@ -93,7 +93,9 @@ def check_plain(text: str) -> str:
     Raises: ValueError for a control character.
     """
     if found := CONTROL.search(text):
-        raise ValueError(f"holds the control character {found[0]!r}, which no name has; {BACKSLASHES}")
+        raise ValueError(
+            f"holds the control character {found[0]!r}, which no name has; remove it. In a job file, {BACKSLASHES}"
+        )
     return text
 
 

@@ -54,8 +54,8 @@ def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path, *, must_change: boo
     if must_change and not any(tensor.any() for name, tensor in tensors.items() if name.endswith(zero)):
         raise RuntimeError(
             f"{path} is not written: after {plan.job.train.steps} steps the LoRA changes nothing, for {zero[0]} is "
-            f"zero in every layer (as {plan.job.output.lora_dtype}); start anew in another output folder with a higher "
-            "optimizer.learning_rate or more steps"
+            f"zero in every layer (as {plan.job.output.lora_dtype}); start anew with another output.folder, and with a "
+            "higher optimizer.learning_rate or more steps"
         )
     data = tensors_as_bytes(tensors, lora_metadata(plan))
     if not (path.is_file() and path.read_bytes() == data):
@@ -72,7 +72,7 @@ def _refuse_not_finite(path: Path, tensors: Mapping[str, torch.Tensor], dtype: s
         raise RuntimeError(
             f"{path} is not written: {len(wrong)} of {len(tensors)} tensors of the LoRA are not finite as {dtype}, "
             f'first {wrong[0]}; resume with output.lora_dtype = "float32", which holds all that was trained, or start '
-            "anew in another output folder with a lower optimizer.learning_rate"
+            "anew with another output.folder and a lower optimizer.learning_rate"
         )
 
 

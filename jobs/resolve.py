@@ -282,7 +282,7 @@ def _refuse_other_strategy(job: JobConfig, machine: Machine, before: _Earlier) -
         raise ValueError(
             f"the run in {job.output.folder} was trained with {_kind_of(before.strategy)}, and parallel.strategy = "
             f'"{space.strategies[0]}" now asks for {_kind_of(wanted)}, which would not be the same run; set it to '
-            '"auto" to resume, or start anew in another output folder'
+            '"auto" to resume, or start anew with another output.folder'
         )
 
 

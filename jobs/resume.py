@@ -53,7 +53,7 @@ def find_state(job: JobConfig, *, resume: bool) -> TrainingState | None:
     if found := list_checkpoints(folder):
         raise ValueError(
             f"{folder} holds the checkpoints of an earlier run, up to {found[-1].name}; resume it, or choose another "
-            "output folder"
+            "output.folder"
         )
     return None
 
@@ -124,7 +124,7 @@ def refuse_other_run(
         lines = "\n".join(f"  {line}" for line in differing)
         raise ValueError(
             f"{state.path} was made with other settings, so continuing it would not be the same run:\n{lines}\n"
-            "Set them back to resume, or start anew in another output folder"
+            "Set them back to resume, or start anew with another output.folder"
         )
 
 

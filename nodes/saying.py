@@ -1,7 +1,7 @@
 """What a node says to its user: warnings on the node itself, and errors in the words of its sockets.
 
-The rooms below speak of a job file's keys ("cache.text_encoders") and of the command line. A user of nodes knows
-neither; he sees sockets. The pack's warnings go to the log, which few read; here they also appear on the node.
+The rooms below name settings by their keys in a job file ("cache.text_encoders"); a user of nodes sees sockets. The
+pack's warnings go to the log, which few read; here they also appear on the node.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..config.job import job_keys
-from ..config.ranges import BACKSLASHES
 from ..system.import_faults import import_fault
 from ..system.telling import printable
 from . import host
@@ -23,20 +22,9 @@ from .sockets import SHOWN
 
 PACK = __name__.removesuffix(".nodes.saying")
 _ONLY_IN_JOBS = "set in job files only"
-# Words of the command line and of job files that are not settings.
-_PHRASES = {
-    "name cards with --cards, such as": "name some in cards, such as",
-    "name them: --cards ": "name them in cards: ",
-    "give each sub-folder as a folder of its own in data.folders": (
-        "give each sub-folder in a Training Dataset of its own, chained by previous"
-    ),
-    "leave out --calibrate, or --cards": "leave cards empty",
-    "start anew in another output folder": "start anew under another name",
-    "choose another output folder": "choose another name",
-    "choose another output.folder": "choose another name",
-    f"; {BACKSLASHES}": "; remove it",
-}
 _OTHERS = {
+    "--cards": "cards of Plan Training",
+    "data.folders": "Training Dataset (one node for each folder, chained by previous)",
     "output.folder": "name",
     "model.path": "model of Load Model for Training Across GPUs",
     "cache.stock_vision": "stock_vision of Cache Captions and Latents",
@@ -105,15 +93,13 @@ def _add_warnings(cls: type[io.ComfyNode], output: io.NodeOutput, warnings: list
 
 
 def in_sockets(message: str) -> str:
-    """The message with sockets in place of a job file's keys, and of the command line's options, fit for a terminal."""
-    for phrase, other in _PHRASES.items():
-        message = message.replace(phrase, other)
+    """The message with sockets in place of a job file's keys and of --cards, fit for a terminal."""
     return _keys().sub(lambda found: _name(found[0]), printable(message))
 
 
 @functools.cache
 def _keys() -> re.Pattern[str]:
-    longest_first = sorted(job_keys(), key=len, reverse=True)
+    longest_first = sorted({*job_keys(), *_OTHERS}, key=len, reverse=True)
     return re.compile(r"(?<![\w./])(?:" + "|".join(map(re.escape, longest_first)) + r")(?![\w./])")
 
 

@@ -264,8 +264,8 @@ class Trainer:
             )
         names = ", ".join(dict.fromkeys(self.train_data.name_of(index) for index, _ in samples))
         return what + (
-            f"Its samples are finite: {names}. Start anew with a lower optimizer.learning_rate, in another output "
-            "folder"
+            f"Its samples are finite: {names}. Start anew with a lower optimizer.learning_rate and another "
+            "output.folder"
         )
 
     def _refuse_spoilt_weights(self) -> None:
@@ -276,7 +276,7 @@ class Trainer:
         raise RuntimeError(
             f"after step {self.step} the LoRA's weights are not finite as {self.job.lora.dtype}, and they are not "
             f"saved. Its learning rate was {float(self._optimizer.param_groups[0]['lr']):g}: start anew with a lower "
-            "optimizer.learning_rate, in another output folder"
+            "optimizer.learning_rate and another output.folder"
         )
 
     @contextmanager

@@ -25,7 +25,7 @@ def describe_growth(losses: Sequence[float]) -> str:
     return (
         f"the loss grows: its mean was {means[lowest]:.3g} over steps {lowest * _WINDOW + 1} to "
         f"{(lowest + 1) * _WINDOW}, and is {means[-1]:.3g} over the last {_WINDOW}. If that goes on, stop and start "
-        "anew with a lower optimizer.learning_rate, in another output folder"
+        "anew with a lower optimizer.learning_rate and another output.folder"
     )
 
 

@@ -171,8 +171,8 @@ def load_newest(folder: Path, check: Callable[[TrainingState], None]) -> Trainin
         return state
     if damaged:
         raise ValueError(
-            f"{damaged[0][1]}. No checkpoint in {folder} is whole, so this run cannot be resumed; start anew in "
-            "another output folder"
+            f"{damaged[0][1]}. No checkpoint in {folder} is whole, so this run cannot be resumed; start anew "
+            "with another output.folder"
         )
     return None
 

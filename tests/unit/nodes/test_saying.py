@@ -37,11 +37,16 @@ def test_no_key_of_a_job_file_is_left_in_a_nodes_message(nodes: ModuleType) -> N
         ("name its CLIP vision model with cache.stock_vision", "with stock_vision of Cache Captions and Latents"),
         ("data.frames is [12]", "frames of Training Dataset is [12]"),
         ("train.gradient_checkpointing = true", "gradient_checkpointing of Train LoRA Across GPUs = true"),
+        ('name some with --cards, such as "2x24GB"', 'with cards of Plan Training, such as "2x24GB"'),
+        ("Set them back to resume, or start anew with another output.folder", "start anew with another name"),
         (
-            'can tell; name cards with --cards, such as "2x24GB"',
-            'name some in cards, such as "2x24GB"',
+            "start anew with a lower optimizer.learning_rate and another output.folder",
+            "Train LoRA Across GPUs and another name",
         ),
-        ("give each sub-folder as a folder of its own in data.folders, and how", "own, chained by previous, and how"),
+        (
+            "give each sub-folder as a folder of its own in data.folders, and how",
+            "own in Training Dataset (one node for each folder, chained by previous), and how",
+        ),
         ("is in use by process 3; wait for that run to end, or choose another output.folder", "choose another name"),
     ],
 )
