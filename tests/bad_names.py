@@ -12,8 +12,8 @@ from devicebridge.config.job import job_keys
 from devicebridge.tests.bad_inputs import Case, Spoil, set_key
 
 GROUP = "names, places"
-_NAMES = ("adapter", "Optimizer", "RANDOM", "adapter.safetensors", "con", "aux.v2", "COM1", "a:b", "a\\b", "a/b", "a.")
-_NAMES += (" a", "a ", ".a", "..", "a\tb", "a\x1b[31m", "a\u202eb", "\uff41dapter")
+_NAMES = ("adapter", "Optimizer", "RANDOM", "adapter.safetensors", "a\\b", "a/b", ".a", "..")
+_NAMES += ("a\tb", "a\x1b[31m", "a\u202eb", "\uff41dapter")
 _BACKSLASHES = (r"C:\Users\me", r"D:\data", r"D:\train\new", r"D:\bee\foo", "D:\\data\\")
 _TWICE: tuple[tuple[str, Any], ...] = (
     ("data.resolutions", [32, 32]),
@@ -24,7 +24,7 @@ _TWICE: tuple[tuple[str, Any], ...] = (
     ("data.folders", [{"path": "data"}, {"path": "data"}]),
 )
 _PLACES = (
-    *((key, place) for key in ("output.folder", "cache.folder") for place in ("data", "data/x", "model", "model/vae")),
+    *((key, place) for key in ("output.folder", "cache.folder") for place in ("data", "model", "model/vae")),
     ("output.folder", "link"),
     ("output.folder", "data/../model/x"),
     ("model.quantized_cache", "data"),

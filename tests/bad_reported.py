@@ -73,7 +73,8 @@ def _settings() -> Iterator[Case]:
 
 def _models() -> Iterator[Case]:
     for name, change in HEADER_DAMAGE.items():
-        yield Case(GROUP, f"encoder's header: {name}", at(_ENCODER, header_changer(change)), ("model.safetensors",))
+        names = ("model.safetensors", "missing embed_tokens")
+        yield Case(GROUP, f"encoder's header: {name}", at(_ENCODER, header_changer(change)), names)
     for name in ("all zeros", "one matrix narrower"):
         spoil = tensor_changer(OTHER_TENSORS[name][0])
         yield Case(GROUP, f"encoder: {name}", at(_ENCODER, spoil), ("text_encoder",))
