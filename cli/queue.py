@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ from ..system.telling import say
 
 
 def jobs(options: argparse.Namespace) -> int:
-    store = RunStore(_find_root(options.folder))
-    queue = JobQueue(store, (options.user_directory or store.root.parent.parent / "user") / MEMORY)
+    folder = _find_root(options.folder)
+    user = options.user_directory or folder.parent.parent / "user"
+    if folder.is_dir() and not user.is_dir():
+        say(f"the queue is not shown: there is no folder {user}; name ComfyUI's with --user-directory", sys.stderr)
+    store = RunStore(folder.resolve())
+    queue = JobQueue(store, user / MEMORY)
     if options.stop:
         _stop(store, queue, options.stop)
         return 0
@@ -41,7 +46,7 @@ def jobs(options: argparse.Namespace) -> int:
 
 
 def _find_root(given: Path | None) -> Path:
-    """The folder itself, or devicebridge in the output folder of the ComfyUI that is found.
+    """The full path of the folder, or of devicebridge in the output folder of the ComfyUI that is found.
 
     Raises: ValueError if the folder that was named is none.
     """
@@ -50,10 +55,10 @@ def _find_root(given: Path | None) -> Path:
 
         given = find_comfyui().base / "output" / "devicebridge"
         if not given.exists():
-            return given.resolve()  # nothing has run yet
+            return given  # nothing has run yet
     if not given.is_dir():
         raise ValueError(f"{given} is no folder; name the one that holds the runs, output/devicebridge of a ComfyUI")
-    return given.resolve()
+    return given.absolute()  # not yet without links: ComfyUI's user folder lies beside output, not where that leads
 
 
 def _stop(store: RunStore, queue: JobQueue, run: str) -> None:

@@ -38,6 +38,7 @@ _AGAIN = "remove it, and the queue is empty"
 _CUT_SHORT = "ComfyUI ended while it started this training; see whether it runs, and resume it if not"
 _this_process = threading.Lock()  # also where the file system has none
 _WAIT_S = 10.0  # for another that looks after the queue: it starts processes, and does not wait for them
+_BEGINS = "== job {}\n"  # stands in a log before what the process of that job prints
 _MOST_LOG = 4000  # bytes from its end that a message is looked for in
 JobState = Literal["waiting", "starting", "failed"]
 Held = Mapping[str, str]  # card -> who holds it, as a sentence's end
@@ -276,7 +277,10 @@ class JobQueue:
             file = self.kept.keep(config)
             self._change(job, state="starting")  # first, or a kill in between would start it twice
             command = train_command(config, file, self._native, resume=job.is_resumed)
-            process = start_detached(command, file.with_suffix(".log"), {QUEUED: job.id})
+            log = file.with_suffix(".log")
+            with log.open("a", encoding="ascii") as output:
+                output.write(_BEGINS.format(job.id))
+            process = start_detached(command, log, {QUEUED: job.id})
         except (OSError, ValueError) as error:
             self._change(job, state="failed", message=str(error))
         else:
@@ -297,7 +301,7 @@ class JobQueue:
         if job.is_stopped:
             self._remove(job)
         else:
-            self._change(job, state="failed", message=_last_words(log) if job.process else _CUT_SHORT)
+            self._change(job, state="failed", message=_last_words(log, job.id) if job.process else _CUT_SHORT)
         return True
 
     def _all(self) -> list[QueuedJob]:
@@ -351,15 +355,15 @@ def explain(devices: Sequence[str], held: Held) -> str:
     return f"{'; '.join(dict.fromkeys(taken))}. Wait until it is free, free it, or choose other cards"
 
 
-def _last_words(log: Path) -> str:
-    """What a process printed at its end: from the line on in which the command tells of an error."""
+def _last_words(log: Path, job: str) -> str:
+    """What the process of a job printed at its end: from the line on in which the command tells of an error."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_LOG))
             text = file.read().decode("utf-8", "replace")
     except OSError:
         text = ""
-    _, told, words = text.rpartition("devicebridge: ")
+    _, told, words = text.rpartition(_BEGINS.format(job))[2].rpartition("devicebridge: ")
     return words.strip() if told else "its process ended and said nothing; see " + str(log)
 
 

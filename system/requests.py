@@ -6,6 +6,8 @@ asked of the one before it.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -26,10 +28,11 @@ class Requests:
 
     def ask(self, what: Request) -> None:
         """Ask for something at the end of the step in hand; asked twice is asked once. Raises: OSError."""
-        self._file(what).touch()
+        with contextlib.suppress(FileExistsError):  # nor is a link there followed
+            self._file(what).touch(exist_ok=False)
 
     def is_asked(self, what: Request) -> bool:
-        return self._file(what).exists()
+        return os.path.lexists(self._file(what))
 
     def take(self, what: Request) -> bool:
         """Whether that was asked for; it is not any more."""

@@ -452,16 +452,21 @@ def test_a_process_that_ends_without_a_record_has_failed_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "import sys; sys.exit('log line\\ndevicebridge: no model there\\nlook again')"
-    monkeypatch.setattr(
-        "devicebridge.runs.queue.start_detached",
-        lambda command, log, environment=None: start_detached([sys.executable, "-c", code], log),
-    )
+
+    def start(command: Any, log: Path, environment: Any = None) -> ProcessMark:
+        return start_detached([sys.executable, "-c", code], log)
+
+    monkeypatch.setattr("devicebridge.runs.queue.start_detached", start)
     queue = _queue(tmp_path)
     _add(queue, "one", "cuda:0")
     _wait(lambda: queue.tick() is not None and queue.jobs()[0].state == "failed")
     assert queue.jobs()[0].message == "no model there\nlook again"
     _add(queue, "one", "cuda:0")  # again, in its place
     assert len(queue.jobs()) == 1
+    code = "import sys; sys.exit('killed')"  # which says nothing of its own, behind what the first one said
+    _wait(lambda: queue.tick() is not None and queue.jobs()[0].state == "failed")
+    log = queue.kept.file(tmp_path / "one").with_suffix(".log")
+    assert "no model there" in log.read_text() and str(log) in queue.jobs()[0].message
 
 
 def test_a_job_whose_run_has_begun_leaves_the_queue_and_its_record_holds_the_cards(
@@ -492,12 +497,20 @@ def test_a_started_process_knows_which_job_of_the_queue_it_is(tmp_path: Path, mo
     job = _add(queue, "one", "cuda:0")
     queue.tick()
     log = queue.kept.file(tmp_path / "one").with_suffix(".log")
-    _wait(lambda: log.read_text() == job.id)
+    _wait(lambda: log.read_text() == f"== job {job.id}\n{job.id}")
 
 
 def test_a_run_outside_the_store_is_not_taken(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not below"):
         _queue(tmp_path / "runs").add(_job(tmp_path / "elsewhere"), ["cpu"], is_resumed=False)
+
+
+def test_what_is_asked_is_written_over_no_link(tmp_path: Path) -> None:
+    (tmp_path / "stop_now").symlink_to(tmp_path / "outside")
+    requests = Requests(tmp_path)
+    requests.ask("stop")
+    assert requests.is_asked("stop") and not (tmp_path / "outside").exists()
+    assert requests.take("stop") and not requests.is_asked("stop")
 
 
 # ---- news
@@ -561,15 +574,26 @@ def test_the_command_shows_runs_and_queue_and_stops_a_run(
     assert main(["jobs", str(tmp_path / "nowhere")]) == 2
 
 
-def test_the_command_finds_the_queue_beside_the_output_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("disk", ["comfy", "big_disk"])
+def test_the_command_finds_the_queue_beside_the_output_folder_also_where_that_is_a_link(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], disk: str
 ) -> None:
-    root = tmp_path / "output" / "devicebridge"
+    comfy, root = tmp_path / "comfy", tmp_path / disk / "output" / "devicebridge"
     root.mkdir(parents=True)
-    queue = JobQueue(RunStore(root), tmp_path / "user" / MEMORY, lambda job: None)
-    _add(queue, "a", "cpu")
-    assert main(["jobs", str(root), "--json"]) == 0
-    assert [each["run"] for each in json.loads(capsys.readouterr().out)["jobs"]] == ["a"]
+    if not (comfy / "output").exists():
+        comfy.mkdir()
+        (comfy / "output").symlink_to(root.parent)
+    _add(JobQueue(RunStore(root), comfy / "user" / MEMORY, lambda job: None), "a", "cpu")
+    command = ["jobs", str(comfy / "output" / "devicebridge"), "--json"]
+    assert main(command) == 0
+    told = capsys.readouterr()
+    assert [each["run"] for each in json.loads(told.out)["jobs"]] == ["a"] and told.err == ""
+    (comfy / "user").rename(tmp_path / "elsewhere")
+    assert main(command) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["jobs"] == [] and "--user-directory" in told.err
+    assert main([*command, "--user-directory", str(tmp_path / "elsewhere")]) == 0
+    assert len(json.loads(capsys.readouterr().out)["jobs"]) == 1
 
 
 def test_before_the_first_training_there_are_no_runs(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
