@@ -68,9 +68,10 @@ def read_strengths(file: Path, metadata: Mapping[str, str], layers: Sequence[str
         component, _, module = layer.partition(".")
         if component not in known:
             component, module = "", layer.removeprefix(_PEFT_PREFIX)
-        if component not in known:
+        if component in known:
+            strengths[layer] = known[component].strength(module)
+        elif not all(each.is_one for each in known.values()):
             raise ValueError(f"{source} gives alpha and rank of {', '.join(known)}, and not of {layer}; {_REMEDY}")
-        strengths[layer] = known[component].strength(module)
     return strengths
 
 
@@ -95,6 +96,11 @@ class _Component:
         if rank < 1 or not alpha or not math.isfinite(alpha):
             raise ValueError(f"{self._source} gives {module} alpha {alpha} for rank {rank}; {_REMEDY}")
         return Strength(alpha, rank, is_rslora=self._values.get("use_rslora") is True)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it gives every layer strength 1, so that the names of layers do not matter."""
+        return not self._ranks and not self._alphas and self.strength("").value == 1
 
     def _pattern(self, key: str) -> dict[str, tuple[int, Any]]:
         """Ends of names, with "^" whole names, and their values in the file's order."""

@@ -110,6 +110,11 @@ WRITTEN: dict[str, tuple[dict[str, Tensor], dict[str, str] | None, float]] = {
         _adapter(r=4, lora_alpha=16),
         4,
     ),
+    "1 of all, under names of another": (
+        _lora(f"diffusion_model.{LAYER}"),
+        _adapter(**{"transformer.r": 4, "transformer.lora_alpha": 4}),
+        1,
+    ),
     "the first pattern": (
         _lora(f"transformer.{LAYER}"),
         _adapter(
