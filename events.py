@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .system.files import what_helps
+from .system.import_faults import import_fault
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -140,13 +141,10 @@ class NoEvents(EventLog):
 def _make_scalar_writer(folder: Path) -> SummaryWriter | None:
     try:
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        _log.warning("TensorBoard scalars are not written: the package is missing (pip install tensorboard)")
-        return None
-    try:
+
         return SummaryWriter(str(folder))
-    except OSError as error:
-        _log.warning("TensorBoard scalars are not written: %s", error)
+    except Exception as error:  # whatever its import raises, or a full disk
+        _log.warning("TensorBoard scalars are not written: %s", import_fault(error) or error)
         return None
 
 

@@ -8,13 +8,14 @@ import json
 import logging
 import os
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from devicebridge.cli.main import main
 from devicebridge.config.job import JobConfig, job_to_dict, load_job, save_job
-from devicebridge.events import EventTail
+from devicebridge.events import EventLog, EventTail
 from devicebridge.jobs.run_again import read_result
 from devicebridge.runs.record import read_record
 from devicebridge.runs.store import RunStore
@@ -187,3 +188,20 @@ def test_output_is_made_safe_once(monkeypatch: pytest.MonkeyPatch) -> None:
     safe_output()
     assert sys.stdout is made and made.fileno() >= 0  # which a started process gets
     print("nowhere", flush=True)
+
+
+def test_a_tensorboard_that_cannot_be_imported_ends_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of another protobuf is, whose import raises TypeError."""
+
+    def fail(name: str) -> None:
+        raise TypeError("Descriptors cannot be created directly.")
+
+    broken = types.ModuleType("torch.utils.tensorboard")
+    monkeypatch.setattr(broken, "__getattr__", fail, raising=False)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", broken)
+    tail = EventTail(tmp_path)
+    with EventLog(tmp_path, tensorboard=True) as events:
+        events.emit("step", 1, 2, loss=0.5)
+    assert [event.step for event in tail.new()] == [1] and "Descriptors" in caplog.text
