@@ -27,7 +27,8 @@ def refuse_repeats(job: JobConfig) -> None:
     folders = job.data.folders
     if same := [each for number, each in enumerate(folders) if each in folders[:number]]:
         raise ValueError(
-            f"data.folders has {same[0].path} twice with the same settings; name it once, with repeats = 2"
+            f"the folder {same[0].path} is there twice with the same settings; name it once, with "
+            "data.folders.repeats = 2"
         )
 
 
@@ -37,8 +38,7 @@ def refuse_overlaps(job: JobConfig) -> None:
     for key, given in _read_places(job):
         if given.is_file() and _place_in(lora, given) is not None:
             raise ValueError(
-                f"the LoRA file {lora} would be written over {key}, which is that file; choose another output.name or "
-                "output.folder"
+                f"the LoRA file {lora} would be written over {key}, which is that file; choose another output.name"
             )
         if not given.is_dir():
             continue
