@@ -305,8 +305,9 @@ def refuse_job(job: JobConfig) -> None:
         path = _expanded(name, key)
         if key in _WRITTEN:
             _refuse_writing_elsewhere(path, key)
-        elif path.is_absolute():
-            readable_path(name, key)
+        elif path.is_absolute():  # there or not: a resumed run does without the LoRA that it began with
+            _refuse_unreadable(path, name, key)
+            _refuse_links_outside(path, key)
         elif key not in _MAY_BE_NAMES or path.anchor or ".." in path.parts:
             raise ValueError(f"{key} {name!r} is no full path; give one")
 

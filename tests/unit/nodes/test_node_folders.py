@@ -388,6 +388,13 @@ def test_runs_lie_where_a_link_leads_if_nodes_may_write_there(
     assert folders.runs_folder() == found
 
 
+def test_what_is_gone_is_left_to_whoever_needs_it(
+    folders: ModuleType, host: comfy_stub.FakeHost, job: Callable[..., JobConfig]
+) -> None:
+    """A resumed run does not read the LoRA that it began with."""
+    folders.refuse_job(job(lora={"start_from": str(host.root / "output" / "gone.safetensors")}))
+
+
 def test_a_job_that_may_import_is_a_job_of_the_command_line(folders: ModuleType, job: Callable[..., JobConfig]) -> None:
     with pytest.raises(ValueError, match=r"^optimizer\.allow_import"):
         folders.refuse_job(job(optimizer={"allow_import": True}))
