@@ -42,6 +42,7 @@ _T = TypeVar("_T")
 _Cuts = tuple[tuple[int, ...], ...]
 
 _MASK_ENDS = ("_mask", "-masklabel")  # the second is another trainer's
+_CONDITION_END = "-condlabel"  # another trainer's, too: what an image is made of
 _MAX_CAPTION_BYTES = 1_000_000
 _names = partial(first, most=5)  # of files, for a warning
 _MASK_SHAPE_TOLERANCE = 0.02  # mask and image may differ by this much in aspect ratio: sizes get rounded
@@ -197,7 +198,12 @@ def list_files(
     folders = [entry for entry in entries if entry.is_dir()]
     sequences = [entry for entry in folders if entry.name not in taken and os.path.isfile(caption_file(entry))]
     masks = _find_masks(files)
-    images = sorted([*(file for file in files if not _is_mask_name(file)), *sequences], key=lambda f: f.name)
+    images = sorted([*filter(_is_media_name, files), *sequences], key=lambda f: f.name)
+    message = (
+        "images are conditions of another trainer and are not used: %s; put them into a folder of their own, named "
+        "like their images, and name it in data.folders.references"
+    )
+    _warn_of_unused(root, files, message, _is_condition_name)
     _warn_of_unused(root, entries, "links lead to nothing and are not used: %s; mend or remove them", _is_dangling)
     _warn_of_unused(root, entries, "are no ordinary files and are not used: %s; put images in their place", _is_odd)
     _check_masks(root, images, masks)
@@ -215,7 +221,7 @@ def is_media(path: Path) -> bool:
     """Whether list_files would name it, told without a look at what is beside it but its caption."""
     if os.path.isdir(path):
         return os.path.isfile(caption_file(path))
-    return os.path.isfile(path) and path.suffix.lower() in media_suffixes() and not _is_mask_name(path)
+    return os.path.isfile(path) and path.suffix.lower() in media_suffixes() and _is_media_name(path)
 
 
 def _warn_of_unused(root: Path, entries: Sequence[Path], message: str, is_unused: Callable[[Path], bool]) -> None:
@@ -271,6 +277,14 @@ def caption_file(path: Path) -> Path:
 
 def _is_mask_name(file: Path) -> bool:
     return file.stem.endswith(_MASK_ENDS) and file.suffix.lower() == ".png"
+
+
+def _is_condition_name(file: Path) -> bool:
+    return file.stem.endswith(_CONDITION_END) and file.suffix.lower() == ".png"
+
+
+def _is_media_name(file: Path) -> bool:
+    return not _is_mask_name(file) and not _is_condition_name(file)
 
 
 def _without_mask_end(stem: str) -> str:

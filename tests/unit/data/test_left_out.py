@@ -14,7 +14,7 @@ import pytest
 from devicebridge.config.job import DataConfig, FolderConfig
 from devicebridge.data import left_out
 from devicebridge.data.caption_files import write_caption
-from devicebridge.data.folders import scan_folders
+from devicebridge.data.folders import is_media, scan_folders
 from devicebridge.data.open_image import image_suffixes
 from devicebridge.data.samples import Sample
 from devicebridge.data.video import probe_clip
@@ -234,3 +234,11 @@ def test_masks_of_another_trainer_are_masks(tmp_path: Path) -> None:
     Image.new("L", (64, 64), 255).save(tmp_path / "a_mask.png")
     with pytest.raises(ValueError, match=r"a-masklabel\.png and a_mask\.png are both the mask of a"):
         _scan(tmp_path)
+
+
+def test_conditions_of_another_trainer_are_no_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _save(tmp_path / "a.png", "words")
+    _save(tmp_path / "a-condlabel.png")
+    assert [Path(sample.path).name for sample in _scan(tmp_path)] == ["a.png"]
+    assert [text for text in caplog.messages if "1 images are conditions" in text and "a-condlabel.png" in text]
+    assert not is_media(tmp_path / "a-condlabel.png")
