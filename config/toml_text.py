@@ -26,7 +26,7 @@ def parse_toml(data: bytes) -> dict[str, Any]:
     try:
         return tomlkit.parse(text).unwrap()
     except tomlkit.exceptions.ParseError as error:
-        line = text.split("\n")[error.line - 1]
+        line = "".join(text.splitlines()[error.line - 1 : error.line])  # the parser also counts a lone \r
         raise ValueError(f"{error}; {BACKSLASHES}" if "\\" in line else str(error)) from error
     except tomlkit.exceptions.TOMLKitError as error:
         raise ValueError(str(error)) from error

@@ -268,6 +268,12 @@ def test_a_backslash_that_is_read_as_an_escape_is_explained(path, tmp_path):
     assert Path(load_job(tmp_path / "job.toml").data.folders[0].path).name.rstrip("\\") == path.rstrip("\\")
 
 
+def test_a_job_file_with_odd_line_ends_is_refused_by_name(tmp_path):
+    (tmp_path / "job.toml").write_bytes(b'[model]\rpath = "m"')
+    with pytest.raises(ValueError, match=r"job\.toml"):
+        load_job(tmp_path / "job.toml")
+
+
 def test_a_mistake_without_a_backslash_is_told_without_that_advice(tmp_path):
     (tmp_path / "job.toml").write_text('[model]\npath = "C:/x" y\n')
     with pytest.raises(ValueError, match="line 2") as refused:
