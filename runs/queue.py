@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 from ..config.job import JobConfig, job_to_dict, make_job
 from ..system.files import write_atomically
 from ..system.json_file import expect, read_json_object
-from ..system.locks import alone
+from ..system.locks import alone, is_locked
 from ..system.processes import ProcessMark, start_detached
 from ..system.requests import Requests
 from .kept import KeptJobs
@@ -296,7 +296,7 @@ class JobQueue:
             self._remove(job)
             return True
         log = self.kept.file(folder).with_suffix(".log")
-        if job.process is not None and job.process.is_alive(log):
+        if _is_alive(job.process, log):
             return False
         if job.is_stopped:
             self._remove(job)
@@ -326,6 +326,15 @@ class JobQueue:
 
     def _remove(self, job: QueuedJob) -> None:
         self._save([each for each in self._all() if each.id != job.id])
+
+
+def _is_alive(process: ProcessMark | None, log: Path) -> bool:
+    """Whether a process that was started runs; also one that a kill kept us from noting, which holds its log."""
+    if process is not None:
+        return process.is_alive(log)
+    with contextlib.suppress(OSError):
+        return is_locked(log)
+    return False
 
 
 def _real(path: Path) -> str:

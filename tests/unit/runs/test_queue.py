@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ from devicebridge.runs.record import recorded_run
 from devicebridge.runs.store import Busy, RunStore
 from devicebridge.system.files import write_atomically
 from devicebridge.system.locks import is_locked
-from devicebridge.system.processes import ProcessMark
+from devicebridge.system.processes import ProcessMark, start_detached
 
 _GONE = ProcessMark(1 << 30, 1.0, "", "of-another-kernel pid:[7] 400")
 
@@ -125,6 +129,33 @@ def test_a_job_whose_start_was_cut_short_is_shown_and_not_started_again(
     again = _queue(tmp_path)
     again.tick()
     assert [(job.run, job.state) for job in again.jobs()] == [("a", "failed")] and commands == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a log is not locked there")
+def test_a_process_that_was_started_but_not_noted_holds_its_cards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where ComfyUI is killed between the two."""
+    found: list[ProcessMark] = []
+
+    def start(command: Any, log: Path, environment: Any) -> None:
+        found.append(start_detached([sys.executable, "-c", "import time; time.sleep(600)"], log))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("devicebridge.runs.queue.start_detached", start)
+    _add(_queue(tmp_path), "a", "cpu")
+    with pytest.raises(KeyboardInterrupt):
+        _queue(tmp_path).tick()
+    queue = _queue(tmp_path)
+    try:
+        assert queue.tick() == [] and "a is starting" in queue.held()["cpu"]
+        with pytest.raises(Busy):
+            _add(queue, "a", "cpu")
+    finally:
+        os.kill(found[0].pid, signal.SIGKILL)
+    while found[0].is_alive():
+        time.sleep(0.01)
+    assert queue.tick() == ["a"] and [job.state for job in queue.jobs()] == ["failed"]
 
 
 def test_what_is_refused_is_asked_again_as_a_job_starts(tmp_path: Path, commands: list[list[str]]) -> None:
