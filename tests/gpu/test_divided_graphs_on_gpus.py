@@ -11,6 +11,7 @@ import pytest
 import torch
 from devicebridge.parallel.local.divided_graphs import RECORDED_AFTER
 from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
+from devicebridge.parallel.local.slices import Slice
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.unit.parallel.test_divided_graphs import where
 from devicebridge.tests.unit.parallel.test_tensor_parallel import PLANS, WIDTH, Fused, Separate, make_model
@@ -76,18 +77,25 @@ def test_a_replay_gives_the_bits_of_what_was_launched_on_both_cards(backend, mon
     subprocess.run([sys.executable, "-c", RECORDED], cwd=ROOT, check=True, timeout=300)
 
 
+def _copied(weight: torch.Tensor, part: Slice) -> torch.Tensor:
+    return part.copied(weight)
+
+
 @pytest.mark.usefixtures("cards_wait")
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_a_model_with_replayed_blocks_gives_the_bits_of_launched_ones(mode) -> None:
-    model = make_model(Separate(), Fused(), Fused(), Separate()).to(CARDS[0])
+    model = make_model(Separate(), Fused(), Fused(), Separate())
     shards = {}
     for block in model.blocks:
         plan = find_plan(PLANS, block)
         assert plan is not None
         shares = shares_of(block, plan, (1.0, 1.0))
-        other = divide_block(copy.deepcopy(block), plan, shares, 1)
-        other.block.to(CARDS[1])
-        shards[block] = divide_block(block, plan, shares, 0), [other]
+        other = divide_block(copy.deepcopy(block), plan, shares, 1, _copied)
+        own = divide_block(block, plan, shares, 0, _copied)
+        for card, part in zip(CARDS, (own, other), strict=True):
+            part.block.to(card)
+        shards[block] = own, [other]
+    model.to(CARDS[0])
     parallel = TensorParallel(CARDS, shards)
     parallel.attach()
     parallel.replay(where)
