@@ -21,10 +21,8 @@ Qwen-Image's prompts if one is longer, as in `tensor_qwen_cfg_uneven`: they are 
 `--rivals` names those that take turns; one_gpu must be among them.
 
 `--card-gb 24` makes cards small: another process takes the rest of each card's memory, so that ComfyUI, torch and
-comfy-aimdo all meet the wall a real card has. The cases `scaling_...` compare one card with blocks and tensor on
-`--cards` of them and set the forecasts of seconds and weights beside each; scaling.py runs them. `--dynamic-vram`
-starts comfy-aimdo; that cannot be changed within a process. `--tiny` runs the same code with toy shapes on emulated
-cards on the CPU. Results are written after each case.
+comfy-aimdo all meet the wall a real card has. `--dynamic-vram` starts comfy-aimdo; that cannot be changed within a
+process. `--tiny` runs the same code with toy shapes on emulated cards on the CPU. Results are written after each case.
 """
 
 from __future__ import annotations
@@ -728,38 +726,6 @@ def forecasts(one: Any, shape: Shape) -> dict[str, Any]:
     return steps | {"machine": known.machine.describe(), "measured_in_s": known.machine.elapsed_s}
 
 
-def scaling(shape: Shape, cfg: float = 1.0, batch: int = 1) -> dict[str, Any]:
-    """One card, blocks and tensor in turns, each with what is forecast of it. Forwards of several conds or pictures
-    overlap in the split by blocks."""
-    from devicebridge.nodes.host.split.forecast import weight_bytes
-
-    one, count = load(shape, on=CPU), batch * (1 if cfg == 1.0 else 2)
-    known, tokens = known_ways(one, shape)
-    seconds, plans = known.seconds(tokens, count), plans_of(one)
-    weights = {way: [size / 1e9 for size in weight_bytes(one.model, plan).values()] for way, plan in plans.items()}
-    rivals = {"one_gpu": one, **{way: split(one, way=way) for way in plans}}
-    report = compare(rivals, Work(shape, cfg=cfg, batch=batch), "one_gpu")
-    rows = {name: _scaling_row(report, name) for name in rivals}
-    for way, forecast_s in {"blocks": seconds.blocks, "tensor": seconds.tensor}.items():
-        rows[way]["forecast"] = {"s_per_step": round(forecast_s, 4), "weights_gb": weights[way]}
-    return {"forwards": count, "tokens": tokens, "ways": rows, "machine": known.machine.describe(), "turns": report}
-
-
-def _scaling_row(report: dict[str, Any], name: str) -> dict[str, Any]:
-    """What scaling.py reads: seconds, and memory per card as if the rival were alone."""
-    turn = report[name]
-    weights = [total for _, total in turn["weights_gb"].values()]
-    above = turn["peak_above_what_was_there_gb"] or [0.0] * len(weights)
-    return {
-        "s_per_step": turn["s_per_step_median"],
-        "s_per_step_min_max": turn["s_per_step_min_max"],
-        "times_faster_than_one_card": report["one_gpu"]["s_per_step_median"] / turn["s_per_step_median"],
-        "weights_gb": weights,
-        "peak_gb": [weight + more for weight, more in zip(weights, above, strict=False)],
-        "equals_one_card": report.get(f"{name}_equals_one_gpu", True),
-    }
-
-
 def slow_link(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
     """Tensor with copies through pinned host memory only, beside direct copies, one card and blocks; and the forecasts
     for each link."""
@@ -962,10 +928,6 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "prompts_wan_cfg_short": functools.partial(prompts, WAN_14B_SHORT, cfg=5.0, steps=3),
     "takeover": functools.partial(takeover, FLUX2_SMALL),
     "loader": functools.partial(loader, FLUX2_SMALL),
-    "scaling_flux2": functools.partial(scaling, FLUX2),
-    "scaling_flux2_batch4": functools.partial(scaling, FLUX2, batch=4),
-    "scaling_wan": functools.partial(scaling, WAN_14B),
-    "scaling_wan_cfg": functools.partial(scaling, WAN_14B, cfg=5.0),
 }
 
 

@@ -320,7 +320,7 @@ def _measure(mode: str, options: argparse.Namespace, ranks: Any, device: torch.d
 
 
 def _measure_links(mode: str, options: argparse.Namespace, ranks: Any, device: torch.device) -> None:
-    """Bytes per second through the slowest link of a ring, as `plan --link` and `--card-link` take them."""
+    """Bytes per second through the slowest link of a ring."""
     share = torch.ones(2**20 if options.tiny else 2**27, dtype=torch.bfloat16, device=device)
     whole, gradients = share.new_empty(ranks.count * len(share)), share.float()
     gather_s = _timed(lambda: dist.all_gather_into_tensor(whole, share), options.steps, device)

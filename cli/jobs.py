@@ -7,13 +7,12 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from ..config.job import JobConfig, load_job
 from ..config.model import shards_weights
 from ..encoding.encode import Stopped
 from ..jobs.checked_job import JobPlan
-from ..jobs.cluster import plan_cluster
 from ..jobs.experts import expert_jobs, num_at_once
 from ..jobs.job import check_job, plan_job, run_job
 from ..jobs.lora_output import describe_file
@@ -23,11 +22,9 @@ from ..jobs.ranks import open_ranks
 from ..jobs.resolve import find_machine
 from ..jobs.result import TrainingResult
 from ..parallel.ranks.place import RankPlace, find_place, refuse_other_launcher
-from ..planning.block_times import ASSUMED_LINK_BYTES_PER_S
-from ..planning.cards import Card, parse_cards
-from ..planning.cluster import MOST_NODES, Cluster, best_of, describe_cluster, parse_link
+from ..planning.cards import parse_cards
 from ..planning.report import describe_plan, plan_values
-from ..planning.request import PlanRequest, make_request
+from ..planning.request import make_request
 from ..system.launched import find_launch
 from ..system.stopping import STOPPED, stop_on_signal
 from ..system.telling import say
@@ -164,14 +161,17 @@ def _print_check(title: str, plan: JobPlan) -> None:
 
 
 def plan(options: argparse.Namespace) -> int:
+    if options.cluster is not None:
+        raise ValueError(
+            "--nodes, --link and --card-link are gone; plan the cards of one machine with --cards, and choose between "
+            "machines by docs/guides/choosing_a_strategy.md"
+        )
     given = {name: getattr(options, name) for name in ("model", "quantize", "resolution", "frames")}
     asked = make_request(options.job, **given)
     if asked.info is None:
         (job,) = enter([asked.job], options.arguments)
         asked = replace(asked, job=job)
     cards = parse_cards(options.cards) if options.cards else []
-    if options.nodes != 1 or options.link or options.card_link or shards_weights(asked.job.parallel.asked):
-        return _plan_cluster(options, asked, cards)
     plans = {}
     for title, each, share in each_model(asked.job, [card.name for card in cards]):
         own = [card for card in cards if not title or card.name in each.split.devices]
@@ -186,32 +186,3 @@ def plan(options: argparse.Namespace) -> int:
         told = {title: describe_plan(plan, asked.job.train.steps) for title, plan in plans.items()}
         say("\n\n".join(f"{title}\n{text}".strip() for title, text in told.items()))
     return 0
-
-
-def _plan_cluster(options: argparse.Namespace, asked: PlanRequest, cards: Sequence[Card]) -> int:
-    if not 1 <= options.nodes <= MOST_NODES:
-        raise ValueError(f"--nodes {options.nodes} is no number of machines; give 1 to {MOST_NODES}")
-    if not cards or (options.nodes > 1 and not options.link):
-        raise ValueError(
-            "for several processes or machines say how many machines, the cards of each, and of several how fast the "
-            "link between them is: --nodes 2 --cards 4x24GB --link 25Gbit"
-        )
-    if asked.job.model.second_expert:
-        raise ValueError("model.second_expert: several machines train one model; remove it to plan one expert alone")
-    if asked.job.lora.text_encoder:
-        raise ValueError("lora.text_encoder: text encoders are trained in one process; plan it without --nodes")
-    links = {"link": options.link, "card_link": options.card_link}
-    speeds = {name: parse_link(text) for name, text in links.items() if text}
-    cluster = Cluster(tuple(cards), options.nodes, **{"link": ASSUMED_LINK_BYTES_PER_S, **speeds})
-    job = asked.job
-    if options.job is None:
-        train = replace(job.train, gradient_accumulation_steps=cluster.num_cards)  # as one would set it
-        job = replace(job, train=train)
-    with prepared(job) if asked.info is None else nullcontext(asked.info) as info:
-        found = plan_cluster(job, cluster, info=info, has_data=asked.has_data)
-    if options.json:
-        best = best_of(found)
-        say(json.dumps({"options": [asdict(each) for each in found], "best": best and best.strategy}, indent=2))
-    else:
-        say(describe_cluster(cluster, found, job.train.gradient_accumulation_steps))
-    return 0 if best_of(found) is not None else 2

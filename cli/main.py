@@ -127,13 +127,7 @@ def _add_plan(commands: Commands) -> None:
         help='plan for these cards instead of this machine\'s: "24GB,12GB", "2x24GiB", "2x3090", or with relative '
         'speeds "2x24GB@1,12GB@0.5"',
     )
-    parser.add_argument("--nodes", type=int, default=1, metavar="MACHINES", help="so many machines with --cards each")
-    parser.add_argument(
-        "--link", metavar="SPEED", help='between machines, "25Gbit" or "3.1GB" per second; with --nodes'
-    )
-    parser.add_argument(
-        "--card-link", metavar="SPEED", help='between the cards of a machine; "12GB" unless given. Compares strategies'
-    )
+    parser.add_argument("--nodes", "--link", "--card-link", dest="cluster", help=argparse.SUPPRESS)  # gone
     parser.add_argument(
         "--resolution",
         type=int,

@@ -75,8 +75,8 @@ def plan_job(
     """
     if shards_weights(strategy := job.parallel.asked):
         raise ValueError(
-            f'parallel.strategy = "{strategy}" shares the weights among processes, and this plan is of one; compare '
-            'both with devicebridge plan --cards 2x24GB --card-link 12GB, or plan with "auto"'
+            f'parallel.strategy = "{strategy}" shares the weights among processes, and this plan is of one; plan with '
+            '"auto", or start the job: what fits is said before the first step'
         )
     if cards and may_measure:
         raise ValueError("cards that were named cannot be measured; leave out --calibrate, or --cards")

@@ -9,17 +9,34 @@ peaks with every block recomputed were 0.5 and 0.9 GB above it (docs/internals/e
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from ..config.job import JobConfig
 from ..planning.cards import Card
-from ..planning.cluster import Weights
 from ..planning.cuts import HEADROOM
 from ..planning.plan_training import TrainingPlan
 from .place_by_size import Subject, held_bytes
 from .resolve import Machine, plan_on
 
 UNLIMITED_GB = (100_000.0,)  # for what is not checked by its size
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of the base as it is held: each block, and all else."""
+
+    blocks: Sequence[int]
+    home: int
+
+    def held(self, degree: int) -> int:
+        """Of a card, where so many share them: its share, what stays whole, and the block at work
+        beside the next one, which is gathered ahead."""
+        return (sum(self.blocks) + self.home) // degree + self.home + 2 * max(self.blocks)
+
+    def elsewhere(self, degree: int) -> int:
+        """By how much that is less than all of them; negative for a model of few blocks."""
+        return sum(self.blocks) + self.home - self.held(degree)
 
 
 def shared_weights(job: JobConfig, subject: Subject) -> Weights:

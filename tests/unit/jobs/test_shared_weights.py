@@ -8,13 +8,16 @@ import json
 import pytest
 from devicebridge.checkpoints.checkpoint import make_published_info
 from devicebridge.checkpoints.load import make_empty_transformer
-from devicebridge.config.job import JobConfig, make_job
+from devicebridge.cli.main import main
+from devicebridge.config.job import JobConfig, make_job, save_job
+from devicebridge.jobs.job import plan_job, run_job
 from devicebridge.jobs.place_by_size import Subject
 from devicebridge.jobs.shared_weights import plan_shared, shared_weights
 from devicebridge.planning.cards import Card, parse_cards
 from devicebridge.planning.cuts import HEADROOM
 from devicebridge.planning.plan_training import TrainingPlan
 from devicebridge.tests.ranks.launching import ROOT
+from devicebridge.tests.tiny_pipeline import make_tiny_job
 
 BLOCKS = 28
 RUN = ROOT / "benchmarks" / "results" / "ranks_fp8_keep_2xh200_2026-11-27.json"
@@ -123,3 +126,20 @@ def test_the_forecast_is_near_what_two_cards_held(scheme, kept, mode, least, mos
     (measured,) = [part["modes"][mode]["peak_gb"][0] for run in runs for part in run["parts"] if mode in part["modes"]]
     device = plan_shared(_job(scheme, **_asked(kept)), subject, _card("141GB"), 2).devices[0]
     assert least < device.allocated / 1e9 / measured < most
+
+
+def test_a_job_whose_weights_are_shared_is_checked_and_no_plan_of_one_process(tmp_path, capsys):
+    """By one process it is refused, with what its own number of processes makes true."""
+    file, found = tmp_path / "job.toml", {}
+    for processes in (1, 2):
+        job = make_tiny_job(tmp_path, parallel={"strategy": "fsdp", "processes": processes})
+        save_job(job, file)
+        found[processes] = main(["check", str(file)]), capsys.readouterr()
+        with pytest.raises(ValueError, match=r"parallel\.strategy"):
+            plan_job(job, parse_cards("24GB"))
+    assert (found[1][0], found[2][0]) == (2, 0)
+    assert "set parallel.processes to 2 or more" in found[1][1].err
+    assert "the weights are shared by 2 processes (fsdp)" in found[2][1].out
+    with pytest.raises(ValueError, match='start the job with "devicebridge train"'):
+        run_job(job)
+    assert main(["plan", str(file), "--cards", "2x24GB"]) == 2

@@ -175,3 +175,10 @@ def test_a_mistake_in_one_of_several_folders_is_no_reason_for_squares(tmp_path):
 def test_a_size_that_no_job_takes_is_refused_in_the_words_of_a_job(asked, message):
     with pytest.raises(ValueError, match=message):
         make_request(None, model="flux2-dev", **asked)
+
+
+@pytest.mark.parametrize("flags", [("--nodes", "2"), ("--link", "25Gbit"), ("--card-link", "12GB")])
+def test_options_of_clusters_are_gone_and_one_line_says_so(flags, capsys):
+    assert main(["plan", "--model", "flux2-dev", "--cards", "2x24GB", *flags]) == 2
+    told = capsys.readouterr()
+    assert not told.out and len(told.err.splitlines()) == 1 and "--nodes" in told.err and "--cards" in told.err
