@@ -68,6 +68,8 @@ def why_no_forecast(native: NativeModel | None) -> str:
         return ""
     if native.class_name in _BY_NUMBERS:
         return _BY_NUMBERS[native.class_name]
+    if native.hooks_children:
+        return "no two of its blocks are alike"
     is_in_levels = any("." in name for name in native.block_lists)
     return "a dry run cannot leave out blocks of lists inside other lists" if is_in_levels else ""
 
@@ -79,4 +81,4 @@ def limited(space: SearchSpace, native: NativeModel | None, model: nn.Module) ->
     strategies = space.strategies
     if len(strategies) > 1 and why_no_stages(native, model):
         strategies = tuple(each for each in strategies if not has_stages(each))
-    return replace(space, strategies=strategies, can_stream=not native.hooks_children)
+    return replace(space, strategies=strategies)

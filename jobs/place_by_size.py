@@ -25,7 +25,6 @@ from ..parallel.placement import (
     plan_replicas,
     plan_shards,
 )
-from ..planning.question import NOTHING, Resident
 from ..planning.short_model import SampleText
 from ..quantization.quantize import stored_bytes
 
@@ -38,7 +37,7 @@ class Subject:
         largest: height and width in pixels and frames of the samples that take the most; (0, 0, 0) takes the config's.
         train, alone: of all samples that are trained on, and that are evaluated: what tells their batches apart.
         text: of one of ComfyUI's own models, what it is given of the longest caption, as far as that is known.
-        beside: what else the first device holds.
+        beside_bytes: of weights that the first device holds beside the model.
     """
 
     info: CheckpointInfo
@@ -49,7 +48,7 @@ class Subject:
     train: frozenset[tuple[int, ...]]
     alone: frozenset[tuple[int, ...]] = frozenset()
     text: SampleText | None = None
-    beside: Resident = NOTHING
+    beside_bytes: int = 0
 
 
 def place_by_size(
@@ -71,7 +70,7 @@ def place_by_size(
     model, family = subject.model, subject.info.family
     blocks = block_names(model, family)
     block_bytes, home_bytes = held_bytes(config, subject)
-    home_bytes += subject.beside.weights
+    home_bytes += subject.beside_bytes
     budgets = _budgets(split, devices)
     if holds_copies(strategy):
         return plan_replicas(blocks, devices, sum(block_bytes) + home_bytes, budgets)

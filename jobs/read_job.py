@@ -41,7 +41,7 @@ from .comfy_entries import (
 from .encode_job import cache_store, wanted_conditions
 from .place_by_size import Subject
 from .resolve import refuse_block_settings, sizes_of
-from .text_encoders import refuse_text_encoders, text_encoders_held
+from .text_encoders import refuse_text_encoders, text_encoder_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class ReadJob:
             train=sizes_of(self.encoded or self.samples),
             alone=sizes_of(self.eval_samples),
             text=self._longest_text(),
-            beside=text_encoders_held(self.job, self.info.family, self.samples),
+            beside_bytes=text_encoder_bytes(self.job),
         )
 
     def _longest_text(self) -> SampleText | None:

@@ -130,7 +130,7 @@ def resolve(
         _log.warning('train.cuda_graphs = "%s" has no effect: blocks are not recorded any more', job.train.cuda_graphs)
     if before is not None:
         _refuse_other_strategy(job, machine, before)
-    space = search_space(job)
+    space = limited(search_space(job), subject.info.family.native, subject.model)
     training = _plan_as_before(job, subject, machine, before) if is_to_train else None
     chosen = _first_of(space, machine.devices) if training is None else training.setting
     job = replace(
@@ -355,7 +355,6 @@ def plan_on(
         host_bytes=machine.host_bytes,
         picture=size_of_pictures(job, subject.info.family, subject.variant, longest),
         text=subject.text,
-        beside=subject.beside,
     )
     return plan_training(question) if machine.named else plan_calibrated(question, measuring)
 

@@ -249,12 +249,12 @@ def plan_calibrated(
 
     Args:
         measuring: "never" only estimates; "known" takes what an earlier job has measured and uses no card; the others
-            measure what is missing. Of a model whose blocks are all different none is timed, and all estimate.
+            measure what is missing.
         bench, store: None takes the cards themselves and the user's cache folder.
     Raises: ValueError if no setting fits.
     """
     estimated = plan_training(question)  # what does not fit is refused before anything is measured
-    if measuring == "never" or question.model.is_run_whole:
+    if measuring == "never":
         return estimated
     may_measure = measuring == "always" or (measuring != "known" and _decides(question))
     times = measured_times(question, may_measure=may_measure, bench=bench, store=store)

@@ -133,14 +133,14 @@ def _collect(short: ShortModel, family: ModelFamily, run: _Run) -> StepCost:
     return StepCost(
         names=short.names,
         blocks=tuple(run.kinds[kind] for kind in short.kind_of),
-        **costs_of_home(short.model, family),
+        **_costs_of_home(short.model, family),
         front=run.front,
         first_inputs=run.kinds[0].inputs,
         tail=run.meter.peak - run.tail_base,
     )
 
 
-def costs_of_home(model: nn.Module, family: ModelFamily) -> dict[str, int]:
+def _costs_of_home(model: nn.Module, family: ModelFamily) -> dict[str, int]:
     """What a StepCost says of weights outside the blocks."""
     lists = {block_list.name for block_list in family.block_lists}
     home = [sizes_of(module) for name, module in model.named_children() if name not in lists]

@@ -30,7 +30,6 @@ class BlockCost:
         forward, forward_kept: peak of a forward that keeps nothing, or everything; above its inputs.
         recompute: peak of recomputation and backward, gradient of its output included; above its inputs.
         backward: peak of the backward alone, `kept` included; above its inputs.
-        backward_held: the same while somebody else holds the gradients of its outputs.
         staying: the share of weights that is on the card even where the block streams from host memory.
         input_sizes: what `inputs` is the sum of.
         launches: operations that a card computes in a forward and in a backward.
@@ -49,7 +48,6 @@ class BlockCost:
     backward: int
     input_sizes: tuple[int, ...] = ()
     staying: int = 0
-    backward_held: int = 0
     launches: tuple[int, int] = (0, 0)
 
     @property
@@ -123,7 +121,6 @@ def dry_run_block(
         backward=backward,
         input_sizes=input_sizes,
         staying=own.weights - host_bytes_of(module_of(block)),
-        backward_held=held,
         launches=(in_forward, in_backward),
     )
 

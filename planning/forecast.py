@@ -22,7 +22,7 @@ and loses to rounding and fragments is taken as a share of everything that comes
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
@@ -91,8 +91,7 @@ class DeviceForecast:
 
     Args:
         weights: base weights, those of blocks that stream left out but two slots for them counted.
-        checkpoints: block inputs kept for recomputation and constants, of all micro-batches held; and what text
-            encoders that are trained keep.
+        checkpoints: block inputs kept for recomputation and constants, of all micro-batches held.
         kept: activations of the blocks that keep them, of all micro-batches held.
         moving: what the moment of the peak needs besides. moment: when that is.
         overhead: reserved and not allocated. context: outside torch's counters.
@@ -159,7 +158,6 @@ class Forecaster:
     Args:
         largest_layer: bytes of the widest one that is rounded on load, 0 for none.
         picture: what a step of one sample picture costs, where its forward takes more than training's.
-        kept_beside: bytes that the first device keeps from forward to backward for something else than the model.
     """
 
     def __init__(
@@ -171,7 +169,6 @@ class Forecaster:
         backend: Backend | None = None,
         largest_layer: int = 0,
         picture: StepCost | None = None,
-        kept_beside: int = 0,
     ) -> None:
         self.cost = cost
         self.settings = settings
@@ -179,7 +176,6 @@ class Forecaster:
         self._backend = backend or Backend()
         self._largest_layer = largest_layer
         self._picture = picture
-        self._kept_beside = kept_beside
 
     @cached_property
     def _sums(self) -> dict[str, list[int]]:
@@ -283,9 +279,7 @@ class Forecaster:
 
     def _moments(self, plan: StagePlan, lora: int, trained: int) -> Iterator[Moment]:
         gradients = lora if self.settings.accumulation > 1 else 0  # those of earlier micro-batches
-        beside = 0 if plan.stage else self._kept_beside
-        for moment in self._computing(plan, gradients):
-            yield replace(moment, checkpoints=moment.checkpoints + beside) if beside else moment
+        yield from self._computing(plan, gradients)
         yield Moment("optimizer step", 0, 0, int(trained * self._optimizer.step), lora)
         if self._picture is not None:
             yield Moment("sample picture", 0, 0, self._drawing_bytes(self._picture, plan), 0)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -67,8 +66,7 @@ class MemoryMeter(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = self.launches = 0
         self._rounding = rounding
-        self._known: dict[int, tuple[weakref.ref[Any], int, int]] = {}
-        self._numbers = itertools.count()
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def start(self) -> int:
         """Measure the peak from here; returns what is alive."""
@@ -82,15 +80,6 @@ class MemoryMeter(TorchDispatchMode):
     def size(self, tensor: torch.Tensor) -> int:
         """What a storage of this tensor's own would count."""
         return self.rounded(tensor.numel() * tensor.element_size())
-
-    def alive(self) -> dict[int, int]:
-        """Bytes of every storage that is alive, by a number that no other storage of this run has."""
-        return {number: size for _, size, number in self._known.values() if size}
-
-    def storages(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-        """The same of the storages of these tensors alone."""
-        known = (self._known.get(tensor.untyped_storage()._cdata) for tensor in tensors)
-        return {each[2]: each[1] for each in known if each is not None and each[1]}
 
     def ignore(self, tensors: Sequence[torch.Tensor]) -> None:
         """Never count these, nor views of them: weights."""
@@ -114,7 +103,7 @@ class MemoryMeter(TorchDispatchMode):
         key = storage._cdata
         if key in self._known:
             return
-        self._known[key] = weakref.ref(storage, functools.partial(self._drop, key)), size, next(self._numbers)
+        self._known[key] = weakref.ref(storage, functools.partial(self._drop, key)), size
         self.live += size
         self.peak = max(self.peak, self.live)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import gcd, prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,10 +34,8 @@ from .cards import Card
 from .divided_times import DividedTimes, count_exchanges, exchanged_bytes, undivided_shares
 from .dry_run import StepCost, dry_run_step
 from .dry_run_block import BlockCost
-from .dry_run_whole import WholeCost, dry_run_whole
 from .forecast import CONTEXT_BYTES, Backend, Forecaster, Optimizer, StagePlan, StepSettings
 from .meter import UNSEEN_CARD, Kernels
-from .relay_forecast import RelayForecaster
 from .short_model import SampleText, Work
 from .space import SearchSpace, Setting, is_open, strategies_on
 
@@ -66,13 +64,7 @@ class ModelCosts:
     def _run(self, work: Work, kernels: Kernels) -> StepCost:
         with torch.inference_mode(False):  # ComfyUI runs nodes in it, and such tensors pass no gradients
             model = make_empty_transformer(self.info)
-        run = dry_run_whole if self.is_run_whole else dry_run_step
-        return run(model, self.info, self.variant, work, kernels)
-
-    @property
-    def is_run_whole(self) -> bool:
-        """Whether no two of its blocks are alike; they are measured all, and none is timed on a card."""
-        return self.family.native is not None and self.family.native.hooks_children
+        return dry_run_step(model, self.info, self.variant, work, kernels)
 
     def division_fault(self, shares: tuple[int, ...], quantize: QuantizeSettings | None) -> str:
         """Why the blocks cannot be divided in these shares; "" if they can."""
@@ -127,20 +119,6 @@ def latent_shape_of(
     return channels, 1 + (frames - 1) // latent.frame_stride, height, width
 
 
-class Resident(NamedTuple):
-    """What a device holds beside the model: bytes of frozen weights and of LoRA, of so many trained values; of each
-    sample from forward to backward the inputs of layers, and what layers keep that are not computed again."""
-
-    weights: int
-    lora: int
-    num_trained: int
-    inputs: int = 0
-    kept: int = 0
-
-
-NOTHING = Resident(0, 0, 0)
-
-
 @dataclass(frozen=True)
 class Question:
     """How a job would best use its cards.
@@ -157,7 +135,6 @@ class Question:
         given_shares: of a run that is resumed, of every card; () leaves them open.
         picture: height, width and frames of the sample pictures that the first copy draws between steps, if any.
         text: of one of ComfyUI's own models, what it is given of the longest caption, where that is known.
-        beside: what the first card holds besides the model.
     """
 
     model: ModelCosts
@@ -173,7 +150,6 @@ class Question:
     given_shares: tuple[int, ...] = ()
     picture: tuple[int, int, int] | None = None
     text: SampleText | None = None
-    beside: Resident = NOTHING
 
     @property
     def unit(self) -> str:
@@ -313,7 +289,7 @@ class Question:
     def may_stream(self) -> bool:
         """Whether it is the planner's to say which blocks stream from host memory."""
         is_split = self.replica is None and len(self.share) == 1
-        return self.space.is_checkpointing and self.space.can_stream and not self.space.offloaded and is_split
+        return self.space.is_checkpointing and not self.space.offloaded and is_split
 
     @property
     def most(self) -> float:
@@ -327,8 +303,6 @@ class Question:
         """Measured ones where they were given, else by operations."""
         if self.given_times is not None:
             return self.given_times
-        if self.model.is_run_whole:
-            return FlopTimes(self._cost("none").block_flops)
         flops = self.model.block_flops(self.bucket, self.frames)
         return FlopTimes([self.space.batch_size * each for each in flops])
 
@@ -367,33 +341,18 @@ class Question:
     def forecaster(self, setting: Setting) -> Forecaster:
         """Adds up what any cut needs."""
         has_context = all(card.has_context for card in self.cards)
-        return forecaster_for(
-            self._with_beside(self._cost(setting.scheme)),
+        return Forecaster(
+            self._cost(setting.scheme),
             self._optimizer(setting.optimizer),
             self.step_settings(setting),
             backend=Backend(context=0 if has_context else CONTEXT_BYTES),
             largest_layer=0 if setting.scheme == "none" else self.model.largest_linear * self.space.dtype.itemsize,
             picture=self._picture_cost(setting.scheme),
-            kept_beside=self._kept_beside,
         )
 
-    def _cost(self, scheme: str) -> Any:
-        """What a step costs: a StepCost, a WholeCost of a model that is run whole."""
+    def _cost(self, scheme: str) -> StepCost:
+        """What a step costs."""
         return self.model.dry_run(self.work(scheme), self._kernels(scheme))
-
-    def _with_beside(self, cost: Any) -> Any:
-        return replace(
-            cost,
-            home_weights=cost.home_weights + self.beside.weights,
-            home_lora=cost.home_lora + self.beside.lora,
-            home_trained=cost.home_trained + self.beside.num_trained,
-        )
-
-    @property
-    def _kept_beside(self) -> int:
-        """Bytes of a micro-batch that the first card keeps from forward to backward beside the model's."""
-        kept = 0 if self.space.is_checkpointing else self.beside.kept
-        return self.space.batch_size * (self.beside.inputs + kept)
 
     def _picture_cost(self, scheme: str) -> StepCost | None:
         """Of drawing a sample picture; None where a forward of training takes as much."""
@@ -422,11 +381,6 @@ class Question:
             return whole
         flat = float(getattr(torch, self.space.lora.dtype).itemsize)
         return Optimizer(whole.state, max(whole.step, flat)) if self.replica == 0 else Optimizer(0.0, flat)
-
-
-def forecaster_for(cost: StepCost, *args: Any, **named: Any) -> Forecaster:
-    """The Forecaster of what a dry run has found; the other arguments are its own."""
-    return (RelayForecaster if isinstance(cost, WholeCost) else Forecaster)(cost, *args, **named)
 
 
 def _with_whole_lora(share: StepCost, whole: StepCost, num_devices: int) -> StepCost:

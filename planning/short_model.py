@@ -142,11 +142,11 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
             sample.modules.append(block)
         sample.kind_of.append(known[kind])
     renamed = _keep_kinds(sample, family) if family.native is None else _keep_first_two(sample, family)
-    make_trainable(model, family, work, renamed, targets)
+    _make_trainable(model, family, work, renamed, targets)
     return sample
 
 
-def make_trainable(
+def _make_trainable(
     model: nn.Module, family: ModelFamily, work: Work, renamed: Mapping[str, str], targets: Collection[str]
 ) -> None:
     """Quantize a model's linears and attach a LoRA as a job would; parameters stay on meta.

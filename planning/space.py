@@ -38,7 +38,6 @@ class SearchSpace:
         is_cut_by_time: whether the slowest stage decides the cut, whatever the strategy.
         is_compiled: whether blocks are compiled, which makes them faster than their measured times.
         resolution: the largest of the job, in pixels along a square's side.
-        can_stream: whether the model's blocks can stream from host memory.
         kahan, has_ema: what an optimizer keeps besides; see optimizer_bytes.
     """
 
@@ -60,7 +59,6 @@ class SearchSpace:
     rotation: int
     lora: LoraSettings
     resolution: int
-    can_stream: bool = True
     kahan: bool = False
     has_ema: bool = False
 

@@ -41,10 +41,9 @@ from devicebridge.nodes.host.native.model import _plain_attention  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.placement import Placement, block_names, native_block_flops  # noqa: E402
 from devicebridge.parallel.runner import MicroBatch, PlainAccumulation  # noqa: E402
-from devicebridge.planning.dry_run_whole import _Operations  # noqa: E402
-from devicebridge.planning.forecast import Backend, Optimizer, StagePlan, StepSettings  # noqa: E402
+from devicebridge.planning.forecast import Backend, Forecaster, Optimizer, StagePlan, StepSettings  # noqa: E402
 from devicebridge.planning.meter import Kernels  # noqa: E402
-from devicebridge.planning.question import ModelCosts, forecaster_for  # noqa: E402
+from devicebridge.planning.question import ModelCosts  # noqa: E402
 from devicebridge.planning.short_model import SampleText, Work  # noqa: E402
 from devicebridge.quantization.kernel_choice import device_kernels  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings  # noqa: E402
@@ -63,29 +62,26 @@ from devicebridge.training.batches import loss_weights  # noqa: E402
 from devicebridge.training.objective import noise_latents, predict, prediction_loss  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils.flop_counter import flop_registry  # noqa: E402
 
 # Small, since a forecast counts all gradients of the block at work, and of models so short a block is a third.
-LORA, LORA_OF_UNETS = LoraSettings(rank=4, alpha=4.0), LoraSettings(rank=16, alpha=16.0)
+LORA = LoraSettings(rank=4, alpha=4.0)
 SMALL = 2**14  # bytes; a peak is looked for when a larger tensor is made
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """kept: blocks of each card that keep their activations. share: of the blocks, the first card's.
-    offload_from: bytes of a block's input that waits in host memory."""
+    """kept: blocks of each card that keep their activations."""
 
     kept: tuple[int, ...] = (0, 0)
     scheme: str = "none"
-    share: float = 0.5
     is_divided: bool = False
-    offload_from: int | None = None
 
     def plans(self, num_blocks: int) -> list[StagePlan]:
         if self.is_divided:
             return [StagePlan(0, 1, 0, num_blocks)] * 2
-        if len(self.kept) == 1:
-            return [StagePlan(0, 1, 0, num_blocks, *self.kept)]
-        cut = math.ceil(num_blocks * self.share)
+        cut = math.ceil(num_blocks / 2)
         return [StagePlan(0, 2, 0, cut, self.kept[0]), StagePlan(1, 2, cut, num_blocks, self.kept[1])]
 
 
@@ -94,18 +90,6 @@ WAYS = {
     "kept": Way((0, 1)),
     "8 bits": Way(scheme="int8-compute"),
     "divided": Way(is_divided=True),
-}
-# Whose blocks are measured all; skips travel wherever they are cut.
-UNETS = {
-    "recompute": Way(),
-    "8 bits": Way(scheme="int8-compute"),
-    "kept": Way((2, 2), share=0.4),
-    "one card": Way((0,)),
-    "one card keeps": Way((4,)),
-    "cut early": Way(share=0.2),
-    "cut late": Way((0, 1), share=0.85),
-    "offloaded": Way(offload_from=2**16),
-    "one card, offloaded": Way((0,), offload_from=2**16),
 }
 # Features of an MLP that two cards can have halves of, as all published sizes have.
 EVEN: dict[str, dict[str, Any]] = {
@@ -153,14 +137,28 @@ def judge(name: str) -> dict[str, Any]:
         text = SampleText({**read_conditioning(family.condition(1), "text", keeps_all=True), **sound})
         errors = {}
         costs = ModelCosts(info, info.variant)
-        ways, lora = (UNETS, LORA_OF_UNETS) if costs.is_run_whole else (WAYS, LORA)
-        for title, way in ways.items():
+        for title, way in WAYS.items():
             if way.is_divided and name not in EVEN:
                 continue
-            measured = _measured(info, latents, text, way, lora)
-            forecast = _forecast(costs, latents, text, way, lora)
+            measured = _measured(info, latents, text, way)
+            forecast = _forecast(costs, latents, text, way)
             errors[title] = {card: forecast[card] / measured[card] - 1 for card in forecast}
     return {"name": name, "errors": errors}
+
+
+class _Operations(TorchDispatchMode):
+    """Counts those of products and attention; torch's own counter wants inputs that have a history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        of = flop_registry.get(func.overloadpacket)
+        if of is not None:
+            self.count += of(*args, **(kwargs or {}), out_val=out)
+        return out
 
 
 @torch.no_grad()
@@ -192,7 +190,7 @@ def _silu(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
     return x * torch.sigmoid(x)
 
 
-def _measured(info: Any, shape: Any, text: SampleText, way: Way, settings: LoraSettings) -> dict[str, int]:
+def _measured(info: Any, shape: Any, text: SampleText, way: Way) -> dict[str, int]:
     """The most that each card held in the second optimizer step."""
     names = block_names(make_empty_transformer(info), info.family)
     gc.collect()
@@ -215,9 +213,7 @@ def _measured(info: Any, shape: Any, text: SampleText, way: Way, settings: LoraS
             offloads=False,
             compiled_shapes=None,
         )
-        made = assemble_for_training(info, plan, lambda model: apply_lora(model, info.family, settings, seed=0))
-        if way.offload_from is not None:
-            made.split.offload_inputs(min_bytes=way.offload_from)
+        made = assemble_for_training(info, plan, lambda model: apply_lora(model, info.family, LORA, seed=0))
         lora: Any = made.adapter
         optimizer = torch.optim.AdamW(lora.parameters().values(), lr=1e-4, foreach=False)
         streams = _streams(shape, text)
@@ -264,12 +260,12 @@ def _quantize(way: Way) -> QuantizeSettings | None:
     return None if way.scheme == "none" else QuantizeSettings(way.scheme)
 
 
-def _forecast(costs: ModelCosts, shape: Any, text: SampleText, way: Way, lora: LoraSettings) -> dict[str, int]:
-    work = Work(shape, 1, torch.float32, _quantize(way), lora, (1,) * (1 + way.is_divided), text)
+def _forecast(costs: ModelCosts, shape: Any, text: SampleText, way: Way) -> dict[str, int]:
+    work = Work(shape, 1, torch.float32, _quantize(way), LORA, (1,) * (1 + way.is_divided), text)
     kernels = Kernels(device_kernels(CARDS[0]), has_fused=False, rounding=1)
     backend = Backend(workspace=0, fragmentation=0.0, context=0)
-    cost, settings = costs.dry_run(work, kernels), StepSettings(offload_from=way.offload_from)
-    forecaster = forecaster_for(cost, Optimizer(state=8, step=0), settings, backend=backend)
+    cost, settings = costs.dry_run(work, kernels), StepSettings()
+    forecaster = Forecaster(cost, Optimizer(state=8, step=0), settings, backend=backend)
     plans = way.plans(len(costs.names))
     return {str(card): forecaster.device(str(card), plan).allocated for card, plan in zip(CARDS, plans, strict=False)}
 

@@ -37,12 +37,3 @@ def test_the_forecast_is_what_emulated_cards_hold(name: str, comfyui: Path, tmp_
     assert all(-0.025 < error < 0.025 for error in errors.get("divided", {}).values()), errors
     assert abs(found.get("operations", 0.0)) < 0.1, "what times are estimated from"
     assert ("divided" in errors) == (name in DIVIDED)
-
-
-@pytest.mark.long  # tests/unit/planning/test_relay_forecast.py has the same mechanism on a toy
-def test_the_forecast_of_a_unet_counts_its_skips_where_they_live(comfyui: Path, tmp_path: Path) -> None:
-    errors = _found("sdxl", comfyui, tmp_path)["errors"]
-    assert len(errors) == 9
-    for way, of_cards in errors.items():
-        most = 0.05 if "offloaded" in way else 0.003
-        assert all(-0.001 < error < most for error in of_cards.values()), errors

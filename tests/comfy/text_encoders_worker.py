@@ -40,11 +40,9 @@ from devicebridge.cli.native import encoded  # noqa: E402
 from devicebridge.config.job import JobConfig, make_job  # noqa: E402
 from devicebridge.encoding.store import CacheStore  # noqa: E402
 from devicebridge.events import EventLog  # noqa: E402
-from devicebridge.jobs import text_encoders  # noqa: E402
 from devicebridge.jobs.build import build_trainer  # noqa: E402
 from devicebridge.jobs.encode_job import cache_job  # noqa: E402
 from devicebridge.jobs.job import check_job, run_job  # noqa: E402
-from devicebridge.jobs.read_job import read_job  # noqa: E402
 from devicebridge.nodes.captions import CacheCaptionsAndLatents  # noqa: E402
 from devicebridge.nodes.host.native import files  # noqa: E402
 from devicebridge.nodes.host.native.context import native_training  # noqa: E402
@@ -53,7 +51,6 @@ from devicebridge.nodes.host.native.text import encoded as states_of  # noqa: E4
 from devicebridge.nodes.train import TrainLora  # noqa: E402
 from devicebridge.nodes.types import TrainingDataset, TrainingModel  # noqa: E402
 from devicebridge.parallel.devices import own_random_states  # noqa: E402
-from devicebridge.planning.meter import MemoryMeter  # noqa: E402
 from devicebridge.tests.comfy import native_steps  # noqa: E402
 from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
 from devicebridge.tests.comfy.native_steps import CARDS, difference, gradients, prove, put_lora, slopes_of  # noqa: E402
@@ -64,7 +61,6 @@ from devicebridge.training.loop import Trainer  # noqa: E402
 from devicebridge.training.objective import noise_latents, predict  # noqa: E402
 from PIL import Image  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
 
 import nodes as core  # noqa: E402
 
@@ -85,7 +81,6 @@ _RUN = {
     "lora": {**_LORA, "dropout": 0.1},
     "data": {"caption_dropout": 0.3},
 }
-_ATTENTION = "scaled_dot_product_attention"
 Figures = dict[str, Any]
 
 
@@ -191,49 +186,6 @@ def other_clip(bench: Bench) -> Figures:
         assert "cache.stock_clip makes a" in said, said or "it was taken"
         assert not list(CacheStore(store).keys()), "something was encoded before"
     return {"said": said}
-
-
-def memory(bench: Bench) -> Figures:
-    """What the encoders hold of the longest caption from its forward to its backward is what the plan says: two
-    windows, for its prompt weighs words. The last layer of SDXL's CLIP-L changes nothing and is counted, here one of
-    three. Of SD 2's two states are normalised, and one is counted."""
-    sizes = -1 if bench.kind == "sd2" else bench.width
-    figures: Figures = {}
-    for name, sections in (("kept", _PLAIN), ("recomputed", {})):
-        job = bench.job(f"memory {name}", sections)
-        with mock.patch.object(text_encoders, "_WIDTH_OF_CLIP_L", sizes), bench.ready(job) as named:
-            beside = read_job(named, bench.info).subject.beside
-        with (
-            bench.trainer(f"memory {name}", sections) as trainer,
-            mock.patch.object(comfy.model_management, "pytorch_attention_enabled", lambda: True),
-            mock.patch.object(F, _ATTENTION, _fused_attention),
-        ):
-            held = _held_of_text(trainer)
-        figures[name] = round((beside.inputs + beside.kept * (name == "kept")) / held, 3)
-    least, most = {"sd15": (0.98, 1.05), "sdxl": (1.0, 1.3), "sd2": (0.75, 1.05)}[bench.kind]
-    assert all(least <= each <= most for each in figures.values()), figures
-    return figures
-
-
-def _fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: Any = None, **more: Any) -> Any:
-    """As cards compute it: the probabilities are not kept."""
-    assert set(more) <= {"dropout_p", "is_causal"}, more
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=attn_mask)[0]
-
-
-def _held_of_text(trainer: Trainer) -> int:
-    """Bytes for the first caption, without its states and the causal masks: these do not go by the width."""
-    model, home = trainer.runner.replica_for(0)
-    tokens, parts = trainer.train_data.text(CAPTIONS[0]), len(trainer.train_data.text("")) // 2
-    held = 0
-    for _ in range(2):  # at first it is looked what the layers write into
-        meter = MemoryMeter(rounding=1)
-        meter.ignore([*model.parameters(), *model.buffers()])
-        with meter:
-            made = states_of(model.text_encoders, tokens, home)
-        held = meter.live - sum(each.untyped_storage().nbytes() for each in made.values())
-        del made
-    return held - parts * 77 * 77 * 4
 
 
 def same_as_cached(bench: Bench) -> Figures:
@@ -490,7 +442,6 @@ def _put_file(trainer: Trainer, lora: Mapping[str, torch.Tensor]) -> None:
 
 STEPS: dict[str, Callable[[Bench], Figures]] = {
     "other CLIP": other_clip,
-    "memory": memory,
     "same as cached": same_as_cached,
     "same in half": same_in_half,
     "gradients": central_differences,

@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from devicebridge.checkpoints.checkpoint import make_published_info
+from devicebridge.checkpoints.load import make_empty_transformer
 from devicebridge.families.comfy.registry import NATIVE_MODELS
 from devicebridge.jobs.native_limits import why_no_forecast, why_no_stages
+from devicebridge.jobs.place_by_size import Subject
+from devicebridge.jobs.resolve import Machine, resolve
+from devicebridge.planning.cards import parse_cards
+from devicebridge.tests.emulated import CARDS, emulated_cards
+from devicebridge.tests.plans import make_plan_job
 from torch import nn
 
 ROWS = {row.class_name: row for row in NATIVE_MODELS}
@@ -33,6 +40,29 @@ def test_blocks_in_lists_inside_others_have_no_forecast() -> None:
     """A dry run would look for a list of the model's by a name with a point."""
     assert "lists inside other lists" in why_no_forecast(ROWS["StageC"])
     assert not why_no_forecast(ROWS["Flux"]) and not why_no_forecast(None)
+    assert all(why_no_forecast(row) for row in NATIVE_MODELS if row.hooks_children)
+
+
+def test_a_unet_is_split_by_size_and_no_pipeline_is_tried(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a job that leaves everything open, whose microbatches others put into a pipeline."""
+    info = make_published_info("flux2-klein-4b")
+    assert info.variant is not None
+    job = make_plan_job(model={"quantize": "auto"}, train={"gradient_accumulation_steps": 4})
+    found = []
+    lists = "transformer_blocks", "single_transformer_blocks"
+    row = dataclasses.replace(ROWS["UNetModel"], block_lists=lists, optional=())
+    for native in (None, row):
+        family = dataclasses.replace(info.family, native=native)
+        own = dataclasses.replace(info, family=family)
+        subject = Subject(own, info.variant, make_empty_transformer(info), (512, 512, 1), False, frozenset())
+        with emulated_cards():
+            cards = [dataclasses.replace(c, device=d) for c, d in zip(parse_cards("2x24GB"), CARDS, strict=False)]
+            found.append(resolve(job, subject, Machine(CARDS[:2], tuple(cards))))
+    plain, unet = found
+    assert plain.training is not None and plain.execution.strategy != "none"
+    assert unet.training is None and unet.execution.strategy == "none"
+    assert len(set(unet.execution.placement.devices)) == 2
+    assert len([record for record in caplog.records if record.name == "devicebridge.jobs.resolve"]) == 1
 
 
 @pytest.mark.parametrize(
