@@ -161,7 +161,7 @@ def native_trainer(subject: TinyFamily, path: Path, **sections: Any) -> Iterator
     """A job on the file, ready for its first step, and its plan. sections: of the job, beside what all jobs have."""
     settings: dict[str, dict[str, Any]] = {
         "model": {"path": str(path), "family": "comfyui", "dtype": DTYPE},
-        "split": {"devices": [str(DEVICE)], "blocks_without_checkpointing": [0], "calibrate": "off"},
+        "split": {"devices": [str(DEVICE)], "blocks_without_checkpointing": [0]},
         "lora": {"rank": 16, "alpha": 16.0},
         "data": {"encoded": str(encode(subject, path.parent))},
         "train": {"steps": 1000},

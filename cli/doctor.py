@@ -137,10 +137,9 @@ def _import_faults(names: tuple[str, ...]) -> dict[str, str]:
 def _measure(accelerators: list[Any]) -> list[str]:
     """What cards and links were measured at, or are now, a line each; what way "auto" of a split goes by."""
     try:
-        from ..planning.machine_speed import machine_key, machine_speed
-        from ..planning.measurements import CalibrationStore, calibration_folder
+        from ..planning.machine_speed import SpeedStore, machine_key, machine_speed
 
-        store = CalibrationStore(calibration_folder())
+        store = SpeedStore()
         found = machine_speed(accelerators, store)
         path = store.path_of(machine_key(accelerators))
         return [*found.describe(), f"measured {found.date} in {found.elapsed_s:.2f} s, kept in {path}"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -166,6 +167,8 @@ def plan(options: argparse.Namespace) -> int:
             "--nodes, --link and --card-link are gone; plan the cards of one machine with --cards, and choose between "
             "machines by docs/guides/choosing_a_strategy.md"
         )
+    if options.calibrate:
+        say("--calibrate has no effect: blocks are not timed any more", sys.stderr)
     given = {name: getattr(options, name) for name in ("model", "quantize", "resolution", "frames")}
     asked = make_request(options.job, **given)
     if asked.info is None:
@@ -176,9 +179,7 @@ def plan(options: argparse.Namespace) -> int:
     for title, each, share in each_model(asked.job, [card.name for card in cards]):
         own = [card for card in cards if not title or card.name in each.split.devices]
         with prepared(each) if asked.info is None else nullcontext(asked.info) as info:
-            plans[title] = plan_job(
-                each, own, info=info, has_data=asked.has_data, may_measure=options.calibrate, host_share=share
-            )
+            plans[title] = plan_job(each, own, info=info, has_data=asked.has_data, host_share=share)
     if options.json:
         values = {title.removeprefix("== "): plan_values(plan) for title, plan in plans.items()}
         say(json.dumps(values.get("", values), indent=2))

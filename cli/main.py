@@ -147,11 +147,7 @@ def _add_plan(commands: Commands) -> None:
         choices=("none", "fp8", "int8", "fp8-compute", "int8-compute", "auto"),
         help="in place of the job's model.quantize; without a job file the planner chooses",
     )
-    parser.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="time the model's blocks on this machine's cards, unless an earlier job has; takes some seconds",
-    )
+    parser.add_argument("--calibrate", action="store_true", help=argparse.SUPPRESS)  # without effect
     parser.add_argument("--json", action="store_true", help="print as JSON")
     parser.set_defaults(command=_command("jobs", "plan"))
 

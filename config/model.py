@@ -80,9 +80,7 @@ class SplitConfig:
         offloaded_blocks: Blocks per device whose weights wait in host memory and stream to the device whenever they
             compute. Left out: what the planner chooses, which is none unless the job would not fit. Only with
             gradient_checkpointing. They are spread over the blocks that are computed again.
-        calibrate: Whether a training first times its blocks on the devices, for some seconds and once per kind of job.
-            auto does it where the cut or the scheme depends on it. Where times are not measured, they are estimated
-            from operations.
+        calibrate: Without effect, kept for older job files: blocks are not timed any more.
     """
 
     devices: tuple[str, ...] = ()

@@ -22,7 +22,6 @@ from ..encoding.living import living_run
 from ..events import EventLog, Listener, NoEvents
 from ..parallel.devices import memory_in_use, own_random_states
 from ..parallel.ranks.group import ALONE, Ranks
-from ..planning.calibration import Measuring
 from ..planning.cards import Card
 from ..planning.plan_training import TrainingPlan
 from ..planning.report import Comparison, compare, describe_comparison, describe_pace
@@ -61,7 +60,6 @@ def plan_job(
     *,
     info: CheckpointInfo | None = None,
     has_data: bool = True,
-    may_measure: bool = False,
     host_share: int = 1,
     should_stop: Callable[[], bool] = never,
 ) -> TrainingPlan:
@@ -69,7 +67,6 @@ def plan_job(
 
     Args:
         info, has_data: what need not be there either, see read_job.
-        may_measure: time blocks on this machine's cards, where an earlier job has not done so.
         host_share: jobs that share this machine's free memory.
     Raises: ValueError for a job that cannot be run as written, that does not fit, or a machine without cards.
     """
@@ -78,11 +75,9 @@ def plan_job(
             f'parallel.strategy = "{strategy}" shares the weights among processes, and this plan is of one; plan with '
             '"auto", or start the job: what fits is said before the first step'
         )
-    if cards and may_measure:
-        raise ValueError("cards that were named cannot be measured; leave out --calibrate, or --cards")
     read = read_job(job, info, has_data=has_data, should_stop=should_stop)
     if cards:
-        return plan_on(read.job, read.subject, Machine((), tuple(cards)), "never")
+        return plan_on(read.job, read.subject, Machine((), tuple(cards)))
     try:
         machine = find_machine(read.job.split.devices, host_share)
     except ValueError as error:
@@ -92,8 +87,7 @@ def plan_job(
             "a plan was asked for this machine's cards, but there is none whose memory torch can tell; name cards "
             'with --cards, such as "2x24GB"'
         )
-    known: Measuring = "never" if read.job.split.calibrate == "off" else "known"
-    return plan_on(read.job, read.subject, machine, "always" if may_measure else known)
+    return plan_on(read.job, read.subject, machine)
 
 
 def check_job(

@@ -28,7 +28,6 @@ from ..parallel.placement import (
     Placement,
     block_names,
 )
-from ..planning.calibration import Measuring, plan_calibrated
 from ..planning.cards import Card, cards_of
 from ..planning.plan_training import TrainingPlan, plan_training
 from ..planning.question import ModelCosts, Question
@@ -40,9 +39,6 @@ from .place_by_size import Subject, place_by_size
 from .samples import size_of_pictures
 
 _log = logging.getLogger(__name__)
-
-# What split.calibrate says of a training.
-MEASURING: Mapping[str, Measuring] = {"off": "never", "auto": "where it decides", "on": "always"}
 
 
 @dataclass(frozen=True)
@@ -128,6 +124,8 @@ def resolve(
     before = None if earlier is None else _earlier_of(earlier)
     if job.train.cuda_graphs != "off":
         _log.warning('train.cuda_graphs = "%s" has no effect: blocks are not recorded any more', job.train.cuda_graphs)
+    if asked(job.split.calibrate):
+        _log.warning('split.calibrate = "%s" has no effect: blocks are not timed any more', job.split.calibrate)
     if before is not None:
         _refuse_other_strategy(job, machine, before)
     space = limited(search_space(job), subject.info.family.native, subject.model)
@@ -215,7 +213,6 @@ def search_space(job: JobConfig) -> SearchSpace:
         memory_limit_gb=job.split.memory_limit_gb,
         is_cut_by_time=job.split.balance == "time",
         is_checkpointing=job.train.gradient_checkpointing,
-        is_compiled=job.train.compile != "off",
         accumulation=job.train.gradient_accumulation_steps,
         batch_size=job.train.batch_size,
         dtype=getattr(torch, job.model.dtype),
@@ -228,12 +225,8 @@ def search_space(job: JobConfig) -> SearchSpace:
 
 
 def _open_strategies(job: JobConfig) -> tuple[Strategy, ...]:
-    """What may be chosen. Blocks that are divided are not compiled, by which others are faster. With text encoders one
-    model computes one microbatch at a time."""
-    if job.lora.text_encoder:
-        return ("none",)
-    can_divide = job.train.compile == "off" and not _undivided_settings(job)
-    return tuple(each for each in STRATEGIES if can_divide or not divides_blocks(each))
+    """What may be chosen. With text encoders one model computes one microbatch at a time."""
+    return ("none",) if job.lora.text_encoder else STRATEGIES
 
 
 def _undivided_settings(job: JobConfig) -> str:
@@ -313,7 +306,7 @@ def _plan_as_before(job: JobConfig, subject: Subject, machine: Machine, before: 
     if machine.cards is None:
         return None
     try:
-        training = plan_on(job, subject, machine, MEASURING[job.split.calibrate], cuts, shares)
+        training = plan_on(job, subject, machine, cuts, shares)
     except NoForecast as error:
         _log.warning("%s is split by size, without a forecast: %s", subject.info.family.title, error.reason)
         return None
@@ -326,11 +319,10 @@ def plan_on(
     job: JobConfig,
     subject: Subject,
     machine: Machine,
-    measuring: Measuring,
     cuts: tuple[int, ...] | None = None,
     shares: tuple[int, ...] = (),
 ) -> TrainingPlan:
-    """What the planner chooses on a machine whose cards' memory is known; on cards that are elsewhere by estimates.
+    """What the planner chooses on a machine whose cards' memory is known.
 
     Args:
         cuts, shares: of the run that is resumed, as a Question has them.
@@ -356,7 +348,7 @@ def plan_on(
         picture=size_of_pictures(job, subject.info.family, subject.variant, longest),
         text=subject.text,
     )
-    return plan_training(question) if machine.named else plan_calibrated(question, measuring)
+    return plan_training(question)
 
 
 def refuse_block_settings(job: JobConfig) -> None:

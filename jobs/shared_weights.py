@@ -64,7 +64,7 @@ def plan_shared(job: JobConfig, subject: Subject, card: Card, degree: int) -> Tr
     )
     more = (elsewhere - max(weights.blocks)) / (1 - HEADROOM)
     larger = replace(card, usable_bytes=int(card.usable_bytes + more))
-    found = plan_on(alone, subject, Machine((), (larger,)), "never")
+    found = plan_on(alone, subject, Machine((), (larger,)))
     (device,) = found.devices
     device = replace(device, weights=device.weights - elsewhere)
     warning = ""

@@ -1,4 +1,4 @@
-"""How long devices take: moments in the order of their work, and how fast bytes travel between them.
+"""How long devices take: moments in the order of their work.
 
 A card works behind the host's back, so its own events tell the time where it has any; else everything queued is waited
 for and the host's clock is read.
@@ -6,17 +6,12 @@ for and the host's clock is read.
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-from .devices import CPU, free_bytes, synchronize
-
-_PIECE_BYTES = 2**26  # of one copy
-_NUM_COPIES, _NUM_ROUNDS = 4, 5
+from .devices import synchronize
 
 
 class Stopwatch(Protocol):
@@ -27,9 +22,6 @@ class Stopwatch(Protocol):
 
     def between(self, start: Any, end: Any) -> float:
         """Seconds from one moment to a later one, once both have passed."""
-
-
-MakeStopwatch = Callable[[torch.device], Stopwatch]
 
 
 class EventStopwatch:
@@ -65,24 +57,3 @@ class WaitingStopwatch:
 def make_stopwatch(device: torch.device) -> Stopwatch:
     """The exactest that a device has."""
     return EventStopwatch(device) if device.type == "cuda" else WaitingStopwatch(device)
-
-
-def link_speed(source: torch.device, target: torch.device, stopwatch: Stopwatch | None = None) -> float:
-    """Bytes per second from one device to another; the host's memory is pinned where the target can read it by itself.
-
-    Takes up to 64 MiB on both sides, and some milliseconds.
-    """
-    watch = stopwatch or WaitingStopwatch(source, target)
-    quarters = [free // 4 for free in map(free_bytes, (source, target)) if free is not None]
-    size = max(2**20, min([_PIECE_BYTES, *quarters]))
-    held = torch.ones(size, dtype=torch.uint8, device=source)
-    if source == CPU and target.type == "cuda":
-        held = held.pin_memory()
-    there = torch.empty(size, dtype=torch.uint8, device=target)
-    seconds = []
-    for _ in range(1 + _NUM_ROUNDS):
-        start = watch.mark()
-        for _ in range(_NUM_COPIES):
-            there.copy_(held, non_blocking=True)
-        seconds.append(watch.between(start, watch.mark()))
-    return _NUM_COPIES * size / statistics.median(seconds[1:])  # the first sets up what the others use

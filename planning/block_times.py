@@ -4,53 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from .cards import Card
 
 # A step with this scheme over one in bf16: FLUX.2-dev on two H200 at 1024², docs/guides/quantization.md.
 SCHEME_TIMES: Mapping[str, float] = {"none": 1.0, "fp8-compute": 0.78, "int8-compute": 0.81, "int8": 1.16, "fp8": 1.26}
 
-
-# Where nothing was measured: what a card of speed 1 sustains in bf16, and what reaches it over half a PCIe 4.0 slot.
+# What a card of speed 1 is taken to sustain in bf16, and what reaches it over half a PCIe 4.0 slot.
 ASSUMED_FLOPS_PER_S = 50e12
 ASSUMED_LINK_BYTES_PER_S = 12e9
 
 
 class BlockTimes(Protocol):
-    """How long blocks take, and what they may need before."""
+    """How long blocks take."""
 
     def of(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
         """Forward and backward (without recomputation) of a micro-batch, in seconds."""
         ...
-
-    def ends(self, card: Card, scheme: str) -> tuple[float, float]:
-        """What comes before the first block, and what comes after the last one with its backward, in seconds of a
-        micro-batch."""
-        ...
-
-    def link(self, card: Card) -> float:
-        """Bytes per second from pinned host memory to the card, and about as many back."""
-        ...
-
-    def between(self, source: Card, target: Card) -> float | None:
-        """Bytes per second from one card to another; None where that was not measured."""
-        ...
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Where a plan's times were measured, and what was: a sentence for people, plain values for --json."""
-
-    text: str
-    values: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class FlopTimes:
     """By operations: a frozen block's backward computes as much as its forward, for there are no weight gradients.
 
-    For cards that were not measured. What is outside the blocks counts nothing. flops: of each block's forward.
+    What is outside the blocks counts nothing. flops: of each block's forward.
     """
 
     flops: Sequence[float]
@@ -58,12 +36,3 @@ class FlopTimes:
     def of(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
         time = self.flops[block] * SCHEME_TIMES[scheme] / (card.speed * ASSUMED_FLOPS_PER_S)
         return time, time
-
-    def ends(self, card: Card, scheme: str) -> tuple[float, float]:
-        return 0.0, 0.0
-
-    def link(self, card: Card) -> float:
-        return ASSUMED_LINK_BYTES_PER_S
-
-    def between(self, source: Card, target: Card) -> float | None:
-        return None

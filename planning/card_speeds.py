@@ -1,4 +1,4 @@
-"""Published speeds of cards, for a plan's seconds where no block was timed, and what a card of a named size stands for.
+"""Published speeds of cards, and what a card of a named size stands for.
 
 Peaks are the makers' own (architecture papers and data sheets): 10^12 dense operations per second in bf16 with sums in
 float32, of consumer cards twice their float32 rate. Training reaches a share of it. The one share that was measured is
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 SHARE_OF_PEAK = 0.46  # 16.9 s of operations at 50 * 10^12 per second are 0.85 s at the H200's peak
+SHARE_OF_PRODUCT = 0.66  # the same, of the 690 * 10^12 per second that a large matrix product was measured at there
 _FILLERS = re.compile(r"\b(nvidia|geforce|rtx|radeon|rx|amd)\b|[\s-]")
 _NEAR = 0.05  # a size in GB stands for a card whose memory differs by no more
 
@@ -24,6 +25,11 @@ class CardKind(NamedTuple):
     tera_per_s: float
     gib: int
     has_fp8: bool
+
+    @property
+    def flops_per_s(self) -> float:
+        """Operations per second of a training."""
+        return self.tera_per_s * 1e12 * SHARE_OF_PEAK
 
 
 # In an order in which the first of a size is the one that a bare size stands for.

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from ..events import first_line
 from ..parallel.devices import device_title, free_bytes, total_bytes
 from ..quantization.kernel_choice import DeviceKernels
 from ..quantization.quantize import BEST_FIRST, QuantizeSettings, refusal
-from .card_speeds import KINDS, CardKind, kind_called, kind_of_size
+from .card_speeds import KINDS, SHARE_OF_PRODUCT, CardKind, kind_called, kind_of_size
+from .machine_speed import machine_speed
 
+_log = logging.getLogger(__name__)
 _NUMBER = r"[0-9]{1,6}(?:\.[0-9]{0,6})?|\.[0-9]{1,6}"
 _COUNT = r"(?:(?P<count>[0-9]{1,6}) *[x×] *)?"
 _CARD = re.compile(
@@ -34,6 +38,7 @@ class Card:
         refuses: schemes that it cannot multiply in.
         has_context: whether CUDA has started on it, so that what is free is free of that already.
         kind: what is known of its model, if anything; is_assumed: of a card that was named by its memory alone.
+        measured_flops_per_s: of a training, by a matrix product; 0 where that was not measured.
     """
 
     device: torch.device
@@ -45,10 +50,16 @@ class Card:
     has_context: bool = False
     kind: CardKind | None = None
     is_assumed: bool = False
+    measured_flops_per_s: float = 0.0
 
     @property
     def name(self) -> str:
         return str(self.device)
+
+    @property
+    def flops_per_s(self) -> float:
+        """Operations per second of a training; 0 if unknown."""
+        return self.measured_flops_per_s or (self.kind.flops_per_s if self.kind else 0.0)
 
 
 def parse_cards(text: str) -> list[Card]:
@@ -106,16 +117,16 @@ def _named_card(part: str, before: Sequence[Card]) -> list[Card]:
 
 
 def _with_speeds(cards: list[Card]) -> list[Card]:
-    """Of cards that are all named by their model, how fast each is relative to the slowest."""
-    if any(card.is_assumed or card.kind is None for card in cards):
+    """Of cards whose speeds are all known, how fast each is relative to the slowest."""
+    if any(card.is_assumed or not card.flops_per_s for card in cards):
         return cards
-    slowest = min(card.kind.tera_per_s for card in cards if card.kind)
-    return [replace(card, speed=card.kind.tera_per_s / slowest) for card in cards if card.kind]
+    slowest = min(card.flops_per_s for card in cards)
+    return [replace(card, speed=card.flops_per_s / slowest) for card in cards]
 
 
 def cards_of(devices: Sequence[torch.device]) -> list[Card] | None:
     """The cards of this machine as they are now, other programs' memory left out; None if torch cannot tell one's
-    memory, or one is the CPU, for which nothing is planned."""
+    memory, or one is the CPU, for which nothing is planned. Speeds are published ones, else measured."""
     cards = []
     for device in devices:
         total, free = total_bytes(device), free_bytes(device)
@@ -125,9 +136,19 @@ def cards_of(devices: Sequence[torch.device]) -> list[Card] | None:
         cap = _cap_bytes(device, total)
         usable = min(free, cap)
         kind = kind_called(device_title(device))
-        cards.append(Card(device, total, usable, _speed(device), None, refuses, has_context=True, kind=kind))
-    slowest = min(card.speed for card in cards)
-    return [replace(card, speed=card.speed / slowest) for card in cards]
+        cards.append(Card(device, total, usable, refuses=refuses, has_context=True, kind=kind))
+    return _with_speeds(cards if all(card.kind for card in cards) else _measured(cards))
+
+
+def _measured(cards: list[Card]) -> list[Card]:
+    """All of them with measured speeds: a published one is on another scale. Cards of one model share a measurement."""
+    titles = {device_title(card.device): card.device for card in cards}
+    try:
+        found = {title: machine_speed([device]).cards[0].flops_per_s for title, device in titles.items()}
+    except RuntimeError as error:
+        _log.warning("cards are taken for equally fast, for their speed cannot be measured: %s", first_line(error))
+        return cards
+    return [replace(c, measured_flops_per_s=SHARE_OF_PRODUCT * found[device_title(c.device)]) for c in cards]
 
 
 def _cap_bytes(device: torch.device, total: int) -> int:
@@ -136,10 +157,3 @@ def _cap_bytes(device: torch.device, total: int) -> int:
         return total
     cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     return cap - torch.cuda.memory_allocated(device)
-
-
-def _speed(device: torch.device) -> float:
-    """Multiprocessors: a first guess, right among cards of one generation."""
-    if device.type != "cuda":
-        return 1.0
-    return float(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,16 +1,14 @@
 """The best cut of a model over cards for one setting: a dynamic programme over (stages used, blocks placed).
 
-The time of a step with `a` micro-batches over stages that take t_k each, in seconds measured on the cards
-(calibration.py) or estimated from operations:
+The time of a step with `a` micro-batches over stages that take t_k each, in seconds estimated from operations:
 
     one after the other   a * sum(t)
     in a pipeline         sum(t) + (a - 1) * max(max(t), sum(t) / p)     p micro-batches held by the first stage
     data parallel         max(t_k * micro-batches of card k)             the whole model on each card (search.py)
 
-t_k has the blocks of a stage, on the first also the embedders, on the tail's also tail and loss; copies between cards
-and the optimizer are left out. Where blocks stream from host memory, a stage takes as long as its copies if these take
-longer than its computation. Without a pipeline the cut does not change the time while the cards are equally fast; then
-it evens out memory.
+t_k has the blocks of a stage; embedders, tail, copies between cards and the optimizer are left out. Where blocks stream
+from host memory, a stage takes as long as its copies if these take longer than its computation. Without a pipeline the
+cut does not change the time while the cards are equally fast; then it evens out memory.
 """
 
 from __future__ import annotations
@@ -151,7 +149,7 @@ _Value = tuple[float, float, float]  # what a cut is chosen by, see _add
 
 class _CutSearch:
     def __init__(self, question: Question, setting: Setting, terms: Terms) -> None:
-        self._question, self._scheme, self._terms = question, setting.scheme, terms
+        self._question, self._terms = question, terms
         self.settings, self.forecaster = question.step_settings(setting), question.forecaster(setting)
         question.check_counts()
         space, cards = question.space, question.cards
@@ -166,7 +164,6 @@ class _CutSearch:
         ]
         self._seconds = [_prefix(sum(each) for each in card) for card in times]
         self._again = [_prefix(each[0] for each in card) for card in times]
-        self._links = [question.times.link(card) for card in cards]
 
     def best(self) -> list[Stage] | None:
         """Of the cuts that fit, the one with the shortest step; of equals, the one that streams least; of these, the
@@ -259,7 +256,7 @@ class _CutSearch:
         if share > self._terms.most:
             return None
         streamed = self.forecaster.streamed_bytes(plan)
-        link, computing = self._links[plan.stage], self._time(plan)
+        link, computing = self._question.link, self._time(plan)
         # Beside the kernels: weights for the forward and once more for the backward, inputs there and back.
         streaming = 2 * streamed / link
         copying = streaming + 2 * self.forecaster.leaving(plan) / link
@@ -267,12 +264,9 @@ class _CutSearch:
         return Stage(plan, found, time, share, 0 < copying >= computing, streamed)
 
     def _time(self, plan: StagePlan) -> float:
-        """A micro-batch's computation: forward, backward, and forward again where blocks are recomputed; embedders and
-        tail."""
+        """A micro-batch's computation: forward, backward, and forward again where blocks are recomputed."""
         seconds, again = self._seconds[plan.stage], self._again[plan.stage]
-        time = seconds[plan.end] - seconds[plan.start]
-        time += _summable(self._question.ends_s(plan, self._scheme, self.settings))
-        return time + (again[plan.first_spared] - again[plan.start])
+        return seconds[plan.end] - seconds[plan.start] + (again[plan.first_spared] - again[plan.start])
 
 
 def _summable(seconds: float) -> float:

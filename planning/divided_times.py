@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -14,21 +14,10 @@ from ..parallel.placement import blocks_with_lists, products_of, tokens_seen
 from .block_times import ASSUMED_LINK_BYTES_PER_S, BlockTimes
 from .cards import Card
 
-# What Python takes on each card per operation that it launches, and per exchange between cards. The cards' threads
-# share one lock, so all cards' launches add up. Operations and exchanges are counted, by dry runs and from the plans.
-#
-# LAUNCH_S: FLUX.1 at 512x512 in bf16 over two H200, where the host is the limit, with this pack's LoRA and its
-# recomputation (benchmarks/results/train_step_flux1-512_2xh200_2026-11-22.json). A sample is 15105 launches with every
-# block recomputed, 10583 with none. Two replicas took 28.1 and 25.4 us for each, a pipeline 29.6 and 29.5.
-# EXCHANGE_S: what is left of 1.033 s of FLUX.2 at 512x512 in bf16 over two H200, all blocks recomputed, where the host
-# was the limit (benchmarks/results/train_step_tensor_2xh200_2026-11-24.json). That is six times what an exchange takes
-# without gradients, for in the backward autograd's threads meet as well. That machine's host was a slow one.
-LAUNCH_S, EXCHANGE_S = 28e-6, 1.04e-3
-
 
 @dataclass(frozen=True)
 class DividedTimes:
-    """Times of one of several cards: its share of the computation, and what it waits for the others' sums.
+    """Times of one of several cards: work / cards + bytes / link.
 
     Args:
         whole: of blocks that one card computes alone.
@@ -38,7 +27,6 @@ class DividedTimes:
             many. [num_blocks]
         undivided: share of each block that every card computes whole. [num_blocks]
         num_exchanges: of a block's forward; its backward has as many. [num_blocks]
-        launches: scheme -> operations of each block's forward and backward on one card. [num_blocks]
     """
 
     whole: BlockTimes
@@ -47,44 +35,13 @@ class DividedTimes:
     exchanged: Sequence[float]
     undivided: Sequence[float]
     num_exchanges: Sequence[int]
-    launches: Callable[[str], Sequence[tuple[int, int]]]
 
     def of(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
-        forward, backward = self._computing(block, card, scheme)
-        in_forward, in_backward = self._launching(block, scheme)
-        return max(forward, in_forward), max(backward, in_backward)
-
-    def _computing(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
-        forward, backward = self.whole.of(block, card, scheme)
-        waiting = self._waiting(block, card)
         index = next(i for i, each in enumerate(self.cards) if each.device == card.device)
-        share = self.shares[index] / sum(self.shares)
-        share = self.undivided[block] + (1 - self.undivided[block]) * share
-        return forward * share + waiting, backward * share + waiting
-
-    def _launching(self, block: int, scheme: str) -> tuple[float, float]:
-        meeting = self.num_exchanges[block] * EXCHANGE_S
-        in_forward, in_backward = (
-            len(self.cards) * (each * LAUNCH_S + meeting) for each in self.launches(scheme)[block]
-        )
-        return in_forward, in_backward
-
-    def _waiting(self, block: int, card: Card) -> float:
-        """Parts from all others arrive one after the other; the slowest link counts."""
-        others = [other for other in self.cards if other.device != card.device]
-        order = {each.device: index for index, each in enumerate(self.cards)}  # both ways are as fast
-        pairs = [sorted((other, card), key=lambda each: order[each.device]) for other in others]
-        links = [self.whole.between(*pair) or ASSUMED_LINK_BYTES_PER_S for pair in pairs]
-        return bytes_to_one(self.exchanged[block], self.num_exchanges[block], len(self.cards)) / min(links)
-
-    def ends(self, card: Card, scheme: str) -> tuple[float, float]:
-        return self.whole.ends(card, scheme)
-
-    def link(self, card: Card) -> float:
-        return self.whole.link(card)
-
-    def between(self, source: Card, target: Card) -> float | None:
-        return self.whole.between(source, target)
+        share = self.undivided[block] + (1 - self.undivided[block]) * self.shares[index] / sum(self.shares)
+        sent = bytes_to_one(self.exchanged[block], self.num_exchanges[block], len(self.cards))
+        forward, backward = (each * share for each in self.whole.of(block, card, scheme))
+        return forward + sent / ASSUMED_LINK_BYTES_PER_S, backward + sent / ASSUMED_LINK_BYTES_PER_S
 
 
 def exchanged_bytes(

@@ -32,7 +32,6 @@ class BlockCost:
         backward: peak of the backward alone, `kept` included; above its inputs.
         staying: the share of weights that is on the card even where the block streams from host memory.
         input_sizes: what `inputs` is the sum of.
-        launches: operations that a card computes in a forward and in a backward.
     """
 
     weights: int
@@ -48,7 +47,6 @@ class BlockCost:
     backward: int
     input_sizes: tuple[int, ...] = ()
     staying: int = 0
-    launches: tuple[int, int] = (0, 0)
 
     @property
     def streaming(self) -> int:
@@ -87,10 +85,9 @@ def dry_run_block(
     """What a block holds when it is called with these arguments; constants as in BlockCost, streams are its inputs."""
     input_sizes = tuple(map(meter.size, streams))
     args = tree_map_only(torch.Tensor, _without_history, args)
-    base, launched = meter.start(), meter.launches
+    base = meter.start()
     with torch.no_grad():
         outputs = block(*args)
-    in_forward = meter.launches - launched
     forward, size = meter.peak - base, meter.live - base
     grads = [torch.empty_like(tensor) for tensor in tensors_of(outputs)]
     del outputs
@@ -100,9 +97,8 @@ def dry_run_block(
     top = meter.peak - base
     kept = meter.live - base - gradient
     meter.start()
-    launched = meter.launches
     seed.backward()
-    backward, in_backward = meter.peak - base, meter.launches - launched
+    backward = meter.peak - base
     _forget_gradients(block, args)
     held = _peak_with_gradients_held(meter, block, args) - base
     _forget_gradients(block, args)
@@ -121,7 +117,6 @@ def dry_run_block(
         backward=backward,
         input_sizes=input_sizes,
         staying=own.weights - host_bytes_of(module_of(block)),
-        launches=(in_forward, in_backward),
     )
 
 

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from ..parallel.devices import has_peer_access, release_cached_memory
+from ..checkpoints.fingerprint import settings_fingerprint
+from ..parallel.devices import device_module, has_peer_access, release_cached_memory, total_bytes
 from ..parallel.exchange_speed import exchange_speed, launch_s, product_speed
-from .measurements import CalibrationStore, Key, calibration_folder, describe_slot
+from ..system.files import user_cache_folder, write_atomically
 
+_log = logging.getLogger(__name__)
 _VERSION = 1  # raise it when something else is measured
 _STRICT = ConfigDict(extra="forbid")
 _DRIVER = Path("/proc/driver/nvidia/version")
+Key = Mapping[str, Any]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -85,6 +91,62 @@ class MachineSpeed:
         return lines
 
 
+class SpeedStore:
+    """Measurements of this machine as files of a folder, each {"key": ..., "value": ...}, under all that could change
+    them.
+
+    Args:
+        folder: None takes that of the user's cache.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder or user_cache_folder() / "calibration"
+
+    def path_of(self, key: Key) -> Path:
+        """Where a measurement of this key lies, or would."""
+        return self._folder / f"{settings_fingerprint(key)[:24]}.json"
+
+    def get(self, key: Key) -> MachineSpeed | None:
+        """What was measured under exactly this key; None where there is nothing that can be read."""
+        path = self.path_of(key)
+        try:
+            entry = json.loads(path.read_text(encoding="utf-8"))
+            if entry["key"] != json.loads(json.dumps(key)):  # as JSON gives it back
+                raise ValueError("it holds another key")
+            return TypeAdapter(MachineSpeed).validate_python(entry["value"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning("%s cannot be used (%s); it is measured again", path, str(error).splitlines()[0])
+            return None
+
+    def put(self, key: Key, value: MachineSpeed) -> None:
+        """Keep a measurement; where the disk refuses, it is measured again next time."""
+        text = json.dumps({"key": key, "value": asdict(value)}, indent=2)
+        try:
+            write_atomically(self.path_of(key), text.encode("utf-8"))
+        except OSError as error:
+            _log.warning("a measurement is not kept: %s", error)
+
+
+def describe_slot(device: torch.device) -> dict[str, Any]:
+    """What makes a card this one, where it is."""
+    found: dict[str, Any] = {
+        "device": str(device),
+        "name": device.type,
+        "total_bytes": total_bytes(device),
+        "capability": None,
+    }
+    module = device_module(device)
+    if module is not None and hasattr(module, "get_device_properties"):
+        properties = module.get_device_properties(device)
+        capability = [getattr(properties, name, None) for name in ("major", "minor")]
+        found |= {"name": properties.name, "capability": capability}
+        found["multiprocessors"] = getattr(properties, "multi_processor_count", None)
+        found |= {name: str(getattr(properties, name, "")) for name in ("uuid", "pci_domain_id", "pci_bus_id")}
+    return found
+
+
 def machine_key(devices: Sequence[torch.device]) -> Key:
     """Everything that the measurements depend on: the cards, where they are, who reaches whom, driver and torch."""
     return {
@@ -106,15 +168,15 @@ def _driver() -> str:
         return "" if ask is None else str(ask())
 
 
-def machine_speed(devices: Sequence[torch.device], store: CalibrationStore | None = None) -> MachineSpeed:
+def machine_speed(devices: Sequence[torch.device], store: SpeedStore | None = None) -> MachineSpeed:
     """What these cards can do: as measured before with the same cards, links and driver, else measured now.
 
     Args:
         store: None takes the user's cache folder.
     Raises: what a card raises where it has no memory for the measurement.
     """
-    store, key = store or CalibrationStore(calibration_folder()), machine_key(devices)
-    found = store.get(key, MachineSpeed)
+    store, key = store or SpeedStore(), machine_key(devices)
+    found = store.get(key)
     if found is None:
         found = measure_machine(devices)
         store.put(key, found)

@@ -59,12 +59,11 @@ def as_on_card(kernels: Kernels) -> Iterator[None]:
 
 class MemoryMeter(TorchDispatchMode):
     """Counts bytes of the storages that operations make and somebody still holds; `live` now, `peak` since start().
-    Every storage counts as a multiple of `rounding`. `launches` is how many operations a card has computed: all but
-    views and empty tensors."""
+    Every storage counts as a multiple of `rounding`."""
 
     def __init__(self, rounding: int = CARD_ROUNDING) -> None:
         super().__init__()
-        self.live = self.peak = self.launches = 0
+        self.live = self.peak = 0
         self._rounding = rounding
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
@@ -91,7 +90,6 @@ class MemoryMeter(TorchDispatchMode):
         if any(_is_wrapper(value) for value in tree_leaves((args, kwargs))):
             return NotImplemented  # a quantized tensor: its own dispatch comes back with what it is made of
         out = _copied_to_host(args[0], kwargs) if _goes_to_host(func, args, kwargs) else func(*args, **kwargs)
-        self.launches += not (func.is_view or func.overloadpacket in _WITHOUT_KERNEL)
         for value in tree_leaves(out):
             if isinstance(value, torch.Tensor) and not _is_wrapper(value):
                 storage = value.untyped_storage()
@@ -109,12 +107,6 @@ class MemoryMeter(TorchDispatchMode):
 
     def _drop(self, key: int, storage: weakref.ref[Any]) -> None:
         self.live -= self._known.pop(key)[1]
-
-
-_WITHOUT_KERNEL = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in ("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-)
 
 
 def _goes_to_host(func: Any, args: Any, kwargs: Any) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from ..parallel.placement import Placement
 from .advice import describe_refusal
-from .block_times import FlopTimes, Timing
 from .cards import Card
 from .cuts import HEADROOM, Found
 from .forecast import DeviceForecast
@@ -38,7 +37,7 @@ class TrainingPlan:
         variant: name of the model.
         relative_time: of a step, over the same with every block recomputed, one micro-batch after the other and, for
             data and tensor parallel, on the first card alone.
-        step_s: of a step at this size, seconds. timing: where its times were measured; None for estimates.
+        step_s: of a step at this size, seconds of cards of speed 1.
         without_streaming: time of the same with all blocks on the cards, over this one; None if that does not fit.
         warning: why it may not fit after all, where the user has vouched for it; "" otherwise.
     """
@@ -59,7 +58,6 @@ class TrainingPlan:
     bucket: tuple[int, int]
     frames: int
     variant: str
-    timing: Timing | None = None
     without_streaming: float | None = None
     unit: str = "pixels"
 
@@ -123,12 +121,10 @@ def _place(question: Question, found: Found) -> Placement:
 
 def _plain_time(question: Question, found: Found) -> float:
     """Of a step with every block recomputed, one micro-batch after the other, on the found cut or the first card."""
-    scheme, settings = found.setting.scheme, replace(found.settings, strategy="none")
     is_whole = found.setting.holds_copies or found.setting.divides_blocks
     one_model = found.stages[:1] if is_whole else found.stages
     times = (
-        question.recomputed_s(stage.blocks, question.cards[stage.plan.stage], scheme)
-        + question.ends_s(stage.plan, scheme, settings)
+        question.recomputed_s(stage.blocks, question.cards[stage.plan.stage], found.setting.scheme)
         for stage in one_model
     )
     return question.space.accumulation * sum(times)
@@ -171,7 +167,7 @@ def _cut_reason(question: Question, found: Found) -> Iterator[str]:
     elif found.is_streaming:
         why = "shortest time, then least from host memory"
     else:
-        are_alike = len({card.speed for card in question.cards}) == 1 and isinstance(question.times, FlopTimes)
+        are_alike = len({card.speed for card in question.cards}) == 1
         why = "even use of memory" if are_alike else "shortest time, then even use of memory"
     cut, shares = _joined(len(stage.blocks) for stage in stages), " and ".join(f"{stage.share:.0%}" for stage in stages)
     yield f"cut {cut} blocks: {why}; it needs {shares} of what the cards have free"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from math import gcd, prod
 from typing import Any
 
@@ -29,12 +29,12 @@ from ..parallel.placement import block_names, check_one_each, estimate_block_flo
 from ..quantization.kernel_choice import device_kernels
 from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_packages, refusal
 from ..training.optimizer import make_optimizer
-from .block_times import SCHEME_TIMES, BlockTimes, FlopTimes
+from .block_times import ASSUMED_LINK_BYTES_PER_S, SCHEME_TIMES, BlockTimes, FlopTimes
 from .cards import Card
 from .divided_times import DividedTimes, count_exchanges, exchanged_bytes, undivided_shares
 from .dry_run import StepCost, dry_run_step
 from .dry_run_block import BlockCost
-from .forecast import CONTEXT_BYTES, Backend, Forecaster, Optimizer, StagePlan, StepSettings
+from .forecast import CONTEXT_BYTES, Backend, Forecaster, Optimizer, StepSettings
 from .meter import UNSEEN_CARD, Kernels
 from .short_model import SampleText, Work
 from .space import SearchSpace, Setting, is_open, strategies_on
@@ -128,6 +128,7 @@ class Question:
         bucket: (height, width) of the largest samples, in pixels; of audio a square of latent cells. frames: video
             frames.
         given_times: None takes operations.
+        link: bytes per second from pinned host memory to a card, and about as many back.
         cuts: first block of each further card, where a resumed run must cut as before.
         host_bytes: free host memory; None where that is not known, as for cards that are elsewhere.
         replica: which copy of the model is asked for, on a card of its own.
@@ -143,6 +144,7 @@ class Question:
     bucket: tuple[int, int]
     frames: int = 1
     given_times: BlockTimes | None = None
+    link: float = ASSUMED_LINK_BYTES_PER_S
     cuts: tuple[int, ...] | None = None
     host_bytes: int | None = None
     replica: int | None = None
@@ -157,8 +159,7 @@ class Question:
         return "latent cells" if self.model.family.latent_of(self.model.variant).audio_rows else "pixels"
 
     def changed(self, **changes: Any) -> Question:
-        """Another question of the same model. Measured times are of this one and left out; what fits does not depend
-        on them."""
+        """Another question of the same model. Times are of this one and left out; what fits does not depend on them."""
         other = replace(self, given_times=None, **changes)
         return other if len(other.cards) == len(self.cards) else replace(other, cuts=None, given_shares=())
 
@@ -187,7 +188,6 @@ class Question:
             [self.space.batch_size * each for each in exchanged],
             self.model.undivided(self.bucket, self.frames),
             self.model.num_exchanges,
-            cache(lambda scheme: [block.launches for block in one._cost(scheme).blocks]),
         )
         return replace(one, given_times=times)
 
@@ -264,15 +264,8 @@ class Question:
         possible = strategies_on(self.space, [card.device for card in self.cards])
         if is_open(possible) and (self.bounds or any(self.space.offloaded)):
             # A given cut asks for a split, and only a split streams.
-            return [each for each in possible if not (holds_copies(each) or divides_blocks(each))]
-        if is_open(possible) and any(map(divides_blocks, possible)) and not self._has_links():
-            return [each for each in possible if not divides_blocks(each)]  # it depends on them, and they differ most
+            return [each for each in possible if not holds_copies(each)]
         return possible
-
-    def _has_links(self) -> bool:
-        """Whether it was measured how fast the cards reach each other."""
-        pairs = itertools.combinations(self.cards, 2)
-        return all(self.times.between(source, target) is not None for source, target in pairs)
 
     def _division_fault(self, scheme: str) -> str:
         """Why these cards cannot compute each block together in this scheme; "" if they can."""
@@ -300,16 +293,11 @@ class Question:
 
     @cached_property
     def times(self) -> BlockTimes:
-        """Measured ones where they were given, else by operations."""
+        """By operations, unless they were given."""
         if self.given_times is not None:
             return self.given_times
         flops = self.model.block_flops(self.bucket, self.frames)
         return FlopTimes([self.space.batch_size * each for each in flops])
-
-    def ends_s(self, plan: StagePlan, scheme: str, settings: StepSettings) -> float:
-        """What a stage computes besides its blocks, in seconds of a micro-batch."""
-        front, tail = self.times.ends(self.cards[plan.stage], scheme)
-        return front * (plan.stage == 0) + tail * (plan.stage == settings.tail_stage(plan.num_stages))
 
     def recomputed_s(self, blocks: Iterable[int], card: Card, scheme: str) -> float:
         """Seconds of a micro-batch through these blocks: forward, forward again, and backward."""

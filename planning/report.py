@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..system.pace import describe_duration
-from .block_times import ASSUMED_FLOPS_PER_S
-from .card_speeds import SHARE_OF_PEAK
+from .block_times import ASSUMED_FLOPS_PER_S, ASSUMED_LINK_BYTES_PER_S
 from .forecast import DeviceForecast
 
 if TYPE_CHECKING:
@@ -83,17 +82,14 @@ def _times(plan: TrainingPlan, steps: int) -> str:
 
 
 def step_seconds(plan: TrainingPlan) -> tuple[float | None, str]:
-    """Of a step at this size, and where that is from: blocks that were timed, else the table of cards' speeds."""
-    if plan.timing is not None:
-        return plan.step_s, f"blocks {plan.timing.text}"
-    if not all(card.kind for card in plan.cards):
+    """Of a step at this size, None if a card's speed is unknown; and what the estimate goes by."""
+    if not all(card.flops_per_s for card in plan.cards):
         return None, ""
-    rates = [(card.speed, card.kind.tera_per_s * 1e12 * SHARE_OF_PEAK) for card in plan.cards if card.kind]
-    slowest = max(speed * ASSUMED_FLOPS_PER_S / rate for speed, rate in rates)
-    return (
-        plan.step_s * slowest,
-        "estimated from published speeds of cards; on their machine, --calibrate without --cards times them",
-    )
+    slowest = max(card.speed * ASSUMED_FLOPS_PER_S / card.flops_per_s for card in plan.cards)
+    is_measured = any(card.measured_flops_per_s for card in plan.cards)
+    source = "a matrix product measured on the cards" if is_measured else "published speeds of cards"
+    link = f", at {ASSUMED_LINK_BYTES_PER_S / 1e9:.0f} GB/s between them" if plan.setting.divides_blocks else ""
+    return plan.step_s * slowest, f"estimated from {source}{link}"
 
 
 def describe_plan(plan: TrainingPlan, steps: int = _STEPS) -> str:
@@ -120,7 +116,7 @@ def describe_plan(plan: TrainingPlan, steps: int = _STEPS) -> str:
 def _relative_time(plan: TrainingPlan) -> str:
     without = ", no pipeline and nothing streamed" if any(plan.offloaded) else " and no pipeline"
     relative = f"{plan.relative_time:.2f} of the time that the same takes with every block recomputed{without}"
-    return f"a step takes {relative}{' (estimated)' if plan.timing is None else ''}"
+    return f"a step takes {relative} (estimated)"
 
 
 def _seconds(seconds: float) -> str:
@@ -199,9 +195,7 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
         "relative_time": plan.relative_time,
         "verdict": _verdict(plan),
         "assumed": list(_assumed(plan)),
-        "step_s": None if plan.timing is None else plan.step_s,
-        "estimated_step_s": step_seconds(plan)[0] if plan.timing is None else None,
-        "times": {"measured": False} if plan.timing is None else {"measured": True, **plan.timing.values},
+        "estimated_step_s": step_seconds(plan)[0],
         "reasons": list(plan.reasons),
         "alternatives": [
             {"setting": other.setting.describe(), "times_longer": other.times_longer} for other in plan.alternatives
@@ -247,14 +241,15 @@ def _error(forecast: float, measured: float) -> str:
 
 
 def describe_pace(plan: TrainingPlan, step_times_s: Sequence[float]) -> str:
-    """ "step: forecast 3.1 s, measured 3.2 s (forecast -3.1 %)", the median of all but the first; "" for estimates."""
-    if plan.timing is None or len(step_times_s) < 2:
+    """ "step: forecast 3.1 s, measured 3.2 s (forecast -3.1 %)", the median of all but the first; "" if unknown."""
+    forecast, _ = step_seconds(plan)
+    if forecast is None or len(step_times_s) < 2:
         return ""
     measured = statistics.median(step_times_s[1:])  # the first compiles and chooses kernels
     height, width = plan.bucket
     return (
-        f"step: forecast {_seconds(plan.step_s)} at {width}x{height}, measured {_seconds(measured)} "
-        f"({_error(plan.step_s, measured)})"
+        f"step: forecast {_seconds(forecast)} at {width}x{height}, measured {_seconds(measured)} "
+        f"({_error(forecast, measured)})"
     )
 
 

@@ -17,7 +17,7 @@ from .question import Question
 from .space import Setting, is_open
 
 # How many times faster a setting must be for blocks, and again for block inputs, to wait in host memory where something
-# fits without, and for blocks to be divided among cards: how far copies are hidden is an estimate.
+# fits without: how far copies are hidden is an estimate.
 HOST_GAIN = 1.1
 
 Looked = list[tuple[Setting, Found | None]]  # every setting that was looked at
@@ -51,7 +51,7 @@ def _look(question: Question, most: float) -> Looked:
     for setting in question.settings():
         if _chose_offload(question, setting) and replace(setting, offloads=False) in resident:
             continue
-        if most > 1 and (setting.holds_copies or setting.divides_blocks) and is_open(question.space.strategies):
+        if most > 1 and setting.holds_copies and is_open(question.space.strategies):
             continue
         found = fit(question, setting, most, best)
         looked_at.append((setting, found))
@@ -67,8 +67,7 @@ def _chose_offload(question: Question, setting: Setting) -> bool:
 
 
 def _weighed(question: Question, found: Found) -> float:
-    chose_shares = found.setting.divides_blocks and is_open(question.space.strategies)
-    waiting = _chose_offload(question, found.setting), found.is_streaming and question.may_stream, chose_shares
+    waiting = _chose_offload(question, found.setting), found.is_streaming and question.may_stream
     return found.time * HOST_GAIN ** sum(waiting)
 
 

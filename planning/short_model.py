@@ -1,4 +1,4 @@
-"""A model cut down to two blocks of every kind, and one training step of it: what dry runs and measurements go by."""
+"""A model cut down to two blocks of every kind, and one training step of it: what dry runs go by."""
 
 from __future__ import annotations
 
@@ -270,35 +270,30 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 # ---- the step
 
 
-def training_step(model: Any, info: CheckpointInfo, variant: Variant, work: Work, latents: torch.Tensor) -> None:
-    """A micro-batch as Trainer computes it, on random numbers where the latents are. What is not needed any more is
-    let go at once, as there: dry runs count what is alive."""
-    family = info.family
-    prediction = predict(
-        family,
-        model,
-        latents.to(torch.float32 if family.host else work.dtype, copy=True),
-        torch.full((work.batch_size,), 0.5, device=latents.device),
-        _make_given(info, variant, work, latents),
-        variant.training_guidance,
-    )
-    loss = prediction_loss(prediction, latents.clone())
-    del prediction
-    loss.backward()
-
-
 def step_on_meta(model: Any, info: CheckpointInfo, variant: Variant, work: Work, latents: torch.Tensor) -> None:
-    """A step of a model without numbers.
+    """A micro-batch as Trainer computes it, of a model without numbers. What is not needed any more is let go at once,
+    as there: dry runs count what is alive.
 
     Raises: NoForecast where one of ComfyUI's classes cannot do that: it reads numbers, or counts its blocks.
     """
+    family = info.family
     try:
-        training_step(model, info, variant, work, latents)
+        prediction = predict(
+            family,
+            model,
+            latents.to(torch.float32 if family.host else work.dtype, copy=True),
+            torch.full((work.batch_size,), 0.5, device=latents.device),
+            _make_given(info, variant, work, latents),
+            variant.training_guidance,
+        )
+        loss = prediction_loss(prediction, latents.clone())
+        del prediction
+        loss.backward()
     except _BY_FOREIGN_CODE as error:
-        if info.family.host is None:
+        if family.host is None:
             raise
         said = f"its forward does not run without numbers, or without all blocks ({type(error).__name__}: {error})"
-        raise NoForecast(info.family.title, said) from error
+        raise NoForecast(family.title, said) from error
 
 
 def _make_given(info: CheckpointInfo, variant: Variant, work: Work, latents: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from ..quantization.quantize import BEST_FIRST, Scheme
 # All candidates, in the order in which they are looked at; where nobody plans, the first is taken.
 SCHEMES: tuple[Scheme | Literal["none"], ...] = ("none", *BEST_FIRST)
 OPTIMIZERS = ("adamw", "adamw8bit")
-STRATEGIES: tuple[Strategy, ...] = ("pipeline", "none", "data", "tensor")
+STRATEGIES: tuple[Strategy, ...] = ("pipeline", "none", "data")
 OFFLOADS = (False, True)
 
 
@@ -36,7 +36,6 @@ class SearchSpace:
             memory; () leaves them open.
         memory_limit_gb: per card, of weights; () for none.
         is_cut_by_time: whether the slowest stage decides the cut, whatever the strategy.
-        is_compiled: whether blocks are compiled, which makes them faster than their measured times.
         resolution: the largest of the job, in pixels along a square's side.
         kahan, has_ema: what an optimizer keeps besides; see optimizer_bytes.
     """
@@ -52,7 +51,6 @@ class SearchSpace:
     memory_limit_gb: tuple[float, ...]
     is_cut_by_time: bool
     is_checkpointing: bool
-    is_compiled: bool
     accumulation: int
     batch_size: int
     dtype: torch.dtype

@@ -376,7 +376,6 @@ _COMMANDS: list[tuple[Sequence[str], tuple[str, ...]]] = [
         for number in ("0", "-1", "10000000000", "x", "2")
     ),
     ((*_PLAN, "--cards", "24GB", "--quantize", "int3"), ("usage",)),
-    ((*_PLAN, "--cards", "24GB", "--calibrate"), ("--calibrate",)),
     (("cache", "job.toml", "--only", "x"), ("usage",)),
     (("cache", "job.toml", "--device", "cuda:99"), ("cuda:99",)),
     (("cache", "job.toml", "--device", "cpu:7"), ("cpu:7",)),

@@ -73,7 +73,7 @@ def make_question(
     costs: ModelCosts, cards: Sequence[Card], bucket: tuple[int, int] = (512, 512), /, **given: Any
 ) -> Question:
     """given: sections of the job, and what else a Question takes."""
-    names = ("frames", "given_times", "cuts", "host_bytes")
+    names = ("frames", "given_times", "link", "cuts", "host_bytes")
     own = {name: given.pop(name) for name in names if name in given}
     return Question(costs, search_space(make_plan_job(**given)), tuple(cards), bucket, **own)
 
@@ -87,20 +87,11 @@ def make_cards(*sizes_gb: float, speeds: tuple[float, ...] = (), refuses: frozen
 
 
 class MadeUpTimes:
-    """Seconds per block on a card of speed 1, longer in 8 bits by a factor; bytes per second from the host."""
+    """Seconds per block on a card of speed 1, longer in 8 bits by a factor."""
 
-    def __init__(self, units: list[float], link: float = 1e12, factor: float = 1.0) -> None:
-        self.units, self._link, self._factor = units, link, factor
-
-    def link(self, card: Card) -> float:
-        return self._link
+    def __init__(self, units: list[float], factor: float = 1.0) -> None:
+        self.units, self._factor = units, factor
 
     def of(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
         time = (1.0 if scheme == "none" else self._factor) * self.units[block] / card.speed
         return time, time
-
-    def between(self, source: Card, target: Card) -> float | None:
-        return self._link
-
-    def ends(self, card: Card, scheme: str) -> tuple[float, float]:
-        return 0.0, 0.0

@@ -42,7 +42,6 @@ from devicebridge.jobs.checked_job import JobPlan
 from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job, plan_job, run_job
 from devicebridge.jobs.native_limits import why_no_forecast, why_no_stages
-from devicebridge.jobs.read_job import read_job
 from devicebridge.nodes.host.native.context import native_training
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.parallel.devices import own_random_states
@@ -51,15 +50,12 @@ from devicebridge.parallel.ranks.group import ALONE, Ranks
 from devicebridge.patches.compile_blocks import apply_compile
 from devicebridge.patches.lora import is_torchao_tensor
 from devicebridge.planning.cards import parse_cards
-from devicebridge.planning.plan_training import plan_training
-from devicebridge.planning.question import ModelCosts
 from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.weight_only import import_torchao
 from devicebridge.tests.comfy.diffusers_twins import Twin
 from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, small_sizes
 from devicebridge.tests.comfy.trained_families import DIVIDED, TRAINED, save_trained
 from devicebridge.tests.emulated import emulated_cards, factories_on_cards, on_cpu
-from devicebridge.tests.plans import MadeUpTimes, make_question
 from devicebridge.training.batches import loss_weights
 from devicebridge.training.loop import Trainer
 from devicebridge.training.objective import noise_latents, predict, prediction_loss
@@ -647,19 +643,11 @@ def divided(bench: Bench) -> Figures:
 
 
 def _planned_divided(bench: Bench) -> None:
-    """A plan that was asked to divide blocks, and one that takes what is fastest, do."""
+    """A plan that was asked to divide blocks does."""
     with small_sizes(bench.family), native_training():
         asked = bench.job("plan", {"split": {}, "parallel": {"strategy": "tensor"}})
-        costs = ModelCosts(bench.info, bench.info.variant)
-        times = MadeUpTimes([0.1] * len(costs.names))
-        subject = read_job(asked, bench.info).subject  # with a mask, without what guides say of sides of their own
-        *size, frames = subject.largest
-        question = make_question(costs, parse_cards("24GB,24GB"), size, frames=frames, given_times=times)
-        plans = (
-            plan_job(asked, parse_cards("2x24GB"), info=bench.info),
-            plan_training(dataclasses.replace(question, text=subject.text)),
-        )
-    assert all(plan.setting.divides_blocks and len(plan.devices) == 2 for plan in plans), plans
+        plan = plan_job(asked, parse_cards("2x24GB"), info=bench.info)
+    assert plan.setting.divides_blocks and len(plan.devices) == 2, plan
 
 
 def _one_card() -> dict[str, Any]:

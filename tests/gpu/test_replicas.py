@@ -76,7 +76,7 @@ def _run(folder, run, **sections):
 def test_a_job_on_two_gpus_is_that_of_one(tmp_path, scheme):
     model = {"dtype": "bfloat16", "quantize": scheme}
     one = _run(tmp_path, "one", model=model, split={"devices": ["cuda:0"]}, parallel={"strategy": "none"})
-    devices = {"devices": ["cuda:0", "cuda:1"], "calibrate": "off"}
+    devices = {"devices": ["cuda:0", "cuda:1"]}
     two = _run(tmp_path, "two", model=model, split=devices, parallel={"strategy": "data"})
     again = _run(tmp_path, "again", model=model, split=devices, parallel={"strategy": "data"})
     assert two.losses == pytest.approx(one.losses, rel=1e-3) and two.eval_before == one.eval_before

@@ -123,7 +123,7 @@ def test_what_the_planner_thinks_today_changes_no_resumed_run(tmp_path, monkeypa
 
     train = {"steps": 2, "batch_size": 1, "gradient_accumulation_steps": 4}
     for began, today, is_copied in ((1.0, 0.02, True), (0.02, 1.0, False)):
-        split = {"devices": ["lazy:0", "lazy:1"], "calibrate": "off"}
+        split = {"devices": ["lazy:0", "lazy:1"]}
         job = _job(tmp_path, f"{began}", parallel={"strategy": "auto"}, train=train, split=split)
         steps, placed = [], []
         with emulated_cards(2):

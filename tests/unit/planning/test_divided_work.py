@@ -112,7 +112,7 @@ def test_attention_is_as_wide_as_what_runs_over_tokens() -> None:
 
 def test_a_share_of_a_block_that_is_not_divided_gains_nothing_by_more_cards() -> None:
     cards = parse_cards("24GB,24GB")
-    times = DividedTimes(MadeUpTimes([1.0, 1.0]), cards, (3, 3), [0.0] * 2, [0.0, 0.5], [0] * 2, lambda _: [(0, 0)] * 2)
+    times = DividedTimes(MadeUpTimes([1.0, 1.0]), cards, (3, 3), [0.0] * 2, [0.0, 0.5], [0] * 2)
     whole = MadeUpTimes([1.0, 1.0]).of(0, cards[0], "none")
     assert times.of(0, cards[0], "none") == tuple(each / 2 for each in whole)
     assert times.of(1, cards[0], "none") == tuple(each * 0.75 for each in whole)

@@ -16,11 +16,11 @@ from devicebridge.planning.machine_speed import (
     CardSpeed,
     ExchangeSpeed,
     MachineSpeed,
+    SpeedStore,
     machine_key,
     machine_speed,
     measure_machine,
 )
-from devicebridge.planning.measurements import CalibrationStore
 from devicebridge.tests.emulated import CARDS, emulated_cards
 
 CARD = CardSpeed("lazy:0", 1e12, 1e-6)
@@ -38,7 +38,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def _ask(folder: Path, *cards: torch.device) -> MachineSpeed:
     with emulated_cards(4):
-        return machine_speed(cards or CARDS[:2], CalibrationStore(folder))
+        return machine_speed(cards or CARDS[:2], SpeedStore(folder))
 
 
 def test_emulated_cards_are_measured_and_kept(tmp_path) -> None:

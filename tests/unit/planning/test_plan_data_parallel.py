@@ -129,9 +129,9 @@ def test_it_is_shown_as_it_is():
 def _made_up(cards: list[Card], **sections: dict[str, Any]) -> TrainingPlan:
     """Ten blocks of 1 GB and 1 s, 0.1 GB of LoRA each."""
     block = BlockCost(GB, 100 * MB, 25 * MB, 10 * MB, {}, 10 * MB, 100 * MB, 10 * MB, 100 * MB, 200 * MB, 200 * MB)
-    times = MadeUpTimes([1.0] * 10, link=1e10)
+    times = MadeUpTimes([1.0] * 10)
     given = {"model": {"quantize": "none"}, "train": {"gradient_accumulation_steps": 2}} | sections
-    return plan_training(make_question(MadeUpCosts(block), cards, given_times=times, **given))
+    return plan_training(make_question(MadeUpCosts(block), cards, given_times=times, link=1e10, **given))
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,7 @@ import pytest
 from devicebridge.cli.main import main
 from devicebridge.config.job import ModelScheme, load_job, save_job
 from devicebridge.families.registry import FAMILIES, find_variant
-from devicebridge.jobs import resolve as resolve_module
-from devicebridge.planning.cards import Card
 from devicebridge.planning.request import make_request, make_square
-from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -121,18 +118,14 @@ def test_a_model_replaces_nothing_else_of_a_job():
     assert dataclasses.replace(request.job.model, path=job.model.path, variant=job.model.variant) == job.model
 
 
-def test_blocks_of_a_model_by_its_name_are_timed_and_the_job_finds_the_times(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("DEVICEBRIDGE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        resolve_module, "cards_of", lambda devices: [Card(d, 10**9, 10**9, has_context=True) for d in devices]
-    )
-    two = {"split": {"devices": ["lazy:0", "lazy:1"]}, "train": {"batch_size": 1}}
-    with emulated_cards():
-        job = str(_publish_tiny(tmp_path, "flux2", monkeypatch, **two))
-        assert main(["plan", job, "--model", "tiny", "--calibrate"]) == 0
-        assert "blocks measured on lazy:0" in capsys.readouterr().out
-        assert main(["plan", job]) == 0
-        assert "blocks measured on lazy:0" in capsys.readouterr().out
+def test_a_plan_takes_calibrate_and_says_that_it_has_no_effect(capsys):
+    command = ["plan", "--model", "flux2-klein-4b", "--cards", "24GB", "--resolution", "256", "--json"]
+    found = []
+    for flags in ([], ["--calibrate"]):
+        assert main([*command, *flags]) == 0
+        found.append(capsys.readouterr())
+    assert found[0].out == found[1].out and "--calibrate" not in found[0].err
+    assert sum("--calibrate" in line for line in found[1].err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -146,7 +139,6 @@ def test_blocks_of_a_model_by_its_name_are_timed_and_the_job_finds_the_times(tmp
         (["--model", "flux2-dev", "--cards", "24GB", "--resolution", "9"], "resolution 9 is below 16 pixels"),
         (["--model", "wan2.1-t2v-14b", "--cards", "24GB", "--frames", "16"], "takes 4n . 1 frames; nearest are 13, 17"),
         (["--model", "wan2.2-ti2v-5b-i2v", "--cards", "24GB", "--frames", "1"], "is given the first frame, .* give"),
-        (["--model", "flux2-dev", "--cards", "24GB", "--calibrate"], "named cannot be measured; leave out --calibrate"),
         (["wan_pair", "--model", "wan2.2-t2v-a14b-high"], "the job trains two .*; remove model.second_expert"),
         (["flux2", "--model", "flux2-dev"], "the dataset folder /data/my_subject does not exist; .* --resolution 512"),
     ],

@@ -5,25 +5,37 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
 from devicebridge.cli.main import main
 from devicebridge.config.job import save_job
-from devicebridge.config.model import Strategy, shards_weights
+from devicebridge.config.model import Strategy, divides_blocks, shards_weights
 from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.planning.advice import what_helps
 from devicebridge.planning.block_times import FlopTimes
+from devicebridge.planning.card_speeds import SHARE_OF_PRODUCT, kind_called
 from devicebridge.planning.cards import Card, cards_of, parse_cards
 from devicebridge.planning.cuts import HOST_SHARE, UNHIDDEN
 from devicebridge.planning.dry_run_block import BlockCost
 from devicebridge.planning.forecast import Optimizer
+from devicebridge.planning.machine_speed import CardSpeed
 from devicebridge.planning.plan_training import TrainingPlan, plan_training
 from devicebridge.planning.question import ModelCosts, Question, optimizer_bytes
-from devicebridge.planning.report import compare, describe_comparison, draw_plan, parts_of, picture_of, plan_values
+from devicebridge.planning.report import (
+    compare,
+    describe_comparison,
+    describe_pace,
+    draw_plan,
+    parts_of,
+    picture_of,
+    plan_values,
+    step_seconds,
+)
 from devicebridge.planning.search import but_for_the_host, without_limits
 from devicebridge.planning.space import STRATEGIES
 from devicebridge.tests.plans import MadeUpCosts, MadeUpTimes, full_size, make_cards, make_question, published_info
@@ -49,8 +61,9 @@ def _helps(question: Question) -> list[str]:
 
 
 def test_every_strategy_is_a_candidate():
-    """One that is left out would be chosen for nobody, and no type checker would see it."""
-    assert sorted(STRATEGIES) == sorted(each for each in get_args(Strategy) if not shards_weights(each))
+    """But those that a job must ask for: one that is left out would be chosen for nobody."""
+    asked = {each for each in get_args(Strategy) if shards_weights(each) or divides_blocks(each)}
+    assert {*STRATEGIES} == {*get_args(Strategy)} - asked
 
 
 # ---- full-size FLUX.2
@@ -239,14 +252,21 @@ def test_host_memory_is_a_limit_too():
 
 
 def _made_up(
-    cards: list[Card], times: Any, *, count: int = 10, inputs: int = 10**7, halves: bool = False, **given: Any
+    cards: list[Card],
+    times: Any,
+    *,
+    count: int = 10,
+    inputs: int = 10**7,
+    halves: bool = False,
+    link: float = 1e12,
+    **given: Any,
 ) -> Question:
     """Blocks of 1 GB, or where they are quantized of half as much."""
     size = 10**8, 10**7, 10**8, 2 * 10**8, 2 * 10**8
     block = BlockCost(1000 * 10**6, 0, 0, inputs, {}, 10**7, *size, input_sizes=(inputs,))
     halved = dataclasses.replace(block, weights=500 * 10**6) if halves else None
     given = {"model": {"quantize": "none"}} | given
-    return make_question(MadeUpCosts(block, count, halved), cards, given_times=times, **given)
+    return make_question(MadeUpCosts(block, count, halved), cards, given_times=times, link=link, **given)
 
 
 def test_a_pipeline_is_cut_where_its_slowest_stage_is_shortest():
@@ -320,7 +340,7 @@ def test_as_few_blocks_stream_as_fit_and_copies_may_take_longer():
     fast = plan_training(_made_up(make_cards(8), MadeUpTimes([1.0] * 10)))
     assert fast.offloaded == (fewest,) and fast.relative_time == pytest.approx(1, rel=1e-3)
     assert fast.host_bytes == (fewest + 1) * GB
-    slow = plan_training(_made_up(make_cards(8), MadeUpTimes([1.0] * 10, link=GB / 4)))
+    slow = plan_training(_made_up(make_cards(8), MadeUpTimes([1.0] * 10), link=GB / 4))
     assert slow.relative_time == pytest.approx((2 * fewest * 4 + UNHIDDEN * 30) / 30)
     too_small = _made_up(make_cards(2.4), MadeUpTimes([1.0] * 10))
     _helps(too_small)
@@ -343,7 +363,7 @@ def test_a_slower_scheme_in_memory_loses_against_a_faster_one_from_the_host():
     auto = {"model": {"quantize": "auto"}}
     cards = make_cards(8, refuses=frozenset({"fp8-compute", "int8-compute", "int8"}))
     for link, scheme, is_streaming in ((1e12, "none", True), (GB / 4, "fp8", False)):
-        plan = plan_training(_made_up(cards, MadeUpTimes([1.0] * 10, link, factor=2.0), halves=True, **auto))
+        plan = plan_training(_made_up(cards, MadeUpTimes([1.0] * 10, factor=2.0), link=link, halves=True, **auto))
         assert plan.setting.scheme == scheme and any(plan.offloaded) == is_streaming
 
 
@@ -352,9 +372,9 @@ def test_a_slower_scheme_in_memory_loses_against_a_faster_one_from_the_host():
 
 def _ask_offloading(*sizes_gb: float, link: float = 1e12, **changes: Any) -> Question:
     """Without blocks that stream from there, too."""
-    times, cards = MadeUpTimes([1.0] * 10, link), make_cards(*sizes_gb)
+    times, cards = MadeUpTimes([1.0] * 10), make_cards(*sizes_gb)
     split = {"offloaded_blocks": [0] * len(cards)} | changes.pop("split", {})
-    return _made_up(cards, times, inputs=5 * 10**8, split=split, **changes)
+    return _made_up(cards, times, inputs=5 * 10**8, split=split, link=link, **changes)
 
 
 def _offloading(*sizes_gb: float, **changes: Any) -> TrainingPlan:
@@ -512,7 +532,7 @@ def test_every_job_is_planned_before_it_loads(tmp_path, monkeypatch):
     from devicebridge.tests.emulated import emulated_cards
 
     two = {
-        "split": {"devices": ["lazy:0", "lazy:1"], "calibrate": "off"},
+        "split": {"devices": ["lazy:0", "lazy:1"]},
         "cache": {"vae_device": "cpu"},
         "train": {"steps": 2},
     }
@@ -536,7 +556,7 @@ def test_kept_blocks_change_no_loss_and_a_resumed_run_keeps_its_cut(tmp_path, mo
     from devicebridge.tests.emulated import emulated_cards
 
     two = {
-        "split": {"devices": ["lazy:0", "lazy:1"], "calibrate": "off"},
+        "split": {"devices": ["lazy:0", "lazy:1"]},
         "cache": {"vae_device": "cpu"},
         "evaluation": {"folder": ""},
     }
@@ -578,11 +598,67 @@ def test_this_machines_cards_as_they_are(monkeypatch):
     monkeypatch.setattr(cards_module, "refusal", lambda settings, devices: "" if "int8" in settings.scheme else "no")
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda d: (0.25, 1.0)[d.index], raising=False)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GB)
-    properties = type("Properties", (), {"multi_processor_count": 64})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(cards_module, "device_title", lambda device: "NVIDIA GeForce RTX 3090")
     first, second = cards_of([torch.device("cuda:0"), torch.device("cuda:1")]) or []
     assert (first.usable_bytes, second.usable_bytes) == (24 * GB, 60 * GB) and first.speed == second.speed == 1.0
     assert first.refuses == {"fp8", "fp8-compute"} and first.has_context
+
+
+def _here(monkeypatch, titles, measured):
+    """Cards that torch calls so; measured: seconds' worth of products by title, or what measuring raises."""
+    from devicebridge.planning import cards as cards_module
+
+    def machine_speed(devices):
+        asked.append([titles[device.index] for device in devices])
+        if isinstance(measured, Exception):
+            raise measured
+        speeds = [CardSpeed(str(device), measured[titles[device.index]], 1e-6) for device in devices]
+        return SimpleNamespace(cards=speeds)
+
+    asked = []
+    for name in ("total_bytes", "free_bytes"):
+        monkeypatch.setattr(cards_module, name, lambda device: 24 * GB)
+    monkeypatch.setattr(cards_module, "refusal", lambda settings, devices: "")
+    monkeypatch.setattr(cards_module, "device_title", lambda device: titles[device.index])
+    monkeypatch.setattr(cards_module, "machine_speed", machine_speed)
+    return cards_of([torch.device("xpu", index) for index in range(len(titles))]), asked
+
+
+def test_cards_of_published_speed_are_not_measured(monkeypatch):
+    cards, asked = _here(monkeypatch, ["NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090"], RuntimeError("unasked"))
+    assert [card.speed for card in cards] == [pytest.approx(165.2 / 71), 1.0] and not asked
+    assert [card.flops_per_s for card in cards] == pytest.approx([0.46 * 165.2e12, 0.46 * 71e12])
+
+
+def test_a_card_that_nobody_knows_has_all_measured_once_for_each_model(monkeypatch):
+    titles = ["RTX 4090", "New Card", "New Card"]
+    cards, asked = _here(monkeypatch, titles, {"RTX 4090": 150e12, "New Card": 50e12})
+    assert sorted(asked) == [["New Card"], ["RTX 4090"]]
+    assert [card.speed for card in cards] == pytest.approx([3, 1, 1])
+    assert cards[0].flops_per_s == pytest.approx(SHARE_OF_PRODUCT * 150e12)
+
+
+def test_cards_that_cannot_be_measured_are_equally_fast(monkeypatch, caplog):
+    cards, _ = _here(monkeypatch, ["RTX 4090", "New Card"], torch.OutOfMemoryError("no room\nat all"))
+    assert [card.speed for card in cards] == [1.0, 1.0] and cards[1].flops_per_s == 0
+    assert "no room" in caplog.text
+
+
+def test_a_product_gives_an_h200_the_speed_that_it_trained_at():
+    """690e12 operations per second of a large product were measured there."""
+    assert kind_called("H200").flops_per_s == pytest.approx(SHARE_OF_PRODUCT * 690e12, rel=0.01)
+
+
+def test_a_plan_of_measured_cards_says_so_and_a_run_is_compared_with_it(monkeypatch):
+    cards, _ = _here(monkeypatch, ["New Card"], {"New Card": 50e12 / SHARE_OF_PRODUCT})
+    plan = plan_training(_made_up(cards, MadeUpTimes([0.1] * 10), count=10))
+    assert step_seconds(plan) == (pytest.approx(plan.step_s), "estimated from a matrix product measured on the cards")
+    assert plan_values(plan)["estimated_step_s"] == pytest.approx(plan.step_s)
+    line = describe_pace(plan, [99.0, 4.0, 4.0, 50.0])
+    assert "measured 4 s" in line and f"forecast {100 * (plan.step_s / 4 - 1):+.1f} %" in line
+    assert describe_pace(plan, [3.0]) == ""
+    unknown = dataclasses.replace(plan, cards=tuple(make_cards(24)))
+    assert step_seconds(unknown)[0] is None and describe_pace(unknown, [3.0, 3.0]) == ""
 
 
 def test_a_card_that_is_here_says_itself_why_it_refuses_a_scheme(monkeypatch):

@@ -19,7 +19,9 @@ BLOCK = BlockCost(10**9, 0, 0, 10**7, {}, 10**7, 10**8, 10**7, 10**8, 2 * 10**8,
 
 def _plan(cards: list[Card], **sections: dict[str, object]) -> TrainingPlan:
     """Of ten blocks of 1 GB."""
-    return plan_training(make_question(MadeUpCosts(BLOCK), cards, given_times=MadeUpTimes([1.0] * 10), **sections))
+    return plan_training(
+        make_question(MadeUpCosts(BLOCK), cards, given_times=MadeUpTimes([1.0] * 10), link=1e12, **sections)
+    )
 
 
 @pytest.mark.parametrize(
