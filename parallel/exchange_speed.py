@@ -1,4 +1,4 @@
-"""How fast a machine is at what a divided block needs: exchanges between two cards, matrix products, launches.
+"""How fast a machine is at what a divided block needs: exchanges between two cards, and matrix products.
 
 An exchange has both cards send at once, as an all-reduce of partial sums does, the way the blocks' own copies go:
 beside the kernels, each waiting for the one before. So what is measured has their launches in it.
@@ -7,51 +7,41 @@ beside the kernels, each waiting for the one before. So what is measured has the
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
-from .devices import synchronize
 from .staged_copies import copies_between
 from .stopwatch import Stopwatch, WaitingStopwatch, make_stopwatch
 from .transfer import Arrivals, SideStreams, settle
 
-_SMALL_BYTES, _LARGE_BYTES = 2**12, 2**25
-_NUM_SMALL, _NUM_LARGE, _NUM_ROUNDS = 20, 2, 3
-_NUM_LAUNCHES = 200
+_EXCHANGED_BYTES = 2**25
+_NUM_EXCHANGES, _NUM_ROUNDS = 2, 3
 _LARGEST_PRODUCT = 4096  # rows and columns
 _LONG_ENOUGH_S = 5e-3
 
 
 def exchange_speed(
     one: torch.device, other: torch.device, copies: SideStreams | None = None, watch: Stopwatch | None = None
-) -> tuple[float, float]:
-    """Seconds that an exchange of next to nothing takes, and bytes per second that each card sends in a large one.
+) -> float:
+    """Bytes per second that each card sends in a large exchange.
 
     Takes about 100 MiB of each card, and some milliseconds.
     """
     copies, watch = copies or copies_between((one, other)), watch or WaitingStopwatch(one, other)
-    small = _exchange_s(one, other, copies, watch, _SMALL_BYTES, _NUM_SMALL)
-    large = _exchange_s(one, other, copies, watch, _LARGE_BYTES, _NUM_LARGE)
-    return small, (_LARGE_BYTES - _SMALL_BYTES) / max(large - small, 1e-9)
-
-
-def _exchange_s(
-    one: torch.device, other: torch.device, copies: SideStreams, watch: Stopwatch, num_bytes: int, count: int
-) -> float:
     held = [
-        (torch.ones(num_bytes, dtype=torch.uint8, device=source), to) for source, to in ((one, other), (other, one))
+        (torch.ones(_EXCHANGED_BYTES, dtype=torch.uint8, device=source), to)
+        for source, to in ((one, other), (other, one))
     ]
 
     def exchange() -> None:
-        for _ in range(count):
+        for _ in range(_NUM_EXCHANGES):
             arrivals: Arrivals = {}
             got = [copies.copy(tensor, to, arrivals) for tensor, to in held]
             settle(arrivals)  # what is launched next waits for these
             del got
 
-    return _median_s(exchange, watch) / count
+    return _NUM_EXCHANGES * _EXCHANGED_BYTES / max(_median_s(exchange, watch), 1e-9)
 
 
 def product_speed(device: torch.device, watch: Stopwatch | None = None) -> float:
@@ -64,19 +54,6 @@ def product_speed(device: torch.device, watch: Stopwatch | None = None) -> float
         if size >= _LARGEST_PRODUCT or seconds > _LONG_ENOUGH_S:
             return 2.0 * size**3 / seconds
         size *= 2
-
-
-def launch_s(device: torch.device) -> float:
-    """Seconds of the host's for one small operation, however far the device is behind."""
-    tensor = torch.zeros(1, device=device)
-    seconds = []
-    for _ in range(1 + _NUM_ROUNDS):
-        synchronize([device])
-        start = time.perf_counter()
-        for _ in range(_NUM_LAUNCHES):
-            tensor.add_(1)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:]) / _NUM_LAUNCHES
 
 
 def _median_s(work: Callable[[], object], watch: Stopwatch) -> float:

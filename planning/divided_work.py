@@ -36,14 +36,13 @@ def divided_work(model: nn.Module, layout: NativeModel, blocks: Blocks, num_toke
         _work_of_block(model.get_submodule(name), native_list(layout), plan, shares, num_tokens)
         for name, (plan, shares) in blocks.items()
     ]
-    whole_flops, sent, widths, num_modules = zip(*parts, strict=True)
+    whole_flops, sent, widths = zip(*parts, strict=True)
     stream = _ACTIVATION_BYTES * max(widths) * (num_tokens + NUM_TEXT_TOKENS * layout.is_joint)
     exchanges = sum(len(meetings_in(model.get_submodule(name), plan)) for name, (plan, _) in blocks.items())
     return Work(
         flops,
         sum(sent),
         stream,
-        sum(num_modules),
         exchanges,
         whole_flops=sum(whole_flops),
     )
@@ -51,13 +50,12 @@ def divided_work(model: nn.Module, layout: NativeModel, blocks: Blocks, num_toke
 
 def _work_of_block(
     block: nn.Module, side: BlockList, plan: TensorPlan, shares: Shares, num_tokens: int
-) -> tuple[float, float, float, int]:
-    """Operations of the whole layers, bytes sent, width and modules."""
+) -> tuple[float, float, float]:
+    """Operations of the whole layers, bytes sent and width."""
     products = products_of(block, side, num_tokens, NUM_TEXT_TOKENS)
     whole_flops = sent = width = 0.0
-    num_modules, summed = 0, set()
+    summed = set()
     for name, module in block.named_modules():
-        num_modules += any(parameter is not None for parameter in module._parameters.values())
         divided = plan.find(name) if name in products else None
         at = plan.summed_in(name) or name
         tokens = tokens_seen(at, side, num_tokens, NUM_TEXT_TOKENS)
@@ -74,7 +72,7 @@ def _work_of_block(
             sent += _SQUARE_BYTES * tokens
         if plan.is_decided(name):
             sent += _CHOICE_BYTES * tokens
-    return whole_flops, sent, width, num_modules
+    return whole_flops, sent, width
 
 
 def is_told_guidance(model: nn.Module) -> bool:

@@ -18,11 +18,11 @@ from pydantic.dataclasses import dataclass
 
 from ..checkpoints.fingerprint import settings_fingerprint
 from ..parallel.devices import device_module, has_peer_access, release_cached_memory, total_bytes
-from ..parallel.exchange_speed import exchange_speed, launch_s, product_speed
+from ..parallel.exchange_speed import exchange_speed, product_speed
 from ..system.files import user_cache_folder, write_atomically
 
 _log = logging.getLogger(__name__)
-_VERSION = 1  # raise it when something else is measured
+_VERSION = 2  # raise it when something else is measured
 _STRICT = ConfigDict(extra="forbid")
 _DRIVER = Path("/proc/driver/nvidia/version")
 Key = Mapping[str, Any]
@@ -31,11 +31,10 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, config=_STRICT)
 class CardSpeed:
-    """flops_per_s: of a large matrix product in half precision. launch_s: of the host, for one small operation."""
+    """flops_per_s: of a large matrix product in half precision."""
 
     name: str
     flops_per_s: Positive
-    launch_s: Positive
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -44,12 +43,11 @@ class ExchangeSpeed:
 
     Args:
         cards: their places among those that were measured.
-        latency_s: of an exchange of next to nothing. bytes_per_s: that each of them sends in a large one.
+        bytes_per_s: that each of them sends in a large exchange.
         is_direct: whether they have access to each other's memory; None if torch cannot tell.
     """
 
     cards: tuple[int, int]
-    latency_s: Positive
     bytes_per_s: Positive
     is_direct: bool | None
 
@@ -71,22 +69,13 @@ class MachineSpeed:
         """Those of one card."""
         return [link for link in self.links if card in link.cards]
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether no two cards are known to have no access to each other's memory."""
-        return all(link.is_direct is not False for link in self.links)
-
     def describe(self) -> list[str]:
         """A line per card and per link."""
         ways = {True: "direct", False: "through host memory", None: "torch cannot tell which way"}
-        lines = [
-            f"{card.name}: {card.flops_per_s / 1e12:.3g} TFLOP/s in half precision, {card.launch_s * 1e6:.1f} µs of "
-            "the host per launch"
-            for card in self.cards
-        ]
+        lines = [f"{card.name}: {card.flops_per_s / 1e12:.3g} TFLOP/s in half precision" for card in self.cards]
         for link in self.links:
             first, second = (self.cards[index].name for index in link.cards)
-            speed = f"{link.bytes_per_s / 1e9:.3g} GB/s each way at once, {link.latency_s * 1e6:.0f} µs"
+            speed = f"{link.bytes_per_s / 1e9:.3g} GB/s each way at once"
             lines.append(f"{first} and {second}: {speed}, {ways[link.is_direct]}")
         return lines
 
@@ -187,7 +176,7 @@ def measure_machine(devices: Sequence[torch.device]) -> MachineSpeed:
     """Takes some 150 MiB of each card, and well under a second on two GPUs."""
     start = time.perf_counter()
     with torch.inference_mode():
-        cards = tuple(CardSpeed(str(device), product_speed(device), launch_s(device)) for device in devices)
+        cards = tuple(CardSpeed(str(device), product_speed(device)) for device in devices)
         links = tuple(_measure_link(devices, pair) for pair in combinations(range(len(devices)), 2))
     release_cached_memory()
     return MachineSpeed(cards, links, time.perf_counter() - start, time.strftime("%Y-%m-%d"))
@@ -195,4 +184,4 @@ def measure_machine(devices: Sequence[torch.device]) -> MachineSpeed:
 
 def _measure_link(devices: Sequence[torch.device], pair: tuple[int, int]) -> ExchangeSpeed:
     one, other = (devices[index] for index in pair)
-    return ExchangeSpeed(pair, *exchange_speed(one, other), has_peer_access(one, other))
+    return ExchangeSpeed(pair, exchange_speed(one, other), has_peer_access(one, other))

@@ -1,15 +1,13 @@
 """Which of two ways of using several cards is faster for sampling: blocks one after the other, or each block divided.
 
-Seconds of one step, for n cards that take shares of the work, f forwards (conds times pictures) of the same size:
+Seconds of one step are work / cards + bytes / link, by one product and one link that were measured:
 
-    blocks          f * sum(t)                     t: what a card computes of one forward, by its share
-    with overlap    sum(t) + (f - 1) * max(t)      forwards follow each other through the cards
-    tensor          f * max(t') + f * copies       t': its share, and what every card computes whole
+    blocks          f * sum(t)                     t: what a card computes of a forward, by its share; f forwards
+    with overlap    sum(t) + (f - 1) * max(t)      forwards (conds times pictures) follow each other through the cards
+    tensor          f * max(t')                    t': its share of each block, and what every card computes whole
 
-None is faster than the host, which launches the kernels of all cards under one lock. Divided blocks that are replayed
-as CUDA graphs (parallel/local/divided_graphs.py) take it a launch per block instead, and the work around it. What a
-forward takes is estimated from operations and the rate that each card was measured at, for nobody has timed a MODEL's
-blocks before it is split. The constants were fitted to two H200 (docs/internals/experiments.md, 2026-11-23).
+Copies are the stream from card to card, and with tensor all partial sums. What the host takes to launch kernels is left
+out: CUDA graphs spare it where cards copy to each other directly, and elsewhere the link is the limit.
 """
 
 from __future__ import annotations
@@ -22,14 +20,6 @@ from ..parallel.local.collective import bytes_to_one
 from .machine_speed import MachineSpeed
 
 BLOCK_RATE = 0.8  # of a large matrix product's rate: FLUX.2, Wan and Qwen-Image on one card
-WHOLE_SHARE = 0.1  # of a block that every card computes whole: norms, modulation, residuals
-# Launches per module with weights, what it leads to included, and per exchange, where a thread per card launches; one
-# thread alone needs half. From FLUX.2 at 512² and Qwen-Image, which waited for the host, at 5 µs per launch (assumed).
-# One thread that launches for all cards has not been measured on cards, so these err towards blocks.
-LAUNCHES_PER_MODULE, LAUNCHES_PER_EXCHANGE, ALONE = 38.0, 20.0, 0.5
-# Of a block that is replayed: what the host does around it, in launches of each card, and seconds of an exchange in it.
-# From FLUX.2's blocks of 128 tokens, and from a timeline of Qwen-Image (docs/internals/experiments.md, 2026-11-27).
-LAUNCHES_PER_REPLAY, REPLAYED_EXCHANGE_S = 54.0, 15e-6
 GAIN = 0.9  # of blocks' time at most, or dividing is not worth what it forbids
 
 
@@ -40,13 +30,12 @@ class Work:
     Args:
         flops: of all blocks. whole_flops: of layers that every card computes whole.
         sent_bytes: of partial sums that a card sends each other card. stream_bytes: of activations between two blocks.
-        num_modules: with weights, inside blocks. num_exchanges: of all blocks.
+        num_exchanges: of all blocks.
     """
 
     flops: float
     sent_bytes: float
     stream_bytes: float
-    num_modules: float
     num_exchanges: float
     whole_flops: float = 0.0
 
@@ -88,7 +77,6 @@ class Ways:
     Args:
         block_shares: of the blocks, that each card has. tensor_shares: of every block.
         can_overlap: whether forwards may follow each other through the cards.
-        num_replayed: divided blocks that may be replayed as CUDA graphs.
     """
 
     work: WorkBySize
@@ -96,7 +84,6 @@ class Ways:
     block_shares: Sequence[float]
     tensor_shares: Sequence[float]
     can_overlap: bool
-    num_replayed: int = 0
 
     def seconds(self, num_tokens: int, num_forwards: int) -> Seconds:
         """Of a step with so many forwards of so many picture tokens."""
@@ -119,33 +106,19 @@ class Ways:
 
     def _blocks(self, work: Work, count: int) -> float:
         times = [share * whole for share, whole in zip(self.block_shares, self._card_s(work.flops), strict=True)]
-        crossing = max(link.latency_s + work.stream_bytes / link.bytes_per_s for link in self.machine.links)
-        crossings = len(times) * crossing  # from each card to the next, and home
-        is_overlapped = self.can_overlap and count > 1
-        computing = sum(times) + (count - 1) * max(times) if is_overlapped else count * sum(times)
-        launching = max(card.launch_s for card in self.machine.cards) * work.num_modules * LAUNCHES_PER_MODULE
-        host = ALONE * launching * (count if is_overlapped else 1)
-        return max(computing + crossings, host)
+        crossing = max(work.stream_bytes / link.bytes_per_s for link in self.machine.links)
+        computing = sum(times) + (count - 1) * max(times) if self.can_overlap else count * sum(times)
+        return computing + len(times) * crossing  # from each card to the next, and home
 
     def _tensor(self, work: Work, count: int) -> float:
         """The forwards are one batch."""
         divided, whole = self._card_s(work.flops - work.whole_flops), self._card_s(work.whole_flops)
-        shares = [share * (1 - WHOLE_SHARE) + WHOLE_SHARE for share in self.tensor_shares]
-        times = zip(shares, divided, whole, strict=True)
+        times = zip(self.tensor_shares, divided, whole, strict=True)
         computing = max(count * (share * time + rest) for share, time, rest in times)
-        copying = max(self._copying(work, count, card) for card in range(len(whole)))
-        launches = work.num_modules * LAUNCHES_PER_MODULE + work.num_exchanges * LAUNCHES_PER_EXCHANGE
-        launch_s = sum(card.launch_s for card in self.machine.cards)
-        launched = max(computing + copying, launch_s * launches)
-        if not self.num_replayed or not self.machine.is_direct:
-            return launched
-        spared = work.num_exchanges * (max(link.latency_s for link in self.machine.links) - REPLAYED_EXCHANGE_S)
-        replaying = launch_s * LAUNCHES_PER_REPLAY * self.num_replayed
-        return min(launched, max(computing + copying - max(0.0, spared), replaying))
+        return computing + max(self._copying(work, count, card) for card in range(len(whole)))
 
     def _copying(self, work: Work, count: int, card: int) -> float:
         """What a card waits for partial sums: all others' come over its one slot."""
         links = self.machine.links_of(card)
         arriving = bytes_to_one(count * work.sent_bytes, work.num_exchanges, len(links) + 1) / len(links)  # from each
-        copying = sum(arriving / link.bytes_per_s for link in links)
-        return copying + work.num_exchanges * max(link.latency_s for link in links)
+        return sum(arriving / link.bytes_per_s for link in links)

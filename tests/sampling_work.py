@@ -11,10 +11,10 @@ from itertools import combinations
 from devicebridge.planning.machine_speed import CardSpeed, ExchangeSpeed, MachineSpeed
 from devicebridge.planning.ways import Ways, Work, WorkBySize
 
-FLUX2 = Work(286.5e12, 3.72e9, 56.6e6, 288, 80)  # 4096 picture tokens: 1024 x 1024
-FLUX2_512 = Work(91.6e12, 1.24e9, 18.9e6, 288, 80)
-WAN = Work(581e12, 17.9e9, 149e6, 640, 280)  # 14040: 832 x 480, 33 frames
-QWEN = Work(85.2e12, 3.78e9, 28.3e6, 1080, 360)
+FLUX2 = Work(286.5e12, 3.72e9, 56.6e6, 80)  # 4096 picture tokens: 1024 x 1024
+FLUX2_512 = Work(91.6e12, 1.24e9, 18.9e6, 80)
+WAN = Work(581e12, 17.9e9, 149e6, 280)  # 14040: 832 x 480, 33 frames
+QWEN = Work(85.2e12, 3.78e9, 28.3e6, 360)
 
 
 def machine_of(
@@ -22,14 +22,12 @@ def machine_of(
     flops_per_s: float = 660e12,
     bytes_per_s: float = 300e9,
     *,
-    latency_s: float = 3e-5,
-    launch_s: float = 5e-6,
     is_direct: bool = True,
 ) -> MachineSpeed:
     """Cards and links that are all alike."""
-    cards = tuple(CardSpeed(f"card {index}", flops_per_s, launch_s) for index in range(num_cards))
+    cards = tuple(CardSpeed(f"card {index}", flops_per_s) for index in range(num_cards))
     pairs = combinations(range(num_cards), 2)
-    links = tuple(ExchangeSpeed(pair, latency_s, bytes_per_s, is_direct) for pair in pairs)
+    links = tuple(ExchangeSpeed(pair, bytes_per_s, is_direct) for pair in pairs)
     return MachineSpeed(cards, links, 0.1, "2026-11-23")
 
 

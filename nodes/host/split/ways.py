@@ -16,7 +16,6 @@ import comfy.model_management as management
 
 from ....events import first_line
 from ....families.comfy.video import VIDEO_MODELS
-from ....parallel.local.graph_recorder import can_record
 from ....parallel.transfer import module_with_streams
 from ....planning.divided_work import count_tokens, is_told_guidance, work_by_size
 from ....planning.machine_speed import machine_speed
@@ -101,5 +100,4 @@ def _compare(model: Any, blocks: SplitPlan, tensor: SplitPlan) -> Ways:
         [len(blocks.blocks_on(device)) / len(blocks.placement.blocks) for device in devices],
         [max(each[rank] / sum(each) for each in heads) for rank in range(len(devices))],
         blocks.overlap,
-        len(divided) if can_record(devices) else 0,
     )

@@ -612,7 +612,7 @@ def _here(monkeypatch, titles, measured):
         asked.append([titles[device.index] for device in devices])
         if isinstance(measured, Exception):
             raise measured
-        speeds = [CardSpeed(str(device), measured[titles[device.index]], 1e-6) for device in devices]
+        speeds = [CardSpeed(str(device), measured[titles[device.index]]) for device in devices]
         return SimpleNamespace(cards=speeds)
 
     asked = []

@@ -24,71 +24,53 @@ def test_a_copy_per_card_takes_what_cores_own_split_of_cfg_took() -> None:
     ("work", "count", "blocks", "tensor"),
     [
         (FLUX2, 1, 0.5816, 0.3288),  # blocks: one card's time
-        (FLUX2_512, 1, 0.178, 0.132),
+        (FLUX2_512, 1, 0.178, 0.1053),
         (WAN, 1, 1.074, 0.658),
         (WAN, 2, 1.594, None),
-        (QWEN, 2, 0.302, 0.475),
+        (QWEN, 2, 0.302, 0.2278),
     ],
 )
 def test_forecasts_are_near_what_two_h200_took(work, count, blocks, tensor) -> None:
+    """Of short blocks as CUDA graphs; launched by Python they wait for the host, which is left out."""
     found = ways_of(work, machine_of()).seconds(4096, count)
     assert found.blocks == pytest.approx(blocks, rel=0.25)
-    assert tensor is None or found.tensor == pytest.approx(tensor, rel=0.1)
+    assert tensor is None or found.tensor == pytest.approx(tensor, rel=0.2)
 
 
-@pytest.mark.parametrize(("work", "count", "num_blocks", "tensor"), [(FLUX2_512, 1, 56, 0.1053), (QWEN, 2, 60, 0.2278)])
-def test_forecasts_of_replayed_blocks_are_near_what_two_h200_took(work, count, num_blocks, tensor) -> None:
-    """On a host of 9 microseconds per launch."""
-    ways = replace(ways_of(work, machine_of(launch_s=9e-6)), num_replayed=num_blocks)
-    assert ways.seconds(4096, count).tensor == pytest.approx(tensor, rel=0.15)
-    assert replace(ways, num_replayed=0).seconds(4096, count).tensor > 1.6 * tensor
+HALF_OF_FLUX2 = replace(FLUX2, flops=FLUX2.flops / 2, sent_bytes=FLUX2.sent_bytes / 2)
 
 
-def test_replays_take_the_host_less_and_are_for_direct_copies_alone(monkeypatch) -> None:
-    monkeypatch.setattr(ways_module, "LAUNCHES_PER_REPLAY", 4.0)
-    monkeypatch.setattr(ways_module, "REPLAYED_EXCHANGE_S", 0.25)
-    work = Work(0.0, 0.0, 0.0, num_modules=2, num_exchanges=4)
-    for launch_s, latency_s, expected in (
-        (2.0, 0.5, 2 * 2 * 4 * 3.0),
-        (2**-20, 0.5, 4 * 0.25),
-        (2**-20, 0.125, 4 * 0.125),
-    ):
-        machine = machine_of(2, 4.0, 2.0, latency_s=latency_s, launch_s=launch_s)
-        assert replace(ways_of(work, machine), num_replayed=3).seconds(1, 1).tensor == expected
-    staged = machine_of(2, 4.0, 2.0, latency_s=0.5, launch_s=2.0, is_direct=False)
-    launched = ways_of(work, staged).seconds(1, 1)
-    assert replace(ways_of(work, staged), num_replayed=3).seconds(1, 1) == launched
+@pytest.mark.parametrize(("work", "one_card", "tensor"), [(HALF_OF_FLUX2, 0.271, 0.185), (WAN, 1.041, 0.954)])
+def test_over_a_slow_link_a_step_takes_what_was_measured(work, one_card, tensor) -> None:
+    """Two H200 that copied through host memory at 39 GB/s, with the time of one card as it was measured."""
+    machine = machine_of(flops_per_s=work.flops / one_card / ways_module.BLOCK_RATE, bytes_per_s=39e9, is_direct=False)
+    assert ways_of(work, machine).seconds(4096, 1).tensor == pytest.approx(tensor, rel=0.03)
 
 
 def test_seconds_are_those_of_the_formulas(monkeypatch) -> None:
     """Three cards; powers of two so that sums are exact."""
-    for name, value in {"BLOCK_RATE": 1.0, "WHOLE_SHARE": 0.25, "LAUNCHES_PER_MODULE": 2.0}.items():
-        monkeypatch.setattr(ways_module, name, value)
-    work = Work(flops=64.0, sent_bytes=8.0, stream_bytes=4.0, num_modules=2, num_exchanges=4)
-    machine = machine_of(3, 4.0, 2.0, latency_s=0.5, launch_s=2**-20)
+    monkeypatch.setattr(ways_module, "BLOCK_RATE", 1.0)
+    work = Work(flops=64.0, sent_bytes=8.0, stream_bytes=4.0, num_exchanges=4)
+    machine = machine_of(3, 4.0, 2.0)
     ways = replace(ways_of(work, machine), block_shares=[0.5, 0.25, 0.25], tensor_shares=[0.25, 0.5, 0.25])
-    crossings = 3 * (0.5 + 4 / 2)
+    crossings = 3 * 4 / 2
     # 16 s on one card: 8, 4 and 4; the second forward follows behind the slowest
     assert [ways.seconds(1, count).blocks for count in (1, 2, 3)] == [16 + crossings, 24 + crossings, 32 + crossings]
     alone = replace(ways, can_overlap=False)
     assert alone.seconds(1, 2).blocks == 32 + crossings
     copying = 2 * (8 / 2)  # to two others
-    assert ways.seconds(1, 1).tensor == 16 * (0.5 * 0.75 + 0.25) + copying + 4 * 0.5
-    assert ways.seconds(1, 2).tensor == 2 * (16 * 0.625 + copying) + 4 * 0.5
+    assert ways.seconds(1, 1).tensor == 16 * 0.5 + copying
+    assert ways.seconds(1, 2).tensor == 2 * (16 * 0.5 + copying)
     # Of 16 s on one card 8 are of layers that every card computes whole.
     half = replace(ways, work=ways_of(replace(work, whole_flops=32.0), machine).work)
-    assert half.seconds(1, 2).tensor == 2 * (8 * 0.625 + 8 + copying) + 4 * 0.5
-    slow_host = replace(ways, machine=machine_of(3, 4.0, 2.0, latency_s=0.5, launch_s=16.0))
-    assert slow_host.seconds(1, 1).blocks == 16 * 2 * 2 / 2
-    assert slow_host.seconds(1, 2).blocks == 2 * 16 * 2 * 2 / 2
-    assert slow_host.seconds(1, 1).tensor == 3 * 16 * (2 * 2 + 4 * ways_module.LAUNCHES_PER_EXCHANGE)
+    assert half.seconds(1, 2).tensor == 2 * (8 * 0.5 + 8 + copying)
 
 
 @pytest.mark.parametrize(("cards", "times"), [(2, 1.0), (3, 2 * 2 / 3), (4, 2 * 3 / 4)])
 def test_large_sums_are_sent_slice_by_slice_between_more_than_two_cards(cards, times) -> None:
-    machine = machine_of(cards, 1e30, 1.0, latency_s=1e-30, launch_s=1e-30)
+    machine = machine_of(cards, 1e30, 1.0)
     for sent, factor in ((4 * SLICED_FROM_BYTES, times), (4 * SLICED_FROM_BYTES - 1, cards - 1)):
-        work = Work(0.0, float(sent), 0.0, num_modules=1, num_exchanges=4)
+        work = Work(0.0, float(sent), 0.0, num_exchanges=4)
         assert ways_of(work, machine).seconds(1, 1).tensor == pytest.approx(factor * sent)
 
 
@@ -105,11 +87,6 @@ def test_a_slow_link_takes_blocks() -> None:
 def test_a_slow_link_between_slow_cards_takes_tensor() -> None:
     """What counts is the link beside the computation."""
     assert ways_of(FLUX2, machine_of(2, 65e12, 10e9, is_direct=False)).prefers_tensor(4096, (1, 2))
-
-
-def test_short_blocks_wait_for_the_host_and_take_blocks() -> None:
-    assert not ways_of(QWEN, machine_of()).prefers_tensor(4096, (1,))
-    assert ways_of(QWEN, machine_of(launch_s=5e-7)).prefers_tensor(4096, (1,))
 
 
 def test_every_number_of_forwards_must_gain() -> None:
@@ -131,7 +108,7 @@ def test_a_gain_that_is_too_small_takes_blocks(monkeypatch) -> None:
 
 def test_work_of_three_sizes_gives_that_of_every_size() -> None:
     def work(tokens: int) -> Work:
-        return Work(3.0 * tokens**2 + 7 * tokens + 11, 2.0 * tokens, 1.0 * tokens + 512, 4, 2)
+        return Work(3.0 * tokens**2 + 7 * tokens + 11, 2.0 * tokens, 1.0 * tokens + 512, 2)
 
     by_size = WorkBySize(4096, (work(0), work(4096), work(8192)))
     for tokens in (0, 1, 1024, 4096, 14040, 75600):
@@ -141,4 +118,4 @@ def test_work_of_three_sizes_gives_that_of_every_size() -> None:
 
 def test_both_forecasts_are_said() -> None:
     found: Any = ways_of(FLUX2, machine_of()).seconds(4096, 1)
-    assert str(found) == "blocks about 0.543 s per step, tensor 0.313 s"
+    assert str(found) == "blocks about 0.543 s per step, tensor 0.284 s"
