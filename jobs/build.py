@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +59,12 @@ def build_trainer(
     reset_peaks(plan.placement.used_devices)  # of the encoders
     assembled = _assemble(plan, ranks)
     _clean_up_later(assembled, cleanup)
-    if assembled.quantized is not None:
-        report = assembled.quantized
+    if (report := assembled.quantized) is not None:
         events.emit("quantized", summary=report.summary(), weight_snr_db=dict(report.weight_snr_db))
     lora = _lora_of(assembled)
     if plan.start:
         for each in (assembled, *assembled.replicas):
             _lora_of(each).start_from(plan.start, job.lora.strength)
-
-    def save(folder: Path) -> Path:
-        return save_lora(plan, lora, folder)
 
     runner = _make_runner(plan, assembled)
     if ranks.is_launched:
@@ -92,7 +89,7 @@ def build_trainer(
         identity=identity,
         devices=plan.placement.used_devices,
         events=events,
-        save_lora=save,
+        save_lora=partial(save_lora, plan, lora),
         compiled=_agreed(assembled.all_compiled, ranks),
         is_asked=lambda what: ranks.from_first(lambda: asked.take(what)),
         samples=pictures if pictures is None or not ranks.is_launched else RankSamples(pictures, ranks),
