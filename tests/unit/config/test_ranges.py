@@ -199,7 +199,11 @@ def test_the_name_of_a_file_of_a_checkpoint_is_refused(spelt: Callable[[str], st
         assert _job("output.name", f"{name}_2").output.name == f"{name}_2"
 
 
-@pytest.mark.parametrize("key", [key for key in job_keys().values() if {"path", "file"} & _kind(key)], ids=str)
+@pytest.mark.parametrize(
+    "key",
+    [key for key in job_keys().values() if {"path", "file"} & _kind(key)],
+    ids=lambda key: f"{key.section}.{key.name}",
+)
 def test_no_path_or_file_of_a_job_holds_a_control_character(key: Key) -> None:
     """What "C:\\train\\new" is in double quotes: a training would write there."""
     values = copy.deepcopy(MINIMAL) | {"evaluation": {"folder": "/e"}}

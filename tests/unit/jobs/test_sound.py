@@ -24,7 +24,7 @@ from devicebridge.jobs.comfy_entries import (
     resolution_of,
 )
 from devicebridge.jobs.read_job import ReadJob
-from devicebridge.planning.short_model import SampleText, Work, training_step, voice_as_sound
+from devicebridge.planning.short_model import SampleText, Work, step_on_meta, voice_as_sound
 from devicebridge.training.batches import CachedSamples, loss_weights
 from devicebridge.training.objective import prediction_loss
 from torch import nn
@@ -174,7 +174,7 @@ def test_a_plan_computes_with_the_longest_sound_beside_the_largest_video(tmp_pat
     host = _Host()
     info: Any = SimpleNamespace(family=SimpleNamespace(host=host))
     latents = torch.randn(work.batch_shape)
-    training_step(nn.Linear(1, 1), info, SimpleNamespace(training_guidance=None), work, latents)  # type: ignore[arg-type]
+    step_on_meta(nn.Linear(1, 1), info, SimpleNamespace(training_guidance=None), work, latents)  # type: ignore[arg-type]
     assert host.noisy.shape == (2, 1, 1, 1, 4 * 3 * 4 * 5 + 8 * 9 * 16)
     assert stream_shapes(host.given) == [shape, (8, 9, 16)]
     assert host.given["stream.0"].shape == (2, 0, *shape) and host.given["stream.1"].shape == (2, 0, 8, 9, 16)
