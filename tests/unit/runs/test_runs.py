@@ -144,7 +144,7 @@ def test_a_run_is_running_then_finished_and_failed_with_its_reason(tmp_path: Pat
     assert make_job(failed.job) == _job(tmp_path)
 
 
-@pytest.mark.parametrize("birth", ["", OWN.get("birth", "")[:-1]])
+@pytest.mark.parametrize("birth", ["", OWN.get("birth", "")[:-1]], ids=["none", "another"])
 def test_a_run_whose_process_is_gone_has_crashed_even_if_its_number_is_in_use(tmp_path: Path, birth: str) -> None:
     _record(tmp_path, {"started": OWN["started"] - 100.0, "birth": birth})  # an earlier process of our number
     record = read_record(tmp_path)
