@@ -173,7 +173,7 @@ def entry_of(way: str, vae: Any) -> Any:
     latent = LatentSpec(channels=16, spatial_stride=8, size_multiple=16, frame_stride=4, fps=16.0 if is_clip else 0.0)
     (sample,) = scan_folders(data, latent)
     assert sample.condition is not None and (not is_clip or sample.bucket == SIDES), sample
-    stock = (SimpleNamespace(stock=each, fingerprint="") for each in (Clip(), vae, Vision()))
+    stock = (SimpleNamespace(stock=each, asked=each, fingerprint="") for each in (Clip(), vae, Vision()))
     conditioner = HostConditioner(*stock)  # type: ignore[arg-type]
     store = CacheStore(ROOT / "cache")
     source = ComfyConditions(way, (way,), lambda shapes: "", conditioner=conditioner)
