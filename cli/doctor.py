@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -125,12 +124,14 @@ def _import_faults(names: tuple[str, ...]) -> dict[str, str]:
     found: dict[str, str] = {}
     while missing := [each for each in asked if asked[each] not in found]:
         command = [sys.executable, import_faults.__file__, *missing]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-        for line in done.stdout.splitlines():
+        lines: list[str] = []
+        with processes.start(command) as running:
+            code = running.each_line(lines.append)
+        for line in lines:
             if line.startswith('{"'):
                 found |= {asked[each]: fault for each, fault in json.loads(line).items() if each in asked}
         if ended := [each for each in missing if asked[each] not in found]:
-            found[asked[ended[0]]] = f"importing {asked[ended[0]]} ended Python with code {done.returncode}"
+            found[asked[ended[0]]] = f"importing {asked[ended[0]]} ended Python with code {code}"
     return found
 
 

@@ -31,7 +31,7 @@ def main() -> int:
     from devicebridge.tests.comfy.stock_encoders import make_clip, make_vae
 
     with (
-        mock.patch.object(comfy.sd, "load_clip", lambda **given: make_clip("flux2")),
+        mock.patch.object(comfy.sd, "load_clip", lambda paths, **given: make_clip("flux2")),
         mock.patch.object(files, "_load_vae", lambda path, model_path: make_vae("flux2_native")),
     ):
         return run(command)

@@ -101,8 +101,8 @@ def _kinds(draw: random.Random, number: int, replays: bool) -> Iterator[Kind]:
 
 def growth(held: list[dict[str, int]]) -> list[str]:
     """What the process held more of at the end than when half of the prompts had run; [] for nothing."""
-    half, last = held[len(held) // 2 :], held[-1]
-    before = {name: max(each[name] for each in half[: max(1, len(half) // 2)]) for name in last}
+    half, last = len(held) // 2, held[-1]
+    before = {name: max(each[name] for each in held[: half + max(1, (len(held) - half) // 2)]) for name in last}
     faults = [f"{name} were {before[name]}, now {last[name]}" for name in ("threads",) if last[name] > before[name]]
     if last["bytes"] > before["bytes"] + MOST_GROWTH_BYTES:
         faults.append(f"{before['bytes'] >> 20} MiB were used, now {last['bytes'] >> 20}")

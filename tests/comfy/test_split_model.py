@@ -121,7 +121,6 @@ CASES = [
     "tensor_an_error_on_one_card",
     "tensor_a_card_too_small_for_its_largest_layer",
     "tensor_clones_and_eviction",
-    "attached_outside_of_blocks",
     "dynamic_blocks",
     "dynamic_tensor",
     "dynamic_tensor_with_little_memory",

@@ -195,7 +195,9 @@ def _user_data(sender: Sender, path: str, headers: dict[str, str] | None = None)
 
 def _unpack(sender: Sender, name: str, target: Path) -> None:
     """What an archive with a link leaves, for which other packs have nodes."""
-    (sender.runs / name).symlink_to(target)
+    link = sender.runs / name
+    link.unlink(missing_ok=True)
+    link.symlink_to(target)
 
 
 def test_nothing_that_was_sent_starts_a_process_or_is_read_or_written_elsewhere(sender: Sender) -> None:

@@ -36,7 +36,7 @@ LOKR = {"lora": {"kind": "lokr"}, "train": {**BRIEF, "ema_decay": 0.5}}
 MACHINES = {"train": {"steps": 2}, "samples": {"prompts": ["a cat"]}}
 # On two ranks. Cards are emulated ones, two for each rank; they are slow, so those runs are short in a short run.
 ON_TWO = {
-    "data": {"parallel": {"strategy": "data"}},
+    "copies": {"parallel": {"strategy": "data"}},
     "fsdp": {"parallel": {"strategy": "fsdp"}},
     "fsdp, blocks kept": {"parallel": {"strategy": "fsdp"}, "train": {**SHORT, "gradient_checkpointing": False}},
     "pipeline in each": {"parallel": {"strategy": "pipeline"}, "split": {"devices": CARDS}, "train": SHORT},
@@ -228,7 +228,7 @@ def test_a_pipeline_of_one_process_goes_on_as_fsdp(folder, alone, on_two):
 
 
 def test_only_one_rank_writes_and_each_process_has_its_own_cards(folder, on_two):
-    lines = (folder / "data" / "events.jsonl").read_text().splitlines()
+    lines = (folder / "copies" / "events.jsonl").read_text().splitlines()
     steps = [event["step"] for event in map(json.loads, lines) if event["kind"] == "step"]
     assert steps == list(range(1, STEPS + 1))
     record = json.loads((folder / "pipeline_in_each" / "run.json").read_text())

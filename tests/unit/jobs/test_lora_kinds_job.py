@@ -118,7 +118,7 @@ def test_a_run_begins_where_the_file_s_run_ended(tmp_path: Path) -> None:
         "rank": {"lora": {"rank": 8, "alpha": 2}},
         "dora": {"lora": {"dora": True}},
         "streamed": {"split": {**CARDS, "offloaded_blocks": [1, 0]}, "lora": {"dora": True}},
-        "data": {"split": CARDS, "parallel": {"strategy": "data"}},
+        "replicas": {"split": CARDS, "parallel": {"strategy": "data"}},
         "tensor": {"split": CARDS, "parallel": {"strategy": "tensor"}},
     }
     for way, changes in ways.items():

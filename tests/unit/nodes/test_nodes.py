@@ -684,7 +684,7 @@ def test_text_encoders_are_trained_from_the_files_of_the_clip_that_encoded(
 
 
 @pytest.mark.parametrize(
-    "name", ["../../evil", "a/b", "", "  ", "..", "Adapter", "con", ".jobs", "Cache", "checkpoints", "samples"]
+    "name", ["../../evil", "a/b", "", "  ", "..", "Adapter", ".jobs", "Cache", "checkpoints", "samples"]
 )
 def test_a_name_that_is_no_file_name_is_refused(nodes: ModuleType, sockets: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match="name"):

@@ -411,7 +411,7 @@ def test_jobs_whose_pictures_cannot_be_drawn_are_refused(tmp_path: Path, caplog:
     refused(r"samples\.width = 50 was asked for, and sides of flux2-dev are multiples of 16; 48 works", width=50)
     refused(r"samples\.frames = 5 was asked for, and flux2-dev makes pictures", frames=5)
     refused(r"samples\.frames = 6 .* have 4n \+ 1 frames; 5 works", "wan", frames=6)
-    refused("is no VAE", vae=str(tmp_path))
+    refused("is no VAE", vae=str(tmp_path / "flux2" / "data"))
     refused("prompt 2 is blank", prompts=["a cat", "  "])
     refused("height = 32 belongs to a width", width=0)
     with pytest.raises(ValueError, match=r"a job on data\.encoded has no encoders"):
