@@ -123,9 +123,8 @@ def _import_faults(names: tuple[str, ...]) -> dict[str, str]:
     asked = {_IMPORTED[name]: name for name in names}
     found: dict[str, str] = {}
     while missing := [each for each in asked if asked[each] not in found]:
-        command = [sys.executable, import_faults.__file__, *missing]
         lines: list[str] = []
-        with processes.start(command) as running:
+        with processes.start([sys.executable, import_faults.__file__, *missing]) as running:
             code = running.each_line(lines.append)
         for line in lines:
             if line.startswith('{"'):
