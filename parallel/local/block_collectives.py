@@ -114,7 +114,8 @@ def _first(place: _Place, module: nn.Module, x: torch.Tensor, output: Any) -> An
 def _correct(width: int, place: _Place, module: nn.Module, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     """What an RMS norm of one device's features returned, normalised by the features of all devices instead."""
     sums = sum_of_squares(x)
-    ratio = norm_ratio(sums, _SumBothWays.apply(sums, place), x.shape[-1], width, norm_eps(module, x.dtype))
+    total = _Share.apply(_Sum.apply(sums, place), place)  # every device goes on with it in its own way
+    ratio = norm_ratio(sums, total, x.shape[-1], width, norm_eps(module, x.dtype))
     return (output * ratio).to(output.dtype) if torch.is_grad_enabled() else output.mul_(ratio)
 
 
@@ -203,17 +204,3 @@ class _First(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = ctx.place.all_reduce(grad, is_backward=True)
         return total if ctx.place.rank == 0 else torch.zeros_like(total), None
-
-
-class _SumBothWays(torch.autograd.Function):
-    """A sum that every device goes on with in its own way, so that each has a part of the gradient, too."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, place: _Place) -> torch.Tensor:
-        ctx.place = place
-        return place.all_reduce(part)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.place.all_reduce(grad, is_backward=True), None
