@@ -90,7 +90,7 @@ from devicebridge.events import EventLog, first_line  # noqa: E402
 from devicebridge.jobs.build import build_trainer  # noqa: E402
 from devicebridge.jobs.encode_job import cache_job  # noqa: E402
 from devicebridge.jobs.job import check_job  # noqa: E402
-from devicebridge.nodes.host.native.context import native_training  # noqa: E402
+from devicebridge.nodes.host.native.model import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.devices import memory_in_use, reset_peaks, synchronize  # noqa: E402
 from devicebridge.parallel.offload.in_place import InPlaceGuard, put_back, taken_out  # noqa: E402

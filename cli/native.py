@@ -69,8 +69,9 @@ def prepared(job: JobConfig) -> Iterator[CheckpointInfo | None]:
         yield None
         return
     from ..nodes import host
+    from ..nodes.host.native.model import native_training
 
-    with host.native_training():
+    with native_training():
         yield host.read_native(job.model.path, job.model.dtype)
 
 

@@ -10,12 +10,10 @@ from .. import compat
 from ..system.telling import EscapedLogs
 from .caption_images import ImagesToCaption, WriteCaptions
 from .captions import CacheCaptionsAndLatents
-from .dataset import TrainingDatasetNode
-from .encoded_dataset import DatasetFromLatents
+from .dataset import DatasetFromLatents, TrainingDatasetNode
 from .host import ComfyExtension, io
-from .load import LoadModelForTraining
+from .load import LoadModelForTraining, Quantize
 from .plan import PlanTraining
-from .quantize import Quantize
 from .ring_lse import RingLseFix
 from .saying import PACK
 from .split import LoadDiffusionModelSplit, SplitModel

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.job import CacheConfig, LoopConfig, OutputConfig
+from ..config.job import CacheConfig, JobConfig, LoopConfig, OutputConfig
 from . import host
 from .choices import NONE, device_options, file_options, links_fit, plain_device, read_file
 from .host import io
-from .kept import KEPT, file_state
-from .prompts import remember_clip
 from .saying import said_on_node
 from .sockets import AUTO, Socket, make_inputs, read_section
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
 
 if TYPE_CHECKING:
+    from ..checkpoints.checkpoint import CheckpointInfo
     from ..jobs.comfy_entries import ComfyEncoders
 
 _TITLE = "Cache Captions and Latents"
@@ -30,6 +31,11 @@ _log = logging.getLogger(__name__)
 DEFAULT_FOLDER = "devicebridge/cache"
 _WHERE = "It is inside ComfyUI's output folder."
 CACHE_FOLDER = Socket("cache_folder", "cache.folder", _WHERE, default=DEFAULT_FOLDER, advanced=True)
+_GONE = (
+    "ComfyUI has let go of the CLIP that encoded the captions; empty ComfyUI's cache (Unload Models and Execution "
+    "Cache) and queue again"
+)
+_NO_CAPTIONS = "sample_prompts {prompts} are no captions of the dataset, and {gone}, or take captions of the dataset"
 _CLASS_OF = {"stock_clip": "Load CLIP", "stock_vae": "Load VAE", "stock_vision": "Load CLIP Vision"}
 
 
@@ -100,6 +106,46 @@ def _stock_vision() -> io.Input:
     )
 
 
+class KeptFiles:
+    """Files by the folder they are kept in.
+
+    Which dataset a node was given is not known when ComfyUI asks for a fingerprint, so all of a folder count.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[str, set[Path]] = {}
+        self._losses: Counter[str] = Counter()
+
+    def remember(self, folder: str | Path, files: Iterable[Path]) -> None:
+        """These are there now."""
+        self._files.setdefault(str(folder), set()).update(files)
+
+    def losses(self, folder: str | Path) -> int:
+        """How often something of the folder was found gone: another number means that its node must run again."""
+        known = self._files.get(str(folder), set())
+        if not all(file.is_file() for file in known):
+            known.clear()  # what is still needed is remembered by the node that runs now
+            self._losses[str(folder)] += 1
+        return self._losses[str(folder)]
+
+
+KEPT = KeptFiles()
+
+
+def file_state(path: str) -> list[int | str]:
+    """Equal while a file, or the files of a folder, are the same; their content is not read."""
+    if not path:
+        return []
+    place = Path(path)
+    files = sorted(place.rglob("*")) if place.is_dir() else [place]
+    found: list[int | str] = [path]
+    for file in files:
+        if file.is_file():
+            status = file.stat()
+            found += [status.st_size, status.st_mtime_ns]
+    return found
+
+
 class CacheCaptionsAndLatents(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -158,6 +204,7 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         from ..events import EventLog
         from ..jobs.encode_job import cache_job
         from ..jobs.job import check_job
+        from .host.native.files import files_of_clip, path_of_vae
 
         if dataset.data.encoded:
             raise ValueError("this dataset arrived encoded; connect it to the training node directly")
@@ -178,8 +225,8 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         for each in filter(None, (data, held_out)):
             KEPT.remember(folder, map(each.store.path, each.keys()))
         view.show_text(_describe(len(data.samples), cache))
-        vae_file = host.path_of_vae(sockets["stock_vae"]) if "stock_vae" in sockets else ""
-        clip_files, clip_type = host.files_of_clip(sockets.get("stock_clip"), model.model.path)
+        vae_file = path_of_vae(sockets["stock_vae"]) if "stock_vae" in sockets else ""
+        clip_files, clip_type = files_of_clip(sockets.get("stock_clip"), model.model.path)
         find = remember_clip(sockets, partial(_clip_of_files, model))
         made = dataclasses.replace(dataset, cache=cache, vae_file=vae_file, clip_files=clip_files, clip_type=clip_type)
         named = partial(_named_clip, find, cache.caption_weights) if encoders.clip else None
@@ -216,6 +263,7 @@ def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:
     Raises: ValueError for a family whose CLIP is not known, or another number of files than it takes.
     """
     from ..checkpoints.checkpoint import read_checkpoint
+    from .host.native.files import load_clip_files
 
     names = [read_file(sockets.get(socket) or "") for socket in ("text_encoders", "text_encoder_2")]
     files = [path for name in names if Path(path := host.find_component("text_encoders", name)).is_file()]
@@ -231,7 +279,7 @@ def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:
             f"({', '.join(filter(None, names))}); choose them in text_encoders and text_encoder_2, or connect "
             "Load CLIP to stock_clip"
         )
-    return host.load_clip(files, info.family.comfy.clip_type)
+    return load_clip_files(files, info.family.comfy.clip_type, "")
 
 
 def _who_encodes(encoders: ComfyEncoders, sockets: dict[str, Any]) -> dict[str, str]:
@@ -257,3 +305,83 @@ def _describe(num_samples: int, cache: CacheConfig) -> str:
     sources = {name: getattr(cache, name) for name in names}
     lines = (f'{name} = "{source}"' for name, source in sources.items() if source)
     return "\n".join([f"{num_samples} samples are encoded", *lines])
+
+
+# ---- what a training needs of the CLIP, computed before it begins: in the background no CLIP of this graph is there
+
+
+def remember_clip(sockets: Mapping[str, Any], load: Callable[[dict[str, Any]], Any]) -> Callable[[], Any]:
+    """A function that gives the CLIP of a cache node's sockets again; None where it is gone.
+
+    A connected one is held by ComfyUI, as long as it likes: a dataset must not keep a text encoder in memory. One of
+    files is loaded anew.
+
+    Args:
+        load: a CLIP of the files that these sockets name.
+    """
+    if sockets.get("stock_clip") is not None:
+        return weakref.ref(sockets["stock_clip"])
+    return partial(load, {name: sockets[name] for name in ("text_encoders", "text_encoder_2") if name in sockets})
+
+
+def encode_prompts(
+    dataset: TrainingDataset,
+    job: JobConfig,
+    info: CheckpointInfo | None,
+    view: JobView,
+    check: Callable[[], object],
+) -> None:
+    """Have the job's sample prompts in its cache, where a CLIP of ComfyUI's encoded the captions.
+
+    To be called outside of TrainingModel.prepared, as captions are encoded: there ComfyUI's kernels are others.
+
+    Args:
+        info: the job's model, if only ComfyUI can read it.
+        check: raises what refuses the training; called before a text encoder is loaded, if one is needed.
+    Raises: ValueError where the CLIP is gone; what check raises.
+    """
+    from ..encoding.encode import Stopped
+    from ..events import EventLog
+    from ..jobs.comfy_entries import ComfyEncoders
+    from ..jobs.encode_job import fill_prompts, missing_prompts
+
+    missing = missing_prompts(job)
+    if not missing or dataset.find_clip is None:
+        return
+    try:
+        check()
+        if (clip := dataset.find_clip()) is None:
+            raise ValueError(_NO_CAPTIONS.format(prompts=", ".join(map(repr, missing)), gone=_GONE))
+        with host.host_memory_freed(), EventLog(Path(job.cache.folder), view) as events:
+            fill_prompts(job, info, ComfyEncoders(clip), events, view.is_cancelled)
+    except Stopped:
+        host.cancel()
+
+
+def encode_tokens(
+    dataset: TrainingDataset, model: TrainingModel, job: JobConfig, info: CheckpointInfo | None, view: JobView
+) -> None:
+    """Have the tokens of all captions and prompts in the job's cache, for a CLIP that is trained itself.
+
+    Args:
+        info: as of encode_prompts.
+    Raises: ValueError where the CLIP is gone; as check_job.
+    """
+    from ..encoding.encode import Stopped
+    from ..events import EventLog
+    from ..jobs.comfy_entries import ComfyEncoders
+    from ..jobs.encode_job import cache_entries, cache_store, fill_cache
+    from ..jobs.job import check_job
+
+    try:
+        with model.prepared(info):
+            plan = check_job(job, info=info, is_to_train=False, should_stop=view.is_cancelled)
+        store = cache_store(job)
+        if all(key in store for key in cache_entries(plan, "captions")):
+            return
+        if dataset.find_clip is None or (clip := dataset.find_clip()) is None:
+            raise ValueError(_GONE)
+        with EventLog(Path(job.cache.folder), view) as events:
+            fill_cache(plan, "captions", events, view.is_cancelled, ComfyEncoders(clip))
+    except Stopped:
+        host.cancel()

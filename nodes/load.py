@@ -1,16 +1,22 @@
-"""Node: choose a model and the devices that will hold it. Reads the checkpoint's header, no weights."""
+"""Nodes: choose a model and the devices that will hold it, and hold its frozen weights in fewer bits.
+
+They read the checkpoint's header, no weights. A LoRA is never quantized.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
 from ..config.job import ModelConfig, SplitConfig
+from ..config.open import asked
 from . import host
+from .captions import DEFAULT_FOLDER
 from .choices import device_options, free_memory_note, links_fit, read_devices
 from .host import io
 from .saying import said_on_node
-from .sockets import AUTO, Socket, make_inputs, read_section
+from .sockets import AUTO, Socket, make_inputs, read_section, setting_names
 from .types import ModelSocket, TrainingModel
 
 if TYPE_CHECKING:
@@ -18,6 +24,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _TITLE = "Load Model for Training Across GPUs"
+_QUANTIZE_TITLE = "Quantize (skip LoRA)"
 
 
 class LoadModelForTraining(io.ComfyNode):
@@ -60,8 +67,9 @@ class LoadModelForTraining(io.ComfyNode):
     def _take(cls, stock: Any, split: SplitConfig, sockets: dict[str, Any]) -> io.NodeOutput:
         """A stock MODEL, which ComfyUI's own code will build again for training."""
         from ..families.registry import COMFYUI
+        from .host.native.source import path_of_model
 
-        path = host.path_of_model(stock)
+        path = path_of_model(stock)
         config = read_section(ModelConfig, _inputs(), sockets, path=str(path), family=COMFYUI, variant="")
         info = host.read_native(str(path), config.dtype, stock)
         host.NodeView(cls.hidden.unique_id).show_text(f"{info.family.title}, {len(info.tensors)} tensors")
@@ -123,3 +131,62 @@ def _read_split(sockets: dict[str, Any]) -> tuple[SplitConfig, tuple[torch.devic
     elif len(found) == 1 and not split.devices and (hidden := hidden_gpus()):
         _log.warning("one GPU was found, %s%s", found[0], hidden)
     return split, found
+
+
+_SCHEMES = [AUTO, "fp8-compute", "int8-compute", "fp8", "int8", "none"]
+_QUANTIZE_INPUTS = (
+    ModelSocket.Input("model", tooltip="The model to train, from Load Model for Training Across GPUs."),
+    Socket("quantize", "model.quantize", options=_SCHEMES, default=AUTO),
+    Socket("rotation", "model.rotation", optional=True, advanced=True),
+    io.Boolean.Input(
+        "cache",
+        default=False,
+        optional=True,
+        advanced=True,
+        tooltip="Keep the quantized weights in ComfyUI's output folder. The next run then reads half as much and "
+        "rounds nothing. They take 31 GB of disk for FLUX.2-dev.",
+    ),
+)
+
+
+class Quantize(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="DeviceBridgeQuantize",
+            display_name=_QUANTIZE_TITLE,
+            category="DeviceBridge/training",
+            description="Holds the model's frozen linear layers in 8 bits while a LoRA is trained on top, and can "
+            "multiply in 8 bits too. LoRA weights, norms and embeddings keep their precision. Shows what is "
+            "quantized and the memory it takes.",
+            search_aliases=["fp8", "float8", "int8", "8 bit", "torchao"],
+            inputs=make_inputs(_QUANTIZE_INPUTS, _QUANTIZE_TITLE),
+            outputs=[
+                ModelSocket.Output("quantized", display_name="model", tooltip="The same model, to be quantized."),
+                io.String.Output("report", tooltip="What is quantized and what is not, and memory."),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    @said_on_node
+    def execute(cls, model: TrainingModel, **sockets: Any) -> io.NodeOutput:
+        from ..jobs.quantize_preview import foresee_scheme, preview_model
+        from ..jobs.resolve import find_machine
+
+        own = read_section(ModelConfig, _QUANTIZE_INPUTS, sockets, path=model.model.path)
+        folder = host.folder_in_output(f"{DEFAULT_FOLDER}/quantized", "cache") if sockets.get("cache") else ""
+        changes = {name: getattr(own, name) for name in setting_names(_QUANTIZE_INPUTS)} | {
+            "quantized_cache": str(folder),
+        }
+        config = dataclasses.replace(model.model, **changes)
+        scheme = asked(own.quantize) or foresee_scheme(find_machine(model.split.devices))
+        with model.prepared() as info:
+            report = preview_model(dataclasses.replace(config, quantize=scheme), model.split, info).table()
+        if own.quantize != scheme:
+            report += f"\nauto: the training's plan decides, and takes {scheme} on these devices if it fits"
+        from ..system.text_picture import draw_text
+
+        host.NodeView(cls.hidden.unique_id).show_text(report.splitlines()[0])
+        shown = {"text": (report,), "images": [host.shown_picture(draw_text(report))]}
+        return io.NodeOutput(dataclasses.replace(model, model=config), report, ui=shown)

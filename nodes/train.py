@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,10 +13,10 @@ from ..config import job as config
 from ..config.model import COMFYUI
 from ..config.ranges import LORA_ENDING
 from ..runs.folders import NO_RUNS
-from . import background, host
-from .captions import DEFAULT_FOLDER
+from . import host
+from .captions import DEFAULT_FOLDER, encode_prompts, encode_tokens
 from .host import io
-from .prompts import encode_prompts, encode_tokens
+from .host.page import background_queue, cards_of, own_command, refuse_cards_of_others, seen_queue
 from .saying import said_on_node
 from .sockets import Socket, make_inputs, read_lines, read_number_or_name, read_section
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ..jobs.job import TrainingResult
     from ..jobs.run_again import NextRun
 
+_log = logging.getLogger(__name__)
 _TITLE = "Train LoRA Across GPUs"
 
 _MOST_STEPS = 1_000_000
@@ -35,10 +37,6 @@ _RUN_FOLDER = "The run folder is devicebridge/<name> in ComfyUI's output folder.
 def plain_name(text: str) -> str:
     """Without spaces around it, and without the extension that the LoRA file gets."""
     return text.strip().removesuffix(LORA_ENDING)
-
-
-def _find_lora(name: str) -> str:
-    return host.find_component("loras", name)
 
 
 # A socket added after a release goes at the end, with optional=True: workflows saved before do not know it.
@@ -115,7 +113,7 @@ _INPUTS = (
         "start_from",
         "lora.start_from",
         "A name in models/loras, or a full path.",
-        read=_find_lora,
+        read=partial(host.find_component, "loras"),
         default="",
         placeholder="my_lora.safetensors",
         optional=True,
@@ -223,7 +221,7 @@ def _check(
     from ..jobs.job import check_job
 
     if not in_background:
-        background.refuse_taken_cards(run.job)
+        refuse_cards_of_others(cards_of(run.job))
     is_forecast = not (in_background or run.resume or run.job.parallel.processes > 1)
     with model.prepared(info), host.host_memory_freed():
         check_job(run.job, info=info, is_to_train=is_forecast, should_stop=view.is_cancelled)
@@ -233,11 +231,14 @@ def _train(run: NextRun, info: CheckpointInfo | None, view: JobView) -> Training
     from ..jobs.in_processes import run_in_processes
     from ..jobs.job import run_job
 
-    background.refuse_taken_cards(run.job)
-    background.remember(run.job)
+    refuse_cards_of_others(cards_of(run.job))
+    try:
+        seen_queue().kept.keep(run.job)  # what the run is resumed from, though no queue started it
+    except (OSError, ValueError) as error:
+        _log.warning("the sidebar's tab will ask before it resumes %s: %s", run.job.output.folder, error)
     with host.host_memory_freed():
         if run.job.parallel.processes > 1:
-            native = background.own_command()
+            native = own_command()
             return run_in_processes(
                 run.job, resume=run.resume, on_event=view, should_stop=view.is_cancelled, native=native
             )
@@ -245,7 +246,21 @@ def _train(run: NextRun, info: CheckpointInfo | None, view: JobView) -> Training
 
 
 def _start_in_background(run: NextRun, info: CheckpointInfo | None, view: JobView) -> io.NodeOutput:
-    text = "\n".join(filter(None, [run.note, background.start(run.job, info, is_resumed=run.resume)]))
+    """Put the job into the queue, in the place of one of its run that still waits.
+
+    Raises: ValueError if its run is under way or was started, or for a job that cannot be run as written.
+    """
+    from ..jobs.read_job import read_job
+
+    read_job(run.job, info)  # a fault of headers or images is said here, not in a log
+    queue = background_queue()
+    waiting = {each.run for each in queue.jobs() if each.state == "waiting"}
+    queued = queue.add(run.job, cards_of(run.job), is_resumed=run.resume)
+    note = "It takes the place of the one that waited under this name." if queued.run in waiting else ""
+    queue.tick()
+    reasons = (each["why"] for each in queue.describe() if each["id"] == queued.id and each["why"])
+    state = next((f"waits: {why}" for why in reasons), "trains in the background; see the sidebar's tab DeviceBridge")
+    text = "\n".join(filter(None, [run.note, note, f"{queued.run} {state}"]))
     view.show_text(text)
     return io.NodeOutput(*host.blocked(4), ui={"text": (text,)})
 

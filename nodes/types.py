@@ -36,7 +36,9 @@ class TrainingModel:
         if self.model.family != COMFYUI:
             yield None
             return
-        with host.native_training():
+        from .host.native.model import native_training
+
+        with native_training():
             yield info or host.read_native(self.model.path, self.model.dtype)
 
     def job(self, dataset: TrainingDataset, **sections: Any) -> JobConfig:

@@ -20,7 +20,6 @@ from ...data.open_image import opened
 from .comfy_encoders import HostClip as HostClip
 from .comfy_encoders import HostVae as HostVae
 from .comfy_encoders import HostVision as HostVision
-from .comfy_encoders import load_clip as load_clip
 from .folders import OWN_PART as OWN_PART
 from .folders import USE_PATH as USE_PATH
 from .folders import find_checkpoint as find_checkpoint
@@ -140,27 +139,6 @@ def training_allowed() -> Iterator[None]:
         yield
 
 
-def path_of_model(model: Any) -> Path:
-    """The file of a stock MODEL. Raises: ValueError for one that a training cannot take."""
-    from .native import source
-
-    return source.path_of_model(model)
-
-
-def path_of_vae(vae: Any) -> str:
-    """The file of a stock VAE; "" where nobody knows."""
-    from .native import files
-
-    return files.path_of_vae(vae)
-
-
-def files_of_clip(clip: Any, model_path: str) -> tuple[tuple[str, ...], str]:
-    """The files of a stock CLIP and their type; ((), "") where nobody knows. model_path: of the diffusion model."""
-    from .native import files
-
-    return files.files_of_clip(clip, model_path)
-
-
 def read_native(path: str, dtype: str, like: Any = None) -> CheckpointInfo:
     """A file as ComfyUI's own model.
 
@@ -170,15 +148,6 @@ def read_native(path: str, dtype: str, like: Any = None) -> CheckpointInfo:
 
     compat.check("training")
     return source.read_native(Path(path), dtype, like)
-
-
-@contextmanager
-def native_training() -> Iterator[None]:
-    """Inside, ComfyUI's own models compute what has a backward."""
-    from .native import context
-
-    with context.native_training():
-        yield
 
 
 @contextmanager

@@ -15,12 +15,11 @@ import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoints.fingerprint import settings_fingerprint, tensors_fingerprint
 from .compiler import outside
-from .folders import embedding_folders
 
 if TYPE_CHECKING:
     import torch
@@ -197,21 +196,6 @@ class HostVision:
 def is_as_loaded(clip: Any) -> bool:
     """Whether no node behind its loader has chosen a layer of this stock CLIP."""
     return clip.layer_idx is None
-
-
-def load_clip(files: Sequence[str], kind: str) -> Any:
-    """A CLIP of these files, as ComfyUI's loaders make it.
-
-    Args:
-        kind: "flux2", "flux", "wan": what Load CLIP calls its type.
-    """
-    import comfy.sd
-
-    return comfy.sd.load_clip(
-        ckpt_paths=list(files),
-        embedding_directory=embedding_folders(),
-        clip_type=getattr(comfy.sd.CLIPType, kind.upper()),
-    )
 
 
 def _name(kind: str, patcher: Any, settings: Mapping[str, Any]) -> str:

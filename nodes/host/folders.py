@@ -110,11 +110,6 @@ def list_components(kind: str) -> list[str]:
     return sorted({*shown, *folders})
 
 
-def embedding_folders() -> list[str]:
-    """Where prompts look for textual inversions."""
-    return list(folder_paths.get_folder_paths("embeddings"))
-
-
 def list_input_folders() -> list[str]:
     """Folders with files that datasets may be in: in ComfyUI's input folder, two deep, and those the user allows."""
     base = Path(folder_paths.get_input_directory())

@@ -34,7 +34,7 @@ from devicebridge.encoding.store import CacheStore  # noqa: E402
 from devicebridge.families.comfy.inputs import COND  # noqa: E402
 from devicebridge.jobs.job import run_job  # noqa: E402
 from devicebridge.jobs.lora_output import lora_file_tensors  # noqa: E402
-from devicebridge.nodes.host.native.context import native_training  # noqa: E402
+from devicebridge.nodes.host.native.model import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint, small_sizes  # noqa: E402
 from devicebridge.tests.emulated import emulated_cards  # noqa: E402

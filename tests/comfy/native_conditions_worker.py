@@ -48,8 +48,7 @@ from devicebridge.jobs.comfy_entries import ComfyEncoders  # noqa: E402
 from devicebridge.jobs.encode_job import cache_job  # noqa: E402
 from devicebridge.jobs.job import check_job  # noqa: E402
 from devicebridge.nodes.host.native.conditions import HostConditioner  # noqa: E402
-from devicebridge.nodes.host.native.context import native_training  # noqa: E402
-from devicebridge.nodes.host.native.model import _conditions  # noqa: E402
+from devicebridge.nodes.host.native.model import _conditions, native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.tests.clips import plain_frames, save_sequence  # noqa: E402
 from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402

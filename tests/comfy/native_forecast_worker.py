@@ -36,8 +36,7 @@ from devicebridge.execution import ExecutionPlan  # noqa: E402
 from devicebridge.families.comfy.inputs import STREAM  # noqa: E402
 from devicebridge.families.comfy.registry import find_native  # noqa: E402
 from devicebridge.jobs.build import make_tensor_training  # noqa: E402
-from devicebridge.nodes.host.native.context import native_training  # noqa: E402
-from devicebridge.nodes.host.native.model import _plain_attention  # noqa: E402
+from devicebridge.nodes.host.native.model import _plain_attention, native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.placement import Placement, block_names, native_block_flops  # noqa: E402
 from devicebridge.parallel.runner import MicroBatch, PlainAccumulation  # noqa: E402

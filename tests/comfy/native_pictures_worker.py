@@ -36,7 +36,7 @@ from devicebridge.jobs.comfy_entries import ComfyEncoders  # noqa: E402
 from devicebridge.jobs.encode_job import fill_job  # noqa: E402
 from devicebridge.jobs.job import check_job, run_job  # noqa: E402
 from devicebridge.nodes.host.native import files  # noqa: E402
-from devicebridge.nodes.host.native.context import native_training  # noqa: E402
+from devicebridge.nodes.host.native.model import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.sampling.decode import HostDecoder  # noqa: E402
 from devicebridge.system.stopping import never  # noqa: E402

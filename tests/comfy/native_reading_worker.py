@@ -39,7 +39,7 @@ from devicebridge.jobs import checks  # noqa: E402
 from devicebridge.jobs.job import check_job  # noqa: E402
 from devicebridge.jobs.read_job import read_job  # noqa: E402
 from devicebridge.jobs.resolve import Machine, resolve  # noqa: E402
-from devicebridge.nodes.host.native.context import native_training  # noqa: E402
+from devicebridge.nodes.host.native.model import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.block_lists import placed_blocks  # noqa: E402
 from devicebridge.parallel.local.shard_trees import division_fault  # noqa: E402

@@ -25,7 +25,7 @@ runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_
 import comfy.sd  # noqa: E402
 import torch  # noqa: E402
 from devicebridge.checkpoints.load import load_transformer  # noqa: E402
-from devicebridge.nodes.host.native.context import native_training  # noqa: E402
+from devicebridge.nodes.host.native.model import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import path_of_model, read_native  # noqa: E402
 from devicebridge.quantization.quantize import Quantizer, QuantizeSettings  # noqa: E402
 from devicebridge.tests.comfy.native_steps import Bench  # noqa: E402

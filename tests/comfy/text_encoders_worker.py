@@ -45,7 +45,7 @@ from devicebridge.jobs.encode_job import cache_job  # noqa: E402
 from devicebridge.jobs.job import check_job, run_job  # noqa: E402
 from devicebridge.nodes.captions import CacheCaptionsAndLatents  # noqa: E402
 from devicebridge.nodes.host.native import files  # noqa: E402
-from devicebridge.nodes.host.native.context import native_training  # noqa: E402
+from devicebridge.nodes.host.native.model import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.nodes.host.native.text import encoded as states_of  # noqa: E402
 from devicebridge.nodes.train import TrainLora  # noqa: E402

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,6 @@ from ....families.spec import (
 from ....parallel.block_lists import block_fqns, tail_modules, tail_parameters
 from .cut_rows import follow
 from .drawing import usual_cfg
-from .experts import boundary_of, is_expert
 from .files import ask_comfyui
 from .model import ComfyModel, build, kind_of, own_config
 
@@ -60,6 +60,11 @@ _SOUND = {"LTXAV": (8, 16)}  # channels and bins of the sound beside a video, wh
 _PATCH_NAMES = ("patch_size", "patch_spatial", "patch")
 _PACKED = ("Ideogram4Transformer2DModel", "LensTransformer2DModel")
 _OF_UNETS = 2
+# Of model_base, those that were published as two experts; a file of Wan 2.1 has the same class, and often its shapes.
+_PAIRS = ("WAN21", "WAN21_Camera", "WAN21_Vace")
+_FROM_TEXT, _FROM_IMAGES = 0.875, 0.9  # noise level where the published pairs change from high to low noise
+_EXPERT_NAMES = re.compile(r"wan[ _-]?2[._-]?2|(high|low)[ _-]?noise", re.IGNORECASE)
+_HALVINGS = 40
 _MOST_BLOCKS = 1000
 _MOST_READ = 2**14  # numbers of a tensor that is read to tell the model by, such as a norm's weights
 # What a whole checkpoint says of its model beside the weights: how it predicts, and from how much noise.
@@ -312,8 +317,8 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
         transformer_config={"in_channels": form.latent_channels},
         text_encoders=(),
         training_guidance=1.0 if has_guidance else None,
-        boundary=boundary_of(base, beside),
-        is_expert=is_expert(base, beside, path),
+        boundary=_boundary_of(base, beside),
+        is_expert=_is_expert(base, beside, path),
     )
     tail = {module: name for name, module in model.named_modules()}
     blocks = [f"{name}." for name in block_fqns(model, row.block_lists, row.block_lists)]
@@ -449,6 +454,33 @@ def _normaliser(form: Any, dims: int) -> Any:
         return made.view(len(made), *[1] * (3 - dims), *made.shape[1:])
 
     return normalise
+
+
+# ---- the two experts of Wan 2.2 A14B
+
+
+def _boundary_of(base: Any, beside: int) -> float:
+    """The time in 0..1, before the model's own shift, where the pair's experts meet; 0.0 for a class without pairs.
+
+    Args:
+        beside: channels that it is given beside the noise.
+    """
+    if type(base).__name__ not in _PAIRS:
+        return 0.0
+    wanted, low, high = _FROM_IMAGES if beside else _FROM_TEXT, 0.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        is_above = float(base.model_sampling.percent_to_sigma(1 - middle)) > wanted
+        low, high = (low, middle) if is_above else (middle, high)
+    return (low + high) / 2
+
+
+def _is_expert(base: Any, beside: int, path: Path) -> bool:
+    """Whether a file is one of two experts: by its name, or as only Wan 2.2 takes an image without CLIP vision."""
+    if type(base).__name__ not in _PAIRS:
+        return False
+    takes_image = bool(beside) and getattr(base.diffusion_model, "img_emb", None) is None
+    return takes_image or _EXPERT_NAMES.search(path.name) is not None
 
 
 def _unused(*args: Any) -> Any:

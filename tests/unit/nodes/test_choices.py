@@ -136,7 +136,8 @@ def test_text_encoders_of_comfyuis_folder_are_loaded_by_comfyui(
         (host.root / "models/text_encoders" / f"{name}.safetensors").touch()
     assert "umt5.safetensors" in _input(nodes, "CacheCaptionsAndLatents", "text_encoders").options["options"]
     loaded = []
-    monkeypatch.setattr(nodes.captions.host, "load_clip", lambda files, kind: loaded.append((files, kind)) or "clip")
+    load = lambda files, kind, path: loaded.append((files, kind, path)) or "clip"  # noqa: E731
+    monkeypatch.setattr("devicebridge.nodes.host.native.files.load_clip_files", load)
     monkeypatch.setattr(
         nodes.captions.host, "HostClip", lambda clip, weighs: SimpleNamespace(fingerprint=f"name of {clip}")
     )
@@ -144,7 +145,7 @@ def test_text_encoders_of_comfyuis_folder_are_loaded_by_comfyui(
     sockets = {"text_encoders": files[0], "vae": "[model folder]"}
     sockets |= {"text_encoder_2": files[1]} if len(files) > 1 else {}
     encoders = nodes.captions._comfy_encoders(model(family), sockets)
-    assert loaded == [([str(host.root / "models/text_encoders" / file) for file in files], kind)]
+    assert loaded == [([str(host.root / "models/text_encoders" / file) for file in files], kind, "")]
     settings = nodes.captions._who_encodes(encoders, sockets)
     assert settings == {"text_source": "name of clip", "text_encoders": "", "text_quantize": "none", "vae": ""}
 
@@ -174,7 +175,7 @@ def test_a_diffusers_folder_of_text_encoders_stays_the_models_own(
 def test_the_cache_node_runs_again_only_where_something_is_gone_or_changed(
     nodes: ModuleType, host: comfy_stub.FakeHost
 ) -> None:
-    node, kept = nodes.CacheCaptionsAndLatents, nodes.kept.KEPT
+    node, kept = nodes.CacheCaptionsAndLatents, nodes.captions.KEPT
     vae = host.root / "models/vae/ae.safetensors"
     vae.write_bytes(b"1")
 

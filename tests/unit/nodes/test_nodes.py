@@ -194,7 +194,7 @@ def test_no_input_is_called_seed(nodes: ModuleType) -> None:
 def test_every_choice_of_a_socket_is_one_of_its_setting(nodes: ModuleType) -> None:
     """What was released under another word is read as today's."""
     checked = 0
-    for node in (nodes.load._inputs(), nodes.quantize._INPUTS, nodes.captions._inputs(), nodes.train._INPUTS):
+    for node in (nodes.load._inputs(), nodes.load._QUANTIZE_INPUTS, nodes.captions._inputs(), nodes.train._INPUTS):
         for socket in (each for each in node if isinstance(each, nodes.sockets.Socket)):
             for option in socket.make_input().options.get("options", ()) if socket.key.choices else ():
                 assert socket.read({socket.id: option}) in socket.key.choices, f"{socket.id}: {option}"
@@ -798,7 +798,7 @@ def test_several_processes_train_in_place_of_this_one(
         return training.run(job, info=None, resume=resume, on_event=on_event, should_stop=should_stop)
 
     monkeypatch.setattr(in_processes, "run_in_processes", run)
-    monkeypatch.setattr(nodes.train.background, "own_command", lambda: [])
+    monkeypatch.setattr(nodes.train, "own_command", lambda: [])
     monkeypatch.setattr("devicebridge.jobs.job.run_job", None)
     output = _node(nodes, "DeviceBridgeTrainLora").execute(**{**sockets, "processes": 2})
     (call,) = training.calls
@@ -1016,7 +1016,7 @@ def test_prompts_that_are_no_captions_are_encoded_by_the_captions_clip_before_th
     nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from devicebridge.jobs import encode_job
-    from devicebridge.nodes import captions, prompts
+    from devicebridge.nodes import captions
     from devicebridge.nodes import host as host_module
     from devicebridge.nodes.view import JobView
 
@@ -1025,17 +1025,17 @@ def test_prompts_that_are_no_captions_are_encoded_by_the_captions_clip_before_th
     monkeypatch.setattr(encode_job, "missing_prompts", lambda job: list(job.samples.prompts))
     monkeypatch.setattr(encode_job, "fill_prompts", lambda job, info, encoders, *rest: seen.append(encoders.clip))
     job, clip = _job(nodes, {**sockets, "sample_prompts": "a cat"}), _Link("clip")
-    remembered = prompts.remember_clip({"stock_clip": clip}, lambda files: "another")
+    remembered = captions.remember_clip({"stock_clip": clip}, lambda files: "another")
     find = functools.partial(captions._named_clip, remembered, False)
     dataset = dataclasses.replace(sockets["dataset"], find_clip=find)
-    prompts.encode_prompts(dataset, job, None, JobView("1"), lambda: None)
+    captions.encode_prompts(dataset, job, None, JobView("1"), lambda: None)
     assert [each.fingerprint for each in seen] == ["clip"]
     del clip, seen[:]
     with pytest.raises(ValueError, match="sample_prompts 'a cat' are no captions .* has let go of the CLIP"):
-        prompts.encode_prompts(dataset, job, None, JobView("1"), lambda: None)
-    prompts.encode_prompts(dataset, _job(nodes, sockets), None, JobView("1"), lambda: None)  # none to draw
+        captions.encode_prompts(dataset, job, None, JobView("1"), lambda: None)
+    captions.encode_prompts(dataset, _job(nodes, sockets), None, JobView("1"), lambda: None)  # none to draw
     names = {"text_encoders": "clip.safetensors", "text_encoder_2": "[none]"}
-    assert prompts.remember_clip({**names, "vae": "x"}, dict)() == names, "one of files is loaded again"
+    assert captions.remember_clip({**names, "vae": "x"}, dict)() == names, "one of files is loaded again"
 
 
 class _Encoding:
@@ -1050,10 +1050,10 @@ class _Encoding:
         self.checks: list[dict[str, Any]] = []
         self.refused = ""
         self._is_training = False
-        monkeypatch.setattr(host_module, "native_training", self._training)
+        monkeypatch.setattr("devicebridge.nodes.host.native.model.native_training", self._training)
         monkeypatch.setattr(host_module, "read_native", lambda *of: self._note("read") or "info")
-        monkeypatch.setattr(nodes.train.background, "refuse_taken_cards", lambda job: self._note("cards"))
-        monkeypatch.setattr(nodes.train.background, "start", lambda *given, **how: self._note("start") or "")
+        monkeypatch.setattr(nodes.train, "refuse_cards_of_others", lambda cards: self._note("cards"))
+        monkeypatch.setattr(nodes.train, "_start_in_background", lambda *given: self._note("start"))
         monkeypatch.setattr(job_module, "check_job", self._check)
         monkeypatch.setattr(encode_job, "missing_prompts", lambda job: list(job.samples.prompts))
         monkeypatch.setattr(encode_job, "fill_prompts", lambda *given: self._note("encode"))
