@@ -191,8 +191,8 @@ def _fault(need: Need) -> str:
 
 def _is_own(found: object, module: str) -> bool:
     """Whether ComfyUI's package that this module is in has defined it."""
-    home = found.__name__ if isinstance(found, types.ModuleType) else str(getattr(found, "__module__", ""))
-    return home.partition(".")[0] == module.partition(".")[0]
+    origin = found.__name__ if isinstance(found, types.ModuleType) else str(getattr(found, "__module__", ""))
+    return origin.partition(".")[0] == module.partition(".")[0]
 
 
 def _own_signature(found: object, owner: object, module: str) -> inspect.Signature | None:
@@ -230,8 +230,8 @@ def main(folder: str) -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module("comfy.options").enable_args_parsing()
         faults = find_faults()
-        told = {"version": version(), "faults": list(dict.fromkeys(text for _, text in faults))}
-        answer = json.dumps({**told, "refused": refusals(faults)})
+        answer_of = {"version": version(), "faults": list(dict.fromkeys(text for _, text in faults))}
+        answer = json.dumps({**answer_of, "refused": refusals(faults)})
     print(answer)  # noqa: T201
 
 

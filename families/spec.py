@@ -385,7 +385,7 @@ class ModelFamily:
     vae_class: str
     block_lists: tuple[BlockList, ...]  # in execution order; a split may cut between any two blocks
     # fqns of the modules after the last block, and of parameters that others hold and that are read there alone; they
-    # stay at home, in a pipeline on the last device
+    # stay on the main device, in a pipeline on the last device
     tail: tuple[str, ...]
     keep_full_precision: tuple[str, ...]  # patterns of module fqns that are never quantized
     lora_targets: tuple[str, ...]  # patterns of the nn.Linear modules that LoRA adapts by default

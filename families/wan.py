@@ -303,7 +303,7 @@ WAN = ModelFamily(
     transformer_class="WanTransformer3DModel",
     vae_class="AutoencoderKLWan",
     block_lists=(BlockList("blocks", text_modules=("attn2.to_k", "attn2.to_v")),),
-    # The free parameter scale_shift_table mixes into the output between norm_out and proj_out; it lives at home too.
+    # The free parameter scale_shift_table is added between norm_out and proj_out, on the main device.
     tail=("norm_out", "proj_out"),
     read_by_tail={"condition_embedder": 0},  # the time embedding
     # What diffusers keeps out of low precision as well (_skip_layerwise_casting_patterns), and the last projection. The

@@ -41,10 +41,10 @@ _log = logging.getLogger(__name__)
 class DeviceBridgeExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """The nodes; one whose part of ComfyUI has changed is there, too, and refuses to run."""
-        told = compat.refusals(compat.find_faults())
-        for text in dict.fromkeys(told.values()):
-            _log.warning("%s will not work: %s", ", ".join(name for name in told if told[name] == text), text)
-        found = ((node, told.get(node.define_schema().node_id, "")) for node in NODES)
+        refused = compat.refusals(compat.find_faults())
+        for text in dict.fromkeys(refused.values()):
+            _log.warning("%s will not work: %s", ", ".join(name for name in refused if refused[name] == text), text)
+        found = ((node, refused.get(node.define_schema().node_id, "")) for node in NODES)
         return [_refusing(node, why) if why else node for node, why in found]
 
 

@@ -99,7 +99,7 @@ class WriteCaptions(io.ComfyNode):
 
     @classmethod
     def check_lazy_status(cls, dataset: list[TrainingDataset], **inputs: Any) -> list[str]:
-        """The texts are asked for only where one is missing: a captioning model takes its time."""
+        """ComfyUI computes the texts only where one is missing: a captioning model takes its time."""
         return ["caption", "file"] if any(_to_caption(dataset[0])) else []
 
     @classmethod
@@ -160,9 +160,9 @@ def _write(captions: dict[Path, str]) -> tuple[int, int]:
     """
     from ..data.caption_files import CaptionChanged, write_caption
 
-    told = {path: text for path, text in captions.items() if text}
+    texts = {path: text for path, text in captions.items() if text}
     problems, kept = [], 0
-    for path, text in told.items():
+    for path, text in texts.items():
         try:
             write_caption(path, text, (None, ""))
         except CaptionChanged:
@@ -171,6 +171,6 @@ def _write(captions: dict[Path, str]) -> tuple[int, int]:
             problems.append(f"  {path}: {error}")
     if problems:
         lines = "\n".join(problems)
-        written = len(told) - len(problems) - kept
+        written = len(texts) - len(problems) - kept
         raise ValueError(f"{written} captions were written, {len(problems)} could not be:\n{lines}")
-    return len(told) - kept, kept
+    return len(texts) - kept, kept

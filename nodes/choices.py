@@ -57,8 +57,8 @@ def free_memory_note() -> str:
     from ..parallel.devices import free_bytes
 
     sizes = [(device, free_bytes(device)) for device in host.known_gpus()]
-    told = ", ".join(f"{device} {size / 2**30:.1f} GB" for device, size in sizes if size is not None)
-    return f"Free when this page was loaded: {told}." if told else ""
+    shown = ", ".join(f"{device} {size / 2**30:.1f} GB" for device, size in sizes if size is not None)
+    return f"Free when this page was loaded: {shown}." if shown else ""
 
 
 def plain_device(text: str) -> str:

@@ -41,8 +41,8 @@ _FIXED = (
         options=["auto", "stream", "relay"],
         default="auto",
         advanced=True,
-        tooltip="How activations travel. stream: once per GPU border, for models that are known. relay: home after "
-        "every block of another GPU, right for every model. auto chooses.",
+        tooltip="How activations travel. stream: once per GPU border, for models that are known. relay: to the "
+        "first GPU after every block of another GPU, right for every model. auto chooses.",
     ),
     io.Boolean.Input(
         "overlap",

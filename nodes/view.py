@@ -47,7 +47,7 @@ class JobView(host.NodeView):
         self._terminal = ProgressLine(sys.stderr) if sys.stderr and sys.stderr.isatty() else None
         self._log_lines = NowAndThen(_LOG_INTERVAL_S, clock)
         self.pictures: dict[int, Path] = {}  # the newest of each prompt
-        self._memory = ""  # of several processes, as last told
+        self._memory = ""  # of several processes, in their last event
 
     def __call__(self, event: Event) -> None:
         host.send_event(
@@ -107,11 +107,11 @@ class JobView(host.NodeView):
 
 def _losses_of_ranks(losses: Sequence[float]) -> str:
     """A line for the node; "" of one process."""
-    told = ", ".join(f"rank {rank} {loss:.5f}" for rank, loss in enumerate(losses))
-    return f"loss: {told}" if told else ""
+    shown = ", ".join(f"rank {rank} {loss:.5f}" for rank, loss in enumerate(losses))
+    return f"loss: {shown}" if shown else ""
 
 
 def _memory_of_ranks(values: Mapping[str, Any]) -> str:
     """A line with every rank's peak; "" of one process, whose cards the page shows."""
-    told = ", ".join(f"{name} {each['peak']:.1f} GB" for name, each in values.items() if name.startswith("rank "))
-    return f"peak memory: {told}" if told else ""
+    shown = ", ".join(f"{name} {each['peak']:.1f} GB" for name, each in values.items() if name.startswith("rank "))
+    return f"peak memory: {shown}" if shown else ""

@@ -11,7 +11,7 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         module="comfy.ldm.ace.model",
         block_lists=("transformer_blocks",),
         tail=("final_layer",),
-        note="ACE-Step 1; the lyric encoder's own layers stay at home",
+        note="ACE-Step 1; the lyric encoder's own layers stay on the main device",
         tensor=audio_plans.ACE_STEP,
         text_modules=("cross_attn.to_[kv]", "cross_attn.add_?_proj", "cross_attn.to_add_out"),  # the latter: no call
         is_joint=False,
@@ -47,7 +47,7 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         module="comfy.ldm.minimax_music.dit",
         block_lists=("diffusion_transformer.transformer.layers",),
         tail=("diffusion_transformer.transformer.project_out", "diffusion_transformer.postprocess_conv"),
-        note="long pieces run all blocks once per window; the windows are added up at home",
+        note="long pieces run all blocks once per window; the windows are added up on the main device",
         tensor=audio_plans.MINIMAX_MUSIC_3,
         is_joint=False,
     ),
@@ -58,6 +58,6 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         tail=("model.norm", "llm2vae"),
         is_sequential=True,
         evidence="outside",
-        note="each block gets its own slices of the keys and values in the conditioning, from home, once per chunk",
+        note="the main device sends each block its own keys and values of the conditioning, once per chunk",
     ),
 )

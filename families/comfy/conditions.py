@@ -43,11 +43,6 @@ class ConditionWay:
         """Whether what is made depends on the first frame of the sample itself."""
         return self.takes_first_frame or self.takes_control and self.sees
 
-    @property
-    def goes_by_size(self) -> bool:
-        """Whether the size of the sample decides what is made."""
-        return self.takes_control or self.takes_first_frame
-
 
 WAYS: dict[str, ConditionWay] = {
     "reference": ConditionWay("Flux", least=1, most=10),

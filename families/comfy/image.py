@@ -27,7 +27,7 @@ CHROMA = dataclasses.replace(
     class_name="Chroma",
     module="comfy.ldm.chroma.model",
     is_sequential=True,
-    note="each block gets fresh slices of the modulation from home; skip_mmdit and skip_dit may leave blocks out",
+    note="the main device sends each block its slices of the modulation; skip_mmdit and skip_dit may skip blocks",
 )
 
 QWEN_IMAGE = NativeModel(
@@ -61,7 +61,7 @@ NEXT_DIT = NativeModel(
     tail=("final_layer",),
     patches_between={"double_block": ("img", "img_input", "txt", "pe", "vec", "x")},
     front_parameters=("x_pad_token", "cap_pad_token", "siglip_pad_token"),
-    note="Lumina 2 and Z-Image; the refiners stay at home; a patch may write to its img and txt in place",
+    note="Lumina 2 and Z-Image; the refiners stay on the main device; a patch may write to its img and txt in place",
     tensor=image_plans.NEXT_DIT,
 )
 
@@ -71,7 +71,7 @@ OMNIGEN_2 = NativeModel(
     block_lists=("layers",),
     tail=("norm_out",),
     front_parameters=("image_index_embedding",),
-    note="the three refiners, two blocks each, stay at home",
+    note="the three refiners, two blocks each, stay on the main device",
     tensor=image_plans.OMNIGEN_2,
     sample_modules=("*norm?.linear",),
 )
@@ -81,7 +81,7 @@ PIXEL_DIT = NativeModel(
     module="comfy.ldm.pixeldit.model",
     block_lists=("patch_blocks",),
     tail=("pixel_embedder", "pixel_blocks", "final_layer"),
-    note="the pixel blocks stay at home: time is added to the stream before them",
+    note="the pixel blocks stay on the main device: time is added to the stream before them",
     front_parameters=("y_pos_embedding",),
     ends_at_home=True,
     in_place=("pixel_blocks.0", "pixel_blocks.1"),
@@ -101,7 +101,7 @@ CASCADE_C = NativeModel(
     control_keys=("input",),
     optional=(*_DOWN[2:], *_UP[2:]),
     # No plan for divided blocks: most of them are convolutions.
-    note="Stable Cascade; between levels, and before the way up's skips, the stream is resized at home",
+    note="Stable Cascade; between levels, and before the way up's skips, the stream is resized on the main device",
 )
 
 IMAGE_MODELS: tuple[NativeModel, ...] = (
@@ -112,7 +112,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         class_name="ChromaRadiance",
         module="comfy.ldm.chroma_radiance.model",
         tail=("nerf_image_embedder", "nerf_blocks", "nerf_final_layer", "nerf_final_layer_conv"),
-        note="Chroma's blocks, then a pixel decoder of its own blocks, which stay at home",
+        note="Chroma's blocks, then a pixel decoder of its own blocks, which stay on the main device",
     ),
     QWEN_IMAGE,
     NativeModel(
@@ -186,7 +186,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         block_lists=("double_stream_blocks", "single_stream_blocks"),
         tail=("final_layer",),
         transport="relay",
-        note="before every block that layer's text states are joined to the stream, and they are at home",
+        note="before every block that layer's text states are joined to the stream, and they are on the main device",
         tensor=image_plans.HIDREAM,
         text_modules=("*_t", "*.ff_t.*"),
         routed_modules={"*.experts.*": 0.5},  # two of four
@@ -216,7 +216,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         class_name="BooguTransformer2DModel",
         module="comfy.ldm.boogu.model",
         block_lists=("double_stream_layers", "single_stream_layers"),
-        note="OmniGen 2 with double blocks before the single ones; the refiners stay at home",
+        note="OmniGen 2 with double blocks before the single ones; the refiners stay on the main device",
         tensor=image_plans.BOOGU,
         text_modules=("instruct_*", "*.instruct_*"),
     ),
@@ -236,7 +236,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         block_lists=("blocks",),
         tail=("last",),
         patches_inside=_SELF_ATTENTION,
-        note="the text fusion's own blocks stay at home",
+        note="the text fusion's own blocks stay on the main device",
         tensor=image_plans.KREA_2,
     ),
     NativeModel(
@@ -285,7 +285,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         module="comfy.ldm.pixeldit.pid",
         tail=(*PIXEL_DIT.tail, "pit_lq_gate"),
         transport="relay",
-        note="a gate at home mixes the low resolution into the stream before blocks",
+        note="a gate on the main device mixes the low resolution into the stream before blocks",
         untrained="it draws a larger picture of a small one, and no dataset here holds both",
     ),
     NativeModel(
@@ -326,6 +326,6 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         tail=("out_layer", "cam_out_layer"),
         transport="relay",
         # No plan for divided blocks: attention gives its output the width of its input, which is that of all heads.
-        note="TripoSplat; before every block a module at home makes its rotary table from the stream",
+        note="TripoSplat; before every block a module on the main device makes its rotary table from the stream",
     ),
 )

@@ -7,7 +7,7 @@ blocks are called as modules, and parallel/block_lists.py finds them.
 
 The code between two calls of blocks decides between stream and relay. Cutting the stream, joining text to it and adding
 a ControlNet residual (which the host hands over on the right card) keep it where it is. Adding or joining another
-tensor of the forward's own does not: that tensor is at home.
+tensor of the forward's own does not: that tensor is on the main device.
 
 Two kinds of class are refused, since no transport helps: blocks that are run through other methods than their call, and
 blocks that write into an argument without returning it. On another card they would write into a copy.
@@ -42,17 +42,17 @@ class Follows:
 class NativeModel:
     """How one of ComfyUI's own model classes is laid out. Fully qualified names count from the diffusion model.
 
-    transport: with "stream" activations may stay on a card until the next card's first block. With "relay" every
-    foreign block's output goes home. In both the last block's output goes home, since some tails mix free parameters
-    with it.
+    transport: with "stream" activations may stay on a card until the next card's first block. With "relay" each
+    block of another card sends its output to the main device. Both send the last block's output there, since some tails
+    mix free parameters with it.
     """
 
     class_name: str  # e.g. "Flux"
     module: str  # where it is defined, e.g. "comfy.ldm.flux.model"
     # ModuleLists or ModuleDicts in execution order; a name that is neither is itself one block.
     block_lists: tuple[str, ...]
-    # Modules after the last block, which stay at home; those that a build does not have are ignored. A ModuleList
-    # stands for its members.
+    # Modules after the last block, which stay on the main device. A build may lack some. A ModuleList stands for its
+    # members.
     tail: tuple[str, ...]
     note: str  # what a reader should know, in a sentence
     transport: Transport = "stream"
@@ -60,7 +60,7 @@ class NativeModel:
     replace_keys: Mapping[str, str] = field(default_factory=dict)
     control_keys: tuple[str, ...] = ()  # of the `control` dict, whose lists are read between blocks
     # Name in transformer_options["patches"] that the class calls between two blocks -> the keys of the dict it passes
-    # that hold tensors, the stream first; the others are at home. () for a patch called with positional tensors.
+    # that hold tensors, the stream first; others are on the main device. () for a patch called with positional tensors.
     patches_between: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Names that are called inside blocks. Such a patch sees tensors on the block's card; those that it captured do not
     # follow by themselves.
@@ -79,7 +79,7 @@ class NativeModel:
     # Block list -> the list whose devices it takes. Its blocks are not placed themselves.
     follows: Mapping[str, Follows] = field(default_factory=dict)
     optional: tuple[str, ...] = ()  # block lists that not every build of the class has
-    is_sequential: bool = False  # micro-batches must not run interleaved, as where blocks get fresh tensors from home
+    is_sequential: bool = False  # microbatches must not interleave: blocks get fresh tensors from the main device
     # Names of arguments and dict keys that are not entered when tensors are moved: the class, its blocks and user
     # patches share and change these objects.
     passed_by: tuple[str, ...] = ("transformer_options", "control")
@@ -88,7 +88,7 @@ class NativeModel:
     reads_first: tuple[str, ...] = ()  # options of a CONDITIONING that it reads of the first sample of a batch alone
     evidence: Evidence = "run"  # what the row rests on; the first step of a class that was only read is verified
     # Keyword arguments of blocks with an object in which they share what they have computed, on the device of the first
-    # that did. Away from home each device gets an empty one: its class called without arguments.
+    # that did. Away from the main device each device gets an empty one: its class called without arguments.
     per_device: tuple[str, ...] = ()
     # Attributes of the model in which a forward leaves what the next one computes faster with. A step that is computed
     # twice to be compared must find them twice as they were.
@@ -106,7 +106,7 @@ class NativeModel:
     fused_attention: tuple[str, ...] = ()
     # How its blocks are divided among cards that compute each of them together; () if nobody described that.
     tensor: tuple[TensorPlan, ...] = ()
-    ends_at_home: bool = False  # whether it computes with what is at home behind its blocks, outside of any module
+    ends_at_home: bool = False  # whether its forward computes behind the blocks, outside of any module
     has_out: bool = False  # whether its blocks name tensors to write into (out=), which autograd refuses
     in_place: tuple[str, ...] = ()  # modules that are called between blocks and write into what they are given
     fps: float = 0.0  # of the clips that it is trained on where nobody says otherwise; 0 for a class that makes images

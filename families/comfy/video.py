@@ -26,7 +26,7 @@ WAN_S2V = dataclasses.replace(
     class_name="WanModel_S2V",
     transport="relay",
     in_place=("audio_injector",),
-    note="the audio injector at home changes the stream after every block it knows",
+    note="the audio injector on the main device changes the stream after every block it knows",
 )
 
 WAN_SCAIL = dataclasses.replace(
@@ -111,7 +111,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         class_name="AnimateWanModel",
         module="comfy.ldm.wan.model_animate",
         transport="relay",
-        note="a face adapter at home is added to the stream after every fifth block",
+        note="a face adapter on the main device is added to the stream after every fifth block",
     ),
     WAN_SCAIL,
     dataclasses.replace(WAN_SCAIL, class_name="SCAIL2WanModel", note="SCAIL with a mask added at the front"),
@@ -121,7 +121,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         module="comfy.ldm.wan.model_wandancer",
         tail=("head", "head_global"),
         in_place=("music_injector",),
-        note="the music injector at home changes the stream after every block it knows",
+        note="the music injector on the main device changes the stream after every block it knows",
     ),
     dataclasses.replace(
         WAN_S2V,
@@ -140,7 +140,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         class_name="HunyuanVideo",
         module="comfy.ldm.hunyuan_video.model",
         fps=24,
-        note="HunyuanVideo 1 and 1.5, and HunyuanImage; the token refiner's own blocks stay at home",
+        note="HunyuanVideo 1 and 1.5, and HunyuanImage; the token refiner's own blocks stay on the main device",
     ),
     LTXV,
     dataclasses.replace(
@@ -179,7 +179,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         COSMOS_PREDICT_2,
         class_name="Anima",
         module="comfy.ldm.anima.model",
-        note="Cosmos Predict2 behind a text adapter, whose own blocks stay at home",
+        note="Cosmos Predict2 behind a text adapter, whose own blocks stay on the main device",
     ),
     COSMOS_1,
     NativeModel(
@@ -200,7 +200,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         block_lists=("visual_transformer_blocks",),
         tail=("out_layer",),
         replace_keys={"double_block": "visual_transformer_blocks"},
-        note="the two text blocks stay at home",
+        note="the two text blocks stay on the main device",
         tensor=video_plans.KANDINSKY_5,
         text_modules=("cross_attention.to_key", "cross_attention.to_value"),
         is_joint=False,
@@ -211,7 +211,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         block_lists=("fusion_blocks", "remaining_video_blocks", "video_dit_2.blocks"),
         tail=("video_dit.head", "video_dit_2.head", "audio_dit.head"),
         evidence="read",
-        refusal="its fused blocks are never called; the model takes them apart and adds their results at home",
+        refusal="its fused blocks are never called; the model takes them apart and adds their results",
         note="see refusal; a second video model takes the place of one half of each fused block",
     ),
     NativeModel(
@@ -222,7 +222,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         replace_keys={"double_block": "visual_blocks"},
         is_sequential=True,  # a step cache in transformer_options counts the forwards
         evidence="outside",
-        note="blocks take and return video and audio; the text blocks stay at home and are never called",
+        note="blocks take and return video and audio; the text blocks stay on the main device and are never called",
     ),
     NativeModel(
         class_name="CogVideoXTransformer3DModel",

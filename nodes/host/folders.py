@@ -118,7 +118,7 @@ def list_input_folders() -> list[str]:
     try:
         allowed = [Path(folder) for folder in _allowed("folders")]
     except ValueError:
-        allowed = []  # whoever reads a folder is told
+        allowed = []  # reading a folder says so
     more = [folder for each in allowed for folder in (each, *_folders_in(each))]
     return sorted(names)[:_MOST_LISTED] + [str(folder) for folder in more if _has_files(folder)][:_MOST_LISTED]
 
@@ -192,7 +192,7 @@ def folder_in_output(name: str, what: str) -> Path:
 def runs_folder() -> Path:
     """Where the runs of this ComfyUI are, without links; a link to where nodes may not write is left as it is."""
     folder = Path(os.path.realpath(folder_paths.get_output_directory())) / "devicebridge"
-    with suppress(ValueError):  # of the settings file, which whoever trains is told
+    with suppress(ValueError):  # of the settings file: a training says so
         if _is_below(folder, _writable_folders()):
             return Path(os.path.realpath(folder))
     return folder
@@ -377,7 +377,7 @@ def allowed_hosts() -> list[str]:
     try:
         return _allowed("hosts")
     except ValueError:
-        return []  # whoever reads a folder is told
+        return []  # reading a folder says so
 
 
 def _allowed(what: str) -> list[str]:

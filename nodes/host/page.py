@@ -1,4 +1,4 @@
-"""What ComfyUI's own page asks this pack for, below /devicebridge/, and what it is told once a second.
+"""What ComfyUI's own page asks this pack for, below /devicebridge/, and what it receives once a second.
 
 The answers are made in runs/, without knowing ComfyUI. A thread looks after the queue of trainings in the background
 and reads what running ones have written; what is new goes to every open page as a message `devicebridge.page`.
@@ -51,7 +51,7 @@ _MESSAGE = "devicebridge.page"
 _MOST_NAMES, _MOST_OF_A_JOB = 20, 100_000  # the latter in bytes
 _lock = threading.Lock()  # of the store: requests come in several threads
 _drawing = ThreadPoolExecutor(4, "devicebridge-pictures")  # so that pictures keep no other request waiting
-_listeners: weakref.WeakSet[web.StreamResponse] = weakref.WeakSet()  # websockets of whoever may be told what is new
+_listeners: weakref.WeakSet[web.StreamResponse] = weakref.WeakSet()  # websockets of pages that may receive what is new
 _NOT_KEPT = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
@@ -172,7 +172,7 @@ def _to_response(answer: Answer) -> web.StreamResponse:
 
 
 async def _note_listener(request: web.Request, response: web.StreamResponse) -> None:
-    """Only whoever may ask is told: ComfyUI opens a websocket to anybody."""
+    """Only a page that may ask receives news: ComfyUI opens a websocket to anybody."""
     from aiohttp import web
 
     if isinstance(response, web.WebSocketResponse):
@@ -191,10 +191,10 @@ def _tell(news: News) -> None:
         try:
             with _lock:
                 found = news.gather()
-            told = [each for each, line in list(server.sockets.items()) if line in _listeners]
-            if turn % _CARDS_EVERY == 0 and told and news.is_busy:
+            listening = [each for each, line in list(server.sockets.items()) if line in _listeners]
+            if turn % _CARDS_EVERY == 0 and listening and news.is_busy:
                 found["cards"] = _cards()
-            for each in told if found else ():
+            for each in listening if found else ():
                 server.send_sync(_MESSAGE, found, each)
         except Exception:
             _log.exception("the page is not told what is new")

@@ -190,7 +190,7 @@ class ComfyModel:
 def _adapted(model: Any, text: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """What Anima's text adapter makes of a text and its T5 tokens, for a forward on meta, where it does not run.
 
-    It is at home, has no LoRA, and keeps nothing.
+    It is on the main device, has no LoRA, and keeps nothing.
     """
     tokens = next((each for name, each in text.items() if option_path(name) == _FOR_ADAPTER[0]), None)
     if tokens is None or not hasattr(model, "llm_adapter"):

@@ -203,7 +203,7 @@ def _first_build(path: Path, config: Any, names: dict[str, torch.Tensor], prefix
 
 
 def trained_row(row: NativeModel) -> NativeModel:
-    """The row as training goes by it: blocks that follow others (VACE's) stay at home and get no LoRA.
+    """The row as training goes by it: blocks that follow others (VACE's) stay on the main device and get no LoRA.
 
     What they compute depends on no block before them, so nothing of it has a gradient.
     """
