@@ -55,7 +55,7 @@ _CALLED = {
         "get_full_path(folder_name, filename)",
     },
     "encoders": {
-        "comfy.sd": "load_clip(ckpt_paths=, embedding_directory=, clip_type=); CLIP.tokenize(text); "
+        "comfy.sd": "load_clip(ckpt_paths, embedding_directory=, clip_type=); CLIP.tokenize(text); "
         "CLIP.encode_from_tokens_scheduled(tokens); VAE.encode(pixel_samples)"
     },
     "split": {
