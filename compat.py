@@ -230,9 +230,9 @@ def main(folder: str) -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module("comfy.options").enable_args_parsing()
         faults = find_faults()
-        answer_of = {"version": version(), "faults": list(dict.fromkeys(text for _, text in faults))}
-        answer = json.dumps({**answer_of, "refused": refusals(faults)})
-    print(answer)  # noqa: T201
+        texts = list(dict.fromkeys(text for _, text in faults))
+        answer = {"version": version(), "faults": texts, "refused": refusals(faults)}
+    print(json.dumps(answer))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ nodes/host/ is asked only there. Everything here is a no-op for other jobs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,17 +62,13 @@ def _with_files(job: JobConfig) -> JobConfig:
     return with_files(job)
 
 
-@contextmanager
-def prepared(job: JobConfig) -> Iterator[CheckpointInfo | None]:
+def prepared(job: JobConfig) -> AbstractContextManager[CheckpointInfo | None]:
     """Inside, ComfyUI is ready to train its own model, which is given; None for a family that we build."""
     if job.model.family != COMFYUI:
-        yield None
-        return
+        return nullcontext()
     from ..nodes import host
-    from ..nodes.host.native.model import native_training
 
-    with native_training():
-        yield host.read_native(job.model.path, job.model.dtype)
+    return host.native_model(job.model)
 
 
 @contextmanager

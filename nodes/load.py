@@ -176,9 +176,8 @@ class Quantize(io.ComfyNode):
 
         own = read_section(ModelConfig, _QUANTIZE_INPUTS, sockets, path=model.model.path)
         folder = host.folder_in_output(f"{DEFAULT_FOLDER}/quantized", "cache") if sockets.get("cache") else ""
-        changes = {name: getattr(own, name) for name in setting_names(_QUANTIZE_INPUTS)} | {
-            "quantized_cache": str(folder),
-        }
+        changes = {name: getattr(own, name) for name in setting_names(_QUANTIZE_INPUTS)}
+        changes["quantized_cache"] = str(folder)
         config = dataclasses.replace(model.model, **changes)
         scheme = asked(own.quantize) or foresee_scheme(find_machine(model.split.devices))
         with model.prepared() as info:

@@ -221,7 +221,7 @@ def _check(
     from ..jobs.job import check_job
 
     if not in_background:
-        refuse_cards_of_others(cards_of(run.job))
+        refuse_cards_of_others(run.job)
     is_forecast = not (in_background or run.resume or run.job.parallel.processes > 1)
     with model.prepared(info), host.host_memory_freed():
         check_job(run.job, info=info, is_to_train=is_forecast, should_stop=view.is_cancelled)
@@ -231,16 +231,15 @@ def _train(run: NextRun, info: CheckpointInfo | None, view: JobView) -> Training
     from ..jobs.in_processes import run_in_processes
     from ..jobs.job import run_job
 
-    refuse_cards_of_others(cards_of(run.job))
+    refuse_cards_of_others(run.job)
     try:
         seen_queue().kept.keep(run.job)  # what the run is resumed from, though no queue started it
     except (OSError, ValueError) as error:
         _log.warning("the sidebar's tab will ask before it resumes %s: %s", run.job.output.folder, error)
     with host.host_memory_freed():
         if run.job.parallel.processes > 1:
-            native = own_command()
             return run_in_processes(
-                run.job, resume=run.resume, on_event=view, should_stop=view.is_cancelled, native=native
+                run.job, resume=run.resume, on_event=view, should_stop=view.is_cancelled, native=own_command()
             )
         return run_job(run.job, info=info, resume=run.resume, on_event=view, should_stop=view.is_cancelled)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,20 +26,13 @@ class TrainingModel:
     model: ModelConfig
     split: SplitConfig
 
-    @contextmanager
-    def prepared(self, info: CheckpointInfo | None = None) -> Iterator[CheckpointInfo | None]:
+    def prepared(self, info: CheckpointInfo | None = None) -> AbstractContextManager[CheckpointInfo | None]:
         """Inside, ComfyUI is ready to train its own model, which is given; None for a family that we build.
 
         Args:
             info: the model, if it was read already.
         """
-        if self.model.family != COMFYUI:
-            yield None
-            return
-        from .host.native.model import native_training
-
-        with native_training():
-            yield info or host.read_native(self.model.path, self.model.dtype)
+        return host.native_model(self.model, info) if self.model.family == COMFYUI else nullcontext()
 
     def job(self, dataset: TrainingDataset, **sections: Any) -> JobConfig:
         return JobConfig(model=self.model, split=self.split, data=dataset.data, **sections)

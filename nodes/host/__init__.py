@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...checkpoints.checkpoint import CheckpointInfo
+    from ...config.model import ModelConfig
 
 
 _PREVIEW_SIDE = 512  # pixels; ComfyUI sends no more
@@ -148,6 +149,18 @@ def read_native(path: str, dtype: str, like: Any = None) -> CheckpointInfo:
 
     compat.check("training")
     return source.read_native(Path(path), dtype, like)
+
+
+@contextmanager
+def native_model(model: ModelConfig, info: CheckpointInfo | None = None) -> Iterator[CheckpointInfo]:
+    """Inside, ComfyUI is ready to train its own model, which is given. info: the model, if it was read already.
+
+    Raises: as read_native; ValueError if ComfyUI was started with an attention that has no backward.
+    """
+    from .native.model import native_training
+
+    with native_training():
+        yield info or read_native(model.path, model.dtype)
 
 
 @contextmanager

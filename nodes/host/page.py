@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -123,9 +122,9 @@ def own_command() -> list[str]:
     return native_command(sys.executable, code, folder_paths.base_path)
 
 
-def refuse_cards_of_others(devices: Sequence[str]) -> None:
-    """Raises: RuntimeError if a training in the background, or another ComfyUI's, uses one of these cards."""
-    why = explain(devices, seen_queue().held())
+def refuse_cards_of_others(job: JobConfig) -> None:
+    """Raises: RuntimeError if a training in the background, or another ComfyUI's, uses one of the job's cards."""
+    why = explain(cards_of(job), seen_queue().held())
     if why:
         raise RuntimeError(why)
 
