@@ -97,6 +97,7 @@ import importlib.util  # noqa: E402
 import itertools  # noqa: E402
 import json  # noqa: E402
 import logging  # noqa: E402
+import math  # noqa: E402
 import statistics  # noqa: E402
 import subprocess  # noqa: E402
 import threading  # noqa: E402
@@ -576,9 +577,7 @@ def placement(model: Any) -> str:
     from devicebridge.nodes.host.split.tree import tree_of
 
     tree = tree_of(model.model)
-    if tree is not None and tree.divided is not None:
-        return "each block computed by all cards"
-    return "not split" if tree is None else f"{tree.plan.placement.describe()}; {tree.plan.transport}"
+    return "not split" if tree is None else tree.plan.describe()
 
 
 def weights_gb(model: Any) -> dict[str, list[float]]:
@@ -702,21 +701,21 @@ def tensor(shape: Shape, cfg: float = 1.0, *, is_uneven: bool = False, **latent:
 
 def plans_of(one: Any) -> dict[str, Any]:
     """How this model would be split over all cards, each way."""
-    from devicebridge.nodes.host.split.plan import SplitRequest, plan_split
+    from devicebridge.nodes.host.split.model import plan_split
+    from devicebridge.nodes.host.split.plan import SplitRequest
 
-    root = one.model.diffusion_model
-    return {way: plan_split(root, SplitRequest(CARDS, way=way)) for way in ("blocks", "tensor")}
+    return {way: plan_split(one, SplitRequest(CARDS, way=way)) for way in ("blocks", "tensor")}
 
 
 def known_ways(one: Any, shape: Shape) -> tuple[Any, int]:
     """What way auto goes by, and the picture tokens of this size."""
-    from devicebridge.nodes.host.split import ways
-    from devicebridge.planning import divided_work
+    from devicebridge.nodes.host.split.model import compare_ways
 
     size = shape.tiny_latent if OPTIONS.tiny else shape.latent
-    tokens = divided_work.count_tokens(one.model.diffusion_model, (1, *size))
-    assert tokens is not None
-    return ways._compare(one, *plans_of(one).values()), tokens
+    patch: Any = one.model.diffusion_model.patch_size
+    patches = [1] * (len(size) - 3) + [patch] * 2 if isinstance(patch, int) else patch
+    tokens = math.prod(math.ceil(dim / each) for dim, each in zip(size[1:], patches, strict=True))
+    return compare_ways(one.model.diffusion_model, *plans_of(one).values()), tokens
 
 
 def forecasts(one: Any, shape: Shape) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -78,13 +77,3 @@ def _work_of_block(
 def is_told_guidance(model: nn.Module) -> bool:
     """Whether a model is given the strength of its guidance as a number, so that nobody runs it twice for CFG."""
     return bool(getattr(getattr(model, "params", None), "guidance_embed", False))
-
-
-def count_tokens(model: nn.Module, latent_shape: Sequence[int]) -> int | None:
-    """Picture tokens of one latent; None if the model does not say how large its patches are."""
-    patch = getattr(model, "patch_size", None)
-    dims = list(latent_shape[2:])
-    sizes = [1] * (len(dims) - 2) + [patch] * 2 if isinstance(patch, int) else patch
-    if not isinstance(sizes, (tuple, list)) or len(sizes) != len(dims):
-        return None
-    return math.prod(math.ceil(dim / size) for dim, size in zip(dims, sizes, strict=True))

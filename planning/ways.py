@@ -12,7 +12,6 @@ out: CUDA graphs spare it where cards copy to each other directly, and elsewhere
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
@@ -89,12 +88,6 @@ class Ways:
         """Of a step with so many forwards of so many picture tokens."""
         work = self.work.at(num_tokens)
         return Seconds(self._blocks(work, num_forwards), self._tensor(work, num_forwards))
-
-    def copies_s(self, num_tokens: int, num_conds: int, batch: int) -> float:
-        """Of a step where every card holds the whole model and computes some of the conds, as core's MultiGPU CFG Split
-        does; seconds."""
-        slowest = max(self._card_s(self.work.at(num_tokens).flops))
-        return math.ceil(num_conds / len(self.machine.cards)) * batch * slowest
 
     def prefers_tensor(self, num_tokens: int, counts: Sequence[int]) -> bool:
         """Whether dividing is faster for each of these numbers of forwards."""

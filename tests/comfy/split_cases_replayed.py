@@ -14,7 +14,7 @@ from unittest import mock
 
 import comfy.ops
 import torch
-from devicebridge.nodes.host.split.division import addresses_on
+from devicebridge.nodes.host.split.tensor import addresses_on
 from devicebridge.nodes.host.split.tree import tree_of
 from devicebridge.parallel.local import divided_graphs, tensor_parallel
 from devicebridge.parallel.local.divided_graphs import DividedGraphs

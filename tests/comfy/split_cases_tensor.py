@@ -277,7 +277,7 @@ def tensor_a_card_too_small_for_its_largest_layer(case: Case) -> None:
     least = comfy.model_management.minimum_inference_memory()
     columns = divided.model.diffusion_model.single_blocks[0].linear1.in_features
     for device in (OTHER, THIRD):
-        slices = divided.model.devicebridge_split.divided.shards[device]["single_blocks.0"].slices["linear1.weight"]
+        slices = divided.model.devicebridge_split.executor.shards[device]["single_blocks.0"].slices["linear1.weight"]
         layer = 4 * columns * sum(last - first for first, last in slices.ranges)
         with mock.patch.dict(host.machine.capacity_bytes, {device: int(least + layer - 1)}):
             case.refused(f"{device}", lambda: host.sample(divided, name), RuntimeError, str(device), "largest layer")

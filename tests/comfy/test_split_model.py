@@ -134,7 +134,6 @@ CASES = [
     "way_auto_goes_by_the_link",
     "way_auto_asks_for_a_gain_with_cfg_too",
     "way_auto_takes_blocks_where_tensor_would_be_refused",
-    "the_other_way_is_named_where_a_run_would_be_faster_with_it",
     "three_cards",
     "what_a_model_remembers_from_step_to_step",
     "balances",
@@ -394,7 +393,6 @@ BROKEN = [
         for name in ("flux", "hunyuan_video", "wan", "qwen_image", "chroma")
     ),
     ("writers_between_two_calls_of_a_block", FORGETS),
-    ("writers_of_tables_inside_the_attention", FORGETS),
     ("writers_after_blocks_were_recorded", "what is attached is seen"),
 ]
 

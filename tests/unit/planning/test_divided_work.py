@@ -16,7 +16,7 @@ from devicebridge.parallel.placement import native_block_flops
 from devicebridge.planning import divided_work as work_module
 from devicebridge.planning.cards import parse_cards
 from devicebridge.planning.divided_times import DividedTimes
-from devicebridge.planning.divided_work import count_tokens, divided_work, is_told_guidance, work_by_size
+from devicebridge.planning.divided_work import divided_work, is_told_guidance, work_by_size
 from devicebridge.tests.emulated import CARDS, emulated_cards
 from devicebridge.tests.plans import MadeUpTimes
 from devicebridge.tests.unit.parallel.test_tensor_experts import PLAN, Block
@@ -118,23 +118,6 @@ def test_any_size_follows_from_three() -> None:
         expected = divided_work(model, LAYOUT, _shares(model, 3), tokens)
         for found, value in zip(vars(by_size.at(tokens)).values(), vars(expected).values(), strict=True):
             assert found == pytest.approx(value, rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("patch_size", "latent", "tokens"),
-    [
-        (2, (1, 16, 128, 128), 4096),
-        (1, (2, 128, 64, 64), 4096),
-        (2, (1, 16, 1, 127, 128), 4096),  # a part of a patch is one
-        ((1, 2, 2), (1, 16, 9, 60, 104), 14040),
-        ([1, 2, 2], (1, 16, 64, 64), None),
-        (None, (1, 16, 64, 64), None),
-    ],
-)
-def test_tokens_of_a_latent_follow_from_the_models_patches(patch_size, latent, tokens) -> None:
-    model: Any = nn.Module()
-    model.patch_size = patch_size
-    assert count_tokens(model, latent) == tokens
 
 
 def test_guidance_is_told_where_the_model_says_so() -> None:

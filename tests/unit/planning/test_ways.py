@@ -12,14 +12,6 @@ from devicebridge.planning.ways import Work, WorkBySize
 from devicebridge.tests.sampling_work import FLUX2, FLUX2_512, QWEN, WAN, machine_of, ways_of
 
 
-def test_a_copy_per_card_takes_what_cores_own_split_of_cfg_took() -> None:
-    """1.97 times as fast as one card's 2.11 s. Each card computes whole conds, and of each all pictures."""
-    ways = ways_of(WAN, machine_of())
-    assert ways.copies_s(14040, 2, 1) == pytest.approx(2.108 / 1.97, rel=0.25)
-    for num_conds, batch, factor in ((1, 1, 1), (3, 1, 2), (4, 1, 2), (2, 3, 3)):
-        assert ways.copies_s(14040, num_conds, batch) == pytest.approx(factor * ways.copies_s(14040, 2, 1))
-
-
 @pytest.mark.parametrize(
     ("work", "count", "blocks", "tensor"),
     [
