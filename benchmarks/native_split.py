@@ -104,7 +104,7 @@ import threading  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 from collections.abc import Callable, Iterator, Mapping  # noqa: E402
-from dataclasses import dataclass, field, replace  # noqa: E402
+from dataclasses import asdict, dataclass, field, replace  # noqa: E402
 from typing import Any  # noqa: E402
 from unittest import mock  # noqa: E402
 
@@ -722,21 +722,21 @@ def forecasts(one: Any, shape: Shape) -> dict[str, Any]:
     """Seconds per step both ways, as way auto forecasts them for this size, for one forward and for two."""
     known, tokens = known_ways(one, shape)
     steps = {f"{count} forwards of {tokens} tokens": str(known.seconds(tokens, count)) for count in (1, 2)}
-    return steps | {"machine": known.machine.describe(), "measured_in_s": known.machine.elapsed_s}
+    return steps | {"machine": asdict(known.machine)}
 
 
 def slow_link(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
     """Tensor with copies through pinned host memory only, beside direct copies, one card and blocks; and the forecasts
     for each link."""
     from devicebridge.parallel import exchange_speed, staged_copies
-    from devicebridge.planning import machine_speed
+    from devicebridge.planning import cards
 
     shape = replace(shape, **latent)
     one = load(shape, on=CPU)
     direct = forecasts(one, shape)
     rivals = {"one_gpu": one, "blocks": split(one, way="blocks"), "tensor_direct": split(one, way="tensor")}
     with contextlib.ExitStack() as stack:  # as cards without access to each other's memory; asked when a split is made
-        for module in (staged_copies, machine_speed):
+        for module in (staged_copies, cards):
             stack.enter_context(mock.patch.object(module, "has_peer_access", lambda source, target: source == target))
         rivals["tensor_host"] = split(one, way="tensor")
         through_host = forecasts(one, shape)

@@ -97,7 +97,7 @@ from devicebridge.parallel.offload.in_place import InPlaceGuard, put_back, taken
 from devicebridge.parallel.runner import PlainAccumulation, Runner  # noqa: E402
 from devicebridge.patches.attention import sound_attention  # noqa: E402
 from devicebridge.patches.compile_blocks import CompiledBlocks, apply_compile  # noqa: E402
-from devicebridge.planning.plan_training import TrainingPlan  # noqa: E402
+from devicebridge.planning.plan import TrainingPlan  # noqa: E402
 from devicebridge.tests.comfy.native_headers import SDXL, Z_IMAGE  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, small_sizes  # noqa: E402
 from devicebridge.training.batches import CachedSamples  # noqa: E402

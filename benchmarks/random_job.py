@@ -31,7 +31,8 @@ from devicebridge.parallel.placement import Placement, block_names, parameter_by
 from devicebridge.parallel.runner import PlainAccumulation, Runner
 from devicebridge.patches.lora_linear import FusedLora
 from devicebridge.planning.cards import Card, cards_of
-from devicebridge.planning.question import ModelCosts, Question
+from devicebridge.planning.costs import ModelCosts
+from devicebridge.planning.question import Question
 from devicebridge.quantization.kernel_choice import device_kernels
 from devicebridge.quantization.quantize import Quantizer, QuantizeSettings
 from devicebridge.quantization.report import QuantizeReport

@@ -137,12 +137,15 @@ def _import_faults(names: tuple[str, ...]) -> dict[str, str]:
 def _measure(accelerators: list[Any]) -> list[str]:
     """What cards and links were measured at, or are now, a line each; what way "auto" of a split goes by."""
     try:
-        from ..planning.machine_speed import SpeedStore, machine_key, machine_speed
+        from ..planning.cards import machine_speed, speed_file
 
-        store = SpeedStore()
-        found = machine_speed(accelerators, store)
-        path = store.path_of(machine_key(accelerators))
-        return [*found.describe(), f"measured {found.date} in {found.elapsed_s:.2f} s, kept in {path}"]
+        found = machine_speed(accelerators)
+        speeds = zip(accelerators, found.flops_per_s, strict=True)
+        return [
+            *(f"{device}: {flops / 1e12:.3g} TFLOP/s in half precision" for device, flops in speeds),
+            f"slowest link between two of them: {(found.bytes_per_s or 0) / 1e9:.3g} GB/s each way at once",
+            f"measured {found.date}, kept in {speed_file(accelerators)}",
+        ]
     except (ImportError, RuntimeError) as error:
         return [f"not measured: {error}"]
 

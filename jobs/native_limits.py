@@ -9,7 +9,7 @@ from torch import nn
 
 from ..config.model import has_stages
 from ..families.comfy.native import NativeModel
-from ..planning.space import SearchSpace
+from ..planning.question import SearchSpace
 
 # Classes that do on numbers, or on sizes of their own, what they cannot do on a forecast's tensors without data.
 _BY_NUMBERS = {

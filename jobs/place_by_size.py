@@ -25,7 +25,7 @@ from ..parallel.placement import (
     plan_replicas,
     plan_shards,
 )
-from ..planning.short_model import SampleText
+from ..planning.dry_run import SampleText
 from ..quantization.quantize import stored_bytes
 
 

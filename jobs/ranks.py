@@ -25,8 +25,8 @@ from ..parallel.devices import free_bytes
 from ..parallel.ranks.group import Ranks, joined
 from ..parallel.ranks.place import RankPlace, own_devices
 from ..planning.cards import Card, cards_of
-from ..planning.plan_training import TrainingPlan
-from ..planning.short_model import NoForecast
+from ..planning.dry_run import NoForecast
+from ..planning.plan import TrainingPlan
 from ..system.files import tensors_as_bytes
 from ..system.requests import Requests
 from ..training.state import TrainingState
@@ -139,7 +139,7 @@ def _plan_shared(job: JobConfig, subject: Subject, card: Card, degree: int) -> T
         return None
     if found.warning:
         _log.warning("%s", found.warning)
-    _log.info("%s", "; ".join(found.reasons))
+    _log.info("the last %d blocks keep their activations", *found.uncheckpointed)
     return found
 
 

@@ -25,8 +25,8 @@ from ..encoding.store import CacheStore
 from ..families.comfy.conditions import WAYS, evaluation_problem, vision_problem, way_problem
 from ..families.comfy.inputs import GUIDES, NOISE_MASK, STREAM, option_path
 from ..families.spec import Variant
-from ..planning.request import make_square
-from ..planning.short_model import SampleText
+from ..planning.dry_run import SampleText
+from ..planning.question import make_square
 from ..training.adapter import find_targets
 from .comfy_entries import (
     NO_ENCODERS,

@@ -29,10 +29,20 @@ from ..parallel.placement import (
     block_names,
 )
 from ..planning.cards import Card, cards_of
-from ..planning.plan_training import TrainingPlan, plan_training
-from ..planning.question import ModelCosts, Question
-from ..planning.short_model import NoForecast
-from ..planning.space import OFFLOADS, OPTIMIZERS, SCHEMES, STRATEGIES, SearchSpace, Setting, is_open, strategies_on
+from ..planning.costs import ModelCosts
+from ..planning.dry_run import NoForecast
+from ..planning.plan import TrainingPlan, plan_training
+from ..planning.question import (
+    OFFLOADS,
+    OPTIMIZERS,
+    SCHEMES,
+    STRATEGIES,
+    Question,
+    SearchSpace,
+    Setting,
+    is_open,
+    strategies_on,
+)
 from ..quantization.quantize import QuantizeSettings
 from .native_limits import limited, why_no_forecast, why_no_stages, why_not_offloaded
 from .place_by_size import Subject, place_by_size

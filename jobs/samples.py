@@ -16,7 +16,7 @@ from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import CPU, find_device
 from ..parallel.ranks.group import Ranks
 from ..parallel.runner import Runner
-from ..planning.question import latent_shape_of
+from ..planning.costs import latent_shape_of
 from ..sampling.decode import Decoder, HostDecoder
 from ..sampling.draw import Drawing, make_drawing, picture_size
 from ..sampling.sampler import Sampler

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from ..config.job import JobConfig
 from ..planning.cards import Card
-from ..planning.cuts import HEADROOM
-from ..planning.plan_training import TrainingPlan
+from ..planning.plan import TrainingPlan
+from ..planning.search import HEADROOM
 from .place_by_size import Subject, held_bytes
 from .resolve import Machine, plan_on
 

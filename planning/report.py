@@ -1,84 +1,103 @@
-"""A plan as people read it: a table with reasons, plain values for --json, a picture; and forecast against measured."""
+"""A plan as a table, plain values and a picture; and its forecast against what was measured."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
 
 from ..system.pace import describe_duration
-from .block_times import ASSUMED_FLOPS_PER_S, ASSUMED_LINK_BYTES_PER_S
-from .forecast import DeviceForecast
+from .memory import DeviceForecast
+from .plan import TrainingPlan
+from .times import ASSUMED_FLOPS_PER_S, ASSUMED_LINK_BYTES_PER_S
 
-if TYPE_CHECKING:
-    import torch
-    from PIL.Image import Image as PilImage
-
-    from .plan_training import TrainingPlan
+_STEPS = 1000  # of a run, where nobody says how many
+_MOST_ALTERNATIVES = 8  # rows of the table
+# What a card's memory is for: attribute of a DeviceForecast, its name in the table, and the colour of its bar. The
+# colours are told apart in grey and by the colour-blind.
+_PARTS = (
+    ("weights", "weights", "#0072b2"),
+    ("lora", "LoRA", "#009e73"),
+    ("gradients", "gradients", "#f0e442"),
+    ("optimizer", "optimizer", "#e69f00"),
+    ("checkpoints", "block inputs", "#56b4e9"),
+    ("kept", "kept activations", "#cc79a7"),
+    ("moving", "one block at work", "#d55e00"),
+    ("other", "workspace, allocator, driver", "#999999"),
+)
+_BAR_HEIGHT, _BAR_WIDTH, _MARGIN = 34, 640, 16  # pixels
 
 # Per device, decimal GB: forecast peak, the same as reserved by the allocator, and what was measured of both.
 Comparison = Mapping[str, Mapping[str, "float | None"]]
 
-# What the bars and the table's columns are made of, with colours that are told apart in grey and by the colour-blind.
-_PARTS = (
-    ("weights", "#0072b2"),
-    ("lora", "#009e73"),
-    ("gradients", "#f0e442"),
-    ("optimizer", "#e69f00"),
-    ("checkpoints", "#56b4e9"),
-    ("kept", "#cc79a7"),
-    ("moving", "#d55e00"),
-    ("other", "#999999"),
-)
-_LABELS = {
-    "lora": "LoRA",
-    "checkpoints": "block inputs",
-    "kept": "kept activations",
-    "moving": "one block at work",
-    "other": "workspace, allocator, driver",
-}
-_STEPS = 1000  # of a run, where nobody says how many
-_BAR_HEIGHT, _BAR_WIDTH, _MARGIN = 34, 640, 16  # pixels
+
+def describe_plan(plan: TrainingPlan, steps: int = _STEPS) -> str:
+    """The verdict, a line per card in decimal GB, and a line per setting that was looked at."""
+    facts = _facts(plan, steps)
+    names = [(name, label) for name, label, _ in _PARTS if any(parts_of(device)[name] for device in plan.devices)]
+    cards = [["card", "blocks", *(label for _, label in names), "needed", "free", "peak at"]]
+    for card, device in zip(plan.cards, plan.devices, strict=True):
+        sizes = [*(parts_of(device)[name] for name, _ in names), device.needed, card.usable_bytes]
+        cards.append([card.name, _blocks(device), *(f"{size / 1e9:.2f}" for size in sizes), device.moment])
+    tables = [list(map(list, facts)), cards]
+    if len(plan.alternatives) > 1:
+        tables.append([["setting", "per step"], *_alternatives(plan)])
+    return "\n\n".join(map(_table, tables))
 
 
-def parts_of(device: DeviceForecast) -> dict[str, int]:
-    """Bytes by what they are for; they add up to what is needed."""
-    parts = {name: getattr(device, name) for name, _ in _PARTS if name != "other"}
-    return parts | {"other": device.workspace + device.overhead + device.context}
+def _facts(plan: TrainingPlan, steps: int) -> list[tuple[str, str]]:
+    """Names and values of the plan as a whole."""
+    seconds, source = step_seconds(plan)
+    step = "unknown: no card of this kind is in the table of speeds"
+    if seconds is not None:
+        step = f"{_seconds(seconds)}, {steps} steps about {describe_duration(seconds * steps)} ({source})"
+    height, width = plan.bucket
+    frames = f", {plan.frames} frames" if plan.frames > 1 else ""
+    pinned = f", {plan.offloaded_inputs / 1e9:.1f} GB of it for block inputs" if plan.offloaded_inputs else ""
+    peaks = ", ".join(
+        f"{card.name} {device.needed / 1e9:.2f} of {card.usable_bytes / 1e9:.2f} GB"
+        for card, device in zip(plan.cards, plan.devices, strict=True)
+    )
+    return [
+        ("verdict", _verdict(plan)),
+        ("step", step),
+        ("peak", peaks),
+        ("plan", f"{plan.setting.describe()}; {plan.placement.describe()}"),
+        (
+            "job",
+            f"{plan.variant}, {width}x{height} {plan.unit}{frames}, batch {plan.space.batch_size}, "
+            f"accumulation {plan.space.accumulation}, LoRA rank {plan.space.lora.rank}",
+        ),
+        ("host memory", f"{plan.host_bytes / 1e9:.1f} GB{pinned}"),
+        *(("assumed", each) for each in _assumed(plan)),
+        *(("note", each) for each in plan.notes),
+    ]
 
 
 def describe_verdict(plan: TrainingPlan, steps: int = _STEPS) -> list[str]:
-    """What cards were assumed, whether it fits, and how long a step and so many take: all that a node has room for."""
-    return [*_assumed(plan), _verdict(plan), _times(plan, steps)]
-
-
-def _assumed(plan: TrainingPlan) -> Iterator[str]:
-    """Which generation of cards, where only their memory was said."""
-    kinds = dict.fromkeys(card.kind.name for card in plan.cards if card.is_assumed and card.kind)
-    needs = " or newer, as fp8-compute needs RTX 40" if plan.setting.scheme == "fp8-compute" else ""
-    if kinds:
-        yield f"assumed: cards like the {' and '.join(kinds)}{needs}; name them to be sure, such as 2x3090"
-    elif needs and not all(card.has_context or card.kind for card in plan.cards):  # nobody could ask
-        yield "assumed: RTX 40 cards or newer, as fp8-compute needs; for older ones plan with int8-compute"
+    """Whether it fits, and how long a step and so many take: all that a node has room for."""
+    (_, verdict), (_, step), *_ = _facts(plan, steps)
+    return [verdict, f"step: {step}"]
 
 
 def _verdict(plan: TrainingPlan) -> str:
     if plan.warning:
         return f"may not fit: {plan.warning}"
     streams = [f"{sum(plan.offloaded)} blocks"] * any(plan.offloaded) + ["block inputs"] * plan.setting.offloads
-    if not streams:
-        return "fits"
-    slower = plan.without_streaming
-    also = "" if slower is None else f"; all on the cards it fits too, and takes {slower:.2f} times as long"
-    return f"fits with streaming: {' and '.join(streams)} wait in host memory{also}"
+    return f"fits with streaming: {' and '.join(streams)} wait in host memory" if streams else "fits"
 
 
-def _times(plan: TrainingPlan, steps: int) -> str:
-    seconds, source = step_seconds(plan)
-    if seconds is None:
-        return "seconds of a step are unknown: no card of this kind is in the table of speeds"
-    whole = describe_duration(seconds * steps)
-    return f"a step takes about {_seconds(seconds)}, {steps} steps about {whole} ({source})"
+def _assumed(plan: TrainingPlan) -> Iterator[str]:
+    """Which generation of cards, where only their memory was given."""
+    kinds = dict.fromkeys(card.kind.name for card in plan.cards if card.is_assumed and card.kind)
+    needs = " or newer, as fp8-compute needs RTX 40" if plan.setting.scheme == "fp8-compute" else ""
+    if kinds:
+        yield f"cards like the {' and '.join(kinds)}{needs}; name them to be sure, such as 2x3090"
+    elif needs and not all(card.has_context or card.kind for card in plan.cards):  # no card was there to ask
+        yield "RTX 40 cards or newer, as fp8-compute needs; for older ones plan with int8-compute"
 
 
 def step_seconds(plan: TrainingPlan) -> tuple[float | None, str]:
@@ -92,46 +111,27 @@ def step_seconds(plan: TrainingPlan) -> tuple[float | None, str]:
     return plan.step_s * slowest, f"estimated from {source}{link}"
 
 
-def describe_plan(plan: TrainingPlan, steps: int = _STEPS) -> str:
-    """The verdict, the choice, a line per card in decimal GB, the reasons."""
-    height, width = plan.bucket
-    space = plan.space
-    length = f", {plan.frames} frames" if plan.frames > 1 else ""
-    lines = [
-        *describe_verdict(plan, steps),
-        f"{plan.variant}: {plan.setting.describe()}; {plan.placement.describe()}; {width}x{height} {plan.unit}"
-        f"{length}, batch {space.batch_size}, accumulation {space.accumulation}, LoRA rank {space.lora.rank}",
-        "",
-        *_table(plan),
-        "",
-        _host_line(plan),
-        _relative_time(plan),
-        *plan.reasons,
-    ]
-    if plan.hint:
-        lines.append(plan.hint)
-    return "\n".join(lines)
-
-
-def _relative_time(plan: TrainingPlan) -> str:
-    without = ", no pipeline and nothing streamed" if any(plan.offloaded) else " and no pipeline"
-    relative = f"{plan.relative_time:.2f} of the time that the same takes with every block recomputed{without}"
-    return f"a step takes {relative} (estimated)"
+def _alternatives(plan: TrainingPlan) -> list[list[str]]:
+    """What was looked at: the chosen one, then the others by their time. One that is faster and was not taken has
+    8-bit optimizer state, or more in host memory, and copies are an estimate."""
+    rows = sorted(plan.alternatives, key=lambda each: (each.setting != plan.setting, each.times_longer or float("inf")))
+    seconds, _ = step_seconds(plan)
+    found = []
+    for setting, times, is_streaming in rows[:_MOST_ALTERNATIVES]:
+        name = setting.describe() + ", blocks stream" * is_streaming
+        said = "does not fit" if times is None else f"x {times:.2f}" if seconds is None else _seconds(seconds * times)
+        found.append([name, said])
+    return found
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
-def _table(plan: TrainingPlan) -> list[str]:
-    names = [name for name, _ in _PARTS if any(parts_of(device)[name] for device in plan.devices)]
-    head = ["card", "blocks", *(_LABELS.get(name, name) for name in names), "needed", "free", "peak at"]
-    rows = [head]
-    for card, device in zip(plan.cards, plan.devices, strict=True):
-        sizes = [_gb(parts_of(device)[name]) for name in names]
-        rows.append([card.name, _blocks(device), *sizes, _gb(device.needed), _gb(card.usable_bytes), device.moment])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(lines)
 
 
 def _blocks(device: DeviceForecast) -> str:
@@ -141,21 +141,18 @@ def _blocks(device: DeviceForecast) -> str:
     return str(device.num_blocks) + (f" ({special})" if special else "")
 
 
-def _host_line(plan: TrainingPlan) -> str:
-    pinned = plan.offloaded_inputs / 1e9
-    size = f"host memory: {plan.host_bytes / 1e9:.1f} GB"
-    inputs = f", {pinned:.1f} GB pinned for block inputs while training" if pinned else ""
-    if any(plan.offloaded):
-        return f"{size}, all but one block of it for as long as the training runs{inputs}"
-    return f"{size} at most{inputs}" if pinned else f"{size} while loading, beside the system's cache of the files"
+def parts_of(device: DeviceForecast) -> dict[str, int]:
+    """Bytes by what they are for; they add up to what is needed."""
+    parts = {name: getattr(device, name) for name, _, _ in _PARTS if name != "other"}
+    return parts | {"other": device.workspace + device.overhead + device.context}
 
 
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.2f}"
+# ---- as values
 
 
 def plan_values(plan: TrainingPlan) -> dict[str, Any]:
     """Plain values, sizes in bytes, for --json."""
+    owners = plan.placement.devices
     return {
         "model": plan.variant,
         "setting": {
@@ -164,7 +161,7 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             "strategy": plan.setting.strategy,
             "microbatches_ahead": plan.setting.ahead,
             "offload_activations": plan.setting.offloads,
-            "split_at": _cuts(plan),
+            "split_at": [index for index in range(1, len(owners)) if owners[index] != owners[index - 1]],
             "replicas": [str(device) for device in plan.placement.replicas],
             "shards": [str(device) for device in plan.placement.shards],
             "shares": list(plan.placement.shares),
@@ -192,22 +189,15 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
         ],
         "host_bytes": plan.host_bytes,
         "offloaded_bytes": plan.offloaded_inputs,
-        "relative_time": plan.relative_time,
         "verdict": _verdict(plan),
         "assumed": list(_assumed(plan)),
         "estimated_step_s": step_seconds(plan)[0],
-        "reasons": list(plan.reasons),
+        "notes": list(plan.notes),
         "alternatives": [
             {"setting": other.setting.describe(), "times_longer": other.times_longer} for other in plan.alternatives
         ],
-        "hints": [plan.hint] if plan.hint else [],
         "warning": plan.warning,
     }
-
-
-def _cuts(plan: TrainingPlan) -> list[int]:
-    devices = plan.placement.devices
-    return [index for index in range(1, len(devices)) if devices[index] != devices[index - 1]]
 
 
 # ---- forecast against measured
@@ -253,22 +243,18 @@ def describe_pace(plan: TrainingPlan, step_times_s: Sequence[float]) -> str:
     )
 
 
-# ---- the picture
+# ---- as a picture
 
 
 def picture_of(plan: TrainingPlan) -> torch.Tensor:
     """draw_plan as ComfyUI hands images on: float32 in 0..1. [1, height, width, 3]"""
-    import torch
-
     picture = draw_plan(plan)
     values = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
     return (values.float() / 255).view(1, picture.height, picture.width, 3)
 
 
-def draw_plan(plan: TrainingPlan) -> PilImage:
+def draw_plan(plan: TrainingPlan) -> Image.Image:
     """A bar per card, its parts side by side, the card's free memory as the frame. RGB"""
-    from PIL import Image, ImageDraw, ImageFont
-
     font, row = ImageFont.load_default(14), _BAR_HEIGHT + 30
     devices = list(zip(plan.cards, plan.devices, strict=True))
     largest = max(max(card.usable_bytes, device.needed) for card, device in devices)
@@ -277,19 +263,19 @@ def draw_plan(plan: TrainingPlan) -> PilImage:
     draw = ImageDraw.Draw(sheet)
     for number, (card, device) in enumerate(devices):
         top = _MARGIN + number * row
-        label = f"{card.name}: {_blocks(device)} blocks, {_gb(device.needed)} of {_gb(card.usable_bytes)} GB"
-        draw.text((_MARGIN, top), label, fill="black", font=font)
+        room = f"{device.needed / 1e9:.2f} of {card.usable_bytes / 1e9:.2f} GB"
+        draw.text((_MARGIN, top), f"{card.name}: {_blocks(device)} blocks, {room}", fill="black", font=font)
         top += 20
         left = float(_MARGIN)
-        for (_, colour), size in zip(_PARTS, parts_of(device).values(), strict=True):
+        for (_, _, colour), size in zip(_PARTS, parts_of(device).values(), strict=True):
             right = left + _BAR_WIDTH * size / largest
             if round(right) > round(left):
                 draw.rectangle((round(left), top, round(right) - 1, top + _BAR_HEIGHT), fill=colour)
             left = right
         frame = _MARGIN + _BAR_WIDTH * card.usable_bytes / largest
         draw.rectangle((_MARGIN, top, round(frame), top + _BAR_HEIGHT), outline="black", width=2)
-    for number, (name, colour) in enumerate(_PARTS):
+    for number, (_, label, colour) in enumerate(_PARTS):
         at = _MARGIN + len(devices) * row + 22 * number
         draw.rectangle((_MARGIN, at, _MARGIN + 14, at + 14), fill=colour)
-        draw.text((_MARGIN + 22, at - 2), _LABELS.get(name, name), fill="black", font=font)
+        draw.text((_MARGIN + 22, at - 2), label, fill="black", font=font)
     return sheet

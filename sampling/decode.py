@@ -20,7 +20,7 @@ from PIL import Image
 from ..encoding.vae import load_vae
 from ..families.spec import HostDecoding, HostModel, ModelFamily, Variant
 from ..parallel.devices import CPU, device_module, free_bytes, release_cached_memory
-from ..planning.meter import Kernels, MemoryMeter, as_on_card
+from ..planning.dry_run import Kernels, MemoryMeter, as_on_card
 
 _log = logging.getLogger(__name__)
 

@@ -108,7 +108,7 @@ def dry_runs_once() -> Iterator[None]:
     """Models of the same sizes are run dry once for all plans of a file."""
     from devicebridge.families.registry import FAMILIES
     from devicebridge.families.spec import longest_text
-    from devicebridge.planning.question import ModelCosts
+    from devicebridge.planning.costs import ModelCosts
 
     run, known = ModelCosts._run, dict[Any, Any]()
 

@@ -14,7 +14,7 @@ from devicebridge.jobs.job import plan_job
 from devicebridge.jobs.native_limits import why_no_forecast
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.planning.cards import parse_cards
-from devicebridge.planning.short_model import NoForecast
+from devicebridge.planning.dry_run import NoForecast
 from devicebridge.tests.comfy import tiny_checkpoints as tiny
 from devicebridge.tests.comfy.native_headers import _LUMINA_2, _SD_15, _WHOLE, SDXL, Z_IMAGE, _write_sparse
 from devicebridge.tests.comfy.trained_families import _HUNYUAN_VIDEO_15

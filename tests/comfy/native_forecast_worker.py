@@ -40,10 +40,9 @@ from devicebridge.nodes.host.native.model import _plain_attention, native_traini
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.placement import Placement, block_names, native_block_flops  # noqa: E402
 from devicebridge.parallel.runner import MicroBatch, PlainAccumulation  # noqa: E402
-from devicebridge.planning.forecast import Backend, Forecaster, Optimizer, StagePlan, StepSettings  # noqa: E402
-from devicebridge.planning.meter import Kernels  # noqa: E402
-from devicebridge.planning.question import ModelCosts  # noqa: E402
-from devicebridge.planning.short_model import SampleText, Work  # noqa: E402
+from devicebridge.planning.costs import ModelCosts  # noqa: E402
+from devicebridge.planning.dry_run import Kernels, SampleText, Work  # noqa: E402
+from devicebridge.planning.memory import Backend, Forecaster, Optimizer, StagePlan, StepSettings  # noqa: E402
 from devicebridge.quantization.kernel_choice import device_kernels  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings  # noqa: E402
 from devicebridge.tests.comfy.native_steps import no_autocast_on_cards  # noqa: E402

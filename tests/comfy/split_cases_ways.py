@@ -12,7 +12,7 @@ import torch
 from devicebridge.nodes.host.split import model as split_module
 from devicebridge.nodes.host.split.tensor import DividedPlan
 from devicebridge.nodes.host.split.tree import tree_of
-from devicebridge.planning.machine_speed import CardSpeed, ExchangeSpeed, MachineSpeed
+from devicebridge.planning.cards import MachineSpeed
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
 
 FAST_LINK, SLOW_LINK = 1e12, 1e3  # bytes per second
@@ -21,8 +21,7 @@ FAST_LINK, SLOW_LINK = 1e12, 1e3  # bytes per second
 @contextmanager
 def _machine(flops_per_s: float, bytes_per_s: float) -> Iterator[None]:
     """Cards with streams that were measured so."""
-    cards = (CardSpeed("one", flops_per_s), CardSpeed("other", flops_per_s))
-    speed = MachineSpeed(cards, (ExchangeSpeed((0, 1), bytes_per_s, True),), 0.1, "2026-11-23")
+    speed = MachineSpeed((flops_per_s, flops_per_s), bytes_per_s, "2026-11-23")
     with (
         mock.patch.object(split_module, "machine_speed", lambda devices: speed),
         mock.patch.object(split_module, "module_with_streams", lambda *pair: torch),

@@ -18,9 +18,8 @@ from torch import nn
 from ....events import first_line
 from ....families.comfy.video import VIDEO_MODELS
 from ....parallel.transfer import module_with_streams
-from ....planning.divided_work import is_told_guidance, work_by_size
-from ....planning.machine_speed import machine_speed
-from ....planning.ways import Ways
+from ....planning.cards import machine_speed
+from ....planning.times import Ways, has_guidance, work_by_size
 from .attachments import KEY, ROOT, is_compiled
 from .blocks import BlockExecutor, BlockPlan, plan_blocks
 from .model_copy import ModuleMap, Origin, check_independent, copy_structure, follow_copy, load_over_file
@@ -233,7 +232,7 @@ def plan_split(model: Any, request: SplitRequest) -> SplitPlan:
         _log.info("split: way auto takes blocks: %s", first_line(error))
         return blocks
     tokens = _CLIP_TOKENS if blocks.layout in VIDEO_MODELS else _PICTURE_TOKENS
-    counts = (1,) if is_told_guidance(root) else (1, 2)
+    counts = (1,) if has_guidance(root) else (1, 2)
     taken: SplitPlan = tensor if ways.prefers_tensor(tokens, counts) else blocks
     forecasts = "; with CFG ".join(str(ways.seconds(tokens, count)) for count in counts)
     name = "tensor" if taken is tensor else "blocks"

@@ -14,8 +14,8 @@ from devicebridge.jobs.job import plan_job, run_job
 from devicebridge.jobs.place_by_size import Subject
 from devicebridge.jobs.shared_weights import plan_shared, shared_weights
 from devicebridge.planning.cards import Card, parse_cards
-from devicebridge.planning.cuts import HEADROOM
-from devicebridge.planning.plan_training import TrainingPlan
+from devicebridge.planning.plan import TrainingPlan
+from devicebridge.planning.search import HEADROOM
 from devicebridge.tests.ranks.launching import ROOT
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
@@ -82,7 +82,7 @@ def test_a_step_takes_a_third_less_where_no_block_is_computed_again(subject):
     none, half, every = (plan_shared(_job(**_asked(kept)), subject, _card("80GB"), 2) for kept in (0, 14, 28))
     assert every.step_s == pytest.approx(2 / 3 * none.step_s) and every.step_s < half.step_s < none.step_s
     chosen = plan_shared(_job(), subject, _card("80GB"), 2)
-    assert chosen.step_s == every.step_s and "the last 28 blocks keep them" in chosen.reasons[0]
+    assert chosen.step_s == every.step_s and chosen.uncheckpointed == (28,)
 
 
 def test_what_the_user_asks_for_is_planned_also_where_it_does_not_fit(subject):

@@ -24,7 +24,7 @@ from devicebridge.jobs.comfy_entries import (
     resolution_of,
 )
 from devicebridge.jobs.read_job import ReadJob
-from devicebridge.planning.short_model import SampleText, Work, step_on_meta, voice_as_sound
+from devicebridge.planning.dry_run import SampleText, Work, step_on_meta, voice_as_sound
 from devicebridge.training.batches import CachedSamples, loss_weights
 from devicebridge.training.objective import prediction_loss
 from torch import nn

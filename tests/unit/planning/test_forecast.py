@@ -19,11 +19,9 @@ from devicebridge.families.registry import find_family
 from devicebridge.parallel.local.block_split import apply_block_split, apply_weight_offload
 from devicebridge.parallel.offload import weights as swap_module
 from devicebridge.parallel.placement import Placement, block_names, place_offloaded
-from devicebridge.planning.dry_run import StepCost, dry_run_step
-from devicebridge.planning.dry_run_block import BlockCost
-from devicebridge.planning.forecast import Backend, Forecaster, Optimizer, StagePlan, StepSettings
-from devicebridge.planning.meter import UNSEEN_CARD, Kernels, MemoryMeter
-from devicebridge.planning.short_model import Work
+from devicebridge.planning.costs import BlockCost, StepCost, dry_run_step
+from devicebridge.planning.dry_run import UNSEEN_CARD, Kernels, MemoryMeter, Work
+from devicebridge.planning.memory import Backend, Forecaster, Optimizer, StagePlan, StepSettings
 from devicebridge.quantization.eight_bit import grad_input8
 from devicebridge.quantization.kernel_choice import DeviceKernels, device_kernels, using_kernels
 from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization

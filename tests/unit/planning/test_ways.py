@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from devicebridge.parallel.local.collective import SLICED_FROM_BYTES
-from devicebridge.planning import ways as ways_module
-from devicebridge.planning.ways import Work, WorkBySize
+from devicebridge.planning import times as ways_module
+from devicebridge.planning.times import ForwardWork, WorkBySize
 from devicebridge.tests.sampling_work import FLUX2, FLUX2_512, QWEN, WAN, machine_of, ways_of
 
 
@@ -35,14 +35,14 @@ HALF_OF_FLUX2 = replace(FLUX2, flops=FLUX2.flops / 2, sent_bytes=FLUX2.sent_byte
 @pytest.mark.parametrize(("work", "one_card", "tensor"), [(HALF_OF_FLUX2, 0.271, 0.185), (WAN, 1.041, 0.954)])
 def test_over_a_slow_link_a_step_takes_what_was_measured(work, one_card, tensor) -> None:
     """Two H200 that copied through host memory at 39 GB/s, with the time of one card as it was measured."""
-    machine = machine_of(flops_per_s=work.flops / one_card / ways_module.BLOCK_RATE, bytes_per_s=39e9, is_direct=False)
+    machine = machine_of(flops_per_s=work.flops / one_card / ways_module.BLOCK_RATE, bytes_per_s=39e9)
     assert ways_of(work, machine).seconds(4096, 1).tensor == pytest.approx(tensor, rel=0.03)
 
 
 def test_seconds_are_those_of_the_formulas(monkeypatch) -> None:
     """Three cards; powers of two so that sums are exact."""
     monkeypatch.setattr(ways_module, "BLOCK_RATE", 1.0)
-    work = Work(flops=64.0, sent_bytes=8.0, stream_bytes=4.0, num_exchanges=4)
+    work = ForwardWork(flops=64.0, sent_bytes=8.0, stream_bytes=4.0, num_exchanges=4)
     machine = machine_of(3, 4.0, 2.0)
     ways = replace(ways_of(work, machine), block_shares=[0.5, 0.25, 0.25], tensor_shares=[0.25, 0.5, 0.25])
     crossings = 3 * 4 / 2
@@ -62,7 +62,7 @@ def test_seconds_are_those_of_the_formulas(monkeypatch) -> None:
 def test_large_sums_are_sent_slice_by_slice_between_more_than_two_cards(cards, times) -> None:
     machine = machine_of(cards, 1e30, 1.0)
     for sent, factor in ((4 * SLICED_FROM_BYTES, times), (4 * SLICED_FROM_BYTES - 1, cards - 1)):
-        work = Work(0.0, float(sent), 0.0, num_exchanges=4)
+        work = ForwardWork(0.0, float(sent), 0.0, num_exchanges=4)
         assert ways_of(work, machine).seconds(1, 1).tensor == pytest.approx(factor * sent)
 
 
@@ -73,17 +73,17 @@ def test_a_fast_link_with_long_blocks_takes_tensor() -> None:
 
 def test_a_slow_link_takes_blocks() -> None:
     for work in (FLUX2, WAN):
-        assert not ways_of(work, machine_of(bytes_per_s=8e9, is_direct=False)).prefers_tensor(4096, (1,))
+        assert not ways_of(work, machine_of(bytes_per_s=8e9)).prefers_tensor(4096, (1,))
 
 
 def test_a_slow_link_between_slow_cards_takes_tensor() -> None:
     """What counts is the link beside the computation."""
-    assert ways_of(FLUX2, machine_of(2, 65e12, 10e9, is_direct=False)).prefers_tensor(4096, (1, 2))
+    assert ways_of(FLUX2, machine_of(2, 65e12, 10e9)).prefers_tensor(4096, (1, 2))
 
 
 def test_every_number_of_forwards_must_gain() -> None:
     """With CFG blocks overlap, so on a middling link tensor gains only without."""
-    ways = ways_of(FLUX2, machine_of(bytes_per_s=22e9, is_direct=False))
+    ways = ways_of(FLUX2, machine_of(bytes_per_s=22e9))
     assert ways.prefers_tensor(4096, (1,)) and not ways.prefers_tensor(4096, (1, 2))
     assert not replace(ways, can_overlap=True).prefers_tensor(4096, (2,))
     near = ways.seconds(4096, 1)
@@ -99,10 +99,10 @@ def test_a_gain_that_is_too_small_takes_blocks(monkeypatch) -> None:
 
 
 def test_work_of_three_sizes_gives_that_of_every_size() -> None:
-    def work(tokens: int) -> Work:
-        return Work(3.0 * tokens**2 + 7 * tokens + 11, 2.0 * tokens, 1.0 * tokens + 512, 2)
+    def work(tokens: int) -> ForwardWork:
+        return ForwardWork(3.0 * tokens**2 + 7 * tokens + 11, 2.0 * tokens, 1.0 * tokens + 512, 2)
 
-    by_size = WorkBySize(4096, (work(0), work(4096), work(8192)))
+    by_size = WorkBySize((work(0), work(4096), work(8192)))
     for tokens in (0, 1, 1024, 4096, 14040, 75600):
         for found, expected in zip(vars(by_size.at(tokens)).values(), vars(work(tokens)).values(), strict=True):
             assert found == pytest.approx(expected, rel=1e-9, abs=1e-3)

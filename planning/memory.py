@@ -1,4 +1,4 @@
-"""How much memory every card will take, added up from what its blocks cost; arithmetic on sizes, no torch.
+"""How much memory every card will take, added up from what its blocks cost; arithmetic on sizes.
 
 A card holds weights, LoRA with gradients and optimizer state, and for every micro-batch in flight the inputs of its
 blocks (for recomputation) and the activations of those blocks that keep them. On top comes what one block needs while
@@ -26,13 +26,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+import torch
+from torch import nn
+
+from ..config.job import OptimizerConfig
 from ..config.model import Strategy, has_stages
 from ..parallel.local.schedule import num_held
 from ..parallel.offload.activations import NUM_WAITING
 from ..parallel.offload.copies import NUM_SLOTS
 from ..parallel.placement import spread_offloaded
-from .dry_run import StepCost
-from .dry_run_block import BlockCost
+from ..training.optimizer import make_optimizer
+from .costs import BlockCost, StepCost
 
 CONTEXT_BYTES = 500_000_000  # the driver's own, per card, once CUDA has started; read off nvidia-smi, differs by card
 # cuBLAS takes its workspace from torch's allocator: 32 MiB on Hopper, 8 MiB on others, for the thread that runs
@@ -152,6 +156,23 @@ class StagePlan:
         return self.end - self.num_uncheckpointed
 
 
+@dataclass(frozen=True)
+class Moment:
+    """What a device holds besides weights, LoRA and optimizer state."""
+
+    name: str
+    checkpoints: int
+    kept: int
+    moving: int
+    gradients: int
+    has_lora: bool = True
+
+    @property
+    def total(self) -> int:
+        return self.checkpoints + self.kept + self.moving + self.gradients
+
+
+@dataclass(frozen=True)
 class Forecaster:
     """Adds up for any cut of one model.
 
@@ -160,22 +181,12 @@ class Forecaster:
         picture: what a step of one sample picture costs, where its forward takes more than training's.
     """
 
-    def __init__(
-        self,
-        cost: StepCost,
-        optimizer: Optimizer,
-        settings: StepSettings,
-        *,
-        backend: Backend | None = None,
-        largest_layer: int = 0,
-        picture: StepCost | None = None,
-    ) -> None:
-        self.cost = cost
-        self.settings = settings
-        self._optimizer = optimizer
-        self._backend = backend or Backend()
-        self._largest_layer = largest_layer
-        self._picture = picture
+    cost: StepCost
+    optimizer: Optimizer
+    settings: StepSettings
+    backend: Backend = Backend()
+    largest_layer: int = 0
+    picture: StepCost | None = None
 
     @cached_property
     def _sums(self) -> dict[str, list[int]]:
@@ -184,6 +195,9 @@ class Forecaster:
         blocks = self.cost.blocks
         sums = {name: list(accumulate((getattr(block, name) for block in blocks), initial=0)) for name in names}
         return sums | {"leaving": list(accumulate(map(self._leaving, blocks), initial=0))}
+
+    def _between(self, name: str, start: int, end: int) -> int:
+        return self._sums[name][end] - self._sums[name][start]
 
     def _leaving(self, block: BlockCost) -> int:
         """Bytes of a block's inputs that go to the host while it waits for its backward."""
@@ -204,13 +218,17 @@ class Forecaster:
         largest = max(map(self._leaving, self.cost.blocks[plan.start : plan.first_spared]), default=0)
         return max(0, leaving - num_near * largest)
 
-    def _between(self, name: str, start: int, end: int) -> int:
-        return self._sums[name][end] - self._sums[name][start]
-
     def device(self, name: str, plan: StagePlan) -> DeviceForecast:
         """What the device of a stage will hold."""
-        weights, lora, trained = self._resident(plan)
-        state = int(trained * self._optimizer.state)
+        found = self.cost
+        weights = self._between("weights", plan.start, plan.end) - self.saved_bytes(plan)
+        lora, trained = self._between("lora", plan.start, plan.end), self._between("num_trained", plan.start, plan.end)
+        if plan.stage == 0:
+            weights += found.home_weights - found.tail_weights
+            lora, trained = lora + found.home_lora, trained + found.home_trained
+        if plan.stage == self.settings.tail_stage(plan.num_stages):
+            weights += found.tail_weights
+        state = int(trained * self.optimizer.state)
         moment = max(self._moments(plan, lora, trained), key=lambda each: each.total + each.has_lora * (lora + state))
         return DeviceForecast(
             device=name,
@@ -225,23 +243,13 @@ class Forecaster:
             checkpoints=moment.checkpoints,
             kept=moment.kept,
             moving=moment.moving,
-            workspace=self._backend.workspace,
-            overhead=int(moment.total * self._backend.fragmentation),
-            context=self._backend.context,
+            workspace=self.backend.workspace,
+            overhead=int(moment.total * self.backend.fragmentation),
+            context=self.backend.context,
             moment=moment.name,
         )
 
-    def _resident(self, plan: StagePlan) -> tuple[int, int, int]:
-        """Base weights and LoRA in bytes, and the number of trained values."""
-        found = self.cost
-        weights = self._between("weights", plan.start, plan.end) - self.saved_bytes(plan)
-        lora, trained = self._between("lora", plan.start, plan.end), self._between("num_trained", plan.start, plan.end)
-        if plan.stage == 0:
-            weights += found.home_weights - found.tail_weights
-            lora, trained = lora + found.home_lora, trained + found.home_trained
-        if plan.stage == self.settings.tail_stage(plan.num_stages):
-            weights += found.tail_weights
-        return weights, lora, trained
+    # ---- host memory
 
     def _offloaded_sizes(self, plan: StagePlan) -> list[int]:
         """Bytes of each streaming block that rest in host memory."""
@@ -257,6 +265,17 @@ class Forecaster:
         away = self._offloaded_sizes(plan)
         return sum(away) - min(NUM_SLOTS, len(away)) * max(away, default=0)
 
+    @property
+    def loading_bytes(self) -> int:
+        """Host memory for one layer, or block, on its way from the file."""
+        return max(self.largest_layer, max(block.weights for block in self.cost.blocks))
+
+    def offloaded_inputs(self, plans: Sequence[StagePlan]) -> int:
+        """Pinned host memory for the inputs of all micro-batches held."""
+        return sum(self.settings.held(plan.stage, plan.num_stages) * self.leaving(plan) for plan in plans)
+
+    # ---- moments
+
     @cached_property
     def _run_starts(self) -> list[int]:
         """Where a run of blocks of one kind begins."""
@@ -270,28 +289,28 @@ class Forecaster:
         bounds = {start, end, *(at for at in (*self._run_starts, first_spared, *first) if start < at < end)}
         return sorted({*(bounds - {end}), *(at - 1 for at in bounds - {start})})
 
-    def _constants(self, plan: StagePlan) -> int:
-        """Modulation, rotary tables and the like, once per device whatever the number of blocks that read them."""
-        named: dict[int, int] = {}
-        for index in self._ends_of_runs(plan.start, plan.end, plan.start):
-            named.update(self.cost.blocks[index].constants)
-        return sum(named.values())
-
     def _moments(self, plan: StagePlan, lora: int, trained: int) -> Iterator[Moment]:
         gradients = lora if self.settings.accumulation > 1 else 0  # those of earlier micro-batches
         yield from self._computing(plan, gradients)
-        yield Moment("optimizer step", 0, 0, int(trained * self._optimizer.step), lora)
-        if self._picture is not None:
-            yield Moment("sample picture", 0, 0, self._drawing_bytes(self._picture, plan), 0)
-        if self._largest_layer:
-            copies = min(ROUNDING_BYTES, ROUNDING_COPIES * self._largest_layer)
-            yield Moment("loading", 0, 0, self._largest_layer + copies, 0, has_lora=False)
+        yield Moment("optimizer step", 0, 0, int(trained * self.optimizer.step), lora)
+        if self.picture is not None:
+            yield Moment("sample picture", 0, 0, self._drawing_bytes(self.picture, plan), 0)
+        if self.largest_layer:
+            copies = min(ROUNDING_BYTES, ROUNDING_COPIES * self.largest_layer)
+            yield Moment("loading", 0, 0, self.largest_layer + copies, 0, has_lora=False)
+
+    def _constants(self, cost: StepCost, plan: StagePlan) -> int:
+        """Modulation, rotary tables and the like, once per device whatever the number of blocks that read them."""
+        named: dict[int, int] = {}
+        for index in self._ends_of_runs(plan.start, plan.end, plan.start):
+            named.update(cost.blocks[index].constants)
+        return sum(named.values())
 
     def _computing(self, plan: StagePlan, gradients: int) -> Iterator[Moment]:
         """The moments of forward and backward; gradients: in bytes, those that are there already."""
         found, settings = self.cost, self.settings
         start, end, first_spared = plan.start, plan.end, plan.first_spared
-        constants = self._constants(plan)
+        constants = self._constants(found, plan)
         others = settings.held(plan.stage, plan.num_stages) - 1
         all_inputs, all_kept = self._between("inputs", start, end), self._between("kept", first_spared, end)
         before = constants + others * (all_inputs + constants)
@@ -314,37 +333,40 @@ class Forecaster:
 
     def _drawing_bytes(self, cost: StepCost, plan: StagePlan) -> int:
         """What a picture takes while it is drawn: constants, and the inputs and the forward of one block."""
-        blocks = [cost.blocks[index] for index in self._ends_of_runs(plan.start, plan.end, plan.end)]
-        constants = {name: size for block in blocks for name, size in block.constants.items()}
-        held = sum(constants.values())
+        held = self._constants(cost, plan)
         if plan.stage == 0:
             held = max(held, cost.front - cost.first_inputs)
+        blocks = (cost.blocks[index] for index in self._ends_of_runs(plan.start, plan.end, plan.end))
         moments = [block.inputs + block.forward for block in blocks]
         if plan.stage == self.settings.tail_stage(plan.num_stages):
             moments.append(cost.blocks[-1].outputs + cost.tail)
         return held + max(moments)
 
-    @property
-    def loading_bytes(self) -> int:
-        """Host memory for one layer, or block, on its way from the file."""
-        return max(self._largest_layer, max(block.weights for block in self.cost.blocks))
 
-    def offloaded_inputs(self, plans: Sequence[StagePlan]) -> int:
-        """Pinned host memory for the inputs of all micro-batches held."""
-        return sum(self.settings.held(plan.stage, plan.num_stages) * self.leaving(plan) for plan in plans)
+def optimizer_bytes(name: str, lora_dtype: str, *, kahan: bool = False, ema: bool = False) -> Optimizer:
+    """What an optimizer holds per trained value. Of one that this pack does not know, the state is measured.
+
+    Args:
+        kahan: whether what rounding leaves is kept in bfloat16, and a step has the weights and gradients in float32.
+        ema: whether an average of the weights is kept, in float32.
+    """
+    size = 4 if kahan else getattr(torch, lora_dtype).itemsize
+    if name == "adamw":
+        found = Optimizer(state=2 * size, step=size)  # torch takes the root of all second moments of a card at once
+    elif name == "adamw8bit":
+        found = Optimizer(state=2 * (1 + 4 / 256), step=0.0)  # two moments, a float32 per 256 values; one by one
+    else:
+        found = Optimizer(_measured_state(name, torch.float32 if kahan else getattr(torch, lora_dtype)), size)
+    return Optimizer(found.state + 2 * kahan + 4 * ema, found.step + 8 * kahan)
 
 
-@dataclass(frozen=True)
-class Moment:
-    """What a device holds besides weights, LoRA and optimizer state."""
-
-    name: str
-    checkpoints: int
-    kept: int
-    moving: int
-    gradients: int
-    has_lora: bool = True
-
-    @property
-    def total(self) -> int:
-        return self.checkpoints + self.kept + self.moving + self.gradients
+def _measured_state(name: str, dtype: torch.dtype) -> float:
+    """Bytes per value, on a small parameter."""
+    with torch.inference_mode(False), torch.enable_grad():
+        parameter = nn.Parameter(torch.ones(64, 64, dtype=dtype))
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer = make_optimizer([parameter], OptimizerConfig(name=name))
+        optimizer.step()
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        held = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
+    return sum(value.numel() * value.element_size() for value in held) / parameter.numel()
