@@ -25,8 +25,7 @@ from .parallel.offload.recompute import recompute
 from .parallel.offload.weights import WeightOffload
 from .parallel.placement import Placement, place_offloaded
 from .patches.compile_blocks import CompiledBlocks, compile_if_possible, remove_compiled
-from .quantization.quantize import Quantizer
-from .quantization.report import QuantizeReport
+from .quantization.quantize import Quantizer, QuantizeReport
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -29,22 +29,19 @@ from devicebridge.parallel.local.block_split import BlockSplit, apply_block_spli
 from devicebridge.parallel.offload.weights import WeightOffload
 from devicebridge.parallel.placement import Placement, block_names, parameter_bytes, plan_placement
 from devicebridge.parallel.runner import PlainAccumulation, Runner
-from devicebridge.patches.lora_linear import FusedLora
 from devicebridge.planning.cards import Card, cards_of
 from devicebridge.planning.costs import ModelCosts
 from devicebridge.planning.question import Question
 from devicebridge.quantization.kernel_choice import device_kernels
-from devicebridge.quantization.quantize import Quantizer, QuantizeSettings
-from devicebridge.quantization.report import QuantizeReport
-from devicebridge.quantization.wrapped import plain_parts
+from devicebridge.quantization.quantize import Quantizer, QuantizeReport, QuantizeSettings
+from devicebridge.quantization.weight_only import plain_parts
 from devicebridge.tests.emulated import CARDS
 from devicebridge.training.adapter import LoraHandle, apply_lora
 from devicebridge.training.batches import CachedSamples
-from devicebridge.training.gradient_check import worst_of
+from devicebridge.training.compile_check import check_compiled, worst_of
 from devicebridge.training.loop import Trainer
 from devicebridge.training.objective import make_noise_schedule
 from devicebridge.training.optimizer import learning_rate_factor
-from devicebridge.training.preflight import check_compiled
 from peft.tuners.lora import Linear as LoraLinear
 from provenance import say
 from torch import nn
@@ -318,7 +315,8 @@ def attach_lora(built: RandomModel, job: JobConfig, *, seed: int | None = None, 
     """
     lora = apply_lora(built.model, built.family, job.lora, seed=job.train.seed if seed is None else seed)
     if not is_fused:
-        FusedLora([m for m in built.model.modules() if type(m).__mro__[1] is LoraLinear]).remove()
+        for layer in [m for m in built.model.modules() if type(m).__mro__[1] is LoraLinear]:
+            layer.__class__ = LoraLinear
     built.model.train()
     if job.train.gradient_checkpointing:
         built.model.enable_gradient_checkpointing(built.split.checkpoint)

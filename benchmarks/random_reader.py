@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import diffusers
 import torch
-from devicebridge.checkpoints import weight_file, zero_weights
+from devicebridge.checkpoints import weight_file
 from devicebridge.checkpoints.checkpoint import CheckpointInfo
 from devicebridge.families.spec import ModelFamily
 from devicebridge.parallel.ranks import sharded
@@ -44,7 +44,7 @@ def random_weights(info: CheckpointInfo) -> Iterator[None]:
         yield reader
 
     with ExitStack() as stack:
-        for module in (weight_file, sharded, zero_weights):
+        for module in (weight_file, sharded):
             stack.enter_context(patch.object(module, "open_weights", open_weights))
         yield
 

@@ -23,19 +23,18 @@ from typing import Any, Literal, NamedTuple
 from ..families.naming import any_of, find_by_original
 from ..families.registry import FAMILIES, find_family, find_variant
 from ..families.spec import ModelFamily, Variant
-from .config_sizes import refuse_absurd_sizes
 from .header import TensorRecord, read_header
 from .model_class import (
     Shapes,
     described,
     differences,
     expected_shapes,
+    refuse_absurd_sizes,
     refuse_other_kinds,
     transformer_class,
     with_defaults,
 )
-from .model_folder import Source, find_source, first
-from .other_files import describe_other, refuse_lora
+from .model_files import Source, describe_other, find_source, first, refuse_lora
 from .quantized_files import TYPE_NAMES, pair_scales, read_formats
 
 _log = logging.getLogger(__name__)

@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from ..quantization.rotation import make_rotation, rotate
+from ..quantization.eight_bit import make_rotation, rotate
 from ..system.json_file import expect, parse_json_object
 from .header import FLOAT_TYPES, TensorRecord
-from .other_files import describe_other
+from .model_files import describe_other
 from .weight_file import TORCH_TYPES, read_records
 
 METADATA_KEY = "_quantization_metadata"

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ..checkpoints.model_folder import first
+from ..checkpoints.model_files import first
 from ..config.job import DataConfig, FolderConfig
 from ..families.comfy.conditions import WAYS
 from ..families.spec import LatentSpec

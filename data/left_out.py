@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-from ..checkpoints.model_folder import first
+from ..checkpoints.model_files import first
 from ..system.listing import Looked
 from .open_image import PLUGINS, image_suffixes
 from .video import media_suffixes

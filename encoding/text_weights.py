@@ -26,7 +26,7 @@ from torch import nn
 
 from ..checkpoints.header import TensorEntry, read_header, read_weight_map
 from ..checkpoints.load import find_owner, put_tensor
-from ..checkpoints.model_folder import first
+from ..checkpoints.model_files import first
 from ..checkpoints.weight_file import open_weights
 from ..families.spec import TextEncoderSpec
 from ..patches.lora import matches_any

@@ -14,11 +14,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..checkpoints.config_sizes import refuse_absurd_sizes
 from ..checkpoints.fingerprint import folder_fingerprint
 from ..checkpoints.header import TensorRecord, read_header
-from ..checkpoints.model_class import with_defaults
-from ..checkpoints.zero_weights import find_zero_weights, refuse_zeros
+from ..checkpoints.model_class import refuse_absurd_sizes, with_defaults
+from ..checkpoints.weight_file import find_zero_weights, refuse_zeros
 from ..config.job import JobConfig, OptimizerConfig
 from ..data.samples import Sample
 from ..data.video import media_fingerprint, sequence_files

@@ -27,9 +27,9 @@ from ..planning.plan import TrainingPlan
 from ..planning.report import Comparison, compare, describe_comparison, describe_pace
 from ..runs.record import Recording, recorded_run
 from ..system.requests import Requests
+from ..training.compile_check import check_compiled
 from ..training.loop import Trainer, checkpoint_folder
 from ..training.objective import make_noise_schedule
-from ..training.preflight import check_compiled
 from ..training.state import TrainingState, list_checkpoints
 from .build import build_trainer
 from .checked_job import JobPlan

@@ -10,9 +10,14 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.lokr_file import lokr_for_comfyui
-from ..checkpoints.lora_layouts import describe_readers, make_lora_tensors, what_is_lost
-from ..checkpoints.text_lora import text_lora_for_comfyui, without_text
+from ..checkpoints.lora_file import (
+    describe_readers,
+    is_of_text,
+    lokr_for_comfyui,
+    make_lora_tensors,
+    text_lora_for_comfyui,
+    what_is_lost,
+)
 from ..config.job import OutputConfig, job_to_dict
 from ..system.files import tensors_as_bytes, write_atomically
 from ..training.adapter import LoraHandle
@@ -27,16 +32,20 @@ def lora_file_tensors(plan: JobPlan, lora: LoraHandle) -> dict[str, torch.Tensor
     """The LoRA as the job's layout and type name it."""
     output, settings = plan.job.output, plan.job.lora
     dtype, whole = getattr(torch, output.lora_dtype), lora.tensors()
-    trained, text = without_text(whole), text_lora_for_comfyui(whole, settings.strength)
+    trained, text = _without_text(whole), text_lora_for_comfyui(whole, settings.strength)
     if settings.kind == "lokr":
         factors = lokr_for_comfyui(plan.family, trained, settings.strength)
         return {name: tensor.to(dtype) for name, tensor in factors.items()}
-    for_comfyui = {} if output.lora_layout == "diffusers" else without_text(lora.tensors_for_comfyui())
+    for_comfyui = {} if output.lora_layout == "diffusers" else _without_text(lora.tensors_for_comfyui())
     tensors = text | make_lora_tensors(
         plan.family, output.lora_layout, trained, for_comfyui, settings.alpha, settings.rank
     )
     # alpha stays float32: a rounded one would change the strength of the whole layer
     return {name: t if name.endswith(".alpha") else t.to(dtype) for name, t in tensors.items()}
+
+
+def _without_text(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in tensors.items() if not is_of_text(name)}
 
 
 def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path, *, must_change: bool = False) -> Path:

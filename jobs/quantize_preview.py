@@ -22,6 +22,7 @@ from ..quantization.quantize import (
     KEPT,
     NOT_LINEAR,
     QUANTIZED,
+    GroupTotals,
     LayerGroup,
     Quantizer,
     QuantizeSettings,
@@ -31,7 +32,6 @@ from ..quantization.quantize import (
     refusal,
     stored_linear_bytes,
 )
-from ..quantization.report import GroupTotals
 from .place_by_size import Subject, held_bytes, place_by_size
 from .resolve import Machine, find_machine
 

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..checkpoints.load import make_empty_transformer
-from ..checkpoints.lokr_file import check_lokr_layout
-from ..checkpoints.lora_layouts import check_lora_layout
-from ..checkpoints.lora_start import is_of_text, read_start, refuse_start
+from ..checkpoints.lora_file import check_lokr_layout, check_lora_layout, is_of_text
+from ..checkpoints.lora_start import read_start, refuse_start
 from ..config.job import JobConfig
 from ..data.folders import scan_folders
 from ..data.samples import Sample

@@ -10,6 +10,11 @@ t, and rows of gy * s to h with scales u:
 s stands on the dim that grad_input contracts, hence it goes into gy before gy is rounded. q has no gradient, and no
 activation is kept. A row of zeros gives zeros; a row with an infinity or NaN gives NaN in that row and nowhere else.
 
+Rows of int8 may be rotated first, which spreads their outliers. With an orthogonal R, x W^T = (x R) (W R)^T. R is
+block-diagonal with blocks of B = 16, 64 or 256: Hadamard matrices times 1 / sqrt(B), whose entries are exact in every
+format. Their rows carry the signs of the Rudin-Shapiro sequence, or a mean would become an outlier. Weights are rotated
+once, and x whenever it is rounded; grad_input is rotated back. The N dim of gy is not rotated.
+
 Where size or device rule 8 bits out, a piece of q at a time becomes a plain weight. CUDA's rules for shapes are
 asserted on every device, so that a CPU test finds the fault. Formats, their noise, and what was not done:
 docs/decisions/0005-eight-bit-linears.md.
@@ -28,8 +33,8 @@ from torch.nn import functional as F
 from . import eight_bit_kernels as kernels
 from .eight_bit_kernels import LARGEST, MAX_INT8_TERMS, SMALLEST_AMAX
 from .kernel_choice import KernelChoice, choose_kernels, kernels_for, slice_weights
-from .rotation import rotate
 
+ROTATIONS = (16, 64, 256)
 MAX_PLAIN_ROWS = 16
 _MULTIPLE = 16  # of K and N
 _PIECE = 2**26  # weights dequantized at a time: 128 MiB in bfloat16
@@ -94,6 +99,46 @@ def refuse_broken_rows(scale: Tensor) -> None:
             f"{broken} of {scale.shape[0]} rows of a weight hold infinities or NaN and cannot be rounded to 8 bits; "
             "the checkpoint is damaged, load another"
         )
+
+
+# ---- rotation
+
+
+def make_rotation(block: int) -> Tensor:
+    """Orthogonal matrix of Hadamard entries +-1 / sqrt(block), its rows signed by the Rudin-Shapiro sequence. [B, B]
+
+    Raises: ValueError for a block that is none of ROTATIONS.
+    """
+    if block not in ROTATIONS:
+        raise ValueError(f"rotation in blocks of {block} was asked for; use one of {ROTATIONS}, or 0 for none")
+    index = range(block)
+    entries = [[(-1.0) ** (((i & j).bit_count()) + (i & (i >> 1)).bit_count()) for j in index] for i in index]
+    return torch.tensor(entries) / math.sqrt(block)
+
+
+def rotation_for(weight: Tensor, dtype: torch.dtype, block: int) -> Tensor | None:
+    """make_rotation on a weight's device; None for block 0.
+
+    Args:
+        weight: [N, K]    dtype: that it is, or will be, stored in.
+    Raises: ValueError for float8, and for blocks that do not divide K.
+    """
+    if not block:
+        return None
+    if dtype is not torch.int8:
+        raise ValueError("rotation was asked for float8, which gains nothing by it; use rotation 0, or int8-compute")
+    in_features = weight.shape[1]
+    if in_features % block:
+        fitting = [other for other in ROTATIONS if in_features % other == 0]
+        raise ValueError(
+            f"rotation in blocks of {block} does not divide {in_features} input features; use one of {[0, *fitting]}"
+        )
+    return make_rotation(block).to(weight.device)
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Multiply every block of B values of the last dim by rotation; in x's dtype. Its transpose rotates back."""
+    return (x.reshape(-1, rotation.shape[0]) @ rotation.to(x.dtype)).reshape(x.shape)
 
 
 # ---- products

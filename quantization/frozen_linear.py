@@ -9,8 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .eight_bit import compiled_grad_input8, compiled_linear8, dequantize, grad_input8, linear8, quantize_weight
-from .rotation import rotate, rotation_for
+from .eight_bit import (
+    compiled_grad_input8,
+    compiled_linear8,
+    dequantize,
+    grad_input8,
+    linear8,
+    quantize_weight,
+    rotate,
+    rotation_for,
+)
 
 ComputeScheme = Literal["fp8-compute", "int8-compute"]
 COMPUTE_SCHEMES: Mapping[ComputeScheme, torch.dtype] = {"fp8-compute": torch.float8_e4m3fn, "int8-compute": torch.int8}

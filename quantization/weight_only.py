@@ -13,7 +13,7 @@ docs/decisions/0005-eight-bit-linears.md.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..patches.lora import is_torchao_tensor
 from .eight_bit import refuse_broken_rows
@@ -138,3 +139,30 @@ def _clear_zero_rows(weight: Any) -> None:
     is_zero = weight.scale == 0  # [N, 1]
     weight.qdata.view(torch.uint8).masked_fill_(is_zero, 0)
     weight.scale.masked_fill_(is_zero, 1.0)
+
+
+# ---- tensors that are made of others, as torchao's quantized ones are
+
+
+def plain_parts(tensor: Any) -> Iterator[Tensor]:
+    """The plain tensors that a tensor is made of, detached; itself if it is one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor.detach()
+        return
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    for name in names:
+        yield from plain_parts(getattr(tensor, name))
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """What a tensor takes; for one made of others (values and scales) what its parts take."""
+    return sum(part.numel() * part.element_size() for part in plain_parts(tensor))
+
+
+def rebuilt(tensor: Any, parts: Iterator[Tensor]) -> Tensor:
+    """A tensor like this one, made of the next of parts."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return next(parts)
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: rebuilt(getattr(tensor, name), parts) for name in names}
+    return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())

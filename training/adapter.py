@@ -11,19 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.lora_parts import DORA, MAGNITUDE, A, B
-from ..checkpoints.lora_start import is_of_text
+from ..checkpoints.lora_file import DORA, LOKR, MAGNITUDE, A, B, is_of_text
 from ..config.job import LoraSettings
 from ..families.spec import TEXT_ENCODERS, ModelFamily
-from ..patches.lokr_linear import apply_fused_lokr
-from ..patches.lora import assert_lora_intact, lora_parameters, matches_any, place_lora_with_base, resolve_targets
-from ..patches.lora_linear import apply_fused_lora
+from ..patches.lora import lora_parameters, matches_any, place_lora_with_base, resolve_targets
+from ..patches.lora_linear import apply_fused_lokr, apply_fused_lora
 from ..quantization.frozen_linear import refuse_merge
 from ..quantization.quantize import full_weight
 
 _ADAPTER = "default"
-_LOKR = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
-_KINDS = "|".join(("lora_A", "lora_B", "lora_magnitude_vector", *_LOKR))
+_KINDS = "|".join(("lora_A", "lora_B", "lora_magnitude_vector", *LOKR))
 _PARAMETER = re.compile(rf"^(?P<module>.+)\.(?P<kind>{_KINDS})\.{_ADAPTER}(\.weight)?$")
 _SUFFIX = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude_vector": "dora_scale"}
 _TEXT_TARGETS = (f"{TEXT_ENCODERS}.*.encoder.layers.*",)
@@ -130,7 +127,7 @@ class LoraHandle:
 
 
 def _start_lokr(name: str, layer: Any, given: Mapping[str, Tensor], strength: float) -> None:
-    own = {kind: getattr(layer, kind)[_ADAPTER] for kind in _LOKR if _ADAPTER in getattr(layer, kind)}
+    own = {kind: getattr(layer, kind)[_ADAPTER] for kind in LOKR if _ADAPTER in getattr(layer, kind)}
     shapes = [{kind: tuple(tensor.shape) for kind, tensor in each.items()} for each in (given, own)]
     if shapes[0] != shapes[1]:
         raise ValueError(
@@ -226,7 +223,6 @@ def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *,
     dtype = getattr(torch, settings.dtype)
     for name in lora_parameters(model):
         model.get_submodule(name.rpartition(".")[0]).to(dtype)
-    assert_lora_intact(model)
     apply_fused_lora(model)
     apply_fused_lokr(model)
     return LoraHandle(model, tuple(targets))

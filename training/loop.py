@@ -29,13 +29,27 @@ from ..parallel.ranks.group import ALONE, RankLost, Ranks
 from ..parallel.runner import MicroBatch, Runner
 from ..patches.attention import sound_attention
 from ..patches.compile_blocks import CompiledBlocks
-from ..patches.lora_average import LoraAverage, split_average
 from ..system.requests import Request, nothing_asked
 from .adapter import LoraHandle
 from .batches import CachedSamples, LoadedBatch
-from .loss_growth import describe_growth
-from .objective import NoiseSchedule, draw_quantiles, make_generator, noise_latents, predict, prediction_loss
-from .optimizer import learning_rate_factor, make_optimizer, pack_optimizer, set_learning_rate, unpack_optimizer
+from .objective import (
+    NoiseSchedule,
+    describe_growth,
+    draw_quantiles,
+    make_generator,
+    noise_latents,
+    predict,
+    prediction_loss,
+)
+from .optimizer import (
+    LoraAverage,
+    learning_rate_factor,
+    make_optimizer,
+    pack_optimizer,
+    set_learning_rate,
+    split_average,
+    unpack_optimizer,
+)
 from .state import TrainingState, list_checkpoints, save_checkpoint
 
 _log = logging.getLogger(__name__)
@@ -158,7 +172,8 @@ class Trainer:
             with self.ranks.doing("the end of a step"):
                 self._timed_step()
             self._evaluate_if_due(is_end=self.step == last)
-            if self._is_save_due() or self.step == last:
+            every = self.job.output.save_every_steps
+            if self.is_asked("save") or (every and self.step % every == 0) or self.step == last:
                 self._save_together()
             self._draw_if_due(should_stop)
 
@@ -215,15 +230,11 @@ class Trainer:
             self._has_warned = True
             _log.warning("%s", growth)
         if len(self.step_times_s) == 1 or self.step % _MEMORY_EVERY_STEPS == 0:
-            self.events.emit("memory", self.step, self.job.train.steps, **self._memory())
-
-    def _memory(self) -> dict[str, Any]:
-        """Of every device; of several ranks by the rank's number, too."""
-        own = memory_in_use(self.devices)
-        if not self.ranks.is_launched:
-            return own
-        every = enumerate(self.ranks.gather(own))
-        return {f"rank {rank} {device}": values for rank, found in every for device, values in found.items()}
+            memory: dict[str, Any] = memory_in_use(self.devices)
+            if self.ranks.is_launched:
+                every = enumerate(self.ranks.gather(memory))
+                memory = {f"rank {rank} {device}": each for rank, found in every for device, each in found.items()}
+            self.events.emit("memory", self.step, self.job.train.steps, **memory)
 
     def train_step(self, learning_rate: float) -> float:
         """One optimizer step over `accumulation` batches; returns the mean loss.
@@ -416,10 +427,6 @@ class Trainer:
         """Inside, the LoRA is what its file holds: the average if there is one and the job wants that."""
         return self._averaged(self.job.output.use_ema)
 
-    def _is_save_due(self) -> bool:
-        every = self.job.output.save_every_steps
-        return self.is_asked("save") or (bool(every) and self.step % every == 0)
-
     def save(self) -> Path:
         """Write a checkpoint of everything the run needs to continue, and a LoRA file users can load beside it.
 
@@ -461,11 +468,13 @@ class Trainer:
         self.step = state.step
         self.losses = list(state.facts["losses"])
         self.evaluations = {int(step): loss for step, loss in state.facts["evaluations"].items()}
+        own = {"cpu", *map(str, self.devices)}  # ranks draw from streams of their own, whichever were saved
+        random = {name: each for name, each in state.random.items() if name in own}
         parts: dict[str, Callable[[], object]] = {
             "adapter.safetensors": lambda: self._load_adapter(state.adapter),
             "optimizer.safetensors": lambda: unpack_optimizer(self._optimizer, state.optimizer),
             "state.json": lambda: self.order.load_state_dict(state.facts["order"]),
-            "random.safetensors": lambda: restore_random_states(self._own(state.random)),
+            "random.safetensors": lambda: restore_random_states(random),
         }
         for name, load in parts.items():
             try:
@@ -476,11 +485,6 @@ class Trainer:
         if state.path is not None and self.ranks.is_first:
             with self.as_written():
                 self.save_lora(state.path)
-
-    def _own(self, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Random states of this process's devices; ranks draw from streams of their own, whichever were saved."""
-        names = {"cpu", *map(str, self.devices)}
-        return {name: each for name, each in states.items() if name in names}
 
     def _load_adapter(self, tensors: Mapping[str, torch.Tensor]) -> None:
         trained, average = split_average(tensors)

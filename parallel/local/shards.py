@@ -13,7 +13,7 @@ from torch import nn
 
 from ...families.tensor_plan import Divided, Shares, TensorPlan, Unit, share_heads
 from ...patches.hooks import map_tensors
-from ...quantization.wrapped import plain_parts
+from ...quantization.weight_only import plain_parts
 from .slices import Slice
 
 Cut = Callable[[torch.Tensor, Slice], torch.Tensor]  # a weight and a slice of it -> the slice as a weight

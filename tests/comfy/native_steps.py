@@ -591,7 +591,7 @@ def steps_of(name: str) -> dict[str, Callable[[Bench], Figures]]:
 
 def compiled(bench: Bench) -> Figures:
     """Blocks as torch's compiler traces and differentiates them, for sizes of one kind and of any; its kernels are
-    compared with uncompiled blocks before every run (training/preflight.py)."""
+    compared with uncompiled blocks before every run (training/compile_check.py)."""
     family = bench.info.family
     figures = {}
     for title, is_dynamic in (("one size", False), *([("any size", True)] if bench.is_long else [])):

@@ -15,7 +15,7 @@ from devicebridge.patches.compile_blocks import apply_compile
 from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization, refusal
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
-from devicebridge.training.gradient_check import BlockCheck
+from devicebridge.training.compile_check import BlockCheck
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,14 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
-from devicebridge.checkpoints.lokr_file import check_lokr_layout, lokr_for_comfyui
-from devicebridge.checkpoints.lora_layouts import check_lora_layout, describe_readers, make_lora_tensors, what_is_lost
+from devicebridge.checkpoints.lora_file import (
+    check_lokr_layout,
+    check_lora_layout,
+    describe_readers,
+    lokr_for_comfyui,
+    make_lora_tensors,
+    what_is_lost,
+)
 from devicebridge.families.registry import FAMILIES
 from devicebridge.patches.lora import resolve_targets
 from devicebridge.tests.comfy_host import comfy_python, find_comfyui

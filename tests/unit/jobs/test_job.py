@@ -17,6 +17,7 @@ import diffusers
 import peft
 import pytest
 import torch
+from devicebridge.checkpoints.lora_start import read_start
 from devicebridge.config.job import differing_keys, job_to_dict, make_job, save_job
 from devicebridge.data.order import BatchOrder
 from devicebridge.events import EventLog
@@ -351,10 +352,11 @@ def test_lora_file_says_how_it_was_made_and_reads_back(layout, tmp_path):
     num_alphas = sum(name.endswith(".alpha") for name in tensors)
     # in diffusers' layout alpha is multiplied into B: its loaders refuse names without "lora" in them
     assert num_alphas == (sum(name.endswith(".lora_A.weight") for name in tensors) if layout == "original" else 0)
-    from devicebridge.scripts.demo_lora import lora_from_file
-
     trained = load_file(result.checkpoint / "adapter.safetensors")
-    back, _ = lora_from_file(FAMILIES["flux2"], tensors)
+    names = [name.removesuffix(".lora_A.weight") for name in trained if name.endswith(".lora_A.weight")]
+    sizes = {n: (len(trained[f"{n}.lora_B.weight"]), trained[f"{n}.lora_A.weight"].shape[1]) for n in names}
+    layers = read_start(result.lora_path, FAMILIES["flux2"], sizes)
+    back = {f"{name}.{kind}": tensor for name, layer in layers.items() for kind, tensor in layer.items()}
     assert back.keys() == trained.keys() and all(torch.equal(back[name], trained[name]) for name in trained)
 
 

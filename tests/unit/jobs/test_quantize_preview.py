@@ -18,8 +18,7 @@ from devicebridge.jobs.job import check_job
 from devicebridge.jobs.quantize_preview import choose_scheme, preview_job, preview_model
 from devicebridge.jobs.resolve import Machine
 from devicebridge.quantization import weight_only
-from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings, refusal
-from devicebridge.quantization.report import NOT_LINEAR, QUANTIZED
+from devicebridge.quantization.quantize import NOT_LINEAR, QUANTIZED, SCHEMES, Quantizer, QuantizeSettings, refusal
 from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_pipeline
 from safetensors.torch import load_file, save_file
 

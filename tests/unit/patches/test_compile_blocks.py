@@ -20,7 +20,7 @@ from devicebridge.quantization.quantize import QuantizeSettings, apply_quantizat
 from devicebridge.tests.emulated import CARDS
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
-from devicebridge.training.gradient_check import BlockCheck
+from devicebridge.training.compile_check import BlockCheck
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 

@@ -1,4 +1,4 @@
-"""Whether compiled blocks compute what uncompiled ones do: outputs, and gradients of inputs and LoRA, block by block.
+"""Before the first step: whether compiled blocks compute what uncompiled ones do, in outputs and gradients.
 
 Every block is compared alone, with the inputs that it has in the model and one random gradient of its outputs. A second
 pass through the uncompiled block says how far rounding explains a difference: its inputs and gradient are off by as
@@ -12,10 +12,11 @@ docs/decisions/0012-compiled-gradients.md.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,8 +24,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..events import first_line
-from ..patches.compile_blocks import Arguments, Forward
+from ..parallel.devices import release_cached_memory, reset_peaks
+from ..parallel.ranks.group import RankLost
+from ..patches.attention import sound_attention
+from ..patches.compile_blocks import Arguments, Forward, remove_compiled
 from ..patches.hooks import map_tensors, tensors_of
+from .loop import Trainer
+
+_log = logging.getLogger(__name__)
 
 # A compiled block may be off by so much, and by so many times what a block is whose inputs are rounded otherwise.
 # Measured on H200: up to 0.007 (tests/gpu/test_compiled_on_gpus.py).
@@ -33,6 +40,67 @@ _MOST_VALUES = 2**18  # of a tensor that are compared: 1 MiB
 _RMS = 1 / 16  # of inputs that pass a block by; far above what a norm adds to its divisor
 _SMALL = 0.01  # of what a LoRA learns
 _NUM_TRIES = 3  # with other random numbers, before a block is wrong
+
+
+def check_compiled(trainer: Trainer) -> list[BlockDifference]:
+    """Go on uncompiled where compiled blocks compute something else than uncompiled ones, or the compiler fails.
+
+    Several ranks decide together. Where they share the weights, a compiler that fails ends the job: the others wait
+    inside a forward for this rank's share, and nothing brings them back.
+
+    The next microbatch of every copy of the model goes through the compiled blocks, each of which is compared on the
+    way with what it is uncompiled . Nothing is changed by that but peaks of memory, which start
+    anew. With dropout, which draws other numbers in compiled blocks, nothing is compared, and without the memory for
+    both not all; a line in the log says so. Other shapes of batches are not looked at.
+
+    Returns: a comparison of every block and call that could be told apart from rounding.
+    Raises: RuntimeError for weights that ranks share, and blocks that cannot be compiled.
+    """
+    count = trainer.runner.num_replicas
+    with trainer.trial():
+        for microbatch in trainer.microbatches(count):
+            microbatch.prepare()  # what is wrong with the data is not the compiler's fault
+    check = BlockCheck(*(trainer.runner.replica_for(index)[0] for index in range(count)))
+    faults = trainer.ranks.gather(_fault(trainer, check))
+    fault = next((f"rank {rank}: {text}" if len(faults) > 1 else text for rank, text in enumerate(faults) if text), "")
+    if fault:
+        _log.warning("blocks are no longer compiled: %s", fault)
+        remove_compiled(trainer.compiled)
+        trainer.compiled = ()
+    elif check.found and not check.gave_up:
+        _log.info("compiled blocks compute what uncompiled ones do; %s", check.worst)
+    release_cached_memory()
+    reset_peaks(trainer.devices)
+    return check.found
+
+
+def _fault(trainer: Trainer, check: BlockCheck) -> str:
+    """What is wrong with compiled blocks; "" for nothing."""
+    by = f"torch {torch.__version__}"
+    try:
+        with trainer.trial(), sound_attention(), ExitStack() as stack:
+            if trainer.job.lora.dropout:
+                _log.warning("compiled blocks are not compared with uncompiled ones: dropout draws other numbers")
+            else:
+                for each in trainer.compiled:
+                    stack.enter_context(each.watched(check))
+            trainer.rehearse()
+    except (torch.cuda.OutOfMemoryError, RankLost):
+        raise
+    except Exception as error:  # whatever a compiler raises; what is not its own comes again without it
+        told = first_line(getattr(error, "inner_exception", error))  # which torch puts on a line of its own
+        if trainer.runner.in_lockstep:
+            told = f'{by} fails to compile blocks: {told}; set train.compile to "off"'
+            raise RuntimeError(told) from error
+        _log.debug("compiled blocks failed", exc_info=True)
+        return f"{by} fails: {told}"
+    if check.gave_up:
+        _log.warning("not all compiled blocks are compared with uncompiled ones: %s", check.gave_up)
+    worst = check.worst
+    return f"as {by} compiles them they are wrong: {worst}" if worst is not None and worst.excess > 1 else ""
+
+
+# ---- one block
 
 
 class UncompiledFailed(RuntimeError):
