@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -25,14 +25,10 @@ from .model_class import described, differences, transformer_class
 from .quantized_files import dequantize, read_scales, stays_in_8_bits
 from .weight_file import by_file, read_records
 
+if TYPE_CHECKING:
+    from .quantized_cache import QuantizedWriter
+
 _log = logging.getLogger(__name__)
-
-
-class LayerWriter(Protocol):
-    """Who wants to know the layers that were rounded here; quantized_cache.py's QuantizedWriter is one."""
-
-    def expect(self, num_bytes: int) -> None: ...
-    def add(self, fqn: str, stored: Stored8) -> None: ...
 
 
 class LayerStore(Protocol):
@@ -66,7 +62,7 @@ def load_transformer(
     device_of: Callable[[str], torch.device],
     dtype: torch.dtype,
     quantizer: Quantizer | None = None,
-    writer: LayerWriter | None = None,
+    writer: QuantizedWriter | None = None,
     layer_store: LayerStore | None = None,
 ) -> torch.nn.Module:
     """The transformer with every parameter on its device, frozen and in eval mode.
@@ -104,7 +100,7 @@ class _Loader:
     device_of: Callable[[str], torch.device]
     dtype: torch.dtype
     quantizer: Quantizer | None
-    writer: LayerWriter | None
+    writer: QuantizedWriter | None
     layer_store: LayerStore | None
 
     def __post_init__(self) -> None:
@@ -118,7 +114,8 @@ class _Loader:
 
     def load(self) -> None:
         if self.writer is not None:
-            self.writer.expect(sum(self._stored_bytes(name) for name in self._wanted if not self._is_taken(name)))
+            shapes = [self.info.tensors[f"{name}.weight"].shape for name in self._wanted if not self._is_taken(name)]
+            self.writer.expect(sum(prod(shape) + 4 * shape[0] for shape in shapes))  # a byte per weight, scales of rows
         if self.layer_store is not None:
             self.layer_store.begin(self.model, self._waiting.keys())
         for file, records in by_file(self.info.tensors).items():
@@ -138,14 +135,14 @@ class _Loader:
         device, dtype = self.device_of(name), self._dtype_of(name)
         record = self.info.tensors[name]
         if leaf == "weight" and self._is_taken(layer):
-            self._taken[layer] = self._keep(name, tensor.to(device, copy=True))
+            scale = self._scales.get(name, torch.ones(1)).reshape(-1, 1).expand(tensor.shape[0], 1).contiguous()
+            self._taken[layer] = Stored8(tensor.to(device, copy=True), scale.to(device, copy=True), record.rotation)
             self._num_taken += 1
         elif record.is_quantized:
             scale = self._scales.get(name)
             self._num_dequantized += 1
-            values = tensor.to(device)
-            exact = dequantize(values, None if scale is None else scale.to(device), record, dtype)
-            put_tensor(self.model, name, exact)
+            scale = None if scale is None else scale.to(device)
+            put_tensor(self.model, name, dequantize(tensor.to(device), scale, record, dtype))
         else:
             put_tensor(self.model, name, tensor.to(device, dtype, copy=True))
 
@@ -179,18 +176,9 @@ class _Loader:
             return False
         return stays_in_8_bits(self.info.tensors[f"{layer}.weight"], self.quantizer.can_take)
 
-    def _keep(self, name: str, values: torch.Tensor) -> Stored8:
-        scale = self._scales.get(name, torch.ones(1)).reshape(-1, 1).expand(values.shape[0], 1)
-        return Stored8(values, scale.contiguous().to(values.device, copy=True), self.info.tensors[name].rotation)
-
     def _dtype_of(self, name: str) -> torch.dtype:
         # diffusers' own test for which weights stay float32: a dotted part of the name, not a piece of text
         return self.dtype if self._kept_in_float32.isdisjoint((name, *name.split("."))) else torch.float32
-
-    def _stored_bytes(self, layer: str) -> int:
-        """A byte per weight and a float32 per row."""
-        shape = self.info.tensors[f"{layer}.weight"].shape
-        return prod(shape) + 4 * shape[0]
 
 
 def find_owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:

@@ -219,7 +219,9 @@ def _product(
         return kernels.matmul(a, a_scale, b, dtype, b_scale=b_scale, bias=bias)
     if b_scale is None:
         b_scale = torch.ones((b.shape[1], 1), device=b.device)
-    _check_cuda_rules(a, b)
+    (rows, terms), columns = a.shape, b.shape[1]  # CUDA demands all this, and the CPU does not
+    assert rows > MAX_PLAIN_ROWS and terms % _MULTIPLE == 0 and columns % _MULTIPLE == 0, (a.shape, b.shape)
+    assert a.is_contiguous() and b.stride(0) == 1 and b.stride(1) >= terms, (a.stride(), b.stride())
     if a.dtype is torch.int8:
         sums = torch._int_mm(a, b)
     elif choice.forward == "unit":
@@ -232,13 +234,6 @@ def _product(
         return kernels.rescale(sums, a_scale, dtype, b_scale, bias)
     out = sums.float().mul_(a_scale).mul_(b_scale.t())
     return (out if bias is None else out.add_(bias)).to(dtype)
-
-
-def _check_cuda_rules(a: Tensor, b: Tensor) -> None:
-    """What CUDA's 8-bit products demand and the CPU's do not."""
-    (rows, terms), columns = a.shape, b.shape[1]
-    assert rows > MAX_PLAIN_ROWS and terms % _MULTIPLE == 0 and columns % _MULTIPLE == 0, (a.shape, b.shape)
-    assert a.is_contiguous() and b.stride(0) == 1 and b.stride(1) >= terms, (a.stride(), b.stride())
 
 
 def _scaled_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -258,13 +253,10 @@ def _grad_input_by_slices(
     width = _slice_width(h.device, num_out, num_in)
     found = []
     for start in range(0, num_in, width):
-        turned = _turn(weight[:, start : start + width], choice)
+        piece = weight[:, start : start + width]
+        turned = kernels.transpose(piece) if choice.has_triton else piece.t().contiguous()
         found.append(_product(h, h_scale, turned.t(), None, None, dtype, choice))
     return _joined(found)
-
-
-def _turn(piece: Tensor, choice: KernelChoice) -> Tensor:
-    return kernels.transpose(piece) if choice.has_triton else piece.t().contiguous()
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
@@ -356,7 +348,8 @@ def _make_op(name: str, compute: Callable[..., Tensor], fake: Callable[..., Tens
 # Named as depending on `after`, a result of the backward: else the compiler might move what depends on weights alone
 # into the forward and keep it until the backward, a second copy of all weights.
 def _turned(weight: Tensor, start: int, width: int, after: Tensor) -> Tensor:
-    return _turn(weight[:, start : start + width], kernels_for(weight, weight.dtype))
+    piece = weight[:, start : start + width]
+    return kernels.transpose(piece) if kernels_for(weight, weight.dtype).has_triton else piece.t().contiguous()
 
 
 _linear8_op = _make_op("linear8", linear8, lambda x, weight, *others: x.new_empty((x.shape[0], weight.shape[0])))

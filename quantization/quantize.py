@@ -6,8 +6,7 @@
 In full precision stay LoRA, what the family names in keep_full_precision, and every module that is no nn.Linear. LoRA
 may be attached before or after, once or several times. Its parameters are never converted, moved or replaced.
 
-There are two ways in, with the same bits. A loader hands over each layer as it arrives (Quantizer), so that one layer
-at a time is in full precision. Or a whole model is converted (apply_quantization). Nothing can be undone.
+A loader hands over each layer as it arrives, so that one layer at a time is in full precision. Nothing can be undone.
 """
 
 from __future__ import annotations
@@ -94,30 +93,6 @@ class Stored8:
     rotation: int = 0
 
 
-def apply_quantization(model: nn.Module, family: ModelFamily, settings: QuantizeSettings) -> QuantizeReport:
-    """Convert and freeze the linears of a model in place, one by one. LoRA may be attached already or later.
-
-    Raises: ValueError if the model is quantized already, or the family leaves nothing to quantize; RuntimeError if a
-        package is missing or too old, or the model is not as promised afterwards.
-    """
-    quantizer = Quantizer(family, settings)
-    low = [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if is_torchao_tensor(parameter) or (parameter.ndim == 2 and parameter.dtype.itemsize == 1)
-    ]
-    if low:
-        name, parameter = low[0]
-        found = type(parameter).__name__ if is_torchao_tensor(parameter) else str(parameter.dtype)
-        raise ValueError(
-            f"{settings.scheme} was asked for, but {len(low)} weights of this {type(model).__name__} are quantized "
-            f'already ({name}: {found}); leave it so with quantize = "none", or load a bfloat16 checkpoint'
-        )
-    for name, module in _sort_modules(model, family)[QUANTIZED].items():
-        model.set_submodule(name, quantizer.finish(name, module))
-    return quantizer.close(model)
-
-
 class Quantizer:
     """Converts linears one at a time, as a loader hands them over.
 
@@ -171,7 +146,10 @@ class Quantizer:
         Raises: ValueError for a rotated weight that this scheme cannot multiply with.
         """
         assert self.is_wanted(fqn, module) and self.can_take(stored.weight.dtype), (fqn, stored.weight.dtype)
-        _refuse_nan(fqn, stored.weight)
+        if stored.weight.dtype is torch.float8_e4m3fn and stored.weight.device.type != "meta":  # int8 has no NaN
+            height = max(1, 2**26 // max(1, stored.weight.shape[1]))
+            if any(((bits & 0x7F) == 0x7F).any() for bits in stored.weight.view(torch.uint8).split(height)):
+                raise ValueError(f"the weight of {fqn} holds NaN; the checkpoint is damaged, load another")
         assert stored.weight.shape == (module.out_features, module.in_features), (fqn, stored.weight.shape)
         if stored.rotation and self.settings.scheme != "int8-compute":
             raise ValueError(
@@ -285,15 +263,6 @@ def full_weight(linear: nn.Module) -> Tensor:
         return linear.dequantize()
     weight: Any = linear.weight
     return weight.dequantize() if is_torchao_tensor(weight) else weight
-
-
-def _refuse_nan(fqn: str, weight: Tensor) -> None:
-    """Raises: ValueError if an 8-bit weight holds NaN, which float8_e4m3fn spells 0x7f and 0xff; int8 has none."""
-    if weight.dtype is torch.float8_e4m3fn and weight.device.type != "meta":
-        height = max(1, 2**26 // max(1, weight.shape[1]))
-        bits = weight.view(torch.uint8)
-        if any(((bits[start : start + height] & 0x7F) == 0x7F).any() for start in range(0, len(bits), height)):
-            raise ValueError(f"the weight of {fqn} holds NaN; the checkpoint is damaged, load another")
 
 
 def _sort_modules(model: nn.Module, family: ModelFamily) -> dict[str, dict[str, nn.Module]]:

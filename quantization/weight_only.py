@@ -92,7 +92,11 @@ def _convert_whole(linear: nn.Linear, scheme: WeightOnlyScheme) -> nn.Linear:
         )
     refuse_broken_rows(weight.scale)  # an infinity or NaN has made its row's scale one, too
     if scheme == "fp8":
-        _clear_zero_rows(weight)
+        # Rows of zeros, and float16 rows so small (amax below 1.4e-5) that their scale underflows: torchao 0.14 to 0.18
+        # divide 0 by 0 there.
+        is_zero = weight.scale == 0  # [N, 1]
+        weight.qdata.view(torch.uint8).masked_fill_(is_zero, 0)
+        weight.scale.masked_fill_(is_zero, 1.0)
     return linear.requires_grad_(False)
 
 
@@ -131,14 +135,6 @@ def has_float8(device: torch.device) -> bool:
 def values_and_scale(weight: Any) -> tuple[Tensor, Tensor]:
     """The plain tensors of a converted weight, without a copy: 8-bit values [N, K] and float32 scales [N, 1]."""
     return weight.qdata, weight.scale
-
-
-def _clear_zero_rows(weight: Any) -> None:
-    """Turn the NaN of rows whose scale is 0 into zeros, in place: rows of zeros, and float16 rows so small (amax below
-    1.4e-5) that their scale underflows. torchao 0.14 to 0.18 divide 0 by 0 there."""
-    is_zero = weight.scale == 0  # [N, 1]
-    weight.qdata.view(torch.uint8).masked_fill_(is_zero, 0)
-    weight.scale.masked_fill_(is_zero, 1.0)
 
 
 # ---- tensors that are made of others, as torchao's quantized ones are

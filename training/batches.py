@@ -25,7 +25,6 @@ _log = logging.getLogger(__name__)
 
 
 _LATENTS = "latents"  # what an entry holds besides these, samples and their noise mask, are conditions
-_own_latents = operator.itemgetter(_LATENTS)  # of an entry that our own VAE code made
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class CachedSamples:
     text_keys: Mapping[str, str]
     use_masks: bool
     tokens_per_cell: float
-    read_latents: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] = _own_latents
+    read_latents: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] = operator.itemgetter(_LATENTS)  # of our own VAE
     read_text: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict
     gives_first_latents: bool = False
     recompute: Callable[[str], None] | None = None
@@ -148,7 +147,9 @@ class CachedSamples:
         if noise_masks is not None:  # what sampling does not denoise, training does not learn
             conditions[NOISE_MASK], denoised = noise_masks, noise_masks.clamp(0, 1)
             mask = denoised if mask is None else denoised * mask
-        weights = loss_weights(self._weights(indices), conditions)
+        factors = [self.samples[index].loss_weight for index in indices]
+        of_samples = None if all(each == 1 for each in factors) else torch.tensor(factors)
+        weights = loss_weights(of_samples, conditions)
         return LoadedBatch(latents, text, mask, num_tokens, conditions, weights)
 
     def read_ahead(self, batch: Batch) -> None:
@@ -160,11 +161,6 @@ class CachedSamples:
                     entry = self.store.get(key) if key not in self.read else None
                     if entry is not None:
                         self.read[key] = entry
-
-    def _weights(self, indices: Sequence[int]) -> torch.Tensor | None:
-        """Of the losses."""
-        weights = [self.samples[index].loss_weight for index in indices]
-        return None if all(each == 1 for each in weights) else torch.tensor(weights)
 
     def _masks(self, indices: Sequence[int], latents: torch.Tensor) -> torch.Tensor | None:
         samples = [self.samples[i] for i in indices]

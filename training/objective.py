@@ -1,10 +1,10 @@
 """Which noise level a sample is trained at, what the model should predict there, what it predicts, and the loss.
 
-The families of our own are trained by flow matching: with t in [0, 1] and 1 = noise, x_t = (1 - t) x + t e and the
-target is the velocity e - x. A timestep is drawn as a quantile u of a base distribution (uniform, or the logistic
-function of a normal), then shifted towards noise: t' = s t / (1 + (s - 1) t). Quantiles serve training (u random),
-evaluation (u fixed) and the experts of Wan 2.2 (u restricted so that t' stays in the expert's range). One of ComfyUI's
-own models (ModelFamily.host) makes noise and target of t' by its own rules.
+Flow matching: with t in [0, 1] and 1 = noise, x_t = (1 - t) x + t e and the target is the velocity e - x. A timestep is
+drawn as a quantile u of a base distribution (uniform, or the logistic function of a normal), then shifted towards
+noise: t' = s t / (1 + (s - 1) t). Quantiles serve training (u random), evaluation (u fixed) and the experts of Wan 2.2
+(u restricted so that t' stays in the expert's range). One of ComfyUI's own models (ModelFamily.host) makes noise and
+target of t' by its own rules.
 
 Everything random is drawn on the CPU from a generator seeded by what it is for (seed, step, ...). So a run is the same
 on one device and on several, and after it is resumed.
@@ -16,12 +16,13 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ..config.job import ObjectiveConfig
-from ..families.spec import HostModel, ModelFamily, ShiftRule, TimestepSampling, Variant
+from ..families.spec import ModelFamily, ShiftRule, TimestepSampling, Variant
 from ..parallel.local.tensor_training import DividedModel
 
 
@@ -67,37 +68,28 @@ def make_noise_schedule(settings: ObjectiveConfig, family: ModelFamily, variant:
     """
     spec = family.timesteps_of(variant)
     sampling = settings.timestep_sampling or spec.sampling
-    is_sigmoid = sampling == "sigmoid"
-    return NoiseSchedule(
-        sampling=sampling,
-        shift=_find_shift(settings.shift, spec.shift, dict(spec.shift_presets), family.title),
-        mean=0.0 if is_sigmoid else settings.logit_mean,
-        std=settings.sigmoid_scale if is_sigmoid else settings.logit_std,
-        sigma_range=_range_of(settings.expert, family, variant),
-    )
-
-
-def _range_of(expert: str, family: ModelFamily, variant: Variant) -> tuple[float, float]:
-    if not expert:
-        return variant.sigma_range
-    if not variant.boundary:
+    shift = spec.shift if settings.shift == "" else settings.shift
+    if not isinstance(shift, str):
+        if shift <= 0:
+            raise ValueError(f"a shift factor must be positive, not {shift}; 1 is no shift")
+        rule = ShiftRule("constant", float(shift))
+    elif shift not in spec.shift_presets:
+        presets = ", ".join(spec.shift_presets)
+        raise ValueError(f"{family.title} has no shift preset {shift!r}; give a number or one of {presets}")
+    else:
+        rule = spec.shift_presets[shift]
+    sigma_range = variant.sigma_range
+    if settings.expert and not variant.boundary:
         of_pair = "is that expert by its variant" if variant.partner else "is not one of two experts"
         raise ValueError(
-            f'objective.expert = "{expert}" is of Wan 2.2\'s experts as ComfyUI has them, and {variant.name} '
+            f'objective.expert = "{settings.expert}" is of Wan 2.2\'s experts as ComfyUI has them, and {variant.name} '
             f"({family.title}) {of_pair}; remove the setting"
         )
-    return (variant.boundary, 1.0) if expert == "high_noise" else (0.0, variant.boundary)
-
-
-def _find_shift(asked: str | float, default: str, presets: dict[str, ShiftRule], title: str) -> ShiftRule:
-    if not isinstance(asked, str):
-        if asked <= 0:
-            raise ValueError(f"a shift factor must be positive, not {asked}; 1 is no shift")
-        return ShiftRule("constant", float(asked))
-    name = asked or default
-    if name not in presets:
-        raise ValueError(f"{title} has no shift preset {name!r}; give a number or one of {', '.join(presets)}")
-    return presets[name]
+    if settings.expert:
+        is_high = settings.expert == "high_noise"
+        sigma_range = (variant.boundary, 1.0) if is_high else (0.0, variant.boundary)
+    mean, std = (0.0, settings.sigmoid_scale) if sampling == "sigmoid" else (settings.logit_mean, settings.logit_std)
+    return NoiseSchedule(sampling, rule, mean, std, sigma_range)
 
 
 def draw_quantiles(batch_size: int, generator: torch.Generator) -> torch.Tensor:
@@ -105,18 +97,12 @@ def draw_quantiles(batch_size: int, generator: torch.Generator) -> torch.Tensor:
     return torch.rand(batch_size, generator=generator, dtype=torch.float64).clamp(1e-6, 1 - 1e-6)
 
 
-@dataclass(frozen=True)
-class NoisyLatents:
-    """Latents with noise, what the network should say of them, and how noisy they are; float32.
+class NoisyLatents(NamedTuple):
+    """Latents with noise, what the network should say of them, and how noisy they are; float32."""
 
-    Args:
-        noisy, target: [B, C, F, H, W]
-        sigmas: as the network is told, in its family's own measure. [B]
-    """
-
-    noisy: torch.Tensor
+    noisy: torch.Tensor  # [B, C, F, H, W], as is target
     target: torch.Tensor
-    sigmas: torch.Tensor
+    sigmas: torch.Tensor  # as the network is given them, in its family's own measure. [B]
 
 
 def noise_latents(
@@ -178,23 +164,13 @@ def predict(
     Args:
         given: text and conditions by name, as the family's make_inputs or its host takes them.
     """
-    if family.host is not None:
-        return _predict_by_host(family.host, model, noisy, sigmas, given, guidance)
-    inputs = family.make_inputs(noisy, sigmas, given, guidance)
-    shape = noisy.shape
-    del noisy, given  # packed anew in the inputs
-    output = model(**inputs, return_dict=False)[0]
-    return family.read_prediction(output, torch.empty(shape, device="meta"))
-
-
-def _predict_by_host(
-    host: HostModel,
-    model: nn.Module,
-    noisy: torch.Tensor,
-    sigmas: torch.Tensor,
-    given: Mapping[str, torch.Tensor],
-    guidance: float | None,
-) -> torch.Tensor:
+    host = family.host
+    if host is None:
+        inputs = family.make_inputs(noisy, sigmas, given, guidance)
+        shape = noisy.shape
+        del noisy, given  # packed anew in the inputs
+        output = model(**inputs, return_dict=False)[0]
+        return family.read_prediction(output, torch.empty(shape, device="meta"))
     if not isinstance(model, DividedModel):
         return host.predict(model, noisy, sigmas, given, guidance)
 

@@ -20,10 +20,10 @@ from devicebridge.quantization.quantize import (
     Quantizer,
     QuantizeSettings,
     _num_bytes,
-    apply_quantization,
     stored_bytes,
 )
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
+from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -18,8 +18,9 @@ from devicebridge.checkpoints.load import load_transformer
 from devicebridge.checkpoints.quantized_files import dequantize
 from devicebridge.families.registry import FAMILIES
 from devicebridge.quantization.eight_bit import make_rotation
-from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings, apply_quantization, full_weight
+from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings, full_weight
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
+from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY, stack_tensors
 from safetensors.torch import save_file
 

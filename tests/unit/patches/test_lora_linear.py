@@ -11,7 +11,8 @@ from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.patches import lora_linear
 from devicebridge.patches.lora_linear import apply_fused_lora
-from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization, full_weight
+from devicebridge.quantization.quantize import QuantizeSettings, full_weight
+from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 from peft import LoraConfig, inject_adapter_in_model

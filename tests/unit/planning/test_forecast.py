@@ -24,8 +24,9 @@ from devicebridge.planning.dry_run import UNSEEN_CARD, Kernels, MemoryMeter, Wor
 from devicebridge.planning.memory import Backend, Forecaster, Optimizer, StagePlan, StepSettings
 from devicebridge.quantization.eight_bit import grad_input8
 from devicebridge.quantization.kernel_choice import DeviceKernels, device_kernels, using_kernels
-from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization
+from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes
+from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 from devicebridge.training.objective import prediction_loss

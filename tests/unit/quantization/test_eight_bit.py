@@ -9,6 +9,7 @@ import copy
 import importlib.util
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -655,8 +656,10 @@ def test_a_model_on_two_cards_computes_and_trains_as_on_one(scheme, rotation):
     ("capability", "fp8", "int8"),
     [((7, 0), False, False), ((7, 5), False, True), ((8, 6), False, True), ((8, 9), True, True), ((12, 0), True, True)],
 )
-def test_nvidia_cards_that_lack_a_format_are_known(capability, fp8, int8):
-    faults = [kernel_choice._nvidia_fault(dtype, capability) for dtype in COMPUTE_SCHEMES.values()]
+def test_nvidia_cards_that_lack_a_format_are_known(capability, fp8, int8, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    faults = [kernel_choice.fault(dtype, torch.device("cuda:0")) for dtype in COMPUTE_SCHEMES.values()]
     assert [fault == "" for fault in faults] == [fp8, int8]
 
 
@@ -665,8 +668,10 @@ def test_nvidia_cards_that_lack_a_format_are_known(capability, fp8, int8):
     [("gfx1030", False, False), ("gfx90a", False, True), ("gfx942", False, True), ("gfx1100", False, True),
      ("gfx1201", True, True), ("gfx950", True, True)],
 )  # fmt: skip
-def test_amd_cards_that_lack_a_format_are_known(arch, fp8, int8):
-    faults = [kernel_choice._amd_fault(dtype, arch) for dtype in COMPUTE_SCHEMES.values()]
+def test_amd_cards_that_lack_a_format_are_known(arch, fp8, int8, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=f"{arch}:x"))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    faults = [kernel_choice.fault(dtype, torch.device("cuda:0")) for dtype in COMPUTE_SCHEMES.values()]
     assert [fault == "" for fault in faults] == [fp8, int8]
 
 

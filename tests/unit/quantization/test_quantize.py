@@ -38,7 +38,6 @@ from devicebridge.quantization.quantize import (
     Quantizer,
     QuantizeSettings,
     Stored8,
-    apply_quantization,
     check_packages,
     full_weight,
     layer_class,
@@ -47,6 +46,7 @@ from devicebridge.quantization.quantize import (
 )
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.noise import decibels
+from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
@@ -967,25 +967,6 @@ def test_kept_layers_are_kept_under_a_wrapper_too():
     report = apply_quantization(model, FLUX2, QuantizeSettings("fp8"))
     assert {"proj_out.base_layer", "x_embedder.base_layer"} <= set(report.groups[KEPT].names)
     assert model.proj_out.base_layer.weight.dtype is torch.bfloat16
-
-
-@pytest.mark.parametrize("again", SCHEMES)
-@EVERY_VARIANT
-def test_a_second_quantization_is_refused(settings, again):
-    model = Net()
-    apply_quantization(model, Family(), settings)
-    held = contents(model)
-    kind = {"fp8": "Float8Tensor", "int8": "Int8Tensor"}.get(settings.scheme, str(settings.stored_dtype))
-    with pytest.raises(ValueError, match=rf"{again} was asked for, but 2 weights .*quantized already .*{kind}\)"):
-        apply_quantization(model, Family(), QuantizeSettings(again))
-    assert contents(model) == held
-
-
-def test_a_float8_checkpoint_is_refused():
-    model = Net()
-    model.second.weight = nn.Parameter(model.second.weight.to(torch.float8_e4m3fn), requires_grad=False)
-    with pytest.raises(ValueError, match=r"second.weight: torch.float8_e4m3fn\); .*load a bfloat16 checkpoint"):
-        apply_quantization(model, Family(), QuantizeSettings("fp8"))
 
 
 @EVERY_VARIANT
