@@ -135,8 +135,8 @@ class _Loader:
         device, dtype = self.device_of(name), self._dtype_of(name)
         record = self.info.tensors[name]
         if leaf == "weight" and self._is_taken(layer):
-            scale = self._scales.get(name, torch.ones(1)).reshape(-1, 1).expand(tensor.shape[0], 1).contiguous()
-            self._taken[layer] = Stored8(tensor.to(device, copy=True), scale.to(device, copy=True), record.rotation)
+            rows = self._scales.get(name, torch.ones(1)).reshape(-1, 1).expand(tensor.shape[0], 1).contiguous()
+            self._taken[layer] = Stored8(tensor.to(device, copy=True), rows.to(device, copy=True), record.rotation)
             self._num_taken += 1
         elif record.is_quantized:
             scale = self._scales.get(name)

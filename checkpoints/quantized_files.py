@@ -79,8 +79,8 @@ def read_formats(
     """
     noted: list[dict[str, Any]] = []
     what = f"{path}: its {METADATA_KEY}"
-    for text in (each[METADATA_KEY] for each in metadata if METADATA_KEY in each):
-        noted.append(expect(parse_json_object(text, what).get("layers"), dict, f"{what}: layers"))
+    for said in (parse_json_object(each[METADATA_KEY], what) for each in metadata if METADATA_KEY in each):
+        noted.append(expect(said.get("layers"), dict, f"{what}: layers"))
     formats: dict[str, LayerFormat] = {}
     for name, record in records.items():
         layer, key = name.removesuffix(".weight"), record.key.removesuffix(".weight")

@@ -231,10 +231,10 @@ def _is_ours(header: FileHeader, key: str) -> bool:
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor] | None:
-    from ..checkpoints.weight_file import read_tensors
+    from ..checkpoints.weight_file import load_tensors
 
     try:
-        return read_tensors(path)
+        return load_tensors(path)
     except (ValueError, FileNotFoundError):  # a flipped byte in the header; or another process deleted it just now
         return None
 

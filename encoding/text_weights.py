@@ -133,7 +133,7 @@ def refuse_eight_bit(files: Mapping[str, Path]) -> None:
     """Raises: ValueError naming the first tensors that are stored in 8 bits and what works instead."""
     for file in sorted(set(files.values())):
         with open_weights(file) as reader:
-            types = {key: reader.get_slice(key).get_dtype() for key in files if files[key] == file}
+            types = {key: reader.header.tensors[key].dtype for key in files if files[key] == file}
         if low := sorted(key for key, dtype in types.items() if dtype in _EIGHT_BIT):
             raise ValueError(f"{file} is in 8 bits already ({low[0]} is {types[low[0]]}); {WHAT_WORKS}")
 

@@ -107,12 +107,6 @@ def _surrounded(cls: type[nn.Module]) -> type[nn.Module]:
     return Surrounded
 
 
-def own_call(module: nn.Module) -> Callable[..., Any]:
-    """How the module is called without the hook around it."""
-    cls = type(module).__mro__[1] if _AROUND in module.__dict__ else type(module)
-    return functools.partial(cls.__call__, module)
-
-
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor], passed_by: Collection[Any] = frozenset()) -> Any:
     """Apply change to every tensor inside value and return the result; nothing is modified in place.
 

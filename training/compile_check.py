@@ -145,7 +145,8 @@ class BlockCheck:
             return
         trained = {name: parameter for name, parameter in block.named_parameters() if parameter.requires_grad}
         try:
-            with saved_tensors_hooks(_as_it_is, _as_it_is):  # torch's checkpointing of the block keeps its own tensors
+            # torch's checkpointing of the block keeps its own tensors
+            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
                 comparison = compare_forwards(compiled, plain, arguments, trained)
         except torch.cuda.OutOfMemoryError:
             self.gave_up = "both together need more memory"
@@ -160,10 +161,6 @@ class BlockCheck:
     def worst(self) -> BlockDifference | None:
         """None if nothing was compared."""
         return worst_of(self.found)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def worst_of(comparisons: Sequence[BlockDifference]) -> BlockDifference | None:
@@ -183,7 +180,8 @@ def compare_forwards(
         trained: the block's parameters that train.
     Raises: UncompiledFailed where plain raises anything but torch.cuda.OutOfMemoryError.
     """
-    sizes = _output_sizes(plain, arguments)
+    with torch.no_grad(), _blaming_the_uncompiled():
+        sizes = [output.shape for output in tensors_of(plain(*arguments[0], **arguments[1]))]
     with _without_zeros(list(trained.values())):
         tries = (_compare_once(compiled, plain, arguments, trained, sizes) for _ in range(_NUM_TRIES))
         comparison = next(tries)
@@ -226,12 +224,6 @@ def _compare_once(
     found = _results(compiled, _with_short_streams(arguments, sizes), trained, directions)
     comparisons = [_compare(name, found.get(name), again[name], expected[name]) for name in expected]
     return worst_of([each for each in comparisons if each is not None])
-
-
-@torch.no_grad()
-def _output_sizes(plain: Forward, arguments: Arguments) -> list[torch.Size]:
-    with _blaming_the_uncompiled():
-        return [output.shape for output in tensors_of(plain(*arguments[0], **arguments[1]))]
 
 
 @contextmanager

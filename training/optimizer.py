@@ -67,19 +67,15 @@ def _make(
     options = {**config.options, "lr": config.learning_rate}
     if "weight_decay" in inspect.signature(cls).parameters:
         options.setdefault("weight_decay", config.weight_decay)
+    groups: list[Any] = list(parameters)
+    share = config.text_rate / config.learning_rate
+    if num_of_text and share != 1:  # text encoders have a rate of their own
+        cut = len(groups) - num_of_text
+        groups = [{"params": groups[:cut]}, {"params": groups[cut:], "lr": config.text_rate, _SHARE: share}]
     try:
-        return cls(_groups(list(parameters), config, num_of_text), **options)
+        return cls(groups, **options)
     except TypeError as error:
         raise ValueError(f"optimizer {config.name!r} does not take the options {options}: {error}") from error
-
-
-def _groups(parameters: list[nn.Parameter], config: OptimizerConfig, num_of_text: int) -> list[Any]:
-    """The parameters; in two groups where text encoders have a rate of their own, a share of the other."""
-    share = config.text_rate / config.learning_rate
-    if not num_of_text or share == 1:
-        return parameters
-    cut = len(parameters) - num_of_text
-    return [{"params": parameters[:cut]}, {"params": parameters[cut:], "lr": config.text_rate, _SHARE: share}]
 
 
 def _find_class(name: str, allow_import: bool) -> type[torch.optim.Optimizer]:

@@ -30,7 +30,7 @@ from ....parallel.block_lists import execution_order
 from ....parallel.local.shards import BlockShard, divide_block, divided_bytes, find_plan, shares_of
 from ....parallel.local.slices import JoinedSlices, Slice
 from ....parallel.local.tensor_parallel import TensorParallel
-from ....quantization.wrapped import plain_parts
+from ....quantization.weight_only import plain_parts
 from .attachments import KEY, ROOT, is_options
 from .model_copy import Origin, copy_structure, reachable
 from .plan import GB, SplitPlan, SplitRequest, layout_of
