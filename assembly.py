@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from .checkpoints.checkpoint import CheckpointInfo
-from .checkpoints.load import load_transformer
-from .checkpoints.quantized_cache import load_through_cache
+from .checkpoints.load import load_through_cache, load_transformer
 from .config.model import Strategy
 from .execution import ExecutionPlan
 from .families.spec import ModelFamily

@@ -15,18 +15,17 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from ..quantization.quantize import Quantizer, Stored8
 from .checkpoint import CheckpointInfo
 from .model_class import described, differences, transformer_class
+from .quantized_cache import FOREIGN, QuantizedWriter, open_cached
 from .quantized_files import dequantize, read_scales, stays_in_8_bits
 from .weight_file import by_file, read_records
-
-if TYPE_CHECKING:
-    from .quantized_cache import QuantizedWriter
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +88,27 @@ def load_transformer(
     for name, buffer in list(model.named_buffers()):
         put_tensor(model, name, buffer.to(device_of(name)))
     return model.requires_grad_(False).eval()
+
+
+def load_through_cache(
+    folder: Path | None,
+    info: CheckpointInfo,
+    device_of: Callable[[str], torch.device],
+    dtype: torch.dtype,
+    quantizer: Quantizer,
+    layer_store: LayerStore | None = None,
+) -> torch.nn.Module:
+    """load_transformer with a quantizer: from the cache if it has the model, else into it. None for no cache."""
+    if folder is None:
+        return load_transformer(info, device_of, dtype, quantizer, layer_store=layer_store)
+    cached = open_cached(folder, info, quantizer.settings, dtype)
+    if cached is not None:
+        try:
+            return load_transformer(cached, device_of, dtype, quantizer, layer_store=layer_store)
+        except FOREIGN as error:  # deleted or damaged since; what is wrong with the checkpoint will be said below
+            _log.warning("the quantized weights in %s cannot be read and are rounded again (%s)", folder, error)
+    with QuantizedWriter(folder, info, quantizer.settings, dtype) as writer:
+        return load_transformer(info, device_of, dtype, quantizer, writer, layer_store)
 
 
 @dataclass

@@ -346,6 +346,10 @@ def is_of_text(name: str) -> bool:
     return name.startswith(f"{TEXT_ENCODERS}.")
 
 
+def without_text(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in tensors.items() if not is_of_text(name)}
+
+
 def text_lora_for_comfyui(tensors: Mapping[str, torch.Tensor], strength: float) -> dict[str, torch.Tensor]:
     """The LoRA of text encoders as files name it; {} without one.
 

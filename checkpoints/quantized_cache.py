@@ -31,12 +31,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from ..quantization.quantize import Quantizer, QuantizeSettings, Stored8
+from ..quantization.quantize import QuantizeSettings, Stored8
 from ..system.files import TEMPORARY_SUFFIX, sync_folder
 from .checkpoint import CheckpointInfo
 from .fingerprint import file_fingerprint, settings_fingerprint
 from .header import TensorRecord, read_header
-from .load import LayerStore, load_transformer
 from .quantized_files import read_scales
 
 _log = logging.getLogger(__name__)
@@ -48,29 +47,8 @@ _INDEX = "index.json"
 _TYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}
 _UNFINISHED = re.compile(rf"^\.[\w.-]+-[0-9a-f]{{20}}\.[0-9a-f]{{32}}{re.escape(TEMPORARY_SUFFIX)}$")
 # What reading an index and shards raises that are not what we wrote.
-_FOREIGN = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, SafetensorError)
+FOREIGN = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, SafetensorError)
 _ABANDONED_S = 3600  # without a new shard: a run that writes one adds them within seconds or minutes
-
-
-def load_through_cache(
-    folder: Path | None,
-    info: CheckpointInfo,
-    device_of: Callable[[str], torch.device],
-    dtype: torch.dtype,
-    quantizer: Quantizer,
-    layer_store: LayerStore | None = None,
-) -> torch.nn.Module:
-    """load_transformer with a quantizer: from the cache if it has the model, else into it. None for no cache."""
-    if folder is None:
-        return load_transformer(info, device_of, dtype, quantizer, layer_store=layer_store)
-    cached = open_cached(folder, info, quantizer.settings, dtype)
-    if cached is not None:
-        try:
-            return load_transformer(cached, device_of, dtype, quantizer, layer_store=layer_store)
-        except _FOREIGN as error:  # deleted or damaged since; what is wrong with the checkpoint will be said below
-            _log.warning("the quantized weights in %s cannot be read and are rounded again (%s)", folder, error)
-    with QuantizedWriter(folder, info, quantizer.settings, dtype) as writer:
-        return load_transformer(info, device_of, dtype, quantizer, writer, layer_store)
 
 
 def open_cached(
@@ -87,7 +65,7 @@ def open_cached(
     try:
         records = _read_entry(entry, key)
         _check_fit(records, info, settings)
-    except _FOREIGN as error:
+    except FOREIGN as error:
         _log.warning("%s is damaged and its weights are rounded again (%s)", entry, error)
         return None
     _log.info("%d quantized weights are read from %s", len(records), entry)
@@ -124,7 +102,7 @@ def _described(record: TensorRecord, fingerprints: Mapping[Path, str]) -> Any:
 def _read_entry(entry: Path, key: str) -> dict[str, TensorRecord]:
     """The 8-bit weights of an entry by name.
 
-    Raises: one of _FOREIGN if it is not whole and ours.
+    Raises: one of FOREIGN if it is not whole and ours.
     """
     index = json.loads((entry / _INDEX).read_text(encoding="utf-8"))
     if index["key"] != key or index["checksum"] != _checksum(index):
@@ -285,7 +263,7 @@ class QuantizedWriter:
         """Whether a whole entry lies at our name."""
         try:
             return bool(_read_entry(self._entry, self._key))
-        except _FOREIGN:
+        except FOREIGN:
             return False
 
 

@@ -10,14 +10,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.lora_file import (
-    describe_readers,
-    is_of_text,
-    lokr_for_comfyui,
-    make_lora_tensors,
-    text_lora_for_comfyui,
-    what_is_lost,
-)
+from ..checkpoints import lora_file
 from ..config.job import OutputConfig, job_to_dict
 from ..system.files import tensors_as_bytes, write_atomically
 from ..training.adapter import LoraHandle
@@ -32,20 +25,16 @@ def lora_file_tensors(plan: JobPlan, lora: LoraHandle) -> dict[str, torch.Tensor
     """The LoRA as the job's layout and type name it."""
     output, settings = plan.job.output, plan.job.lora
     dtype, whole = getattr(torch, output.lora_dtype), lora.tensors()
-    trained, text = _without_text(whole), text_lora_for_comfyui(whole, settings.strength)
+    trained, text = lora_file.without_text(whole), lora_file.text_lora_for_comfyui(whole, settings.strength)
     if settings.kind == "lokr":
-        factors = lokr_for_comfyui(plan.family, trained, settings.strength)
+        factors = lora_file.lokr_for_comfyui(plan.family, trained, settings.strength)
         return {name: tensor.to(dtype) for name, tensor in factors.items()}
-    for_comfyui = {} if output.lora_layout == "diffusers" else _without_text(lora.tensors_for_comfyui())
-    tensors = text | make_lora_tensors(
+    for_comfyui = {} if output.lora_layout == "diffusers" else lora_file.without_text(lora.tensors_for_comfyui())
+    tensors = text | lora_file.make_lora_tensors(
         plan.family, output.lora_layout, trained, for_comfyui, settings.alpha, settings.rank
     )
     # alpha stays float32: a rounded one would change the strength of the whole layer
     return {name: t if name.endswith(".alpha") else t.to(dtype) for name, t in tensors.items()}
-
-
-def _without_text(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: each for name, each in tensors.items() if not is_of_text(name)}
 
 
 def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path, *, must_change: bool = False) -> Path:
@@ -94,13 +83,13 @@ def describe_file(plan: JobPlan) -> str:
     """Who reads the job's LoRA file; one line."""
     if plan.job.lora.kind == "lokr":
         return "LoKr, for ComfyUI"
-    return describe_readers(plan.family, plan.targets, plan.job.output.lora_layout, plan.job.lora.dora)
+    return lora_file.describe_readers(plan.family, plan.targets, plan.job.output.lora_layout, plan.job.lora.dora)
 
 
 def warn_of_losses(plan: JobPlan) -> None:
     """Warn where a loader of LoRA files leaves out or refuses the job's DoRA."""
     job = plan.job
-    if job.lora.dora and what_is_lost(plan.family, plan.targets, job.output.lora_layout, dora=True):
+    if job.lora.dora and lora_file.what_is_lost(plan.family, plan.targets, job.output.lora_layout, dora=True):
         _log.warning("the LoRA file has DoRA in the %s", describe_file(plan))
 
 

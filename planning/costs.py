@@ -29,7 +29,7 @@ from ..parallel.offload.weights import host_bytes_of
 from ..parallel.placement import block_names, blocks_with_lists, estimate_block_flops
 from ..patches.hooks import tensors_of
 from ..quantization.quantize import QuantizeSettings
-from ..quantization.wrapped import plain_parts, tensor_bytes
+from ..quantization.weight_only import plain_parts, tensor_bytes
 from .dry_run import META, Kernels, MemoryMeter, ShortModel, Work, as_on_card, shorten, step_on_meta, voice_as_sound
 from .times import DividedBlock, divided_block
 

@@ -117,7 +117,9 @@ class LoraHandle:
             differing = sorted(parameters.keys() ^ tensors.keys())
             raise ValueError(f"the saved LoRA is not of this job: {len(differing)} names differ, first {differing[0]}")
         for name, parameter in parameters.items():
-            found, wanted = ((f"{each.dtype} {list(each.shape)}") for each in (tensors[name], parameter))
+            found, wanted = (
+                f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (tensors[name], parameter)
+            )
             if found != wanted:  # copy_ would spread one row over all, and round
                 raise ValueError(f"the saved LoRA is not of this job: {name} is {found}, not {wanted}")
         with torch.no_grad():

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from devicebridge.checkpoints import quantized_cache
+from devicebridge.checkpoints import load, quantized_cache
 from devicebridge.checkpoints.checkpoint import CheckpointInfo, read_checkpoint
-from devicebridge.checkpoints.load import load_transformer
-from devicebridge.checkpoints.quantized_cache import QuantizedWriter, load_through_cache, open_cached
+from devicebridge.checkpoints.load import load_through_cache, load_transformer
+from devicebridge.checkpoints.quantized_cache import QuantizedWriter, open_cached
 from devicebridge.families.registry import FAMILIES
 from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
@@ -297,7 +297,7 @@ def test_an_entry_that_is_deleted_while_it_is_opened(
         shutil.rmtree(entry)
         return found
 
-    monkeypatch.setattr(quantized_cache, "open_cached", open_and_lose)
+    monkeypatch.setattr(load, "open_cached", open_and_lose)
     _assert_same(_load(folder, info), expected)
     assert "cannot be read and are rounded again" in caplog.text and _entries(folder) == [entry]
 
