@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from devicebridge.tests.comfy.workers import fork_host
 from devicebridge.tests.comfy_host import can_import, comfy_python, find_gguf_pack
 
 pytestmark = pytest.mark.comfy
-
-WORKER = Path(__file__).with_name("split_worker.py")
-# One thread: tiny matrices only wait for more, and every run must add up in the same order.
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 FAMILIES = [
     "chroma",
@@ -294,28 +290,27 @@ class Worker:
 
     def __init__(self, checkout: Path, folder: Path) -> None:
         self.log = folder / "worker.log"
-        command = [str(comfy_python(checkout)), str(WORKER), str(checkout), str(folder)]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log.open("w", encoding="utf-8"),
-            text=True,
-            env={**os.environ, **ENVIRONMENT},
-        )
+        self._host = fork_host(checkout)
+        its_input, to_it = os.pipe()
+        from_it, its_output = os.pipe()
+        with self.log.open("w", encoding="utf-8") as log:
+            streams = its_input, its_output, log.fileno()
+            self._pid = self._host.start("split_worker.py", checkout, folder, streams=streams)
+        os.close(its_input)
+        os.close(its_output)
+        self._questions, self._answers = os.fdopen(to_it, "w", encoding="utf-8"), os.fdopen(from_it, encoding="utf-8")
 
     def ask(self, case: str) -> dict[str, Any]:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"case": case}) + "\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
+        self._questions.write(json.dumps({"case": case}) + "\n")
+        self._questions.flush()
+        answer = self._answers.readline()
         assert answer, f"the worker ended:\n{self.log.read_text(encoding='utf-8')[-3000:]}"
         return json.loads(answer)
 
     def stop(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=60)
+        self._questions.close()
+        self._host.wait(self._pid, timeout=60)
+        self._answers.close()
 
 
 @pytest.fixture(scope="module")
