@@ -22,6 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import check_prose
+
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = ROOT / "scripts" / "house_limits.json"
 LEFT_OUT = {"tests", "benchmarks", "scripts", "docs", "examples", "build", "dist"}
@@ -40,6 +43,7 @@ GOALS = {
     "source files": 240,
     "private functions with one caller": 450,
     "lines of tests": 58000,
+    "lines of documents over 120 characters": 0,
 }
 ROOM_GOALS = {
     "config": 1400, "system": 950, "families": 4200, "patches": 1400, "quantization": 1650, "checkpoints": 2900,
@@ -223,6 +227,15 @@ def room_lines(modules: Sequence[Module]) -> Counter[str]:
     return lines
 
 
+def _pages(root: Path) -> list[Path]:
+    return [*root.glob("README.md"), *sorted((root / "docs").rglob("*.md"))]
+
+
+def find_long_lines(page: Path) -> list[int]:
+    """`check_prose.py --wrap PAGE` mends them."""
+    return check_prose.long_lines(page.read_text(encoding="utf-8"))
+
+
 def find_facts(root: Path) -> Facts:
     """Each fact's count, and what was counted."""
     modules = read_modules(root)
@@ -242,6 +255,8 @@ def find_facts(root: Path) -> Facts:
     lonely = with_one_caller(modules)
     counts = [*((len(found), found) for found in lists), total, (len(modules), [each.name for each in modules])]
     counts += [(len(lonely), lonely), (sum(tests.values()), [f"{path.name} {tests[path]}" for path in most])]
+    long_lines = [f"{page.relative_to(root)}:{line}" for page in _pages(root) for line in find_long_lines(page)]
+    counts.append((len(long_lines), long_lines))
     rooms = {f"{ROOM}{room}": (count, []) for room, count in sorted(room_lines(modules).items())}
     return {**dict(zip(GOALS, counts, strict=True)), **rooms}
 
