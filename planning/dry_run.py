@@ -33,7 +33,7 @@ from ..config.job import LoraSettings
 from ..families.comfy.inputs import STREAM, VOICE, option_path, stream_shapes
 from ..families.spec import ModelFamily, TextEncoderSpec, Variant
 from ..parallel.devices import CPU
-from ..parallel.local.block_collectives import attach_collectives
+from ..parallel.local.collectives import attach_collectives
 from ..parallel.local.shard_trees import shares_in
 from ..parallel.local.shards import BlockShard, divide_block, find_plan
 from ..parallel.placement import block_names
@@ -220,10 +220,10 @@ class _OwnParts:
     def __init__(self, num_devices: int, shards: Mapping[str, BlockShard]) -> None:
         self._num_others = num_devices - 1
         self._widths = {
-            f"{name}.{meeting.name}": meeting.width
+            f"{name}.{each.name}": each.width
             for name, shard in shards.items()
-            for meeting in shard.meetings
-            if meeting.how == "join"
+            for each in shard.collectives
+            if each.how == "all_gather"
         }
 
     def all_gather(self, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:

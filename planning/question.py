@@ -28,7 +28,7 @@ from ..data.clips import make_clip_plan
 from ..data.samples import Sample
 from ..families.spec import LatentSpec, Variant
 from ..families.tensor_plan import proportional
-from ..parallel.local.collective import bytes_to_one
+from ..parallel.local.collectives import bytes_to_one
 from ..parallel.local.data_parallel import num_dealt
 from ..parallel.offload.activations import MIN_BYTES
 from ..parallel.placement import check_one_each, plan_manual

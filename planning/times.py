@@ -22,8 +22,8 @@ from torch import nn
 from ..families.comfy.native import NativeModel
 from ..families.spec import BlockList
 from ..families.tensor_plan import Shares, TensorPlan
-from ..parallel.local.collective import bytes_to_one
-from ..parallel.local.shards import meetings_in
+from ..parallel.local.collectives import bytes_to_one
+from ..parallel.local.shards import collectives_in
 from ..parallel.placement import native_block_flops, native_list, products_of, tokens_seen
 from .cards import MachineSpeed
 
@@ -88,7 +88,7 @@ def divided_block(
             sums[f"{name}, squares"] = _SQUARE_BYTES * tokens
         if plan.is_decided(name):
             sums[f"{name}, choices"] = _CHOICE_BYTES * tokens
-    return DividedBlock(whole_flops, sum(sums.values()), len(meetings_in(block, plan)), width)
+    return DividedBlock(whole_flops, sum(sums.values()), len(collectives_in(block, plan)), width)
 
 
 # ---- sampling: blocks or tensor

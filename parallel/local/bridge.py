@@ -262,11 +262,11 @@ class Bridge:
 
         return torch.compiler.disable(enter)
 
-    def _with_own(self, kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-        """The arguments with this device's own objects in the place of those that blocks share tensors through."""
-        names = [name for name in self.per_device if name in kwargs] if device != self.home else []
+    def _with_own(self, kwargs: dict[str, Any], place: Place) -> dict[str, Any]:
+        """The arguments with this place's own objects in the place of those that blocks share tensors through."""
+        names = [name for name in self.per_device if name in kwargs] if place != self.home else []
         shared = self._local.shared
-        return {**kwargs, **{name: shared.setdefault((name, device), type(kwargs[name])()) for name in names}}
+        return {**kwargs, **{name: shared.setdefault((name, place), type(kwargs[name])()) for name in names}}
 
     def _make_leave(self, *, is_last: bool) -> AfterHook:
         def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -384,7 +384,7 @@ class _Local(threading.local):
 
     def __init__(self) -> None:
         self.copies: Copies | None = None
-        self.shared: dict[tuple[str, torch.device], Any] = {}  # the objects of per_device
+        self.shared: dict[tuple[str, Place], Any] = {}  # the objects of per_device
         self.device = torch.device("cpu")  # read while a forward runs only, begin() sets it
         self.guards: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
         self.calls: list[_Call] = []  # of blocks, innermost last; none where only the model's own code runs

@@ -17,8 +17,8 @@ import comfy.lora
 import comfy.sd
 import comfy.weight_adapter
 import torch
-from devicebridge.parallel.local import forward_workers
-from devicebridge.parallel.local.collective import Collective
+from devicebridge.parallel.local import tensor_parallel
+from devicebridge.parallel.local.collectives import Collective
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
@@ -374,7 +374,7 @@ def tensor_out_of_memory_on_the_way(case: Case) -> None:
         broken = (
             mock.patch.object(TensorParallel, target, mock.Mock(side_effect=error))
             if target
-            else mock.patch.object(forward_workers, "current_device", mock.Mock(side_effect=error))
+            else mock.patch.object(tensor_parallel, "current_device", mock.Mock(side_effect=error))
         )
         with broken:
             case.refused(where, lambda: host.sample(divided, name), torch.OutOfMemoryError, "injected")

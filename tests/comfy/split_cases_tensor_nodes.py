@@ -9,7 +9,7 @@ from unittest import mock
 
 import comfy.model_management
 import comfy_extras.nodes_model_merging as merging
-from devicebridge.parallel.local.collective import Collective
+from devicebridge.parallel.local.collectives import Collective
 from devicebridge.tests.comfy.split_cases import CPU, Case, case
 from devicebridge.tests.comfy.split_cases_nodes import _FLUX, _SD3, WINDOWS, Node, _apply
 from devicebridge.tests.comfy.split_cases_tensor import _failing_meeting, near, tensor

@@ -67,7 +67,7 @@ def test_exchanges_are_those_of_a_divided_block(name: str) -> None:
             assert plan is not None
             count = divided_block(block, plan, block_list, (TOKENS, TOKENS), 2, 4).num_exchanges
             shard = divide_block(copy.deepcopy(block), plan, shares_of(block, plan, (1, 1)), 0)
-            assert count == len(shard.meetings) > 0
+            assert count == len(shard.collectives) > 0
 
 
 def test_operations_and_exchanges_are_counted() -> None:

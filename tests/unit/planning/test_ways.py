@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from devicebridge.parallel.local.collective import SLICED_FROM_BYTES
+from devicebridge.parallel.local.collectives import SLICED_FROM_BYTES
 from devicebridge.planning import times as ways_module
 from devicebridge.planning.times import ForwardWork, WorkBySize
 from devicebridge.tests.sampling_work import FLUX2, FLUX2_512, QWEN, WAN, machine_of, ways_of

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from devicebridge.parallel.local.divided_graphs import RECORDED_AFTER
+from devicebridge.parallel.local.graphs import RECORDED_AFTER
 from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
 from devicebridge.parallel.local.slices import Slice
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
-from devicebridge.tests.unit.parallel.test_divided_graphs import where
+from devicebridge.tests.unit.parallel.test_graphs import where
 from devicebridge.tests.unit.parallel.test_tensor_parallel import PLANS, WIDTH, Fused, Separate, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ import functools, runpy
 runpy.run_path("bootstrap.py")["load_pack"]()
 import torch
 from torch import nn
-from devicebridge.parallel.local.forward_workers import ForwardWorkers
+from devicebridge.parallel.local.tensor_parallel import ForwardWorkers
 from devicebridge.parallel.local.graph_recorder import GraphRecorder
 from devicebridge.parallel.local.thread_pool import ThreadPool
 from devicebridge.parallel.transfer import SideStreams

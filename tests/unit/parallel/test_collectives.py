@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.parallel.local.collective import Collective, Tensors
+from devicebridge.parallel.local.collectives import Collective, Tensors
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 LONG = 20.0  # seconds: a thread that is stuck fails the test and does not hang it

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.parallel.local.divided_graphs import RECORDED_AFTER, DividedGraphs
+from devicebridge.parallel.local.graphs import RECORDED_AFTER, Graphs
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.stand_in_recorder import StandIn, replaying
 from devicebridge.tests.unit.parallel.test_tensor_parallel import (
@@ -65,7 +65,7 @@ def test_replays_give_the_bits_of_what_is_computed(blocks, size, mode) -> None:
     assert recorder.num_recorded == len(blocks) and graphs.num_replays >= 3 * len(blocks) and not graphs.fault
 
 
-def ready(*blocks: nn.Module, size: int = 2) -> tuple[Any, TensorParallel, DividedGraphs, StandIn]:
+def ready(*blocks: nn.Module, size: int = 2) -> tuple[Any, TensorParallel, Graphs, StandIn]:
     """A model whose blocks are replayed from the next forward on."""
     model = make_model(*blocks)
     parallel = divide(model, size, plans=AS_SEPARATE)
@@ -321,9 +321,9 @@ def test_what_is_released_while_a_block_is_recorded_is_not_replayed(times) -> No
     graphs, recorder = replaying(parallel, where)
     block = model.blocks[0]
     block.__dict__["press"] = parallel.release
-    computes = DividedGraphs._record
+    computes = Graphs._record
 
-    def record(self: DividedGraphs, *args: Any) -> Any:
+    def record(self: Graphs, *args: Any) -> Any:
         block.times = times - 1
         return computes(self, *args)
 
@@ -334,7 +334,7 @@ def test_what_is_released_while_a_block_is_recorded_is_not_replayed(times) -> No
         block.times = 1
     with pytest.MonkeyPatch.context() as patched:
         if times > 1:
-            patched.setattr(DividedGraphs, "_record", record)
+            patched.setattr(Graphs, "_record", record)
         run(parallel, model, inputs(1)[0])
     kept = graphs._graphs.get(block)
     for x in inputs(3):
@@ -350,7 +350,7 @@ def test_where_memory_is_short_before_a_recording_blocks_are_computed(monkeypatc
     def no_room(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("not enough memory")
 
-    monkeypatch.setattr(DividedGraphs, "_place", no_room)
+    monkeypatch.setattr(Graphs, "_place", no_room)
     for x in inputs(RECORDED_AFTER + 3):
         assert torch.equal(run(parallel, model, x), computed(parallel, model, x))
     assert not recorder.num_recorded and "not enough memory" in graphs.fault
