@@ -83,12 +83,7 @@ class Way:
         return [StagePlan(0, 2, 0, cut, self.kept[0]), StagePlan(1, 2, cut, num_blocks, self.kept[1])]
 
 
-WAYS = {
-    "recompute": Way(),
-    "kept": Way((0, 1)),
-    "8 bits": Way(scheme="int8-compute"),
-    "divided": Way(is_divided=True),
-}
+WAYS = {"recompute": Way(), "kept": Way((0, 1)), "8 bits": Way(scheme="int8-compute"), "divided": Way(is_divided=True)}
 # Features of an MLP that two cards can have halves of, as all published sizes have.
 EVEN: dict[str, dict[str, Any]] = {
     "flux2_heads": {"mlp_ratio": 4.0},

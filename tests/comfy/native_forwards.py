@@ -617,11 +617,7 @@ def _refused(case: Case) -> dict[str, str]:
         model = _TwoFrames(model)
         row = dataclasses.replace(row, block_lists=("model.blocks",), tail=("model.head",), replace_keys={})
     runs = _Runs(case, row, model)
-    return {
-        "refusal": row.refusal,
-        "called": _attempt(runs.calls),
-        "relay": _attempt(lambda: runs.split("relay", 2)),
-    }
+    return {"refusal": row.refusal, "called": _attempt(runs.calls), "relay": _attempt(lambda: runs.split("relay", 2))}
 
 
 def _eight_cards(case: Case) -> str:
