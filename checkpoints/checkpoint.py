@@ -227,7 +227,11 @@ def _choose_variant(info: CheckpointInfo, source: Source, wanted: Variant | None
             )
         chosen = wanted
     elif possible:
-        chosen = _likeliest(possible, source)
+        boundary = source.pipeline.get("boundary_ratio")  # between two experts, if the model folder names one
+        if boundary is not None:
+            possible = [variant for variant in possible if boundary in variant.sigma_range] or possible
+        in_folder = (each for each in possible if each.transformer_folder == source.folder.name)
+        chosen = next(in_folder, possible[0])
         others = [variant for variant in possible if variant is not chosen]
         if others:
             _say_once(f"{source.path} is taken for {chosen.name}; it could also be {_names(others)}, then name it")
@@ -257,14 +261,6 @@ def _with_equal_inputs(info: CheckpointInfo, config: Mapping[str, str], wanted: 
             + (f", not {wanted.name}" if wanted and is_wrong else "")
         )
     return alike
-
-
-def _likeliest(possible: Sequence[Variant], source: Source) -> Variant:
-    """By the boundary between two experts, if the model folder names one, and the folder the transformer lies in."""
-    boundary = source.pipeline.get("boundary_ratio")
-    if boundary is not None:
-        possible = [variant for variant in possible if boundary in variant.sigma_range] or possible
-    return next((variant for variant in possible if variant.transformer_folder == source.folder.name), possible[0])
 
 
 @functools.lru_cache(maxsize=256)

@@ -361,7 +361,10 @@ def _read_layers(
     origin: dict[str, str] = {}
     for name, layer in named.items():
         whole, members = _with_strength(layer), None
-        for each in _without_prefixes(name):
+        bare = [name]
+        for _ in range(2):  # "base_model.model.transformer."
+            bare += [n.removeprefix(p) for n in bare for p in (*_PREFIXES, *_MORE_PREFIXES) if n.startswith(p)]
+        for each in bare:
             dotted = underscored.get(each, each)
             if dotted in linears:
                 members = {dotted: whole}
@@ -418,13 +421,6 @@ def _cut(name: str, layer: Layer, stack: Stack) -> dict[str, Layer]:
         if used.any() or magnitudes:
             cut[member] = {A: layer[A][used], B: up[:, used]} | magnitudes
     return cut
-
-
-def _without_prefixes(name: str) -> list[str]:
-    found = [name]
-    for _ in range(2):  # "base_model.model.transformer."
-        found += [name.removeprefix(p) for name in found for p in (*_PREFIXES, *_MORE_PREFIXES) if name.startswith(p)]
-    return found
 
 
 def _size(layer: Layer) -> tuple[int, int]:

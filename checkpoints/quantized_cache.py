@@ -64,7 +64,11 @@ def open_cached(
         return None
     try:
         records = _read_entry(entry, key)
-        _check_fit(records, info, settings)
+        for tensor, record in records.items():
+            shape = info.tensors[tensor].shape
+            is_fitting = record.shape == shape and record.scale is not None and record.scale.shape == (shape[0], 1)
+            if not is_fitting or record.dtype != _TYPES[settings.stored_dtype]:
+                raise ValueError(f"its {tensor} is {record.dtype} {list(record.shape)}")
     except FOREIGN as error:
         _log.warning("%s is damaged and its weights are rounded again (%s)", entry, error)
         return None
@@ -119,16 +123,6 @@ def _read_entry(entry: Path, key: str) -> dict[str, TensorRecord]:
         records[f"{layer}.weight"] = replace(weight, scale=scale, rotation=int(rotation))
     read_scales(records)
     return records
-
-
-def _check_fit(records: Mapping[str, TensorRecord], info: CheckpointInfo, settings: QuantizeSettings) -> None:
-    """Raises: ValueError for other shapes than the model's or another type than the scheme's, KeyError for a name."""
-    for name, record in records.items():
-        shape = info.tensors[name].shape
-        assert record.scale is not None
-        is_fitting = record.shape == shape and record.scale.shape == (shape[0], 1)
-        if not is_fitting or record.dtype != _TYPES[settings.stored_dtype]:
-            raise ValueError(f"its {name} is {record.dtype} {list(record.shape)}")
 
 
 def _checksum(index: Mapping[str, Any]) -> str:

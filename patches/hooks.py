@@ -122,7 +122,13 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], passed_by: Colle
         return value
     if isinstance(value, (tuple, list)):
         items = [map_tensors(item, change, passed_by) for item in value]
-        return value if all(map(operator.is_, items, value)) else _refill(value, items)
+        if all(map(operator.is_, items, value)):
+            return value
+        if isinstance(value, tuple):
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        filled = copy.copy(value)
+        filled[:] = items
+        return filled
     if isinstance(value, types.FunctionType):
         return _map_closure(value, change, passed_by)
     is_dict = isinstance(value, dict)
@@ -197,14 +203,6 @@ def _sets_free_variables(code: types.CodeType, names: frozenset[str] | None = No
     stored = (each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_DEREF", "DELETE_DEREF"))
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return any(name in free for name in stored) or any(_sets_free_variables(each, free) for each in inner)
-
-
-def _refill(value: Any, items: list[Any]) -> Any:
-    if isinstance(value, tuple):
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    fresh = copy.copy(value)
-    fresh[:] = items
-    return fresh
 
 
 def attributes_of(value: Any) -> Sequence[str]:

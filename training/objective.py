@@ -48,17 +48,18 @@ class NoiseSchedule:
         num_tokens: image tokens of the samples, for resolution-dependent shifts.
         """
         factor = self.shift.factor(num_tokens)
-        low, high = (self._quantile_of(sigma, factor) for sigma in self.sigma_range)
+
+        def quantile_of(sigma: float) -> float:
+            """Where a timestep lies in the shifted distribution, 0..1."""
+            base = sigma / (factor - (factor - 1) * sigma)
+            if self.sampling == "uniform" or base in (0.0, 1.0):
+                return base
+            return 0.5 * (1 + math.erf((math.log(base / (1 - base)) - self.mean) / self.std / math.sqrt(2)))
+
+        low, high = map(quantile_of, self.sigma_range)
         u = low + (high - low) * quantiles.double()
         base = u if self.sampling == "uniform" else torch.sigmoid(self.mean + self.std * torch.special.ndtri(u))
         return (factor * base / (1 + (factor - 1) * base)).float()
-
-    def _quantile_of(self, sigma: float, factor: float) -> float:
-        """Where a timestep lies in the shifted distribution, 0..1."""
-        base = sigma / (factor - (factor - 1) * sigma)
-        if self.sampling == "uniform" or base in (0.0, 1.0):
-            return base
-        return 0.5 * (1 + math.erf((math.log(base / (1 - base)) - self.mean) / self.std / math.sqrt(2)))
 
 
 def make_noise_schedule(settings: ObjectiveConfig, family: ModelFamily, variant: Variant) -> NoiseSchedule:
