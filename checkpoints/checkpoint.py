@@ -215,7 +215,7 @@ def _nothing_known(source: Source, records: Mapping[str, TensorRecord], families
 
 
 def _choose_variant(info: CheckpointInfo, source: Source, wanted: Variant | None) -> CheckpointInfo:
-    """Settle which variant it is: the one asked for, else the first that fits what is known."""
+    """Settle which variant it is: the requested one, else the first that fits what is known."""
     own = with_defaults(info.family, info.config)
     alike = _with_equal_inputs(info, own, wanted)
     configs = {variant.name: with_defaults(info.family, variant.transformer_config) for variant in alike}
@@ -247,7 +247,7 @@ def _choose_variant(info: CheckpointInfo, source: Source, wanted: Variant | None
 def _with_equal_inputs(info: CheckpointInfo, config: Mapping[str, str], wanted: Variant | None) -> list[Variant]:
     """The family's variants that are given a condition beside the noise, if this model takes one; else the others.
 
-    Raises: ValueError if there are none, or the variant asked for is not among them.
+    Raises: ValueError if there are none, or the requested variant is not among them.
     """
     num_in, num_out = config.get("in_channels"), config.get("out_channels", "null")
     takes_condition = num_out not in ("null", num_in)

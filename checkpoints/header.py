@@ -139,7 +139,17 @@ def read_file_header(stream: IO[bytes], remedy: str = AGAIN) -> FileHeader:
     for name, value in metadata.items():
         expect(value, str, f"{file}: {name} of its __metadata__", remedy)
     tensors = {name: _entry(file, name, entry, remedy) for name, entry in header.items()}
-    _refuse_gaps(file, tensors, size - _LENGTH_BYTES - length, remedy)
+    end, num_data_bytes = max((entry.end for entry in tensors.values()), default=0), size - _LENGTH_BYTES - length
+    if end != num_data_bytes:
+        state = "cut short" if end > num_data_bytes else "damaged"
+        raise ValueError(
+            f"{file} is {state}: its header promises {end} bytes of weights and it has {num_data_bytes}; {remedy}"
+        )
+    position = 0
+    for name, entry in sorted(tensors.items(), key=lambda item: item[1][2:]):
+        if entry.start != position:
+            raise ValueError(f"{file} is damaged: {name!r} begins at byte {entry.start}, not {position}; {remedy}")
+        position = entry.end
     return FileHeader(Path(file), tensors, metadata, text, _LENGTH_BYTES + length)
 
 
@@ -160,20 +170,6 @@ def _entry(file: str, name: str, entry: Any, remedy: str) -> TensorEntry:
             f"{remedy}"
         )
     return found
-
-
-def _refuse_gaps(file: str, tensors: Mapping[str, TensorEntry], num_data_bytes: int, remedy: str) -> None:
-    end = max((entry.end for entry in tensors.values()), default=0)
-    if end != num_data_bytes:
-        state = "cut short" if end > num_data_bytes else "damaged"
-        raise ValueError(
-            f"{file} is {state}: its header promises {end} bytes of weights and it has {num_data_bytes}; {remedy}"
-        )
-    position = 0
-    for name, entry in sorted(tensors.items(), key=lambda item: item[1][2:]):
-        if entry.start != position:
-            raise ValueError(f"{file} is damaged: {name!r} begins at byte {entry.start}, not {position}; {remedy}")
-        position = entry.end
 
 
 def read_weight_map(index: Path) -> dict[str, str]:

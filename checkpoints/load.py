@@ -3,7 +3,7 @@
 A layer of a file in 8 bits keeps its weight if it is to be quantized anyway and the scheme can multiply with that type;
 all others are dequantized.
 
-Number types follow diffusers' from_pretrained, so that both give equal models: weights become the asked type, except
+Number types follow diffusers' from_pretrained, so that both give equal models. Weights become the requested type, but
 those of the modules that the class itself lists in _keep_in_fp32_modules (of Wan: time embedder, norms with weights,
 modulation tables), which become float32.
 """
@@ -76,7 +76,7 @@ def load_transformer(
         quantizer: converts layers, or takes them over as a file in 8 bits has them; with None such a file is
             dequantized.
         writer: is given every layer that was rounded, and not those that were in 8 bits already.
-        layer_store: is told of every layer that is final, before the next one is read.
+        layer_store: gets every layer that is final, before the next one is read.
     Raises: ValueError if the file's tensors are not exactly the model's, or its scales are no scales.
     """
     model = make_unfilled_transformer(info)
@@ -172,23 +172,19 @@ class _Loader:
         self._waiting[layer] -= 1
         if self._waiting[layer]:
             return
-        if layer in self._wanted:
-            self._convert(layer)
-        if self.layer_store is not None:
-            self.layer_store.finish(layer)
-
-    def _convert(self, layer: str) -> None:
-        assert self.quantizer is not None
         module = self.model.get_submodule(layer)
         if layer in self._taken:
-            assert isinstance(module, torch.nn.Linear)
+            assert self.quantizer is not None and isinstance(module, torch.nn.Linear)
             stored, dtype = self._taken.pop(layer), self._dtype_of(f"{layer}.weight")
             self.model.set_submodule(layer, self.quantizer.take(layer, module, stored, dtype))
-            return
-        done = self.quantizer.finish(layer, module)
-        self.model.set_submodule(layer, done)
-        if self.writer is not None:
-            self.writer.add(layer, self.quantizer.store(done))
+        elif layer in self._wanted:
+            assert self.quantizer is not None
+            done = self.quantizer.finish(layer, module)
+            self.model.set_submodule(layer, done)
+            if self.writer is not None:
+                self.writer.add(layer, self.quantizer.store(done))
+        if self.layer_store is not None:
+            self.layer_store.finish(layer)
 
     def _is_taken(self, layer: str) -> bool:
         """Whether a layer's weight stays as the file has it."""

@@ -1,7 +1,7 @@
 """8-bit weights as checkpoint files hold them: which tensor is whose scale, and what the numbers mean.
 
 W = q * s, with q in float8 (e4m3fn, e5m2) or int8, and s one number for the tensor or one per row. Files differ in
-where s is written and how the type is told:
+where s is written and how the type is said:
 
     old ComfyUI ("fp8_scaled")    X.weight, X.scale_weight, perhaps X.scale_input; a tensor scaled_fp8 marks the file
     ComfyUI since 2025            X.weight, X.weight_scale, perhaps X.input_scale; X.comfy_quant, a JSON text as bytes,

@@ -182,7 +182,7 @@ class Variant:
     vae_config: Mapping[str, Any] = field(default_factory=dict)  # for single-file VAEs
     training_guidance: float | None = None  # embedded guidance while training; None for a model without that input
     sigma_range: tuple[float, float] = (0.0, 1.0)  # timesteps it is trained on; all unless it is one expert of a pair
-    boundary: float = 0.0  # timestep where the experts of such a pair meet, if its file does not say which one it is
+    boundary: float = 0.0  # timestep between the experts of such a pair, if its file does not say which one it is
     is_expert: bool = False  # whether its file is surely one of these
     timesteps: TimestepSpec | None = None  # in place of the family's, as are latent and sampling
     latent: LatentSpec | None = None
@@ -240,7 +240,7 @@ class EulerSteps(Protocol):
 
     @property
     def levels(self) -> torch.Tensor:
-        """The noise level of each step, as the model is told. [steps]"""
+        """The noise level of each step, as the model gets it. [steps]"""
 
     def start(self, noise: torch.Tensor) -> torch.Tensor:
         """What the first step begins with, of plain noise."""
@@ -399,7 +399,7 @@ class ModelFamily:
     unsupported: Mapping[str, str] = field(default_factory=dict)
     # What the model predicts at sigma t: noise - data, with x_t = (1-t) data + t noise.
     prediction_target: str = "velocity"
-    # How its blocks are divided among devices that compute each of them together, a plan per class of block.
+    # How its blocks are divided among devices that all compute each of them, a plan per class of block.
     tensor: tuple[TensorPlan, ...] = ()
     comfy: ComfyInputs | None = None  # how ComfyUI's classes read what its encoders make; None if nobody has looked
     # Of a family that is one of ComfyUI's own classes: where its blocks are, and who builds and calls it. Such a family

@@ -173,15 +173,15 @@ def _map_closure(
     cells, is_new = list(function.__closure__ or ()), False
     for index, (name, cell) in enumerate(zip(function.__code__.co_freevars, cells, strict=True)):
         try:
-            held = cell.cell_contents
+            content = cell.cell_contents
         except ValueError:  # a variable that its maker has not set yet
             continue
-        if name in passed_by or not isinstance(held, (Tensor, tuple, list)):
+        if name in passed_by or not isinstance(content, (Tensor, tuple, list)):
             continue
-        if any(isinstance(leaf, types.FunctionType) for leaf in tree_leaves(held)):  # it may hold this one
+        if any(isinstance(leaf, types.FunctionType) for leaf in tree_leaves(content)):  # it may hold this one
             continue
-        new = map_tensors(held, change, passed_by)
-        if new is not held:
+        new = map_tensors(content, change, passed_by)
+        if new is not content:
             cells[index], is_new = types.CellType(new), True
     if not is_new:
         return function

@@ -46,8 +46,8 @@ def resolve_targets(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     linears = [name.removesuffix(".base_layer") for name, module in modules.items() if isinstance(module, nn.Linear)]
     left_out = tuple(pattern[1:] for pattern in patterns if pattern.startswith("!"))
     patterns = tuple(pattern for pattern in patterns if not pattern.startswith("!"))
-    asked = (*patterns, *left_out)
-    unused = [pattern for pattern in asked if not any(matches_any(name, (pattern,)) for name in linears)]
+    named = (*patterns, *left_out)
+    unused = [pattern for pattern in named if not any(matches_any(name, (pattern,)) for name in linears)]
     if unused:
         raise ValueError(
             f"LoRA target patterns match no linear layer of {type(model).__name__}: "
@@ -56,7 +56,7 @@ def resolve_targets(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         )
     found = [name for name in linears if matches_any(name, patterns) and not matches_any(name, left_out)]
     if not found:
-        raise ValueError(f"LoRA target patterns leave no linear layer of {type(model).__name__}: {', '.join(asked)}")
+        raise ValueError(f"LoRA target patterns leave no linear layer of {type(model).__name__}: {', '.join(named)}")
     return found
 
 

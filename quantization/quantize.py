@@ -47,7 +47,7 @@ _OLDEST_PEFT = "0.19"  # older releases create a LoRA in the base weight's type,
 
 @dataclass(frozen=True)
 class QuantizeSettings:
-    """How frozen linears are held.
+    """How frozen linears are stored.
 
     Args:
         rotation: for int8-compute: widest block that rows are rotated in (eight_bit.py); a layer takes the widest that
@@ -237,7 +237,7 @@ def stored_bytes(
 ) -> tuple[list[int], int]:
     """Bytes of each block and of everything else once quantized, element_size for what stays. Works on meta tensors."""
     sizes = dict.fromkeys(blocks, 0)
-    home = 0
+    rest = 0
     for name, module in model.named_modules():
         size = sum(parameter.numel() for parameter in module.parameters(recurse=False)) * element_size
         if size and _treatment(name, module, family) == QUANTIZED:
@@ -247,8 +247,8 @@ def stored_bytes(
         if block in sizes:
             sizes[block] += size
         else:
-            home += size
-    return list(sizes.values()), home
+            rest += size
+    return list(sizes.values()), rest
 
 
 def stored_linear_bytes(linear: nn.Linear, settings: QuantizeSettings) -> int:
@@ -285,12 +285,12 @@ def _treatment(fqn: str, module: nn.Module, family: ModelFamily) -> str:
 
 
 def _num_bytes(modules: Iterable[nn.Module]) -> int:
-    held: list[Any] = []
+    tensors: list[Any] = []
     for module in modules:
-        held += module.parameters(recurse=False)
+        tensors += module.parameters(recurse=False)
         if isinstance(module, FrozenLinear8):
-            held += module.buffers(recurse=False)  # scales and rotation; those of others are no weights
-    return sum(map(tensor_bytes, held))
+            tensors += module.buffers(recurse=False)  # scales and rotation; those of others are no weights
+    return sum(map(tensor_bytes, tensors))
 
 
 # ---- what was done

@@ -45,16 +45,12 @@ _NUM_TRIES = 3  # with other random numbers, before a block is wrong
 def check_compiled(trainer: Trainer) -> list[BlockDifference]:
     """Go on uncompiled where compiled blocks compute something else than uncompiled ones, or the compiler fails.
 
-    Several ranks decide together. Where they share the weights, a compiler that fails ends the job: the others wait
-    inside a forward for this rank's share, and nothing brings them back.
-
-    The next microbatch of every copy of the model goes through the compiled blocks, each of which is compared on the
-    way with what it is uncompiled . Nothing is changed by that but peaks of memory, which start
-    anew. With dropout, which draws other numbers in compiled blocks, nothing is compared, and without the memory for
-    both not all; a line in the log says so. Other shapes of batches are not looked at.
+    All ranks decide the same. The next microbatch of every copy of the model goes through the compiled blocks, each of
+    which is compared on the way. Nothing is changed by that but peaks of memory, which start anew. With dropout, which
+    draws other numbers in compiled blocks, nothing is compared. Other shapes of batches are not looked at.
 
     Returns: a comparison of every block and call that could be told apart from rounding.
-    Raises: RuntimeError for weights that ranks share, and blocks that cannot be compiled.
+    Raises: RuntimeError where ranks share the weights and blocks cannot be compiled: the others wait inside a forward.
     """
     count = trainer.runner.num_replicas
     with trainer.trial():
@@ -88,12 +84,11 @@ def _fault(trainer: Trainer, check: BlockCheck) -> str:
     except (torch.cuda.OutOfMemoryError, RankLost):
         raise
     except Exception as error:  # whatever a compiler raises; what is not its own comes again without it
-        told = first_line(getattr(error, "inner_exception", error))  # which torch puts on a line of its own
+        reason = first_line(getattr(error, "inner_exception", error))  # which torch puts on a line of its own
         if trainer.runner.in_lockstep:
-            told = f'{by} fails to compile blocks: {told}; set train.compile to "off"'
-            raise RuntimeError(told) from error
+            raise RuntimeError(f'{by} fails to compile blocks: {reason}; set train.compile to "off"') from error
         _log.debug("compiled blocks failed", exc_info=True)
-        return f"{by} fails: {told}"
+        return f"{by} fails: {reason}"
     if check.gave_up:
         _log.warning("not all compiled blocks are compared with uncompiled ones: %s", check.gave_up)
     worst = check.worst
@@ -149,7 +144,7 @@ class BlockCheck:
             with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
                 comparison = compare_forwards(compiled, plain, arguments, trained)
         except torch.cuda.OutOfMemoryError:
-            self.gave_up = "both together need more memory"
+            self.gave_up = "comparing needs more memory"
             return
         except UncompiledFailed as error:
             self.gave_up = f"uncompiled {self._names[block]} fails: {first_line(error.__cause__ or error)}"

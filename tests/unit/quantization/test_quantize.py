@@ -208,69 +208,15 @@ def after(model: nn.Module, quantize_it: Run, dtype: torch.dtype, **options: Any
     attach(model, dtype=dtype, **options)
 
 
-def around(model: nn.Module, quantize_it: Run, dtype: torch.dtype) -> None:
-    attach(model, "one", dtype)
-    quantize_it()
-    attach(model, "three", dtype)
-    on_layers(model, "set_adapter", ["one", "three"])
-
-
-def switched(model: nn.Module, quantize_it: Run, dtype: torch.dtype) -> None:
-    """Quantized while one of two adapters is switched off, and frozen by PEFT for that."""
-    attach(model, "one", dtype)
-    attach(model, "three", dtype)
-    on_layers(model, "set_adapter", "one")
-    quantize_it()
-    on_layers(model, "set_adapter", "three")
-
-
-def switched_after(model: nn.Module, quantize_it: Run, dtype: torch.dtype) -> None:
-    quantize_it()
-    attach(model, "one", dtype)
-    attach(model, "three", dtype)
-    on_layers(model, "set_adapter", "one")
-    on_layers(model, "set_adapter", "three")
-
-
-def disabled(model: nn.Module, quantize_it: Run, dtype: torch.dtype) -> None:
-    attach(model, dtype=dtype)
-    on_layers(model, "enable_adapters", False)
-    quantize_it()
-    on_layers(model, "enable_adapters", True)
-
-
-def exchanged(model: nn.Module, quantize_it: Run, dtype: torch.dtype) -> None:
-    attach(model, "one", dtype)
-    quantize_it()
-    attach(model, "three", dtype)
-    on_layers(model, "delete_adapter", "one")
-    on_layers(model, "set_adapter", "three")
-    del model.peft_config["one"]
-
-
-def loaded_before(model: nn.Module, quantize_it: Run, dtype: torch.dtype) -> None:
-    load(model, dtype)
-    quantize_it()
-
-
 def loaded_after(model: nn.Module, quantize_it: Run, dtype: torch.dtype) -> None:
     quantize_it()
     load(model, dtype)
 
 
-HISTORIES: dict[str, Callable[[nn.Module, Run, torch.dtype], None]] = {
+HISTORIES: dict[str, Callable[[nn.Module, Run, torch.dtype], None]] = {  # the pack attaches after quantizing
     "before": before,
     "after": after,
-    "DoRA before": lambda *args: before(*args, use_dora=True),
     "DoRA after": lambda *args: after(*args, use_dora=True),
-    "rslora before": lambda *args: before(*args, use_rslora=True),
-    "rslora after": lambda *args: after(*args, use_rslora=True),
-    "one before, one after": around,
-    "switched off meanwhile": switched,
-    "switched after": switched_after,
-    "disabled meanwhile": disabled,
-    "exchanged after": exchanged,
-    "loaded before": loaded_before,
     "loaded after": loaded_after,
 }
 
