@@ -29,7 +29,7 @@ _NUM_BYTES = {  # of one element; of types that are not listed (4 and 6 bits) si
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
     **dict.fromkeys(("U32", "I32", "F32"), 4),
-    **dict.fromkeys(("U64", "I64", "F64"), 8),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
 _GGUF = "a GGUF file; GGUF is not supported, use the bf16 safetensors file"
 _PICKLE = "a pickle; pickles are not read, convert it to safetensors"

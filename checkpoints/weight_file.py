@@ -34,6 +34,7 @@ TORCH_TYPES = {
     "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "C64": torch.complex64,
 }
 
 

@@ -261,8 +261,8 @@ def pack_optimizer(optimizer: AnyOptimizer) -> Packed:
     Raises: ValueError for an optimizer that keeps something other than tensors and plain values.
     """
     if isinstance(optimizer, KahanSum):
-        tensors, described = pack_optimizer(optimizer.inner)
-        return tensors | {f"kahan.{index}": each.cpu() for index, each in enumerate(optimizer.rests)}, described
+        inner, described = pack_optimizer(optimizer.inner)
+        return inner | {f"kahan.{index}": each.cpu() for index, each in enumerate(optimizer.rests)}, described
     entries = [
         (f"state.{index}.{name}", value, parameter.device)
         for index, parameter in enumerate(_parameters(optimizer))
