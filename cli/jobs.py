@@ -24,13 +24,13 @@ from ..jobs.resolve import find_machine
 from ..jobs.result import TrainingResult
 from ..parallel.ranks.place import RankPlace, find_place, refuse_other_launcher
 from ..planning.cards import parse_cards
-from ..planning.question import make_request
-from ..planning.report import describe_plan, plan_values
+from ..planning.plan import describe_plan, plan_values
 from ..system.launched import find_launch
 from ..system.stopping import STOPPED, stop_on_signal
 from ..system.telling import say
 from .launch import as_rank, launch
 from .native import encoded, encoded_once, enter, prepared
+from .plan_request import make_request
 from .terminal import Terminal
 
 ONE_MODEL = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from ..events import Event
-from ..planning.report import describe_comparison
+from ..planning.plan import describe_comparison
 from ..system.pace import StepPace, describe_progress
 from ..system.progress import NowAndThen, ProgressLine
 from ..system.telling import say

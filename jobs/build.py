@@ -23,7 +23,7 @@ from ..parallel.ranks.across import AcrossRanks
 from ..parallel.ranks.group import ALONE, Ranks
 from ..parallel.runner import PlainAccumulation, Runner
 from ..patches.compile_blocks import CompiledBlocks, remove_compiled
-from ..planning.report import compare, parts_of
+from ..planning.plan import compare, parts_of
 from ..sampling.in_ranks import RankSamples
 from ..system.requests import Requests
 from ..training.adapter import LoraHandle, apply_lora

@@ -23,8 +23,7 @@ from ..events import EventLog, Listener, NoEvents
 from ..parallel.devices import memory_in_use, own_random_states
 from ..parallel.ranks.group import ALONE, Ranks
 from ..planning.cards import Card
-from ..planning.plan import TrainingPlan
-from ..planning.report import Comparison, compare, describe_comparison, describe_pace
+from ..planning.plan import Comparison, TrainingPlan, compare, describe_comparison, describe_pace
 from ..runs.record import Recording, recorded_run
 from ..system.requests import Requests
 from ..training.compile_check import check_compiled

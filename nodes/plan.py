@@ -73,7 +73,7 @@ class PlanTraining(io.ComfyNode):
         from ..encoding.encode import Stopped
         from ..jobs.job import plan_job
         from ..planning.cards import parse_cards
-        from ..planning.report import describe_plan, describe_verdict, draw_plan, picture_of
+        from ..planning.plan import describe_plan, describe_verdict, draw_plan, picture_of
 
         job = model.job(
             dataset,

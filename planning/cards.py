@@ -54,7 +54,6 @@ _MAX_CARDS = 64  # more than a host has; a slip of the finger ends here
 _FILLERS = re.compile(r"\b(nvidia|geforce|rtx|radeon|rx|amd)\b|[\s-]")
 _NEAR = 0.05  # a size in GB stands for a card whose memory differs by no more
 _VERSION = 3  # of measurements; raise it when something else is measured
-_DRIVER = Path("/proc/driver/nvidia/version")
 _Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 
 
@@ -165,7 +164,8 @@ def parse_cards(text: str) -> list[Card]:
             card = Card(torch.device("cuda"), kind.gib * 2**30, kind.gib * 2**30, refuses=refuses, kind=kind)
         elif match and match["size"] and float(match["size"]) and float(match["speed"] or 1):
             size = int(float(match["size"]) * (2**30 if match["unit"].lower() == "gib" else 1e9))
-            kind = _kind_of_size(size)
+            alike = (each for each in KINDS if any(abs(size / b / each.gib - 1) <= _NEAR for b in (2**30, 1e9)))
+            kind = next(alike, None)
             card = Card(torch.device("cuda"), size, size, float(match["speed"] or 1), kind=kind, is_assumed=True)
         if match is None or card is None:
             raise ValueError(
@@ -182,16 +182,8 @@ def parse_cards(text: str) -> list[Card]:
     return _with_speeds(cards)
 
 
-def _kind_of_size(size_bytes: int) -> CardKind | None:
-    """What a card of that memory is taken for; None where no known one has about as much."""
-    for kind in KINDS:
-        if any(abs(size_bytes / whole - 1) <= _NEAR for whole in (kind.gib * 2**30, kind.gib * 1e9)):
-            return kind
-    return None
-
-
 def _with_speeds(cards: list[Card]) -> list[Card]:
-    """Of cards whose speeds are all known, how fast each is relative to the slowest."""
+    """The cards, with how fast each is relative to the slowest if the speeds of all are known."""
     if any(card.is_assumed or not card.flops_per_s for card in cards):
         return cards
     slowest = min(card.flops_per_s for card in cards)
@@ -212,18 +204,16 @@ def cards_of(devices: Sequence[torch.device]) -> list[Card] | None:
         refuses = frozenset(s for s in BEST_FIRST if refusal(QuantizeSettings(s), [device]))
         kind = kind_called(device_title(device))
         cards.append(Card(device, total, min(free, total), refuses=refuses, has_context=True, kind=kind))
-    return _with_speeds(cards if all(card.kind for card in cards) else _measured(cards))
-
-
-def _measured(cards: list[Card]) -> list[Card]:
-    """All of them with measured speeds: a published one is on another scale. Cards of one model share a measurement."""
-    titles = {device_title(card.device): card.device for card in cards}
-    try:
-        found = {title: machine_speed([device]).flops_per_s[0] for title, device in titles.items()}
-    except RuntimeError as error:
-        _log.warning("cards are taken for equally fast, for their speed cannot be measured: %s", first_line(error))
-        return cards
-    return [replace(c, measured_flops_per_s=SHARE_OF_PRODUCT * found[device_title(c.device)]) for c in cards]
+    if not all(card.kind for card in cards):  # a published speed is on another scale, so all are measured
+        titles = {device_title(device): device for device in devices}  # cards of one model share a measurement
+        try:
+            found = {title: SHARE_OF_PRODUCT * machine_speed([each]).flops_per_s[0] for title, each in titles.items()}
+            cards = [replace(card, measured_flops_per_s=found[device_title(card.device)]) for card in cards]
+        except RuntimeError as error:
+            reason = first_line(error)
+            _log.warning("cards are taken for equally fast, for their speed cannot be measured: %s", reason)
+            return cards
+    return _with_speeds(cards)
 
 
 # ---- measured
@@ -249,7 +239,7 @@ class MachineSpeed:
 
 
 def machine_speed(devices: Sequence[torch.device]) -> MachineSpeed:
-    """What these cards can do: as measured before with the same cards, links and driver, else measured now.
+    """What these cards can do: as measured before with the same cards and links, else measured now.
 
     Raises: what a card raises where it has no memory for the measurement.
     """
@@ -285,32 +275,11 @@ def measure_machine(devices: Sequence[torch.device]) -> MachineSpeed:
 
 
 def _machine_key(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Everything that the measurements depend on: the cards, where they are, who reaches whom, driver and torch."""
-    return {
-        "version": _VERSION,
-        "machine": platform.node(),
-        "cards": [_describe_slot(device) for device in devices],
-        "access": [[has_peer_access(source, target) for target in devices] for source in devices],
-        "driver": _driver(),
-        "torch": torch.__version__,
-    }
-
-
-def _describe_slot(device: torch.device) -> dict[str, Any]:
-    """What makes a card this one, where it is."""
-    found = {"device": str(device), "name": device.type, "total_bytes": total_bytes(device)}
-    module = device_module(device)
-    if module is None or not hasattr(module, "get_device_properties"):
-        return found
-    properties = module.get_device_properties(device)
-    names = ("name", "major", "minor", "multi_processor_count", "uuid", "pci_domain_id", "pci_bus_id")
-    return found | {name: str(getattr(properties, name, "")) for name in names}
-
-
-def _driver() -> str:
-    """The loaded kernel module's version on Linux, else the newest CUDA that the driver knows; "" for neither."""
-    try:
-        return _DRIVER.read_text(encoding="utf-8").splitlines()[0]
-    except (OSError, IndexError):
-        ask = getattr(torch._C, "_cuda_getDriverVersion", None)
-        return "" if ask is None else str(ask())
+    """Everything that the measurements depend on: the cards, where they are, who reaches whom, and torch."""
+    cards = [
+        [str(device), total_bytes(device), str(getattr(device_module(device), "get_device_properties", str)(device))]
+        for device in devices
+    ]
+    access = [[has_peer_access(source, target) for target in devices] for source in devices]
+    own = {"machine": platform.node(), "torch": torch.__version__, "version": _VERSION}
+    return own | {"cards": cards, "access": access}

@@ -109,8 +109,15 @@ class ModelCosts:
         key = work, repr(kernels)
         if key not in self._known:
             found = self._run(work, kernels)
-            if work.num_devices > 1:
-                found = _with_whole_lora(found, self.dry_run(replace(work, shares=(1,)), kernels), work.num_devices)
+            if (count := work.num_devices) > 1:
+                # Beside the slices of the LoRA that a device computes with it owns some of the whole LoRA's parameters,
+                # with their optimizer state: as many as every other.
+                whole, known = self.dry_run(replace(work, shares=(1,)), kernels), dict[int, BlockCost]()
+                for mine, every in zip(found.blocks, whole.blocks, strict=True):
+                    lora, num_trained = mine.lora + every.lora // count, every.num_trained // count
+                    known.setdefault(id(mine), replace(mine, lora=lora, num_trained=num_trained))
+                blocks = tuple(known[id(each)] for each in found.blocks)
+                found = replace(found, blocks=blocks, home_lora=2 * found.home_lora)
             self._known[key] = found
         return self._known[key]
 
@@ -128,7 +135,10 @@ class ModelCosts:
 
     def block_flops(self, bucket: tuple[int, int], frames: int) -> list[float]:
         """Operations of each block's forward for one sample. [num_blocks]"""
-        return estimate_block_flops(self._model, self.family, *self._num_tokens(bucket, frames))
+        if (bucket, frames) not in self._known:
+            tokens = self._num_tokens(bucket, frames)
+            self._known[bucket, frames] = estimate_block_flops(self._model, self.family, *tokens)
+        return self._known[bucket, frames]
 
     def divided(
         self, bucket: tuple[int, int], frames: int, num_cards: int, element_size: int
@@ -167,17 +177,6 @@ def latent_shape_of(
     if rows := latent.audio_rows:
         return channels, 1, rows, max(1, height * width // rows)
     return channels, 1 + (frames - 1) // latent.frame_stride, height, width
-
-
-def _with_whole_lora(share: StepCost, whole: StepCost, num_devices: int) -> StepCost:
-    """The cost of one of several devices that compute blocks together. Beside the slices of the LoRA that it computes
-    with it owns some of the whole LoRA's parameters, with their optimizer state: as many as every other."""
-    known: dict[int, BlockCost] = {}
-    for mine, all_of_it in zip(share.blocks, whole.blocks, strict=True):
-        lora, num_trained = mine.lora + all_of_it.lora // num_devices, all_of_it.num_trained // num_devices
-        known.setdefault(id(mine), replace(mine, lora=lora, num_trained=num_trained))
-    blocks = tuple(known[id(each)] for each in share.blocks)
-    return replace(share, blocks=blocks, home_lora=2 * share.home_lora)
 
 
 # ---- the dry run
@@ -225,7 +224,7 @@ class _Run:
         self.front = self.tail_base = 0
         self._num_calls = 0
         self._before: list[torch.Tensor] = []  # what the call before was given
-        self._constants: list[torch.Tensor] = []  # held, so that a name is not given twice
+        self._constants: dict[int, torch.Tensor] = {}  # held, so that an id is not given twice
 
     def measure(self, block: nn.Module | BlockCall, *args: Any) -> Any:
         """The block's outputs as fresh tensors that need gradients: nothing before this block is remembered. They are
@@ -237,10 +236,12 @@ class _Run:
             if isinstance(block, BlockCall):
                 with torch.no_grad():
                     block(*args)  # what its in-place guard has to learn of such a call, no later one does again
-            constants = {id(tensor) for tensor in self._before} & {id(tensor) for tensor in tensors_of(args)}
-            streams = [tensor for tensor in tensors_of(args) if id(tensor) not in constants]
-            shared = {self._name_of(t): self.meter.size(t) for t in tensors_of(args) if id(t) in constants}
-            self.kinds[kind] = _dry_run_block(self.meter, block, args, shared, streams)
+            before = {id(tensor) for tensor in self._before}
+            streams = [tensor for tensor in tensors_of(args) if id(tensor) not in before]
+            constants = {id(tensor): tensor for tensor in tensors_of(args) if id(tensor) in before}
+            self._constants |= constants
+            sizes = {name: self.meter.size(tensor) for name, tensor in constants.items()}
+            self.kinds[kind] = _dry_run_block(self.meter, block, args, sizes, streams)
         self._before = tensors_of(args)
         self._num_calls += 1
         with torch.no_grad():
@@ -255,12 +256,6 @@ class _Run:
             self._before.clear()
             self.tail_base = self.meter.start()
         return outputs
-
-    def _name_of(self, tensor: torch.Tensor) -> int:
-        known = next((number for number, other in enumerate(self._constants) if other is tensor), None)
-        if known is None:
-            self._constants.append(tensor)
-        return len(self._constants) - 1 if known is None else known
 
 
 class _Fresh(torch.autograd.Function):
@@ -285,7 +280,8 @@ def _dry_run_block(
 ) -> BlockCost:
     """Forwards and backwards of a block, as training calls it; constants as in BlockCost, streams are its inputs."""
     input_sizes = tuple(map(meter.size, streams))
-    args = tree_map_only(torch.Tensor, _without_history, args)
+    # LoRA on what makes the modulation gives that a history that all blocks share; this backward is the block's alone.
+    args = tree_map_only(torch.Tensor, lambda t: t if t.is_leaf else t.detach().requires_grad_(t.requires_grad), args)
     base = meter.start()
     with torch.no_grad():
         outputs = block(*args)
@@ -301,7 +297,13 @@ def _dry_run_block(
     seed.backward()
     backward = meter.peak - base
     _forget_gradients(block, args)
-    held = _peak_with_gradients_held(meter, block, args) - base
+    outputs = tensors_of(block(*args))
+    grads = [torch.empty_like(tensor) for tensor in outputs]  # which parallel/offload/recompute.py holds meanwhile
+    seed = HandOut.apply(list(grads), *outputs)
+    del outputs
+    meter.start()
+    seed.backward()
+    held = meter.peak - base
     _forget_gradients(block, args)
     weights, lora, num_trained = _sizes_of(module_of(block))
     return BlockCost(
@@ -319,22 +321,6 @@ def _dry_run_block(
         input_sizes=input_sizes,
         staying=weights - host_bytes_of(module_of(block)),
     )
-
-
-def _peak_with_gradients_held(meter: MemoryMeter, block: nn.Module | BlockCall, args: Any) -> int:
-    """Of the backward; parallel/offload/recompute.py was handed the gradients of the outputs and holds them."""
-    outputs = tensors_of(block(*args))
-    grads = [torch.empty_like(tensor) for tensor in outputs]
-    seed = HandOut.apply(list(grads), *outputs)
-    del outputs
-    meter.start()
-    seed.backward()
-    return meter.peak
-
-
-def _without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """For a backward of its own; LoRA on what makes the modulation gives that a history that all blocks share."""
-    return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _forget_gradients(block: nn.Module | BlockCall, args: Any) -> None:

@@ -31,7 +31,7 @@ from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.load import put_tensor
 from ..config.job import LoraSettings
 from ..families.comfy.inputs import STREAM, VOICE, option_path, stream_shapes
-from ..families.spec import ModelFamily, TextEncoderSpec, Variant
+from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import CPU
 from ..parallel.local.collectives import attach_collectives
 from ..parallel.local.shard_trees import shares_in
@@ -205,7 +205,10 @@ def _make_trainable(
         shards[name] = divide_block(block, plan, found, work.num_devices - 1, lambda weight, part: part.copied(weight))
     for fqn, module in list(model.named_modules()):
         if quantizer and isinstance(module, nn.Linear) and quantizer.is_wanted(whole_name(fqn), module):
-            stored = _empty_weight(module, quantizer.settings)
+            # As if a file had it in 8 bits already: rounding nothing takes longer than the rest of a dry run.
+            values = torch.empty(module.weight.shape, dtype=quantizer.settings.stored_dtype, device=META)
+            scale = torch.empty((module.out_features, 1), dtype=torch.float32, device=META)
+            stored = Stored8(values, scale, quantizer.settings.rotation_of(module.in_features))
             model.set_submodule(fqn, quantizer.take(whole_name(fqn), module, stored, module.weight.dtype))
     short = tuple(fqn for fqn, _ in model.named_modules() if whole_name(fqn) in targets)
     apply_lora(model, family, replace(work.lora, targets=short, layers=""), seed=0)
@@ -233,13 +236,6 @@ class _OwnParts:
 
     def all_reduce(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return functools.reduce(torch.add, self.all_gather(rank, name, tensor))
-
-
-def _empty_weight(linear: nn.Linear, settings: QuantizeSettings) -> Stored8:
-    """As if a file had it in 8 bits already: rounding nothing takes longer than the rest of a dry run."""
-    values = torch.empty(linear.weight.shape, dtype=settings.stored_dtype, device=META)
-    scale = torch.empty((linear.out_features, 1), dtype=torch.float32, device=META)
-    return Stored8(values, scale, settings.rotation_of(linear.in_features))
 
 
 # ---- the step
@@ -272,36 +268,31 @@ def step_on_meta(model: Any, info: CheckpointInfo, variant: Variant, work: Work,
 
 
 def _make_given(info: CheckpointInfo, variant: Variant, work: Work, latents: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Text and conditions of the sizes that training has."""
+    """Text and conditions of the sizes that training has.
+
+    Raises: ValueError for a config that says no width of the text.
+    """
     batch, device = work.batch_size, latents.device
     if info.family.host is not None:
         given = info.family.host.example(batch, device, None if work.text is None else work.text.tensors)
         return given | {f"{STREAM}{n}": latents.new_empty(batch, 0, *each) for n, each in enumerate(work.streams)}
-    text = {
-        encoder.output: torch.randn(batch, *_text_shape(encoder, info.config), dtype=work.dtype, device=device)
-        for encoder in variant.text_encoders
-    }
+    text = {}
+    for encoder in variant.text_encoders:
+        keys = _POOLED_WIDTHS if encoder.kind == "pooled" else _TEXT_WIDTHS
+        width = next((info.config[key] for key in keys if info.config.get(key)), None)
+        if width is None:
+            raise ValueError(
+                f"the transformer's config names no width for {encoder.output}; one of {', '.join(keys)} was expected. "
+                "Add the key's name to planning/dry_run.py"
+            )
+        shape = (batch, width) if encoder.kind == "pooled" else (batch, encoder.max_length, width)
+        text[encoder.output] = torch.randn(shape, dtype=work.dtype, device=device)
     if variant.condition == "first_frame":
         size = batch, info.config["in_channels"] - latents.shape[1], *latents.shape[2:]
         text["image_condition"] = latents.new_empty(size, dtype=work.dtype)
     if variant.condition == "first_latents":
         text["first_latents"] = latents[:, :, :1].to(work.dtype, copy=True)
     return text
-
-
-def _text_shape(encoder: TextEncoderSpec, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Of one sample's states, from what the transformer's config says of their width. [S, D] or [D]
-
-    Raises: ValueError for a config that says nothing.
-    """
-    keys = _POOLED_WIDTHS if encoder.kind == "pooled" else _TEXT_WIDTHS
-    width = next((config[key] for key in keys if config.get(key)), None)
-    if width is None:
-        raise ValueError(
-            f"the transformer's config names no width for {encoder.output}; one of {', '.join(keys)} was expected. "
-            "Add the key's name to planning/dry_run.py"
-        )
-    return (width,) if encoder.kind == "pooled" else (encoder.max_length, width)
 
 
 # ---- the meter

@@ -38,12 +38,6 @@ from ..parallel.placement import spread_offloaded
 from ..training.optimizer import make_optimizer
 from .costs import BlockCost, StepCost
 
-CONTEXT_BYTES = 500_000_000  # the driver's own, per card, once CUDA has started; read off nvidia-smi, differs by card
-# cuBLAS takes its workspace from torch's allocator: 32 MiB on Hopper, 8 MiB on others, for the thread that runs
-# forwards and for the one that runs backwards.
-CARD_WORKSPACE_BYTES = 2 * 32 * 2**20
-# Of activations and temporaries, which come in hundreds of sizes: not measured, a guess on the safe side.
-FRAGMENTATION = 0.10
 # What rounding a layer to 8 bits takes beside it: copies of 16 bytes per weight, but only some rows at a time.
 ROUNDING_BYTES, ROUNDING_COPIES = 500_000_000, 8
 
@@ -82,11 +76,18 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Backend:
-    """What one kind of device adds to the bytes of tensors."""
+    """What one kind of device adds to the bytes of tensors.
 
-    workspace: int = CARD_WORKSPACE_BYTES
-    fragmentation: float = FRAGMENTATION
-    context: int = CONTEXT_BYTES
+    Args:
+        workspace: cuBLAS takes it from torch's allocator: 32 MiB on Hopper, 8 MiB on others, for the thread that runs
+            forwards and for the one that runs backwards.
+        fragmentation: of activations and temporaries, which come in hundreds of sizes: a guess on the safe side.
+        context: the driver's own, once CUDA has started; read off nvidia-smi, differs by card.
+    """
+
+    workspace: int = 2 * 32 * 2**20
+    fragmentation: float = 0.10
+    context: int = 500_000_000
 
 
 @dataclass(frozen=True)
@@ -289,16 +290,6 @@ class Forecaster:
         bounds = {start, end, *(at for at in (*self._run_starts, first_spared, *first) if start < at < end)}
         return sorted({*(bounds - {end}), *(at - 1 for at in bounds - {start})})
 
-    def _moments(self, plan: StagePlan, lora: int, trained: int) -> Iterator[Moment]:
-        gradients = lora if self.settings.accumulation > 1 else 0  # those of earlier micro-batches
-        yield from self._computing(plan, gradients)
-        yield Moment("optimizer step", 0, 0, int(trained * self.optimizer.step), lora)
-        if self.picture is not None:
-            yield Moment("sample picture", 0, 0, self._drawing_bytes(self.picture, plan), 0)
-        if self.largest_layer:
-            copies = min(ROUNDING_BYTES, ROUNDING_COPIES * self.largest_layer)
-            yield Moment("loading", 0, 0, self.largest_layer + copies, 0, has_lora=False)
-
     def _constants(self, cost: StepCost, plan: StagePlan) -> int:
         """Modulation, rotary tables and the like, once per device whatever the number of blocks that read them."""
         named: dict[int, int] = {}
@@ -306,15 +297,15 @@ class Forecaster:
             named.update(cost.blocks[index].constants)
         return sum(named.values())
 
-    def _computing(self, plan: StagePlan, gradients: int) -> Iterator[Moment]:
-        """The moments of forward and backward; gradients: in bytes, those that are there already."""
-        found, settings = self.cost, self.settings
+    def _moments(self, plan: StagePlan, lora: int, trained: int) -> Iterator[Moment]:
+        found, settings, picture = self.cost, self.settings, self.picture
         start, end, first_spared = plan.start, plan.end, plan.first_spared
-        constants = self._constants(found, plan)
+        is_first, is_last = plan.stage == 0, plan.stage == settings.tail_stage(plan.num_stages)
+        constants, gradients = self._constants(found, plan), lora if settings.accumulation > 1 else 0  # of earlier ones
         others = settings.held(plan.stage, plan.num_stages) - 1
         all_inputs, all_kept = self._between("inputs", start, end), self._between("kept", first_spared, end)
         before = constants + others * (all_inputs + constants)
-        front = max(0, found.front - constants - found.first_inputs) if plan.stage == 0 else 0
+        front = max(0, found.front - constants - found.first_inputs) if is_first else 0
         for index in self._ends_of_runs(start, end, first_spared):
             block, is_kept = found.blocks[index], index >= first_spared
             inputs = before + self._between("inputs", start, index + 1)
@@ -326,21 +317,20 @@ class Forecaster:
             yield Moment(f"forward of {found.names[index]}", in_forward, kept, forward, gradients)
             backward = block.backward if is_kept else block.recompute
             yield Moment(f"backward of {found.names[index]}", in_backward, kept, backward, gradients + later)
-        if plan.stage == settings.tail_stage(plan.num_stages):
+        if is_last:
             tail = front + found.blocks[-1].outputs + found.tail
             inputs = before + all_inputs - self._away(plan, end, NUM_WAITING)
             yield Moment("last layers and loss", inputs, (others + 1) * all_kept, tail, gradients)
-
-    def _drawing_bytes(self, cost: StepCost, plan: StagePlan) -> int:
-        """What a picture takes while it is drawn: constants, and the inputs and the forward of one block."""
-        held = self._constants(cost, plan)
-        if plan.stage == 0:
-            held = max(held, cost.front - cost.first_inputs)
-        blocks = (cost.blocks[index] for index in self._ends_of_runs(plan.start, plan.end, plan.end))
-        moments = [block.inputs + block.forward for block in blocks]
-        if plan.stage == self.settings.tail_stage(plan.num_stages):
-            moments.append(cost.blocks[-1].outputs + cost.tail)
-        return held + max(moments)
+        yield Moment("optimizer step", 0, 0, int(trained * self.optimizer.step), lora)
+        if picture is not None:  # while it is drawn: constants, and the inputs and the forward of one block
+            held = max(self._constants(picture, plan), picture.front - picture.first_inputs if is_first else 0)
+            blocks = (picture.blocks[index] for index in self._ends_of_runs(start, end, end))
+            drawing = [block.inputs + block.forward for block in blocks]
+            drawing += [picture.blocks[-1].outputs + picture.tail] * is_last
+            yield Moment("sample picture", 0, 0, held + max(drawing), 0)
+        if self.largest_layer:
+            copies = min(ROUNDING_BYTES, ROUNDING_COPIES * self.largest_layer)
+            yield Moment("loading", 0, 0, self.largest_layer + copies, 0, has_lora=False)
 
 
 def optimizer_bytes(name: str, lora_dtype: str, *, kahan: bool = False, ema: bool = False) -> Optimizer:

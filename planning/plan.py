@@ -1,27 +1,43 @@
-"""The plan of a job: what was found to be fastest; or why nothing fits, and which changes would make it fit."""
+"""The plan of a job: what was found to be fastest, as a table, plain values and a picture; and what was measured."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+from PIL import Image, ImageDraw, ImageFont
 
-from ..config.model import divides_blocks, has_stages, holds_copies
+from ..config.model import divides_blocks, has_stages
 from ..parallel.placement import Placement
+from ..system.pace import describe_duration
 from .cards import Card
 from .memory import DeviceForecast
-from .question import OFFLOADS, STRATEGIES, Question, SearchSpace, Setting, is_open, strategies_on, why_not_shared
-from .search import HOST_GAIN, Found, find_fastest, fit, is_possible, needed_at_least
+from .question import Question, SearchSpace, Setting, is_open, strategies_on, why_not_shared
+from .search import HOST_GAIN, Found, describe_refusal, find_fastest, fit
+from .times import ASSUMED_FLOPS_PER_S, ASSUMED_LINK_BYTES_PER_S
 
-_SEVERAL = 4  # micro-batches that a hint speaks of
-_CARD_SIZES_GB = (8, 10, 12, 16, 20, 24, 32, 40, 48, 80, 96, 141)
-_RESOLUTIONS = tuple(range(8192, 255, -64))
-_RANKS = (64, 32, 16, 8, 4)
-_MOST_CHANGES = 3
+_SEVERAL = 4  # micro-batches that a note speaks of
+_STEPS = 1000  # of a run, where nobody says how many
+_MOST_ALTERNATIVES = 8  # rows of the table
+# What a card's memory is for: attribute of a DeviceForecast, its name in the table, and the colour of its bar. The
+# colours are told apart in grey and by the colour-blind.
+_PARTS = (
+    ("weights", "weights", "#0072b2"),
+    ("lora", "LoRA", "#009e73"),
+    ("gradients", "gradients", "#f0e442"),
+    ("optimizer", "optimizer", "#e69f00"),
+    ("checkpoints", "block inputs", "#56b4e9"),
+    ("kept", "kept activations", "#cc79a7"),
+    ("moving", "one block at work", "#d55e00"),
+    ("other", "workspace, allocator, driver", "#999999"),
+)
+_BAR_HEIGHT, _BAR_WIDTH, _MARGIN = 34, 640, 16  # pixels
+
+# Per device, decimal GB: forecast peak, the same as reserved by the allocator, and what was measured of both.
+Comparison = Mapping[str, Mapping[str, "float | None"]]
 
 
 class Alternative(NamedTuple):
@@ -81,7 +97,7 @@ def plan_training(question: Question) -> TrainingPlan:
     """
     found, looked_at = find_fastest(question)
     if found is None:
-        raise ValueError(_describe_refusal(question))
+        raise ValueError(describe_refusal(question))
     devices = tuple(stage.forecast for stage in found.stages)
     over = [
         f"{card.name} {device.needed / 1e9:.2f} GB of {card.usable_bytes / 1e9:.2f} GB"
@@ -142,130 +158,251 @@ def _notes(question: Question, found: Found) -> Iterator[str]:
         )
 
 
-# ---- where nothing fits
+# ---- as a table
 
 
-def _describe_refusal(question: Question) -> str:
-    """What is needed against what is there, and the changes that were computed to be enough."""
-    best, space = needed_at_least(question), question.space
-    if best is None:
-        return (
-            f"no cut of {len(question.model.names)} blocks over {len(question.cards)} cards has "
-            f"split.blocks_without_checkpointing = {list(space.uncheckpointed)} and split.offloaded_blocks = "
-            f"{list(space.offloaded)}: a card needs a block for each that it keeps or streams; give smaller numbers, "
-            "or leave them out"
-        )
-    frames = f", {question.frames} frames" if question.frames > 1 else ""
-    lines = [
-        f"does not fit: at {question.bucket[1]}x{question.bucket[0]} {question.unit}{frames}, batch "
-        f"{space.batch_size}, rank {space.lora.rank}, {best.setting.describe()} the best cut needs"
-    ]
-    for card, stage in zip(question.cards, best.stages, strict=True):
-        needed, there = stage.forecast.needed, card.usable_bytes
-        verdict = f"{(needed - there) / 1e9:.2f} GB are missing" if needed > there else "fits"
-        away = f" ({stage.plan.num_offloaded} in host memory)" if stage.plan.num_offloaded else ""
-        lines.append(
-            f"  {card.name}: {stage.forecast.num_blocks} blocks{away}, {needed / 1e9:.2f} GB of {there / 1e9:.2f} GB, "
-            f"{verdict} (weights {stage.forecast.weights / 1e9:.2f} GB)"
-        )
-    free = (question.host_bytes or 0) / 1e9
-    if not best.can_pin(question.host_bytes):
-        pinned = best.offloaded_inputs / 1e9
-        lines.append(f"  host memory: {pinned:.1f} GB would be pinned for block inputs, {free:.1f} GB are free")
-    elif not best.fits_host(question.host_bytes):
-        host = best.host_bytes / 1e9
-        lines.append(f"  host memory: {host:.2f} GB, {free:.2f} GB are free, and a tenth is left to others")
-    if space.memory_limit_gb:
-        lines.append(f"  memory_limit_gb allows weights of {list(space.memory_limit_gb)} GB")
-    helps = what_helps(question)
-    lines.append("Each of these would make it fit:" if helps else "None of the changes that were tried makes it fit")
-    return "\n".join([*lines, *(f"  {line}" for line in helps)])
+def describe_plan(plan: TrainingPlan, steps: int = _STEPS) -> str:
+    """The verdict, a line per card in decimal GB, and a line per setting that was looked at."""
+    facts = _facts(plan, steps)
+    names = [(name, label) for name, label, _ in _PARTS if any(parts_of(device)[name] for device in plan.devices)]
+    cards = [["card", "blocks", *(label for _, label in names), "needed", "free", "peak at"]]
+    for card, device in zip(plan.cards, plan.devices, strict=True):
+        sizes = [*(parts_of(device)[name] for name, _ in names), device.needed, card.usable_bytes]
+        cards.append([card.name, _blocks(device), *(f"{size / 1e9:.2f}" for size in sizes), device.moment])
+    tables = [list(map(list, facts)), cards]
+    if len(plan.alternatives) > 1:
+        tables.append([["setting", "per step"], *_alternatives(plan)])
+    return "\n\n".join(map(_table, tables))
 
 
-class _Change(NamedTuple):
-    """Words for a change, and other values of a SearchSpace and a Question with it."""
-
-    text: str
-    space: Mapping[str, Any] = {}
-    others: Mapping[str, Any] = {}
-
-    def of(self, question: Question) -> Question:
-        """The question with it."""
-        return question.changed(space=replace(question.space, **self.space), **self.others)
-
-
-def what_helps(question: Question) -> list[str]:
-    """The best three single changes that make the job fit; where there is none, as many at once as it takes."""
-    single, sizes = list(_choices(question)), _sizes(question)
-    if found := list(islice(_single_changes(question, single, sizes), _MOST_CHANGES)):
-        return found
-    texts: list[str] = []
-    changed = question
-    for change in (*single, *(ladder[-1] for ladder in sizes if ladder)):
-        texts, changed = [*texts, change.text], change.of(changed)
-        if len(texts) > 1 and is_possible(changed):
-            return [" and ".join(texts)]
-    return []
-
-
-def _single_changes(question: Question, single: list[_Change], sizes: list[list[_Change]]) -> Iterator[str]:
-    yield from (change.text for change in single if is_possible(change.of(question)))
-    for ladder in sizes:
-        index = bisect_left(ladder, True, key=lambda change: is_possible(change.of(question)))
-        yield from [ladder[index].text] if index < len(ladder) else []
-    space, last = question.space, question.cards[-1]
-    if space.split_at or space.uncheckpointed or space.offloaded or space.memory_limit_gb:
-        return  # settings that name a value for each card
-    device = torch.device(last.device.type, max(card.device.index or 0 for card in question.cards) + 1)
-
-    def is_enough(size_gb: int) -> bool:
-        added = replace(last, device=device, total_bytes=int(size_gb * 1e9), usable_bytes=int(size_gb * 1e9))
-        return is_possible(question.changed(cards=(*question.cards, added)[: len(question.model.names)]))
-
-    index = bisect_left(_CARD_SIZES_GB, True, key=is_enough)
-    yield from [f"another card of {_CARD_SIZES_GB[index]} GB"] if index < len(_CARD_SIZES_GB) else []
-
-
-def _choices(question: Question) -> Iterator[_Change]:
-    """Settings that can be changed to one other, the cheapest for the result first."""
-    space = question.space
-    if not space.is_checkpointing:
-        yield _Change("train.gradient_checkpointing = true", {"is_checkpointing": True})
-    elif not is_open(space.offloads):
-        yield _Change('train.offload_activations = "auto"', {"offloads": OFFLOADS})
-    if space.uncheckpointed:
-        yield _Change("split.blocks_without_checkpointing = []", {"uncheckpointed": ()})
-    if space.offloaded:
-        yield _Change("split.offloaded_blocks = []", {"offloaded": ()})
-    if space.memory_limit_gb:
-        yield _Change("split.memory_limit_gb = []", {"memory_limit_gb": ()})
-    if space.split_at:
-        yield _Change('split.balance = "memory"', {"split_at": ()})
-    if all(holds_copies(each) or divides_blocks(each) for each in space.strategies):
-        yield _Change('parallel.strategy = "auto"', {"strategies": STRATEGIES})
-    if not is_open(space.schemes) and not space.schemes[0].endswith("-compute"):  # none, or one that only stores
-        for scheme in [each for each in question.able_schemes if each != space.schemes[0]][:1]:
-            yield _Change(f'model.quantize = "{scheme}"', {"schemes": (scheme,)})
-    if space.optimizers == ("adamw",):
-        yield _Change('optimizer.name = "adamw8bit"', {"optimizers": ("adamw8bit",)})
-    if space.batch_size > 1:
-        count = space.batch_size * space.accumulation
-        yield _Change(f"train.batch_size = 1 with accumulation = {count}", {"batch_size": 1, "accumulation": count})
-
-
-def _sizes(question: Question) -> list[list[_Change]]:
-    """Smaller resolutions, shorter clips and lower ranks, the largest first."""
-    space, variant = question.space, question.model.variant
-    stride, now = question.model.family.latent_of(variant).frame_stride, space.resolution
-    buckets = {
-        side: tuple(max(64, each * side // now // 64 * 64) for each in question.bucket)
-        for side in _RESOLUTIONS
-        if side < now
-    }
-    lengths = range(question.frames - stride, 0 if variant.condition == "none" else stride, -stride)
-    ranks = [rank for rank in _RANKS if rank < space.lora.rank]
+def _facts(plan: TrainingPlan, steps: int) -> list[tuple[str, str]]:
+    """Names and values of the plan as a whole."""
+    seconds, source = step_seconds(plan)
+    step = "unknown: no card of this kind is in the table of speeds"
+    if seconds is not None:
+        step = f"{_seconds(seconds)}, {steps} steps about {describe_duration(seconds * steps)} ({source})"
+    height, width = plan.bucket
+    frames = f", {plan.frames} frames" if plan.frames > 1 else ""
+    pinned = f", {plan.offloaded_inputs / 1e9:.1f} GB of it for block inputs" if plan.offloaded_inputs else ""
+    peaks = ", ".join(
+        f"{card.name} {device.needed / 1e9:.2f} of {card.usable_bytes / 1e9:.2f} GB"
+        for card, device in zip(plan.cards, plan.devices, strict=True)
+    )
     return [
-        [_Change(f"data.resolutions = [{n}]", {"resolution": n}, {"bucket": each}) for n, each in buckets.items()],
-        [_Change(f"data.frames = [{each}]", others={"frames": each}) for each in lengths],
-        [_Change(f"lora.rank = {rank}", {"lora": replace(space.lora, rank=rank)}) for rank in ranks],
+        ("verdict", _verdict(plan)),
+        ("step", step),
+        ("peak", peaks),
+        ("plan", f"{plan.setting.describe()}; {plan.placement.describe()}"),
+        (
+            "job",
+            f"{plan.variant}, {width}x{height} {plan.unit}{frames}, batch {plan.space.batch_size}, "
+            f"accumulation {plan.space.accumulation}, LoRA rank {plan.space.lora.rank}",
+        ),
+        ("host memory", f"{plan.host_bytes / 1e9:.1f} GB{pinned}"),
+        *(("assumed", each) for each in _assumed(plan)),
+        *(("note", each) for each in plan.notes),
     ]
+
+
+def describe_verdict(plan: TrainingPlan, steps: int = _STEPS) -> list[str]:
+    """Whether it fits, and how long a step and so many take: all that a node has room for."""
+    (_, verdict), (_, step), *_ = _facts(plan, steps)
+    return [verdict, f"step: {step}"]
+
+
+def _verdict(plan: TrainingPlan) -> str:
+    if plan.warning:
+        return f"may not fit: {plan.warning}"
+    streams = [f"{sum(plan.offloaded)} blocks"] * any(plan.offloaded) + ["block inputs"] * plan.setting.offloads
+    return f"fits with streaming: {' and '.join(streams)} wait in host memory" if streams else "fits"
+
+
+def _assumed(plan: TrainingPlan) -> Iterator[str]:
+    """Which generation of cards, where only their memory was given."""
+    kinds = dict.fromkeys(card.kind.name for card in plan.cards if card.is_assumed and card.kind)
+    needs = " or newer, as fp8-compute needs RTX 40" if plan.setting.scheme == "fp8-compute" else ""
+    if kinds:
+        yield f"cards like the {' and '.join(kinds)}{needs}; name them to be sure, such as 2x3090"
+    elif needs and not all(card.has_context or card.kind for card in plan.cards):  # no card was there to ask
+        yield "RTX 40 cards or newer, as fp8-compute needs; for older ones plan with int8-compute"
+
+
+def step_seconds(plan: TrainingPlan) -> tuple[float | None, str]:
+    """Of a step at this size, None if a card's speed is unknown; and what the estimate goes by."""
+    if not all(card.flops_per_s for card in plan.cards):
+        return None, ""
+    slowest = max(card.speed * ASSUMED_FLOPS_PER_S / card.flops_per_s for card in plan.cards)
+    is_measured = any(card.measured_flops_per_s for card in plan.cards)
+    source = "a matrix product measured on the cards" if is_measured else "published speeds of cards"
+    link = f", at {ASSUMED_LINK_BYTES_PER_S / 1e9:.0f} GB/s between them" if plan.setting.divides_blocks else ""
+    return plan.step_s * slowest, f"estimated from {source}{link}"
+
+
+def _alternatives(plan: TrainingPlan) -> list[list[str]]:
+    """What was looked at: the chosen one, then the others by their time. One that is faster and was not taken has
+    8-bit optimizer state, or more in host memory, and copies are an estimate."""
+    rows = sorted(plan.alternatives, key=lambda each: (each.setting != plan.setting, each.times_longer or float("inf")))
+    seconds, _ = step_seconds(plan)
+    found = []
+    for setting, times, is_streaming in rows[:_MOST_ALTERNATIVES]:
+        name = setting.describe() + ", blocks stream" * is_streaming
+        said = "does not fit" if times is None else f"x {times:.2f}" if seconds is None else _seconds(seconds * times)
+        found.append([name, said])
+    return found
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def _blocks(device: DeviceForecast) -> str:
+    """ "23 (1 kept, 5 offloaded)"."""
+    parts = ((device.num_uncheckpointed, "kept"), (device.num_offloaded, "offloaded"))
+    special = ", ".join(f"{count} {what}" for count, what in parts if count)
+    return str(device.num_blocks) + (f" ({special})" if special else "")
+
+
+def parts_of(device: DeviceForecast) -> dict[str, int]:
+    """Bytes by what they are for; they add up to what is needed."""
+    parts = {name: getattr(device, name) for name, _, _ in _PARTS if name != "other"}
+    return parts | {"other": device.workspace + device.overhead + device.context}
+
+
+# ---- as values
+
+
+def plan_values(plan: TrainingPlan) -> dict[str, Any]:
+    """Plain values, sizes in bytes, for --json."""
+    owners = plan.placement.devices
+    return {
+        "model": plan.variant,
+        "setting": {
+            "quantize": plan.setting.scheme,
+            "optimizer": plan.setting.optimizer,
+            "strategy": plan.setting.strategy,
+            "microbatches_ahead": plan.setting.ahead,
+            "offload_activations": plan.setting.offloads,
+            "split_at": [index for index in range(1, len(owners)) if owners[index] != owners[index - 1]],
+            "replicas": [str(device) for device in plan.placement.replicas],
+            "shards": [str(device) for device in plan.placement.shards],
+            "shares": list(plan.placement.shares),
+            "blocks_without_checkpointing": list(plan.uncheckpointed),
+            "offloaded_blocks": list(plan.offloaded),
+        },
+        "pixels": {"height": plan.bucket[0], "width": plan.bucket[1]},  # of audio: see unit
+        "unit": plan.unit,
+        "frames": plan.frames,
+        "devices": [
+            {
+                "device": device.device,
+                "num_blocks": device.num_blocks,
+                "num_kept": device.num_uncheckpointed,
+                "num_offloaded": device.num_offloaded,
+                "micro_batches_held": device.held,
+                "bytes": parts_of(device),
+                "allocated": device.allocated,
+                "reserved": device.reserved,
+                "needed": device.needed,
+                "usable": card.usable_bytes,
+                "peak_at": device.moment,
+            }
+            for card, device in zip(plan.cards, plan.devices, strict=True)
+        ],
+        "host_bytes": plan.host_bytes,
+        "offloaded_bytes": plan.offloaded_inputs,
+        "verdict": _verdict(plan),
+        "assumed": list(_assumed(plan)),
+        "estimated_step_s": step_seconds(plan)[0],
+        "notes": list(plan.notes),
+        "alternatives": [
+            {"setting": other.setting.describe(), "times_longer": other.times_longer} for other in plan.alternatives
+        ],
+        "warning": plan.warning,
+    }
+
+
+# ---- forecast against measured
+
+
+def compare(devices: Sequence[DeviceForecast], measured: Mapping[str, Mapping[str, float]] | None = None) -> Comparison:
+    """For the event "forecast"; measured is what memory_in_use returned after the run."""
+    return {
+        device.device: {
+            "forecast": device.allocated / 1e9,
+            "forecast_reserved": device.reserved / 1e9,
+            "measured": (measured or {}).get(device.device, {}).get("peak"),
+            "measured_reserved": (measured or {}).get(device.device, {}).get("reserved"),
+        }
+        for device in devices
+    }
+
+
+def describe_comparison(compared: Comparison) -> list[str]:
+    """ "memory cuda:0: forecast 21.5 GB, measured 21.3 GB (forecast +1.0 %)"; a line per card."""
+    lines = []
+    for device, values in compared.items():
+        forecast, measured = values["forecast"] or 0.0, values["measured"]
+        found = f", measured {measured:.2f} GB ({_error(forecast, measured)})" if measured else ""
+        lines.append(f"memory {device}: forecast {forecast:.2f} GB{found}")
+    return lines
+
+
+def _error(forecast: float, measured: float) -> str:
+    return f"forecast {100 * (forecast / measured - 1):+.1f} %"
+
+
+def describe_pace(plan: TrainingPlan, step_times_s: Sequence[float]) -> str:
+    """ "step: forecast 3.1 s, measured 3.2 s (forecast -3.1 %)", the median of all but the first; "" if unknown."""
+    forecast, _ = step_seconds(plan)
+    if forecast is None or len(step_times_s) < 2:
+        return ""
+    measured = statistics.median(step_times_s[1:])  # the first compiles and chooses kernels
+    height, width = plan.bucket
+    return (
+        f"step: forecast {_seconds(forecast)} at {width}x{height}, measured {_seconds(measured)} "
+        f"({_error(forecast, measured)})"
+    )
+
+
+# ---- as a picture
+
+
+def picture_of(plan: TrainingPlan) -> torch.Tensor:
+    """draw_plan as ComfyUI hands images on: float32 in 0..1. [1, height, width, 3]"""
+    picture = draw_plan(plan)
+    values = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
+    return (values.float() / 255).view(1, picture.height, picture.width, 3)
+
+
+def draw_plan(plan: TrainingPlan) -> Image.Image:
+    """A bar per card, its parts side by side, the card's free memory as the frame. RGB"""
+    font, row = ImageFont.load_default(14), _BAR_HEIGHT + 30
+    devices = list(zip(plan.cards, plan.devices, strict=True))
+    largest = max(max(card.usable_bytes, device.needed) for card, device in devices)
+    height = 2 * _MARGIN + len(devices) * row + 22 * len(_PARTS)
+    sheet = Image.new("RGB", (_BAR_WIDTH + 2 * _MARGIN, height), "white")
+    draw = ImageDraw.Draw(sheet)
+    for number, (card, device) in enumerate(devices):
+        top = _MARGIN + number * row
+        room = f"{device.needed / 1e9:.2f} of {card.usable_bytes / 1e9:.2f} GB"
+        draw.text((_MARGIN, top), f"{card.name}: {_blocks(device)} blocks, {room}", fill="black", font=font)
+        top += 20
+        left = float(_MARGIN)
+        for (_, _, colour), size in zip(_PARTS, parts_of(device).values(), strict=True):
+            right = left + _BAR_WIDTH * size / largest
+            if round(right) > round(left):
+                draw.rectangle((round(left), top, round(right) - 1, top + _BAR_HEIGHT), fill=colour)
+            left = right
+        frame = _MARGIN + _BAR_WIDTH * card.usable_bytes / largest
+        draw.rectangle((_MARGIN, top, round(frame), top + _BAR_HEIGHT), outline="black", width=2)
+    for number, (_, label, colour) in enumerate(_PARTS):
+        at = _MARGIN + len(devices) * row + 22 * number
+        draw.rectangle((_MARGIN, at, _MARGIN + 14, at + 14), fill=colour)
+        draw.text((_MARGIN + 22, at - 2), label, fill="black", font=font)
+    return sheet

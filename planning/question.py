@@ -1,8 +1,5 @@
 """What the planner is given: a model, what a job leaves open, cards and a size of data; and what follows from them.
 
-A plan goes by sizes. A published model's are known by its name, and a dataset matters by its largest sample alone. So
-neither 64 GB of weights nor a folder of images has to be there for an answer to "would my cards do it?".
-
 A Question is frozen, so whatever it has computed stays true. Another job, other cards or another size is another
 Question; they share the ModelCosts, which runs each dry run once.
 """
@@ -10,18 +7,15 @@ Question; they share the ModelCosts, which runs each dry run once.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, prod
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from ..checkpoints.checkpoint import CheckpointInfo, make_published_info
-from ..config.job import DataConfig, JobConfig, LoraSettings, ModelScheme, job_to_dict, load_job, make_job
+from ..config.job import DataConfig, LoraSettings
 from ..config.model import Strategy, divides_blocks, has_stages, holds_copies
 from ..data.buckets import bucket_step, make_buckets
 from ..data.clips import make_clip_plan
@@ -37,7 +31,7 @@ from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_
 from .cards import Card
 from .costs import ModelCosts, StepCost
 from .dry_run import UNSEEN_CARD, Kernels, SampleText, Work
-from .memory import CONTEXT_BYTES, Backend, Forecaster, Optimizer, StepSettings, optimizer_bytes
+from .memory import Backend, Forecaster, Optimizer, StepSettings, optimizer_bytes
 from .times import ASSUMED_FLOPS_PER_S, ASSUMED_LINK_BYTES_PER_S, SCHEME_TIMES
 
 # All candidates, in the order in which they are looked at; where nobody plans, the first is taken.
@@ -45,11 +39,6 @@ SCHEMES: tuple[Scheme | Literal["none"], ...] = ("none", *BEST_FIRST)
 OPTIMIZERS = ("adamw", "adamw8bit")
 STRATEGIES: tuple[Strategy, ...] = ("pipeline", "none", "data")
 OFFLOADS = (False, True)
-
-# Pixels along a square where nobody has said: what image models are published for, and the area of 480x832 for video.
-IMAGE_RESOLUTION, VIDEO_RESOLUTION = 1024, 640
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -247,12 +236,13 @@ class Question:
         """Every candidate that these cards can do."""
         space = self.space
         ahead = sorted({space.ahead, 0}, reverse=True) if is_open(space.strategies) else [space.ahead]
+        shares = self.given_shares or (1,) * len(self.cards)
         return [
             Setting(scheme, optimizer, strategy, each, offloads)
             for scheme in self._schemes()
             for optimizer in space.optimizers
             for strategy in self._strategies()
-            if not divides_blocks(strategy) or not self._division_fault(scheme)
+            if not divides_blocks(strategy) or not self.model.division_fault(shares, self.work(scheme).quantize)
             for each in (ahead if has_stages(strategy) else [0])
             for offloads in (space.offloads if space.is_checkpointing else (False,))
         ]
@@ -281,11 +271,6 @@ class Question:
             return [each for each in possible if not holds_copies(each)]
         return possible
 
-    def _division_fault(self, scheme: str) -> str:
-        """Why these cards cannot compute each block together in this scheme; "" if they can."""
-        shares = self.given_shares or (1,) * len(self.cards)
-        return self.model.division_fault(shares, self.work(scheme).quantize)
-
     @property
     def able_schemes(self) -> list[Scheme]:
         """8-bit schemes that every card and the packages installed here can do, the fastest first."""
@@ -305,16 +290,12 @@ class Question:
 
     # ---- seconds and bytes
 
-    @cached_property
-    def _flops(self) -> list[float]:
-        """Operations of each block's forward of a micro-batch."""
-        return [self.space.batch_size * each for each in self.model.block_flops(self.bucket, self.frames)]
-
     def seconds(self, card: Card, scheme: str) -> list[float]:
         """Of each block's forward of a micro-batch, by operations; its backward takes as long, for a frozen block has
         no gradients of weights. What is outside the blocks counts nothing."""
         rate = card.speed * ASSUMED_FLOPS_PER_S / SCHEME_TIMES[scheme]
-        count, batch, flops = len(self.share), self.space.batch_size, self._flops
+        count, batch = len(self.share), self.space.batch_size
+        flops = [batch * each for each in self.model.block_flops(self.bucket, self.frames)]
         if count == 1:
             return [each / rate for each in flops]
         mine = self.share[-1] / sum(self.share)
@@ -350,7 +331,7 @@ class Question:
             self.model.dry_run(self.work(setting.scheme), self._kernels(setting.scheme)),
             self._optimizer(setting.optimizer),
             settings,
-            backend=Backend(context=0 if has_context else CONTEXT_BYTES),
+            backend=Backend(context=0) if has_context else Backend(),
             largest_layer=0 if setting.scheme == "none" else self.model.largest_linear * space.dtype.itemsize,
             picture=None if self.picture is None else self._picture_cost(*self.picture, setting.scheme),
         )
@@ -387,99 +368,6 @@ def _has_packages(scheme: Scheme) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-# ---- before there are files: a published model by its name, and squares of pixels
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """A job to plan, and what of it is there.
-
-    Args:
-        job: with the command's values in place of its own.
-        info: of the published model in place of the job's; None reads the job's files.
-        has_data: whether the job's data is read; else the plan is for what make_square makes of its settings.
-    """
-
-    job: JobConfig
-    info: CheckpointInfo | None = None
-    has_data: bool = True
-
-
-def make_request(
-    path: Path | None,
-    *,
-    model: str = "",
-    quantize: ModelScheme | None = None,
-    resolution: int | None = None,
-    frames: int | None = None,
-) -> PlanRequest:
-    """What `devicebridge plan` is given.
-
-    Args:
-        path: job file; None takes the defaults with an open scheme, and needs a model.
-        model: published variant in place of the job's. quantize, resolution, frames: in place of the job's settings.
-    Raises: ValueError for a variant that is not published, for neither job nor model, a pair of experts with a model,
-        or data that is not there and has no resolution to stand in for it.
-    """
-    if resolution is not None and resolution <= 0:
-        raise ValueError(f"--resolution {resolution} is no size; give pixels, such as 1024")
-    if frames is not None and frames <= 0:
-        raise ValueError(f"--frames {frames} is no length; give frames of a clip, such as 33, or 1 for images")
-    try:
-        info = make_published_info(model) if model else None
-    except ValueError as error:
-        raise ValueError(
-            f'{error}. Other models are planned from a job file with model.family = "comfyui", when their file is there'
-        ) from error
-    if path is not None:
-        job = load_job(path)
-    elif info is not None and info.variant is not None:
-        # Every setting at its default but the scheme, which is left open; required paths name nothing.
-        side = VIDEO_RESOLUTION if info.family.latent_of(info.variant).is_video else IMAGE_RESOLUTION
-        job = make_job(
-            {
-                "model": {"path": model, "quantize": "auto"},
-                "data": {"folders": [{"path": "squares"}], "resolutions": [side]},
-                "train": {"steps": 1000},
-                "output": {"folder": "nowhere"},
-            }
-        )
-    else:
-        raise ValueError("there is nothing to plan for; give a job file, or the name of a model: --model flux2-dev")
-    if model and job.model.second_expert:
-        raise ValueError(
-            f"--model {model} stands in place of one model, but the job trains two (model.second_expert = "
-            f"{job.model.second_expert!r}); remove model.second_expert to plan one expert alone, or leave out --model "
-            "where the files of both are there"
-        )
-    values = job_to_dict(job)
-    if model:
-        values["model"] |= {"path": model, "family": "", "variant": model}
-    if quantize is not None:
-        values["model"]["quantize"] = quantize
-    sizes = {"resolutions": resolution, "frames": frames}
-    values["data"] |= {name: [size] for name, size in sizes.items() if size is not None}
-    job = make_job(values)
-    return PlanRequest(job, info, path is not None and _has_data(job.data, resolution))
-
-
-def _has_data(data: DataConfig, resolution: int | None) -> bool:
-    """Whether any of a job's folders is there; a mistake in one of several paths is for the scan to name.
-
-    Raises: ValueError if none is and there is no resolution to plan for instead.
-    """
-    if data.encoded or any(Path(folder.path).is_dir() for folder in data.folders):
-        return True
-    first = data.folders[0].path
-    if resolution is None:
-        raise ValueError(
-            f"the dataset folder {first} does not exist; give a folder of images, or --resolution "
-            f"{data.largest_resolution} to plan for a square of so many pixels"
-        )
-    _log.warning("the dataset folder %s does not exist; the plan is for a square of %d pixels", first, resolution)
-    return False
 
 
 def make_square(config: DataConfig, variant: Variant, latent: LatentSpec) -> Sample:

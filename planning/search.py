@@ -18,16 +18,19 @@ cut does not change the time while the cards are equally fast; then it evens out
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Literal
+from itertools import accumulate, islice
+from typing import Any, Literal, NamedTuple
 
-from ..config.model import has_stages
+import torch
+
+from ..config.model import divides_blocks, has_stages, holds_copies
 from ..parallel.local.data_parallel import num_dealt
 from ..parallel.offload.copies import NUM_SLOTS
 from .memory import DeviceForecast, Forecaster, StagePlan
-from .question import Question, Setting, is_open
+from .question import OFFLOADS, STRATEGIES, Question, Setting, is_open
 
 HEADROOM = 0.05  # of a card, left free by what the planner chooses to keep; the forecast may be off by as much
 PINNED_SHARE = 0.8  # of free host memory that may be pinned; the system needs some that it can move
@@ -39,6 +42,12 @@ UNHIDDEN = 0.3
 # fits without: how far copies are hidden is an estimate.
 HOST_GAIN = 1.1
 
+# What is tried where nothing fits.
+_CARD_SIZES_GB = (8, 10, 12, 16, 20, 24, 32, 40, 48, 80, 96, 141)
+_RESOLUTIONS = tuple(range(8192, 255, -64))
+_RANKS = (64, 32, 16, 8, 4)
+_MOST_CHANGES = 3
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -47,21 +56,19 @@ class Terms:
     Args:
         most: share of a card that may be needed; inf where the user vouches for what does not fit.
         spares: whether blocks go without activation checkpointing where there is room.
-        has_limits: False looks for what would be needed, whatever the user and the host allow.
         streams: which blocks stream from host memory where the user has not said.
         least: what a cut is to have least of: seconds, or bytes in host memory.
     """
 
     most: float
     spares: bool = False
-    has_limits: bool = True
     streams: Literal["none", "needed", "all"] = "none"
     least: Literal["seconds", "host bytes"] = "seconds"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What a card does in a setting that was found. share: of the card, that is needed. streamed: bytes on the host."""
+    """What a card does. share: of its memory, that is needed. streamed: bytes in host memory."""
 
     plan: StagePlan
     forecast: DeviceForecast
@@ -136,7 +143,7 @@ def _look(question: Question, most: float) -> Looked:
     resident: set[Setting] = set()
     best = math.inf
     for setting in question.settings():
-        if _chose_offload(question, setting) and replace(setting, offloads=False) in resident:
+        if setting.offloads and replace(setting, offloads=False) in resident:
             continue
         if most > 1 and setting.holds_copies and is_open(question.space.strategies):
             continue
@@ -148,14 +155,10 @@ def _look(question: Question, most: float) -> Looked:
     return looked_at
 
 
-def _chose_offload(question: Question, setting: Setting) -> bool:
-    """Whether offloading of block inputs is ours to choose, and chosen."""
-    return setting.offloads and is_open(question.space.offloads)
-
-
 def _weighed(question: Question, found: Found) -> float:
-    waiting = _chose_offload(question, found.setting), found.is_streaming and question.may_stream
-    return found.time * HOST_GAIN ** sum(waiting)
+    """Seconds, longer for what waits in host memory by the planner's choice."""
+    offloads = found.setting.offloads and is_open(question.space.offloads)
+    return found.time * HOST_GAIN ** (offloads + (found.is_streaming and question.may_stream))
 
 
 def fit(question: Question, setting: Setting, most: float = 1.0, best: float = math.inf) -> Found | None:
@@ -172,7 +175,16 @@ def fit(question: Question, setting: Setting, most: float = 1.0, best: float = m
         return _streaming(question, setting, min(most, 1 - HEADROOM)) or _streaming(question, setting, most)
     if not found.fits_host(question.host_bytes):
         return None
-    return found if found.is_streaming or most > 1 else _faster_streaming(question, found, best)
+    if found.is_streaming or most > 1 or not question.may_stream:
+        return found
+    # Blocks stream, too, where the fastest of several cards is too small for the blocks that it should compute. No step
+    # with every block recomputed is shorter than this: the fastest card computes all, or all cards share evenly.
+    whole = [3 * sum(question.seconds(card, setting.scheme)) for card in question.cards]
+    shortest = min(whole) if setting.strategy == "none" else 1 / sum(1 / each for each in whole)
+    if min(found.time, best) <= HOST_GAIN * question.space.accumulation * shortest:
+        return found
+    faster = _streaming(question, setting, 1 - HEADROOM)
+    return found if faster is None or found.time <= HOST_GAIN * faster.time else replace(faster, has_resident=True)
 
 
 def _each_card(question: Question, setting: Setting, find: _Find) -> Found | None:
@@ -206,57 +218,6 @@ def _streaming(question: Question, setting: Setting, most: float) -> Found | Non
     return found if found is None or found.fits_host(question.host_bytes) else None
 
 
-def _faster_streaming(question: Question, resident: Found, best: float) -> Found:
-    """The same setting with blocks that stream from host memory, where that is worth it; else what is given.
-
-    So it is where the fastest of several cards is too small for the blocks that it should compute.
-    """
-    setting = resident.setting
-    # No step with every block recomputed is shorter: the fastest card computes all, or all cards share evenly.
-    whole = [3 * sum(question.seconds(card, setting.scheme)) for card in question.cards]
-    shortest = min(whole) if setting.strategy == "none" else 1 / sum(1 / each for each in whole)
-    if not question.may_stream or min(resident.time, best) <= HOST_GAIN * question.space.accumulation * shortest:
-        return resident  # whatever the cut
-    found = _streaming(question, setting, 1 - HEADROOM)
-    if found is None or resident.time <= HOST_GAIN * found.time:
-        return resident
-    return replace(found, has_resident=True)
-
-
-# ---- where nothing may fit
-
-
-def is_possible(question: Question) -> bool:
-    """Whether anything fits."""
-    return any(fit(question, setting, question.most, best=0.0) for setting in _leanest(question))
-
-
-def needed_at_least(question: Question) -> Found | None:
-    """What fits the cards and takes least of the host, which may be more than it has. Where nothing fits the cards,
-    what needs the smallest share of one, with as many blocks in host memory as may be. None if there is no such cut."""
-    if question.may_stream:
-        terms = Terms(question.most, streams="needed", least="host bytes")
-        if found := [each for setting in question.settings() if (each := _cut(question, setting, terms))]:
-            return min(found, key=lambda each: each.host_bytes)
-    terms = Terms(math.inf, has_limits=False, streams="all" if question.may_stream else "none")
-    found = [each for setting in _leanest(question) if (each := _cut(question, setting, terms))]
-    return min(found, key=lambda each: max(stage.share for stage in each.stages), default=None)
-
-
-def _cut(question: Question, setting: Setting, terms: Terms) -> Found | None:
-    """As find_cut; each card alone where the setting is data or tensor parallel, whose blocks never stream."""
-    if not (setting.holds_copies or setting.divides_blocks):
-        return find_cut(question, setting, terms)
-    plain = replace(terms, streams="none")
-    return _each_card(question, setting, lambda card, each: find_cut(card, each, plain))
-
-
-def _leanest(question: Question) -> list[Setting]:
-    """The settings that may need the least: where offloading is ours to choose, those without need more."""
-    every = question.settings()
-    return [each for each in every if each.offloads] or every if question.host_bytes is None else every
-
-
 # ---- the best cut for one setting
 
 
@@ -272,22 +233,21 @@ def find_cut(question: Question, setting: Setting, terms: Terms) -> Found | None
         return None
     offloaded, count = forecaster.offloaded_inputs([stage.plan for stage in stages]), question.space.accumulation
     times = [stage.time for stage in stages]
-    time = count * sum(times)
-    if setting.strategy == "pipeline":
-        slowest = max(max(times), sum(times) / forecaster.settings.held(0, len(times)))
-        time = sum(times) + (count - 1) * slowest
+    following = sum(times)  # of a further micro-batch
+    if has_stages(setting.strategy):
+        following = max(max(times), sum(times) / forecaster.settings.held(0, len(times)))
+    time = sum(times) + (count - 1) * following
     found = Found(setting, tuple(stages), time, offloaded, forecaster.loading_bytes)
-    return found if found.can_pin(question.host_bytes) or not terms.has_limits else None
+    return found if found.can_pin(question.host_bytes) else None
 
 
-_Value = tuple[float, float, float]  # what a cut is chosen by, see _add
+_Value = tuple[float, float, float]  # of a cut: seconds, bytes that stream, share of the fullest card that is needed
 
 
 class _CutSearch:
     def __init__(self, question: Question, setting: Setting, terms: Terms, forecaster: Forecaster) -> None:
         self._question, self._terms, self._forecaster = question, terms, forecaster
         space = self._space = question.space
-        self._limits = space.memory_limit_gb if terms.has_limits else ()
         self._is_by_slowest = has_stages(setting.strategy) or space.is_cut_by_time
         # In steps of about 1e-12 s: sums of such are exact, so that cuts that take equally long have equal times, in
         # whatever order their blocks are added up, and memory decides.
@@ -306,24 +266,19 @@ class _CutSearch:
             ends = range(index + 1 if index < num_stages - 1 else last, last + 1)
             for start, (value, stages) in best.items():
                 for end in bounds[index + 1 : index + 2] or ends:
-                    stage = self._stage(index, start, end) if end > start else None
-                    if stage is None:
+                    if end <= start or (stage := self._stage(index, start, end)) is None:
                         continue
-                    added = self._add(value, stage)
-                    if end not in options or added < options[end][0]:
+                    time, streamed, share = value
+                    time = max(time, stage.time) if self._is_by_slowest else time + stage.time
+                    added = time, streamed + stage.streamed, max(share, stage.share)
+                    if end not in options or self._order(added) < self._order(options[end][0]):
                         options[end] = added, [*stages, stage]
             best = options
         return best[num_blocks][1] if num_blocks in best else None
 
-    def _add(self, value: _Value, stage: Stage) -> _Value:
-        """Seconds first, then what streams from host memory, or the other way round where that is asked for; then the
-        fullest card."""
-        is_by_time = self._terms.least == "seconds"
-        before, streamed = value[:2] if is_by_time else value[1::-1]
-        time = max(before, stage.time) if self._is_by_slowest else before + stage.time
-        streamed += stage.streamed
-        share = max(value[2], stage.share)
-        return (time, streamed, share) if is_by_time else (streamed, time, share)
+    def _order(self, value: _Value) -> _Value:
+        time, streamed, share = value
+        return (time, streamed, share) if self._terms.least == "seconds" else (streamed, time, share)
 
     def _stage(self, index: int, start: int, end: int) -> Stage | None:
         """The best that a card can do with these blocks; None if it needs more than it may."""
@@ -371,8 +326,8 @@ class _CutSearch:
     def _missing(self, plan: StagePlan, found: DeviceForecast) -> float:
         """Bytes that a stage needs beyond what it may; at most 0 where it fits."""
         over = [found.needed - self._terms.most * max(1, self._question.cards[plan.stage].usable_bytes)]
-        if self._limits:
-            over.append(found.weights - self._limits[plan.stage] * 1e9)
+        if self._space.memory_limit_gb:
+            over.append(found.weights - self._space.memory_limit_gb[plan.stage] * 1e9)
         return max(over)
 
     def _checked(self, plan: StagePlan) -> Stage | None:
@@ -390,3 +345,154 @@ class _CutSearch:
         copying = streaming + 2 * forecaster.leaving(plan) / link
         time = max(computing, copying) + UNHIDDEN * min(computing, streaming)
         return Stage(plan, found, time, found.needed / max(1, card.usable_bytes), streamed)
+
+
+# ---- where nothing fits
+
+
+def is_possible(question: Question) -> bool:
+    """Whether anything fits."""
+    return any(fit(question, setting, question.most, best=0.0) for setting in _leanest(question))
+
+
+def needed_at_least(question: Question) -> Found | None:
+    """What fits the cards and takes least of the host, which may be more than it has. Where nothing fits the cards,
+    what needs the smallest share of one, with as many blocks in host memory as may be. None if there is no such cut."""
+    if question.may_stream:
+        terms = Terms(question.most, streams="needed", least="host bytes")
+        if found := [each for setting in question.settings() if (each := _cut(question, setting, terms))]:
+            return min(found, key=lambda each: each.host_bytes)
+    unlimited = question.changed(space=replace(question.space, memory_limit_gb=()), host_bytes=None)
+    terms = Terms(math.inf, streams="all" if question.may_stream else "none")
+    found = [each for setting in _leanest(question) if (each := _cut(unlimited, setting, terms))]
+    return min(found, key=lambda each: max(stage.share for stage in each.stages), default=None)
+
+
+def _cut(question: Question, setting: Setting, terms: Terms) -> Found | None:
+    """As find_cut; each card alone where the setting is data or tensor parallel, whose blocks never stream."""
+    if not (setting.holds_copies or setting.divides_blocks):
+        return find_cut(question, setting, terms)
+    plain = replace(terms, streams="none")
+    return _each_card(question, setting, lambda card, each: find_cut(card, each, plain))
+
+
+def _leanest(question: Question) -> list[Setting]:
+    """The settings that may need the least: where offloading is ours to choose, those without need more."""
+    every = question.settings()
+    return [each for each in every if each.offloads] or every if question.host_bytes is None else every
+
+
+def describe_refusal(question: Question) -> str:
+    """What is needed against what is there, and the changes that were computed to be enough."""
+    best, space, cards = needed_at_least(question), question.space, question.cards
+    if best is None:
+        given = f"{list(space.uncheckpointed)} and split.offloaded_blocks = {list(space.offloaded)}"
+        return (
+            f"no cut of {len(question.model.names)} blocks has split.blocks_without_checkpointing = {given}: a card "
+            "needs a block for each that it keeps or streams; give smaller numbers, or leave them out"
+        )
+    frames = f", {question.frames} frames" if question.frames > 1 else ""
+    lines = [
+        f"does not fit: at {question.bucket[1]}x{question.bucket[0]} {question.unit}{frames}, batch "
+        f"{space.batch_size}, rank {space.lora.rank}, {best.setting.describe()} the best cut needs"
+    ]
+    for card, stage in zip(cards, best.stages, strict=True):
+        needed, there, weights = stage.forecast.needed / 1e9, card.usable_bytes / 1e9, stage.forecast.weights / 1e9
+        verdict = f"{needed - there:.2f} GB are missing" if needed > there else "fits"
+        away = f" ({stage.plan.num_offloaded} in host memory)" if stage.plan.num_offloaded else ""
+        what = f"{stage.plan.num_blocks} blocks{away}, {needed:.2f} GB of {there:.2f} GB"
+        lines.append(f"  {card.name}: {what}, {verdict} (weights {weights:.2f} GB)")
+    pinned, host, free = (size / 1e9 for size in (best.offloaded_inputs, best.host_bytes, question.host_bytes or 0))
+    if not best.can_pin(question.host_bytes):
+        lines.append(f"  host memory: {pinned:.1f} GB would be pinned for block inputs, {free:.1f} GB are free")
+    elif not best.fits_host(question.host_bytes):
+        lines.append(f"  host memory: {host:.2f} GB, {free:.2f} GB are free, and a tenth is left to others")
+    if space.memory_limit_gb:
+        lines.append(f"  memory_limit_gb allows weights of {list(space.memory_limit_gb)} GB")
+    helps = what_helps(question)
+    lines.append("Each of these would make it fit:" if helps else "None of the changes that were tried makes it fit")
+    return "\n".join([*lines, *(f"  {line}" for line in helps)])
+
+
+class _Change(NamedTuple):
+    """Words for a change, and other values of a SearchSpace and a Question with it."""
+
+    text: str
+    space: Mapping[str, Any] = {}
+    others: Mapping[str, Any] = {}
+
+    def of(self, question: Question) -> Question:
+        """The question with it."""
+        return question.changed(space=replace(question.space, **self.space), **self.others)
+
+
+def what_helps(question: Question) -> list[str]:
+    """The best three single changes that make the job fit; where there is none, as many at once as it takes."""
+    single, sizes = list(_choices(question)), _sizes(question)
+    if found := list(islice(_single_changes(question, single, sizes), _MOST_CHANGES)):
+        return found
+    texts: list[str] = []
+    for change in (*single, *(ladder[-1] for ladder in sizes if ladder)):
+        texts, question = [*texts, change.text], change.of(question)
+        if len(texts) > 1 and is_possible(question):
+            return [" and ".join(texts)]
+    return []
+
+
+def _single_changes(question: Question, single: list[_Change], sizes: list[list[_Change]]) -> Iterator[str]:
+    yield from (change.text for change in single if is_possible(change.of(question)))
+    for ladder in sizes:
+        index = bisect_left(ladder, True, key=lambda change: is_possible(change.of(question)))
+        yield from [ladder[index].text] if index < len(ladder) else []
+    space, last = question.space, question.cards[-1]
+    if space.split_at or space.uncheckpointed or space.offloaded or space.memory_limit_gb:
+        return  # settings that name a value for each card
+    device = torch.device(last.device.type, max(card.device.index or 0 for card in question.cards) + 1)
+
+    def is_enough(size_gb: int) -> bool:
+        added = replace(last, device=device, usable_bytes=int(size_gb * 1e9))
+        return is_possible(question.changed(cards=(*question.cards, added)[: len(question.model.names)]))
+
+    index = bisect_left(_CARD_SIZES_GB, True, key=is_enough)
+    yield from [f"another card of {_CARD_SIZES_GB[index]} GB"] if index < len(_CARD_SIZES_GB) else []
+
+
+def _choices(question: Question) -> Iterator[_Change]:
+    """Settings that can be changed to one other, the cheapest for the result first."""
+    space = question.space
+    if not space.is_checkpointing:
+        yield _Change("train.gradient_checkpointing = true", {"is_checkpointing": True})
+    elif not is_open(space.offloads):
+        yield _Change('train.offload_activations = "auto"', {"offloads": OFFLOADS})
+    if space.uncheckpointed:
+        yield _Change("split.blocks_without_checkpointing = []", {"uncheckpointed": ()})
+    if space.offloaded:
+        yield _Change("split.offloaded_blocks = []", {"offloaded": ()})
+    if space.memory_limit_gb:
+        yield _Change("split.memory_limit_gb = []", {"memory_limit_gb": ()})
+    if space.split_at:
+        yield _Change('split.balance = "memory"', {"split_at": ()})
+    if all(holds_copies(each) or divides_blocks(each) for each in space.strategies):
+        yield _Change('parallel.strategy = "auto"', {"strategies": STRATEGIES})
+    if not is_open(space.schemes) and not space.schemes[0].endswith("-compute"):  # none, or one that only stores
+        for scheme in [each for each in question.able_schemes if each != space.schemes[0]][:1]:
+            yield _Change(f'model.quantize = "{scheme}"', {"schemes": (scheme,)})
+    if space.optimizers == ("adamw",):
+        yield _Change('optimizer.name = "adamw8bit"', {"optimizers": ("adamw8bit",)})
+    if space.batch_size > 1:
+        count = space.batch_size * space.accumulation
+        yield _Change(f"train.batch_size = 1 with accumulation = {count}", {"batch_size": 1, "accumulation": count})
+
+
+def _sizes(question: Question) -> list[list[_Change]]:
+    """Smaller resolutions, shorter clips and lower ranks, the largest first."""
+    space, variant, now = question.space, question.model.variant, question.space.resolution
+    stride, sides = question.model.family.latent_of(variant).frame_stride, [n for n in _RESOLUTIONS if n < now]
+    buckets = {n: tuple(max(64, side * n // now // 64 * 64) for side in question.bucket) for n in sides}
+    lengths = range(question.frames - stride, 0 if variant.condition == "none" else stride, -stride)
+    ranks = [rank for rank in _RANKS if rank < space.lora.rank]
+    return [
+        [_Change(f"data.resolutions = [{n}]", {"resolution": n}, {"bucket": each}) for n, each in buckets.items()],
+        [_Change(f"data.frames = [{each}]", others={"frames": each}) for each in lengths],
+        [_Change(f"lora.rank = {rank}", {"lora": replace(space.lora, rank=rank)}) for rank in ranks],
+    ]

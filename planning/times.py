@@ -1,4 +1,4 @@
-"""How long blocks take: seconds = work / cards + bytes / link. ForwardWork and bytes follow from sizes alone.
+"""How long blocks take: seconds = work / cards + bytes / link. Work and bytes follow from sizes alone.
 
 Training goes by published speeds, or one measured matrix product, and an assumed link. Sampling, where a split chooses
 between two ways of using several cards, goes by one product and one link that were measured:
@@ -14,7 +14,7 @@ out: CUDA graphs spare it where cards copy to each other directly, and elsewhere
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -37,7 +37,6 @@ ASSUMED_LINK_BYTES_PER_S = 12e9
 BLOCK_RATE = 0.8  # of a large matrix product's rate: FLUX.2, Wan and Qwen-Image on one card
 GAIN = 0.9  # of blocks' time at most, or dividing is not worth what it forbids
 NUM_TEXT_TOKENS = 512  # in sampling
-_STEP = 4096  # tokens
 _SQUARE_BYTES = 4  # of a sum of squares
 _CHOICE_BYTES = 2 * (8 + 2)  # of two of several experts, as an index and a number each
 
@@ -96,7 +95,7 @@ def divided_block(
 
 @dataclass(frozen=True)
 class ForwardWork:
-    """One forward of one size.
+    """One forward.
 
     Args:
         flops: of all blocks. whole_flops, sent_bytes, num_exchanges: as of a DividedBlock, of all of them.
@@ -106,7 +105,7 @@ class ForwardWork:
     flops: float
     sent_bytes: float
     stream_bytes: float
-    num_exchanges: float
+    num_exchanges: int
     whole_flops: float = 0.0
 
 
@@ -128,43 +127,9 @@ def forward_work(
     )
 
 
-@dataclass(frozen=True)
-class WorkBySize:
-    """What forwards of any number of tokens take; every value grows with their square at most.
-
-    given: the work of 0, 1 and 2 times _STEP picture tokens.
-    """
-
-    given: tuple[ForwardWork, ForwardWork, ForwardWork]
-
-    def at(self, num_tokens: int) -> ForwardWork:
-        """Of so many picture tokens."""
-        x = num_tokens / _STEP
-        weights = ((x - 1) * (x - 2) / 2, -x * (x - 2), x * (x - 1) / 2)
-        values = zip(*(astuple(work) for work in self.given), strict=True)
-        return ForwardWork(*(sum(w * value for w, value in zip(weights, each, strict=True)) for each in values))
-
-
-def work_by_size(model: nn.Module, layout: NativeModel, blocks: Mapping[str, tuple[TensorPlan, Shares]]) -> WorkBySize:
-    """Of a model whose blocks are whole; reads sizes only."""
-    zero, one, two = (forward_work(model, layout, blocks, number * _STEP) for number in range(3))
-    return WorkBySize((zero, one, two))
-
-
 def has_guidance(model: nn.Module) -> bool:
     """Whether a model is given the strength of its guidance as a number, so that nobody runs it twice for CFG."""
     return bool(getattr(getattr(model, "params", None), "guidance_embed", False))
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Of one step, each way."""
-
-    blocks: float
-    tensor: float
-
-    def __str__(self) -> str:
-        return f"blocks about {self.blocks:.3g} s per step, tensor {self.tensor:.3g} s"
 
 
 @dataclass(frozen=True)
@@ -176,15 +141,15 @@ class Ways:
         can_overlap: whether forwards may follow each other through the cards.
     """
 
-    work: WorkBySize
+    work: ForwardWork
     machine: MachineSpeed
     block_shares: Sequence[float]
     tensor_shares: Sequence[float]
     can_overlap: bool
 
-    def seconds(self, num_tokens: int, num_forwards: int) -> Seconds:
-        """Of a step with so many forwards of so many picture tokens; with tensor these are one batch."""
-        work, link, count = self.work.at(num_tokens), self.machine.bytes_per_s, len(self.block_shares)
+    def seconds(self, num_forwards: int) -> tuple[float, float]:
+        """Of a step with so many forwards, by blocks and by tensor, which has them as one batch."""
+        work, link, count = self.work, self.machine.bytes_per_s, len(self.block_shares)
         assert link is not None, "there are several cards"
         times = [share * whole for share, whole in zip(self.block_shares, self._card_s(work.flops), strict=True)]
         following = max(times) if self.can_overlap else sum(times)
@@ -192,12 +157,11 @@ class Ways:
         divided, whole = self._card_s(work.flops - work.whole_flops), self._card_s(work.whole_flops)
         slowest = max(s * d + rest for s, d, rest in zip(self.tensor_shares, divided, whole, strict=True))
         sums = bytes_to_one(num_forwards * work.sent_bytes, work.num_exchanges, count) / link  # over a card's one slot
-        return Seconds(sum(times) + (num_forwards - 1) * following + crossings, num_forwards * slowest + sums)
+        return sum(times) + (num_forwards - 1) * following + crossings, num_forwards * slowest + sums
 
-    def prefers_tensor(self, num_tokens: int, counts: Sequence[int]) -> bool:
+    def prefers_tensor(self, counts: Sequence[int]) -> bool:
         """Whether dividing is faster for each of these numbers of forwards."""
-        found = [self.seconds(num_tokens, count) for count in counts]
-        return all(each.tensor < GAIN * each.blocks for each in found)
+        return all(tensor < GAIN * blocks for blocks, tensor in map(self.seconds, counts))
 
     def _card_s(self, flops: float) -> list[float]:
         return [flops / (rate * BLOCK_RATE) for rate in self.machine.flops_per_s]

@@ -7,7 +7,7 @@ those of docs/internals/experiments.md, 2026-11-23.
 from __future__ import annotations
 
 from devicebridge.planning.cards import MachineSpeed
-from devicebridge.planning.times import ForwardWork, Ways, WorkBySize
+from devicebridge.planning.times import ForwardWork, Ways
 
 FLUX2 = ForwardWork(286.5e12, 3.72e9, 56.6e6, 80)  # 4096 picture tokens: 1024 x 1024
 FLUX2_512 = ForwardWork(91.6e12, 1.24e9, 18.9e6, 80)
@@ -20,14 +20,7 @@ def machine_of(num_cards: int = 2, flops_per_s: float = 660e12, bytes_per_s: flo
     return MachineSpeed((flops_per_s,) * num_cards, bytes_per_s, "2026-11-23")
 
 
-class _Always(WorkBySize):
-    """The same work for any number of tokens."""
-
-    def at(self, num_tokens: int) -> ForwardWork:
-        return self.given[0]
-
-
 def ways_of(work: ForwardWork, machine: MachineSpeed, can_overlap: bool = True) -> Ways:
     """Blocks and heads in equal shares."""
     count = len(machine.flops_per_s)
-    return Ways(_Always((work,) * 3), machine, [1 / count] * count, [1 / count] * count, can_overlap)
+    return Ways(work, machine, [1 / count] * count, [1 / count] * count, can_overlap)

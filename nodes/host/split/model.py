@@ -19,7 +19,7 @@ from ....events import first_line
 from ....families.comfy.video import VIDEO_MODELS
 from ....parallel.transfer import module_with_streams
 from ....planning.cards import machine_speed
-from ....planning.times import Ways, has_guidance, work_by_size
+from ....planning.times import Ways, forward_work, has_guidance
 from .attachments import KEY, ROOT, is_compiled
 from .blocks import BlockExecutor, BlockPlan, plan_blocks
 from .model_copy import ModuleMap, Origin, check_independent, copy_structure, follow_copy, load_over_file
@@ -227,14 +227,15 @@ def plan_split(model: Any, request: SplitRequest) -> SplitPlan:
         return blocks
     try:
         tensor = _plan_tensor_for_auto(model, request, blocks)
-        ways = compare_ways(root, blocks, tensor)
+        tokens = _CLIP_TOKENS if blocks.layout in VIDEO_MODELS else _PICTURE_TOKENS
+        ways = compare_ways(root, blocks, tensor, tokens)
     except (ValueError, RuntimeError) as error:
         _log.info("split: way auto takes blocks: %s", first_line(error))
         return blocks
-    tokens = _CLIP_TOKENS if blocks.layout in VIDEO_MODELS else _PICTURE_TOKENS
     counts = (1,) if has_guidance(root) else (1, 2)
-    taken: SplitPlan = tensor if ways.prefers_tensor(tokens, counts) else blocks
-    forecasts = "; with CFG ".join(str(ways.seconds(tokens, count)) for count in counts)
+    taken: SplitPlan = tensor if ways.prefers_tensor(counts) else blocks
+    seconds = map(ways.seconds, counts)
+    forecasts = "; with CFG ".join(f"blocks about {one:.3g} s per step, tensor {two:.3g} s" for one, two in seconds)
     name = "tensor" if taken is tensor else "blocks"
     _log.info("split: way auto takes %s: at %d tokens %s", name, tokens, forecasts)
     return taken
@@ -265,12 +266,12 @@ def _plan_tensor_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) 
     return plan_tensor(model.model.diffusion_model, request)
 
 
-def compare_ways(diffusion_model: nn.Module, blocks: BlockPlan, tensor: DividedPlan) -> Ways:
-    """What this machine's cards and links, as they were measured, make of both ways."""
+def compare_ways(diffusion_model: nn.Module, blocks: BlockPlan, tensor: DividedPlan, num_tokens: int) -> Ways:
+    """What this machine's cards and links, as they were measured, make of both ways for so many picture tokens."""
     heads = [shares.heads for _, shares in tensor.divided.values()]
     ranks, placed = range(len(tensor.devices)), blocks.placement
     return Ways(
-        work_by_size(diffusion_model, blocks.layout, tensor.divided),
+        forward_work(diffusion_model, blocks.layout, tensor.divided, num_tokens),
         machine_speed(tensor.devices),
         [placed.num_blocks_on(device) / len(placed.blocks) for device in tensor.devices],
         [max(each[rank] / sum(each) for each in heads) for rank in ranks],

@@ -876,7 +876,7 @@ def test_the_plan_node_shows_the_plan_of_the_job(
     nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from devicebridge.jobs import job as job_module
-    from devicebridge.planning import report as plan_view
+    from devicebridge.planning import plan as plan_view
 
     asked = []
     monkeypatch.setattr(job_module, "plan_job", lambda job, cards, **how: asked.append((job, cards, list(host.calls))))

@@ -15,7 +15,7 @@ from devicebridge.parallel.local.shards import divide_block, find_plan, shares_o
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.parallel.placement import native_block_flops
 from devicebridge.planning import times as work_module
-from devicebridge.planning.times import divided_block, forward_work, has_guidance, work_by_size
+from devicebridge.planning.times import divided_block, forward_work, has_guidance
 from devicebridge.tests.emulated import CARDS, emulated_cards
 from devicebridge.tests.toy import TINY
 from devicebridge.tests.unit.parallel.test_tensor_experts import PLAN, Block
@@ -112,15 +112,6 @@ def test_attention_is_as_wide_as_what_runs_over_tokens() -> None:
     block.modulation, block.txt_in = nn.Linear(2, WIDTH), nn.Linear(4, WIDTH)
     after = native_block_flops(Model([block]), LAYOUT, ["blocks.0"], 4096)
     assert after[0] == before[0] + 2 * 2 * WIDTH + 2 * 512 * 4 * WIDTH
-
-
-def test_any_size_follows_from_three() -> None:
-    model = Model([Fused(), Separate()])
-    by_size = work_by_size(model, LAYOUT, _shares(model, 3))
-    for tokens in (1024, 14040):
-        expected = forward_work(model, LAYOUT, _shares(model, 3), tokens)
-        for found, value in zip(vars(by_size.at(tokens)).values(), vars(expected).values(), strict=True):
-            assert found == pytest.approx(value, rel=1e-9)
 
 
 def test_guidance_is_a_number_where_the_model_says_so() -> None:

@@ -9,10 +9,9 @@ import pytest
 import torch
 from devicebridge.planning.cards import Card, parse_cards
 from devicebridge.planning.costs import BlockCost
-from devicebridge.planning.plan import TrainingPlan, plan_training, what_helps
+from devicebridge.planning.plan import TrainingPlan, draw_plan, plan_training, plan_values
 from devicebridge.planning.question import Question
-from devicebridge.planning.report import draw_plan, plan_values
-from devicebridge.planning.search import needed_at_least
+from devicebridge.planning.search import needed_at_least, what_helps
 from devicebridge.tests.plans import MadeUpCosts, full_size, make_cards, make_question
 
 GB = 10**9

@@ -11,9 +11,10 @@ from typing import Any, get_args
 
 import pytest
 from devicebridge.cli.main import main
+from devicebridge.cli.plan_request import make_request
 from devicebridge.config.job import ModelScheme, load_job, save_job
 from devicebridge.families.registry import FAMILIES, find_variant
-from devicebridge.planning.question import make_request, make_square
+from devicebridge.planning.question import make_square
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 from devicebridge.planning.cards import parse_cards
-from devicebridge.planning.plan import TrainingPlan, plan_training
+from devicebridge.planning.plan import TrainingPlan, plan_training, plan_values
 from devicebridge.planning.question import Setting
-from devicebridge.planning.report import plan_values
 from devicebridge.planning.search import find_fastest
 from devicebridge.planning.times import ASSUMED_FLOPS_PER_S, ASSUMED_LINK_BYTES_PER_S, DividedBlock
 from devicebridge.tests.plans import MadeUpCosts, full_size, make_question

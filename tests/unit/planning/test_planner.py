@@ -19,19 +19,20 @@ from devicebridge.jobs.job import check_job, run_job
 from devicebridge.planning.cards import SHARE_OF_PRODUCT, Card, cards_of, kind_called, parse_cards
 from devicebridge.planning.costs import BlockCost, ModelCosts
 from devicebridge.planning.memory import Optimizer, optimizer_bytes
-from devicebridge.planning.plan import TrainingPlan, plan_training, what_helps
-from devicebridge.planning.question import STRATEGIES, Question
-from devicebridge.planning.report import (
+from devicebridge.planning.plan import (
+    TrainingPlan,
     compare,
     describe_comparison,
     describe_pace,
     draw_plan,
     parts_of,
     picture_of,
+    plan_training,
     plan_values,
     step_seconds,
 )
-from devicebridge.planning.search import HOST_SHARE, UNHIDDEN, needed_at_least
+from devicebridge.planning.question import STRATEGIES, Question
+from devicebridge.planning.search import HOST_SHARE, UNHIDDEN, needed_at_least, what_helps
 from devicebridge.planning.times import SCHEME_TIMES
 from devicebridge.tests.plans import MadeUpCosts, full_size, make_cards, make_question, published_info
 from devicebridge.tests.tiny_pipeline import make_tiny_job

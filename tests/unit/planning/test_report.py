@@ -8,8 +8,14 @@ from dataclasses import replace
 import pytest
 from devicebridge.planning.cards import Card, kind_called, parse_cards
 from devicebridge.planning.costs import BlockCost
-from devicebridge.planning.plan import TrainingPlan, plan_training
-from devicebridge.planning.report import describe_plan, describe_verdict, plan_values, step_seconds
+from devicebridge.planning.plan import (
+    TrainingPlan,
+    describe_plan,
+    describe_verdict,
+    plan_training,
+    plan_values,
+    step_seconds,
+)
 from devicebridge.tests.plans import MadeUpCosts, make_cards, make_question
 
 BLOCK = BlockCost(10**9, 0, 0, 10**7, {}, 10**7, 10**8, 10**7, 10**8, 2 * 10**8, 2 * 10**8, input_sizes=(10**7,))
