@@ -76,8 +76,8 @@ class StepCost:
 
     Args:
         names, blocks: in execution order. [num_blocks]
-        home_weights, home_lora, home_trained: outside the blocks: embedders and tail.
-        tail_weights: the share of home_weights that the tail has.
+        outer_weights, outer_lora, outer_trained: outside the blocks: embedders and tail.
+        tail_weights: the share of outer_weights that the tail has.
         front: what is alive when the first block is called; its inputs and constants included.
         first_inputs: of the first block.
         tail: peak of tail, loss and their backward; above the last block's output.
@@ -85,10 +85,10 @@ class StepCost:
 
     names: tuple[str, ...]
     blocks: tuple[BlockCost, ...]
-    home_weights: int
+    outer_weights: int
     tail_weights: int
-    home_lora: int
-    home_trained: int
+    outer_lora: int
+    outer_trained: int
     front: int
     first_inputs: int
     tail: int
@@ -117,7 +117,7 @@ class ModelCosts:
                     lora, num_trained = mine.lora + every.lora // count, every.num_trained // count
                     known.setdefault(id(mine), replace(mine, lora=lora, num_trained=num_trained))
                 blocks = tuple(known[id(each)] for each in found.blocks)
-                found = replace(found, blocks=blocks, home_lora=2 * found.home_lora)
+                found = replace(found, blocks=blocks, outer_lora=2 * found.outer_lora)
             self._known[key] = found
         return self._known[key]
 
@@ -143,7 +143,7 @@ class ModelCosts:
     def divided(
         self, bucket: tuple[int, int], frames: int, num_cards: int, element_size: int
     ) -> Sequence[DividedBlock]:
-        """Of one sample, where cards compute each block together. [num_blocks]"""
+        """Of one sample, where each block is divided among cards. [num_blocks]"""
         key = bucket, frames, num_cards, element_size
         if key not in self._known:
             tokens = self._num_tokens(bucket, frames)
@@ -199,16 +199,16 @@ def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work:
         with as_on_card(kernels), run.meter:
             step_on_meta(short.model, info, variant, work, latents)
         lists = {block_list.name for block_list in info.family.block_lists}
-        home = [_sizes_of(module) for name, module in short.model.named_children() if name not in lists]
+        outer = [_sizes_of(module) for name, module in short.model.named_children() if name not in lists]
         own = [*short.model.parameters(recurse=False), *short.model.buffers(recurse=False)]
         modules, parameters = parts_of_tail(short.model, info.family)
         return StepCost(
             names=short.names,
             blocks=tuple(run.kinds[kind] for kind in short.kind_of),
-            home_weights=sum(map(tensor_bytes, own)) + sum(weights for weights, _, _ in home),
+            outer_weights=sum(map(tensor_bytes, own)) + sum(weights for weights, _, _ in outer),
             tail_weights=sum(_sizes_of(module)[0] for module in modules) + sum(map(tensor_bytes, parameters)),
-            home_lora=sum(lora for _, lora, _ in home),
-            home_trained=sum(num_trained for _, _, num_trained in home),
+            outer_lora=sum(lora for _, lora, _ in outer),
+            outer_trained=sum(num_trained for _, _, num_trained in outer),
             front=run.front,
             first_inputs=run.kinds[0].inputs,
             tail=run.meter.peak - run.tail_base,

@@ -81,7 +81,7 @@ class SampleText:
 class Work:
     """What a step computes; dtype is of frozen weights and computation.
 
-    shares: of devices that compute each block together; what is run is that of the last one. (1,) is one device alone.
+    shares: of the devices that each block is divided among; the last one's part runs. (1,) is one device alone.
     text: None where the model's description says how large it is.
     """
 
@@ -95,7 +95,7 @@ class Work:
 
     @property
     def num_devices(self) -> int:
-        """That compute each block together."""
+        """That each block is divided among."""
         return len(self.shares)
 
     @property
@@ -213,12 +213,12 @@ def _make_trainable(
     short = tuple(fqn for fqn, _ in model.named_modules() if whole_name(fqn) in targets)
     apply_lora(model, family, replace(work.lora, targets=short, layers=""), seed=0)
     if shards:
-        parts = _OwnParts(work.num_devices, shards)
+        parts = _LoneCollectives(work.num_devices, shards)
         attach_collectives(shards, work.num_devices - 1, lambda: parts)
 
 
-class _OwnParts:
-    """A device that meets nobody: what others would bring are tensors of the right size."""
+class _LoneCollectives:
+    """The collectives of a rank without others: what those would send are tensors of the right size."""
 
     def __init__(self, num_devices: int, shards: Mapping[str, BlockShard]) -> None:
         self._num_others = num_devices - 1

@@ -225,8 +225,8 @@ class Forecaster:
         weights = self._between("weights", plan.start, plan.end) - self.saved_bytes(plan)
         lora, trained = self._between("lora", plan.start, plan.end), self._between("num_trained", plan.start, plan.end)
         if plan.stage == 0:
-            weights += found.home_weights - found.tail_weights
-            lora, trained = lora + found.home_lora, trained + found.home_trained
+            weights += found.outer_weights - found.tail_weights
+            lora, trained = lora + found.outer_lora, trained + found.outer_trained
         if plan.stage == self.settings.tail_stage(plan.num_stages):
             weights += found.tail_weights
         state = int(trained * self.optimizer.state)

@@ -146,7 +146,7 @@ class Question:
         cuts: first block of each further card, where a resumed run must cut as before.
         host_bytes: free host memory; None where that is not known, as for cards that are elsewhere.
         replica: which copy of the model this is about, on a card of its own.
-        share: of cards that compute each block together; this is about the last one. (1,) is one card alone.
+        share: of the cards that each block is divided among; this is about the last one. (1,) is one card alone.
         given_shares: of a run that is resumed, of every card; () leaves them open.
         picture: height, width and frames of the sample pictures that the first copy draws between steps, if any.
         text: of one of ComfyUI's own models, what it is given of the longest caption, where that is known.

@@ -197,12 +197,12 @@ def _each_card(question: Question, setting: Setting, find: _Find) -> Found | Non
     fitting = [one for one in found if one is not None]
     if len(fitting) < count:
         return None
-    dealt = num_dealt(question.space.accumulation, count) if setting.holds_copies else [1] * count
+    microbatches = num_dealt(question.space.accumulation, count) if setting.holds_copies else [1] * count
     return replace(
         fitting[0],
         setting=setting,
         stages=tuple(one.stages[0] for one in fitting),
-        time=max(one.time for one, microbatches in zip(fitting, dealt, strict=True) if microbatches),
+        time=max(one.time for one, number in zip(fitting, microbatches, strict=True) if number),
         offloaded_inputs=sum(one.offloaded_inputs for one in fitting),
     )
 

@@ -56,15 +56,6 @@ def test_what_one_card_cannot_hold_is_split():
     assert _times_longer(plan, "data") is None and not plan.notes
 
 
-def test_a_step_of_one_micro_batch_keeps_one_card_busy_and_the_plan_says_what_would_help():
-    plan = _plan("flux1", train={"gradient_accumulation_steps": 1})
-    assert plan.setting.strategy == "none"
-    assert "train.gradient_accumulation_steps = 4" in plan.notes[0]
-    several = _plan("flux1", train={"gradient_accumulation_steps": 4})
-    assert several.setting.strategy != "none" and several.step_s < 4 * plan.step_s  # what it said is true
-    assert not several.notes
-
-
 @pytest.mark.parametrize(("strategy", "ahead"), [("none", 0), ("data", 0), ("pipeline", 3)])
 def test_running_ahead_is_for_a_pipeline(strategy, ahead):
     plan = _plan("flux1", parallel={"strategy": strategy, "microbatches_ahead": 3})
