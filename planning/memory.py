@@ -43,30 +43,6 @@ ROUNDING_BYTES, ROUNDING_COPIES = 500_000_000, 8
 
 
 @dataclass(frozen=True)
-class StepSettings:
-    """How a step runs.
-
-    Args:
-        strategy: of one copy of the model: "none" where each card has a copy.
-        ahead: micro-batches that every stage but the last may hold beyond what 1f1b needs.
-        offload_from: inputs of recomputed blocks of at least so many bytes are in host memory; None for none.
-    """
-
-    strategy: Strategy = "none"
-    accumulation: int = 1
-    ahead: int = 0
-    offload_from: int | None = None
-
-    def held(self, stage: int, num_stages: int) -> int:
-        """Micro-batches whose activations a stage holds at once."""
-        return num_held(num_stages, self.accumulation, self.ahead)[stage] if has_stages(self.strategy) else 1
-
-    def tail_stage(self, num_stages: int) -> int:
-        """Which device has norm_out, proj_out and loss."""
-        return num_stages - 1 if has_stages(self.strategy) else 0
-
-
-@dataclass(frozen=True)
 class Optimizer:
     """Bytes per trained value: state, and temporaries of a step."""
 
@@ -178,16 +154,30 @@ class Forecaster:
     """Adds up for any cut of one model.
 
     Args:
+        strategy: of one copy of the model: "none" where each card has a copy.
+        ahead: micro-batches that every stage but the last may hold beyond what 1f1b needs.
+        offload_from: inputs of recomputed blocks of at least so many bytes are in host memory; None for none.
         largest_layer: bytes of the widest one that is rounded on load, 0 for none.
         picture: what a step of one sample picture costs, where its forward takes more than training's.
     """
 
     cost: StepCost
     optimizer: Optimizer
-    settings: StepSettings
+    strategy: Strategy = "none"
+    accumulation: int = 1
+    ahead: int = 0
+    offload_from: int | None = None
     backend: Backend = Backend()
     largest_layer: int = 0
     picture: StepCost | None = None
+
+    def held(self, stage: int, num_stages: int) -> int:
+        """Micro-batches whose activations a stage holds at once."""
+        return num_held(num_stages, self.accumulation, self.ahead)[stage] if has_stages(self.strategy) else 1
+
+    def _has_tail(self, plan: StagePlan) -> bool:
+        """Whether a stage has the layers behind the blocks and the loss."""
+        return plan.stage == (plan.num_stages - 1 if has_stages(self.strategy) else 0)
 
     @cached_property
     def _sums(self) -> dict[str, list[int]]:
@@ -202,7 +192,7 @@ class Forecaster:
 
     def _leaving(self, block: BlockCost) -> int:
         """Bytes of a block's inputs that go to the host while it waits for its backward."""
-        limit = self.settings.offload_from
+        limit = self.offload_from
         return 0 if limit is None else sum(size for size in block.input_sizes if size >= limit)
 
     def leaving(self, plan: StagePlan) -> int:
@@ -212,9 +202,9 @@ class Forecaster:
     def _away(self, plan: StagePlan, end: int, num_near: int) -> int:
         """Of the inputs of blocks up to `end`, and of all of other micro-batches: what is not on the card, but for
         those of num_near blocks, which are taken for the largest of the stage."""
-        if self.settings.offload_from is None:
+        if self.offload_from is None:
             return 0
-        others = self.settings.held(plan.stage, plan.num_stages) - 1
+        others = self.held(plan.stage, plan.num_stages) - 1
         leaving = self._between("leaving", plan.start, min(end, plan.first_spared)) + others * self.leaving(plan)
         largest = max(map(self._leaving, self.cost.blocks[plan.start : plan.first_spared]), default=0)
         return max(0, leaving - num_near * largest)
@@ -227,7 +217,7 @@ class Forecaster:
         if plan.stage == 0:
             weights += found.outer_weights - found.tail_weights
             lora, trained = lora + found.outer_lora, trained + found.outer_trained
-        if plan.stage == self.settings.tail_stage(plan.num_stages):
+        if self._has_tail(plan):
             weights += found.tail_weights
         state = int(trained * self.optimizer.state)
         moment = max(self._moments(plan, lora, trained), key=lambda each: each.total + each.has_lora * (lora + state))
@@ -236,7 +226,7 @@ class Forecaster:
             num_blocks=plan.num_blocks,
             num_uncheckpointed=plan.num_uncheckpointed,
             num_offloaded=plan.num_offloaded,
-            held=self.settings.held(plan.stage, plan.num_stages),
+            held=self.held(plan.stage, plan.num_stages),
             weights=weights,
             lora=lora * moment.has_lora,
             gradients=moment.gradients,
@@ -273,7 +263,7 @@ class Forecaster:
 
     def offloaded_inputs(self, plans: Sequence[StagePlan]) -> int:
         """Pinned host memory for the inputs of all micro-batches held."""
-        return sum(self.settings.held(plan.stage, plan.num_stages) * self.leaving(plan) for plan in plans)
+        return sum(self.held(plan.stage, plan.num_stages) * self.leaving(plan) for plan in plans)
 
     # ---- moments
 
@@ -286,7 +276,7 @@ class Forecaster:
     def _ends_of_runs(self, start: int, end: int, first_spared: int) -> list[int]:
         """First and last block of every run of blocks that are alike: along a run all sums grow or fall evenly, so no
         other block can have the peak. With offloading only the first blocks' inputs are on the card."""
-        first = () if self.settings.offload_from is None else range(start + 1, start + 3 + NUM_WAITING)
+        first = () if self.offload_from is None else range(start + 1, start + 3 + NUM_WAITING)
         bounds = {start, end, *(at for at in (*self._run_starts, first_spared, *first) if start < at < end)}
         return sorted({*(bounds - {end}), *(at - 1 for at in bounds - {start})})
 
@@ -298,11 +288,11 @@ class Forecaster:
         return sum(named.values())
 
     def _moments(self, plan: StagePlan, lora: int, trained: int) -> Iterator[Moment]:
-        found, settings, picture = self.cost, self.settings, self.picture
+        found, picture = self.cost, self.picture
         start, end, first_spared = plan.start, plan.end, plan.first_spared
-        is_first, is_last = plan.stage == 0, plan.stage == settings.tail_stage(plan.num_stages)
-        constants, gradients = self._constants(found, plan), lora if settings.accumulation > 1 else 0  # of earlier ones
-        others = settings.held(plan.stage, plan.num_stages) - 1
+        is_first, is_last = plan.stage == 0, self._has_tail(plan)
+        constants, gradients = self._constants(found, plan), lora if self.accumulation > 1 else 0  # of earlier ones
+        others = self.held(plan.stage, plan.num_stages) - 1
         all_inputs, all_kept = self._between("inputs", start, end), self._between("kept", first_spared, end)
         before = constants + others * (all_inputs + constants)
         front = max(0, found.front - constants - found.first_inputs) if is_first else 0

@@ -31,7 +31,7 @@ from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_
 from .cards import Card
 from .costs import ModelCosts, StepCost
 from .dry_run import UNSEEN_CARD, Kernels, SampleText, Work
-from .memory import Backend, Forecaster, Optimizer, StepSettings, optimizer_bytes
+from .memory import Backend, Forecaster, Optimizer, optimizer_bytes
 from .times import ASSUMED_FLOPS_PER_S, ASSUMED_LINK_BYTES_PER_S, SCHEME_TIMES
 
 # All candidates, in the order in which they are looked at; where nobody plans, the first is taken.
@@ -81,7 +81,7 @@ class SearchSpace:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run a job; see StepSettings."""
+    """One way to run a job; see Forecaster."""
 
     scheme: str
     optimizer: str
@@ -324,13 +324,13 @@ class Question:
     def forecaster(self, setting: Setting) -> Forecaster:
         """Adds up what any cut needs."""
         space, has_context = self.space, all(card.has_context for card in self.cards)
-        settings = StepSettings(
-            setting.strategy, space.accumulation, setting.ahead, MIN_BYTES if setting.offloads else None
-        )
         return Forecaster(
             self.model.dry_run(self.work(setting.scheme), self._kernels(setting.scheme)),
             self._optimizer(setting.optimizer),
-            settings,
+            setting.strategy,
+            space.accumulation,
+            setting.ahead,
+            MIN_BYTES if setting.offloads else None,
             backend=Backend(context=0) if has_context else Backend(),
             largest_layer=0 if setting.scheme == "none" else self.model.largest_linear * space.dtype.itemsize,
             picture=None if self.picture is None else self._picture_cost(*self.picture, setting.scheme),

@@ -235,7 +235,7 @@ def find_cut(question: Question, setting: Setting, terms: Terms) -> Found | None
     times = [stage.time for stage in stages]
     following = sum(times)  # of a further micro-batch
     if has_stages(setting.strategy):
-        following = max(max(times), sum(times) / forecaster.settings.held(0, len(times)))
+        following = max(max(times), sum(times) / forecaster.held(0, len(times)))
     time = sum(times) + (count - 1) * following
     found = Found(setting, tuple(stages), time, offloaded, forecaster.loading_bytes)
     return found if found.can_pin(question.host_bytes) else None
