@@ -128,23 +128,24 @@ class ModelCosts:
 
     def division_fault(self, shares: tuple[int, ...], quantize: QuantizeSettings | None) -> str:
         """Why the blocks cannot be divided in these shares; "" if they can."""
-        key = shares, quantize
+        key = "division", shares, quantize
         if key not in self._known:
             self._known[key] = division_fault(self._model, self.family, shares, quantize)
         return self._known[key]
 
     def block_flops(self, bucket: tuple[int, int], frames: int) -> list[float]:
         """Operations of each block's forward for one sample. [num_blocks]"""
-        if (bucket, frames) not in self._known:
+        key = "flops", bucket, frames
+        if key not in self._known:
             tokens = self._num_tokens(bucket, frames)
-            self._known[bucket, frames] = estimate_block_flops(self._model, self.family, *tokens)
-        return self._known[bucket, frames]
+            self._known[key] = estimate_block_flops(self._model, self.family, *tokens)
+        return self._known[key]
 
     def divided(
         self, bucket: tuple[int, int], frames: int, num_cards: int, element_size: int
     ) -> Sequence[DividedBlock]:
         """Of one sample, where each block is divided among cards. [num_blocks]"""
-        key = bucket, frames, num_cards, element_size
+        key = "divided", bucket, frames, num_cards, element_size
         if key not in self._known:
             tokens = self._num_tokens(bucket, frames)
             self._known[key] = [
