@@ -243,13 +243,18 @@ def make_samples(
     latent = family.latent_of(variant)
     stride = latent.spatial_stride
     bucket = latents.shape[-2] * stride, latents.shape[-1] * stride
-    samples = [Sample(f"{i}.png", f"caption {i}", None, bucket, (0, 0, *bucket), bucket) for i in range(len(latents))]
+    samples = [
+        Sample(
+            *(f"{i}.png", f"caption {i}", None, bucket, (0, 0, *bucket), bucket),
+            latents_key=f"latent {i}",
+            text_keys=(f"caption {i}",),
+        )
+        for i in range(len(latents))
+    ]
     entries = {f"latent {index}": {"latents": each} for index, each in enumerate(latents)}
     by_name = text if isinstance(text, Mapping) else {variant.text_encoders[0].output: text}
     entries |= {s.caption: {name: states[i] for name, states in by_name.items()} for i, s in enumerate(samples)}
-    captions = {sample.caption: sample.caption for sample in samples}
-    keys = [f"latent {index}" for index in range(len(latents))]
-    return CachedSamples(MemoryStore(entries), samples, keys, captions, False, latent.num_tokens_per_cell)
+    return CachedSamples(MemoryStore(entries), samples, False, latent.num_tokens_per_cell)
 
 
 def num_text_tokens(is_tiny: bool) -> int:

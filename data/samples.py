@@ -19,16 +19,25 @@ class TrainingSample(Protocol):
     """What batches are made of: an image or clip with its caption, or a sample that arrived encoded."""
 
     @property
-    def caption(self) -> str: ...
+    def latents_key(self) -> str:
+        """Cache entry of its latents; "" until the job's cache is filled."""
+        ...
+
+    @property
+    def text_keys(self) -> tuple[str, ...]:
+        """Cache entries of its text, of which later ones count over earlier ones."""
+        ...
+
+    @property
+    def empty_text_keys(self) -> tuple[str, ...]:
+        """The same where its caption is dropped; () if it never is."""
+        ...
 
     @property
     def mask_path(self) -> str | None: ...
 
     @property
     def loss_weight(self) -> float: ...
-
-    @property
-    def condition(self) -> Condition | None: ...
 
     @property
     def bucket(self) -> tuple[int, ...]:
@@ -73,6 +82,9 @@ class Condition:
         return [self.way, [content[path] for path in self.references], *cuts]
 
 
+Wanted = tuple[str, Condition]  # a caption, and what is beside it
+
+
 @dataclass(frozen=True)
 class Sample:
     """One image, or one window of a clip, as it is trained on."""
@@ -86,6 +98,9 @@ class Sample:
     frames: tuple[int, ...] = ()  # of a clip, which of its frames; () for an image
     loss_weight: float = 1.0
     condition: Condition | None = None
+    latents_key: str = ""
+    text_keys: tuple[str, ...] = ()
+    empty_text_keys: tuple[str, ...] = ()
 
     @property
     def alike(self) -> tuple[int, ...]:

@@ -18,10 +18,10 @@ from ..checkpoints.lora_start import read_start, refuse_start
 from ..config.job import JobConfig
 from ..data.folders import scan_folders
 from ..data.samples import Sample
-from ..encoding.encode import condition_keys, never
+from ..encoding.encode import never
 from ..encoding.key import comfy_text_key
 from ..encoding.store import CacheStore
-from ..families.comfy.conditions import WAYS, evaluation_problem, vision_problem, way_problem
+from ..families.comfy.conditions import evaluation_problem, vision_problem, way_problem
 from ..families.comfy.inputs import GUIDES, NOISE_MASK, STREAM, option_path
 from ..families.spec import Variant
 from ..planning.dry_run import SampleText
@@ -37,7 +37,7 @@ from .comfy_entries import (
     refuse_condition,
     resolution_of,
 )
-from .encode_job import cache_store, wanted_conditions
+from .encode_job import cache_store, text_keys, wanted_conditions
 from .place_by_size import Subject
 from .resolve import refuse_block_settings, sizes_of
 from .text_encoders import refuse_text_encoders, text_encoder_bytes
@@ -84,7 +84,7 @@ class ReadJob:
         if self.info.family.host is None or self.job.lora.text_encoder:
             return None
         store = cache_store(self.job)
-        texts = [*((each.caption,) for each in self.encoded), *self._text_keys()]
+        texts = [*(each.text_keys for each in self.encoded), *self._text_keys()]
         sizes = {keys: _num_values(store, keys) for keys in dict.fromkeys(texts)}
         largest = max(sizes, key=lambda keys: sizes[keys], default=())
         entries = [store.get(key) for key in largest] if sizes.get(largest) else [None]
@@ -96,7 +96,7 @@ class ReadJob:
 
     def _some_mask(self, store: CacheStore) -> dict[str, Tensor]:
         """A noise mask of the encoded samples, if one has any: models take more memory where they are given one."""
-        masked = next((each.latents for each in self.encoded if each.has_mask), "")
+        masked = next((each.latents_key for each in self.encoded if each.has_mask), "")
         entry = (store.get(masked) if masked else None) or {}
         return {name: each for name, each in entry.items() if name == NOISE_MASK}
 
@@ -111,14 +111,10 @@ class ReadJob:
             return
         wanted = wanted_conditions(self.job, self.samples, self.eval_samples)
         reader = make_comfy_reader(self.info.family, self.variant, self.info.config)
-        made = condition_keys(wanted, comfy_conditions(self.job, reader, NO_ENCODERS)) if wanted else {}
+        made = comfy_conditions(self.job, reader, NO_ENCODERS).keys_of(wanted) if wanted else {}
         for each in (*self.samples, *self.eval_samples):
             own = comfy_text_key(each.caption, source, keeps_all=True, weighs=self.job.cache.caption_weights)
-            if each.condition is None:
-                yield (own,)
-            else:
-                key = made[each.caption, each.condition]
-                yield (key,) if WAYS[each.condition.way].reads_text else (own, key)
+            yield text_keys(each.caption, each.condition, {each.caption: own}, made)
 
     def _largest(self) -> tuple[int, int, int]:
         """Height and width in pixels and frames of the samples that take the most."""

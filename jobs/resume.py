@@ -86,7 +86,7 @@ def find_identity(read: ReadJob) -> dict[str, Any]:
     Reads every image and samples of the weights.
     """
     if read.encoded:
-        dataset = settings_fingerprint([[sample.latents, sample.caption] for sample in read.encoded])
+        dataset = settings_fingerprint([[sample.latents_key, *sample.text_keys] for sample in read.encoded])
     else:
         dataset = dataset_fingerprint(read.samples)
     return {

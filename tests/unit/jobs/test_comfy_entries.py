@@ -96,7 +96,7 @@ def test_batches_are_what_comfyuis_model_gets(filled):
         assert found.shape == (512, 48) and torch.equal(found[-len(states) :], states)
         assert not found[: -len(states)].any()
     store = cache_store(job)
-    raw = store.get(data.latent_keys[samples[0]])["samples"]
+    raw = store.get(data.samples[samples[0]].latents_key)["samples"]
     assert torch.equal(batch.latents[0, :, 0], raw)
 
 
@@ -242,7 +242,8 @@ def test_texts_that_are_read_with_pictures_share_a_batch_by_their_own_entries(tm
     encoders = dataclasses.replace(_encoders(), conditioner=_TextsOfPictures())
     with EventLog(Path(job.output.folder)) as events:
         data, _ = cache_job(_edit_plan(job), events, encoders=encoders)
-        assert len(data.condition_keys) == len(data.samples) and data.text_keys.keys() == {""}
+        assert len({each.text_keys for each in data.samples}) == len(data.samples) and data.prompt_keys.keys() == {""}
+        assert not any(each.empty_text_keys for each in data.samples)
         (tmp_path / "data" / "image_1.txt").write_text("a longer picture")
         with pytest.raises(ValueError, match="batch_size is above 1, but what conditions .* has other sizes"):
             cache_job(_edit_plan(job), events, encoders=encoders)
@@ -269,7 +270,7 @@ def test_what_conditions_held_out_samples_shares_no_batch_and_drops_no_caption(t
 def _lists(filled):
     """The filled job's samples as ComfyUI would hand them on, in the job's order."""
     data, _ = _fill(filled, ComfyEncoders())
-    latents = [{"samples": data.store.get(key)["samples"][None]} for key in data.latent_keys]
+    latents = [{"samples": data.store.get(each.latents_key)["samples"][None]} for each in data.samples]
     return latents, [StubClip(48, 0).encode(sample.caption) for sample in data.samples]
 
 

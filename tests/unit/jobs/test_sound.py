@@ -68,9 +68,7 @@ def _load(folder: Path, samples: Any, reader: ComfyReader, count: int) -> Any:
     """All of a dataset as one batch."""
     path = _save(folder, samples, _conditioning(count))
     found = read_encoded_samples(str(path), reader)
-    keys = {sample.caption: sample.caption for sample in found}
-    latents = [sample.latents for sample in found]
-    data = CachedSamples(CacheStore(folder), found, latents, keys, False, 1.0, reader.read_latents, reader.read_text)
+    data = CachedSamples(CacheStore(folder), found, False, 1.0, reader.read_latents, reader.read_text)
     return data.load(range(count), [False] * count)
 
 
