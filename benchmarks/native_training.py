@@ -82,9 +82,8 @@ import comfyui_version  # noqa: E402
 import torch  # noqa: E402
 from card_limit import limited  # noqa: E402
 from devicebridge.config.job import make_job  # noqa: E402
-from devicebridge.data.order import Batch  # noqa: E402
-from devicebridge.encoding.comfy_data import read_pairs  # noqa: E402
-from devicebridge.encoding.encoded import save_encoded  # noqa: E402
+from devicebridge.data.samples import Batch  # noqa: E402
+from devicebridge.encoding.comfy_data import read_pairs, save_encoded  # noqa: E402
 from devicebridge.encoding.store import CacheStore  # noqa: E402
 from devicebridge.events import EventLog, first_line  # noqa: E402
 from devicebridge.jobs.build import build_trainer  # noqa: E402

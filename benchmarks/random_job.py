@@ -18,8 +18,7 @@ from accelerate import init_empty_weights
 from devicebridge.checkpoints.checkpoint import CheckpointInfo, make_published_info
 from devicebridge.checkpoints.load import LayerStore
 from devicebridge.config.job import JobConfig, make_job
-from devicebridge.data.order import BatchOrder
-from devicebridge.data.samples import Sample
+from devicebridge.data.samples import BatchOrder, Sample
 from devicebridge.encoding.store import CacheStore
 from devicebridge.families.registry import find_family
 from devicebridge.families.spec import ModelFamily, Variant

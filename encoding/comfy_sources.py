@@ -75,6 +75,7 @@ class ComfyTexts(TextSource):
     weighs: bool = False  # whether texts have ComfyUI's syntax of prompts; else they are literal
 
     name = "stock CLIP"
+    device = "cpu"
 
     def key_of(self, text: str) -> str:
         """Raises: as refuse_embeddings."""
@@ -126,6 +127,7 @@ class ComfyLatents(LatentSource):
     vae: ComfyVae | None = None
 
     name = "the stock VAE"
+    device = "cpu"
 
     def _key(self, request: ImageRequest, image_fingerprint: str) -> str:
         return comfy_latent_key(image_fingerprint, request, self.fingerprint)
@@ -208,6 +210,7 @@ class ComfyConditions(Source[Wanted]):
     weighs: bool = False
 
     name = "the stock encoders"
+    device = "cpu"
     what = "conditions"
 
     def keys_of(self, items: Iterable[Wanted]) -> dict[Wanted, str]:

@@ -39,7 +39,7 @@ class Source(Generic[Item]):
 
     name: str
     what: str
-    device: torch.device | str = "cpu"
+    device: torch.device | str
     batch_size: int = 1
 
     def keys_of(self, items: Iterable[Item]) -> dict[Item, str]:
@@ -163,7 +163,7 @@ class FolderTexts(TextSource):
         return f"text encoder {self.spec.folder}"
 
     @functools.cached_property
-    def fingerprints_of(self) -> dict[str, str]:
+    def _fingerprints(self) -> dict[str, str]:
         return {
             "encoder_fingerprint": folder_fingerprint(Path(self.folder, self.spec.folder)),
             "tokenizer_fingerprint": folder_fingerprint(Path(self.folder, self.spec.tokenizer_folder)),

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..assembly import Assembled, assemble_for_training, assemble_sharded
 from ..config.model import Strategy, shards_weights
-from ..data.order import BatchOrder
+from ..data.samples import BatchOrder
 from ..events import EventLog
 from ..parallel.devices import reset_peaks
 from ..parallel.local.data_parallel import DataParallel, Replica

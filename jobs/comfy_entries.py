@@ -18,6 +18,7 @@ from ..checkpoints.fingerprint import settings_fingerprint
 from ..config.job import CacheConfig, JobConfig
 from ..data.image import ImageRequest
 from ..data.samples import Wanted
+from ..encoding.comfy_data import EncodedPair, load_encoded
 from ..encoding.comfy_sources import (
     ComfyClip,
     ComfyConditioner,
@@ -27,7 +28,6 @@ from ..encoding.comfy_sources import (
     ComfyTokens,
     ComfyVae,
 )
-from ..encoding.encoded import EncodedPair, load_encoded
 from ..encoding.sources import Shapes
 from ..encoding.store import CacheStore
 from ..families.comfy.conditions import WAYS

@@ -14,6 +14,7 @@ from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..config.job import JobConfig
 from ..data.image import ImageRequest
 from ..data.samples import Condition, Sample, TrainingSample, Wanted
+from ..encoding.comfy_data import store_of_encoded
 from ..encoding.comfy_sources import ComfyConditions
 from ..encoding.encode import (
     NONE_OUTDATED,
@@ -22,7 +23,6 @@ from ..encoding.encode import (
     never,
     text_entries,
 )
-from ..encoding.encoded import store_of_encoded
 from ..encoding.key import comfy_text_key
 from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, TextSource
 from ..encoding.store import CacheStore, Stamp

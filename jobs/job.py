@@ -17,8 +17,8 @@ import torch
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..config.job import JobConfig
 from ..config.model import shards_weights
+from ..encoding.claims import living_run
 from ..encoding.encode import Stopped, never
-from ..encoding.living import living_run
 from ..events import EventLog, Listener, NoEvents
 from ..parallel.devices import memory_in_use, own_random_states
 from ..parallel.ranks.group import ALONE, Ranks

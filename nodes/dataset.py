@@ -263,8 +263,7 @@ class DatasetFromLatents(io.ComfyNode):
     @classmethod
     @said_on_node
     def execute(cls, latents: list[Any], conditioning: list[Any], cache_folder: list[str]) -> io.NodeOutput:
-        from ..encoding.comfy_data import read_pairs
-        from ..encoding.encoded import save_encoded
+        from ..encoding.comfy_data import read_pairs, save_encoded
         from ..encoding.store import CacheStore
 
         folder = host.folder_in_output(cache_folder[0], "cache_folder")

@@ -17,8 +17,7 @@ import torch
 
 from ..config.job import DataConfig, LoraSettings
 from ..config.model import Strategy, divides_blocks, has_stages, holds_copies
-from ..data.buckets import bucket_step, make_buckets
-from ..data.clips import make_clip_plan
+from ..data.cuts import bucket_step, make_buckets, make_clip_plan
 from ..data.samples import Sample
 from ..families.spec import LatentSpec, Variant
 from ..families.tensor_plan import proportional

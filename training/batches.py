@@ -14,9 +14,7 @@ from typing import Any
 import torch
 
 from ..checkpoints.fingerprint import file_fingerprint
-from ..data.masks import load_mask
-from ..data.order import Batch
-from ..data.samples import Sample, TrainingSample
+from ..data.samples import Batch, Sample, TrainingSample, load_mask
 from ..encoding.store import CacheStore
 from ..families.comfy.inputs import NOISE_MASK, fit_mask, is_samples, stream_shapes, streams_of
 

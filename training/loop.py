@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..config.job import JobConfig, job_to_dict
-from ..data.order import Batch, BatchOrder
+from ..data.samples import Batch, BatchOrder
 from ..events import EventLog, first_line
 from ..families.comfy.inputs import NOISE_MASK, is_tokens
 from ..families.spec import ModelFamily, Variant

@@ -32,8 +32,7 @@ import torch
 from comfy.nested_tensor import NestedTensor
 from comfy_extras import nodes_train
 from devicebridge.config.job import JobConfig, make_job
-from devicebridge.encoding.comfy_data import read_pairs
-from devicebridge.encoding.encoded import save_encoded
+from devicebridge.encoding.comfy_data import read_pairs, save_encoded
 from devicebridge.encoding.store import CacheStore
 from devicebridge.events import EventLog
 from devicebridge.families.comfy.inputs import NOISE_MASK, fit_mask, read_latents, read_text, streams_of

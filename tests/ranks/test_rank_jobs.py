@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from devicebridge.config.job import save_job
-from devicebridge.data.order import BatchOrder
+from devicebridge.data.samples import BatchOrder
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.ranks.launching import ENVIRONMENT, ROOT, run_jobs

@@ -15,7 +15,7 @@ from devicebridge.config.job import DataConfig, FolderConfig
 from devicebridge.data import left_out
 from devicebridge.data.caption_files import write_caption
 from devicebridge.data.folders import is_media, scan_folders
-from devicebridge.data.open_image import image_suffixes
+from devicebridge.data.image import image_suffixes
 from devicebridge.data.samples import Sample
 from devicebridge.data.video import probe_clip
 from devicebridge.families.registry import FAMILIES

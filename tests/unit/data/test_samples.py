@@ -12,12 +12,10 @@ import torch
 from devicebridge.config.job import DataConfig, FolderConfig
 from devicebridge.data import image as image_module
 from devicebridge.data import open_image
-from devicebridge.data.buckets import choose_bucket, make_buckets, plan_crop
+from devicebridge.data.cuts import choose_bucket, make_buckets, plan_crop
 from devicebridge.data.folders import scan_folders
 from devicebridge.data.image import read_pixels
-from devicebridge.data.masks import load_mask
-from devicebridge.data.order import BatchOrder
-from devicebridge.data.samples import Sample, dataset_fingerprint
+from devicebridge.data.samples import BatchOrder, Sample, dataset_fingerprint, load_mask
 from devicebridge.families.spec import LatentSpec
 from devicebridge.tests.clips import plain_frames, save_clip, save_video
 from PIL import Image

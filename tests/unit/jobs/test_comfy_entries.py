@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from devicebridge.data.samples import Condition
-from devicebridge.encoding.comfy_data import read_pairs
-from devicebridge.encoding.encoded import save_encoded
+from devicebridge.encoding.comfy_data import read_pairs, save_encoded
 from devicebridge.encoding.key import comfy_text_key
 from devicebridge.encoding.store import CacheStore
 from devicebridge.events import EventLog

@@ -19,7 +19,7 @@ import pytest
 import torch
 from devicebridge.checkpoints.lora_start import read_start
 from devicebridge.config.job import differing_keys, job_to_dict, make_job, save_job
-from devicebridge.data.order import BatchOrder
+from devicebridge.data.samples import BatchOrder
 from devicebridge.events import EventLog
 from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs import resume

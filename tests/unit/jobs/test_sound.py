@@ -11,8 +11,7 @@ import pytest
 import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.encoding import store as store_module
-from devicebridge.encoding.comfy_data import read_pairs, read_samples
-from devicebridge.encoding.encoded import load_encoded, save_encoded
+from devicebridge.encoding.comfy_data import load_encoded, read_pairs, read_samples, save_encoded
 from devicebridge.encoding.store import CacheStore
 from devicebridge.families.comfy.inputs import stream_shapes
 from devicebridge.families.spec import ComfyInputs, LatentSpec

@@ -10,10 +10,9 @@ import pytest
 import torch
 from devicebridge.cli.main import main
 from devicebridge.config.job import save_job
-from devicebridge.data.order import BatchOrder
+from devicebridge.data.samples import BatchOrder
 from devicebridge.data.video import read_frames
-from devicebridge.encoding.comfy_data import read_pairs
-from devicebridge.encoding.encoded import save_encoded
+from devicebridge.encoding.comfy_data import read_pairs, save_encoded
 from devicebridge.encoding.vae import load_vae
 from devicebridge.events import EventLog
 from devicebridge.families.wan import WAN

@@ -1132,7 +1132,7 @@ def test_what_other_processes_train_is_checked_without_a_forecast_of_this_one(
 def test_lists_become_a_dataset_that_only_the_training_node_takes(
     nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any]
 ) -> None:
-    from devicebridge.encoding.encoded import load_encoded
+    from devicebridge.encoding.comfy_data import load_encoded
 
     latents = [{"samples": torch.randn(1, 16, 2, 2)}, {"samples": torch.randn(2, 16, 2, 2)}]
     item = [torch.ones(1, 3, 8), {"pooled_output": None}]

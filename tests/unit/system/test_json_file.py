@@ -9,7 +9,7 @@ import pytest
 import torch
 from devicebridge.checkpoints.checkpoint import read_checkpoint
 from devicebridge.checkpoints.header import read_weight_map
-from devicebridge.encoding.encoded import load_encoded
+from devicebridge.encoding.comfy_data import load_encoded
 from devicebridge.encoding.text_encoder import load_text_encoder
 from devicebridge.encoding.vae import find_vae
 from devicebridge.families.registry import find_variant

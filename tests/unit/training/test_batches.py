@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from devicebridge.data.order import Batch, BatchOrder
-from devicebridge.data.samples import Sample
+from devicebridge.data.samples import Batch, BatchOrder, Sample
 from devicebridge.encoding.store import CacheStore
 from devicebridge.families.comfy.inputs import read_latents, read_text
 from devicebridge.families.spec import ComfyInputs

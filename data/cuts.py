@@ -1,4 +1,8 @@
-"""What is taken from a clip: frames at the model's rate, a length the model accepts, and the part of the clip.
+"""How samples are cut, and their captions made.
+
+A bucket is a size of about resolution squared pixels whose sides the model accepts: samples of one bucket can share a
+batch. Of a resolution's buckets an image gets the one of the nearest aspect ratio, is resized to cover it, and loses
+what overhangs in equal parts on both sides. Sizes are (height, width) in pixels, after EXIF rotation.
 
 A clip is shown anew at `fps`: frame k is the one on screen k / fps seconds after the first, so variable rates come out
 even, a faster source loses frames, and a slower one shows some of them twice. Of these frames a window of a length from
@@ -13,9 +17,49 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..config.job import DataConfig
+from ..config.job import DataConfig, FolderConfig
 from ..families.spec import LatentSpec
 from .video import ClipInfo
+
+
+def bucket_step(config: DataConfig, latent: LatentSpec) -> int:
+    """What the sides of every bucket are multiples of, in pixels."""
+    return math.lcm(latent.size_multiple, config.bucket_step or 1)
+
+
+def make_buckets(resolution: int, step: int, max_aspect_ratio: float) -> list[tuple[int, int]]:
+    """Sizes of about resolution squared pixels, sides multiples of `step`, from square to the widest, both ways round.
+
+    Raises: ValueError if the resolution is below `step`.
+    """
+    if resolution < step:
+        raise ValueError(f"resolution {resolution} is below {step} pixels, the smallest side a bucket can have here")
+    square = step * round(resolution / step)
+    buckets = {(square, square)}
+    for width in range(step, int(resolution * math.sqrt(max_aspect_ratio)) + step, step):
+        height = max(step, step * round(resolution**2 / width / step))
+        if max(width, height) <= max_aspect_ratio * min(width, height):
+            buckets |= {(height, width), (width, height)}
+    return sorted(buckets)
+
+
+def choose_bucket(size: tuple[int, int], buckets: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The bucket whose aspect ratio is nearest, as a factor."""
+    return min(buckets, key=lambda bucket: (abs(math.log(aspect(bucket) / aspect(size))), bucket))
+
+
+def plan_crop(size: tuple[int, int], bucket: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
+    """(resize, crop) for an image of this size: keep its shape, just cover the bucket, cut the middle out."""
+    height, width = size
+    scale = max(bucket[0] / height, bucket[1] / width)
+    resize = max(bucket[0], round(height * scale)), max(bucket[1], round(width * scale))
+    return resize, ((resize[0] - bucket[0]) // 2, (resize[1] - bucket[1]) // 2, *bucket)
+
+
+def aspect(size: tuple[int, int]) -> float:
+    """Width by height."""
+    return size[1] / size[0]
+
 
 _TOLERANCE_S = 0.0015  # containers round times, WebM to milliseconds
 _NUM_NAMED = 3  # lengths that an error spells out
@@ -92,3 +136,23 @@ def make_clip_plan(config: DataConfig, latent: LatentSpec) -> ClipPlan:
 
 def _names(lengths: Sequence[int]) -> str:
     return ", ".join(map(str, lengths[: 2 * _NUM_NAMED]))
+
+
+_PLACE = "[trigger]"  # in caption files, as other trainers have it
+
+
+def make_caption(text: str, config: DataConfig, folder: FolderConfig) -> str:
+    """With the trigger word, as the dataset and the folder say; of regularisation images without it."""
+    trigger = "" if folder.regularisation else config.trigger_word.strip()
+    template = folder.caption_template or config.caption_template
+    text = _tidy(text.replace(_PLACE, trigger)) if _PLACE in text else text
+    if template:
+        return _tidy(template.replace("{trigger}", trigger).replace("{caption}", text))
+    if not trigger or trigger.lower() in text.lower():
+        return text
+    return _tidy(f"{trigger}, {text}")
+
+
+def _tidy(text: str) -> str:
+    """Without what is left of a list whose ends are empty."""
+    return text.strip().strip(",").strip()
