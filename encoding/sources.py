@@ -65,11 +65,8 @@ class Source(Generic[Item]):
 
     def problem_of(self, entry: Entry, given: Any) -> str:
         """Why an entry must not be kept, and what would help; "" if it may be."""
-        return (
-            ""
-            if _is_finite(entry)
-            else f"{self._describe(given)} are not finite; load the encoder in another number type"
-        )
+        remedy = "are not finite; load the encoder in another number type"
+        return "" if _is_finite(entry) else f"{self._describe(given)} {remedy}"
 
     def _describe(self, given: Any) -> str:
         return f"the states of {given!r}"
