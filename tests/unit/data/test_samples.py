@@ -11,7 +11,6 @@ import pytest
 import torch
 from devicebridge.config.job import DataConfig, FolderConfig
 from devicebridge.data import image as image_module
-from devicebridge.data import open_image
 from devicebridge.data.cuts import choose_bucket, make_buckets, plan_crop
 from devicebridge.data.folders import scan_folders
 from devicebridge.data.image import read_pixels
@@ -90,11 +89,11 @@ def test_an_image_is_decoded_once(tmp_path, monkeypatch):
     for name in ("a.png", "b.png"):
         image = Image.merge("RGBA", [*_noise((64, 64)).split(), Image.new("L", (64, 64), 9 if name == "a.png" else 0)])
         image.save(tmp_path / name)
-    seen = []
+    seen, opened = [], image_module.opened
 
     def counting(path):
         seen.append(path.name)
-        return open_image.opened(path)
+        return opened(path)
 
     monkeypatch.setattr(image_module, "opened", counting)
     _scan(tmp_path)
