@@ -106,8 +106,7 @@ def cache_job(
 
     def with_keys(sample: Sample) -> Sample:
         own, empty = (text_keys(text, sample.condition, texts, conditions) for text in (sample.caption, ""))
-        latents = latent_keys[sample.image_request()]
-        return replace(sample, latents_key=latents, text_keys=own, empty_text_keys=empty)
+        return replace(sample, latents_key=latent_keys[sample.image_request()], text_keys=own, empty_text_keys=empty)
 
     def cached(samples: tuple[Sample, ...]) -> CachedSamples:
         prompts = {each: texts[each] for each in ("", *plan.job.samples.prompts)}
@@ -126,8 +125,7 @@ def missing_prompts(job: JobConfig) -> list[str]:
     """Sample prompts that ComfyUI's CLIP is to encode and the cache has not; a job asks other encoders itself."""
     source, store = job.cache.text_source, cache_store(job)
     how = {"keeps_all": job.model.family == COMFYUI, "weighs": job.cache.caption_weights}
-    keys = {text: comfy_text_key(text, source, **how) for text in job.samples.prompts}
-    return [text for text, key in keys.items() if source and key not in store]
+    return [each for each in job.samples.prompts if source and comfy_text_key(each, source, **how) not in store]
 
 
 def fill_prompts(
@@ -145,11 +143,10 @@ def fill_prompts(
     """
     info = info or read_checkpoint(job.model.path, job.model.family, job.model.variant)
     reader = make_comfy_reader(info.family, info.variant or info.family.variants[0], info.config)
-    source = comfy_texts(job.cache, without_conditions(reader), encoders)
+    source, pace = comfy_texts(job.cache, without_conditions(reader), encoders), Pace()
     events.emit("phase", name="captions")
-    pace = Pace()
     tell = tell_progress(events, pace)
-    fill_texts(job.samples.prompts, [source], cache_store(job), tell, should_stop, on_begin=pace.restart)
+    fill(job.samples.prompts, source, cache_store(job), tell, should_stop, on_begin=pace.restart)
 
 
 def text_keys(
@@ -208,7 +205,8 @@ def fill_cache(
         return fill_texts(_captions(plan), _text_sources(plan, encoders), store, tell, should_stop, **options)
     if part == "conditions":
         return fill(wanted, _condition_source(plan, encoders), store, tell, should_stop, **options)
-    keys = fill(_image_requests(plan), _latent_source(plan, encoders), store, tell, should_stop, **options)
+    requests = [each.image_request() for each in (*plan.samples, *plan.eval_samples)]
+    keys = fill(requests, _latent_source(plan, encoders), store, tell, should_stop, **options)
     release_cached_memory()
     return keys
 
@@ -216,8 +214,7 @@ def fill_cache(
 def _text_sources(plan: JobPlan, encoders: ComfyEncoders = NO_ENCODERS) -> Sequence[TextSource]:
     settings = plan.job.cache
     if settings.text_source:
-        is_trained = plan.job.lora.text_encoder
-        return [comfy_texts(settings, caption_reader(plan), encoders, of_tokens=is_trained)]
+        return [comfy_texts(settings, caption_reader(plan), encoders, of_tokens=plan.job.lora.text_encoder)]
     _refuse_unnamed(settings.has_stock_text)
     folder = component_folder(plan, settings.text_encoders, "text_encoders")
     dtype, window_bytes = getattr(torch, settings.dtype), int(settings.text_window_gb * 1e9)
@@ -254,7 +251,7 @@ def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
         wanted = wanted_conditions(plan.job, plan.samples, plan.eval_samples)
         made = _condition_source(plan).keys_of(wanted) if wanted else {}
         return {key: f"condition of {condition.paths[0]}" for (_, condition), key in made.items()}
-    images = _latent_source(plan).keys_of(_image_requests(plan))
+    images = _latent_source(plan).keys_of(each.image_request() for each in (*plan.samples, *plan.eval_samples))
     return {key: f"{'clip' if request.frames else 'image'} {request.path}" for request, key in images.items()}
 
 
@@ -279,10 +276,6 @@ def _sharing(plan: JobPlan) -> set[str]:
     if plan.job.train.batch_size == 1 or _has_own_texts(plan):
         return set()
     return {sample.caption for sample in plan.samples} | ({""} if plan.job.data.caption_dropout else set())
-
-
-def _image_requests(plan: JobPlan) -> list[ImageRequest]:
-    return [sample.image_request() for sample in (*plan.samples, *plan.eval_samples)]
 
 
 def wanted_conditions(job: JobConfig, samples: Iterable[Sample], held_out: Iterable[Sample] = ()) -> list[Wanted]:
