@@ -366,6 +366,6 @@ def test_entries_that_are_gone_are_missed_before_the_model_is_loaded(filled, mon
     )
     job = _encoded_job(filled, *_lists(filled), "lists")
     store = cache_store(job)
-    store.remove(check_job(job).encoded[1].latents)
+    store.remove(check_job(job).encoded[1].latents_key)
     with pytest.raises(ValueError, match="1 of 10 entries of the encoded dataset are gone"):
         run_job(job)
