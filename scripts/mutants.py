@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from pathlib import Path
 import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
+_LIMIT_S = 600
 MUTANTS = ROOT / "tests" / "mutants.toml"
 
 
@@ -57,9 +59,9 @@ def _is_killed(copy: Path, mutant: dict[str, list[str] | str]) -> bool:
         code = _run(copy, list(mutant["tests"]))
     finally:
         file.write_text(text, encoding="utf-8")
-    verdict = {0: "SURVIVED", 1: "killed"}.get(code, f"pytest ended with {code}")
+    verdict = {0: "SURVIVED", 1: "killed", -signal.SIGALRM: "killed: it hangs"}.get(code, f"pytest ended with {code}")
     print(f"{mutant['name']}: {verdict}, {time.monotonic() - begin:.0f} s", flush=True)
-    return code == 1
+    return verdict.startswith("killed")
 
 
 def _run(copy: Path, tests: list[str], *, quiet: bool = True) -> int:
@@ -72,6 +74,7 @@ def _run(copy: Path, tests: list[str], *, quiet: bool = True) -> int:
         import pytest
 
         sys.dont_write_bytecode = True  # a mutant of the same second and size would be taken for the file before
+        signal.alarm(_LIMIT_S)  # a mutant may wait for ever
         os.chdir(copy)
         if quiet:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
