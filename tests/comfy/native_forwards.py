@@ -109,9 +109,9 @@ class _Split:
 
     def _between(self, patch: Callable[[Any], Any], keys: Sequence[str]) -> Callable[[Any], Any]:
         def at_the_stream(args: dict[str, Any]) -> Any:
-            from devicebridge.parallel.local.lend import Lent
+            from devicebridge.parallel.local.borrow import Borrowed
 
-            lent = Lent({key: args[key] for key in keys}, args[keys[0]].device)  # views keep their strides
+            lent = Borrowed({key: args[key] for key in keys}, args[keys[0]].device)  # views keep their strides
             return patch({**args, **lent.value})
 
         return at_the_stream

@@ -35,7 +35,8 @@ def _each(case: Case, name: str, nodes: tuple[Node, ...]) -> None:
 
 @case
 def tensor_nodes_for_flux(case: Case) -> None:
-    _each(case, "flux1_heads", _FLUX)
+    """All but what patches the attention, which is refused."""
+    _each(case, "flux1_heads", tuple(node for node in _FLUX if node[1] != "NAGuidance"))
 
 
 @case

@@ -20,9 +20,9 @@ import torch
 from devicebridge.nodes.host.split import attachments, patcher, sampling, tree
 from devicebridge.nodes.host.split.model import split_model
 from devicebridge.nodes.host.split.plan import SplitRequest
-from devicebridge.parallel.local import lend
+from devicebridge.parallel.local import borrow
+from devicebridge.parallel.local.borrow import Borrowed
 from devicebridge.parallel.local.bridge import Bridge
-from devicebridge.parallel.local.lend import Lent
 from devicebridge.tests.comfy.split_cases import CPU
 from devicebridge.tests.comfy.split_fuzz_nodes import AFTER_ONLY, NODES, STATEFUL, Node, Setting
 from devicebridge.tests.comfy.split_host import CARDS, NUM_CARDS, Host, one_condition_at_a_time
@@ -102,8 +102,8 @@ def _instead(target: Any, name: str, function: Any) -> Callable[[], Any]:
 GUARDS: Mapping[str, Callable[[], Any]] = {
     "copies are forgotten behind other people's code": _instead(Bridge, "forget", lambda self: None),
     "what blocks write is written back": _instead(Bridge, "_write_back", lambda self, module, output, goes_to: output),
-    "what patches write is carried back": _instead(Lent, "settle", lambda self, back: None),
-    "views are lent with their strides": _instead(lend, "_copy_in_shape", lend.copy_to),
+    "what patches write is carried back": _instead(Borrowed, "settle", lambda self, back: None),
+    "views are borrowed with their strides": _instead(borrow, "_copy_in_shape", borrow.copy_to),
     "what is attached is seen": _instead(tree, "seen_attachments", lambda options: []),
     "overlap looks at what is attached": _instead(sampling, "reason_against_overlap", lambda *args: ""),
     "replaced methods go by relay": _instead(tree, "replaced_methods", lambda model: []),

@@ -197,7 +197,7 @@ GUARDS = {
     "copies are forgotten behind other people's code": 143,
     "what blocks write is written back": 158,
     "what patches write is carried back": 20,
-    "views are lent with their strides": 50,
+    "views are borrowed with their strides": 50,
     "overlap looks at what is attached": 35,
     "replaced methods go by relay": 294,
     "exchanged lists go by relay": 21,

@@ -12,7 +12,7 @@ Their authors wrote for the device that the model is loaded on, so whatever they
 
 - A patch gets its tensors there, and what it returns goes back to where the block computes.
 - A block replacement calls the block, so it runs on the block's card with its arguments brought there.
-- What either writes into its arguments is carried back to where they came from (parallel/local/lend.py).
+- What either writes into its arguments is carried back to where they came from (parallel/local/borrow.py).
 - It may write into whatever else it was ever given, at any time: beside such code no copy serves two calls (bridge.py).
 - ControlNet residuals are taken out of their lists one by one between blocks; each travels to the card that has just
   computed.
@@ -30,8 +30,8 @@ from comfy.patcher_extension import CallbacksMP
 from comfy.utils import set_attr_param
 from torch import nn
 
+from ....parallel.local.borrow import Borrowed
 from ....parallel.local.bridge import Bridge
-from ....parallel.local.lend import Lent
 from ....parallel.transfer import current_device
 from .model_copy import reachable
 
@@ -270,9 +270,11 @@ def _patch(patch: Any, bridge: Bridge) -> Any:
 def _replacement(name: str, key: Any, patch: Callable[..., Any], bridge: Bridge, plan: SplitPlan) -> Callable[..., Any]:
     if name != _RUNS_BETWEEN_BLOCKS:
         return _on_main(patch, bridge)  # replaces an attention inside a block
-    block = _block_of_key(key, plan)
-    if block is None:
+    # A key is ("double_block", 3); one that the class does not list is left alone.
+    block_list = plan.layout.replace_keys.get(key[0]) if isinstance(key, tuple) and len(key) > 1 else None
+    if block_list is None:
         return patch
+    block = f"{block_list}.{key[1]}"
     device = plan.device_of(block)
     is_last = block == plan.blocks[-1]
 
@@ -281,23 +283,15 @@ def _replacement(name: str, key: Any, patch: Callable[..., Any], bridge: Bridge,
             return bridge.move(extra["original_block"](args), device)
 
         came_from = bridge.current_device
-        lent = _lend(args, device)
+        borrowed = _borrow(args, device)
         with current_device(device):
-            output = patch(lent.value, {**extra, "original_block": original_block})
-        lent.settle(came_from)
+            output = patch(borrowed.value, {**extra, "original_block": original_block})
+        borrowed.settle(came_from)
         leaves_on = bridge.home if is_last or bridge.transport == "relay" else device
         bridge.stay_on(leaves_on)  # a patch that skips the block has entered none
         return bridge.move(output, leaves_on)
 
     return on_the_blocks_card
-
-
-def _block_of_key(key: Any, plan: SplitPlan) -> str | None:
-    """Name of the block that ("double_block", 3) means; None for a key the class does not list."""
-    if not isinstance(key, tuple) or len(key) < 2:
-        return None
-    block_list = plan.layout.replace_keys.get(key[0])
-    return None if block_list is None else f"{block_list}.{key[1]}"
 
 
 def _on_main(patch: Callable[..., Any], bridge: Bridge) -> Callable[..., Any]:
@@ -307,17 +301,17 @@ def _on_main(patch: Callable[..., Any], bridge: Bridge) -> Callable[..., Any]:
         device = _first_device((args, kwargs))
         if device is None or device == bridge.home:
             return patch(*args, **kwargs)
-        lent = _lend([args, kwargs], bridge.home)
+        borrowed = _borrow([args, kwargs], bridge.home)
         with current_device(bridge.home):
-            output = patch(*lent.value[0], **lent.value[1])
-        lent.settle(device)
-        return lent.returned(output, device)
+            output = patch(*borrowed.value[0], **borrowed.value[1])
+        borrowed.settle(device)
+        return borrowed.returned(output, device)
 
     return run
 
 
-def _lend(value: Any, device: torch.device) -> Lent:
-    return Lent(value, device, is_passed=is_options, passed_by=_PASSED_BY)
+def _borrow(value: Any, device: torch.device) -> Borrowed:
+    return Borrowed(value, device, is_passed=is_options, passed_by=_PASSED_BY)
 
 
 def is_options(value: dict[Any, Any]) -> bool:

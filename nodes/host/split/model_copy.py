@@ -76,7 +76,10 @@ def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
         captured a layer; they name the module.
     """
     copies = {id(module): module.__class__.__new__(module.__class__) for module in model.modules()}
-    memo: dict[int, Any] = {**copies, **{id(parameter): _share(parameter) for parameter in model.parameters()}}
+    memo: dict[int, Any] = {
+        **copies,
+        **{id(parameter): nn.Parameter(alias(parameter), requires_grad=False) for parameter in model.parameters()},
+    }
     memo |= {id(buffer): buffer for buffer in model.buffers()}  # a move replaces a module's entry, never the tensor
     for shared in (model.__dict__[name] for name in _SHARED_OBJECTS if name in model.__dict__):
         memo[id(shared)] = shared
@@ -102,10 +105,6 @@ def _fill(target: nn.Module, source: nn.Module, memo: dict[int, Any], name: str)
             f"copied ({error}). Load the file with 'Load Diffusion Model Across GPUs' instead"
         ) from error
     target.__dict__.update({key: [] for key in ("weight_function", "bias_function") if key in target.__dict__})
-
-
-def _share(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(alias(parameter), requires_grad=False)
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

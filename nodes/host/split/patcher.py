@@ -305,15 +305,11 @@ class SplitMixin(_CardPatcher):
         self.eject_model()
         if unpatch_weights:
             self._unhook()
-        self._restore_foreign_objects()
-        super().unpatch_model(device_to, unpatch_weights)
-
-    def _restore_foreign_objects(self) -> None:
-        """Object patches of whole blocks of other cards, which ComfyUI could not find in the main view."""
         tree = self._tree()
-        with tree.whole():
+        with tree.whole():  # ComfyUI could not find whole blocks of other cards in the main view
             for key in [key for key in self.object_patches_backup if tree.is_foreign(key)]:
                 set_attr(self.model, key, self.object_patches_backup.pop(key))
+        super().unpatch_model(device_to, unpatch_weights)
 
     # ---- code of hooks, patches and other packs: it must see every block
 
@@ -396,12 +392,6 @@ def _mixed(mixin: type, unsplit: type) -> type:
     return type(mixin.__name__.removesuffix("Mixin") + unsplit.__name__, (mixin, unsplit), {"unsplit_class": unsplit})
 
 
-def _told_of_disk(shard_class: type, patcher: Any) -> Callable[..., Any]:
-    """The class, called with what ComfyUI after 0.33 also tells a patcher: whether its file lies on a fast disk."""
-    is_told = "fast_disk" in inspect.signature(shard_class).parameters
-    return functools.partial(shard_class, fast_disk=patcher.fast_disk) if is_told else shard_class
-
-
 def become_split(patcher: Any, companions: Iterable[Any] | None = None) -> Any:
     """Make a patcher of a split tree act as one, in place; companions of the same tree are cloned, else made.
 
@@ -418,8 +408,12 @@ def become_split(patcher: Any, companions: Iterable[Any] | None = None) -> Any:
     for key in patcher.object_patches:
         tree.check_object_patch(key)
     if companions is None:
-        make = _told_of_disk(_mixed(ShardMixin, unsplit), patcher)
-        patcher.companions = tuple(make(shard, device, patcher.offload_device) for device, shard in tree.shards.items())
+        make = _mixed(ShardMixin, unsplit)
+        takes_disk = "fast_disk" in inspect.signature(make).parameters  # of ComfyUI after 0.33
+        options = {"fast_disk": patcher.fast_disk} if takes_disk else {}
+        patcher.companions = tuple(
+            make(shard, device, patcher.offload_device, **options) for device, shard in tree.shards.items()
+        )
         kept = {name: value for name, value in vars(patcher).items() if hasattr(unsplit, name)}  # by a pack's own class
         for companion in patcher.companions:
             companion.__dict__.update(kept)

@@ -150,7 +150,10 @@ def run_overlapped(
         if len(parts) < 2:
             return executor(model, conds, x_in, timestep, model_options)
         outputs = [run() for run in jobs] if is_plain else Interleave(tree.bridge).run(jobs)
-        return _join(parts, outputs, conds, x_in)
+        of_cond: list[list[torch.Tensor]] = [[] for _ in conds]
+        for part, output in zip(parts, outputs, strict=True):
+            of_cond[part.index].append(output)
+        return [torch.cat(images) if images else torch.zeros_like(x_in) for images in of_cond]
 
     with tree.step():
         try:
@@ -163,13 +166,6 @@ def run_overlapped(
         except RuntimeError as error:
             _explain(error, tree.unseen, model_options)
             raise
-
-
-def _join(parts: list[_Part], outputs: list[torch.Tensor], conds: list[Any], x_in: torch.Tensor) -> list[torch.Tensor]:
-    of_cond: list[list[torch.Tensor]] = [[] for _ in conds]
-    for part, output in zip(parts, outputs, strict=True):
-        of_cond[part.index].append(output)
-    return [torch.cat(images) if images else torch.zeros_like(x_in) for images in of_cond]
 
 
 def _parts(
@@ -239,14 +235,28 @@ def _verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) ->
     Raises: RuntimeError that says what differs, if the plain way gives the same twice and the fast way something else;
         for a class that was only read also if the plain way gives two things.
     """
-    before = _remembered(tree)
+    model, devices = tree.diffusion_model, [device for device in tree.plan.devices if device.type == "cuda"]
+
+    def remembered() -> dict[str, Any]:
+        """What a forward of this class leaves on the model for the next one."""
+        return {name: getattr(model, name) for name in tree.plan.layout.remembers if hasattr(model, name)}
+
+    def compute_plainly() -> list[torch.Tensor]:
+        for name, value in before.items():
+            setattr(model, name, value)
+        with tree.plainly(), torch.random.fork_rng(devices):
+            return compute(is_plain=True)
+
+    before = remembered()
     found = compute()
-    after = _remembered(tree)
+    after = remembered()
     try:
-        differences = _differences(found, expected := _plainly(tree, compute, before))
-        is_steady = not differences or not _differences(expected, _plainly(tree, compute, before))
+        expected = compute_plainly()
+        differences = _differences(found, expected)
+        is_steady = not differences or not _differences(expected, compute_plainly())
     finally:
-        _restore(tree, after)
+        for name, value in after.items():
+            setattr(model, name, value)
     if not differences:
         _log.info("split: verified: the first step is the same bits %s", tree.executor.plain)
         return found
@@ -268,24 +278,6 @@ def _verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) ->
         )
     _log.warning("split: not verified: %s", unsteady)
     return found
-
-
-def _remembered(tree: SplitTree) -> dict[str, Any]:
-    """What a forward of this class leaves on the model for the next one."""
-    model = tree.diffusion_model
-    return {name: getattr(model, name) for name in tree.plan.layout.remembers if hasattr(model, name)}
-
-
-def _restore(tree: SplitTree, remembered: Mapping[str, Any]) -> None:
-    for name, value in remembered.items():
-        setattr(tree.diffusion_model, name, value)
-
-
-def _plainly(tree: SplitTree, compute: _Compute, remembered: Mapping[str, Any]) -> list[torch.Tensor]:
-    _restore(tree, remembered)
-    devices = [device for device in tree.plan.devices if device.type == "cuda"]
-    with tree.plainly(), torch.random.fork_rng(devices):
-        return compute(is_plain=True)
 
 
 def _differences(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[str]:

@@ -8,9 +8,8 @@ depend on the weight. Of a plain LoRA one factor is sliced instead.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import comfy.lora
@@ -189,7 +188,7 @@ class TensorExecutor(Executor):
         super().attach(patches_uuid)
 
     def prepare(self, tree: SplitTree, options: Mapping[str, Any]) -> None:
-        compiled = [] if tree.called_modules().keys() == self.bridge.blocks.keys() else ["a compiled block"]
+        found = [] if tree.called_modules().keys() == self.bridge.blocks.keys() else ["a compiled block"]
         number = sum(
             len(layer._forward_hooks) + len(layer._forward_pre_hooks) + ("forward" in layer.__dict__)
             for layer in self._layers
@@ -197,16 +196,25 @@ class TensorExecutor(Executor):
         if number != self._num_attached:
             tree.look_again()
             self._num_attached = number
-        # A bypass LoRA can come at any time.
-        unseen = (*compiled, *find_bypass(self._layers), *tree.unseen_in_blocks())
+        forwards = [layer.__dict__["forward"] for layer in self._layers if "forward" in layer.__dict__]
+        if any(isinstance(part, BypassForwardHook) for each in forwards for part in reachable(each)):
+            found.append("a bypass LoRA")  # it would act on the main card's slices only
+        unseen = (*found, *tree.unseen_in_blocks())
         check_runnable(unseen, options, self._plan.layout.patches_inside)
 
     def guard(self, options: dict[str, Any]) -> dict[str, Any]:
         around = options.get("wrappers", {}).get("diffusion_model")
         if not around:
             return options
-        own = functools.partial(_runnable, self._plan.layout.patches_inside)  # comes last
-        return {**options, "wrappers": {**options["wrappers"], "diffusion_model": {**around, KEY: [own]}}}
+        inside = self._plan.layout.patches_inside
+
+        def run(executor: Any, *args: Any, **kwargs: Any) -> Any:
+            for each in (*args, *kwargs.values()):
+                if isinstance(each, dict) and is_options(each):
+                    check_runnable((), each, inside)
+            return executor(*args, **kwargs)
+
+        return {**options, "wrappers": {**options["wrappers"], "diffusion_model": {**around, KEY: [run]}}}
 
     def release(self) -> None:
         self._bridge.release()
@@ -358,59 +366,43 @@ def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
 def addresses_on(layer: nn.Module, device: torch.device) -> tuple[int, ...] | None:
     """Where a layer's weights lie on the card; None unless all are there and used as they are.
 
-    Under DynamicVRAM a weight is there if ComfyUI would not fetch it before the next use.
-    """
-    held: list[Any] = []
-    try:
-        return _addresses(layer, device, held)
-    finally:
-        for address in held:
-            comfy_aimdo.model_vbar.vbar_unpin(address)
-
-
-def _addresses(layer: nn.Module, device: torch.device, held: list[Any]) -> tuple[int, ...] | None:
-    """This is asked before every replay, so that containers are passed over, and plain weights are not looked into.
-
-    Args: held: to be told what DynamicVRAM may not take away until all is found.
+    Under DynamicVRAM a weight is there if ComfyUI would not fetch it before the next use. This is asked before every
+    replay, so that containers are passed over, and plain weights are not looked into.
     """
     found: list[int] = []
+    pinned: list[Any] = []  # what DynamicVRAM may not take away until all is found
     left: list[nn.Module | None] = [layer]
-    while left:
-        module = left.pop()
-        if module is None:
-            continue
-        left += module._modules.values()
-        weights = [*module._parameters.values(), *module._buffers.values()]
-        address = vars(module).get("_v")
-        if not weights and address is None:
-            continue
-        if getattr(module, "weight_function", None) or getattr(module, "bias_function", None):
-            return None  # such as a LoRA that is added at every call
-        if address is not None:
-            signature = comfy_aimdo.model_vbar.vbar_fault(address)
-            if signature is None:
-                return None
-            held.append(address)
-            if not comfy_aimdo.model_vbar.vbar_signature_compare(signature, getattr(module, "_v_signature", None)):
-                return None
-            weights = [getattr(module, "_v_weight", None), getattr(module, "_v_bias", None)]
-        for weight in weights:
-            if weight is None:
+    try:
+        while left:
+            module = left.pop()
+            if module is None:
                 continue
-            if weight.device != device:
-                return None
-            parts = (weight,) if type(weight) in (nn.Parameter, torch.Tensor) else plain_parts(weight)
-            found += [part.data_ptr() for part in parts]
-    return tuple(found)
-
-
-def find_bypass(layers: Iterable[nn.Module]) -> list[str]:
-    """A word for ComfyUI's bypass LoRA if it is on a layer of these: it would act on home's slices only."""
-    forwards = (module.__dict__.get("forward") for module in layers)
-    found = any(
-        isinstance(part, BypassForwardHook) for each in forwards if each is not None for part in reachable(each)
-    )
-    return ["a bypass LoRA"] if found else []
+            left += module._modules.values()
+            weights = [*module._parameters.values(), *module._buffers.values()]
+            address = vars(module).get("_v")
+            if not weights and address is None:
+                continue
+            if getattr(module, "weight_function", None) or getattr(module, "bias_function", None):
+                return None  # such as a LoRA that is added at every call
+            if address is not None:
+                signature = comfy_aimdo.model_vbar.vbar_fault(address)
+                if signature is None:
+                    return None
+                pinned.append(address)
+                if not comfy_aimdo.model_vbar.vbar_signature_compare(signature, getattr(module, "_v_signature", None)):
+                    return None
+                weights = [getattr(module, "_v_weight", None), getattr(module, "_v_bias", None)]
+            for weight in weights:
+                if weight is None:
+                    continue
+                if weight.device != device:
+                    return None
+                parts = (weight,) if type(weight) in (nn.Parameter, torch.Tensor) else plain_parts(weight)
+                found += [part.data_ptr() for part in parts]
+        return tuple(found)
+    finally:
+        for address in pinned:
+            comfy_aimdo.model_vbar.vbar_unpin(address)
 
 
 def check_runnable(unseen: Sequence[str], options: Mapping[str, Any], inside: Sequence[str]) -> None:
@@ -437,11 +429,3 @@ def check_runnable(unseen: Sequence[str], options: Mapping[str, Any], inside: Se
             "inside the blocks, where it would see only those. Use way 'blocks' in the split node, or take that node "
             "out"
         )
-
-
-def _runnable(inside: tuple[str, ...], executor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a forward. Raises: RuntimeError for what a wrapper has attached inside blocks that all cards compute."""
-    for options in (*args, *kwargs.values()):
-        if isinstance(options, dict) and is_options(options):
-            check_runnable((), options, inside)
-    return executor(*args, **kwargs)
