@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -97,7 +97,8 @@ def shares_of(block: nn.Module, plan: TensorPlan, weights: Sequence[float]) -> S
 
     Raises: ValueError if there are too few heads, or the block is built otherwise than the plan says.
     """
-    num_heads, num_kv_heads = _count_heads(block, plan)
+    num_heads = _number(block, plan.num_heads)
+    num_kv_heads = _number(block, plan.num_kv_heads) if plan.num_kv_heads else 0  # 0 for as many
     width = _number(block, plan.width) if plan.width else num_heads * _number(block, plan.head_dim)
     return share_heads(num_heads, num_kv_heads, width, weights)
 
@@ -115,11 +116,6 @@ def collectives_in(block: nn.Module, plan: TensorPlan) -> set[str]:
         if plan.is_decided(name):
             found |= {name, f"{name}, how much"}
     return found
-
-
-def _count_heads(block: nn.Module, plan: TensorPlan) -> tuple[int, int]:
-    """Heads, and those of keys and values, 0 for as many."""
-    return _number(block, plan.num_heads), _number(block, plan.num_kv_heads) if plan.num_kv_heads else 0
 
 
 def divide_block(
@@ -155,12 +151,14 @@ def divide_block(
         of_heads = next((dims for pattern, dims in plan.arguments.items() if fnmatchcase(name, pattern)), None)
         if of_heads is not None:
             shard.arguments.append(HeadArguments(module, of_heads, shares, rank))
-    for owner, path, number in _numbers(block):
-        counts = next((what for pattern, what in plan.attributes.items() if fnmatchcase(path, pattern)), None)
-        if counts is not None:
-            is_unit = counts in ("heads", "kv_heads")
-            local = shares.count(counts, number, rank) if is_unit else lengths[counts]  # type: ignore[arg-type]
-            setattr(owner, path.rpartition(".")[2], local)
+    for name, module in block.named_modules():
+        for attribute, number in list(vars(module).items()):
+            path = f"{name}.{attribute}".lstrip(".")
+            counts = next((what for pattern, what in plan.attributes.items() if fnmatchcase(path, pattern)), None)
+            if counts is not None and type(number) is int:
+                is_unit = counts in ("heads", "kv_heads")
+                local = shares.count(counts, number, rank) if is_unit else lengths[counts]  # type: ignore[arg-type]
+                setattr(module, attribute, local)
     return shard
 
 
@@ -287,14 +285,6 @@ def _cut(shard: BlockShard, module: nn.Module, name: str, part: Slice, cut: Cut)
     assert whole is not None, "the caller has looked"
     shard.wholes[name], shard.slices[name] = whole.data, part
     module._parameters[leaf] = nn.Parameter(cut(whole.data, part), requires_grad=False)
-
-
-def _numbers(block: nn.Module) -> Iterator[tuple[nn.Module, str, int]]:
-    """Every whole number that a module of the block has as an attribute: its owner, its path, its value."""
-    for name, module in block.named_modules():
-        for attribute, value in list(vars(module).items()):
-            if type(value) is int:
-                yield module, f"{name}.{attribute}".lstrip("."), value
 
 
 def _number(block: nn.Module, path: str) -> int:

@@ -131,8 +131,8 @@ class TensorParallel(Bridge):
     """Runs the forwards of a model whose blocks are divided among devices; see the module's docstring.
 
     Args:
-        devices: home first.
-        shards: home's part of each block, in execution order -> the parts of the other devices, in their order.
+        devices: the main device first.
+        shards: the main device's part of each block, in execution order -> those of the others, in their order.
         passed_by, per_device: as of Bridge; the other devices get a copy of a dict.
     Raises: ValueError if there is no block.
     """
@@ -316,7 +316,7 @@ class TensorParallel(Bridge):
             return False
         others = {*self.per_device, *self.passed_by} - {OPTIONS}  # what blocks hand each other themselves
         is_plain = others.isdisjoint(kwargs) and not watching_modes()
-        return is_plain and not torch.is_grad_enabled() and not torch.is_autocast_enabled(self.home.type)
+        return is_plain and not torch.is_grad_enabled() and not torch.is_autocast_enabled(self.main_device.type)
 
     def give(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor for one of the other devices: what it has of it already, or a copy of its own."""
@@ -332,7 +332,7 @@ class TensorParallel(Bridge):
         return copy
 
     def _kept(self, output: Any, found: Sequence[Sequence[torch.Tensor]]) -> Any:
-        """Home's output with a version, by which the next block finds what the other devices have of it.
+        """The main device's output with a version, by which the next block finds what the other devices have of it.
 
         Args:
             found: the tensors in every device's output.
@@ -357,11 +357,11 @@ class TensorParallel(Bridge):
         for rank, tensors in enumerate(found[1:], start=1):
             bound = 0.0 if kinds[rank] == kinds[0] else _TOLERANCE
             differences = [
-                _difference(own, copy_to(other, self.home)) for own, other in zip(found[0], tensors, strict=True)
+                _difference(own, copy_to(other, self.main_device)) for own, other in zip(found[0], tensors, strict=True)
             ]
             if max(differences, default=0.0) > bound:
                 raise RuntimeError(
-                    f"{type(block).__name__} computed something else on {self._ranks[rank]} than on {self.home} "
+                    f"{type(block).__name__} computed something else on {self._ranks[rank]} than on {self.main_device} "
                     f"(by {max(differences):.3g}); another node may have changed layers inside it. Use way 'blocks'"
                 )
 

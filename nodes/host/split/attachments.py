@@ -287,7 +287,7 @@ def _replacement(name: str, key: Any, patch: Callable[..., Any], bridge: Bridge,
         with current_device(device):
             output = patch(borrowed.value, {**extra, "original_block": original_block})
         borrowed.settle(came_from)
-        leaves_on = bridge.home if is_last or bridge.transport == "relay" else device
+        leaves_on = bridge.main_device if is_last or bridge.transport == "relay" else device
         bridge.stay_on(leaves_on)  # a patch that skips the block has entered none
         return bridge.move(output, leaves_on)
 
@@ -299,10 +299,10 @@ def _on_main(patch: Callable[..., Any], bridge: Bridge) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         device = _first_device((args, kwargs))
-        if device is None or device == bridge.home:
+        if device is None or device == bridge.main_device:
             return patch(*args, **kwargs)
-        borrowed = _borrow([args, kwargs], bridge.home)
-        with current_device(bridge.home):
+        borrowed = _borrow([args, kwargs], bridge.main_device)
+        with current_device(bridge.main_device):
             output = patch(*borrowed.value[0], **borrowed.value[1])
         borrowed.settle(device)
         return borrowed.returned(output, device)
