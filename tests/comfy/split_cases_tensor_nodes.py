@@ -35,8 +35,7 @@ def _each(case: Case, name: str, nodes: tuple[Node, ...]) -> None:
 
 @case
 def tensor_nodes_for_flux(case: Case) -> None:
-    """All but what patches the attention, which is refused."""
-    _each(case, "flux1_heads", tuple(node for node in _FLUX if node[1] != "NAGuidance"))
+    _each(case, "flux1_heads", tuple(node for node in _FLUX if node[1] != "NAGuidance"))  # which is refused
 
 
 @case
