@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -152,15 +152,10 @@ def _paths_of(sample: Sample) -> list[str]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Indices into the samples, all of one bucket and length, and which are trained with the empty caption. [B] each
-
-    Args:
-        size: the same for batches whose latents have one shape; texts may still differ in length.
-    """
+    """Indices into the samples, all of one bucket and length, and which are trained with the empty caption. [B] each"""
 
     indices: tuple[int, ...]
     captions_dropped: tuple[bool, ...]
-    size: tuple[int, ...] = field(default=(), compare=False)
 
 
 class BatchOrder:
@@ -218,7 +213,7 @@ class BatchOrder:
 
     def _batch(self, epoch: int, group: Sequence[int]) -> Batch:
         dropped = tuple(self._is_dropped(epoch, index) for index in group)
-        return Batch(tuple(group), dropped, (len(group), *self._buckets[group[0]]))
+        return Batch(tuple(group), dropped)
 
     def state_dict(self) -> dict[str, int]:
         """Where the order stands: the epoch, and how many of its batches are done."""

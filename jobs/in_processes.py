@@ -32,7 +32,7 @@ _SAVING_S = 300.0  # where nobody waits for them any more: a step has to end and
 _TOLD = "devicebridge: "  # begins a line of our command's that says what went wrong
 _IS_WINDOWS = sys.platform == "win32"
 _ENDED_BEFORE_IT_LISTENED = (-signal.SIGTERM, 128 + signal.SIGTERM)
-_CONSEQUENCES = ("another rank has ended or hangs", " has ended (", " gave no sign of life for ")
+_CONSEQUENCES = ("another rank has ended or hangs", " gave no sign of life for ")
 
 
 def run_in_processes(

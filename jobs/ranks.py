@@ -58,7 +58,7 @@ def open_ranks(job: JobConfig, place: RankPlace, own_stop: Callable[[], bool]) -
             "parallel.processes, --nproc and torchrun, or remove it"
         )
     devices = own_devices(find_machine(job.split.devices).devices, place)
-    with joined(place, devices, job.parallel.hang_timeout_s, own_stop) as ranks:
+    with joined(place, devices, job.parallel.timeout_s, own_stop) as ranks:
         yield ranks
 
 

@@ -19,7 +19,7 @@ class RankSamples:
 
     def draw(self, step: int, should_stop: Callable[[], bool]) -> None:
         """By the first rank, or where each has a share of the weights by all; the others wait for its pictures."""
-        with self._ranks.doing("a step of a sample picture"):
+        with self._ranks.doing():
             if self._sampler.in_lockstep:
                 self._sampler.draw(step, should_stop)
             elif self._ranks.is_first:

@@ -305,22 +305,6 @@ def _birth(pid: int) -> str:
     return ""
 
 
-def is_running(pid: int) -> bool:
-    """Whether a process of this number runs, or is stopped; one that has ended and waits for its parent does not."""
-    return _process(pid) is not None
-
-
-def cpu_seconds(pid: int) -> float:
-    """What a process has computed so far, in all of its threads; 0 of one that has ended."""
-    import psutil
-
-    try:
-        used = psutil.Process(pid).cpu_times()
-    except psutil.Error:
-        return 0.0
-    return float(used.user + used.system)
-
-
 def start_detached(
     command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None
 ) -> ProcessMark:

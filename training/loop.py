@@ -169,7 +169,7 @@ class Trainer:
             self._evaluate_if_due(is_end=self.step >= last)
         self._draw_if_due(should_stop, is_start=True)
         while self.step < last and not should_stop():
-            with self.ranks.doing("the end of a step"):
+            with self.ranks.doing():
                 self._timed_step()
             self._evaluate_if_due(is_end=self.step == last)
             every = self.job.output.save_every_steps
@@ -188,7 +188,7 @@ class Trainer:
                 f"after step {self.step} the processes of this job do not have the same LoRA, and it is not saved: "
                 f"{self.job.optimizer.name} makes other steps from the same gradients; use another optimizer"
             )
-        with self.ranks.doing("a save"):
+        with self.ranks.doing():
             self.save()
 
     def _save_before_the_end(self) -> str:
@@ -329,9 +329,7 @@ class Trainer:
         def forward(batch: NoisyBatch) -> torch.Tensor:
             return self._loss(batch, model, device) / count
 
-        return MicroBatch(
-            prepare, forward, partial(self._is_new, device, self._num_runs), f"{step} {index}", chosen.size
-        )
+        return MicroBatch(prepare, forward, partial(self._is_new, device, self._num_runs), f"{step} {index}")
 
     def _is_new(self, device: torch.device, run: int, batch: NoisyBatch) -> bool:
         """Whether no batch of this shape went through this copy before this run; compiled blocks care."""
@@ -392,8 +390,7 @@ class Trainer:
             return losses
 
         model.eval()
-        sizes = [(each.bucket, each.num_frames) for each in data.samples]
-        found = self.ranks.dealt("an evaluation", sizes, losses_of, in_lockstep=self.runner.in_lockstep)
+        found = self.ranks.distributed(len(data.samples), losses_of, in_lockstep=self.runner.in_lockstep)
         model.train()
         losses = [loss for each in found for loss in each]
         return math.fsum(losses) / len(losses)

@@ -14,7 +14,7 @@ from devicebridge.tests.tiny_pipeline import make_tiny_job
 OWN = {
     "model": {"path": "/elsewhere/model", "quantized_cache": "/elsewhere/kept"},
     "split": {"devices": ["cuda:1", "cuda:0"], "balance": "time", "memory_limit_gb": [20, 14]},
-    "parallel": {"processes": 4, "hang_timeout_s": 60.0},
+    "parallel": {"processes": 4, "timeout_s": 60.0},
     "cache": {"folder": "/elsewhere/cache", "vae_device": "cuda:1", "text_device": "cpu", "stock_clip": ["/else/a"]},
     "output": {"folder": "/elsewhere/run", "name": "mine", "keep_last": 9},
     "train": {"cuda_graphs": "auto", "offload_activations": "off"},

@@ -62,7 +62,7 @@ def test_devices_are_dealt_out_evenly_or_not_at_all():
 def test_one_process_alone_agrees_with_itself():
     alone = Ranks(own_stop=lambda: True)
     assert alone.should_stop() and alone.gather({"a": 1}) == [{"a": 1}] and alone.share(b"x") == b"x"
-    assert alone.dealt("an evaluation", [1, 1], lambda index: [float(index)], in_lockstep=True) == [[0.0], [1.0]]
+    assert alone.distributed(2, lambda index: [float(index)], in_lockstep=True) == [[0.0], [1.0]]
     with pytest.raises(ValueError, match="said"):
         alone.together(lambda: (_ for _ in ()).throw(ValueError("said")))
 
