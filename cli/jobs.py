@@ -14,10 +14,9 @@ from ..config.job import JobConfig, load_job
 from ..config.model import shards_weights
 from ..encoding.encode import Stopped
 from ..jobs.checked_job import JobPlan
-from ..jobs.experts import expert_jobs, num_at_once
+from ..jobs.experts import expert_jobs, num_at_once, run_pair
 from ..jobs.job import check_job, plan_job, run_job
 from ..jobs.lora_output import describe_file
-from ..jobs.pair import run_pair
 from ..jobs.quantize_preview import preview_job
 from ..jobs.ranks import open_ranks
 from ..jobs.resolve import find_machine
@@ -62,7 +61,8 @@ def train(options: argparse.Namespace) -> int:
             say(f"{stopped}: devicebridge train {options.job}")
             return STOPPED
         with prepared(job) as info:
-            result = run_job(job, info=info, resume=options.resume, on_event=listener, should_stop=stop)
+            known = {"info": info, "host_share": options.host_share}
+            result = run_job(job, resume=options.resume, on_event=listener, should_stop=stop, **known)
     return _conclude(options, job, result)
 
 

@@ -91,6 +91,7 @@ def _add_train(commands: Commands) -> None:
         metavar="PROCESSES",
         help="train in so many processes of this machine, which share its devices; torchrun is started for it",
     )
+    parser.add_argument("--host-share", type=int, default=1, help=argparse.SUPPRESS)  # jobs that share host memory
     parser.set_defaults(command=_command("jobs", "train"))
 
 

@@ -18,7 +18,6 @@ import pytest
 from devicebridge.cli.launch import torchrun_command
 from devicebridge.config.job import make_job, save_job
 from devicebridge.jobs.native_process import native_command
-from devicebridge.jobs.worker import worker_command
 from devicebridge.runs.queue import train_command
 from devicebridge.system import processes, windows_job
 
@@ -273,14 +272,13 @@ def _starts(tmp_path: Path) -> dict[str, Sequence[str | Path]]:
     save_job(made, job)
     return {
         "queue": train_command(made, job, (), resume=False),
-        "worker": worker_command(job, tmp_path / "stop", resume=False, also_checks=None),
         "ranks": torchrun_command(1, [str(ROOT / "__main__.py")], job, resume=False),
         "native": [*native_command(sys.executable, tmp_path / "nothing", tmp_path), "train", job],
         "question": processes.python_command("import json, pathlib, runpy"),
     }
 
 
-@pytest.mark.parametrize("name", ["queue", "worker", "ranks", "native", "question"])
+@pytest.mark.parametrize("name", ["queue", "ranks", "native", "question"])
 def test_a_started_process_imports_nothing_from_its_working_folder(tmp_path: Path, name: str) -> None:
     """Nor from a folder named in it: what lies there may have been sent by a browser."""
     folder, shadowed = tmp_path / "working", tmp_path / "shadowed"
