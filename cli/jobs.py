@@ -17,10 +17,10 @@ from ..jobs.checked_job import JobPlan
 from ..jobs.experts import expert_jobs, num_at_once, run_pair
 from ..jobs.job import check_job, plan_job, run_job
 from ..jobs.lora_output import describe_file
-from ..jobs.quantize_preview import preview_job
+from ..jobs.quantize_preview import preview_model
 from ..jobs.ranks import open_ranks
 from ..jobs.resolve import find_machine
-from ..jobs.result import TrainingResult
+from ..jobs.resume import TrainingResult
 from ..parallel.ranks.place import RankPlace, find_place, refuse_other_launcher
 from ..planning.cards import parse_cards
 from ..planning.plan import describe_plan, plan_values
@@ -158,7 +158,7 @@ def _print_check(title: str, plan: JobPlan) -> None:
     of_clips = f"; {num_clips} of them of clips" if num_clips else ""
     say(f"images: {len(plan.training_samples)} for training, {len(plan.eval_samples)} for evaluation{of_clips}")
     say(f"LoRA file: {describe_file(plan)}")
-    say(f"quantize: {preview_job(plan.job, plan.info, plan.placement).table()}")
+    say(f"quantize: {preview_model(plan.job.model, plan.job.split.devices, plan.info).table()}")
 
 
 def plan(options: argparse.Namespace) -> int:

@@ -24,14 +24,13 @@ from ..parallel.ranks.group import ALONE, Ranks
 from ..parallel.runner import PlainAccumulation, Runner
 from ..patches.compile_blocks import CompiledBlocks, remove_compiled
 from ..planning.plan import compare, parts_of
-from ..sampling.in_ranks import RankSamples
 from ..system.requests import Requests
 from ..training.adapter import LoraHandle, apply_lora
 from ..training.batches import CachedSamples
 from ..training.loop import Trainer
 from .checked_job import JobPlan
 from .lora_output import save_lora
-from .ranks import mesh_of
+from .rank_plans import mesh_of
 from .samples import make_sampler
 
 
@@ -70,7 +69,7 @@ def build_trainer(
     if ranks.is_launched:
         shares = shards_weights(plan.execution.strategy)
         runner = AcrossRanks(runner, list(lora.parameters().values()), ranks, job.train.seed, in_lockstep=shares)
-    asked, pictures = Requests(Path(job.output.folder)), make_sampler(plan, assembled, runner, data[0], events, ranks)
+    asked = Requests(Path(job.output.folder))
     return Trainer(
         job=job,
         family=plan.family,
@@ -92,7 +91,7 @@ def build_trainer(
         save_lora=partial(save_lora, plan, lora),
         compiled=_agreed(assembled.all_compiled, ranks),
         is_asked=lambda what: ranks.from_first(lambda: asked.take(what)),
-        samples=pictures if pictures is None or not ranks.is_launched else RankSamples(pictures, ranks),
+        samples=make_sampler(plan, assembled, runner, data[0], events, ranks),
         ranks=ranks,
     )
 

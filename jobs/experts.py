@@ -26,7 +26,7 @@ from ..families.registry import FAMILIES
 from ..families.spec import Variant
 from ..runs.queue import train_command
 from .in_processes import JobProcess, run_all
-from .result import TrainingResult
+from .resume import TrainingResult
 from .run_lock import run_lock
 
 _MAIN = Path(__file__).resolve().parent.parent / "__main__.py"

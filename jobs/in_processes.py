@@ -26,8 +26,7 @@ from ..system.requests import Requests
 from ..system.stopping import STOPPED
 from ..training.loop import checkpoint_folder
 from ..training.state import list_checkpoints, load_checkpoint
-from .result import TrainingResult
-from .run_again import read_result
+from .resume import TrainingResult, read_result
 
 _log = logging.getLogger(__name__)
 LOG = "processes.log"

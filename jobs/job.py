@@ -32,25 +32,24 @@ from ..training.objective import make_noise_schedule
 from ..training.state import TrainingState, list_checkpoints
 from .build import build_trainer
 from .checked_job import JobPlan
-from .checks import check_places, check_tools, give_cautions, refuse_stills
+from .checks import check_places, check_tools, give_cautions, refuse_overlaps, refuse_repeats, refuse_stills
 from .encode_job import cache_job, cache_store
-from .idle import refuse_overlaps, refuse_repeats
 from .lora_output import lora_file_tensors, save_lora, warn_of_losses
+from .rank_plans import resolve_here
 from .ranks import (
+    cached_once,
     device_names,
+    entries_of,
     held_folder,
     is_placed_anew,
     rank_facts,
-    resolve_here,
+    refuse_other_jobs,
     state_for_all,
     unless_stopped,
 )
 from .read_job import ReadJob, find_start, read_job
 from .resolve import Machine, find_machine, plan_on
-from .result import TrainingResult
-from .resume import as_decided, find_identity, placement_facts, refuse_other_run
-from .same_job import refuse_other_jobs
-from .shared_cache import cached_once, entries_of
+from .resume import TrainingResult, as_decided, find_identity, placement_facts, refuse_other_run
 
 
 def plan_job(
@@ -231,7 +230,7 @@ def _train(
     """Encode, assemble, train, and write the LoRA file."""
     with living_run(cache_store(plan.job)) as needs, ExitStack() as cleanup:
         try:
-            data = cached_once(plan, ranks, lambda: cache_job(plan, events, ranks.is_stop_asked))
+            data = cached_once(bool(plan.encoded), ranks, lambda: cache_job(plan, events, ranks.is_stop_asked))
         except Stopped:
             hint = "captions and latents done so far are kept; start the job again to continue"
             events.emit("stopped", hint=hint)

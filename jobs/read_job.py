@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
+from ..checkpoints.header import FLOAT_TYPES, read_header
 from ..checkpoints.load import make_empty_transformer
 from ..checkpoints.lora_file import check_lokr_layout, check_lora_layout, is_of_text
 from ..checkpoints.lora_start import read_start, refuse_start
@@ -23,6 +24,7 @@ from ..encoding.key import comfy_text_key
 from ..encoding.store import CacheStore
 from ..families.comfy.conditions import evaluation_problem, vision_problem, way_problem
 from ..families.comfy.inputs import GUIDES, NOISE_MASK, STREAM, option_path
+from ..families.comfy.text_sizes import CLIP_PARTS
 from ..families.spec import Variant
 from ..planning.dry_run import SampleText
 from ..planning.question import make_square
@@ -40,9 +42,9 @@ from .comfy_entries import (
 from .encode_job import cache_store, text_keys, wanted_conditions
 from .place_by_size import Subject
 from .resolve import refuse_block_settings, sizes_of
-from .text_encoders import refuse_text_encoders, text_encoder_bytes
 
 _log = logging.getLogger(__name__)
+_ELEMENT_SIZE = 4  # of text encoders that are trained: they compute in float32, and are held so
 
 
 @dataclass(frozen=True)
@@ -229,3 +231,36 @@ def find_start(read: ReadJob) -> Mapping[str, Mapping[str, Tensor]]:
         "the LoRA begins with %s, %d of its %d layers afresh%s", path.name, count - len(layers) + of_text, count, text
     )
     return layers
+
+
+# ---- text encoders that are trained together with the model
+
+
+def refuse_text_encoders(job: JobConfig, info: CheckpointInfo) -> None:
+    """Raises: ValueError for a model without text encoders that can be trained, or a job that does not name them."""
+    if not job.lora.text_encoder:
+        return
+    host, comfy = info.family.host, info.family.comfy
+    if host is None or not host.text_class or (comfy is not None and comfy.needs):
+        raise ValueError(
+            f"lora.text_encoder trains the CLIP of SD 1.5, SD 2 and SDXL, and {job.model.path} is "
+            f"{info.family.title} ({(info.variant or info.family.variants[0]).name}); remove it"
+        )
+    if not job.cache.stock_clip:
+        raise ValueError(
+            "lora.text_encoder computes with the text encoders themselves, and cache.text_source only names what they "
+            "once made; name their files with cache.stock_clip in a job file, or remove lora.text_encoder"
+        )
+
+
+def text_encoder_bytes(job: JobConfig) -> int:
+    """What their frozen weights take on the first device; 0 where none is trained."""
+    if not job.lora.text_encoder:
+        return 0
+    count = 0
+    for path in map(Path, job.cache.stock_clip):
+        is_whole = path.resolve() == Path(job.model.path).resolve()  # a checkpoint, with the model in it
+        for name, record in read_header(path).records().items():
+            if record.dtype in FLOAT_TYPES and (not is_whole or name.startswith(CLIP_PARTS)):
+                count += math.prod(record.shape)
+    return _ELEMENT_SIZE * count

@@ -59,7 +59,7 @@ class Machine:
         devices: as the job names them, or all there are; in order. () where the cards are elsewhere.
         named: cards that are elsewhere.
         host_share: jobs that share the host's free memory.
-        is_planned: whether the planner may look at its cards; not where processes share weights, see shared_weights.py.
+        is_planned: whether the planner may look at its cards; not where processes share weights, see rank_plans.py.
     """
 
     devices: tuple[torch.device, ...]

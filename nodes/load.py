@@ -182,7 +182,7 @@ class Quantize(io.ComfyNode):
         config = dataclasses.replace(model.model, **changes)
         scheme = asked(own.quantize) or foresee_scheme(find_machine(model.split.devices))
         with model.prepared() as info:
-            report = preview_model(dataclasses.replace(config, quantize=scheme), model.split, info).table()
+            report = preview_model(dataclasses.replace(config, quantize=scheme), model.split.devices, info).table()
         if own.quantize != scheme:
             report += f"\nauto: the training's plan decides, and takes {scheme} on these devices if it fits"
         from ..system.text_picture import draw_text

@@ -207,19 +207,6 @@ class Ranks:
             raise RankFailed(f"rank {self._names[failed[1]]}: {failed[2]}", is_refusal=failed[3])
         return result
 
-    @contextmanager
-    def among(self, is_member: bool) -> Iterator[Ranks | None]:
-        """Inside, those for whom it is so, as ranks that meet without the others; None for the others; all ranks."""
-        members = [rank for rank, is_in in enumerate(self.gather(is_member)) if is_in]
-        with _losses_named(self.watch):
-            group = dist.new_group(members, backend="gloo", timeout=_PATIENCE)
-        if not is_member:
-            yield None
-            return
-        place = RankPlace(members.index(self.place.rank), len(members), 0, 1)
-        yield Ranks(place, self.devices, self.own_stop, group, self.watch, self._store, members)
-        dist.destroy_process_group(group)
-
     def distributed(self, count: int, compute: Callable[[int], list[float]], *, in_lockstep: bool) -> list[list[float]]:
         """compute(index) for so many indices, each by one rank; all ranks.
 

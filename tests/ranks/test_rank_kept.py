@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from devicebridge.config.job import JobConfig, save_job
+from devicebridge.jobs.rank_plans import plan_shared, shared_weights
 from devicebridge.jobs.read_job import read_job
-from devicebridge.jobs.shared_weights import plan_shared, shared_weights
 from devicebridge.planning.cards import Card
 from devicebridge.planning.search import HEADROOM
 from devicebridge.tests.ranks.launching import run_jobs

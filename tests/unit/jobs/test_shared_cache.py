@@ -8,7 +8,7 @@ import pytest
 from devicebridge.data.samples import Condition, Sample
 from devicebridge.encoding.store import CacheStore
 from devicebridge.jobs.comfy_entries import EncodedSample
-from devicebridge.jobs.shared_cache import order_of
+from devicebridge.jobs.ranks import order_of
 from devicebridge.training.batches import CachedSamples
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from devicebridge.checkpoints.header import read_header
 from devicebridge.checkpoints.weight_file import open_weights, read_records, read_rows
 from devicebridge.jobs.job import run_job
-from devicebridge.jobs.ranks import resolve_here
+from devicebridge.jobs.rank_plans import resolve_here
 from devicebridge.jobs.read_job import read_job
 from devicebridge.parallel.devices import CPU
 from devicebridge.parallel.ranks.group import Ranks

@@ -12,7 +12,7 @@ from devicebridge.cli.main import main
 from devicebridge.config.job import JobConfig, make_job, save_job
 from devicebridge.jobs.job import plan_job, run_job
 from devicebridge.jobs.place_by_size import Subject
-from devicebridge.jobs.shared_weights import plan_shared, shared_weights
+from devicebridge.jobs.rank_plans import plan_shared, shared_weights
 from devicebridge.planning.cards import Card, parse_cards
 from devicebridge.planning.plan import TrainingPlan
 from devicebridge.planning.search import HEADROOM
