@@ -110,7 +110,10 @@ def _assemble(plan: JobPlan, ranks: Ranks) -> Assembled:
 
     def attach(model: nn.Module) -> LoraHandle:
         if job.lora.text_encoder:
-            _attach_text_encoders(plan, model)
+            host, cache = plan.family.host, job.cache
+            assert host is not None
+            files, kind, name = cache.stock_clip, cache.stock_clip_type, cache.text_source
+            host.attach_text_encoders(model, files, kind, job.model.path, name, plan.placement.home)
         return apply_lora(model, plan.family, job.lora, seed=job.train.seed)
 
     if shards_weights(execution.strategy):
@@ -118,13 +121,6 @@ def _assemble(plan: JobPlan, ranks: Ranks) -> Assembled:
     if ranks.place.local_rank and execution.quantized_cache is not None:  # the first one of the machine fills it
         execution = replace(execution, quantized_cache=None)
     return assemble_for_training(plan.info, execution, attach)
-
-
-def _attach_text_encoders(plan: JobPlan, model: nn.Module) -> None:
-    job, host = plan.job, plan.family.host
-    assert host is not None
-    files, kind, name = job.cache.stock_clip, job.cache.stock_clip_type, job.cache.text_source
-    host.attach_text_encoders(model, files, kind, job.model.path, name, plan.placement.home)
 
 
 def _clean_up_later(assembled: Assembled, cleanup: ExitStack) -> None:

@@ -28,10 +28,6 @@ class Verified:
     counts: Mapping[CachePart, Mapping[State, int]]
     problems: Sequence[str]
 
-    @property
-    def is_clean(self) -> bool:
-        return not self.problems
-
     def report(self) -> str:
         """Counts, and the first of the entries that are not whole."""
         lines = [f"cache: {self.folder}"]

@@ -174,7 +174,11 @@ def run_job(
         process runs in its output folder, or for what broke on the way, with what is saved.
     """
     folder, given = Path(job.output.folder), job
-    own_stop = _also_asked(folder, should_stop)
+    requests = Requests(folder)
+
+    def own_stop() -> bool:
+        return should_stop() or requests.is_asked("stop")
+
     ranks = ranks.stopped_by(own_stop)
     with held_folder(folder, ranks):
         state = state_for_all(job, ranks, resume=resume)
@@ -194,7 +198,7 @@ def run_job(
         identity |= placement_facts(plan.placement) | rank_facts(ranks)
         devices = device_names(ranks, used_devices(plan.job, plan.placement.used_devices))
         with (
-            _events_of(plan, on_event, ranks) as events,
+            EventLog(folder, on_event, tensorboard=job.output.tensorboard) if ranks.is_first else NoEvents() as events,
             recorded_run(folder, given, devices) if ranks.is_first else nullcontext(Recording()) as recording,
         ):
             result = _train(plan, identity, state, events, ranks)
@@ -202,22 +206,11 @@ def run_job(
             return result
 
 
-def _events_of(plan: JobPlan, listener: Listener | None, ranks: Ranks) -> EventLog:
-    """The first rank's; of the others nobody hears."""
-    output = plan.job.output
-    return EventLog(Path(output.folder), listener, tensorboard=output.tensorboard) if ranks.is_first else NoEvents()
-
-
 def used_devices(job: JobConfig, of_blocks: Iterable[torch.device]) -> tuple[str, ...]:
     """Every device that a job was given or names by number: those of its blocks first, then those of its encoders."""
     named = (job.cache.text_device, job.cache.vae_device)
     encoders = (name for name in named if ":" in name)
     return tuple(dict.fromkeys([*map(str, of_blocks), *encoders]))
-
-
-def _also_asked(folder: Path, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-    requests = Requests(folder)
-    return lambda: should_stop() or requests.is_asked("stop")
 
 
 def _train(

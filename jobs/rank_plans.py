@@ -104,8 +104,16 @@ def resolve_here(
     if not ranks.is_launched:
         if shards_weights(strategy) and not is_to_train:  # nothing is placed
             job = replace(job, parallel=replace(job.parallel, strategy="auto"))
+        elif shards_weights(strategy) and (count := job.parallel.processes) > 1:
+            raise ValueError(
+                f'parallel.strategy = "{strategy}" shares the weights among parallel.processes = {count} processes, '
+                'and this is one by itself; start the job with "devicebridge train", which starts them'
+            )
         elif shards_weights(strategy):
-            raise ValueError(_why_not_alone(strategy, job.parallel.processes))
+            raise ValueError(
+                f'parallel.strategy = "{strategy}" needs several processes; set parallel.processes to 2 or more, start '
+                'the job with --nproc or torchrun, or set it to "auto"'
+            )
         return resolve(job, subject, find_machine(job.split.devices, host_share), earlier, is_to_train=is_to_train)
     count = job.train.gradient_accumulation_steps
     if ranks.is_first and count % ranks.count:
@@ -141,7 +149,17 @@ def _with_kept_blocks(resolved: Resolution, subject: Subject, ranks: Ranks, stra
     def plan() -> TrainingPlan | None:
         assert cards is not None
         smallest = replace(cards[0], usable_bytes=min(rooms))
-        return _plan_shared(own, subject, smallest, shard_degree(own, strategy, ranks))
+        try:
+            found = plan_shared(own, subject, smallest, shard_degree(own, strategy, ranks))
+        except NoForecast as error:
+            _log.warning(
+                "every block is recomputed unless the job says otherwise, without a forecast: %s", error.reason
+            )
+            return None
+        if found.warning:
+            _log.warning("%s", found.warning)
+        _log.info("the last %d blocks keep their activations", *found.uncheckpointed)
+        return found
 
     training = ranks.together(lambda: plan() if ranks.is_first else None)
     kept = ranks.from_first(lambda: [] if training is None else list(training.uncheckpointed))
@@ -149,32 +167,6 @@ def _with_kept_blocks(resolved: Resolution, subject: Subject, ranks: Ranks, stra
     if execution.gradient_checkpointing and not execution.kept_blocks:
         execution = replace(execution, kept_blocks=tuple(kept))
     return replace(resolved, execution=execution, training=training)
-
-
-def _plan_shared(job: JobConfig, subject: Subject, card: Card, degree: int) -> TrainingPlan | None:
-    """See plan_shared; None where nobody can forecast the model."""
-    try:
-        found = plan_shared(job, subject, card, degree)
-    except NoForecast as error:
-        _log.warning("every block is recomputed unless the job says otherwise, without a forecast: %s", error.reason)
-        return None
-    if found.warning:
-        _log.warning("%s", found.warning)
-    _log.info("the last %d blocks keep their activations", *found.uncheckpointed)
-    return found
-
-
-def _why_not_alone(strategy: Strategy | None, processes: int) -> str:
-    """Why one process does not share weights; processes: that the job asks for."""
-    if processes > 1:
-        return (
-            f'parallel.strategy = "{strategy}" shares the weights among parallel.processes = {processes} processes, '
-            'and this is one by itself; start the job with "devicebridge train", which starts them'
-        )
-    return (
-        f'parallel.strategy = "{strategy}" needs several processes; set parallel.processes to 2 or more, start the job '
-        'with --nproc or torchrun, or set it to "auto"'
-    )
 
 
 def _decide(job: JobConfig, subject: Subject, ranks: Ranks, host_share: int) -> dict[str, Any]:

@@ -149,8 +149,7 @@ def resolve(
     if training is None:
         if chosen.divides_blocks:
             _refuse_undividable(job, subject, len(machine.devices))
-        size = _size_of(job, subject)
-        placement = place_by_size(job.model, job.split, subject, machine.devices, size, strategy=chosen.strategy)
+        placement = place_by_size(job.model, job.split, subject, machine.devices, strategy=chosen.strategy)
     else:
         placement = training.placement
     if before is not None:
@@ -386,14 +385,6 @@ def refuse_block_settings(job: JobConfig) -> None:
             "split.blocks_without_checkpointing says which blocks gradient checkpointing passes over, but "
             "train.gradient_checkpointing is false, so all keep their activations; remove one of the two"
         )
-
-
-def _size_of(job: JobConfig, subject: Subject) -> tuple[int, int]:
-    """Resolution in pixels and frames of the largest samples."""
-    if subject.is_encoded:
-        return subject.largest[0], subject.largest[2]
-    lengths = job.data.frames or subject.info.family.latent_of(subject.variant).frame_lengths
-    return job.data.largest_resolution, max(lengths)
 
 
 def sizes_of(samples: Iterable[TrainingSample]) -> frozenset[tuple[int, ...]]:
