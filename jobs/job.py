@@ -40,8 +40,8 @@ from .ranks import (
     cached_once,
     device_names,
     entries_of,
-    held_folder,
     is_placed_anew,
+    locked_folder,
     rank_facts,
     refuse_other_jobs,
     state_for_all,
@@ -180,7 +180,7 @@ def run_job(
         return should_stop() or requests.is_asked("stop")
 
     ranks = ranks.stopped_by(own_stop)
-    with held_folder(folder, ranks):
+    with locked_folder(folder, ranks):
         state = state_for_all(job, ranks, resume=resume)
         if state is not None:
             job = as_decided(job, state)

@@ -23,9 +23,9 @@ def why_no_stages(native: NativeModel | None, model: nn.Module) -> str:
     if native is None:
         return ""
     if native.ends_at_home:
-        return f"{native.class_name} computes with what is at home behind its blocks"
+        return f"{native.class_name} computes with what is on the main device behind its blocks"
     if not native.can_overlap:
-        return f"{native.class_name} needs its home card between its blocks"
+        return f"{native.class_name} needs its main device between its blocks"
     known = {*native.front_parameters, *native.tail_parameters}
     if unknown := [name for name in _held_around_blocks(native, model) if name not in known]:
         return f"{native.class_name} has weights of its own ({unknown[0]}) behind its blocks"

@@ -37,19 +37,19 @@ UNLIMITED_GB = (100_000.0,)  # for what is not checked by its size
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of the base as it is held: each block, and all else."""
+    """Bytes of the frozen weights: each block, and all else."""
 
     blocks: Sequence[int]
-    home: int
+    rest: int
 
-    def held(self, degree: int) -> int:
+    def per_card(self, degree: int) -> int:
         """Of a card, where so many share them: its share, what stays whole, and the block at work
         beside the next one, which is gathered ahead."""
-        return (sum(self.blocks) + self.home) // degree + self.home + 2 * max(self.blocks)
+        return (sum(self.blocks) + self.rest) // degree + self.rest + 2 * max(self.blocks)
 
     def elsewhere(self, degree: int) -> int:
         """By how much that is less than all of them; negative for a model of few blocks."""
-        return sum(self.blocks) + self.home - self.held(degree)
+        return sum(self.blocks) + self.rest - self.per_card(degree)
 
 
 def shared_weights(job: JobConfig, subject: Subject) -> Weights:
@@ -274,7 +274,7 @@ def shard_degree(job: JobConfig, strategy: Strategy | None, ranks: Ranks) -> int
 def _check_room(job: JobConfig, subject: Subject, ranks: Ranks, degree: int) -> None:
     """Raises: ValueError if this rank's device cannot hold its share of the weights and what is gathered at a time."""
     scheme = asked(job.model.quantize) or "none"
-    needed = shared_weights(replace(job, model=replace(job.model, quantize=scheme)), subject).held(degree)
+    needed = shared_weights(replace(job, model=replace(job.model, quantize=scheme)), subject).per_card(degree)
     free = free_bytes(ranks.devices[0])
     if free is not None and needed > _FREE_SHARE * free:
         raise ValueError(

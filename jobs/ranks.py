@@ -102,7 +102,7 @@ def differing_ranks(given: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[
 
 
 @contextmanager
-def held_folder(folder: Path, ranks: Ranks) -> Iterator[None]:
+def locked_folder(folder: Path, ranks: Ranks) -> Iterator[None]:
     """The run folder, locked by the first rank. Raises: as run_lock."""
     with ExitStack() as stack:
 
@@ -162,7 +162,7 @@ def is_placed_anew(state: TrainingState, ranks: Ranks) -> bool:
 
 
 def rank_facts(ranks: Ranks) -> dict[str, Any]:
-    """What a checkpoint keeps of how many processes trained; {} for one that nobody launched."""
+    """What a checkpoint keeps of how many processes trained; {} for a process by itself."""
     return {"ranks": ranks.count} if ranks.is_launched else {}
 
 

@@ -110,10 +110,8 @@ class _Earlier(NamedTuple):
 
     def place(self, found: Placement) -> Placement:
         """As the run began, with the blocks of today's placement."""
-        home = self.devices[0]
-        return Placement(
-            found.blocks, self.devices, home, replicas=self.replicas, shards=self.shards, shares=self.shares
-        )
+        first, replicas, shards = self.devices[0], self.replicas, self.shards
+        return Placement(found.blocks, self.devices, first, replicas=replicas, shards=shards, shares=self.shares)
 
 
 def resolve(
@@ -397,7 +395,9 @@ def _shapes_to_compile(job: JobConfig, subject: Subject, strategy: Strategy) -> 
     if job.train.compile == "off":
         return None
     if divides_blocks(strategy):
-        _log.warning("blocks are not compiled: devices that compute a block together meet in the middle of it")
+        _log.warning(
+            "blocks are not compiled: devices that compute a block on all of them exchange results in its middle"
+        )
         return None
     if job.lora.dora:
         _log.warning("blocks are not compiled: torch cannot trace PEFT's DoRA")

@@ -1,4 +1,4 @@
-"""Several machines, as several torchruns on one: captions and latents are made once, and all begin anew together."""
+"""Several machines, as several torchruns on one: who encodes captions and latents, and how all begin anew."""
 
 from __future__ import annotations
 

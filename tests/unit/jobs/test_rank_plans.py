@@ -106,8 +106,8 @@ def test_settings_of_one_process_alone_do_not_reach_the_plan(subject):
 def test_a_card_holds_its_share_of_the_weights_and_two_gathered_blocks(subject):
     weights = shared_weights(_job("none"), subject)
     device = plan_shared(_job("none"), subject, _card("141GB"), 2).devices[0]
-    whole = sum(weights.blocks) + weights.home
-    assert device.weights == pytest.approx(whole / 2 + weights.home + 2 * max(weights.blocks), rel=1e-3)
+    whole = sum(weights.blocks) + weights.rest
+    assert device.weights == pytest.approx(whole / 2 + weights.rest + 2 * max(weights.blocks), rel=1e-3)
     assert device.weights + weights.elsewhere(2) == pytest.approx(whole, rel=1e-3)
 
 
