@@ -141,7 +141,12 @@ def _make_runner(plan: JobPlan, assembled: Assembled) -> Runner:
             assert plan.execution.ahead is not None
             return Pipeline(assembled.model, assembled.split.bridge, ahead=plan.execution.ahead)
         case "data":
-            return DataParallel([_replica_of(each) for each in assembled.parts])
+            return DataParallel(
+                [
+                    Replica(each.model, each.split.home, tuple(_lora_of(each).parameters().values()))
+                    for each in assembled.parts
+                ]
+            )
         case "tensor":
             return make_tensor_training(assembled)
 
@@ -151,10 +156,6 @@ def make_tensor_training(assembled: Assembled) -> TensorTraining:
     assert isinstance(assembled.model, DividedModel)
     own = [_lora_of(each).parameters() for each in assembled.shards]
     return TensorTraining(assembled.model, LoraSlices(_lora_of(assembled).parameters(), own, assembled.slices))
-
-
-def _replica_of(assembled: Assembled) -> Replica:
-    return Replica(assembled.model, assembled.split.home, tuple(_lora_of(assembled).parameters().values()))
 
 
 def _lora_of(assembled: Assembled) -> LoraHandle:

@@ -142,7 +142,7 @@ def refuse_overlaps(job: JobConfig) -> None:
         for our_key in _OURS:
             (ours,) = values_at(job, our_key)
             place = _place_in(Path(ours), given) if ours else None
-            if place is not None and not (place and key in _FILES_ONLY and _is_no_clip(given, place)):
+            if place is not None and not (place and key in _FILES_ONLY and not _has_caption(given, place)):
                 raise ValueError(
                     f"{our_key} {ours} lies in {key} {given}, or is that folder, so what is written there would be "
                     "among what is read; choose a folder beside it"
@@ -174,9 +174,9 @@ def _place_in(inner: Path, outer: Path) -> str | None:
     return next((name for each, name in places.items() if each.exists() and each.samefile(outer)), None)
 
 
-def _is_no_clip(folder: Path, name: str) -> bool:
-    """Whether a sub-folder of a dataset is not read, as it has no caption beside it."""
-    return not any(os.path.lexists(folder / f"{name}{ending}") for ending in (".txt", ".caption"))
+def _has_caption(folder: Path, name: str) -> bool:
+    """Whether a sub-folder of a dataset has a caption beside it, and is read as a clip."""
+    return any(os.path.lexists(folder / f"{name}{ending}") for ending in (".txt", ".caption"))
 
 
 # ---- text encoders and VAE ----

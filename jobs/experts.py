@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from ..checkpoints.checkpoint import read_checkpoint
@@ -132,14 +131,17 @@ def run_pair(
         files = [_write(expert.job, Path(private)) for expert in experts]
         with EventLog(folder, on_event) as events:
 
-            def process(expert: Expert, command: Sequence[str | Path], name: str) -> JobProcess:
-                file = files[experts.index(expert)]
-                return JobProcess(expert.job, command, file, partial(_pass_on, events, name), name)
+            def process(expert: Expert, file: Path, command: Sequence[str | Path], name: str) -> JobProcess:
+                def pass_on(event: Event) -> None:
+                    events.emit(event.kind, event.step, event.total, **{**event.values, "expert": name})
 
-            caches = process(experts[0], [sys.executable, _MAIN, "cache", *files], "caches")
+                return JobProcess(expert.job, command, file, pass_on, name)
+
+            caches = process(experts[0], files[0], [sys.executable, _MAIN, "cache", *files], "caches")
+            share = ["--host-share", str(at_once)]
             trainings = [
-                process(expert, _train_command(expert.job, file, at_once, resume=resume), expert.name)
-                for expert, file in zip(experts, files, strict=True)
+                process(each, file, [*train_command(each.job, file, (), resume=resume), *share], each.name)
+                for each, file in zip(experts, files, strict=True)
             ]
             done: list[JobProcess] = []
             for at_a_time in [[caches], trainings] if at_once > 1 else [[caches], *([each] for each in trainings)]:
@@ -148,10 +150,6 @@ def run_pair(
                     done += at_a_time
                     _raise_first(at_a_time)
         return PairResult({each.name: each.result() for each in done[1:]}, all(each.is_finished for each in done))
-
-
-def _pass_on(events: EventLog, name: str, event: Event) -> None:
-    events.emit(event.kind, event.step, event.total, **{**event.values, "expert": name})
 
 
 def _write(job: JobConfig, private: Path) -> Path:
@@ -164,10 +162,6 @@ def _write(job: JobConfig, private: Path) -> Path:
     for each in (folder / file.name, file):
         save_for_process(job, each)
     return file
-
-
-def _train_command(job: JobConfig, file: Path, at_once: int, *, resume: bool) -> list[str]:
-    return [*train_command(job, file, (), resume=resume), "--host-share", str(at_once)]
 
 
 def _raise_first(processes: Sequence[JobProcess]) -> None:

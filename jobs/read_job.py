@@ -94,18 +94,14 @@ class ReadJob:
         if len(found) < len(entries):
             return None
         tensors = {name: each for entry in found for name, each in entry.items()}
-        return SampleText({**_without_guides(tensors), **self._some_mask(store), **self._longest_sound()})
-
-    def _some_mask(self, store: CacheStore) -> dict[str, Tensor]:
-        """A noise mask of the encoded samples, if one has any: models take more memory where they are given one."""
-        masked = next((each.latents_key for each in self.encoded if each.has_mask), "")
+        # what guides say goes by the sides of the sample's own latents; their frames are among the latents'
+        tensors = {name: each for name, each in tensors.items() if GUIDES.isdisjoint(option_path(name))}
+        masked = next((each.latents_key for each in self.encoded if each.has_mask), "")  # which takes more memory
         entry = (store.get(masked) if masked else None) or {}
-        return {name: each for name, each in entry.items() if name == NOISE_MASK}
-
-    def _longest_sound(self) -> dict[str, Tensor]:
-        """The sides of the largest second stream of the encoded samples, if one has any."""
-        largest = max((each.sound for each in self.encoded), key=math.prod, default=())
-        return {f"{STREAM}1": torch.empty(0, *largest)} if largest else {}
+        tensors |= {name: each for name, each in entry.items() if name == NOISE_MASK}
+        if sound := max((each.sound for each in self.encoded), key=math.prod, default=()):
+            tensors[f"{STREAM}1"] = torch.empty(0, *sound)
+        return SampleText(tensors)
 
     def _text_keys(self) -> Iterator[tuple[str, ...]]:
         """The entries that each sample's text is read from."""
@@ -129,11 +125,6 @@ class ReadJob:
             return side, side, frames
         *_, rows, columns, _ = max((sample.bucket for sample in self.encoded), key=lambda each: each[-3] * each[-2])
         return rows * latent.spatial_stride, columns * latent.spatial_stride, frames
-
-
-def _without_guides(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What guides say goes by the sides of the sample's own latents; their frames are among the latents'."""
-    return {name: each for name, each in tensors.items() if GUIDES.isdisjoint(option_path(name))}
 
 
 def _num_values(store: CacheStore, keys: Sequence[str]) -> int:

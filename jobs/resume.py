@@ -244,10 +244,15 @@ def next_run(
     identity = find_identity(read_job(job, info, should_stop=should_stop))
     states = [(each, _newest(each)) for each in reversed(earlier)]
     known = [(each, state, _differing(each, identity, state)) for each, state in states if state is not None]
-    same = [(each, state) for each, state, differing in known if not differing and _may_be(each, state, resume)]
+    same = []
+    for each, state, differing in known:
+        is_longer = resume and each.train.steps >= state.step  # a resumed run may do more than was set then
+        if not differing and (each.train.steps == job_of(state).train.steps or is_longer):
+            same.append((each, state))
     if resume:
-        each, state = min(same, key=lambda pair: _is_done(*pair), default=(earlier[-1], None))
-        return _finished(each, state) if state is not None and _is_done(each, state) else NextRun(each, resume=True)
+        for each, state in sorted(same, key=lambda pair: _is_done(*pair))[:1]:
+            return _finished(each, state) if _is_done(each, state) else NextRun(each, resume=True)
+        return NextRun(earlier[-1], resume=True)
     for each, state in same:
         if state.step < each.train.steps:
             raise ValueError(
@@ -295,11 +300,6 @@ def _newest(job: JobConfig) -> TrainingState | None:
     except ValueError:
         return None
     return state
-
-
-def _may_be(job: JobConfig, state: TrainingState, resume: bool) -> bool:
-    """Whether the number of steps is the one that was set then; a resumed run may do more."""
-    return job.train.steps == job_of(state).train.steps or resume and job.train.steps >= state.step
 
 
 def _is_done(job: JobConfig, state: TrainingState) -> bool:
