@@ -43,7 +43,6 @@ from ..planning.question import (
     is_open,
     strategies_on,
 )
-from ..quantization.quantize import QuantizeSettings
 from .native_limits import limited, why_no_forecast, why_no_stages, why_not_offloaded
 from .place_by_size import Subject, place_by_size
 from .samples import size_of_pictures
@@ -103,9 +102,17 @@ class _Earlier(NamedTuple):
     shards: tuple[torch.device, ...]
     shares: tuple[int, ...]
 
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> _Earlier:
+        """Of a checkpoint."""
+        devices, replicas, shards = (
+            tuple(map(find_device, facts.get(key, ()))) for key in ("placement", "replicas", "shards")
+        )
+        return cls(devices, replicas, shards, tuple(facts.get("shares", ())))  # old ones divided evenly
+
     @property
     def strategy(self) -> Strategy | None:
-        """What its placement tells; None for blocks on one device each."""
+        """What its placement says; None for blocks on one device each."""
         return "data" if self.replicas else "tensor" if self.shards else None
 
     def place(self, found: Placement) -> Placement:
@@ -129,7 +136,7 @@ def resolve(
         is_to_train: False for filling caches, while other processes may use the cards: nothing is forecast then.
     Raises: ValueError if nothing fits, the cuts are impossible, or the run to resume was of another strategy.
     """
-    before = None if earlier is None else _earlier_of(earlier)
+    before = None if earlier is None else _Earlier.of(earlier)
     if job.train.cuda_graphs != "off":
         _log.warning('train.cuda_graphs = "%s" has no effect: blocks are not recorded any more', job.train.cuda_graphs)
     if asked(job.split.calibrate):
@@ -175,43 +182,33 @@ def resolve(
     return Resolution(job, execution, training)
 
 
-def _earlier_of(facts: Mapping[str, Any]) -> _Earlier:
-    devices, replicas, shards = (
-        tuple(map(find_device, facts.get(key, ()))) for key in ("placement", "replicas", "shards")
-    )
-    return _Earlier(devices, replicas, shards, tuple(facts.get("shares", ())))  # old ones divided evenly
-
-
 def _strategy_of(subject: Subject, space: SearchSpace, placement: Placement, chosen: Strategy) -> Strategy:
     """What is chosen, as far as the model and a resumed run's placement can do it.
+
+    On a resumed run's placement copies of the model stay copies, shares of blocks stay shares, and one model stays one.
 
     Raises: ValueError for blocks that cannot stream from host memory.
     """
     if fault := why_not_offloaded(subject.info.family.native, space):
         raise ValueError(fault)
-    strategy = _strategy_on(placement, chosen)
-    if has_stages(strategy) and (fault := why_no_stages(subject.info.family.native, subject.model)):
+    if bool(placement.replicas) != holds_copies(chosen) or bool(placement.shards) != divides_blocks(chosen):
+        return "data" if placement.replicas else "tensor" if placement.shards else "none"
+    if has_stages(chosen) and (fault := why_no_stages(subject.info.family.native, subject.model)):
         _log.warning("microbatches do not follow each other through the cards: %s", fault)
         return "none"
-    return strategy
-
-
-def _strategy_on(placement: Placement, chosen: Strategy) -> Strategy:
-    """What is chosen, but on a resumed run's placement copies of the model stay copies, shares of blocks stay shares,
-    and one model stays one."""
-    if bool(placement.replicas) == holds_copies(chosen) and bool(placement.shards) == divides_blocks(chosen):
-        return chosen
-    return "data" if placement.replicas else "tensor" if placement.shards else "none"
+    return chosen
 
 
 def search_space(job: JobConfig) -> SearchSpace:
     """What a job leaves open, as candidates; the first is what every machine can do."""
     scheme, optimizer = asked(job.model.quantize), asked(job.optimizer.name)
     strategy, offload = job.parallel.asked, asked(job.train.offload_activations)
+    # with text encoders one model computes one microbatch at a time
+    open_strategies: tuple[Strategy, ...] = ("none",) if job.lora.text_encoder else STRATEGIES
     return SearchSpace(
         schemes=SCHEMES if scheme is None else (scheme,),
         optimizers=OPTIMIZERS if optimizer is None else (optimizer,),
-        strategies=_open_strategies(job) if strategy is None else (strategy,),
+        strategies=open_strategies if strategy is None else (strategy,),
         offloads=OFFLOADS if offload is None else (offload == "on",),
         ahead=job.parallel.microbatches_ahead,
         split_at=job.split.split_at,
@@ -229,11 +226,6 @@ def search_space(job: JobConfig) -> SearchSpace:
         kahan=job.optimizer.kahan,
         has_ema=bool(job.train.ema_decay),
     )
-
-
-def _open_strategies(job: JobConfig) -> tuple[Strategy, ...]:
-    """What may be chosen. With text encoders one model computes one microbatch at a time."""
-    return ("none",) if job.lora.text_encoder else STRATEGIES
 
 
 def _undivided_settings(job: JobConfig) -> str:
@@ -257,14 +249,9 @@ def _undivided_settings(job: JobConfig) -> str:
 
 def _refuse_undividable(job: JobConfig, subject: Subject, num_devices: int) -> None:
     """Raises: ValueError if the model's blocks cannot be divided among so many devices."""
-    fault = division_fault(subject.model, subject.info.family, (1,) * num_devices, _asked_quantizing(job))
-    if fault:
+    known = None if asked(job.model.quantize) is None else job.model.quantize_settings  # else one that goes is found
+    if fault := division_fault(subject.model, subject.info.family, (1,) * num_devices, known):
         raise ValueError(f'parallel.strategy = "tensor" was asked for, but {fault}')
-
-
-def _asked_quantizing(job: JobConfig) -> QuantizeSettings | None:
-    """As the job says; None where it leaves that open, for a scheme that goes with the blocks is found then."""
-    return None if asked(job.model.quantize) is None else job.model.quantize_settings
 
 
 def _first_of(space: SearchSpace, devices: Sequence[torch.device]) -> Setting:
