@@ -11,7 +11,7 @@ import torch
 from devicebridge.config.job import make_job
 from devicebridge.families.comfy.inputs import COND, POOLED
 from devicebridge.jobs.job import plan_job
-from devicebridge.jobs.native_limits import why_no_forecast
+from devicebridge.jobs.resolve import why_no_forecast
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.planning.cards import parse_cards
 from devicebridge.planning.dry_run import NoForecast

@@ -40,7 +40,7 @@ from devicebridge.jobs.build import build_trainer
 from devicebridge.jobs.checked_job import JobPlan
 from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job, plan_job, run_job
-from devicebridge.jobs.native_limits import why_no_forecast, why_no_stages
+from devicebridge.jobs.resolve import why_no_forecast, why_no_stages
 from devicebridge.nodes.host.native.model import native_training
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.parallel.devices import own_random_states

@@ -11,9 +11,8 @@ import torch
 from devicebridge.checkpoints.checkpoint import make_published_info
 from devicebridge.checkpoints.load import make_empty_transformer
 from devicebridge.families.comfy.registry import NATIVE_MODELS
-from devicebridge.jobs.native_limits import why_no_forecast, why_no_stages
 from devicebridge.jobs.place_by_size import Subject
-from devicebridge.jobs.resolve import Machine, resolve
+from devicebridge.jobs.resolve import Machine, resolve, why_no_forecast, why_no_stages
 from devicebridge.planning.cards import parse_cards
 from devicebridge.tests.emulated import CARDS, emulated_cards
 from devicebridge.tests.plans import make_plan_job
