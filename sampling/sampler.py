@@ -99,7 +99,7 @@ class Sampler:
         The other ranks wait for it. What fails is warned of. In lockstep only decoding may fail: a process that
         stopped drawing would leave the others waiting.
         """
-        with self.ranks.doing("a step of a sample picture"):
+        with self.ranks.doing():
             if self.in_lockstep or self.ranks.is_first:
                 is_alone = self.ranks.is_launched and not self.in_lockstep
                 self._draw(step, self.ranks.is_stop_asked if is_alone else should_stop)
