@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from ..system.json_file import expect, parse_json_object, read_json_object
+from ..system.files import expect, parse_json_object, read_json_object
 
 AGAIN = "download it again"  # what helps against a damaged file that was made elsewhere
 FILE_ENDINGS = (".safetensors", ".sft")
@@ -135,7 +135,8 @@ def read_file_header(stream: IO[bytes], remedy: str = AGAIN) -> FileHeader:
     if (count := text.count(b'"data_offsets"')) > _MOST_TENSORS:
         raise ValueError(f"{file} has {count} tensors, and files of models have up to {_MOST_TENSORS}; {remedy}")
     header = parse_json_object(text, f"{file} is not a safetensors file: its header", remedy)
-    metadata = expect(header.pop("__metadata__", None) or {}, dict, f"{file}: its __metadata__", remedy)
+    metadata = header.pop("__metadata__", None)
+    metadata = expect({} if metadata is None else metadata, dict, f"{file}: its __metadata__", remedy)
     for name, value in metadata.items():
         expect(value, str, f"{file}: {name} of its __metadata__", remedy)
     tensors = {name: _entry(file, name, entry, remedy) for name, entry in header.items()}

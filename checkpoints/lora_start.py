@@ -31,7 +31,7 @@ from torch import Tensor
 from ..config.job import LoraSettings
 from ..families.naming import Stack, find_by_diffusers, find_by_original
 from ..families.spec import ModelFamily
-from ..system.json_file import expect, parse_json_object, read_json_object
+from ..system.files import expect, parse_json_object, read_json_object
 from .header import read_header
 from .lora_file import DORA, FIRST, LOKR, MAGNITUDE, A, B, Layer, is_of_text, swap_halves
 from .weight_file import load_tensors

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..families.spec import ModelFamily
-from ..system.json_file import expect
+from ..system.files import expect
 from .header import TensorRecord
 from .model_files import first
 

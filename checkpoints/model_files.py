@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..families.spec import Variant
-from ..system.json_file import expect, read_json_object
+from ..system.files import expect, read_json_object
 from .header import FILE_ENDINGS, read_weight_map
 
 _SHARD = re.compile(r"^(?P<stem>.+)-(?P<index>\d+)-of-(?P<count>\d+)(?P<ending>\.\w+)$")

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ..quantization.eight_bit import make_rotation, rotate
-from ..system.json_file import expect, parse_json_object
+from ..system.files import expect, parse_json_object
 from .header import FLOAT_TYPES, TensorRecord
 from .model_files import describe_other
 from .weight_file import TORCH_TYPES, read_records

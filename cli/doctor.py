@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import compat
-from ..headless import comfyui
+from ..headless import server
 from ..system import import_faults, processes
 from ..system.versions import TESTED, TestedRange, installed_version
 from ..version import VERSION
@@ -187,20 +187,20 @@ def _ask_comfyui() -> dict[str, Any]:
     """What `devicebridge run` would take: ComfyUI, the folder of this pack among its custom nodes, and comfy-cli."""
     facts: dict[str, Any] = {"comfyui": None, "comfyui_pack": None, "comfy_cli": None, "contract": None}
     with contextlib.suppress(RuntimeError):
-        facts["comfy_cli"] = str(comfyui.find_comfy_cli())
+        facts["comfy_cli"] = str(server.find_comfy_cli())
     with contextlib.suppress(RuntimeError):
-        found = comfyui.find_comfyui()
+        found = server.find_comfyui()
         version = Path(found.folder, "comfyui_version.py")
         text = version.read_text(encoding="utf-8") if version.is_file() else ""
         number = text.partition('__version__ = "')[2].partition('"')[0] or "version unknown"
         facts["comfyui"] = f"{found.folder} ({number}, {found.python})"
-        pack = comfyui.find_pack(found.base / "custom_nodes")
+        pack = server.find_pack(found.base / "custom_nodes")
         facts["comfyui_pack"] = str(pack) if pack else None
         facts["contract"] = _ask_compat(found)
     return facts
 
 
-def _ask_compat(found: comfyui.ComfyUI) -> dict[str, Any] | None:
+def _ask_compat(found: server.ComfyUI) -> dict[str, Any] | None:
     """What this ComfyUI has changed of what the pack relies on, asked in its own Python; takes seconds."""
     try:
         return json.loads(processes.run([found.python, compat.__file__, found.folder], timeout_s=120) or "")

@@ -24,8 +24,7 @@ from ..jobs.resume import TrainingResult
 from ..parallel.ranks.place import RankPlace, find_place, refuse_other_launcher
 from ..planning.cards import parse_cards
 from ..planning.plan import describe_plan, plan_values
-from ..system.launched import find_launch
-from ..system.stopping import STOPPED, stop_on_signal
+from ..system.stopping import STOPPED, find_launch, stop_on_signal
 from ..system.telling import say
 from .launch import as_rank, launch
 from .native import encoded, encoded_once, enter, prepared

@@ -15,7 +15,7 @@ from ..config.job import JobConfig
 from ..config.model import COMFYUI
 from ..encoding.encode import never
 from ..events import Event, Listener
-from ..headless.comfyui import find_comfyui
+from ..headless.server import find_comfyui
 from ..jobs.comfy_entries import NO_ENCODERS, ComfyEncoders
 from ..jobs.encode_job import fill_job
 from ..jobs.job import check_job

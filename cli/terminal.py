@@ -6,8 +6,7 @@ import sys
 
 from ..events import Event
 from ..planning.plan import describe_comparison
-from ..system.pace import StepPace, describe_progress
-from ..system.progress import NowAndThen, ProgressLine
+from ..system.progress import NowAndThen, ProgressLine, StepPace, describe_progress
 from ..system.telling import say
 
 _INTERVAL_S = 2.0

@@ -23,8 +23,7 @@ from ..checkpoints.model_files import first
 from ..config.job import DataConfig, FolderConfig
 from ..families.comfy.conditions import WAYS
 from ..families.spec import LatentSpec
-from ..system.files import read_ordinary
-from ..system.listing import Looked
+from ..system.files import Looked, read_ordinary
 from ..system.stopping import Stopped, never
 from .cuts import (
     ClipPlan,

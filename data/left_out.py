@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from ..checkpoints.model_files import first
-from ..system.listing import Looked
+from ..system.files import Looked
 from .image import PLUGINS, image_suffixes
 from .video import media_suffixes
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..config.job import FolderConfig
 from ..families.comfy.conditions import ConditionWay
-from ..system.listing import Looked
+from ..system.files import Looked
 from .cuts import aspect
 from .image import ImageRequest, image_suffixes, read_size
 from .samples import Condition

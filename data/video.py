@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from ..checkpoints.fingerprint import settings_fingerprint
-from ..system.listing import Looked
+from ..system.files import Looked
 from .containers import CONTAINER_SUFFIXES, find_kind
 from .image import (
     MAX_PIXELS,

@@ -27,8 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..system.files import remove_leftovers, write_atomically
-from ..system.json_file import expect, read_json_object
+from ..system.files import expect, read_json_object, remove_leftovers, write_atomically
 from ..system.locks import Claim, NoLocks, open_lock, take_claim
 from .store import CacheStore, unwritable
 

@@ -40,8 +40,7 @@ from ..families.comfy.inputs import (
     fit_mask,
     option_path,
 )
-from ..system.files import write_atomically
-from ..system.json_file import expect, read_json_object
+from ..system.files import expect, read_json_object, write_atomically
 from .key import content_key
 from .sources import Shapes, shapes_of
 from .store import CacheStore, unwritable

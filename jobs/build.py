@@ -24,7 +24,7 @@ from ..parallel.ranks.group import ALONE, Ranks
 from ..parallel.runner import PlainAccumulation, Runner
 from ..patches.compile_blocks import CompiledBlocks, remove_compiled
 from ..planning.plan import compare, parts_of
-from ..system.requests import Requests
+from ..system.stopping import Requests
 from ..training.adapter import LoraHandle, apply_lora
 from ..training.batches import CachedSamples
 from ..training.loop import Trainer

@@ -29,7 +29,7 @@ from ..parallel.devices import CPU, find_device
 from ..parallel.placement import check_kept_blocks, check_offloaded_blocks
 from ..quantization.quantize import check_packages, refusal
 from ..runs.folders import NO_RUNS
-from ..system.json_file import read_json_object
+from ..system.files import read_json_object
 from ..training.optimizer import make_optimizer
 from .checked_job import JobPlan, comfy_reader, component_folder, vae_path
 from .comfy_entries import refuse_condition

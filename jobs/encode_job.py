@@ -30,7 +30,7 @@ from ..events import EventLog, Listener
 from ..families.comfy.conditions import WAYS
 from ..families.registry import COMFYUI
 from ..parallel.devices import find_device, random_states, release_cached_memory, restore_random_states
-from ..system.pace import Pace
+from ..system.progress import Pace
 from ..training.batches import CachedSamples
 from .checked_job import JobPlan, caption_reader, comfy_reader, component_folder, vae_path, without_conditions
 from .comfy_entries import (

@@ -22,8 +22,7 @@ from ..encoding.encode import never
 from ..events import EventTail, Listener
 from ..runs.queue import train_command
 from ..system.processes import Running, start
-from ..system.requests import Requests
-from ..system.stopping import STOPPED
+from ..system.stopping import STOPPED, Requests
 from ..training.loop import checkpoint_folder
 from ..training.state import list_checkpoints, load_checkpoint
 from .resume import TrainingResult, read_result

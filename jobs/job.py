@@ -25,7 +25,7 @@ from ..parallel.ranks.group import ALONE, Ranks
 from ..planning.cards import Card
 from ..planning.plan import Comparison, TrainingPlan, compare, describe_comparison, describe_pace
 from ..runs.record import Recording, recorded_run
-from ..system.requests import Requests
+from ..system.stopping import Requests
 from ..training.compile_check import check_compiled
 from ..training.loop import Trainer, checkpoint_folder
 from ..training.objective import make_noise_schedule

@@ -20,7 +20,7 @@ from ..encoding.encode import Stopped
 from ..parallel.ranks.group import Ranks, joined
 from ..parallel.ranks.place import RankPlace, own_devices
 from ..system.files import tensors_as_bytes
-from ..system.requests import Requests
+from ..system.stopping import Requests
 from ..training.batches import CachedSamples
 from ..training.state import TrainingState
 from ..version import VERSION

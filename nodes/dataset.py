@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.job import CacheConfig, DataConfig, EvaluationConfig, FolderConfig, job_keys
-from ..system.listing import Looked
+from ..system.files import Looked
 from . import host
 from .captions import CACHE_FOLDER
 from .choices import COMES_AND_GOES, NONE, file_options, links_fit, read_file

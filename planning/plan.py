@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ..config.model import divides_blocks, has_stages
 from ..parallel.placement import Placement
-from ..system.pace import describe_duration
+from ..system.progress import describe_duration
 from .cards import Card
 from .memory import DeviceForecast
 from .question import Question, SearchSpace, Setting, is_open, strategies_on, why_not_shared

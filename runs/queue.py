@@ -22,13 +22,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..config.job import JobConfig, job_to_dict, make_job
-from ..system.files import write_atomically
-from ..system.json_file import expect, read_json_object
+from ..system.files import expect, read_json_object, write_atomically
 from ..system.locks import alone, is_locked
 from ..system.processes import ProcessMark, start_detached
-from ..system.requests import Requests
-from .kept import KeptJobs
-from .record import QUEUED, read_record
+from ..system.stopping import Requests
+from .record import QUEUED, KeptJobs, read_record
 from .store import Busy, NotThere, RunStore
 
 _MAIN = Path(__file__).resolve().parent.parent / "__main__.py"

@@ -27,8 +27,7 @@ from ..parallel.ranks.group import ALONE, Ranks
 from ..patches.attention import sound_attention
 from ..patches.compile_blocks import CompiledBlocks
 from ..system.files import write_atomically
-from ..system.requests import Requests
-from ..system.stopping import Stopped, never
+from ..system.stopping import Requests, Stopped, never
 from ..training.batches import CachedSamples
 from ..training.objective import predict
 from .decode import Decoder, HostDecoder, as_file

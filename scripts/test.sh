@@ -13,7 +13,6 @@ python scripts/check_house.py
 if [ $# -eq 0 ]; then
     # In the order of the files: the longest, tests/comfy, comes first, and its server is one for all of it.
     # Three processes for two cores: one of them often waits for a server, a browser or a process of its own.
-    export LONG_SHARE="${LONG_SHARE:-40}"  # of the long tests one of so many, others for each commit
     set -- --numprocesses "${TEST_PROCESSES:-3}" --dist loadfile --no-loadscope-reorder
 fi
 python -m pytest "$@"

@@ -29,7 +29,7 @@ from ..parallel.ranks.group import ALONE, RankLost, Ranks
 from ..parallel.runner import MicroBatch, Runner
 from ..patches.attention import sound_attention
 from ..patches.compile_blocks import CompiledBlocks
-from ..system.requests import Request, nothing_asked
+from ..system.stopping import Request, nothing_asked
 from .adapter import LoraHandle
 from .batches import CachedSamples, LoadedBatch
 from .objective import (

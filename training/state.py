@@ -23,8 +23,16 @@ import torch
 
 from ..checkpoints.weight_file import load_tensors
 from ..config.ranges import STATE_FILES
-from ..system.files import read_ordinary, remove_leftovers, sync_folder, tensors_as_bytes, what_helps, write_atomically
-from ..system.json_file import expect, parse_json_object
+from ..system.files import (
+    expect,
+    parse_json_object,
+    read_ordinary,
+    remove_leftovers,
+    sync_folder,
+    tensors_as_bytes,
+    what_helps,
+    write_atomically,
+)
 
 _log = logging.getLogger(__name__)
 

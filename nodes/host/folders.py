@@ -28,7 +28,7 @@ import folder_paths
 
 from ...config.job import STOCK_FILES, JobConfig, paths_of
 from ...runs.queue import MEMORY
-from ...system.listing import Looked, go_on, links_below
+from ...system.files import Looked, go_on, links_below
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture

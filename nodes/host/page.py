@@ -30,7 +30,7 @@ from ...runs.guard import MOST_BODY, Refused, check_origin
 from ...runs.news import News
 from ...runs.queue import Held, JobQueue, explain
 from ...runs.store import RunStore
-from ...system.json_file import read_json_object
+from ...system.files import read_json_object
 from .folders import (
     allowed_hosts,
     memory_folder,

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...system.launched import parent_at_start
+from ...system.stopping import parent_at_start
 from ...system.telling import say
 from .place import RankPlace
 

@@ -18,8 +18,8 @@ from urllib.parse import quote
 
 import pytest
 from devicebridge.config.job import job_to_dict, make_job, save_job
-from devicebridge.runs.kept import KeptJobs
 from devicebridge.runs.queue import MEMORY
+from devicebridge.runs.record import KeptJobs
 from devicebridge.tests.comfy.server import Messages, Server
 
 pytestmark = pytest.mark.comfy

@@ -15,7 +15,7 @@ import pytest
 from devicebridge.config.job import save_job
 from devicebridge.jobs.in_processes import run_in_processes
 from devicebridge.jobs.job import run_job
-from devicebridge.system.requests import Requests
+from devicebridge.system.stopping import Requests
 from devicebridge.tests.ranks.launching import (
     ENVIRONMENT,
     HERE,

@@ -782,7 +782,7 @@ def test_a_training_that_would_write_over_a_link_is_refused_before_it_begins(
 def test_the_job_of_a_run_is_kept_where_no_request_writes(
     nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], training: Any
 ) -> None:
-    from devicebridge.runs.kept import KeptJobs
+    from devicebridge.runs.record import KeptJobs
 
     _node(nodes, "DeviceBridgeTrainLora").execute(**sockets)
     kept = KeptJobs(host.root / "user" / "__devicebridge" / "jobs")
@@ -1180,7 +1180,7 @@ def test_the_fix_is_applied_and_taken_away(nodes: ModuleType, monkeypatch: pytes
     ("seconds", "text"), [(0, "0 s"), (89, "89 s"), (90, "2 min"), (5000, "83 min"), (11100, "3 h 05 min")]
 )
 def test_durations_read_well(nodes: ModuleType, seconds: float, text: str) -> None:
-    from devicebridge.system.pace import describe_duration
+    from devicebridge.system.progress import describe_duration
 
     assert describe_duration(seconds) == text
 

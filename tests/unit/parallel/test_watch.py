@@ -14,7 +14,7 @@ import torch.distributed as dist
 from devicebridge.parallel.ranks import watch as module
 from devicebridge.parallel.ranks.place import RankPlace
 from devicebridge.parallel.ranks.watch import Watch
-from devicebridge.system.launched import note_parent, parent_at_start
+from devicebridge.system.stopping import note_parent, parent_at_start
 from devicebridge.tests.ranks.launching import ROOT
 
 CODE = """

@@ -21,7 +21,7 @@ from devicebridge.runs.news import News
 from devicebridge.runs.queue import JobQueue
 from devicebridge.runs.store import RunStore
 from devicebridge.system import processes
-from devicebridge.system.json_file import expect
+from devicebridge.system.files import expect
 from devicebridge.system.processes import ProcessMark, own_mark
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st

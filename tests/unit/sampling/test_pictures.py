@@ -25,7 +25,7 @@ from devicebridge.parallel.offload import weights as weights_module
 from devicebridge.patches.compile_blocks import CompiledBlocks
 from devicebridge.sampling import decode, sampler
 from devicebridge.sampling.sampler import Sampler
-from devicebridge.system.requests import Requests
+from devicebridge.system.stopping import Requests
 from devicebridge.tests.clips import save_clip
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, save_tiny_pipeline

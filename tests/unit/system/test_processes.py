@@ -19,7 +19,7 @@ from devicebridge.cli.launch import torchrun_command
 from devicebridge.config.job import make_job, save_job
 from devicebridge.jobs.native_process import native_command
 from devicebridge.runs.queue import train_command
-from devicebridge.system import processes, windows_job
+from devicebridge.system import processes
 
 ROOT = Path(__file__).resolve().parents[3]
 PARENT = """
@@ -178,11 +178,11 @@ def test_the_job_object_ends_its_processes_with_its_handle(monkeypatch: pytest.M
     names = ("CreateJobObjectW", "SetInformationJobObject", "AssignProcessToJobObject", "CloseHandle")
     kernel = SimpleNamespace(**{name: Function(name) for name in names})
     monkeypatch.setattr(ctypes, "WinDLL", lambda name, use_last_error: kernel, raising=False)
-    windows_job.end_with_us(5)()
+    processes.end_with_us(5)()
     assert [call[0] for call in calls] == list(names)
     _, job, kind, limits, size = calls[1]
     assert (job, kind, size) == (77, 9, 144) and limits._obj.basic.flags == 0x2000  # type: ignore[attr-defined]
-    assert windows_job._BasicLimits.flags.offset == 16
+    assert processes._BasicLimits.flags.offset == 16
     assert calls[2:] == [("AssignProcessToJobObject", 77, 5), ("CloseHandle", 77)]
 
 
