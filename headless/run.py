@@ -57,10 +57,10 @@ def run_workflow(
     Raises: ValueError for a file that is no workflow, or an input that it has not; RuntimeError if ComfyUI or comfy-cli
         is missing or fails.
     """
-    check_workflow(workflow)
+    graph = read_workflow(workflow)
     with interrupt_on_signal(), tempfile.TemporaryDirectory(prefix="devicebridge-run-") as scratch:
         if values:
-            changed = set_values(read_workflow(workflow), values)
+            changed = set_values(graph, values)
             workflow = Path(scratch) / workflow.name
             workflow.write_text(json.dumps(changed), encoding="utf-8")
         installed = find_comfyui(comfyui, base)
@@ -80,8 +80,11 @@ def run_workflow(
         return RunResult(exit_code, outputs, run.message, server.log if server.log.exists() else None)
 
 
-def check_workflow(path: Path) -> None:
-    """Raises: ValueError for a file that is missing or holds neither form: node id -> node, or "nodes" and "links"."""
+def read_workflow(path: Path) -> dict[str, Any]:
+    """The nodes of a workflow file, as they stand there.
+
+    Raises: ValueError for a file that is missing or holds neither form: node id -> node, or "nodes" and "links".
+    """
     try:
         graph = read_json_object(path, "give a workflow that ComfyUI has saved")
     except FileNotFoundError as error:
@@ -91,6 +94,7 @@ def check_workflow(path: Path) -> None:
     is_api_form = graph and all(isinstance(node, dict) and "class_type" in node for node in graph.values())
     if not is_api_form and not isinstance(graph.get("nodes"), list):
         raise ValueError(f"{path} is no workflow: expected ComfyUI's saved or API form")
+    return graph
 
 
 # ---- workflow files, in the form that ComfyUI saves or in its API form, with inputs replaced
@@ -108,10 +112,6 @@ def parse_setting(text: str) -> tuple[str, Any]:
         return name.strip(), json.loads(value)
     except json.JSONDecodeError:
         return name.strip(), value
-
-
-def read_workflow(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def set_values(graph: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

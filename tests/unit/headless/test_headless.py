@@ -486,6 +486,6 @@ def test_a_file_that_is_no_workflow_is_refused(tmp_path: Path, text: str) -> Non
     path = tmp_path / "w.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="w.json is no workflow"):
-        headless.check_workflow(path)
+        headless.read_workflow(path)
     with pytest.raises(ValueError, match="there is no workflow"):
-        headless.check_workflow(tmp_path / "missing.json")
+        headless.read_workflow(tmp_path / "missing.json")
