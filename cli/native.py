@@ -19,9 +19,9 @@ from ..headless.server import find_comfyui
 from ..jobs.comfy_entries import NO_ENCODERS, ComfyEncoders
 from ..jobs.encode_job import fill_job
 from ..jobs.job import check_job
-from ..jobs.native_process import is_native_process, native_command
 from ..jobs.ranks import unless_stopped
 from ..parallel.ranks.group import Ranks
+from ..runs.queue import is_native_process, native_command
 from ..system.processes import go_on_as
 
 ROOT = Path(__file__).resolve().parent.parent

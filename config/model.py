@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic.dataclasses import dataclass
 
-from .open import asked
 from .ranges import STRICT, PathText, Range, RequiredPath
-from .setting import setting
+from .setting import asked, setting
 
 if TYPE_CHECKING:
     from ..quantization.quantize import QuantizeSettings

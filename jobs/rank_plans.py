@@ -20,7 +20,7 @@ import torch
 
 from ..config.job import JobConfig
 from ..config.model import SplitConfig, Strategy, shards_weights
-from ..config.open import asked
+from ..config.setting import asked
 from ..parallel.devices import free_bytes
 from ..parallel.ranks.group import Ranks
 from ..planning.cards import Card, cards_of

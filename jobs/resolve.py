@@ -21,7 +21,7 @@ from torch import nn
 
 from ..config.job import JobConfig
 from ..config.model import Strategy, divides_blocks, has_stages, holds_copies
-from ..config.open import asked
+from ..config.setting import asked
 from ..data.samples import TrainingSample
 from ..execution import ExecutionPlan
 from ..families.comfy.native import NativeModel

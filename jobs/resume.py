@@ -21,7 +21,7 @@ from ..checkpoints.fingerprint import file_fingerprint
 from ..checkpoints.header import read_file_header
 from ..checkpoints.weight_file import load_tensors
 from ..config.job import JobConfig, differing_keys, job_to_dict, make_job
-from ..config.open import asked
+from ..config.setting import asked
 from ..data.samples import dataset_fingerprint
 from ..encoding.encode import never
 from ..encoding.key import settings_fingerprint

@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from ..config.job import ModelConfig, SplitConfig
-from ..config.open import asked
+from ..config.setting import asked
 from . import host
 from .captions import DEFAULT_FOLDER
 from .choices import device_options, free_memory_note, links_fit, read_devices

@@ -386,3 +386,20 @@ def _read(values: Mapping[str, Any], what: str) -> QueuedJob:
         **{**read, "devices": tuple(expect(each, str, f"{what}: devices", _AGAIN) for each in read["devices"])},
         process=None if process is None else ProcessMark.read(process),
     )
+
+
+_START = Path(__file__).resolve().parent.parent / "nodes" / "host" / "native" / "start.py"
+
+
+def native_command(python: str | Path, folder: str | Path, base: str | Path) -> list[str]:
+    """The beginning of a command; what `devicebridge` takes comes behind it.
+
+    Args:
+        folder: of ComfyUI's code. base: where its models lie.
+    """
+    return [str(python), str(_START), str(folder), str(base)]
+
+
+def is_native_process() -> bool:
+    """Whether this process has ComfyUI in it."""
+    return "folder_paths" in sys.modules and "comfy.cli_args" in sys.modules

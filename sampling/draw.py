@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..config.samples import SamplesConfig
+from ..config.training import SamplesConfig
 from ..families.spec import EulerSteps, ModelFamily, Variant
 from ..system.stopping import Stopped
 

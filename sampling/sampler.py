@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config.samples import SamplesConfig
+from ..config.training import SamplesConfig
 from ..events import EventLog, first_line
 from ..families.comfy.inputs import is_tokens, negative_prompt
 from ..families.spec import ModelFamily, Variant

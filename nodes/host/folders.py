@@ -389,8 +389,7 @@ def _allowed(what: str) -> list[str]:
     if not file.exists():
         return []
     refuse_uploads_to(file)
-    from ...config.ranges import check_path
-    from ...config.toml_text import parse_toml
+    from ...config.ranges import check_path, parse_toml
 
     try:
         values = parse_toml(file.read_bytes())

@@ -17,8 +17,7 @@ from types import SimpleNamespace
 import pytest
 from devicebridge.cli.launch import torchrun_command
 from devicebridge.config.job import make_job, save_job
-from devicebridge.jobs.native_process import native_command
-from devicebridge.runs.queue import train_command
+from devicebridge.runs.queue import native_command, train_command
 from devicebridge.system import processes
 
 ROOT = Path(__file__).resolve().parents[3]
