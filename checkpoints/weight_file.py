@@ -8,16 +8,19 @@ and swap together: the 64 GB of FLUX.2 in one file on a computer of 32 GB.
 from __future__ import annotations
 
 import mmap
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 
 from .header import AGAIN, FileHeader, TensorEntry, TensorRecord, read_file_header
 
+_MAP_NORESERVE = 0x4000  # of Linux; Python has the name since 3.13
 TORCH_TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -78,6 +81,15 @@ class WeightReader:
         return _typed(self.header, name, entry, content)
 
 
+def _mapped(stream: IO[bytes]) -> mmap.mmap:
+    """The file in memory. A page that somebody writes to becomes this process's own, and the file stays as it is; Linux
+    reserves no memory for pages that nobody writes to."""
+    if sys.platform != "linux":
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+    return mmap.mmap(stream.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
 @contextmanager
 def open_weights(file: Path, remedy: str = AGAIN) -> Iterator[WeightReader]:
     """Open a safetensors file for reading onto the CPU.
@@ -87,7 +99,7 @@ def open_weights(file: Path, remedy: str = AGAIN) -> Iterator[WeightReader]:
     _refuse_no_file(file)
     with open(file, "rb") as stream:
         header = read_file_header(stream, remedy)
-        yield WeightReader(header, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
+        yield WeightReader(header, _mapped(stream))
 
 
 def _refuse_no_file(file: Path) -> None:
