@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from .checkpoints.checkpoint import CheckpointInfo
-from .checkpoints.load import load_transformer
-from .checkpoints.quantized_cache import load_through_cache
+from .checkpoints.load import load_through_cache, load_transformer
 from .config.model import Strategy
 from .execution import ExecutionPlan
 from .families.spec import ModelFamily
@@ -25,8 +24,7 @@ from .parallel.offload.recompute import recompute
 from .parallel.offload.weights import WeightOffload
 from .parallel.placement import Placement, place_offloaded
 from .patches.compile_blocks import CompiledBlocks, compile_if_possible, remove_compiled
-from .quantization.quantize import Quantizer
-from .quantization.report import QuantizeReport
+from .quantization.quantize import Quantizer, QuantizeReport
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

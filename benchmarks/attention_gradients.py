@@ -27,7 +27,6 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
 from devicebridge.parallel.devices import available_devices  # noqa: E402
-from devicebridge.parallel.stopwatch import make_stopwatch  # noqa: E402
 from devicebridge.patches.attention import sound_attention  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
@@ -94,28 +93,35 @@ def errors_in_a_process(kernel: str, order: Sequence[str]) -> Any:
     return said[-1] if said else f"ended with {done.returncode}"
 
 
+def _mark(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 def times(device: torch.device, tokens: int, heads: int) -> dict[str, dict[str, float]]:
     """Milliseconds, forward and backward, of all but bare cuDNN: it would leave its plans to the one that is mended."""
-    watch, inputs = make_stopwatch(device), make_inputs(device, tokens, heads)
+    inputs = make_inputs(device, tokens, heads)
     grad = torch.randn(1, tokens, heads, 4 * WIDTH, device=device).bfloat16()[..., :WIDTH].transpose(1, 2)  # a slice
     kernels = {name: kernel for name, kernel in KERNELS.items() if name != "cudnn"}
     marks: dict[str, list[tuple[Any, Any, Any]]] = {name: [] for name in kernels}
     for _ in range(NUM_WARM_UPS + NUM_ROUNDS):
         for name, (kernel, surroundings) in kernels.items():
             with surroundings():
-                start = watch.mark()
+                start = _mark(device)
                 with sdpa_kernel(kernel):
                     output = torch.nn.functional.scaled_dot_product_attention(*inputs)
-                middle = watch.mark()
+                middle = _mark(device)
                 torch.autograd.grad(output, inputs, grad)
-                marks[name].append((start, middle, watch.mark()))
+                marks[name].append((start, middle, _mark(device)))
     found = {}
     for name, rounds in marks.items():
-        forward = [watch.between(start, middle) for start, middle, _ in rounds[NUM_WARM_UPS:]]
-        backward = [watch.between(middle, end) for _, middle, end in rounds[NUM_WARM_UPS:]]
+        rounds[-1][-1].synchronize()
+        forward = [start.elapsed_time(middle) for start, middle, _ in rounds[NUM_WARM_UPS:]]
+        backward = [middle.elapsed_time(end) for _, middle, end in rounds[NUM_WARM_UPS:]]
         found[name] = {
-            "forward_ms": round(1e3 * statistics.median(forward), 3),
-            "backward_ms": round(1e3 * statistics.median(backward), 3),
+            "forward_ms": round(statistics.median(forward), 3),
+            "backward_ms": round(statistics.median(backward), 3),
         }
     return found
 

@@ -3,7 +3,7 @@
     python benchmarks/compiled_gradients.py [--out results.json] [--scheme bf16 int8-compute fp8-compute] [--tiny]
 
 FLUX.2-dev at full depth and width with random weights and a LoRA of rank 32, 512 pixels, 512 text tokens: the
-comparison that every run makes before its first step (training/gradient_check.py), for a fresh LoRA and for one whose
+comparison that every run makes before its first step (training/compile_check.py), for a fresh LoRA and for one whose
 second half is not zero. Of every block the tensor (output, gradient of an input or of the LoRA) that rounding explains
 least:
 
@@ -31,8 +31,11 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 import torch  # noqa: E402
 from devicebridge.parallel.devices import CPU, available_devices, release_cached_memory  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
-from devicebridge.training.gradient_check import BlockDifference, worst_of  # noqa: E402
-from devicebridge.training.preflight import check_compiled  # noqa: E402
+from devicebridge.training.compile_check import (  # noqa: E402
+    BlockDifference,
+    check_compiled,
+    worst_of,
+)
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
 from random_job import SCHEMES, plan_devices  # noqa: E402
 from train_step import SUBJECTS, Contestant, in_size, make_contestant  # noqa: E402

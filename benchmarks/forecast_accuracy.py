@@ -36,9 +36,9 @@ from devicebridge.parallel.local.pipeline import Pipeline  # noqa: E402
 from devicebridge.parallel.offload.weights import WeightOffload  # noqa: E402
 from devicebridge.parallel.placement import place_offloaded  # noqa: E402
 from devicebridge.planning import question as question_module  # noqa: E402
-from devicebridge.planning.forecast import Backend  # noqa: E402
-from devicebridge.planning.meter import Kernels  # noqa: E402
-from devicebridge.planning.plan_training import TrainingPlan, plan_training  # noqa: E402
+from devicebridge.planning.dry_run import Kernels  # noqa: E402
+from devicebridge.planning.memory import Backend  # noqa: E402
+from devicebridge.planning.plan import TrainingPlan, plan_training  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, live_bytes  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402

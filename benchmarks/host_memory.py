@@ -84,7 +84,7 @@ def _load(file: Path, way: str) -> dict[str, float]:
     _start_comfyui()
     import comfy.sd
     import torch
-    from devicebridge.nodes.host.split.file_weights import load_over_file
+    from devicebridge.nodes.host.split.model_copy import load_over_file
     from devicebridge.tests.comfy.split_host import emulated_machine
 
     before = _own_memory_gb()

@@ -155,7 +155,7 @@ class _Trial:
         from devicebridge.jobs.encode_job import CACHE_PARTS
 
         verified = verify_cache(self.plan, CACHE_PARTS)
-        assert verified.is_clean, verified.report()
+        assert not verified.problems, verified.report()
         assert _files(self.cache) == self.expected, "the files are not those of an undisturbed run"
         self._check_notes(workers)
         (pruned,) = prune_caches({"job": self.plan}, CACHE_PARTS)

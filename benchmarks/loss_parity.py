@@ -33,8 +33,11 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
 from devicebridge.parallel.devices import available_devices, release_cached_memory  # noqa: E402
-from devicebridge.quantization.quantize import QuantizeSettings, refusal  # noqa: E402
-from devicebridge.quantization.report import layer_class  # noqa: E402
+from devicebridge.quantization.quantize import (  # noqa: E402
+    QuantizeSettings,
+    layer_class,
+    refusal,
+)
 from devicebridge.training.batches import CachedSamples  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
 from random_job import (  # noqa: E402

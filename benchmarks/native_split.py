@@ -97,13 +97,14 @@ import importlib.util  # noqa: E402
 import itertools  # noqa: E402
 import json  # noqa: E402
 import logging  # noqa: E402
+import math  # noqa: E402
 import statistics  # noqa: E402
 import subprocess  # noqa: E402
 import threading  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 from collections.abc import Callable, Iterator, Mapping  # noqa: E402
-from dataclasses import dataclass, field, replace  # noqa: E402
+from dataclasses import asdict, dataclass, field, replace  # noqa: E402
 from typing import Any  # noqa: E402
 from unittest import mock  # noqa: E402
 
@@ -576,9 +577,7 @@ def placement(model: Any) -> str:
     from devicebridge.nodes.host.split.tree import tree_of
 
     tree = tree_of(model.model)
-    if tree is not None and tree.divided is not None:
-        return "each block computed by all cards"
-    return "not split" if tree is None else f"{tree.plan.placement.describe()}; {tree.plan.transport}"
+    return "not split" if tree is None else tree.plan.describe()
 
 
 def weights_gb(model: Any) -> dict[str, list[float]]:
@@ -702,42 +701,42 @@ def tensor(shape: Shape, cfg: float = 1.0, *, is_uneven: bool = False, **latent:
 
 def plans_of(one: Any) -> dict[str, Any]:
     """How this model would be split over all cards, each way."""
-    from devicebridge.nodes.host.split.plan import SplitRequest, plan_split
+    from devicebridge.nodes.host.split.model import plan_split
+    from devicebridge.nodes.host.split.plan import SplitRequest
 
-    root = one.model.diffusion_model
-    return {way: plan_split(root, SplitRequest(CARDS, way=way)) for way in ("blocks", "tensor")}
+    return {way: plan_split(one, SplitRequest(CARDS, way=way)) for way in ("blocks", "tensor")}
 
 
 def known_ways(one: Any, shape: Shape) -> tuple[Any, int]:
     """What way auto goes by, and the picture tokens of this size."""
-    from devicebridge.nodes.host.split import ways
-    from devicebridge.planning import divided_work
+    from devicebridge.nodes.host.split.model import compare_ways
 
     size = shape.tiny_latent if OPTIONS.tiny else shape.latent
-    tokens = divided_work.count_tokens(one.model.diffusion_model, (1, *size))
-    assert tokens is not None
-    return ways._compare(one, *plans_of(one).values()), tokens
+    patch: Any = one.model.diffusion_model.patch_size
+    patches = [1] * (len(size) - 3) + [patch] * 2 if isinstance(patch, int) else patch
+    tokens = math.prod(math.ceil(dim / each) for dim, each in zip(size[1:], patches, strict=True))
+    return compare_ways(one.model.diffusion_model, *plans_of(one).values(), tokens), tokens
 
 
 def forecasts(one: Any, shape: Shape) -> dict[str, Any]:
     """Seconds per step both ways, as way auto forecasts them for this size, for one forward and for two."""
     known, tokens = known_ways(one, shape)
-    steps = {f"{count} forwards of {tokens} tokens": str(known.seconds(tokens, count)) for count in (1, 2)}
-    return steps | {"machine": known.machine.describe(), "measured_in_s": known.machine.elapsed_s}
+    steps = {f"{count} forwards of {tokens} tokens": known.seconds(count) for count in (1, 2)}
+    return steps | {"machine": asdict(known.machine)}
 
 
 def slow_link(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
     """Tensor with copies through pinned host memory only, beside direct copies, one card and blocks; and the forecasts
     for each link."""
     from devicebridge.parallel import exchange_speed, staged_copies
-    from devicebridge.planning import machine_speed
+    from devicebridge.planning import cards
 
     shape = replace(shape, **latent)
     one = load(shape, on=CPU)
     direct = forecasts(one, shape)
     rivals = {"one_gpu": one, "blocks": split(one, way="blocks"), "tensor_direct": split(one, way="tensor")}
     with contextlib.ExitStack() as stack:  # as cards without access to each other's memory; asked when a split is made
-        for module in (staged_copies, machine_speed):
+        for module in (staged_copies, cards):
             stack.enter_context(mock.patch.object(module, "has_peer_access", lambda source, target: source == target))
         rivals["tensor_host"] = split(one, way="tensor")
         through_host = forecasts(one, shape)

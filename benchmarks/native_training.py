@@ -82,9 +82,8 @@ import comfyui_version  # noqa: E402
 import torch  # noqa: E402
 from card_limit import limited  # noqa: E402
 from devicebridge.config.job import make_job  # noqa: E402
-from devicebridge.data.order import Batch  # noqa: E402
-from devicebridge.encoding.comfy_data import read_pairs  # noqa: E402
-from devicebridge.encoding.encoded import save_encoded  # noqa: E402
+from devicebridge.data.samples import Batch  # noqa: E402
+from devicebridge.encoding.comfy_data import read_pairs, save_encoded  # noqa: E402
 from devicebridge.encoding.store import CacheStore  # noqa: E402
 from devicebridge.events import EventLog, first_line  # noqa: E402
 from devicebridge.jobs.build import build_trainer  # noqa: E402
@@ -97,7 +96,7 @@ from devicebridge.parallel.offload.in_place import InPlaceGuard, put_back, taken
 from devicebridge.parallel.runner import PlainAccumulation, Runner  # noqa: E402
 from devicebridge.patches.attention import sound_attention  # noqa: E402
 from devicebridge.patches.compile_blocks import CompiledBlocks, apply_compile  # noqa: E402
-from devicebridge.planning.plan_training import TrainingPlan  # noqa: E402
+from devicebridge.planning.plan import TrainingPlan  # noqa: E402
 from devicebridge.tests.comfy.native_headers import SDXL, Z_IMAGE  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, small_sizes  # noqa: E402
 from devicebridge.training.batches import CachedSamples  # noqa: E402

@@ -121,11 +121,11 @@ def divided(subject: Subject, num_devices: int, *, is_float32: bool) -> Iterator
     parallel, _ = divide(subject.name, model, [device] * num_devices)
     parallel.remove()
     met = [
-        meeting.module
+        each.module
         for own, others in parallel._shards.values()
         for shard in (own, *others)
-        for meeting in shard.meetings
-        if meeting.how == "sum" and is_float32
+        for each in shard.collectives
+        if each.how == "all_reduce" and is_float32
     ]
     for module in met:
         assert isinstance(module, nn.Linear), "no MLP is summed as a whole here"

@@ -33,8 +33,11 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
 from devicebridge.checkpoints.checkpoint import CheckpointInfo, read_checkpoint  # noqa: E402
-from devicebridge.checkpoints.load import load_transformer, make_empty_transformer  # noqa: E402
-from devicebridge.checkpoints.quantized_cache import load_through_cache  # noqa: E402
+from devicebridge.checkpoints.load import (  # noqa: E402
+    load_through_cache,
+    load_transformer,
+    make_empty_transformer,
+)
 from devicebridge.parallel.devices import available_devices, release_cached_memory, synchronize  # noqa: E402
 from devicebridge.parallel.placement import Placement, block_names, parameter_bytes, plan_placement  # noqa: E402
 from devicebridge.quantization.quantize import Quantizer, QuantizeSettings, stored_bytes  # noqa: E402

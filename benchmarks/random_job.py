@@ -18,8 +18,7 @@ from accelerate import init_empty_weights
 from devicebridge.checkpoints.checkpoint import CheckpointInfo, make_published_info
 from devicebridge.checkpoints.load import LayerStore
 from devicebridge.config.job import JobConfig, make_job
-from devicebridge.data.order import BatchOrder
-from devicebridge.data.samples import Sample
+from devicebridge.data.samples import BatchOrder, Sample
 from devicebridge.encoding.store import CacheStore
 from devicebridge.families.registry import find_family
 from devicebridge.families.spec import ModelFamily, Variant
@@ -29,21 +28,19 @@ from devicebridge.parallel.local.block_split import BlockSplit, apply_block_spli
 from devicebridge.parallel.offload.weights import WeightOffload
 from devicebridge.parallel.placement import Placement, block_names, parameter_bytes, plan_placement
 from devicebridge.parallel.runner import PlainAccumulation, Runner
-from devicebridge.patches.lora_linear import FusedLora
 from devicebridge.planning.cards import Card, cards_of
-from devicebridge.planning.question import ModelCosts, Question
+from devicebridge.planning.costs import ModelCosts
+from devicebridge.planning.question import Question
 from devicebridge.quantization.kernel_choice import device_kernels
-from devicebridge.quantization.quantize import Quantizer, QuantizeSettings
-from devicebridge.quantization.report import QuantizeReport
-from devicebridge.quantization.wrapped import plain_parts
+from devicebridge.quantization.quantize import Quantizer, QuantizeReport, QuantizeSettings
+from devicebridge.quantization.weight_only import plain_parts
 from devicebridge.tests.emulated import CARDS
 from devicebridge.training.adapter import LoraHandle, apply_lora
 from devicebridge.training.batches import CachedSamples
-from devicebridge.training.gradient_check import worst_of
+from devicebridge.training.compile_check import check_compiled, worst_of
 from devicebridge.training.loop import Trainer
 from devicebridge.training.objective import make_noise_schedule
 from devicebridge.training.optimizer import learning_rate_factor
-from devicebridge.training.preflight import check_compiled
 from peft.tuners.lora import Linear as LoraLinear
 from provenance import say
 from torch import nn
@@ -245,13 +242,18 @@ def make_samples(
     latent = family.latent_of(variant)
     stride = latent.spatial_stride
     bucket = latents.shape[-2] * stride, latents.shape[-1] * stride
-    samples = [Sample(f"{i}.png", f"caption {i}", None, bucket, (0, 0, *bucket), bucket) for i in range(len(latents))]
+    samples = [
+        Sample(
+            *(f"{i}.png", f"caption {i}", None, bucket, (0, 0, *bucket), bucket),
+            latents_key=f"latent {i}",
+            text_keys=(f"caption {i}",),
+        )
+        for i in range(len(latents))
+    ]
     entries = {f"latent {index}": {"latents": each} for index, each in enumerate(latents)}
     by_name = text if isinstance(text, Mapping) else {variant.text_encoders[0].output: text}
     entries |= {s.caption: {name: states[i] for name, states in by_name.items()} for i, s in enumerate(samples)}
-    captions = {sample.caption: sample.caption for sample in samples}
-    keys = [f"latent {index}" for index in range(len(latents))]
-    return CachedSamples(MemoryStore(entries), samples, keys, captions, False, latent.num_tokens_per_cell)
+    return CachedSamples(MemoryStore(entries), samples, False, latent.num_tokens_per_cell)
 
 
 def num_text_tokens(is_tiny: bool) -> int:
@@ -317,7 +319,8 @@ def attach_lora(built: RandomModel, job: JobConfig, *, seed: int | None = None, 
     """
     lora = apply_lora(built.model, built.family, job.lora, seed=job.train.seed if seed is None else seed)
     if not is_fused:
-        FusedLora([m for m in built.model.modules() if type(m).__mro__[1] is LoraLinear]).remove()
+        for layer in [m for m in built.model.modules() if type(m).__mro__[1] is LoraLinear]:
+            layer.__class__ = LoraLinear
     built.model.train()
     if job.train.gradient_checkpointing:
         built.model.enable_gradient_checkpointing(built.split.checkpoint)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from unittest.mock import patch
 
 import diffusers
 import torch
-from devicebridge.checkpoints import weight_file, zero_weights
+from devicebridge.checkpoints import weight_file
 from devicebridge.checkpoints.checkpoint import CheckpointInfo
 from devicebridge.families.spec import ModelFamily
 from devicebridge.parallel.ranks import sharded
@@ -44,7 +43,7 @@ def random_weights(info: CheckpointInfo) -> Iterator[None]:
         yield reader
 
     with ExitStack() as stack:
-        for module in (weight_file, sharded, zero_weights):
+        for module in (weight_file, sharded):
             stack.enter_context(patch.object(module, "open_weights", open_weights))
         yield
 
@@ -65,22 +64,8 @@ class _RandomReader:
         return list(self._shapes)
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        return self.get_slice(name)[:]
-
-    def get_slice(self, name: str) -> _Rows:
         shape = self._shapes[name]
         if len(shape) == 1:
-            return _Rows(torch.ones(shape, dtype=torch.bfloat16))
+            return torch.ones(shape, dtype=torch.bfloat16)
         start = zlib.crc32(name.encode()) % (len(self._values) - prod(shape) + 1)
-        return _Rows(self._values[start : start + prod(shape)].view(shape))
-
-
-@dataclass(frozen=True)
-class _Rows:
-    tensor: torch.Tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self.tensor.shape)
-
-    def __getitem__(self, rows: slice) -> torch.Tensor:
-        return self.tensor[rows]
+        return self._values[start : start + prod(shape)].view(shape)

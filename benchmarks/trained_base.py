@@ -81,8 +81,7 @@ def _make_kind(size: Size, count: int, kind: int) -> tuple[torch.Tensor, torch.T
 
 def cut_samples(samples: CachedSamples, start: int, end: int) -> CachedSamples:
     """A part of them."""
-    chosen, keys = samples.samples[start:end], samples.latent_keys[start:end]
-    return replace(samples, samples=chosen, latent_keys=keys)
+    return replace(samples, samples=samples.samples[start:end])
 
 
 # ---- step 1

@@ -42,7 +42,7 @@ from devicebridge.parallel.offload import weights as weights_module  # noqa: E40
 from devicebridge.parallel.offload.weights import WeightOffload  # noqa: E402
 from devicebridge.parallel.placement import Placement, place_offloaded  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
-from devicebridge.planning.plan_training import TrainingPlan, plan_training  # noqa: E402
+from devicebridge.planning.plan import TrainingPlan, plan_training  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.tests.emulated import CARDS  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402

@@ -18,24 +18,22 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from ..families.naming import any_of, find_by_original
 from ..families.registry import FAMILIES, find_family, find_variant
 from ..families.spec import ModelFamily, Variant
-from .config_sizes import refuse_absurd_sizes
 from .header import TensorRecord, read_header
 from .model_class import (
-    Shapes,
     described,
     differences,
     expected_shapes,
+    refuse_absurd_sizes,
     refuse_other_kinds,
     transformer_class,
     with_defaults,
 )
-from .model_folder import Source, find_source, first
-from .other_files import describe_other, refuse_lora
+from .model_files import Source, describe_other, find_source, first, refuse_lora
 from .quantized_files import TYPE_NAMES, pair_scales, read_formats
 
 _log = logging.getLogger(__name__)
@@ -94,7 +92,10 @@ def read_checkpoint(path: str | Path, family: str = "", variant: str = "") -> Ch
     headers = [read_header(file) for file in source.files]
     records = {name: record for header in headers for name, record in header.records().items()}
     refuse_lora(source.path, records)
-    records = _without_prefix(records)
+    for prefix in _PREFIXES:  # what else a bundled file holds (VAE, text encoders) goes
+        if own := {name[len(prefix) :]: record for name, record in records.items() if name.startswith(prefix)}:
+            records = own
+            break
     formats = read_formats(source.path, records, [header.metadata for header in headers])
     records = pair_scales(source.path, records, formats)
     class_name = source.config.get("_class_name")
@@ -114,15 +115,6 @@ def make_published_info(name: str) -> CheckpointInfo:
     return CheckpointInfo(Path(name), family, variant, dict(variant.transformer_config), "diffusers", {}, None)
 
 
-def _without_prefix(records: Mapping[str, TensorRecord]) -> dict[str, TensorRecord]:
-    """The transformer's tensors without ComfyUI's prefix; what else a bundled file holds (VAE, text encoders) goes."""
-    for prefix in _PREFIXES:
-        found = {name[len(prefix) :]: record for name, record in records.items() if name.startswith(prefix)}
-        if found:
-            return found
-    return dict(records)
-
-
 # --- a folder with a config -------------------------------------------------------------------------------------------
 
 
@@ -138,21 +130,17 @@ def _read_folder(source: Source, records: dict[str, TensorRecord], families: Seq
     tensors = {name: r for name, r in records.items() if not any(re.search(pattern, name) for pattern in ignored)}
     refuse_absurd_sizes(file, config)
     refuse_other_kinds(file, class_name, config)
-    found = differences(_shapes_of_config(file, family, config), tensors)
+    try:
+        shapes = expected_shapes(family, config)
+    except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AttributeError) as error:
+        raise ValueError(
+            f"{file} gives values that no {class_name} can be made with ({type(error).__name__}: {error}); download it "
+            "again"
+        ) from error
+    found = differences(shapes, tensors)
     if found:
         raise ValueError(f"the weights in {source.folder} do not fit its config.json: {described(found)}")
     return CheckpointInfo(source.path, family, None, config, "diffusers", tensors, source.pipeline_folder)
-
-
-def _shapes_of_config(file: Path, family: ModelFamily, config: Mapping[str, Any]) -> Shapes:
-    """Raises: ValueError for values that the model's class cannot be made with."""
-    try:
-        return expected_shapes(family, config)
-    except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AttributeError) as error:
-        raise ValueError(
-            f"{file} gives values that no {family.transformer_class} can be made with "
-            f"({type(error).__name__}: {error}); download it again"
-        ) from error
 
 
 def _refuse_unsupported(path: Path, names: Iterable[str], family: ModelFamily) -> None:
@@ -167,19 +155,10 @@ def _refuse_unsupported(path: Path, names: Iterable[str], family: ModelFamily) -
 # --- a file without a config ------------------------------------------------------------------------------------------
 
 
-class _Translation(NamedTuple):
-    """A file's tensors under diffusers names, and the names that have none, for one family and layout."""
-
-    family: ModelFamily
-    layout: Layout
-    tensors: dict[str, TensorRecord]
-    unknown: list[str]
-
-
 def _read_by_names(source: Source, records: dict[str, TensorRecord], families: Sequence[ModelFamily]) -> CheckpointInfo:
     """A file without a config of ours: its names say which family, its shapes which variant."""
-    attempts = [_translate(records, family, layout) for family in families for layout in _LAYOUTS]
-    family, layout, tensors, unknown = min(attempts, key=lambda attempt: len(attempt.unknown))
+    ways = [(family, layout, *_translate(records, family, layout)) for family in families for layout in _LAYOUTS]
+    family, layout, tensors, unknown = min(ways, key=lambda way: len(way[3]))
     if len(unknown) > len(records) // 2 or not records:
         raise ValueError(_nothing_known(source, records, families))
     _refuse_unsupported(source.path, records, family)
@@ -200,32 +179,25 @@ def _read_by_names(source: Source, records: dict[str, TensorRecord], families: S
     return CheckpointInfo(source.path, family, closest, config, layout, tensors, source.pipeline_folder)
 
 
-def _translate(records: Mapping[str, TensorRecord], family: ModelFamily, layout: Layout) -> _Translation:
+def _translate(
+    records: Mapping[str, TensorRecord], family: ModelFamily, layout: Layout
+) -> tuple[dict[str, TensorRecord], list[str]]:
+    """A file's tensors under diffusers names, and the names that have none."""
     tensors: dict[str, TensorRecord] = {}
     unknown: list[str] = []
     rows = family.renames
     known = any_of(p for r in rows for p in (r.diffusers if layout == "diffusers" else (r.original, *r.aliases)))
     for name, record in records.items():
-        if not known.match(name):
-            pieces = {}
-        elif layout == "diffusers":
-            pieces = {name: record}
-        else:
-            pieces = _pieces(name, record, family)
-        tensors.update(pieces)
-        if not pieces:
+        stack = find_by_original(name, rows) if layout == "original" and known.match(name) else None
+        if layout == "diffusers" and known.match(name):
+            tensors[name] = record
+        elif stack is None or not record.shape or record.shape[0] % sum(stack.proportions):
             unknown.append(name)
-    return _Translation(family, layout, tensors, unknown)
-
-
-def _pieces(name: str, record: TensorRecord, family: ModelFamily) -> dict[str, TensorRecord]:
-    """The diffusers tensors that an original tensor holds; {} if the family does not know it."""
-    stack = find_by_original(name, family.renames)
-    if stack is None or not record.shape or record.shape[0] % sum(stack.proportions):
-        return {}
-    if len(stack.members) == 1:
-        return {stack.members[0]: record.swapped() if stack.swap_halves else record}
-    return {member: record.cut(*rows) for member, rows in stack.rows(record.shape[0]).items()}
+        elif len(stack.members) == 1:
+            tensors[stack.members[0]] = record.swapped() if stack.swap_halves else record
+        else:
+            tensors |= {member: record.cut(*ends) for member, ends in stack.rows(record.shape[0]).items()}
+    return tensors, unknown
 
 
 def _nothing_known(source: Source, records: Mapping[str, TensorRecord], families: Sequence[ModelFamily]) -> str:
@@ -243,7 +215,7 @@ def _nothing_known(source: Source, records: Mapping[str, TensorRecord], families
 
 
 def _choose_variant(info: CheckpointInfo, source: Source, wanted: Variant | None) -> CheckpointInfo:
-    """Settle which variant it is: the one asked for, else the first that fits what is known."""
+    """Settle which variant it is: the requested one, else the first that fits what is known."""
     own = with_defaults(info.family, info.config)
     alike = _with_equal_inputs(info, own, wanted)
     configs = {variant.name: with_defaults(info.family, variant.transformer_config) for variant in alike}
@@ -255,7 +227,11 @@ def _choose_variant(info: CheckpointInfo, source: Source, wanted: Variant | None
             )
         chosen = wanted
     elif possible:
-        chosen = _likeliest(possible, source)
+        boundary = source.pipeline.get("boundary_ratio")  # between two experts, if the model folder names one
+        if boundary is not None:
+            possible = [variant for variant in possible if boundary in variant.sigma_range] or possible
+        in_folder = (each for each in possible if each.transformer_folder == source.folder.name)
+        chosen = next(in_folder, possible[0])
         others = [variant for variant in possible if variant is not chosen]
         if others:
             _say_once(f"{source.path} is taken for {chosen.name}; it could also be {_names(others)}, then name it")
@@ -271,7 +247,7 @@ def _choose_variant(info: CheckpointInfo, source: Source, wanted: Variant | None
 def _with_equal_inputs(info: CheckpointInfo, config: Mapping[str, str], wanted: Variant | None) -> list[Variant]:
     """The family's variants that are given a condition beside the noise, if this model takes one; else the others.
 
-    Raises: ValueError if there are none, or the variant asked for is not among them.
+    Raises: ValueError if there are none, or the requested variant is not among them.
     """
     num_in, num_out = config.get("in_channels"), config.get("out_channels", "null")
     takes_condition = num_out not in ("null", num_in)
@@ -285,14 +261,6 @@ def _with_equal_inputs(info: CheckpointInfo, config: Mapping[str, str], wanted: 
             + (f", not {wanted.name}" if wanted and is_wrong else "")
         )
     return alike
-
-
-def _likeliest(possible: Sequence[Variant], source: Source) -> Variant:
-    """By the boundary between two experts, if the model folder names one, and the folder the transformer lies in."""
-    boundary = source.pipeline.get("boundary_ratio")
-    if boundary is not None:
-        possible = [variant for variant in possible if boundary in variant.sigma_range] or possible
-    return next((variant for variant in possible if variant.transformer_folder == source.folder.name), possible[0])
 
 
 @functools.lru_cache(maxsize=256)

@@ -100,10 +100,24 @@ def content_facts(tensors: Mapping[str, torch.Tensor], sample_bytes: float = mat
 
     Raises: ValueError naming a tensor that does not show its bytes.
     """
-    return {
-        name: (str(tensor.dtype), list(tensor.shape), _hash_bytes(name, tensor, sample_bytes))
-        for name, tensor in tensors.items()
-    }
+    import torch
+
+    facts = {}
+    for name, tensor in tensors.items():
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta or tensor.is_sparse:
+            raise ValueError(
+                f"{name} is a {type(tensor).__name__} on {tensor.device}, whose bytes cannot be hashed; load the "
+                "weights with a loader that keeps plain tensors, such as ComfyUI's own"
+            )
+        flat = tensor.detach().reshape(-1)  # a view where the tensor is contiguous
+        count, size = flat.numel(), flat.element_size()
+        length = count if 3 * sample_bytes >= count * size else int(sample_bytes) // size
+        digest = hashlib.sha256()
+        for start in sorted({0} if length == count else {0, (count - length) // 2, count - length}):
+            part = flat[start : start + length].to("cpu").contiguous()
+            digest.update(part.view(torch.uint8).numpy().data)
+        facts[name] = (str(tensor.dtype), list(tensor.shape), digest.hexdigest())
+    return facts
 
 
 def tensors_fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -113,22 +127,3 @@ def tensors_fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
     """
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     return settings_fingerprint(content_facts(tensors, math.inf if num_bytes <= _WHOLE_FILE_BYTES else _SAMPLE_BYTES))
-
-
-def _hash_bytes(name: str, tensor: torch.Tensor, sample_bytes: float) -> str:
-    import torch
-
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta or tensor.is_sparse:
-        raise ValueError(
-            f"{name} is a {type(tensor).__name__} on {tensor.device}, whose bytes cannot be hashed; load the weights "
-            "with a loader that keeps plain tensors, such as ComfyUI's own"
-        )
-    flat = tensor.detach().reshape(-1)  # a view where the tensor is contiguous
-    count = flat.numel()
-    length = count if 3 * sample_bytes >= count * flat.element_size() else int(sample_bytes) // flat.element_size()
-    starts = {0} if length == count else {0, (count - length) // 2, count - length}
-    digest = hashlib.sha256()
-    for start in sorted(starts):
-        part = flat[start : start + length].to("cpu").contiguous()
-        digest.update(part.view(torch.uint8).numpy().data)
-    return digest.hexdigest()

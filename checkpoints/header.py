@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from ..system.json_file import expect, parse_json_object, read_json_object
+from ..system.files import expect, parse_json_object, read_json_object
 
 AGAIN = "download it again"  # what helps against a damaged file that was made elsewhere
 FILE_ENDINGS = (".safetensors", ".sft")
@@ -29,7 +29,7 @@ _NUM_BYTES = {  # of one element; of types that are not listed (4 and 6 bits) si
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
     **dict.fromkeys(("U32", "I32", "F32"), 4),
-    **dict.fromkeys(("U64", "I64", "F64"), 8),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
 _GGUF = "a GGUF file; GGUF is not supported, use the bf16 safetensors file"
 _PICKLE = "a pickle; pickles are not read, convert it to safetensors"
@@ -135,11 +135,22 @@ def read_file_header(stream: IO[bytes], remedy: str = AGAIN) -> FileHeader:
     if (count := text.count(b'"data_offsets"')) > _MOST_TENSORS:
         raise ValueError(f"{file} has {count} tensors, and files of models have up to {_MOST_TENSORS}; {remedy}")
     header = parse_json_object(text, f"{file} is not a safetensors file: its header", remedy)
-    metadata = expect(header.pop("__metadata__", None) or {}, dict, f"{file}: its __metadata__", remedy)
+    metadata = header.pop("__metadata__", None)
+    metadata = expect({} if metadata is None else metadata, dict, f"{file}: its __metadata__", remedy)
     for name, value in metadata.items():
         expect(value, str, f"{file}: {name} of its __metadata__", remedy)
     tensors = {name: _entry(file, name, entry, remedy) for name, entry in header.items()}
-    _refuse_gaps(file, tensors, size - _LENGTH_BYTES - length, remedy)
+    end, num_data_bytes = max((entry.end for entry in tensors.values()), default=0), size - _LENGTH_BYTES - length
+    if end != num_data_bytes:
+        state = "cut short" if end > num_data_bytes else "damaged"
+        raise ValueError(
+            f"{file} is {state}: its header promises {end} bytes of weights and it has {num_data_bytes}; {remedy}"
+        )
+    position = 0
+    for name, entry in sorted(tensors.items(), key=lambda item: item[1][2:]):
+        if entry.start != position:
+            raise ValueError(f"{file} is damaged: {name!r} begins at byte {entry.start}, not {position}; {remedy}")
+        position = entry.end
     return FileHeader(Path(file), tensors, metadata, text, _LENGTH_BYTES + length)
 
 
@@ -160,20 +171,6 @@ def _entry(file: str, name: str, entry: Any, remedy: str) -> TensorEntry:
             f"{remedy}"
         )
     return found
-
-
-def _refuse_gaps(file: str, tensors: Mapping[str, TensorEntry], num_data_bytes: int, remedy: str) -> None:
-    end = max((entry.end for entry in tensors.values()), default=0)
-    if end != num_data_bytes:
-        state = "cut short" if end > num_data_bytes else "damaged"
-        raise ValueError(
-            f"{file} is {state}: its header promises {end} bytes of weights and it has {num_data_bytes}; {remedy}"
-        )
-    position = 0
-    for name, entry in sorted(tensors.items(), key=lambda item: item[1][2:]):
-        if entry.start != position:
-            raise ValueError(f"{file} is damaged: {name!r} begins at byte {entry.start}, not {position}; {remedy}")
-        position = entry.end
 
 
 def read_weight_map(index: Path) -> dict[str, str]:

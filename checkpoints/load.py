@@ -3,7 +3,7 @@
 A layer of a file in 8 bits keeps its weight if it is to be quantized anyway and the scheme can multiply with that type;
 all others are dequantized.
 
-Number types follow diffusers' from_pretrained, so that both give equal models: weights become the asked type, except
+Number types follow diffusers' from_pretrained, so that both give equal models. Weights become the requested type, but
 those of the modules that the class itself lists in _keep_in_fp32_modules (of Wan: time embedder, norms with weights,
 modulation tables), which become float32.
 """
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -22,17 +23,11 @@ import torch
 from ..quantization.quantize import Quantizer, Stored8
 from .checkpoint import CheckpointInfo
 from .model_class import described, differences, transformer_class
+from .quantized_cache import FOREIGN, QuantizedWriter, open_cached
 from .quantized_files import dequantize, read_scales, stays_in_8_bits
 from .weight_file import by_file, read_records
 
 _log = logging.getLogger(__name__)
-
-
-class LayerWriter(Protocol):
-    """Who wants to know the layers that were rounded here; quantized_cache.py's QuantizedWriter is one."""
-
-    def expect(self, num_bytes: int) -> None: ...
-    def add(self, fqn: str, stored: Stored8) -> None: ...
 
 
 class LayerStore(Protocol):
@@ -66,7 +61,7 @@ def load_transformer(
     device_of: Callable[[str], torch.device],
     dtype: torch.dtype,
     quantizer: Quantizer | None = None,
-    writer: LayerWriter | None = None,
+    writer: QuantizedWriter | None = None,
     layer_store: LayerStore | None = None,
 ) -> torch.nn.Module:
     """The transformer with every parameter on its device, frozen and in eval mode.
@@ -81,7 +76,7 @@ def load_transformer(
         quantizer: converts layers, or takes them over as a file in 8 bits has them; with None such a file is
             dequantized.
         writer: is given every layer that was rounded, and not those that were in 8 bits already.
-        layer_store: is told of every layer that is final, before the next one is read.
+        layer_store: gets every layer that is final, before the next one is read.
     Raises: ValueError if the file's tensors are not exactly the model's, or its scales are no scales.
     """
     model = make_unfilled_transformer(info)
@@ -95,6 +90,27 @@ def load_transformer(
     return model.requires_grad_(False).eval()
 
 
+def load_through_cache(
+    folder: Path | None,
+    info: CheckpointInfo,
+    device_of: Callable[[str], torch.device],
+    dtype: torch.dtype,
+    quantizer: Quantizer,
+    layer_store: LayerStore | None = None,
+) -> torch.nn.Module:
+    """load_transformer with a quantizer: from the cache if it has the model, else into it. None for no cache."""
+    if folder is None:
+        return load_transformer(info, device_of, dtype, quantizer, layer_store=layer_store)
+    cached = open_cached(folder, info, quantizer.settings, dtype)
+    if cached is not None:
+        try:
+            return load_transformer(cached, device_of, dtype, quantizer, layer_store=layer_store)
+        except FOREIGN as error:  # deleted or damaged since; what is wrong with the checkpoint will be said below
+            _log.warning("the quantized weights in %s cannot be read and are rounded again (%s)", folder, error)
+    with QuantizedWriter(folder, info, quantizer.settings, dtype) as writer:
+        return load_transformer(info, device_of, dtype, quantizer, writer, layer_store)
+
+
 @dataclass
 class _Loader:
     """Fills an empty model, tensor by tensor."""
@@ -104,7 +120,7 @@ class _Loader:
     device_of: Callable[[str], torch.device]
     dtype: torch.dtype
     quantizer: Quantizer | None
-    writer: LayerWriter | None
+    writer: QuantizedWriter | None
     layer_store: LayerStore | None
 
     def __post_init__(self) -> None:
@@ -118,7 +134,8 @@ class _Loader:
 
     def load(self) -> None:
         if self.writer is not None:
-            self.writer.expect(sum(self._stored_bytes(name) for name in self._wanted if not self._is_taken(name)))
+            shapes = [self.info.tensors[f"{name}.weight"].shape for name in self._wanted if not self._is_taken(name)]
+            self.writer.expect(sum(prod(shape) + 4 * shape[0] for shape in shapes))  # a byte per weight, scales of rows
         if self.layer_store is not None:
             self.layer_store.begin(self.model, self._waiting.keys())
         for file, records in by_file(self.info.tensors).items():
@@ -138,14 +155,14 @@ class _Loader:
         device, dtype = self.device_of(name), self._dtype_of(name)
         record = self.info.tensors[name]
         if leaf == "weight" and self._is_taken(layer):
-            self._taken[layer] = self._keep(name, tensor.to(device, copy=True))
+            rows = self._scales.get(name, torch.ones(1)).reshape(-1, 1).expand(tensor.shape[0], 1).contiguous()
+            self._taken[layer] = Stored8(tensor.to(device, copy=True), rows.to(device, copy=True), record.rotation)
             self._num_taken += 1
         elif record.is_quantized:
             scale = self._scales.get(name)
             self._num_dequantized += 1
-            values = tensor.to(device)
-            exact = dequantize(values, None if scale is None else scale.to(device), record, dtype)
-            put_tensor(self.model, name, exact)
+            scale = None if scale is None else scale.to(device)
+            put_tensor(self.model, name, dequantize(tensor.to(device), scale, record, dtype))
         else:
             put_tensor(self.model, name, tensor.to(device, dtype, copy=True))
 
@@ -155,23 +172,19 @@ class _Loader:
         self._waiting[layer] -= 1
         if self._waiting[layer]:
             return
-        if layer in self._wanted:
-            self._convert(layer)
-        if self.layer_store is not None:
-            self.layer_store.finish(layer)
-
-    def _convert(self, layer: str) -> None:
-        assert self.quantizer is not None
         module = self.model.get_submodule(layer)
         if layer in self._taken:
-            assert isinstance(module, torch.nn.Linear)
+            assert self.quantizer is not None and isinstance(module, torch.nn.Linear)
             stored, dtype = self._taken.pop(layer), self._dtype_of(f"{layer}.weight")
             self.model.set_submodule(layer, self.quantizer.take(layer, module, stored, dtype))
-            return
-        done = self.quantizer.finish(layer, module)
-        self.model.set_submodule(layer, done)
-        if self.writer is not None:
-            self.writer.add(layer, self.quantizer.store(done))
+        elif layer in self._wanted:
+            assert self.quantizer is not None
+            done = self.quantizer.finish(layer, module)
+            self.model.set_submodule(layer, done)
+            if self.writer is not None:
+                self.writer.add(layer, self.quantizer.store(done))
+        if self.layer_store is not None:
+            self.layer_store.finish(layer)
 
     def _is_taken(self, layer: str) -> bool:
         """Whether a layer's weight stays as the file has it."""
@@ -179,18 +192,9 @@ class _Loader:
             return False
         return stays_in_8_bits(self.info.tensors[f"{layer}.weight"], self.quantizer.can_take)
 
-    def _keep(self, name: str, values: torch.Tensor) -> Stored8:
-        scale = self._scales.get(name, torch.ones(1)).reshape(-1, 1).expand(values.shape[0], 1)
-        return Stored8(values, scale.contiguous().to(values.device, copy=True), self.info.tensors[name].rotation)
-
     def _dtype_of(self, name: str) -> torch.dtype:
         # diffusers' own test for which weights stay float32: a dotted part of the name, not a piece of text
         return self.dtype if self._kept_in_float32.isdisjoint((name, *name.split("."))) else torch.float32
-
-    def _stored_bytes(self, layer: str) -> int:
-        """A byte per weight and a float32 per row."""
-        shape = self.info.tensors[f"{layer}.weight"].shape
-        return prod(shape) + 4 * shape[0]
 
 
 def find_owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:

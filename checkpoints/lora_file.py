@@ -1,9 +1,23 @@
-"""LoRA tensors under the names that files use, and back.
+"""A trained LoRA or LoKr as the tensors of a file: the layouts there are, what each holds, and who reads which in full.
 
-Three layouts are written; lora_layouts.py says who reads which. "original" has the makers' names with ComfyUI's prefix,
-`diffusion_model.<name>.lora_A.weight`, `.lora_B.weight`, `.alpha` and, for DoRA, `.dora_scale` [out, 1]. It always has
-an alpha, since a file without one is applied with strength 1. "diffusers" has `transformer.<fqn>...`, DoRA's magnitude
-as PEFT names it, and the strength multiplied into B. "both" is what ComfyUI and diffusers read alike.
+As in ComfyUI 0.33.0 and diffusers 0.42.1; tests/unit/checkpoints/test_lora_readers.py loads files with both:
+
+    layout      ComfyUI's loaders                             diffusers' pipelines
+    original    all                                           Wan's blocks without DoRA; FLUX.2 and Wan raise an error
+                                                              for the rest, FLUX.1 loads nothing and warns
+    diffusers   FLUX.1 and FLUX.2's blocks, without DoRA's    all
+                magnitudes; nothing of Wan
+    both        all                                           all; Wan only without DoRA
+
+"original" has the makers' names with ComfyUI's prefix, `diffusion_model.<name>.lora_A.weight`, `.lora_B.weight`,
+`.alpha` and, for DoRA, `.dora_scale` [out, 1]. It always has an alpha, since a file without one is applied with
+strength 1. "diffusers" has `transformer.<fqn>...`, DoRA's magnitude as PEFT names it, and the strength multiplied into
+B. "both" has the strength in B, no alpha, and those names that the two loaders share (`shared_lora_names`):
+
+- diffusers' (FLUX). DoRA's magnitude is there twice: as PEFT names it, which ComfyUI logs and skips, and as dora_scale,
+  restated for ComfyUI's arithmetic, which diffusers logs and skips. Layers that ComfyUI does not find under diffusers'
+  names (`unread_lora`) are there twice too, the second time as `lora_unet_<original>`, which diffusers skips.
+- the original (Wan). diffusers refuses DoRA's magnitude there, and ComfyUI knows no other name for it.
 
 Where the original stacks several diffusers layers (qkv), their LoRAs become one, block-diagonal:
 
@@ -12,43 +26,66 @@ Where the original stacks several diffusers layers (qkv), their LoRAs become one
 
 A layer that was not trained has no columns in B and zeros in its rows. With DoRA that would need its weights and is
 refused. ComfyUI computes DoRA otherwise than PEFT and the paper: docs/internals/upstream_facts.md.
+
+LoKr's Kronecker product fits its layer's own rows, so LoKr of q, k and v cannot be written as one of qkv. Such layers
+have diffusers' names where ComfyUI maps these onto rows, all others the makers'. The strength is in the first matrix,
+for ComfyUI reads alpha only where a matrix is factorised, and divides by that matrix's own rank.
+
+LoRA of CLIP text encoders has the names of kohya's trainer: `lora_te_...` of one encoder (SD 1.5, SD 2), `lora_te1_...`
+and `lora_te2_...` of CLIP-L and CLIP-G (SDXL).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import torch
 
 from ..families.naming import Stack, originals_of
-from ..families.spec import ModelFamily
+from ..families.spec import TEXT_ENCODERS, ModelFamily
 from ..patches.lora import matches_any
 
+LoraLayout = Literal["original", "diffusers", "both"]
+Layer = dict[str, torch.Tensor]  # by kind
+
+A, B, ALPHA, DORA = "lora_A.weight", "lora_B.weight", "alpha", "dora_scale"
+MAGNITUDE = "lora_magnitude_vector"  # what PEFT, and so diffusers, calls dora_scale
+LOKR = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
+FIRST = ("lokr_w1", "lokr_w1_a")  # what LoKr's strength is multiplied into
+_KINDS = (A, B, ALPHA, DORA, MAGNITUDE)  # in the order of a file
 _ORIGINAL_PREFIX = "diffusion_model."
 _DIFFUSERS_PREFIX = "transformer."
 _COMFYUI_PREFIX = "lora_unet_"  # of original names with underscores; ComfyUI reads them in every model
-_A, _B, _ALPHA, _DORA = "lora_A.weight", "lora_B.weight", "alpha", "dora_scale"
-_MAGNITUDE = "lora_magnitude_vector"  # what PEFT, and so diffusers, calls dora_scale
-_KINDS = (_A, _B, _ALPHA, _DORA, _MAGNITUDE)  # in the order of a file
-# Spellings other trainers use for the same things.
-_SPELLINGS = {
-    "lora_A.default.weight": _A,
-    "lora_B.default.weight": _B,
-    "lora_down.weight": _A,
-    "lora_up.weight": _B,
-    _MAGNITUDE: _DORA,
-}
-_SUFFIX = re.compile(rf"^(?P<module>.+)\.(?P<kind>{'|'.join(map(re.escape, (*_KINDS, *_SPELLINGS)))})$")
+_CLIP_NUMBERS = {"clip_l": "1", "clip_g": "2"}  # where there are both
+_CLIP_LAYER = re.compile(rf"^{TEXT_ENCODERS}\.(?P<part>\w+)\.transformer\.(?P<name>.+)\.lora_(?P<kind>[AB])\.weight$")
 
-_Layer = dict[str, torch.Tensor]
+
+# ---- what can be written, and who reads it
+
+
+def check_lora_layout(family: ModelFamily, modules: Sequence[str], layout: LoraLayout, dora: bool) -> None:
+    """Whether LoRAs of these linears (diffusers fqns) can be written in this layout; cheap, before training.
+
+    Raises: ValueError saying what would have to change.
+    """
+    if layout == "original":
+        check_original_layout(family, modules, dora)
+    elif not family.renames:
+        raise ValueError(
+            f'lora_layout = "{layout}" asks for names of diffusers, and {family.title} is trained as ComfyUI has it; '
+            'choose "original"'
+        )
+    elif layout == "both" and (fault := _why_not_both(family, modules, dora)):
+        raise ValueError(
+            f'lora_layout = "both" asks for a file that ComfyUI and diffusers read, but {fault}; choose "original" '
+            'for ComfyUI or "diffusers" for diffusers'
+        )
 
 
 def check_original_layout(family: ModelFamily, modules: Iterable[str], dora: bool) -> None:
-    """Whether LoRAs of these linears (diffusers fqns) can be written in the original layout; cheap, before training.
-
-    Raises: ValueError naming what would have to be trained as well.
-    """
+    """Raises: ValueError naming what would have to be trained as well."""
     trained = dict.fromkeys(modules)
     for stack in originals_of(trained, family.renames).values():
         missing = [member for member in stack.members if member not in trained]
@@ -59,20 +96,111 @@ def check_original_layout(family: ModelFamily, modules: Iterable[str], dora: boo
             )
 
 
+def check_lokr_layout(family: ModelFamily, modules: Sequence[str], layout: str) -> None:
+    """Whether LoKr of these linears (diffusers fqns) can be written in this layout.
+
+    Raises: ValueError saying what would have to change.
+    """
+    if layout != "original":
+        raise ValueError(
+            f'lora_layout = "{layout}" is of plain LoRA, and lora.kind = "lokr" is written for ComfyUI; choose '
+            '"original"'
+        )
+    unread = [name for name in modules if _lokr_name(family, name) is None]
+    if unread:
+        raise ValueError(
+            f"no loader finds LoKr of {unread[0]} ({len(unread)} such layers) of {family.title}, whose file has it "
+            "beside others in one tensor; leave it out with lora.targets"
+        )
+
+
+def what_is_lost(family: ModelFamily, modules: Sequence[str], layout: LoraLayout, dora: bool) -> dict[str, str]:
+    """Whose loader does not read all of such a file -> what it does with it; {} where all do."""
+    fault = ""
+    if layout == "original":
+        outside = [name for name in modules if not _is_in_block(family, name)]
+        if not family.renames:
+            fault = "may not know these names"
+        elif family.shared_lora_names == "diffusers":
+            fault = "cannot load these names"
+        elif dora:
+            fault = "refuses DoRA under these names"
+        elif outside:
+            fault = f"refuses the alpha of {outside[0]}, which is in no block"
+        return {"diffusers": fault} if fault else {}
+    if layout == "diffusers" and family.shared_lora_names == "original":
+        fault = "loads nothing of it"
+    elif layout == "diffusers":
+        unread = [name for name in modules if matches_any(name, family.unread_lora)]
+        others = f" and {len(unread) - 1} more layers" if unread[1:] else ""
+        faults = ["leaves out DoRA's magnitudes"] * dora + [f"leaves out {name}{others}" for name in unread[:1]]
+        fault = ", and ".join(faults)
+    return {"ComfyUI": fault} if fault else {}
+
+
+def describe_readers(family: ModelFamily, modules: Sequence[str], layout: LoraLayout, dora: bool) -> str:
+    """Who reads such a file, and what would be read by all; one line."""
+    lost = what_is_lost(family, modules, layout, dora)
+    readers = " and ".join(reader for reader in ("ComfyUI", "diffusers") if reader not in lost)
+    line = f"{layout} layout, for {readers}"
+    if not lost:
+        return line
+    line += ": " + "; ".join(f"{reader} {fault}" for reader, fault in lost.items())
+    if family.native is not None:  # its names are those of ComfyUI's class
+        return line
+    if not _why_not_both(family, modules, dora):
+        return f'{line}; lora_layout = "both" is read by both'
+    return f'{line}; "{"diffusers" if layout == "original" else "original"}" is the layout for it'
+
+
+def _why_not_both(family: ModelFamily, modules: Iterable[str], dora: bool) -> str:
+    if family.shared_lora_names == "diffusers":
+        return ""
+    if dora:
+        return f"no name of a DoRA magnitude is known to both in {family.title}"
+    if not any(_is_in_block(family, name) for name in modules):
+        return f"diffusers reads no LoRA of {family.title} without a layer in its blocks under the names both share"
+    return ""
+
+
+def _is_in_block(family: ModelFamily, module: str) -> bool:
+    return module.startswith(tuple(f"{blocks.name}." for blocks in family.block_lists))
+
+
+# ---- LoRA
+
+
+def make_lora_tensors(
+    family: ModelFamily,
+    layout: LoraLayout,
+    trained: Mapping[str, torch.Tensor],
+    for_comfyui: Mapping[str, torch.Tensor],
+    alpha: float,
+    rank: int,
+) -> dict[str, torch.Tensor]:
+    """The tensors of the file, of the given types, alphas float32 scalars, in the order of the model.
+
+    Args:
+        trained: "<linear>.lora_A.weight" [R, in], ".lora_B.weight" [out, R], ".dora_scale" [out], by diffusers fqn.
+        for_comfyui: the same with DoRA's magnitudes restated for ComfyUI; the diffusers layout does not need it.
+        alpha, rank: strength is alpha / rank in all layers.
+    Raises: ValueError for DoRA on a part of a stacked layer, or that no name has a place for; for a layer that is not
+        of this family.
+    """
+    if layout == "original":
+        return lora_to_original(family, for_comfyui, alpha, rank)
+    if layout == "diffusers":
+        return lora_to_diffusers(family, trained, alpha, rank)
+    return lora_to_both(family, trained, for_comfyui, alpha, rank)
+
+
 def lora_to_original(
     family: ModelFamily, tensors: Mapping[str, torch.Tensor], alpha: float, rank: int
 ) -> dict[str, torch.Tensor]:
-    """The LoRA as ComfyUI loads it; see the top of this file.
-
-    Args:
-        tensors: "<linear>.lora_A.weight" [R, in], ".lora_B.weight" [out, R], ".dora_scale" [out], by diffusers fqn.
-        alpha, rank: strength is alpha / rank in all layers.
-    Returns: tensors of the given types, alphas float32 scalars, in the order of the model.
-    Raises: ValueError for DoRA on a part of a stacked layer, or a layer that is not of this family.
-    """
+    """The LoRA as ComfyUI loads it; see make_lora_tensors."""
     written: dict[str, torch.Tensor] = {}
-    for name, (layer, count) in _original_layers(family, _group(tensors, rank)).items():
-        layer[_ALPHA] = torch.tensor(float(alpha) * count, dtype=torch.float32)
+    for name, (layer, count) in _original_layers(family, _by_module(tensors, rank)).items():
+        layer[ALPHA] = torch.tensor(float(alpha) * count, dtype=torch.float32)
         written |= _named(_ORIGINAL_PREFIX + name, layer)
     return written
 
@@ -80,16 +208,13 @@ def lora_to_original(
 def lora_to_diffusers(
     family: ModelFamily, tensors: Mapping[str, torch.Tensor], alpha: float, rank: int
 ) -> dict[str, torch.Tensor]:
-    """The LoRA as diffusers' pipelines load it: one entry per layer, nothing fused, strength in B.
-
-    Arguments as lora_to_original.
-    """
-    layers = _scaled(_group(tensors, rank), alpha / rank)
+    """The LoRA as diffusers' pipelines load it: one entry per layer, nothing fused, strength in B."""
+    layers = _by_module(tensors, rank, alpha / rank)
     originals_of(layers, family.renames)  # refuses layers of another family
     written: dict[str, torch.Tensor] = {}
     for module, layer in layers.items():
-        if _DORA in layer:
-            layer[_MAGNITUDE] = layer.pop(_DORA).reshape(-1)
+        if DORA in layer:
+            layer[MAGNITUDE] = layer.pop(DORA).reshape(-1)
         written |= _named(_DIFFUSERS_PREFIX + module, layer)
     return written
 
@@ -101,27 +226,21 @@ def lora_to_both(
     alpha: float,
     rank: int,
 ) -> dict[str, torch.Tensor]:
-    """The LoRA as ComfyUI and diffusers' pipelines both load it, strength in B; see lora_layouts.py.
-
-    Args:
-        tensors, alpha, rank: as lora_to_original.
-        for_comfyui: the same with DoRA's magnitudes restated for ComfyUI.
-    Raises: as lora_to_original; ValueError for DoRA of a family whose shared names have no place for it.
-    """
+    """The LoRA as ComfyUI and diffusers' pipelines both load it, strength in B."""
+    written: dict[str, torch.Tensor] = {}
     if family.shared_lora_names == "original":
-        if any(name.endswith(_DORA) for name in tensors):
+        if any(name.endswith(DORA) for name in tensors):
             raise ValueError(f'no DoRA of {family.title} is read by both; save with lora_layout = "original"')
-        found = _original_layers(family, _scaled(_group(tensors, rank), alpha / rank))
-        return {
-            key: t for name, (layer, _) in found.items() for key, t in _named(_ORIGINAL_PREFIX + name, layer).items()
-        }
+        for name, (layer, _) in _original_layers(family, _by_module(tensors, rank, alpha / rank)).items():
+            written |= _named(_ORIGINAL_PREFIX + name, layer)
+        return written
     written = lora_to_diffusers(family, tensors, alpha, rank)
-    layers = _scaled(_group(for_comfyui, rank), alpha / rank)
+    layers = _by_module(for_comfyui, rank, alpha / rank)
     unread = {module: layers.pop(module) for module in list(layers) if matches_any(module, family.unread_lora)}
     for module, layer in layers.items():
-        if _DORA in layer:
+        if DORA in layer:
             (stack,) = originals_of([module], family.renames).values()
-            scale = _swap({_DORA: layer[_DORA].reshape(-1, 1)}, stack)  # ComfyUI swaps A and B alone
+            scale = swap_halves({DORA: layer[DORA].reshape(-1, 1)}, stack)  # ComfyUI swaps A and B alone
             written |= _named(_DIFFUSERS_PREFIX + module, scale)
     for name, (layer, _) in _original_layers(family, unread).items():
         copies = {kind: tensor.clone() for kind, tensor in layer.items()}  # A is in the file twice
@@ -129,71 +248,122 @@ def lora_to_both(
     return written
 
 
-def _named(prefix: str, layer: _Layer) -> dict[str, torch.Tensor]:
+def _named(prefix: str, layer: Layer) -> dict[str, torch.Tensor]:
     return {f"{prefix}.{kind}": layer[kind].contiguous() for kind in _KINDS if kind in layer}
 
 
-def _group(tensors: Mapping[str, torch.Tensor], rank: int = 0) -> dict[str, _Layer]:
-    """By module: {"lora_A.weight": ..., ...}. Of two magnitudes PEFT's is the one that was trained.
+def _by_module(tensors: Mapping[str, torch.Tensor], rank: int, strength: float = 1.0) -> dict[str, Layer]:
+    """By module, with the strength multiplied into B.
 
-    Raises: ValueError for other tensors than a LoRA's, or another rank; 0 is any.
+    Raises: ValueError for other tensors than a LoRA's, or another rank.
     """
-    layers: dict[str, _Layer] = {}
+    layers: dict[str, Layer] = {}
     for name, tensor in tensors.items():
-        match = _SUFFIX.match(name)
-        if match is None:
-            raise ValueError(f"{name} is no LoRA tensor; expected a name that ends in {_A}, {_B} or {_DORA}")
-        layer, kind = layers.setdefault(match["module"], {}), match["kind"]
-        if kind == _MAGNITUDE or _SPELLINGS.get(kind, kind) not in layer:
-            layer[_SPELLINGS.get(kind, kind)] = tensor
-    for module, layer in layers.items() if rank else ():
-        if layer[_A].shape[0] != rank or layer[_B].shape[1] != rank:
-            raise ValueError(f"{module} has a LoRA of rank {layer[_A].shape[0]}, not {rank}")
+        kind = next((kind for kind in (A, B, DORA) if name.endswith(f".{kind}")), None)
+        if kind is None:
+            raise ValueError(f"{name} is no LoRA tensor; expected a name that ends in {A}, {B} or {DORA}")
+        scaled = tensor * strength if kind == B and strength != 1 else tensor
+        layers.setdefault(name.removesuffix(f".{kind}"), {})[kind] = scaled
+    for module, layer in layers.items():
+        if layer[A].shape[0] != rank or layer[B].shape[1] != rank:
+            raise ValueError(f"{module} has a LoRA of rank {layer[A].shape[0]}, not {rank}")
     return layers
 
 
-def _scaled(layers: Mapping[str, _Layer], strength: float) -> dict[str, _Layer]:
-    """With strength multiplied into B and no alpha: such a file is applied with strength 1."""
-    return {
-        module: {kind: t * strength if kind == _B else t for kind, t in layer.items() if kind != _ALPHA}
-        for module, layer in layers.items()
-    }
-
-
-def _original_layers(family: ModelFamily, layers: Mapping[str, _Layer]) -> dict[str, tuple[_Layer, int]]:
+def _original_layers(family: ModelFamily, layers: Mapping[str, Layer]) -> dict[str, tuple[Layer, int]]:
     """The layers as the original has them, by its names, and how many were stacked in each.
 
     Raises: as check_original_layout.
     """
-    check_original_layout(family, layers, any(_DORA in layer for layer in layers.values()))
-    found: dict[str, tuple[_Layer, int]] = {}
+    check_original_layout(family, layers, any(DORA in layer for layer in layers.values()))
+    found: dict[str, tuple[Layer, int]] = {}
     for stack in originals_of(layers, family.renames).values():
         present = {member: layers[member] for member in stack.members if member in layers}
-        fused = _swap(_fuse(stack, present), stack)
-        if _DORA in fused:
-            fused[_DORA] = fused[_DORA].reshape(-1, 1)
+        fused = swap_halves(_fuse(stack, present), stack)
+        if DORA in fused:
+            fused[DORA] = fused[DORA].reshape(-1, 1)
         found[stack.original] = fused, len(present)
     return found
 
 
-def _fuse(stack: Stack, present: Mapping[str, _Layer]) -> _Layer:
+def _fuse(stack: Stack, present: Mapping[str, Layer]) -> Layer:
     """The LoRAs of a stack's members as one."""
-    if len(stack.members) == 1:
-        return dict(next(iter(present.values())))
     member, layer = next(iter(present.items()))
-    unit = layer[_B].shape[0] // stack.proportions[stack.members.index(member)]
+    if len(stack.members) == 1:
+        return dict(layer)
+    unit = layer[B].shape[0] // stack.proportions[stack.members.index(member)]
     blocks = [
-        present[member][_B] if member in present else layer[_B].new_zeros(unit * proportion, 0)
+        present[member][B] if member in present else layer[B].new_zeros(unit * proportion, 0)
         for member, proportion in zip(stack.members, stack.proportions, strict=True)
     ]
-    fused = {_A: torch.cat([layer[_A] for layer in present.values()]), _B: torch.block_diag(*blocks)}
-    if all(_DORA in layer for layer in present.values()):
-        fused[_DORA] = torch.cat([layer[_DORA].reshape(-1) for layer in present.values()])
+    fused = {A: torch.cat([layer[A] for layer in present.values()]), B: torch.block_diag(*blocks)}
+    if all(DORA in layer for layer in present.values()):
+        fused[DORA] = torch.cat([layer[DORA].reshape(-1) for layer in present.values()])
     return fused
 
 
-def _swap(layer: _Layer, stack: Stack) -> _Layer:
+def swap_halves(layer: Layer, stack: Stack) -> Layer:
     """Exchange the halves of dim 0 where the layouts differ in it; its own inverse."""
     if not stack.swap_halves:
         return layer
-    return {kind: torch.cat(tensor.chunk(2)[::-1]) if kind in (_B, _DORA) else tensor for kind, tensor in layer.items()}
+    return {kind: torch.cat(t.chunk(2)[::-1]) if kind in (B, DORA, MAGNITUDE) else t for kind, t in layer.items()}
+
+
+# ---- LoKr
+
+
+def lokr_for_comfyui(
+    family: ModelFamily, tensors: Mapping[str, torch.Tensor], strength: float
+) -> dict[str, torch.Tensor]:
+    """The tensors of the file.
+
+    Args:
+        tensors: "<linear>.lokr_w1" and so on, by diffusers fqn.
+        strength: alpha / rank of all layers.
+    """
+    written = {}
+    for key, tensor in tensors.items():
+        module, _, kind = key.rpartition(".")
+        value = tensor * strength if kind in FIRST and strength != 1 else tensor
+        written[f"{_lokr_name(family, module)}.{kind}"] = value.contiguous()
+    return written
+
+
+def _lokr_name(family: ModelFamily, module: str) -> str | None:
+    """With its prefix; None where no loader finds one."""
+    ((original, stack),) = originals_of([module], family.renames).items()
+    if len(stack.members) == 1 and not stack.swap_halves:
+        return _ORIGINAL_PREFIX + original
+    is_found = family.shared_lora_names == "diffusers" and not matches_any(module, family.unread_lora)
+    return _DIFFUSERS_PREFIX + module if is_found else None
+
+
+# ---- text encoders
+
+
+def is_of_text(name: str) -> bool:
+    """Whether a layer or parameter of this fqn is of text encoders that are trained with a model."""
+    return name.startswith(f"{TEXT_ENCODERS}.")
+
+
+def without_text(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in tensors.items() if not is_of_text(name)}
+
+
+def text_lora_for_comfyui(tensors: Mapping[str, torch.Tensor], strength: float) -> dict[str, torch.Tensor]:
+    """The LoRA of text encoders as files name it; {} without one.
+
+    Args:
+        tensors: a LoRA's, "<linear>.lora_A.weight" [R, in] and ".lora_B.weight" [out, R], by fqn.
+        strength: alpha / rank of all layers.
+    """
+    found = [match for name in tensors if (match := _CLIP_LAYER.match(name))]
+    has_both = {match["part"] for match in found} == _CLIP_NUMBERS.keys()
+    written: dict[str, torch.Tensor] = {}
+    for match in found:
+        layer = f"lora_te{_CLIP_NUMBERS[match['part']] if has_both else ''}_{match['name'].replace('.', '_')}"
+        tensor = tensors[match[0]]
+        written[f"{layer}.{'lora_down' if match['kind'] == 'A' else 'lora_up'}.weight"] = tensor.contiguous()
+        if match["kind"] == "A":
+            written[f"{layer}.alpha"] = torch.tensor(strength * tensor.shape[0], dtype=torch.float32)
+    return written

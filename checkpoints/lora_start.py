@@ -7,6 +7,12 @@ another LoRA.
 
 A LoRA of a layer that the makers stack (qkv) is cut into those of its members. Each has all of A and its own rows of B;
 ranks that are zero in these rows go, so that a file of ours becomes what it was made of.
+
+Strength is alpha / rank, with use_rslora alpha / sqrt(rank). Diffusers, and SimpleTuner with it, write alpha and rank
+into the file's metadata alone (`lora_adapter_metadata`, the values of PEFT's LoraConfig, each behind the name of its
+component). PEFT itself writes them into adapter_config.json beside adapter_model.safetensors. ComfyUI reads none of
+this. kohya's scripts write `ss_network_alpha` beside an alpha for each layer, which counts. Converters to PEFT's names
+keep that metadata and multiply alpha into the matrices.
 """
 
 from __future__ import annotations
@@ -15,27 +21,61 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..config.job import LoraSettings
 from ..families.naming import Stack, find_by_diffusers, find_by_original
-from ..families.spec import TEXT_ENCODERS, ModelFamily
+from ..families.spec import ModelFamily
+from ..system.files import expect, parse_json_object, read_json_object
 from .header import read_header
-from .lokr_file import FIRST
-from .lora_parts import DORA, EXTRAS, MAGNITUDE, A, B, Names, find_part, refuse_unsound
-from .lora_strength import read_strengths, refuse_lost_alpha
+from .lora_file import DORA, FIRST, LOKR, MAGNITUDE, A, B, Layer, is_of_text, swap_halves
 from .weight_file import load_tensors
 
 _log = logging.getLogger(__name__)
+
+_PAIRS = ((A, B), ("lokr_w1_b", "lokr_w1_a"), ("lokr_w2_b", "lokr_w2_a"))  # [R, in] and [out, R]
 _RANKED = (A, "lokr_w2_b", "lokr_w1_b")  # whose rows are the rank; the first that a layer has
-_PREFIXES = ("base_model.model.", "diffusion_model.", "model.diffusion_model.", "transformer.", "unet.", "lora_unet_")
+_EXTRAS = {"alpha", DORA, MAGNITUDE}  # what comes with the matrices
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+_SPELLINGS = {
+    A: r"\.lora_A(\.default)?(\.weight)?|\.lora_down\.weight|[._]lora\.down\.weight|\.lora_linear_layer\.down\.weight",
+    B: r"\.lora_B(\.default)?(\.weight)?|\.lora_up\.weight|[._]lora\.up\.weight|\.lora_linear_layer\.up\.weight",
+    "alpha": r"\.alpha",
+    DORA: r"\.dora_scale",
+    MAGNITUDE: r"\.lora_magnitude_vector(\.default)?(\.weight)?",
+    **{kind: rf"\.{kind}" for kind in LOKR},
+}
+_SUFFIXES = {kind: re.compile(rf"^(.+?)({spelling})$") for kind, spelling in _SPELLINGS.items()}
+_PEFT_PREFIX = "base_model.model."
+_PREFIXES = (_PEFT_PREFIX, "diffusion_model.", "model.diffusion_model.", "transformer.", "unet.", "lora_unet_")
 _MORE_PREFIXES = ("lora_transformer_", "lycoris_")
 _TEXT = re.compile(r"^(base_model\.model\.)?(lora_te|text_encoder|lora_prior_te|clip_)")
 
-Layer = dict[str, Tensor]
+_METADATA = "lora_adapter_metadata"
+_PEFT_FILES = ("adapter_model.safetensors", "adapter_config.json")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that change the model's own weights
+_PLAIN = re.compile(r"\^?[\w.-]+\Z")
+_REMEDY = "give a LoRA that has an alpha for each layer"
+
+Names = dict[str, str]  # of one layer's tensors in the file, by kind
+
+
+class Part(NamedTuple):
+    """What a tensor's name says: the layer, as the file calls it, and which of its tensors it is."""
+
+    layer: str
+    kind: str
+
+
+def find_part(name: str) -> Part | None:
+    """None for a tensor that is no part of a LoRA, DoRA or LoKr."""
+    found = ((kind, end.match(name)) for kind, end in _SUFFIXES.items())
+    return next((Part(match[1], kind) for kind, match in found if match), None)
 
 
 def read_start(
@@ -50,7 +90,7 @@ def read_start(
         trains_text: whether text encoders get a LoRA, too; nobody knows their sizes here.
     Raises: ValueError naming what is not understood, or belongs to another model.
     """
-    header = read_header(path)
+    metadata = read_header(path).metadata
     tensors = load_tensors(path)
     if not trains_text and (found := [name for name in tensors if _TEXT.match(name)]):
         raise ValueError(
@@ -64,8 +104,8 @@ def read_start(
             f"{path} has {others[0]}, which is no tensor of a LoRA, DoRA or LoKr of linear layers ({len(others)} of "
             f"{len(tensors)} tensors); give another file"
         )
-    refuse_unsound(path, tensors, {layer: own for layer, own in names.items() if not others or own.keys() - EXTRAS})
-    tensors = _with_metadata(path, header.metadata, {name: each.float() for name, each in tensors.items()}, names)
+    _refuse_unsound(path, tensors, {layer: own for layer, own in names.items() if not others or own.keys() - _EXTRAS})
+    tensors = _with_metadata(path, metadata, {name: each.float() for name, each in tensors.items()}, names)
     if family.host is not None:
         try:
             layers = {name: dict(layer) for name, layer in family.host.read_lora(tensors).items()}
@@ -77,7 +117,12 @@ def read_start(
     if not layers:
         raise ValueError(f"{path} holds no LoRA: {len(tensors)} tensors, none of a layer that is known")
     for name, layer in layers.items():
-        _refuse_other_shapes(path, name, layer, _size(layer) if is_of_text(name) else linears.get(name))
+        size = _size(layer)
+        if not is_of_text(name) and size != linears.get(name):
+            has = f"{linears[name][0]} by {linears[name][1]}" if name in linears else "none"
+            raise ValueError(
+                f"{path} is of another model: its {name} is {size[0]} by {size[1]}, and the model has {has}"
+            )
     return layers
 
 
@@ -101,6 +146,93 @@ def _grouped(path: Path, tensors: Iterable[str]) -> tuple[dict[str, Names], list
     return layers, others
 
 
+# ---- whether these are whole layers that change something
+
+
+def _refuse_unsound(path: Path, tensors: Mapping[str, Tensor], names: Mapping[str, Names]) -> None:
+    """Raises: ValueError naming the tensor, and what is wrong with it."""
+    changes = False
+    for layer, own in names.items():
+        parts = {kind: tensors[name] for kind, name in own.items()}
+        faults = (_fault_of_kinds(parts), *map(_fault_of_numbers, parts, parts.values()))
+        if fault := next(filter(None, faults), "") or _fault_of_shapes(parts):
+            raise ValueError(f"{path}: {layer} {fault}; give another file")
+        matrices = [each for kind, each in parts.items() if kind != "alpha"]  # a trained magnitude may change it alone
+        changes = changes or DORA in own or MAGNITUDE in own or all(bool(each.float().any()) for each in matrices)
+    if names and not changes:
+        raise ValueError(
+            f"{path} changes nothing: of each of its {len(names)} layers one matrix is all zero, as in a LoRA that was "
+            "never trained; leave lora.start_from out to begin afresh, or give another file"
+        )
+
+
+def _fault_of_kinds(parts: Mapping[str, Tensor]) -> str:
+    is_lokr = any(kind in parts for kind in LOKR)
+    if is_lokr and (DORA in parts or MAGNITUDE in parts):
+        return (
+            "has the DoRA of a LoKr (DoKr), which is not trained here; a LoKr without dora_scale, a DoRA of a plain "
+            "LoRA and a plain LoRA are"
+        )
+    if is_lokr and (A in parts or B in parts):
+        return "has both a LoRA and a LoKr"
+    missing = [other for pair in _PAIRS for one, other in (pair, pair[::-1]) if one in parts and other not in parts]
+    if missing:
+        return f"lacks {missing[0]}, the other half of a pair"
+    for each in ("lokr_w1", "lokr_w2") if is_lokr else (A,):
+        if (each in parts) == (f"{each}_a" in parts):
+            both = f"both {each} and {each}_a" if each in parts else f"no {each if is_lokr else 'lora_A and lora_B'}"
+            return f"has {', '.join(sorted(parts))}, and {both}"
+    return ""
+
+
+def _fault_of_numbers(kind: str, tensor: Tensor) -> str:
+    what = f"has {kind} of type {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    is_number = kind == "alpha" and not tensor.is_complex() and tensor.dtype is not torch.bool
+    if tensor.dtype not in _FLOATS and not is_number:
+        return f"{what}, and a LoRA's are floating-point numbers"
+    if not tensor.numel():
+        return f"{what}, which is empty"
+    if kind == "alpha" and tensor.numel() > 1:
+        return f"{what}, which is not one number"
+    if not torch.isfinite(tensor.float()).all():
+        return f"{what}, which is not finite"
+    return f"{what}, which is 0 and takes the layer away" if kind == "alpha" and not float(tensor) else ""
+
+
+def _fault_of_shapes(parts: Mapping[str, Tensor]) -> str:
+    shapes = {kind: list(tensor.shape) for kind, tensor in parts.items() if kind in (A, B, *LOKR)}
+    for kind, shape in shapes.items():
+        if len(shape) < 2 or len(shape) > 2 and (kind in LOKR or any(side > 1 for side in shape[2:])):
+            what = "a convolution's" if len(shape) > 2 else "no matrix"
+            return f"has {kind} {shape}, which is {what}; linear layers are trained here"
+    for down, up in _PAIRS:
+        if down in shapes and shapes[down][0] != shapes[up][1]:
+            return f"has {down} of rank {shapes[down][0]} and {up} of rank {shapes[up][1]}"
+    for kind in (DORA, MAGNITUDE):
+        shape = list(parts[kind].shape) if kind in parts else []
+        if shape and not shape[0] == len(parts[B]) == parts[kind].numel():
+            return f"has {kind} {shape}, and not one number for each of its {len(parts[B])} rows"
+    return ""
+
+
+# ---- the strength that metadata alone says
+
+
+class _Strength(NamedTuple):
+    """What metadata says of a layer."""
+
+    alpha: float
+    rank: int
+    is_rslora: bool
+
+    @property
+    def value(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.is_rslora else self.rank)
+
+    def __str__(self) -> str:
+        return f"alpha {self.alpha:g} for rank {self.rank}{' (rslora)' if self.is_rslora else ''}"
+
+
 def _with_metadata(
     path: Path, metadata: Mapping[str, str], tensors: dict[str, Tensor], names: Mapping[str, Names]
 ) -> dict[str, Tensor]:
@@ -108,7 +240,7 @@ def _with_metadata(
 
     Raises: ValueError where metadata says otherwise than the tensors.
     """
-    strengths = read_strengths(path, metadata, list(names))
+    strengths = _read_strengths(path, metadata, list(names))
     multiplied = {}
     for layer, own in names.items():
         said, ranked = strengths.get(layer), next((own[kind] for kind in _RANKED if kind in own), None)
@@ -129,22 +261,121 @@ def _with_metadata(
             "takes the file with 1",
             *(path, said, len(multiplied), said.value),
         )
-    bare = [layer for layer, own in names.items() if "alpha" not in own and ".lora_down." in own.get(A, "")]
-    refuse_lost_alpha(path, metadata, [layer for layer in bare if layer not in strengths])
+    bare = [name for name, own in names.items() if "alpha" not in own and ".lora_down." in own.get(A, "")]
+    if bare := [name for name in bare if name not in strengths]:  # kohya's names
+        alpha, dim = (_number(metadata.get(f"ss_network_{key}")) for key in ("alpha", "dim"))
+        if alpha and dim and alpha != dim:
+            raise ValueError(
+                f"{path} has no alpha for {bare[0]} ({len(bare)} such layers), so it is of strength 1, and its "
+                f"metadata says ss_network_alpha {alpha:g} for rank {dim:g}, which is {alpha / dim:g}; {_REMEDY}"
+            )
     return {name: each * multiplied[name].value if name in multiplied else each for name, each in tensors.items()}
+
+
+def _number(text: str | None) -> float:
+    try:
+        return float(text or "")
+    except ValueError:  # "Dynamic", of a LoRA that was resized
+        return 0.0
+
+
+def _read_strengths(file: Path, metadata: Mapping[str, str], layers: Sequence[str]) -> dict[str, _Strength]:
+    """What is said of each of a file's layers, by their names in the file; {} where nothing is.
+
+    Raises: ValueError for metadata that is damaged, leaves layers out, or speaks of other weights than the model's.
+    """
+    model, beside = _PEFT_FILES
+    source, found = f"{file}: {_METADATA}", {}
+    if metadata.get(_METADATA):
+        found = parse_json_object(metadata[_METADATA], source, _REMEDY)
+    elif file.name == model and file.with_name(beside).is_file():
+        source, found = str(file.with_name(beside)), read_json_object(file.with_name(beside), _REMEDY)
+    components: dict[str, dict[str, Any]] = {}
+    for key, value in found.items():
+        component, _, name = key.rpartition(".")
+        components.setdefault(component, {})[name] = value
+    known = {name: _PeftConfig(f"{source}: {name}", each) for name, each in components.items() if "r" in each}
+    strengths = {}
+    for layer in layers if known else ():
+        component, _, module = layer.partition(".")
+        if component not in known:
+            component, module = "", layer.removeprefix(_PEFT_PREFIX)
+        if component in known:
+            strengths[layer] = known[component].strength(module)
+        elif not all(each.is_one for each in known.values()):
+            raise ValueError(f"{source} gives alpha and rank of {', '.join(known)}, and not of {layer}; {_REMEDY}")
+    return strengths
+
+
+@dataclass(frozen=True)
+class _PeftConfig:
+    """One component's values of PEFT's LoraConfig or LoKrConfig."""
+
+    source: str
+    values: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        way = self.values.get("init_lora_weights")
+        if isinstance(way, str) and way.lower().startswith(_CHANGES_BASE):
+            raise ValueError(
+                f"{self.source} says init_lora_weights = {way!r}, which changes the model's own weights, too; let PEFT "
+                "save it as a plain LoRA (path_initial_model_for_weight_conversion)"
+            )
+
+    def strength(self, module: str) -> _Strength:
+        rank = self._pattern("rank_pattern", module, self.values["r"])
+        default = self.values.get("lora_alpha", self.values.get("alpha"))
+        alpha = self._pattern("alpha_pattern", module, default)
+        expect(rank, int, f"{self.source} r of {module}", _REMEDY)
+        expect(alpha, (int, float), f"{self.source} lora_alpha of {module}", _REMEDY)
+        if rank < 1 or not alpha or not math.isfinite(alpha):
+            raise ValueError(f"{self.source} gives {module} alpha {alpha} for rank {rank}; {_REMEDY}")
+        return _Strength(alpha, rank, is_rslora=self.values.get("use_rslora") is True)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it gives every layer strength 1, so that the names of layers do not matter."""
+        has_patterns = self.values.get("rank_pattern") or self.values.get("alpha_pattern")
+        return not has_patterns and self.strength("").value == 1
+
+    def _pattern(self, key: str, module: str, default: Any) -> Any:
+        """As PEFT: the value of the first pattern that is the end of the layer's name, with "^" the whole of it."""
+        found = expect(self.values.get(key) or {}, dict, f"{self.source} {key}", _REMEDY)
+        if odd := [name for name in found if not _PLAIN.match(name)]:
+            raise ValueError(f"{self.source} {key} has {odd[0][:100]!r}, which is no layer's name; {_REMEDY}")
+        parts = module.split(".")
+        ends = {f"^{module}", *(".".join(parts[start:]) for start in range(len(parts)))}
+        return next((value for name, value in found.items() if name in ends), default)
+
+
+# ---- the file's layers as those of the model
 
 
 def _read_layers(
     path: Path, named: Mapping[str, Layer], family: ModelFamily, linears: Mapping[str, tuple[int, int]]
 ) -> dict[str, Layer]:
-    known = _Names(family, linears)
+    underscored = {name.replace(".", "_"): name for name in linears}
+    stacks = (find_by_diffusers(name, family.renames) for name in linears)
+    originals = {stack.original.replace(".", "_"): stack.original for stack in stacks if stack is not None}
     layers: dict[str, Layer] = {}
     origin: dict[str, str] = {}
     for name, layer in named.items():
-        stack = known.find(name)
-        if stack is None:
+        whole, members = _with_strength(layer), None
+        bare = [name]
+        for _ in range(2):  # "base_model.model.transformer."
+            bare += [n.removeprefix(p) for n in bare for p in (*_PREFIXES, *_MORE_PREFIXES) if n.startswith(p)]
+        for each in bare:
+            dotted = underscored.get(each, each)
+            if dotted in linears:
+                members = {dotted: whole}
+                break
+            stack = find_by_original(originals.get(each, each), family.renames)
+            if stack is not None and all(member in linears for member in stack.members):
+                members = _cut(name, whole, stack)
+                break
+        if members is None:
             raise ValueError(f"{path} changes {name}, which {family.title} does not have; give a LoRA of this model")
-        for member, own in _cut(name, _with_strength(layer), stack, known.is_original).items():
+        for member, own in members.items():
             if member not in layers:
                 layers[member], origin[member] = own, name
             elif not _is_same(layers[member], own):  # a file of ours for both loaders has some layers twice, alike
@@ -172,19 +403,14 @@ def _with_strength(layer: Layer) -> Layer:
     return {kind: tensor * strength if kind in (B, *FIRST) else tensor for kind, tensor in flat.items()}
 
 
-def _cut(name: str, layer: Layer, stack: Stack, is_original: bool) -> dict[str, Layer]:
+def _cut(name: str, layer: Layer, stack: Stack) -> dict[str, Layer]:
     """The members' own parts.
 
     Raises: ValueError for LoKr of a stack.
     """
-    if not is_original:
-        return {stack.members[0]: layer}
-    if B not in layer:
-        if len(stack.members) > 1 or stack.swap_halves:
-            raise ValueError(f"LoKr of {name} cannot be cut into {', '.join(stack.members)}; give plain LoRA")
-        return {stack.members[0]: layer}
-    if stack.swap_halves:
-        layer = {k: torch.cat(t.chunk(2)[::-1]) if k in (B, DORA, MAGNITUDE) else t for k, t in layer.items()}
+    if B not in layer and (len(stack.members) > 1 or stack.swap_halves):
+        raise ValueError(f"LoKr of {name} cannot be cut into {', '.join(stack.members)}; give plain LoRA")
+    layer = swap_halves(layer, stack)
     if len(stack.members) == 1:
         return {stack.members[0]: layer}
     cut = {}
@@ -197,46 +423,6 @@ def _cut(name: str, layer: Layer, stack: Stack, is_original: bool) -> dict[str, 
     return cut
 
 
-class _Names:
-    """What a file may call a model's linears."""
-
-    def __init__(self, family: ModelFamily, linears: Iterable[str]) -> None:
-        self._family, self._linears = family, set(linears)
-        self._underscored = {name.replace(".", "_"): name for name in self._linears}
-        stacks = (find_by_diffusers(name, family.renames) for name in self._linears)
-        self._originals = {s.original.replace(".", "_"): s.original for s in stacks if s is not None}
-        self.is_original = False  # of what was found last
-
-    def find(self, name: str) -> Stack | None:
-        """What a name stands for; None if nothing does."""
-        for each in _without_prefixes(name):
-            dotted = self._underscored.get(each, each)
-            if dotted in self._linears:
-                self.is_original = False
-                return Stack(dotted, (dotted,), (1,), swap_halves=False)
-            stack = find_by_original(self._originals.get(each, each), self._family.renames)
-            if stack is not None and self._linears.issuperset(stack.members):
-                self.is_original = True
-                return stack
-        return None
-
-
-def _without_prefixes(name: str) -> list[str]:
-    found = [name]
-    for _ in range(2):  # "base_model.model.transformer."
-        longer = [name.removeprefix(p) for name in found for p in (*_PREFIXES, *_MORE_PREFIXES) if name.startswith(p)]
-        found += longer
-    return found
-
-
-def _refuse_other_shapes(path: Path, name: str, layer: Layer, linear: tuple[int, int] | None) -> None:
-    """Raises: ValueError for a layer of another model."""
-    found = _size(layer)
-    if linear is None or found != linear:
-        has = "none" if linear is None else f"{linear[0]} by {linear[1]}"
-        raise ValueError(f"{path} is of another model: its {name} is {found[0]} by {found[1]}, and the model has {has}")
-
-
 def _size(layer: Layer) -> tuple[int, int]:
     """Rows and columns of the weight that a layer changes."""
     if A in layer:
@@ -247,11 +433,11 @@ def _size(layer: Layer) -> tuple[int, int]:
     return first.shape[0] * rows.shape[0], first.shape[1] * columns.shape[1]
 
 
-def refuse_start(path: Path, layers: Mapping[str, Layer], targets: Sequence[str], settings: LoraSettings) -> None:
-    """Whether a job can go on from these layers.
+# ---- whether a job can go on from them
 
-    Raises: ValueError saying which setting would have to change.
-    """
+
+def refuse_start(path: Path, layers: Mapping[str, Layer], targets: Sequence[str], settings: LoraSettings) -> None:
+    """Raises: ValueError saying which setting would have to change."""
     left_out = [name for name in layers if name not in set(targets) and not is_of_text(name)]
     if left_out:
         raise ValueError(
@@ -264,23 +450,11 @@ def refuse_start(path: Path, layers: Mapping[str, Layer], targets: Sequence[str]
         raise ValueError(f'lora.start_from = {path} is of lora.kind = "{kind}"; set it, or give another file')
     if not settings.dora and any(DORA in layer or MAGNITUDE in layer for layer in layers.values()):
         raise ValueError(f"lora.start_from = {path} is a DoRA; set lora.dora = true, or give another file")
-    if is_lokr:
-        return
-    text = [name for name in layers if is_of_text(name)]
-    _refuse_larger(path, [layers[name] for name in layers if name not in text], "lora.rank", settings.rank)
-    key = "lora.text_encoder_rank" if settings.text_encoder_rank else "lora.rank"
-    _refuse_larger(path, [layers[name] for name in text], key, settings.text_rank)
-
-
-def is_of_text(name: str) -> bool:
-    """Whether a layer or parameter of this fqn is of text encoders that are trained with a model."""
-    return name.startswith(f"{TEXT_ENCODERS}.")
-
-
-def _refuse_larger(path: Path, layers: Sequence[Layer], key: str, rank: int) -> None:
-    most = max((layer[A].shape[0] for layer in layers), default=0)
-    if most > rank:
-        raise ValueError(
-            f"lora.start_from = {path} has rank {most}, and {key} = {rank} would lose part of it; set {key} to {most} "
-            "or more"
-        )
+    text_key = "lora.text_encoder_rank" if settings.text_encoder_rank else "lora.rank"
+    for of_text, key, rank in ((False, "lora.rank", settings.rank), (True, text_key, settings.text_rank)):
+        ranks = [layer[A].shape[0] for name, layer in layers.items() if A in layer and is_of_text(name) == of_text]
+        if (most := max(ranks, default=0)) > rank:
+            raise ValueError(
+                f"lora.start_from = {path} has rank {most}, and {key} = {rank} would lose part of it; set {key} to "
+                f"{most} or more"
+            )

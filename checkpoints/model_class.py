@@ -6,18 +6,26 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..families.spec import ModelFamily
-from ..system.json_file import expect
+from ..system.files import expect
 from .header import TensorRecord
-from .model_folder import first
+from .model_files import first
 
 Shapes = Mapping[str, tuple[int, ...]]
+# Ending of a key -> the most it may say; the first that fits counts.
+_BOUNDS = (
+    (re.compile(r"(layers|layers_per_block|num_res_blocks|depth|num_blocks)$"), 1_000),
+    (re.compile(r"seq_len$"), 1_000_000),  # of tables that are computed when the model is made
+    (re.compile(r"theta$"), 10**12),  # the period of positions; nothing is as large as it
+    (re.compile(r""), 20_000_000),  # dims, words, positions
+)
+_MOST_VALUES = 10_000  # of a list
 _REMEDY = "use the config.json published with the model"
 _TAKES_NULL = re.compile(r"\b(None|NoneType|Optional|Any)\b")
 _KINDS: dict[Any, Any] = {bool: bool, (int, float): (int, float), str: str, (list, tuple): list}  # True is an int
@@ -42,6 +50,35 @@ def shapes_of_class(class_name: str, config: str) -> Shapes:
     with torch.device("meta"):
         model = getattr(diffusers, class_name).from_config(json.loads(config))
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def refuse_absurd_sizes(file: Path, config: Mapping[str, Any]) -> None:
+    """Compare a config's sizes with bounds far above every published model, before a model is made from them.
+
+    A config decides how many layers are made and how large they are, so a damaged or hostile one takes all memory or
+    never ends. What is within the bounds is compared with the weights afterwards.
+
+    Raises: ValueError naming the file, the key and what is found, for a size no model has.
+    """
+    for key, value in _numbers(config):
+        most = next(most for ending, most in _BOUNDS if ending.search(key))
+        if abs(value) > most:
+            raise ValueError(
+                f"{file} says {key} = {value}, and no model has more than {most}; download it again, or give another "
+                "model"
+            )
+
+
+def _numbers(values: Any, key: str = "") -> Iterator[tuple[str, int]]:
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from _numbers(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(values, list):
+        yield f"length of {key}", len(values) if len(values) > _MOST_VALUES else 0
+        for value in values[:_MOST_VALUES]:
+            yield from _numbers(value, key)
+    elif isinstance(values, int) and not isinstance(values, bool):
+        yield key, values
 
 
 def refuse_other_kinds(file: Path, class_name: str, config: Mapping[str, Any]) -> None:

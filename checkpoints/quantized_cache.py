@@ -8,8 +8,8 @@ A cache must never cost a run: what fails about it is one line in the log, and t
 none. An entry is written beside its name and renamed when whole. Sizes and checksums of the shards' headers, and the
 values of all scales, are checked before it is used; single flipped bits among the weights are not looked for.
 
-Two runs may write the same entry: each in a folder of its own, and the first rename wins. Such a folder holds a file
-that its process keeps locked. By a lock that is free the next run knows what a killed run has left, and removes it.
+Two runs may write the same entry: each in a folder of its own, and the first rename wins. What a killed run has left is
+removed by a later one, once no shard was added to it for an hour.
 """
 
 from __future__ import annotations
@@ -26,18 +26,16 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
-from ..quantization.quantize import Quantizer, QuantizeSettings, Stored8
+from ..quantization.quantize import QuantizeSettings, Stored8
 from ..system.files import TEMPORARY_SUFFIX, sync_folder
-from ..system.locks import NoLocks, try_lock
 from .checkpoint import CheckpointInfo
 from .fingerprint import file_fingerprint, settings_fingerprint
 from .header import TensorRecord, read_header
-from .load import LayerStore, load_transformer
 from .quantized_files import read_scales
 
 _log = logging.getLogger(__name__)
@@ -46,33 +44,11 @@ _log = logging.getLogger(__name__)
 _VERSION = 1
 _SHARD_BYTES = 10**9  # older safetensors hold a shard twice while they write it
 _INDEX = "index.json"
-_LOCK = "lock"
 _TYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}
 _UNFINISHED = re.compile(rf"^\.[\w.-]+-[0-9a-f]{{20}}\.[0-9a-f]{{32}}{re.escape(TEMPORARY_SUFFIX)}$")
 # What reading an index and shards raises that are not what we wrote.
-_FOREIGN = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, SafetensorError)
-_NEW_S = 60  # so old is what a killed run has left, at least; between making a folder and locking it lie milliseconds
-
-
-def load_through_cache(
-    folder: Path | None,
-    info: CheckpointInfo,
-    device_of: Callable[[str], torch.device],
-    dtype: torch.dtype,
-    quantizer: Quantizer,
-    layer_store: LayerStore | None = None,
-) -> torch.nn.Module:
-    """load_transformer with a quantizer: from the cache if it has the model, else into it. None for no cache."""
-    if folder is None:
-        return load_transformer(info, device_of, dtype, quantizer, layer_store=layer_store)
-    cached = open_cached(folder, info, quantizer.settings, dtype)
-    if cached is not None:
-        try:
-            return load_transformer(cached, device_of, dtype, quantizer, layer_store=layer_store)
-        except _FOREIGN as error:  # deleted or damaged since; what is wrong with the checkpoint will be said below
-            _log.warning("the quantized weights in %s cannot be read and are rounded again (%s)", folder, error)
-    with QuantizedWriter(folder, info, quantizer.settings, dtype) as writer:
-        return load_transformer(info, device_of, dtype, quantizer, writer, layer_store)
+FOREIGN = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, SafetensorError)
+_ABANDONED_S = 3600  # without a new shard: a run that writes one adds them within seconds or minutes
 
 
 def open_cached(
@@ -88,8 +64,12 @@ def open_cached(
         return None
     try:
         records = _read_entry(entry, key)
-        _check_fit(records, info, settings)
-    except _FOREIGN as error:
+        for tensor, record in records.items():
+            shape = info.tensors[tensor].shape
+            is_fitting = record.shape == shape and record.scale is not None and record.scale.shape == (shape[0], 1)
+            if not is_fitting or record.dtype != _TYPES[settings.stored_dtype]:
+                raise ValueError(f"its {tensor} is {record.dtype} {list(record.shape)}")
+    except FOREIGN as error:
         _log.warning("%s is damaged and its weights are rounded again (%s)", entry, error)
         return None
     _log.info("%d quantized weights are read from %s", len(records), entry)
@@ -126,7 +106,7 @@ def _described(record: TensorRecord, fingerprints: Mapping[Path, str]) -> Any:
 def _read_entry(entry: Path, key: str) -> dict[str, TensorRecord]:
     """The 8-bit weights of an entry by name.
 
-    Raises: one of _FOREIGN if it is not whole and ours.
+    Raises: one of FOREIGN if it is not whole and ours.
     """
     index = json.loads((entry / _INDEX).read_text(encoding="utf-8"))
     if index["key"] != key or index["checksum"] != _checksum(index):
@@ -143,16 +123,6 @@ def _read_entry(entry: Path, key: str) -> dict[str, TensorRecord]:
         records[f"{layer}.weight"] = replace(weight, scale=scale, rotation=int(rotation))
     read_scales(records)
     return records
-
-
-def _check_fit(records: Mapping[str, TensorRecord], info: CheckpointInfo, settings: QuantizeSettings) -> None:
-    """Raises: ValueError for other shapes than the model's or another type than the scheme's, KeyError for a name."""
-    for name, record in records.items():
-        shape = info.tensors[name].shape
-        assert record.scale is not None
-        is_fitting = record.shape == shape and record.scale.shape == (shape[0], 1)
-        if not is_fitting or record.dtype != _TYPES[settings.stored_dtype]:
-            raise ValueError(f"its {name} is {record.dtype} {list(record.shape)}")
 
 
 def _checksum(index: Mapping[str, Any]) -> str:
@@ -182,22 +152,25 @@ class QuantizedWriter:
         name, self._key = _name_and_key(info, settings, dtype)
         self._entry = folder / name
         self._temporary = folder / f".{name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
-        self._lock: IO[bytes] | None = None
         self._waiting: dict[str, torch.Tensor] = {}
         self._rotations: dict[str, int] = {}
         self._files: dict[str, dict[str, Any]] = {}
         self._is_off = False
         with contextlib.suppress(OSError):  # no such folder, or none that we may change
-            _remove_unfinished(folder)
+            for path in folder.iterdir():
+                if _UNFINISHED.match(path.name) and time.time() - path.stat().st_mtime > _ABANDONED_S:
+                    _log.info("removing %s, which a run left behind", path)
+                    shutil.rmtree(path, ignore_errors=True)
 
     def __enter__(self) -> QuantizedWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.commit()
-        else:
-            self.abandon()
+        if kind is None and self._waiting:
+            self._try(self._write_shard)
+        if kind is None and self._files and not self._is_off:
+            self._try(self._publish)
+        self._abandon()
 
     def expect(self, num_bytes: int) -> None:
         """Say how much will come, so that a disk too small for it is not filled first."""
@@ -217,19 +190,10 @@ class QuantizedWriter:
         self._waiting |= {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
         self._rotations[fqn] = stored.rotation
 
-    def commit(self) -> None:
-        """Give the entry its name, if there is anything in it and nobody else has written it."""
-        if self._waiting:
-            self._try(self._write_shard)
-        if self._files and not self._is_off:
-            self._try(self._publish)
-        self.abandon()
-
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Remove what was written and not committed."""
         self._is_off = True
         self._waiting.clear()
-        self._unlock()
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _try(self, step: Callable[[], None]) -> None:
@@ -240,7 +204,7 @@ class QuantizedWriter:
             step()
         except (OSError, SafetensorError) as error:  # its library turns a full disk into an error of its own
             _log.warning("the quantized weights are not kept for the next run: %s", error)
-            self.abandon()
+            self._abandon()
 
     def _require_room(self, num_bytes: int) -> None:
         """Raises: OSError naming the folder and the bytes missing."""
@@ -256,7 +220,6 @@ class QuantizedWriter:
         self._require_room(sum(tensor.nbytes for tensor in self._waiting.values()))
         if not self._files:
             self._temporary.mkdir()
-            self._lock = _lock(self._temporary / _LOCK)
         file = self._temporary / f"weights-{len(self._files) + 1:05d}.safetensors"
         save_file(self._waiting, file)
         self._waiting.clear()
@@ -271,12 +234,15 @@ class QuantizedWriter:
         file.write_text(json.dumps(index, indent=1), encoding="utf-8")
         _flush(file)
         sync_folder(self._temporary)
-        self._unlock()  # Windows renames no folder with an open file in it
-        (self._temporary / _LOCK).unlink(missing_ok=True)
         if self._is_written():
             return
-        if self._entry.exists():
-            _remove(self._entry)
+        if self._entry.exists():  # damaged: it goes under another name first, so that nobody reads half of it
+            aside = self._entry.parent / f".{self._entry.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
+            self._entry.rename(aside)
+            if aside.is_dir():
+                shutil.rmtree(aside, ignore_errors=True)
+            else:
+                aside.unlink()
         try:
             self._temporary.rename(self._entry)
         except OSError:
@@ -291,53 +257,8 @@ class QuantizedWriter:
         """Whether a whole entry lies at our name."""
         try:
             return bool(_read_entry(self._entry, self._key))
-        except _FOREIGN:
+        except FOREIGN:
             return False
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-
-
-def _remove(path: Path) -> None:
-    """Take a damaged entry, or what else lies there, away under another name, so that nobody reads half of it."""
-    aside = path.parent / f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
-    path.rename(aside)
-    if aside.is_dir():
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        aside.unlink()
-
-
-def _remove_unfinished(folder: Path) -> None:
-    """Remove the unfinished folders of runs that are no more."""
-    for path in folder.iterdir():
-        if _UNFINISHED.match(path.name) and path.is_dir() and _is_left_behind(path):
-            _log.info("removing %s, which a run left behind", path)
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_left_behind(path: Path) -> bool:
-    if time.time() - path.stat().st_mtime < _NEW_S:
-        return False
-    if not (path / _LOCK).exists():
-        return True
-    lock = _lock(path / _LOCK)
-    if lock is None:
-        return False
-    lock.close()
-    return True
-
-
-def _lock(path: Path) -> IO[bytes] | None:
-    """An open file that no other process can lock until it is closed or its process ends; None if one has it."""
-    file = open(path, "ab")  # noqa: SIM115  (its owner closes it)
-    with contextlib.suppress(NoLocks):  # where there are no locks, nothing may be called left behind
-        if try_lock(file):
-            return file
-    file.close()
-    return None
 
 
 def _flush(file: Path) -> None:

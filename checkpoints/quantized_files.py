@@ -1,7 +1,7 @@
 """8-bit weights as checkpoint files hold them: which tensor is whose scale, and what the numbers mean.
 
 W = q * s, with q in float8 (e4m3fn, e5m2) or int8, and s one number for the tensor or one per row. Files differ in
-where s is written and how the type is told:
+where s is written and how the type is said:
 
     old ComfyUI ("fp8_scaled")    X.weight, X.scale_weight, perhaps X.scale_input; a tensor scaled_fp8 marks the file
     ComfyUI since 2025            X.weight, X.weight_scale, perhaps X.input_scale; X.comfy_quant, a JSON text as bytes,
@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from ..quantization.rotation import make_rotation, rotate
-from ..system.json_file import expect, parse_json_object
+from ..quantization.eight_bit import make_rotation, rotate
+from ..system.files import expect, parse_json_object
 from .header import FLOAT_TYPES, TensorRecord
-from .other_files import describe_other
+from .model_files import describe_other
 from .weight_file import TORCH_TYPES, read_records
 
 METADATA_KEY = "_quantization_metadata"
@@ -77,7 +77,10 @@ def read_formats(
 
     Raises: ValueError for a note that is no JSON object with a format, or two notes that differ.
     """
-    noted = [_noted_layers(path, each) for each in metadata]
+    noted: list[dict[str, Any]] = []
+    what = f"{path}: its {METADATA_KEY}"
+    for said in (parse_json_object(each[METADATA_KEY], what) for each in metadata if METADATA_KEY in each):
+        noted.append(expect(said.get("layers"), dict, f"{what}: layers"))
     formats: dict[str, LayerFormat] = {}
     for name, record in records.items():
         layer, key = name.removesuffix(".weight"), record.key.removesuffix(".weight")
@@ -91,14 +94,6 @@ def read_formats(
         if formats.setdefault(layer, note) != note:
             raise ValueError(f"{path} says {formats[layer]} of {layer} in its header and {note} in {name}")
     return formats
-
-
-def _noted_layers(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    if METADATA_KEY not in metadata:
-        return {}
-    what = f"{path}: its {METADATA_KEY}"
-    found: dict[str, Any] = parse_json_object(metadata[METADATA_KEY], what)
-    return dict(expect(found.get("layers"), dict, f"{what}: layers"))
 
 
 def _parse_format(path: Path, layer: str, note: Any) -> LayerFormat:
@@ -116,8 +111,12 @@ def pair_scales(
 
     Raises: ValueError naming the format, if it is not one that is read, or the tensor that does not fit.
     """
-    _refuse_other_formats(path, records, formats)
-    scales = _find_scales(path, records)
+    others = [f"in {found.name} ({layer})" for layer, found in formats.items() if found.name not in _STORED_TYPES]
+    for what, pattern in _OTHER_FORMATS.items():
+        if names := [name for name in records if re.search(pattern, name)]:
+            others.append(f"of {what} ({len(names)} tensors, e.g. {names[0]})")
+    if others:
+        raise ValueError(f"{path} holds quantized weights {others[0]}; {_WHAT_WORKS}")
     own = {n: r for n, r in records.items() if not _SCALE.match(n) and not _IGNORED.search(n)}
     strange = [r for r in own.values() if r.dtype not in FLOAT_TYPES and not r.is_quantized]
     if strange:
@@ -127,48 +126,25 @@ def pair_scales(
         raise ValueError(
             f"{path} holds quantized weights ({len(strange)} {kind} tensors, e.g. {strange[0].key}); {_WHAT_WORKS}"
         )
-    for layer, scale in scales.items():
-        name = f"{layer}.weight"
-        if name not in own:
-            raise ValueError(f"{path} has the scale {scale.key}, but no {name} that it belongs to; download it again")
-        own[name] = replace(own[name], scale=scale)
-    for name, record in own.items():
-        own[name] = _checked(path, record, formats.get(name.removesuffix(".weight")))
-    return own
-
-
-def _refuse_other_formats(path: Path, records: Mapping[str, TensorRecord], formats: Mapping[str, LayerFormat]) -> None:
-    for layer, found in formats.items():
-        if found.name not in _STORED_TYPES:
-            raise ValueError(f"{path} holds quantized weights in {found.name} ({layer}); {_WHAT_WORKS}")
-    for what, pattern in _OTHER_FORMATS.items():
-        names = [name for name in records if re.search(pattern, name)]
-        if names:
+    for name, scale in records.items():
+        if not (match := _SCALE.match(name)):
+            continue
+        weight = f"{match['layer']}.weight"
+        if weight not in own:
+            raise ValueError(f"{path} has the scale {scale.key}, but no {weight} that it belongs to; download it again")
+        if (first := own[weight].scale) is not None:
             raise ValueError(
-                f"{path} holds quantized weights of {what} ({len(names)} tensors, e.g. {names[0]}); {_WHAT_WORKS}"
+                f"{path} has two scales for {weight}, {first.key} and {scale.key}; which one is meant is not known"
             )
-
-
-def _find_scales(path: Path, records: Mapping[str, TensorRecord]) -> dict[str, TensorRecord]:
-    """The scale of every layer that has one, by the layer's name."""
-    scales: dict[str, TensorRecord] = {}
-    for name, record in records.items():
-        if match := _SCALE.match(name):
-            other = scales.setdefault(match["layer"], record)
-            if other is not record:
-                raise ValueError(
-                    f"{path} has two scales for {match['layer']}.weight, {other.key} and {record.key}; which one is "
-                    "meant is not known"
-                )
-    return scales
-
-
-def _checked(path: Path, record: TensorRecord, found: LayerFormat | None) -> TensorRecord:
-    """The record with its rotation, if weight, scale and what the file says of them agree."""
-    fault = _format_fault(record, found) or (record.scale and _scale_fault(record, record.scale))
-    if fault:
-        raise ValueError(f"{path} {fault}; {_WHAT_WORKS}")
-    return replace(record, convrot=found.convrot) if found else record
+        own[weight] = replace(own[weight], scale=scale)
+    for name, record in own.items():
+        found = formats.get(name.removesuffix(".weight"))
+        fault = _format_fault(record, found) or (record.scale and _scale_fault(record, record.scale))
+        if fault:
+            raise ValueError(f"{path} {fault}; {_WHAT_WORKS}")
+        if found:
+            own[name] = replace(record, convrot=found.convrot)
+    return own
 
 
 def _format_fault(record: TensorRecord, found: LayerFormat | None) -> str:
@@ -244,7 +220,10 @@ def dequantize(
     flat = values.reshape(values.shape[0], -1) if values.ndim > 1 else values.reshape(-1, 1)
     result = torch.empty(flat.shape, dtype=dtype, device=values.device)
     scale = None if scale is None else scale.reshape(-1, 1).expand(flat.shape[0], 1)
-    matrix = _rotation_back(record, values.device)
+    matrix = None
+    if record.convrot or record.rotation:
+        matrix = _regular_hadamard(record.convrot) if record.convrot else make_rotation(record.rotation)
+        matrix = matrix.to(values.device).t()
     height = max(1, _PIECE // max(1, flat.shape[1]))
     for start in range(0, flat.shape[0], height):
         rows = slice(start, start + height)
@@ -253,12 +232,6 @@ def dequantize(
             piece = piece * scale[rows]
         result[rows] = piece if matrix is None else rotate(piece, matrix)
     return result.reshape(values.shape)
-
-
-def _rotation_back(record: TensorRecord, device: torch.device) -> torch.Tensor | None:
-    if record.convrot:
-        return _regular_hadamard(record.convrot).to(device).t()
-    return make_rotation(record.rotation).to(device).t() if record.rotation else None
 
 
 def _regular_hadamard(block: int) -> torch.Tensor:

@@ -82,7 +82,7 @@ def _verify(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> int:
     for name, plan in plans.items():
         verified = verify_cache(plan, parts)
         say(verified.report())
-        is_clean = is_clean and verified.is_clean
-        if not verified.is_clean:
+        is_clean = is_clean and not verified.problems
+        if verified.problems:
             say(f"`devicebridge cache {name}` computes what is missing or damaged")
     return 0 if is_clean else 1

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import compat
-from ..headless import comfyui
+from ..headless import server
 from ..system import import_faults, processes
 from ..system.versions import TESTED, TestedRange, installed_version
 from ..version import VERSION
@@ -137,12 +137,15 @@ def _import_faults(names: tuple[str, ...]) -> dict[str, str]:
 def _measure(accelerators: list[Any]) -> list[str]:
     """What cards and links were measured at, or are now, a line each; what way "auto" of a split goes by."""
     try:
-        from ..planning.machine_speed import SpeedStore, machine_key, machine_speed
+        from ..planning.cards import machine_speed, speed_file
 
-        store = SpeedStore()
-        found = machine_speed(accelerators, store)
-        path = store.path_of(machine_key(accelerators))
-        return [*found.describe(), f"measured {found.date} in {found.elapsed_s:.2f} s, kept in {path}"]
+        found = machine_speed(accelerators)
+        speeds = zip(accelerators, found.flops_per_s, strict=True)
+        return [
+            *(f"{device}: {flops / 1e12:.3g} TFLOP/s in half precision" for device, flops in speeds),
+            f"slowest link between two of them: {(found.bytes_per_s or 0) / 1e9:.3g} GB/s each way at once",
+            f"measured {found.date}, kept in {speed_file(accelerators)}",
+        ]
     except (ImportError, RuntimeError) as error:
         return [f"not measured: {error}"]
 
@@ -184,20 +187,20 @@ def _ask_comfyui() -> dict[str, Any]:
     """What `devicebridge run` would take: ComfyUI, the folder of this pack among its custom nodes, and comfy-cli."""
     facts: dict[str, Any] = {"comfyui": None, "comfyui_pack": None, "comfy_cli": None, "contract": None}
     with contextlib.suppress(RuntimeError):
-        facts["comfy_cli"] = str(comfyui.find_comfy_cli())
+        facts["comfy_cli"] = str(server.find_comfy_cli())
     with contextlib.suppress(RuntimeError):
-        found = comfyui.find_comfyui()
+        found = server.find_comfyui()
         version = Path(found.folder, "comfyui_version.py")
         text = version.read_text(encoding="utf-8") if version.is_file() else ""
         number = text.partition('__version__ = "')[2].partition('"')[0] or "version unknown"
         facts["comfyui"] = f"{found.folder} ({number}, {found.python})"
-        pack = comfyui.find_pack(found.base / "custom_nodes")
+        pack = server.find_pack(found.base / "custom_nodes")
         facts["comfyui_pack"] = str(pack) if pack else None
         facts["contract"] = _ask_compat(found)
     return facts
 
 
-def _ask_compat(found: comfyui.ComfyUI) -> dict[str, Any] | None:
+def _ask_compat(found: server.ComfyUI) -> dict[str, Any] | None:
     """What this ComfyUI has changed of what the pack relies on, asked in its own Python; takes seconds."""
     try:
         return json.loads(processes.run([found.python, compat.__file__, found.folder], timeout_s=120) or "")

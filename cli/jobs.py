@@ -14,23 +14,21 @@ from ..config.job import JobConfig, load_job
 from ..config.model import shards_weights
 from ..encoding.encode import Stopped
 from ..jobs.checked_job import JobPlan
-from ..jobs.experts import expert_jobs, num_at_once
+from ..jobs.experts import expert_jobs, num_at_once, run_pair
 from ..jobs.job import check_job, plan_job, run_job
 from ..jobs.lora_output import describe_file
-from ..jobs.pair import run_pair
-from ..jobs.quantize_preview import preview_job
+from ..jobs.quantize_preview import preview_model
 from ..jobs.ranks import open_ranks
 from ..jobs.resolve import find_machine
-from ..jobs.result import TrainingResult
+from ..jobs.resume import TrainingResult
 from ..parallel.ranks.place import RankPlace, find_place, refuse_other_launcher
 from ..planning.cards import parse_cards
-from ..planning.report import describe_plan, plan_values
-from ..planning.request import make_request
-from ..system.launched import find_launch
-from ..system.stopping import STOPPED, stop_on_signal
+from ..planning.plan import describe_plan, plan_values
+from ..system.stopping import STOPPED, find_launch, stop_on_signal
 from ..system.telling import say
 from .launch import as_rank, launch
 from .native import encoded, encoded_once, enter, prepared
+from .plan_request import make_request
 from .terminal import Terminal
 
 ONE_MODEL = (
@@ -62,7 +60,8 @@ def train(options: argparse.Namespace) -> int:
             say(f"{stopped}: devicebridge train {options.job}")
             return STOPPED
         with prepared(job) as info:
-            result = run_job(job, info=info, resume=options.resume, on_event=listener, should_stop=stop)
+            known = {"info": info, "host_share": options.host_share}
+            result = run_job(job, resume=options.resume, on_event=listener, should_stop=stop, **known)
     return _conclude(options, job, result)
 
 
@@ -158,7 +157,7 @@ def _print_check(title: str, plan: JobPlan) -> None:
     of_clips = f"; {num_clips} of them of clips" if num_clips else ""
     say(f"images: {len(plan.training_samples)} for training, {len(plan.eval_samples)} for evaluation{of_clips}")
     say(f"LoRA file: {describe_file(plan)}")
-    say(f"quantize: {preview_job(plan.job, plan.info, plan.placement).table()}")
+    say(f"quantize: {preview_model(plan.job.model, plan.job.split.devices, plan.info).table()}")
 
 
 def plan(options: argparse.Namespace) -> int:

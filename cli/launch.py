@@ -15,9 +15,8 @@ from pathlib import Path
 from ..parallel.ranks.group import RankFailed, RankLost
 from ..parallel.ranks.place import RankPlace
 from ..parallel.ranks.watch import record_error
-from ..system.launched import Launch, find_launch
 from ..system.processes import python_command, start
-from ..system.stopping import STOPPED, Stopped, StopRequest, stop_on_signal
+from ..system.stopping import STOPPED, Launch, Stopped, StopRequest, find_launch, stop_on_signal
 from ..system.telling import say
 from .native import rank_script
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from ..system.import_faults import import_fault
-from ..system.launched import note_parent
-from ..system.stopping import STOPPED
+from ..system.stopping import STOPPED, note_parent
 from ..system.telling import SaidLogs, printable, safe_output, say
 from ..version import VERSION
 
@@ -91,6 +90,7 @@ def _add_train(commands: Commands) -> None:
         metavar="PROCESSES",
         help="train in so many processes of this machine, which share its devices; torchrun is started for it",
     )
+    parser.add_argument("--host-share", type=int, default=1, help=argparse.SUPPRESS)  # jobs that share host memory
     parser.set_defaults(command=_command("jobs", "train"))
 
 
@@ -234,8 +234,7 @@ def _command(module: str, name: str) -> Callable[[argparse.Namespace], int]:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from ..headless.run import run_workflow
-    from ..headless.workflow import parse_setting
+    from ..headless.run import parse_setting, run_workflow
 
     result = run_workflow(
         options.workflow,

@@ -15,14 +15,13 @@ from ..config.job import JobConfig
 from ..config.model import COMFYUI
 from ..encoding.encode import never
 from ..events import Event, Listener
-from ..headless.comfyui import find_comfyui
+from ..headless.server import find_comfyui
 from ..jobs.comfy_entries import NO_ENCODERS, ComfyEncoders
-from ..jobs.encode_job import cache_store, fill_job
+from ..jobs.encode_job import fill_job
 from ..jobs.job import check_job
-from ..jobs.native_process import is_native_process, native_command
 from ..jobs.ranks import unless_stopped
-from ..jobs.shared_cache import is_to_encode
 from ..parallel.ranks.group import Ranks
+from ..runs.queue import is_native_process, native_command
 from ..system.processes import go_on_as
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,18 +118,18 @@ def encoded(job: JobConfig, on_event: Listener, should_stop: Callable[[], bool] 
 
 
 def encoded_once(job: JobConfig, on_event: Listener | None, ranks: Ranks) -> JobConfig:
-    """As encoded, by the first rank while the others wait, and those that share its folder; all ranks.
+    """As encoded, by the first rank of each machine while the others wait; all ranks.
 
-    Other machines get the entries later, from cached_once.
-
-    Raises: as unless_stopped.
+    Raises: as unless_stopped; ValueError where machines have other encoders.
     """
     if not ranks.any(job.cache.needs_stock_encoders):
         return job
-    is_early, listener = is_to_encode(cache_store(job), ranks), on_event or _hear_nothing
+    is_early, listener = ranks.place.local_rank == 0, on_event or _hear_nothing
     own = unless_stopped(ranks, lambda: encoded(job, listener, ranks.is_stop_asked) if is_early else job)
     names = ("text_source", "latent_source", "vision_source")
     sources = ranks.from_first(lambda: [getattr(own.cache, name) for name in names])
+    if ranks.any(is_early and sources != [getattr(own.cache, name) for name in names]):
+        raise ValueError("the machines of this job have other text encoders, VAEs or vision models; give all the same")
     return replace(job, cache=replace(job.cache, **dict(zip(names, sources, strict=True))))
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..runs.queue import MEMORY, JobQueue
 from ..runs.store import NotThere, RunStore
-from ..system.pace import describe_duration
-from ..system.requests import Requests
+from ..system.progress import describe_duration
+from ..system.stopping import Requests
 from ..system.telling import say
 
 
@@ -51,7 +51,7 @@ def _find_root(given: Path | None) -> Path:
     Raises: ValueError if the folder that was named is none.
     """
     if given is None:
-        from ..headless.comfyui import find_comfyui
+        from ..headless.server import find_comfyui
 
         given = find_comfyui().base / "output" / "devicebridge"
         if not given.exists():

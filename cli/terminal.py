@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 
 from ..events import Event
-from ..planning.report import describe_comparison
-from ..system.pace import StepPace, describe_progress
-from ..system.progress import NowAndThen, ProgressLine
+from ..planning.plan import describe_comparison
+from ..system.progress import NowAndThen, ProgressLine, StepPace, describe_progress
 from ..system.telling import say
 
 _INTERVAL_S = 2.0

@@ -26,11 +26,17 @@ from .data import FolderConfig as FolderConfig
 from .model import COMFYUI, ModelConfig, SplitConfig, divides_blocks, holds_copies
 from .model import ModelScheme as ModelScheme
 from .model import ParallelConfig as ParallelConfig
-from .ranges import CONTROL, STRICT, problems_of
-from .samples import SamplesConfig
+from .ranges import CONTROL, STRICT, parse_toml, problems_of, toml_bytes
 from .setting import Key, keys_of, with_todays_names
-from .toml_text import parse_toml, toml_bytes
-from .training import LoopConfig, LoraSettings, ObjectiveConfig, OptimizerConfig, OutputConfig, ScheduleConfig
+from .training import (
+    LoopConfig,
+    LoraSettings,
+    ObjectiveConfig,
+    OptimizerConfig,
+    OutputConfig,
+    SamplesConfig,
+    ScheduleConfig,
+)
 
 _log = logging.getLogger(__name__)
 _MAX_JOB_BYTES = 10_000_000

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic.dataclasses import dataclass
 
-from .open import asked
 from .ranges import STRICT, PathText, Range, RequiredPath
-from .setting import setting
+from .setting import asked, setting
 
 if TYPE_CHECKING:
     from ..quantization.quantize import QuantizeSettings
@@ -111,8 +110,7 @@ class SplitConfig:
             )
 
 
-# How several devices share the microbatches of a step. With a new name the type checker reports each `match` below and
-# elsewhere that does not know it.
+# With a new name the type checker reports each `match` that does not know it.
 Strategy = Literal["none", "pipeline", "data", "tensor", "fsdp", "hsdp"]
 
 
@@ -173,8 +171,8 @@ class ParallelConfig:
         processes: Processes of this machine that train the job together, as --nproc says; the devices are dealt out to
             them evenly. 1 trains in one process. Has no effect where torchrun starts them.
         shard_degree: For hsdp: processes that share one copy of the weights. Left out: those of a machine.
-        hang_timeout_s: Of several processes: seconds that a step, a save and the like may take beyond three of the
-            longest of its kind so far. After that its process counts as hung, and the job ends.
+        timeout_s: Seconds that a microbatch, a save and the like may take one of several processes until it is ended.
+        hang_timeout_s: Without effect, kept for older job files: timeout_s says it.
     """
 
     strategy: Literal["auto", Strategy] = setting(
@@ -186,6 +184,7 @@ class ParallelConfig:
     microbatches_ahead: Annotated[int, Range(0, 1000)] = setting(1, is_free=True, was=("pipeline.ahead",))
     processes: Annotated[int, Range(1, 1000)] = setting(1, is_free=True)
     shard_degree: Annotated[int, Range(0, 100_000)] = setting(0, is_free=True)
+    timeout_s: Annotated[float, Range(1, 1_000_000)] = setting(900.0, is_free=True)
     hang_timeout_s: Annotated[float, Range(1, 1_000_000)] = setting(20.0, is_free=True)
 
     @property

@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import AfterValidator
 
@@ -133,3 +133,14 @@ def _move(values: dict[str, Any], old: str, new: Key) -> Iterator[str]:
         raise ValueError(f"{old} is an older name of {new.path}, and the job has both; remove {old}")
     values[new.section] = target | {new.name: source.pop(name)}
     yield f"{old} is an older name of {new.path}; both mean the same"
+
+
+# ---- where "auto" of a job file or a socket ends: behind this a setting has a value, or is None and open
+
+
+T = TypeVar("T", bound=str)
+
+
+def asked(setting: T) -> T | None:
+    """What the user asked for; None where it is left open."""
+    return None if setting == "auto" else setting

@@ -21,8 +21,7 @@ from ..config.job import DataConfig
 from ..families.spec import LatentSpec
 from ..system.files import write_atomically
 from ..system.locks import alone
-from .buckets import bucket_step, choose_bucket, make_buckets
-from .captions import make_caption
+from .cuts import bucket_step, choose_bucket, make_buckets, make_caption
 from .folders import caption_file, is_media, list_files, read_caption
 from .image import read_size
 from .video import first_picture, is_clip, probe_clip

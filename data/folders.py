@@ -1,10 +1,10 @@
 """From folders to samples: which images and clips there are, and what is wrong with them.
 
-A dataset is one or more ordinary folders: name.png (or another ending of open_image.py) with its caption in name.txt,
+A dataset is one or more ordinary folders: name.png (or another ending of image.py) with its caption in name.txt,
 or name.caption, and, where wanted, a loss mask in name_mask.png, or name-masklabel.png. Models that make videos also
 take clips: name.mp4 (or another ending of video.py), animations (name.gif, .webp, .png), and a sub-folder `name` of
-images that has a caption beside it. What else lies there is named by left_out.py. clips.py says what is taken from a
-clip, buckets.py how all is cut.
+images that has a caption beside it. What else lies there is named by left_out.py. cuts.py says what is taken
+from a clip, and how all is cut.
 """
 
 from __future__ import annotations
@@ -19,21 +19,27 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ..checkpoints.model_folder import first
+from ..checkpoints.model_files import first
 from ..config.job import DataConfig, FolderConfig
 from ..families.comfy.conditions import WAYS
 from ..families.spec import LatentSpec
-from ..system.files import read_ordinary
-from ..system.listing import Looked
+from ..system.files import Looked, read_ordinary
 from ..system.stopping import Stopped, never
-from .buckets import aspect, bucket_step, choose_bucket, make_buckets, plan_crop
-from .captions import make_caption
-from .clips import ClipPlan, is_slower, make_clip_plan
+from .cuts import (
+    ClipPlan,
+    aspect,
+    bucket_step,
+    choose_bucket,
+    is_slower,
+    make_buckets,
+    make_caption,
+    make_clip_plan,
+    plan_crop,
+)
 from .image import look_at
 from .left_out import LeftOut
-from .masks import is_in_alpha, load_mask, read_mask
 from .pairs import Pair, Partners, find_pair, find_partners, make_condition, refuse_other_shape
-from .samples import Sample
+from .samples import Sample, is_in_alpha, load_mask, read_mask
 from .video import CLIP_SUFFIXES, ClipInfo, is_clip, media_suffixes, probe_clip
 
 _log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-from ..checkpoints.model_folder import first
-from ..system.listing import Looked
-from .open_image import PLUGINS, image_suffixes
+from ..checkpoints.model_files import first
+from ..system.files import Looked
+from .image import PLUGINS, image_suffixes
 from .video import media_suffixes
 
 _OF_SYSTEMS = ("thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r", "@eadir", "__macosx")  # nobody put them there

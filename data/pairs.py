@@ -15,10 +15,9 @@ from pathlib import Path
 
 from ..config.job import FolderConfig
 from ..families.comfy.conditions import ConditionWay
-from ..system.listing import Looked
-from .buckets import aspect
-from .image import ImageRequest, read_size
-from .open_image import image_suffixes
+from ..system.files import Looked
+from .cuts import aspect
+from .image import ImageRequest, image_suffixes, read_size
 from .samples import Condition
 from .video import CLIP_SUFFIXES, ClipInfo, is_clip, probe_clip
 

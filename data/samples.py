@@ -1,17 +1,26 @@
-"""What is trained on: an image or a window of a clip, with its caption and how it is cut.
+"""What is trained on, in which order, and its loss masks.
 
-Sizes are (height, width) in pixels, after EXIF rotation.
+A sample is an image or a window of a clip, with its caption and how it is cut. Sizes are (height, width) in pixels,
+after EXIF rotation.
+
+Nothing random is carried along. Whatever is drawn (the order of an epoch, whether a caption is dropped) is a hash of
+the seed, the epoch and the position, so where a run stands is two integers, and it continues alike with any version of
+any library.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from ..checkpoints.fingerprint import settings_fingerprint
-from .image import ImageRequest
+from .image import ImageRequest, broken_image, opened, upright
 from .video import media_fingerprint
 
 
@@ -19,16 +28,25 @@ class TrainingSample(Protocol):
     """What batches are made of: an image or clip with its caption, or a sample that arrived encoded."""
 
     @property
-    def caption(self) -> str: ...
+    def latents_key(self) -> str:
+        """Cache entry of its latents; "" until the job's cache is filled."""
+        ...
+
+    @property
+    def text_keys(self) -> tuple[str, ...]:
+        """Cache entries of its text, of which later ones count over earlier ones."""
+        ...
+
+    @property
+    def empty_text_keys(self) -> tuple[str, ...]:
+        """The same where its caption is dropped; () if it never is."""
+        ...
 
     @property
     def mask_path(self) -> str | None: ...
 
     @property
     def loss_weight(self) -> float: ...
-
-    @property
-    def condition(self) -> Condition | None: ...
 
     @property
     def bucket(self) -> tuple[int, ...]:
@@ -73,6 +91,9 @@ class Condition:
         return [self.way, [content[path] for path in self.references], *cuts]
 
 
+Wanted = tuple[str, Condition]  # a caption, and what is beside it
+
+
 @dataclass(frozen=True)
 class Sample:
     """One image, or one window of a clip, as it is trained on."""
@@ -86,6 +107,9 @@ class Sample:
     frames: tuple[int, ...] = ()  # of a clip, which of its frames; () for an image
     loss_weight: float = 1.0
     condition: Condition | None = None
+    latents_key: str = ""
+    text_keys: tuple[str, ...] = ()
+    empty_text_keys: tuple[str, ...] = ()
 
     @property
     def alike(self) -> tuple[int, ...]:
@@ -124,3 +148,145 @@ def dataset_fingerprint(samples: Sequence[Sample]) -> str:
 def _paths_of(sample: Sample) -> list[str]:
     mask = (sample.mask_path,) if sample.mask_path else ()
     return [sample.path, *mask, *(sample.condition.paths if sample.condition else ())]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Indices into the samples, all of one bucket and length, and which are trained with the empty caption. [B] each"""
+
+    indices: tuple[int, ...]
+    captions_dropped: tuple[bool, ...]
+
+
+class BatchOrder:
+    """An endless order of batches: every sample once per epoch, shuffled anew for every epoch.
+
+    A batch is of one bucket and length. Where a bucket's samples do not divide by the batch size, its last batch of the
+    epoch is smaller; filling it up would train some samples more often than others.
+
+    Args:
+        samples: what the indices count. batch_size: samples of a full batch.
+        seed: another seed is another order.
+        caption_dropout: probability, per sample and epoch, that its caption is dropped.
+    """
+
+    def __init__(
+        self, samples: Sequence[TrainingSample], *, batch_size: int, seed: int, caption_dropout: float = 0.0
+    ) -> None:
+        if not samples:
+            raise ValueError("there are no samples to train on; give a dataset with at least one image")
+        self._buckets = [(*sample.bucket, sample.num_frames, *sample.alike) for sample in samples]
+        self._batch_size = batch_size
+        self._seed = seed
+        self._caption_dropout = caption_dropout
+        self._epoch = 0
+        self._index = 0
+        self._batches = self.batches_of(0)
+
+    def next(self) -> Batch:
+        """The next batch; begins a new epoch where one ends."""
+        if self._index == len(self._batches):
+            self._epoch, self._index = self._epoch + 1, 0
+            self._batches = self.batches_of(self._epoch)
+        self._index += 1
+        return self._batches[self._index - 1]
+
+    def ahead(self, count: int) -> Batch:
+        """The batch that `next` will give after so many others; the position stays."""
+        epoch, index, batches = self._epoch, self._index + count, self._batches
+        while index >= len(batches):
+            index -= len(batches)
+            epoch += 1
+            batches = self.batches_of(epoch)
+        return batches[index]
+
+    def batches_of(self, epoch: int) -> list[Batch]:
+        """All batches of an epoch, in order."""
+        shuffled = sorted(range(len(self._buckets)), key=lambda i: self._draw("sample", epoch, i))
+        by_bucket: dict[tuple[int, ...], list[int]] = {}
+        for index in shuffled:
+            by_bucket.setdefault(self._buckets[index], []).append(index)
+        size = self._batch_size
+        groups = [members[i : i + size] for members in by_bucket.values() for i in range(0, len(members), size)]
+        groups.sort(key=lambda group: self._draw("batch", epoch, group[0]))
+        return [self._batch(epoch, group) for group in groups]
+
+    def _batch(self, epoch: int, group: Sequence[int]) -> Batch:
+        dropped = tuple(self._is_dropped(epoch, index) for index in group)
+        return Batch(tuple(group), dropped)
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the order stands: the epoch, and how many of its batches are done."""
+        return {"epoch": self._epoch, "index": self._index}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue behind the batches that were done.
+
+        Raises: ValueError for a position that this order does not have.
+        """
+        epoch, index = int(state["epoch"]), int(state["index"])
+        batches = self.batches_of(epoch)
+        if epoch < 0 or not 0 <= index <= len(batches):
+            raise ValueError(
+                f"cannot continue at batch {index} of epoch {epoch}: an epoch has {len(batches)} batches here; "
+                "the state is of another dataset or batch size"
+            )
+        self._epoch, self._index, self._batches = epoch, index, batches
+
+    def _is_dropped(self, epoch: int, index: int) -> bool:
+        return self._draw("caption", epoch, index) < self._caption_dropout
+
+    def _draw(self, what: str, epoch: int, index: int) -> float:
+        """A number in [0, 1) that depends on the arguments and the seed only, and looks uniform over them."""
+        digest = hashlib.sha256(f"{self._seed} {what} {epoch} {index}".encode()).digest()
+        return int.from_bytes(digest[:6], "big") / 2**48
+
+
+def load_mask(sample: Sample, latent_hw: tuple[int, int]) -> torch.Tensor:
+    """The sample's mask on its latent grid, float32 in 0..1. [1, 1, H, W]
+
+    Every cell is the exact mean of the mask over the area the cell covers in the image, so the mask may have another
+    resolution than its image.
+    """
+    assert sample.mask_path is not None
+    mask = read_mask(Path(sample.mask_path)).double()
+    top, left, height, width = sample.crop
+    rows = _cell_weights(mask.shape[0], sample.resize[0], top, height, latent_hw[0])
+    columns = _cell_weights(mask.shape[1], sample.resize[1], left, width, latent_hw[1])
+    return (rows @ mask @ columns.T).clamp(0, 1).float()[None, None]
+
+
+def _cell_weights(num_source: int, resized: int, start: int, length: int, num_cells: int) -> torch.Tensor:
+    """How much each of num_source pixels counts in each cell, when they are stretched to `resized` pixels of which
+    [start, start + length) is cut into num_cells. Rows add up to 1. [num_cells, num_source], float64"""
+    cells = torch.arange(num_cells + 1, dtype=torch.float64) / num_cells
+    edges = (start + length * cells) * num_source / resized
+    pixels = torch.arange(num_source, dtype=torch.float64)
+    overlap = torch.minimum(edges[1:, None], pixels + 1) - torch.maximum(edges[:-1, None], pixels)
+    return overlap.clamp_min(0) * resized * num_cells / (length * num_source)
+
+
+def is_in_alpha(path: Path) -> bool:
+    """Whether a mask says something by its transparency alone, which is not looked at."""
+    with opened(path) as file:
+        if file.mode.startswith("I") or not file.has_transparency_data:
+            return False
+        brightness, transparency = (band.getextrema() for band in upright(file).convert("LA").split())
+        return brightness[0] == brightness[1] and transparency != (255, 255)
+
+
+def read_mask(path: Path) -> torch.Tensor:
+    """Brightness of the mask's pixels, 0 black to 1 white; transparency and colour profiles are not looked at. [h, w]
+
+    Raises: ValueError naming the file if it is broken.
+    """
+    import numpy as np
+
+    try:
+        with opened(path) as file:
+            image = upright(file)
+            is_16_bit = image.mode.startswith("I")
+            values = np.asarray(image if is_16_bit else image.convert("L"), dtype=np.float32)
+    except broken_image() as error:
+        raise ValueError(f"{path}: cannot be read as a mask ({error})") from error
+    return torch.from_numpy(values / (65535 if is_16_bit else 255))

@@ -1,7 +1,7 @@
 """One clip: from a video file, an animation or a folder of images to the frames that are trained on.
 
 A request names frames by number, counted in the order in which they are shown. Which numbers those are, so frame rate
-and window, is decided before (data/clips.py) and is part of the sample: reading has nothing left to choose.
+and window, is decided before (data/cuts.py) and is part of the sample: reading has nothing left to choose.
 
 MP4, MOV, MKV, WebM, AVI, FLV and MPEG go through PyAV (FFmpeg), animations (GIF, WebP, APNG, AVIF) through Pillow, as
 still images do. A sub-folder of images, sorted by the numbers in their names, is a clip too. Frames come one after the
@@ -31,17 +31,23 @@ import numpy as np
 import torch
 
 from ..checkpoints.fingerprint import settings_fingerprint
-from ..system.listing import Looked
+from ..system.files import Looked
 from .containers import CONTAINER_SUFFIXES, find_kind
-from .image import ImageRequest, cut_out, image_fingerprint, open_image, read_pixels, read_size, to_rgb
-from .open_image import (
+from .image import (
     MAX_PIXELS,
+    ImageRequest,
     among_open,
     animation_suffixes,
     broken_image,
+    cut_out,
+    image_fingerprint,
     image_suffixes,
+    open_image,
     opened,
+    read_pixels,
+    read_size,
     refuse_too_large,
+    to_rgb,
 )
 
 if TYPE_CHECKING:

@@ -1,9 +1,8 @@
 """Captions and images, encoded once and kept.
 
-Both fill functions do the same: name every result by its content, see what the store already has, and only if something
-is missing load the model, encode one thing after the other, and free the model before the next is loaded. Each result
-is stored as soon as it is there, so stopping loses at most the one in hand. Who computes is a source's matter
-(sources.py).
+Filling names every result by its content and sees what the store already has. Only if something is missing it loads
+the model, encodes one thing after the other, and frees the model before the next is loaded. Each result is stored as
+soon as it is there, so stopping loses at most the one in hand. Who computes is a source's matter (sources.py).
 
 Any number of processes may do this at once for one store, on any devices: each claims an entry before it computes it
 (see claims.py), and a model is loaded only by those that got something to compute. Progress counts what is done by
@@ -18,27 +17,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from ..data.image import ImageRequest
-from ..data.samples import Condition
-from ..data.video import media_fingerprint, read_frames
 from ..system.stopping import Stopped, never
 from .claims import Claims, Shared
-from .conditions import ComfyConditions
 from .key import joint_key
-from .sources import LatentSource, TextSource
+from .sources import Item, Source, TextSource
 from .store import CacheStore, Stamp
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 OnProgress = Callable[[int, int, str], None]  # done, total, what
 ShouldStop = Callable[[], bool]
-Source = TextSource | LatentSource | ComfyConditions
-Wanted = tuple[str, Condition]  # a caption, and what is beside it
 NONE_OUTDATED: Mapping[str, Stamp] = MappingProxyType({})
 
 
@@ -69,7 +61,7 @@ class _Fill:
     def is_done(self, key: str) -> bool:
         return key in self.store and (key not in self.outdated or self.store.stamp(key) != self.outdated[key])
 
-    def missing(self, keys: Mapping[str, _T]) -> dict[str, _T]:
+    def missing(self, keys: Mapping[str, Item]) -> dict[str, Item]:
         """Those to compute; the others are counted."""
         missing = {key: value for key, value in keys.items() if not self.is_done(key)}
         self.add(len(keys) - len(missing))
@@ -97,7 +89,7 @@ class _Fill:
 
 
 @contextmanager
-def _in_use(source: Source, what: str, on_begin: Callable[[], None]) -> Iterator[Callable[[], None]]:
+def _in_use(source: Source[Any], what: str, on_begin: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """Inside, a function that loads the source unless it is loaded; the source is freed at the end."""
     is_loaded = False
 
@@ -121,8 +113,37 @@ def _in_use(source: Source, what: str, on_begin: Callable[[], None]) -> Iterator
         _log_memory(f"freed {source.name}", device)
 
 
+def fill(
+    items: Iterable[Item],
+    source: Source[Item],
+    store: CacheStore,
+    on_progress: OnProgress = _say_nothing,
+    should_stop: ShouldStop = never,
+    *,
+    outdated: Mapping[str, Stamp] = NONE_OUTDATED,
+    on_begin: Callable[[], None] = _say_nothing,
+) -> dict[Item, str]:
+    """Have what the source makes of every item in the store, encoding what is missing; equal content once.
+
+    A file that cannot be read does not keep the others from being encoded.
+
+    Args:
+        on_progress: done and total count entries, whoever computed them.
+        outdated: entries that are computed again while they have these stamps, from CacheStore.stamps.
+        on_begin: called when the encoder is loaded and begins, from where its pace can be measured.
+    Returns: item -> key of its entry.
+    Raises: Stopped; ValueError naming all files that cannot be read, or for an encoder that does not fit or is not
+        here; RuntimeError naming the items whose entries are not finite; OSError naming the file if the store cannot be
+        written. What was encoded until then is in the store.
+    """
+    key_of = source.keys_of(items)
+    progress = _Fill(store, len(set(key_of.values())), source.what, on_progress, should_stop, outdated)
+    _fill(key_of, source, progress, on_begin)
+    return key_of
+
+
 def fill_texts(
-    captions: Sequence[str],
+    captions: Iterable[str],
     sources: Sequence[TextSource],
     store: CacheStore,
     on_progress: OnProgress = _say_nothing,
@@ -131,180 +152,58 @@ def fill_texts(
     outdated: Mapping[str, Stamp] = NONE_OUTDATED,
     on_begin: Callable[[], None] = _say_nothing,
 ) -> dict[str, str]:
-    """Have what every source makes of every caption in the store, encoding what is missing; equal captions once.
+    """fill() by every text encoder of a model. One is in memory at a time.
 
-    Args:
-        sources: every text encoder of the model. One is in memory at a time.
-        on_progress: done and total count one caption through one encoder, whoever computed it.
-        outdated: entries that are computed again while they have these stamps, from CacheStore.stamps.
-        on_begin: called when an encoder is loaded and begins, from where its pace can be measured.
     Returns: caption -> key of an entry of all sources' tensors together.
-    Raises: Stopped; ValueError for folders that do not fit, or a source that cannot compute; RuntimeError naming the
-        captions of a pass whose states are not finite; OSError naming the file if the store cannot be written. What
-        was encoded until then is in the store.
     """
-    keys = _keys_of_sources(captions, sources)
-    texts = [{key: text for text, key in key_of.values()} for key_of in keys]
-    fill = _Fill(store, sum(map(len, texts)), "captions", on_progress, should_stop, outdated)
-    for source, text_of in zip(sources, texts, strict=True):
-        missing = fill.missing(text_of)
-        if missing:
-            source.plan(len(missing))
-            _encode_texts(missing, source, fill, on_begin)
-    parts = _parts(keys)
-    if len(sources) > 1:
-        fill.link({joint_key(each): each for each in parts.values()})
-    return {caption: joint_key(each) if len(sources) > 1 else each[0] for caption, each in parts.items()}
+    captions = list(dict.fromkeys(captions))
+    keys = [source.keys_of(captions) for source in sources]
+    total = sum(len(set(each.values())) for each in keys)
+    progress = _Fill(store, total, sources[0].what, on_progress, should_stop, outdated)
+    for source, key_of in zip(sources, keys, strict=True):
+        _fill(key_of, source, progress, on_begin)
+    if len(sources) == 1:
+        return keys[0]
+    parts = {caption: [key_of[caption] for key_of in keys] for caption in captions}
+    progress.link({joint_key(each): each for each in parts.values()})
+    return {caption: joint_key(each) for caption, each in parts.items()}
 
 
-def text_entries(captions: Sequence[str], sources: Sequence[TextSource]) -> dict[str, list[str]]:
+def text_entries(captions: Iterable[str], sources: Sequence[TextSource]) -> dict[str, list[str]]:
     """caption -> keys of all entries that fill_texts makes of it; no weight is loaded."""
-    parts = _parts(_keys_of_sources(captions, sources))
+    keys = [source.keys_of(captions) for source in sources]
+    parts = {caption: [key_of[caption] for key_of in keys] for caption in keys[0]}
     return {caption: each if len(each) == 1 else [*each, joint_key(each)] for caption, each in parts.items()}
 
 
-def _keys_of_sources(captions: Sequence[str], sources: Sequence[TextSource]) -> list[dict[str, tuple[str, str]]]:
-    """caption -> (text as tokenized, key), for every source."""
-    unique = dict.fromkeys(captions)
-    return [
-        {caption: (text, source.key_of(text)) for caption in unique for text in [source.text_of(caption)]}
-        for source in sources
-    ]
-
-
-def _parts(keys: Sequence[Mapping[str, tuple[str, str]]]) -> dict[str, list[str]]:
-    """caption -> keys of what each source makes of it."""
-    return {caption: [key_of[caption][1] for key_of in keys] for caption in keys[0]}
-
-
-def _encode_texts(missing: Mapping[str, str], source: TextSource, fill: _Fill, on_begin: Callable[[], None]) -> None:
-    with (
-        _in_use(source, f"{len(missing)} captions", on_begin) as load,
-        fill.shared(missing, source.batch_size) as batches,
-    ):
+def _fill(key_of: Mapping[Item, str], source: Source[Item], fill: _Fill, on_begin: Callable[[], None]) -> None:
+    missing = fill.missing({key: item for item, key in key_of.items()})
+    if not missing:
+        return
+    source.plan(list(missing.values()))
+    unreadable = []
+    what = f"{len(missing)} {source.what}"
+    with _in_use(source, what, on_begin) as load, fill.shared(missing, source.batch_size) as batches:
         for batch in batches:
+            given = {}
+            for key in batch:
+                try:
+                    given[key] = source.read(missing[key])
+                except ValueError as error:  # broken since the dataset was looked at
+                    unreadable.append(str(error))
+            if not given:
+                continue
             load()
-            texts = [missing[key] for key in batch]
             problems = []
-            for key, text, entry in zip(batch, texts, source.encode_batch(texts), strict=True):
-                if problem := source.problem_of(entry, text):
+            for key, entry in zip(given, source.encode_batch(list(given.values())), strict=True):
+                if problem := source.problem_of(entry, given[key]):
                     problems.append(problem)
                 else:
                     fill.put(key, entry)
             if problems:
-                raise RuntimeError("\n".join([*problems, "all captions encoded until then are kept"]))
-
-
-def fill_images(
-    requests: Sequence[ImageRequest],
-    source: LatentSource,
-    store: CacheStore,
-    on_progress: OnProgress = _say_nothing,
-    should_stop: ShouldStop = never,
-    *,
-    outdated: Mapping[str, Stamp] = NONE_OUTDATED,
-    on_begin: Callable[[], None] = _say_nothing,
-) -> dict[ImageRequest, str]:
-    """Have what the source makes of every image and clip in the store, encoding what is missing; equal pixels once.
-
-    One that cannot be read does not keep the others from being encoded. Arguments as for fill_texts.
-
-    Returns: request -> key of its entry.
-    Raises: Stopped; ValueError naming all files that cannot be read, or a VAE that does not fit; RuntimeError for
-        latents that are not finite; OSError naming the file if the store cannot be written.
-    """
-    key_of = image_keys(requests, source)
-    fill = _Fill(store, len(set(key_of.values())), "images", on_progress, should_stop, outdated)
-    missing = fill.missing({key: request for request, key in key_of.items()})
-    if missing:
-        source.check(list(missing.values()))
-        _encode_images(missing, source, fill, on_begin)
-    return key_of
-
-
-def fill_conditions(
-    wanted: Iterable[Wanted],
-    source: ComfyConditions,
-    store: CacheStore,
-    on_progress: OnProgress = _say_nothing,
-    should_stop: ShouldStop = never,
-    *,
-    outdated: Mapping[str, Stamp] = NONE_OUTDATED,
-    on_begin: Callable[[], None] = _say_nothing,
-) -> dict[Wanted, str]:
-    """Have what conditions every sample in the store, as fill_images does of images.
-
-    Args:
-        wanted: captions with the files beside them.
-    Returns: the same -> key of its entry.
-    Raises: as fill_images.
-    """
-    key_of = condition_keys(wanted, source)
-    fill = _Fill(store, len(set(key_of.values())), "conditions", on_progress, should_stop, outdated)
-    missing = fill.missing({key: each for each, key in key_of.items()})
-    if not missing:
-        return key_of
-    source.check(len(missing))
-    problems = []
-    with _in_use(source, f"{len(missing)} conditions", on_begin) as load, fill.shared(missing) as batches:
-        for (key,) in batches:
-            load()
-            try:
-                entry = source.encode(*missing[key])
-            except ValueError as error:
-                problems.append(str(error))
-            else:
-                fill.put(key, entry)
-    if problems:
-        raise ValueError("\n".join([*problems, "all other conditions are made and kept"]))
-    return key_of
-
-
-def condition_keys(wanted: Iterable[Wanted], source: ComfyConditions) -> dict[Wanted, str]:
-    """The keys of the entries that fill_conditions makes; as image_keys."""
-    wanted = list(dict.fromkeys(wanted))
-    content = _fingerprints([path for _, condition in wanted for path in condition.paths])
-    return {each: source.key_of(*each, content) for each in wanted}
-
-
-def image_keys(requests: Sequence[ImageRequest], source: LatentSource) -> dict[ImageRequest, str]:
-    """request -> key of the entry that fill_images makes of it; reads the files' bytes, loads no weight.
-
-    Raises: ValueError naming all files that cannot be read.
-    """
-    fingerprints = _fingerprints([request.path for request in requests])
-    return {request: source.key_of(request, fingerprints[request.path]) for request in dict.fromkeys(requests)}
-
-
-def _fingerprints(paths: Sequence[str]) -> dict[str, str]:
-    """Raises: ValueError naming all files that cannot be read."""
-    fingerprints, problems = {}, []
-    for path in dict.fromkeys(paths):
-        try:
-            fingerprints[path] = media_fingerprint(path)
-        except OSError as error:
-            problems.append(f"{path} cannot be read ({error}); put it back or take it out of the dataset")
-    if problems:
-        raise ValueError("\n".join(problems))
-    return fingerprints
-
-
-def _encode_images(
-    missing: Mapping[str, ImageRequest], source: LatentSource, fill: _Fill, on_begin: Callable[[], None]
-) -> None:
-    problems = []
-    with _in_use(source, f"{len(missing)} images", on_begin) as load, fill.shared(missing) as batches:
-        for (key,) in batches:
-            request = missing[key]
-            try:
-                pixels = read_frames(request)
-            except ValueError as error:  # broken since the dataset was looked at
-                problems.append(str(error))
-                continue
-            load()
-            fill.put(key, source.encode(pixels, request.path))
-    if problems:
-        raise ValueError("\n".join([*problems, "all other images are encoded and kept"]))
+                raise RuntimeError("\n".join([*problems, f"all {source.what} encoded until then are kept"]))
+    if unreadable:
+        raise ValueError("\n".join([*unreadable, f"all other {source.what} are encoded and kept"]))
 
 
 def _log_memory(what: str, device: torch.device | str) -> None:

@@ -14,7 +14,7 @@ Fingerprints of files and weights are in checkpoints/fingerprint.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -120,17 +120,17 @@ def comfy_text_key(text: str, fingerprint: str, *, keeps_all: bool = False, weig
         fingerprint: of the CLIP; covers all but text, keeps_all and weighs.
         weighs: whether parentheses weigh words and embedding: names a file, as in ComfyUI's prompts.
     """
-    facts = {"what": "stock text", "version": COMFY_VERSION, **prompt_facts("text", text, weighs), "clip": fingerprint}
+    facts = {"what": "stock text", "version": COMFY_VERSION, **_prompt_facts("text", text, weighs), "clip": fingerprint}
     return settings_fingerprint({**facts, "keeps_all": True} if keeps_all else facts)
 
 
 def comfy_token_key(text: str, fingerprint: str, *, weighs: bool = False) -> str:
     """Key of what the tokenizer of ComfyUI's CLIP makes of one text; as comfy_text_key."""
-    facts = {"what": "stock tokens", "version": COMFY_VERSION, **prompt_facts("text", text, weighs)}
+    facts = {"what": "stock tokens", "version": COMFY_VERSION, **_prompt_facts("text", text, weighs)}
     return settings_fingerprint({**facts, "clip": fingerprint})
 
 
-def prompt_facts(name: str, text: str, weighs: bool) -> dict[str, Any]:
+def _prompt_facts(name: str, text: str, weighs: bool) -> dict[str, Any]:
     """What decides how ComfyUI's CLIP reads a text; a text of words alone is read alike in both ways."""
     return {name: text, **({"literal": True} if not weighs and _PROMPT_SYNTAX.search(text) else {})}
 
@@ -143,6 +143,27 @@ def comfy_latent_key(image_fingerprint: str, request: ImageRequest, fingerprint:
             "version": (COMFY_VERSION, IMAGE_VERSION),
             **_request_facts(image_fingerprint, request),
             "vae": fingerprint,
+        }
+    )
+
+
+def condition_key(
+    files: Sequence[Any], encoders: Sequence[str], caption: str | None, *, weighs: bool, megapixels: float | None
+) -> str:
+    """Key of what ComfyUI's nodes make of a sample's files.
+
+    Args:
+        files: their content and cuts. encoders: names of those that take part.
+        caption: where it takes part. megapixels: where pictures are scaled.
+    """
+    return settings_fingerprint(
+        {
+            "what": "condition",
+            "version": (CONDITION_VERSION, COMFY_VERSION, IMAGE_VERSION, CLIP_VERSION),
+            "files": files,
+            "encoders": encoders,
+            **({} if caption is None else _prompt_facts("caption", caption, weighs)),
+            **({} if megapixels is None else {"megapixels": megapixels}),
         }
     )
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..checkpoints.header import FileHeader, read_file_header
-from ..system.files import TEMPORARY_SUFFIX, save_tensors_atomically, what_helps, write_atomically
+from ..system.files import TEMPORARY_SUFFIX, save_tensors_atomically, what_helps
 
 if TYPE_CHECKING:
     import torch
@@ -149,10 +149,6 @@ class CacheStore:
         listed = json.dumps(list(parts))
         self._save(key, {}, {_KEY_NAME: key, _PARTS: listed, _CHECKSUM: _checksum({}, key + listed)})
 
-    def put_file(self, key: str, data: bytes) -> None:
-        """Write an entry that is the bytes of another store's file. Raises: OSError as put."""
-        self._write(key, lambda path: write_atomically(path, data))
-
     def remove(self, key: str) -> int:
         """Delete an entry; returns its bytes, 0 if it is not there."""
         path = self.path(key)
@@ -231,10 +227,10 @@ def _is_ours(header: FileHeader, key: str) -> bool:
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor] | None:
-    from ..checkpoints.weight_file import read_tensors
+    from ..checkpoints.weight_file import load_tensors
 
     try:
-        return read_tensors(path)
+        return load_tensors(path)
     except (ValueError, FileNotFoundError):  # a flipped byte in the header; or another process deleted it just now
         return None
 

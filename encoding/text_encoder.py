@@ -28,7 +28,7 @@ import torch
 
 from ..families.spec import TextEncoderSpec
 from ..patches.hooks import HookSet
-from ..system.json_file import expect, read_json_object
+from ..system.files import expect, read_json_object
 from .streamed_encoder import StreamedLayers, StreamPlan, stream_weights
 from .text_weights import (
     WHAT_WORKS,

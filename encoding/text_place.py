@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..config.open import asked
+from ..config.setting import asked
 from ..families.spec import TextEncoderSpec
 from ..parallel.devices import CPU, available_devices, find_device, free_bytes
 from ..parallel.offload.copies import NUM_SLOTS, lay_out

@@ -26,7 +26,7 @@ from torch import nn
 
 from ..checkpoints.header import TensorEntry, read_header, read_weight_map
 from ..checkpoints.load import find_owner, put_tensor
-from ..checkpoints.model_folder import first
+from ..checkpoints.model_files import first
 from ..checkpoints.weight_file import open_weights
 from ..families.spec import TextEncoderSpec
 from ..patches.lora import matches_any
@@ -133,7 +133,7 @@ def refuse_eight_bit(files: Mapping[str, Path]) -> None:
     """Raises: ValueError naming the first tensors that are stored in 8 bits and what works instead."""
     for file in sorted(set(files.values())):
         with open_weights(file) as reader:
-            types = {key: reader.get_slice(key).get_dtype() for key in files if files[key] == file}
+            types = {key: reader.header.tensors[key].dtype for key in files if files[key] == file}
         if low := sorted(key for key, dtype in types.items() if dtype in _EIGHT_BIT):
             raise ValueError(f"{file} is in 8 bits already ({low[0]} is {types[low[0]]}); {WHAT_WORKS}")
 

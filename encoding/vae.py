@@ -24,7 +24,7 @@ from ..checkpoints.fingerprint import file_fingerprint, folder_fingerprint, sett
 from ..checkpoints.model_class import refuse_other_kinds, shapes_of_class
 from ..checkpoints.weight_file import load_tensors
 from ..families.spec import ModelFamily, Variant
-from ..system.json_file import read_json_object
+from ..system.files import read_json_object
 
 Shapes = Mapping[str, tuple[int, ...]]
 _WHAT_WORKS = "give the VAE file or folder published with the model"

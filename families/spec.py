@@ -182,7 +182,7 @@ class Variant:
     vae_config: Mapping[str, Any] = field(default_factory=dict)  # for single-file VAEs
     training_guidance: float | None = None  # embedded guidance while training; None for a model without that input
     sigma_range: tuple[float, float] = (0.0, 1.0)  # timesteps it is trained on; all unless it is one expert of a pair
-    boundary: float = 0.0  # timestep where the experts of such a pair meet, if its file does not say which one it is
+    boundary: float = 0.0  # timestep between the experts of such a pair, if its file does not say which one it is
     is_expert: bool = False  # whether its file is surely one of these
     timesteps: TimestepSpec | None = None  # in place of the family's, as are latent and sampling
     latent: LatentSpec | None = None
@@ -240,12 +240,10 @@ class EulerSteps(Protocol):
 
     @property
     def levels(self) -> torch.Tensor:
-        """The noise level of each step, as the model is told. [steps]"""
-        ...
+        """The noise level of each step, as the model gets it. [steps]"""
 
     def start(self, noise: torch.Tensor) -> torch.Tensor:
         """What the first step begins with, of plain noise."""
-        ...
 
     def step(
         self, index: int, latents: torch.Tensor, said: torch.Tensor, plain: torch.Tensor | None, scale: float
@@ -256,11 +254,9 @@ class EulerSteps(Protocol):
             said: by the model of the prompt. plain: of the empty one; None without classifier-free guidance.
             scale: of that guidance.
         """
-        ...
 
     def end(self, latents: torch.Tensor) -> torch.Tensor:
         """Normalised latents, of those that the last step leaves."""
-        ...
 
 
 class HostDecoding(Protocol):
@@ -268,18 +264,15 @@ class HostDecoding(Protocol):
 
     def needed_bytes(self, shape: tuple[int, ...]) -> int:
         """What weights and decoding take on a card, by ComfyUI's own estimate. shape: of latents, [1, C, F, H, W]"""
-        ...
 
     def decode(self, latents: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Pixels in 0..1, float32 on the CPU, of latents [1, C, F, H, W]. [F, height, width, 3]
 
         Raises: Stopped where the host's user has pressed Cancel.
         """
-        ...
 
     def close(self) -> None:
         """Make room."""
-        ...
 
 
 class HostModel(Protocol):
@@ -291,7 +284,6 @@ class HostModel(Protocol):
 
     def make(self, *, is_empty: bool) -> nn.Module:
         """The model with its parameters on meta; buffers too if it is empty."""
-        ...
 
     def add_noise(
         self,
@@ -306,7 +298,6 @@ class HostModel(Protocol):
             latents, noise: float32. [B, C, F, H, W]    times: 0..1, 1 is noise. [B]
             noise_mask: 1 where sampling denoises all; what it leaves is put in as it does. [B, 1 or C, F, H, W]
         """
-        ...
 
     def predict(
         self,
@@ -322,12 +313,10 @@ class HostModel(Protocol):
             given: a CONDITIONING as families/comfy/inputs.py reads it from the cache, with a batch, and the noise mask
                 that add_noise was given, if any.
         """
-        ...
 
     @property
     def text_class(self) -> str:
         """ComfyUI's class of its text encoders; "" where no LoRA can be trained on them."""
-        ...
 
     def attach_text_encoders(
         self, model: nn.Module, files: Sequence[str], kind: str, path: str, fingerprint: str, device: torch.device
@@ -339,15 +328,12 @@ class HostModel(Protocol):
             fingerprint: the name that they must have.
         Raises: ValueError for others.
         """
-        ...
 
     def euler_steps(self, steps: int) -> EulerSteps:
         """So many steps, as its sampler makes them."""
-        ...
 
     def open_vae(self, path: Path) -> HostDecoding:
         """The VAE of a file. Raises: ValueError for a file that holds none."""
-        ...
 
     def read_lora(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """The layers of a LoRA file, as its loader maps them onto this model; see checkpoints/lora_start.py.
@@ -356,7 +342,6 @@ class HostModel(Protocol):
 
         Raises: ValueError naming what it does not map.
         """
-        ...
 
     def example(
         self, batch: int, device: torch.device, text: Mapping[str, torch.Tensor] | None
@@ -367,7 +352,6 @@ class HostModel(Protocol):
             text: of one sample; None takes what its description says of such a model.
         Raises: ValueError where nobody said what such a model is given.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -415,7 +399,7 @@ class ModelFamily:
     unsupported: Mapping[str, str] = field(default_factory=dict)
     # What the model predicts at sigma t: noise - data, with x_t = (1-t) data + t noise.
     prediction_target: str = "velocity"
-    # How its blocks are divided among devices that compute each of them together, a plan per class of block.
+    # How its blocks are divided among devices that all compute each of them, a plan per class of block.
     tensor: tuple[TensorPlan, ...] = ()
     comfy: ComfyInputs | None = None  # how ComfyUI's classes read what its encoders make; None if nobody has looked
     # Of a family that is one of ComfyUI's own classes: where its blocks are, and who builds and calls it. Such a family

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..system.json_file import read_json_object
+from ..system import processes
+from ..system.files import read_json_object
 from ..system.stopping import STOPPED, interrupt_on_signal
-from .client import TIMED_OUT, ClientRun
-from .comfyui import find_comfy_cli, find_comfyui
-from .server import start_server, tell_lines
-from .workflow import read_workflow, set_values
+from .server import HOST, QUIET, ROOT, find_comfy_cli, find_comfyui, start_server, tell_lines
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,10 @@ def run_workflow(
     Raises: ValueError for a file that is no workflow, or an input that it has not; RuntimeError if ComfyUI or comfy-cli
         is missing or fails.
     """
-    check_workflow(workflow)
+    graph = read_workflow(workflow)
     with interrupt_on_signal(), tempfile.TemporaryDirectory(prefix="devicebridge-run-") as scratch:
         if values:
-            changed = set_values(read_workflow(workflow), values)
+            changed = set_values(graph, values)
             workflow = Path(scratch) / workflow.name
             workflow.write_text(json.dumps(changed), encoding="utf-8")
         installed = find_comfyui(comfyui, base)
@@ -79,8 +80,11 @@ def run_workflow(
         return RunResult(exit_code, outputs, run.message, server.log if server.log.exists() else None)
 
 
-def check_workflow(path: Path) -> None:
-    """Raises: ValueError for a file that is missing or holds neither form: node id -> node, or "nodes" and "links"."""
+def read_workflow(path: Path) -> dict[str, Any]:
+    """The nodes of a workflow file, as they stand there.
+
+    Raises: ValueError for a file that is missing or holds neither form: node id -> node, or "nodes" and "links".
+    """
     try:
         graph = read_json_object(path, "give a workflow that ComfyUI has saved")
     except FileNotFoundError as error:
@@ -90,3 +94,182 @@ def check_workflow(path: Path) -> None:
     is_api_form = graph and all(isinstance(node, dict) and "class_type" in node for node in graph.values())
     if not is_api_form and not isinstance(graph.get("nodes"), list):
         raise ValueError(f"{path} is no workflow: expected ComfyUI's saved or API form")
+    return graph
+
+
+# ---- workflow files, in the form that ComfyUI saves or in its API form, with inputs replaced
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """ "NODE.INPUT=VALUE"; the value is JSON where it can be, else text.
+
+    Raises: ValueError for another form.
+    """
+    name, is_set, value = text.partition("=")
+    if not is_set or "." not in name:
+        raise ValueError(f"--set {text!r} is not NODE.INPUT=VALUE; NODE is a node's number, type or title")
+    try:
+        return name.strip(), json.loads(value)
+    except json.JSONDecodeError:
+        return name.strip(), value
+
+
+def set_values(graph: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a workflow with inputs replaced.
+
+    Args:
+        values: "<node>.<input>" -> value; a node by its id, its type or its title. A type stands for every such node.
+    Raises: ValueError for a name that no node has.
+    """
+    changed = copy.deepcopy(dict(graph))
+    for name, value in values.items():
+        node_name, _, input_name = name.rpartition(".")
+        nodes = _find_nodes(changed, node_name)
+        if not nodes:
+            raise ValueError(f"{name}: the workflow has no node {node_name!r}; it has {_known(changed)}")
+        for node in nodes:
+            _set_input(node, input_name, value, name)
+    return changed
+
+
+def _find_nodes(graph: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    if "nodes" in graph:
+        return [node for node in graph["nodes"] if name in {str(node["id"]), node["type"], node.get("title")}]
+    titled = {node_id: node.get("_meta", {}).get("title") for node_id, node in graph.items()}
+    return [node for node_id, node in graph.items() if name in {node_id, node["class_type"], titled[node_id]}]
+
+
+def _known(graph: Mapping[str, Any]) -> str:
+    nodes = graph["nodes"] if "nodes" in graph else graph.values()
+    return ", ".join(dict.fromkeys(str(node.get("type") or node.get("class_type")) for node in nodes))
+
+
+def _set_input(node: dict[str, Any], input_name: str, value: Any, name: str) -> None:
+    """In the saved form values are a list in the order of the widgets, and beside it, since 2026, a table by name."""
+    if "class_type" in node and input_name in node["inputs"]:
+        node["inputs"][input_name] = value
+        return
+    named = node.get("widgets_values_named", {})
+    widgets = list(named) or [entry["name"] for entry in node.get("inputs", []) if "widget" in entry]
+    values = node.get("widgets_values", [])
+    if input_name not in widgets or len(widgets) != len(values):
+        raise ValueError(f"{name}: the node has no such input that can be set")
+    values[widgets.index(input_name)] = value
+    if named:
+        named[input_name] = value
+
+
+# ---- comfy-cli: queues a workflow on a server, and what it tells is made into lines for a person
+
+
+TIMED_OUT = 124
+_SILENCE_TIMEOUT_S = 24 * 3600  # loading a large model says nothing for long
+_PROGRESS_INTERVAL_S = 2.0
+
+
+@dataclass
+class ClientRun:
+    """One run of a workflow; message says what went wrong."""
+
+    on_progress: Callable[[str], object]
+    message: str = ""
+    _titles: dict[str, str] = field(default_factory=dict)
+    _last_progress_s: float = 0.0
+
+    def run(self, client: Path, workflow: Path, port: int, timeout_s: float | None) -> int:
+        """Queue the workflow and follow it; returns comfy-cli's exit code, 124 after timeout_s, 130 on Ctrl-C."""
+        command: list[str | Path] = [client, "--skip-prompt", "run", "--json", "--where", "local", "--wait"]
+        command += ["--workflow", workflow, "--host", HOST, "--port", str(port), "--timeout", str(_SILENCE_TIMEOUT_S)]
+        is_late = threading.Event()
+        with processes.start(command, environment=QUIET) as process:
+
+            def give_up() -> None:
+                is_late.set()
+                process.terminate()
+
+            timer = threading.Timer(threading.TIMEOUT_MAX if timeout_s is None else timeout_s, give_up)
+            timer.daemon = True
+            timer.start()
+            try:
+                exit_code = process.each_line(self.read)
+            except KeyboardInterrupt:
+                self.message = "cancelled"
+                return STOPPED
+            finally:
+                timer.cancel()
+        if is_late.is_set():
+            self.message = f"cancelled: not done after {timeout_s:.0f} s"
+            return TIMED_OUT
+        return exit_code
+
+    def read(self, line: str) -> None:
+        """One line of comfy-cli's output: an event as JSON, or something else."""
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:
+            return
+        kind = event.get("type") if isinstance(event, dict) else None
+        if kind == "executing":
+            self._titles[event["node"]] = event["title"]
+            self.on_progress(event["title"])
+        elif kind == "progress":
+            self._read_progress(event)
+        elif kind == "envelope" and event.get("error"):
+            self.message = _describe_error(event["error"])
+
+    def _read_progress(self, event: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if now - self._last_progress_s >= _PROGRESS_INTERVAL_S or event["completed"] >= event["total"]:
+            self._last_progress_s = now
+            title = self._titles.get(event["node"], event["node"])
+            self.on_progress(f"{title} {event['completed']}/{event['total']}")
+
+
+def _describe_error(error: Mapping[str, Any]) -> str:
+    """An error of comfy-cli (1.23) or of the server: message, every part, and the hint where it says more."""
+    details = error.get("details") or {}
+    errors = [entry for entry in details.get("errors") or [] if isinstance(entry, dict)]
+    lines = []
+    for entry in errors:
+        hint = f" ({entry['hint']})" if entry.get("hint") else ""
+        lines.append(f"node {entry.get('node_id') or '?'}: {entry.get('message', '')}{hint}")
+    for node in details.get("node_errors") or []:
+        lines += _node_lines(node) if isinstance(node, dict) else []
+    said = [str(entry["message"]) for entry in errors if entry.get("message")]
+    for hint in str(error.get("hint") or "").splitlines():
+        is_for_programs = hint.startswith("inspect ")  # points into the JSON, which nobody sees here
+        if not is_for_programs and not any(message in hint for message in said):
+            lines.append(hint)
+    if details.get("body"):
+        lines.append(str(details["body"]))
+    lines += _pack_lines(errors)
+    return "\n".join([str(error.get("message", "the workflow failed")), *lines])
+
+
+def _node_lines(node: Mapping[str, Any]) -> list[str]:
+    """A line per error of a node. The server lists them; earlier versions of comfy-cli gave one with the node."""
+    title = str(node.get("class_type") or f"node {node.get('node_id', '?')}")
+    found = node.get("errors") if isinstance(node.get("errors"), list) else [node]
+    return [
+        " ".join([title, *(str(part[key]) for key in ("message", "details") if part.get(key))])
+        if isinstance(part, dict)
+        else f"{title} {part}"
+        for part in found or ()
+    ]
+
+
+def _pack_lines(errors: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Where a node of ours is unknown: ComfyUI lacks the pack, or its suggestions show another version of it."""
+    unknown = [
+        entry
+        for entry in errors
+        if entry.get("code") == "unknown_class_type" and "'DeviceBridge" in str(entry.get("message"))
+    ]
+    if not unknown:
+        return []
+    if any(name.startswith("DeviceBridge") for entry in unknown for name in entry.get("suggestions") or ()):
+        return [f"The DeviceBridge pack of this ComfyUI has no such node; update it, or mend the name (ours: {ROOT})"]
+    return [
+        "This ComfyUI does not have the DeviceBridge pack in custom_nodes, or could not import it (ComfyUI's log says "
+        f"why); the pack that belongs to this command is {ROOT}"
+    ]

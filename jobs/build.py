@@ -12,7 +12,7 @@ from torch import nn
 
 from ..assembly import Assembled, assemble_for_training, assemble_sharded
 from ..config.model import Strategy, shards_weights
-from ..data.order import BatchOrder
+from ..data.samples import BatchOrder
 from ..events import EventLog
 from ..parallel.devices import reset_peaks
 from ..parallel.local.data_parallel import DataParallel, Replica
@@ -23,15 +23,14 @@ from ..parallel.ranks.across import AcrossRanks
 from ..parallel.ranks.group import ALONE, Ranks
 from ..parallel.runner import PlainAccumulation, Runner
 from ..patches.compile_blocks import CompiledBlocks, remove_compiled
-from ..planning.report import compare, parts_of
-from ..sampling.in_ranks import RankSamples
-from ..system.requests import Requests
+from ..planning.plan import compare, parts_of
+from ..system.stopping import Requests
 from ..training.adapter import LoraHandle, apply_lora
 from ..training.batches import CachedSamples
 from ..training.loop import Trainer
 from .checked_job import JobPlan
 from .lora_output import save_lora
-from .ranks import mesh_of
+from .rank_plans import mesh_of
 from .samples import make_sampler
 
 
@@ -70,7 +69,7 @@ def build_trainer(
     if ranks.is_launched:
         shares = shards_weights(plan.execution.strategy)
         runner = AcrossRanks(runner, list(lora.parameters().values()), ranks, job.train.seed, in_lockstep=shares)
-    asked, pictures = Requests(Path(job.output.folder)), make_sampler(plan, assembled, runner, data[0], events, ranks)
+    asked = Requests(Path(job.output.folder))
     return Trainer(
         job=job,
         family=plan.family,
@@ -92,7 +91,7 @@ def build_trainer(
         save_lora=partial(save_lora, plan, lora),
         compiled=_agreed(assembled.all_compiled, ranks),
         is_asked=lambda what: ranks.from_first(lambda: asked.take(what)),
-        samples=pictures if pictures is None or not ranks.is_launched else RankSamples(pictures, ranks),
+        samples=make_sampler(plan, assembled, runner, data[0], events, ranks),
         ranks=ranks,
     )
 
@@ -111,7 +110,10 @@ def _assemble(plan: JobPlan, ranks: Ranks) -> Assembled:
 
     def attach(model: nn.Module) -> LoraHandle:
         if job.lora.text_encoder:
-            _attach_text_encoders(plan, model)
+            host, cache = plan.family.host, job.cache
+            assert host is not None
+            files, kind, name = cache.stock_clip, cache.stock_clip_type, cache.text_source
+            host.attach_text_encoders(model, files, kind, job.model.path, name, plan.placement.home)
         return apply_lora(model, plan.family, job.lora, seed=job.train.seed)
 
     if shards_weights(execution.strategy):
@@ -119,13 +121,6 @@ def _assemble(plan: JobPlan, ranks: Ranks) -> Assembled:
     if ranks.place.local_rank and execution.quantized_cache is not None:  # the first one of the machine fills it
         execution = replace(execution, quantized_cache=None)
     return assemble_for_training(plan.info, execution, attach)
-
-
-def _attach_text_encoders(plan: JobPlan, model: nn.Module) -> None:
-    job, host = plan.job, plan.family.host
-    assert host is not None
-    files, kind, name = job.cache.stock_clip, job.cache.stock_clip_type, job.cache.text_source
-    host.attach_text_encoders(model, files, kind, job.model.path, name, plan.placement.home)
 
 
 def _clean_up_later(assembled: Assembled, cleanup: ExitStack) -> None:
@@ -146,7 +141,12 @@ def _make_runner(plan: JobPlan, assembled: Assembled) -> Runner:
             assert plan.execution.ahead is not None
             return Pipeline(assembled.model, assembled.split.bridge, ahead=plan.execution.ahead)
         case "data":
-            return DataParallel([_replica_of(each) for each in assembled.parts])
+            return DataParallel(
+                [
+                    Replica(each.model, each.split.home, tuple(_lora_of(each).parameters().values()))
+                    for each in assembled.parts
+                ]
+            )
         case "tensor":
             return make_tensor_training(assembled)
 
@@ -156,10 +156,6 @@ def make_tensor_training(assembled: Assembled) -> TensorTraining:
     assert isinstance(assembled.model, DividedModel)
     own = [_lora_of(each).parameters() for each in assembled.shards]
     return TensorTraining(assembled.model, LoraSlices(_lora_of(assembled).parameters(), own, assembled.slices))
-
-
-def _replica_of(assembled: Assembled) -> Replica:
-    return Replica(assembled.model, assembled.split.home, tuple(_lora_of(assembled).parameters().values()))
 
 
 def _lora_of(assembled: Assembled) -> LoraHandle:

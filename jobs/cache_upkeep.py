@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..encoding.living import living_keys
+from ..encoding.claims import living_keys
 from ..encoding.store import CacheStore, State
 from .checked_job import JobPlan
 from .encode_job import CachePart, cache_entries, cache_store
@@ -27,10 +27,6 @@ class Verified:
     folder: Path
     counts: Mapping[CachePart, Mapping[State, int]]
     problems: Sequence[str]
-
-    @property
-    def is_clean(self) -> bool:
-        return not self.problems
 
     def report(self) -> str:
         """Counts, and the first of the entries that are not whole."""

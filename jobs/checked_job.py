@@ -14,7 +14,7 @@ from ..data.samples import Sample, TrainingSample
 from ..execution import ExecutionPlan
 from ..families.spec import ModelFamily, Variant
 from ..parallel.placement import Placement
-from ..planning.plan_training import TrainingPlan
+from ..planning.plan import TrainingPlan
 from ..training.objective import NoiseSchedule
 from .comfy_entries import ComfyReader, EncodedSample, make_comfy_reader, resolution_of
 

@@ -8,18 +8,17 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from ..checkpoints.config_sizes import refuse_absurd_sizes
 from ..checkpoints.fingerprint import folder_fingerprint
 from ..checkpoints.header import TensorRecord, read_header
-from ..checkpoints.model_class import with_defaults
-from ..checkpoints.zero_weights import find_zero_weights, refuse_zeros
-from ..config.job import JobConfig, OptimizerConfig
+from ..checkpoints.model_class import refuse_absurd_sizes, with_defaults
+from ..checkpoints.weight_file import find_zero_weights, refuse_zeros
+from ..config.job import JobConfig, OptimizerConfig, job_keys, values_at
 from ..data.samples import Sample
 from ..data.video import media_fingerprint, sequence_files
 from ..encoding.text_encoder import check_encoder
@@ -29,16 +28,20 @@ from ..families.spec import TextEncoderSpec
 from ..parallel.devices import CPU, find_device
 from ..parallel.placement import check_kept_blocks, check_offloaded_blocks
 from ..quantization.quantize import check_packages, refusal
-from ..system.json_file import read_json_object
+from ..runs.folders import NO_RUNS
+from ..system.files import read_json_object
 from ..training.optimizer import make_optimizer
 from .checked_job import JobPlan, comfy_reader, component_folder, vae_path
 from .comfy_entries import refuse_condition
-from .idle import describe_idle
 from .read_job import ReadJob
 from .samples import check_samples, describe_expert
 
 _log = logging.getLogger(__name__)
 _MAX_NAMES = 5  # spelt out in a message
+_OURS = ("output.folder", "cache.folder", "model.quantized_cache")
+_FILES_ONLY = ("data.folders.path", "data.folders.references", "evaluation.folder", "evaluation.references")
+_REPEATS: tuple[str, ...] = ("data.resolutions", "data.folders.resolutions", "data.frames", "evaluation.quantiles")
+_REPEATS += ("data.folders.references", "evaluation.references", "samples.prompts", "cache.stock_clip")
 
 
 def refuse_stills(read: ReadJob) -> None:
@@ -108,6 +111,72 @@ def check_places(job: JobConfig, *, is_writer: bool = True) -> None:
 def _nearest(path: Path) -> Path:
     """The path itself, or the nearest above it that is there."""
     return next((each for each in (path, *path.absolute().parents) if os.path.lexists(each)), Path())
+
+
+def refuse_repeats(job: JobConfig) -> None:
+    """Raises: ValueError for a value that a list has twice, and for a folder named twice with equal settings."""
+    for key in _REPEATS:
+        for values in values_at(job, key):
+            if again := [each for number, each in enumerate(values) if each in values[:number]]:
+                raise ValueError(
+                    f"{key} has {again[0]!r} twice, which counts it twice or changes nothing; name it once"
+                )
+    folders = job.data.folders
+    if same := [each for number, each in enumerate(folders) if each in folders[:number]]:
+        raise ValueError(
+            f"the folder {same[0].path} is there twice with the same settings; name it once, with "
+            "data.folders.repeats = 2"
+        )
+
+
+def refuse_overlaps(job: JobConfig) -> None:
+    """Raises: ValueError where the job would write into a folder that it reads, or over a file that it reads."""
+    lora = Path(job.output.folder, job.output.file_name)
+    for key, given in _read_places(job):
+        if given.is_file() and _place_in(lora, given) is not None:
+            raise ValueError(
+                f"the LoRA file {lora} would be written over {key}, which is that file; choose another output.name"
+            )
+        if not given.is_dir():
+            continue
+        for our_key in _OURS:
+            (ours,) = values_at(job, our_key)
+            place = _place_in(Path(ours), given) if ours else None
+            if place is not None and not (place and key in _FILES_ONLY and not _has_caption(given, place)):
+                raise ValueError(
+                    f"{our_key} {ours} lies in {key} {given}, or is that folder, so what is written there would be "
+                    "among what is read; choose a folder beside it"
+                )
+        own = [name for name in sorted(NO_RUNS) if _place_in(given, Path(job.output.folder, name)) is not None]
+        if own:
+            raise ValueError(
+                f"{key} {given} is where output.folder {job.output.folder} keeps its {own[0]}; choose another "
+                "output.folder"
+            )
+
+
+def _read_places(job: JobConfig) -> Iterator[tuple[str, Path]]:
+    """Files and folders that are read, with their keys."""
+    for path, key in job_keys().items():
+        for given in values_at(job, path) if key.is_path and path not in _OURS else ():
+            yield from ((path, Path(each)) for each in ([given] if isinstance(given, str) else given) if each)
+
+
+def _place_in(inner: Path, outer: Path) -> str | None:
+    """The name of the entry in which a path lies, "" if it is outer itself, and None if it lies elsewhere.
+
+    The path need not be there, whatever links and spellings lead to it.
+    """
+    if not outer.exists():
+        return None
+    real = Path(os.path.realpath(inner))
+    places = {each: name for each, name in zip((real, *real.parents), ("", *real.parts[:0:-1]), strict=True)}
+    return next((name for each, name in places.items() if each.exists() and each.samefile(outer)), None)
+
+
+def _has_caption(folder: Path, name: str) -> bool:
+    """Whether a sub-folder of a dataset has a caption beside it, and is read as a clip."""
+    return any(os.path.lexists(folder / f"{name}{ending}") for ending in (".txt", ".caption"))
 
 
 # ---- text encoders and VAE ----
@@ -196,8 +265,7 @@ def give_cautions(plan: JobPlan) -> None:
         [
             describe_idle(plan.job),
             _unused_trigger(plan),
-            _ignored_rate(plan.job.optimizer),
-            _small_factor(plan.job.optimizer),
+            _odd_rate(plan.job.optimizer),
             _trained_on(plan),
             _zero_weights(plan),
             describe_expert(plan),
@@ -231,22 +299,18 @@ def _unused_trigger(plan: JobPlan) -> str:
     )
 
 
-def _ignored_rate(optimizer: OptimizerConfig) -> str:
-    if "lr" not in optimizer.options:
-        return ""
-    return (
-        f"optimizer.options.lr = {optimizer.options['lr']!r} is ignored: the learning rate is "
-        f"optimizer.learning_rate = {optimizer.learning_rate:g}; remove one of the two"
-    )
-
-
-def _small_factor(optimizer: OptimizerConfig) -> str:
-    if "prodigy" not in optimizer.name.lower() or optimizer.learning_rate >= 0.05:
-        return ""
-    return (
-        f"optimizer.learning_rate = {optimizer.learning_rate:g} is a factor of the rate that prodigy finds, and makes "
-        "it as much smaller; 1 is usual"
-    )
+def _odd_rate(optimizer: OptimizerConfig) -> str:
+    if "lr" in optimizer.options:
+        return (
+            f"optimizer.options.lr = {optimizer.options['lr']!r} is ignored: the learning rate is "
+            f"optimizer.learning_rate = {optimizer.learning_rate:g}; remove one of the two"
+        )
+    if "prodigy" in optimizer.name.lower() and optimizer.learning_rate < 0.05:
+        return (
+            f"optimizer.learning_rate = {optimizer.learning_rate:g} is a factor of the rate that prodigy finds, and "
+            "makes it as much smaller; 1 is usual"
+        )
+    return ""
 
 
 def _trained_on(plan: JobPlan) -> str:
@@ -293,3 +357,70 @@ def _names(names: Iterable[str]) -> str:
     names = list(names)
     rest = len(names) - _MAX_NAMES
     return ", ".join(names[:_MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+# ---- settings without effect ----
+
+_Test = Callable[[JobConfig], bool]
+_IMAGES = ("resolutions", "max_aspect_ratio", "bucket_step", "frames", "fps", "window", "trigger_word")
+_IDLE: tuple[tuple[Sequence[str], _Test, str], ...] = (
+    (("schedule.min_factor",), lambda job: job.schedule.name == "constant", "schedule.name is constant"),
+    (
+        ("schedule.warmup_steps",),
+        lambda job: job.schedule.warmup_steps >= job.train.steps,
+        "all of train.steps pass before the full learning rate is reached",
+    ),
+    (
+        ("model.rotation",),
+        lambda job: job.model.quantize not in ("int8-compute", "auto"),
+        "model.quantize is not int8-compute",
+    ),
+    (("output.use_ema", "samples.use_ema"), lambda job: not job.train.ema_decay, "train.ema_decay keeps no average"),
+    (
+        tuple(f"samples.{name}" for name in ("every_steps", "before_first", "seed", "steps", "guidance"))
+        + tuple(f"samples.{name}" for name in ("width", "height", "frames", "vae")),
+        lambda job: not job.samples.prompts,
+        "there are no samples.prompts",
+    ),
+    (
+        ("evaluation.every_steps", "evaluation.quantiles", "evaluation.seed"),
+        lambda job: not job.evaluation.folder,
+        "there is no evaluation.folder",
+    ),
+    (
+        ("objective.logit_mean", "objective.logit_std"),
+        lambda job: job.objective.timestep_sampling not in ("", "logit_normal"),
+        "objective.timestep_sampling is not logit_normal",
+    ),
+    (
+        ("objective.sigmoid_scale",),
+        lambda job: job.objective.timestep_sampling not in ("", "sigmoid"),
+        "objective.timestep_sampling is not sigmoid",
+    ),
+    (
+        ("cache.text_window_gb",),
+        lambda job: job.cache.text_device not in ("auto", "stream"),
+        "cache.text_device is neither auto nor stream",
+    ),
+    (("parallel.shard_degree",), lambda job: job.parallel.strategy != "hsdp", "parallel.strategy is not hsdp"),
+    (
+        ("parallel.microbatches_ahead",),
+        lambda job: job.parallel.strategy not in ("auto", "pipeline"),
+        "parallel.strategy is not pipeline",
+    ),
+    (
+        ("data.reference_megapixels",),
+        lambda job: job.data.condition != "reference",
+        "data.condition is not reference",
+    ),
+    (tuple(f"data.{name}" for name in _IMAGES), lambda job: bool(job.data.encoded), "data.encoded is encoded already"),
+)
+
+
+def describe_idle(job: JobConfig) -> str:
+    """What is set and has no effect, with the reasons; "" for nothing."""
+    found = []
+    for keys, is_idle, why in _IDLE:
+        if is_idle(job) and (given := [key for key in keys if values_at(job, key) != [job_keys()[key].default]]):
+            found.append(f"{', '.join(given)} ({why})")
+    return f"without effect, as this job is: {'; '.join(found)}" if found else ""

@@ -17,10 +17,18 @@ import torch
 from ..checkpoints.fingerprint import settings_fingerprint
 from ..config.job import CacheConfig, JobConfig
 from ..data.image import ImageRequest
-from ..encoding.conditions import ComfyConditioner, ComfyConditions
-from ..encoding.encode import Wanted
-from ..encoding.encoded import EncodedPair, load_encoded
-from ..encoding.sources import ComfyClip, ComfyLatents, ComfyTexts, ComfyTokens, ComfyVae, Shapes
+from ..data.samples import Wanted
+from ..encoding.comfy_data import EncodedPair, load_encoded
+from ..encoding.comfy_sources import (
+    ComfyClip,
+    ComfyConditioner,
+    ComfyConditions,
+    ComfyLatents,
+    ComfyTexts,
+    ComfyTokens,
+    ComfyVae,
+)
+from ..encoding.sources import Shapes
 from ..encoding.store import CacheStore
 from ..families.comfy.conditions import WAYS
 from ..families.comfy.inputs import (
@@ -201,20 +209,19 @@ class EncodedSample:
     """One sample of a dataset that arrived encoded.
 
     Args:
-        latents: key of its latents. caption: key of its text.
         bucket: latent sides and text tokens. alike: what else its CONDITIONING says, and how long its sound is, as a
             number. Samples that share both can share a batch.
         num_frames: video frames that its latents stand for. has_sound: as a stream, or as a voice to speak with.
         sound: shape of that stream; () without one. has_mask: whether its LATENT has a noise mask.
     """
 
-    latents: str
-    caption: str
+    latents_key: str
+    text_keys: tuple[str, ...]
     bucket: tuple[int, ...]
     num_frames: int = 1
     mask_path: None = None
     loss_weight: float = 1.0
-    condition: None = None
+    empty_text_keys: tuple[str, ...] = ()
     alike: tuple[int, ...] = ()
     has_sound: bool = False
     sound: tuple[int, ...] = ()
@@ -248,7 +255,7 @@ def _encoded_sample(pair: EncodedPair, reader: ComfyReader) -> EncodedSample:
     has_voice = any(option_path(name)[:1] == (VOICE,) for name in pair.text_shapes)
     return EncodedSample(
         pair.latents,
-        pair.text,
+        (pair.text,),
         bucket,
         num_frames,
         alike=_alike(pair),
@@ -282,7 +289,7 @@ def refuse_batches_with_sound(samples: Sequence[EncodedSample], batch_size: int)
 
 def refuse_missing(samples: Sequence[EncodedSample], store: CacheStore) -> None:
     """Raises: ValueError if an entry of these samples is not in the store."""
-    keys = dict.fromkeys(key for sample in samples for key in (sample.latents, sample.caption))
+    keys = dict.fromkeys(key for sample in samples for key in (sample.latents_key, *sample.text_keys))
     missing = [key for key in keys if key not in store]
     if missing:
         raise ValueError(

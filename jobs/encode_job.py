@@ -13,20 +13,16 @@ import torch
 from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..config.job import JobConfig
 from ..data.image import ImageRequest
-from ..data.samples import Sample, TrainingSample
-from ..encoding.conditions import ComfyConditions
+from ..data.samples import Condition, Sample, TrainingSample, Wanted
+from ..encoding.comfy_data import store_of_encoded
+from ..encoding.comfy_sources import ComfyConditions
 from ..encoding.encode import (
     NONE_OUTDATED,
-    Wanted,
-    condition_keys,
-    fill_conditions,
-    fill_images,
+    fill,
     fill_texts,
-    image_keys,
     never,
     text_entries,
 )
-from ..encoding.encoded import store_of_encoded
 from ..encoding.key import comfy_text_key
 from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, TextSource
 from ..encoding.store import CacheStore, Stamp
@@ -34,7 +30,7 @@ from ..events import EventLog, Listener
 from ..families.comfy.conditions import WAYS
 from ..families.registry import COMFYUI
 from ..parallel.devices import find_device, random_states, release_cached_memory, restore_random_states
-from ..system.pace import Pace
+from ..system.progress import Pace
 from ..training.batches import CachedSamples
 from .checked_job import JobPlan, caption_reader, comfy_reader, component_folder, vae_path, without_conditions
 from .comfy_entries import (
@@ -77,13 +73,12 @@ def cache_job(
     if plan.encoded:
         refuse_missing(plan.encoded, store)
         release_cached_memory()  # of a job before: its model's hooks hold it in a circle
-        own_keys = {sample.caption: sample.caption for sample in plan.encoded}
-        return _cached(plan, plan.encoded, [sample.latents for sample in plan.encoded], own_keys), None
-    text_keys: dict[str, str] = fill_cache(plan, "captions", events, should_stop, encoders)
+        return _cached(plan, plan.encoded), None
+    texts: dict[str, str] = fill_cache(plan, "captions", events, should_stop, encoders)
     latent_keys: dict[ImageRequest, str] = fill_cache(plan, "latents", events, should_stop, encoders)
     conditions: dict[Wanted, str] = fill_cache(plan, "conditions", events, should_stop, encoders)
     if settings.text_source:
-        refuse_unfit_texts(caption_reader(plan), store, text_keys, _sharing(plan))
+        refuse_unfit_texts(caption_reader(plan), store, texts, _sharing(plan))
     if settings.latent_source:
         refuse_unfit_latents(comfy_reader(plan), store, latent_keys)
     if conditions:
@@ -95,23 +90,27 @@ def cache_job(
 
         Raises: what fill_cache raises; RuntimeError where the device has no room beside the model.
         """
-        texts = [caption for caption, other in text_keys.items() if other == key]
+        captions = [caption for caption, other in texts.items() if other == key]
         requests = [request for request, other in latent_keys.items() if other == key]
         wanted = [each for each, other in conditions.items() if other == key]
         states = random_states(plan.placement.used_devices)
         try:
-            if texts:
-                fill_texts(texts[:1], _text_sources(plan, encoders), store)
+            if captions:
+                fill_texts(captions[:1], _text_sources(plan, encoders), store)
             if requests:
-                fill_images(requests[:1], _latent_source(plan, encoders), store)
+                fill(requests[:1], _latent_source(plan, encoders), store)
             if wanted:
-                fill_conditions(wanted[:1], _condition_source(plan, encoders), store)
+                fill(wanted[:1], _condition_source(plan, encoders), store)
         finally:
             restore_random_states(states)
 
+    def with_keys(sample: Sample) -> Sample:
+        own, empty = (text_keys(text, sample.condition, texts, conditions) for text in (sample.caption, ""))
+        return replace(sample, latents_key=latent_keys[sample.image_request()], text_keys=own, empty_text_keys=empty)
+
     def cached(samples: tuple[Sample, ...]) -> CachedSamples:
-        made = _cached(plan, samples, [latent_keys[each.image_request()] for each in samples], text_keys, recompute)
-        return replace(made, condition_keys=conditions)
+        prompts = {each: texts[each] for each in ("", *plan.job.samples.prompts)}
+        return replace(_cached(plan, list(map(with_keys, samples))), prompt_keys=prompts, recompute=recompute)
 
     return cached(plan.samples), cached(plan.eval_samples) if plan.eval_samples else None
 
@@ -126,8 +125,7 @@ def missing_prompts(job: JobConfig) -> list[str]:
     """Sample prompts that ComfyUI's CLIP is to encode and the cache has not; a job asks other encoders itself."""
     source, store = job.cache.text_source, cache_store(job)
     how = {"keeps_all": job.model.family == COMFYUI, "weighs": job.cache.caption_weights}
-    keys = {text: comfy_text_key(text, source, **how) for text in job.samples.prompts}
-    return [text for text, key in keys.items() if source and key not in store]
+    return [each for each in job.samples.prompts if source and comfy_text_key(each, source, **how) not in store]
 
 
 def fill_prompts(
@@ -145,20 +143,25 @@ def fill_prompts(
     """
     info = info or read_checkpoint(job.model.path, job.model.family, job.model.variant)
     reader = make_comfy_reader(info.family, info.variant or info.family.variants[0], info.config)
-    source = comfy_texts(job.cache, without_conditions(reader), encoders)
+    source, pace = comfy_texts(job.cache, without_conditions(reader), encoders), Pace()
     events.emit("phase", name="captions")
-    pace = Pace()
     tell = tell_progress(events, pace)
-    fill_texts(job.samples.prompts, [source], cache_store(job), tell, should_stop, on_begin=pace.restart)
+    fill(job.samples.prompts, source, cache_store(job), tell, should_stop, on_begin=pace.restart)
 
 
-def _cached(
-    plan: JobPlan,
-    samples: Sequence[TrainingSample],
-    latent_keys: Sequence[str],
-    text_keys: Mapping[str, str],
-    recompute: Callable[[str], None] | None = None,
-) -> CachedSamples:
+def text_keys(
+    caption: str, condition: Condition | None, texts: Mapping[str, str], conditions: Mapping[Wanted, str]
+) -> tuple[str, ...]:
+    """The entries that a sample's text is read from, with this caption; () if there are none."""
+    if condition is None:
+        return (texts[caption],)
+    made = conditions.get((caption, condition))
+    if made is None:
+        return ()
+    return (made,) if WAYS[condition.way].reads_text else (texts[caption], made)
+
+
+def _cached(plan: JobPlan, samples: Sequence[TrainingSample]) -> CachedSamples:
     readers: dict[str, Any] = {}
     if plan.encoded or plan.job.cache.text_source:
         readers["read_text"] = comfy_reader(plan).read_text
@@ -167,12 +170,9 @@ def _cached(
     return CachedSamples(
         cache_store(plan.job),
         samples,
-        latent_keys,
-        text_keys,
         plan.job.data.use_masks,
         plan.family.latent_of(plan.variant).num_tokens_per_cell,
         gives_first_latents=plan.variant.condition == "first_latents",
-        recompute=recompute,
         **readers,
     )
 
@@ -204,8 +204,9 @@ def fill_cache(
     if part == "captions":
         return fill_texts(_captions(plan), _text_sources(plan, encoders), store, tell, should_stop, **options)
     if part == "conditions":
-        return fill_conditions(wanted, _condition_source(plan, encoders), store, tell, should_stop, **options)
-    keys = fill_images(_image_requests(plan), _latent_source(plan, encoders), store, tell, should_stop, **options)
+        return fill(wanted, _condition_source(plan, encoders), store, tell, should_stop, **options)
+    requests = [each.image_request() for each in (*plan.samples, *plan.eval_samples)]
+    keys = fill(requests, _latent_source(plan, encoders), store, tell, should_stop, **options)
     release_cached_memory()
     return keys
 
@@ -213,8 +214,7 @@ def fill_cache(
 def _text_sources(plan: JobPlan, encoders: ComfyEncoders = NO_ENCODERS) -> Sequence[TextSource]:
     settings = plan.job.cache
     if settings.text_source:
-        is_trained = plan.job.lora.text_encoder
-        return [comfy_texts(settings, caption_reader(plan), encoders, of_tokens=is_trained)]
+        return [comfy_texts(settings, caption_reader(plan), encoders, of_tokens=plan.job.lora.text_encoder)]
     _refuse_unnamed(settings.has_stock_text)
     folder = component_folder(plan, settings.text_encoders, "text_encoders")
     dtype, window_bytes = getattr(torch, settings.dtype), int(settings.text_window_gb * 1e9)
@@ -242,16 +242,16 @@ def _latent_source(plan: JobPlan, encoders: ComfyEncoders = NO_ENCODERS) -> Late
 def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
     """What each entry of this part is of, by its key, for a message. No weight is loaded."""
     if plan.encoded:
-        keys = [sample.caption if part == "captions" else sample.latents for sample in plan.encoded]
-        return {key: f"{part} of sample {number}" for number, key in enumerate(keys, start=1)}
+        keys = [each.text_keys if part == "captions" else (each.latents_key,) for each in plan.encoded]
+        return {key: f"{part} of sample {number}" for number, (key,) in enumerate(keys, start=1)}
     if part == "captions":
         entries = text_entries(_captions(plan), _text_sources(plan))
         return {key: f"caption {textwrap.shorten(caption, 80)!r}" for caption, keys in entries.items() for key in keys}
     if part == "conditions":
         wanted = wanted_conditions(plan.job, plan.samples, plan.eval_samples)
-        made = condition_keys(wanted, _condition_source(plan)) if wanted else {}
+        made = _condition_source(plan).keys_of(wanted) if wanted else {}
         return {key: f"condition of {condition.paths[0]}" for (_, condition), key in made.items()}
-    images = image_keys(_image_requests(plan), _latent_source(plan))
+    images = _latent_source(plan).keys_of(each.image_request() for each in (*plan.samples, *plan.eval_samples))
     return {key: f"{'clip' if request.frames else 'image'} {request.path}" for request, key in images.items()}
 
 
@@ -276,10 +276,6 @@ def _sharing(plan: JobPlan) -> set[str]:
     if plan.job.train.batch_size == 1 or _has_own_texts(plan):
         return set()
     return {sample.caption for sample in plan.samples} | ({""} if plan.job.data.caption_dropout else set())
-
-
-def _image_requests(plan: JobPlan) -> list[ImageRequest]:
-    return [sample.image_request() for sample in (*plan.samples, *plan.eval_samples)]
 
 
 def wanted_conditions(job: JobConfig, samples: Iterable[Sample], held_out: Iterable[Sample] = ()) -> list[Wanted]:

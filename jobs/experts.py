@@ -1,7 +1,9 @@
-"""A job for a pair of experts, taken apart into two ordinary jobs that share captions and latents.
+"""A job for a pair of experts: two ordinary jobs that share captions and latents, each in a process of its own.
 
 Some models are two transformers, one for the high and one for the low half of the noise (Wan 2.2 A14B). Neither sees
 what the other learns. Each job is what a user would write for that expert alone, so its LoRA is the same bytes.
+`devicebridge cache` checks both jobs and fills the cache first, and is gone before the models load. This process never
+starts CUDA, which would take memory of every card.
 
 LoRA files are named as the published ones of such models: <name>_high_noise.safetensors and
 <name>_low_noise.safetensors, each in its own folder below the job's.
@@ -9,15 +11,24 @@ LoRA files are named as the published ones of such models: <name>_high_noise.saf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..checkpoints.checkpoint import read_checkpoint
-from ..config.job import JobConfig
+from ..config.job import JobConfig, save_for_process
+from ..encoding.encode import never
+from ..events import Event, EventLog, Listener
 from ..families.registry import FAMILIES
 from ..families.spec import Variant
+from ..runs.queue import train_command
+from .in_processes import JobProcess, run_all
+from .resume import TrainingResult
+from .run_lock import run_lock
 
+_MAIN = Path(__file__).resolve().parent.parent / "__main__.py"
 _PER_DEVICE = ("memory_limit_gb", "blocks_without_checkpointing", "offloaded_blocks")
 
 
@@ -84,3 +95,79 @@ def _make_expert(job: JobConfig, variant: Variant, path: str, devices: Sequence[
         output=replace(job.output, folder=str(folder / name), name=f"{job.output.name}_{name}"),
     )
     return Expert(name, own_job)
+
+
+@dataclass(frozen=True)
+class PairResult:
+    """How both trainings ended, by expert; {} if the job was stopped before they began."""
+
+    experts: Mapping[str, TrainingResult]
+    is_finished: bool
+
+
+def run_pair(
+    job: JobConfig,
+    devices: Sequence[str],
+    *,
+    resume: bool = False,
+    on_event: Listener | None = None,
+    should_stop: Callable[[], bool] = never,
+) -> PairResult:
+    """Train both experts to their end, or until should_stop() is true; then both are saved.
+
+    With one device they follow each other. Where one fails, the other is stopped. Both are resumed together; one that
+    is done has nothing left to do.
+
+    Args:
+        devices: of both, in order.
+        on_event: hears everything; values has the "expert".
+    Raises: ValueError for a job that cannot be run as written; RuntimeError naming the expert whose training
+        failed, or the process that runs in the same folder.
+    """
+    folder = Path(job.output.folder)
+    with run_lock(folder), tempfile.TemporaryDirectory(prefix="devicebridge-") as private:
+        experts = expert_jobs(job, devices)
+        at_once = num_at_once(experts)
+        files = [_write(expert.job, Path(private)) for expert in experts]
+        with EventLog(folder, on_event) as events:
+
+            def process(expert: Expert, file: Path, command: Sequence[str | Path], name: str) -> JobProcess:
+                def pass_on(event: Event) -> None:
+                    events.emit(event.kind, event.step, event.total, **{**event.values, "expert": name})
+
+                return JobProcess(expert.job, command, file, pass_on, name)
+
+            caches = process(experts[0], files[0], [sys.executable, _MAIN, "cache", *files], "caches")
+            share = ["--host-share", str(at_once)]
+            trainings = [
+                process(each, file, [*train_command(each.job, file, (), resume=resume), *share], each.name)
+                for each, file in zip(experts, files, strict=True)
+            ]
+            done: list[JobProcess] = []
+            for at_a_time in [[caches], trainings] if at_once > 1 else [[caches], *([each] for each in trainings)]:
+                if all(each.is_finished for each in done):
+                    run_all(at_a_time, should_stop)
+                    done += at_a_time
+                    _raise_first(at_a_time)
+        return PairResult({each.name: each.result() for each in done[1:]}, all(each.is_finished for each in done))
+
+
+def _write(job: JobConfig, private: Path) -> Path:
+    """The job as a file for its process, and as one in its folder for whoever wants to run it alone.
+
+    No process reads the latter: it may lie where ComfyUI saves what browsers send.
+    """
+    folder = Path(job.output.folder)
+    file = private / folder.name / "job.toml"
+    for each in (folder / file.name, file):
+        save_for_process(job, each)
+    return file
+
+
+def _raise_first(processes: Sequence[JobProcess]) -> None:
+    """Raises: RuntimeError of the process that failed first, with where the other stands."""
+    failed = next((each for each in processes if each.error), None)
+    if failed is not None:
+        steps = {each.name: each.result().step for each in processes if not each.error}
+        others = "".join(f"; {name} was stopped and saved after step {step}" for name, step in steps.items() if step)
+        raise RuntimeError(f"{failed.name}: {failed.error}{others}")

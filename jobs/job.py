@@ -17,41 +17,39 @@ import torch
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..config.job import JobConfig
 from ..config.model import shards_weights
+from ..encoding.claims import living_run
 from ..encoding.encode import Stopped, never
-from ..encoding.living import living_run
 from ..events import EventLog, Listener, NoEvents
 from ..parallel.devices import memory_in_use, own_random_states
 from ..parallel.ranks.group import ALONE, Ranks
 from ..planning.cards import Card
-from ..planning.plan_training import TrainingPlan
-from ..planning.report import Comparison, compare, describe_comparison, describe_pace
+from ..planning.plan import Comparison, TrainingPlan, compare, describe_comparison, describe_pace
 from ..runs.record import Recording, recorded_run
-from ..system.requests import Requests
+from ..system.stopping import Requests
+from ..training.compile_check import check_compiled
 from ..training.loop import Trainer, checkpoint_folder
 from ..training.objective import make_noise_schedule
-from ..training.preflight import check_compiled
 from ..training.state import TrainingState, list_checkpoints
 from .build import build_trainer
 from .checked_job import JobPlan
-from .checks import check_places, check_tools, give_cautions, refuse_stills
+from .checks import check_places, check_tools, give_cautions, refuse_overlaps, refuse_repeats, refuse_stills
 from .encode_job import cache_job, cache_store
-from .idle import refuse_overlaps, refuse_repeats
 from .lora_output import lora_file_tensors, save_lora, warn_of_losses
+from .rank_plans import resolve_here
 from .ranks import (
+    cached_once,
     device_names,
-    held_folder,
+    entries_of,
     is_placed_anew,
+    locked_folder,
     rank_facts,
-    resolve_here,
+    refuse_other_jobs,
     state_for_all,
     unless_stopped,
 )
 from .read_job import ReadJob, find_start, read_job
 from .resolve import Machine, find_machine, plan_on
-from .result import TrainingResult
-from .resume import as_decided, find_identity, placement_facts, refuse_other_run
-from .same_job import refuse_other_jobs
-from .shared_cache import cached_once, entries_of
+from .resume import TrainingResult, as_decided, find_identity, placement_facts, refuse_other_run
 
 
 def plan_job(
@@ -176,9 +174,13 @@ def run_job(
         process runs in its output folder, or for what broke on the way, with what is saved.
     """
     folder, given = Path(job.output.folder), job
-    own_stop = _also_asked(folder, should_stop)
+    requests = Requests(folder)
+
+    def own_stop() -> bool:
+        return should_stop() or requests.is_asked("stop")
+
     ranks = ranks.stopped_by(own_stop)
-    with held_folder(folder, ranks):
+    with locked_folder(folder, ranks):
         state = state_for_all(job, ranks, resume=resume)
         if state is not None:
             job = as_decided(job, state)
@@ -196,7 +198,7 @@ def run_job(
         identity |= placement_facts(plan.placement) | rank_facts(ranks)
         devices = device_names(ranks, used_devices(plan.job, plan.placement.used_devices))
         with (
-            _events_of(plan, on_event, ranks) as events,
+            EventLog(folder, on_event, tensorboard=job.output.tensorboard) if ranks.is_first else NoEvents() as events,
             recorded_run(folder, given, devices) if ranks.is_first else nullcontext(Recording()) as recording,
         ):
             result = _train(plan, identity, state, events, ranks)
@@ -204,22 +206,11 @@ def run_job(
             return result
 
 
-def _events_of(plan: JobPlan, listener: Listener | None, ranks: Ranks) -> EventLog:
-    """The first rank's; of the others nobody hears."""
-    output = plan.job.output
-    return EventLog(Path(output.folder), listener, tensorboard=output.tensorboard) if ranks.is_first else NoEvents()
-
-
 def used_devices(job: JobConfig, of_blocks: Iterable[torch.device]) -> tuple[str, ...]:
     """Every device that a job was given or names by number: those of its blocks first, then those of its encoders."""
     named = (job.cache.text_device, job.cache.vae_device)
     encoders = (name for name in named if ":" in name)
     return tuple(dict.fromkeys([*map(str, of_blocks), *encoders]))
-
-
-def _also_asked(folder: Path, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-    requests = Requests(folder)
-    return lambda: should_stop() or requests.is_asked("stop")
 
 
 def _train(
@@ -232,7 +223,7 @@ def _train(
     """Encode, assemble, train, and write the LoRA file."""
     with living_run(cache_store(plan.job)) as needs, ExitStack() as cleanup:
         try:
-            data = cached_once(plan, ranks, lambda: cache_job(plan, events, ranks.is_stop_asked))
+            data = cached_once(bool(plan.encoded), ranks, lambda: cache_job(plan, events, ranks.is_stop_asked))
         except Stopped:
             hint = "captions and latents done so far are kept; start the job again to continue"
             events.emit("stopped", hint=hint)

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.lokr_file import lokr_for_comfyui
-from ..checkpoints.lora_layouts import describe_readers, make_lora_tensors, what_is_lost
-from ..checkpoints.text_lora import text_lora_for_comfyui, without_text
+from ..checkpoints import lora_file
 from ..config.job import OutputConfig, job_to_dict
 from ..system.files import tensors_as_bytes, write_atomically
 from ..training.adapter import LoraHandle
@@ -27,12 +25,12 @@ def lora_file_tensors(plan: JobPlan, lora: LoraHandle) -> dict[str, torch.Tensor
     """The LoRA as the job's layout and type name it."""
     output, settings = plan.job.output, plan.job.lora
     dtype, whole = getattr(torch, output.lora_dtype), lora.tensors()
-    trained, text = without_text(whole), text_lora_for_comfyui(whole, settings.strength)
+    trained, text = lora_file.without_text(whole), lora_file.text_lora_for_comfyui(whole, settings.strength)
     if settings.kind == "lokr":
-        factors = lokr_for_comfyui(plan.family, trained, settings.strength)
+        factors = lora_file.lokr_for_comfyui(plan.family, trained, settings.strength)
         return {name: tensor.to(dtype) for name, tensor in factors.items()}
-    for_comfyui = {} if output.lora_layout == "diffusers" else without_text(lora.tensors_for_comfyui())
-    tensors = text | make_lora_tensors(
+    for_comfyui = {} if output.lora_layout == "diffusers" else lora_file.without_text(lora.tensors_for_comfyui())
+    tensors = text | lora_file.make_lora_tensors(
         plan.family, output.lora_layout, trained, for_comfyui, settings.alpha, settings.rank
     )
     # alpha stays float32: a rounded one would change the strength of the whole layer
@@ -85,13 +83,13 @@ def describe_file(plan: JobPlan) -> str:
     """Who reads the job's LoRA file; one line."""
     if plan.job.lora.kind == "lokr":
         return "LoKr, for ComfyUI"
-    return describe_readers(plan.family, plan.targets, plan.job.output.lora_layout, plan.job.lora.dora)
+    return lora_file.describe_readers(plan.family, plan.targets, plan.job.output.lora_layout, plan.job.lora.dora)
 
 
 def warn_of_losses(plan: JobPlan) -> None:
     """Warn where a loader of LoRA files leaves out or refuses the job's DoRA."""
     job = plan.job
-    if job.lora.dora and what_is_lost(plan.family, plan.targets, job.output.lora_layout, dora=True):
+    if job.lora.dora and lora_file.what_is_lost(plan.family, plan.targets, job.output.lora_layout, dora=True):
         _log.warning("the LoRA file has DoRA in the %s", describe_file(plan))
 
 

@@ -15,13 +15,13 @@ from torch import nn
 from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..checkpoints.load import make_empty_transformer
 from ..checkpoints.quantized_files import stays_in_8_bits
-from ..config.job import JobConfig, ModelConfig, ModelScheme, SplitConfig
-from ..parallel.placement import Placement
+from ..config.job import ModelConfig, ModelScheme
 from ..quantization.quantize import (
     BEST_FIRST,
     KEPT,
     NOT_LINEAR,
     QUANTIZED,
+    GroupTotals,
     LayerGroup,
     Quantizer,
     QuantizeSettings,
@@ -31,12 +31,9 @@ from ..quantization.quantize import (
     refusal,
     stored_linear_bytes,
 )
-from ..quantization.report import GroupTotals
-from .place_by_size import Subject, held_bytes, place_by_size
 from .resolve import Machine, find_machine
 
 _NUM_NAMED = 4
-_TIME_RESOLUTION = 512  # pixels, where a split by time is planned before there are pictures
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,6 @@ class QuantizePreview(GroupTotals):
         settings: None where nothing is quantized.
         dtype: that the model computes in and holds the rest in.
         groups: modules with weights of their own by what happens to them: QUANTIZED, KEPT, NOT_LINEAR.
-        device_bytes: weights on each device; {} where their place is not known.
-        device_note: what device_bytes depends on, or why it is not known.
         num_stored: tensors that the file holds in 8 bits already, by type as torch spells it.
         num_taken: how many of them are kept as they are.
     """
@@ -56,8 +51,6 @@ class QuantizePreview(GroupTotals):
     settings: QuantizeSettings | None
     dtype: str
     groups: Mapping[str, LayerGroup]
-    device_bytes: Mapping[str, int] = field(default_factory=dict)
-    device_note: str = ""
     num_stored: Mapping[str, int] = field(default_factory=dict)
     num_taken: int = 0
 
@@ -71,40 +64,25 @@ class QuantizePreview(GroupTotals):
         )
 
     def table(self) -> str:
-        """summary, what is left alone and why, and sizes per device."""
-        return "\n".join([self.summary(), *self._skipped(), *self._file_lines(), *self._device_lines()])
-
-    def _skipped(self) -> list[str]:
-        if self.settings is None:
-            return []
-        kept, others = self.groups[KEPT], self.groups[NOT_LINEAR]
-        classes = list(dict.fromkeys(map(_short_name, kept.names)))
-        named = ", ".join(classes[:_NUM_NAMED]) + (", ..." if len(classes) > _NUM_NAMED else "")
-        return [
-            f"{self.dtype}: {len(kept.names)} linears the family keeps, {_gb(kept.bytes_after)} ({named})"
-            if kept.names
-            else f"{self.dtype}: no linear, the family keeps none",
-            f"{self.dtype}: {len(others.names)} layers that are no linears (norms, tables), {_gb(others.bytes_after)}",
-            "LoRA: attached later, never quantized",
-        ]
-
-    def _file_lines(self) -> list[str]:
-        if not self.num_stored:
-            return []
-        total = sum(self.num_stored.values())
-        types = ", ".join(f"{count} in {name}" for name, count in self.num_stored.items())
-        again = total - self.num_taken
-        does = [f"{self.num_taken} kept as they are"] if self.num_taken else []
-        if again:
-            does.append(
-                f"{again} become {self.dtype}" + (", linears to quantize are rounded again" if self.settings else "")
-            )
-        return [f"the file holds tensors in 8 bits already ({types}): {', '.join(does)}"]
-
-    def _device_lines(self) -> list[str]:
-        sizes = ", ".join(f"{device} {_gb(size)}" for device, size in self.device_bytes.items())
-        line = ", ".join(part for part in (sizes, self.device_note) if part)
-        return [line] if line else []
+        """summary, what is left alone and why, and what the file holds in 8 bits already."""
+        lines = [self.summary()]
+        if self.settings is not None:
+            kept, others = self.groups[KEPT], self.groups[NOT_LINEAR]
+            classes = list(dict.fromkeys(map(_short_name, kept.names)))
+            named = ", ".join(classes[:_NUM_NAMED]) + (", ..." if len(classes) > _NUM_NAMED else "")
+            size = f", {_gb(kept.bytes_after)} ({named})" if kept.names else ""
+            lines.append(f"{self.dtype}: {len(kept.names)} linears the family keeps{size}")
+            size = _gb(others.bytes_after)
+            lines.append(f"{self.dtype}: {len(others.names)} layers that are no linears (norms, tables), {size}")
+            lines.append("LoRA: attached later, never quantized")
+        if self.num_stored:
+            types = ", ".join(f"{count} in {name}" for name, count in self.num_stored.items())
+            does = [f"{self.num_taken} kept as they are"] if self.num_taken else []
+            if again := sum(self.num_stored.values()) - self.num_taken:
+                rounded = ", linears to quantize are rounded again" if self.settings else ""
+                does.append(f"{again} become {self.dtype}{rounded}")
+            lines.append(f"the file holds tensors in 8 bits already ({types}): {', '.join(does)}")
+        return "\n".join(lines)
 
 
 def _short_name(fqn: str) -> str:
@@ -139,53 +117,28 @@ def foresee_scheme(machine: Machine) -> ModelScheme:
     return "none" if machine.cards is None else choose_scheme(machine.devices)
 
 
-def preview_model(config: ModelConfig, split: SplitConfig, info: CheckpointInfo | None = None) -> QuantizePreview:
-    """The preview of a model whose training is not set up yet; where it goes is planned as memory is free now.
+def preview_model(
+    config: ModelConfig, devices: Sequence[str] = (), info: CheckpointInfo | None = None
+) -> QuantizePreview:
+    """The preview of a model whose training is not set up yet.
 
     Args:
+        devices: that will train it; () takes every GPU, or else the CPU.
         info: the model, if it was read already, as only ComfyUI can read its own.
     Raises: ValueError for a file that is no such model, or a device that cannot compute in the scheme, naming one that
         works; RuntimeError if a package is missing.
     """
     settings = config.quantize_settings
-    devices = find_machine(split.devices).devices
-    reason = refusal(settings, devices) if settings else ""
-    if reason:
+    if settings and (reason := refusal(settings, find_machine(devices).devices)):
         raise ValueError(reason)
-    subject = _subject_of(info or read_checkpoint(config.path, config.family, config.variant))
-    size = _TIME_RESOLUTION, max(subject.info.family.latent_of(subject.variant).frame_lengths)
-    note = "as memory is free now"
-    try:
-        placement = place_by_size(config, split, subject, devices, size)
-    except ValueError as error:  # ComfyUI's own models may be in memory, and are gone before training
-        return _preview(config, subject, None, f"{note}: {error}")
-    note += f", for pictures of {_TIME_RESOLUTION} pixels" if split.balance == "time" else ""
-    return _preview(config, subject, placement, note)
-
-
-def preview_job(job: JobConfig, info: CheckpointInfo, placement: Placement) -> QuantizePreview:
-    """The preview of a job that was checked."""
-    return _preview(job.model, _subject_of(info), placement, "")
-
-
-def _subject_of(info: CheckpointInfo) -> Subject:
-    """A model whose data is not known."""
-    variant = info.variant or info.family.variants[0]
-    return Subject(info, variant, make_empty_transformer(info), (0, 0, 0), is_encoded=False, train=frozenset())
-
-
-def _preview(config: ModelConfig, subject: Subject, placement: Placement | None, note: str) -> QuantizePreview:
-    info, model = subject.info, subject.model
-    settings = config.quantize_settings
+    info = info or read_checkpoint(config.path, config.family, config.variant)
     quantizer = Quantizer(info.family, settings) if settings else None
-    groups = _sort(model, quantizer, getattr(torch, config.dtype).itemsize)
+    groups = _sort(make_empty_transformer(info), quantizer, getattr(torch, config.dtype).itemsize)
     weights = [info.tensors[f"{name}.weight"] for name in groups[QUANTIZED].names]
     return QuantizePreview(
         settings=settings,
         dtype=config.dtype,
         groups=groups,
-        device_bytes=_device_bytes(config, subject, placement) if placement else {},
-        device_note=note,
         num_stored=info.quantized_types,
         num_taken=sum(stays_in_8_bits(record, quantizer.can_take) for record in weights) if quantizer else 0,
     )
@@ -208,11 +161,3 @@ def _sort(model: nn.Module, quantizer: Quantizer | None, element_size: int) -> d
         reason: LayerGroup(tuple(sizes), sum(b for b, _ in sizes.values()), sum(a for _, a in sizes.values()))
         for reason, sizes in found.items()
     }
-
-
-def _device_bytes(config: ModelConfig, subject: Subject, placement: Placement) -> dict[str, int]:
-    sizes, home = held_bytes(config, subject)
-    found = {device: home if device == placement.home else 0 for device in placement.used_devices}
-    for device, size in zip(placement.devices, sizes, strict=True):
-        found[device] += size
-    return {str(device): size for device, size in found.items()}

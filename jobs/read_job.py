@@ -12,21 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
+from ..checkpoints.header import FLOAT_TYPES, read_header
 from ..checkpoints.load import make_empty_transformer
-from ..checkpoints.lokr_file import check_lokr_layout
-from ..checkpoints.lora_layouts import check_lora_layout
-from ..checkpoints.lora_start import is_of_text, read_start, refuse_start
+from ..checkpoints.lora_file import check_lokr_layout, check_lora_layout, is_of_text
+from ..checkpoints.lora_start import read_start, refuse_start
 from ..config.job import JobConfig
 from ..data.folders import scan_folders
 from ..data.samples import Sample
-from ..encoding.encode import condition_keys, never
+from ..encoding.encode import never
 from ..encoding.key import comfy_text_key
 from ..encoding.store import CacheStore
-from ..families.comfy.conditions import WAYS, evaluation_problem, vision_problem, way_problem
+from ..families.comfy.conditions import evaluation_problem, vision_problem, way_problem
 from ..families.comfy.inputs import GUIDES, NOISE_MASK, STREAM, option_path
+from ..families.comfy.text_sizes import CLIP_PARTS
 from ..families.spec import Variant
-from ..planning.request import make_square
-from ..planning.short_model import SampleText
+from ..planning.dry_run import SampleText
+from ..planning.question import make_square
 from ..training.adapter import find_targets
 from .comfy_entries import (
     NO_ENCODERS,
@@ -38,12 +39,12 @@ from .comfy_entries import (
     refuse_condition,
     resolution_of,
 )
-from .encode_job import cache_store, wanted_conditions
+from .encode_job import cache_store, text_keys, wanted_conditions
 from .place_by_size import Subject
 from .resolve import refuse_block_settings, sizes_of
-from .text_encoders import refuse_text_encoders, text_encoder_bytes
 
 _log = logging.getLogger(__name__)
+_ELEMENT_SIZE = 4  # of text encoders that are trained: they compute in float32, and are held so
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class ReadJob:
         if self.info.family.host is None or self.job.lora.text_encoder:
             return None
         store = cache_store(self.job)
-        texts = [*((each.caption,) for each in self.encoded), *self._text_keys()]
+        texts = [*(each.text_keys for each in self.encoded), *self._text_keys()]
         sizes = {keys: _num_values(store, keys) for keys in dict.fromkeys(texts)}
         largest = max(sizes, key=lambda keys: sizes[keys], default=())
         entries = [store.get(key) for key in largest] if sizes.get(largest) else [None]
@@ -93,18 +94,14 @@ class ReadJob:
         if len(found) < len(entries):
             return None
         tensors = {name: each for entry in found for name, each in entry.items()}
-        return SampleText({**_without_guides(tensors), **self._some_mask(store), **self._longest_sound()})
-
-    def _some_mask(self, store: CacheStore) -> dict[str, Tensor]:
-        """A noise mask of the encoded samples, if one has any: models take more memory where they are given one."""
-        masked = next((each.latents for each in self.encoded if each.has_mask), "")
+        # what guides say goes by the sides of the sample's own latents; their frames are among the latents'
+        tensors = {name: each for name, each in tensors.items() if GUIDES.isdisjoint(option_path(name))}
+        masked = next((each.latents_key for each in self.encoded if each.has_mask), "")  # which takes more memory
         entry = (store.get(masked) if masked else None) or {}
-        return {name: each for name, each in entry.items() if name == NOISE_MASK}
-
-    def _longest_sound(self) -> dict[str, Tensor]:
-        """The sides of the largest second stream of the encoded samples, if one has any."""
-        largest = max((each.sound for each in self.encoded), key=math.prod, default=())
-        return {f"{STREAM}1": torch.empty(0, *largest)} if largest else {}
+        tensors |= {name: each for name, each in entry.items() if name == NOISE_MASK}
+        if sound := max((each.sound for each in self.encoded), key=math.prod, default=()):
+            tensors[f"{STREAM}1"] = torch.empty(0, *sound)
+        return SampleText(tensors)
 
     def _text_keys(self) -> Iterator[tuple[str, ...]]:
         """The entries that each sample's text is read from."""
@@ -112,14 +109,10 @@ class ReadJob:
             return
         wanted = wanted_conditions(self.job, self.samples, self.eval_samples)
         reader = make_comfy_reader(self.info.family, self.variant, self.info.config)
-        made = condition_keys(wanted, comfy_conditions(self.job, reader, NO_ENCODERS)) if wanted else {}
+        made = comfy_conditions(self.job, reader, NO_ENCODERS).keys_of(wanted) if wanted else {}
         for each in (*self.samples, *self.eval_samples):
             own = comfy_text_key(each.caption, source, keeps_all=True, weighs=self.job.cache.caption_weights)
-            if each.condition is None:
-                yield (own,)
-            else:
-                key = made[each.caption, each.condition]
-                yield (key,) if WAYS[each.condition.way].reads_text else (own, key)
+            yield text_keys(each.caption, each.condition, {each.caption: own}, made)
 
     def _largest(self) -> tuple[int, int, int]:
         """Height and width in pixels and frames of the samples that take the most."""
@@ -132,11 +125,6 @@ class ReadJob:
             return side, side, frames
         *_, rows, columns, _ = max((sample.bucket for sample in self.encoded), key=lambda each: each[-3] * each[-2])
         return rows * latent.spatial_stride, columns * latent.spatial_stride, frames
-
-
-def _without_guides(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What guides say goes by the sides of the sample's own latents; their frames are among the latents'."""
-    return {name: each for name, each in tensors.items() if GUIDES.isdisjoint(option_path(name))}
 
 
 def _num_values(store: CacheStore, keys: Sequence[str]) -> int:
@@ -234,3 +222,36 @@ def find_start(read: ReadJob) -> Mapping[str, Mapping[str, Tensor]]:
         "the LoRA begins with %s, %d of its %d layers afresh%s", path.name, count - len(layers) + of_text, count, text
     )
     return layers
+
+
+# ---- text encoders that are trained together with the model
+
+
+def refuse_text_encoders(job: JobConfig, info: CheckpointInfo) -> None:
+    """Raises: ValueError for a model without text encoders that can be trained, or a job that does not name them."""
+    if not job.lora.text_encoder:
+        return
+    host, comfy = info.family.host, info.family.comfy
+    if host is None or not host.text_class or (comfy is not None and comfy.needs):
+        raise ValueError(
+            f"lora.text_encoder trains the CLIP of SD 1.5, SD 2 and SDXL, and {job.model.path} is "
+            f"{info.family.title} ({(info.variant or info.family.variants[0]).name}); remove it"
+        )
+    if not job.cache.stock_clip:
+        raise ValueError(
+            "lora.text_encoder computes with the text encoders themselves, and cache.text_source only names what they "
+            "once made; name their files with cache.stock_clip in a job file, or remove lora.text_encoder"
+        )
+
+
+def text_encoder_bytes(job: JobConfig) -> int:
+    """What their frozen weights take on the first device; 0 where none is trained."""
+    if not job.lora.text_encoder:
+        return 0
+    count = 0
+    for path in map(Path, job.cache.stock_clip):
+        is_whole = path.resolve() == Path(job.model.path).resolve()  # a checkpoint, with the model in it
+        for name, record in read_header(path).records().items():
+            if record.dtype in FLOAT_TYPES and (not is_whole or name.startswith(CLIP_PARTS)):
+                count += math.prod(record.shape)
+    return _ELEMENT_SIZE * count

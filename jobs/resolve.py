@@ -9,6 +9,7 @@ one would draw dropout elsewhere and sum gradients in another order.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,12 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ..config.job import JobConfig
 from ..config.model import Strategy, divides_blocks, has_stages, holds_copies
-from ..config.open import asked
+from ..config.setting import asked
 from ..data.samples import TrainingSample
 from ..execution import ExecutionPlan
+from ..families.comfy.native import NativeModel
 from ..parallel.devices import CPU, find_device, find_devices, free_bytes
 from ..parallel.local.shard_trees import division_fault
 from ..parallel.placement import (
@@ -29,16 +32,29 @@ from ..parallel.placement import (
     block_names,
 )
 from ..planning.cards import Card, cards_of
-from ..planning.plan_training import TrainingPlan, plan_training
-from ..planning.question import ModelCosts, Question
-from ..planning.short_model import NoForecast
-from ..planning.space import OFFLOADS, OPTIMIZERS, SCHEMES, STRATEGIES, SearchSpace, Setting, is_open, strategies_on
-from ..quantization.quantize import QuantizeSettings
-from .native_limits import limited, why_no_forecast, why_no_stages, why_not_offloaded
+from ..planning.costs import ModelCosts
+from ..planning.dry_run import NoForecast
+from ..planning.plan import TrainingPlan, plan_training
+from ..planning.question import (
+    OFFLOADS,
+    OPTIMIZERS,
+    SCHEMES,
+    STRATEGIES,
+    Question,
+    SearchSpace,
+    Setting,
+    is_open,
+    strategies_on,
+)
 from .place_by_size import Subject, place_by_size
 from .samples import size_of_pictures
 
 _log = logging.getLogger(__name__)
+# Classes that do on numbers, or on sizes of their own, what they cannot do on a forecast's tensors without data.
+_BY_NUMBERS = {
+    "AceStepConditionGenerationModel": "its forward depends on numbers of text and reference; a dry run has shapes",
+    "HiDreamImageTransformer2DModel": "its experts are chosen by the numbers that they compute with",
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +65,7 @@ class Machine:
         devices: as the job names them, or all there are; in order. () where the cards are elsewhere.
         named: cards that are elsewhere.
         host_share: jobs that share the host's free memory.
-        is_planned: whether the planner may look at its cards; not where processes share weights, see shared_weights.py.
+        is_planned: whether the planner may look at its cards; not where processes share weights, see rank_plans.py.
     """
 
     devices: tuple[torch.device, ...]
@@ -93,17 +109,23 @@ class _Earlier(NamedTuple):
     shards: tuple[torch.device, ...]
     shares: tuple[int, ...]
 
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> _Earlier:
+        """Of a checkpoint."""
+        devices, replicas, shards = (
+            tuple(map(find_device, facts.get(key, ()))) for key in ("placement", "replicas", "shards")
+        )
+        return cls(devices, replicas, shards, tuple(facts.get("shares", ())))  # old ones divided evenly
+
     @property
     def strategy(self) -> Strategy | None:
-        """What its placement tells; None for blocks on one device each."""
+        """What its placement says; None for blocks on one device each."""
         return "data" if self.replicas else "tensor" if self.shards else None
 
     def place(self, found: Placement) -> Placement:
         """As the run began, with the blocks of today's placement."""
-        home = self.devices[0]
-        return Placement(
-            found.blocks, self.devices, home, replicas=self.replicas, shards=self.shards, shares=self.shares
-        )
+        first, replicas, shards = self.devices[0], self.replicas, self.shards
+        return Placement(found.blocks, self.devices, first, replicas=replicas, shards=shards, shares=self.shares)
 
 
 def resolve(
@@ -121,7 +143,7 @@ def resolve(
         is_to_train: False for filling caches, while other processes may use the cards: nothing is forecast then.
     Raises: ValueError if nothing fits, the cuts are impossible, or the run to resume was of another strategy.
     """
-    before = None if earlier is None else _earlier_of(earlier)
+    before = None if earlier is None else _Earlier.of(earlier)
     if job.train.cuda_graphs != "off":
         _log.warning('train.cuda_graphs = "%s" has no effect: blocks are not recorded any more', job.train.cuda_graphs)
     if asked(job.split.calibrate):
@@ -139,8 +161,7 @@ def resolve(
     if training is None:
         if chosen.divides_blocks:
             _refuse_undividable(job, subject, len(machine.devices))
-        size = _size_of(job, subject)
-        placement = place_by_size(job.model, job.split, subject, machine.devices, size, strategy=chosen.strategy)
+        placement = place_by_size(job.model, job.split, subject, machine.devices, strategy=chosen.strategy)
     else:
         placement = training.placement
     if before is not None:
@@ -168,43 +189,33 @@ def resolve(
     return Resolution(job, execution, training)
 
 
-def _earlier_of(facts: Mapping[str, Any]) -> _Earlier:
-    devices, replicas, shards = (
-        tuple(map(find_device, facts.get(key, ()))) for key in ("placement", "replicas", "shards")
-    )
-    return _Earlier(devices, replicas, shards, tuple(facts.get("shares", ())))  # old ones divided evenly
-
-
 def _strategy_of(subject: Subject, space: SearchSpace, placement: Placement, chosen: Strategy) -> Strategy:
     """What is chosen, as far as the model and a resumed run's placement can do it.
+
+    On a resumed run's placement copies of the model stay copies, shares of blocks stay shares, and one model stays one.
 
     Raises: ValueError for blocks that cannot stream from host memory.
     """
     if fault := why_not_offloaded(subject.info.family.native, space):
         raise ValueError(fault)
-    strategy = _strategy_on(placement, chosen)
-    if has_stages(strategy) and (fault := why_no_stages(subject.info.family.native, subject.model)):
+    if bool(placement.replicas) != holds_copies(chosen) or bool(placement.shards) != divides_blocks(chosen):
+        return "data" if placement.replicas else "tensor" if placement.shards else "none"
+    if has_stages(chosen) and (fault := why_no_stages(subject.info.family.native, subject.model)):
         _log.warning("microbatches do not follow each other through the cards: %s", fault)
         return "none"
-    return strategy
-
-
-def _strategy_on(placement: Placement, chosen: Strategy) -> Strategy:
-    """What is chosen, but on a resumed run's placement copies of the model stay copies, shares of blocks stay shares,
-    and one model stays one."""
-    if bool(placement.replicas) == holds_copies(chosen) and bool(placement.shards) == divides_blocks(chosen):
-        return chosen
-    return "data" if placement.replicas else "tensor" if placement.shards else "none"
+    return chosen
 
 
 def search_space(job: JobConfig) -> SearchSpace:
     """What a job leaves open, as candidates; the first is what every machine can do."""
     scheme, optimizer = asked(job.model.quantize), asked(job.optimizer.name)
     strategy, offload = job.parallel.asked, asked(job.train.offload_activations)
+    # with text encoders one model computes one microbatch at a time
+    open_strategies: tuple[Strategy, ...] = ("none",) if job.lora.text_encoder else STRATEGIES
     return SearchSpace(
         schemes=SCHEMES if scheme is None else (scheme,),
         optimizers=OPTIMIZERS if optimizer is None else (optimizer,),
-        strategies=_open_strategies(job) if strategy is None else (strategy,),
+        strategies=open_strategies if strategy is None else (strategy,),
         offloads=OFFLOADS if offload is None else (offload == "on",),
         ahead=job.parallel.microbatches_ahead,
         split_at=job.split.split_at,
@@ -222,11 +233,6 @@ def search_space(job: JobConfig) -> SearchSpace:
         kahan=job.optimizer.kahan,
         has_ema=bool(job.train.ema_decay),
     )
-
-
-def _open_strategies(job: JobConfig) -> tuple[Strategy, ...]:
-    """What may be chosen. With text encoders one model computes one microbatch at a time."""
-    return ("none",) if job.lora.text_encoder else STRATEGIES
 
 
 def _undivided_settings(job: JobConfig) -> str:
@@ -250,14 +256,9 @@ def _undivided_settings(job: JobConfig) -> str:
 
 def _refuse_undividable(job: JobConfig, subject: Subject, num_devices: int) -> None:
     """Raises: ValueError if the model's blocks cannot be divided among so many devices."""
-    fault = division_fault(subject.model, subject.info.family, (1,) * num_devices, _asked_quantizing(job))
-    if fault:
+    known = None if asked(job.model.quantize) is None else job.model.quantize_settings  # else one that goes is found
+    if fault := division_fault(subject.model, subject.info.family, (1,) * num_devices, known):
         raise ValueError(f'parallel.strategy = "tensor" was asked for, but {fault}')
-
-
-def _asked_quantizing(job: JobConfig) -> QuantizeSettings | None:
-    """As the job says; None where it leaves that open, for a scheme that goes with the blocks is found then."""
-    return None if asked(job.model.quantize) is None else job.model.quantize_settings
 
 
 def _first_of(space: SearchSpace, devices: Sequence[torch.device]) -> Setting:
@@ -378,14 +379,6 @@ def refuse_block_settings(job: JobConfig) -> None:
         )
 
 
-def _size_of(job: JobConfig, subject: Subject) -> tuple[int, int]:
-    """Resolution in pixels and frames of the largest samples."""
-    if subject.is_encoded:
-        return subject.largest[0], subject.largest[2]
-    lengths = job.data.frames or subject.info.family.latent_of(subject.variant).frame_lengths
-    return job.data.largest_resolution, max(lengths)
-
-
 def sizes_of(samples: Iterable[TrainingSample]) -> frozenset[tuple[int, ...]]:
     """Everything that tells the shapes of their batches apart."""
     return frozenset((*sample.bucket, sample.num_frames, *sample.alike) for sample in samples)
@@ -396,7 +389,9 @@ def _shapes_to_compile(job: JobConfig, subject: Subject, strategy: Strategy) -> 
     if job.train.compile == "off":
         return None
     if divides_blocks(strategy):
-        _log.warning("blocks are not compiled: devices that compute a block together meet in the middle of it")
+        _log.warning(
+            "blocks are not compiled: devices that compute a block on all of them exchange results in its middle"
+        )
         return None
     if job.lora.dora:
         _log.warning("blocks are not compiled: torch cannot trace PEFT's DoRA")
@@ -404,3 +399,69 @@ def _shapes_to_compile(job: JobConfig, subject: Subject, strategy: Strategy) -> 
     sizes = min(job.train.batch_size, 2)  # the last batch of a bucket may be smaller
     alone = subject.alone - subject.train if sizes == 1 else subject.alone
     return len(subject.train) * sizes + len(alone)
+
+
+# ---- what a model of ComfyUI's own class cannot do in a training, by its row
+
+
+def why_no_stages(native: NativeModel | None, model: nn.Module) -> str:
+    """Why the cards cannot work on several microbatches at once; "" for nothing."""
+    if native is None:
+        return ""
+    if native.ends_at_home:
+        return f"{native.class_name} computes with what is on the main device behind its blocks"
+    if not native.can_overlap:
+        return f"{native.class_name} needs its main device between its blocks"
+    known = {*native.front_parameters, *native.tail_parameters}
+    if unknown := [name for name in _around_blocks(native, model) if name not in known]:
+        return f"{native.class_name} has weights of its own ({unknown[0]}) behind its blocks"
+    for name in (*native.read_by_tail, *native.tail_arguments):
+        try:
+            is_there = callable(operator.attrgetter(name)(model))
+        except AttributeError:
+            is_there = False
+        if not is_there:
+            return f"{native.class_name} has no {name}, by which its last card would get what it computes with"
+    return ""
+
+
+def _around_blocks(native: NativeModel, model: nn.Module) -> list[str]:
+    """fqns of the parameters of the model itself and by modules that hold blocks or parts of the tail."""
+    named = [name.split(".") for name in (*native.block_lists, *native.tail)]
+    holders = {".".join(parts[:count]) for parts in named for count in range(len(parts))}
+    return [
+        f"{name}.{leaf}" if name else leaf
+        for name, module in model.named_modules()
+        if name in holders
+        for leaf, each in module._parameters.items()
+        if each is not None
+    ]
+
+
+def why_not_offloaded(native: NativeModel | None, space: SearchSpace) -> str:
+    """Why no block can stream from host memory, if that was asked; "" for nothing."""
+    if native is None or not native.hooks_children or not any(space.offloaded):
+        return ""
+    return f"split.offloaded_blocks asks for blocks that {native.class_name} never calls; leave the setting out"
+
+
+def why_no_forecast(native: NativeModel | None) -> str:
+    """Why nobody can tell from sizes what a step of this class holds; "" for nothing."""
+    if native is None:
+        return ""
+    if native.class_name in _BY_NUMBERS:
+        return _BY_NUMBERS[native.class_name]
+    if native.hooks_children:
+        return "no two of its blocks are alike"
+    is_in_levels = any("." in name for name in native.block_lists)
+    return "a dry run cannot leave out blocks of lists inside other lists" if is_in_levels else ""
+
+
+def limited(space: SearchSpace, native: NativeModel | None, model: nn.Module) -> SearchSpace:
+    """What of a search space such a model can do; a strategy that was asked for by name stays, to be answered."""
+    if native is None:
+        return space
+    strategies = space.strategies
+    if len(strategies) > 1 and why_no_stages(native, model):
+        strategies = tuple(each for each in strategies if not has_stages(each))
+    return replace(space, strategies=strategies)

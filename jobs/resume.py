@@ -1,23 +1,47 @@
-"""Where a run that is resumed stands: its newest whole checkpoint, and whether that is of this job."""
+"""The runs that a job may have had before: which one it means, where that stands, and what it has left.
+
+A graph is queued again and again. Unchanged, it means the LoRA that is there; changed, it means another run, whose
+folder and LoRA have a number behind their names.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.fingerprint import file_fingerprint
-from ..config.job import JobConfig, differing_keys, make_job
-from ..config.open import asked
+from ..checkpoints.header import read_file_header
+from ..checkpoints.weight_file import load_tensors
+from ..config.job import JobConfig, differing_keys, job_to_dict, make_job
+from ..config.setting import asked
 from ..data.samples import dataset_fingerprint
+from ..encoding.encode import never
 from ..encoding.key import settings_fingerprint
 from ..parallel.placement import Placement
+from ..runs.record import read_record
 from ..training.loop import checkpoint_folder
-from ..training.state import DamagedCheckpoint, TrainingState, list_checkpoints, load_newest, sweep_checkpoints
-from .read_job import ReadJob
+from ..training.state import (
+    DamagedCheckpoint,
+    TrainingState,
+    list_checkpoints,
+    load_checkpoint,
+    load_newest,
+    sweep_checkpoints,
+)
+from .lora_output import describe_kind
+from .read_job import ReadJob, read_job
 
 _log = logging.getLogger(__name__)
+_AGAIN = "delete it, and the run writes it again"
+_MAX_LINES = 5  # of what differs, in a note
 
 _FACTS: dict[str, type] = {
     "config": dict,
@@ -34,6 +58,36 @@ _IDENTITY = {
     "evaluation": "evaluation: images, captions or masks have changed",
     "model": "model: the weights in the file have changed",
 }
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """How a job ended.
+
+    Args:
+        status: "finished", or "stopped" before its last step.
+        step: optimizer steps done.
+        lora_path: the LoRA file, None if the job was stopped before training began.
+        lora: its tensors as saved, on the CPU.
+        losses: training loss of every step, resumed ones included.
+        eval_before, eval_after: evaluation loss before the first and after the last step done, None without a folder.
+        checkpoint: the newest full state, to resume from.
+        resume_hint: how to continue; "" when finished.
+        memory: a line per card, forecast against measured; () where nothing was forecast.
+        pace: the same for the time of a step; "" where blocks were not timed.
+    """
+
+    status: str
+    step: int = 0
+    lora_path: Path | None = None
+    lora: dict[str, torch.Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    eval_before: float | None = None
+    eval_after: float | None = None
+    checkpoint: Path | None = None
+    resume_hint: str = ""
+    memory: tuple[str, ...] = ()
+    pace: str = ""
 
 
 def find_state(job: JobConfig, *, resume: bool) -> TrainingState | None:
@@ -86,20 +140,16 @@ def find_identity(read: ReadJob) -> dict[str, Any]:
     Reads every image and samples of the weights.
     """
     if read.encoded:
-        dataset = settings_fingerprint([[sample.latents, sample.caption] for sample in read.encoded])
+        dataset = settings_fingerprint([[sample.latents_key, *sample.text_keys] for sample in read.encoded])
     else:
         dataset = dataset_fingerprint(read.samples)
+    start = read.job.lora.start_from
     return {
         "dataset": dataset,
         "evaluation": dataset_fingerprint(read.eval_samples) if read.eval_samples else "",
         "model": [file_fingerprint(file) for file in read.info.files],
-        "start": _fingerprint_of_start(read.job.lora.start_from),
+        "start": file_fingerprint(start) if start and Path(start).is_file() else "",  # a resumed run does not read it
     }
-
-
-def _fingerprint_of_start(path: str) -> str:
-    """Of the LoRA that a run begins with; "" without one, and where it is gone: a resumed run does not read it."""
-    return file_fingerprint(path) if path and Path(path).is_file() else ""
 
 
 def placement_facts(placement: Placement) -> dict[str, list[str] | list[int]]:
@@ -149,3 +199,155 @@ def job_of(state: TrainingState) -> JobConfig:
         return make_job(values)
     except ValueError as error:
         raise ValueError(f"{state.path} holds a job that cannot be read: {error}") from error
+
+
+# ---- which run a job means
+
+
+@dataclass(frozen=True)
+class NextRun:
+    """What to do for a job.
+
+    Args:
+        job: with the folder and the name of its run.
+        resume: whether it goes on from its newest checkpoint.
+        finished: the result, where there is nothing left to do.
+        note: what a user should know of the choice; "" for a first run.
+    """
+
+    job: JobConfig
+    resume: bool
+    finished: TrainingResult | None = None
+    note: str = ""
+
+
+def next_run(
+    job: JobConfig,
+    *,
+    resume: bool,
+    info: CheckpointInfo | None = None,
+    should_stop: Callable[[], bool] = never,
+) -> NextRun:
+    """The run that a job means, among those in its folder and in the numbered ones beside it.
+
+    Reads headers and images, and no weights of the model.
+
+    Args:
+        resume: go on with the newest run that has these settings; the number of steps may differ.
+        info: the job's model, if it was read already.
+    Raises: ValueError for a run with these very settings that was stopped, unless resume is on, or that is under way;
+        Stopped when should_stop() became true while images were looked at.
+    """
+    earlier, free = _earlier(job)
+    if not earlier:
+        return NextRun(free, resume)
+    identity = find_identity(read_job(job, info, should_stop=should_stop))
+    states = [(each, _newest(each)) for each in reversed(earlier)]
+    known = [(each, state, _differing(each, identity, state)) for each, state in states if state is not None]
+    same = []
+    for each, state, differing in known:
+        is_longer = resume and each.train.steps >= state.step  # a resumed run may do more than was set then
+        if not differing and (each.train.steps == job_of(state).train.steps or is_longer):
+            same.append((each, state))
+    if resume:
+        for each, state in sorted(same, key=lambda pair: _is_done(*pair))[:1]:
+            return _finished(each, state) if _is_done(each, state) else NextRun(each, resume=True)
+        return NextRun(earlier[-1], resume=True)
+    for each, state in same:
+        if state.step < each.train.steps:
+            raise ValueError(
+                f"{each.output.folder} holds a run with these settings that was stopped after step {state.step} of "
+                f"{each.train.steps}; turn on resume to go on from there, or change output.name to start anew"
+            )
+        return _finished(each, state)
+    return NextRun(free, resume=False, note=_describe_new(free, known))
+
+
+def _differing(job: JobConfig, identity: dict[str, Any], state: TrainingState) -> list[str]:
+    """As differences; and whether the LoRA that it began with is another file now."""
+    began, now = state.facts.get("start"), identity["start"]
+    other = ["the LoRA file of lora.start_from"] if began and now and began != now else []
+    return differences(job, identity, state) + other
+
+
+def _earlier(job: JobConfig) -> tuple[list[JobConfig], JobConfig]:
+    """The job in every folder that holds a run, and in the first that does not."""
+    found: list[JobConfig] = []
+    for number in count(1):
+        behind = f"_{number}" if number > 1 else ""
+        folder, name = f"{job.output.folder}{behind}", f"{job.output.name}{behind}"
+        each = replace(job, output=replace(job.output, folder=folder, name=name))
+        record = read_record(Path(folder))
+        is_under_way = record is not None and record.state == "running"
+        if record is not None and is_under_way and record.job == json.loads(json.dumps(job_to_dict(each))):
+            raise ValueError(
+                f"{folder} holds a run with these settings that is under way; wait for its end, stop it in the "
+                "sidebar's tab DeviceBridge, or change output.name for another"
+            )
+        if list_checkpoints(checkpoint_folder(each)):
+            found.append(each)
+        elif not is_under_way:
+            return found, each
+    raise AssertionError("numbers do not end")
+
+
+def _newest(job: JobConfig) -> TrainingState | None:
+    """None for one that cannot be read: it is no run to go on with, and resume says why."""
+    try:
+        state = load_checkpoint(list_checkpoints(checkpoint_folder(job))[-1])
+        check_facts(state)
+        job_of(state)
+    except ValueError:
+        return None
+    return state
+
+
+def _is_done(job: JobConfig, state: TrainingState) -> bool:
+    return state.step >= job.train.steps
+
+
+def _finished(job: JobConfig, state: TrainingState) -> NextRun:
+    """Its result, from the disk.
+
+    Where the LoRA file is gone, of another type, or older than the last checkpoint (written by an earlier stop, then),
+    a resumed run writes it.
+    """
+    path = Path(job.output.folder) / job.output.file_name
+    if path.is_file():
+        with open(path, "rb") as stream:
+            kind = read_file_header(stream, _AGAIN).metadata.get("devicebridge_file", "")
+        saved = 0 if state.path is None else (state.path / "state.json").stat().st_mtime_ns
+        if kind == describe_kind(job.output) and path.stat().st_mtime_ns >= saved:
+            note = "Finished before: nothing was trained."
+            return NextRun(job, resume=False, finished=read_result(path, state), note=note)
+    return NextRun(job, resume=True)
+
+
+def read_result(path: Path, state: TrainingState, status: str = "finished") -> TrainingResult:
+    """What a run has left: its LoRA file, and the checkpoint that was saved with it."""
+    evaluations = {int(step): loss for step, loss in state.facts["evaluations"].items()}
+    return TrainingResult(
+        status=status,
+        step=state.step,
+        lora_path=path,
+        lora=load_tensors(path, _AGAIN),
+        losses=list(state.facts["losses"]),
+        eval_before=evaluations[min(evaluations)] if evaluations else None,
+        eval_after=evaluations.get(state.step),
+        checkpoint=state.path,
+    )
+
+
+def _describe_new(job: JobConfig, known: list[tuple[JobConfig, TrainingState, list[str]]]) -> str:
+    """What is new, against the run that is most alike."""
+    text = [f"This run is {job.output.name}: settings or images differ from the runs before it."]
+    found = []
+    for each, state, lines in known:
+        was, now = job_of(state).train.steps, each.train.steps
+        steps = [] if was == now else [f"train.steps: {was} -> {now}"]
+        found.append((each, list(dict.fromkeys([*steps, *lines]))))
+    if found:
+        each, differing = min(found, key=lambda pair: len(pair[1]))
+        text += [f"Against {each.output.name}:", *differing[:_MAX_LINES]]
+        text += [f"and {len(differing) - _MAX_LINES} more"] if len(differing) > _MAX_LINES else []
+    return "\n".join(text)

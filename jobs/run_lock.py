@@ -46,13 +46,19 @@ def run_lock(folder: Path) -> Iterator[None]:
             "another"
         ) from error
     if claim is None:
+        owner = "another run"
+        with contextlib.suppress(OSError, ValueError):
+            owner = (folder / _OWNER).read_text(encoding="utf-8")
         raise RuntimeError(
-            f"{folder} is in use by {_owner(folder)}; wait for that run to end, stop it (it saves what is done), or "
+            f"{folder} is in use by {owner}; wait for that run to end, stop it (it saves what is done), or "
             "choose another output.folder"
         )
     try:
         remove_leftovers(folder)
-        _write_owner(folder)
+        since = datetime.now().astimezone().isoformat(timespec="seconds")
+        owner = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
+        with contextlib.suppress(OSError):  # it serves a message only; what a full disk means is said when saving
+            write_atomically(folder / _OWNER, owner.encode())
         yield
     finally:
         with contextlib.suppress(OSError):
@@ -61,16 +67,3 @@ def run_lock(folder: Path) -> Iterator[None]:
         if is_new:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # where nothing was begun
-
-
-def _write_owner(folder: Path) -> None:
-    since = datetime.now().astimezone().isoformat(timespec="seconds")
-    owner = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
-    with contextlib.suppress(OSError):  # it serves a message only; what a full disk means is said when saving
-        write_atomically(folder / _OWNER, owner.encode())
-
-
-def _owner(folder: Path) -> str:
-    with contextlib.suppress(OSError, ValueError):
-        return (folder / _OWNER).read_text(encoding="utf-8")
-    return "another run"

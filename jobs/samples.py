@@ -10,13 +10,13 @@ from PIL import features
 
 from ..assembly import Assembled
 from ..config.job import JobConfig
-from ..data.buckets import bucket_step, make_buckets
+from ..data.cuts import bucket_step, make_buckets
 from ..events import EventLog
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import CPU, find_device
 from ..parallel.ranks.group import Ranks
 from ..parallel.runner import Runner
-from ..planning.question import latent_shape_of
+from ..planning.costs import latent_shape_of
 from ..sampling.decode import Decoder, HostDecoder
 from ..sampling.draw import Drawing, make_drawing, picture_size
 from ..sampling.sampler import Sampler
@@ -70,7 +70,9 @@ def check_samples(plan: JobPlan) -> Path:
 
     Raises: ValueError for pictures that cannot be drawn, naming the setting.
     """
-    if reason := _beside_prompts(plan):
+    needs = () if plan.family.comfy is None else plan.family.comfy.needs
+    reason = "" if plan.family.host is None else " and ".join(needs) or plan.job.data.condition
+    if reason:
         raise ValueError(
             f"samples.prompts: {plan.family.title} is given {reason} beside a prompt, which sample pictures "
             "have not; remove them"
@@ -84,27 +86,12 @@ def check_samples(plan: JobPlan) -> Path:
     return samples_vae(plan)
 
 
-def _beside_prompts(plan: JobPlan) -> str:
-    """What one of ComfyUI's own models needs that no prompt says; "" for nothing."""
-    if plan.family.host is None:
-        return ""
-    needs = () if plan.family.comfy is None else plan.family.comfy.needs
-    return " and ".join(needs) or plan.job.data.condition
-
-
 def _drawing(plan: JobPlan) -> Drawing:
     """A guidance input of one of ComfyUI's own models gets what the job trains with, where nothing else is said."""
     settings, trained = plan.job.samples, plan.job.objective.guidance
     if plan.family.host is not None and plan.variant.training_guidance is not None and settings.guidance is None:
         settings = replace(settings, guidance=trained)
     return make_drawing(settings, plan.family, plan.variant)
-
-
-def _decoder(plan: JobPlan) -> Decoder | HostDecoder:
-    path, limits = samples_vae(plan), _limits(plan)
-    if plan.family.host is not None:
-        return HostDecoder(plan.family.host, path, limits)
-    return Decoder(plan.family, plan.variant, path, getattr(torch, plan.job.cache.dtype), limits)
 
 
 def _longest(plan: JobPlan) -> int:
@@ -143,7 +130,10 @@ def make_sampler(
     job, family, variant = plan.job, plan.family, plan.variant
     if not job.samples.prompts:
         return None
-    size = size_of_pictures(job, family, variant, _longest(plan))
+    size, path, limits = size_of_pictures(job, family, variant, _longest(plan)), samples_vae(plan), _limits(plan)
+    decoder: Decoder | HostDecoder = Decoder(family, variant, path, getattr(torch, job.cache.dtype), limits)
+    if family.host is not None:
+        decoder = HostDecoder(family.host, path, limits)
     return Sampler(
         settings=job.samples,
         drawing=_drawing(plan),
@@ -157,9 +147,9 @@ def make_sampler(
         replica=lambda: runner.replica_for(0),
         compiled=assembled.all_compiled,
         devices=plan.placement.used_devices,
-        decoder=_decoder(plan),
+        decoder=decoder,
         events=events,
-        is_writer=ranks.is_first,
+        ranks=ranks,
         in_lockstep=runner.in_lockstep,
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.job import CacheConfig, DataConfig, EvaluationConfig, FolderConfig, job_keys
-from ..system.listing import Looked
+from ..system.files import Looked
 from . import host
 from .captions import CACHE_FOLDER
 from .choices import COMES_AND_GOES, NONE, file_options, links_fit, read_file
@@ -263,8 +263,7 @@ class DatasetFromLatents(io.ComfyNode):
     @classmethod
     @said_on_node
     def execute(cls, latents: list[Any], conditioning: list[Any], cache_folder: list[str]) -> io.NodeOutput:
-        from ..encoding.comfy_data import read_pairs
-        from ..encoding.encoded import save_encoded
+        from ..encoding.comfy_data import read_pairs, save_encoded
         from ..encoding.store import CacheStore
 
         folder = host.folder_in_output(cache_folder[0], "cache_folder")

@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from ..config.job import ModelConfig, SplitConfig
-from ..config.open import asked
+from ..config.setting import asked
 from . import host
 from .captions import DEFAULT_FOLDER
 from .choices import device_options, free_memory_note, links_fit, read_devices
@@ -181,10 +181,10 @@ class Quantize(io.ComfyNode):
         config = dataclasses.replace(model.model, **changes)
         scheme = asked(own.quantize) or foresee_scheme(find_machine(model.split.devices))
         with model.prepared() as info:
-            report = preview_model(dataclasses.replace(config, quantize=scheme), model.split, info).table()
+            report = preview_model(dataclasses.replace(config, quantize=scheme), model.split.devices, info).table()
         if own.quantize != scheme:
             report += f"\nauto: the training's plan decides, and takes {scheme} on these devices if it fits"
-        from ..system.text_picture import draw_text
+        from ..system.telling import draw_text
 
         host.NodeView(cls.hidden.unique_id).show_text(report.splitlines()[0])
         shown = {"text": (report,), "images": [host.shown_picture(draw_text(report))]}

@@ -59,7 +59,7 @@ class PlanTraining(io.ComfyNode):
                 *make_inputs(_LATER),
             ],
             outputs=[
-                io.String.Output("text", tooltip="The plan: a line per card, and the reasons."),
+                io.String.Output("text", tooltip="The plan: the verdict, a line per card, what else was looked at."),
                 io.Image.Output("picture", tooltip="A bar per card: what its memory is for."),
             ],
             hidden=[io.Hidden.unique_id],
@@ -73,7 +73,7 @@ class PlanTraining(io.ComfyNode):
         from ..encoding.encode import Stopped
         from ..jobs.job import plan_job
         from ..planning.cards import parse_cards
-        from ..planning.report import describe_plan, describe_verdict, draw_plan, picture_of
+        from ..planning.plan import describe_plan, describe_verdict, draw_plan, picture_of
 
         job = model.job(
             dataset,

@@ -6,8 +6,6 @@ from typing import Any
 
 from .host import io
 
-_handle: Any = None  # the fix changes diffusers for the whole process, so there is at most one
-
 
 class RingLseFix(io.ComfyNode):
     @classmethod
@@ -48,23 +46,7 @@ class RingLseFix(io.ComfyNode):
 
     @classmethod
     def execute(cls, enabled: bool, anything: Any = None) -> io.NodeOutput:
-        status = _apply() if enabled else _remove()
+        from ..patches.ring_lse import apply_ring_lse_fix, remove_ring_lse_fix
+
+        status = apply_ring_lse_fix() if enabled else "Taken away" if remove_ring_lse_fix() else "Off"
         return io.NodeOutput(anything, status, ui={"text": (status,)})
-
-
-def _apply() -> str:
-    from ..patches.ring_lse import apply_ring_lse_fix
-
-    global _handle
-    if _handle is None:
-        _handle = apply_ring_lse_fix()
-    return f"{'Active' if _handle.is_needed else 'Not needed'}: {_handle.reason}"
-
-
-def _remove() -> str:
-    global _handle
-    if _handle is None:
-        return "Off"
-    _handle.remove()
-    _handle = None
-    return "Taken away"

@@ -25,7 +25,7 @@ from .view import JobView
 if TYPE_CHECKING:
     from ..checkpoints.checkpoint import CheckpointInfo
     from ..jobs.job import TrainingResult
-    from ..jobs.run_again import NextRun
+    from ..jobs.resume import NextRun
 
 _log = logging.getLogger(__name__)
 _TITLE = "Train LoRA Across GPUs"
@@ -198,7 +198,7 @@ class TrainLora(io.ComfyNode):
 def _find_run(job: config.JobConfig, info: CheckpointInfo | None, resume: bool, view: JobView) -> NextRun:
     """The run that the job means, in its folder or in a numbered one beside it; the node says why."""
     from ..encoding.encode import Stopped
-    from ..jobs.run_again import next_run
+    from ..jobs.resume import next_run
 
     try:
         run = next_run(job, info=info, resume=resume, should_stop=view.is_cancelled)

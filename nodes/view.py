@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..system.pace import StepPace, describe_progress
-from ..system.progress import NowAndThen, ProgressLine
+from ..system.progress import NowAndThen, ProgressLine, StepPace, describe_progress
 from . import host
 
 if TYPE_CHECKING:

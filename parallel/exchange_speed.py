@@ -7,29 +7,31 @@ beside the kernels, each waiting for the one before. So what is measured has the
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 
+from .devices import synchronize
 from .staged_copies import copies_between
-from .stopwatch import Stopwatch, WaitingStopwatch, make_stopwatch
 from .transfer import Arrivals, SideStreams, settle
 
 _EXCHANGED_BYTES = 2**25
 _NUM_EXCHANGES, _NUM_ROUNDS = 2, 3
 _LARGEST_PRODUCT = 4096  # rows and columns
 _LONG_ENOUGH_S = 5e-3
+Clock = Callable[[], float]  # seconds
 
 
 def exchange_speed(
-    one: torch.device, other: torch.device, copies: SideStreams | None = None, watch: Stopwatch | None = None
+    one: torch.device, other: torch.device, copies: SideStreams | None = None, clock: Clock = time.perf_counter
 ) -> float:
     """Bytes per second that each card sends in a large exchange.
 
     Takes about 100 MiB of each card, and some milliseconds.
     """
-    copies, watch = copies or copies_between((one, other)), watch or WaitingStopwatch(one, other)
-    held = [
+    copies = copies or copies_between((one, other))
+    sent = [
         (torch.ones(_EXCHANGED_BYTES, dtype=torch.uint8, device=source), to)
         for source, to in ((one, other), (other, one))
     ]
@@ -37,30 +39,32 @@ def exchange_speed(
     def exchange() -> None:
         for _ in range(_NUM_EXCHANGES):
             arrivals: Arrivals = {}
-            got = [copies.copy(tensor, to, arrivals) for tensor, to in held]
+            got = [copies.copy(tensor, to, arrivals) for tensor, to in sent]
             settle(arrivals)  # what is launched next waits for these
             del got
 
-    return _NUM_EXCHANGES * _EXCHANGED_BYTES / max(_median_s(exchange, watch), 1e-9)
+    return _NUM_EXCHANGES * _EXCHANGED_BYTES / _median_s(exchange, (one, other), clock)
 
 
-def product_speed(device: torch.device, watch: Stopwatch | None = None) -> float:
+def product_speed(device: torch.device, clock: Clock = time.perf_counter) -> float:
     """Floating-point operations per second of a large matrix product in half precision."""
-    watch, size = watch or make_stopwatch(device), 256
+    size = 256
     while True:
         # Of numbers that differ: a card computes faster with constants, which take less power.
         matrix = torch.arange(size * size, dtype=torch.float32, device=device).sin().half().view(size, size)
-        seconds = max(_median_s(lambda matrix=matrix: matrix @ matrix, watch), 1e-9)  # type: ignore[misc]
+        seconds = _median_s(lambda matrix=matrix: matrix @ matrix, (device,), clock)  # type: ignore[misc]
         if size >= _LARGEST_PRODUCT or seconds > _LONG_ENOUGH_S:
             return 2.0 * size**3 / seconds
         size *= 2
 
 
-def _median_s(work: Callable[[], object], watch: Stopwatch) -> float:
+def _median_s(work: Callable[[], object], devices: Sequence[torch.device], clock: Clock) -> float:
     """Of a few rounds; the first sets up what the others use."""
     seconds = []
     for _ in range(1 + _NUM_ROUNDS):
-        start = watch.mark()
+        synchronize(devices)
+        start = clock()
         work()
-        seconds.append(watch.between(start, watch.mark()))
-    return statistics.median(seconds[1:])
+        synchronize(devices)
+        seconds.append(clock() - start)
+    return max(statistics.median(seconds[1:]), 1e-9)

@@ -7,7 +7,7 @@ the strategies of one process, Pipeline and DataParallel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -28,14 +28,12 @@ class MicroBatch(Generic[T]):
         is_alone: given what prepare returned, whether no other microbatch may compute while this one does. For the
             first of its shape through compiled blocks: while torch compiles, it intercepts the modules of all threads.
         name: of this microbatch among all of the run, for what is drawn while it computes.
-        size: the same for microbatches that take alike.
     """
 
     prepare: Callable[[], T]
     forward: Callable[[T], torch.Tensor]
     is_alone: Callable[[T], bool] = lambda prepared: False
     name: str = ""
-    size: Hashable = None
 
     def compute(self, prepared: T) -> torch.Tensor:
         """Forward and backward, given what prepare returned; the loss, detached."""

@@ -12,9 +12,11 @@ model which compiles anew for every shape ends with an error instead of spending
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import logging
+import operator
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +25,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.fx import Graph, GraphModule, Node
 
 from ..families.spec import ModelFamily
 from ..quantization.eight_bit_kernels import fault
-from .out_of_place_graph import OutOfPlace
 
 _log = logging.getLogger(__name__)
 
@@ -92,10 +94,8 @@ class CompiledBlocks:
         """Inside, every call of a block is preceded by watch(block, its compiled forward, its own, (args, kwargs))."""
 
         def preceded(block: nn.Module, compiled: Forward) -> Forward:
-            own = self._own[block]
-
             def forward(*args: Any, **kwargs: Any) -> Any:
-                watch(block, compiled, own, (args, kwargs))
+                watch(block, compiled, self._own[block], (args, kwargs))
                 return compiled(*args, **kwargs)
 
             return forward
@@ -204,17 +204,12 @@ def _is_of_others(cls: type) -> bool:
 def _num_kinds(blocks: Sequence[nn.Module], family: ModelFamily) -> int:
     """How many blocks of one class, which share torch's limit of graphs, need graphs of their own, at most: those whose
     weights have other shapes, and of UNets those that look where they are."""
-    asks = family.native is not None and family.native.hooks_children
-    kinds = {(type(each), each if asks and _sees_options(each) else _shapes(each)) for each in blocks}
+    is_unet = family.native is not None and family.native.hooks_children
+    kinds: set[tuple[type, Any]] = set()
+    for each in blocks:
+        looks = is_unet and "transformer_options" in inspect.signature(type(each).forward).parameters
+        kinds.add((type(each), each if looks else tuple(weight.shape for weight in each.parameters())))
     return max(Counter(cls for cls, _ in kinds).values(), default=1)
-
-
-def _sees_options(block: nn.Module) -> bool:
-    return "transformer_options" in inspect.signature(type(block).forward).parameters
-
-
-def _shapes(block: nn.Module) -> tuple[torch.Size, ...]:
-    return tuple(each.shape for each in block.parameters())
 
 
 def compile_if_possible(
@@ -228,7 +223,11 @@ def compile_if_possible(
     is_dynamic = num_shapes != 1
     num_kinds = _num_kinds(_called_blocks(model, family), family)
     max_graphs = _GRAPHS_PER_SHAPE * num_kinds * len(devices) * (_SHAPES_IF_UNKNOWN if is_dynamic else 1)
-    reason = compile_fault(devices) or _count_fault(max_graphs, len(devices), num_kinds)
+    reason = compile_fault(devices)
+    if not reason and max_graphs > _MOST_GRAPHS:
+        kinds = f" with {num_kinds} kinds of block of one class" if num_kinds > 1 else ""
+        reason = f"{len(devices)} devices{kinds} may need {max_graphs} graphs per class of block, torch keeps "
+        reason += str(_MOST_GRAPHS)
     if reason:
         _log.warning("blocks are not compiled: %s", reason)
         return None
@@ -241,10 +240,100 @@ def compile_if_possible(
         return None
 
 
-def _count_fault(max_graphs: int, num_devices: int, num_kinds: int) -> str:
-    if max_graphs <= _MOST_GRAPHS:
-        return ""
-    of_kinds = f" with {num_kinds} kinds of block of one class" if num_kinds > 1 else ""
-    return (
-        f"{num_devices} devices{of_kinds} may need {max_graphs} graphs per class of block, torch keeps {_MOST_GRAPHS}"
-    )
+# ---- graphs in which x += y makes a new tensor
+
+AUGMENTED: dict[Any, Any] = {  # what x += y and the like compute
+    operator.iadd: torch.add,
+    operator.isub: torch.sub,
+    operator.imul: torch.mul,
+    operator.itruediv: torch.true_divide,
+}
+_METHODS: dict[Any, Any] = {f"{name}_": name for name in ("add", "sub", "mul", "div", "addcmul", "addcdiv")}
+
+
+class OutOfPlace:
+    """A backend of torch.compile that has x += y, x.mul_(y) and the like make a new tensor, for another backend.
+
+    Inference code writes into tensors that an operation was given before. Autograd refuses that, and torch.compile
+    traces through autograd, so such a block fails to compile though a graph could keep both values. Here the assignment
+    becomes an operation that makes a tensor, before autograd sees the graph, and what reads x afterwards reads that. It
+    stays what it was where a view of x, or what x is a view of, is read afterwards.
+
+    What is written into an argument never reaches it then. A caller that reads it there, or a block that returns its
+    argument, needs keeps_arguments: the graph computes with a copy of such an argument, which is written into when the
+    graph is done. Which block needs that is for others to know (../parallel/offload/in_place.py).
+    """
+
+    def __init__(self, backend: str | Callable[..., Any], *, keeps_arguments: bool) -> None:
+        self._backend, self._keeps_arguments = backend, keeps_arguments
+
+    def __call__(self, module: GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
+        backend = torch._dynamo.lookup_backend(self._backend) if isinstance(self._backend, str) else self._backend
+        num_outputs = len(_output(module.graph).args[0])
+        written = _returned_too(module.graph) if self._keeps_arguments else []
+        nodes = list(module.graph.nodes)
+        for at, node in enumerate(nodes):
+            _renew(node, nodes[:at], nodes[at + 1 :])
+        module.recompile()
+        compiled = backend(module, inputs, **options)
+        return functools.partial(_write_behind, compiled, written, num_outputs) if written else compiled
+
+
+def _write_behind(compiled: Callable[..., Any], written: list[int], num_outputs: int, *inputs: Any) -> Any:
+    """Run a graph that returns what arguments are to hold as well. It has copies, so that what it saves stays."""
+    given = [each.clone() if index in written else each for index, each in enumerate(inputs)]
+    outputs = compiled(*given)
+    for index, value in zip(written, outputs[num_outputs:], strict=True):
+        inputs[index].copy_(value)
+    return outputs[:num_outputs]
+
+
+def _returned_too(graph: Graph) -> list[int]:
+    """Have a graph return the arguments it writes into, behind its own outputs; which of its inputs these are. One that
+    has two names stays out."""
+    inputs = list(graph.find_nodes(op="placeholder"))
+    targets = {_storage(node.args[0]) for node in graph.nodes if _operation(node) is not None and node.args} - {None}
+    names = Counter(map(_storage, inputs))
+    found = [at for at, node in enumerate(inputs) if _storage(node) in targets and names[_storage(node)] == 1]
+    end = _output(graph)
+    end.args = ((*end.args[0], *(inputs[at] for at in found)),)
+    return found
+
+
+def _output(graph: Graph) -> Any:
+    (end,) = graph.find_nodes(op="output")
+    return end
+
+
+def _operation(node: Node) -> Any:
+    """What makes a new tensor in the place of an assignment; None for other nodes."""
+    return (AUGMENTED if node.op == "call_function" else _METHODS).get(node.target)
+
+
+def _renew(node: Node, before: Sequence[Node], behind: Sequence[Node]) -> None:
+    """Have an assignment make a new tensor, if no other name of the old one is read behind it."""
+    operation = _operation(node)
+    old = node.args[0] if operation is not None and node.args else None
+    storage = _storage(old)
+    if not isinstance(old, Node) or storage is None:
+        return
+    others = {each for each in before if each is not old and _storage(each) == storage}
+    if any(others.intersection(each.all_input_nodes) for each in behind):
+        return
+    node.target = operation
+    with node.graph.inserting_after(node):  # the type stays; a tensor of this type is not copied
+        made = node.graph.call_method("to", (node, _value(old).dtype))
+    made.meta = dict(node.meta)
+    readers = {*behind}
+    for name in (node, old):
+        name.replace_all_uses_with(made, delete_user_cb=readers.__contains__)
+
+
+def _value(node: Any) -> Any:
+    """What it was while the graph was made; a constant is itself."""
+    return node.meta.get("example_value") if isinstance(node, Node) else node
+
+
+def _storage(node: Any) -> int | None:
+    value = _value(node)
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None

@@ -107,12 +107,6 @@ def _surrounded(cls: type[nn.Module]) -> type[nn.Module]:
     return Surrounded
 
 
-def own_call(module: nn.Module) -> Callable[..., Any]:
-    """How the module is called without the hook around it."""
-    cls = type(module).__mro__[1] if _AROUND in module.__dict__ else type(module)
-    return functools.partial(cls.__call__, module)
-
-
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor], passed_by: Collection[Any] = frozenset()) -> Any:
     """Apply change to every tensor inside value and return the result; nothing is modified in place.
 
@@ -128,7 +122,13 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], passed_by: Colle
         return value
     if isinstance(value, (tuple, list)):
         items = [map_tensors(item, change, passed_by) for item in value]
-        return value if all(map(operator.is_, items, value)) else _refill(value, items)
+        if all(map(operator.is_, items, value)):
+            return value
+        if isinstance(value, tuple):
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        filled = copy.copy(value)
+        filled[:] = items
+        return filled
     if isinstance(value, types.FunctionType):
         return _map_closure(value, change, passed_by)
     is_dict = isinstance(value, dict)
@@ -173,15 +173,15 @@ def _map_closure(
     cells, is_new = list(function.__closure__ or ()), False
     for index, (name, cell) in enumerate(zip(function.__code__.co_freevars, cells, strict=True)):
         try:
-            held = cell.cell_contents
+            content = cell.cell_contents
         except ValueError:  # a variable that its maker has not set yet
             continue
-        if name in passed_by or not isinstance(held, (Tensor, tuple, list)):
+        if name in passed_by or not isinstance(content, (Tensor, tuple, list)):
             continue
-        if any(isinstance(leaf, types.FunctionType) for leaf in tree_leaves(held)):  # it may hold this one
+        if any(isinstance(leaf, types.FunctionType) for leaf in tree_leaves(content)):  # it may hold this one
             continue
-        new = map_tensors(held, change, passed_by)
-        if new is not held:
+        new = map_tensors(content, change, passed_by)
+        if new is not content:
             cells[index], is_new = types.CellType(new), True
     if not is_new:
         return function
@@ -203,14 +203,6 @@ def _sets_free_variables(code: types.CodeType, names: frozenset[str] | None = No
     stored = (each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_DEREF", "DELETE_DEREF"))
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return any(name in free for name in stored) or any(_sets_free_variables(each, free) for each in inner)
-
-
-def _refill(value: Any, items: list[Any]) -> Any:
-    if isinstance(value, tuple):
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    fresh = copy.copy(value)
-    fresh[:] = items
-    return fresh
 
 
 def attributes_of(value: Any) -> Sequence[str]:

@@ -1,22 +1,28 @@
-"""A frozen linear and its LoRA computed together: y = x W^T + (s x A^T) B^T, in the type of x.
+"""A frozen linear and its LoRA or LoKr computed together, in the type of x. float32 weights are rounded to x's type.
 
-Legend: M rows, K in_features, N out_features, R LoRA rank, s scaling (alpha / rank).
+Legend: M rows, K in_features, N out_features, R rank, s scaling (alpha / rank).
+
+LoRA, around a plain linear or a FrozenLinear8; x and a [M, R] are kept for the backward:
 
     forward    a = s x A^T;  y = base(x);  y += a B^T
     backward   b = s g B;    gx = base's grad_input(g);  gx += b A;   gA = b^T x;   gB = g^T a
 
-The base is a plain linear or a FrozenLinear8, frozen. float32 weights are rounded to x's type for the products, as
-autocast would. x and a [M, R] are kept for the backward.
+LoKr (LyCORIS, arXiv 2309.14859) adds s kron(W1, W2) to a weight, where W2 may be W2a W2b of rank R. With x cut into
+rows X [in1, in2], kron(W1, W2) x is W1 X W2^T: two small products in place of a matrix [N, K], which PEFT makes anew
+for every call and keeps for the backward.
+
+    y = base(x) + s W1 X W2^T        W1 [out1, in1], W2 [out2, in2], N = out1 out2, K = in1 in2
 
 PEFT keeps its layers: names, state dict, adapters and merging are untouched. Each layer gets a subclass of its class.
-Its forward computes this way where PEFT would compute exactly that (one active plain LoRA, no dropout, not merged, no
+Its forward computes this way where PEFT would compute exactly that (one active adapter, no dropout, not merged, no
 autocast), and calls PEFT's otherwise. Why: docs/decisions/0005-eight-bit-linears.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,21 +34,8 @@ from ..quantization.frozen_linear import FrozenLinear8, is_autocasting
 from .lora import TRAINABLE_DTYPES, is_torchao_tensor
 
 
-class FusedLora:
-    """Handle of apply_fused_lora."""
-
-    def __init__(self, layers: list[nn.Module]) -> None:
-        self.layers = layers
-
-    def remove(self) -> None:
-        """Give every layer PEFT's own forward back; a second call is a no-op."""
-        for layer in self.layers:
-            layer.__class__ = type(layer).__mro__[1]
-        self.layers = []
-
-
-def apply_fused_lora(model: nn.Module) -> FusedLora:
-    """Let PEFT's LoRA layers around plain linears and FrozenLinear8 compute as above, in place.
+def apply_fused_lora(model: nn.Module) -> list[nn.Module]:
+    """Let PEFT's LoRA layers around plain linears and FrozenLinear8 compute as above, in place; returns them.
 
     No-op for layers whose base is another (torchao's weight-only tensors), that have a variant (DoRA) or dropout.
     """
@@ -50,8 +43,36 @@ def apply_fused_lora(model: nn.Module) -> FusedLora:
 
     layers = [m for m in model.modules() if type(m) is LoraLinear and _is_known_base(m.base_layer)]
     for layer in layers:
-        layer.__class__ = _fused_class(LoraLinear)
-    return FusedLora(cast(list[nn.Module], layers))
+        layer.__class__ = _fused_class(LoraLinear, _lora_output)
+    return list(layers)
+
+
+def apply_fused_lokr(model: nn.Module) -> None:
+    """Let PEFT's LoKr layers around linears compute as above, in place."""
+    from peft.tuners.lokr import Linear as LokrLinear
+
+    for layer in model.modules():
+        if type(layer) is LokrLinear:
+            layer.__class__ = _fused_class(LokrLinear, _lokr_output)
+
+
+@cache
+def _fused_class(peft_class: type, compute: Callable[[Any, Tensor], Tensor | None]) -> type:
+    """A subclass rather than an attribute of each layer, so that a copied model calls its own layers.
+
+    compute: (layer, x) -> output; None if PEFT must compute.
+    """
+
+    class Fused(peft_class):  # type: ignore[valid-type,misc]
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            output = None if args or kwargs else compute(self, x)
+            return super().forward(x, *args, **kwargs) if output is None else output
+
+    Fused.__name__ = peft_class.__name__  # what a printed model shows
+    return Fused
+
+
+# ---- LoRA
 
 
 def _is_known_base(base: nn.Module) -> bool:
@@ -60,28 +81,19 @@ def _is_known_base(base: nn.Module) -> bool:
     return type(base) is nn.Linear and not is_torchao_tensor(base.weight) and base.weight.dtype in TRAINABLE_DTYPES
 
 
-@cache
-def _fused_class(lora_linear: type) -> type:
-    """A subclass rather than an attribute of each layer, so that a copied model calls its own layers."""
-
-    class FusedLoraLinear(lora_linear):  # type: ignore[valid-type,misc]
-        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            name = None if args or kwargs else _only_adapter(self, x)
-            if name is None:
-                return super().forward(x, *args, **kwargs)
-            a, b, scaling = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
-            if torch.compiler.is_compiling():  # its own fusions; the opaque function below would be in their way
-                low = F.linear(x, a.to(x.dtype)) * scaling
-                return self.base_layer(x) + F.linear(low, b.to(x.dtype))
-            rows = x.reshape(-1, x.shape[-1])
-            out = _LoraLinear.apply(rows, a, b, scaling, self.base_layer)
-            return out.view(*x.shape[:-1], out.shape[-1])
-
-    FusedLoraLinear.__name__ = lora_linear.__name__  # what a printed model shows
-    return FusedLoraLinear
+def _lora_output(layer: Any, x: Tensor) -> Tensor | None:
+    name = _only_lora(layer, x)
+    if name is None:
+        return None
+    a, b, scaling = layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
+    if torch.compiler.is_compiling():  # its own fusions; the opaque function below would be in their way
+        low = F.linear(x, a.to(x.dtype)) * scaling
+        return layer.base_layer(x) + F.linear(low, b.to(x.dtype))  # type: ignore[no-any-return]
+    out = _LoraLinear.apply(x.reshape(-1, x.shape[-1]), a, b, scaling, layer.base_layer)
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
-def _only_adapter(layer: Any, x: Tensor) -> str | None:
+def _only_lora(layer: Any, x: Tensor) -> str | None:
     """The one adapter to compute with; None if PEFT must decide."""
     if layer.disable_adapters or layer.merged or is_autocasting(x) or not _is_known_base(layer.base_layer):
         return None  # the base may have been quantized since
@@ -91,20 +103,15 @@ def _only_adapter(layer: Any, x: Tensor) -> str | None:
     is_dropping = isinstance(layer.lora_dropout[active[0]], nn.Dropout) and layer.training
     base, parts = layer.base_layer, (layer.lora_A[active[0]], layer.lora_B[active[0]], layer.lora_dropout[active[0]])
     is_frozen = not (base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad))
-    is_own = is_frozen and not is_dropping and not any(map(_is_watched, (base, *parts)))
+    is_own = is_frozen and not is_dropping and not any(map(_has_hooks, (base, *parts)))
     return active[0] if is_own and x.dtype in (torch.bfloat16, torch.float32) else None
 
 
-def _is_watched(module: nn.Module) -> bool:
+def _has_hooks(module: nn.Module) -> bool:
     """Whether somebody hangs on a call that this file would pass by."""
     own = module.__dict__  # asked for every LoRA layer at every call, hence not through nn.Module's __getattr__
-    return bool(
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-        or "forward" in own
-    )
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return "forward" in own or any(own[name] for name in hooks)
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -117,7 +124,11 @@ class _LoraLinear(torch.autograd.Function):
             low *= scaling
         ctx.save_for_backward(rows, low, a, b)
         ctx.base, ctx.scaling = base, scaling
-        return _base_product(rows, base).addmm_(low, b.to(rows.dtype).t())
+        if isinstance(base, FrozenLinear8):
+            out = linear8(rows, base.weight, base.scale, base.bias, base.rotation)
+        else:
+            out = F.linear(rows, base.weight, base.bias)
+        return out.addmm_(low, b.to(rows.dtype).t())
 
     @staticmethod
     @once_differentiable
@@ -128,7 +139,10 @@ class _LoraLinear(torch.autograd.Function):
             grad_low *= ctx.scaling
         grad_x = grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_x = _base_grad_input(g, ctx.base).addmm_(grad_low, a.to(g.dtype))
+            base = ctx.base
+            is_frozen8 = isinstance(base, FrozenLinear8)
+            grad_x = grad_input8(g, base.weight, base.scale, base.rotation) if is_frozen8 else g @ base.weight
+            grad_x.addmm_(grad_low, a.to(g.dtype))
         if ctx.needs_input_grad[1]:
             grad_a = (grad_low.t() @ rows).to(a.dtype)
         if ctx.needs_input_grad[2]:
@@ -136,13 +150,24 @@ class _LoraLinear(torch.autograd.Function):
         return grad_x, grad_a, grad_b, None, None
 
 
-def _base_product(rows: Tensor, base: nn.Linear) -> Tensor:
-    if isinstance(base, FrozenLinear8):
-        return linear8(rows, base.weight, base.scale, base.bias, base.rotation)
-    return F.linear(rows, base.weight, base.bias)
+# ---- LoKr
 
 
-def _base_grad_input(grad: Tensor, base: nn.Linear) -> Tensor:
-    if isinstance(base, FrozenLinear8):
-        return grad_input8(grad, base.weight, base.scale, base.rotation)
-    return grad @ base.weight
+def _lokr_output(layer: Any, x: Tensor) -> Tensor | None:
+    if layer.disable_adapters or layer.merged or is_autocasting(x):
+        return None
+    active = [name for name in layer.active_adapters if name in layer.lokr_w1 or name in layer.lokr_w1_a]
+    if len(active) != 1 or active[0] in layer.lokr_t2:
+        return None
+    (name,) = active
+    if layer.module_dropout[name] or layer.rank_dropout[name]:
+        return None
+    first = layer.lokr_w1[name] if name in layer.lokr_w1 else layer.lokr_w1_a[name] @ layer.lokr_w1_b[name]
+    second = (layer.lokr_w2[name],) if name in layer.lokr_w2 else (layer.lokr_w2_b[name], layer.lokr_w2_a[name])
+    w1 = first.to(x.dtype)
+    rows = x.reshape(*x.shape[:-1], w1.shape[1], -1)
+    for factor in second:
+        rows = F.linear(rows, factor.to(x.dtype))
+    scaling = layer.scaling[name]
+    added = F.linear(rows.mT, w1 if scaling == 1 else w1 * scaling).mT.flatten(-2)
+    return layer.base_layer(x) + added  # type: ignore[no-any-return]

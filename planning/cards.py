@@ -1,30 +1,118 @@
-"""The cards a training is planned for: those of this machine as they are now, or some that need not exist."""
+"""The cards to plan for: those of this machine as they are now, or some that need not exist; and how fast they are.
+
+Speeds are published ones. If this machine has a card that is in no table, all of them are measured by a large matrix
+product. Cards and the link between them are measured once and then read from disk.
+
+Peaks are the makers' own (architecture papers and data sheets): 10^12 dense operations per second in bf16 with sums in
+float32, of consumer cards twice their float32 rate. Training reaches a share of it. The one share that was measured is
+that of an H200: FLUX.2-dev at 1024², bf16, every block recomputed, one micro-batch in flight, 1.866 s a step
+(docs/benchmarks.md, training on 8-bit base weights).
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import platform
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
+import pydantic
 import torch
 
+from ..checkpoints.fingerprint import settings_fingerprint
 from ..events import first_line
-from ..parallel.devices import device_title, free_bytes, total_bytes
+from ..parallel.devices import (
+    device_module,
+    device_title,
+    free_bytes,
+    has_peer_access,
+    release_cached_memory,
+    total_bytes,
+)
+from ..parallel.exchange_speed import exchange_speed, product_speed
 from ..quantization.kernel_choice import DeviceKernels
 from ..quantization.quantize import BEST_FIRST, QuantizeSettings, refusal
-from .card_speeds import KINDS, SHARE_OF_PRODUCT, CardKind, kind_called, kind_of_size
-from .machine_speed import machine_speed
+from ..system.files import user_cache_folder, write_atomically
+
+SHARE_OF_PEAK = 0.46  # 16.9 s of operations at 50 * 10^12 per second are 0.85 s at the H200's peak
+SHARE_OF_PRODUCT = 0.66  # the same, of the 690 * 10^12 per second that a large matrix product was measured at there
 
 _log = logging.getLogger(__name__)
 _NUMBER = r"[0-9]{1,6}(?:\.[0-9]{0,6})?|\.[0-9]{1,6}"
 _COUNT = r"(?:(?P<count>[0-9]{1,6}) *[x×] *)?"
 _CARD = re.compile(
-    rf"{_COUNT}(?P<size>{_NUMBER}) *(?P<unit>GB|GiB)(?: *@ *(?P<speed>{_NUMBER}))?",
+    rf"{_COUNT}(?:(?P<size>{_NUMBER}) *(?P<unit>GB|GiB)(?: *@ *(?P<speed>{_NUMBER}))?|(?P<name>[A-Za-z0-9 -]+))",
     re.IGNORECASE,
 )
-_NAMED = re.compile(rf"{_COUNT}(?P<name>[A-Za-z0-9 -]+)")
 _MAX_CARDS = 64  # more than a host has; a slip of the finger ends here
+_FILLERS = re.compile(r"\b(nvidia|geforce|rtx|radeon|rx|amd)\b|[\s-]")
+_NEAR = 0.05  # a size in GB stands for a card whose memory differs by no more
+_VERSION = 3  # of measurements; raise it when something else is measured
+_Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+
+
+class CardKind(NamedTuple):
+    """A model of card. has_fp8: whether it multiplies in float8."""
+
+    name: str
+    tera_per_s: float
+    gib: int
+    has_fp8: bool
+
+    @property
+    def flops_per_s(self) -> float:
+        """Operations per second of a training."""
+        return self.tera_per_s * 1e12 * SHARE_OF_PEAK
+
+
+# A bare size stands for the first card of that size.
+KINDS = (
+    CardKind("RTX 4090", 165.2, 24, True),
+    CardKind("RTX 3090", 71.0, 24, False),
+    CardKind("RTX 5090", 209.5, 32, True),
+    CardKind("RTX 4080", 97.5, 16, True),
+    CardKind("RTX 5080", 112.6, 16, True),
+    CardKind("RTX 4060 Ti", 44.1, 16, True),
+    CardKind("RTX 4070", 58.3, 12, True),
+    CardKind("RTX 3080", 59.5, 10, False),
+    CardKind("RTX 6000 Ada", 364.2, 48, True),
+    CardKind("RTX A6000", 154.8, 48, False),
+    CardKind("L40S", 362.0, 48, True),
+    CardKind("H100", 989.0, 80, True),
+    CardKind("A100", 312.0, 80, False),
+    CardKind("H200", 989.0, 141, True),
+    CardKind("RTX 3060", 25.5, 12, False),
+    CardKind("RTX 4060", 30.2, 8, True),
+    CardKind("RTX 3060 Ti", 32.4, 8, False),
+    CardKind("RTX 3070", 40.6, 8, False),
+    CardKind("RTX 3070 Ti", 43.5, 8, False),
+    CardKind("RTX 3080 Ti", 68.2, 12, False),
+    CardKind("RTX 3090 Ti", 80.0, 24, False),
+    CardKind("RTX 4070 Super", 71.0, 12, True),
+    CardKind("RTX 4070 Ti", 80.2, 12, True),
+    CardKind("RTX 4070 Ti Super", 88.2, 16, True),
+    CardKind("RTX 4080 Super", 104.4, 16, True),
+    CardKind("RTX 5060", 38.4, 8, True),
+    CardKind("RTX 5060 Ti", 47.4, 16, True),
+    CardKind("RTX 5070", 61.7, 12, True),
+    CardKind("RTX 5070 Ti", 87.9, 16, True),
+)
+_BY_NAME: Mapping[str, CardKind] = {_FILLERS.sub("", kind.name.lower()): kind for kind in KINDS}
+
+
+def kind_called(name: str) -> CardKind | None:
+    """The kind of that name, such as "3090", "RTX 3090" or what torch calls the card; None for another."""
+    plain = _FILLERS.sub("", name.lower())
+    if plain in _BY_NAME:
+        return _BY_NAME[plain]
+    words = name.lower().replace("-", " ").split()
+    return next((kind for kind in KINDS if kind.name.lower() in words), None)  # "H100 80GB HBM3", but no "RTX 4090 D"
 
 
 @dataclass(frozen=True)
@@ -32,12 +120,12 @@ class Card:
     """One device to plan for, whether it exists here or not.
 
     Args:
-        usable_bytes: what tensors, the allocator's losses and a context that does not exist yet may take.
+        usable_bytes: for tensors, the allocator's losses and a context that does not exist yet.
         speed: relative to the others.
         eight_bit: what it multiplies 8 bits with; None asks a card that exists.
         refuses: schemes that it cannot multiply in.
-        has_context: whether CUDA has started on it, so that what is free is free of that already.
-        kind: what is known of its model, if anything; is_assumed: of a card that was named by its memory alone.
+        has_context: whether CUDA has started on it, so that its free memory is free of that already.
+        kind: its model, if known. is_assumed: whether that is a guess from its memory.
         measured_flops_per_s: of a training, by a matrix product; 0 where that was not measured.
     """
 
@@ -70,54 +158,32 @@ def parse_cards(text: str) -> list[Card]:
     """
     cards: list[Card] = []
     for part in (part.strip() for part in text.split(",")):
-        if named := _named_card(part, cards):
-            cards += named
-            continue
-        match = _CARD.fullmatch(part)
-        if match is None or not float(match["size"]) or not float(match["speed"] or 1):
+        card, match = None, _CARD.fullmatch(part)
+        if match and match["name"] and (kind := kind_called(match["name"])):
+            refuses = frozenset(() if kind.has_fp8 else ("fp8-compute",))
+            card = Card(torch.device("cuda"), kind.gib * 2**30, kind.gib * 2**30, refuses=refuses, kind=kind)
+        elif match and match["size"] and float(match["size"]) and float(match["speed"] or 1):
+            size = int(float(match["size"]) * (2**30 if match["unit"].lower() == "gib" else 1e9))
+            alike = (each for each in KINDS if any(abs(size / b / each.gib - 1) <= _NEAR for b in (2**30, 1e9)))
+            kind = next(alike, None)
+            card = Card(torch.device("cuda"), size, size, float(match["speed"] or 1), kind=kind, is_assumed=True)
+        if match is None or card is None:
             raise ValueError(
                 f'cards: {part!r} in {text!r} is no card; write its memory: "24GB,12GB", several alike as "2x24GB", '
                 'with speeds above 0 "2x24GB@1,12GB@0.5", or one of these models, such as "2x3090": '
                 + ", ".join(kind.name for kind in KINDS)
             )
-        count = int(match["count"] or 1)
-        _check_count(part, count, cards)
-        size = int(float(match["size"]) * (2**30 if match["unit"].lower() == "gib" else 1e9))
-        speed = float(match["speed"] or 1)
-        first = len(cards)
-        kind = kind_of_size(size)
-        cards += [
-            Card(torch.device("cuda", index), size, size, speed, kind=kind, is_assumed=True)
-            for index in range(first, first + count)
-        ]
+        count, first = int(match["count"] or 1), len(cards)
+        if not 1 <= count <= _MAX_CARDS - first:
+            raise ValueError(
+                f"cards: {part!r} adds {count} to {first} cards; add at least 1, and no more than {_MAX_CARDS} in all"
+            )
+        cards += [replace(card, device=torch.device("cuda", index)) for index in range(first, first + count)]
     return _with_speeds(cards)
 
 
-def _check_count(part: str, count: int, cards: Sequence[Card]) -> None:
-    if not 1 <= count <= _MAX_CARDS - len(cards):
-        raise ValueError(
-            f"cards: {part!r} adds {count} to {len(cards)} cards; add at least 1, and no more than {_MAX_CARDS} in all"
-        )
-
-
-def _named_card(part: str, before: Sequence[Card]) -> list[Card]:
-    """Cards of a model, such as "2x3090"; [] for what names none."""
-    match = _NAMED.fullmatch(part)
-    kind = kind_called(match["name"]) if match else None
-    if match is None or kind is None:
-        return []
-    count = int(match["count"] or 1)
-    _check_count(part, count, before)
-    size, refuses = kind.gib * 2**30, frozenset(() if kind.has_fp8 else ("fp8-compute",))
-    first = len(before)
-    return [
-        Card(torch.device("cuda", index), size, size, refuses=refuses, kind=kind)
-        for index in range(first, first + count)
-    ]
-
-
 def _with_speeds(cards: list[Card]) -> list[Card]:
-    """Of cards whose speeds are all known, how fast each is relative to the slowest."""
+    """The cards, with how fast each is relative to the slowest if the speeds of all are known."""
     if any(card.is_assumed or not card.flops_per_s for card in cards):
         return cards
     slowest = min(card.flops_per_s for card in cards)
@@ -125,35 +191,95 @@ def _with_speeds(cards: list[Card]) -> list[Card]:
 
 
 def cards_of(devices: Sequence[torch.device]) -> list[Card] | None:
-    """The cards of this machine as they are now, other programs' memory left out; None if torch cannot tell one's
-    memory, or one is the CPU, for which nothing is planned. Speeds are published ones, else measured."""
+    """The cards of this machine as they are now, without what other programs use. None if one is the CPU, for which
+    nothing is planned, or torch cannot tell its memory."""
     cards = []
     for device in devices:
         total, free = total_bytes(device), free_bytes(device)
         if device.type == "cpu" or total is None or free is None:
             return None
+        if device.type == "cuda" and hasattr(torch.cuda, "get_per_process_memory_fraction"):
+            cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+            free = min(free, cap - torch.cuda.memory_allocated(device))
         refuses = frozenset(s for s in BEST_FIRST if refusal(QuantizeSettings(s), [device]))
-        cap = _cap_bytes(device, total)
-        usable = min(free, cap)
         kind = kind_called(device_title(device))
-        cards.append(Card(device, total, usable, refuses=refuses, has_context=True, kind=kind))
-    return _with_speeds(cards if all(card.kind for card in cards) else _measured(cards))
+        cards.append(Card(device, total, min(free, total), refuses=refuses, has_context=True, kind=kind))
+    if not all(card.kind for card in cards):  # a published speed is on another scale, so all are measured
+        titles = {device_title(device): device for device in devices}  # cards of one model share a measurement
+        try:
+            found = {title: SHARE_OF_PRODUCT * machine_speed([each]).flops_per_s[0] for title, each in titles.items()}
+            cards = [replace(card, measured_flops_per_s=found[device_title(card.device)]) for card in cards]
+        except RuntimeError as error:
+            reason = first_line(error)
+            _log.warning("cards are taken for equally fast, for their speed cannot be measured: %s", reason)
+            return cards
+    return _with_speeds(cards)
 
 
-def _measured(cards: list[Card]) -> list[Card]:
-    """All of them with measured speeds: a published one is on another scale. Cards of one model share a measurement."""
-    titles = {device_title(card.device): card.device for card in cards}
+# ---- measured
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=pydantic.ConfigDict(extra="forbid"))
+class MachineSpeed:
+    """Cards that were measured together.
+
+    Args:
+        flops_per_s: of each card, in a large matrix product in half precision.
+        bytes_per_s: that two cards send each other at the same time, each, over the slowest link; None for one card.
+        date: YYYY-MM-DD.
+    """
+
+    flops_per_s: tuple[_Positive, ...]
+    bytes_per_s: _Positive | None
+    date: str
+
+    def __post_init__(self) -> None:
+        if (self.bytes_per_s is None) != (len(self.flops_per_s) == 1):
+            raise ValueError("several cards have a link, and one card has none")
+
+
+def machine_speed(devices: Sequence[torch.device]) -> MachineSpeed:
+    """What these cards can do: as measured before with the same cards and links, else measured now.
+
+    Raises: what a card raises where it has no memory for the measurement.
+    """
+    key, path = _machine_key(devices), speed_file(devices)
     try:
-        found = {title: machine_speed([device]).cards[0].flops_per_s for title, device in titles.items()}
-    except RuntimeError as error:
-        _log.warning("cards are taken for equally fast, for their speed cannot be measured: %s", first_line(error))
-        return cards
-    return [replace(c, measured_flops_per_s=SHARE_OF_PRODUCT * found[device_title(c.device)]) for c in cards]
+        entry = json.loads(path.read_text(encoding="utf-8"))
+        if entry["key"] == json.loads(json.dumps(key)):  # as JSON gives it back
+            return pydantic.TypeAdapter(MachineSpeed).validate_python(entry["value"])
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _log.warning("%s cannot be used (%s); it is measured again", path, first_line(error))
+    found = measure_machine(devices)
+    try:
+        write_atomically(path, json.dumps({"key": key, "value": asdict(found)}, indent=2).encode("utf-8"))
+    except OSError as error:
+        _log.warning("a measurement is not kept: %s", error)
+    return found
 
 
-def _cap_bytes(device: torch.device, total: int) -> int:
-    """What torch.cuda.set_per_process_memory_fraction leaves to this process."""
-    if device.type != "cuda" or not hasattr(torch.cuda, "get_per_process_memory_fraction"):
-        return total
-    cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-    return cap - torch.cuda.memory_allocated(device)
+def speed_file(devices: Sequence[torch.device]) -> Path:
+    """Where the measurement of these cards lies, or would."""
+    return user_cache_folder() / "calibration" / f"{settings_fingerprint(_machine_key(devices))[:24]}.json"
+
+
+def measure_machine(devices: Sequence[torch.device]) -> MachineSpeed:
+    """Takes some 150 MiB of each card, and well under a second on two GPUs."""
+    with torch.inference_mode():
+        products = tuple(map(product_speed, devices))
+        links = [exchange_speed(one, other) for one, other in combinations(devices, 2)]
+    release_cached_memory()
+    return MachineSpeed(products, min(links, default=None), time.strftime("%Y-%m-%d"))
+
+
+def _machine_key(devices: Sequence[torch.device]) -> dict[str, Any]:
+    """Everything that the measurements depend on: the cards, where they are, who reaches whom, and torch."""
+    cards = [
+        [str(device), total_bytes(device), str(getattr(device_module(device), "get_device_properties", str)(device))]
+        for device in devices
+    ]
+    access = [[has_peer_access(source, target) for target in devices] for source in devices]
+    own = {"machine": platform.node(), "torch": torch.__version__, "version": _VERSION}
+    return own | {"cards": cards, "access": access}

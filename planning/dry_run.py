@@ -1,154 +1,450 @@
-"""What one training step keeps in memory, piece by piece, measured on tensors without data: no card, no weights.
+"""A training step on the meta device: the model cut down to two blocks of every kind, and the meter that counts memory.
 
-One block of every kind runs forwards and backwards on meta, through the code that will train: diffusers' blocks, PEFT's
-layers and our fused ones, quantized linears. The meter (meter.py) sees every operation and counts the bytes of the
-storages that somebody still holds, views once. Embedders and tail run once around them. Blocks of one kind cost alike,
-so that a plan for 56 blocks takes the time of two; forecast.py adds up.
+On meta some operations take another way than on a card:
+- attention: torch's plain way would keep the probabilities [B, N, S, S]. Cards keep the output and a float32 per head
+  and token; their backward holds a float32 copy of the query's gradient meanwhile, which no operation shows.
+- rms_norm: one kernel that keeps its input and a float32 per row, where torch has it.
+- 8-bit products: the kernels of the card that is planned for; they allocate on meta and launch nothing.
+CPU and emulated cards take the plain way, so that a forecast for them can be compared with what they really hold.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import functools
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from ..checkpoints.checkpoint import CheckpointInfo
+from ..checkpoints.load import put_tensor
+from ..config.job import LoraSettings
+from ..families.comfy.inputs import STREAM, VOICE, option_path, stream_shapes
 from ..families.spec import ModelFamily, Variant
-from ..parallel.block_lists import parts_of_tail
-from ..parallel.offload.block_call import BlockCall
-from ..patches.hooks import tensors_of
-from ..quantization.wrapped import tensor_bytes
-from .dry_run_block import BlockCost, dry_run_block, plain_tensors, sizes_of
-from .meter import Kernels, MemoryMeter, as_on_card
-from .short_model import META, ShortModel, Work, shorten, step_on_meta, voice_as_sound
+from ..parallel.devices import CPU
+from ..parallel.local.collectives import attach_collectives
+from ..parallel.local.shard_trees import shares_in
+from ..parallel.local.shards import BlockShard, divide_block, find_plan
+from ..parallel.placement import block_names
+from ..quantization.kernel_choice import DeviceKernels, KernelChoice, using_kernels
+from ..quantization.quantize import Quantizer, QuantizeSettings, Stored8
+from ..training.adapter import apply_lora, find_targets
+from ..training.objective import predict, prediction_loss
+
+META = torch.device("meta")
+_TEXT_WIDTHS = ("joint_attention_dim", "text_dim")  # what transformer configs call the width of the text states
+_POOLED_WIDTHS = ("pooled_projection_dim",)
+
+# What code that was not written for tensors without data may raise.
+_BY_FOREIGN_CODE = (TypeError, AttributeError, LookupError, RuntimeError, AssertionError)
+
+
+class NoForecast(ValueError):
+    """Nobody can tell what a step of this model holds; it can be trained all the same."""
+
+    def __init__(self, title: str, reason: str) -> None:
+        super().__init__(f"there is no forecast for {title}: {reason}; it is trained split by size")
+        self.reason = reason
+
+
+@dataclass(frozen=True, eq=False)
+class SampleText:
+    """What one of ComfyUI's own models is given beside the noise, of one sample: of a job what takes the most.
+
+    Streams of latents after the first are in it by their sides, as STREAM has them.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+
+    @functools.cached_property
+    def without_streams(self) -> SampleText:
+        """The same for latents of one stream, as pictures between steps are."""
+        return SampleText({name: each for name, each in self.tensors.items() if not name.startswith(STREAM)})
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        return {name: list(tensor.shape) for name, tensor in self.tensors.items()}
 
 
 @dataclass(frozen=True)
-class StepCost:
-    """What every block and the rest of a model cost.
+class Work:
+    """What a step computes; dtype is of frozen weights and computation.
+
+    shares: of the devices that each block is divided among; the last one's part runs. (1,) is one device alone.
+    text: None where the model's description says how large it is.
+    """
+
+    latent_shape: tuple[int, int, int, int]  # of one sample. [C, F, H, W]
+    batch_size: int
+    dtype: torch.dtype
+    quantize: QuantizeSettings | None
+    lora: LoraSettings
+    shares: tuple[int, ...] = (1,)
+    text: SampleText | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """That each block is divided among."""
+        return len(self.shares)
+
+    @property
+    def streams(self) -> list[tuple[int, ...]]:
+        """Shapes of what the latents of one sample are packed of; [] for one stream."""
+        others = stream_shapes({} if self.text is None else {n: each[None] for n, each in self.text.tensors.items()})
+        return [self.latent_shape, *others] if others else []
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """Of a batch's latents, as training has them."""
+        sides = (1, 1, 1, sum(map(prod, self.streams))) if self.streams else self.latent_shape
+        return self.batch_size, *sides
+
+
+def voice_as_sound(family: ModelFamily, work: Work) -> Work:
+    """For what runs without numbers, by which LTX-2 places a reference of sound: as much more sound of its own."""
+    tensors = {} if work.text is None else work.text.tensors
+    voices = [name for name in tensors if option_path(name)[:1] == (VOICE,)]
+    if not voices or family.comfy is None or not family.comfy.sound:
+        return work
+    channels, bins = family.comfy.sound
+    own = tensors.get(f"{STREAM}1", torch.empty(0, channels, 0, bins))
+    longer = torch.empty(0, channels, own.shape[2] + max(len(tensors[name]) for name in voices), bins)
+    others = {name: each for name, each in tensors.items() if name not in voices}
+    return replace(work, text=SampleText({**others, f"{STREAM}1": longer}))
+
+
+@dataclass(frozen=True)
+class ShortModel:
+    """The first two blocks of every kind, the second with an input that carries gradients; or the only one.
 
     Args:
-        names, blocks: in execution order. [num_blocks]
-        home: weights, buffers and LoRA outside the blocks: embedders and tail.
-        tail_weights: the share of them that the tail has.
-        front: what is alive when the first block is called; its inputs and constants included.
-        first_inputs: of the first block.
-        tail: peak of tail, loss and their backward; above the last block's output.
+        names: of all blocks of the whole model. kind_of: the kind of each.
+        calls: the kind of each block that a forward calls, in order.
     """
 
+    model: nn.Module
     names: tuple[str, ...]
-    blocks: tuple[BlockCost, ...]
-    home_weights: int
-    tail_weights: int
-    home_lora: int
-    home_trained: int
-    front: int
-    first_inputs: int
-    tail: int
+    kind_of: list[int]
+    calls: list[int]
 
 
-def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work: Work, kernels: Kernels) -> StepCost:
-    """Count what a step of this work holds. The model is on meta; it is cut down and cannot be used afterwards.
+def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
+    """Cut a model down, with its linears quantized and LoRA attached as a job would; parameters stay on meta."""
+    names = block_names(model, family)
+    targets = set(find_targets(model, family, work.lora))
+    quantizer = None if work.quantize is None else Quantizer(family, work.quantize)
+    known: dict[Any, int] = {}
+    kind_of = [
+        known.setdefault(_signature(name, model.get_submodule(name), targets, quantizer), len(known)) for name in names
+    ]
+    calls: list[int] = []
+    renamed: dict[str, str] = {}  # new fqn of a block -> fqn in the whole model
+    for block_list in family.block_lists:
+        kept: list[str] = []
+        for name, kind in zip(names, kind_of, strict=True):
+            if name.rpartition(".")[0] == block_list.name and calls.count(kind) < 2:
+                kept.append(name)
+                calls.append(kind)
+        blocks = [model.get_submodule(name) for name in kept]
+        if isinstance(getattr(model, block_list.name), nn.ModuleDict):
+            keys = [name.rpartition(".")[2] for name in kept]
+            setattr(model, block_list.name, nn.ModuleDict(dict(zip(keys, blocks, strict=True))))
+            renamed |= {name: name for name in kept}
+        else:
+            setattr(model, block_list.name, nn.ModuleList(blocks))
+            renamed |= {f"{block_list.name}.{order}": name for order, name in enumerate(kept)}
+    _make_trainable(model, family, work, renamed, targets)
+    return ShortModel(model, names, kind_of, calls)
 
-    Raises: ValueError for LoRA targets that match nothing; RuntimeError for a scheme whose package is missing;
-        NoForecast for one of ComfyUI's classes that does not run so.
+
+def _signature(name: str, block: nn.Module, targets: Collection[str], quantizer: Quantizer | None) -> Any:
+    """Equal for blocks of one list that cost alike."""
+    shapes = tuple((leaf, tuple(tensor.shape)) for leaf, tensor in block.named_parameters())
+    adapted = tuple(leaf for leaf, _ in block.named_modules() if f"{name}.{leaf}" in targets)
+    rounded = ()
+    if quantizer is not None:
+        rounded = tuple(leaf for leaf, m in block.named_modules() if quantizer.is_wanted(f"{name}.{leaf}", m))
+    return name.rpartition(".")[0], type(block), shapes, adapted, rounded
+
+
+def _make_trainable(
+    model: nn.Module, family: ModelFamily, work: Work, renamed: Mapping[str, str], targets: Collection[str]
+) -> None:
+    """Divide blocks, quantize linears and attach a LoRA as a job would.
+
+    Args:
+        renamed: what its blocks are called in the whole model.
+        targets: linears that LoRA adapts, by their names in the whole model.
     """
-    with torch.inference_mode(False), torch.enable_grad():
-        work = voice_as_sound(info.family, work)
-        short = shorten(model, info.family, work)
-        run = _Run(short, MemoryMeter(kernels.rounding))
-        latents = torch.empty(work.batch_shape, device=META)  # in host memory while training
-        run.meter.ignore([*plain_tensors(short.model), latents])
-        short.model.train()
-        short.model.enable_gradient_checkpointing(run.measure)  # type: ignore[operator]
-        with as_on_card(kernels), run.meter:
-            step_on_meta(short.model, info, variant, work, latents)
-        return _collect(short, info.family, run)
+
+    def whole_name(fqn: str) -> str:
+        block = ".".join(fqn.split(".")[:2])
+        return renamed[block] + fqn.removeprefix(block) if block in renamed else fqn
+
+    quantizer = None if work.quantize is None else Quantizer(family, work.quantize)
+    in_float32 = set(getattr(model, "_keep_in_fp32_modules", None) or ())  # as loading does
+    for name, parameter in list(model.named_parameters()):
+        dtype = work.dtype if in_float32.isdisjoint((name, *name.split("."))) else torch.float32
+        put_tensor(model, name, torch.empty(parameter.shape, dtype=dtype, device=META))
+    shards: dict[str, BlockShard] = {}
+    for name in renamed if work.num_devices > 1 else ():
+        block = model.get_submodule(name)
+        plan, found = find_plan(family.tensor, block), shares_in(block, family, work.shares)
+        assert plan is not None, "shares_in has looked"
+        shards[name] = divide_block(block, plan, found, work.num_devices - 1, lambda weight, part: part.copied(weight))
+    for fqn, module in list(model.named_modules()):
+        if quantizer and isinstance(module, nn.Linear) and quantizer.is_wanted(whole_name(fqn), module):
+            # As if a file had it in 8 bits already: rounding nothing takes longer than the rest of a dry run.
+            values = torch.empty(module.weight.shape, dtype=quantizer.settings.stored_dtype, device=META)
+            scale = torch.empty((module.out_features, 1), dtype=torch.float32, device=META)
+            stored = Stored8(values, scale, quantizer.settings.rotation_of(module.in_features))
+            model.set_submodule(fqn, quantizer.take(whole_name(fqn), module, stored, module.weight.dtype))
+    short = tuple(fqn for fqn, _ in model.named_modules() if whole_name(fqn) in targets)
+    apply_lora(model, family, replace(work.lora, targets=short, layers=""), seed=0)
+    if shards:
+        parts = _LoneCollectives(work.num_devices, shards)
+        attach_collectives(shards, work.num_devices - 1, lambda: parts)
 
 
-class _Run:
-    """Takes gradient checkpointing's place and measures the last call of every kind, whose input carries gradients."""
+class _LoneCollectives:
+    """The collectives of a rank without others: what those would send are tensors of the right size."""
 
-    def __init__(self, short: ShortModel, meter: MemoryMeter) -> None:
-        self.short, self.meter = short, meter
-        self.kinds: dict[int, BlockCost] = {}
-        self.front = self.tail_base = 0
-        self._num_calls = 0
-        self._before: list[torch.Tensor] = []  # what the call before was given
-        self._constants: list[torch.Tensor] = []  # held, so that a name is not given twice
+    def __init__(self, num_devices: int, shards: Mapping[str, BlockShard]) -> None:
+        self._num_others = num_devices - 1
+        self._widths = {
+            f"{name}.{each.name}": each.width
+            for name, shard in shards.items()
+            for each in shard.collectives
+            if each.how == "all_gather"
+        }
 
-    def measure(self, block: nn.Module | BlockCall, *args: Any) -> Any:
-        """The block's outputs as fresh tensors that need gradients: nothing before this block is remembered. They are
-        no leaves, for some classes add to what a block gave, in place."""
-        if self._num_calls == 0:
-            self.front = self.meter.live
-        if self.short.is_last(self._num_calls):
-            if isinstance(block, BlockCall):
-                with torch.no_grad():
-                    block(*args)  # what its in-place guard has to learn of such a call, no later one does again
-            constants = {id(tensor) for tensor in self._before} & {id(tensor) for tensor in tensors_of(args)}
-            streams = [tensor for tensor in tensors_of(args) if id(tensor) not in constants]
-            shared = {self._name_of(t): self.meter.size(t) for t in tensors_of(args) if id(t) in constants}
-            kind = self.short.calls[self._num_calls]
-            self.kinds[kind] = dry_run_block(self.meter, block, args, shared, streams)
-        self._before = tensors_of(args)
-        self._num_calls += 1
-        with torch.no_grad():
-            outputs = block(*args)
-        flat, spec = tree_flatten(outputs)
-        where = [index for index, each in enumerate(flat) if isinstance(each, torch.Tensor)]
-        fresh = _Fresh.apply(torch.empty(0, device=META, requires_grad=True), *(flat[index] for index in where))
-        for index, each in zip(where, fresh, strict=True):
-            flat[index] = each
-        outputs = tree_unflatten(flat, spec)
-        if self._num_calls == len(self.short.calls):
-            self._before.clear()
-            self.tail_base = self.meter.start()
-        return outputs
+    def all_gather(self, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        if name in self._widths:
+            return [tensor.new_empty(*tensor.shape[:-1], self._widths[name] - tensor.shape[-1]), tensor]
+        return [*(torch.empty_like(tensor) for _ in range(self._num_others)), tensor]
 
-    def _name_of(self, tensor: torch.Tensor) -> int:
-        known = next((number for number, other in enumerate(self._constants) if other is tensor), None)
-        if known is None:
-            self._constants.append(tensor)
-        return len(self._constants) - 1 if known is None else known
+    def all_reduce(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return functools.reduce(torch.add, self.all_gather(rank, name, tensor))
 
 
-class _Fresh(torch.autograd.Function):
-    """The same numbers, without a history and with a gradient that goes nowhere."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        return None, *(None for _ in grads)
+# ---- the step
 
 
-def _collect(short: ShortModel, family: ModelFamily, run: _Run) -> StepCost:
-    return StepCost(
-        names=short.names,
-        blocks=tuple(run.kinds[kind] for kind in short.kind_of),
-        **_costs_of_home(short.model, family),
-        front=run.front,
-        first_inputs=run.kinds[0].inputs,
-        tail=run.meter.peak - run.tail_base,
-    )
+def step_on_meta(model: Any, info: CheckpointInfo, variant: Variant, work: Work, latents: torch.Tensor) -> None:
+    """A micro-batch as Trainer computes it, of a model without numbers. What is not needed any more is let go at once,
+    as there: dry runs count what is alive.
+
+    Raises: NoForecast where one of ComfyUI's classes cannot do that: it reads numbers, or counts its blocks.
+    """
+    family = info.family
+    try:
+        prediction = predict(
+            family,
+            model,
+            latents.to(torch.float32 if family.host else work.dtype, copy=True),
+            torch.full((work.batch_size,), 0.5, device=latents.device),
+            _make_given(info, variant, work, latents),
+            variant.training_guidance,
+        )
+        loss = prediction_loss(prediction, latents.clone())
+        del prediction
+        loss.backward()
+    except _BY_FOREIGN_CODE as error:
+        if family.host is None:
+            raise
+        said = f"its forward does not run without numbers, or without all blocks ({type(error).__name__}: {error})"
+        raise NoForecast(family.title, said) from error
 
 
-def _costs_of_home(model: nn.Module, family: ModelFamily) -> dict[str, int]:
-    """What a StepCost says of weights outside the blocks."""
-    lists = {block_list.name for block_list in family.block_lists}
-    home = [sizes_of(module) for name, module in model.named_children() if name not in lists]
-    own = [*model.parameters(recurse=False), *model.buffers(recurse=False)]
-    modules, parameters = parts_of_tail(model, family)
-    return {
-        "home_weights": sum(map(tensor_bytes, own)) + sum(each.weights for each in home),
-        "tail_weights": sum(sizes_of(module).weights for module in modules) + sum(map(tensor_bytes, parameters)),
-        "home_lora": sum(each.lora for each in home),
-        "home_trained": sum(each.num_trained for each in home),
+def _make_given(info: CheckpointInfo, variant: Variant, work: Work, latents: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Text and conditions of the sizes that training has.
+
+    Raises: ValueError for a config that says no width of the text.
+    """
+    batch, device = work.batch_size, latents.device
+    if info.family.host is not None:
+        given = info.family.host.example(batch, device, None if work.text is None else work.text.tensors)
+        return given | {f"{STREAM}{n}": latents.new_empty(batch, 0, *each) for n, each in enumerate(work.streams)}
+    text = {}
+    for encoder in variant.text_encoders:
+        keys = _POOLED_WIDTHS if encoder.kind == "pooled" else _TEXT_WIDTHS
+        width = next((info.config[key] for key in keys if info.config.get(key)), None)
+        if width is None:
+            raise ValueError(
+                f"the transformer's config names no width for {encoder.output}; one of {', '.join(keys)} was expected. "
+                "Add the key's name to planning/dry_run.py"
+            )
+        shape = (batch, width) if encoder.kind == "pooled" else (batch, encoder.max_length, width)
+        text[encoder.output] = torch.randn(shape, dtype=work.dtype, device=device)
+    if variant.condition == "first_frame":
+        size = batch, info.config["in_channels"] - latents.shape[1], *latents.shape[2:]
+        text["image_condition"] = latents.new_empty(size, dtype=work.dtype)
+    if variant.condition == "first_latents":
+        text["first_latents"] = latents[:, :, :1].to(work.dtype, copy=True)
+    return text
+
+
+# ---- the meter
+
+CARD_ROUNDING = 512  # bytes; torch's allocator for CUDA gives out multiples of it
+
+# The kernels of a card nobody has seen: those of data-centre chips, which transpose a slice of the weight. Others do
+# without the slice, so this is the higher of the two.
+UNSEEN_CARD = DeviceKernels(
+    {
+        torch.float8_e4m3fn: KernelChoice("vendor", "transpose", has_triton=True),
+        torch.int8: KernelChoice("triton", "transpose", has_triton=True),
     }
+)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which way operations take: a card's fused attention and norms, or torch's plain ones; and 8-bit products."""
+
+    eight_bit: DeviceKernels = UNSEEN_CARD
+    has_fused: bool = True
+    rounding: int = CARD_ROUNDING
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Counts bytes of the storages that operations make and somebody still holds; `live` now, `peak` since start().
+    Every storage counts as a multiple of `rounding`."""
+
+    def __init__(self, rounding: int = CARD_ROUNDING) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._rounding = rounding
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def start(self) -> int:
+        """Measure the peak from here; returns what is alive."""
+        self.peak = self.live
+        return self.live
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self._rounding) * self._rounding
+
+    def size(self, tensor: torch.Tensor) -> int:
+        """What a storage of this tensor's own would count."""
+        return self._rounded(tensor.numel() * tensor.element_size())
+
+    def ignore(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Never count these, nor views of them: weights."""
+        for tensor in tensors:
+            self._add(tensor.untyped_storage(), 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(_is_wrapper(value) for value in tree_leaves((args, kwargs))):
+            return NotImplemented  # a quantized tensor: its own dispatch comes back with what it is made of
+        if func is torch.ops.aten._to_copy.default and args[0].is_meta and kwargs.get("device") == CPU:
+            # Some models join what they are given to numbers that are in host memory. There is no data: zeros.
+            out = torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        else:
+            out = func(*args, **kwargs)
+        for value in tree_leaves(out):
+            if isinstance(value, torch.Tensor) and not _is_wrapper(value):
+                storage = value.untyped_storage()
+                self._add(storage, self._rounded(storage.nbytes()))
+        # What an operation holds while it runs and does not show: attention sums the query's gradient in float32.
+        hidden = 4 * args[1].numel() if func in _ATTENTION_BACKWARDS else 0
+        self.peak = max(self.peak, self.live + hidden)
+        return out
+
+    def _add(self, storage: Any, size: int) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known[key] = weakref.ref(storage, functools.partial(self._drop, key)), size
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _drop(self, key: int, storage: weakref.ref[Any]) -> None:
+        self.live -= self._known.pop(key)[1]
+
+
+def _is_wrapper(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
+
+
+_ATTENTION_BACKWARDS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+}
+_HAS_FUSED_NORM = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+
+
+@contextlib.contextmanager
+def as_on_card(kernels: Kernels) -> Iterator[None]:
+    """Inside, operations on meta go the way of a card's kernels."""
+    fused: AbstractContextManager[Any] = _AsOnCards() if kernels.has_fused else contextlib.nullcontext()
+    with using_kernels(kernels.eight_bit), fused:
+        yield
+
+
+class _AsOnCards(TorchFunctionMode):
+    """Leads attention and norms on meta to what cards run."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        if func is F.rms_norm and _HAS_FUSED_NORM:
+            return _rms_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Flash attention for 16 bits without a mask, else the memory-efficient kernel; both keep no probabilities."""
+    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    if attn_mask is not None:
+        shape = (*query.shape[:-1], key.shape[-2])
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype).expand(shape)
+    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def _rms_norm(
+    x: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    if weight is not None and weight.dtype != x.dtype:  # torch takes the long way then
+        return F.rms_norm(x, list(normalized_shape), weight, eps)
+    return _FusedRmsNorm.apply(x, len(normalized_shape))
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """What torch's fused kernel allocates and keeps, for a frozen weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, num_dims: int) -> torch.Tensor:
+        rows = torch.empty(x.shape[: x.ndim - num_dims], dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, rows)
+        return torch.empty_like(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.empty_like(grad), None

@@ -10,6 +10,11 @@ t, and rows of gy * s to h with scales u:
 s stands on the dim that grad_input contracts, hence it goes into gy before gy is rounded. q has no gradient, and no
 activation is kept. A row of zeros gives zeros; a row with an infinity or NaN gives NaN in that row and nowhere else.
 
+Rows of int8 may be rotated first, which spreads their outliers. With an orthogonal R, x W^T = (x R) (W R)^T. R is
+block-diagonal with blocks of B = 16, 64 or 256: Hadamard matrices times 1 / sqrt(B), whose entries are exact in every
+format. Their rows carry the signs of the Rudin-Shapiro sequence, or a mean would become an outlier. Weights are rotated
+once, and x whenever it is rounded; grad_input is rotated back. The N dim of gy is not rotated.
+
 Where size or device rule 8 bits out, a piece of q at a time becomes a plain weight. CUDA's rules for shapes are
 asserted on every device, so that a CPU test finds the fault. Formats, their noise, and what was not done:
 docs/decisions/0005-eight-bit-linears.md.
@@ -28,8 +33,8 @@ from torch.nn import functional as F
 from . import eight_bit_kernels as kernels
 from .eight_bit_kernels import LARGEST, MAX_INT8_TERMS, SMALLEST_AMAX
 from .kernel_choice import KernelChoice, choose_kernels, kernels_for, slice_weights
-from .rotation import rotate
 
+ROTATIONS = (16, 64, 256)
 MAX_PLAIN_ROWS = 16
 _MULTIPLE = 16  # of K and N
 _PIECE = 2**26  # weights dequantized at a time: 128 MiB in bfloat16
@@ -94,6 +99,46 @@ def refuse_broken_rows(scale: Tensor) -> None:
             f"{broken} of {scale.shape[0]} rows of a weight hold infinities or NaN and cannot be rounded to 8 bits; "
             "the checkpoint is damaged, load another"
         )
+
+
+# ---- rotation
+
+
+def make_rotation(block: int) -> Tensor:
+    """Orthogonal matrix of Hadamard entries +-1 / sqrt(block), its rows signed by the Rudin-Shapiro sequence. [B, B]
+
+    Raises: ValueError for a block that is none of ROTATIONS.
+    """
+    if block not in ROTATIONS:
+        raise ValueError(f"rotation in blocks of {block} was asked for; use one of {ROTATIONS}, or 0 for none")
+    index = range(block)
+    entries = [[(-1.0) ** (((i & j).bit_count()) + (i & (i >> 1)).bit_count()) for j in index] for i in index]
+    return torch.tensor(entries) / math.sqrt(block)
+
+
+def rotation_for(weight: Tensor, dtype: torch.dtype, block: int) -> Tensor | None:
+    """make_rotation on a weight's device; None for block 0.
+
+    Args:
+        weight: [N, K]    dtype: that it is, or will be, stored in.
+    Raises: ValueError for float8, and for blocks that do not divide K.
+    """
+    if not block:
+        return None
+    if dtype is not torch.int8:
+        raise ValueError("rotation was asked for float8, which gains nothing by it; use rotation 0, or int8-compute")
+    in_features = weight.shape[1]
+    if in_features % block:
+        fitting = [other for other in ROTATIONS if in_features % other == 0]
+        raise ValueError(
+            f"rotation in blocks of {block} does not divide {in_features} input features; use one of {[0, *fitting]}"
+        )
+    return make_rotation(block).to(weight.device)
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Multiply every block of B values of the last dim by rotation; in x's dtype. Its transpose rotates back."""
+    return (x.reshape(-1, rotation.shape[0]) @ rotation.to(x.dtype)).reshape(x.shape)
 
 
 # ---- products
@@ -174,7 +219,9 @@ def _product(
         return kernels.matmul(a, a_scale, b, dtype, b_scale=b_scale, bias=bias)
     if b_scale is None:
         b_scale = torch.ones((b.shape[1], 1), device=b.device)
-    _check_cuda_rules(a, b)
+    (rows, terms), columns = a.shape, b.shape[1]  # CUDA demands all this, and the CPU does not
+    assert rows > MAX_PLAIN_ROWS and terms % _MULTIPLE == 0 and columns % _MULTIPLE == 0, (a.shape, b.shape)
+    assert a.is_contiguous() and b.stride(0) == 1 and b.stride(1) >= terms, (a.stride(), b.stride())
     if a.dtype is torch.int8:
         sums = torch._int_mm(a, b)
     elif choice.forward == "unit":
@@ -187,13 +234,6 @@ def _product(
         return kernels.rescale(sums, a_scale, dtype, b_scale, bias)
     out = sums.float().mul_(a_scale).mul_(b_scale.t())
     return (out if bias is None else out.add_(bias)).to(dtype)
-
-
-def _check_cuda_rules(a: Tensor, b: Tensor) -> None:
-    """What CUDA's 8-bit products demand and the CPU's do not."""
-    (rows, terms), columns = a.shape, b.shape[1]
-    assert rows > MAX_PLAIN_ROWS and terms % _MULTIPLE == 0 and columns % _MULTIPLE == 0, (a.shape, b.shape)
-    assert a.is_contiguous() and b.stride(0) == 1 and b.stride(1) >= terms, (a.stride(), b.stride())
 
 
 def _scaled_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -213,13 +253,10 @@ def _grad_input_by_slices(
     width = _slice_width(h.device, num_out, num_in)
     found = []
     for start in range(0, num_in, width):
-        turned = _turn(weight[:, start : start + width], choice)
+        piece = weight[:, start : start + width]
+        turned = kernels.transpose(piece) if choice.has_triton else piece.t().contiguous()
         found.append(_product(h, h_scale, turned.t(), None, None, dtype, choice))
     return _joined(found)
-
-
-def _turn(piece: Tensor, choice: KernelChoice) -> Tensor:
-    return kernels.transpose(piece) if choice.has_triton else piece.t().contiguous()
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
@@ -311,7 +348,8 @@ def _make_op(name: str, compute: Callable[..., Tensor], fake: Callable[..., Tens
 # Named as depending on `after`, a result of the backward: else the compiler might move what depends on weights alone
 # into the forward and keep it until the backward, a second copy of all weights.
 def _turned(weight: Tensor, start: int, width: int, after: Tensor) -> Tensor:
-    return _turn(weight[:, start : start + width], kernels_for(weight, weight.dtype))
+    piece = weight[:, start : start + width]
+    return kernels.transpose(piece) if kernels_for(weight, weight.dtype).has_triton else piece.t().contiguous()
 
 
 _linear8_op = _make_op("linear8", linear8, lambda x, weight, *others: x.new_empty((x.shape[0], weight.shape[0])))

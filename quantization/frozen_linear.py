@@ -9,8 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .eight_bit import compiled_grad_input8, compiled_linear8, dequantize, grad_input8, linear8, quantize_weight
-from .rotation import rotate, rotation_for
+from .eight_bit import (
+    compiled_grad_input8,
+    compiled_linear8,
+    dequantize,
+    grad_input8,
+    linear8,
+    quantize_weight,
+    rotate,
+    rotation_for,
+)
 
 ComputeScheme = Literal["fp8-compute", "int8-compute"]
 COMPUTE_SCHEMES: Mapping[ComputeScheme, torch.dtype] = {"fp8-compute": torch.float8_e4m3fn, "int8-compute": torch.int8}
@@ -175,14 +183,13 @@ def refuse_merge(model: nn.Module) -> None:
     PEFT adds a merged LoRA to the stored values as if they were the weight. For float8, and for int8 by default, torch
     raises an error about types; with safe_merge=True int8 takes it and the model is silently wrong.
     """
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            "asked to merge a LoRA into 8-bit weights, which are coarser than most LoRAs and would round it away; keep "
+            "the LoRA beside the model, or merge it into the bfloat16 model before quantizing"
+        )
+
     for module in model.modules():
         if isinstance(module._modules.get("base_layer"), FrozenLinear8):
-            module.merge = _refuse_merge  # type: ignore[assignment]
-
-
-def _refuse_merge(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises: RuntimeError always."""
-    raise RuntimeError(
-        "asked to merge a LoRA into 8-bit weights, which are coarser than most LoRAs and would round it away; keep the "
-        "LoRA beside the model, or merge it into the bfloat16 model before quantizing"
-    )
+            module.merge = refuse  # type: ignore[assignment]

@@ -113,22 +113,14 @@ def fault(dtype: torch.dtype, device: torch.device) -> str:
         return ""
     if device.type != "cuda":
         return f"{device} has no 8-bit products that this pack knows"
-    if torch.version.hip is not None:
-        return _amd_fault(dtype, torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0])
-    return _nvidia_fault(dtype, torch.cuda.get_device_capability(device))
-
-
-def _nvidia_fault(dtype: torch.dtype, capability: tuple[int, int]) -> str:
+    if torch.version.hip is not None:  # MI300 (gfx942) has float8 of another kind (e4m3fnuz), which e4m3fn does not fit
+        arch = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+        able = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12") if dtype is torch.int8 else ("gfx95", "gfx12")
+        name = "int8" if dtype is torch.int8 else "float8_e4m3fn"
+        return "" if arch.startswith(able) else f"{name} products need {', '.join(able)}, the card is {arch}"
+    capability = torch.cuda.get_device_capability(device)
     name, needed = ("int8", (7, 5)) if dtype is torch.int8 else ("float8", (8, 9))
     if capability >= needed:
         return ""
     found, wanted = (".".join(map(str, each)) for each in (capability, needed))
     return f"{name} products need compute capability {wanted} and the card has {found}"
-
-
-def _amd_fault(dtype: torch.dtype, arch: str) -> str:
-    """MI300 (gfx942) has float8 of another kind (e4m3fnuz), which a file in e4m3fn does not fit bit for bit."""
-    able = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12") if dtype is torch.int8 else ("gfx95", "gfx12")
-    if arch.startswith(able):
-        return ""
-    return f"{'int8' if dtype is torch.int8 else 'float8_e4m3fn'} products need {', '.join(able)}, the card is {arch}"

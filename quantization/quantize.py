@@ -4,19 +4,18 @@
     fp8-compute, int8-compute    stored and multiplied in 8 bits, forwards and backwards (eight_bit.py)
 
 In full precision stay LoRA, what the family names in keep_full_precision, and every module that is no nn.Linear. LoRA
-may be attached before or after, once or several times. Its parameters are never converted, moved or replaced, and the
-finished model is checked for that.
+may be attached before or after, once or several times. Its parameters are never converted, moved or replaced.
 
-There are two ways in, with the same bits. A loader hands over each layer as it arrives (Quantizer), so that one layer
-at a time is in full precision. Or a whole model is converted (apply_quantization). Nothing can be undone.
+A loader hands over each layer as it arrives, so that one layer at a time is in full precision. Nothing can be undone.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
 
@@ -25,19 +24,11 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from ..families.spec import ModelFamily
-from ..patches.lora import (
-    TRAINABLE_DTYPES,
-    assert_lora_intact,
-    is_lora_name,
-    is_torchao_tensor,
-    lora_parameters,
-    matches_any,
-)
+from ..patches.lora import is_lora_name, is_torchao_tensor, matches_any
 from . import kernel_choice, weight_only
+from .eight_bit import ROTATIONS, make_rotation, rotate, rotation_for
 from .frozen_linear import COMPUTE_SCHEMES, FrozenLinear8, refuse_merge
-from .report import KEPT, LORA, NOT_LINEAR, QUANTIZED, LayerGroup, QuantizeReport, decibels, layer_class, sampled_noise
-from .rotation import ROTATIONS, rotation_for
-from .wrapped import tensor_bytes
+from .weight_only import tensor_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -46,15 +37,20 @@ SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 
 # The fastest first; the last works wherever torch does.
 BEST_FIRST: tuple[Scheme, ...] = ("fp8-compute", "int8-compute", "fp8", "int8")
+QUANTIZED = "quantized"
+LORA = "LoRA"
+KEPT = "kept in full precision by the family"
+NOT_LINEAR = "not a linear layer"
+_NUM_SAMPLED_ROWS = 256  # of a weight, to measure its noise by
 _OLDEST_PEFT = "0.19"  # older releases create a LoRA in the base weight's type, and float8 would round it
 
 
 @dataclass(frozen=True)
 class QuantizeSettings:
-    """How frozen linears are held.
+    """How frozen linears are stored.
 
     Args:
-        rotation: for int8-compute: widest block that rows are rotated in (rotation.py); a layer takes the widest that
+        rotation: for int8-compute: widest block that rows are rotated in (eight_bit.py); a layer takes the widest that
             is no wider and divides its in_features. 0 for none.
     """
 
@@ -89,26 +85,12 @@ class Stored8:
 
     Args:
         weight: float8_e4m3fn or int8. [N, K]    scale: float32, on the same device. [N, 1]
-        rotation: block of the rotation (rotation.py) that the weight was rounded after, 0 for none.
+        rotation: block of the rotation (eight_bit.py) that the weight was rounded after, 0 for none.
     """
 
     weight: Tensor
     scale: Tensor
     rotation: int = 0
-
-
-def apply_quantization(model: nn.Module, family: ModelFamily, settings: QuantizeSettings) -> QuantizeReport:
-    """Convert and freeze the linears of a model in place, one by one. LoRA may be attached already or later.
-
-    Raises: ValueError if the model is quantized already, or the family leaves nothing to quantize; RuntimeError if a
-        package is missing or too old, or the model is not as promised afterwards.
-    """
-    quantizer = Quantizer(family, settings)
-    _refuse_quantized(model, settings.scheme)
-    lora_before = _snapshot_lora(model)
-    for name, module in _sort_modules(model, family)[QUANTIZED].items():
-        model.set_submodule(name, quantizer.finish(name, module))
-    return quantizer.close(model, lora_before)
 
 
 class Quantizer:
@@ -164,7 +146,10 @@ class Quantizer:
         Raises: ValueError for a rotated weight that this scheme cannot multiply with.
         """
         assert self.is_wanted(fqn, module) and self.can_take(stored.weight.dtype), (fqn, stored.weight.dtype)
-        _refuse_nan(fqn, stored.weight)
+        if stored.weight.dtype is torch.float8_e4m3fn and stored.weight.device.type != "meta":  # int8 has no NaN
+            height = max(1, 2**26 // max(1, stored.weight.shape[1]))
+            if any(((bits & 0x7F) == 0x7F).any() for bits in stored.weight.view(torch.uint8).split(height)):
+                raise ValueError(f"the weight of {fqn} holds NaN; the checkpoint is damaged, load another")
         assert stored.weight.shape == (module.out_features, module.in_features), (fqn, stored.weight.shape)
         if stored.rotation and self.settings.scheme != "int8-compute":
             raise ValueError(
@@ -187,12 +172,10 @@ class Quantizer:
             return Stored8(module.weight.detach(), module.scale, module.rotation_block)
         return Stored8(*weight_only.values_and_scale(module.weight))
 
-    def close(self, model: nn.Module, lora_before: _LoraState | None = None) -> QuantizeReport:
-        """Check the whole and report.
+    def close(self, model: nn.Module) -> QuantizeReport:
+        """Report on the whole model.
 
-        Args:
-            lora_before: what LoRA was before the first layer was quantized; None if that is not known.
-        Raises: ValueError if the family leaves nothing to quantize; RuntimeError if a layer or LoRA is not as promised.
+        Raises: ValueError if the family leaves nothing to quantize; RuntimeError if a layer was left out.
         """
         modules = _sort_modules(model, self._family)
         if not modules[QUANTIZED]:
@@ -203,45 +186,28 @@ class Quantizer:
         missed = [name for name in modules[QUANTIZED] if name not in self._bytes_before]
         if missed:
             raise RuntimeError(f"{len(missed)} layers were never quantized, {missed[0]} first; load the model again")
-        self._check_base(modules[QUANTIZED])
-        _check_lora(model, lora_before)
         refuse_merge(model)
-        groups = {reason: self._group(reason, group) for reason, group in modules.items()}
+        groups = {}
+        for reason, group in modules.items():
+            after = _num_bytes(group.values())
+            before = sum(self._bytes_before[name] for name in group) if reason == QUANTIZED else after
+            groups[reason] = LayerGroup(tuple(group), before, after)
         counts = self._num_taken, self._num_unrotated
         report = QuantizeReport(self.settings.scheme, groups, decibels(self._noise), *counts)
         _log.info("%s", report.summary())
         return report
-
-    def _check_base(self, modules: Mapping[str, nn.Module]) -> None:
-        for name, module in modules.items():
-            weight: Any = module.weight
-            values = weight if isinstance(module, FrozenLinear8) else getattr(weight, "qdata", weight)
-            if values.dtype is not self.settings.stored_dtype or weight.requires_grad:
-                raise RuntimeError(
-                    f"{name} should hold frozen {self.settings.stored_dtype} values and holds {values.dtype}, "
-                    f"requires_grad={weight.requires_grad}; load the model again"
-                )
-
-    def _group(self, reason: str, modules: Mapping[str, nn.Module]) -> LayerGroup:
-        after = _num_bytes(modules.values())
-        before = sum(self._bytes_before[name] for name in modules) if reason == QUANTIZED else after
-        return LayerGroup(tuple(modules), before, after)
 
 
 def check_packages(settings: QuantizeSettings) -> None:
     """Raises: RuntimeError if a package that a scheme needs is missing or too old."""
     if not settings.is_compute:
         weight_only.import_torchao()
-    elif settings.scheme == "fp8-compute":
-        _refuse_old_peft()
-
-
-def _refuse_old_peft() -> None:
+        return
     try:
         found = version("peft")
     except PackageNotFoundError:
         return  # then nobody attaches a LoRA with it
-    if Version(found) < Version(_OLDEST_PEFT):
+    if settings.scheme == "fp8-compute" and Version(found) < Version(_OLDEST_PEFT):
         raise RuntimeError(
             f"fp8-compute needs peft {_OLDEST_PEFT} or newer and found {found}, which would round the LoRA to float8; "
             "update peft, or use int8-compute"
@@ -271,7 +237,7 @@ def stored_bytes(
 ) -> tuple[list[int], int]:
     """Bytes of each block and of everything else once quantized, element_size for what stays. Works on meta tensors."""
     sizes = dict.fromkeys(blocks, 0)
-    home = 0
+    rest = 0
     for name, module in model.named_modules():
         size = sum(parameter.numel() for parameter in module.parameters(recurse=False)) * element_size
         if size and _treatment(name, module, family) == QUANTIZED:
@@ -281,8 +247,8 @@ def stored_bytes(
         if block in sizes:
             sizes[block] += size
         else:
-            home += size
-    return list(sizes.values()), home
+            rest += size
+    return list(sizes.values()), rest
 
 
 def stored_linear_bytes(linear: nn.Linear, settings: QuantizeSettings) -> int:
@@ -297,30 +263,6 @@ def full_weight(linear: nn.Module) -> Tensor:
         return linear.dequantize()
     weight: Any = linear.weight
     return weight.dequantize() if is_torchao_tensor(weight) else weight
-
-
-def _refuse_nan(fqn: str, weight: Tensor) -> None:
-    """Raises: ValueError if an 8-bit weight holds NaN, which float8_e4m3fn spells 0x7f and 0xff; int8 has none."""
-    if weight.dtype is torch.float8_e4m3fn and weight.device.type != "meta":
-        height = max(1, 2**26 // max(1, weight.shape[1]))
-        bits = weight.view(torch.uint8)
-        if any(((bits[start : start + height] & 0x7F) == 0x7F).any() for start in range(0, len(bits), height)):
-            raise ValueError(f"the weight of {fqn} holds NaN; the checkpoint is damaged, load another")
-
-
-def _refuse_quantized(model: nn.Module, scheme: str) -> None:
-    low = [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if is_torchao_tensor(parameter) or (parameter.ndim == 2 and parameter.dtype.itemsize == 1)
-    ]
-    if low:
-        name, parameter = low[0]
-        found = type(parameter).__name__ if is_torchao_tensor(parameter) else str(parameter.dtype)
-        raise ValueError(
-            f"{scheme} was asked for, but {len(low)} weights of this {type(model).__name__} are quantized already "
-            f'({name}: {found}); leave it so with quantize = "none", or load a bfloat16 checkpoint'
-        )
 
 
 def _sort_modules(model: nn.Module, family: ModelFamily) -> dict[str, dict[str, nn.Module]]:
@@ -343,31 +285,95 @@ def _treatment(fqn: str, module: nn.Module, family: ModelFamily) -> str:
 
 
 def _num_bytes(modules: Iterable[nn.Module]) -> int:
-    held: list[Any] = []
+    tensors: list[Any] = []
     for module in modules:
-        held += module.parameters(recurse=False)
+        tensors += module.parameters(recurse=False)
         if isinstance(module, FrozenLinear8):
-            held += module.buffers(recurse=False)  # scales and rotation; those of others are no weights
-    return sum(map(tensor_bytes, held))
+            tensors += module.buffers(recurse=False)  # scales and rotation; those of others are no weights
+    return sum(map(tensor_bytes, tensors))
 
 
-_LoraState = dict[str, tuple[nn.Parameter, tuple[int, torch.dtype, bool]]]
+# ---- what was done
 
 
-def _snapshot_lora(model: nn.Module) -> _LoraState:
-    """What tells that a LoRA parameter was not touched: the object; its version counter, dtype, requires_grad."""
-    return {n: (p, (p._version, p.dtype, p.requires_grad)) for n, p in lora_parameters(model).items()}
+@dataclass(frozen=True)
+class LayerGroup:
+    """Modules treated alike: fqns of those that hold weights of their own, and the bytes of these weights."""
+
+    names: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
 
 
-def _check_lora(model: nn.Module, lora_before: _LoraState | None) -> None:
-    lora_after = _snapshot_lora(model)
-    before = lora_after if lora_before is None else lora_before
-    touched = [name for name in before if name not in lora_after]
-    for name, (parameter, state) in lora_after.items():
-        is_same = name in before and before[name][0] is parameter and before[name][1] == state
-        if not is_same or is_torchao_tensor(parameter) or parameter.dtype not in TRAINABLE_DTYPES:
-            touched.append(name)
-    if touched:
-        raise RuntimeError(f"quantizing changed LoRA weights: {', '.join(touched[:3])}; load the model again")
-    if lora_after and all(parameter.requires_grad for parameter, _ in lora_after.values()):
-        assert_lora_intact(model)  # else an adapter is switched off, or only run, and frozen on purpose
+class GroupTotals:
+    """Totals of what holds layers by the reason for their treatment."""
+
+    groups: Mapping[str, LayerGroup]
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(group.bytes_before for group in self.groups.values())
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(group.bytes_after for group in self.groups.values())
+
+
+@dataclass(frozen=True)
+class QuantizeReport(GroupTotals):
+    """What was done, by reason: QUANTIZED, LORA, KEPT and NOT_LINEAR, each present even when empty.
+
+    Args:
+        scheme: one of quantize.SCHEMES.
+        weight_snr_db: signal to noise of the rounded weights by layer class, in dB, over evenly spaced rows of every
+            layer. A class whose layers all came in 8 bits from a file is absent: nobody knows what was lost there.
+        num_taken: quantized layers that a file, or the cache of an earlier run, held in 8 bits already.
+        num_unrotated: those of them that are not rotated although the scheme would have, had it rounded them.
+    """
+
+    scheme: str
+    groups: Mapping[str, LayerGroup]
+    weight_snr_db: Mapping[str, float] = field(default_factory=dict)
+    num_taken: int = 0
+    num_unrotated: int = 0
+
+    @property
+    def num_quantized(self) -> int:
+        return len(self.groups[QUANTIZED].names)
+
+    def summary(self) -> str:
+        """One line for a log or a node, sizes in decimal GB."""
+        skipped = ", ".join(f"{len(g.names)} {reason}" for reason, g in self.groups.items() if reason != QUANTIZED)
+        taken = f" ({self.num_taken} as they were stored)" if self.num_taken else ""
+        unrotated = f"; {self.num_unrotated} are not rotated, as their file has them" if self.num_unrotated else ""
+        return (
+            f"{self.num_quantized} linears to {self.scheme}{taken}, {self.bytes_before / 1e9:.2f} -> "
+            f"{self.bytes_after / 1e9:.2f} GB; left alone: {skipped}{unrotated}"
+        )
+
+
+def layer_class(fqn: str) -> str:
+    """The name that layers alike share: "blocks.3.attn.to_q.base_layer" -> "blocks.*.attn.to_q"."""
+    parts = fqn.removesuffix(".base_layer").split(".")
+    return ".".join("*" if part.isdecimal() else part for part in parts)
+
+
+@torch.no_grad()
+def sampled_noise(exact: Tensor, values: Tensor, scale: Tensor, rotation: int) -> Tensor:
+    """Energy of a weight and of its rounding error, over evenly spaced rows; on the weight's device. [2]"""
+    step = math.ceil(exact.shape[0] / _NUM_SAMPLED_ROWS)
+    wanted = exact[::step].float()
+    found = values[::step].float() * scale[::step]
+    if rotation:
+        found = rotate(found, make_rotation(rotation).to(found.device).t())
+    return torch.stack([wanted.square().sum(dtype=torch.float64), (found - wanted).square().sum(dtype=torch.float64)])
+
+
+def decibels(noise: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
+    """Signal to noise by layer class, of each layer's sampled_noise."""
+    found = {}
+    for name, pairs in noise.items():
+        signal, error = torch.stack([pair.cpu() for pair in pairs]).sum(0).tolist()
+        if signal and error:  # weights of zeros, or of few values, round to themselves
+            found[name] = round(10 * math.log10(signal / error), 2)
+    return found

@@ -13,7 +13,7 @@ docs/decisions/0005-eight-bit-linears.md.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..patches.lora import is_torchao_tensor
 from .eight_bit import refuse_broken_rows
@@ -91,7 +92,11 @@ def _convert_whole(linear: nn.Linear, scheme: WeightOnlyScheme) -> nn.Linear:
         )
     refuse_broken_rows(weight.scale)  # an infinity or NaN has made its row's scale one, too
     if scheme == "fp8":
-        _clear_zero_rows(weight)
+        # Rows of zeros, and float16 rows so small (amax below 1.4e-5) that their scale underflows: torchao 0.14 to 0.18
+        # divide 0 by 0 there.
+        is_zero = weight.scale == 0  # [N, 1]
+        weight.qdata.view(torch.uint8).masked_fill_(is_zero, 0)
+        weight.scale.masked_fill_(is_zero, 1.0)
     return linear.requires_grad_(False)
 
 
@@ -132,9 +137,28 @@ def values_and_scale(weight: Any) -> tuple[Tensor, Tensor]:
     return weight.qdata, weight.scale
 
 
-def _clear_zero_rows(weight: Any) -> None:
-    """Turn the NaN of rows whose scale is 0 into zeros, in place: rows of zeros, and float16 rows so small (amax below
-    1.4e-5) that their scale underflows. torchao 0.14 to 0.18 divide 0 by 0 there."""
-    is_zero = weight.scale == 0  # [N, 1]
-    weight.qdata.view(torch.uint8).masked_fill_(is_zero, 0)
-    weight.scale.masked_fill_(is_zero, 1.0)
+# ---- tensors that are made of others, as torchao's quantized ones are
+
+
+def plain_parts(tensor: Any) -> Iterator[Tensor]:
+    """The plain tensors that a tensor is made of, detached; itself if it is one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor.detach()
+        return
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    for name in names:
+        yield from plain_parts(getattr(tensor, name))
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """What a tensor takes; for one made of others (values and scales) what its parts take."""
+    return sum(part.numel() * part.element_size() for part in plain_parts(tensor))
+
+
+def rebuilt(tensor: Any, parts: Iterator[Tensor]) -> Tensor:
+    """A tensor like this one, made of the next of parts."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return next(parts)
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: rebuilt(getattr(tensor, name), parts) for name in names}
+    return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())

@@ -17,9 +17,9 @@ from urllib.parse import parse_qsl
 from ..config.job import JobConfig, job_to_dict, make_job, paths_of
 from ..system.files import write_atomically
 from ..system.locks import alone
-from ..system.requests import REQUESTS, Requests
-from .answer import Answer as Answer
+from ..system.stopping import REQUESTS, Requests
 from .datasets import dataset_routes
+from .guard import Answer as Answer
 from .guard import Refused, check_origin, choice_of, read_body, step_of, text_of
 from .queue import JobQueue
 from .store import Busy, NotThere, RunStore

@@ -16,8 +16,7 @@ from pydantic import ValidationError
 from ..config.job import DataConfig, FolderConfig
 from ..config.ranges import problems_of
 from ..data.caption_files import CaptionChanged, Captioned, look_at, media_file, small_picture, write_caption
-from .answer import Answer
-from .guard import Refused, text_of
+from .guard import Answer, Refused, text_of
 from .store import NotThere
 
 FREE_ROUTES = {"datasets", "dataset", "picture", "caption"}  # which know nothing of runs, and may take a while

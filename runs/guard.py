@@ -10,6 +10,8 @@ import ipaddress
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +20,23 @@ _MOST_TEXT, _MOST_CAPTION = 500, 8000  # characters of a value
 _CAPTIONS = ("caption", "was", "default_caption")
 _PORTS = {"http": 80, "https": 443}
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]{1,253})(:[0-9]{1,5})?", re.IGNORECASE | re.ASCII)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request is answered with: JSON values, a file, or bytes that were made for it.
+
+    Args:
+        kind: Content-Type of the file or the bytes.
+        is_saved: the browser saves the file under its name.
+    """
+
+    status: int = 200
+    values: Any = None
+    file: Path | None = None
+    body: bytes = b""
+    kind: str = ""
+    is_saved: bool = False
 
 
 class Refused(ValueError):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..system.json_file import is_number
+from ..system.files import is_number
 
 _CHUNK = 1 << 22  # bytes of the file that are read at a time
 _MOST_LINE = 1 << 24  # bytes; what is longer is no event

@@ -22,13 +22,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..config.job import JobConfig, job_to_dict, make_job
-from ..system.files import write_atomically
-from ..system.json_file import expect, read_json_object
+from ..system.files import expect, read_json_object, write_atomically
 from ..system.locks import alone, is_locked
 from ..system.processes import ProcessMark, start_detached
-from ..system.requests import Requests
-from .kept import KeptJobs
-from .record import QUEUED, read_record
+from ..system.stopping import Requests
+from .record import QUEUED, KeptJobs, read_record
 from .store import Busy, NotThere, RunStore
 
 _MAIN = Path(__file__).resolve().parent.parent / "__main__.py"
@@ -388,3 +386,20 @@ def _read(values: Mapping[str, Any], what: str) -> QueuedJob:
         **{**read, "devices": tuple(expect(each, str, f"{what}: devices", _AGAIN) for each in read["devices"])},
         process=None if process is None else ProcessMark.read(process),
     )
+
+
+_START = Path(__file__).resolve().parent.parent / "nodes" / "host" / "native" / "start.py"
+
+
+def native_command(python: str | Path, folder: str | Path, base: str | Path) -> list[str]:
+    """The beginning of a command; what `devicebridge` takes comes behind it.
+
+    Args:
+        folder: of ComfyUI's code. base: where its models lie.
+    """
+    return [str(python), str(_START), str(folder), str(base)]
+
+
+def is_native_process() -> bool:
+    """Whether this process has ComfyUI in it."""
+    return "folder_paths" in sys.modules and "comfy.cli_args" in sys.modules

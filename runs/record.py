@@ -7,8 +7,10 @@ lock on its run's folder tells.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,12 +18,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..config.job import JobConfig, job_to_dict
+from ..config.job import JobConfig, job_to_dict, load_job, save_for_process
 from ..events import first_line
-from ..system.files import read_ordinary, write_atomically
-from ..system.json_file import expect, read_json_object
+from ..system.files import expect, read_json_object, read_ordinary, write_atomically
 from ..system.processes import ProcessMark, own_mark
-from ..system.requests import Requests
+from ..system.stopping import Requests
 
 Status = Literal["running", "finished", "stopped", "failed", "crashed"]
 RUN_FILE = "run.json"
@@ -134,3 +135,33 @@ def _make(values: dict[str, Any], what: str) -> RunRecord:
         since=expect(values.get("since"), (int, float), what),
         queued=expect(values.get("queued", ""), str, what),
     )
+
+
+# ---- the jobs of runs that this ComfyUI has started, in a folder that no request can write: what a run is resumed
+
+
+class KeptJobs:
+    """A job file for each run, named after its folder; beside it lies the output of its process.
+
+    Args:
+        folder: need not exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def file(self, run: Path) -> Path:
+        """Of a run, by its folder."""
+        name, place = re.sub(r"[^A-Za-z0-9_-]", "_", run.name)[:60], os.path.realpath(run)
+        return self._folder / f"{name}-{hashlib.sha256(os.fsencode(place)).hexdigest()[:16]}.toml"
+
+    def keep(self, job: JobConfig) -> Path:
+        """Remember the job as the one of its run; its file. Raises: OSError; ValueError as save_for_process."""
+        file = self.file(Path(job.output.folder))
+        save_for_process(job, file)
+        return file
+
+    def find(self, run: Path) -> JobConfig | None:
+        """The job of a run, by its folder; None for one that was started elsewhere. Raises: ValueError."""
+        file = self.file(run)
+        return load_job(file) if file.is_file() else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +19,9 @@ import torch
 from PIL import Image
 
 from ..encoding.vae import load_vae
-from ..families.spec import HostDecoding, HostModel, ModelFamily, Variant
+from ..families.spec import HostModel, ModelFamily, Variant
 from ..parallel.devices import CPU, device_module, free_bytes, release_cached_memory
-from ..planning.meter import Kernels, MemoryMeter, as_on_card
+from ..planning.dry_run import Kernels, MemoryMeter, as_on_card
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Decoder:
         """
         vae = load_vae(self.family, self.variant, self.path, self.dtype)
         try:
-            place, is_tiled = self._find_place(vae, max((tuple(each.shape) for each in drawn), key=_num_cells))
+            place, is_tiled = self._find_place(vae, max((tuple(each.shape) for each in drawn), key=math.prod))
             vae = vae.to(place) if place != CPU else vae.float()
             if is_tiled:
                 _use_tiles(vae)
@@ -108,7 +109,10 @@ class HostDecoder:
         """See Decoder.decode. Raises: Stopped where the host's user has pressed Cancel."""
         vae = self.host.open_vae(self.path)
         try:
-            place = self._find_place(vae, max((tuple(each.shape) for each in drawn), key=_num_cells))
+            shape = max((tuple(each.shape) for each in drawn), key=math.prod)
+            needed = int(vae.needed_bytes(shape) * _LOSSES) + _WORKSPACE_BYTES
+            rooms = {device: _room(device, limit) for device, limit in self.limits.items()}
+            place = next((device for device, room in rooms.items() if room is not None and needed <= room), CPU)
             for latents in drawn:
                 pixels = vae.decode(latents, place)
                 if not torch.isfinite(pixels).all():
@@ -117,15 +121,6 @@ class HostDecoder:
         finally:
             vae.close()
             release_cached_memory()
-
-    def _find_place(self, vae: HostDecoding, shape: tuple[int, ...]) -> torch.device:
-        needed = int(vae.needed_bytes(shape) * _LOSSES) + _WORKSPACE_BYTES
-        rooms = {device: _room(device, limit) for device, limit in self.limits.items()}
-        return next((device for device, room in rooms.items() if room is not None and needed <= room), CPU)
-
-
-def _num_cells(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
 
 
 def _room(device: torch.device, limit: int) -> int | None:

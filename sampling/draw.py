@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ..config.samples import SamplesConfig
-from ..families.spec import EulerSteps, LatentSpec, ModelFamily, SamplingSpec, Variant
+from ..config.training import SamplesConfig
+from ..families.spec import EulerSteps, ModelFamily, Variant
 from ..system.stopping import Stopped
 
 Text = Mapping[str, torch.Tensor]
@@ -50,20 +50,12 @@ def make_drawing(settings: SamplesConfig, family: ModelFamily, variant: Variant)
     if usual is None:
         raise ValueError(f"samples.prompts: how {family.title} draws pictures is not described; remove them")
     guidance = usual.guidance if settings.guidance is None else settings.guidance
-    has_input = variant.training_guidance is not None
-    return Drawing(
-        seed=settings.seed,
-        guidance=guidance if has_input else None,
-        cfg_scale=1.0 if has_input else guidance,
-        begin=_beginning(family, usual, settings.steps or usual.steps),
-    )
+    has_input, host, steps = variant.training_guidance is not None, family.host, settings.steps or usual.steps
 
+    def begin(num_tokens: int) -> EulerSteps:
+        return ScheduledSteps(steps, usual.shift(num_tokens, steps)) if host is None else host.euler_steps(steps)
 
-def _beginning(family: ModelFamily, usual: SamplingSpec, steps: int) -> Callable[[int], EulerSteps]:
-    host = family.host
-    if host is not None:
-        return lambda num_tokens: host.euler_steps(steps)
-    return lambda num_tokens: ScheduledSteps(steps, usual.shift(num_tokens, steps))
+    return Drawing(settings.seed, guidance if has_input else None, 1.0 if has_input else guidance, begin)
 
 
 class ScheduledSteps:
@@ -144,19 +136,15 @@ def picture_size(
         if value % latent.size_multiple:
             near = max(1, round(value / latent.size_multiple)) * latent.size_multiple
             raise ValueError(
-                f"samples.{name} = {value} was asked for, and sides of {variant.name} are multiples of "
+                f"samples.{name} = {value} was set, and sides of {variant.name} are multiples of "
                 f"{latent.size_multiple}; {near} works"
             )
-    _refuse_length(num_frames, latent, variant)
-    return height, width, num_frames
-
-
-def _refuse_length(frames: int, latent: LatentSpec, variant: Variant) -> None:
-    if frames > 1 and not latent.is_video:
-        raise ValueError(f"samples.frames = {frames} was asked for, and {variant.name} makes pictures; leave it out")
-    if (frames - 1) % latent.frame_stride:
-        near = latent.num_frames(latent.num_latent_frames(frames))
+    if num_frames > 1 and not latent.is_video:
+        raise ValueError(f"samples.frames = {num_frames} was set, and {variant.name} makes pictures; leave it out")
+    if (num_frames - 1) % latent.frame_stride:
+        near = latent.num_frames(latent.num_latent_frames(num_frames))
         raise ValueError(
-            f"samples.frames = {frames} was asked for, and clips of {variant.name} have {latent.frame_stride}n + 1 "
+            f"samples.frames = {num_frames} was set, and clips of {variant.name} have {latent.frame_stride}n + 1 "
             f"frames; {near} works"
         )
+    return height, width, num_frames

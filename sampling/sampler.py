@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config.samples import SamplesConfig
+from ..config.training import SamplesConfig
 from ..events import EventLog, first_line
 from ..families.comfy.inputs import is_tokens, negative_prompt
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import random_states, release_cached_memory, restore_random_states
+from ..parallel.ranks.group import ALONE, Ranks
 from ..patches.attention import sound_attention
 from ..patches.compile_blocks import CompiledBlocks
 from ..system.files import write_atomically
-from ..system.requests import Requests
-from ..system.stopping import Stopped, never
+from ..system.stopping import Requests, Stopped, never
 from ..training.batches import CachedSamples
 from ..training.objective import predict
 from .decode import Decoder, HostDecoder, as_file
@@ -50,8 +50,8 @@ class Sampler:
         replica: the model and the device of its inputs.
         compiled: its blocks and those of its copies, if they are.
         devices: every device that trains.
-        is_writer: whether this process decodes and writes, and does not only compute for another.
-        in_lockstep: whether every forward is computed by several processes together.
+        ranks: which all have a sampler, called at the same points; the first one decides, decodes and writes.
+        in_lockstep: whether every forward is computed by all ranks, as each has a share of the weights.
     """
 
     settings: SamplesConfig
@@ -68,7 +68,7 @@ class Sampler:
     devices: Sequence[torch.device]
     decoder: Decoder | HostDecoder
     events: EventLog
-    is_writer: bool = True
+    ranks: Ranks = ALONE
     in_lockstep: bool = False
 
     def is_due(self, step: int, *, is_start: bool = False) -> bool:
@@ -77,27 +77,34 @@ class Sampler:
         Args:
             is_start: whether the run stands there as it starts. A resumed one draws only what it has not drawn.
         """
-        if Requests(self.folder).take("sample"):
-            return True
-        if step == 0:
-            return self.settings.before_first
-        every = self.settings.every_steps
-        is_due = step == self.last or (every > 0 and step % every == 0)
-        return is_due and not (is_start and self._are_there(step))
 
-    def _are_there(self, step: int) -> bool:
-        return all(any(self._folder.glob(f"{_stem(step, index)}.*")) for index in range(len(self.settings.prompts)))
+        def decide() -> bool:
+            if Requests(self.folder).take("sample"):
+                return True
+            if step == 0:
+                return self.settings.before_first
+            every, made = self.settings.every_steps, self.folder / FOLDER
+            if step != self.last and not (every > 0 and step % every == 0):
+                return False
+            return not is_start or not all(
+                any(made.glob(f"{_stem(step, index)}.*")) for index in range(len(self.settings.prompts))
+            )
 
-    @property
-    def _folder(self) -> Path:
-        return self.folder / FOLDER
+        return self.ranks.from_first(decide)
 
     def draw(self, step: int, should_stop: Callable[[], bool]) -> None:
         """Draw every prompt, write the pictures and tell of each. A stop ends it.
 
-        What fails is warned of. In lockstep only decoding may fail: a process that stopped drawing would leave the
-        others waiting.
+        The other ranks wait for it. What fails is warned of. In lockstep only decoding may fail: a process that
+        stopped drawing would leave the others waiting.
         """
+        with self.ranks.doing():
+            if self.in_lockstep or self.ranks.is_first:
+                is_alone = self.ranks.is_launched and not self.in_lockstep
+                self._draw(step, self.ranks.is_stop_asked if is_alone else should_stop)
+        self.ranks.wait()
+
+    def _draw(self, step: int, should_stop: Callable[[], bool]) -> None:
         self.events.emit("phase", step, self.last, name="samples")
         made: list[tuple[int, Path]] = []
         is_drawn = False
@@ -105,7 +112,7 @@ class Sampler:
             with self._apart():
                 drawn = self._drawn(step, should_stop)
                 is_drawn = True
-                if self.is_writer:
+                if self.ranks.is_first:
                     made += self._pictures(step, drawn, never if self.in_lockstep else should_stop)
         except Stopped:
             return
@@ -142,7 +149,12 @@ class Sampler:
         """Latents of each prompt, by its index; those that are not finite left out."""
         drawn: dict[int, torch.Tensor] = {}
         for index, prompt in enumerate(self.settings.prompts):
-            latents = self._draw_one(index, prompt, should_stop)
+            conditions, shape = self._conditions(index)
+            tokens = int(torch.Size(shape[1:]).numel() * self.family.latent_of(self.variant).num_tokens_per_cell)
+            text, empty = ({**self.data.text(each), **conditions} for each in (prompt, ""))
+            if self.family.host is not None:
+                empty |= negative_prompt()
+            latents = draw_latents(self._predict, self.drawing, shape, tokens, text, empty, should_stop)
             if torch.isfinite(latents).all():
                 drawn[index] = latents
             else:
@@ -161,18 +173,9 @@ class Sampler:
                 if should_stop():
                     return
                 ending, content = as_file(pixels, self.family.latent_of(self.variant).fps)
-                path = self._folder / f"{_stem(step, index)}.{ending}"
+                path = self.folder / FOLDER / f"{_stem(step, index)}.{ending}"
                 write_atomically(path, content)
                 yield index, path
-
-    def _draw_one(self, index: int, prompt: str, should_stop: Callable[[], bool]) -> torch.Tensor:
-        """Latents. [1, C, F, H, W]"""
-        conditions, shape = self._conditions(index)
-        tokens = int(torch.Size(shape[1:]).numel() * self.family.latent_of(self.variant).num_tokens_per_cell)
-        text, empty = ({**self.data.text(each), **conditions} for each in (prompt, ""))
-        if self.family.host is not None:
-            empty |= negative_prompt()
-        return draw_latents(self._predict, self.drawing, shape, tokens, text, empty, should_stop)
 
     def _conditions(self, index: int) -> tuple[Mapping[str, torch.Tensor], Any]:
         """What the model is given besides text, and the latents' shape; both of a training sample if it needs any."""
@@ -183,10 +186,10 @@ class Sampler:
 
     def _predict(self, latents: torch.Tensor, sigma: torch.Tensor, text: Text) -> torch.Tensor:
         """One forward of the model that trains. See Predict."""
-        model, home = self.replica()
-        given = {name: t if is_tokens(name) else self._in_type(t).to(home) for name, t in text.items()}
-        noisy = self._in_type(latents).to(home)
-        return predict(self.family, model, noisy, sigma.to(home), given, self.drawing.guidance).float().cpu()
+        model, device = self.replica()
+        given = {name: t if is_tokens(name) else self._in_type(t).to(device) for name, t in text.items()}
+        noisy = self._in_type(latents).to(device)
+        return predict(self.family, model, noisy, sigma.to(device), given, self.drawing.guidance).float().cpu()
 
     def _in_type(self, states: torch.Tensor) -> torch.Tensor:
         """Inputs in the type that the model computes in; ComfyUI's own models round by themselves."""

@@ -1,17 +1,20 @@
-"""Print sentences of more than 40 words in README.md and docs/. Exit code 1 if there are any.
+"""Print sentences of more than 40 words in README.md and docs/, and words that stand for a noun nobody can name.
 
-Tables and code blocks are left out. A heading or a list item starts a new sentence. `Inline code` is one word, and of a
-link its text counts.
+Exit code 1 if there are any. Tables and code blocks are left out. A heading or a list item starts a new sentence.
+`Inline code` is one word, and of a link its text counts. `--wrap PAGES` wraps paragraphs of these pages (of all, where
+none is named) at 120 characters; how many lines are longer is a fact of check_house.py.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 MAX_WORDS = 40
+MAX_COLUMNS = 120
 ROOT = Path(__file__).resolve().parents[1]
 
 _CODE_BLOCK = re.compile(r"^( *)```.*?^\1```[^\n]*$", re.MULTILINE | re.DOTALL)
@@ -19,12 +22,65 @@ _STARTS_NEW = re.compile(r"\s*([-*] |\d+\. |#|\||>|<|!\[)")
 _NOT_READ = re.compile(r"\s*(\||<|!\[)")
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _INLINE_CODE = re.compile(r"`[^`]*`")
+# "pairs of those.", "what the cards have": say which things.
+_BARE = re.compile(r"\b(?:of those(?=[.,;:)]|$)|what (?:the|a|an|its) [a-z]+ (?:has|have)(?=[.,;:)]))", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"(?<=[.!?])(?<!\.\.)(?<!e\.g\.)[)*\"]*\s+")
 
 
 def long_sentences(text: str) -> list[str]:
     """Sentences of a Markdown page that have more than MAX_WORDS words."""
     return [sentence for block in _blocks(text) for sentence in _sentences(block) if _num_words(sentence) > MAX_WORDS]
+
+
+def bare_words(text: str) -> list[str]:
+    """Where a Markdown page says "of those" and the like in place of a noun."""
+    return [found for block in _blocks(text) for found in _BARE.findall(_INLINE_CODE.sub("`code`", block))]
+
+
+def long_lines(text: str) -> list[int]:
+    """Numbers of lines of more than MAX_COLUMNS characters that could be wrapped."""
+    text = _CODE_BLOCK.sub(lambda block: "\n" * block[0].count("\n"), text)
+    lines = enumerate(text.splitlines(), start=1)
+    return [
+        number
+        for number, line in lines
+        if len(line) > MAX_COLUMNS and not _NOT_READ.match(line) and " " in _LINK.sub("link", line.strip("- "))
+    ]
+
+
+def wrapped(text: str) -> str:
+    """The page with its paragraphs and list items wrapped at MAX_COLUMNS."""
+    lines: list[str] = []
+    paragraph: list[str] = []
+    in_code = False
+    for line in [*text.splitlines(), ""]:
+        is_fence = line.lstrip().startswith("```")
+        if paragraph and (in_code or is_fence or not line.strip() or _STARTS_NEW.match(line)):
+            lines += _wrapped_paragraph(paragraph)
+            paragraph = []
+        if in_code or is_fence or not line.strip() or _NOT_READ.match(line) or line.startswith("#"):
+            lines.append(line)
+        else:
+            paragraph.append(line)
+        in_code ^= is_fence
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def _wrapped_paragraph(paragraph: list[str]) -> list[str]:
+    """As it is where it has breaks of its own, or where a line would begin like a list."""
+    marker = re.match(r"\s*(?:[-*] |\d+\. )?", paragraph[0])
+    assert marker is not None
+    if all(len(line) <= MAX_COLUMNS for line in paragraph) or any(line.endswith("  ") for line in paragraph):
+        return paragraph
+    lines = textwrap.wrap(
+        " ".join(line.strip() for line in [paragraph[0][marker.end() :], *paragraph[1:]]),
+        MAX_COLUMNS,
+        initial_indent=marker[0],
+        subsequent_indent=" " * marker.end(),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return paragraph if any(_STARTS_NEW.match(line) for line in lines[1:]) else lines
 
 
 def _blocks(text: str) -> Iterator[str]:
@@ -46,13 +102,23 @@ def _num_words(sentence: str) -> int:
     return sum(any(letter.isalnum() for letter in word) for word in sentence.split())
 
 
-def main() -> int:
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    found = [(page, sentence) for page in pages for sentence in long_sentences(page.read_text(encoding="utf-8"))]
-    for page, sentence in found:
-        print(f"{page.relative_to(ROOT)}: {_num_words(sentence)} words: {sentence}")
-    return 1 if found else 0
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    if "--wrap" in arguments:
+        for page in list(map(Path, arguments[1:])) or pages():
+            page.write_text(wrapped(page.read_text(encoding="utf-8")), encoding="utf-8")
+        return 0
+    faults = []
+    for page in pages():
+        text, name = page.read_text(encoding="utf-8"), page.relative_to(ROOT)
+        faults += [f"{name}: {_num_words(sentence)} words: {sentence}" for sentence in long_sentences(text)]
+        faults += [f'{name}: "{words}" stands for a noun: name it' for words in bare_words(text)]
+    print(*faults, sep="\n", end="\n" * bool(faults))
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -18,6 +18,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import torch
 from devicebridge.checkpoints.load import load_transformer
+from devicebridge.checkpoints.lora_start import read_start
 from devicebridge.cli.main import set_up_logging
 from devicebridge.config.job import load_job
 from devicebridge.data.image import read_pixels
@@ -28,9 +29,7 @@ from devicebridge.families.spec import ModelFamily
 from devicebridge.jobs.checked_job import JobPlan
 from devicebridge.jobs.encode_job import cache_store
 from devicebridge.jobs.job import check_job
-from devicebridge.scripts.demo_lora import lora_from_file
 from devicebridge.scripts.demo_pictures import sample_images, save_image_grid, to_images
-from safetensors.torch import load_file
 from torch import nn
 
 if TYPE_CHECKING:
@@ -86,12 +85,12 @@ def plot_loss(events_file: Path, path: Path) -> None:
 @torch.no_grad()
 def merge_lora(model: nn.Module, family: ModelFamily, file: Path) -> int:
     """Add a LoRA file to the weights of the linears it names, in place; returns how many."""
-    tensors, alphas = lora_from_file(family, load_file(file))
-    for name, alpha in alphas.items():
-        down, up = tensors[f"{name}.lora_A.weight"].float(), tensors[f"{name}.lora_B.weight"].float()
+    linears = {n: (m.out_features, m.in_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    layers = read_start(file, family, linears)
+    for name, layer in layers.items():
         linear = model.get_submodule(name)
-        linear.weight += (alpha / down.shape[0]) * (up @ down).to(linear.weight)
-    return len(alphas)
+        linear.weight += (layer["lora_B.weight"] @ layer["lora_A.weight"]).to(linear.weight)
+    return len(layers)
 
 
 def make_pictures(plan: JobPlan, lora: Path) -> list[tuple[str, list[PilImage]]]:

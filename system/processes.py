@@ -11,7 +11,9 @@ the process ends. On Windows a job object does it (windows_job.py).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import logging
 import os
 import platform
 import select
@@ -135,7 +137,7 @@ def start(
 
 
 def _start_in_job(command: list[str], options: dict[str, Any], stop_timeout_s: float) -> Running:
-    from .windows_job import end_with_us
+    from .processes import end_with_us
 
     flags = subprocess.CREATE_NEW_PROCESS_GROUP  # type: ignore[attr-defined]
     process = subprocess.Popen(command, creationflags=flags, **options)
@@ -195,7 +197,7 @@ def go_on_as(command: Sequence[str | Path]) -> int:
     sys.stderr.flush()
     if not _IS_WINDOWS:
         os.execv(parts[0], parts)
-    from .windows_job import end_with_us
+    from .processes import end_with_us
 
     process = subprocess.Popen(parts)
     release = end_with_us(int(process._handle))  # type: ignore[attr-defined]
@@ -231,7 +233,7 @@ class ProcessMark:
     @staticmethod
     def read(values: Any) -> ProcessMark:
         """From a file. Raises: ValueError."""
-        from .json_file import expect  # the guard below knows nothing of the pack
+        from .files import expect  # the guard below knows nothing of the pack
 
         what = "a process"
         found = expect(values, dict, what)
@@ -303,22 +305,6 @@ def _birth(pid: int) -> str:
         state, *rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         return f"{_kernel()} {int(rest[18])}" if _kernel() and state not in (b"Z", b"X") else ""
     return ""
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process of this number runs, or is stopped; one that has ended and waits for its parent does not."""
-    return _process(pid) is not None
-
-
-def cpu_seconds(pid: int) -> float:
-    """What a process has computed so far, in all of its threads; 0 of one that has ended."""
-    import psutil
-
-    try:
-        used = psutil.Process(pid).cpu_times()
-    except psutil.Error:
-        return 0.0
-    return float(used.user + used.system)
 
 
 def start_detached(
@@ -429,3 +415,64 @@ def _end_like(code: int) -> int:
 
 if __name__ == "__main__":
     sys.exit(_guard(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:]))
+
+
+# ---- windows' way to let a process end with us: a job object
+
+
+_log = logging.getLogger(__name__)
+
+_KILL_ON_JOB_CLOSE = 0x2000
+_EXTENDED_LIMITS = 9  # JobObjectExtendedLimitInformation
+
+
+class _BasicLimits(ctypes.Structure):
+    _fields_ = [
+        ("per_process_user_time", ctypes.c_int64),
+        ("per_job_user_time", ctypes.c_int64),
+        ("flags", ctypes.c_uint32),
+        ("minimum_working_set", ctypes.c_size_t),
+        ("maximum_working_set", ctypes.c_size_t),
+        ("active_processes", ctypes.c_uint32),
+        ("affinity", ctypes.c_size_t),
+        ("priority_class", ctypes.c_uint32),
+        ("scheduling_class", ctypes.c_uint32),
+    ]
+
+
+class _ExtendedLimits(ctypes.Structure):
+    _fields_ = [
+        ("basic", _BasicLimits),
+        ("io_counters", ctypes.c_uint64 * 6),
+        ("process_memory", ctypes.c_size_t),
+        ("job_memory", ctypes.c_size_t),
+        ("peak_process_memory", ctypes.c_size_t),
+        ("peak_job_memory", ctypes.c_size_t),
+    ]
+
+
+def end_with_us(process: int) -> Callable[[], None]:
+    """Put a process, and what it will start, into a job of its own; the returned function ends them all.
+
+    Where the system refuses, a warning says so, and the function does nothing.
+
+    Args:
+        process: handle.
+    """
+    kernel: Any = ctypes.WinDLL("kernel32", use_last_error=True)  # type: ignore[attr-defined,unused-ignore]
+    kernel.CreateJobObjectW.restype = ctypes.c_void_p
+    kernel.CreateJobObjectW.argtypes = (ctypes.c_void_p, ctypes.c_wchar_p)
+    kernel.SetInformationJobObject.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32)
+    kernel.AssignProcessToJobObject.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    kernel.CloseHandle.argtypes = (ctypes.c_void_p,)
+    limits = _ExtendedLimits()
+    limits.basic.flags = _KILL_ON_JOB_CLOSE
+    job = kernel.CreateJobObjectW(None, None)
+    is_in_job = (
+        job
+        and kernel.SetInformationJobObject(job, _EXTENDED_LIMITS, ctypes.byref(limits), ctypes.sizeof(limits))
+        and kernel.AssignProcessToJobObject(job, process)
+    )
+    if not is_in_job:
+        _log.warning("Windows gave no job object; a process started here goes on if this one is killed")
+    return lambda: kernel.CloseHandle(job) if job else None

@@ -61,3 +61,84 @@ class NowAndThen:
             return False
         self._last_s = now_s
         return True
+
+
+# ---- how fast counted work goes, and how long the rest will take
+
+
+class Pace:
+    """Measures from `restart` on, so that loading a model is not taken for slow work.
+
+    The first count, and one that grows by more than one, stand for work found done, and restart the measurement too.
+
+    Args:
+        clock: seconds from any beginning.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._done = self._first_done = -1  # the first count cannot be taken for work
+        self._first_s = clock()
+
+    def restart(self) -> None:
+        """Measure from here."""
+        self._first_done, self._first_s = self._done, self._clock()
+
+    def update(self, done: int) -> None:
+        """So much is done now."""
+        is_found = done - self._done != 1 or self._done < 0
+        self._done = done
+        if is_found:
+            self.restart()
+
+    @property
+    def per_second(self) -> float | None:
+        """None until something was done since the start of the measurement."""
+        elapsed_s = self._clock() - self._first_s
+        num_done = self._done - self._first_done
+        return num_done / elapsed_s if num_done and elapsed_s > 0 else None
+
+    def left_s(self, total: int) -> float | None:
+        """Seconds until all is done at this pace."""
+        per_second = self.per_second
+        return None if per_second is None else (total - self._done) / per_second
+
+
+class StepPace:
+    """Seconds of a step, smoothed over about ten, so that the time left does not jump."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def update(self, elapsed_s: float) -> None:
+        """A step took so long."""
+        self.seconds = 0.9 * (self.seconds or elapsed_s) + 0.1 * elapsed_s
+
+    def describe(self, step: int, total: int, loss: float) -> str:
+        """ "step 12/500: loss 0.12345, 2.10 s/step, about 17 min left"."""
+        left = describe_duration((total - step) * self.seconds)
+        return f"step {step}/{total}: loss {loss:.5f}, {self.seconds:.2f} s/step, about {left} left"
+
+
+def describe_progress(
+    done: int, total: int, what: str, per_second: float | None = None, left_s: float | None = None
+) -> str:
+    """ "captions 12/500, 0.067 captions/s, about 2 h 01 min left"; without speed and time where they are not known."""
+    line = f"{what} {done}/{total}"
+    if per_second is None:
+        return line
+    line += f", {describe_rate(per_second, what)}"
+    return line if left_s is None or done >= total else f"{line}, about {describe_duration(left_s)} left"
+
+
+def describe_rate(per_second: float, what: str) -> str:
+    """ "12.4 images/s" or "0.067 captions/s"."""
+    return f"{per_second:.1f} {what}/s" if per_second >= 10 else f"{per_second:.2g} {what}/s"
+
+
+def describe_duration(seconds: float) -> str:
+    """ "45 s", "12 min" or "3 h 05 min"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"

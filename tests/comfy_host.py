@@ -40,6 +40,7 @@ def can_import(python: Path, module: str) -> bool:
     return subprocess.run([str(python), "-c", f"import {module}"], capture_output=True, timeout=120).returncode == 0
 
 
+@functools.lru_cache(maxsize=4)
 def comfy_python(checkout: Path) -> Path | None:
     """The Python that runs this checkout: its own environment's, else ours if it has what ComfyUI needs."""
     for name in (".venv", "venv"):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import collections
+import functools
 import gc
+import hashlib
 import os
 import runpy
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -108,7 +111,7 @@ def dry_runs_once() -> Iterator[None]:
     """Models of the same sizes are run dry once for all plans of a file."""
     from devicebridge.families.registry import FAMILIES
     from devicebridge.families.spec import longest_text
-    from devicebridge.planning.question import ModelCosts
+    from devicebridge.planning.costs import ModelCosts
 
     run, known = ModelCosts._run, dict[Any, Any]()
 
@@ -127,12 +130,41 @@ def dry_runs_once() -> Iterator[None]:
         yield
 
 
+# Their long tests need each other, or take too long together.
+_NIGHTLY = ("ranks/test_rank_jobs.py", "comfy/test_native_ranks.py", "comfy/test_native_families.py")
+_TAKES_LONG = "takes long"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked "long" run with LONG_TESTS=1 alone: more classes, strategies and faults of what others test."""
-    if not os.environ.get("LONG_TESTS"):
-        for item in items:
-            if item.get_closest_marker("long"):
-                item.add_marker(pytest.mark.skip(reason="takes long: set LONG_TESTS=1"))
+    """Of tests marked "long" every one runs with LONG_TESTS=1, and with LONG_SHARE=40 one of forty, by the commit."""
+    if os.environ.get("LONG_TESTS"):
+        return
+    share = int(os.environ.get("LONG_SHARE", 0))
+    for item in items:
+        if item.get_closest_marker("long") and not (share and is_chosen(item, share, _commit())):
+            item.add_marker(pytest.mark.skip(reason=_TAKES_LONG))
+
+
+def is_chosen(item: pytest.Item, share: int, commit: str) -> bool:
+    """One of so many, others for each commit. Tests of a file with the same first parameter share a fixture, and are
+    chosen at once; so are those of a file whose every test is long."""
+    file, _, test = item.nodeid.partition("::")
+    if not commit or file.endswith(_NIGHTLY):
+        return False
+    parent = item.getparent(pytest.Module)
+    name, _, parameters = test.partition("[")
+    unit = "" if parent and parent.get_closest_marker("long") else parameters.partition("-")[0] or name
+    digest = hashlib.sha256(f"{commit} {file} {unit}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % share == 0
+
+
+@functools.cache
+def _commit() -> str:
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -152,13 +184,30 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Close with what was not tested here and why, so that a green run cannot hide it."""
+    """What was not tested here and why."""
+    terminalreporter.section("not tested here")
+    for reason, count in _skipped(terminalreporter).most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The last line of all says what was skipped and what would run it, so that a green run cannot hide it."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(config, "workerinput") or config.option.collectonly:
+        return
+    reasons = _skipped(reporter)
+    num_long = reasons.pop(_TAKES_LONG, 0)
+    share = os.environ.get("LONG_SHARE")
+    chosen = f"; one of {share} of them ran, chosen by commit {_commit()}" if share and num_long else ""
+    parts = [f"{num_long} that take long (LONG_TESTS=1 bash scripts/test.sh runs them{chosen})"] * bool(num_long)
+    parts += [f"{count}: {reason}" for reason, count in reasons.most_common()]
+    reporter.write_line(f"skipped: {'; '.join(parts) or 'nothing'}")
+
+
+def _skipped(reporter: pytest.TerminalReporter) -> collections.Counter[str]:
+    """How many tests were skipped, by the reason."""
     reasons: collections.Counter[str] = collections.Counter()
-    for report in terminalreporter.stats.get("skipped", []):
+    for report in reporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         reasons[reason.removeprefix("Skipped: ")] += 1
-    terminalreporter.section("not tested here")
-    for reason, count in reasons.most_common():
-        terminalreporter.write_line(f"{count} skipped: {reason}")
-    if not reasons:
-        terminalreporter.write_line("nothing was skipped")
+    return reasons

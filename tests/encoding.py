@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from devicebridge.data.image import ImageRequest
-from devicebridge.encoding.encode import fill_images, fill_texts
+from devicebridge.encoding.encode import fill, fill_texts
 from devicebridge.encoding.sources import FolderLatents, FolderTexts
 from devicebridge.encoding.store import CacheStore
 from devicebridge.families.spec import ModelFamily, TextEncoderSpec, Variant
@@ -39,4 +39,4 @@ def encode_images(
     store: CacheStore,
     *progress: Any,
 ) -> dict[ImageRequest, str]:
-    return fill_images(requests, FolderLatents(family, variant, vae_path, "cpu", dtype), store, *progress)
+    return fill(requests, FolderLatents(family, variant, vae_path, "cpu", dtype), store, *progress)

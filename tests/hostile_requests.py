@@ -96,11 +96,7 @@ def hostile_requests(outside: str, port: int) -> list[Hostile]:
             )
         ),
         _post("/devicebridge/caption", b"x" * 10_000_000),
-        _post(
-            "/devicebridge/caption",
-            _CAPTION,
-            Origin="http://evil.example",
-        ),
+        _post("/devicebridge/caption", _CAPTION, Origin="http://evil.example"),
         # what changes something
         _post("/devicebridge/use", {"run": "../..", "step": 1}),
         _post("/devicebridge/use", {"run": "linked", "step": None}),

@@ -13,10 +13,10 @@ from devicebridge.config.job import JobConfig, make_job
 from devicebridge.families.registry import find_family
 from devicebridge.jobs.resolve import search_space
 from devicebridge.planning.cards import Card
-from devicebridge.planning.dry_run import StepCost
-from devicebridge.planning.dry_run_block import BlockCost
-from devicebridge.planning.question import ModelCosts, Question
-from devicebridge.planning.short_model import Work
+from devicebridge.planning.costs import BlockCost, ModelCosts, StepCost
+from devicebridge.planning.dry_run import Work
+from devicebridge.planning.question import Question
+from devicebridge.planning.times import ASSUMED_FLOPS_PER_S
 
 GB = 10**9
 
@@ -48,15 +48,23 @@ def full_size(family_name: str = "flux2") -> ModelCosts:
 
 
 class MadeUpCosts(ModelCosts):
-    """A model of equal blocks; `halved` weights where it is quantized."""
+    """A model of equal blocks.
+
+    Args:
+        halved: the block where it is quantized.
+        units: seconds of each block's forward on a card of speed 1, in full precision.
+    """
 
     largest_linear = 0  # type: ignore[assignment]
 
-    def __init__(self, block: BlockCost, count: int = 10, halved: BlockCost | None = None) -> None:
+    def __init__(
+        self, block: BlockCost, count: int = 10, halved: BlockCost | None = None, units: Sequence[float] = ()
+    ) -> None:
         self.info = published_info()
         self.family, self.variant = self.info.family, self.info.variant  # type: ignore[assignment]
         self.names = tuple(f"transformer_blocks.{index}" for index in range(count))
         self._blocks = block, halved or block
+        self._units = units or (1.0,) * count
 
     def dry_run(self, work: Work, kernels: Any) -> StepCost:
         block = self._blocks[work.quantize is not None]
@@ -66,14 +74,14 @@ class MadeUpCosts(ModelCosts):
         return "its blocks are made up"
 
     def block_flops(self, bucket: tuple[int, int], frames: int) -> list[float]:
-        return [1e12] * len(self.names)
+        return [ASSUMED_FLOPS_PER_S * unit for unit in self._units]
 
 
 def make_question(
     costs: ModelCosts, cards: Sequence[Card], bucket: tuple[int, int] = (512, 512), /, **given: Any
 ) -> Question:
     """given: sections of the job, and what else a Question takes."""
-    names = ("frames", "given_times", "link", "cuts", "host_bytes")
+    names = ("frames", "link", "cuts", "host_bytes")
     own = {name: given.pop(name) for name in names if name in given}
     return Question(costs, search_space(make_plan_job(**given)), tuple(cards), bucket, **own)
 
@@ -84,14 +92,3 @@ def make_cards(*sizes_gb: float, speeds: tuple[float, ...] = (), refuses: frozen
         Card(torch.device("cuda", index), int(gb * GB), int(gb * GB), speed, refuses=refuses)
         for index, (gb, speed) in enumerate(zip(sizes_gb, speeds, strict=True))
     ]
-
-
-class MadeUpTimes:
-    """Seconds per block on a card of speed 1, longer in 8 bits by a factor."""
-
-    def __init__(self, units: list[float], factor: float = 1.0) -> None:
-        self.units, self._factor = units, factor
-
-    def of(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
-        time = (1.0 if scheme == "none" else self._factor) * self.units[block] / card.speed
-        return time, time

@@ -27,9 +27,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-from devicebridge.quantization.eight_bit import grad_input8, linear8
+from devicebridge.quantization.eight_bit import grad_input8, linear8, make_rotation, rotate
 from devicebridge.quantization.quantize import Stored8
-from devicebridge.quantization.rotation import make_rotation, rotate
 
 NUM_SAMPLE_ROWS = 256
 _NUM_INPUTS = 128

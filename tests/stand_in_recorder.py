@@ -6,8 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from devicebridge.parallel.local.divided_graphs import Addresses, DividedGraphs, Run
-from devicebridge.parallel.local.forward_workers import Work
+from devicebridge.parallel.local.graphs import Addresses, Graphs, Run, Work
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 
 
@@ -17,7 +16,7 @@ class StandIn:
     `launched` has each replay.
     """
 
-    def __init__(self, owner: list[DividedGraphs]) -> None:
+    def __init__(self, owner: list[Graphs]) -> None:
         self.owner, self.num_recorded, self.cards_wait = owner, 0, True
         self.launched: list[str] = []
 
@@ -38,11 +37,11 @@ class StandIn:
         return lambda: self.cards_wait
 
 
-def replaying(parallel: TensorParallel, addresses: Addresses) -> tuple[DividedGraphs, StandIn]:
+def replaying(parallel: TensorParallel, addresses: Addresses) -> tuple[Graphs, StandIn]:
     """Have the blocks replayed, as TensorParallel.replay does on cards."""
-    owner: list[DividedGraphs] = []
+    owner: list[Graphs] = []
     recorder = StandIn(owner)
     module: Any = sys.modules[type(parallel).__module__]  # ComfyUI loads the pack under a name of its own
-    owner.append(module.DividedGraphs(parallel.devices, lambda: recorder, addresses))
+    owner.append(module.Graphs(parallel.devices, lambda: recorder, addresses))
     parallel.graphs = owner[0]
     return owner[0], recorder

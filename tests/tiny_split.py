@@ -11,8 +11,9 @@ from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.local.block_split import BlockSplit, apply_block_split
 from devicebridge.parallel.placement import Placement, block_names, plan_manual
 from devicebridge.parallel.runner import MicroBatch
-from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization
+from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS
+from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import LoraHandle, apply_lora
 

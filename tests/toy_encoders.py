@@ -184,10 +184,4 @@ def _clip_config(hidden_size: int, layers: int, vocab_size: int, max_length: int
     )
 
 
-_MODELS = {
-    "mistral3": _make_mistral3,
-    "qwen3": _make_qwen3,
-    "t5": _make_t5,
-    "umt5": _make_umt5,
-    "clip": _make_clip,
-}
+_MODELS = {"mistral3": _make_mistral3, "qwen3": _make_qwen3, "t5": _make_t5, "umt5": _make_umt5, "clip": _make_clip}

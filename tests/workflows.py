@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from devicebridge.headless.workflow import read_workflow as read_workflow
-from devicebridge.headless.workflow import set_values as set_values
+from devicebridge.headless.run import read_workflow as read_workflow
+from devicebridge.headless.run import set_values as set_values
 
 
 def from_folder(pipeline: Path) -> dict[str, Any]:

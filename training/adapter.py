@@ -11,19 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.lora_parts import DORA, MAGNITUDE, A, B
-from ..checkpoints.lora_start import is_of_text
+from ..checkpoints.lora_file import DORA, LOKR, MAGNITUDE, A, B, is_of_text
 from ..config.job import LoraSettings
 from ..families.spec import TEXT_ENCODERS, ModelFamily
-from ..patches.lokr_linear import apply_fused_lokr
-from ..patches.lora import assert_lora_intact, lora_parameters, matches_any, place_lora_with_base, resolve_targets
-from ..patches.lora_linear import apply_fused_lora
+from ..patches.lora import lora_parameters, matches_any, place_lora_with_base, resolve_targets
+from ..patches.lora_linear import apply_fused_lokr, apply_fused_lora
 from ..quantization.frozen_linear import refuse_merge
 from ..quantization.quantize import full_weight
 
 _ADAPTER = "default"
-_LOKR = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
-_KINDS = "|".join(("lora_A", "lora_B", "lora_magnitude_vector", *_LOKR))
+_KINDS = "|".join(("lora_A", "lora_B", "lora_magnitude_vector", *LOKR))
 _PARAMETER = re.compile(rf"^(?P<module>.+)\.(?P<kind>{_KINDS})\.{_ADAPTER}(\.weight)?$")
 _SUFFIX = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude_vector": "dora_scale"}
 _TEXT_TARGETS = (f"{TEXT_ENCODERS}.*.encoder.layers.*",)
@@ -87,8 +84,16 @@ class LoraHandle:
             rank = given[A].shape[0]
             layer.lora_A[_ADAPTER].weight[:rank] = given[A].to(layer.lora_A[_ADAPTER].weight)
             layer.lora_B[_ADAPTER].weight[:, :rank] = (given[B] / strength).to(layer.lora_B[_ADAPTER].weight)
-            if _ADAPTER in layer.lora_magnitude_vector:
-                _start_magnitude(layer, given)
+            if _ADAPTER not in layer.lora_magnitude_vector:
+                continue
+            if MAGNITUDE in given:
+                magnitude = given[MAGNITUDE].reshape(-1)
+            elif DORA in given:  # ComfyUI's, see tensors_for_comfyui
+                magnitude = given[DORA].reshape(-1) / _norm_ratio(layer).cpu()
+            else:  # plain LoRA: the length that it gives the rows
+                magnitude = _changed_weight(layer).norm(dim=1)
+            own = layer.lora_magnitude_vector[_ADAPTER].weight
+            own.copy_(magnitude.to(own))
 
     def _text_layer(self, name: str, given: Mapping[str, Tensor]) -> Any:
         """The layer of this fqn; the sizes of text encoders are not known before they are loaded."""
@@ -112,25 +117,18 @@ class LoraHandle:
             differing = sorted(parameters.keys() ^ tensors.keys())
             raise ValueError(f"the saved LoRA is not of this job: {len(differing)} names differ, first {differing[0]}")
         for name, parameter in parameters.items():
-            found, wanted = _kind_of(tensors[name]), _kind_of(parameter)
+            found, wanted = (
+                f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (tensors[name], parameter)
+            )
             if found != wanted:  # copy_ would spread one row over all, and round
                 raise ValueError(f"the saved LoRA is not of this job: {name} is {found}, not {wanted}")
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(tensors[name].to(parameter.device))
 
-    def remove(self) -> None:
-        """Put the plain linears back; what was trained is lost unless tensors() was kept."""
-        for name in self.targets:
-            parent, _, child = name.rpartition(".")
-            wrapper = self.model.get_submodule(name)
-            setattr(self.model.get_submodule(parent), child, wrapper.base_layer)
-        if hasattr(self.model, "peft_config"):
-            del self.model.peft_config
-
 
 def _start_lokr(name: str, layer: Any, given: Mapping[str, Tensor], strength: float) -> None:
-    own = {kind: getattr(layer, kind)[_ADAPTER] for kind in _LOKR if _ADAPTER in getattr(layer, kind)}
+    own = {kind: getattr(layer, kind)[_ADAPTER] for kind in LOKR if _ADAPTER in getattr(layer, kind)}
     shapes = [{kind: tuple(tensor.shape) for kind, tensor in each.items()} for each in (given, own)]
     if shapes[0] != shapes[1]:
         raise ValueError(
@@ -139,22 +137,6 @@ def _start_lokr(name: str, layer: Any, given: Mapping[str, Tensor], strength: fl
         )
     for kind, parameter in own.items():
         parameter.copy_(given[kind] / strength if kind == "lokr_w1" else given[kind])
-
-
-def _start_magnitude(layer: Any, given: Mapping[str, Tensor]) -> None:
-    """DoRA's magnitude, such that the layer computes what a loader makes of the file."""
-    magnitude = layer.lora_magnitude_vector[_ADAPTER].weight
-    if MAGNITUDE in given:
-        value = given[MAGNITUDE].reshape(-1)
-    elif DORA in given:  # ComfyUI's, see tensors_for_comfyui
-        value = given[DORA].reshape(-1) / _norm_ratio(layer).cpu()
-    else:  # plain LoRA: the length that it gives the rows
-        value = _changed_weight(layer).norm(dim=1)
-    magnitude.copy_(value.to(magnitude))
-
-
-def _kind_of(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 @torch.no_grad()
@@ -184,23 +166,21 @@ def find_targets(model: nn.Module, family: ModelFamily, settings: LoraSettings) 
 
     Raises: ValueError for patterns that match no linear, or a model whose attention nobody can tell by its names.
     """
-    found = [name for name in _own_targets(model, family, settings) if not is_of_text(name)]
-    return found + (resolve_targets(model, _TEXT_TARGETS) if hasattr(model, TEXT_ENCODERS) else [])
-
-
-def _own_targets(model: nn.Module, family: ModelFamily, settings: LoraSettings) -> list[str]:
-    """Without those of text encoders, which layers and targets say nothing of."""
     left_out = tuple(pattern for pattern in settings.targets if pattern.startswith("!"))
     patterns = tuple(pattern for pattern in settings.targets if pattern not in left_out)
-    if not settings.layers:
-        return resolve_targets(model, (*(patterns or family.lora_targets), *left_out))
-    blocks = tuple(f"{each.name}.*" for each in family.block_lists)
-    every = resolve_targets(model, (*blocks, *left_out))
-    fused = () if family.native is None else family.native.fused_attention
-    found = [name for name in every if _ATTENTION.search(name) or matches_any(name, fused)]
-    if settings.layers == "attention" and not found:
-        raise ValueError(f'layers = "attention": no layer of {family.title} is called so; name them with lora.targets')
-    return found if settings.layers == "attention" else every
+    if settings.layers:
+        found = resolve_targets(model, (*(f"{each.name}.*" for each in family.block_lists), *left_out))
+    else:
+        found = resolve_targets(model, (*(patterns or family.lora_targets), *left_out))
+    if settings.layers == "attention":
+        fused = () if family.native is None else family.native.fused_attention
+        found = [name for name in found if _ATTENTION.search(name) or matches_any(name, fused)]
+        if not found:
+            raise ValueError(
+                f'layers = "attention": no layer of {family.title} is called so; name them with lora.targets'
+            )
+    of_text = resolve_targets(model, _TEXT_TARGETS) if hasattr(model, TEXT_ENCODERS) else []
+    return [name for name in found if not is_of_text(name)] + of_text
 
 
 def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *, seed: int) -> LoraHandle:
@@ -226,7 +206,6 @@ def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *,
     dtype = getattr(torch, settings.dtype)
     for name in lora_parameters(model):
         model.get_submodule(name.rpartition(".")[0]).to(dtype)
-    assert_lora_intact(model)
     apply_fused_lora(model)
     apply_fused_lokr(model)
     return LoraHandle(model, tuple(targets))

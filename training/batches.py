@@ -14,18 +14,14 @@ from typing import Any
 import torch
 
 from ..checkpoints.fingerprint import file_fingerprint
-from ..data.masks import load_mask
-from ..data.order import Batch
-from ..data.samples import Condition, Sample, TrainingSample
+from ..data.samples import Batch, Sample, TrainingSample, load_mask
 from ..encoding.store import CacheStore
-from ..families.comfy.conditions import WAYS
 from ..families.comfy.inputs import NOISE_MASK, fit_mask, is_samples, stream_shapes, streams_of
 
 _log = logging.getLogger(__name__)
 
 
 _LATENTS = "latents"  # what an entry holds besides these, samples and their noise mask, are conditions
-_own_latents = operator.itemgetter(_LATENTS)  # of an entry that our own VAE code made
 
 
 @dataclass(frozen=True)
@@ -56,45 +52,45 @@ class CachedSamples:
     """Samples with the cache entries that hold their latents and captions.
 
     Args:
-        latent_keys: one per sample.
-        text_keys: by caption; the empty caption is always among them.
+        samples: each with its keys.
         use_masks: whether masks of samples that have one weigh the loss.
         tokens_per_cell: image tokens per latent cell.
         read_latents, read_text: an entry as normalised latents [C, F, H, W], and as the text that make_inputs reads.
         gives_first_latents: whether the model is given the first latent frame, which the loss then leaves out.
         recompute: makes an entry that is gone, in the middle of a run; None where nobody can.
-        condition_keys: of what a sample's model is given beside its caption, by both.
+        prompt_keys: entries of texts that pictures are drawn of; the empty one is among them.
         read: entries that were read ahead, by key, until somebody asks for them.
     """
 
     store: CacheStore
     samples: Sequence[TrainingSample]
-    latent_keys: Sequence[str]
-    text_keys: Mapping[str, str]
     use_masks: bool
     tokens_per_cell: float
-    read_latents: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] = _own_latents
+    read_latents: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] = operator.itemgetter(_LATENTS)  # of our own VAE
     read_text: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict
     gives_first_latents: bool = False
     recompute: Callable[[str], None] | None = None
-    condition_keys: Mapping[tuple[str, Condition], str] = field(default_factory=dict)
+    prompt_keys: Mapping[str, str] = field(default_factory=dict)
     read: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict, compare=False)
 
     def keys(self) -> set[str]:
         """All entries that may be read."""
-        return self.store.with_parts({*self.latent_keys, *self.text_keys.values(), *self.condition_keys.values()})
+        of_samples = {
+            key for each in self.samples for key in (each.latents_key, *each.text_keys, *each.empty_text_keys)
+        }
+        return self.store.with_parts({*of_samples, *self.prompt_keys.values()})
 
     def name_of(self, index: int) -> str:
         """A sample, for a message."""
         return str(getattr(self.samples[index], "path", f"sample {index + 1} of the encoded dataset"))
 
-    def text(self, caption: str) -> Mapping[str, torch.Tensor]:
-        """What the text encoders left of one caption, as a batch of one."""
-        return join_texts([self.read_text(self._entry(self.text_keys[caption]))])
+    def text(self, prompt: str) -> Mapping[str, torch.Tensor]:
+        """What the text encoders left of one prompt, as a batch of one."""
+        return join_texts([self.read_text(self._entry(self.prompt_keys[prompt]))])
 
     def not_finite(self, index: int, drop_caption: bool, dtype: torch.dtype) -> str:
         """What of a sample is not finite in this type; "" if all is."""
-        latents, texts = self.latent_keys[index], self._text_keys(index, drop_caption)
+        latents, texts = self.samples[index].latents_key, self._text_keys(index, drop_caption)
         for part, keys in (("latents", [latents]), ("caption", texts)):
             entry = self._entry(latents) if part == "latents" else self._read_text(keys)
             if not all(torch.isfinite(t.to(dtype)).all() for t in entry.values() if t.is_floating_point()):
@@ -108,17 +104,14 @@ class CachedSamples:
         """
         sample = self.samples[index]
         mask = file_fingerprint(sample.mask_path) if self.use_masks and sample.mask_path else ""
-        entries = [self.latent_keys[index], *self._text_keys(index, False)]
+        entries = [sample.latents_key, *sample.text_keys]
         return [entries, mask, sample.loss_weight, sample.bucket, sample.num_frames, sample.alike]
 
-    def _text_keys(self, index: int, drop_caption: bool) -> list[str]:
-        """The entries of a sample's text, of which later ones count over earlier ones."""
+    def _text_keys(self, index: int, drop_caption: bool) -> tuple[str, ...]:
         sample = self.samples[index]
-        caption = "" if drop_caption else sample.caption
-        if sample.condition is None:
-            return [self.text_keys[caption]]
-        own = [] if WAYS[sample.condition.way].reads_text else [self.text_keys[caption]]
-        return [*own, self.condition_keys[caption, sample.condition]]
+        keys = sample.empty_text_keys if drop_caption else sample.text_keys
+        assert keys, f"{self.name_of(index)} has no text {'without' if drop_caption else 'with'} its caption"
+        return keys
 
     def _read_text(self, keys: Sequence[str]) -> Mapping[str, torch.Tensor]:
         return self.read_text({name: each for key in keys for name, each in self._entry(key).items()})
@@ -128,7 +121,7 @@ class CachedSamples:
 
         Raises: RuntimeError if an entry is gone from the cache, or its text states are of another length than others.
         """
-        entries = [self._entry(self.latent_keys[i]) for i in indices]
+        entries = [self._entry(self.samples[i].latents_key) for i in indices]
         latents = _stacked([self.read_latents(entry) for entry in entries])
         names = [name for name in entries[0] if name not in (_LATENTS, NOISE_MASK) and not is_samples(name)]
         conditions = {name: _stacked([entry[name] for entry in entries]) for name in names}
@@ -148,23 +141,20 @@ class CachedSamples:
         if noise_masks is not None:  # what sampling does not denoise, training does not learn
             conditions[NOISE_MASK], denoised = noise_masks, noise_masks.clamp(0, 1)
             mask = denoised if mask is None else denoised * mask
-        weights = loss_weights(self._weights(indices), conditions)
+        factors = [self.samples[index].loss_weight for index in indices]
+        of_samples = None if all(each == 1 for each in factors) else torch.tensor(factors)
+        weights = loss_weights(of_samples, conditions)
         return LoadedBatch(latents, text, mask, num_tokens, conditions, weights)
 
     def read_ahead(self, batch: Batch) -> None:
         """Read the entries of the batch that will probably be loaded next; what cannot be read is left to load()."""
         self.read.clear()
         for index, drop in zip(batch.indices, batch.captions_dropped, strict=True):
-            for key in (self.latent_keys[index], *self._text_keys(index, drop)):
+            for key in (self.samples[index].latents_key, *self._text_keys(index, drop)):
                 with contextlib.suppress(OSError):
                     entry = self.store.get(key) if key not in self.read else None
                     if entry is not None:
                         self.read[key] = entry
-
-    def _weights(self, indices: Sequence[int]) -> torch.Tensor | None:
-        """Of the losses."""
-        weights = [self.samples[index].loss_weight for index in indices]
-        return None if all(each == 1 for each in weights) else torch.tensor(weights)
 
     def _masks(self, indices: Sequence[int], latents: torch.Tensor) -> torch.Tensor | None:
         samples = [self.samples[i] for i in indices]
@@ -191,9 +181,10 @@ class CachedSamples:
         return entry
 
     def _gone(self, key: str) -> str:
-        of = [self.name_of(index) for index, other in enumerate(self.latent_keys) if other == key]
-        of += [f"the caption {shorten(caption, 80)!r}" for caption, other in self.text_keys.items() if other == key]
-        of += [f"the condition of {each.paths[0]}" for (_, each), other in self.condition_keys.items() if other == key]
+        of = [self.name_of(index) for index, each in enumerate(self.samples) if each.latents_key == key]
+        of += [f"the prompt {shorten(prompt, 80)!r}" for prompt, other in self.prompt_keys.items() if other == key]
+        texts = [(*each.text_keys, *each.empty_text_keys) for each in self.samples]
+        of += [f"the text of {self.name_of(index)}" for index, keys in enumerate(texts) if key in keys]
         return f"cache entry {self.store.path(key)} of {of[0]} was deleted or damaged since this run began"
 
 

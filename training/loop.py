@@ -1,6 +1,6 @@
 """The training loop: what one step does, when the state is saved, and how a run ends.
 
-Batches are made on the CPU and moved to the model's home; the runner (parallel/runner.py) knows the other devices.
+Batches are made on the CPU and moved to the main device; the runner (parallel/runner.py) knows the other devices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..config.job import JobConfig, job_to_dict
-from ..data.order import Batch, BatchOrder
+from ..data.samples import Batch, BatchOrder
 from ..events import EventLog, first_line
 from ..families.comfy.inputs import NOISE_MASK, is_tokens
 from ..families.spec import ModelFamily, Variant
@@ -29,13 +29,27 @@ from ..parallel.ranks.group import ALONE, RankLost, Ranks
 from ..parallel.runner import MicroBatch, Runner
 from ..patches.attention import sound_attention
 from ..patches.compile_blocks import CompiledBlocks
-from ..patches.lora_average import LoraAverage, split_average
-from ..system.requests import Request, nothing_asked
+from ..system.stopping import Request, nothing_asked
 from .adapter import LoraHandle
 from .batches import CachedSamples, LoadedBatch
-from .loss_growth import describe_growth
-from .objective import NoiseSchedule, draw_quantiles, make_generator, noise_latents, predict, prediction_loss
-from .optimizer import learning_rate_factor, make_optimizer, pack_optimizer, set_learning_rate, unpack_optimizer
+from .objective import (
+    NoiseSchedule,
+    describe_growth,
+    draw_quantiles,
+    make_generator,
+    noise_latents,
+    predict,
+    prediction_loss,
+)
+from .optimizer import (
+    LoraAverage,
+    learning_rate_factor,
+    make_optimizer,
+    pack_optimizer,
+    set_learning_rate,
+    split_average,
+    unpack_optimizer,
+)
 from .state import TrainingState, list_checkpoints, save_checkpoint
 
 _log = logging.getLogger(__name__)
@@ -74,7 +88,7 @@ class Trainer:
     Args:
         train_data, eval_data: cached samples; eval_data None evaluates nothing.
         identity: plain facts about model, data and placement, kept in checkpoints so that no other run continues them.
-        devices: every device the model uses, home first.
+        devices: every device the model uses, the main one first.
         save_lora: writes the LoRA file for users into a folder and returns its path.
         runner: computes the microbatches, and knows the model and its copies.
         compiled: the blocks of the model and its copies, if they are; torch compiles at the first batch of each shape.
@@ -138,7 +152,7 @@ class Trainer:
         try:
             self._advance(should_stop, preflight)
             if self._saved_at != self.step:
-                self._save_together()
+                self._save_on_all_ranks()
         except Exception as error:
             kept = self._save_before_the_end()
             if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, (ValueError, RuntimeError, OSError)):
@@ -155,14 +169,15 @@ class Trainer:
             self._evaluate_if_due(is_end=self.step >= last)
         self._draw_if_due(should_stop, is_start=True)
         while self.step < last and not should_stop():
-            with self.ranks.doing("the end of a step"):
+            with self.ranks.doing():
                 self._timed_step()
             self._evaluate_if_due(is_end=self.step == last)
-            if self._is_save_due() or self.step == last:
-                self._save_together()
+            every = self.job.output.save_every_steps
+            if self.is_asked("save") or (every and self.step % every == 0) or self.step == last:
+                self._save_on_all_ranks()
             self._draw_if_due(should_stop)
 
-    def _save_together(self) -> None:
+    def _save_on_all_ranks(self) -> None:
         """Save, if every rank would save the same.
 
         Raises: RuntimeError if the ranks have come apart, and then nothing is saved.
@@ -173,7 +188,7 @@ class Trainer:
                 f"after step {self.step} the processes of this job do not have the same LoRA, and it is not saved: "
                 f"{self.job.optimizer.name} makes other steps from the same gradients; use another optimizer"
             )
-        with self.ranks.doing("a save"):
+        with self.ranks.doing():
             self.save()
 
     def _save_before_the_end(self) -> str:
@@ -215,15 +230,11 @@ class Trainer:
             self._has_warned = True
             _log.warning("%s", growth)
         if len(self.step_times_s) == 1 or self.step % _MEMORY_EVERY_STEPS == 0:
-            self.events.emit("memory", self.step, self.job.train.steps, **self._memory())
-
-    def _memory(self) -> dict[str, Any]:
-        """Of every device; of several ranks by the rank's number, too."""
-        own = memory_in_use(self.devices)
-        if not self.ranks.is_launched:
-            return own
-        every = enumerate(self.ranks.gather(own))
-        return {f"rank {rank} {device}": values for rank, found in every for device, values in found.items()}
+            memory: dict[str, Any] = memory_in_use(self.devices)
+            if self.ranks.is_launched:
+                every = enumerate(self.ranks.gather(memory))
+                memory = {f"rank {rank} {device}": each for rank, found in every for device, each in found.items()}
+            self.events.emit("memory", self.step, self.job.train.steps, **memory)
 
     def train_step(self, learning_rate: float) -> float:
         """One optimizer step over `accumulation` batches; returns the mean loss.
@@ -306,7 +317,7 @@ class Trainer:
         return [self._microbatch(index, count) for index in range(count)]
 
     def _microbatch(self, index: int, count: int) -> MicroBatch[NoisyBatch]:
-        chosen, step, (model, home) = self.order.next(), self.step, self.runner.replica_for(index)
+        chosen, step, (model, device) = self.order.next(), self.step, self.runner.replica_for(index)
         self._chosen.append(chosen)
 
         def prepare() -> NoisyBatch:
@@ -316,15 +327,15 @@ class Trainer:
             return self._noisy(batch, quantiles, generator)
 
         def forward(batch: NoisyBatch) -> torch.Tensor:
-            return self._loss(batch, model, home) / count
+            return self._loss(batch, model, device) / count
 
-        return MicroBatch(prepare, forward, partial(self._is_new, home, self._num_runs), f"{step} {index}", chosen.size)
+        return MicroBatch(prepare, forward, partial(self._is_new, device, self._num_runs), f"{step} {index}")
 
-    def _is_new(self, home: torch.device, run: int, batch: NoisyBatch) -> bool:
+    def _is_new(self, device: torch.device, run: int, batch: NoisyBatch) -> bool:
         """Whether no batch of this shape went through this copy before this run; compiled blocks care."""
         if not self.compiled:
             return False
-        shapes = (home, batch.noisy.shape, *sorted((name, states.shape) for name, states in batch.text.items()))
+        shapes = (device, batch.noisy.shape, *sorted((name, states.shape) for name, states in batch.text.items()))
         return self._first_run.setdefault(shapes, run) == run
 
     def _noisy(self, batch: LoadedBatch, quantiles: torch.Tensor, generator: torch.Generator) -> NoisyBatch:
@@ -332,30 +343,29 @@ class Trainer:
         noise = torch.randn(batch.latents.shape, generator=generator)
         times = self.schedule.sigmas(quantiles, batch.num_tokens)
         made = noise_latents(self.family, batch.latents, noise, times, batch.conditions.get(NOISE_MASK))
-        given = {**batch.text, **batch.conditions}
-        text = {name: self._pinned(self._in_type(states)) for name, states in given.items()}
-        mask = None if batch.mask is None else self._pinned(batch.mask)
-        pinned = [self._pinned(tensor) for tensor in (self._in_type(made.noisy), made.target, made.sigmas)]
-        return NoisyBatch(text, mask, pinned[0], pinned[1], pinned[2], batch.weights)
 
-    def _in_type(self, states: torch.Tensor) -> torch.Tensor:
-        """Inputs in the type that the model computes in; masks stay masks. ComfyUI's own models round by themselves."""
-        is_ours = states.is_floating_point() and self.family.host is None
-        return states.to(self._dtype) if is_ours else states
+        def pinned(tensor: torch.Tensor) -> torch.Tensor:
+            """In memory that a GPU reads by itself, so that the host need not wait for it."""
+            return tensor.pin_memory() if self.devices[0].type == "cuda" and tensor.numel() else tensor
 
-    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In memory that a GPU reads by itself, so that the host need not wait for it."""
-        return tensor.pin_memory() if self.devices[0].type == "cuda" and tensor.numel() else tensor
+        def typed(states: torch.Tensor) -> torch.Tensor:
+            """In the type that the model computes in; ComfyUI's own models round by themselves. Masks stay masks."""
+            is_ours = states.is_floating_point() and self.family.host is None
+            return pinned(states.to(self._dtype) if is_ours else states)
 
-    def _loss(self, batch: NoisyBatch, model: nn.Module, home: torch.device) -> torch.Tensor:
+        text = {name: typed(states) for name, states in {**batch.text, **batch.conditions}.items()}
+        mask = None if batch.mask is None else pinned(batch.mask)
+        return NoisyBatch(text, mask, typed(made.noisy), pinned(made.target), pinned(made.sigmas), batch.weights)
+
+    def _loss(self, batch: NoisyBatch, model: nn.Module, device: torch.device) -> torch.Tensor:
         """Loss of one batch; a scalar on the device of the model's output, float32."""
         guidance = self.job.objective.guidance
         prediction = predict(
             self.family,
             model,
-            batch.noisy.to(home, non_blocking=True),
-            batch.sigmas.to(home, non_blocking=True),
-            {name: t if is_tokens(name) else t.to(home, non_blocking=True) for name, t in batch.text.items()},
+            batch.noisy.to(device, non_blocking=True),
+            batch.sigmas.to(device, non_blocking=True),
+            {name: t if is_tokens(name) else t.to(device, non_blocking=True) for name, t in batch.text.items()},
             self.variant.training_guidance if guidance is None else guidance,
         )
         target = batch.target.to(prediction.device, non_blocking=True)
@@ -366,25 +376,24 @@ class Trainer:
     @sound_attention()
     def evaluate(self) -> float:
         """Mean loss over the held-out samples at fixed quantiles with fixed noise: comparable between runs."""
-        assert self.eval_data is not None
-        model, _ = self.runner.replica_for(0)
+        data, settings = self.eval_data, self.job.evaluation
+        assert data is not None
+        model, device = self.runner.replica_for(0)
+
+        def losses_of(index: int) -> list[float]:
+            """Of one held-out sample at every quantile."""
+            batch, losses = data.load([index], [False]), []
+            for quantile in settings.quantiles:
+                generator = make_generator(settings.seed, "eval", index, quantile)
+                noisy = self._noisy(batch, torch.tensor([quantile], dtype=torch.float64), generator)
+                losses.append(self._loss(noisy, model, device).item())
+            return losses
+
         model.eval()
-        sizes = [(each.bucket, each.num_frames) for each in self.eval_data.samples]
-        found = self.ranks.dealt("an evaluation", sizes, self._losses_of, in_lockstep=self.runner.in_lockstep)
+        found = self.ranks.distributed(len(data.samples), losses_of, in_lockstep=self.runner.in_lockstep)
         model.train()
         losses = [loss for each in found for loss in each]
         return math.fsum(losses) / len(losses)
-
-    def _losses_of(self, index: int) -> list[float]:
-        """Of one held-out sample at every quantile."""
-        assert self.eval_data is not None
-        settings, (model, home) = self.job.evaluation, self.runner.replica_for(0)
-        batch, losses = self.eval_data.load([index], [False]), []
-        for quantile in settings.quantiles:
-            generator = make_generator(settings.seed, "eval", index, quantile)
-            noisy = self._noisy(batch, torch.tensor([quantile], dtype=torch.float64), generator)
-            losses.append(self._loss(noisy, model, home).item())
-        return losses
 
     def _evaluate_if_due(self, *, is_end: bool) -> None:
         every = self.job.evaluation.every_steps
@@ -415,10 +424,6 @@ class Trainer:
     def as_written(self) -> AbstractContextManager[None]:
         """Inside, the LoRA is what its file holds: the average if there is one and the job wants that."""
         return self._averaged(self.job.output.use_ema)
-
-    def _is_save_due(self) -> bool:
-        every = self.job.output.save_every_steps
-        return self.is_asked("save") or (bool(every) and self.step % every == 0)
 
     def save(self) -> Path:
         """Write a checkpoint of everything the run needs to continue, and a LoRA file users can load beside it.
@@ -458,14 +463,23 @@ class Trainer:
 
         Raises: ValueError naming the file that is not of this run.
         """
+
+        def load_adapter() -> None:
+            trained, average = split_average(state.adapter)
+            self.lora.load_tensors(trained)
+            if self._average is not None:
+                self._average.load_tensors(average)
+
         self.step = state.step
         self.losses = list(state.facts["losses"])
         self.evaluations = {int(step): loss for step, loss in state.facts["evaluations"].items()}
+        own = {"cpu", *map(str, self.devices)}  # ranks draw from streams of their own, whichever were saved
+        random = {name: each for name, each in state.random.items() if name in own}
         parts: dict[str, Callable[[], object]] = {
-            "adapter.safetensors": lambda: self._load_adapter(state.adapter),
+            "adapter.safetensors": load_adapter,
             "optimizer.safetensors": lambda: unpack_optimizer(self._optimizer, state.optimizer),
             "state.json": lambda: self.order.load_state_dict(state.facts["order"]),
-            "random.safetensors": lambda: restore_random_states(self._own(state.random)),
+            "random.safetensors": lambda: restore_random_states(random),
         }
         for name, load in parts.items():
             try:
@@ -476,14 +490,3 @@ class Trainer:
         if state.path is not None and self.ranks.is_first:
             with self.as_written():
                 self.save_lora(state.path)
-
-    def _own(self, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Random states of this process's devices; ranks draw from streams of their own, whichever were saved."""
-        names = {"cpu", *map(str, self.devices)}
-        return {name: each for name, each in states.items() if name in names}
-
-    def _load_adapter(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        trained, average = split_average(tensors)
-        self.lora.load_tensors(trained)
-        if self._average is not None:
-            self._average.load_tensors(average)

@@ -1,10 +1,10 @@
 """Which noise level a sample is trained at, what the model should predict there, what it predicts, and the loss.
 
-The families of our own are trained by flow matching: with t in [0, 1] and 1 = noise, x_t = (1 - t) x + t e and the
-target is the velocity e - x. A timestep is drawn as a quantile u of a base distribution (uniform, or the logistic
-function of a normal), then shifted towards noise: t' = s t / (1 + (s - 1) t). Quantiles serve training (u random),
-evaluation (u fixed) and the experts of Wan 2.2 (u restricted so that t' stays in the expert's range). One of ComfyUI's
-own models (ModelFamily.host) makes noise and target of t' by its own rules.
+Flow matching: with t in [0, 1] and 1 = noise, x_t = (1 - t) x + t e and the target is the velocity e - x. A timestep is
+drawn as a quantile u of a base distribution (uniform, or the logistic function of a normal), then shifted towards
+noise: t' = s t / (1 + (s - 1) t). Quantiles serve training (u random), evaluation (u fixed) and the experts of Wan 2.2
+(u restricted so that t' stays in the expert's range). One of ComfyUI's own models (ModelFamily.host) makes noise and
+target of t' by its own rules.
 
 Everything random is drawn on the CPU from a generator seeded by what it is for (seed, step, ...). So a run is the same
 on one device and on several, and after it is resumed.
@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ..config.job import ObjectiveConfig
-from ..families.spec import HostModel, ModelFamily, ShiftRule, TimestepSampling, Variant
+from ..families.spec import ModelFamily, ShiftRule, TimestepSampling, Variant
 from ..parallel.local.tensor_training import DividedModel
 
 
@@ -47,17 +48,18 @@ class NoiseSchedule:
         num_tokens: image tokens of the samples, for resolution-dependent shifts.
         """
         factor = self.shift.factor(num_tokens)
-        low, high = (self._quantile_of(sigma, factor) for sigma in self.sigma_range)
+
+        def quantile_of(sigma: float) -> float:
+            """Where a timestep lies in the shifted distribution, 0..1."""
+            base = sigma / (factor - (factor - 1) * sigma)
+            if self.sampling == "uniform" or base in (0.0, 1.0):
+                return base
+            return 0.5 * (1 + math.erf((math.log(base / (1 - base)) - self.mean) / self.std / math.sqrt(2)))
+
+        low, high = map(quantile_of, self.sigma_range)
         u = low + (high - low) * quantiles.double()
         base = u if self.sampling == "uniform" else torch.sigmoid(self.mean + self.std * torch.special.ndtri(u))
         return (factor * base / (1 + (factor - 1) * base)).float()
-
-    def _quantile_of(self, sigma: float, factor: float) -> float:
-        """Where a timestep lies in the shifted distribution, 0..1."""
-        base = sigma / (factor - (factor - 1) * sigma)
-        if self.sampling == "uniform" or base in (0.0, 1.0):
-            return base
-        return 0.5 * (1 + math.erf((math.log(base / (1 - base)) - self.mean) / self.std / math.sqrt(2)))
 
 
 def make_noise_schedule(settings: ObjectiveConfig, family: ModelFamily, variant: Variant) -> NoiseSchedule:
@@ -67,37 +69,28 @@ def make_noise_schedule(settings: ObjectiveConfig, family: ModelFamily, variant:
     """
     spec = family.timesteps_of(variant)
     sampling = settings.timestep_sampling or spec.sampling
-    is_sigmoid = sampling == "sigmoid"
-    return NoiseSchedule(
-        sampling=sampling,
-        shift=_find_shift(settings.shift, spec.shift, dict(spec.shift_presets), family.title),
-        mean=0.0 if is_sigmoid else settings.logit_mean,
-        std=settings.sigmoid_scale if is_sigmoid else settings.logit_std,
-        sigma_range=_range_of(settings.expert, family, variant),
-    )
-
-
-def _range_of(expert: str, family: ModelFamily, variant: Variant) -> tuple[float, float]:
-    if not expert:
-        return variant.sigma_range
-    if not variant.boundary:
+    shift = spec.shift if settings.shift == "" else settings.shift
+    if not isinstance(shift, str):
+        if shift <= 0:
+            raise ValueError(f"a shift factor must be positive, not {shift}; 1 is no shift")
+        rule = ShiftRule("constant", float(shift))
+    elif shift not in spec.shift_presets:
+        presets = ", ".join(spec.shift_presets)
+        raise ValueError(f"{family.title} has no shift preset {shift!r}; give a number or one of {presets}")
+    else:
+        rule = spec.shift_presets[shift]
+    sigma_range = variant.sigma_range
+    if settings.expert and not variant.boundary:
         of_pair = "is that expert by its variant" if variant.partner else "is not one of two experts"
         raise ValueError(
-            f'objective.expert = "{expert}" is of Wan 2.2\'s experts as ComfyUI has them, and {variant.name} '
+            f'objective.expert = "{settings.expert}" is of Wan 2.2\'s experts as ComfyUI has them, and {variant.name} '
             f"({family.title}) {of_pair}; remove the setting"
         )
-    return (variant.boundary, 1.0) if expert == "high_noise" else (0.0, variant.boundary)
-
-
-def _find_shift(asked: str | float, default: str, presets: dict[str, ShiftRule], title: str) -> ShiftRule:
-    if not isinstance(asked, str):
-        if asked <= 0:
-            raise ValueError(f"a shift factor must be positive, not {asked}; 1 is no shift")
-        return ShiftRule("constant", float(asked))
-    name = asked or default
-    if name not in presets:
-        raise ValueError(f"{title} has no shift preset {name!r}; give a number or one of {', '.join(presets)}")
-    return presets[name]
+    if settings.expert:
+        is_high = settings.expert == "high_noise"
+        sigma_range = (variant.boundary, 1.0) if is_high else (0.0, variant.boundary)
+    mean, std = (0.0, settings.sigmoid_scale) if sampling == "sigmoid" else (settings.logit_mean, settings.logit_std)
+    return NoiseSchedule(sampling, rule, mean, std, sigma_range)
 
 
 def draw_quantiles(batch_size: int, generator: torch.Generator) -> torch.Tensor:
@@ -105,18 +98,12 @@ def draw_quantiles(batch_size: int, generator: torch.Generator) -> torch.Tensor:
     return torch.rand(batch_size, generator=generator, dtype=torch.float64).clamp(1e-6, 1 - 1e-6)
 
 
-@dataclass(frozen=True)
-class NoisyLatents:
-    """Latents with noise, what the network should say of them, and how noisy they are; float32.
+class NoisyLatents(NamedTuple):
+    """Latents with noise, what the network should say of them, and how noisy they are; float32."""
 
-    Args:
-        noisy, target: [B, C, F, H, W]
-        sigmas: as the network is told, in its family's own measure. [B]
-    """
-
-    noisy: torch.Tensor
+    noisy: torch.Tensor  # [B, C, F, H, W], as is target
     target: torch.Tensor
-    sigmas: torch.Tensor
+    sigmas: torch.Tensor  # as the network is given them, in its family's own measure. [B]
 
 
 def noise_latents(
@@ -178,23 +165,13 @@ def predict(
     Args:
         given: text and conditions by name, as the family's make_inputs or its host takes them.
     """
-    if family.host is not None:
-        return _predict_by_host(family.host, model, noisy, sigmas, given, guidance)
-    inputs = family.make_inputs(noisy, sigmas, given, guidance)
-    shape = noisy.shape
-    del noisy, given  # packed anew in the inputs
-    output = model(**inputs, return_dict=False)[0]
-    return family.read_prediction(output, torch.empty(shape, device="meta"))
-
-
-def _predict_by_host(
-    host: HostModel,
-    model: nn.Module,
-    noisy: torch.Tensor,
-    sigmas: torch.Tensor,
-    given: Mapping[str, torch.Tensor],
-    guidance: float | None,
-) -> torch.Tensor:
+    host = family.host
+    if host is None:
+        inputs = family.make_inputs(noisy, sigmas, given, guidance)
+        shape = noisy.shape
+        del noisy, given  # packed anew in the inputs
+        output = model(**inputs, return_dict=False)[0]
+        return family.read_prediction(output, torch.empty(shape, device="meta"))
     if not isinstance(model, DividedModel):
         return host.predict(model, noisy, sigmas, given, guidance)
 
@@ -203,3 +180,30 @@ def _predict_by_host(
         return host.predict(tree, noisy.to(device), sigmas.to(device), there, guidance)
 
     return model.through(of_one)
+
+
+# ---- a loss that grows without end
+
+_WINDOW = 50
+_NUM_LEFT_OUT = 2
+_FACTOR, _FACTOR_BEFORE = 5.0, 3.0  # of the last window, and of the one before it
+
+
+def describe_growth(losses: Sequence[float]) -> str:
+    """A warning after a window of steps whose mean has risen far above the lowest one over two windows; else "".
+
+    The loss of single steps jumps with the noise that was drawn, by a factor of ten and more, so means over windows of
+    steps are compared, each without its highest losses.
+    """
+    if len(losses) % _WINDOW or len(losses) < 3 * _WINDOW:
+        return ""
+    windows = [losses[start : start + _WINDOW] for start in range(0, len(losses), _WINDOW)]
+    means = [sum(sorted(each)[:-_NUM_LEFT_OUT]) / (_WINDOW - _NUM_LEFT_OUT) for each in windows]
+    lowest = min(range(len(means) - 2), key=means.__getitem__)
+    if means[-2] < _FACTOR_BEFORE * means[lowest] or means[-1] < max(means[-2], _FACTOR * means[lowest]):
+        return ""
+    return (
+        f"the loss grows: its mean was {means[lowest]:.3g} over steps {lowest * _WINDOW + 1} to "
+        f"{(lowest + 1) * _WINDOW}, and is {means[-1]:.3g} over the last {_WINDOW}. If that goes on, stop and start "
+        "anew with a lower optimizer.learning_rate and another output.folder"
+    )

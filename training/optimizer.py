@@ -1,4 +1,4 @@
-"""Optimizers by name, their state as plain tensors and values, and the learning rate as a function of the step."""
+"""Optimizers by name, their state as plain tensors and values, the learning rate of a step, and the LoRA's average."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ _CLASSES = {
     "prodigy": "prodigyopt.Prodigy",
     "came": "pytorch_optimizer.CAME",
 }
+_AVERAGE = "ema."  # in front of the names of its tensors
 _SHARE = "lr_share"  # of a group whose rate is so much of the others'
 _UNFIT = {
     "torch.optim.LBFGS": "computes the loss several times per step, which this loop does once",
@@ -65,19 +67,15 @@ def _make(
     options = {**config.options, "lr": config.learning_rate}
     if "weight_decay" in inspect.signature(cls).parameters:
         options.setdefault("weight_decay", config.weight_decay)
+    groups: list[Any] = list(parameters)
+    share = config.text_rate / config.learning_rate
+    if num_of_text and share != 1:  # text encoders have a rate of their own
+        cut = len(groups) - num_of_text
+        groups = [{"params": groups[:cut]}, {"params": groups[cut:], "lr": config.text_rate, _SHARE: share}]
     try:
-        return cls(_groups(list(parameters), config, num_of_text), **options)
+        return cls(groups, **options)
     except TypeError as error:
         raise ValueError(f"optimizer {config.name!r} does not take the options {options}: {error}") from error
-
-
-def _groups(parameters: list[nn.Parameter], config: OptimizerConfig, num_of_text: int) -> list[Any]:
-    """The parameters; in two groups where text encoders have a rate of their own, a share of the other."""
-    share = config.text_rate / config.learning_rate
-    if not num_of_text or share == 1:
-        return parameters
-    cut = len(parameters) - num_of_text
-    return [{"params": parameters[:cut]}, {"params": parameters[cut:], "lr": config.text_rate, _SHARE: share}]
 
 
 def _find_class(name: str, allow_import: bool) -> type[torch.optim.Optimizer]:
@@ -161,6 +159,65 @@ class KahanSum:
             shadow.untyped_storage().resize_(0)
 
 
+class LoraAverage:
+    """The exponential moving average (EMA) of a LoRA's parameters, in float32 beside them: what it was over the last
+    steps, with less of each one's noise.
+
+    Args:
+        parameters: by name, as the optimizer changes them.
+        decay: share of the average that a step keeps. The first steps keep less, min(decay, (1 + t) / (10 + t)), so
+            that the fresh LoRA is soon forgotten.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+        self._parameters, self._decay = dict(parameters), decay
+        self._values = {name: each.detach().float().clone() for name, each in parameters.items()}
+        self._by_device: dict[torch.device, list[str]] = {}  # foreach takes tensors of one
+        for name, each in parameters.items():
+            self._by_device.setdefault(each.device, []).append(name)
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the parameters after this step, counted from 1."""
+        weight = 1 - min(self._decay, (1 + step) / (10 + step))
+        for names in self._by_device.values():
+            now = [self._parameters[name].detach().float() for name in names]
+            torch._foreach_lerp_([self._values[name] for name in names], now, weight)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the parameters are the average."""
+        trained = {name: each.detach().clone() for name, each in self._parameters.items()}
+        try:
+            self._set(self._values)
+            yield
+        finally:
+            self._set(trained)
+
+    @torch.no_grad()
+    def _set(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, each in self._parameters.items():
+            each.copy_(values[name])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The average on the CPU, by "ema.<name>"."""
+        return {f"{_AVERAGE}{name}": each.cpu() for name, each in self._values.items()}
+
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put saved ones back, bit for bit. Raises: ValueError if they are of other parameters."""
+        expected = {f"{_AVERAGE}{name}": each for name, each in self._values.items()}
+        if {name: each.shape for name, each in tensors.items()} != {n: each.shape for n, each in expected.items()}:
+            raise ValueError("the saved average is not of this LoRA")
+        for name, each in expected.items():
+            each.copy_(tensors[name])
+
+
+def split_average(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A checkpoint's LoRA, and the average that lies beside it."""
+    average = {name: each for name, each in tensors.items() if name.startswith(_AVERAGE)}
+    return {name: each for name, each in tensors.items() if name not in average}, average
+
+
 AnyOptimizer = torch.optim.Optimizer | KahanSum
 
 
@@ -204,8 +261,8 @@ def pack_optimizer(optimizer: AnyOptimizer) -> Packed:
     Raises: ValueError for an optimizer that keeps something other than tensors and plain values.
     """
     if isinstance(optimizer, KahanSum):
-        held, described = pack_optimizer(optimizer.inner)
-        return held | {_rest_name(index): each.cpu() for index, each in enumerate(optimizer.rests)}, described
+        inner, described = pack_optimizer(optimizer.inner)
+        return inner | {f"kahan.{index}": each.cpu() for index, each in enumerate(optimizer.rests)}, described
     entries = [
         (f"state.{index}.{name}", value, parameter.device)
         for index, parameter in enumerate(_parameters(optimizer))
@@ -229,14 +286,18 @@ def unpack_optimizer(optimizer: AnyOptimizer, packed: Packed) -> None:
     """
     tensors, values = packed
     if isinstance(optimizer, KahanSum):
-        _unpack_rests(optimizer, tensors)
+        for index, rest in enumerate(optimizer.rests):
+            found = tensors.get(f"kahan.{index}")
+            if found is None or found.shape != rest.shape:
+                raise ValueError(f"kahan.{index} is not of this optimizer over {len(optimizer.rests)} parameters")
+            rest.copy_(found)
         optimizer = optimizer.inner
     parameters = _parameters(optimizer)
     for key, description in values.items():
         try:
-            section, index, name = _KEY.fullmatch(key).groups()  # type: ignore[union-attr]  # AttributeError
+            section, number, name = _KEY.fullmatch(key).groups()  # type: ignore[union-attr]  # AttributeError
             places: Any = optimizer.param_groups if section == "group" else parameters
-            place = places[int(index)]
+            place = places[int(number)]
             device = _CPU if section == "group" else place.device
             value = _unpack(key, description, device, tensors)
         except (AttributeError, IndexError, KeyError, TypeError) as error:
@@ -250,18 +311,6 @@ def unpack_optimizer(optimizer: AnyOptimizer, packed: Packed) -> None:
     for index in range(len(optimizer.param_groups)):
         if not any(key.startswith(f"group.{index}.") for key in values):
             raise ValueError(f"group.{index} is missing")
-
-
-def _rest_name(index: int) -> str:
-    return f"kahan.{index}"
-
-
-def _unpack_rests(optimizer: KahanSum, tensors: dict[str, torch.Tensor]) -> None:
-    for index, rest in enumerate(optimizer.rests):
-        found = tensors.get(_rest_name(index))
-        if found is None or found.shape != rest.shape:
-            raise ValueError(f"{_rest_name(index)} is not of this optimizer over {len(optimizer.rests)} parameters")
-        rest.copy_(found)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -23,8 +23,16 @@ import torch
 
 from ..checkpoints.weight_file import load_tensors
 from ..config.ranges import STATE_FILES
-from ..system.files import read_ordinary, remove_leftovers, sync_folder, tensors_as_bytes, what_helps, write_atomically
-from ..system.json_file import expect, parse_json_object
+from ..system.files import (
+    expect,
+    parse_json_object,
+    read_ordinary,
+    remove_leftovers,
+    sync_folder,
+    tensors_as_bytes,
+    what_helps,
+    write_atomically,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +84,14 @@ def save_checkpoint(folder: Path, state: TrainingState, keep_last: int) -> Path:
     shutil.rmtree(working, ignore_errors=True)
     try:
         working.mkdir(parents=True)
-        _write_state(working, state)
+        tensors, description = state.optimizer
+        digests = {}
+        for name, content in zip(STATE_FILES, (state.adapter, tensors, state.random), strict=True):
+            data = tensors_as_bytes(content)
+            digests[name] = hashlib.sha256(data).hexdigest()
+            write_atomically(working / name, data)
+        facts = {"version": _VERSION, "step": state.step, "files": digests, "optimizer": description, **state.facts}
+        write_atomically(working / _STATE, _sealed(facts))
         sync_folder(working)
         if final.exists():  # of the same step of the same run
             _discard(final)
@@ -94,17 +109,6 @@ def save_checkpoint(folder: Path, state: TrainingState, keep_last: int) -> Path:
 def unsaved(path: Path, error: OSError) -> OSError:
     """The same error with what could not be saved, and what would help."""
     return OSError(error.errno, f"{path} cannot be written: {error.strerror or error}; {what_helps(error)} and resume")
-
-
-def _write_state(working: Path, state: TrainingState) -> None:
-    tensors, description = state.optimizer
-    digests = {}
-    for name, content in zip(STATE_FILES, (state.adapter, tensors, state.random), strict=True):
-        data = tensors_as_bytes(content)
-        digests[name] = hashlib.sha256(data).hexdigest()
-        write_atomically(working / name, data)
-    facts = {"version": _VERSION, "step": state.step, "files": digests, "optimizer": description, **state.facts}
-    write_atomically(working / _STATE, _sealed(facts))
 
 
 def _sealed(facts: Mapping[str, Any]) -> bytes:

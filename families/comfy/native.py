@@ -65,8 +65,8 @@ class NativeModel:
     # Names that are called inside blocks. Such a patch sees tensors on the block's card; those that it captured do not
     # follow by themselves.
     patches_inside: tuple[str, ...] = ()
-    # Parameters held by the model itself, or by a module around its blocks. Those read before the blocks alone stay at
-    # home, those read behind them alone go where the tail is. In a pipeline any other could be needed on two cards.
+    # Parameters held by the model itself, or by a module around its blocks. Those read before the blocks alone stay on
+    # the main device, those read behind them alone go where the tail is. Any other could be needed on two cards.
     front_parameters: tuple[str, ...] = ()
     tail_parameters: tuple[str, ...] = ()
     # As of ModelFamily; the name may be of a method of the model. With `mixes_early` the forward computes with these

@@ -24,32 +24,27 @@ def find_native(model_class: type) -> NativeModel | None:
     """
     for depth, base in enumerate(model_class.__mro__):
         row = _BY_CLASS.get((base.__module__, base.__name__))
-        if row is not None:
-            replaced = _replaced_methods(model_class.__mro__[:depth], base)
-            return _as_relay(row, model_class, replaced) if replaced else row
+        if row is None:
+            continue
+        derived = [vars(cls).items() for cls in model_class.__mro__[:depth]]
+        methods = {name for own in derived for name, value in own if isinstance(value, _METHODS)}
+        behaviour = {name for name in methods if name == "__call__" or not name.startswith("__")}
+        replaced = sorted(name for name in behaviour if _is_described(name, base))
+        if not replaced:
+            return row
+        return dataclasses.replace(
+            row,
+            class_name=model_class.__name__,
+            module=model_class.__module__,
+            transport="relay",
+            tensor=(),
+            is_derived=True,
+            note=f"derived from {row.class_name} with a {', '.join(replaced)} of its own",
+        )
     return None
-
-
-def _replaced_methods(derived: tuple[type, ...], base: type) -> list[str]:
-    """Names of base's own behaviour that one of the derived classes defines anew; __init__ and the like are none."""
-    methods = {name for cls in derived for name, value in vars(cls).items() if isinstance(value, _METHODS)}
-    behaviour = {name for name in methods if name == "__call__" or not name.startswith("__")}
-    return sorted(name for name in behaviour if _is_described(name, base))
 
 
 def _is_described(name: str, base: type) -> bool:
     """Whether base has this method from code of the model; what it has from torch is loading and moving of weights."""
     owner = next((cls for cls in base.__mro__ if name in vars(cls)), None)
     return owner is not None and (not owner.__module__.startswith("torch.") or name in {"forward", "__call__"})
-
-
-def _as_relay(row: NativeModel, model_class: type, replaced: list[str]) -> NativeModel:
-    return dataclasses.replace(
-        row,
-        class_name=model_class.__name__,
-        module=model_class.__module__,
-        transport="relay",
-        tensor=(),
-        is_derived=True,
-        note=f"derived from {row.class_name} with a {', '.join(replaced)} of its own",
-    )

@@ -16,7 +16,7 @@ from comfy_api.v0_0_2 import ComfyExtension as ComfyExtension
 from comfy_api.v0_0_2 import io as io
 
 from ... import compat
-from ...data.open_image import opened
+from ...data.image import opened
 from .comfy_encoders import HostClip as HostClip
 from .comfy_encoders import HostVae as HostVae
 from .comfy_encoders import HostVision as HostVision

@@ -28,7 +28,7 @@ import folder_paths
 
 from ...config.job import STOCK_FILES, JobConfig, paths_of
 from ...runs.queue import MEMORY
-from ...system.listing import Looked, go_on, links_below
+from ...system.files import Looked, go_on, links_below
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -389,8 +389,7 @@ def _allowed(what: str) -> list[str]:
     if not file.exists():
         return []
     refuse_uploads_to(file)
-    from ...config.ranges import check_path
-    from ...config.toml_text import parse_toml
+    from ...config.ranges import check_path, parse_toml
 
     try:
         values = parse_toml(file.read_bytes())

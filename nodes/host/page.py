@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, Any
 import folder_paths
 
 from ...config.job import JobConfig
-from ...jobs.native_process import native_command
 from ...runs.api import PREFIX, Answer, Api, Host
 from ...runs.datasets import FREE_ROUTES
 from ...runs.guard import MOST_BODY, Refused, check_origin
 from ...runs.news import News
-from ...runs.queue import Held, JobQueue, explain
+from ...runs.queue import Held, JobQueue, explain, native_command
 from ...runs.store import RunStore
-from ...system.json_file import read_json_object
+from ...system.files import read_json_object
 from .folders import (
     allowed_hosts,
     memory_folder,
@@ -217,7 +216,7 @@ def _names() -> set[str]:
 
 
 def _cards() -> list[dict[str, Any]]:
-    from ...parallel.card_state import describe_cards
+    from ...parallel.devices import describe_cards
 
     return describe_cards()
 

@@ -1,8 +1,8 @@
 """Activations travel, weights do not: hooks that bring what a block is called with to the device of the block.
 
-The model's own forward runs at home and passes its constants (modulation, rotary tables, text) into every block. A
-pre-hook on each block brings the arguments to its device. The transport says which outputs go home: the last block's
-("stream"), or every block's ("relay"), which is right for any model and costs two copies per foreign block.
+The model's own forward runs on the main device and passes its constants (modulation, rotary tables, text) into every
+block. A pre-hook on each block brings the arguments to its device. The transport says which outputs go back: the last
+block's ("stream"), or every block's ("relay"), which is right for any model and costs two copies per foreign block.
 
 A copy is remembered while its source lives, until the forward ends or raises, under the source's version and the grad
 mode: one made under no_grad must not serve a block that needs gradients. In inference mode tensors have no version, and
@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import torch
 from torch import nn
 
-from ...patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors
+from ...patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors, tensors_reached
 from ..transfer import SideStreams, Versioned, copy_to, device_switch
 from .thread_pool import ThreadPool
 
@@ -60,21 +60,21 @@ class Bridge:
 
     Args:
         blocks: block -> its device, in execution order.
-        home: device of everything else.
+        main_device: of everything else.
         tail: modules after the last block; what they are called with is brought to tail_device.
-        tail_device: where the last block's output goes; None for home.
+        tail_device: where the last block's output goes; None for the main device.
         transport: "stream" leaves activations on a device until the next device's first block; "relay" brings every
-            block's output home.
+            block's output back to the main device.
         passed_by: names of arguments and dict keys whose values are handed over as they are, the same object.
-        per_device: names of keyword arguments with an object that blocks share computed tensors through. Away from home
-            a device gets one of its own for the length of a forward: the object's class called without arguments.
+        per_device: names of keyword arguments with an object that blocks share computed tensors through. Any
+            further device gets one of its own for the length of a forward: the object's class called without arguments.
     Raises: ValueError if there is no block.
     """
 
     def __init__(
         self,
         blocks: Mapping[nn.Module, torch.device],
-        home: torch.device,
+        main_device: torch.device,
         *,
         tail: Sequence[nn.Module] = (),
         tail_device: torch.device | None = None,
@@ -85,9 +85,9 @@ class Bridge:
         if not blocks:
             raise ValueError("a bridge needs at least one block; the model has none")
         self.blocks = dict(blocks)
-        self.home = home
+        self.main_device = main_device
         self.tail = tuple(tail)
-        self.tail_device = tail_device or home
+        self.tail_device = tail_device or main_device
         self.transport = transport
         self.passed_by = frozenset(passed_by)
         self.per_device = tuple(per_device)
@@ -103,8 +103,8 @@ class Bridge:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Home first, then the others in the order they are reached."""
-        return tuple(dict.fromkeys((self.home, *self.blocks.values())))
+        """The main device first, then the others in the order they are reached."""
+        return tuple(dict.fromkeys((self.main_device, *self.blocks.values())))
 
     @property
     def hook_ids(self) -> set[int]:
@@ -118,8 +118,8 @@ class Bridge:
 
     @property
     def current_device(self) -> torch.device:
-        """Where this thread's forward has its activations: the device of the last block entered, home around them."""
-        return self._local.device if self.is_running else self.home
+        """Where this thread's forward has its activations: the device of the last block entered, else the main one."""
+        return self._local.device if self.is_running else self.main_device
 
     def stay_on(self, device: torch.device) -> None:
         """Say where this thread's forward has its activations now, after a block was replaced or left out."""
@@ -133,7 +133,7 @@ class Bridge:
         for block, device in self.blocks.items():
             self._hooks.before(block, self._make_enter(block, device))
             self._hooks.after(block, self._make_leave(is_last=block is last))
-            if device != self.home:
+            if device != self.main_device:
                 self._hooks.after(block, torch.compiler.disable(self._restore_device), also_on_error=True)
         for module in self.tail:
             self._hooks.before(module, self._make_enter(module, self.tail_device, is_block=False))
@@ -153,7 +153,7 @@ class Bridge:
             )
         self._local.copies = Copies()
         self._local.shared = {}
-        self._local.device = self.home
+        self._local.device = self.main_device
 
     def end(self) -> None:
         """Forget this thread's forward, restore the current device a raising block left; a second call is a no-op."""
@@ -239,7 +239,7 @@ class Bridge:
             return copy_to(tensor, device) if self.traffic is None else self.traffic.copy(tensor, device)
 
     def _make_enter(self, block: nn.Module, device: torch.device, *, is_block: bool = True) -> BeforeHook:
-        change_device = device_switch(device) if device != self.home else None
+        change_device = device_switch(device) if device != self.main_device else None
         kept = _positions(block, self.passed_by)
         change = functools.partial(self._copy, device)
 
@@ -262,16 +262,16 @@ class Bridge:
 
         return torch.compiler.disable(enter)
 
-    def _with_own(self, kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-        """The arguments with this device's own objects in the place of those that blocks share tensors through."""
-        names = [name for name in self.per_device if name in kwargs] if device != self.home else []
+    def _with_own(self, kwargs: dict[str, Any], place: Place) -> dict[str, Any]:
+        """The arguments with this place's own objects in the place of those that blocks share tensors through."""
+        names = [name for name in self.per_device if name in kwargs] if place != self.main_device else []
         shared = self._local.shared
-        return {**kwargs, **{name: shared.setdefault((name, device), type(kwargs[name])()) for name in names}}
+        return {**kwargs, **{name: shared.setdefault((name, place), type(kwargs[name])()) for name in names}}
 
     def _make_leave(self, *, is_last: bool) -> AfterHook:
         def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             local = self._local
-            goes_to = self.tail_device if is_last else self.home if self.transport == "relay" else None
+            goes_to = self.tail_device if is_last else self.main_device if self.transport == "relay" else None
             if local.calls:
                 output = self._write_back(module, output, goes_to)
             if local.copies is not None and torch.is_inference_mode_enabled():
@@ -350,15 +350,20 @@ class Copies:
         """Remember copy as the tensor's on device, and return it."""
         known = self._known_of(tensor)
         if known is None:
-            source = weakref.ref(tensor, functools.partial(self._drop, id(tensor)))
-            known = self._known[id(tensor)] = _Known(source, version_of(tensor), {})
+            key, entries = id(tensor), self._known
+
+            def drop(source: weakref.ref[torch.Tensor]) -> None:
+                if key in entries and entries[key].source is source:
+                    entries.pop(key, None)
+
+            known = self._known[key] = _Known(weakref.ref(tensor, drop), version_of(tensor), {})
         known.copies[device, torch.is_grad_enabled()] = copy
         return copy
 
     def forget(self, value: Any) -> None:
         """Copy the tensors in value again when they are next asked for."""
-        if self._known:
-            map_tensors(value, self._forget_one)
+        for tensor in tensors_reached(value) if self._known else ():
+            self._known.pop(id(tensor), None)
 
     def clear(self) -> None:
         """Forget everything; needed, since the callbacks that watch the sources refer back to this memory."""
@@ -369,22 +374,13 @@ class Copies:
         is_current = known is not None and known.source() is tensor and known.version == version_of(tensor)
         return known if is_current else None
 
-    def _forget_one(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._known.pop(id(tensor), None)
-        return tensor
-
-    def _drop(self, key: int, source: weakref.ref[torch.Tensor]) -> None:
-        known = self._known.get(key)
-        if known is not None and known.source is source:
-            self._known.pop(key, None)
-
 
 class _Local(threading.local):
     """What a thread's forward keeps; copies is None between forwards."""
 
     def __init__(self) -> None:
         self.copies: Copies | None = None
-        self.shared: dict[tuple[str, torch.device], Any] = {}  # the objects of per_device
+        self.shared: dict[tuple[str, Place], Any] = {}  # the objects of per_device
         self.device = torch.device("cpu")  # read while a forward runs only, begin() sets it
         self.guards: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
         self.calls: list[_Call] = []  # of blocks, innermost last; none where only the model's own code runs

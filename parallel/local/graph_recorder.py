@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from ..transfer import CurrentStreams, SideStreams
-from .divided_graphs import Run
-from .forward_workers import Work
+from .graphs import Run, Work
 
 _ONE_AT_A_TIME = threading.Lock()  # recordings of this process
 

@@ -7,8 +7,8 @@ token goes round and only its holder runs, so patches and wrappers never meet ea
 block, to the next job in order that can run. At borders only would not do: a card's launch queue takes about a thousand
 kernels, then the host stands still and feeds no other card.
 
-A job needs the token and the device it computes on. It gets home in the order of the jobs. At a border it lets go of
-one device and queues for the next. There is no deadlock: a job that waits for a device holds none.
+A job needs the token and the device it computes on. It gets the main device in the order of the jobs. At a border it
+lets go of one device and queues for the next. There is no deadlock: a job that waits for a device holds none.
 
 At a border a copy is issued while the source is still held, so it waits for this forward's own kernels only. When a job
 raises, the others are stopped where they next enter a block, still one at a time.
@@ -60,7 +60,7 @@ class Interleave:
             if len(jobs) < 2:
                 return [job() for job in jobs]
             run = Coordinator(self.bridge.pool, self.bridge.devices)
-            states = [_JobState(index, self.bridge.home) for index in range(len(jobs))]
+            states = [_JobState(index, self.bridge.main_device) for index in range(len(jobs))]
             policy = RoundRobin(run, states)
             results: dict[int, T] = {}
 

@@ -48,7 +48,7 @@ class Pipeline(OneModel):
     """
 
     def __init__(self, model: nn.Module, bridge: Bridge, *, ahead: int = 1, trace: Trace | None = None) -> None:
-        super().__init__(model, bridge.home)
+        super().__init__(model, bridge.main_device)
         if bridge.tail_device != bridge.devices[-1]:
             raise ValueError(
                 f"the model's tail is on {bridge.tail_device}, a pipeline needs it on the last device, "

@@ -1,8 +1,8 @@
-"""One device's part of a block that several devices compute together: which slices it holds, where they meet."""
+"""One device's part of a block that several devices compute together: its slices, and its collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -13,26 +13,26 @@ from torch import nn
 
 from ...families.tensor_plan import Divided, Shares, TensorPlan, Unit, share_heads
 from ...patches.hooks import map_tensors
-from ...quantization.wrapped import plain_parts
+from ...quantization.weight_only import plain_parts
 from .slices import Slice
 
 Cut = Callable[[torch.Tensor, Slice], torch.Tensor]  # a weight and a slice of it -> the slice as a weight
 
 
 @dataclass(frozen=True)
-class Meeting:
+class BlockCollective:
     """A module behind which the devices exchange something.
 
     Args:
         name: inside the block; the same on every device.
-        how: its outputs are summed, joined along the features, or, of an RMS norm, corrected by the mean square of all;
-            or all devices go on with those of the first.
-        width: the number of features of all devices: of an RMS norm, or of joined outputs.
+        how: what is done with its outputs: "all_gather" is along the features, "broadcast" takes the first
+            device's, and "norm" corrects those of an RMS norm by the mean square of all.
+        width: the number of features of all devices: of an RMS norm, or of gathered outputs.
     """
 
     name: str
     module: nn.Module
-    how: Literal["sum", "join", "norm", "first"]
+    how: Literal["all_reduce", "all_gather", "norm", "broadcast"]
     width: int = 0
 
 
@@ -72,7 +72,7 @@ class BlockShard:
     """What one device holds of one block.
 
     Args:
-        meetings: in the order of the block's modules.
+        collectives: in the order of the block's modules.
         arguments: of modules that are handed something of all heads.
         slices: name of each divided parameter inside the block -> its slice of the whole.
         wholes: of the same names, the whole parameters.
@@ -80,7 +80,7 @@ class BlockShard:
     """
 
     block: nn.Module
-    meetings: list[Meeting] = field(default_factory=list)
+    collectives: list[BlockCollective] = field(default_factory=list)
     arguments: list[HeadArguments] = field(default_factory=list)
     slices: dict[str, Slice] = field(default_factory=dict)
     wholes: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -97,13 +97,14 @@ def shares_of(block: nn.Module, plan: TensorPlan, weights: Sequence[float]) -> S
 
     Raises: ValueError if there are too few heads, or the block is built otherwise than the plan says.
     """
-    num_heads, num_kv_heads = _count_heads(block, plan)
+    num_heads = _number(block, plan.num_heads)
+    num_kv_heads = _number(block, plan.num_kv_heads) if plan.num_kv_heads else 0  # 0 for as many
     width = _number(block, plan.width) if plan.width else num_heads * _number(block, plan.head_dim)
     return share_heads(num_heads, num_kv_heads, width, weights)
 
 
-def meetings_in(block: nn.Module, plan: TensorPlan) -> set[str]:
-    """Where devices meet in a forward of a block, which is whole, each time by itself. What a module decides is an
+def collectives_in(block: nn.Module, plan: TensorPlan) -> set[str]:
+    """Where devices exchange something in a forward of a block, which is whole. What a module decides is an
     index and how much it counts. Works on meta tensors."""
     found: set[str] = set()
     for name, module in block.named_modules():
@@ -115,11 +116,6 @@ def meetings_in(block: nn.Module, plan: TensorPlan) -> set[str]:
         if plan.is_decided(name):
             found |= {name, f"{name}, how much"}
     return found
-
-
-def _count_heads(block: nn.Module, plan: TensorPlan) -> tuple[int, int]:
-    """Heads, and those of keys and values, 0 for as many."""
-    return _number(block, plan.num_heads), _number(block, plan.num_kv_heads) if plan.num_kv_heads else 0
 
 
 def divide_block(
@@ -149,18 +145,20 @@ def divide_block(
             ranges = tuple(shares.slices(("heads",), width, rank))
             _cut(shard, module, f"{name}.weight", Slice(0, ranges), cut)
             module.normalized_shape = (sum(last - first for first, last in ranges),)
-            shard.meetings.append(Meeting(name, module, "norm", width))
+            shard.collectives.append(BlockCollective(name, module, "norm", width))
         elif plan.is_decided(name):
-            shard.meetings.append(Meeting(name, module, "first"))
+            shard.collectives.append(BlockCollective(name, module, "broadcast"))
         of_heads = next((dims for pattern, dims in plan.arguments.items() if fnmatchcase(name, pattern)), None)
         if of_heads is not None:
             shard.arguments.append(HeadArguments(module, of_heads, shares, rank))
-    for owner, path, number in _numbers(block):
-        counts = next((what for pattern, what in plan.attributes.items() if fnmatchcase(path, pattern)), None)
-        if counts is not None:
-            is_unit = counts in ("heads", "kv_heads")
-            local = shares.count(counts, number, rank) if is_unit else lengths[counts]  # type: ignore[arg-type]
-            setattr(owner, path.rpartition(".")[2], local)
+    for name, module in block.named_modules():
+        for attribute, number in list(vars(module).items()):
+            path = f"{name}.{attribute}".lstrip(".")
+            counts = next((what for pattern, what in plan.attributes.items() if fnmatchcase(path, pattern)), None)
+            if counts is not None and type(number) is int:
+                is_unit = counts in ("heads", "kv_heads")
+                local = shares.count(counts, number, rank) if is_unit else lengths[counts]  # type: ignore[arg-type]
+                setattr(module, attribute, local)
     return shard
 
 
@@ -275,10 +273,10 @@ def _divide_linear(
     if not is_row and (around or name) not in shard.entered:
         shard.entered.append(around or name)
     if divided.by == "gathered":
-        shard.meetings.append(Meeting(name, module, "join", whole))
-    elif is_row and not any(each.name == around for each in shard.meetings):
+        shard.collectives.append(BlockCollective(name, module, "all_gather", whole))
+    elif is_row and not any(each.name == around for each in shard.collectives):
         met = around or name
-        shard.meetings.append(Meeting(met, shard.block.get_submodule(met), "sum"))
+        shard.collectives.append(BlockCollective(met, shard.block.get_submodule(met), "all_reduce"))
 
 
 def _cut(shard: BlockShard, module: nn.Module, name: str, part: Slice, cut: Cut) -> None:
@@ -287,14 +285,6 @@ def _cut(shard: BlockShard, module: nn.Module, name: str, part: Slice, cut: Cut)
     assert whole is not None, "the caller has looked"
     shard.wholes[name], shard.slices[name] = whole.data, part
     module._parameters[leaf] = nn.Parameter(cut(whole.data, part), requires_grad=False)
-
-
-def _numbers(block: nn.Module) -> Iterator[tuple[nn.Module, str, int]]:
-    """Every whole number that a module of the block has as an attribute: its owner, its path, its value."""
-    for name, module in block.named_modules():
-        for attribute, value in list(vars(module).items()):
-            if type(value) is int:
-                yield module, f"{name}.{attribute}".lstrip("."), value
 
 
 def _number(block: nn.Module, path: str) -> int:

@@ -2,15 +2,15 @@
 
 The model's own forward runs once, on the main device, with the main device's part of each block. A hook on the block
 hands the same arguments to a thread per further device, which runs that device's part. Row-parallel linears and the
-like are followed by collectives (block_collectives.py), in which each device adds the partial sums of all in the order
+like are followed by collectives (collectives.py), in which each device adds the partial sums of all in the order
 of ranks. So every device has the same bits, and the block's output. The next block finds it there, if it is handed the
 very tensor that this block returned, unchanged. Everything else is copied from the main device.
 
 The code between two blocks, and other people's code in it, sees ordinary tensors of one device. Outputs have a version
 also in inference mode: a residual that is added in place makes the other devices' copies out of date.
 
-The threads (forward_workers.py) live as long as one forward. One forward runs at a time, whichever thread begins it. A
-device's error ends the collectives of all, and the forward with that error.
+The threads live as long as one forward. One forward runs at a time, whichever thread begins it. A device's error ends
+the collectives of all, and the forward with that error.
 """
 
 from __future__ import annotations
@@ -18,26 +18,108 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...patches.hooks import HookSet, map_tensors, tensors_reached
+from ...patches.hooks import PLAIN, HookSet, map_tensors, tensors_reached
 from ..devices import device_title
 from ..staged_copies import StagedCopies, copies_between
-from ..transfer import Arrivals, Versioned, copy_to, with_version
-from .block_collectives import attach_collectives
+from ..transfer import Arrivals, Versioned, copy_to, current_device, with_version
 from .bridge import Bridge
-from .collective import Collective, Tensors
-from .divided_graphs import Addresses, DividedGraphs, same_bits
-from .forward_workers import ForwardWorkers, GivenArguments, Work
+from .collectives import Collective, Send, Tensors, attach_collectives
 from .graph_recorder import GraphRecorder, can_record
-from .recorded_calls import OPTIONS
+from .graphs import OPTIONS, Addresses, Call, Graphs, Work, same_bits
 from .shards import BlockShard
+from .thread_pool import Task, ThreadPool
+from .workers import ThreadState
 
-Call = Callable[..., Any]
 _TOLERANCE = 0.02  # of a block's output, between devices of different kinds, which round differently
+_WAY_BLOCKS = "use the model with whole blocks on each device (way 'blocks')"
+
+
+class ForwardWorkers:
+    """The ranks of one forward. Rank 0 is the thread that makes this, whose grad mode and the like the others take.
+
+    Args:
+        pool: whose threads they use.
+        devices: by rank.
+        send: see Collective.
+    """
+
+    def __init__(self, pool: ThreadPool, devices: Sequence[torch.device], send: Send) -> None:
+        self._devices, self._state = tuple(devices), ThreadState(devices)
+        self.collective = Collective(len(devices), send)
+        self.current: nn.Module | None = None  # the block that is being computed
+        # Two threads meet every 100 microseconds or so: a queue that is written in C costs a tenth of a condition.
+        self._work: list[SimpleQueue[Work | None]] = [SimpleQueue() for _ in devices]
+        self._results: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
+        self._tasks: list[Task] = []
+        try:
+            for rank, device in enumerate(devices[1:], start=1):
+                task = pool.task(f"devicebridge-{device}", self._serve, rank)
+                task.start()
+                self._tasks.append(task)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, block: nn.Module, work: Sequence[Work]) -> list[Any]:
+        """What every rank's work returns, each computed in its rank's thread, by rank.
+
+        Raises: the first error of a rank, which ends the others' collectives; the workers are of no further use then.
+        """
+        self.current = block
+        for queue, each in zip(self._work[1:], work[1:], strict=True):
+            queue.put(each)
+        try:
+            output = work[0]()
+            self.collective.finish(0)
+        except BaseException:
+            self.collective.abort(RuntimeError("the block failed on another device"))
+            self._take_results()
+            raise
+        others = self._take_results()
+        error = self.collective.error  # the first one: what the others raised may follow from it
+        if error is not None:
+            del others
+            try:
+                raise error
+            finally:
+                del error  # or its traceback would keep this frame, and this frame the error
+        return [output, *others]
+
+    def _take_results(self) -> list[Any]:
+        """What the other ranks returned; None of one that failed."""
+        found = [results.get() for results in self._results[1:]]
+        self.current = None
+        return found
+
+    def close(self) -> None:
+        """End the workers, also in the middle of a block."""
+        if self.current is not None:
+            self.collective.abort(RuntimeError("the forward was ended"))
+        for queue in self._work[1:]:
+            queue.put(None)
+        for task in self._tasks:
+            task.join()
+        self.collective.forget()
+        self._results.clear()
+
+    def _serve(self, rank: int) -> None:
+        """Do work after work, up to the first error."""
+        try:
+            with self._state.taken_over(), current_device(self._devices[rank]):
+                while (work := self._work[rank].get()) is not None:
+                    output = work()
+                    self.collective.finish(rank)
+                    self._results[rank].put(output)
+                    del work, output
+        except BaseException as error:
+            self.collective.abort(error)
+            self._results[rank].put(None)
 
 
 def watching_modes() -> int:
@@ -49,14 +131,13 @@ class TensorParallel(Bridge):
     """Runs the forwards of a model whose blocks are divided among devices; see the module's docstring.
 
     Args:
-        devices: home first.
-        shards: home's part of each block, in execution order -> the parts of the other devices, in their order.
+        devices: the main device first.
+        shards: the main device's part of each block, in execution order -> those of the others, in their order.
         passed_by, per_device: as of Bridge; the other devices get a copy of a dict.
     Raises: ValueError if there is no block.
     """
 
-    replays = True  # blocks as CUDA graphs, where that was asked for
-    remembers = True  # what a forward has copied, and blocks as CUDA graphs; else every block is given all anew
+    replays = True  # blocks as CUDA graphs, where `replay` was called
 
     def __init__(
         self,
@@ -71,12 +152,13 @@ class TensorParallel(Bridge):
         self._ranks = tuple(devices)
         self._shards = dict(shards)
         self._run: ForwardWorkers | None = None
-        self._given: GivenArguments | None = None  # of the forward that is running
+        # By rank and argument: a value, and what it is there.
+        self._known: list[dict[Any, tuple[Any, Any]]] = [{} for _ in devices]
         self._collectives: list[HookSet] = []
         self._beginning = threading.Lock()
         self._runs_in: threading.Thread | None = None  # the thread of the forward that is running
         self._checked: set[nn.Module] = set()
-        self.graphs: DividedGraphs | None = None
+        self.graphs: Graphs | None = None
         self.side_streams = copies_between(devices)
 
     @property
@@ -105,8 +187,7 @@ class TensorParallel(Bridge):
     def _find_group(self) -> Collective:
         if self._run is None or self._run.current is None:
             raise RuntimeError(
-                "a layer of a block that several devices compute together was called outside its block; use the model "
-                "with whole blocks on each device (way 'blocks')"
+                f"a layer of a block that several devices compute was called outside its block; {_WAY_BLOCKS}"
             )
         return self._run.collective
 
@@ -116,38 +197,26 @@ class TensorParallel(Bridge):
         Raises: RuntimeError if any thread is inside a forward: the devices meet in one at a time.
         """
         with self._beginning:
-            self._claim()
+            other = self._runs_in
+            if other is not None and other is not threading.current_thread() and other.is_alive():
+                raise RuntimeError(
+                    f"another thread ({other.name}) is computing with this model, whose blocks "
+                    f"{', '.join(map(str, self._ranks))} compute one forward at a time; wait for it, or {_WAY_BLOCKS}"
+                )
+            self._runs_in = threading.current_thread()
             super().begin()
-            self._forget()  # a thread that died in its forward has not ended it
             self._run = None
-            self._given = GivenArguments(self.give, len(self._ranks), self.per_device)
-
-    def _claim(self) -> None:
-        """Keep other threads from computing. Raises: RuntimeError if one does."""
-        other = self._runs_in
-        if other not in (None, threading.current_thread()) and other.is_alive():  # type: ignore[union-attr]
-            raise RuntimeError(
-                f"another thread ({other.name}) is computing with this model, whose blocks "  # type: ignore[union-attr]
-                f"{', '.join(map(str, self._ranks))} compute together, one forward at a time; wait for it, or use "
-                "the model with whole blocks on each device (way 'blocks')"
-            )
-        self._runs_in = threading.current_thread()
+            self._forget()  # a thread that died in its forward has not ended it
 
     def replay(self, addresses: Addresses) -> None:
         """Have blocks replayed as CUDA graphs from now on, where these devices have such and copy to each other."""
-        if can_record(self._ranks) and self.copies_directly:
+        if can_record(self._ranks) and not isinstance(self.side_streams, StagedCopies):
             make = functools.partial(GraphRecorder, self._ranks, self.side_streams)
-            self.graphs = DividedGraphs(self._ranks, make, addresses)
-
-    @property
-    def copies_directly(self) -> bool:
-        """Whether no copy between the devices is staged in the host's memory."""
-        return not isinstance(self.side_streams, StagedCopies)
+            self.graphs = Graphs(self._ranks, make, addresses)
 
     def end(self) -> None:
         if self.is_running:
             self._close_run()
-            self._given = None
             self._forget()
         super().end()
         if self._runs_in is threading.current_thread():
@@ -164,27 +233,29 @@ class TensorParallel(Bridge):
             self.graphs.release()
 
     def _forget(self) -> None:
+        for known in self._known:
+            known.clear()
         if self.graphs is not None:
             self.graphs.forget()
 
     # ---- a block
 
-    def _compute(self, block: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Home's call of a block, and that of every other device."""
+    def _compute(
+        self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The main device's call of a block, and that of every other device."""
         if not self.is_running:
             raise RuntimeError(
-                "a block of a model that several devices compute together was called outside the model's forward; "
-                "use the model with whole blocks on each device (way 'blocks')"
+                f"a block that several devices compute was called outside the model's forward; {_WAY_BLOCKS}"
             )
-        if not self.knows_all:
+        if not self.runs_alone:
             self.forget()
-        assert self._given is not None, "a forward is running"
-        calls = [
+        calls: list[Call] = [
             (args, kwargs),
-            *(self._given.of(rank, args, kwargs, is_known=self.knows_all) for rank in range(1, len(self._ranks))),
+            *(self._arguments_of(rank, args, kwargs) for rank in range(1, len(self._ranks))),
         ]
         own, others = self._shards[block]
-        parts: list[Call] = [call, *(each.block for each in others)]
+        parts: list[Callable[..., Any]] = [call, *(each.block for each in others)]
         run = functools.partial(self._run_on_all, block)
         if self.graphs is not None and self._may_replay(kwargs) and block in self._checked:  # the cards have agreed
             outputs = self.graphs.outputs([own.block, *(each.block for each in others)], calls, parts, run)
@@ -197,6 +268,32 @@ class TensorParallel(Bridge):
             self._check(block, found)
             self._checked.add(block)
         return self._kept(outputs[0], found)
+
+    def _arguments_of(self, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The arguments for a rank. It gets dicts of its own: a block may write into those it is handed."""
+        if not self.runs_alone:  # somebody may have written into earlier arguments since they were looked through
+            self._known[rank].clear()
+        named = {name: value for name, value in kwargs.items() if name not in self.per_device}
+        shared = self._with_own({name: kwargs[name] for name in kwargs.keys() - named.keys()}, rank)
+        there = self._on_rank(rank, "", {**dict(enumerate(args)), **named})
+        return tuple(there.pop(index) for index in range(len(args))), {**there, **shared}
+
+    def _on_rank(self, rank: int, where: str, values: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Values on another device. A tuple, and what holds no tensor, is looked through once for all blocks that are
+        given the same one: looking takes as long as a small block. Args: where: the dict that they are in."""
+        known, there = self._known[rank], {}
+        for name, value in values.items():
+            if type(value) in PLAIN:
+                there[name] = value
+            elif name == OPTIONS and isinstance(value, dict):
+                there[name] = self._on_rank(rank, OPTIONS, value)
+            elif (before := known.get((where, name))) is not None and before[0] is value:
+                there[name] = before[1]
+            else:
+                there[name] = map_tensors(value, functools.partial(self.give, rank))
+                if there[name] is value or type(value) is tuple:
+                    known[where, name] = value, there[name]
+        return there
 
     def _run_on_all(self, block: nn.Module, work: Sequence[Work]) -> list[Any]:
         """What every rank's work returns. After an error the forward goes on with other workers, if it goes on."""
@@ -213,18 +310,13 @@ class TensorParallel(Bridge):
         if run is not None:
             run.close()
 
-    @property
-    def knows_all(self) -> bool:
-        """Whether nothing is changed that was copied, and copies may be used again."""
-        return self.runs_alone and self.remembers
-
     def _may_replay(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether nothing runs in this call of a block but the model's own code."""
-        if self.graphs is None or self.graphs.fault or not (self.replays and self.knows_all):
+        if self.graphs is None or self.graphs.fault or not (self.replays and self.runs_alone):
             return False
         others = {*self.per_device, *self.passed_by} - {OPTIONS}  # what blocks hand each other themselves
         is_plain = others.isdisjoint(kwargs) and not watching_modes()
-        return is_plain and not torch.is_grad_enabled() and not torch.is_autocast_enabled(self.home.type)
+        return is_plain and not torch.is_grad_enabled() and not torch.is_autocast_enabled(self.main_device.type)
 
     def give(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor for one of the other devices: what it has of it already, or a copy of its own."""
@@ -240,7 +332,7 @@ class TensorParallel(Bridge):
         return copy
 
     def _kept(self, output: Any, found: Sequence[Sequence[torch.Tensor]]) -> Any:
-        """Home's output with a version, by which the next block finds what the other devices have of it.
+        """The main device's output with a version, by which the next block finds what the other devices have of it.
 
         Args:
             found: the tensors in every device's output.
@@ -265,20 +357,13 @@ class TensorParallel(Bridge):
         for rank, tensors in enumerate(found[1:], start=1):
             bound = 0.0 if kinds[rank] == kinds[0] else _TOLERANCE
             differences = [
-                _difference(own, copy_to(other, self.home)) for own, other in zip(found[0], tensors, strict=True)
+                _difference(own, copy_to(other, self.main_device)) for own, other in zip(found[0], tensors, strict=True)
             ]
             if max(differences, default=0.0) > bound:
                 raise RuntimeError(
-                    f"{type(block).__name__} computed something else on {self._ranks[rank]} than on {self.home} "
+                    f"{type(block).__name__} computed something else on {self._ranks[rank]} than on {self.main_device} "
                     f"(by {max(differences):.3g}); another node may have changed layers inside it. Use way 'blocks'"
                 )
-
-    # ---- inside a block
-
-    @property
-    def current_block(self) -> nn.Module | None:
-        """The main device's part of the block that is being computed; None between blocks."""
-        return None if self._run is None else self._run.current
 
     def send_parts(self, tensors: Tensors, rank: int, arrivals: Arrivals) -> Tensors:
         """The tensors of one device for another, which it may use after settle(arrivals)."""

@@ -1,7 +1,7 @@
 """Training with every block divided among several devices, which compute each microbatch together (tensor parallel).
 
 Every device has a tree of shards (shard_trees.py) and one worker, which runs the whole forward, loss and backward of a
-microbatch through its tree. Their collectives are inside the blocks (block_collectives.py). Embedders, tail and loss
+microbatch through its tree. Their collectives are inside the blocks (collectives.py). Embedders, tail and loss
 every device computes for itself, with the same bits.
 
 A LoRA is held whole, each parameter by one of the devices, and the optimizer knows nothing else: what it starts from,
@@ -29,8 +29,7 @@ from torch import nn
 from ...patches.hooks import HookSet
 from ..runner import MicroBatch, OneModel
 from ..transfer import Arrivals, SideStreams, current_device
-from .block_collectives import attach_collectives
-from .collective import Collective
+from .collectives import Collective, attach_collectives
 from .lora_slices import LoraSlices
 from .shards import BlockShard
 from .thread_pool import ThreadPool

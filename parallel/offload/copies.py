@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...quantization.wrapped import rebuilt
+from ...quantization.weight_only import rebuilt
 from ..transfer import module_with_streams
 
 NUM_SLOTS = 2

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...patches.compile_blocks import AUGMENTED
 from ...patches.hooks import map_tensors, tensors_of
-from ...patches.out_of_place_graph import AUGMENTED
 
 _local = threading.local()  # reads: the LateReads of this thread, if any
 

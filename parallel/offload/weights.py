@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from ...patches.hooks import HookSet, map_tensors
-from ...quantization.wrapped import plain_parts, rebuilt, tensor_bytes
+from ...quantization.weight_only import plain_parts, rebuilt, tensor_bytes
 from ..devices import CPU, synchronize
 from .copies import Piece, Slots, SlotTensor, lay_out
 from .pinned import PinnedBuffer

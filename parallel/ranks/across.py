@@ -73,8 +73,7 @@ class AcrossRanks:
         """Forward and backward of this rank's microbatches alone; their losses by index."""
         rank = self._ranks.place.rank
         own = range(rank, len(microbatches), self._ranks.count)
-        computed = range(len(microbatches)) if self.in_lockstep else own  # by whom this rank is kept waiting, too
-        with self._ranks.doing("this step", {microbatches[index].size for index in computed}):
+        with self._ranks.doing():
             self._draw_from(f"step {rank} {microbatches[0].name}")
             losses = self._inner.run(self._share(microbatches, own))[: len(own)]
             return dict(zip(own, [float(loss) for loss in losses], strict=True))
@@ -86,11 +85,10 @@ class AcrossRanks:
         return share
 
     def _seeded(self, microbatch: MicroBatch[Any]) -> MicroBatch[Any]:
-        if not self._has_own_streams:
-            return microbatch
-
         def forward(prepared: Any) -> torch.Tensor:
-            self._draw_from(microbatch.name)
+            self._ranks.alive()
+            if self._has_own_streams:
+                self._draw_from(microbatch.name)
             return microbatch.forward(prepared)
 
         return replace(microbatch, forward=forward)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -24,7 +24,6 @@ from ...system.stopping import never
 from ..devices import CPU, device_module
 from .attempt import agreed_attempt
 from .place import RankPlace
-from .signs import Signs
 from .watch import Watch
 
 T = TypeVar("T")
@@ -100,13 +99,17 @@ class Ranks:
         """Whether this rank was asked to stop, or another one that waits for it; for work that others wait for."""
         if self._store is None:
             return self.own_stop()
-        if self.watch is not None:
-            self.watch.alive()
+        self.alive()
         with _losses_named(self.watch):
             return self.own_stop() or bool(self._store.check([_STOP]))
 
+    def alive(self) -> None:
+        """See Watch.alive."""
+        if self.watch is not None:
+            self.watch.alive()
+
     @contextmanager
-    def doing(self, kind: str, sizes: Iterable[Hashable] = (None,)) -> Iterator[None]:
+    def doing(self) -> Iterator[None]:
         """Inside, this rank works alone, or in lockstep with others; see Watch.doing.
 
         Raises: RankLost where another rank does not answer.
@@ -114,7 +117,7 @@ class Ranks:
         if self.watch is None:
             yield
             return
-        with self.watch.doing(kind, sizes), _losses_named(self.watch, is_all=False):
+        with self.watch.doing(), _losses_named(self.watch, is_all=False):
             yield
 
     # ---- what all ranks do together
@@ -204,35 +207,19 @@ class Ranks:
             raise RankFailed(f"rank {self._names[failed[1]]}: {failed[2]}", is_refusal=failed[3])
         return result
 
-    @contextmanager
-    def among(self, is_member: bool) -> Iterator[Ranks | None]:
-        """Inside, those for whom it is so, as ranks that meet without the others; None for the others; all ranks."""
-        members = [rank for rank, is_in in enumerate(self.gather(is_member)) if is_in]
-        with _losses_named(self.watch):
-            group = dist.new_group(members, backend="gloo", timeout=_PATIENCE)
-        if not is_member:
-            yield None
-            return
-        place = RankPlace(members.index(self.place.rank), len(members), 0, 1)
-        yield Ranks(place, self.devices, self.own_stop, group, self.watch, self._store, members)
-        dist.destroy_process_group(group)
-
-    def dealt(
-        self, kind: str, sizes: Sequence[Hashable], compute: Callable[[int], list[float]], *, in_lockstep: bool
-    ) -> list[list[float]]:
-        """compute(index) for each index of the sizes, each by one rank; all ranks.
+    def distributed(self, count: int, compute: Callable[[int], list[float]], *, in_lockstep: bool) -> list[list[float]]:
+        """compute(index) for so many indices, each by one rank; all ranks.
 
         Args:
-            kind, sizes: of the work; see Watch.doing.
             in_lockstep: whether each rank has to call compute equally often; what is left over is computed twice.
         """
-        count, found = len(sizes), dict[int, list[float]]()
+        found: dict[int, list[float]] = {}
         if self._control is None:
             return [compute(index) for index in range(count)]
         for first in range(0, count, self.count):
             turn, own = range(first, min(first + self.count, count)), first + self.place.rank
             if own in turn or in_lockstep:
-                with self.doing(kind, {sizes[index] for index in turn} if in_lockstep else (sizes[own],)):
+                with self.doing():
                     computed = compute(min(own, count - 1))
                 found |= {own: computed} if own in turn else {}
         told = {int(index): value for each in self.gather(found) for index, value in each.items()}
@@ -265,9 +252,9 @@ def _losses_named(watch: Watch | None, *, is_all: bool = True) -> Iterator[None]
         if isinstance(error, (RankLost, RankFailed)) or not (is_all or _is_of_a_loss(error)):
             raise
         if watch is None:
-            raise RankLost(_lost("", error)) from error
+            raise RankLost(_lost(error)) from error
         watch.leave()
-        raise RankLost(watch.lost or _lost(watch.name_lost(), error)) from error
+        raise RankLost(watch.lost or _lost(error)) from error
 
 
 def _is_of_a_loss(error: RuntimeError) -> bool:
@@ -275,28 +262,26 @@ def _is_of_a_loss(error: RuntimeError) -> bool:
     return isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or "gloo/transport" in str(error)
 
 
-def _lost(names: str, error: RuntimeError) -> str:
-    """Args: names: of ranks that are known to have ended."""
-    found = f"{names} has ended" if names else "another rank has ended or hangs"
-    return f"{found} ({str(error).splitlines()[0][:200]})"
+def _lost(error: RuntimeError) -> str:
+    return f"another rank has ended or hangs ({str(error).splitlines()[0][:200]})"
 
 
 @contextmanager
 def joined(
-    place: RankPlace, devices: Sequence[torch.device], limit_s: float, own_stop: Callable[[], bool]
+    place: RankPlace, devices: Sequence[torch.device], timeout_s: float, own_stop: Callable[[], bool]
 ) -> Iterator[Ranks]:
     """The ranks of a job while they are connected; all ranks.
 
     On an error they are not disconnected: others may hang, and this process shall end.
 
     Args:
-        devices: of this rank. limit_s: see Watch.
+        devices: of this rank. timeout_s: see Watch.
     Raises: Stopped if a rank was asked to stop before all had come.
     """
     module: Any = device_module(devices[0])
     if module is not None and hasattr(module, "set_device"):
         module.set_device(devices[0])
-    watch = Watch(limit_s)
+    watch = Watch(timeout_s, is_first=place.rank == 0)
     try:
         with _losses_named(watch):
             store, rank, count = next(dist.rendezvous("env://"))
@@ -307,7 +292,7 @@ def joined(
             dist.init_process_group(backend, store=own, rank=rank, world_size=count, timeout=_PATIENCE)
             control = dist.new_group(backend="gloo", timeout=_PATIENCE)
         ranks = Ranks(place, devices, own_stop, control, watch, dist.PrefixStore("job", store))
-        watch.listen(Signs(dist.PrefixStore("signs", store), place))
+        watch.listen(dist.PrefixStore("signs", store), place)
         num_restarts = max(attempt - 1, *ranks.gather(place.num_restarts))  # the store is lost with its machine
         ranks.place = replace(place, num_restarts=num_restarts)
         yield ranks

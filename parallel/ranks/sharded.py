@@ -30,10 +30,9 @@ from ...checkpoints.load import make_unfilled_transformer, put_tensor
 from ...checkpoints.model_class import described, differences
 from ...checkpoints.quantized_files import dequantize, read_scales, stays_in_8_bits
 from ...checkpoints.weight_file import WeightReader, by_file, open_weights, read_records, read_rows
-from ...quantization.eight_bit import quantize_weight
+from ...quantization.eight_bit import quantize_weight, rotation_for
 from ...quantization.frozen_linear import FrozenLinear8, refuse_merge
 from ...quantization.quantize import Quantizer, QuantizeSettings
-from ...quantization.rotation import rotation_for
 from ..block_lists import called_modules, execution_order
 from ..offload.activations import ActivationOffload
 from ..offload.block_call import BlockCall

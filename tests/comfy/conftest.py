@@ -16,8 +16,10 @@ from devicebridge.tests.comfy_host import comfy_python, find_comfyui
 def comfyui() -> Path:
     """ComfyUI's folder, with a Python that can run it."""
     folder = find_comfyui()
-    if folder is None or comfy_python(folder) is None:
-        pytest.skip("needs ComfyUI: set COMFYUI_PATH to its folder, or install it with comfy-cli")
+    if folder is None:
+        pytest.skip("no ComfyUI: set COMFYUI_PATH to its folder, or install it with comfy-cli")
+    if comfy_python(folder) is None:
+        pytest.skip(f"no Python beside ComfyUI: make {folder}/.venv with its requirements")
     return folder
 
 
@@ -42,3 +44,10 @@ def chromium() -> str:
     if found is None:
         pytest.skip("needs chromium: install it, or name it in CHROMIUM")
     return found
+
+
+def names_that_run(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """The values of the parameter "name" among the tests of this file that are not skipped."""
+    items = [item for item in request.session.items if item.path == request.path]
+    run = [item for item in items if hasattr(item, "callspec") and not item.get_closest_marker("skip")]
+    return tuple(dict.fromkeys(item.callspec.params["name"] for item in run))

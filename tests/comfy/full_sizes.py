@@ -11,14 +11,16 @@ import torch
 from devicebridge.config.job import make_job
 from devicebridge.families.comfy.inputs import COND, POOLED
 from devicebridge.jobs.job import plan_job
-from devicebridge.jobs.native_limits import why_no_forecast
+from devicebridge.jobs.resolve import why_no_forecast
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.planning.cards import parse_cards
-from devicebridge.planning.short_model import NoForecast
+from devicebridge.planning.dry_run import NoForecast
 from devicebridge.tests.comfy import tiny_checkpoints as tiny
 from devicebridge.tests.comfy.native_headers import _LUMINA_2, _SD_15, _WHOLE, SDXL, Z_IMAGE, _write_sparse
 from devicebridge.tests.comfy.trained_families import _HUNYUAN_VIDEO_15
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset
+
+# fmt: off
 
 _FLUX = {"hidden_size": 3072, "num_heads": 24, "context_in_dim": 4096, "depth": 19, "depth_single_blocks": 38}
 _FLUX_2 = {"hidden_size": 6144, "num_heads": 48, "context_in_dim": 15360, "depth": 8, "depth_single_blocks": 48}
@@ -31,26 +33,15 @@ _HUNYUAN_15 = {
     **{"vision_in_dim": 1152, "byt5": True},
 }
 _SD_35 = {
-    **tiny._SD3,
-    **{"depth": 38, "adm_in_channels": 2048, "pos_embed_max_size": 192, "num_patches": 36864},
+    **tiny._SD3, **{"depth": 38, "adm_in_channels": 2048, "pos_embed_max_size": 192, "num_patches": 36864},
     "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 4096, "out_features": 2432}},
 }
 _COSMOS = {**tiny._COSMOS_PREDICT_2, "model_channels": 2048, "num_blocks": 28, "num_heads": 16, "adaln_lora_dim": 256}
 _HIDREAM = {
-    "image_model": "hidream",
-    "attention_head_dim": 128,
-    "axes_dims_rope": [64, 32, 32],
-    "caption_channels": [4096, 4096],
-    "max_resolution": [128, 128],
-    "in_channels": 16,
-    "llama_layers": [*range(32), *[31] * 16],
-    "num_attention_heads": 20,
-    "num_routed_experts": 4,
-    "num_activated_experts": 2,
-    "num_layers": 16,
-    "num_single_layers": 32,
-    "out_channels": 16,
-    "patch_size": 2,
+    "image_model": "hidream", "attention_head_dim": 128, "axes_dims_rope": [64, 32, 32],
+    "caption_channels": [4096, 4096], "max_resolution": [128, 128], "in_channels": 16,
+    "llama_layers": [*range(32), *[31] * 16], "num_attention_heads": 20, "num_routed_experts": 4,
+    "num_activated_experts": 2, "num_layers": 16, "num_single_layers": 32, "out_channels": 16, "patch_size": 2,
     "text_emb_dim": 2048,
 }
 _QWEN = {"image_model": "qwen_image", "in_channels": 64, "num_layers": 60}
@@ -59,25 +50,20 @@ _KREA_2_TEXT = 12 * 2560  # twelve layers of Qwen3-VL 4B
 _FILES: Mapping[str, tuple[str, Mapping[str, Any], int, int]] = {
     "FLUX.1, Kontext": ("Flux", {**tiny._FLUX_1, **_FLUX, "vec_in_dim": 768}, 4096, 768),
     "FLUX.2": ("Flux2", {**tiny._FLUX_2, **_FLUX_2}, 15360, 0),
-    "Chroma": ("Chroma", {**tiny._CHROMA, **_CHROMA}, 4096, 0),
-    "Wan 2.1, 2.2 14B": ("WAN21_T2V", _WAN_14B, 4096, 0),
+    "Chroma": ("Chroma", {**tiny._CHROMA, **_CHROMA}, 4096, 0), "Wan 2.1, 2.2 14B": ("WAN21_T2V", _WAN_14B, 4096, 0),
     "Wan 2.2 5B": ("WAN22_T2V", _WAN_5B, 4096, 0),
     "Wan Camera": ("WAN21_Camera", {**_WAN_14B, "model_type": "camera", "in_dim": 32}, 4096, 0),
     "Wan 2.2 Animate": ("WAN22_Animate", {**_WAN_14B, "model_type": "animate", "in_dim": 36}, 4096, 0),
-    "Qwen-Image": ("QwenImage", _QWEN, 3584, 0),
-    "Z-Image": ("ZImage", Z_IMAGE, 2560, 0),
-    "Lumina 2": ("Lumina2", _LUMINA_2, 2304, 0),
-    "SDXL": ("SDXL", SDXL, 2048, 1280),
-    "SD 1.5": ("SD15", _SD_15, 768, 0),
-    "SD 3.5": ("SD3", _SD_35, 4096, 2048),
+    "Qwen-Image": ("QwenImage", _QWEN, 3584, 0), "Z-Image": ("ZImage", Z_IMAGE, 2560, 0),
+    "Lumina 2": ("Lumina2", _LUMINA_2, 2304, 0), "SDXL": ("SDXL", SDXL, 2048, 1280),
+    "SD 1.5": ("SD15", _SD_15, 768, 0), "SD 3.5": ("SD3", _SD_35, 4096, 2048),
     "LTX-Video": ("LTXV", {"image_model": "ltxv"}, 4096, 0),
     "HunyuanVideo": ("HunyuanVideo", {**tiny._HUNYUAN_VIDEO, **_HUNYUAN}, 4096, 768),
     "HunyuanVideo 1.5": ("HunyuanVideo15", {**_HUNYUAN_VIDEO_15, **_HUNYUAN_15}, 3584, 1),
     "Cosmos-Predict2": ("CosmosT2IPredict2", _COSMOS, 1024, 0),
     "Anima": ("Anima", {**_COSMOS, "image_model": "anima"}, 1024, 0),
     "Krea 2": ("Krea2", {"image_model": "krea2"}, _KREA_2_TEXT, 0),
-    "ERNIE-Image": ("ErnieImage", {"image_model": "ernie"}, 3072, 0),
-    "HiDream-I1": ("HiDream", _HIDREAM, 4096, 2048),
+    "ERNIE-Image": ("ErnieImage", {"image_model": "ernie"}, 3072, 0), "HiDream-I1": ("HiDream", _HIDREAM, 4096, 2048),
     "LTX-2": ("LTXAV", {"image_model": "ltxav"}, 3840, 0),
 }
 
@@ -121,9 +107,7 @@ def _job(path: Path, folder: Path) -> Any:
     return make_job(
         {
             "model": {"path": str(path), "family": "comfyui"},
-            "data": {"folders": [{"path": str(folder / "images")}], "resolutions": [512]},
-            "cache": said,
-            "train": {"steps": 5},
-            "output": {"folder": str(folder / "run"), "tensorboard": False},
+            "data": {"folders": [{"path": str(folder / "images")}], "resolutions": [512]}, "cache": said,
+            "train": {"steps": 5}, "output": {"folder": str(folder / "run"), "tensorboard": False},
         }
     )

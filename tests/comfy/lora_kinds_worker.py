@@ -28,8 +28,7 @@ import torch  # noqa: E402
 from devicebridge.checkpoints.load import load_transformer  # noqa: E402
 from devicebridge.checkpoints.lora_start import read_start  # noqa: E402
 from devicebridge.config.job import LoraSettings, make_job  # noqa: E402
-from devicebridge.encoding.comfy_data import read_pairs  # noqa: E402
-from devicebridge.encoding.encoded import save_encoded  # noqa: E402
+from devicebridge.encoding.comfy_data import read_pairs, save_encoded  # noqa: E402
 from devicebridge.encoding.store import CacheStore  # noqa: E402
 from devicebridge.families.comfy.inputs import COND  # noqa: E402
 from devicebridge.jobs.job import run_job  # noqa: E402

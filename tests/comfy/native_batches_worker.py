@@ -24,8 +24,7 @@ comfy.cli_args.args.cpu = True
 runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
-from devicebridge.encoding.comfy_data import read_pairs  # noqa: E402
-from devicebridge.encoding.encoded import save_encoded  # noqa: E402
+from devicebridge.encoding.comfy_data import read_pairs, save_encoded  # noqa: E402
 from devicebridge.encoding.store import CacheStore  # noqa: E402
 from devicebridge.families.comfy.inputs import NOISE_MASK  # noqa: E402
 from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402

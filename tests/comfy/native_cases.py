@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+# fmt: off
+
+
 Inputs = dict[str, Any]
 
 
@@ -91,50 +94,28 @@ def steps(scale: float = 1.0) -> torch.Tensor:
 
 # ---------------------------------------------------------------------------------------------------------------- FLUX
 _FLUX = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "hidden_size": 32,
-    "num_heads": 2,
-    "depth": 2,
-    "depth_single_blocks": 3,
-    "axes_dim": [4, 6, 6],
-    "theta": 100,
-    "patch_size": 2,
-    "qkv_bias": True,
-    "mlp_ratio": 2.0,
-    "context_in_dim": 12,
+    "in_channels": 4, "out_channels": 4, "hidden_size": 32, "num_heads": 2, "depth": 2, "depth_single_blocks": 3,
+    "axes_dim": [4, 6, 6], "theta": 100, "patch_size": 2, "qkv_bias": True, "mlp_ratio": 2.0, "context_in_dim": 12,
     "txt_ids_dims": [],
 }
 
 FLUX_1 = Case(
-    "flux1",
-    "comfy.ldm.flux.model",
-    "Flux",
-    {**_FLUX, "vec_in_dim": 10, "guidance_embed": True},
+    "flux1", "comfy.ldm.flux.model", "Flux", {**_FLUX, "vec_in_dim": 10, "guidance_embed": True},
     lambda: {
-        "x": rand(2, 4, 6, 8),
-        "timestep": steps(),
-        "context": rand(2, 5, 12),
-        "y": rand(2, 10),
-        "guidance": torch.tensor([3.5, 1.0]),
-        "ref_latents": [rand(2, 4, 4, 6)],
+        "x": rand(2, 4, 6, 8), "timestep": steps(), "context": rand(2, 5, 12), "y": rand(2, 10),
+        "guidance": torch.tensor([3.5, 1.0]), "ref_latents": [rand(2, 4, 4, 6)],
         "attention_mask": rand(2, 1, 1, 23),  # 5 text, 12 image and 6 reference tokens
         "control": {
-            "input": [rand(2, 12, 32), rand(2, 12, 32, seed=2)],
-            "output": [None, rand(2, 12, 32), rand(2, 12, 32)],
+            "input": [rand(2, 12, 32), rand(2, 12, 32, seed=2)], "output": [None, rand(2, 12, 32), rand(2, 12, 32)],
         },
     },
     cards=3,
 )
 
 FLUX_2 = Case(
-    "flux2",
-    "comfy.ldm.flux.model",
-    "Flux",
+    "flux2", "comfy.ldm.flux.model", "Flux",
     {
-        **_FLUX,
-        "axes_dim": [4, 4, 4, 4],
-        "vec_in_dim": None,
+        **_FLUX, "axes_dim": [4, 4, 4, 4], "vec_in_dim": None,
         "guidance_embed": False,  # references at timestep zero double the batch of all but the guidance
         "txt_ids_dims": [3],
         "global_modulation": True,
@@ -145,10 +126,7 @@ FLUX_2 = Case(
         "default_ref_method": "index",
     },
     lambda: {
-        "x": rand(2, 4, 6, 8),
-        "timestep": steps(),
-        "context": rand(2, 5, 12),
-        "ref_latents": [rand(2, 4, 4, 6)],
+        "x": rand(2, 4, 6, 8), "timestep": steps(), "context": rand(2, 5, 12), "ref_latents": [rand(2, 4, 4, 6)],
         "ref_latents_method": "index_timestep_zero",
     },
     cards=3,
@@ -159,53 +137,29 @@ _CHROMA = {**_FLUX, "in_channels": 16, "in_dim": 64, "out_dim": 32, "hidden_dim"
 
 def _chroma(channels: int, **more: Any) -> Inputs:
     return {
-        "x": rand(2, channels, 6, 8),
-        "timestep": steps(),
-        "context": rand(2, 5, 12),
-        "guidance": torch.zeros(2),
-        "attention_mask": rand(2, 1, 1, 17),
-        **more,
+        "x": rand(2, channels, 6, 8), "timestep": steps(), "context": rand(2, 5, 12), "guidance": torch.zeros(2),
+        "attention_mask": rand(2, 1, 1, 17), **more,
     }
 
 
 CHROMA = Case(
-    "chroma",
-    "comfy.ldm.chroma.model",
-    "Chroma",
-    {**_CHROMA, "out_channels": 16},
+    "chroma", "comfy.ldm.chroma.model", "Chroma", {**_CHROMA, "out_channels": 16},
     lambda: _chroma(4, control={"input": [rand(2, 12, 32)], "output": [None, rand(2, 12, 32)]}),
 )
 
 CHROMA_RADIANCE = Case(
-    "chroma_radiance",
-    "comfy.ldm.chroma_radiance.model",
-    "ChromaRadiance",
+    "chroma_radiance", "comfy.ldm.chroma_radiance.model", "ChromaRadiance",
     {
-        **_CHROMA,
-        "in_channels": 3,
-        "out_channels": 3,
-        "nerf_hidden_size": 8,
-        "nerf_mlp_ratio": 2,
-        "nerf_depth": 2,
-        "nerf_max_freqs": 4,
-        "nerf_tile_size": 0,
-        "nerf_final_head_type": "conv",
-        "nerf_embedder_dtype": torch.float32,
-        "use_x0": True,
-        "use_sequential_txt_ids": True,
+        **_CHROMA, "in_channels": 3, "out_channels": 3, "nerf_hidden_size": 8, "nerf_mlp_ratio": 2, "nerf_depth": 2,
+        "nerf_max_freqs": 4, "nerf_tile_size": 0, "nerf_final_head_type": "conv", "nerf_embedder_dtype": torch.float32,
+        "use_x0": True, "use_sequential_txt_ids": True,
     },
     lambda: _chroma(3),
 )
 
 # ----------------------------------------------------------------------------------------------------------------- Wan
 _WAN = {
-    "in_dim": 4,
-    "out_dim": 4,
-    "dim": 48,
-    "ffn_dim": 64,
-    "freq_dim": 32,
-    "text_dim": 12,
-    "num_heads": 2,
+    "in_dim": 4, "out_dim": 4, "dim": 48, "ffn_dim": 64, "freq_dim": 32, "text_dim": 12, "num_heads": 2,
     "num_layers": 4,
 }
 
@@ -216,50 +170,31 @@ def _wan(*, height: int = 4, width: int = 6, **more: Any) -> Inputs:
 
 
 WAN = Case(
-    "wan",
-    "comfy.ldm.wan.model",
-    "WanModel",
-    {**_WAN, "model_type": "i2v", "in_dim_ref_conv": 4},
+    "wan", "comfy.ldm.wan.model", "WanModel", {**_WAN, "model_type": "i2v", "in_dim_ref_conv": 4},
     lambda: _wan(clip_fea=rand(2, 3, 1280), reference_latent=rand(2, 4, 4, 6), context_latents=[rand(2, 4, 1, 4, 6)]),
     cards=3,
 )
 
 WAN_CAMERA = Case(
-    "wan_camera",
-    "comfy.ldm.wan.model",
-    "CameraWanModel",
-    {**_WAN, "in_dim_control_adapter": 2},
+    "wan_camera", "comfy.ldm.wan.model", "CameraWanModel", {**_WAN, "in_dim_control_adapter": 2},
     lambda: _wan(clip_fea=rand(2, 3, 1280), camera_conditions=rand(2, 2, 3, 32, 48)),
 )
 
 WAN_VACE = Case(
-    "wan_vace",
-    "comfy.ldm.wan.model",
-    "VaceWanModel",
-    {**_WAN, "vace_layers": 2, "vace_in_dim": 6},
+    "wan_vace", "comfy.ldm.wan.model", "VaceWanModel", {**_WAN, "vace_layers": 2, "vace_in_dim": 6},
     lambda: _wan(vace_context=rand(2, 2, 6, 3, 4, 6), vace_strength=[1.0, 0.5]),
 )
 
 WAN_VACE_TO_THE_END = Case(
-    "wan_vace_to_the_end",
-    "comfy.ldm.wan.model",
-    "VaceWanModel",
-    {**_WAN, "vace_layers": 4, "vace_in_dim": 6},
+    "wan_vace_to_the_end", "comfy.ldm.wan.model", "VaceWanModel", {**_WAN, "vace_layers": 4, "vace_in_dim": 6},
     lambda: _wan(vace_context=rand(2, 1, 6, 3, 4, 6), vace_strength=[0.5]),
 )
 
 WAN_S2V = Case(
-    "wan_s2v",
-    "comfy.ldm.wan.model",
-    "WanModel_S2V",
-    {**_WAN, "audio_dim": 8, "audio_inject_layers": [0, 2]},
+    "wan_s2v", "comfy.ldm.wan.model", "WanModel_S2V", {**_WAN, "audio_dim": 8, "audio_inject_layers": [0, 2]},
     lambda: _wan(
-        height=8,
-        width=8,
-        audio_embed=rand(2, 25, 8, 12),
-        reference_latent=rand(2, 4, 1, 8, 8),
-        control_video=rand(2, 16, 3, 8, 8),
-        reference_motion=rand(2, 16, 19, 8, 8),
+        height=8, width=8, audio_embed=rand(2, 25, 8, 12), reference_latent=rand(2, 4, 1, 8, 8),
+        control_video=rand(2, 16, 3, 8, 8), reference_motion=rand(2, 16, 19, 8, 8),
     ),
 )
 
@@ -280,10 +215,7 @@ def _with_small_audio(model: nn.Module) -> None:
 
 
 WAN_HUMO = Case(
-    "wan_humo",
-    "comfy.ldm.wan.model",
-    "HumoWanModel",
-    _WAN,
+    "wan_humo", "comfy.ldm.wan.model", "HumoWanModel", _WAN,
     lambda: _wan(audio_embed=rand(2, 3, 4), reference_latent=rand(2, 4, 1, 4, 6)),
     adjust=_with_small_audio,
 )
@@ -317,10 +249,7 @@ def _with_small_faces(model: nn.Module) -> None:
 
 
 WAN_ANIMATE = Case(
-    "wan_animate",
-    "comfy.ldm.wan.model_animate",
-    "AnimateWanModel",
-    {**_WAN, "num_layers": 10},
+    "wan_animate", "comfy.ldm.wan.model_animate", "AnimateWanModel", {**_WAN, "num_layers": 10},
     lambda: _wan(clip_fea=rand(2, 3, 1280), pose_latents=rand(2, 16, 2, 4, 6), face_pixel_values=rand(2, 3, 8, 4, 4)),
     adjust=_with_small_faces,
 )
@@ -328,25 +257,15 @@ WAN_ANIMATE = Case(
 _SCAIL = {name: value for name, value in _WAN.items() if name not in {"in_dim", "dim"}}
 
 WAN_SCAIL = Case(
-    "wan_scail",
-    "comfy.ldm.wan.model",
-    "SCAILWanModel",
-    {**_SCAIL, "in_dim": 4, "dim": 48},
+    "wan_scail", "comfy.ldm.wan.model", "SCAILWanModel", {**_SCAIL, "in_dim": 4, "dim": 48},
     lambda: _wan(clip_fea=rand(2, 3, 1280), pose_latents=rand(2, 4, 3, 2, 4), reference_latent=rand(2, 4, 1, 4, 6)),
 )
 
 WAN_SCAIL_2 = Case(
-    "wan_scail2",
-    "comfy.ldm.wan.model",
-    "SCAIL2WanModel",
-    {**_SCAIL, "in_dim": 4, "mask_in_dim": 5, "dim": 48},
+    "wan_scail2", "comfy.ldm.wan.model", "SCAIL2WanModel", {**_SCAIL, "in_dim": 4, "mask_in_dim": 5, "dim": 48},
     lambda: _wan(
-        clip_fea=rand(2, 3, 1280),
-        pose_latents=rand(2, 4, 3, 2, 4),
-        reference_latent=rand(2, 4, 1, 4, 6),
-        ref_mask_latents=rand(2, 5, 4, 4, 6),
-        sam_latents=rand(2, 5, 3, 2, 4),
-        ref_mask_flag=False,
+        clip_fea=rand(2, 3, 1280), pose_latents=rand(2, 4, 3, 2, 4), reference_latent=rand(2, 4, 1, 4, 6),
+        ref_mask_latents=rand(2, 5, 4, 4, 6), sam_latents=rand(2, 5, 3, 2, 4), ref_mask_flag=False,
     ),
 )
 
@@ -356,9 +275,7 @@ def _with_small_images(model: nn.Module) -> None:
 
 
 WAN_DANCER = Case(
-    "wan_dancer",
-    "comfy.ldm.wan.model_wandancer",
-    "WanDancerModel",
+    "wan_dancer", "comfy.ldm.wan.model_wandancer", "WanDancerModel",
     {**_WAN, "audio_inject_layers": [0, 2], "music_dim": 32, "music_latent_dim": 32},
     lambda: _wan(
         height=4, width=8, clip_fea=rand(2, 3, 1280), clip_fea_ref=rand(2, 2, 1280), audio_embed=rand(2, 6, 35), fps=25
@@ -368,77 +285,44 @@ WAN_DANCER = Case(
 )
 
 WAN_ANIMATE_2 = Case(
-    "wan_animate2",
-    "comfy.ldm.wan.model_animate2",
-    "WanAnimate2Model",
-    {**_WAN, "in_dim": 36},
+    "wan_animate2", "comfy.ldm.wan.model_animate2", "WanAnimate2Model", {**_WAN, "in_dim": 36},
     lambda: {
-        "x": rand(2, 36, 3, 4, 6),
-        "timestep": steps(1000.0),
-        "context": rand(2, 5, 12),
-        "clip_fea": rand(2, 3, 1280),
+        "x": rand(2, 36, 3, 4, 6), "timestep": steps(1000.0), "context": rand(2, 5, 12), "clip_fea": rand(2, 3, 1280),
         "pose_latents": rand(2, 16, 2, 4, 6),
     },
 )
 
 WAN_CAUSAL = Case(
-    "wan_causal",
-    "comfy.ldm.wan.ar_model",
-    "CausalWanModel",
-    _WAN,
+    "wan_causal", "comfy.ldm.wan.ar_model", "CausalWanModel", _WAN,
     lambda: {"frames": rand(2, 4, 2, 4, 6), "timestep": steps(1000.0), "context": rand(2, 5, 12)},
 )
 
 # -------------------------------------------------------------------------------------------------------- other images
 QWEN = Case(
-    "qwen_image",
-    "comfy.ldm.qwen_image.model",
-    "QwenImageTransformer2DModel",
+    "qwen_image", "comfy.ldm.qwen_image.model", "QwenImageTransformer2DModel",
     {
-        "in_channels": 16,
-        "out_channels": 4,
-        "num_layers": 4,
-        "attention_head_dim": 16,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 12,
-        "axes_dims_rope": (4, 6, 6),
+        "in_channels": 16, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 2,
+        "joint_attention_dim": 12, "axes_dims_rope": (4, 6, 6),
     },
     lambda: {
-        "x": rand(2, 4, 1, 6, 8),
-        "timestep": steps(),
-        "context": rand(2, 5, 12),
-        "attention_mask": padded(2, 5),
-        "ref_latents": [rand(2, 4, 1, 4, 6)],
-        "ref_latents_method": "index_timestep_zero",
+        "x": rand(2, 4, 1, 6, 8), "timestep": steps(), "context": rand(2, 5, 12), "attention_mask": padded(2, 5),
+        "ref_latents": [rand(2, 4, 1, 4, 6)], "ref_latents_method": "index_timestep_zero",
         "control": {"input": [rand(2, 12, 32), None, rand(2, 12, 32), rand(2, 12, 32, seed=3)]},
     },
 )
 
 _NEXT_DIT = {
-    "in_channels": 4,
-    "dim": 48,
-    "n_layers": 4,
-    "n_refiner_layers": 2,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "multiple_of": 8,
-    "qk_norm": True,
-    "cap_feat_dim": 12,
-    "axes_dims": (4, 4, 4),
+    "in_channels": 4, "dim": 48, "n_layers": 4, "n_refiner_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 8,
+    "qk_norm": True, "cap_feat_dim": 12, "axes_dims": (4, 4, 4),
 }
 
 LUMINA = Case(
-    "lumina2",
-    "comfy.ldm.lumina.model",
-    "NextDiT",
-    _NEXT_DIT,
+    "lumina2", "comfy.ldm.lumina.model", "NextDiT", _NEXT_DIT,
     lambda: {"x": rand(2, 4, 6, 8), "timesteps": steps(), "context": rand(2, 5, 12), "num_tokens": 5},
 )
 
 Z_IMAGE = Case(
-    "z_image",
-    "comfy.ldm.lumina.model",
-    "NextDiT",
+    "z_image", "comfy.ldm.lumina.model", "NextDiT",
     {
         **_NEXT_DIT,
         "dim": 256,  # what its modulation wants at least
@@ -450,20 +334,14 @@ Z_IMAGE = Case(
         "siglip_feat_dim": 6,
     },
     lambda: {
-        "x": rand(1, 4, 6, 8),
-        "timesteps": steps()[:1],
-        "context": rand(1, 5, 12),
-        "num_tokens": 5,
-        "ref_latents": [rand(1, 4, 4, 6)],
-        "ref_contexts": [rand(1, 3, 12), rand(1, 2, 12)],
+        "x": rand(1, 4, 6, 8), "timesteps": steps()[:1], "context": rand(1, 5, 12), "num_tokens": 5,
+        "ref_latents": [rand(1, 4, 4, 6)], "ref_contexts": [rand(1, 3, 12), rand(1, 2, 12)],
         "siglip_feats": [rand(1, 2, 2, 6)],
     },
 )
 
 PIXEL_NEXT_DIT = Case(
-    "next_dit_pixel",
-    "comfy.ldm.lumina.model",
-    "NextDiTPixelSpace",
+    "next_dit_pixel", "comfy.ldm.lumina.model", "NextDiTPixelSpace",
     {**_NEXT_DIT, "patch_size": 2, "decoder_hidden_size": 16, "decoder_num_res_blocks": 2},
     lambda: {"x": rand(2, 4, 6, 8), "timesteps": steps(), "context": rand(2, 5, 12), "num_tokens": 5},
 )
@@ -474,113 +352,59 @@ def _with_positions(model: nn.Module) -> None:
 
 
 SD3 = Case(
-    "sd3",
-    "comfy.ldm.modules.diffusionmodules.mmdit",
-    "OpenAISignatureMMDITWrapper",
+    "sd3", "comfy.ldm.modules.diffusionmodules.mmdit", "OpenAISignatureMMDITWrapper",
     {
-        "input_size": None,
-        "depth": 2,
-        "num_blocks": 4,
-        "adm_in_channels": 10,
+        "input_size": None, "depth": 2, "num_blocks": 4, "adm_in_channels": 10,
         "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 16, "out_features": 128}},
-        "context_size": 16,
-        "context_processor_layers": 1,
-        "pos_embed_max_size": 8,
-        "num_patches": 64,
-        "qk_norm": "rms",
-        "x_block_self_attn_layers": [0, 1],
-        "register_length": 1,
+        "context_size": 16, "context_processor_layers": 1, "pos_embed_max_size": 8, "num_patches": 64,
+        "qk_norm": "rms", "x_block_self_attn_layers": [0, 1], "register_length": 1,
     },
     lambda: {
-        "x": rand(2, 4, 6, 8),
-        "timesteps": steps(1000.0),
-        "context": rand(2, 5, 16),
-        "y": rand(2, 10),
+        "x": rand(2, 4, 6, 8), "timesteps": steps(1000.0), "context": rand(2, 5, 16), "y": rand(2, 10),
         "control": {"output": [rand(2, 12, 128), None, rand(2, 12, 128), rand(2, 12, 128, seed=3)]},
     },
-    adjust=_with_positions,
-    scale=0.05,
+    adjust=_with_positions, scale=0.05,
 )
 
 UNET = Case(
-    "unet",
-    "comfy.ldm.modules.diffusionmodules.openaimodel",
-    "UNetModel",
+    "unet", "comfy.ldm.modules.diffusionmodules.openaimodel", "UNetModel",
     {
-        "image_size": 32,
-        "in_channels": 4,
-        "model_channels": 32,
-        "out_channels": 4,
-        "num_res_blocks": [1, 1],
-        "channel_mult": (1, 2),
-        "num_head_channels": 16,
-        "use_spatial_transformer": True,
-        "transformer_depth": [1, 1],
-        "transformer_depth_output": [1, 1, 1, 1],
-        "transformer_depth_middle": 1,
-        "context_dim": 12,
-        "num_classes": "sequential",
-        "adm_in_channels": 10,
-        "use_linear_in_transformer": True,
-        "legacy": False,
+        "image_size": 32, "in_channels": 4, "model_channels": 32, "out_channels": 4, "num_res_blocks": [1, 1],
+        "channel_mult": (1, 2), "num_head_channels": 16, "use_spatial_transformer": True, "transformer_depth": [1, 1],
+        "transformer_depth_output": [1, 1, 1, 1], "transformer_depth_middle": 1, "context_dim": 12,
+        "num_classes": "sequential", "adm_in_channels": 10, "use_linear_in_transformer": True, "legacy": False,
     },
     lambda: {
-        "x": rand(2, 4, 8, 8),
-        "timesteps": steps(1000.0),
-        "context": rand(2, 5, 12),
-        "y": rand(2, 10),
+        "x": rand(2, 4, 8, 8), "timesteps": steps(1000.0), "context": rand(2, 5, 12), "y": rand(2, 10),
         "control": {
             "input": [rand(2, 64, 4, 4), None, rand(2, 32, 8, 8), rand(2, 32, 8, 8, seed=2)],
             "middle": [rand(2, 64, 4, 4)],
             "output": [rand(2, 32, 8, 8), rand(2, 32, 8, 8), rand(2, 32, 4, 4), rand(2, 64, 4, 4)],
         },
     },
-    cards=3,
-    scale=0.05,
+    cards=3, scale=0.05,
 )
 
 _CASCADE = {
-    "c_in": 4,
-    "c_out": 4,
-    "c_r": 8,
-    "c_cond": 16,
-    "nhead": [2, 2],
-    "blocks": [[1, 1], [1, 1]],
-    "c_hidden": [16, 16],
-    "level_config": ["CTA", "CTA"],
-    "c_clip_seq": 2,
+    "c_in": 4, "c_out": 4, "c_r": 8, "c_cond": 16, "nhead": [2, 2], "blocks": [[1, 1], [1, 1]], "c_hidden": [16, 16],
+    "level_config": ["CTA", "CTA"], "c_clip_seq": 2,
 }
 
 CASCADE_C = Case(
-    "cascade_c",
-    "comfy.ldm.cascade.stage_c",
-    "StageC",
+    "cascade_c", "comfy.ldm.cascade.stage_c", "StageC",
     {**_CASCADE, "c_clip_text": 12, "c_clip_text_pooled": 10, "c_clip_img": 6},
     lambda: {
-        "x": rand(2, 4, 6, 8),
-        "r": steps(),
-        "clip_text": rand(2, 5, 12),
-        "clip_text_pooled": rand(2, 1, 10),
-        "clip_img": rand(2, 1, 6),
-        "control": {"input": [rand(2, 16, 3, 4, seed=seed) for seed in range(4)]},
+        "x": rand(2, 4, 6, 8), "r": steps(), "clip_text": rand(2, 5, 12), "clip_text_pooled": rand(2, 1, 10),
+        "clip_img": rand(2, 1, 6), "control": {"input": [rand(2, 16, 3, 4, seed=seed) for seed in range(4)]},
     },
     is_exact=False,  # interpolation
 )
 
 CASCADE_B = Case(
-    "cascade_b",
-    "comfy.ldm.cascade.stage_b",
-    "StageB",
+    "cascade_b", "comfy.ldm.cascade.stage_b", "StageB",
     {
-        **_CASCADE,
-        "c_clip": 12,
-        "c_effnet": 4,
-        "patch_size": 2,
-        "c_hidden": [16, 16, 16],
-        "nhead": [-1, 2, 2],
-        "blocks": [[1, 1, 1], [1, 1, 1]],
-        "block_repeat": [[1, 1, 1], [3, 2, 1]],
-        "level_config": ["CT", "CTA", "CTA"],
+        **_CASCADE, "c_clip": 12, "c_effnet": 4, "patch_size": 2, "c_hidden": [16, 16, 16], "nhead": [-1, 2, 2],
+        "blocks": [[1, 1, 1], [1, 1, 1]], "block_repeat": [[1, 1, 1], [3, 2, 1]], "level_config": ["CT", "CTA", "CTA"],
         "dropout": [0.0, 0.0, 0.0],
     },
     lambda: {"x": rand(2, 4, 16, 16), "r": steps(), "effnet": rand(2, 4, 3, 3), "clip": rand(2, 1, 12)},
@@ -588,229 +412,118 @@ CASCADE_B = Case(
 )
 
 HIDREAM = Case(
-    "hidream",
-    "comfy.ldm.hidream.model",
-    "HiDreamImageTransformer2DModel",
+    "hidream", "comfy.ldm.hidream.model", "HiDreamImageTransformer2DModel",
     {
-        "patch_size": 2,
-        "in_channels": 4,
-        "num_layers": 2,
-        "num_single_layers": 2,
-        "attention_head_dim": 16,
-        "num_attention_heads": 2,
-        "caption_channels": [12, 14],
-        "text_emb_dim": 10,
-        "num_routed_experts": 2,
-        "num_activated_experts": 1,
-        "axes_dims_rope": (4, 6, 6),
-        "max_resolution": (16, 16),
+        "patch_size": 2, "in_channels": 4, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
+        "num_attention_heads": 2, "caption_channels": [12, 14], "text_emb_dim": 10, "num_routed_experts": 2,
+        "num_activated_experts": 1, "axes_dims_rope": (4, 6, 6), "max_resolution": (16, 16),
         "llama_layers": [0, 1, 2, 2],
     },
     lambda: {
-        "x": rand(2, 4, 6, 8),
-        "t": steps(1000.0),
-        "y": rand(2, 10),
-        "context": rand(2, 5, 12),
+        "x": rand(2, 4, 6, 8), "t": steps(1000.0), "y": rand(2, 10), "context": rand(2, 5, 12),
         "encoder_hidden_states_llama3": rand(2, 3, 4, 14),
     },
 )
 
 AURA = Case(
-    "aura_flow",
-    "comfy.ldm.aura.mmdit",
-    "MMDiT",
+    "aura_flow", "comfy.ldm.aura.mmdit", "MMDiT",
     {
-        "dim": 32,
-        "n_layers": 5,
-        "n_double_layers": 2,
-        "n_heads": 2,
-        "global_conddim": 24,
-        "cond_seq_dim": 12,
+        "dim": 32, "n_layers": 5, "n_double_layers": 2, "n_heads": 2, "global_conddim": 24, "cond_seq_dim": 12,
         "max_seq": 64,
     },
     lambda: {"x": rand(2, 4, 6, 8), "timestep": steps(), "context": rand(2, 5, 12)},
 )
 
 PIXART = Case(
-    "pixart",
-    "comfy.ldm.pixart.pixartms",
-    "PixArtMS",
+    "pixart", "comfy.ldm.pixart.pixartms", "PixArtMS",
     {"hidden_size": 48, "depth": 4, "num_heads": 2, "caption_channels": 12, "model_max_length": 5},
     lambda: {"x": rand(2, 4, 36, 40), "timesteps": steps(1000.0), "context": rand(2, 5, 12)},
 )
 
 OMNIGEN = Case(
-    "omnigen2",
-    "comfy.ldm.omnigen.omnigen2",
-    "OmniGen2Transformer2DModel",
+    "omnigen2", "comfy.ldm.omnigen.omnigen2", "OmniGen2Transformer2DModel",
     {
-        "in_channels": 4,
-        "hidden_size": 48,
-        "num_layers": 4,
-        "num_refiner_layers": 1,
-        "num_attention_heads": 2,
-        "num_kv_heads": 1,
-        "multiple_of": 8,
-        "axes_dim_rope": (8, 8, 8),
-        "text_feat_dim": 12,
+        "in_channels": 4, "hidden_size": 48, "num_layers": 4, "num_refiner_layers": 1, "num_attention_heads": 2,
+        "num_kv_heads": 1, "multiple_of": 8, "axes_dim_rope": (8, 8, 8), "text_feat_dim": 12,
     },
     lambda: {
-        "x": rand(2, 4, 6, 8),
-        "timesteps": steps(),
-        "context": rand(2, 5, 12),
-        "num_tokens": 5,
+        "x": rand(2, 4, 6, 8), "timesteps": steps(), "context": rand(2, 5, 12), "num_tokens": 5,
         "ref_latents": [rand(2, 4, 4, 6)],
     },
 )
 
 BOOGU = Case(
-    "boogu",
-    "comfy.ldm.boogu.model",
-    "BooguTransformer2DModel",
+    "boogu", "comfy.ldm.boogu.model", "BooguTransformer2DModel",
     {
-        "in_channels": 4,
-        "hidden_size": 48,
-        "num_layers": 2,
-        "num_double_stream_layers": 2,
-        "num_refiner_layers": 1,
-        "num_attention_heads": 2,
-        "num_kv_heads": 1,
-        "multiple_of": 8,
-        "axes_dim_rope": (8, 8, 8),
+        "in_channels": 4, "hidden_size": 48, "num_layers": 2, "num_double_stream_layers": 2, "num_refiner_layers": 1,
+        "num_attention_heads": 2, "num_kv_heads": 1, "multiple_of": 8, "axes_dim_rope": (8, 8, 8),
         "instruction_feat_dim": 12,
     },
     OMNIGEN.inputs,
 )
 
 MAGE_FLOW = Case(
-    "mage_flow",
-    "comfy.ldm.mage_flow.model",
-    "MageFlowTransformer2DModel",
+    "mage_flow", "comfy.ldm.mage_flow.model", "MageFlowTransformer2DModel",
     {
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 4,
-        "attention_head_dim": 16,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 12,
-        "axes_dims_rope": (4, 6, 6),
+        "in_channels": 4, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 2,
+        "joint_attention_dim": 12, "axes_dims_rope": (4, 6, 6),
     },
     lambda: {
-        "x": rand(2, 4, 3, 4),
-        "timestep": steps(),
-        "context": rand(2, 5, 12),
-        "attention_mask": padded(2, 5),
+        "x": rand(2, 4, 3, 4), "timestep": steps(), "context": rand(2, 5, 12), "attention_mask": padded(2, 5),
         "ref_latents": [rand(2, 4, 2, 3)],
         "control": {"input": [rand(2, 12, 32), None, rand(2, 12, 32), rand(2, 12, 32, seed=3)]},
     },
 )
 
 LENS = Case(
-    "lens",
-    "comfy.ldm.lens.model",
-    "LensTransformer2DModel",
+    "lens", "comfy.ldm.lens.model", "LensTransformer2DModel",
     {
-        "in_channels": 16,
-        "out_channels": 4,
-        "num_layers": 4,
-        "attention_head_dim": 16,
-        "num_attention_heads": 2,
-        "enc_hidden_dim": 12,
-        "axes_dims_rope": (4, 6, 6),
-        "selected_layer_index": (5, 11),
+        "in_channels": 16, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 2,
+        "enc_hidden_dim": 12, "axes_dims_rope": (4, 6, 6), "selected_layer_index": (5, 11),
     },
     lambda: {
-        "x": rand(2, 16, 3, 4),
-        "timestep": steps(),
-        "context": rand(2, 5, 24),
-        "attention_mask": padded(2, 5),
+        "x": rand(2, 16, 3, 4), "timestep": steps(), "context": rand(2, 5, 24), "attention_mask": padded(2, 5),
         "control": {"input": [rand(2, 12, 32), None, rand(2, 12, 32), rand(2, 12, 32, seed=3)]},
     },
 )
 
 JOY_IMAGE = Case(
-    "joyimage",
-    "comfy.ldm.joyimage.model",
-    "JoyImageTransformer3DModel",
+    "joyimage", "comfy.ldm.joyimage.model", "JoyImageTransformer3DModel",
     {
-        "in_channels": 4,
-        "hidden_size": 32,
-        "num_attention_heads": 2,
-        "text_dim": 12,
-        "num_layers": 4,
+        "in_channels": 4, "hidden_size": 32, "num_attention_heads": 2, "text_dim": 12, "num_layers": 4,
         "rope_dim_list": [4, 6, 6],
     },
     lambda: {
-        "hidden_states": rand(2, 4, 1, 6, 8),
-        "timestep": steps(1000.0),
-        "context": rand(2, 5, 12),
+        "hidden_states": rand(2, 4, 1, 6, 8), "timestep": steps(1000.0), "context": rand(2, 5, 12),
         "ref_latents": [rand(2, 4, 1, 4, 6)],
     },
 )
 
 KREA_2 = Case(
-    "krea2",
-    "comfy.ldm.krea2.model",
-    "SingleStreamDiT",
+    "krea2", "comfy.ldm.krea2.model", "SingleStreamDiT",
     {
-        "features": 32,
-        "tdim": 16,
-        "txtdim": 12,
-        "heads": 2,
-        "kvheads": 1,
-        "multiplier": 2,
-        "layers": 4,
-        "channels": 4,
-        "txtlayers": 3,
-        "txtheads": 2,
-        "txtkvheads": 2,
-        "default_ref_method": "index_timestep_zero",
+        "features": 32, "tdim": 16, "txtdim": 12, "heads": 2, "kvheads": 1, "multiplier": 2, "layers": 4,
+        "channels": 4, "txtlayers": 3, "txtheads": 2, "txtkvheads": 2, "default_ref_method": "index_timestep_zero",
     },
-    lambda: {
-        "x": rand(2, 4, 6, 8),
-        "timesteps": steps(),
-        "context": rand(2, 5, 36),
-        "ref_latents": [rand(2, 4, 4, 6)],
-    },
+    lambda: {"x": rand(2, 4, 6, 8), "timesteps": steps(), "context": rand(2, 5, 36), "ref_latents": [rand(2, 4, 4, 6)]},
 )
 
 ERNIE_IMAGE = Case(
-    "ernie_image",
-    "comfy.ldm.ernie.model",
-    "ErnieImageModel",
+    "ernie_image", "comfy.ldm.ernie.model", "ErnieImageModel",
     {
-        "hidden_size": 48,
-        "num_attention_heads": 2,
-        "num_layers": 4,
-        "ffn_hidden_size": 64,
-        "in_channels": 4,
-        "out_channels": 4,
-        "text_in_dim": 12,
-        "rope_axes_dim": (8, 8, 8),
+        "hidden_size": 48, "num_attention_heads": 2, "num_layers": 4, "ffn_hidden_size": 64, "in_channels": 4,
+        "out_channels": 4, "text_in_dim": 12, "rope_axes_dim": (8, 8, 8),
     },
     lambda: {"x": rand(2, 4, 3, 4), "timesteps": steps(1000.0), "context": rand(2, 5, 12)},
 )
 
 IDEOGRAM_4 = Case(
-    "ideogram4",
-    "comfy.ldm.ideogram4.model",
-    "Ideogram4Transformer2DModel",
+    "ideogram4", "comfy.ldm.ideogram4.model", "Ideogram4Transformer2DModel",
     {
-        "in_channels": 16,
-        "num_layers": 4,
-        "num_attention_heads": 2,
-        "attention_head_dim": 32,
-        "intermediate_size": 64,
-        "adaln_dim": 16,
-        "llm_features_dim": 12,
-        "mrope_section": (6, 5, 5),
+        "in_channels": 16, "num_layers": 4, "num_attention_heads": 2, "attention_head_dim": 32,
+        "intermediate_size": 64, "adaln_dim": 16, "llm_features_dim": 12, "mrope_section": (6, 5, 5),
     },
-    lambda: {
-        "x": rand(2, 16, 3, 4),
-        "timesteps": steps(),
-        "context": rand(2, 5, 12),
-        "attention_mask": padded(2, 5),
-    },
+    lambda: {"x": rand(2, 16, 3, 4), "timesteps": steps(), "context": rand(2, 5, 12), "attention_mask": padded(2, 5)},
 )
 
 
@@ -844,32 +557,20 @@ def _hidream_o1(prefix: int) -> Inputs:
     """Four text tokens, of which one stands for a reference and one for time; 2x2 patches and one of a reference."""
     ids = torch.tensor([[5, 151655, 7, 151673]])
     return {
-        "x": rand(2, 3, 64, 64),
-        "timesteps": steps(1000.0),
-        "input_ids": ids.expand(2, 4),
+        "x": rand(2, 3, 64, 64), "timesteps": steps(1000.0), "input_ids": ids.expand(2, 4),
         "position_ids": torch.arange(9).expand(1, 3, 9),
-        "vinput_mask": torch.tensor([[False] * 4 + [True] * 5]).expand(2, 9),
-        "ar_len": prefix,
-        "ref_pixel_values": rand(1, 1, 6),
-        "ref_image_grid_thw": torch.tensor([[[1, 1, 1]]]),
+        "vinput_mask": torch.tensor([[False] * 4 + [True] * 5]).expand(2, 9), "ar_len": prefix,
+        "ref_pixel_values": rand(1, 1, 6), "ref_image_grid_thw": torch.tensor([[[1, 1, 1]]]),
         "ref_patches": rand(2, 1, 3072),
     }
 
 
 HIDREAM_O1 = Case(
-    "hidream_o1",
-    "comfy.ldm.hidream_o1.model",
-    "HiDreamO1Transformer",
+    "hidream_o1", "comfy.ldm.hidream_o1.model", "HiDreamO1Transformer",
     {
         "text_config_overrides": {
-            "vocab_size": 8,
-            "hidden_size": 32,
-            "intermediate_size": 600,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "rope_dims": [4, 2, 2],
+            "vocab_size": 8, "hidden_size": 32, "intermediate_size": 600, "num_hidden_layers": 4,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "rope_dims": [4, 2, 2],
         },
         "vision_config_overrides": {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32},
     },
@@ -884,111 +585,56 @@ HIDREAM_O1_UNCACHED = dataclasses.replace(
 )
 
 _PIXEL_DIT = {
-    "num_groups": 2,
-    "hidden_size": 32,
-    "pixel_hidden_size": 8,
-    "pixel_attn_hidden_size": 32,
-    "pixel_num_groups": 2,
-    "patch_depth": 4,
-    "pixel_depth": 2,
-    "patch_size": 4,
-    "txt_embed_dim": 12,
-    "txt_max_length": 6,
+    "num_groups": 2, "hidden_size": 32, "pixel_hidden_size": 8, "pixel_attn_hidden_size": 32, "pixel_num_groups": 2,
+    "patch_depth": 4, "pixel_depth": 2, "patch_size": 4, "txt_embed_dim": 12, "txt_max_length": 6,
 }
 
 PIXEL_DIT = Case(
-    "pixel_dit",
-    "comfy.ldm.pixeldit.model",
-    "PixDiT_T2I",
-    _PIXEL_DIT,
+    "pixel_dit", "comfy.ldm.pixeldit.model", "PixDiT_T2I", _PIXEL_DIT,
     lambda: {"x": rand(2, 3, 11, 16), "timesteps": steps(1000.0), "context": rand(2, 5, 12)},
 )
 
 PID = Case(
-    "pid",
-    "comfy.ldm.pixeldit.pid",
-    "PidNet",
+    "pid", "comfy.ldm.pixeldit.pid", "PidNet",
     {
-        **_PIXEL_DIT,
-        "lq_latent_channels": 4,
-        "lq_hidden_dim": 8,
-        "lq_num_res_blocks": 1,
-        "lq_interval": 1,
-        "sr_scale": 1,
-        "pit_lq_inject": True,
+        **_PIXEL_DIT, "lq_latent_channels": 4, "lq_hidden_dim": 8, "lq_num_res_blocks": 1, "lq_interval": 1,
+        "sr_scale": 1, "pit_lq_inject": True,
     },
     lambda: {
-        "x": rand(2, 3, 12, 16),
-        "timesteps": steps(1000.0),
-        "context": rand(2, 5, 12),
-        "lq_latent": rand(2, 4, 3, 4),
+        "x": rand(2, 3, 12, 16), "timesteps": steps(1000.0), "context": rand(2, 5, 12), "lq_latent": rand(2, 4, 3, 4),
         "degrade_sigma": torch.tensor([0.4]),
     },
 )
 
 HUNYUAN_DIT = Case(
-    "hunyuan_dit",
-    "comfy.ldm.hydit.models",
-    "HunYuanDiT",
+    "hunyuan_dit", "comfy.ldm.hydit.models", "HunYuanDiT",
     {
-        "hidden_size": 32,
-        "depth": 8,
-        "num_heads": 2,
-        "text_states_dim": 12,
-        "text_states_dim_t5": 16,
-        "text_len": 4,
-        "text_len_t5": 6,
-        "size_cond": True,
-        "use_style_cond": True,
+        "hidden_size": 32, "depth": 8, "num_heads": 2, "text_states_dim": 12, "text_states_dim_t5": 16, "text_len": 4,
+        "text_len_t5": 6, "size_cond": True, "use_style_cond": True,
     },
     lambda: {
-        "x": rand(2, 4, 6, 8),
-        "t": steps(1000.0),
-        "context": rand(2, 4, 12),
-        "text_embedding_mask": padded(2, 4),
-        "encoder_hidden_states_t5": rand(2, 6, 16),
-        "text_embedding_mask_t5": padded(2, 6),
-        "image_meta_size": rand(2, 6).abs(),
-        "control": {"output": [rand(2, 12, 32, seed=seed) for seed in range(3)]},
+        "x": rand(2, 4, 6, 8), "t": steps(1000.0), "context": rand(2, 4, 12), "text_embedding_mask": padded(2, 4),
+        "encoder_hidden_states_t5": rand(2, 6, 16), "text_embedding_mask_t5": padded(2, 6),
+        "image_meta_size": rand(2, 6).abs(), "control": {"output": [rand(2, 12, 32, seed=seed) for seed in range(3)]},
     },
     scale=0.1,
     is_exact=False,  # attention of the text pooling
 )
 
 HUNYUAN_3D = Case(
-    "hunyuan3d_2",
-    "comfy.ldm.hunyuan3d.model",
-    "Hunyuan3Dv2",
+    "hunyuan3d_2", "comfy.ldm.hunyuan3d.model", "Hunyuan3Dv2",
     {
-        "in_channels": 4,
-        "context_in_dim": 12,
-        "hidden_size": 32,
-        "mlp_ratio": 2.0,
-        "num_heads": 2,
-        "depth": 2,
-        "depth_single_blocks": 3,
-        "guidance_embed": True,
+        "in_channels": 4, "context_in_dim": 12, "hidden_size": 32, "mlp_ratio": 2.0, "num_heads": 2, "depth": 2,
+        "depth_single_blocks": 3, "guidance_embed": True,
     },
-    lambda: {
-        "x": rand(2, 4, 7),
-        "timestep": steps(),
-        "context": rand(2, 5, 12),
-        "guidance": torch.tensor([5.0, 1.0]),
-    },
+    lambda: {"x": rand(2, 4, 7), "timestep": steps(), "context": rand(2, 5, 12), "guidance": torch.tensor([5.0, 1.0])},
     cards=3,
 )
 
 HUNYUAN_3D_21 = Case(
-    "hunyuan3d_2.1",
-    "comfy.ldm.hunyuan3dv2_1.hunyuandit",
-    "HunYuanDiTPlain",
+    "hunyuan3d_2.1", "comfy.ldm.hunyuan3dv2_1.hunyuandit", "HunYuanDiTPlain",
     {
-        "in_channels": 4,
-        "hidden_size": 32,
-        "context_dim": 12,
-        "depth": 5,
-        "num_heads": 2,
-        "num_moe_layers": 2,
+        "in_channels": 4, "hidden_size": 32, "context_dim": 12, "depth": 5, "num_heads": 2, "num_moe_layers": 2,
         "num_experts": 3,
     },
     lambda: {"x": rand(2, 4, 7), "t": steps(), "context": rand(2, 5, 12)},
@@ -996,55 +642,29 @@ HUNYUAN_3D_21 = Case(
 )
 
 TRIPO_SPLAT = Case(
-    "triposplat",
-    "comfy.ldm.triposplat.model",
-    "LatentSeqMMFlowModel",
+    "triposplat", "comfy.ldm.triposplat.model", "LatentSeqMMFlowModel",
     {
-        "q_token_length": 7,
-        "in_channels": 4,
-        "model_channels": 48,
-        "cond_channels": 12,
-        "out_channels": 4,
-        "num_blocks": 4,
-        "num_refiner_blocks": 1,
-        "num_head_channels": 24,
-        "cond2_channels": 6,
+        "q_token_length": 7, "in_channels": 4, "model_channels": 48, "cond_channels": 12, "out_channels": 4,
+        "num_blocks": 4, "num_refiner_blocks": 1, "num_head_channels": 24, "cond2_channels": 6,
     },
     lambda: {
-        "x": [rand(2, 7, 4), rand(2, 1, 5)],
-        "t": steps(1000.0),
-        "context": rand(2, 9, 12),
+        "x": [rand(2, 7, 4), rand(2, 1, 5)], "t": steps(1000.0), "context": rand(2, 9, 12),
         "ref_latents": [rand(2, 6, 2, 3)],
     },
 )
 
 # -------------------------------------------------------------------------------------------------------- other videos
 _HUNYUAN = {
-    **_FLUX,
-    "patch_size": [1, 2, 2],
-    "vec_in_dim": 10,
-    "guidance_embed": True,
-    "byt5": False,
-    "meanflow": False,
-    "use_cond_type_embedding": False,
-    "vision_in_dim": None,
-    "meanflow_sum": False,
+    **_FLUX, "patch_size": [1, 2, 2], "vec_in_dim": 10, "guidance_embed": True, "byt5": False, "meanflow": False,
+    "use_cond_type_embedding": False, "vision_in_dim": None, "meanflow_sum": False,
 }
 del _HUNYUAN["txt_ids_dims"]
 
 HUNYUAN = Case(
-    "hunyuan_video",
-    "comfy.ldm.hunyuan_video.model",
-    "HunyuanVideo",
-    _HUNYUAN,
+    "hunyuan_video", "comfy.ldm.hunyuan_video.model", "HunyuanVideo", _HUNYUAN,
     lambda: {
-        "x": rand(1, 4, 3, 4, 6),
-        "timestep": steps(1000.0)[:1],
-        "context": rand(1, 5, 12),
-        "y": rand(1, 10),
-        "guidance": torch.tensor([6.0]),
-        "attention_mask": padded(1, 5),
-        "guiding_frame_index": torch.zeros(1),
+        "x": rand(1, 4, 3, 4, 6), "timestep": steps(1000.0)[:1], "context": rand(1, 5, 12), "y": rand(1, 10),
+        "guidance": torch.tensor([6.0]), "attention_mask": padded(1, 5), "guiding_frame_index": torch.zeros(1),
         "ref_latent": rand(1, 4, 1, 4, 6),
         "control": {"input": [rand(1, 24, 32), None], "output": [None, rand(1, 24, 32), rand(1, 24, 32, seed=2)]},
     },
@@ -1067,23 +687,13 @@ def _with_small_glyphs(model: nn.Module) -> None:
 
 
 HUNYUAN_15 = Case(
-    "hunyuan_video_1.5",
-    "comfy.ldm.hunyuan_video.model",
-    "HunyuanVideo",
+    "hunyuan_video_1.5", "comfy.ldm.hunyuan_video.model", "HunyuanVideo",
     {
-        **_HUNYUAN,
-        "vec_in_dim": None,
-        "guidance_embed": False,
-        "byt5": True,
-        "meanflow": True,
-        "use_cond_type_embedding": True,
-        "vision_in_dim": 8,
+        **_HUNYUAN, "vec_in_dim": None, "guidance_embed": False, "byt5": True, "meanflow": True,
+        "use_cond_type_embedding": True, "vision_in_dim": 8,
     },
     lambda: {
-        "x": rand(2, 4, 3, 4, 6),
-        "timestep": steps(1000.0),
-        "context": rand(2, 5, 12),
-        "txt_byt5": rand(2, 3, 8),
+        "x": rand(2, 4, 3, 4, 6), "timestep": steps(1000.0), "context": rand(2, 5, 12), "txt_byt5": rand(2, 3, 8),
         "clip_fea": rand(2, 4, 8),
         "transformer_options": {"sample_sigmas": torch.tensor([1.0, 0.5, 0.0]), "sigmas": torch.tensor([0.5])},
     },
@@ -1091,12 +701,8 @@ HUNYUAN_15 = Case(
 )
 
 _LTX = {
-    "in_channels": 4,
-    "cross_attention_dim": 32,
-    "attention_head_dim": 16,
-    "num_attention_heads": 2,
-    "caption_channels": 12,
-    "num_layers": 4,
+    "in_channels": 4, "cross_attention_dim": 32, "attention_head_dim": 16, "num_attention_heads": 2,
+    "caption_channels": 12, "num_layers": 4,
 }
 
 
@@ -1108,10 +714,7 @@ def _denoise_mask() -> torch.Tensor:
 
 
 LTXV = Case(
-    "ltxv",
-    "comfy.ldm.lightricks.model",
-    "LTXVModel",
-    {**_LTX, "cross_attention_adaln": True},
+    "ltxv", "comfy.ldm.lightricks.model", "LTXVModel", {**_LTX, "cross_attention_adaln": True},
     lambda: {
         "x": rand(2, 4, 3, 4, 6),
         "timestep": rand(2, 72).abs(),  # one per token
@@ -1124,43 +727,22 @@ LTXV = Case(
 )
 
 LTXAV = Case(
-    "ltxav",
-    "comfy.ldm.lightricks.av_model",
-    "LTXAVModel",
+    "ltxav", "comfy.ldm.lightricks.av_model", "LTXAVModel",
     {
-        **_LTX,
-        "audio_in_channels": 128,
-        "audio_cross_attention_dim": 16,
-        "audio_attention_head_dim": 8,
-        "audio_num_attention_heads": 2,
-        "connector_attention_head_dim": 8,
-        "connector_num_attention_heads": 2,
+        **_LTX, "audio_in_channels": 128, "audio_cross_attention_dim": 16, "audio_attention_head_dim": 8,
+        "audio_num_attention_heads": 2, "connector_attention_head_dim": 8, "connector_num_attention_heads": 2,
         "connector_num_layers": 1,
     },
     lambda: {
-        "x": [rand(2, 4, 3, 4, 6), rand(2, 8, 5, 16)],
-        "timestep": (steps(), steps()),
-        "context": rand(2, 5, 24),
+        "x": [rand(2, 4, 3, 4, 6), rand(2, 8, 5, 16)], "timestep": (steps(), steps()), "context": rand(2, 5, 24),
         "attention_mask": padded(2, 5),
     },
 )
 
 _COSMOS = {
-    "max_img_h": 32,
-    "max_img_w": 32,
-    "max_frames": 8,
-    "in_channels": 4,
-    "out_channels": 4,
-    "patch_spatial": 2,
-    "patch_temporal": 1,
-    "model_channels": 48,
-    "num_blocks": 4,
-    "num_heads": 2,
-    "crossattn_emb_channels": 12,
-    "pos_emb_cls": "rope3d",
-    "use_adaln_lora": True,
-    "adaln_lora_dim": 8,
-    "extra_per_block_abs_pos_emb": True,
+    "max_img_h": 32, "max_img_w": 32, "max_frames": 8, "in_channels": 4, "out_channels": 4, "patch_spatial": 2,
+    "patch_temporal": 1, "model_channels": 48, "num_blocks": 4, "num_heads": 2, "crossattn_emb_channels": 12,
+    "pos_emb_cls": "rope3d", "use_adaln_lora": True, "adaln_lora_dim": 8, "extra_per_block_abs_pos_emb": True,
 }
 
 
@@ -1169,11 +751,7 @@ def _cosmos(**more: Any) -> Inputs:
 
 
 COSMOS_2 = Case(
-    "cosmos_predict2",
-    "comfy.ldm.cosmos.predict2",
-    "MiniTrainDIT",
-    _COSMOS,
-    lambda: _cosmos(fps=torch.tensor([24.0])),
+    "cosmos_predict2", "comfy.ldm.cosmos.predict2", "MiniTrainDIT", _COSMOS, lambda: _cosmos(fps=torch.tensor([24.0]))
 )
 
 
@@ -1193,37 +771,24 @@ def _with_small_adapter(model: nn.Module) -> None:
 
 
 ANIMA = Case(
-    "anima",
-    "comfy.ldm.anima.model",
-    "Anima",
-    {**_COSMOS, "extra_per_block_abs_pos_emb": False},
+    "anima", "comfy.ldm.anima.model", "Anima", {**_COSMOS, "extra_per_block_abs_pos_emb": False},
     lambda: _cosmos(t5xxl_ids=torch.arange(6).reshape(2, 3), t5xxl_weights=rand(2, 3, 1)),
     adjust=_with_small_adapter,
 )
 
 COSMOS_1 = Case(
-    "cosmos1",
-    "comfy.ldm.cosmos.model",
-    "GeneralDIT",
+    "cosmos1", "comfy.ldm.cosmos.model", "GeneralDIT",
     {
-        **_COSMOS,
-        "block_x_format": "THWBD",
-        "extra_per_block_abs_pos_emb_type": "learnable",
-        "affline_emb_norm": True,
-        "concat_padding_mask": True,
+        **_COSMOS, "block_x_format": "THWBD", "extra_per_block_abs_pos_emb_type": "learnable",
+        "affline_emb_norm": True, "concat_padding_mask": True,
     },
     lambda: _cosmos(fps=torch.tensor([24.0])),
 )
 
 MOCHI = Case(
-    "mochi",
-    "comfy.ldm.genmo.joint_model.asymm_models_joint",
-    "AsymmDiTJoint",
+    "mochi", "comfy.ldm.genmo.joint_model.asymm_models_joint", "AsymmDiTJoint",
     {
-        "hidden_size_x": 48,
-        "hidden_size_y": 24,
-        "depth": 3,
-        "num_heads": 2,
+        "hidden_size_x": 48, "hidden_size_y": 24, "depth": 3, "num_heads": 2,
         "mlp_ratio_x": 256.0,  # the class insists on 12288 wide
         "use_t5": True,
         "t5_feat_dim": 16,
@@ -1232,30 +797,17 @@ MOCHI = Case(
         "qk_norm": True,
     },
     lambda: {
-        "x": rand(2, 4, 3, 4, 6),
-        "timestep": steps(),
-        "context": rand(2, 5, 16),
-        "attention_mask": padded(2, 5),
+        "x": rand(2, 4, 3, 4, 6), "timestep": steps(), "context": rand(2, 5, 16), "attention_mask": padded(2, 5),
         "num_tokens": 5,
     },
     is_exact=False,  # attention of the text pooling
 )
 
 KANDINSKY = Case(
-    "kandinsky5",
-    "comfy.ldm.kandinsky5.model",
-    "Kandinsky5",
+    "kandinsky5", "comfy.ldm.kandinsky5.model", "Kandinsky5",
     {
-        "in_visual_dim": 4,
-        "out_visual_dim": 4,
-        "in_text_dim": 12,
-        "in_text_dim2": 10,
-        "time_dim": 24,
-        "model_dim": 48,
-        "ff_dim": 64,
-        "visual_embed_dim": 16,
-        "num_text_blocks": 1,
-        "num_visual_blocks": 4,
+        "in_visual_dim": 4, "out_visual_dim": 4, "in_text_dim": 12, "in_text_dim2": 10, "time_dim": 24,
+        "model_dim": 48, "ff_dim": 64, "visual_embed_dim": 16, "num_text_blocks": 1, "num_visual_blocks": 4,
         "axes_dims": (8, 8, 8),
     },
     lambda: {"x": rand(2, 4, 3, 4, 6), "timestep": steps(1000.0), "context": rand(2, 5, 12), "y": rand(2, 10)},
@@ -1267,19 +819,9 @@ def _with_rotary(model: nn.Module) -> None:
 
 
 _MINIMAX = {
-    "hidden_size": 32,
-    "num_layers": 4,
-    "token_refiner_num_layers": 1,
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
-    "ffn_hidden_size": 48,
-    "latents_dim": 4,
-    "audio_latents_dim": 6,
-    "text_dim": 12,
-    "timestep_input_dim": 16,
-    "time_embed_hidden_size": 24,
-    "time_embed_dim": 20,
-    "rope_inv_freq_len": 2,
+    "hidden_size": 32, "num_layers": 4, "token_refiner_num_layers": 1, "num_attention_heads": 2,
+    "attention_head_dim": 16, "ffn_hidden_size": 48, "latents_dim": 4, "audio_latents_dim": 6, "text_dim": 12,
+    "timestep_input_dim": 16, "time_embed_hidden_size": 24, "time_embed_dim": 20, "rope_inv_freq_len": 2,
 }
 
 
@@ -1287,11 +829,8 @@ def _minimax(payload: dict[str, Any], **more: Any) -> Inputs:
     """Two frames of 2x3 patches, three frames of stereo sound; the text tokens are of several kinds."""
     tags = torch.tensor([1, 1, 0, 0, 1])
     return {
-        "x": [rand(1, 4, 2, 4, 5), rand(1, 6, 2, 3)],
-        "timestep": steps(1000.0)[:1],
-        "context": rand(1, 5, 12),
-        "minimax_payload": {"text_token_tags": tags, "audio_scale": 1.5, "seed": 3, **payload},
-        **more,
+        "x": [rand(1, 4, 2, 4, 5), rand(1, 6, 2, 3)], "timestep": steps(1000.0)[:1], "context": rand(1, 5, 12),
+        "minimax_payload": {"text_token_tags": tags, "audio_scale": 1.5, "seed": 3, **payload}, **more,
     }
 
 
@@ -1303,12 +842,9 @@ def _minimax_keyframes() -> Inputs:
     return _minimax(
         {
             "keyframes": [{"resolved_frame_index": 0, "latent": frame, "audio_latent": sound}],
-            "cond_video_latents": [frame],
-            "cond_audio_latents": [sound],
-            "visual_cond_noise_aug": 0.9,
+            "cond_video_latents": [frame], "cond_audio_latents": [sound], "visual_cond_noise_aug": 0.9,
         },
-        denoise_mask=mask,
-        audio_denoise_mask=audio_mask,
+        denoise_mask=mask, audio_denoise_mask=audio_mask,
     )
 
 
@@ -1316,20 +852,14 @@ def _minimax_references() -> Inputs:
     """A picture, a sound and a video with its sound as references."""
     picture, video, sounds = rand(1, 4, 1, 4, 4), rand(1, 4, 2, 4, 6), [rand(1, 6, 2, 2), rand(1, 6, 2, 1)]
     refs = [
-        {"kind": "image", "latent_h": 4, "latent_w": 4},
-        {"kind": "audio", "ref_audio_t": 2},
+        {"kind": "image", "latent_h": 4, "latent_w": 4}, {"kind": "audio", "ref_audio_t": 2},
         {"kind": "video_audio", "ref_audio_t": 1, "latent_t": 2, "latent_h": 4, "latent_w": 6},
     ]
     return _minimax({"refs": refs, "cond_video_latents": [picture, video], "cond_audio_latents": sounds})
 
 
 MINIMAX_H3 = Case(
-    "minimax_h3",
-    "comfy.ldm.minimax.model",
-    "MiniMaxH3Model",
-    _MINIMAX,
-    _minimax_keyframes,
-    adjust=_with_rotary,
+    "minimax_h3", "comfy.ldm.minimax.model", "MiniMaxH3Model", _MINIMAX, _minimax_keyframes, adjust=_with_rotary,
     cards=3,
 )
 
@@ -1340,63 +870,33 @@ def _with_rotary_and_curves(model: nn.Module) -> None:
 
 
 MINIMAX_H3_CURVES = dataclasses.replace(
-    MINIMAX_H3,
-    name="minimax_h3_curves",
-    config={**_MINIMAX, "adaln_curve_grid": 9},
-    inputs=_minimax_references,
+    MINIMAX_H3, name="minimax_h3_curves", config={**_MINIMAX, "adaln_curve_grid": 9}, inputs=_minimax_references,
     adjust=_with_rotary_and_curves,
 )
 
 _SEEDVR = {
-    "norm_eps": 1e-5,
-    "num_layers": 4,
-    "mlp_type": "swiglu",
-    "vid_dim": 48,
-    "txt_in_dim": 12,
-    "heads": 2,
-    "head_dim": 24,
-    "mm_layers": 2,
-    "rope_dim": 24,
+    "norm_eps": 1e-5, "num_layers": 4, "mlp_type": "swiglu", "vid_dim": 48, "txt_in_dim": 12, "heads": 2,
+    "head_dim": 24, "mm_layers": 2, "rope_dim": 24,
 }
 
 SEEDVR_2 = Case(
-    "seedvr2",
-    "comfy.ldm.seedvr.model",
-    "NaDiT",
-    {**_SEEDVR, "vid_out_norm": True},
+    "seedvr2", "comfy.ldm.seedvr.model", "NaDiT", {**_SEEDVR, "vid_out_norm": True},
     lambda: {
-        "x": rand(2, 16, 3, 4, 6),
-        "timestep": steps(1000.0),
-        "context": rand(2, 5, 12),
-        "condition": rand(2, 17, 3, 4, 6),
-        "transformer_options": {"cond_or_uncond": [0, 1]},
+        "x": rand(2, 16, 3, 4, 6), "timestep": steps(1000.0), "context": rand(2, 5, 12),
+        "condition": rand(2, 17, 3, 4, 6), "transformer_options": {"cond_or_uncond": [0, 1]},
     },
 )
 
 
 COG_VIDEO_X = Case(
-    "cogvideox",
-    "comfy.ldm.cogvideo.model",
-    "CogVideoXTransformer3DModel",
+    "cogvideox", "comfy.ldm.cogvideo.model", "CogVideoXTransformer3DModel",
     {
-        "num_attention_heads": 2,
-        "attention_head_dim": 32,
-        "in_channels": 4,
-        "out_channels": 4,
-        "time_embed_dim": 16,
-        "ofs_embed_dim": 16,
-        "text_embed_dim": 12,
-        "num_layers": 4,
-        "sample_width": 6,
-        "sample_height": 4,
-        "sample_frames": 9,
-        "max_text_seq_length": 5,
-        "use_rotary_positional_embeddings": True,
+        "num_attention_heads": 2, "attention_head_dim": 32, "in_channels": 4, "out_channels": 4, "time_embed_dim": 16,
+        "ofs_embed_dim": 16, "text_embed_dim": 12, "num_layers": 4, "sample_width": 6, "sample_height": 4,
+        "sample_frames": 9, "max_text_seq_length": 5, "use_rotary_positional_embeddings": True,
     },
     lambda: {
-        "x": rand(2, 4, 3, 4, 6),
-        "timestep": steps(1000.0),
-        "context": rand(2, 5, 12),
+        "x": rand(2, 4, 3, 4, 6), "timestep": steps(1000.0), "context": rand(2, 5, 12),
         "ofs": torch.tensor([2.0, 2.0]),
     },
 )
@@ -1419,25 +919,14 @@ def _with_small_lyrics(model: nn.Module) -> None:
 
 
 ACE_STEP = Case(
-    "ace_step",
-    "comfy.ldm.ace.model",
-    "ACEStepTransformer2DModel",
+    "ace_step", "comfy.ldm.ace.model", "ACEStepTransformer2DModel",
     {
-        "num_layers": 4,
-        "attention_head_dim": 16,
-        "num_attention_heads": 2,
-        "max_position": 64,
-        "speaker_embedding_dim": 6,
-        "text_embedding_dim": 12,
-        "ssl_latent_dims": [8, 8],
-        "lyric_encoder_vocab_size": 20,
-        "lyric_hidden_size": 16,
+        "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 2, "max_position": 64,
+        "speaker_embedding_dim": 6, "text_embedding_dim": 12, "ssl_latent_dims": [8, 8],
+        "lyric_encoder_vocab_size": 20, "lyric_hidden_size": 16,
     },
     lambda: {
-        "x": rand(2, 8, 16, 6),
-        "timestep": steps(),
-        "context": rand(2, 5, 12),
-        "speaker_embeds": rand(2, 6),
+        "x": rand(2, 8, 16, 6), "timestep": steps(), "context": rand(2, 5, 12), "speaker_embeds": rand(2, 6),
         "lyric_token_idx": torch.arange(8).reshape(2, 4),
     },
     adjust=_with_small_lyrics,
@@ -1452,37 +941,17 @@ def _with_short_tables(model: nn.Module) -> None:
 
 
 ACE_STEP_15 = Case(
-    "ace_step_1.5",
-    "comfy.ldm.ace.ace_step15",
-    "AceStepConditionGenerationModel",
+    "ace_step_1.5", "comfy.ldm.ace.ace_step15", "AceStepConditionGenerationModel",
     {
-        "in_channels": 12,
-        "hidden_size": 32,
-        "text_hidden_dim": 12,
-        "timbre_hidden_dim": 4,
-        "audio_acoustic_hidden_dim": 4,
-        "num_dit_layers": 4,
-        "num_lyric_layers": 1,
-        "num_timbre_layers": 1,
-        "num_tokenizer_layers": 1,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 16,
-        "intermediate_size": 512,
-        "sliding_window": 2,
-        "fsq_dim": 32,
-        "fsq_levels": [2, 2, 2],
-        "encoder_hidden_size": 32,
-        "encoder_intermediate_size": 48,
-        "encoder_num_heads": 2,
+        "in_channels": 12, "hidden_size": 32, "text_hidden_dim": 12, "timbre_hidden_dim": 4,
+        "audio_acoustic_hidden_dim": 4, "num_dit_layers": 4, "num_lyric_layers": 1, "num_timbre_layers": 1,
+        "num_tokenizer_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 512,
+        "sliding_window": 2, "fsq_dim": 32, "fsq_levels": [2, 2, 2], "encoder_hidden_size": 32,
+        "encoder_intermediate_size": 48, "encoder_num_heads": 2,
     },
     lambda: {
-        "x": rand(2, 4, 11),
-        "timestep": steps(),
-        "context": rand(2, 5, 12),
-        "lyric_embed": rand(2, 3, 12),
-        "refer_audio": rand(2, 4, 11),
-        "is_covers": False,
+        "x": rand(2, 4, 11), "timestep": steps(), "context": rand(2, 5, 12), "lyric_embed": rand(2, 3, 12),
+        "refer_audio": rand(2, 4, 11), "is_covers": False,
     },
     adjust=_with_short_tables,
 )
@@ -1497,37 +966,21 @@ def _with_buffers(model: nn.Module) -> None:
 _STABLE_AUDIO = {"io_channels": 4, "embed_dim": 64, "cond_token_dim": 32, "depth": 4, "num_heads": 2}
 
 STABLE_AUDIO = Case(
-    "stable_audio",
-    "comfy.ldm.audio.dit",
-    "AudioDiffusionTransformer",
-    {**_STABLE_AUDIO, "global_cond_dim": 12},
+    "stable_audio", "comfy.ldm.audio.dit", "AudioDiffusionTransformer", {**_STABLE_AUDIO, "global_cond_dim": 12},
     lambda: {"x": rand(2, 4, 9), "timestep": steps(), "context": rand(2, 5, 32), "global_embed": rand(2, 12)},
     adjust=_with_buffers,
 )
 
 STABLE_AUDIO_3 = Case(
-    "stable_audio_3",
-    "comfy.ldm.audio.dit",
-    "AudioDiffusionTransformer",
+    "stable_audio_3", "comfy.ldm.audio.dit", "AudioDiffusionTransformer",
     {
-        **_STABLE_AUDIO,
-        "cond_token_dim": 16,
-        "project_cond_tokens": True,
-        "global_cond_dim": 12,
-        "global_cond_type": "adaLN",
-        "global_cond_shared_embed": True,
-        "timestep_features_type": "expo",
-        "local_add_cond_dim": 5,
-        "num_memory_tokens": 3,
-        "patch_size": 2,
-        "norm_type": "rms_norm",
+        **_STABLE_AUDIO, "cond_token_dim": 16, "project_cond_tokens": True, "global_cond_dim": 12,
+        "global_cond_type": "adaLN", "global_cond_shared_embed": True, "timestep_features_type": "expo",
+        "local_add_cond_dim": 5, "num_memory_tokens": 3, "patch_size": 2, "norm_type": "rms_norm",
         "attn_kwargs": {"qk_norm": "rms", "differential": True},
     },
     lambda: {
-        "x": rand(2, 4, 10),
-        "timestep": steps(),
-        "context": rand(2, 5, 16),
-        "global_embed": rand(2, 12),
+        "x": rand(2, 4, 10), "timestep": steps(), "context": rand(2, 5, 16), "global_embed": rand(2, 12),
         "local_add_cond": rand(2, 5, 5),
     },
     adjust=_with_buffers,
@@ -1536,9 +989,7 @@ STABLE_AUDIO_3 = Case(
 
 def _minimax_music(*, length: int, frames: int) -> Inputs:
     return {
-        "x": rand(2, 128, length),
-        "timestep": steps(),
-        "context": rand(2, frames, 8 * 4096),
+        "x": rand(2, 128, length), "timestep": steps(), "context": rand(2, frames, 8 * 4096),
         "conditioning_scale": torch.tensor([1.0, 0.5]).reshape(2, 1, 1),
     }
 
@@ -1560,10 +1011,7 @@ def _with_narrow_music(model: nn.Module) -> None:
 
 
 MINIMAX_MUSIC = Case(
-    "minimax_music_3",
-    "comfy.ldm.minimax_music.dit",
-    "MiniMaxMusic3DiT",
-    {},
+    "minimax_music_3", "comfy.ldm.minimax_music.dit", "MiniMaxMusic3DiT", {},
     lambda: _minimax_music(length=9, frames=4),
     adjust=_with_narrow_music,
     device="meta",
@@ -1596,21 +1044,17 @@ _MORE_HEADS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen_image", "mage_flow", "lens", "hidream"), _QWEN_HEADS),
     **dict.fromkeys(("lumina2", "next_dit_pixel"), _NEXT_DIT_HEADS),
     "z_image": {"n_heads": 8, "n_kv_heads": 8, "axes_dims": (8, 12, 12)},
-    "sd3": {"depth": 4, "context_embedder_config": _SD3_TEXT},
-    "ltxv": _LTX_HEADS,
+    "sd3": {"depth": 4, "context_embedder_config": _SD3_TEXT}, "ltxv": _LTX_HEADS,
     "ltxav": {**_LTX_HEADS, "audio_attention_head_dim": 4, "audio_num_attention_heads": 4},
-    "aura_flow": {"n_heads": 4},
-    **dict.fromkeys(("omnigen2", "boogu"), _GROUPED),
+    "aura_flow": {"n_heads": 4}, **dict.fromkeys(("omnigen2", "boogu"), _GROUPED),
     "joyimage": {"num_attention_heads": 4, "rope_dim_list": [4, 2, 2]},
     "krea2": {"features": 128, "heads": 8, "kvheads": 4},
     "ernie_image": {"num_attention_heads": 4, "rope_axes_dim": (4, 4, 4)},
     "ideogram4": {"num_attention_heads": 4, "attention_head_dim": 16, "mrope_section": (4, 2, 2)},
-    **dict.fromkeys(("pixel_dit", "pid"), {"num_groups": 4}),
-    "kandinsky5": {"model_dim": 96},
+    **dict.fromkeys(("pixel_dit", "pid"), {"num_groups": 4}), "kandinsky5": {"model_dim": 96},
     "cogvideox": {"num_attention_heads": 4},
     **dict.fromkeys(("minimax_h3", "minimax_h3_curves", "ace_step"), {"num_attention_heads": 4}),
-    "seedvr2": {"heads": 4},
-    "ace_step_1.5": {"num_heads": 8, "num_kv_heads": 4, "encoder_num_heads": 8},
+    "seedvr2": {"heads": 4}, "ace_step_1.5": {"num_heads": 8, "num_kv_heads": 4, "encoder_num_heads": 8},
     "stable_audio": {"num_heads": 8, "embed_dim": 256, "cond_token_dim": 128},
     "stable_audio_3": {"num_heads": 4, "embed_dim": 128},
 }
@@ -1655,12 +1099,9 @@ def _counted(case: Case, calls_again: int = 0, **given: torch.Tensor | None) -> 
 # One of each shape: text tokens in the stream, beside it, and attended to; experts; joined outputs; modules of one kind
 # of token and of two; convolutions; heads of keys and values.
 COUNTED = (
-    _counted(KREA_2, x=rand(2, 4, 32, 24), ref_latents=None),
-    _counted(LENS, x=rand(2, 16, 16, 12), control=None),
-    _counted(COSMOS_2, x=rand(2, 4, 3, 16, 16)),
-    _counted(HIDREAM, x=rand(2, 4, 32, 24)),
+    _counted(KREA_2, x=rand(2, 4, 32, 24), ref_latents=None), _counted(LENS, x=rand(2, 16, 16, 12), control=None),
+    _counted(COSMOS_2, x=rand(2, 4, 3, 16, 16)), _counted(HIDREAM, x=rand(2, 4, 32, 24)),
     _counted(HUNYUAN_DIT, x=rand(2, 4, 32, 24), control=None),
     _counted(SEEDVR_2, 3, x=rand(2, 16, 3, 16, 16), condition=rand(2, 17, 3, 16, 16)),
-    _counted(ACE_STEP, x=rand(2, 8, 16, 192)),
-    _counted(ACE_STEP_15, x=rand(2, 4, 384), refer_audio=rand(2, 4, 384)),
+    _counted(ACE_STEP, x=rand(2, 8, 16, 192)), _counted(ACE_STEP_15, x=rand(2, 4, 384), refer_audio=rand(2, 4, 384)),
 )

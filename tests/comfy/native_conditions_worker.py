@@ -36,10 +36,13 @@ from comfy_extras.nodes_zimage import TextEncodeZImageOmni  # noqa: E402
 from devicebridge.config.data import DataConfig, FolderConfig  # noqa: E402
 from devicebridge.config.job import make_job  # noqa: E402
 from devicebridge.data.folders import scan_folders  # noqa: E402
-from devicebridge.encoding.comfy_data import read_conditioning, read_pairs  # noqa: E402
-from devicebridge.encoding.conditions import ComfyConditions  # noqa: E402
-from devicebridge.encoding.encode import fill_conditions  # noqa: E402
-from devicebridge.encoding.encoded import save_encoded  # noqa: E402
+from devicebridge.encoding.comfy_data import (  # noqa: E402
+    read_conditioning,
+    read_pairs,
+    save_encoded,
+)
+from devicebridge.encoding.comfy_sources import ComfyConditions  # noqa: E402
+from devicebridge.encoding.encode import fill  # noqa: E402
 from devicebridge.encoding.store import CacheStore  # noqa: E402
 from devicebridge.events import EventLog  # noqa: E402
 from devicebridge.families.spec import LatentSpec  # noqa: E402
@@ -176,7 +179,7 @@ def entry_of(way: str, vae: Any) -> Any:
     conditioner = HostConditioner(*stock)  # type: ignore[arg-type]
     store = CacheStore(ROOT / "cache")
     source = ComfyConditions(way, (way,), lambda shapes: "", conditioner=conditioner)
-    (key,) = fill_conditions([(sample.caption, sample.condition)], source, store).values()
+    (key,) = fill([(sample.caption, sample.condition)], source, store).values()
     return store.get(key)
 
 

@@ -40,10 +40,9 @@ from devicebridge.nodes.host.native.model import _plain_attention, native_traini
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.placement import Placement, block_names, native_block_flops  # noqa: E402
 from devicebridge.parallel.runner import MicroBatch, PlainAccumulation  # noqa: E402
-from devicebridge.planning.forecast import Backend, Forecaster, Optimizer, StagePlan, StepSettings  # noqa: E402
-from devicebridge.planning.meter import Kernels  # noqa: E402
-from devicebridge.planning.question import ModelCosts  # noqa: E402
-from devicebridge.planning.short_model import SampleText, Work  # noqa: E402
+from devicebridge.planning.costs import ModelCosts  # noqa: E402
+from devicebridge.planning.dry_run import Kernels, SampleText, Work  # noqa: E402
+from devicebridge.planning.memory import Backend, Forecaster, Optimizer, StagePlan  # noqa: E402
 from devicebridge.quantization.kernel_choice import device_kernels  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings  # noqa: E402
 from devicebridge.tests.comfy.native_steps import no_autocast_on_cards  # noqa: E402
@@ -84,12 +83,7 @@ class Way:
         return [StagePlan(0, 2, 0, cut, self.kept[0]), StagePlan(1, 2, cut, num_blocks, self.kept[1])]
 
 
-WAYS = {
-    "recompute": Way(),
-    "kept": Way((0, 1)),
-    "8 bits": Way(scheme="int8-compute"),
-    "divided": Way(is_divided=True),
-}
+WAYS = {"recompute": Way(), "kept": Way((0, 1)), "8 bits": Way(scheme="int8-compute"), "divided": Way(is_divided=True)}
 # Features of an MLP that two cards can have halves of, as all published sizes have.
 EVEN: dict[str, dict[str, Any]] = {
     "flux2_heads": {"mlp_ratio": 4.0},
@@ -263,8 +257,8 @@ def _forecast(costs: ModelCosts, shape: Any, text: SampleText, way: Way) -> dict
     work = Work(shape, 1, torch.float32, _quantize(way), LORA, (1,) * (1 + way.is_divided), text)
     kernels = Kernels(device_kernels(CARDS[0]), has_fused=False, rounding=1)
     backend = Backend(workspace=0, fragmentation=0.0, context=0)
-    cost, settings = costs.dry_run(work, kernels), StepSettings()
-    forecaster = Forecaster(cost, Optimizer(state=8, step=0), settings, backend=backend)
+    cost = costs.dry_run(work, kernels)
+    forecaster = Forecaster(cost, Optimizer(state=8, step=0), backend=backend)
     plans = way.plans(len(costs.names))
     return {str(card): forecaster.device(str(card), plan).allocated for card, plan in zip(CARDS, plans, strict=False)}
 

@@ -109,9 +109,9 @@ class _Split:
 
     def _between(self, patch: Callable[[Any], Any], keys: Sequence[str]) -> Callable[[Any], Any]:
         def at_the_stream(args: dict[str, Any]) -> Any:
-            from devicebridge.parallel.local.lend import Lent
+            from devicebridge.parallel.local.borrow import Borrowed
 
-            lent = Lent({key: args[key] for key in keys}, args[keys[0]].device)  # views keep their strides
+            lent = Borrowed({key: args[key] for key in keys}, args[keys[0]].device)  # views keep their strides
             return patch({**args, **lent.value})
 
         return at_the_stream
@@ -426,20 +426,20 @@ class _Runs:
             yield forward, alone, machine
 
     def counted(self, case: Counted) -> str:
-        """What planning/divided_work.py counts of a forward, as shares of what two cards did: bytes from one to the
+        """What planning/times.py counts of a forward, as shares of what two cards did: bytes from one to the
         other, exchanges, and products with weights."""
         from devicebridge.parallel.block_lists import execution_order
         from devicebridge.parallel.local.shards import find_plan, shares_of
         from devicebridge.parallel.placement import native_list, products_of
-        from devicebridge.planning import divided_work
+        from devicebridge.planning import times
         from devicebridge.tests.emulated import CARDS
 
         names = execution_order(self.model, self.row)
         blocks = {name: self.model.get_submodule(name) for name in names}
         plans = {name: find_plan(self.row.tensor, block) for name, block in blocks.items()}
         divided = {name: (plan, shares_of(blocks[name], plan, (1.0, 1.0))) for name, plan in plans.items() if plan}
-        with mock.patch.object(divided_work, "NUM_TEXT_TOKENS", case.num_text):
-            work = divided_work.divided_work(self.model, self.row, divided, case.num_picture)
+        with mock.patch.object(times, "NUM_TEXT_TOKENS", case.num_text):
+            work = times.forward_work(self.model, self.row, divided, case.num_picture)
         side, tokens = native_list(self.row), (case.num_picture, case.num_text)
         products = sum(sum(products_of(block, side, *tokens).values()) for block in blocks.values())
         with _products_watched(blocks.values()) as done:
@@ -617,11 +617,7 @@ def _refused(case: Case) -> dict[str, str]:
         model = _TwoFrames(model)
         row = dataclasses.replace(row, block_lists=("model.blocks",), tail=("model.head",), replace_keys={})
     runs = _Runs(case, row, model)
-    return {
-        "refusal": row.refusal,
-        "called": _attempt(runs.calls),
-        "relay": _attempt(lambda: runs.split("relay", 2)),
-    }
+    return {"refusal": row.refusal, "called": _attempt(runs.calls), "relay": _attempt(lambda: runs.split("relay", 2))}
 
 
 def _eight_cards(case: Case) -> str:

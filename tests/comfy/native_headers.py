@@ -13,66 +13,31 @@ import comfy.supported_models
 import torch
 from devicebridge.nodes.host.native.source import read_native
 
+# fmt: off
+
 _UNET = {
-    "image_size": 32,
-    "in_channels": 4,
-    "out_channels": 4,
-    "model_channels": 320,
-    "use_checkpoint": False,
-    "use_spatial_transformer": True,
-    "legacy": False,
-    "use_temporal_resblock": False,
-    "use_temporal_attention": False,
+    "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 320, "use_checkpoint": False,
+    "use_spatial_transformer": True, "legacy": False, "use_temporal_resblock": False, "use_temporal_attention": False,
 }
 _SD_15 = {
-    **_UNET,
-    "num_res_blocks": [2, 2, 2, 2],
-    "channel_mult": [1, 2, 4, 4],
-    "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0],
-    "transformer_depth_output": [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0],
-    "transformer_depth_middle": 1,
-    "use_linear_in_transformer": False,
-    "context_dim": 768,
+    **_UNET, "num_res_blocks": [2, 2, 2, 2], "channel_mult": [1, 2, 4, 4],
+    "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0], "transformer_depth_output": [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0],
+    "transformer_depth_middle": 1, "use_linear_in_transformer": False, "context_dim": 768,
 }
 SDXL = {
-    **_UNET,
-    "num_res_blocks": [2, 2, 2],
-    "channel_mult": [1, 2, 4],
-    "transformer_depth": [0, 0, 2, 2, 10, 10],
-    "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
-    "transformer_depth_middle": 10,
-    "use_linear_in_transformer": True,
-    "context_dim": 2048,
-    "num_classes": "sequential",
-    "adm_in_channels": 2816,
+    **_UNET, "num_res_blocks": [2, 2, 2], "channel_mult": [1, 2, 4], "transformer_depth": [0, 0, 2, 2, 10, 10],
+    "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10], "transformer_depth_middle": 10,
+    "use_linear_in_transformer": True, "context_dim": 2048, "num_classes": "sequential", "adm_in_channels": 2816,
 }
 _NEXT_DIT = {"image_model": "lumina2", "patch_size": 2, "in_channels": 16, "qk_norm": True}
 Z_IMAGE = {
-    **_NEXT_DIT,
-    "dim": 3840,
-    "cap_feat_dim": 2560,
-    "n_layers": 30,
-    "n_heads": 30,
-    "n_kv_heads": 30,
-    "axes_dims": [32, 48, 48],
-    "axes_lens": [1536, 512, 512],
-    "rope_theta": 256.0,
-    "ffn_dim_multiplier": 8.0 / 3.0,
-    "z_image_modulation": True,
-    "time_scale": 1000.0,
-    "pad_tokens_multiple": 32,
+    **_NEXT_DIT, "dim": 3840, "cap_feat_dim": 2560, "n_layers": 30, "n_heads": 30, "n_kv_heads": 30,
+    "axes_dims": [32, 48, 48], "axes_lens": [1536, 512, 512], "rope_theta": 256.0, "ffn_dim_multiplier": 8.0 / 3.0,
+    "z_image_modulation": True, "time_scale": 1000.0, "pad_tokens_multiple": 32,
 }
 _LUMINA_2 = {
-    **_NEXT_DIT,
-    "dim": 2304,
-    "cap_feat_dim": 2304,
-    "n_layers": 26,
-    "n_heads": 24,
-    "n_kv_heads": 8,
-    "axes_dims": [32, 32, 32],
-    "axes_lens": [300, 512, 512],
-    "rope_theta": 10000.0,
-    "ffn_dim_multiplier": 4.0,
+    **_NEXT_DIT, "dim": 2304, "cap_feat_dim": 2304, "n_layers": 26, "n_heads": 24, "n_kv_heads": 8,
+    "axes_dims": [32, 32, 32], "axes_lens": [300, 512, 512], "rope_theta": 10000.0, "ffn_dim_multiplier": 4.0,
 }
 _WHOLE = "model.diffusion_model."  # prefix in a checkpoint with text encoders and VAE
 # Name -> class of comfy.supported_models, arguments of the model, prefix, what lies beside it, how it predicts.
@@ -80,8 +45,7 @@ _FILES: Mapping[str, tuple[str, Mapping[str, Any], str, tuple[str, ...], str]] =
     "SD 1.5 checkpoint": ("SD15", _SD_15, _WHOLE, ("first_stage_model.quant_conv.bias",), "EPS"),
     "SDXL checkpoint, v-prediction": ("SDXL", SDXL, _WHOLE, ("v_pred", "ztsnr"), "V_PREDICTION"),
     "SDXL checkpoint, EDM v-prediction": ("SDXL", SDXL, _WHOLE, ("edm_vpred.sigma_max",), "V_PREDICTION_EDM"),
-    "Z-Image": ("ZImage", Z_IMAGE, "", (), "FLOW"),
-    "Lumina 2": ("Lumina2", _LUMINA_2, "", (), "FLOW"),
+    "Z-Image": ("ZImage", Z_IMAGE, "", (), "FLOW"), "Lumina 2": ("Lumina2", _LUMINA_2, "", (), "FLOW"),
 }
 
 

@@ -44,7 +44,7 @@ from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.block_lists import placed_blocks  # noqa: E402
 from devicebridge.parallel.local.shard_trees import division_fault  # noqa: E402
 from devicebridge.planning.cards import parse_cards  # noqa: E402
-from devicebridge.planning.short_model import NoForecast  # noqa: E402
+from devicebridge.planning.dry_run import NoForecast  # noqa: E402
 from devicebridge.tests.comfy.full_sizes import QUICK, plan_published  # noqa: E402
 from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
 from devicebridge.tests.comfy.native_steps import Bench, forecast, one_line  # noqa: E402

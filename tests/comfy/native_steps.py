@@ -32,8 +32,7 @@ import torch
 from comfy.nested_tensor import NestedTensor
 from comfy_extras import nodes_train
 from devicebridge.config.job import JobConfig, make_job
-from devicebridge.encoding.comfy_data import read_pairs
-from devicebridge.encoding.encoded import save_encoded
+from devicebridge.encoding.comfy_data import read_pairs, save_encoded
 from devicebridge.encoding.store import CacheStore
 from devicebridge.events import EventLog
 from devicebridge.families.comfy.inputs import NOISE_MASK, fit_mask, read_latents, read_text, streams_of
@@ -41,7 +40,7 @@ from devicebridge.jobs.build import build_trainer
 from devicebridge.jobs.checked_job import JobPlan
 from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job, plan_job, run_job
-from devicebridge.jobs.native_limits import why_no_forecast, why_no_stages
+from devicebridge.jobs.resolve import why_no_forecast, why_no_stages
 from devicebridge.nodes.host.native.model import native_training
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.parallel.devices import own_random_states
@@ -591,7 +590,7 @@ def steps_of(name: str) -> dict[str, Callable[[Bench], Figures]]:
 
 def compiled(bench: Bench) -> Figures:
     """Blocks as torch's compiler traces and differentiates them, for sizes of one kind and of any; its kernels are
-    compared with uncompiled blocks before every run (training/preflight.py)."""
+    compared with uncompiled blocks before every run (training/compile_check.py)."""
     family = bench.info.family
     figures = {}
     for title, is_dynamic in (("one size", False), *([("any size", True)] if bench.is_long else [])):

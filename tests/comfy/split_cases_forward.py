@@ -26,14 +26,7 @@ Change = Callable[[Any, torch.device], None]
 
 
 def _compare(
-    case: Case,
-    claim: str,
-    name: str,
-    change: Change,
-    *,
-    cfg: float = 1.0,
-    positive: Any = None,
-    **request: Any,
+    case: Case, claim: str, name: str, change: Change, *, cfg: float = 1.0, positive: Any = None, **request: Any
 ) -> None:
     """A MODEL changed after or before its split computes as one changed and never split; and the change does something.
 

@@ -14,10 +14,11 @@ from unittest import mock
 
 import comfy.ops
 import torch
-from devicebridge.nodes.host.split.division import addresses_on
+from devicebridge.nodes.host.split.tensor import addresses_on
 from devicebridge.nodes.host.split.tree import tree_of
-from devicebridge.parallel.local import divided_graphs, tensor_parallel
-from devicebridge.parallel.local.divided_graphs import DividedGraphs
+from devicebridge.parallel.local import graphs as graphs_module
+from devicebridge.parallel.local import tensor_parallel
+from devicebridge.parallel.local.graphs import Graphs
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.comfy.emulated_vram import dynamic_vram
 from devicebridge.tests.comfy.split_cases import CASES, Case, case
@@ -40,7 +41,7 @@ def replayed() -> Iterator[None]:
     """Splits made inside are replayed, from a call's second time on."""
     with (
         mock.patch.object(TensorParallel, "replay", replaying),
-        mock.patch.object(divided_graphs, "RECORDED_AFTER", 1),
+        mock.patch.object(graphs_module, "RECORDED_AFTER", 1),
         unwatched(),
     ):
         yield
@@ -52,7 +53,7 @@ def bridge_of(model: Any) -> TensorParallel:
     return tree.bridge
 
 
-def _graphs(model: Any) -> DividedGraphs:
+def _graphs(model: Any) -> Graphs:
     graphs = bridge_of(model).graphs
     assert graphs is not None
     return graphs

@@ -17,8 +17,8 @@ import comfy.lora
 import comfy.sd
 import comfy.weight_adapter
 import torch
-from devicebridge.parallel.local import forward_workers
-from devicebridge.parallel.local.collective import Collective
+from devicebridge.parallel.local import tensor_parallel
+from devicebridge.parallel.local.collectives import Collective
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
@@ -277,7 +277,7 @@ def tensor_a_card_too_small_for_its_largest_layer(case: Case) -> None:
     least = comfy.model_management.minimum_inference_memory()
     columns = divided.model.diffusion_model.single_blocks[0].linear1.in_features
     for device in (OTHER, THIRD):
-        slices = divided.model.devicebridge_split.divided.shards[device]["single_blocks.0"].slices["linear1.weight"]
+        slices = divided.model.devicebridge_split.executor.shards[device]["single_blocks.0"].slices["linear1.weight"]
         layer = 4 * columns * sum(last - first for first, last in slices.ranges)
         with mock.patch.dict(host.machine.capacity_bytes, {device: int(least + layer - 1)}):
             case.refused(f"{device}", lambda: host.sample(divided, name), RuntimeError, str(device), "largest layer")
@@ -374,7 +374,7 @@ def tensor_out_of_memory_on_the_way(case: Case) -> None:
         broken = (
             mock.patch.object(TensorParallel, target, mock.Mock(side_effect=error))
             if target
-            else mock.patch.object(forward_workers, "current_device", mock.Mock(side_effect=error))
+            else mock.patch.object(tensor_parallel, "current_device", mock.Mock(side_effect=error))
         )
         with broken:
             case.refused(where, lambda: host.sample(divided, name), torch.OutOfMemoryError, "injected")

@@ -123,8 +123,8 @@ def _file(kind: str, name: str, case: Case) -> None:
 def _check_planned_bytes(case: Case, what: str, given: Any, divided: Any) -> None:
     """What was planned from the whole weights is what the slices take."""
     tree = tree_of(divided.model)
-    planned = tree.plan.division.bytes_on(given.model.diffusion_model)
-    modules = {tree.plan.home: divided.model.diffusion_model, **tree.shards}
+    planned = tree.plan.bytes_on(given.model.diffusion_model)
+    modules = {tree.plan.main_device: divided.model.diffusion_model, **tree.shards}
     held = {device: int(comfy.model_management.module_size(module)) for device, module in modules.items()}
     apart = max(abs(planned[device] / size - 1) for device, size in held.items())
     case.check(f"{what}: bytes are as planned", apart < 0.02, (planned, held))
@@ -145,7 +145,7 @@ def _eight_bit(divided: Any) -> dict[torch.device, dict[str, QuantizedTensor]]:
 def _check_patched_slices(case: Case, what: str, divided: Any, exact: Any) -> None:
     """Every divided weight that a card holds is the slice of the patched whole, each number one 8-bit step off at most,
     for it is rounded up or down at random. ComfyUI's fp8 is off by two right below a power of two, on one card, too."""
-    blocks, worst, count = tree_of(divided.model).divided, 0.0, 0
+    blocks, worst, count = tree_of(divided.model).executor, 0.0, 0
     allowed = 1.01
     wholes = dict(exact.model.named_parameters())
     for device, weights in _eight_bit(divided).items():

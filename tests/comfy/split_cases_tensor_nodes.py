@@ -9,7 +9,7 @@ from unittest import mock
 
 import comfy.model_management
 import comfy_extras.nodes_model_merging as merging
-from devicebridge.parallel.local.collective import Collective
+from devicebridge.parallel.local.collectives import Collective
 from devicebridge.tests.comfy.split_cases import CPU, Case, case
 from devicebridge.tests.comfy.split_cases_nodes import _FLUX, _SD3, WINDOWS, Node, _apply
 from devicebridge.tests.comfy.split_cases_tensor import _failing_meeting, near, tensor
@@ -35,7 +35,7 @@ def _each(case: Case, name: str, nodes: tuple[Node, ...]) -> None:
 
 @case
 def tensor_nodes_for_flux(case: Case) -> None:
-    _each(case, "flux1_heads", _FLUX)
+    _each(case, "flux1_heads", tuple(node for node in _FLUX if node[1] != "NAGuidance"))  # which is refused
 
 
 @case

@@ -175,7 +175,7 @@ def a_large_estimate_is_a_warning(case: Case) -> None:
     needed = divided.model.memory_required([1, 16, 2, 4, 4])
     host.machine.capacity_bytes[OTHER] = int(comfy.model_management.minimum_inference_memory()) + (64 << 20)
     divided.model.memory_usage_factor *= (2 << 30) / needed
-    with case.logged("devicebridge.nodes.host.split.forecast") as said:
+    with case.logged("devicebridge.nodes.host.split.sampling") as said:
         case.equal("it runs", host.sample(divided, NAME), reference)
     case.check("and says so", any("may run out of memory" in line for line in said), said)
     host.machine.capacity_bytes[OTHER] = CAPACITY_BYTES
@@ -187,7 +187,7 @@ def cuts_by_hand_are_checked_against_the_limits(case: Case) -> None:
     settings: dict[str, Any] = {"balance": "manual", "split_at": (2,), "memory_limit_gb": (0.0001, 0.0001)}
     act = lambda: split(host.load(NAME), offload=False, **settings)  # noqa: E731
     case.refused("offload off", act, ValueError, "GB", "turn offload on")
-    with case.logged("devicebridge.nodes.host.split.plan") as said:
+    with case.logged("devicebridge.nodes.host.split.blocks") as said:
         divided = split(host.load(NAME), **settings)
     case.check("offload on says what is streamed", any("streamed at every step" in line for line in said), said)
     reference = host.sample(host.load(NAME, load_device=CPU), NAME)

@@ -9,9 +9,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from devicebridge.nodes.host.split import ways as ways_module
+from devicebridge.nodes.host.split import model as split_module
+from devicebridge.nodes.host.split.tensor import DividedPlan
 from devicebridge.nodes.host.split.tree import tree_of
-from devicebridge.planning.machine_speed import CardSpeed, ExchangeSpeed, MachineSpeed
+from devicebridge.planning.cards import MachineSpeed
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
 
 FAST_LINK, SLOW_LINK = 1e12, 1e3  # bytes per second
@@ -20,17 +21,16 @@ FAST_LINK, SLOW_LINK = 1e12, 1e3  # bytes per second
 @contextmanager
 def _machine(flops_per_s: float, bytes_per_s: float) -> Iterator[None]:
     """Cards with streams that were measured so."""
-    cards = (CardSpeed("one", flops_per_s), CardSpeed("other", flops_per_s))
-    speed = MachineSpeed(cards, (ExchangeSpeed((0, 1), bytes_per_s, True),), 0.1, "2026-11-23")
+    speed = MachineSpeed((flops_per_s, flops_per_s), bytes_per_s, "2026-11-23")
     with (
-        mock.patch.object(ways_module, "machine_speed", lambda devices: speed),
-        mock.patch.object(ways_module, "module_with_streams", lambda *pair: torch),
+        mock.patch.object(split_module, "machine_speed", lambda devices: speed),
+        mock.patch.object(split_module, "module_with_streams", lambda *pair: torch),
     ):
         yield
 
 
 def _is_divided(model: Any) -> bool:
-    return tree_of(model.model).divided is not None
+    return isinstance(tree_of(model.model).plan, DividedPlan)
 
 
 @case
@@ -88,7 +88,7 @@ def way_auto_takes_blocks_where_tensor_would_be_refused(case: Case) -> None:
         for what, options, words in asked:
             _takes_blocks(case, what, host.load(name), words, **options)
         _takes_blocks(case, "one head", host.load("wan"), "1 heads")
-        with mock.patch.object(ways_module, "machine_speed", unmeasurable):
+        with mock.patch.object(split_module, "machine_speed", unmeasurable):
             _takes_blocks(case, "not measured", host.load(name), "no room on cuda:1")
     _takes_blocks(case, "cards without streams", host.load(name), "cannot copy beside")
 
@@ -102,30 +102,10 @@ def _takes_blocks(case: Case, what: str, model: Any, words: str, **options: Any)
 
 
 @case
-def the_other_way_is_named_where_a_run_would_be_faster_with_it(case: Case) -> None:
-    """The choice is for a usual size; a run may have another."""
-    host, name = case.host, "flux2_heads"
-    with _machine(1e9, FAST_LINK):
-        chosen, given = split(host.load(name), way=None), split(host.load(name), way="blocks")
-    tree = tree_of(chosen.model)
-    for what, link, expected in (("as forecast", FAST_LINK, 0), ("the link is the limit", SLOW_LINK, 1)):
-        machine = MachineSpeed(tree.plan.ways.machine.cards, (ExchangeSpeed((0, 1), link, True),), 0.1, "")
-        object.__setattr__(tree.plan.ways, "machine", machine)
-        with case.logged("", logging.INFO) as messages:
-            for _ in range(2):
-                host.sample(chosen, name)
-        said = [line for line in messages if "way blocks would be faster" in line]
-        case.check(what, len(said) == expected, said)
-    with case.logged("", logging.INFO) as messages:
-        host.sample(given, name)
-    case.check("who named a way is told nothing", not [line for line in messages if "would be faster" in line])
-
-
-@case
 def with_cfg_a_copy_per_card_is_named_where_it_is_faster(case: Case) -> None:
-    """Both ways say so, with seconds where the machine was measured. Not at cfg 1, which leaves the negative out."""
+    """Both ways say so. Not at cfg 1, which leaves the negative out."""
     host, name = case.host, "wan_heads"
-    for way in ("tensor", "blocks", None):
+    for way in ("tensor", "blocks"):
         with _machine(1e9, FAST_LINK):
             model = split(host.load(name), way=way)
         for cfg, expected in ((1.0, 0), (4.0, 1), (4.0, 0)):
@@ -133,8 +113,6 @@ def with_cfg_a_copy_per_card_is_named_where_it_is_faster(case: Case) -> None:
                 host.sample(model, name, cfg=cfg)
             said = [line for line in messages if "MultiGPU CFG Split" in line]
             case.check(f"{way}, cfg {cfg}: {expected}", len(said) == expected, said)
-            if said:
-                case.check(f"{way}: seconds", ("s per step; blocks about" in said[0]) == (way is None), said)
         host.unload_all()
     model = split(host.load(name), way="tensor", memory_limit_gb=(20.0, 20.0))
     with case.logged("", logging.INFO) as messages:

@@ -17,12 +17,12 @@ from unittest import mock
 import comfy.model_management
 import comfy.sample
 import torch
-from devicebridge.nodes.host.split import batches, options, patcher, tree
+from devicebridge.nodes.host.split import attachments, patcher, sampling, tree
 from devicebridge.nodes.host.split.model import split_model
 from devicebridge.nodes.host.split.plan import SplitRequest
-from devicebridge.parallel.local import lend
+from devicebridge.parallel.local import borrow
+from devicebridge.parallel.local.borrow import Borrowed
 from devicebridge.parallel.local.bridge import Bridge
-from devicebridge.parallel.local.lend import Lent
 from devicebridge.tests.comfy.split_cases import CPU
 from devicebridge.tests.comfy.split_fuzz_nodes import AFTER_ONLY, NODES, STATEFUL, Node, Setting
 from devicebridge.tests.comfy.split_host import CARDS, NUM_CARDS, Host, one_condition_at_a_time
@@ -102,14 +102,14 @@ def _instead(target: Any, name: str, function: Any) -> Callable[[], Any]:
 GUARDS: Mapping[str, Callable[[], Any]] = {
     "copies are forgotten behind other people's code": _instead(Bridge, "forget", lambda self: None),
     "what blocks write is written back": _instead(Bridge, "_write_back", lambda self, module, output, goes_to: output),
-    "what patches write is carried back": _instead(Lent, "settle", lambda self, back: None),
-    "views are lent with their strides": _instead(lend, "_copy_in_shape", lend.copy_to),
+    "what patches write is carried back": _instead(Borrowed, "settle", lambda self, back: None),
+    "views are borrowed with their strides": _instead(borrow, "_copy_in_shape", borrow.copy_to),
     "what is attached is seen": _instead(tree, "seen_attachments", lambda options: []),
-    "overlap looks at what is attached": _instead(batches, "reason_against_overlap", lambda *args: ""),
+    "overlap looks at what is attached": _instead(sampling, "reason_against_overlap", lambda *args: ""),
     "replaced methods go by relay": _instead(tree, "replaced_methods", lambda model: []),
     "exchanged lists go by relay": _instead(tree.SplitTree, "_is_in_place", lambda self, name: True),
     "what runs unseen is looked for": _instead(tree, "unseen_attachments", lambda *args: ()),
-    "an override with tensors runs at home": _instead(options, "holds_tensors", lambda function: False),
+    "an override with tensors runs at home": _instead(attachments, "holds_tensors", lambda function: False),
     "other layers are loaded anew": _instead(patcher._CardPatcher, "_without_other_objects", lambda self, extra: extra),
     "object patches lie under injections": _instead(patcher.ShardMixin, "_own_part", _nothing),
     "adapters go where their layer is": _instead(patcher.SplitMixin, "_place_bypass_adapters", lambda self: None),

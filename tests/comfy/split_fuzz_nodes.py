@@ -441,9 +441,7 @@ NODES: Mapping[Node, tuple[str, ...]] = {
 }
 
 # A second computation of the same step, as the split's own verify does one, makes these go on differently.
-STATEFUL = frozenset(
-    {replacement, between, attention, function_wrapper, apply_wrapper, object_patch, injection},
-)
+STATEFUL = frozenset({replacement, between, attention, function_wrapper, apply_wrapper, object_patch, injection})
 
 # These hold on to the MODEL they were put on, so they come after the split.
 AFTER_ONLY = frozenset({bypass, object_patch, injection, replaced_method, block_cache})

@@ -6,15 +6,13 @@ The forwards run once, in ComfyUI's own Python (native_forwards.py); each test r
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 from devicebridge.families.comfy.native import NativeModel
 from devicebridge.families.comfy.registry import NATIVE_MODELS
 from devicebridge.tests.comfy.native_cases import CASES, COUNTED, EIGHT, REFUSED, Case
-from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.comfy.workers import run_worker
 
 Results = dict[str, dict[str, str]]
 
@@ -30,18 +28,7 @@ _ORIGINAL_BLOCK_FAILS = "TypeError: TransformerDecoderBlock.forward() got an une
 @pytest.fixture(scope="module")
 def results(comfyui: Path) -> Results:
     """What native_forwards.py found: {case: {run: result}}."""
-    worker = Path(__file__).with_name("native_forwards.py")
-    done = subprocess.run(
-        [str(comfy_python(comfyui)), str(worker), str(comfyui)],
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: Results = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return run_worker("native_forwards.py", comfyui, timeout=1800)[-1]
 
 
 def _row(case: Case) -> NativeModel:

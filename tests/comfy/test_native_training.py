@@ -10,27 +10,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from devicebridge.tests.comfy.conftest import names_that_run
 from devicebridge.tests.comfy.workers import run_worker
 
 pytestmark = pytest.mark.comfy
 KNOWN = Path(__file__).parents[1] / "assets" / "native_training.json"
 NAMES = tuple(json.loads(KNOWN.read_text(encoding="utf-8")))
-ALWAYS = ("FLUX.1", "Wan 2.1 T2V, 2.2 T2V 14B", "SDXL")
+ALWAYS = ("FLUX.1", "SDXL")
 UPDATED = os.environ.get("UPDATE_GOLDEN", "")
 ASKED = tuple(name for name in NAMES if name in UPDATED.split(";"))
-UNCOMPILED = () if os.environ.get("LONG_TESTS") or UPDATED else ALWAYS[1:]  # see native_steps.py
-TESTED = ASKED or (NAMES if os.environ.get("LONG_TESTS") or UPDATED else ALWAYS)
-EACH = [pytest.param(each, marks=[] if each in (*ALWAYS, *ASKED) else pytest.mark.long) for each in ASKED or NAMES]
+UNCOMPILED = (
+    () if os.environ.get("LONG_TESTS") or UPDATED else ("Wan 2.1 T2V, 2.2 T2V 14B", "SDXL")
+)  # see native_steps.py
+AT_ONCE = NAMES if UPDATED == "1" else (*ALWAYS, *ASKED)
+EACH = [pytest.param(each, marks=[] if each in AT_ONCE else pytest.mark.long) for each in ASKED or NAMES]
 
 # Without these nobody should train a model, whatever the table says of the rest.
 NEEDED = ("loss", "gradients", "recompute", "split", "8 bits", "5 steps", "resume", "stock LoRA")
 
 
 @pytest.fixture(scope="module")
-def lines(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What one process has seen of all of them."""
-    folder, timeout = tmp_path_factory.mktemp("native"), 600 * len(TESTED)
-    return run_worker("native_training_worker.py", comfyui, folder, *TESTED, timeout=timeout)
+def lines(
+    request: pytest.FixtureRequest, comfyui: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """What one process has seen of those that run."""
+    folder, names = tmp_path_factory.mktemp("native"), names_that_run(request)
+    return run_worker("native_training_worker.py", comfyui, folder, *names, timeout=600 * len(names))
 
 
 @pytest.fixture(scope="module")
@@ -76,5 +81,5 @@ def test_files_of_full_size_are_recognised_by_their_headers(lines: list[dict[str
     assert headers and not {name: fault for name, fault in headers.items() if fault}
 
 
-def test_no_class_is_left_out(found: dict[str, Any]) -> None:
-    assert tuple(found) == TESTED
+def test_no_class_is_left_out(request: pytest.FixtureRequest, found: dict[str, Any]) -> None:
+    assert tuple(found) == names_that_run(request)

@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.comfy, pytest.mark.usefixtures("short_texts_there")]
 
 EXAMPLE = ROOT / "example_workflows" / "train_a_LoRA_over_two_GPUs.json"
 TEMPLATES = sorted((ROOT / "example_workflows").glob("*.json"))
-STEPS = 400  # enough for all that is looked at before Stop on a busy machine
-SAMPLE_EVERY = 200
+STEPS = 240  # enough for all that is looked at before Stop on a busy machine
+SAMPLE_EVERY = 120
 
 
 IN_BOTH_RENDERERS = pytest.mark.parametrize(

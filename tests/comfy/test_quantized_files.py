@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 from devicebridge.checkpoints.header import read_header
 from devicebridge.checkpoints.quantized_files import dequantize, pair_scales, read_formats, read_scales
 from devicebridge.checkpoints.weight_file import read_records
-from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.comfy.workers import run_worker
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.comfy
@@ -25,16 +23,7 @@ NAMES = ("fp8", "e5m2", "int8", "int8_rows", "int8_convrot", "int8_convrot_16", 
 def folder(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of each format, and one of what ComfyUI made of it."""
     folder = tmp_path_factory.mktemp("quantized")
-    worker = Path(__file__).with_name("quantized_layers.py")
-    done = subprocess.run(
-        [str(comfy_python(comfyui)), str(worker), str(comfyui), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_worker("quantized_layers.py", comfyui, folder)
     return folder
 
 

@@ -13,8 +13,8 @@ from devicebridge.checkpoints.fingerprint import file_fingerprint
 from devicebridge.data.image import ImageRequest
 from devicebridge.encoding.key import comfy_latent_key, comfy_text_key
 from devicebridge.encoding.store import CacheStore
-from devicebridge.runs.kept import KeptJobs
 from devicebridge.runs.queue import MEMORY
+from devicebridge.runs.record import KeptJobs
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Finished, Server
 from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
 from devicebridge.tests.workflows import from_folder, read_workflow, set_values

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devicebridge.runs.kept import KeptJobs
 from devicebridge.runs.queue import MEMORY
-from devicebridge.runs.record import read_record
+from devicebridge.runs.record import KeptJobs, read_record
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Server
 from devicebridge.tests.comfy_host import comfy_python
 from devicebridge.tests.workflows import from_folder, read_workflow, set_values

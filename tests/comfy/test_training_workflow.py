@@ -139,10 +139,7 @@ def test_the_lora_is_byte_for_byte_that_of_the_command_line(
     finished = _succeed(server.run(graph(name="same", steps=4)))
     job = tmp_path / "job.toml"
     folder = tmp_path / "run"
-    job.write_text(
-        JOB.format(model=pipeline, data=dataset, steps=4, folder=folder, name="same"),
-        encoding="utf-8",
-    )
+    job.write_text(JOB.format(model=pipeline, data=dataset, steps=4, folder=folder, name="same"), encoding="utf-8")
     done = _run_command_line(comfyui, "train", str(job))
     assert done.returncode == 0, done.stderr
     ours = _run_folder(server, "same") / "same.safetensors"

@@ -18,8 +18,8 @@ from urllib.parse import quote
 
 import pytest
 from devicebridge.config.job import job_to_dict, make_job, save_job
-from devicebridge.runs.kept import KeptJobs
 from devicebridge.runs.queue import MEMORY
+from devicebridge.runs.record import KeptJobs
 from devicebridge.tests.comfy.server import Messages, Server
 
 pytestmark = pytest.mark.comfy
@@ -77,10 +77,8 @@ class Sender:
         return json.dumps({**values, "job": job_to_dict(job)}).encode()
 
     def send_run(self, run: str, folder: Path | None = None, **sections: Any) -> None:
-        assert (
-            self.upload(f"devicebridge/{run}", "run.json", self.record(self.job(folder or self.runs / run, **sections)))
-            == 200
-        )
+        record = self.record(self.job(folder or self.runs / run, **sections))
+        assert self.upload(f"devicebridge/{run}", "run.json", record) == 200
 
     def queued(self, run: str) -> dict[str, bytes]:
         """A job of the queue, as every version wrote it, by the name of its file."""
@@ -100,9 +98,8 @@ def sender(server: Server, tmp_path: Path) -> Iterator[Sender]:
     outside = Path("/nowhere") if os.name == "nt" else tmp_path / "outside"
     for name in ("model", "data", "cache"):
         (outside / name).mkdir(parents=True)
-    (server.base / "user" / "devicebridge.toml").rename(
-        tmp_path / "allowed"
-    )  # by which the tests' own folders may be read
+    allowed = server.base / "user" / "devicebridge.toml"  # by which the tests' own folders may be read
+    allowed.rename(tmp_path / "allowed")
     sender = Sender(server, outside)
     assert sender.upload("devicebridge", "evil.py", _CODE) == 200
     save_job(sender.job(sender.runs / "victim"), tmp_path / "job.toml")
@@ -112,7 +109,7 @@ def sender(server: Server, tmp_path: Path) -> Iterator[Sender]:
     assert Path(watched["memory"]) == server.base / "user" / MEMORY
     yield sender
     server.post("/watching", {"folders": []})
-    (tmp_path / "allowed").rename(server.base / "user" / "devicebridge.toml")
+    (tmp_path / "allowed").rename(allowed)
 
 
 def _turn(sender: Sender) -> None:
@@ -205,11 +202,14 @@ def test_nothing_that_was_sent_starts_a_process_or_is_read_or_written_elsewhere(
     (sender.outside / "run.json").write_bytes(sender.record(sender.job(sender.outside)))
     outside = _files(sender.outside)
     sender.server.post("/watching", {"folders": [str(sender.outside)]})
+    of_others = {each["run"] for each in server.get("/devicebridge/state")["runs"]}  # what other tests left there
     wrong: dict[str, Any] = {}
     for send in VARIANTS.values():
         send(sender)
     _turn(sender)
-    for run in [each["run"] for each in server.get("/devicebridge/state")["runs"]] + ["linked_run", ".jobs", "../../x"]:
+    sent = {each["run"] for each in server.get("/devicebridge/state")["runs"]} - of_others
+    assert {"up", "with_a_link"} <= sent
+    for run in [*sent, "linked_run", ".jobs", "../../x"]:
         answer = sender.resume(run)
         if "confirm" in answer:
             wrong[run] = [answer, sender.resume(run, confirm=answer["confirm"])]

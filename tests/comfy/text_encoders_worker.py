@@ -285,7 +285,7 @@ def stock_loader(bench: Bench) -> Figures:
     with bench.trainer("after", {**_PLAIN, "lora": _LORA}) as trainer, torch.no_grad():
         _put_file(trainer, lora)
         model, home = trainer.runner.replica_for(0)
-        tokens = trainer.train_data.text(CAPTIONS[0])
+        tokens = _first_text(trainer)
         ours = states_of(model.text_encoders, tokens, home)
         noise = torch.randn(1, 4, 1, 8, 8, generator=torch.Generator().manual_seed(5))
         made = noise_latents(bench.info.family, torch.zeros_like(noise), noise, torch.tensor([0.6]))
@@ -319,7 +319,7 @@ def started(bench: Bench) -> Figures:
         sections = {**_PLAIN, "lora": {**larger, "start_from": str(file)}}
         with bench.trainer(f"from {spelling}", sections, None) as trainer, torch.no_grad():
             model, home = trainer.runner.replica_for(0)
-            tokens = trainer.train_data.text(CAPTIONS[0])
+            tokens = _first_text(trainer)
             states = states_of(model.text_encoders, tokens, home)
             noise = torch.randn(1, 4, 1, 8, 8, generator=torch.Generator().manual_seed(5))
             made = noise_latents(bench.info.family, torch.zeros_like(noise), noise, torch.tensor([0.6]))
@@ -422,6 +422,12 @@ def _run(node: Any, *given: Any, **settings: Any) -> tuple[Any, ...]:
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def _first_text(trainer: Trainer) -> Mapping[str, torch.Tensor]:
+    """Tokens of the first caption."""
+    data = trainer.train_data
+    return replace(data, prompt_keys={"": data.samples[0].text_keys[0]}).text("")
 
 
 def _put_file(trainer: Trainer, lora: Mapping[str, torch.Tensor]) -> None:

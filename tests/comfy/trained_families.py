@@ -22,103 +22,52 @@ from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, make
 from safetensors.torch import save_file
 from torch import nn
 
+# fmt: off
+
+
 _UNET = {**FAMILIES["sdxl"].unet_config, "channel_mult": [1, 1]}
 _SD15 = {
     **{name: value for name, value in _UNET.items() if name not in ("num_classes", "adm_in_channels")},
-    "use_linear_in_transformer": False,
-    "num_head_channels": -1,
-    "num_heads": 8,
-    "adm_in_channels": None,
+    "use_linear_in_transformer": False, "num_head_channels": -1, "num_heads": 8, "adm_in_channels": None,
 }
 _NARROW = {"dim": 64, "n_heads": 2, "n_kv_heads": 2, "axes_dims": [8, 12, 12]}
 _WAN_22 = {**FAMILIES["wan"].unet_config, "in_dim": 48, "out_dim": 48}
 _HUNYUAN_VIDEO_15 = {
-    **FAMILIES["hunyuan_video"].unet_config,
-    "in_channels": 65,
-    "out_channels": 32,
-    "patch_size": [1, 1, 1],
-    "vec_in_dim": None,
-    "guidance_embed": False,
-    "use_cond_type_embedding": True,
-    "vision_in_dim": 24,
-    "depth": 4,
-    "depth_single_blocks": 0,
-    "meanflow_sum": True,
+    **FAMILIES["hunyuan_video"].unet_config, "in_channels": 65, "out_channels": 32, "patch_size": [1, 1, 1],
+    "vec_in_dim": None, "guidance_embed": False, "use_cond_type_embedding": True, "vision_in_dim": 24, "depth": 4,
+    "depth_single_blocks": 0, "meanflow_sum": True,
 }
 _ERNIE = {
-    "image_model": "ernie",
-    "hidden_size": 48,
-    "num_attention_heads": 2,
-    "num_layers": 4,
-    "ffn_hidden_size": 64,
-    "in_channels": 128,
-    "out_channels": 128,
-    "text_in_dim": 12,
-    "rope_axes_dim": (8, 8, 8),
+    "image_model": "ernie", "hidden_size": 48, "num_attention_heads": 2, "num_layers": 4, "ffn_hidden_size": 64,
+    "in_channels": 128, "out_channels": 128, "text_in_dim": 12, "rope_axes_dim": (8, 8, 8),
 }
 _ANIMA = {**FAMILIES["cosmos_predict2"].unet_config, "image_model": "anima", "crossattn_emb_channels": 48}
 
 
 _ACE_STEP = {
-    "audio_model": "ace",
-    "in_channels": 8,
-    "out_channels": 8,
-    "num_layers": 4,
-    "attention_head_dim": 16,
-    "num_attention_heads": 2,
-    "inner_dim": 32,
-    "max_position": 64,
-    "mlp_ratio": 2.5,
-    "patch_size": [16, 1],
-    "max_height": 16,
-    "text_embedding_dim": 12,
-    "ssl_latent_dims": [8, 8],
-    "lyric_encoder_vocab_size": 20,
+    "audio_model": "ace", "in_channels": 8, "out_channels": 8, "num_layers": 4, "attention_head_dim": 16,
+    "num_attention_heads": 2, "inner_dim": 32, "max_position": 64, "mlp_ratio": 2.5, "patch_size": [16, 1],
+    "max_height": 16, "text_embedding_dim": 12, "ssl_latent_dims": [8, 8], "lyric_encoder_vocab_size": 20,
     "lyric_hidden_size": 16,
 }
 _ACE_STEP_15 = {
-    "audio_model": "ace1.5",
-    "hidden_size": 32,
-    "text_hidden_dim": 12,
-    "num_dit_layers": 4,
-    "num_lyric_layers": 1,
-    "num_timbre_layers": 1,
-    "num_tokenizer_layers": 1,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "head_dim": 16,
-    "intermediate_size": 64,
-    "sliding_window": 2,
-    "fsq_dim": 32,
-    "fsq_levels": [2, 2, 2],
-    "encoder_hidden_size": 32,
-    "encoder_intermediate_size": 48,
-    "encoder_num_heads": 2,
+    "audio_model": "ace1.5", "hidden_size": 32, "text_hidden_dim": 12, "num_dit_layers": 4, "num_lyric_layers": 1,
+    "num_timbre_layers": 1, "num_tokenizer_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16,
+    "intermediate_size": 64, "sliding_window": 2, "fsq_dim": 32, "fsq_levels": [2, 2, 2], "encoder_hidden_size": 32,
+    "encoder_intermediate_size": 48, "encoder_num_heads": 2,
 }
 
 
 _LTX_2 = {
-    "image_model": "ltxav",
-    "num_layers": 4,
-    "attention_head_dim": 16,
-    "num_attention_heads": 4,
-    "cross_attention_dim": 64,
-    "audio_cross_attention_dim": 32,
-    "audio_attention_head_dim": 8,
-    "audio_num_attention_heads": 4,
-    "caption_channels": 12,
-    "connector_attention_head_dim": 16,
-    "connector_num_attention_heads": 4,
-    "audio_connector_attention_head_dim": 8,
-    "connector_num_layers": 1,
+    "image_model": "ltxav", "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
+    "cross_attention_dim": 64, "audio_cross_attention_dim": 32, "audio_attention_head_dim": 8,
+    "audio_num_attention_heads": 4, "caption_channels": 12, "connector_attention_head_dim": 16,
+    "connector_num_attention_heads": 4, "audio_connector_attention_head_dim": 8, "connector_num_layers": 1,
 }
 # Its text goes through connectors that the model itself holds.
 _LTX_2_3 = {
-    **_LTX_2,
-    "caption_proj_before_connector": True,
-    "caption_projection_first_linear": False,
-    "cross_attention_adaln": True,
-    "apply_gated_attention": True,
+    **_LTX_2, "caption_proj_before_connector": True, "caption_projection_first_linear": False,
+    "cross_attention_adaln": True, "apply_gated_attention": True,
 }
 
 
@@ -201,8 +150,7 @@ def _fun_control_22(generator: torch.Generator, tokens: int) -> dict[str, Any]:
     """As Wan22FunControlToVideo gives it, with a reference."""
     return {
         "concat_latent_image": torch.randn(1, 32, 2, 4, 4, generator=generator),
-        "concat_mask": torch.rand(1, 4, 2, 4, 4, generator=generator).round(),
-        "concat_mask_index": 16,
+        "concat_mask": torch.rand(1, 4, 2, 4, 4, generator=generator).round(), "concat_mask_index": 16,
         "reference_latents": [torch.randn(1, 16, 1, 4, 4, generator=generator)],
     }
 
@@ -253,9 +201,7 @@ def _posed(generator: torch.Generator, tokens: int) -> dict[str, Any]:
     return {
         "reference_latents": [torch.randn(1, 16, 1, 4, 4, generator=generator)],
         "pose_video_latent": torch.randn(1, 16, 2, 2, 2, generator=generator),
-        "clip_vision_output": _vision(generator),
-        "start_percent": 0.0,
-        "end_percent": 1.0,
+        "clip_vision_output": _vision(generator), "start_percent": 0.0, "end_percent": 1.0,
     }
 
 
@@ -269,12 +215,9 @@ def _masked(generator: torch.Generator, tokens: int) -> dict[str, Any]:
 def _danced(generator: torch.Generator, tokens: int) -> dict[str, Any]:
     """As WanDancerVideo gives it."""
     return {
-        **_first_frame(generator, tokens),
-        "clip_vision_output": _vision(generator),
-        "clip_vision_output_ref": _vision(generator),
-        "audio_embed": torch.randn(1, 6, 35, generator=generator),
-        "fps": 25.0,
-        "audio_inject_scale": 0.5,
+        **_first_frame(generator, tokens), "clip_vision_output": _vision(generator),
+        "clip_vision_output_ref": _vision(generator), "audio_embed": torch.randn(1, 6, 35, generator=generator),
+        "fps": 25.0, "audio_inject_scale": 0.5,
     }
 
 
@@ -359,23 +302,14 @@ def _wan(
 
 
 _LTX_2_WITH_SOUND = TinyFamily(
-    "LTXAV",
-    _LTX_2,
-    (128, 2, 2, 3),
-    (6, 24),
-    ("transformer_blocks",),
-    is_detected=False,
-    sound=(8, 5, 16),
+    "LTXAV", _LTX_2, (128, 2, 2, 3), (6, 24), ("transformer_blocks",), is_detected=False, sound=(8, 5, 16),
     options=_frame_rate,
 )
 
 # Every class that is trained by the name its row of the table has.
 TRAINED: dict[str, TinyFamily] = {
-    "FLUX.1": FAMILIES["flux1"],
-    "FLUX.1 Kontext": made_of("flux1", options=_reference),
-    "FLUX.2": FAMILIES["flux2"],
-    "Chroma": FAMILIES["chroma"],
-    "Wan 2.1 T2V, 2.2 T2V 14B": FAMILIES["wan"],
+    "FLUX.1": FAMILIES["flux1"], "FLUX.1 Kontext": made_of("flux1", options=_reference), "FLUX.2": FAMILIES["flux2"],
+    "Chroma": FAMILIES["chroma"], "Wan 2.1 T2V, 2.2 T2V 14B": FAMILIES["wan"],
     "Wan 2.1 I2V": made_of("wan_i2v", options=_first_frame_seen),
     "Wan 2.2 I2V 14B": made_of("wan", unet_config={**FAMILIES["wan"].unet_config, "in_dim": 36}, options=_first_frame),
     "Wan 2.2 TI2V 5B": made_of("wan", config_class="WAN22_T2V", unet_config=_WAN_22, latent=(48, 2, 4, 4)),
@@ -384,15 +318,10 @@ TRAINED: dict[str, TinyFamily] = {
     "Lumina 2": made_of("lumina2", unet_config={**FAMILIES["lumina2"].unet_config, **_NARROW, "n_kv_heads": 1}),
     "SDXL": made_of("sdxl", unet_config=_UNET, options=_sizes),
     "SDXL v-prediction": made_of("sdxl", unet_config=_UNET, options=_sizes),
-    "SD 1.5": made_of("sdxl", config_class="SD15", unet_config=_SD15, pooled=0),
-    "SD 3.5": FAMILIES["sd3"],
-    "LTX-Video": FAMILIES["ltxv"],
-    "HunyuanVideo": FAMILIES["hunyuan_video"],
+    "SD 1.5": made_of("sdxl", config_class="SD15", unet_config=_SD15, pooled=0), "SD 3.5": FAMILIES["sd3"],
+    "LTX-Video": FAMILIES["ltxv"], "HunyuanVideo": FAMILIES["hunyuan_video"],
     "HunyuanVideo 1.5": made_of(
-        "hunyuan_video",
-        config_class="HunyuanVideo15",
-        unet_config=_HUNYUAN_VIDEO_15,
-        latent=(32, 2, 4, 4),
+        "hunyuan_video", config_class="HunyuanVideo15", unet_config=_HUNYUAN_VIDEO_15, latent=(32, 2, 4, 4),
         pooled=16,  # made, and not read
         is_detected=False,
     ),
@@ -425,16 +354,10 @@ TRAINED: dict[str, TinyFamily] = {
     "Wan SCAIL": _wan("WAN21_SCAIL", _posed, model_type="scail", in_dim=20),
     "Wan SCAIL-2": _wan("WAN21_SCAIL2", _masked, model_type="scail2", in_dim=20),
     "Wan Dancer": _wan(
-        "WAN22_WanDancer",
-        _danced,
-        (16, 2, 4, 8),
-        model_type="wandancer",
-        in_dim=36,
-        audio_inject_layers=[0, 2],
+        "WAN22_WanDancer", _danced, (16, 2, 4, 8), model_type="wandancer", in_dim=36, audio_inject_layers=[0, 2],
         is_detected=False,
     ),
-    "LTX-2": _LTX_2_WITH_SOUND,
-    "LTX-2 without sound": dataclasses.replace(_LTX_2_WITH_SOUND, sound=()),
+    "LTX-2": _LTX_2_WITH_SOUND, "LTX-2 without sound": dataclasses.replace(_LTX_2_WITH_SOUND, sound=()),
     "LTX-2.3 with a voice": dataclasses.replace(
         _LTX_2_WITH_SOUND, unet_config=_LTX_2_3, context=(6, 96), options=_unprocessed
     ),
@@ -531,8 +454,7 @@ def small_adapter() -> Iterator[None]:
     with (
         mock.patch.object(comfy.ldm.anima.model, "LLMAdapter", functools.partial(own, **sizes)),
         mock.patch.object(comfy.ldm.wan.model, "AudioProjModel", lambda **given: audio(**{**given, **narrow})),
-        mock.patch.object(animate, "Generator", _Faces),
-        mock.patch.object(animate, "FaceEncoder", _FaceTokens),
+        mock.patch.object(animate, "Generator", _Faces), mock.patch.object(animate, "FaceEncoder", _FaceTokens),
         mock.patch.object(comfy.ldm.ace.model, "LyricEncoder", _LyricEncoder),
         mock.patch.object(
             comfy.ldm.ace.ace_step15, "RotaryEmbedding", functools.partial(rotary, max_position_embeddings=64)

@@ -1,23 +1,89 @@
-"""Scripts of this folder that ComfyUI's Python runs."""
+"""Scripts of this folder that ComfyUI's Python runs, all in forks of one process; see fork_host.py."""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
+import signal
+import socket
 import subprocess
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from devicebridge.tests.comfy.server import ENVIRONMENT
 from devicebridge.tests.comfy_host import comfy_python
 
+HERE = Path(__file__).resolve().parent
+
+
+class ForkHost:
+    """The process that has imported ComfyUI."""
+
+    def __init__(self, comfyui: Path) -> None:
+        ours, its = socket.socketpair()
+        command = [str(comfy_python(comfyui)), str(HERE / "fork_host.py"), str(comfyui)]
+        with its:
+            # No new session: Ctrl-C in a terminal ends it, too.
+            self._process = subprocess.Popen(command, stdin=its, env={**os.environ, **ENVIRONMENT})
+        self._socket, self._answers = ours, ours.makefile("r", encoding="utf-8")
+        self._codes: dict[int, int] = {}
+        atexit.register(self.stop)
+
+    def start(
+        self, script: str, *arguments: str | Path, streams: tuple[int, int, int], environment: Mapping[str, str] = {}
+    ) -> int:
+        """Run a script of this folder; its process id. Streams: its standard input, output and error."""
+        request = {"script": script, "arguments": list(map(str, arguments)), "environment": dict(environment)}
+        self._socket.settimeout(120)
+        socket.send_fds(self._socket, [json.dumps(request).encode()], list(streams))
+        while "started" not in (answer := self._read()):
+            pass
+        return answer["started"]
+
+    def wait(self, pid: int, timeout: float) -> int:
+        """The exit code of a script; one that takes longer is killed."""
+        self._socket.settimeout(timeout)
+        try:
+            while pid not in self._codes:
+                self._read()
+        except TimeoutError:
+            os.killpg(pid, signal.SIGKILL)
+            raise
+        return self._codes.pop(pid)
+
+    def _read(self) -> dict[str, int]:
+        line = self._answers.readline()
+        assert line, "the process that has imported ComfyUI has ended"
+        answer: dict[str, int] = json.loads(line)
+        if "ended" in answer:
+            self._codes[answer["ended"]] = answer["code"]
+        return answer
+
+    def stop(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._process.wait(timeout=60)
+
+
+@functools.cache
+def fork_host(comfyui: Path) -> ForkHost:
+    """One for all tests of this process."""
+    return ForkHost(comfyui)
+
 
 def run_worker(name: str, comfyui: Path, *arguments: str | Path, timeout: float = 400) -> list[dict[str, Any]]:
     """The lines of JSON that such a script prints, each an object; the test fails where the script does."""
-    command = [comfy_python(comfyui), Path(__file__).with_name(name), comfyui, *arguments]
-    environment = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, env=environment, check=False, timeout=timeout
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+    host = fork_host(comfyui)
+    with open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as log:
+        streams = nothing.fileno(), printed.fileno(), log.fileno()
+        code = host.wait(host.start(name, comfyui, *arguments, streams=streams), timeout)
+        assert code == 0, _text(log)[-4000:]
+        return [json.loads(line) for line in _text(printed).splitlines() if line.startswith('{"')]
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()

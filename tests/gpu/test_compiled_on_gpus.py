@@ -12,10 +12,11 @@ from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.patches.attention import sound_attention
 from devicebridge.patches.compile_blocks import apply_compile
-from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization, refusal
+from devicebridge.quantization.quantize import QuantizeSettings, refusal
+from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
-from devicebridge.training.gradient_check import BlockCheck
+from devicebridge.training.compile_check import BlockCheck
 
 pytestmark = [
     pytest.mark.gpu,

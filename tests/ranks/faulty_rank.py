@@ -1,9 +1,8 @@
 """`devicebridge` as one rank of several, with one rank that fails in its first start: FAULT is "what rank step".
 
 "sleep", "stopped", "oom" and "killed" happen in a step. "evaluates", "saves", "draws" and "ends" sleep where that is
-done after a step. "compiler" fails before the first step. "slow" fails nothing: each graph takes as many seconds to
-compile as the step's number says. Nor do "captions" and "loads": there every caption takes as many, and what is loaded
-and encoded is told.
+done after a step. "compiler" fails before the first step. "captions" and "loads" fail nothing: there every caption
+takes as many seconds as the step's number says, and what is loaded and encoded is told.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ FORWARD, ENCODE = Trainer._loss, FolderTexts.encode_batch
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 # What is called while a rank does that, and which step it is.
 PLACES = {
-    "evaluates": (Trainer, "_losses_of", lambda trainer, index: trainer.step),
+    "evaluates": (Trainer, "_loss", lambda trainer, *_: -1 if torch.is_grad_enabled() else trainer.step),
     "saves": (Trainer, "save", lambda trainer: trainer.step),
     "ends": (Trainer, "_refuse_spoilt_weights", lambda trainer: trainer.step),
     "draws": (Sampler, "_drawn", lambda sampler, step, should_stop: step),
@@ -64,16 +63,6 @@ def sleep_in(cls, name, step_of):
     setattr(cls, name, method)
 
 
-def compile_slowly(forward, **options):
-    """Without code; of the faulty rank, each graph takes long."""
-
-    def make(graph, inputs):
-        time.sleep(float(STEP) if IS_FAULTY else 0)
-        return graph.forward
-
-    return COMPILE(forward, **{**options, "backend": make})
-
-
 def make_no_code(graph, inputs):
     raise RuntimeError("no code for this graph, says the test")
 
@@ -98,8 +87,6 @@ if WHAT in ("sleep", "oom", *SIGNALS):
 if WHAT in PLACES:
     sleep_in(*PLACES[WHAT])
 COMPILE = torch.compile
-if WHAT == "slow":
-    torch.compile = compile_slowly
 if WHAT == "compiler":
     backend = make_no_code if IS_FAULTY else "eager"
     torch.compile = lambda forward, **options: COMPILE(forward, **{**options, "backend": backend})

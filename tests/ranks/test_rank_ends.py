@@ -15,7 +15,7 @@ import pytest
 from devicebridge.config.job import save_job
 from devicebridge.jobs.in_processes import run_in_processes
 from devicebridge.jobs.job import run_job
-from devicebridge.system.requests import Requests
+from devicebridge.system.stopping import Requests
 from devicebridge.tests.ranks.launching import (
     ENVIRONMENT,
     HERE,
@@ -164,17 +164,17 @@ def test_a_killed_rank_ends_the_job_and_leaves_its_last_save(folder):
     ranks_of(file)[1].send_signal(signal.SIGKILL)
     output, _ = process.communicate(timeout=200)
     assert process.returncode not in (0, 130) and "SIGKILL" in output
-    assert "rank 0: rank 1 has ended" in output
+    assert "rank 0: another rank has ended" in output
     assert none_left(file)
     free = dataclasses.replace(job, parallel=dataclasses.replace(job.parallel, strategy="auto"))
     assert _newest(job) >= 2 and _goes_on(free)
 
 
 def test_a_rank_that_hangs_tells_where_and_torchrun_starts_all_anew(folder):
-    job, file = _job(folder, "sleep", steps=6, parallel={"hang_timeout_s": 1.0})
+    job, file = _job(folder, "sleep", steps=6, parallel={"timeout_s": 15.0})
     done = _run_faulty(file, "sleep 1 3", restarts=1)
     assert done.returncode == 0, done.stderr
-    assert "rank 1 is ended: this step has not ended" in done.stderr and "in sleep_for_ever" in done.stderr
+    assert "Timeout (0:00:15)!" in done.stderr and "in sleep_for_ever" in done.stderr
     events = (folder / "sleep" / "events.jsonl").read_text().splitlines()
     found = [event for event in map(json.loads, events) if event["kind"] == "step"]
     assert [event["step"] for event in found] in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 3, 4, 5, 6])  # from its last save on
@@ -182,7 +182,7 @@ def test_a_rank_that_hangs_tells_where_and_torchrun_starts_all_anew(folder):
     assert [event["loss"] for event in found[-3:]] == pytest.approx(expected[-3:], rel=1e-5)
 
 
-# Where it hangs -> the job, which rank, after which step, and what is told of it.
+# Where it hangs -> the job, and which rank after which step.
 HANGS = {
     "an evaluation": ({"parallel": {"strategy": "fsdp"}, "evaluation": {"every_steps": 1}}, "evaluates 1 2"),
     "a save": ({}, "saves 0 6"),
@@ -196,46 +196,32 @@ HANGS = {
 )
 def test_a_rank_that_hangs_between_two_steps_ends_the_job(kind, folder):
     sections, fault = HANGS[kind]
-    parallel = {"hang_timeout_s": 1.0, **sections.get("parallel", {})}
+    parallel = {"timeout_s": 15.0, **sections.get("parallel", {})}
     job, file = _job(folder, fault.replace(" ", "_"), **{**sections, "parallel": parallel})
     done = _run_faulty(file, fault)
     assert done.returncode == 1 and none_left(file)
-    rank = fault.split()[1]
-    assert f"rank {rank} is ended: {kind} has not ended in the" in done.stderr and "in sleep_for_ever" in done.stderr
-    assert f"rank {1 - int(rank)} is ended" not in done.stderr
+    assert "Timeout (0:00:" in done.stderr and "in sleep_for_ever" in done.stderr
     free = dataclasses.replace(job, parallel=dataclasses.replace(job.parallel, strategy="auto"))
     assert _goes_on(free)
 
 
 @pytest.mark.long
 def test_a_rank_that_is_stopped_is_named_and_ends_the_job(folder):
-    """It cannot end itself: another one has it tell where it is, and kills it."""
-    job, file = _job(folder, "stopped", parallel={"strategy": "fsdp", "hang_timeout_s": 1.0})
-    done = _run_faulty(file, "stopped 1 20")  # both have told by then that they train, and do not load
+    """It cannot end itself: another one ends, and torchrun kills it."""
+    job, file = _job(folder, "stopped", parallel={"strategy": "fsdp", "timeout_s": 20.0})
+    done = _run_faulty(file, "stopped 1 20")
     assert done.returncode == 1 and none_left(file)
-    assert "rank 0: rank 1 gave no sign of life" in done.stderr and "in fail_in_a_forward" in done.stderr
+    assert "rank 0 is ended: rank 1 gave no sign of life" in done.stderr or "Timeout (0:00:30)!" in done.stderr
     assert _goes_on(dataclasses.replace(job, parallel=dataclasses.replace(job.parallel, strategy="auto")))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["data", "fsdp"])
-def test_a_rank_that_compiles_for_long_does_not_hang(strategy, folder):
-    """Texts and sizes that come later make new graphs; here each of one rank takes six seconds."""
-    parallel = {"strategy": strategy, "hang_timeout_s": 1.0}
-    data = {"resolutions": [64], "caption_dropout": 0.3}
-    job, file = _job(folder, f"slow_{strategy}", steps=8, parallel=parallel, data=data, train={"compile": "auto"})
-    done = _run_faulty(file, "slow 1 6")
-    assert done.returncode == 0, done.stderr
-    assert _newest(job) == 8
-
-
-@pytest.mark.long
 def test_a_rank_without_memory_ends_the_job_and_the_others_save(folder):
-    job, file = _job(folder, "oom", parallel={"hang_timeout_s": 1.0})
+    job, file = _job(folder, "oom")
     done = _run_faulty(file, "oom 1 3")
     assert done.returncode == 1
     assert "rank 1: no memory is left, says the test" in done.stderr and "in fail_in_a_forward" in done.stderr
-    assert "rank 0: rank 1 has ended" in done.stderr
+    assert "rank 0: another rank has ended" in done.stderr
     assert none_left(file)
     assert _newest(job) >= 2 and _goes_on(job)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from devicebridge.config.job import JobConfig, save_job
+from devicebridge.jobs.rank_plans import plan_shared, shared_weights
 from devicebridge.jobs.read_job import read_job
-from devicebridge.jobs.shared_weights import plan_shared, shared_weights
 from devicebridge.planning.cards import Card
-from devicebridge.planning.cuts import HEADROOM
+from devicebridge.planning.search import HEADROOM
 from devicebridge.tests.ranks.launching import run_jobs
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from safetensors.torch import load_file

@@ -1,4 +1,4 @@
-"""Several machines, as several torchruns on one: captions and latents are made once, and all begin anew together."""
+"""Several machines, as several torchruns on one: who encodes captions and latents, and how all begin anew."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _entries(folder, name):
 
 
 @pytest.mark.parametrize("caches", [1, 2])
-def test_machines_encode_once_whether_they_share_a_folder_or_not(caches, tmp_path):
+def test_machines_share_the_work_where_they_share_a_folder(caches, tmp_path):
     job, files = _files(tmp_path, "once", caches=caches)
     with _running(files, "loads 0 0") as started:
         outputs = _ended(started)
@@ -70,11 +70,10 @@ def test_machines_encode_once_whether_they_share_a_folder_or_not(caches, tmp_pat
     first, other = _entries(tmp_path, "once")
     assert len(first) > 10 and list_checkpoints(checkpoint_folder(job))
     if caches == 2:
-        assert sorted(loads) == [0, 2] and other == first
-        assert any("cache entries" in output and "have travelled" in output for output in outputs)
+        assert loads == [2, 2] and other == first
     else:
         assert sum(output.count("1 caption is encoded") for output in outputs) == 6  # five captions and the empty one
-        assert not other and not any("have travelled" in output for output in outputs)
+        assert not other
 
 
 def test_a_stop_of_one_machine_is_heard_while_another_encodes(tmp_path):
@@ -91,14 +90,8 @@ def test_a_stop_of_one_machine_is_heard_while_another_encodes(tmp_path):
     assert all(none_left(file) for file in files)
 
 
-@pytest.mark.parametrize(
-    ("images", "seed", "message"),
-    [
-        (5, 5, "this machine and the first one do not have the same data: image"),
-        (4, 0, "this rank and the first one do not have the same samples: an image is missing"),
-    ],
-)
-def test_a_machine_with_other_images_is_refused_before_it_trains(images, seed, message, tmp_path):
+@pytest.mark.parametrize(("images", "seed"), [(5, 5), (4, 0)])
+def test_a_machine_with_other_images_is_refused_before_it_trains(images, seed, tmp_path):
     job, files = _files(tmp_path, "other")
     save_tiny_dataset(tmp_path / "others", num_images=images, seed=seed)
     data = {"folders": [{"path": str(tmp_path / "others")}], "resolutions": [32]}
@@ -106,7 +99,7 @@ def test_a_machine_with_other_images_is_refused_before_it_trains(images, seed, m
     with _running([files[0], other], "loads 0 0") as started:
         outputs = _ended(started)
     assert all(each.returncode for each in started)
-    assert any(message in output for output in outputs), outputs
+    assert any("this rank and the first one do not have the same samples" in output for output in outputs), outputs
     assert not list_checkpoints(checkpoint_folder(job))
 
 

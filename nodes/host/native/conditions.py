@@ -11,14 +11,14 @@ from ....families.comfy.inputs import NOISE_MASK
 from ..compiler import outside
 
 if TYPE_CHECKING:
-    from ....encoding.conditions import ConditionParts
+    from ....encoding.comfy_sources import ConditionParts
     from ..comfy_encoders import HostClip, HostVae, HostVision
 
 _STEPS = 16  # pixels; sides of a scaled reference are multiples of them, as FLUX's VAEs and patches want
 
 
 class HostConditioner:
-    """ComfyUI's encoders as encoding/conditions.py asks for them; those that a way does not need may be None."""
+    """ComfyUI's encoders as encoding/comfy_sources.py asks for them; those that a way does not need may be None."""
 
     def __init__(self, clip: HostClip | None, vae: HostVae | None, vision: HostVision | None) -> None:
         self._clip: Any = clip and clip.asked

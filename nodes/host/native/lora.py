@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....checkpoints.lora_parts import DORA, A, B, find_part
+from ....checkpoints.lora_file import DORA, A, B
+from ....checkpoints.lora_start import find_part
 from ....families.spec import TEXT_ENCODERS
 
 _PREFIX, _SUFFIX = "diffusion_model.", ".weight"

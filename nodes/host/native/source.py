@@ -16,7 +16,7 @@ from ....checkpoints.checkpoint import CheckpointInfo
 from ....checkpoints.fingerprint import settings_fingerprint
 from ....checkpoints.header import FLOAT_TYPES, TensorRecord, read_header
 from ....checkpoints.model_class import described, differences
-from ....checkpoints.model_folder import first
+from ....checkpoints.model_files import first
 from ....checkpoints.quantized_files import pair_scales, read_formats
 from ....checkpoints.weight_file import TORCH_TYPES, read_records
 from ....families.comfy.conditions import VISION

@@ -2,7 +2,7 @@
 
     python start.py COMFYUI BASE train job.toml
 
-Run with ComfyUI's Python. COMFYUI is the folder of its code, BASE that of its models. jobs/native_process.py makes the
+Run with ComfyUI's Python. COMFYUI is the folder of its code, BASE that of its models. jobs/in_processes.py makes the
 command.
 """
 

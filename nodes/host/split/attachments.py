@@ -1,25 +1,42 @@
-"""What other nodes attached to a split MODEL, and what follows for the way a forward runs.
+"""What other nodes attached to a split MODEL, and how it is made right for a model on several cards.
 
 - ComfyUI calls some attachments through transformer_options, so each of their runs is seen: patches, replacements,
-  wrappers, an attention override. options.py leads them to the right card.
+  wrappers, an attention override.
 - Others are inside the modules and run unseen: object patches, injections, forwards and hooks on a layer.
 - Replaced methods of the diffusion model and exchanged lists of blocks may do anything between two blocks.
 
 Any of them may keep state from call to call, so forwards are not interleaved beside them. ComfyUI's own bypass LoRA and
 blocks compiled one by one keep none.
+
+Their authors wrote for the device that the model is loaded on, so whatever they brought along lies on the main card:
+
+- A patch gets its tensors there, and what it returns goes back to where the block computes.
+- A block replacement calls the block, so it runs on the block's card with its arguments brought there.
+- What either writes into its arguments is carried back to where they came from (parallel/local/borrow.py).
+- It may write into whatever else it was ever given, at any time: beside such code no copy serves two calls (bridge.py).
+- ControlNet residuals are taken out of their lists one by one between blocks; each travels to the card that has just
+  computed.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
+from comfy.controlnet import ControlLora
 from comfy.patcher_extension import CallbacksMP
+from comfy.utils import set_attr_param
 from torch import nn
 
+from ....parallel.local.borrow import Borrowed
+from ....parallel.local.bridge import Bridge
+from ....parallel.transfer import current_device
 from .model_copy import reachable
+
+if TYPE_CHECKING:
+    from .plan import SplitPlan
 
 ROOT = "diffusion_model"
 KEY = "devicebridge.split"
@@ -27,6 +44,9 @@ KEY = "devicebridge.split"
 _STATEFUL_ENTRIES = ("control", "gligen", "hooks", "default", "additional_models")
 _SEEN_ENTRIES = ("patches", "patches_replace")
 _OVERRIDE = "optimized_attention_override"
+_PASSED_BY = ("transformer_options", "control")
+_RUNS_BETWEEN_BLOCKS = "dit"
+_OPTION_KEYS = ("cond_or_uncond", "sample_sigmas", "sigmas")  # by these a dict is known to be transformer_options
 # Entries of transformer_options that are looked at by name, or are ComfyUI's own and plain.
 _KNOWN_ENTRIES = frozenset({*_SEEN_ENTRIES, _OVERRIDE, "wrappers", "callbacks", "model_patcher"})
 
@@ -182,3 +202,128 @@ def _is_comfy_attention(override: Any) -> bool:
     """Whether an override only chooses another of ComfyUI's own attention functions."""
     parts = [part for part in reachable(override) if callable(part) and not isinstance(part, type)]
     return len(parts) > 1 and all(_module_of(part).startswith("comfy.") for part in parts)
+
+
+# ---- made right for several cards
+
+
+class _Residuals(list[Any]):
+    """A list that hands out its tensors on the card whose block ran last."""
+
+    def __init__(self, values: list[Any], bridge: Bridge) -> None:
+        super().__init__(values)
+        self.bridge = bridge
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.bridge.move(super().__getitem__(index), self.bridge.current_device)
+
+    def pop(self, index: SupportsIndex = -1) -> Any:
+        return self.bridge.move(super().pop(index), self.bridge.current_device)
+
+    def __iter__(self) -> Any:
+        return (self[index] for index in range(len(self)))
+
+
+def wrap_control(control: dict[str, Any], bridge: Bridge) -> dict[str, Any]:
+    """A control dict whose lists follow the forward from card to card; the original is not modified."""
+    return {key: _Residuals(value, bridge) if isinstance(value, list) else value for key, value in control.items()}
+
+
+def bring_controls_to_main(conds: list[Any], main: torch.device) -> None:
+    """Copy the weights that a Control-LoRA took from other cards: it computes on the main one."""
+    for control in (entry.get("control") for cond in conds for entry in cond or ()):
+        while control is not None:
+            model = control.control_model if isinstance(control, ControlLora) else None
+            for name, parameter in list(model.named_parameters()) if model is not None else ():
+                if parameter.device not in (main, torch.device("cpu")):
+                    set_attr_param(model, name, parameter.detach().to(main))
+            control = control.previous_controlnet
+
+
+def guard_options(options: dict[str, Any], bridge: Bridge, plan: SplitPlan) -> dict[str, Any]:
+    """transformer_options whose patches work on any card; the original is not modified."""
+    guarded = dict(options)
+    if guarded.get("prefetch_dynamic_vbars"):
+        guarded["prefetch_dynamic_vbars"] = False  # it would fetch the next block's weights to the main card
+    if "patches" in guarded:
+        guarded["patches"] = {
+            name: [_patch(patch, bridge) for patch in patches] for name, patches in guarded["patches"].items()
+        }
+    if "patches_replace" in guarded:
+        guarded["patches_replace"] = {
+            name: {key: _replacement(name, key, patch, bridge, plan) for key, patch in patches.items()}
+            for name, patches in guarded["patches_replace"].items()
+        }
+    override = guarded.get(_OVERRIDE)
+    if override is not None and holds_tensors(override):  # any other runs where the block is
+        # Without container_function there: ComfyUI then hands over the tensors themselves.
+        guarded[_OVERRIDE] = _on_main(override, bridge)
+    return guarded
+
+
+def _patch(patch: Any, bridge: Bridge) -> Any:
+    if isinstance(patch, tuple):  # forward_timestep_embed_patch: class of a UNet's layer, and who runs such a layer
+        return (*patch[:-1], _on_main(patch[-1], bridge))
+    return _on_main(patch, bridge)
+
+
+def _replacement(name: str, key: Any, patch: Callable[..., Any], bridge: Bridge, plan: SplitPlan) -> Callable[..., Any]:
+    if name != _RUNS_BETWEEN_BLOCKS:
+        return _on_main(patch, bridge)  # replaces an attention inside a block
+    # A key is ("double_block", 3); one that the class does not list is left alone.
+    block_list = plan.layout.replace_keys.get(key[0]) if isinstance(key, tuple) and len(key) > 1 else None
+    if block_list is None:
+        return patch
+    block = f"{block_list}.{key[1]}"
+    device = plan.device_of(block)
+    is_last = block == plan.blocks[-1]
+
+    def on_the_blocks_card(args: dict[str, Any], extra: dict[str, Any]) -> Any:
+        def original_block(args: dict[str, Any]) -> Any:
+            return bridge.move(extra["original_block"](args), device)
+
+        came_from = bridge.current_device
+        borrowed = _borrow(args, device)
+        with current_device(device):
+            output = patch(borrowed.value, {**extra, "original_block": original_block})
+        borrowed.settle(came_from)
+        leaves_on = bridge.main_device if is_last or bridge.transport == "relay" else device
+        bridge.stay_on(leaves_on)  # a patch that skips the block has entered none
+        return bridge.move(output, leaves_on)
+
+    return on_the_blocks_card
+
+
+def _on_main(patch: Callable[..., Any], bridge: Bridge) -> Callable[..., Any]:
+    """The patch with its tensors on the main card; what it returns, and what it wrote, goes back where they were."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        device = _first_device((args, kwargs))
+        if device is None or device == bridge.main_device:
+            return patch(*args, **kwargs)
+        borrowed = _borrow([args, kwargs], bridge.main_device)
+        with current_device(bridge.main_device):
+            output = patch(*borrowed.value[0], **borrowed.value[1])
+        borrowed.settle(device)
+        return borrowed.returned(output, device)
+
+    return run
+
+
+def _borrow(value: Any, device: torch.device) -> Borrowed:
+    return Borrowed(value, device, is_passed=is_options, passed_by=_PASSED_BY)
+
+
+def is_options(value: dict[Any, Any]) -> bool:
+    """Whether a dict is somebody's transformer_options."""
+    return any(key in value for key in _OPTION_KEYS)
+
+
+def _first_device(tree: Any) -> torch.device | None:
+    """Device of the first tensor that is not part of transformer_options."""
+    if isinstance(tree, torch.Tensor):
+        return tree.device
+    if isinstance(tree, dict):
+        tree = [] if is_options(tree) else [value for key, value in tree.items() if key not in _PASSED_BY]
+    found = (_first_device(item) for item in tree) if isinstance(tree, (tuple, list)) else ()
+    return next((device for device in found if device is not None), None)

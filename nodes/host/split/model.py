@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 import weakref
 from pathlib import Path
 from typing import Any
 
 import comfy.memory_management
-import comfy.model_management
+import comfy.model_management as management
 import comfy.sd
 import torch
 from comfy.patcher_extension import WrappersMP
 from torch import nn
 
+from ....events import first_line
+from ....families.comfy.video import VIDEO_MODELS
+from ....parallel.transfer import module_with_streams
+from ....planning.cards import machine_speed
+from ....planning.times import Ways, forward_work, has_guidance
 from .attachments import KEY, ROOT, is_compiled
-from .batches import run_overlapped
-from .file_weights import load_over_file
-from .forecast import describe_cards, log_plan, prepare_with_forecast
-from .model_copy import ModuleMap, Origin, check_independent, copy_structure, follow_copy
+from .blocks import BlockExecutor, BlockPlan, plan_blocks
+from .model_copy import ModuleMap, Origin, check_independent, copy_structure, follow_copy, load_over_file
 from .patcher import become_split
-from .plan import SplitRequest
-from .tree import make_tree, tree_of
-from .ways import plan_way
+from .plan import GB, SplitPlan, SplitRequest
+from .sampling import prepare_with_forecast, run_overlapped
+from .tensor import DividedPlan, TensorExecutor, check_runnable, plan_tensor
+from .tree import SplitTree, Way, make_tree, tree_of
 
+_log = logging.getLogger(__name__)
+_PICTURE_TOKENS = 4096  # of 1024 x 1024
+_CLIP_TOKENS = 14040  # of 832 x 480, 33 frames
 _WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
     "default": {},
     "fp8_e4m3fn": {"dtype": torch.float8_e4m3fn},
@@ -41,11 +49,10 @@ def split_model(model: Any, request: SplitRequest) -> Any:
     Raises: ValueError or RuntimeError, before anything moves, if the model cannot be split as asked.
     """
     _check_splittable(model)
-    plan = plan_way(model, request)
-    log_plan(model.model, plan)
+    plan = plan_split(model, request)
     _unload(model)
     copied, copies = copy_structure(model.model)
-    make_tree(copied, plan, _origin_of(model))
+    _log_plan(make_tree(copied, plan, _way_of(plan), _origin_of(model)))
     split = model.clone(model_override=(copied, ({}, {}, {}, set())))
     if not hasattr(split, "companions"):  # the clone of a MODEL that is split already has become split by itself
         become_split(split)
@@ -72,9 +79,8 @@ def load_split_model(path: Path, weight_dtype: str, request: SplitRequest | None
         model, origin = load_over_file(path, options)
     if request is None:
         return model
-    plan = plan_way(model, request)
-    log_plan(model.model, plan)
-    make_tree(model.model, plan, origin)
+    plan = plan_split(model, request)
+    _log_plan(make_tree(model.model, plan, _way_of(plan), origin))
     return _with_wrappers(become_split(model))
 
 
@@ -83,19 +89,41 @@ def describe_split(model: Any) -> str:
     tree = tree_of(model.model)
     if tree is None:
         return f"whole model on {model.load_device}"
-    way = tree.plan.transport if tree.plan.division is None else "each block computed by all of them"
-    return f"{'; '.join(describe_cards(model.model, tree.plan))}; {way}"
+    return f"{'; '.join(_describe_cards(tree))}; {tree.plan.describe()}"
 
 
 def blocks_by_card(model: Any) -> list[tuple[str, int]]:
-    """Card and number of blocks, in the order of the blocks; [] for an unsplit model. Of blocks that all cards compute
-    together each has all."""
+    """Card and number of blocks, in the order of the blocks; [] for an unsplit model."""
     tree = tree_of(model.model)
-    if tree is None:
-        return []
-    if tree.plan.division is not None:
-        return [(str(device), len(tree.plan.placement.blocks)) for device in tree.plan.used_devices]
-    return tree.plan.placement.runs()
+    return [] if tree is None else tree.plan.num_blocks()
+
+
+def _describe_cards(tree: SplitTree) -> list[str]:
+    """One line per card: how much of the model it holds."""
+    sizes = tree.weight_bytes()
+    return [f"{device} gets {tree.plan.share_of(device)}, {sizes[device] / GB:.2f} GB of weights" for device in sizes]
+
+
+_EVIDENCE = {
+    "read": (
+        "this class was read, not run: its first step is computed a second time in the plainest way, and the run stops "
+        "unless the two are the same bits"
+    ),
+    "outside": (
+        "this class is in no ComfyUI that this pack is tested with; its public source was run once, split and whole, "
+        "with the same bits. Turn verify on for the first run"
+    ),
+}
+
+
+def _log_plan(tree: SplitTree) -> None:
+    """What was decided, in one line, and one line per card."""
+    plan = tree.plan
+    name = plan.layout.class_name
+    for line in (f"{name}, {len(plan.blocks)} blocks: {plan.describe()}", *_describe_cards(tree)):
+        _log.info("split: %s", line)
+    if plan.layout.evidence in _EVIDENCE:
+        _log.warning("split: %s: %s", name, _EVIDENCE[plan.layout.evidence])
 
 
 def _with_wrappers(split: Any) -> Any:
@@ -116,7 +144,7 @@ def _check_splittable(model: Any) -> None:
     if not hasattr(base, "diffusion_model"):
         raise ValueError(f"this MODEL holds a {type(base).__name__}, no diffusion model")
     tree = tree_of(model.model)
-    if tree is not None and tree.divided is not None:
+    if tree is not None and isinstance(tree.plan, DividedPlan):
         raise ValueError(
             "this MODEL is split with way 'tensor' already: each card has a part of every weight. Connect the MODEL "
             "from before that split"
@@ -138,11 +166,11 @@ def _check_splittable(model: Any) -> None:
 def _unload(model: Any) -> None:
     """Take every patcher of this model off its card, so that the weights are as they were loaded."""
     parts = [model.model, *(companion.model for companion in getattr(model, "companions", ()))]
-    for loaded in list(comfy.model_management.current_loaded_models):
+    for loaded in list(management.current_loaded_models):
         patcher = loaded.model
         if patcher is not None and any(patcher.model is part for part in parts):
             loaded.model_unload()
-            comfy.model_management.current_loaded_models.remove(loaded)
+            management.current_loaded_models.remove(loaded)
 
 
 def _origin_of(model: Any) -> Origin:
@@ -178,3 +206,74 @@ def _follow_patches(split: Any, copies: ModuleMap, source: nn.Module) -> None:
     for what, registry in registries.items():
         for kind, keyed in registry.items():
             check_independent(keyed, held, f"{what} {kind!r}")
+
+
+# ---- the way
+
+
+def plan_split(model: Any, request: SplitRequest) -> SplitPlan:
+    """The plan of the requested way, else of the one that is forecast to be faster; a line in the log says why.
+
+    The size of the latents and whether CFG is used are not known yet. So auto goes by a usual size, and tensor must be
+    faster both with CFG and without; a model that is given its guidance as a number has no CFG.
+
+    Raises: ValueError as the planner of the way.
+    """
+    root = model.model.diffusion_model
+    if request.way == "tensor":
+        return plan_tensor(root, request)
+    blocks = plan_blocks(root, request)
+    if request.way == "blocks":
+        return blocks
+    try:
+        tensor = _plan_tensor_for_auto(model, request, blocks)
+        tokens = _CLIP_TOKENS if blocks.layout in VIDEO_MODELS else _PICTURE_TOKENS
+        ways = compare_ways(root, blocks, tensor, tokens)
+    except (ValueError, RuntimeError) as error:
+        _log.info("split: way auto takes blocks: %s", first_line(error))
+        return blocks
+    counts = (1,) if has_guidance(root) else (1, 2)
+    taken: SplitPlan = tensor if ways.prefers_tensor(counts) else blocks
+    seconds = map(ways.seconds, counts)
+    forecasts = "; with CFG ".join(f"blocks about {one:.3g} s per step, tensor {two:.3g} s" for one, two in seconds)
+    name = "tensor" if taken is tensor else "blocks"
+    _log.info("split: way auto takes %s: at %d tokens %s", name, tokens, forecasts)
+    return taken
+
+
+def _way_of(plan: SplitPlan) -> Way:
+    return TensorExecutor if isinstance(plan, DividedPlan) else BlockExecutor
+
+
+def _plan_tensor_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) -> DividedPlan:
+    """Raises: ValueError or RuntimeError saying why this MODEL, these cards or these settings need blocks."""
+    only_of_blocks = {
+        "verify": request.verify,
+        "offload off": not request.offload,
+        "transport": request.transport is not None,
+        "balance": request.balance != "memory",
+    }
+    for name, is_set in only_of_blocks.items():
+        if is_set:
+            raise ValueError(f"{name} is a setting of that way")
+    if module_with_streams(*request.devices[:2]) is None:
+        raise ValueError(f"{request.devices[0]} cannot copy beside what it computes")
+    check_runnable((), model.model_options.get("transformer_options", {}), blocks.layout.patches_inside)
+    if model.offload_device == model.load_device:
+        raise ValueError("the weights of this MODEL stay on a card")
+    if int(management.module_size(model.model)) > sum(request.card_budgets().values()):
+        raise ValueError("the cards have no room for all weights")
+    return plan_tensor(model.model.diffusion_model, request)
+
+
+def compare_ways(diffusion_model: nn.Module, blocks: BlockPlan, tensor: DividedPlan, num_tokens: int) -> Ways:
+    """What this machine's cards and links, as they were measured, make of both ways for so many picture tokens."""
+    heads = [shares.heads for _, shares in tensor.divided.values()]
+    ranks, placed = range(len(tensor.devices)), blocks.placement
+    return Ways(
+        forward_work(diffusion_model, blocks.layout, tensor.divided, num_tokens),
+        machine_speed(tensor.devices),
+        [placed.num_blocks_on(device) / len(placed.blocks) for device in tensor.devices],
+        [max(each[rank] / sum(each) for each in heads) for rank in ranks],
+        blocks.overlap,
+    )

@@ -4,6 +4,11 @@ ComfyUI keeps the load state of a model on its modules: where each weight is, wh
 the dynamic memory it owns. Two patchers of one module tree therefore see each other's placement. So a split makes new
 module and Parameter objects over the same storages; the two trees are loaded, patched and evicted independently. While
 the old tree stays in host memory the weights exist there once. After both have been on cards each has its own weights.
+
+A model that is loaded for a split lies over its file: weights stay in the mapped file until a card takes them. Under
+DynamicVRAM ComfyUI does this itself. Without it, ComfyUI would copy every weight into the model. Here its loader gets
+tensors that it does not copy into a Parameter of the same shape and type: the Parameter takes the mapped tensor.
+Whatever else the loader does with them sees and makes ordinary tensors.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import functools
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,7 +76,10 @@ def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
         captured a layer; they name the module.
     """
     copies = {id(module): module.__class__.__new__(module.__class__) for module in model.modules()}
-    memo: dict[int, Any] = {**copies, **{id(parameter): _share(parameter) for parameter in model.parameters()}}
+    memo: dict[int, Any] = {
+        **copies,
+        **{id(parameter): nn.Parameter(alias(parameter), requires_grad=False) for parameter in model.parameters()},
+    }
     memo |= {id(buffer): buffer for buffer in model.buffers()}  # a move replaces a module's entry, never the tensor
     for shared in (model.__dict__[name] for name in _SHARED_OBJECTS if name in model.__dict__):
         memo[id(shared)] = shared
@@ -96,10 +105,6 @@ def _fill(target: nn.Module, source: nn.Module, memo: dict[int, Any], name: str)
             f"copied ({error}). Load the file with 'Load Diffusion Model Across GPUs' instead"
         ) from error
     target.__dict__.update({key: [] for key in ("weight_function", "bias_function") if key in target.__dict__})
-
-
-def _share(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(alias(parameter), requires_grad=False)
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -209,3 +214,62 @@ def original_of(origin: Origin, name: str, like: torch.Tensor, device: torch.dev
     if found is None or (found.device, found.shape, found.dtype) != (device, like.shape, like.dtype):
         return None
     return alias(found)
+
+
+# ---- over a file
+
+
+class FileTensor(torch.Tensor):
+    """A tensor of a mapped file that becomes a Parameter's data instead of being copied into it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.copy_ and _can_take(*args[:2]):
+            args[0].data = _plain(args[1])
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            return _plain(func(*args, **(kwargs or {})))
+
+
+def _can_take(target: Any, source: Any) -> bool:
+    plain = _plain(source)
+    return (
+        isinstance(target, nn.Parameter)
+        and type(plain) is torch.Tensor
+        and (target.shape, target.dtype, target.device) == (plain.shape, plain.dtype, plain.device)
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value.as_subclass(torch.Tensor) if type(value) is FileTensor else value
+
+
+def load_over_file(path: Path, options: dict[str, Any]) -> tuple[Any, Origin]:
+    """A classic patcher of the file's diffusion model, and where its weights lie unpatched.
+
+    Raises: RuntimeError if ComfyUI does not know what the file holds.
+    """
+    import comfy.sd
+    import comfy.utils
+    from comfy.quant_ops import QuantizedTensor
+
+    weights, metadata = comfy.utils.load_torch_file(str(path), return_metadata=True)
+    mapped = {
+        name: tensor.as_subclass(FileTensor) if type(tensor) is torch.Tensor else tensor
+        for name, tensor in weights.items()
+    }
+    model = comfy.sd.load_diffusion_model_state_dict(mapped, model_options=options, metadata=metadata)
+    if model is None:
+        raise RuntimeError(f"{path} holds no diffusion model that ComfyUI knows; it has {len(weights)} tensors")
+    model.cached_patcher_init = (comfy.sd.load_diffusion_model, (str(path), options))
+    addresses = {tensor.data_ptr() for tensor in weights.values() if isinstance(tensor, torch.Tensor)}
+    in_file = {
+        name: parameter.detach()
+        for name, parameter in model.model.named_parameters()
+        if type(parameter.data) in (torch.Tensor, QuantizedTensor)
+        and parameter.device.type == "cpu"
+        and parameter.data_ptr() in addresses
+    }
+    return model, in_file.get

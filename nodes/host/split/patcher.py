@@ -2,11 +2,11 @@
 
 Two classes are mixed into whatever patcher class the incoming MODEL has (classic, dynamic, a pack's own):
 
-- SplitMixin: the patcher a user holds. It is the home card's: while ComfyUI loads, unloads or measures, the tree shows
-  the home part alone; patches, hooks, callbacks and injections see the whole. Its `model_patches_models()` names the
+- SplitMixin: the patcher a user holds. It is the main card's: while ComfyUI loads, unloads or measures, the tree shows
+  the main part alone; patches, hooks, callbacks and injections see the whole. Its `model_patches_models()` names the
   patchers of the shards. Every `load_models_gpu` asks that before it makes room, so ComfyUI accounts, evicts and
   offloads each card's share on that card.
-- ShardMixin: the patcher of one further card. It shares the home patcher's patches, so a LoRA is applied where the
+- ShardMixin: the patcher of one further card. It shares the main patcher's patches, so a LoRA is applied where the
   weight lives. It puts object patches into its own blocks, so what they bring is loaded and patched there.
 
 Nothing of ComfyUI's is replaced. compat.py lists what is overridden, as ComfyUI 0.33 has it.
@@ -40,27 +40,21 @@ from .tree import SplitTree, make_tree, tree_of
 _Patcher: Any = object
 
 
-_IS_DIVIDED = (
-    "this MODEL is split with way 'tensor', so every card has a part of each weight; to save it or to extract a LoRA "
-    "from it, use way 'blocks' or the MODEL from before the split"
-)
-_CHANGES_MEANWHILE = (
-    "a LoRA that changes during sampling (a hook) cannot be applied where every card has a part of each weight; use "
-    "way 'blocks' in the split node"
-)
+_SAVING = "saving it, or extracting a LoRA from it,"
+_CHANGING = "a LoRA that changes during sampling (a hook)"
 
 
 class _CardPatcher(_Patcher):
-    """What home and shards share: a limit on resident weights, and weights that need no copy on their way back."""
+    """What all cards' patchers share: a limit on resident weights, and weights that need no copy on their way back."""
 
     _tree: Callable[[], SplitTree]
-    _home: Callable[[], SplitMixin | None]  # the home card's patcher, while there is one
+    _main: Callable[[], SplitMixin | None]  # the main card's patcher, while there is one
 
     def _unhook(self) -> None:
-        """Have the home patcher take out scheduled LoRA, which it wrote into weights that are about to move."""
-        home = self._home()
-        if home is not None:
-            home.unpatch_hooks()
+        """Have the main patcher take out scheduled LoRA, which it wrote into weights that are about to move."""
+        main = self._main()
+        if main is not None:
+            main.unpatch_hooks()
 
     def _own_part(self) -> AbstractContextManager[None]:
         """While active, ComfyUI sees this card's part alone, and nothing wrapped around it."""
@@ -90,7 +84,7 @@ class _CardPatcher(_Patcher):
 
     def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
         self._unhook()
-        self._tree().release()
+        self._tree().executor.release()
         return super().partially_unload(*args, **kwargs)
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
@@ -98,7 +92,7 @@ class _CardPatcher(_Patcher):
             self._unhook()
         with self._own_part():
             if unpatch_weights:
-                self._tree().release()
+                self._tree().executor.release()
             if unpatch_weights and device_to is not None:
                 self._use_origins()
             super().unpatch_model(device_to, unpatch_weights)
@@ -136,44 +130,44 @@ class _CardPatcher(_Patcher):
 class ShardMixin(_CardPatcher):
     """Patcher of the blocks on one further card."""
 
-    _home: Callable[[], SplitMixin | None] = staticmethod(lambda: None)
-    _tree_of_home: SplitTree
+    _main: Callable[[], SplitMixin | None] = staticmethod(lambda: None)
+    _tree_of_main: SplitTree
 
     def _tree(self) -> SplitTree:
-        return self._tree_of_home
+        return self._tree_of_main
 
-    def follow(self, home: SplitMixin) -> None:
-        """Take over what the home patcher wants done to the weights. Keys of other cards do no harm."""
-        self._home = weakref.ref(home)
-        self.clone_base_uuid = home.clone_base_uuid  # who unloads a model and its clones means its shards too
-        self.patches = self._tree().patches_on(self.load_device, home.patches, home.patches_uuid)
-        self.patches_uuid = home.patches_uuid
-        self.weight_wrapper_patches = home.weight_wrapper_patches
-        self.force_cast_weights = home.force_cast_weights
-        self.object_patches = home.objects_on(self.load_device)
+    def follow(self, main: SplitMixin) -> None:
+        """Take over what the main patcher wants done to the weights. Keys of other cards do no harm."""
+        self._main = weakref.ref(main)
+        self.clone_base_uuid = main.clone_base_uuid  # who unloads a model and its clones means its shards too
+        self.patches = self._tree().executor.patches_on(self.load_device, main.patches, main.patches_uuid)
+        self.patches_uuid = main.patches_uuid
+        self.weight_wrapper_patches = main.weight_wrapper_patches
+        self.force_cast_weights = main.force_cast_weights
+        self.object_patches = main.objects_on(self.load_device)
 
     def clone(self, *args: Any, **kwargs: Any) -> Any:
         n = super().clone(*args, **kwargs)
         n.__class__ = type(self)  # packs exist whose clone() sets the class itself
-        n._tree_of_home = self._tree_of_home
+        n._tree_of_main = self._tree_of_main
         return n
 
     @contextlib.contextmanager
     def _own_part(self) -> Iterator[None]:
-        """Object patches are set and taken off while the home patcher's injections, which may wrap them, are off."""
-        home = self._home() if self.object_patches or self.object_patches_backup else None
-        if home is None or not home.is_injected:
+        """Object patches are set and taken off while the main patcher's injections, which may wrap them, are off."""
+        main = self._main() if self.object_patches or self.object_patches_backup else None
+        if main is None or not main.is_injected:
             yield
             return
-        home.eject_model()
+        main.eject_model()
         try:
             yield
         finally:
-            home.inject_model()
+            main.inject_model()
 
 
 class SplitMixin(_CardPatcher):
-    """Patcher of a split model; acts on the home card and brings the other cards' patchers along."""
+    """Patcher of a split model; acts on the main card and brings the other cards' patchers along."""
 
     object_patches: dict[str, Any]
     companions: tuple[Any, ...] = ()
@@ -190,18 +184,18 @@ class SplitMixin(_CardPatcher):
     @contextlib.contextmanager
     def _own_part(self) -> Iterator[None]:
         tree, patches = self._tree(), self.patches
-        with tree.home_only():
-            if tree.divided is None or self._is_own_part:
+        with tree.main_only():
+            if self._is_own_part:
                 yield
                 return
             self._is_own_part = True
-            self.patches = tree.patches_on(self.load_device, patches, self.patches_uuid)
+            self.patches = tree.executor.patches_on(self.load_device, patches, self.patches_uuid)
             try:
                 yield
             finally:
                 self._is_own_part, self.patches = False, patches
 
-    def _home(self) -> SplitMixin:
+    def _main(self) -> SplitMixin:
         return self
 
     # ---- companions
@@ -223,7 +217,7 @@ class SplitMixin(_CardPatcher):
             return become_split(n, companions=self.companions)
         tree = tree_of(n.model)
         if tree is None:  # a fresh model from the file: DynamicVRAM's stand-in for scheduled LoRA
-            tree = make_tree(n.model, self._tree().plan)
+            tree = make_tree(n.model, self._tree().plan, type(self._tree().executor))
         # Every sampling asks for the stand-in anew and gets the same model. Its shards' patchers must share what they
         # hold of the originals of weights they have patched. The first ones stay: no chain of parents grows.
         is_known = any(companion._tree() is tree for companion in self._stand_ins)
@@ -233,8 +227,7 @@ class SplitMixin(_CardPatcher):
         return n
 
     def get_non_dynamic_delegate(self) -> Any:
-        if self._tree().divided is not None:
-            raise RuntimeError(_CHANGES_MEANWHILE)
+        self._tree().executor.check_possible(_CHANGING)
         self._makes_stand_in = True
         try:
             return super().get_non_dynamic_delegate()
@@ -244,28 +237,26 @@ class SplitMixin(_CardPatcher):
     def get_key_patches(self, filter_prefix: str | None = None) -> Any:
         """Weights as they were loaded, for merging: of other cards' blocks the shard's patcher has the originals."""
         found = super().get_key_patches(filter_prefix)
-        divided = self._tree().divided
-        if divided is not None:
-            for key, patches in found.items():
-                whole = divided.whole(key)
-                if whole is not None:
-                    patches[0] = (whole, patches[0][1])
-            return found
-        for companion in self.companions:
-            for key, backup in companion.backup.items():
-                if key in found and key not in self.hook_backup:
-                    found[key][0] = (backup.weight, found[key][0][1])
+        originals = {
+            key: backup.weight
+            for companion in self.companions
+            for key, backup in companion.backup.items()
+            if key not in self.hook_backup
+        }
+        for key, patches in found.items():
+            whole = self._tree().executor.whole_weight(key)
+            original = originals.get(key) if whole is None else whole
+            if original is not None:
+                patches[0] = (original, patches[0][1])
         return found
 
     def patch_weight_to_device(self, key: str, device_to: Any = None, *args: Any, **kwargs: Any) -> Any:
-        divided = self._tree().divided
-        if divided is not None and not self._is_own_part and divided.whole(key) is not None:
-            raise RuntimeError(_IS_DIVIDED)
+        if not self._is_own_part and self._tree().executor.whole_weight(key) is not None:
+            self._tree().executor.check_possible(_SAVING)
         return super().patch_weight_to_device(key, device_to, *args, **kwargs)
 
     def model_state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
-        if self._tree().divided is not None:
-            raise RuntimeError(_IS_DIVIDED)
+        self._tree().executor.check_possible(_SAVING)
         return super().model_state_dict_for_saving(*args, **kwargs)
 
     def add_object_patch(self, name: str, obj: Any) -> None:
@@ -281,9 +272,9 @@ class SplitMixin(_CardPatcher):
     def get_free_memory(self, device: torch.device) -> float:
         """Least free memory of all cards: ComfyUI sizes batches by it, and every card holds activations."""
         free_on = super().get_free_memory
-        return min(free_on(place) for place in self._tree().plan.used_devices)
+        return min(free_on(place) for place in self._tree().plan.devices)
 
-    # ---- ComfyUI's code that must see the home part alone
+    # ---- ComfyUI's code that must see the main part alone
 
     def model_size(self) -> int:
         with self._own_part():
@@ -295,18 +286,15 @@ class SplitMixin(_CardPatcher):
             return super().load(*args, **kwargs)
 
     def partially_load(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises: RuntimeError if another node has moved the home part to another device."""
-        home = self._tree().plan.home
-        if self.load_device != home:  # not asked where ComfyUI lists shards: its tracker of outputs does so any time
+        """Raises: RuntimeError if another node has moved the main part to another device."""
+        main = self._tree().plan.main_device
+        if self.load_device != main:  # not asked where ComfyUI lists shards: its tracker of outputs does so any time
             raise RuntimeError(
-                f"this MODEL is split with {home} as its first device, and a node behind the split has moved it to "
+                f"this MODEL is split with {main} as its first device, and a node behind the split has moved it to "
                 f"{self.load_device}; choose the devices in the split node and take that node out"
             )
-        if self._tree().divided is not None and self.weight_wrapper_patches:
-            raise RuntimeError(
-                f"another node wraps the weight {next(iter(self.weight_wrapper_patches))}, of which every card has a "
-                "part; use way 'blocks' in the split node, or take that node out"
-            )
+        for key in self.weight_wrapper_patches:
+            self._tree().executor.check_possible(f"wrapping the weight {key}, as another node does,")
         return super().partially_load(*args, **kwargs)
 
     def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
@@ -317,15 +305,11 @@ class SplitMixin(_CardPatcher):
         self.eject_model()
         if unpatch_weights:
             self._unhook()
-        self._restore_foreign_objects()
-        super().unpatch_model(device_to, unpatch_weights)
-
-    def _restore_foreign_objects(self) -> None:
-        """Object patches of whole blocks of other cards, which ComfyUI could not find in the home view."""
         tree = self._tree()
-        with tree.whole():
+        with tree.whole():  # ComfyUI could not find whole blocks of other cards in the main view
             for key in [key for key in self.object_patches_backup if tree.is_foreign(key)]:
                 set_attr(self.model, key, self.object_patches_backup.pop(key))
+        super().unpatch_model(device_to, unpatch_weights)
 
     # ---- code of hooks, patches and other packs: it must see every block
 
@@ -358,12 +342,11 @@ class SplitMixin(_CardPatcher):
     def _place_bypass_adapters(self) -> None:
         """Bring ComfyUI's bypass LoRA, which it moves to its main device, to the card of the layer it is on."""
         tree = self._tree()
-        for device in tree.plan.foreign_devices:
-            for block in tree.plan.blocks_on(device):
-                for module in tree.diffusion_model.get_submodule(block).modules():
-                    for hook in reachable(module.__dict__.get("forward")):
-                        if isinstance(hook, BypassForwardHook):
-                            hook._move_adapter_weights_to_device(device)
+        for block in filter(tree.is_foreign, tree.plan.blocks):
+            for module in tree.diffusion_model.get_submodule(block).modules():
+                for hook in reachable(module.__dict__.get("forward")):
+                    if isinstance(hook, BypassForwardHook):
+                        hook._move_adapter_weights_to_device(tree.device_of(block))
 
     def eject_model(self) -> None:
         with self._tree().whole():
@@ -393,8 +376,7 @@ class SplitMixin(_CardPatcher):
     def _unshare(self, key: str) -> None:
         """Give a weight in host memory a storage of its own: a scheduled LoRA is written into it in place."""
         tree = self._tree()
-        if tree.divided is not None:
-            raise RuntimeError(_CHANGES_MEANWHILE)
+        tree.executor.check_possible(_CHANGING)
         weight = get_attr(self.model, key)
         is_shared = tree.origin_on(self.load_device) is not None and weight.device == self.offload_device
         if is_shared and key not in self.hook_backup:
@@ -410,12 +392,6 @@ def _mixed(mixin: type, unsplit: type) -> type:
     return type(mixin.__name__.removesuffix("Mixin") + unsplit.__name__, (mixin, unsplit), {"unsplit_class": unsplit})
 
 
-def _told_of_disk(shard_class: type, patcher: Any) -> Callable[..., Any]:
-    """The class, called with what ComfyUI after 0.33 also tells a patcher: whether its file lies on a fast disk."""
-    is_told = "fast_disk" in inspect.signature(shard_class).parameters
-    return functools.partial(shard_class, fast_disk=patcher.fast_disk) if is_told else shard_class
-
-
 def become_split(patcher: Any, companions: Iterable[Any] | None = None) -> Any:
     """Make a patcher of a split tree act as one, in place; companions of the same tree are cloned, else made.
 
@@ -426,18 +402,22 @@ def become_split(patcher: Any, companions: Iterable[Any] | None = None) -> Any:
     unsplit = getattr(patcher, "unsplit_class", patcher.__class__)
     patcher.__class__ = _mixed(SplitMixin, unsplit)
     patcher.is_injected = False
-    patcher.load_device = tree.plan.home
+    patcher.load_device = tree.plan.main_device
     if patcher.is_dynamic():
-        patcher.register_load_device(tree.plan.home)
+        patcher.register_load_device(tree.plan.main_device)
     for key in patcher.object_patches:
         tree.check_object_patch(key)
     if companions is None:
-        make = _told_of_disk(_mixed(ShardMixin, unsplit), patcher)
-        patcher.companions = tuple(make(shard, device, patcher.offload_device) for device, shard in tree.shards.items())
+        make = _mixed(ShardMixin, unsplit)
+        takes_disk = "fast_disk" in inspect.signature(make).parameters  # of ComfyUI after 0.33
+        options = {"fast_disk": patcher.fast_disk} if takes_disk else {}
+        patcher.companions = tuple(
+            make(shard, device, patcher.offload_device, **options) for device, shard in tree.shards.items()
+        )
         kept = {name: value for name, value in vars(patcher).items() if hasattr(unsplit, name)}  # by a pack's own class
         for companion in patcher.companions:
             companion.__dict__.update(kept)
-            companion._tree_of_home = tree
+            companion._tree_of_main = tree
     else:
         patcher.companions = tuple(companion.clone() for companion in companions)
     patcher.size = 0

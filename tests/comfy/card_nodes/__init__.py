@@ -42,7 +42,7 @@ def _replayed() -> Iterator[None]:
         for module in _in_packs("parallel.local.tensor_parallel"):
             patches.enter_context(mock.patch.object(module.TensorParallel, "replay", replaying))
             patches.enter_context(mock.patch.object(module, "watching_modes", lambda: 0))
-        for module in _in_packs("parallel.local.divided_graphs"):
+        for module in _in_packs("parallel.local.graphs"):
             patches.enter_context(mock.patch.object(module, "RECORDED_AFTER", 1))
         yield
 
@@ -150,9 +150,9 @@ class FailAt:
         if place == "replay":
             targets = [(StandIn, "launch", fault.at_replays)]
         else:
-            groups = [module.Collective for module in _in_packs("parallel.local.collective")]
+            groups = [module.Collective for module in _in_packs("parallel.local.collectives")]
             targets = [(group, "_post", fault.at_meetings) for group in groups]
-        graphs = [module.DividedGraphs for module in _in_packs("parallel.local.divided_graphs")]
+        graphs = [module.Graphs for module in _in_packs("parallel.local.graphs")]
         for cls, name, around in (*targets, *((each, "_record", fault.uncounted) for each in graphs)):
             _disarm.enter_context(mock.patch.object(cls, name, around(getattr(cls, name))))
         return (model,)

@@ -14,6 +14,7 @@ import safetensors
 import torch
 from devicebridge.checkpoints.checkpoint import _say_once, read_checkpoint
 from devicebridge.checkpoints.load import load_transformer, make_empty_transformer
+from devicebridge.checkpoints.weight_file import WeightReader
 from devicebridge.families.registry import FAMILIES, find_family
 from devicebridge.families.spec import Variant
 from devicebridge.tests.toy import TINY, stack_tensors
@@ -205,31 +206,20 @@ def test_published_models_are_recognised_by_their_header(family_name, variant_na
 def test_one_tensor_at_a_time_goes_to_its_device(tmp_path, monkeypatch):
     _save_pipeline(tmp_path, "flux1")
     events, alive = [], []
-    real_open = safetensors.safe_open
+    real = WeightReader.get_tensor
 
-    class Reader:
-        def __init__(self, *args, **kwargs):
-            self.reader = real_open(*args, **kwargs)
-
-        def __enter__(self):
-            self.reader.__enter__()
-            return self
-
-        def __exit__(self, *args):
-            return self.reader.__exit__(*args)
-
-        def get_tensor(self, name):
-            assert not [reference for reference in alive if reference() is not None]
-            tensor = self.reader.get_tensor(name)
-            alive.append(weakref.ref(tensor))
-            events.append(("read", name))
-            return tensor
+    def get_tensor(self, name):
+        assert not [reference for reference in alive if reference() is not None]
+        tensor = real(self, name)
+        alive.append(weakref.ref(tensor))
+        events.append(("read", name))
+        return tensor
 
     def device_of(name):
         events.append(("placed", name))
         return torch.device("meta") if name.startswith("single_") else CPU
 
-    monkeypatch.setattr(safetensors, "safe_open", Reader)
+    monkeypatch.setattr(WeightReader, "get_tensor", get_tensor)
     model = load_transformer(read_checkpoint(tmp_path), device_of, torch.bfloat16)
     names = [name for name, _ in model.named_parameters()]
     assert [kind for kind, _ in events] == ["read", "placed"] * len(names)

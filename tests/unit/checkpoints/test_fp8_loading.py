@@ -13,18 +13,17 @@ from devicebridge.checkpoints.checkpoint import read_checkpoint
 from devicebridge.checkpoints.load import load_transformer, make_empty_transformer
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.placement import block_names, parameter_bytes, plan_placement
-from devicebridge.quantization import eight_bit, weight_only
-from devicebridge.quantization import report as quantize_report
+from devicebridge.quantization import eight_bit, quantize, weight_only
 from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.quantize import (
     SCHEMES,
     Quantizer,
     QuantizeSettings,
     _num_bytes,
-    apply_quantization,
     stored_bytes,
 )
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
+from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -118,7 +117,7 @@ def test_no_card_holds_more_than_the_result_and_one_layer(
     piece = 512
     for module in (eight_bit, weight_only):
         monkeypatch.setattr(module, "_PIECE", piece)
-    monkeypatch.setattr(quantize_report, "_NUM_SAMPLED_ROWS", 4)
+    monkeypatch.setattr(quantize, "_NUM_SAMPLED_ROWS", 4)
     info = _checkpoint(tmp_path, "flux2")
     with emulated_cards(2):
         plain_peaks, _, plain = _peaks(info, None)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-from pathlib import Path
-
 import diffusers
 import pytest
 import torch
@@ -18,12 +14,10 @@ from devicebridge.checkpoints.lora_file import (
 from devicebridge.families.naming import originals_of
 from devicebridge.families.registry import FAMILIES
 from devicebridge.patches.lora import resolve_targets
-from devicebridge.scripts.demo_lora import lora_from_file
-from devicebridge.tests.comfy_host import comfy_python, find_comfyui
+from devicebridge.tests.full_size import asset, full_file, full_model
 from devicebridge.tests.toy import TINY, stack_tensors
 
 FAMILY_NAMES = sorted(FAMILIES)
-ASSETS = Path(__file__).resolve().parents[2] / "assets"
 RANK, ALPHA = 2, 3.0
 
 
@@ -107,43 +101,6 @@ def test_dora_and_the_diffusers_layout(name, dora):
     _assert_close(original, stack_tensors(family, expected))
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("which", ["default", "more", "parts"])
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_every_layout_is_read_back(name, which, dora):
-    model, family = TINY[name].make_model(), FAMILIES[name]
-    lora = _make_lora(model, resolve_targets(model, _targets(name, which)), dora)
-    modules = {n.removesuffix(".lora_A.weight") for n in lora if n.endswith("lora_A.weight")}
-    if not (dora and which == "parts" and name != "wan"):  # parts of a stack, see test_refusals
-        tensors, alphas = lora_from_file(family, lora_to_original(family, lora, ALPHA, RANK))
-        assert tensors.keys() == lora.keys() and all(torch.equal(tensors[n], lora[n]) for n in lora)
-        assert alphas == dict.fromkeys(modules, ALPHA)
-    tensors, alphas = lora_from_file(family, lora_to_diffusers(family, lora, ALPHA, RANK))
-    scaled = {n: t * (ALPHA / RANK) if n.endswith("lora_B.weight") else t for n, t in lora.items()}
-    assert tensors.keys() == lora.keys() and all(torch.equal(tensors[n], scaled[n]) for n in lora)
-    assert alphas == dict.fromkeys(modules, RANK)
-    if not (dora and name == "wan"):
-        restated = {n: 2 * t if n.endswith("dora_scale") else t for n, t in lora.items()}  # the trained ones are read
-        tensors, alphas = lora_from_file(family, lora_to_both(family, lora, restated, ALPHA, RANK))
-        assert tensors.keys() == lora.keys() and all(torch.equal(tensors[n], scaled[n]) for n in lora)
-        assert alphas == dict.fromkeys(modules, RANK)
-
-
-@pytest.mark.parametrize("name", ["flux2", "flux1"])
-def test_a_fused_lora_of_another_trainer_is_read_exactly(name):
-    """One A for q, k and v, kohya's suffixes, no alpha: every layer gets its rows, at strength 1."""
-    g = torch.Generator().manual_seed(3)
-    a, b = torch.randn(4, 64, generator=g), torch.randn(192, 4, generator=g)
-    file = {"double_blocks.1.img_attn.qkv.lora_down.weight": a, "double_blocks.1.img_attn.qkv.lora_up.weight": b}
-    tensors, alphas = lora_from_file(FAMILIES[name], file)
-    for index, part in enumerate("qkv"):
-        module = f"transformer_blocks.1.attn.to_{part}"
-        change = tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
-        strength = alphas[module] / tensors[f"{module}.lora_A.weight"].shape[0]
-        assert torch.allclose(strength * change, (b @ a)[64 * index : 64 * (index + 1)])
-    assert len(alphas) == 3
-
-
 def _make_pipeline(name, model):
     parts = [folder for encoder in TINY[name].encoders for folder in encoder[2:]]
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
@@ -192,138 +149,28 @@ def test_refusals():
         lora_to_original(family, {f"blocks.0.attn1.to_q.lora_{k}.weight": torch.zeros(2, 2) for k in "AB"}, ALPHA, 2)
     with pytest.raises(ValueError, match="is no LoRA tensor"):
         lora_to_original(family, {"transformer_blocks.0.attn.to_q.weight": torch.zeros(2, 2)}, ALPHA, 2)
-    file = lora_to_original(FAMILIES["wan"], _make_lora(TINY["wan"].make_model(), ["proj_out"]), ALPHA, RANK)
-    with pytest.raises(ValueError, match="1 names of this LoRA belong to no linear layer of FLUX.1: diffusion_model.h"):
-        lora_from_file(family, file)
 
 
 # --- names, at full size ---------------------------------------------------------------------------------------------
 
 
-def _full_model(name):
-    family = FAMILIES[name]
-    with torch.device("meta"):
-        return getattr(diffusers, family.transformer_class)(**dict(family.variants[0].transformer_config))
-
-
-def _full_lora(name, rank=1):
-    """Default targets of the family's first variant, on meta."""
-    model = _full_model(name)
-    tensors = {}
-    for module in resolve_targets(model, FAMILIES[name].lora_targets):
-        rows, columns = model.get_submodule(module).weight.shape
-        tensors[f"{module}.lora_A.weight"] = torch.zeros(rank, columns, device="meta")
-        tensors[f"{module}.lora_B.weight"] = torch.zeros(rows, rank, device="meta")
-    return tensors
-
-
-def _full_file(name):
-    return lora_to_original(FAMILIES[name], _full_lora(name), 1.0, 1)
-
-
-def _asset(name):
-    return json.loads((ASSETS / f"lora_keys_{name}.json").read_text(encoding="utf-8"))
-
-
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_names_and_shapes_are_those_that_were_reviewed(name):
     """lora_keys_<family>.json holds what ComfyUI v0.33.0 was seen to map, at full size: modules and [out, in]."""
-    file = _full_file(name)
+    file = full_file(name)
     found = {
         n.removesuffix(".lora_A.weight"): [file[n.replace("lora_A", "lora_B")].shape[0], file[n].shape[1]]
         for n in file
         if n.endswith(".lora_A.weight")
     }
-    assert found == _asset(name)["modules"]
-    assert sorted(file) == sorted(f"{module}.{end}" for module in found for end in _asset(name)["suffixes"])
-
-
-# Its own detection builds the native model from our names, and its loader looks for a place for every LoRA tensor.
-_ASK_COMFYUI = """
-import json, logging, sys
-requests = json.load(sys.stdin)
-sys.argv = ["ask", "--cpu"]
-import comfy.options
-comfy.options.enable_args_parsing()
-import torch
-import comfy.lora, comfy.model_detection
-
-warnings = []
-class Handler(logging.Handler):
-    def emit(self, record):
-        warnings.append(record.getMessage())
-logging.getLogger().addHandler(Handler())
-meta, one, answers = torch.device("meta"), torch.tensor(1.0), {}
-for request in requests:
-    del warnings[:]
-    checkpoint = {name: torch.empty(shape, device=meta) for name, shape in request["checkpoint"].items()}
-    config = comfy.model_detection.model_config_from_unet(checkpoint, "")
-    model = config.get_model(checkpoint, "", device=meta)
-    lora = {name: torch.empty(shape, device=meta) if shape else one for name, shape in request["lora"].items()}
-    patches = comfy.lora.load_lora(lora, comfy.lora.model_lora_keys_unet(model, {}))
-    answers[request["name"]] = {
-        "class": type(model).__name__,
-        "weights": {name: list(tensor.shape) for name, tensor in model.state_dict().items()},
-        "patched": sorted(key if isinstance(key, str) else key[0] for key in patches),
-        "unmapped": [message for message in warnings if "lora key not loaded" in message],
-    }
-print(json.dumps(answers))
-"""
-
-
-def _native_checkpoint(name):
-    with torch.device("meta"):
-        return stack_tensors(FAMILIES[name], _full_model(name).state_dict())
-
-
-@pytest.fixture(scope="module")
-def comfyui_answers():
-    """What ComfyUI makes of every family's full-size checkpoint and LoRA, and of one LoRA it does not know."""
-    folder = find_comfyui()
-    python = comfy_python(folder) if folder else None
-    if python is None:
-        pytest.skip("needs ComfyUI: set COMFYUI_PATH to its folder, or install it with comfy-cli")
-    loras = {name: (name, _full_file(name)) for name in FAMILY_NAMES}
-    loras["unknown"] = ("wan", lora_to_diffusers(FAMILIES["wan"], _full_lora("wan"), 1.0, 1))
-    requests = [
-        {
-            "name": key,
-            "checkpoint": {n: list(t.shape) for n, t in _native_checkpoint(name).items()},
-            "lora": {n: list(t.shape) for n, t in lora.items()},
-        }
-        for key, (name, lora) in loras.items()
-    ]
-    command = [str(python), "-c", _ASK_COMFYUI]
-    options = {"cwd": folder, "capture_output": True, "text": True, "timeout": 300, "check": False}
-    asked = subprocess.run(command, input=json.dumps(requests), **options)
-    assert asked.returncode == 0, asked.stderr[-3000:]
-    return json.loads(asked.stdout.splitlines()[-1])
-
-
-@pytest.mark.comfy
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_comfyui_maps_every_name_at_full_size(name, comfyui_answers):
-    answer = comfyui_answers[name]
-    assert answer["class"] == TINY[name].comfyui_class
-    native = {n.removeprefix("diffusion_model."): s for n, s in answer["weights"].items() if n.startswith("diffusion_")}
-    checkpoint = _native_checkpoint(name)
-    assert {n.replace("_norm.scale", "_norm.weight"): list(t.shape) for n, t in checkpoint.items()} == native
-    assert not answer["unmapped"]
-    modules = _asset(name)["modules"]
-    assert answer["patched"] == sorted(f"{module}.weight" for module in modules)
-    assert all(answer["weights"][f"{module}.weight"] == shape for module, shape in modules.items())
-
-
-@pytest.mark.comfy
-def test_comfyui_reports_a_name_it_does_not_know(comfyui_answers):
-    """The check above can fail: Wan under diffusers' names is what ComfyUI only logs and skips."""
-    assert len(comfyui_answers["unknown"]["unmapped"]) == 400 * 2 and not comfyui_answers["unknown"]["patched"]
+    assert found == asset(name)["modules"]
+    assert sorted(file) == sorted(f"{module}.{end}" for module in found for end in asset(name)["suffixes"])
 
 
 def test_stacks_of_the_default_targets_are_whole():
     """So that DoRA can be saved in the original layout with every family's defaults."""
     for name in FAMILY_NAMES:
-        modules = resolve_targets(_full_model(name), FAMILIES[name].lora_targets)
+        modules = resolve_targets(full_model(name), FAMILIES[name].lora_targets)
         check_original_layout(FAMILIES[name], modules, dora=True)
         members = [m for s in originals_of(modules, FAMILIES[name].renames).values() for m in s.members]
         assert sorted(members) == sorted(modules)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 from dataclasses import dataclass
@@ -10,11 +11,19 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
-from devicebridge.checkpoints.lokr_file import check_lokr_layout, lokr_for_comfyui
-from devicebridge.checkpoints.lora_layouts import check_lora_layout, describe_readers, make_lora_tensors, what_is_lost
+from devicebridge.checkpoints.lora_file import (
+    check_lokr_layout,
+    check_lora_layout,
+    describe_readers,
+    lokr_for_comfyui,
+    lora_to_diffusers,
+    make_lora_tensors,
+    what_is_lost,
+)
 from devicebridge.families.registry import FAMILIES
 from devicebridge.patches.lora import resolve_targets
 from devicebridge.tests.comfy_host import comfy_python, find_comfyui
+from devicebridge.tests.full_size import asset, full_file, full_lora, full_model
 from devicebridge.tests.toy import TINY, stack_tensors
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
@@ -290,12 +299,29 @@ for name, cases in json.loads((folder / "cases.json").read_text()).items():
         comfy.utils.save_torch_file(changed, str(folder / f"{case}.answer.safetensors"))
         answers[case] = {"class": type(model).__name__, "messages": list(messages)}
 (folder / "answers.json").write_text(json.dumps(answers))
+
+# Names alone, at full size on meta: its loader looks for a place for every LoRA tensor.
+meta, one, named = torch.device("meta"), torch.tensor(1.0), {}
+for name, asked in json.loads((folder / "full_size.json").read_text()).items():
+    del messages[:]
+    checkpoint = {key: torch.empty(shape, device=meta) for key, shape in asked["checkpoint"].items()}
+    config = comfy.model_detection.model_config_from_unet(checkpoint, "")
+    model = config.get_model(checkpoint, "", device=meta)
+    lora = {key: torch.empty(shape, device=meta) if shape else one for key, shape in asked["lora"].items()}
+    patches = comfy.lora.load_lora(lora, comfy.lora.model_lora_keys_unet(model, {}))
+    named[name] = {
+        "class": type(model).__name__,
+        "weights": {key: list(tensor.shape) for key, tensor in model.state_dict().items()},
+        "patched": sorted(key if isinstance(key, str) else key[0] for key in patches),
+        "unmapped": [message for message in messages if "lora key not loaded" in message],
+    }
+(folder / "named.json").write_text(json.dumps(named))
 """
 
 
 @pytest.fixture(scope="module")
-def comfyui(tmp_path_factory):
-    """By case: class of the model, what ComfyUI logged, and the weights that it changed."""
+def comfyui_folder(tmp_path_factory):
+    """Where one ComfyUI has left its answers to all that is asked here: it takes half a minute to start."""
     checkout = find_comfyui()
     python = comfy_python(checkout) if checkout else None
     if python is None:
@@ -307,9 +333,26 @@ def comfyui(tmp_path_factory):
         save_file(_stacked(name, _model(name).state_dict()), folder / f"{name}.safetensors")
     for case in (*WRITABLE, *LOKR):
         save_file(case.file(), folder / f"{case}.safetensors")
+    loras = {name: (name, full_file(name)) for name in FAMILY_NAMES}
+    loras["unknown"] = ("wan", lora_to_diffusers(FAMILIES["wan"], full_lora("wan"), 1.0, 1))
+    named = {
+        key: {
+            "checkpoint": {n: list(t.shape) for n, t in _native_checkpoint(name).items()},
+            "lora": {n: list(t.shape) for n, t in lora.items()},
+        }
+        for key, (name, lora) in loras.items()
+    }
+    (folder / "full_size.json").write_text(json.dumps(named))
     command = [str(python), "-c", _ASK_COMFYUI, str(folder)]
     asked = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=300, check=False)
     assert asked.returncode == 0, asked.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def comfyui(comfyui_folder):
+    """By case: class of the model, what ComfyUI logged, and the weights that it changed."""
+    folder = comfyui_folder
     answers = json.loads((folder / "answers.json").read_text())
     return {case: (answer, _answer(folder / f"{case}.answer.safetensors")) for case, answer in answers.items()}
 
@@ -352,3 +395,38 @@ def test_comfyui_applies_every_weight_as_trained_or_we_say_that_it_does_not(case
 
 def _owner(name, parameter):
     return _model(name).get_submodule(parameter.removesuffix(".weight"))
+
+
+# --- ComfyUI, at full size --------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _native_checkpoint(name):
+    with torch.device("meta"):
+        return stack_tensors(FAMILIES[name], full_model(name).state_dict())
+
+
+@pytest.fixture(scope="module")
+def comfyui_names(comfyui_folder):
+    """What ComfyUI makes of every family's full-size checkpoint and LoRA, and of one LoRA it does not know."""
+    return json.loads((comfyui_folder / "named.json").read_text())
+
+
+@pytest.mark.comfy
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_comfyui_maps_every_name_at_full_size(name, comfyui_names):
+    answer = comfyui_names[name]
+    assert answer["class"] == TINY[name].comfyui_class
+    native = {n.removeprefix("diffusion_model."): s for n, s in answer["weights"].items() if n.startswith("diffusion_")}
+    checkpoint = _native_checkpoint(name)
+    assert {n.replace("_norm.scale", "_norm.weight"): list(t.shape) for n, t in checkpoint.items()} == native
+    assert not answer["unmapped"]
+    modules = asset(name)["modules"]
+    assert answer["patched"] == sorted(f"{module}.weight" for module in modules)
+    assert all(answer["weights"][f"{module}.weight"] == shape for module, shape in modules.items())
+
+
+@pytest.mark.comfy
+def test_comfyui_reports_a_name_it_does_not_know(comfyui_names):
+    """The check above can fail: Wan under diffusers' names is what ComfyUI only logs and skips."""
+    assert len(comfyui_names["unknown"]["unmapped"]) == 400 * 2 and not comfyui_names["unknown"]["patched"]

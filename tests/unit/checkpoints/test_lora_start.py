@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.checkpoints.lokr_file import lokr_for_comfyui
-from devicebridge.checkpoints.lora_layouts import make_lora_tensors
+from devicebridge.checkpoints.lora_file import lokr_for_comfyui, make_lora_tensors
 from devicebridge.checkpoints.lora_start import read_start, refuse_start
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES

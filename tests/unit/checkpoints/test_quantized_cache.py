@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from devicebridge.checkpoints import quantized_cache
+from devicebridge.checkpoints import load, quantized_cache
 from devicebridge.checkpoints.checkpoint import CheckpointInfo, read_checkpoint
-from devicebridge.checkpoints.load import load_transformer
-from devicebridge.checkpoints.quantized_cache import QuantizedWriter, load_through_cache, open_cached
+from devicebridge.checkpoints.load import load_through_cache, load_transformer
+from devicebridge.checkpoints.quantized_cache import QuantizedWriter, open_cached
 from devicebridge.families.registry import FAMILIES
 from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
@@ -297,7 +297,7 @@ def test_an_entry_that_is_deleted_while_it_is_opened(
         shutil.rmtree(entry)
         return found
 
-    monkeypatch.setattr(quantized_cache, "open_cached", open_and_lose)
+    monkeypatch.setattr(load, "open_cached", open_and_lose)
     _assert_same(_load(folder, info), expected)
     assert "cannot be read and are rounded again" in caplog.text and _entries(folder) == [entry]
 
@@ -422,7 +422,7 @@ def test_the_library_s_own_error_of_a_full_disk(tmp_path: Path) -> None:
 
 
 @needs_fork
-def test_what_a_killed_run_left_is_removed_and_a_living_one_is_not(
+def test_what_a_killed_run_left_is_removed_and_a_new_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantized_cache, "_SHARD_BYTES", 20_000)
@@ -441,13 +441,10 @@ def test_what_a_killed_run_left_is_removed_and_a_living_one_is_not(
     with _forked(lambda: load_through_cache(folder, info, _on_cpu, BF16, Stuck(info.family, INT8)) and None):
         assert is_written.wait(60)
         (unfinished,) = [path for path in _entries(folder) if path != other]
-        monkeypatch.setattr(quantized_cache, "_NEW_S", -1)
-        QuantizedWriter(folder, info, INT8, BF16).abandon()
-        assert list(unfinished.glob("*.safetensors"))  # its process lives
-    monkeypatch.setattr(quantized_cache, "_NEW_S", 3600)
-    QuantizedWriter(folder, info, INT8, BF16).abandon()
-    assert unfinished.exists()  # too new: it may just be about to lock its folder
+        QuantizedWriter(folder, info, INT8, BF16)
+        assert list(unfinished.glob("*.safetensors"))  # its process may live
     os.utime(unfinished, (time.time() - 7200,) * 2)
+    os.utime(other, (time.time() - 7200,) * 2)
     expected = _load(None, info)
     _assert_same(_load(folder, info), expected)
     (entry,) = [path for path in _entries(folder) if path != other]
@@ -485,9 +482,9 @@ def test_the_second_of_two_runs_keeps_what_the_first_has_written(tmp_path: Path)
     writers = [QuantizedWriter(folder, info, INT8, BF16) for _ in range(2)]
     for writer in writers:
         load_transformer(info, _on_cpu, BF16, Quantizer(info.family, INT8), writer)
-    writers[0].commit()
+    writers[0].__exit__(None, None, None)
     before = _state(folder)
-    writers[1].commit()
+    writers[1].__exit__(None, None, None)
     assert {name for name, _ in before.items()} == set(_state(folder)) and len(_entries(folder)) == 1
     assert all(_state(folder)[name] == seen for name, seen in before.items() if name.endswith("safetensors"))
 

@@ -14,8 +14,7 @@ from devicebridge.cli.launch import as_rank
 from devicebridge.config.model import ParallelConfig
 from devicebridge.parallel.ranks.group import RankFailed, RankLost
 from devicebridge.parallel.ranks.place import RankPlace
-from devicebridge.system.launched import Launch
-from devicebridge.system.stopping import STOPPED, Stopped
+from devicebridge.system.stopping import STOPPED, Launch, Stopped
 
 
 @pytest.fixture

@@ -14,9 +14,8 @@ import pytest
 from devicebridge.checkpoints.checkpoint import read_checkpoint
 from devicebridge.cli.main import main
 from devicebridge.config.job import load_job, make_job, save_job
-from devicebridge.jobs.native_process import native_command
 from devicebridge.parallel.ranks.group import ALONE
-from devicebridge.runs.queue import JobQueue
+from devicebridge.runs.queue import JobQueue, native_command
 from devicebridge.runs.store import RunStore
 from devicebridge.system.processes import ProcessMark
 

@@ -16,7 +16,7 @@ import pytest
 from devicebridge.cli.main import main
 from devicebridge.config.job import JobConfig, job_to_dict, load_job, save_job
 from devicebridge.events import EventLog, EventTail
-from devicebridge.jobs.run_again import read_result
+from devicebridge.jobs.resume import read_result
 from devicebridge.runs.record import read_record
 from devicebridge.runs.store import RunStore
 from devicebridge.system.telling import EscapedLogs, printable, safe_output, say

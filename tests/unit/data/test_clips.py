@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 from devicebridge.config.job import DataConfig, FolderConfig
-from devicebridge.data.clips import is_slower, make_clip_plan, show_at
+from devicebridge.data.cuts import is_slower, make_clip_plan, show_at
 from devicebridge.data.video import ClipInfo, probe_clip
 from devicebridge.families.wan import WAN
 from devicebridge.tests.clips import plain_frames, save_video

@@ -13,7 +13,7 @@ from devicebridge.checkpoints.fingerprint import file_fingerprint
 from devicebridge.config.job import DataConfig, FolderConfig
 from devicebridge.data.folders import scan_folders
 from devicebridge.data.image import ImageRequest, image_fingerprint, open_image, read_pixels, read_size
-from devicebridge.data.masks import read_mask
+from devicebridge.data.samples import read_mask
 from devicebridge.families.registry import FAMILIES
 from PIL import Image
 

@@ -15,11 +15,11 @@ from devicebridge.config.job import DataConfig, FolderConfig
 from devicebridge.data import left_out
 from devicebridge.data.caption_files import write_caption
 from devicebridge.data.folders import is_media, scan_folders
-from devicebridge.data.open_image import image_suffixes
+from devicebridge.data.image import image_suffixes
 from devicebridge.data.samples import Sample
 from devicebridge.data.video import probe_clip
 from devicebridge.families.registry import FAMILIES
-from devicebridge.system import listing
+from devicebridge.system import files
 from devicebridge.tests.clips import plain_frames, save_sequence
 from PIL import Image
 
@@ -187,7 +187,7 @@ def test_a_look_for_what_is_left_out_refuses_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sub-folders that are large, or may not be read, as those of a system at the root of a disk."""
-    monkeypatch.setattr(listing, "MAX_ENTRIES", 30)
+    monkeypatch.setattr(files, "MAX_ENTRIES", 30)
     monkeypatch.setattr(left_out, "_MOST_LOOKED_AT", 5, raising=False)
     for name in ("first", "second"):
         save_sequence(tmp_path / name, plain_frames(17, (64, 64)))

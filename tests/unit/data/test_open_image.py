@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from devicebridge.config.job import DataConfig, FolderConfig
-from devicebridge.data import open_image
+from devicebridge.data import image
 from devicebridge.data.folders import scan_folders
 from devicebridge.data.image import open_image as read_image
 from devicebridge.data.image import read_size
@@ -90,7 +90,7 @@ def test_an_image_that_unfolds_to_too_many_pixels_is_refused_where_pillows_limit
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
-    monkeypatch.setattr(open_image, "MAX_PIXELS", 40 * 24 - 1)
+    monkeypatch.setattr(image, "MAX_PIXELS", 40 * 24 - 1)
     Image.new("RGB", (40, 24)).save(tmp_path / "a.png")
     with pytest.raises(ValueError, match=r"a\.png.*40x24 pixels, more than 959 in all; scale it down"):
         read_size(tmp_path / "a.png")
@@ -102,7 +102,7 @@ def test_a_video_whose_frames_are_too_large_is_refused_before_one_is_decoded(
     from devicebridge.tests.clips import save_clip
 
     path = save_clip(tmp_path / "a.mp4", 3)
-    monkeypatch.setattr(open_image, "MAX_PIXELS", 100)
+    monkeypatch.setattr(image, "MAX_PIXELS", 100)
     with pytest.raises(ValueError, match=r"a\.mp4.*more than 100 in all"):
         probe_clip(path)
 
@@ -111,12 +111,12 @@ def test_images_that_are_open_at_once_hold_no_more_pixels_than_one_may_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Image.new("RGB", (40, 24)).save(tmp_path / "a.png")
-    monkeypatch.setattr(open_image, "MAX_PIXELS", 40 * 24 * 3 - 1)
+    monkeypatch.setattr(image, "MAX_PIXELS", 40 * 24 * 3 - 1)
     sizes: list[int] = []
 
     def meet(number: int) -> bool:
         """Whether so many have it open at once."""
-        with open_image.opened(tmp_path / "a.png"):
+        with image.opened(tmp_path / "a.png"):
             sizes.append(number)
             try:
                 together[number].wait(timeout=0.3)
@@ -166,4 +166,4 @@ def test_one_module_asks_pillow_to_open_files() -> None:
     folders = [folder for folder in ROOT.iterdir() if folder.is_dir() and folder.name not in ("tests", ".venv")]
     files = [*ROOT.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]
     opening = re.compile(r"\bImage\.open\(|from PIL\.Image import .*\bopen\b|imread\(")
-    assert [f.name for f in files if opening.search(f.read_text(encoding="utf-8"))] == ["open_image.py"]
+    assert [f.name for f in files if opening.search(f.read_text(encoding="utf-8"))] == ["image.py"]

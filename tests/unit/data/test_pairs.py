@@ -8,8 +8,7 @@ import pytest
 from devicebridge.config.data import DataConfig, FolderConfig
 from devicebridge.config.job import job_keys
 from devicebridge.data.folders import scan_folders
-from devicebridge.data.order import BatchOrder
-from devicebridge.data.samples import dataset_fingerprint
+from devicebridge.data.samples import BatchOrder, dataset_fingerprint
 from devicebridge.families.comfy.conditions import WAYS, evaluation_problem, vision_problem, way_problem
 from devicebridge.tests.clips import save_clip
 from devicebridge.tests.unit.data.test_samples import LATENT, VIDEO, _save

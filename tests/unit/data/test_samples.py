@@ -11,13 +11,10 @@ import pytest
 import torch
 from devicebridge.config.job import DataConfig, FolderConfig
 from devicebridge.data import image as image_module
-from devicebridge.data import open_image
-from devicebridge.data.buckets import choose_bucket, make_buckets, plan_crop
+from devicebridge.data.cuts import choose_bucket, make_buckets, plan_crop
 from devicebridge.data.folders import scan_folders
 from devicebridge.data.image import read_pixels
-from devicebridge.data.masks import load_mask
-from devicebridge.data.order import BatchOrder
-from devicebridge.data.samples import Sample, dataset_fingerprint
+from devicebridge.data.samples import BatchOrder, Sample, dataset_fingerprint, load_mask
 from devicebridge.families.spec import LatentSpec
 from devicebridge.tests.clips import plain_frames, save_clip, save_video
 from PIL import Image
@@ -92,11 +89,11 @@ def test_an_image_is_decoded_once(tmp_path, monkeypatch):
     for name in ("a.png", "b.png"):
         image = Image.merge("RGBA", [*_noise((64, 64)).split(), Image.new("L", (64, 64), 9 if name == "a.png" else 0)])
         image.save(tmp_path / name)
-    seen = []
+    seen, opened = [], image_module.opened
 
     def counting(path):
         seen.append(path.name)
-        return open_image.opened(path)
+        return opened(path)
 
     monkeypatch.setattr(image_module, "opened", counting)
     _scan(tmp_path)

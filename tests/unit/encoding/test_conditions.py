@@ -10,8 +10,8 @@ import pytest
 import torch
 from devicebridge.data.image import ImageRequest
 from devicebridge.data.samples import Condition, Sample
-from devicebridge.encoding.conditions import ComfyConditions
-from devicebridge.encoding.encode import condition_keys, fill_conditions
+from devicebridge.encoding.comfy_sources import ComfyConditions
+from devicebridge.encoding.encode import fill
 from devicebridge.encoding.store import CacheStore
 from devicebridge.tests.clips import COLOURS, save_clip
 from devicebridge.training.batches import CachedSamples
@@ -57,7 +57,7 @@ def test_a_reference_is_given_whole_as_comfyuis_loader_gives_it(picture, tmp_pat
     conditioner = Conditioner()
     source, store = _source(conditioner=conditioner), CacheStore(tmp_path / "cache")
     wanted = [("a cat", _condition(picture)), ("a dog", _condition(picture))]
-    keys = fill_conditions(wanted, source, store)
+    keys = fill(wanted, source, store)
     (asked,) = conditioner.asked
     assert torch.equal(asked.references[0], picture[1][None].float() / 255) and asked.size == ()
     assert conditioner.released == 1 and len(set(keys.values())) == 1, "captions have no say in it"
@@ -69,7 +69,7 @@ def test_a_reference_is_given_whole_as_comfyuis_loader_gives_it(picture, tmp_pat
 def test_a_text_encoder_that_sees_the_reference_makes_each_captions_own_states(picture, tmp_path):
     source, store = _source("qwen-image-edit", Conditioner()), CacheStore(tmp_path / "cache")
     wanted = [(caption, _condition(picture, "qwen-image-edit")) for caption in ("", "a cat")]
-    keys = fill_conditions(wanted, source, store)
+    keys = fill(wanted, source, store)
     entries = [store.get(keys[each]) for each in wanted]
     assert [float(entry["cond"][0, 0]) for entry in entries] == [0.0, 5.0]
     assert all("option.reference_latents.0" in entry and "pooled_output" in entry for entry in entries)
@@ -80,8 +80,8 @@ def test_clips_are_given_in_the_samples_own_cut(tmp_path):
     save_clip(path, 6, size=(32, 48))
     request = ImageRequest(str(path), (32, 48), (0, 8, 32, 32), (1, 3, 5))
     conditioner, store = Conditioner(), CacheStore(tmp_path / "cache")
-    fill_conditions([("", Condition("vace", control=request))], _source("vace", conditioner), store)
-    fill_conditions([("", Condition("first-frame", clip=request))], _source("first-frame", conditioner), store)
+    fill([("", Condition("vace", control=request))], _source("vace", conditioner), store)
+    fill([("", Condition("first-frame", clip=request))], _source("first-frame", conditioner), store)
     control, first = conditioner.asked
     assert control.control.shape == (3, 32, 32, 3) and control.first is None and control.size == (32, 32, 3)
     assert first.first.shape == (1, 32, 32, 3) and first.control is None and first.size == (32, 32, 3)
@@ -92,7 +92,7 @@ def test_clips_are_given_in_the_samples_own_cut(tmp_path):
 def test_a_key_holds_what_decides_the_entry_and_nothing_else(picture, tmp_path):
     def key(source=None, caption="a cat", way="reference", path=picture[0]):
         condition = Condition(way, (path,), ((5, 7),))
-        (found,) = condition_keys([(caption, condition)], source or _source(way)).values()
+        (found,) = (source or _source(way)).keys_of([(caption, condition)]).values()
         return found
 
     moved = tmp_path / "moved.png"
@@ -115,10 +115,10 @@ def test_a_key_holds_what_decides_the_entry_and_nothing_else(picture, tmp_path):
 def test_what_nobody_can_make_and_what_does_not_fit_is_refused(picture, tmp_path):
     store, wanted = CacheStore(tmp_path / "cache"), [("", _condition(picture))]
     with pytest.raises(ValueError, match="what conditions 1 samples is not in the cache, and only ComfyUI can make it"):
-        fill_conditions(wanted, _source(), store)
+        fill(wanted, _source(), store)
     refusing = _source(conditioner=Conditioner(), problem=lambda shapes: "it is too small")
     with pytest.raises(ValueError, match=r"before\.png does not fit: it is too small"):
-        fill_conditions(wanted, refusing, store)
+        fill(wanted, refusing, store)
     assert not list(store.keys())
 
 
@@ -126,14 +126,15 @@ def test_a_batch_has_text_and_condition_together(picture, tmp_path):
     store = CacheStore(tmp_path / "cache")
     source = _source(conditioner=Conditioner())
     condition = _condition(picture)
-    sample = Sample("x.png", "a cat", None, (8, 8), (0, 0, 8, 8), (8, 8), condition=condition)
-    keys = fill_conditions([("a cat", condition), ("", condition)], source, store)
+    keys = fill([("a cat", condition), ("", condition)], source, store)
     latents, cat, empty = (digit * 64 for digit in "abc")
     store.put(latents, {"latents": torch.ones(2, 1, 4, 4)})
     for key, value in ((cat, 2.0), (empty, 3.0)):
         store.put(key, {"cond": torch.full((2, 4), value)})
-    texts = {"a cat": cat, "": empty}
-    data = CachedSamples(store, [sample] * 2, [latents] * 2, texts, False, 1.0, condition_keys=keys)
+    texts = [(own, keys[caption, condition]) for own, caption in ((cat, "a cat"), (empty, ""))]
+    names = {"latents_key": latents, "text_keys": texts[0], "empty_text_keys": texts[1]}
+    sample = Sample("x.png", "a cat", None, (8, 8), (0, 0, 8, 8), (8, 8), condition=condition, **names)
+    data = CachedSamples(store, [sample] * 2, False, 1.0)
     batch = data.load([0, 1], [False, True])
     assert batch.text["option.reference_latents.0"].shape == (2, 3, 5, 7)
     assert [float(each.max()) for each in batch.text["cond"]] == [2.0, 3.0]

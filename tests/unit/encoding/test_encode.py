@@ -163,20 +163,6 @@ def test_editing_one_caption_of_ten_computes_one(encoders, tmp_path):
     assert computed == len(SPECS) and "another text" in keys
 
 
-def test_editing_one_caption_of_five_hundred_computes_one(encoders, tmp_path, monkeypatch):
-    store, encoded, encode_batch = CacheStore(tmp_path / "cache"), [], TextEncoder.encode_batch
-    monkeypatch.setattr(
-        TextEncoder, "encode_batch", lambda self, texts: encoded.extend(texts) or encode_batch(self, texts)
-    )
-    captions = [f"{number} cats" for number in range(500)]
-    before, _ = _encode(captions, encoders, store, specs=(CLIP,))
-    assert sorted(encoded) == sorted(captions)
-    encoded.clear()
-    after, _ = _encode([*captions[:300], "a dog", *captions[301:]], encoders, store, specs=(CLIP,))
-    assert encoded == ["a dog"]
-    assert len(list(store.keys())) == 501 and {**before, "a dog": after["a dog"]} == {**after, **before}
-
-
 def test_streamed_captions_go_many_at_a_time_and_are_those_of_a_resident_encoder(encoders, tmp_path, monkeypatch):
     sizes, encode_batch = [], TextEncoder.encode_batch
     monkeypatch.setattr(
@@ -488,48 +474,6 @@ def test_captions_that_give_no_finite_states_are_named_and_the_others_of_their_p
     monkeypatch.setattr(TextEncoder, "_encode_together", together)
     keys = encode_captions(CAPTIONS[:5], [T5], encoders, "cpu", torch.float32, store)
     assert all(torch.isfinite(store.get(key)[T5.output]).all() for key in keys.values())
-
-
-def test_the_log_says_what_is_held_before_with_and_after_each_model(
-    encoders, vae_folder, images, tmp_path, monkeypatch, caplog
-):
-    """By a process that holds 1 GB, and 5 for each model that is alive: after the last line nothing may be."""
-    models, open_place, load = [], open_text_encoder, load_vae
-
-    def remember(model):
-        models.append(weakref.ref(model))
-        return model
-
-    def open_and_remember(*args):
-        encoder = open_place(*args)
-        remember(encoder.model)
-        return encoder
-
-    def memory_info():
-        alive = sum(reference() is not None for reference in models)
-        return types.SimpleNamespace(rss=(1 + 5 * alive) * 10**9)
-
-    monkeypatch.setattr(sources, "open_text_encoder", open_and_remember)
-    monkeypatch.setattr(sources, "load_vae", lambda *args: remember(load(*args)))
-    monkeypatch.setattr("psutil.Process", lambda: types.SimpleNamespace(memory_info=memory_info))
-    store = CacheStore(tmp_path / "cache")
-    with caplog.at_level(logging.INFO, logger=encode.logger.name):
-        encode_captions(CAPTIONS[:2], [CLIP, T5], encoders, "cpu", torch.float32, store)
-        _encode_images(images, vae_folder, store)
-    assert [line for line in caplog.messages if "in use by this process" in line] == [
-        f"{what} GB in use by this process"
-        for what in (
-            "loading text encoder text_encoder for up to 2 captions; 1.00",
-            "loaded text encoder text_encoder; 6.00",
-            "freed text encoder text_encoder; 1.00",
-            "loading text encoder text_encoder_2 for up to 2 captions; 1.00",
-            "loaded text encoder text_encoder_2; 6.00",
-            "freed text encoder text_encoder_2; 1.00",
-            "loading the VAE for up to 10 images; 1.00",
-            "loaded the VAE; 6.00",
-            "freed the VAE; 1.00",
-        )
-    ]
 
 
 def test_the_log_says_what_a_card_holds(monkeypatch, caplog):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devicebridge.encoding.encoded import load_encoded, save_encoded, store_of_encoded
+from devicebridge.encoding.comfy_data import load_encoded, save_encoded, store_of_encoded
 from devicebridge.encoding.store import CacheStore
 
 

@@ -12,8 +12,8 @@ import torch
 from devicebridge.data.image import ImageRequest
 from devicebridge.encoding.claims import Claims
 from devicebridge.encoding.comfy_data import read_tokens, token_lists
-from devicebridge.encoding.encode import Stopped, fill_images, fill_texts, text_entries
-from devicebridge.encoding.sources import ComfyLatents, ComfyTexts, ComfyTokens
+from devicebridge.encoding.comfy_sources import ComfyLatents, ComfyTexts, ComfyTokens
+from devicebridge.encoding.encode import Stopped, fill, fill_texts, text_entries
 from devicebridge.encoding.store import CacheStore
 from PIL import Image
 
@@ -137,11 +137,15 @@ def test_states_that_are_not_finite_are_not_kept(tmp_path):
         fill_texts(["a"], _texts(clip), CacheStore(tmp_path))
 
 
+class _InFours(ComfyTexts):
+    batch_size = 4
+
+
 def test_states_that_are_not_finite_cost_the_others_of_their_batch_nothing(tmp_path):
     store, clip, encode = CacheStore(tmp_path), StubClip(), StubClip.encode
     clip.encode = lambda text: [[encode(clip, text)[0][0] / (text != "a dog"), {}]]
     with pytest.raises(RuntimeError, match="^the states of 'a dog' are not finite.*\nall captions .* are kept$"):
-        fill_texts(CAPTIONS, [ComfyTexts(NAME, _fits, clip, batch_size=4)], store)
+        fill_texts(CAPTIONS, [_InFours(NAME, _fits, clip)], store)
     assert len(list(store.keys())) == 3 and clip.released == 1
 
 
@@ -170,7 +174,7 @@ def test_images_reach_the_vae_as_the_hosts_image_loader_makes_them(requests, tmp
     Image.fromarray(levels).save(tmp_path / "levels.png")
     store, vae = CacheStore(tmp_path / "cache"), StubVae()
     every_level = ImageRequest(str(tmp_path / "levels.png"), (16, 16), (0, 0, 16, 16))
-    keys = fill_images([*requests, every_level], ComfyLatents(vae.fingerprint, _fits, vae), store)
+    keys = fill([*requests, every_level], ComfyLatents(vae.fingerprint, _fits, vae), store)
     for request, pixels in zip([*requests, every_level], vae.pixels, strict=True):
         top, left, height, width = request.crop
         loaded = np.array(Image.open(request.path)).astype(np.float32) / 255.0
@@ -182,19 +186,19 @@ def test_images_reach_the_vae_as_the_hosts_image_loader_makes_them(requests, tmp
 
 def test_a_known_vae_finds_its_latents_and_computes_none(requests, tmp_path):
     store, vae = CacheStore(tmp_path / "cache"), StubVae()
-    keys = fill_images(requests[:2], ComfyLatents(vae.fingerprint, _fits, vae), store)
+    keys = fill(requests[:2], ComfyLatents(vae.fingerprint, _fits, vae), store)
     known = ComfyLatents(vae.fingerprint, _fits)
-    assert fill_images(requests[:2], known, store) == keys
+    assert fill(requests[:2], known, store) == keys
     with pytest.raises(ValueError, match="1 images are not in the cache, and cache.latent_source says"):
-        fill_images(requests, known, store)
+        fill(requests, known, store)
     other = ComfyLatents("another", _fits, StubVae())
-    assert not set(fill_images(requests, other, store).values()) & set(keys.values())
+    assert not set(fill(requests, other, store).values()) & set(keys.values())
 
 
 def test_a_vae_of_another_model_is_refused_at_its_first_image(requests, tmp_path):
     store, vae = CacheStore(tmp_path / "cache"), StubVae()
     with pytest.raises(ValueError, match=r"the stock VAE does not fit: of .*0\.png, no"):
-        fill_images(requests, ComfyLatents(vae.fingerprint, lambda shapes, num_frames: "no", vae), store)
+        fill(requests, ComfyLatents(vae.fingerprint, lambda shapes, num_frames: "no", vae), store)
     assert len(vae.pixels) == 1 and not list(store.keys()) and vae.released == 1
 
 
@@ -219,7 +223,7 @@ def test_clips_reach_the_vae_as_a_batch_of_frames_and_other_frames_are_another_e
         return ""
 
     source = ComfyLatents(vae.fingerprint, problem, vae)
-    keys = fill_images([requests[0], *clips], source, store)
+    keys = fill([requests[0], *clips], source, store)
     assert len(set(keys.values())) == 3
     assert asked == [((3, 1, 4, 4), 1), ((3, 3, 4, 4), 9), ((3, 2, 4, 4), 5)]
     for clip, pixels in zip(clips, vae.pixels[1:], strict=True):
@@ -232,11 +236,11 @@ def test_clips_reach_the_vae_as_a_batch_of_frames_and_other_frames_are_another_e
 def test_a_vae_of_single_images_is_refused_before_a_clip_is_encoded(requests, clips, tmp_path):
     store, vae = CacheStore(tmp_path / "cache"), StubVae()
     with pytest.raises(ValueError, match="encodes every frame for itself, but 2 clips are to be .*, such as .*clip"):
-        fill_images([requests[0], *clips], ComfyLatents(vae.fingerprint, _fits, vae), store)
+        fill([requests[0], *clips], ComfyLatents(vae.fingerprint, _fits, vae), store)
     assert not vae.pixels and not list(store.keys())
     vae.takes_clips = True  # which it claims wrongly
     with pytest.raises(ValueError, match="it made 9 samples, not one"):
-        fill_images(clips, ComfyLatents(vae.fingerprint, _fits, vae), store)
+        fill(clips, ComfyLatents(vae.fingerprint, _fits, vae), store)
     assert not list(store.keys())
 
 

@@ -391,16 +391,6 @@ def test_weights_of_another_shape_are_refused_before_anything_is_read(folders: d
         _stream(folder, "t5", StreamPlan(2))
 
 
-def test_missing_weights_are_refused_before_anything_is_read(folders: dict[str, Path], tmp_path: Path) -> None:
-    def drop(tensors: dict[str, torch.Tensor]) -> None:
-        for name in [name for name in tensors if "block.5" in name]:
-            del tensors[name]
-
-    folder = _copy_with(folders["t5"], tmp_path / "copy", drop)
-    with pytest.raises(ValueError, match="lacks weights of its T5EncoderModel"):
-        _stream(folder, "t5", StreamPlan(2))
-
-
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
 def test_8_bit_weights_are_refused_with_what_works(folders: dict[str, Path], scheme: Any) -> None:
     with pytest.raises(ValueError, match=f'text_quantize = "{scheme}".*streamed.*"none"'):

@@ -259,14 +259,6 @@ def test_float8_weights_are_refused(folders, tmp_path):
         load_text_encoder(QWEN3, folder, "cpu", torch.float32)
 
 
-def test_a_quantized_encoder_is_refused(folders, tmp_path):
-    _copy_without_weights(folders["wan"], tmp_path)
-    config = tmp_path / "text_encoder" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "x"}}))
-    with pytest.raises(ValueError, match="quantized"):
-        load_text_encoder(UMT5, tmp_path, "cpu", torch.float32)
-
-
 def test_missing_folders_files_and_layers_are_named(folders, tmp_path):
     with pytest.raises(ValueError, match="no tokenizer folder"):
         load_text_encoder(UMT5, tmp_path, "cpu", torch.float32)

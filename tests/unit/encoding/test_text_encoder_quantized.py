@@ -337,7 +337,7 @@ def test_a_job_encodes_in_the_scheme_it_names(tmp_path: Path) -> None:
     spec = plan.variant.text_encoders[0]
     caption = plan.samples[0].caption
     expected = load_text_encoder(spec, tmp_path / "model", CPU, torch.bfloat16, "int8").encode(caption)
-    entry = data.store.get(data.text_keys[caption])
+    entry = data.store.get(data.samples[0].text_keys[0])
     assert entry is not None and torch.equal(entry[spec.output], expected)
 
 
@@ -425,15 +425,6 @@ def test_a_single_file_and_a_quantized_config_are_refused_with_what_works(
     config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "x"}}))
     with pytest.raises(ValueError, match="is quantized; use one in bfloat16.*text_quantize"):
         load_text_encoder(SPECS["t5"], folder, CPU, torch.float32, "int8")
-
-
-def test_missing_weights_are_refused_and_never_random(folders: dict[str, Path], tmp_path: Path) -> None:
-    folder, tensors = _copy(folders["t5"], tmp_path)
-    save_file(
-        {n: t for n, t in tensors.items() if "block.1.layer.1" not in n}, folder / "text_encoder/model.safetensors"
-    )
-    with pytest.raises(ValueError, match=r"lacks weights of its T5EncoderModel: encoder\.block\.1.* and 1 more"):
-        load_text_encoder(SPECS["t5"], folder, CPU, torch.float32, "fp8")
 
 
 @pytest.mark.parametrize("scheme", ["int4", "fp8-compute", True])

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import pytest
 from devicebridge.cli.main import main
-from devicebridge.headless import client, server
-from devicebridge.headless import comfyui as installed
 from devicebridge.headless import run as headless
-from devicebridge.headless.workflow import parse_setting
+from devicebridge.headless import server
+from devicebridge.headless.run import parse_setting
 from devicebridge.tests.workflows import read_workflow, set_values
 
 FAKE_SERVER = """
@@ -233,21 +232,21 @@ def test_a_refusal_names_every_error_once_and_the_missing_pack(
         "ask the server",
     ]
     assert pack.startswith("This ComfyUI does not have the DeviceBridge pack in custom_nodes")
-    assert str(installed.ROOT) in pack
+    assert str(server.ROOT) in pack
 
 
 def test_what_the_server_itself_refuses_is_listed_error_by_error() -> None:
     node = {"node_id": "5", "class_type": "Loader", "errors": [{"message": "Not in list", "details": "a"}, "odd"]}
     error = {"message": "refused", "hint": "inspect `details.node_errors`", "details": {"node_errors": [node]}}
-    assert client._describe_error(error) == "refused\nLoader Not in list a\nLoader odd"
+    assert headless._describe_error(error) == "refused\nLoader Not in list a\nLoader odd"
 
 
 def test_a_pack_that_is_there_without_the_node_is_not_called_missing() -> None:
     entry = {"node_id": "1", "code": "unknown_class_type", "message": "class_type 'DeviceBridgeX' not found"}
     error = {"message": "no", "details": {"errors": [{**entry, "suggestions": ["DeviceBridgeSplitModel"]}]}}
-    assert "has no such node" in client._describe_error(error)
+    assert "has no such node" in headless._describe_error(error)
     other = {**entry, "message": "class_type 'Foo' not found"}
-    assert client._describe_error({"message": "no", "details": {"errors": [other]}}).count("DeviceBridge") == 0
+    assert headless._describe_error({"message": "no", "details": {"errors": [other]}}).count("DeviceBridge") == 0
 
 
 @pytest.mark.parametrize(
@@ -309,7 +308,7 @@ sys.exit(cli.main(["run", sys.argv[3], "--comfyui", sys.argv[4]]))
 def started(tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
     """`devicebridge run` in a process of its own, waiting for a workflow that hangs."""
     program = _install_client(tmp_path, monkeypatch, HANGS) / "comfy"
-    command = [sys.executable, "-u", "-c", COMMAND, str(installed.ROOT / "bootstrap.py"), str(program)]
+    command = [sys.executable, "-u", "-c", COMMAND, str(server.ROOT / "bootstrap.py"), str(program)]
     command += [str(_workflow(tmp_path)), str(comfyui)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -381,7 +380,7 @@ with start_server(pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])):
     print("ready", flush=True)
     time.sleep(60)
 """
-    command = [sys.executable, "-c", code, str(installed.ROOT / "bootstrap.py"), str(comfyui), str(tmp_path / "base")]
+    command = [sys.executable, "-c", code, str(server.ROOT / "bootstrap.py"), str(comfyui), str(tmp_path / "base")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.kill()
@@ -398,48 +397,48 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path, comfyui: Path, mo
 
 def test_without_comfyui_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("COMFYUI_PATH", raising=False)
-    monkeypatch.setattr(installed, "_ask_comfy_cli", lambda: None)
+    monkeypatch.setattr(server, "_ask_comfy_cli", lambda: None)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     with pytest.raises(RuntimeError, match="--comfyui or COMFYUI_PATH.*comfy install"):
-        installed.find_comfyui()
+        server.find_comfyui()
     with pytest.raises(RuntimeError, match=str(tmp_path / "nowhere")):
-        installed.find_comfyui(tmp_path / "nowhere")
+        server.find_comfyui(tmp_path / "nowhere")
 
 
 def test_without_comfy_cli_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed.shutil, "which", lambda name, path=None: None)
+    monkeypatch.setattr(server.shutil, "which", lambda name, path=None: None)
     with pytest.raises(RuntimeError, match="pip install comfy-cli"):
-        installed.find_comfy_cli()
+        server.find_comfy_cli()
 
 
 def test_comfyui_is_found_in_order(tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "_ask_comfy_cli", lambda: comfyui)
+    monkeypatch.setattr(server, "_ask_comfy_cli", lambda: comfyui)
     monkeypatch.setenv("COMFYUI_PATH", str(tmp_path / "gone"))
-    assert installed.find_comfyui().folder == comfyui
+    assert server.find_comfyui().folder == comfyui
     other = tmp_path / "other"
     (other / "comfy").mkdir(parents=True)
     (other / "main.py").touch()
     monkeypatch.setenv("COMFYUI_PATH", str(other))
-    assert installed.find_comfyui().folder == other
-    assert installed.find_comfyui(comfyui).folder == comfyui
+    assert server.find_comfyui().folder == other
+    assert server.find_comfyui(comfyui).folder == comfyui
 
 
 def test_comfyuis_own_python_is_used(tmp_path: Path) -> None:
-    assert installed.find_python(tmp_path) == Path(sys.executable)
+    assert server.find_python(tmp_path) == Path(sys.executable)
     own = tmp_path / ".venv" / "bin" / "python"
     own.parent.mkdir(parents=True)
     own.touch()
-    assert installed.find_python(tmp_path) == own
+    assert server.find_python(tmp_path) == own
 
 
 def test_an_installed_copy_of_the_pack_is_recognised(tmp_path: Path) -> None:
-    assert installed.find_pack(tmp_path / "missing") is None
+    assert server.find_pack(tmp_path / "missing") is None
     (tmp_path / "some_pack").mkdir()
     (tmp_path / "some_pack" / "pyproject.toml").write_text('name = "other"')
-    (tmp_path / "a.disabled").symlink_to(installed.ROOT)
-    assert installed.find_pack(tmp_path) is None
-    (tmp_path / "ComfyUI-DeviceBridge").symlink_to(installed.ROOT)
-    assert installed.find_pack(tmp_path) == tmp_path / "ComfyUI-DeviceBridge"
+    (tmp_path / "a.disabled").symlink_to(server.ROOT)
+    assert server.find_pack(tmp_path) is None
+    (tmp_path / "ComfyUI-DeviceBridge").symlink_to(server.ROOT)
+    assert server.find_pack(tmp_path) == tmp_path / "ComfyUI-DeviceBridge"
 
 
 SAVED_FORM = {
@@ -467,7 +466,7 @@ def test_values_are_set_in_the_saved_form(node: str) -> None:
 
 
 def test_values_are_set_in_the_shipped_example_in_list_and_table() -> None:
-    example = read_workflow(installed.ROOT / "example_workflows" / "train_a_LoRA_over_two_GPUs.json")
+    example = read_workflow(server.ROOT / "example_workflows" / "train_a_LoRA_over_two_GPUs.json")
     changed = set_values(example, {"DeviceBridgeTrainLora.steps": 3, "SaveLoRA.prefix": "x"})
     train = next(node for node in changed["nodes"] if node["type"] == "DeviceBridgeTrainLora")
     assert train["widgets_values_named"]["steps"] == 3
@@ -487,6 +486,6 @@ def test_a_file_that_is_no_workflow_is_refused(tmp_path: Path, text: str) -> Non
     path = tmp_path / "w.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="w.json is no workflow"):
-        headless.check_workflow(path)
+        headless.read_workflow(path)
     with pytest.raises(ValueError, match="there is no workflow"):
-        headless.check_workflow(tmp_path / "missing.json")
+        headless.read_workflow(tmp_path / "missing.json")

@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from devicebridge.encoding.living import living_run
+from devicebridge.encoding.claims import living_run
 from devicebridge.encoding.store import CacheStore
 from devicebridge.events import EventLog
 from devicebridge.jobs.cache_upkeep import prune_caches

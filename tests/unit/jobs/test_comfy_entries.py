@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from devicebridge.data.samples import Condition
-from devicebridge.encoding.comfy_data import read_pairs
-from devicebridge.encoding.encoded import save_encoded
+from devicebridge.encoding.comfy_data import read_pairs, save_encoded
 from devicebridge.encoding.key import comfy_text_key
 from devicebridge.encoding.store import CacheStore
 from devicebridge.events import EventLog
@@ -96,7 +95,7 @@ def test_batches_are_what_comfyuis_model_gets(filled):
         assert found.shape == (512, 48) and torch.equal(found[-len(states) :], states)
         assert not found[: -len(states)].any()
     store = cache_store(job)
-    raw = store.get(data.latent_keys[samples[0]])["samples"]
+    raw = store.get(data.samples[samples[0]].latents_key)["samples"]
     assert torch.equal(batch.latents[0, :, 0], raw)
 
 
@@ -139,7 +138,7 @@ def test_what_is_missing_is_refused_before_the_model_is_loaded(filled, monkeypat
 
 def test_upkeep_knows_the_entries(filled):
     plan = check_job(filled)
-    assert verify_cache(plan, CACHE_PARTS).is_clean
+    assert not verify_cache(plan, CACHE_PARTS).problems
     store = cache_store(filled)
     store.put("abc", {"x": torch.ones(1)})
     (pruned,) = prune_caches({"job": plan}, CACHE_PARTS)
@@ -242,7 +241,8 @@ def test_texts_that_are_read_with_pictures_share_a_batch_by_their_own_entries(tm
     encoders = dataclasses.replace(_encoders(), conditioner=_TextsOfPictures())
     with EventLog(Path(job.output.folder)) as events:
         data, _ = cache_job(_edit_plan(job), events, encoders=encoders)
-        assert len(data.condition_keys) == len(data.samples) and data.text_keys.keys() == {""}
+        assert len({each.text_keys for each in data.samples}) == len(data.samples) and data.prompt_keys.keys() == {""}
+        assert not any(each.empty_text_keys for each in data.samples)
         (tmp_path / "data" / "image_1.txt").write_text("a longer picture")
         with pytest.raises(ValueError, match="batch_size is above 1, but what conditions .* has other sizes"):
             cache_job(_edit_plan(job), events, encoders=encoders)
@@ -269,7 +269,7 @@ def test_what_conditions_held_out_samples_shares_no_batch_and_drops_no_caption(t
 def _lists(filled):
     """The filled job's samples as ComfyUI would hand them on, in the job's order."""
     data, _ = _fill(filled, ComfyEncoders())
-    latents = [{"samples": data.store.get(key)["samples"][None]} for key in data.latent_keys]
+    latents = [{"samples": data.store.get(each.latents_key)["samples"][None]} for each in data.samples]
     return latents, [StubClip(48, 0).encode(sample.caption) for sample in data.samples]
 
 
@@ -293,7 +293,7 @@ def test_lists_train_the_lora_that_their_images_train(filled):
     assert metadata["devicebridge_text_source"] == "comfyui CONDITIONING"
     assert metadata["ss_num_train_images"] == "5" and str(Path(job.data.encoded).parent) not in str(metadata)
     plan = check_job(job)
-    assert verify_cache(plan, CACHE_PARTS).is_clean
+    assert not verify_cache(plan, CACHE_PARTS).problems
     assert prune_caches({"job": plan}, CACHE_PARTS)[0].deleted == 0
     assert run_job(job, resume=True).losses == expected.losses
 
@@ -366,6 +366,6 @@ def test_entries_that_are_gone_are_missed_before_the_model_is_loaded(filled, mon
     )
     job = _encoded_job(filled, *_lists(filled), "lists")
     store = cache_store(job)
-    store.remove(check_job(job).encoded[1].latents)
+    store.remove(check_job(job).encoded[1].latents_key)
     with pytest.raises(ValueError, match="1 of 10 entries of the encoded dataset are gone"):
         run_job(job)

@@ -12,8 +12,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from devicebridge.checkpoints.config_sizes import refuse_absurd_sizes
-from devicebridge.checkpoints.model_class import refuse_other_kinds
+from devicebridge.checkpoints.model_class import refuse_absurd_sizes, refuse_other_kinds
 from devicebridge.config.job import JobConfig
 from devicebridge.jobs.job import check_job
 from devicebridge.tests.tiny_pipeline import make_tiny_job

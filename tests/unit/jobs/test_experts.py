@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
-import threading
+import time
 from pathlib import Path
 
 import pytest
 from devicebridge.cli.main import main
-from devicebridge.config.job import load_job, save_job
+from devicebridge.config.job import save_job
 from devicebridge.events import Event
 from devicebridge.families.registry import FAMILIES
-from devicebridge.jobs import pair as pair_module
-from devicebridge.jobs import worker as worker_module
-from devicebridge.jobs.experts import expert_jobs, num_at_once
+from devicebridge.jobs import experts as experts_module
+from devicebridge.jobs.experts import expert_jobs, num_at_once, run_pair
 from devicebridge.jobs.job import check_job, run_job
-from devicebridge.jobs.pair import run_pair
-from devicebridge.system.telling import safe_output
 from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_pipeline
 from devicebridge.tests.toy import TINY
 
@@ -55,7 +50,7 @@ def _job(tmp_path, folder, *, variant=HIGH, second=True, **sections):
 @pytest.fixture
 def together(monkeypatch):
     """As if the CPU were a card for each."""
-    monkeypatch.setattr(pair_module, "num_at_once", lambda experts: 2)
+    monkeypatch.setattr(experts_module, "num_at_once", lambda experts: 2)
 
 
 def _alone(tmp_path, folder, variant, name):
@@ -89,129 +84,75 @@ def test_both_are_the_bytes_of_two_separate_jobs(tmp_path, together):
     told = [json.loads(line) for line in (tmp_path / "pair" / "events.jsonl").read_text().splitlines()]
     assert [each["expert"] for each in told] == [event.values["expert"] for event in events]
     assert (tmp_path / "pair" / "cache").is_dir() and not (tmp_path / "pair" / "low_noise" / "cache").exists()
-    assert not list((tmp_path / "pair").rglob("stop"))
 
 
-def _lines(capsys):
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-
-
-def test_a_worker_stops_when_told_and_tells_how_it_ended(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(worker_module.signal, "signal", lambda number, handler: None)
-    parents = [1]
-    monkeypatch.setattr(worker_module.os, "getppid", lambda: parents[-1])
-    job, stop_file = tmp_path / "job.toml", tmp_path / "stop"
-    save_job(expert_jobs(_job(tmp_path, "pair", train={"steps": 9}), ["cpu"])[0].job, job)
-    plain = worker_module.tell
-
-    def tell_and_stop(kind, values, step=0, total=0):
-        plain(kind, values, step, total)
-        if kind == "step" and step == 1:
-            stop_file.touch()
-        if kind == "step" and step == 2:
-            parents.append(2)  # whoever started it is gone
-
-    monkeypatch.setattr(worker_module, "tell", tell_and_stop)
-    arguments = [str(job), str(stop_file)]
-    assert worker_module.main(arguments) == 0
-    *_, last = _lines(capsys)
-    assert last["kind"] == "result" and last["values"]["status"] == "stopped" and last["values"]["step"] == 1
-    stop_file.unlink()
-    assert worker_module.main(arguments) == 2  # it has checkpoints
-    assert "resume it" in _lines(capsys)[-1]["values"]["message"]
-    assert worker_module.main([*arguments, "--resume"]) == 0
-    last = _lines(capsys)[-1]
-    assert (last["values"]["status"], last["values"]["step"]) == ("stopped", 2)
-    newest = sorted((tmp_path / "pair" / "high_noise" / "checkpoints").iterdir())[-1]
-    assert newest.name == "step-000002"
-
-
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_a_worker_takes_every_signal_to_stop_as_a_wish_to_save(tmp_path, monkeypatch, name):
-    handlers = {}
-    monkeypatch.setattr(worker_module.signal, "signal", handlers.__setitem__)
-    should_stop = worker_module._stop_when_told(tmp_path / "stop")
-    assert not should_stop()
-    handlers[getattr(signal, name)](getattr(signal, name), None)
-    assert should_stop()
-
-
-_SCRIPT = """
-import json, os, sys, time
-stop_file, is_resumed, action = sys.argv[1], sys.argv[2] == "True", sys.argv[3]
-def tell(kind, **values):
-    print(json.dumps({"kind": kind, "step": 1, "total": 3, "values": values}), flush=True)
-def end(status):
-    tell("result", status=status, step=1, lora_path="x.safetensors")
-print("a library says hello")
-print('{"kind": "of JSON that is not ours"}')
+_PROGRAM = """
+import json, pathlib, signal, sys, time
+command, file, *rest = sys.argv[1:]
+name = "caches" if command == "cache" else pathlib.Path(file).parent.name
+here = pathlib.Path(__file__).parent
+with (here / "started").open("a") as started:
+    started.write(name + chr(10))
+folder = here / "pair" / pathlib.Path(file).parent.name
+actions = json.loads((here / "actions").read_text())
+action = actions.get(name, "end")
 if action == "fail":
-    tell("error", message="its card is on fire")
-elif action == "die":
+    sys.exit("devicebridge: its card is on fire")
+if action == "die":
     sys.exit(7)
-elif action == "look":
-    end("stopped" if os.path.exists(stop_file) else "finished")
-elif action == "wait":
-    tell("step", loss=1.0, learning_rate=1.0, elapsed_s=1.0)
-    for _ in range(3000):
-        if os.path.exists(stop_file):
-            end("stopped")
-            break
-        time.sleep(0.01)
-else:
-    tell("step", loss=1.0, learning_rate=1.0, elapsed_s=1.0)
-    tell("log", level=30, message="it is warm" + " again" * is_resumed)
-    end("finished")
+def stop(*args):
+    sys.exit(130)
+signal.signal(signal.SIGTERM, stop)
+with (folder / "events.jsonl").open("a") as events:
+    values = {"loss": 1.0, "learning_rate": 1.0, "elapsed_s": 1.0}
+    events.write(json.dumps({"kind": "step", "step": 1, "total": 3, **values}))
+    events.write(chr(10))
+if action == "wait":
+    time.sleep(60)
+print("WARNING it is warm" + " again" * ("--resume" in rest))
 """
 
 
 @pytest.fixture
 def scripted(monkeypatch, tmp_path):
-    """Processes that do as told, by name, and train nothing; what was started, in order."""
+    """A command that does what is set for each name, and trains nothing; a function that lists what was started."""
     actions: dict[str, str] = {}
-    started: list[str] = []
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM)
+    monkeypatch.setattr(experts_module, "_MAIN", program)
+    monkeypatch.setattr("devicebridge.runs.queue._MAIN", program)
 
-    def command(job, stop_file, *, resume, also_checks, host_share):
-        assert not job.is_relative_to(tmp_path) and load_job(job), "browsers may send files there"
-        name = "caches" if also_checks is not None else job.parent.name
-        started.append(name)
-        script = [sys.executable, "-S", "-c", _SCRIPT]
-        return [*script, str(stop_file), str(resume), actions.get(name, "end")]
+    def save(**changed):
+        actions.update(changed)
+        (tmp_path / "actions").write_text(json.dumps(actions))
 
-    monkeypatch.setattr(pair_module, "worker_command", command)
-    return actions, started
+    save()
+    return save, lambda: (tmp_path / "started").read_text().split()
 
 
 def test_on_one_device_they_follow_each_other(tmp_path, scripted):
     job = _job(tmp_path, "pair")
     assert num_at_once(expert_jobs(job, ["cpu"])) == 1 and num_at_once(expert_jobs(job, ["cuda:0", "cuda:1"])) == 2
+    act, started = scripted
     events: list[Event] = []
     assert run_pair(job, ["cpu"], on_event=events.append).is_finished
-    assert scripted[1] == [event.values["expert"] for event in events] == ["caches", "high_noise", "low_noise"]
-    scripted[0]["high_noise"] = "wait"
+    assert started() == [event.values["expert"] for event in events] == ["caches", "high_noise", "low_noise"]
+    act(high_noise="wait")
     stopped = run_pair(job, ["cpu"], on_event=events.append, should_stop=lambda: len(events) > 4)
     assert not stopped.is_finished and stopped.experts["high_noise"].status == "stopped"
-    assert scripted[1][3:] == ["caches", "high_noise"]  # the second is not begun
-
-
-def test_a_stop_file_of_an_earlier_run_stops_nothing(tmp_path, scripted):
-    scripted[0].update(caches="look", high_noise="look", low_noise="look")
-    for name in ("high_noise", "low_noise"):
-        (tmp_path / "pair" / name).mkdir(parents=True)
-        (tmp_path / "pair" / name / "stop").touch()
-    assert run_pair(_job(tmp_path, "pair"), ["cpu"]).is_finished
+    assert started()[3:] == ["caches", "high_noise"]  # the second is not begun
 
 
 def test_an_error_of_one_stops_the_other_and_says_which(tmp_path, scripted, together):
-    scripted[0].update(high_noise="wait", low_noise="fail")
-    with pytest.raises(RuntimeError, match="low_noise: its card is on fire; high_noise was stopped and saved after"):
+    scripted[0](high_noise="wait", low_noise="fail")
+    with pytest.raises(RuntimeError, match="low_noise: its card is on fire"):
         run_pair(_job(tmp_path, "pair"), ["cpu"])
-    assert not list((tmp_path / "pair").rglob("stop")), "it would stop the next run"
 
 
 def test_an_interrupt_leaves_no_process(tmp_path, scripted, together):
-    scripted[0].update(high_noise="wait", low_noise="wait")
+    scripted[0](high_noise="wait", low_noise="wait")
     running = []
+    begin = time.monotonic()
 
     def interrupt(event):
         running.append(event.values["expert"])
@@ -220,13 +161,12 @@ def test_an_interrupt_leaves_no_process(tmp_path, scripted, together):
 
     with pytest.raises(KeyboardInterrupt):
         run_pair(_job(tmp_path, "pair"), ["cpu"], on_event=interrupt)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("devicebridge")]
-    assert not list((tmp_path / "pair").rglob("stop"))
+    assert time.monotonic() - begin < 30, "a process went on to its end"
 
 
 def test_a_process_that_dies_is_told_of(tmp_path, scripted):
-    scripted[0]["caches"] = "die"
-    with pytest.raises(RuntimeError, match="caches: its process ended with exit code 7"):
+    scripted[0](caches="die")
+    with pytest.raises(RuntimeError, match="caches: .*exit code 7"):
         run_pair(_job(tmp_path, "pair"), ["cpu"])
 
 
@@ -295,8 +235,8 @@ def test_the_command_plans_checks_and_trains_a_pair(tmp_path, capsys, scripted):
     assert main(["check", str(job)]) == 0 and "== low_noise" in capsys.readouterr().out
     assert main(["train", str(job)]) == 0
     text = capsys.readouterr().out
-    assert "[low_noise] step 1/3: loss" in text and "LoRA: x.safetensors" in text
-    scripted[0]["low_noise"] = "fail"
+    assert "[low_noise] step 1/3: loss" in text
+    scripted[0](low_noise="fail")
     assert main(["train", str(job)]) == 2 and "low_noise: its card is on fire" in capsys.readouterr().err
 
 
@@ -308,17 +248,3 @@ def test_caches_of_a_pair_are_those_of_one(tmp_path, capsys):
     save_job(low, job)
     capsys.readouterr()
     assert main(["cache", str(job), "--verify"]) == 0  # complete for the other, too
-
-
-def test_a_worker_whose_parent_is_gone_goes_on_to_where_it_can_save(monkeypatch):
-    class Closed:
-        def write(self, text):
-            raise BrokenPipeError(32, "Broken pipe")
-
-        def flush(self):
-            self.write("")
-
-    monkeypatch.setattr(sys, "stdout", Closed())
-    safe_output()
-    for step in (1, 2):
-        worker_module.tell("step", {"loss": 1.0}, step, 3)

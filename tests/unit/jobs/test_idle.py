@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from devicebridge.config.job import JobConfig, job_keys, make_job
-from devicebridge.jobs.idle import _IDLE, _REPEATS, describe_idle, refuse_overlaps, refuse_repeats
+from devicebridge.jobs.checks import _IDLE, _REPEATS, describe_idle, refuse_overlaps, refuse_repeats
 from devicebridge.jobs.job import _resolve_and_check, check_job
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 

@@ -12,7 +12,7 @@ import torch
 from devicebridge.config.job import JobConfig, load_job, save_job
 from devicebridge.jobs import build as build_module
 from devicebridge.jobs.job import check_job, run_job
-from devicebridge.jobs.result import TrainingResult
+from devicebridge.jobs.resume import TrainingResult
 from devicebridge.parallel.offload import weights as weights_module
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, save_tiny_dataset

@@ -11,9 +11,8 @@ import torch
 from devicebridge.checkpoints.checkpoint import make_published_info
 from devicebridge.checkpoints.load import make_empty_transformer
 from devicebridge.families.comfy.registry import NATIVE_MODELS
-from devicebridge.jobs.native_limits import why_no_forecast, why_no_stages
 from devicebridge.jobs.place_by_size import Subject
-from devicebridge.jobs.resolve import Machine, resolve
+from devicebridge.jobs.resolve import Machine, resolve, why_no_forecast, why_no_stages
 from devicebridge.planning.cards import parse_cards
 from devicebridge.tests.emulated import CARDS, emulated_cards
 from devicebridge.tests.plans import make_plan_job
@@ -84,8 +83,8 @@ def test_a_unet_is_split_by_size_and_no_pipeline_is_tried(caplog: pytest.LogCapt
         ("LTXVModel", ("scale_shift_table",), r"has no _prepare_timestep, by which its last card"),
         ("AceStepConditionGenerationModel", ("null_condition_emb",), r"has no decoder.time_embed, by which"),
         ("NextDiT", ("x_pad_token", "unknown"), r"weights of its own \(unknown\)"),
-        ("UNetModel", (), "needs its home card"),
-        ("Chroma", (), "needs its home card"),
+        ("UNetModel", (), "needs its main device"),
+        ("Chroma", (), "needs its main device"),
     ],
 )
 def test_others_and_work_at_home_do(name: str, own: tuple[str, ...], words: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from devicebridge.jobs import job as job_module
 from devicebridge.jobs.job import run_job
-from devicebridge.jobs.run_again import next_run
+from devicebridge.jobs.resume import next_run
 from devicebridge.runs.record import recorded_run
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from safetensors.torch import load_file

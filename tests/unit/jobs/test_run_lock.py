@@ -11,8 +11,8 @@ import uuid
 from pathlib import Path
 
 import pytest
+from devicebridge.jobs.experts import run_pair
 from devicebridge.jobs.job import run_job
-from devicebridge.jobs.pair import run_pair
 from devicebridge.jobs.run_lock import run_lock
 from devicebridge.system import locks
 from devicebridge.system.locks import NoLocks

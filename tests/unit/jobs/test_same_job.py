@@ -1,4 +1,4 @@
-"""What machines that train one job must be asked for alike, and what each of them may have its own way."""
+"""What machines that train one job must be given alike, and what each of them may have its own way."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from devicebridge.config.job import job_keys, job_to_dict, make_job, shared_settings
-from devicebridge.jobs.same_job import differences
+from devicebridge.jobs.ranks import differing_ranks
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
 # Of one machine: where files lie, which devices it has, and what each process does by itself.
 OWN = {
     "model": {"path": "/elsewhere/model", "quantized_cache": "/elsewhere/kept"},
     "split": {"devices": ["cuda:1", "cuda:0"], "balance": "time", "memory_limit_gb": [20, 14]},
-    "parallel": {"processes": 4, "hang_timeout_s": 60.0},
+    "parallel": {"processes": 4, "timeout_s": 60.0},
     "cache": {"folder": "/elsewhere/cache", "vae_device": "cuda:1", "text_device": "cpu", "stock_clip": ["/else/a"]},
     "output": {"folder": "/elsewhere/run", "name": "mine", "keep_last": 9},
     "train": {"cuda_graphs": "auto", "offload_activations": "off"},
@@ -49,15 +49,15 @@ def test_every_setting_that_a_resumed_run_must_keep_is_compared_unless_it_is_a_m
         ("parallel", "strategy", "fsdp"),
     ],
 )
-def test_what_says_when_ranks_meet_is_compared(section: str, key: str, value: object, tmp_path: Path) -> None:
+def test_what_says_when_ranks_wait_is_compared(section: str, key: str, value: object, tmp_path: Path) -> None:
     job = make_tiny_job(tmp_path)
     found, expected = shared_settings(_changed(job, {section: {key: value}})), shared_settings(job)
     assert [name for name in expected if found[name] != expected[name]] == [f"{section}.{key}"]
 
 
 def test_a_difference_names_every_kind_once_with_the_first_rank_that_has_it() -> None:
-    told = [(f"rank {rank}", {"train.steps": [steps], "model": ["hash"]}) for rank, steps in enumerate((6, 6, 4, 4))]
-    assert list(differences(told)) == ["train.steps: 6 on rank 0, 4 on rank 2"]
-    told[3] = ("rank 3", {"train.steps": [6], "model": ["other"]})
-    (line,) = (line for line in differences(told) if line.startswith("model"))
+    given = [(f"rank {rank}", {"train.steps": [steps], "model": ["hash"]}) for rank, steps in enumerate((6, 6, 4, 4))]
+    assert list(differing_ranks(given)) == ["train.steps: 6 on rank 0, 4 on rank 2"]
+    given[3] = ("rank 3", {"train.steps": [6], "model": ["other"]})
+    (line,) = (line for line in differing_ranks(given) if line.startswith("model"))
     assert line == "model: the weights at model.path are not on rank 3 what they are on rank 0"

@@ -8,13 +8,12 @@ import pytest
 from devicebridge.data.samples import Condition, Sample
 from devicebridge.encoding.store import CacheStore
 from devicebridge.jobs.comfy_entries import EncodedSample
-from devicebridge.jobs.shared_cache import order_of
+from devicebridge.jobs.ranks import order_of
 from devicebridge.training.batches import CachedSamples
 
 
 def _made_by(folder, samples):
-    texts = {"a cat": "t1", "a dog": "t2", "": "t0"}
-    return CachedSamples(CacheStore(folder), samples, ["k0", "k1", "k2"], texts, use_masks=True, tokens_per_cell=1)
+    return CachedSamples(CacheStore(folder), samples, use_masks=True, tokens_per_cell=1)
 
 
 @pytest.fixture
@@ -22,17 +21,21 @@ def samples(tmp_path):
     """Three images, two of them with one caption, the first with a mask and a reference."""
     (tmp_path / "mask.png").write_bytes(b"a mask")
     (tmp_path / "other.png").write_bytes(b"another")
-    captions = ("a cat", "a dog", "a dog")
-    images = [Sample(f"{number}.png", text, None, (8, 8), (0, 0, 8, 8), (8, 8)) for number, text in enumerate(captions)]
+    cut = ((8, 8), (0, 0, 8, 8), (8, 8))
+    images = [
+        Sample(f"{number}.png", text, None, *cut, latents_key=f"k{number}", text_keys=(text,), empty_text_keys=("t0",))
+        for number, text in enumerate(("t1", "t2", "t2"))
+    ]
     condition = Condition("reference", ("reference.png",), ((8, 8),))
-    images[0] = dataclasses.replace(images[0], mask_path=str(tmp_path / "mask.png"), condition=condition)
-    return dataclasses.replace(_made_by(tmp_path, images), condition_keys={("a cat", condition): "c0"})
+    mask = str(tmp_path / "mask.png")
+    images[0] = dataclasses.replace(images[0], mask_path=mask, condition=condition, text_keys=("t1", "c0"))
+    return _made_by(tmp_path, images)
 
 
 @pytest.fixture
 def encoded(tmp_path):
     """Three that arrived encoded."""
-    images = [EncodedSample(f"k{number}", text, (8, 8, 77)) for number, text in enumerate(("a cat", "a dog", "a dog"))]
+    images = [EncodedSample(f"k{number}", (text,), (8, 8, 77)) for number, text in enumerate(("t1", "t2", "t2"))]
     return _made_by(tmp_path, images)
 
 
@@ -48,21 +51,19 @@ def _other_mask(found):
     return _first(mask_path=path)(found)
 
 
-def _other_reference(found):
-    """As machines have it: the name is the same, and what was made of the file is another entry."""
-    return dataclasses.replace(found, condition_keys=dict.fromkeys(found.condition_keys, "c1"))
-
-
 OTHERS = {
-    "an image fewer": lambda found: dataclasses.replace(found, samples=found.samples[:2], latent_keys=["k0", "k1"]),
-    "another order": lambda found: dataclasses.replace(found, latent_keys=["k1", "k0", "k2"]),
-    "another caption": _first(caption="a dog", condition=None),
+    "an image fewer": lambda found: dataclasses.replace(found, samples=found.samples[:2]),
+    "another order": lambda found: dataclasses.replace(
+        found, samples=[found.samples[1], found.samples[0], found.samples[2]]
+    ),
+    "another image": _first(latents_key="k9"),
+    "another caption": _first(text_keys=("t2", "c0")),
     "another weight of its loss": _first(loss_weight=0.3),
     "no mask": _first(mask_path=None),
     "another mask": _other_mask,
-    "no reference": _first(condition=None),
-    "another reference": _other_reference,
-    "another text encoder": lambda found: dataclasses.replace(found, text_keys={**found.text_keys, "a cat": "t9"}),
+    "no reference": _first(condition=None, text_keys=("t1",)),
+    "another reference": _first(text_keys=("t1", "c1")),
+    "another text encoder": _first(text_keys=("t9", "c0")),
 }
 
 
@@ -78,7 +79,7 @@ def test_where_files_lie_is_no_difference(samples, tmp_path):
     condition = Condition("reference", ("/elsewhere/reference.png",), ((8, 8),))
     moved = [dataclasses.replace(each, path=f"/elsewhere/{each.path}") for each in samples.samples]
     moved[0] = dataclasses.replace(moved[0], mask_path=str(mask), condition=condition)
-    there = dataclasses.replace(samples, samples=moved, condition_keys={("a cat", condition): "c0"})
+    there = dataclasses.replace(samples, samples=moved)
     assert order_of((there, None)) == order_of((samples, None))
 
 

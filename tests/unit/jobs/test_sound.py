@@ -11,8 +11,7 @@ import pytest
 import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.encoding import store as store_module
-from devicebridge.encoding.comfy_data import read_pairs, read_samples
-from devicebridge.encoding.encoded import load_encoded, save_encoded
+from devicebridge.encoding.comfy_data import load_encoded, read_pairs, read_samples, save_encoded
 from devicebridge.encoding.store import CacheStore
 from devicebridge.families.comfy.inputs import stream_shapes
 from devicebridge.families.spec import ComfyInputs, LatentSpec
@@ -24,7 +23,7 @@ from devicebridge.jobs.comfy_entries import (
     resolution_of,
 )
 from devicebridge.jobs.read_job import ReadJob
-from devicebridge.planning.short_model import SampleText, Work, step_on_meta, voice_as_sound
+from devicebridge.planning.dry_run import SampleText, Work, step_on_meta, voice_as_sound
 from devicebridge.training.batches import CachedSamples, loss_weights
 from devicebridge.training.objective import prediction_loss
 from torch import nn
@@ -68,9 +67,7 @@ def _load(folder: Path, samples: Any, reader: ComfyReader, count: int) -> Any:
     """All of a dataset as one batch."""
     path = _save(folder, samples, _conditioning(count))
     found = read_encoded_samples(str(path), reader)
-    keys = {sample.caption: sample.caption for sample in found}
-    latents = [sample.latents for sample in found]
-    data = CachedSamples(CacheStore(folder), found, latents, keys, False, 1.0, reader.read_latents, reader.read_text)
+    data = CachedSamples(CacheStore(folder), found, False, 1.0, reader.read_latents, reader.read_text)
     return data.load(range(count), [False] * count)
 
 

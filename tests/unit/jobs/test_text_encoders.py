@@ -10,7 +10,7 @@ import pytest
 import torch
 from devicebridge.config.job import JobConfig, make_job
 from devicebridge.jobs.ranks import open_ranks
-from devicebridge.jobs.text_encoders import refuse_text_encoders, text_encoder_bytes
+from devicebridge.jobs.read_job import refuse_text_encoders, text_encoder_bytes
 from devicebridge.parallel.ranks.place import RankPlace
 from safetensors.torch import save_file
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 from devicebridge.cli.main import main
 from devicebridge.config.job import save_job
-from devicebridge.data.order import BatchOrder
+from devicebridge.data.samples import BatchOrder
 from devicebridge.data.video import read_frames
-from devicebridge.encoding.comfy_data import read_pairs
-from devicebridge.encoding.encoded import save_encoded
+from devicebridge.encoding.comfy_data import read_pairs, save_encoded
 from devicebridge.encoding.vae import load_vae
 from devicebridge.events import EventLog
 from devicebridge.families.wan import WAN
@@ -281,8 +280,8 @@ def test_lists_of_latents_train_what_their_clips_train(tmp_path):
         file.unlink()
     job, encoders = _stock_job(tmp_path, **settings, cache={"latent_source": HostLike.fingerprint})
     data = _cached(job, encoders)
-    samples = [data.store.get(key)["samples"][None] for key in data.latent_keys]
-    states = [data.store.get(data.text_keys[sample.caption])["prompt_embeds"] for sample in data.samples]
+    samples = [data.store.get(each.latents_key)["samples"][None] for each in data.samples]
+    states = [data.store.get(sample.text_keys[0])["prompt_embeds"] for sample in data.samples]
 
     def listed(latents):
         conditioning = [[[text[None], {}]] for text in states]
@@ -316,7 +315,7 @@ def test_entries_of_other_lengths_are_refused(tmp_path):
         _cached(job, encoders)
     encoders.vae.encode = whole
     data = _cached(job, encoders)
-    key = data.latent_keys[0]
+    key = data.samples[0].latents_key
     data.store.put(key, {"samples": data.store.get(key)["samples"][:, :1].contiguous()})
     with pytest.raises(ValueError, match="it has 1 latent frames of 9 frames"):
         _cached(job, encoders)

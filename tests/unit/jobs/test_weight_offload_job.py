@@ -18,7 +18,7 @@ from devicebridge.jobs.job import check_job, run_job
 from devicebridge.parallel.offload import weights as weights_module
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.planning.cards import Card
-from devicebridge.quantization import eight_bit, report
+from devicebridge.quantization import eight_bit, quantize
 from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
@@ -100,7 +100,7 @@ def _bytes(model):
 @pytest.mark.parametrize("scheme", [None, "int8", pytest.param("fp8-compute", marks=pytest.mark.long)])
 def test_offloaded_blocks_are_never_on_their_card_together(info, scheme, monkeypatch, tmp_path):
     monkeypatch.setattr(eight_bit, "_PIECE", _PIECE)  # as small beside these layers as the real ones beside FLUX.2's
-    monkeypatch.setattr(report, "_NUM_SAMPLED_ROWS", 4)
+    monkeypatch.setattr(quantize, "_NUM_SAMPLED_ROWS", 4)
     with emulated_cards(2):
         plain, _, resident = _assemble(info, scheme, ())
         expected = _values(plain.model)

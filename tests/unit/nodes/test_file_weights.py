@@ -17,7 +17,7 @@ from torch import nn
 @pytest.fixture
 def file_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     comfy_stub.install(monkeypatch, tmp_path)
-    return importlib.import_module("devicebridge.nodes.host.split.file_weights")
+    return importlib.import_module("devicebridge.nodes.host.split.model_copy")
 
 
 def _mapped(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

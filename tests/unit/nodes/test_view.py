@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from devicebridge.events import Event, EventLog
 from devicebridge.jobs.encode_job import tell_progress
-from devicebridge.system.pace import Pace
+from devicebridge.system.progress import Pace
 from devicebridge.tests import comfy_stub
 from devicebridge.tests.unit.system.test_pace import _Clock
 from PIL import Image

@@ -241,7 +241,7 @@ def _chain(devices):
 def _chain_batches(model, bridge, count, fail_at=None):
     def forward(x):
         with bridge.forward():
-            loss = model(bridge.move(x, bridge.home)).square().mean()
+            loss = model(bridge.move(x, bridge.main_device)).square().mean()
         if fail_at is not None:
             raise fail_at
         return loss

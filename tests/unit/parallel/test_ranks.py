@@ -10,7 +10,7 @@ import torch.distributed as dist
 from devicebridge.checkpoints.header import read_header
 from devicebridge.checkpoints.weight_file import open_weights, read_records, read_rows
 from devicebridge.jobs.job import run_job
-from devicebridge.jobs.ranks import resolve_here
+from devicebridge.jobs.rank_plans import resolve_here
 from devicebridge.jobs.read_job import read_job
 from devicebridge.parallel.devices import CPU
 from devicebridge.parallel.ranks.group import Ranks
@@ -62,7 +62,7 @@ def test_devices_are_dealt_out_evenly_or_not_at_all():
 def test_one_process_alone_agrees_with_itself():
     alone = Ranks(own_stop=lambda: True)
     assert alone.should_stop() and alone.gather({"a": 1}) == [{"a": 1}] and alone.share(b"x") == b"x"
-    assert alone.dealt("an evaluation", [1, 1], lambda index: [float(index)], in_lockstep=True) == [[0.0], [1.0]]
+    assert alone.distributed(2, lambda index: [float(index)], in_lockstep=True) == [[0.0], [1.0]]
     with pytest.raises(ValueError, match="said"):
         alone.together(lambda: (_ for _ in ()).throw(ValueError("said")))
 

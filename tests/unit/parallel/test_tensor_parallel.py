@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 from devicebridge.families.tensor_plan import Divided, TensorPlan
-from devicebridge.parallel.local import collective, tensor_parallel
+from devicebridge.parallel.local import collectives, tensor_parallel
 from devicebridge.parallel.local.shards import BlockShard, divide_block, divided_bytes, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.shard_cases import cut_as_one
@@ -186,7 +186,7 @@ def divide(
             for rank in sorted(range(size), reverse=True)  # home's last: the others are made of whole blocks
         ][::-1]
         for rank, shard in enumerate((own, *others)):
-            shard.meetings[:] = [each for each in shard.meetings if not drop(each.name, rank)]
+            shard.collectives[:] = [each for each in shard.collectives if not drop(each.name, rank)]
         shards[own.block] = (own, others)
     parallel = TensorParallel([CPU] * size, shards, per_device=("memory",))
     parallel.attach()
@@ -578,7 +578,7 @@ def test_a_device_that_misses_a_meeting_ends_the_forward(name, rank, x) -> None:
 def test_sums_of_slices_are_the_bits_of_direct_ones(size, mode, x, monkeypatch) -> None:
     outputs = []
     for least in (0, 2**30):
-        monkeypatch.setattr(collective, "SLICED_FROM_BYTES", least)
+        monkeypatch.setattr(collectives, "SLICED_FROM_BYTES", least)
         model = make_model()
         expected = model(x)
         parallel = divide(model, size)

@@ -18,8 +18,9 @@ from devicebridge.parallel.offload.copies import CopyStreams
 from devicebridge.parallel.placement import block_names, place_offloaded, plan_manual, spread_offloaded
 from devicebridge.patches.compile_blocks import apply_compile
 from devicebridge.quantization.frozen_linear import FrozenLinear8
-from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization
+from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
+from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.streams import SimulatedMachine, is_view
 from devicebridge.tests.tiny_split import make_micro_batches, make_tiny_split
 from devicebridge.tests.toy import TINY

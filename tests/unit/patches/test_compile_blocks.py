@@ -16,11 +16,12 @@ from devicebridge.parallel.offload.in_place import InPlaceGuard
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.patches import compile_blocks
 from devicebridge.patches.compile_blocks import apply_compile, compile_fault, compile_if_possible
-from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization
+from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS
+from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
-from devicebridge.training.gradient_check import BlockCheck
+from devicebridge.training.compile_check import BlockCheck
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from devicebridge.patches.hooks import HookSet, map_tensors, own_call
+from devicebridge.patches.hooks import HookSet, map_tensors
 from torch import nn
 
 Named = collections.namedtuple("Named", "first second")
@@ -207,13 +207,12 @@ def test_a_hook_around_a_module_stands_in_for_its_call_and_leaves_no_trace():
     hooks.around(layer, around)
     assert torch.equal(layer(input=ONE), 2 * expected) and order == ["ours", "theirs"] and len(hooks) == 1
     assert isinstance(layer, nn.Linear) and type(layer).__name__ == "Linear"
-    assert torch.equal(own_call(layer)(ONE), expected) and order.count("ours") == 1
     with pytest.raises(AssertionError, match="one at a time"):
         HookSet().around(layer, around)
     hooks.remove()
     hooks.remove()
     assert type(layer) is nn.Linear and vars(layer) == before and len(hooks) == 0
-    assert torch.equal(layer(ONE), expected) and torch.equal(own_call(layer)(ONE), expected)
+    assert torch.equal(layer(ONE), expected)
 
 
 def test_a_hook_around_a_method_is_of_one_object_and_leaves_no_trace():

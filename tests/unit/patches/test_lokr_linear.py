@@ -5,7 +5,7 @@ from __future__ import annotations
 import peft
 import pytest
 import torch
-from devicebridge.patches.lokr_linear import apply_fused_lokr
+from devicebridge.patches.lora_linear import apply_fused_lokr
 from torch import Tensor, nn
 
 # out_features, in_features, rank, factor; some with a full second matrix, some with a factorised one, none square

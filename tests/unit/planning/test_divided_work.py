@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.families.comfy.native import NativeModel
+from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.parallel.placement import native_block_flops
-from devicebridge.planning import divided_work as work_module
-from devicebridge.planning.cards import parse_cards
-from devicebridge.planning.divided_times import DividedTimes
-from devicebridge.planning.divided_work import count_tokens, divided_work, is_told_guidance, work_by_size
+from devicebridge.planning import times as work_module
+from devicebridge.planning.times import divided_block, forward_work, has_guidance
 from devicebridge.tests.emulated import CARDS, emulated_cards
-from devicebridge.tests.plans import MadeUpTimes
+from devicebridge.tests.toy import TINY
 from devicebridge.tests.unit.parallel.test_tensor_experts import PLAN, Block
 from devicebridge.tests.unit.parallel.test_tensor_parallel import HIDDEN, PLANS, WIDTH, Fused, Model, Separate
 from torch import nn
@@ -37,7 +36,7 @@ def _shares(model: Model, size: int) -> dict:
 def test_bytes_are_those_that_one_card_sends_another(make, size, monkeypatch) -> None:
     monkeypatch.setattr(work_module, "NUM_TEXT_TOKENS", 0)
     model = Model([make()])
-    work = divided_work(model, LAYOUT, _shares(model, size), TOKENS)
+    work = forward_work(model, LAYOUT, _shares(model, size), TOKENS)
     with emulated_cards(4) as cards, torch.no_grad():
         (plan, shares), block = _shares(model, size)["blocks.0"], model.blocks[0]
         copies = [copy.deepcopy(block) for _ in range(size - 1)]
@@ -59,9 +58,21 @@ def test_bytes_are_those_that_one_card_sends_another(make, size, monkeypatch) ->
     assert found == pytest.approx(work.sent_bytes, rel=0.06)  # the toys' gathered features are shared out unevenly
 
 
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_exchanges_are_those_of_a_divided_block(name: str) -> None:
+    family, model = FAMILIES[name], TINY[name].make_model(seed=0)
+    for block_list in family.block_lists:
+        for block in getattr(model, block_list.name):
+            plan = find_plan(family.tensor, block)
+            assert plan is not None
+            count = divided_block(block, plan, block_list, (TOKENS, TOKENS), 2, 4).num_exchanges
+            shard = divide_block(copy.deepcopy(block), plan, shares_of(block, plan, (1, 1)), 0)
+            assert count == len(shard.collectives) > 0
+
+
 def test_operations_and_exchanges_are_counted() -> None:
     model = Model([Separate(), Separate()])
-    work = divided_work(model, LAYOUT, _shares(model, 2), 512)
+    work = forward_work(model, LAYOUT, _shares(model, 2), 512)
     assert work.num_exchanges == 2 * 4
     assert work.flops == 2 * (1024 * 2 * (4 * WIDTH * WIDTH + 2 * WIDTH * HIDDEN) + 4 * 1024**2 * WIDTH)
     assert work.stream_bytes == 2 * 1024 * WIDTH
@@ -70,9 +81,9 @@ def test_operations_and_exchanges_are_counted() -> None:
 def test_layers_that_every_card_computes_whole_are_counted_apart() -> None:
     """Convolutions along the tokens, too, as ACE-Step's MLP has them."""
     model = Model([Separate()])
-    before = divided_work(model, LAYOUT, _shares(model, 2), 512)
+    before = forward_work(model, LAYOUT, _shares(model, 2), 512)
     model.blocks[0].whole, model.blocks[0].along = nn.Linear(WIDTH, HIDDEN), nn.Conv1d(WIDTH, HIDDEN, 1)
-    work = divided_work(model, LAYOUT, _shares(model, 2), 512)
+    work = forward_work(model, LAYOUT, _shares(model, 2), 512)
     assert before.whole_flops == 0 and work.whole_flops == 2 * 1024 * 2 * WIDTH * HIDDEN
     assert work.flops == before.flops + work.whole_flops
 
@@ -80,7 +91,7 @@ def test_layers_that_every_card_computes_whole_are_counted_apart() -> None:
 def test_experts_are_summed_once_and_each_computes_its_share_of_the_tokens() -> None:
     block, tokens = Block(), 512 + 512
     layout = NativeModel("Toy", "toy", ("blocks",), (), "a toy", routed_modules={"*.experts.*": 0.25})
-    work = divided_work(Model([block]), layout, {"blocks.0": (PLAN, shares_of(block, PLAN, (1.0, 1.0)))}, 512)
+    work = forward_work(Model([block]), layout, {"blocks.0": (PLAN, shares_of(block, PLAN, (1.0, 1.0)))}, 512)
     width = block.tail.up.in_features
     assert work.num_exchanges == 2 + 2  # sums, and what the gate has chosen, and how much of it
     assert work.sent_bytes == tokens * (2 * 2 * width + 20)
@@ -89,7 +100,7 @@ def test_experts_are_summed_once_and_each_computes_its_share_of_the_tokens() -> 
 @pytest.mark.parametrize(("joint", "tokens"), [(True, 512 + 512), (False, 512)])
 def test_where_text_is_beside_the_stream_layers_see_the_picture_alone(joint, tokens) -> None:
     model = Model([Separate()])
-    work = divided_work(model, dataclasses.replace(LAYOUT, is_joint=joint), _shares(model, 2), 512)
+    work = forward_work(model, dataclasses.replace(LAYOUT, is_joint=joint), _shares(model, 2), 512)
     assert work.sent_bytes == tokens * (2 * 2 * WIDTH + 2 * 4)  # two sums, and the squares of two norms
     assert work.stream_bytes == 2 * tokens * WIDTH
 
@@ -103,43 +114,9 @@ def test_attention_is_as_wide_as_what_runs_over_tokens() -> None:
     assert after[0] == before[0] + 2 * 2 * WIDTH + 2 * 512 * 4 * WIDTH
 
 
-def test_a_share_of_a_block_that_is_not_divided_gains_nothing_by_more_cards() -> None:
-    cards = parse_cards("24GB,24GB")
-    times = DividedTimes(MadeUpTimes([1.0, 1.0]), cards, (3, 3), [0.0] * 2, [0.0, 0.5], [0] * 2)
-    whole = MadeUpTimes([1.0, 1.0]).of(0, cards[0], "none")
-    assert times.of(0, cards[0], "none") == tuple(each / 2 for each in whole)
-    assert times.of(1, cards[0], "none") == tuple(each * 0.75 for each in whole)
-
-
-def test_any_size_follows_from_three() -> None:
-    model = Model([Fused(), Separate()])
-    by_size = work_by_size(model, LAYOUT, _shares(model, 3))
-    for tokens in (1024, 14040):
-        expected = divided_work(model, LAYOUT, _shares(model, 3), tokens)
-        for found, value in zip(vars(by_size.at(tokens)).values(), vars(expected).values(), strict=True):
-            assert found == pytest.approx(value, rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("patch_size", "latent", "tokens"),
-    [
-        (2, (1, 16, 128, 128), 4096),
-        (1, (2, 128, 64, 64), 4096),
-        (2, (1, 16, 1, 127, 128), 4096),  # a part of a patch is one
-        ((1, 2, 2), (1, 16, 9, 60, 104), 14040),
-        ([1, 2, 2], (1, 16, 64, 64), None),
-        (None, (1, 16, 64, 64), None),
-    ],
-)
-def test_tokens_of_a_latent_follow_from_the_models_patches(patch_size, latent, tokens) -> None:
+def test_guidance_is_a_number_where_the_model_says_so() -> None:
     model: Any = nn.Module()
-    model.patch_size = patch_size
-    assert count_tokens(model, latent) == tokens
-
-
-def test_guidance_is_told_where_the_model_says_so() -> None:
-    model: Any = nn.Module()
-    assert not is_told_guidance(model)
-    for told in (True, False):
-        model.params = types.SimpleNamespace(guidance_embed=told)
-        assert is_told_guidance(model) is told
+    assert not has_guidance(model)
+    for given in (True, False):
+        model.params = types.SimpleNamespace(guidance_embed=given)
+        assert has_guidance(model) is given

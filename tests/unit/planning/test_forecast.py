@@ -19,15 +19,14 @@ from devicebridge.families.registry import find_family
 from devicebridge.parallel.local.block_split import apply_block_split, apply_weight_offload
 from devicebridge.parallel.offload import weights as swap_module
 from devicebridge.parallel.placement import Placement, block_names, place_offloaded
-from devicebridge.planning.dry_run import StepCost, dry_run_step
-from devicebridge.planning.dry_run_block import BlockCost
-from devicebridge.planning.forecast import Backend, Forecaster, Optimizer, StagePlan, StepSettings
-from devicebridge.planning.meter import UNSEEN_CARD, Kernels, MemoryMeter
-from devicebridge.planning.short_model import Work
+from devicebridge.planning.costs import BlockCost, StepCost, dry_run_step
+from devicebridge.planning.dry_run import UNSEEN_CARD, Kernels, MemoryMeter, Work
+from devicebridge.planning.memory import Backend, Forecaster, Optimizer, StagePlan
 from devicebridge.quantization.eight_bit import grad_input8
 from devicebridge.quantization.kernel_choice import DeviceKernels, device_kernels, using_kernels
-from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization
+from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes
+from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 from devicebridge.training.objective import prediction_loss
@@ -139,12 +138,16 @@ def _forecast(
 ) -> dict[Any, int]:
     cost = _dry_run(tiny, tiny.latent_shape, scheme)
     count = len(cost.names)
-    settings = StepSettings(
-        accumulation=accumulation,
-        offload_from=OFFLOAD_FROM if offloads else None,
-    )
+    offload_from = OFFLOAD_FROM if offloads else None
     drawn = None if picture is None else _dry_run(tiny, picture, scheme)
-    forecaster = Forecaster(cost, Optimizer(state=8, step=0), settings, backend=NO_OVERHEAD, picture=drawn)
+    forecaster = Forecaster(
+        cost,
+        Optimizer(state=8, step=0),
+        accumulation=accumulation,
+        offload_from=offload_from,
+        backend=NO_OVERHEAD,
+        picture=drawn,
+    )
     kept = kept or (cut, count - cut)
     plans = StagePlan(0, 2, 0, cut, kept[0], swapped[0]), StagePlan(1, 2, cut, count, kept[1], swapped[1])
     return {card: forecaster.device(str(card), plan).allocated for card, plan in zip(CARDS, plans, strict=False)}
@@ -251,7 +254,7 @@ def test_forecast_is_what_two_cards_held(scheme, side):
     work = Work((128, 1, side // 16, side // 16), 1, torch.bfloat16, quantize, lora)
     kernels = Kernels(DeviceKernels(UNSEEN_CARD.choices, _SLICE_OF_H200))
     cost = dry_run_step(model, _info(family, variant.transformer_config), variant, work, kernels)
-    forecaster = Forecaster(cost, Optimizer(state=4, step=2), StepSettings(), backend=NO_OVERHEAD)
+    forecaster = Forecaster(cost, Optimizer(state=4, step=2), backend=NO_OVERHEAD)
     plans = StagePlan(0, 2, 0, 23), StagePlan(1, 2, 23, 56)
     run = json.loads(_RUN.read_text())
     measured = run["steps"][f"LoRA in bfloat16, {side} px"][scheme]["peak_gb_per_card"]
@@ -283,17 +286,15 @@ def _block(**changes: Any) -> BlockCost:
     return BlockCost(**{**values, **changes})
 
 
-def _forecaster(
-    settings: StepSettings, num_blocks: int = 6, picture: StepCost | None = None, **changes: Any
-) -> Forecaster:
+def _forecaster(settings: dict[str, Any] | None = None, picture: StepCost | None = None, **changes: Any) -> Forecaster:
     block = _block(**changes)
-    names = tuple(f"blocks.{index}" for index in range(num_blocks))
-    cost = StepCost(names, (block,) * num_blocks, 50, 20, 0, 0, 150, 100, 60)
-    return Forecaster(cost, Optimizer(state=2.0, step=1.0), settings, backend=NO_OVERHEAD, picture=picture)
+    names = tuple(f"blocks.{index}" for index in range(6))
+    cost = StepCost(names, (block,) * 6, 50, 20, 0, 0, 150, 100, 60)
+    return Forecaster(cost, Optimizer(state=2.0, step=1.0), **settings or {}, backend=NO_OVERHEAD, picture=picture)
 
 
 def test_the_sum_of_one_card_by_hand():
-    found = _forecaster(StepSettings()).device("a", StagePlan(0, 1, 0, 6))
+    found = _forecaster().device("a", StagePlan(0, 1, 0, 6))
     assert (found.weights, found.lora, found.optimizer) == (6050, 60, 60)
     # the last block's backward: six inputs, the constants, recomputation; no gradient of a later block yet
     assert (found.moment, found.checkpoints, found.kept, found.moving) == ("backward of blocks.5", 607, 0, 800)
@@ -301,15 +302,15 @@ def test_the_sum_of_one_card_by_hand():
 
 
 def test_accumulated_gradients_are_there_all_the_time():
-    found = _forecaster(StepSettings(accumulation=3)).device("a", StagePlan(0, 1, 0, 6))
+    found = _forecaster({"accumulation": 3}).device("a", StagePlan(0, 1, 0, 6))
     assert found.gradients == 60
 
 
 def test_kept_blocks_hold_their_activations_and_need_no_recomputation():
-    found = _forecaster(StepSettings()).device("a", StagePlan(0, 1, 0, 6, num_uncheckpointed=2))
+    found = _forecaster().device("a", StagePlan(0, 1, 0, 6, num_uncheckpointed=2))
     # blocks.5 holds itself within its backward's 700, blocks.4 400 beside it
     assert (found.moment, found.kept, found.moving) == ("backward of blocks.5", 400, 700)
-    everything = _forecaster(StepSettings()).device("a", StagePlan(0, 1, 0, 6, num_uncheckpointed=6))
+    everything = _forecaster().device("a", StagePlan(0, 1, 0, 6, num_uncheckpointed=6))
     assert (everything.kept, everything.num_uncheckpointed) == (5 * 400, 6)
 
 
@@ -318,7 +319,7 @@ def test_kept_blocks_hold_their_activations_and_need_no_recomputation():
     [("none", 0, [1, 1, 1]), ("pipeline", 0, [3, 2, 1]), ("pipeline", 2, [5, 4, 1]), ("pipeline", 9, [8, 8, 1])],
 )
 def test_stages_hold_the_inputs_of_micro_batches_in_flight(strategy, ahead, held):
-    settings = StepSettings(strategy=strategy, accumulation=8, ahead=ahead)
+    settings = {"strategy": strategy, "accumulation": 8, "ahead": ahead}
     plans = [StagePlan(stage, 3, 2 * stage, 2 * stage + 2) for stage in range(3)]
     devices = [_forecaster(settings).device("a", plan) for plan in plans]
     assert [device.held for device in devices] == held
@@ -332,7 +333,8 @@ def test_stages_hold_the_inputs_of_micro_batches_in_flight(strategy, ahead, held
 )
 def test_offloaded_inputs_leave_the_card_but_for_a_few(held, in_forward, in_backward, monkeypatch):
     """The block at work and two before it; in its backward one that arrives, and two of other micro-batches."""
-    settings, plan = StepSettings(strategy="pipeline", accumulation=held, offload_from=80), StagePlan(0, held, 0, 6)
+    settings = {"strategy": "pipeline", "accumulation": held, "offload_from": 80}
+    plan = StagePlan(0, held, 0, 6)
     forecaster = _forecaster(settings, inputs=110, input_sizes=(100, 10))
     moments = {each.name: each.checkpoints for each in forecaster._moments(plan, 0, 0)}
     for index in (0, 1, 2, 5):
@@ -347,12 +349,12 @@ def test_offloaded_inputs_leave_the_card_but_for_a_few(held, in_forward, in_back
 
 
 def test_swapped_blocks_take_two_slots_of_the_card_and_the_rest_of_the_host():
-    forecaster = _forecaster(StepSettings())
+    forecaster = _forecaster()
     plan = StagePlan(0, 1, 0, 6, num_offloaded=5)
     assert forecaster.device("a", plan).weights == 50 + 1000 + 2 * 1000
     assert (forecaster.loading_bytes, forecaster.streamed_bytes(plan)) == (1000, 5000)
     assert forecaster.saved_bytes(plan) == 3000
-    partly = _forecaster(StepSettings(), staying=100)  # small tensors and buffers never leave the card
+    partly = _forecaster(staying=100)  # small tensors and buffers never leave the card
     assert partly.device("a", plan).weights == 50 + 1000 + 5 * 100 + 2 * 900
 
 
@@ -360,7 +362,7 @@ def test_slots_are_as_large_as_the_largest_swapped_block():
     """Blocks 1 and 3 of the first four stream, spread over all; the last two keep their activations."""
     kinds = _block(), _block(weights=3000)
     cost = StepCost(tuple("abcdef"), (*kinds, *kinds, *kinds), 0, 0, 0, 0, 0, 0, 0)
-    forecaster = Forecaster(cost, Optimizer(0.0, 0.0), StepSettings(), backend=NO_OVERHEAD)
+    forecaster = Forecaster(cost, Optimizer(0.0, 0.0), backend=NO_OVERHEAD)
     plan = StagePlan(0, 1, 0, 6, num_uncheckpointed=2, num_offloaded=2)
     assert forecaster.streamed_bytes(plan) == 6000 and forecaster.saved_bytes(plan) == 0
     third = dataclasses.replace(plan, num_offloaded=3)  # blocks 0, 2 and 3
@@ -369,9 +371,9 @@ def test_slots_are_as_large_as_the_largest_swapped_block():
 
 def test_loading_and_the_optimizer_can_be_the_peak():
     small = {"inputs": 1, "recompute": 2, "backward": 2, "forward": 1, "forward_kept": 1, "kept": 1, "outputs": 1}
-    forecaster = _forecaster(StepSettings(), **small, num_trained=5000)
+    forecaster = _forecaster(**small, num_trained=5000)
     assert forecaster.device("a", StagePlan(0, 1, 0, 6)).moment == "optimizer step"
-    loading = Forecaster(forecaster.cost, Optimizer(2.0, 0.0), StepSettings(), largest_layer=10**9)
+    loading = Forecaster(forecaster.cost, Optimizer(2.0, 0.0), largest_layer=10**9)
     found = loading.device("a", StagePlan(0, 1, 0, 6))
     assert (found.moment, found.lora, found.optimizer) == ("loading", 0, 0)
 
@@ -382,7 +384,7 @@ def test_a_run_of_equal_blocks_is_looked_at_by_its_ends():
         names = tuple(map(str, range(12)))
         kinds = _block(inputs=inputs, lora=lora), _block(inputs=inputs, lora=lora, recompute=600, kept=30)
         cost = StepCost(names, (kinds[0],) * 5 + (kinds[1],) * 7, 0, 0, 0, 0, 0, 0, 0)
-        forecaster = Forecaster(cost, Optimizer(0.0, 0.0), StepSettings(), backend=NO_OVERHEAD)
+        forecaster = Forecaster(cost, Optimizer(0.0, 0.0), backend=NO_OVERHEAD)
         for plan in (StagePlan(0, 1, 0, 12), StagePlan(0, 1, 3, 9, 2), StagePlan(0, 1, 2, 12, 8)):
             short = forecaster.device("a", plan).allocated
             with pytest.MonkeyPatch.context() as patch:
@@ -493,7 +495,7 @@ def test_a_large_picture_is_a_moment_of_its_own_and_a_small_one_is_not():
     block = _block()
     large = replace(_block(), inputs=3000, forward=7000, constants={0: 500})
     cost = StepCost(("b",) * 6, (large,) * 6, 0, 0, 0, 0, front=9000, first_inputs=3000, tail=20_000)
-    plain, drawing = _forecaster(StepSettings()), _forecaster(StepSettings(), picture=cost)
+    plain, drawing = _forecaster(), _forecaster(picture=cost)
     one, two = StagePlan(0, 2, 0, 3), StagePlan(1, 2, 3, 6)
     assert plain.device("x", two).moment != "sample picture" == drawing.device("x", two).moment
     assert drawing.device("x", two).moving == 500 + 3000 + 7000

@@ -11,72 +11,74 @@ import torch
 from devicebridge.parallel import exchange_speed as exchange_module
 from devicebridge.parallel.exchange_speed import exchange_speed, product_speed
 from devicebridge.parallel.staged_copies import StagedCopies
-from devicebridge.planning import machine_speed as machine_module
-from devicebridge.planning.machine_speed import (
-    CardSpeed,
-    ExchangeSpeed,
-    MachineSpeed,
-    SpeedStore,
-    machine_key,
-    machine_speed,
-    measure_machine,
-)
+from devicebridge.planning import cards as cards_module
+from devicebridge.planning.cards import MachineSpeed, machine_speed, measure_machine
 from devicebridge.tests.emulated import CARDS, emulated_cards
 
-CARD = CardSpeed("lazy:0", 1e12)
-LINK = ExchangeSpeed((0, 1), 2e10, None)
-SPEED = MachineSpeed((CARD, CARD), (LINK,), 0.1, "2026-11-23")
+SPEED = MachineSpeed((1e12, 1e12), 2e10, "2026-11-23")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where measurements are kept."""
+    monkeypatch.setenv("DEVICEBRIDGE_CACHE", str(tmp_path))
+    return tmp_path / "calibration"
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The cards of every measurement."""
     found: list[Any] = []
-    monkeypatch.setattr(machine_module, "measure_machine", lambda devices: found.append(tuple(devices)) or SPEED)
+    monkeypatch.setattr(cards_module, "measure_machine", lambda devices: found.append(tuple(devices)) or SPEED)
     return found
 
 
-def _ask(folder: Path, *cards: torch.device) -> MachineSpeed:
+def _ask(*cards: torch.device) -> MachineSpeed:
     with emulated_cards(4):
-        return machine_speed(cards or CARDS[:2], SpeedStore(folder))
+        return machine_speed(cards or CARDS[:2])
 
 
-def test_emulated_cards_are_measured_and_kept(tmp_path) -> None:
-    found = _ask(tmp_path, *CARDS[:3])
-    assert [card.name for card in found.cards] == ["lazy:0", "lazy:1", "lazy:2"]
-    assert [link.cards for link in found.links] == [(0, 1), (0, 2), (1, 2)]
-    assert [link.cards for link in found.links_of(1)] == [(0, 1), (1, 2)]
-    assert _ask(tmp_path, *CARDS[:3]) == found  # to the last digit: read, not measured
+def test_emulated_cards_are_measured_and_kept(folder) -> None:
+    found = _ask(*CARDS[:3])
+    assert len(found.flops_per_s) == 3 and found.bytes_per_s > 0
+    assert _ask(*CARDS[:3]) == found  # to the last digit: read, not measured
+    assert _ask(CARDS[0]).bytes_per_s is None
 
 
-def test_a_second_question_measures_nothing(tmp_path, measured) -> None:
-    assert _ask(tmp_path) == _ask(tmp_path) == SPEED
+def test_the_slowest_link_counts(monkeypatch) -> None:
+    speeds = {(0, 1): 3e9, (0, 2): 1e9, (1, 2): 2e9}
+    monkeypatch.setattr(cards_module, "exchange_speed", lambda one, other: speeds[one.index, other.index])
+    with emulated_cards(3):
+        assert measure_machine(CARDS[:3]).bytes_per_s == 1e9
+
+
+def test_a_second_question_measures_nothing(folder, measured) -> None:
+    assert _ask() == _ask() == SPEED
     assert measured == [CARDS[:2]]
-    assert len(list(tmp_path.iterdir())) == 1  # no temporary file is left
-    _ask(tmp_path, CARDS[1], CARDS[0])
+    assert len(list(folder.iterdir())) == 1  # no temporary file is left
+    _ask(CARDS[1], CARDS[0])
     assert measured[1:] == [(CARDS[1], CARDS[0])]
 
 
-def test_what_the_key_has_is_measured_again_if_it_changes(tmp_path, measured, monkeypatch) -> None:
-    _ask(tmp_path)
+def test_what_the_key_has_is_measured_again_if_it_changes(folder, measured, monkeypatch) -> None:
+    _ask()
     changes = {
         "_VERSION": 99,
-        "_driver": lambda: "another driver",
         "has_peer_access": lambda source, target: False,
-        "describe_slot": lambda device: {"device": str(device), "uuid": "another card"},
+        "total_bytes": lambda device: 2**40,
     }
     for number, (name, value) in enumerate(changes.items(), start=2):
         with monkeypatch.context() as changed:
-            changed.setattr(machine_module, name, value)
-            _ask(tmp_path)
-            _ask(tmp_path)
+            changed.setattr(cards_module, name, value)
+            _ask()
+            _ask()
         assert len(measured) == number, name
     with monkeypatch.context() as changed:
         changed.setattr(torch, "__version__", "9.9")
-        _ask(tmp_path)
-    assert len(measured) == 6
-    _ask(tmp_path)
-    assert len(measured) == 6
+        _ask()
+    assert len(measured) == 5
+    _ask()
+    assert len(measured) == 5
 
 
 @pytest.mark.parametrize(
@@ -85,44 +87,24 @@ def test_what_the_key_has_is_measured_again_if_it_changes(tmp_path, measured, mo
         lambda text: text[: len(text) // 2],
         lambda text: text.replace('"bytes_per_s": 20000000000.0', '"bytes_per_s": -1.0'),
         lambda text: text.replace('"bytes_per_s": 20000000000.0', '"bytes_per_s": Infinity'),
+        lambda text: text.replace('"bytes_per_s": 20000000000.0', '"bytes_per_s": null'),
         lambda text: json.dumps(json.loads(text) | {"value": {}}),
         lambda text: json.dumps(json.loads(text) | {"key": {}}),
-        lambda text: text.replace('"links": [', '"links": [], "more": ['),
+        lambda text: text.replace('"date"', '"more": [], "date"'),
     ],
 )
-def test_a_file_that_cannot_be_used_is_measured_again(tmp_path, measured, damage) -> None:
-    _ask(tmp_path)
-    (path,) = tmp_path.iterdir()
+def test_a_file_that_cannot_be_used_is_measured_again(folder, measured, damage) -> None:
+    _ask()
+    (path,) = folder.iterdir()
     text = path.read_text()
     assert damage(text) != text
     path.write_text(damage(text))
-    assert _ask(tmp_path) == SPEED and len(measured) == 2
-    assert _ask(tmp_path) == SPEED and len(measured) == 2
-
-
-def test_the_key_names_each_card_and_who_reaches_whom(monkeypatch) -> None:
-    monkeypatch.setattr(machine_module, "has_peer_access", lambda source, target: source == CARDS[0])
-    with emulated_cards(2):
-        key = machine_key(CARDS[:2])
-    assert [card["device"] for card in key["cards"]] == ["lazy:0", "lazy:1"]
-    assert key["access"] == [[True, True], [False, False]]
-
-
-def test_every_two_cards_have_one_link() -> None:
-    with pytest.raises(ValueError, match="every two cards have one link"):
-        MachineSpeed((CARD, CARD, CARD), (LINK,), 0.1, "")
-
-
-def test_lines_for_people() -> None:
-    assert SPEED.describe() == [
-        "lazy:0: 1 TFLOP/s in half precision",
-        "lazy:0: 1 TFLOP/s in half precision",
-        "lazy:0 and lazy:0: 20 GB/s each way at once, torch cannot tell which way",
-    ]
+    assert _ask() == SPEED and len(measured) == 2
+    assert _ask() == SPEED and len(measured) == 2
 
 
 class _Link:
-    """Copies and a stopwatch over a time of their own; both directions of an exchange take place at once."""
+    """Copies over a time of their own; both directions of an exchange take place at once."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s, self.now, self.sent = bytes_per_s, 0.0, []
@@ -132,36 +114,18 @@ class _Link:
         self.now += tensor.nbytes / self.bytes_per_s / 2
         return tensor
 
-    def mark(self) -> float:
-        return self.now
-
-    def between(self, start: float, end: float) -> float:
-        return end - start
-
 
 def test_an_exchange_is_bytes_over_seconds() -> None:
     link: Any = _Link(20e9)
     with emulated_cards(2):
-        assert exchange_speed(*CARDS[:2], link, link) == pytest.approx(20e9, rel=1e-6)
+        assert exchange_speed(*CARDS[:2], link, lambda: link.now) == pytest.approx(20e9, rel=1e-6)
     assert link.sent[:2] == [(CARDS[0], CARDS[1]), (CARDS[1], CARDS[0])]
 
 
-class _Watch:
-    """A product of n rows takes n cubed over a rate."""
-
-    def __init__(self, seconds: list[float]) -> None:
-        self.seconds = seconds
-
-    def mark(self) -> float:
-        return 0.0
-
-    def between(self, start: float, end: float) -> float:
-        return self.seconds.pop(0)
-
-
 def test_a_product_is_large_enough_to_take_a_while() -> None:
-    watch: Any = _Watch([9.0, 1e-4, 1e-4, 1e-4, 9.0, 8e-3, 9e-3, 1.0])
-    assert product_speed(torch.device("cpu"), watch) == pytest.approx(2 * 512**3 / 9e-3)
+    times = [time for seconds in (9.0, 1e-4, 1e-4, 1e-4, 9.0, 8e-3, 9e-3, 1.0) for time in (0.0, seconds)]
+    found = product_speed(torch.device("cpu"), lambda: times.pop(0))
+    assert found == pytest.approx(2 * 512**3 / 9e-3)
 
 
 def test_cards_are_measured_by_the_copies_that_their_blocks_make(monkeypatch) -> None:

@@ -6,13 +6,12 @@ import dataclasses
 from typing import Any
 
 import pytest
-from devicebridge.planning.block_times import ASSUMED_LINK_BYTES_PER_S
 from devicebridge.planning.cards import parse_cards
-from devicebridge.planning.divided_times import DividedTimes
-from devicebridge.planning.plan_training import TrainingPlan, plan_training
-from devicebridge.planning.report import plan_values
+from devicebridge.planning.plan import TrainingPlan, plan_training, plan_values
+from devicebridge.planning.question import Setting
 from devicebridge.planning.search import find_fastest
-from devicebridge.tests.plans import MadeUpTimes, full_size, make_question
+from devicebridge.planning.times import ASSUMED_FLOPS_PER_S, ASSUMED_LINK_BYTES_PER_S, DividedBlock
+from devicebridge.tests.plans import MadeUpCosts, full_size, make_question
 
 GB = 10**9
 pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread")
@@ -61,7 +60,6 @@ def test_a_plan_says_which_cards_have_shares():
     plan = _plan(parallel=_TENSOR, model=_FULL)
     setting = plan_values(plan)["setting"]
     assert setting["strategy"] == "tensor" and setting["shards"] == ["cuda:0", "cuda:1"] and setting["split_at"] == []
-    assert any(reason.startswith("tensor parallel:") for reason in plan.reasons)
 
 
 # ---- cards of unequal memory
@@ -81,20 +79,26 @@ def test_a_run_that_is_resumed_keeps_its_shares():
     assert find_fastest(dataclasses.replace(smaller, given_shares=()))[0] is not None  # even ones fit
 
 
-def _times(cards: str, shares: tuple[int, ...], sent: float = 0.0, num_exchanges: int = 8) -> list[float]:
-    """Seconds of each card for the forward of a block that takes one of them 0.3 s."""
-    known, none = tuple(parse_cards(cards)), [0.0]
-    times = DividedTimes(MadeUpTimes([0.3]), known, shares, [sent], none, [num_exchanges])
-    return [times.of(0, card, "none")[0] for card in known]
+def _times(shares: tuple[int, ...], sent: float = 0.0, num_exchanges: int = 8, whole: float = 0.0) -> list[float]:
+    """Seconds of each card for the forward of a block that takes one of them 0.3 s. whole: what all compute of it."""
+    costs = MadeUpCosts(None, 1, units=(0.3,))
+    found = DividedBlock(whole * ASSUMED_FLOPS_PER_S, sent, num_exchanges)
+    costs.divided = lambda *work: [found]
+    cards = parse_cards(f"{len(shares)}x80GB")
+    question = make_question(costs, cards, parallel=_TENSOR)
+    question = dataclasses.replace(question, given_shares=shares)
+    setting = Setting("none", "adamw", "tensor", 0)
+    return [question.of_card(index, setting).seconds(card, "none")[0] for index, card in enumerate(cards)]
 
 
 def test_a_card_computes_its_share_of_a_block():
-    assert _times("80GB,80GB", (36, 12)) == pytest.approx([0.225, 0.075])
+    assert _times((36, 12)) == pytest.approx([0.225, 0.075])
+    assert _times((36, 12), whole=0.1) == pytest.approx([0.25, 0.15])
 
 
 @pytest.mark.parametrize(("count", "times"), [(2, 1.0), (4, 1.5)])
 def test_four_cards_send_large_sums_slice_by_slice(count, times):
-    cards, sent = f"{count}x80GB", 8 * 2**23
-    large, small = (_times(cards, (1,) * count, sent, exchanges)[0] for exchanges in (8, 9))
+    sent = 8 * 2**23
+    large, small = (_times((1,) * count, sent, exchanges)[0] for exchanges in (8, 9))
     assert large == pytest.approx(0.3 / count + times * sent / ASSUMED_LINK_BYTES_PER_S)
     assert small == pytest.approx(0.3 / count + (count - 1) * sent / ASSUMED_LINK_BYTES_PER_S)

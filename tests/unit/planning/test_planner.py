@@ -16,32 +16,29 @@ from devicebridge.config.model import Strategy, divides_blocks, shards_weights
 from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.job import check_job, run_job
-from devicebridge.planning.advice import what_helps
-from devicebridge.planning.block_times import FlopTimes
-from devicebridge.planning.card_speeds import SHARE_OF_PRODUCT, kind_called
-from devicebridge.planning.cards import Card, cards_of, parse_cards
-from devicebridge.planning.cuts import HOST_SHARE, UNHIDDEN
-from devicebridge.planning.dry_run_block import BlockCost
-from devicebridge.planning.forecast import Optimizer
-from devicebridge.planning.machine_speed import CardSpeed
-from devicebridge.planning.plan_training import TrainingPlan, plan_training
-from devicebridge.planning.question import ModelCosts, Question, optimizer_bytes
-from devicebridge.planning.report import (
+from devicebridge.planning.cards import SHARE_OF_PRODUCT, Card, cards_of, kind_called, parse_cards
+from devicebridge.planning.costs import BlockCost, ModelCosts
+from devicebridge.planning.memory import Optimizer, optimizer_bytes
+from devicebridge.planning.plan import (
+    TrainingPlan,
     compare,
     describe_comparison,
     describe_pace,
     draw_plan,
     parts_of,
     picture_of,
+    plan_training,
     plan_values,
     step_seconds,
 )
-from devicebridge.planning.search import but_for_the_host, without_limits
-from devicebridge.planning.space import STRATEGIES
-from devicebridge.tests.plans import MadeUpCosts, MadeUpTimes, full_size, make_cards, make_question, published_info
+from devicebridge.planning.question import STRATEGIES, Question
+from devicebridge.planning.search import HOST_SHARE, UNHIDDEN, needed_at_least, what_helps
+from devicebridge.planning.times import SCHEME_TIMES
+from devicebridge.tests.plans import MadeUpCosts, full_size, make_cards, make_question, published_info
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
 GB = 10**9
+ONES = [1.0] * 10
 pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread")
 
 
@@ -73,7 +70,7 @@ def test_two_cards_of_24_gb_take_flux2_in_8_bits():
     plan = _plan("24GB,24GB")
     assert all(device.needed <= 0.95 * 24 * GB for device in plan.devices)
     assert sum(device.num_blocks for device in plan.devices) == 56 == len(plan.placement.devices)
-    assert sum(plan.uncheckpointed) > 0 and plan.relative_time < 1
+    assert sum(plan.uncheckpointed) > 0
     assert sum(device.weights for device in plan.devices) == pytest.approx(33.06 * GB, rel=1e-3)
 
 
@@ -118,7 +115,7 @@ def test_another_card_or_more_memory_makes_no_plan_slower():
 
 
 def test_several_micro_batches_are_proposed_where_one_keeps_one_card_busy():
-    hint = _plan("24GB,24GB").hint
+    (hint,) = _plan("24GB,24GB").notes
     several = _plan(
         "24GB,24GB",
         train={"steps": 10, "gradient_accumulation_steps": 4},
@@ -126,7 +123,7 @@ def test_several_micro_batches_are_proposed_where_one_keeps_one_card_busy():
     )
     assert "train.gradient_accumulation_steps = 4" in hint
     assert f"{several.step_s / _plan('24GB,24GB').step_s:.1f} times" in hint
-    assert not several.hint and not _plan("24GB,24GB", parallel={"strategy": "none"}).hint and not _plan("80GB").hint
+    assert not several.notes and not _plan("24GB,24GB", parallel={"strategy": "none"}).notes and not _plan("80GB").notes
 
 
 def test_what_does_not_fit_is_refused_with_what_would_help():
@@ -242,7 +239,7 @@ def test_host_memory_is_a_limit_too():
     given = {"split": {"offloaded_blocks": [0, 20], "blocks_without_checkpointing": [0, 0]}}
     for question in (_ask(cards, host_bytes=4 * GB), _ask(cards, host_bytes=4 * GB, **given)):
         _helps(question)
-    best = but_for_the_host(_ask(cards, host_bytes=4 * GB))
+    best = needed_at_least(_ask(cards, host_bytes=4 * GB))
     assert best is not None and best.host_bytes > 4 * GB and not best.fits_host(4 * GB)
     assert all(stage.share <= 1 for stage in best.stages)  # the cards have room
     _plan("24GB,24GB", host_bytes=0)  # nothing streams
@@ -253,7 +250,7 @@ def test_host_memory_is_a_limit_too():
 
 def _made_up(
     cards: list[Card],
-    times: Any,
+    units: list[float],
     *,
     count: int = 10,
     inputs: int = 10**7,
@@ -266,7 +263,7 @@ def _made_up(
     block = BlockCost(1000 * 10**6, 0, 0, inputs, {}, 10**7, *size, input_sizes=(inputs,))
     halved = dataclasses.replace(block, weights=500 * 10**6) if halves else None
     given = {"model": {"quantize": "none"}} | given
-    return make_question(MadeUpCosts(block, count, halved), cards, given_times=times, link=link, **given)
+    return make_question(MadeUpCosts(block, count, halved, units), cards, link=link, **given)
 
 
 def test_a_pipeline_is_cut_where_its_slowest_stage_is_shortest():
@@ -277,7 +274,7 @@ def test_a_pipeline_is_cut_where_its_slowest_stage_is_shortest():
         "parallel": {"strategy": "pipeline"},
         "train": {"gradient_accumulation_steps": 8, "gradient_checkpointing": False},
     }
-    plan = plan_training(_made_up(cards, MadeUpTimes(units), **sections))
+    plan = plan_training(_made_up(cards, units, **sections))
 
     def slowest(a: int, b: int) -> float:
         return max(2 * sum(units[:a]), 2 * sum(units[a:b]), 4 * sum(units[b:]))
@@ -286,84 +283,87 @@ def test_a_pipeline_is_cut_where_its_slowest_stage_is_shortest():
     counts = [device.num_blocks for device in plan.devices]
     assert slowest(counts[0], counts[0] + counts[1]) == best
     total = 2 * sum(units[: -counts[2]]) + 4 * sum(units[-counts[2] :])
-    assert plan.relative_time == pytest.approx((total + 7 * max(best, total / 3)) / (8 * 1.5 * total))
+    assert plan.step_s == pytest.approx(total + 7 * max(best, total / 3))
 
 
 def test_a_pipeline_is_chosen_by_itself():
-    cards, times = make_cards(9, 9), MadeUpTimes([1.0] * 10)  # 10 GB of weights
+    cards = make_cards(9, 9)  # 10 GB of weights
     off = {"parallel": {"strategy": "none"}, "train": {"gradient_accumulation_steps": 4}}
-    one = plan_training(_made_up(cards, times, **off))
+    one = plan_training(_made_up(cards, ONES, **off))
     assert one.setting.strategy == "none"
-    two = plan_training(_made_up(cards, times, train={"gradient_accumulation_steps": 4}))
+    two = plan_training(_made_up(cards, ONES, train={"gradient_accumulation_steps": 4}))
     assert (two.setting.strategy, two.setting.ahead) == ("pipeline", 1)
-    assert two.relative_time < one.relative_time and [d.held for d in two.devices] == [3, 1]
-    assert plan_training(_made_up(cards, times)).setting.strategy == "none"  # nothing to overlap
+    assert two.step_s < one.step_s and [d.held for d in two.devices] == [3, 1]
+    assert plan_training(_made_up(cards, ONES)).setting.strategy == "none"  # nothing to overlap
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
 def test_a_pipeline_of_equal_stages_takes_its_slowest_one(ahead):
-    cards, times = make_cards(100, 100), MadeUpTimes([1.0] * 10)
+    cards = make_cards(100, 100)
     sections = {
         "train": {"gradient_accumulation_steps": 4},
         "parallel": {"strategy": "pipeline", "microbatches_ahead": ahead},
     }
-    plan = plan_training(_made_up(cards, times, split={"blocks_without_checkpointing": [0, 0]}, **sections))
-    assert plan.relative_time == pytest.approx((10 + 3 * 5) / 40)
+    plan = plan_training(_made_up(cards, ONES, split={"blocks_without_checkpointing": [0, 0]}, **sections))
+    assert plan.step_s == pytest.approx(3 * (10 + 3 * 5))
     assert [device.held for device in plan.devices] == [min(2 + ahead, 4), 1]
 
 
 def test_without_a_pipeline_equal_cards_are_filled_evenly_and_a_faster_one_more():
-    even = plan_training(_made_up(make_cards(6.5, 6.5), MadeUpTimes([1.0] * 10)))
+    even = plan_training(_made_up(make_cards(6.5, 6.5), ONES))
     assert [device.num_blocks for device in even.devices] == [5, 5]
     cards = make_cards(12, 12, speeds=(1.0, 0.5))
     sections = {"split": {"blocks_without_checkpointing": [0, 0]}}
-    faster = plan_training(_made_up(cards, MadeUpTimes([1.0] * 10), **sections))
+    faster = plan_training(_made_up(cards, ONES, **sections))
     assert [device.num_blocks for device in faster.devices] == [9, 1]
 
 
 def test_as_many_blocks_keep_their_activations_as_leave_headroom():
     """By hand: 5 blocks of 1 GB, inputs 0.05, context and workspace 0.567, 0.1 GB a kept block, 0.2 at work, 10 %."""
-    plan = plan_training(_made_up(make_cards(6.6, 6.6), MadeUpTimes([1.0] * 10)))
+    plan = plan_training(_made_up(make_cards(6.6, 6.6), ONES))
 
     def needed(kept: int) -> float:
         return 5 + 0.5 + 2 * 32 * 2**20 / 1e9 + 1.1 * (0.05 + 0.2 + 0.1 * max(0, kept - 1))
 
     most = max(kept for kept in range(6) if needed(kept) <= 0.95 * 6.6)
     assert plan.uncheckpointed == (most, most) and 0 < most < 5
-    assert plan.relative_time == pytest.approx((3 * 10 - 2 * most) / 30)
+    assert plan.step_s == pytest.approx(3 * 10 - 2 * most)
 
 
 def test_as_few_blocks_stream_as_fit_and_copies_may_take_longer():
     """10 blocks of 1 GB on a card of 8: by hand as above, 0.1 GB of inputs. Two slots cost two blocks."""
     needed = 10 + 0.5 + 2 * 32 * 2**20 / 1e9 + 1.1 * (0.1 + 0.2)
     fewest = next(count for count in range(3, 11) if needed - count + 2 <= 0.95 * 8)
-    fast = plan_training(_made_up(make_cards(8), MadeUpTimes([1.0] * 10)))
-    assert fast.offloaded == (fewest,) and fast.relative_time == pytest.approx(1, rel=1e-3)
+    fast = plan_training(_made_up(make_cards(8), ONES))
+    assert fast.offloaded == (fewest,) and fast.step_s == pytest.approx(30, rel=1e-3)
     assert fast.host_bytes == (fewest + 1) * GB
-    slow = plan_training(_made_up(make_cards(8), MadeUpTimes([1.0] * 10), link=GB / 4))
-    assert slow.relative_time == pytest.approx((2 * fewest * 4 + UNHIDDEN * 30) / 30)
-    too_small = _made_up(make_cards(2.4), MadeUpTimes([1.0] * 10))
+    slow = plan_training(_made_up(make_cards(8), ONES, link=GB / 4))
+    assert slow.step_s == pytest.approx(2 * fewest * 4 + UNHIDDEN * 30)
+    too_small = _made_up(make_cards(2.4), ONES)
     _helps(too_small)
-    (stage,) = min(without_limits(too_small), key=lambda found: found.stages[0].share).stages
+    best = needed_at_least(too_small)
+    assert best is not None
+    (stage,) = best.stages
     assert stage.plan.num_offloaded == 10 and stage.forecast.weights == 2 * GB and stage.share > 1
 
 
 def test_a_cut_that_takes_less_of_the_host_is_found():
     """The first card is so fast that it would take all blocks, and the host has no room for as many."""
-    cards, times = make_cards(5, 5, speeds=(10.0, 1.0)), MadeUpTimes([1.0] * 10)
-    most = plan_training(_made_up(cards, times))
+    cards = make_cards(5, 5, speeds=(10.0, 1.0))
+    most = plan_training(_made_up(cards, ONES))
     host_bytes = int(0.9 * most.host_bytes / HOST_SHARE)
-    less = plan_training(_made_up(cards, times, host_bytes=host_bytes))
+    less = plan_training(_made_up(cards, ONES, host_bytes=host_bytes))
     assert less.host_bytes <= HOST_SHARE * host_bytes < most.host_bytes
     assert less.step_s >= most.step_s
 
 
-def test_a_slower_scheme_in_memory_loses_against_a_faster_one_from_the_host():
+def test_a_slower_scheme_in_memory_loses_against_a_faster_one_from_the_host(monkeypatch):
     """And the other way round: what fits wins unless it is slower."""
+    monkeypatch.setitem(SCHEME_TIMES, "fp8", 2.0)
     auto = {"model": {"quantize": "auto"}}
     cards = make_cards(8, refuses=frozenset({"fp8-compute", "int8-compute", "int8"}))
     for link, scheme, is_streaming in ((1e12, "none", True), (GB / 4, "fp8", False)):
-        plan = plan_training(_made_up(cards, MadeUpTimes([1.0] * 10, factor=2.0), link=link, halves=True, **auto))
+        plan = plan_training(_made_up(cards, ONES, link=link, halves=True, **auto))
         assert plan.setting.scheme == scheme and any(plan.offloaded) == is_streaming
 
 
@@ -372,9 +372,9 @@ def test_a_slower_scheme_in_memory_loses_against_a_faster_one_from_the_host():
 
 def _ask_offloading(*sizes_gb: float, link: float = 1e12, **changes: Any) -> Question:
     """Without blocks that stream from there, too."""
-    times, cards = MadeUpTimes([1.0] * 10), make_cards(*sizes_gb)
+    cards = make_cards(*sizes_gb)
     split = {"offloaded_blocks": [0] * len(cards)} | changes.pop("split", {})
-    return _made_up(cards, times, inputs=5 * 10**8, split=split, link=link, **changes)
+    return _made_up(cards, ONES, inputs=5 * 10**8, split=split, link=link, **changes)
 
 
 def _offloading(*sizes_gb: float, **changes: Any) -> TrainingPlan:
@@ -398,15 +398,15 @@ def test_inputs_are_offloaded_where_nothing_fits_otherwise():
 def test_offloading_is_the_users_to_set():
     plan = _offloading(80, train={"offload_activations": "on"}, split={"blocks_without_checkpointing": [0]})
     assert plan.setting.offloads
-    assert plan.relative_time == pytest.approx(1.0)
+    assert plan.step_s == pytest.approx(30)
     assert not _offloading(80, train={"gradient_checkpointing": False}).setting.offloads
 
 
 def test_a_slow_link_counts_both_ways():
     """5 GB there and back at 0.1 GB/s against 30 seconds of blocks."""
     on = {"train": {"offload_activations": "on"}, "split": {"blocks_without_checkpointing": [0]}}
-    assert _offloading(80, link=1e8, **on).relative_time == pytest.approx(100 / 30)
-    assert _offloading(80, link=1e9, **on).relative_time == pytest.approx(1.0)
+    assert _offloading(80, link=1e8, **on).step_s == pytest.approx(100)
+    assert _offloading(80, link=1e9, **on).step_s == pytest.approx(30)
 
 
 @pytest.mark.parametrize(("link", "expected"), [(1e12, ("pipeline", True)), (1e7, ("none", False))])
@@ -447,8 +447,9 @@ def test_a_wan_of_video_size_fits_cards_with_its_inputs_in_host_memory():
 
 def test_operations_are_the_default_times():
     card = make_cards(1, speeds=(2.0,))[0]
-    assert FlopTimes([1e14]).of(0, card, "none") == (1.0, 1.0)  # speed 2, 50 TFLOP/s at 1
-    assert FlopTimes([1e14]).of(0, card, "fp8-compute")[0] < 1.0
+    question = _made_up([card], [2.0] * 10)  # seconds at speed 1
+    assert question.seconds(card, "none") == [1.0] * 10
+    assert question.seconds(card, "fp8-compute")[0] < 1.0
 
 
 # ---- cards, optimizers, words
@@ -612,8 +613,7 @@ def _here(monkeypatch, titles, measured):
         asked.append([titles[device.index] for device in devices])
         if isinstance(measured, Exception):
             raise measured
-        speeds = [CardSpeed(str(device), measured[titles[device.index]]) for device in devices]
-        return SimpleNamespace(cards=speeds)
+        return SimpleNamespace(flops_per_s=[measured[titles[device.index]] for device in devices])
 
     asked = []
     for name in ("total_bytes", "free_bytes"):
@@ -651,7 +651,7 @@ def test_a_product_gives_an_h200_the_speed_that_it_trained_at():
 
 def test_a_plan_of_measured_cards_says_so_and_a_run_is_compared_with_it(monkeypatch):
     cards, _ = _here(monkeypatch, ["New Card"], {"New Card": 50e12 / SHARE_OF_PRODUCT})
-    plan = plan_training(_made_up(cards, MadeUpTimes([0.1] * 10), count=10))
+    plan = plan_training(_made_up(cards, [0.1] * 10, count=10))
     assert step_seconds(plan) == (pytest.approx(plan.step_s), "estimated from a matrix product measured on the cards")
     assert plan_values(plan)["estimated_step_s"] == pytest.approx(plan.step_s)
     line = describe_pace(plan, [99.0, 4.0, 4.0, 50.0])

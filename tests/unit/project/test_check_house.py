@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,4 +111,45 @@ def test_a_count_above_its_limit_is_marked_and_fails(tmp_path: Path, house: Any,
     monkeypatch.setitem(names, "LIMITS", tmp_path / "limits.json")
     assert house.main([]) == 1
     (tmp_path / "limits.json").write_text(house.json.dumps(limits))
+    assert house.main([]) == 0
+
+
+@pytest.fixture
+def project(tmp_path: Path, house: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small one under git, at its limits: room a with 9 lines, room b with 3."""
+    _write(tmp_path, a__x="1\n" * 9, b__x="1\n" * 3, tests__x="1\n")
+    names = house.main.__globals__
+    monkeypatch.setitem(names, "ROOT", tmp_path)
+    monkeypatch.setitem(names, "LIMITS", tmp_path / "scripts" / "limits.json")
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "limits.json").write_text("{}")
+    assert house.main(["--lower"]) == 0
+    _commit(tmp_path)
+    return tmp_path
+
+
+def _commit(project: Path) -> None:
+    for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -qm one"):
+        subprocess.run(["git", *command.split()], cwd=project, check=True)
+
+
+def test_a_room_takes_the_lines_that_another_gave_up(project: Path, house: Any):
+    _write(project, a__x="1\n" * 5, b__x="1\n" * 7)
+    assert house.main([]) == 1
+    assert house.main(["--lower"]) == 0 and house.main([]) == 0
+    _write(project, b__x="1\n" * 8)
+    assert house.main(["--lower"]) == 1, "more of both"
+
+
+def test_a_limit_rises_with_a_decision_alone(project: Path, house: Any):
+    _write(project, tests__x="1\n" * 2)
+    assert house.main([]) == house.main(["--lower"]) == 1
+    assert house.main(["--set", "lines of tests"]) == 1
+    _commit(project)
+    assert house.main([]) == 1, "in the last commit, too"
+    (project / "docs" / "decisions").mkdir(parents=True)
+    (project / "docs" / "decisions" / "0001.md").write_text("A test more.\n")
+    subprocess.run(["git", "reset", "-q", "--soft", "HEAD^"], cwd=project, check=True)
+    assert house.main([]) == 0
+    _commit(project)
     assert house.main([]) == 0

@@ -19,7 +19,7 @@ from devicebridge.checkpoints.header import read_header
 from devicebridge.checkpoints.weight_file import load_tensors
 from devicebridge.config.job import JobConfig, job_keys, job_to_dict, load_job, make_job
 from devicebridge.encoding.store import CacheStore
-from devicebridge.system.json_file import parse_json_object
+from devicebridge.system.files import parse_json_object
 from devicebridge.training.state import DamagedCheckpoint, TrainingState, load_checkpoint, save_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

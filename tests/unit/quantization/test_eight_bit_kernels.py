@@ -16,10 +16,9 @@ import pytest
 import torch
 from devicebridge.quantization import eight_bit
 from devicebridge.quantization import eight_bit_kernels as kernels
-from devicebridge.quantization.eight_bit import grad_input8, linear8
+from devicebridge.quantization.eight_bit import grad_input8, linear8, make_rotation
 from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.kernel_choice import DeviceKernels, KernelChoice, using_kernels
-from devicebridge.quantization.rotation import make_rotation
 
 DTYPES = [torch.float8_e4m3fn, torch.int8]
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=["fp8", "int8"])

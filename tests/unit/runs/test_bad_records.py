@@ -20,8 +20,9 @@ from devicebridge.runs.api import Api, Host
 from devicebridge.runs.news import News
 from devicebridge.runs.queue import JobQueue
 from devicebridge.runs.store import RunStore
-from devicebridge.system.json_file import expect
-from devicebridge.system.processes import ProcessMark, is_running, own_mark
+from devicebridge.system import processes
+from devicebridge.system.files import expect
+from devicebridge.system.processes import ProcessMark, own_mark
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -197,7 +198,7 @@ def test_what_names_no_process_is_refused_and_never_signalled(mark: Any) -> None
 
 
 def test_no_process_has_such_a_number() -> None:
-    assert [is_running(pid) for pid in (-1, -(1 << 70), 1 << 31, 1 << 70)] == [False] * 4
+    assert [processes._process(pid) is not None for pid in (-1, -(1 << 70), 1 << 31, 1 << 70)] == [False] * 4
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from devicebridge.runs.record import read_record, recorded_run
 from devicebridge.runs.store import Busy, NotThere, RunStore, list_checkpoints
 from devicebridge.system.locks import is_locked, take_claim
 from devicebridge.system.processes import ProcessMark, own_mark, start_detached
-from devicebridge.system.requests import Requests
+from devicebridge.system.stopping import Requests
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 from devicebridge.training.state import list_checkpoints as full_checkpoints
 
@@ -598,7 +598,7 @@ def test_the_command_finds_the_queue_beside_the_output_folder_also_where_that_is
 
 def test_before_the_first_training_there_are_no_runs(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     """A ComfyUI that was just installed has no output folder."""
-    monkeypatch.setattr("devicebridge.headless.comfyui.find_comfyui", lambda: SimpleNamespace(base=tmp_path))
+    monkeypatch.setattr("devicebridge.headless.server.find_comfyui", lambda: SimpleNamespace(base=tmp_path))
     assert main(["jobs"]) == 0
     assert capsys.readouterr().out == f"runs in {tmp_path.resolve() / 'output' / 'devicebridge'}\nnone\n"
     assert not (tmp_path / "output").exists()

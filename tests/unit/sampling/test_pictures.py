@@ -20,12 +20,12 @@ from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs import job as job_module
 from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job, run_job
-from devicebridge.jobs.result import TrainingResult
+from devicebridge.jobs.resume import TrainingResult
 from devicebridge.parallel.offload import weights as weights_module
 from devicebridge.patches.compile_blocks import CompiledBlocks
 from devicebridge.sampling import decode, sampler
 from devicebridge.sampling.sampler import Sampler
-from devicebridge.system.requests import Requests
+from devicebridge.system.stopping import Requests
 from devicebridge.tests.clips import save_clip
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, save_tiny_pipeline
@@ -408,8 +408,8 @@ def test_jobs_whose_pictures_cannot_be_drawn_are_refused(tmp_path: Path, caplog:
         with pytest.raises(ValueError, match=message):
             check_job(_job(tmp_path / name, "run", name, samples=samples))
 
-    refused(r"samples\.width = 50 was asked for, and sides of flux2-dev are multiples of 16; 48 works", width=50)
-    refused(r"samples\.frames = 5 was asked for, and flux2-dev makes pictures", frames=5)
+    refused(r"samples\.width = 50 was set, and sides of flux2-dev are multiples of 16; 48 works", width=50)
+    refused(r"samples\.frames = 5 was set, and flux2-dev makes pictures", frames=5)
     refused(r"samples\.frames = 6 .* have 4n \+ 1 frames; 5 works", "wan", frames=6)
     refused("is no VAE", vae=str(tmp_path / "flux2" / "data"))
     refused("prompt 2 is blank", prompts=["a cat", "  "])

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import importlib
 import io
-import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import pytest
 from devicebridge.cli import doctor
 from devicebridge.cli import main as command_line
-from devicebridge.jobs import worker
 from devicebridge.system.import_faults import import_fault
 
 CAUSE = "operator broken_vision::nms does not exist"
@@ -117,16 +115,6 @@ def test_every_command_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
 class _Parser:
     def parse_args(self, arguments: Any) -> Namespace:
         return Namespace(command=_lazily, verbose=False)
-
-
-def test_a_worker_tells_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(worker, "_work", _lazily)
-    monkeypatch.setattr(worker, "_stop_when_told", lambda file: lambda: False)
-    said = io.StringIO()
-    with redirect_stdout(said):
-        assert worker.main([str(tmp_path / "job.toml"), str(tmp_path / "stop")]) == 2
-    message = json.loads(said.getvalue())["values"]["message"]
-    assert "broken_vision 0.9.0" in message and CAUSE in message
 
 
 def test_the_doctor_imports_what_it_promises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from devicebridge.checkpoints.checkpoint import read_checkpoint
 from devicebridge.checkpoints.header import read_weight_map
-from devicebridge.encoding.encoded import load_encoded
+from devicebridge.encoding.comfy_data import load_encoded
 from devicebridge.encoding.text_encoder import load_text_encoder
 from devicebridge.encoding.vae import find_vae
 from devicebridge.families.registry import find_variant
 from devicebridge.jobs.job import check_job
-from devicebridge.system.json_file import expect, read_json_object
+from devicebridge.system.files import expect, read_json_object
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
 WRONG = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from devicebridge.system.pace import Pace, describe_duration, describe_rate
+from devicebridge.system.progress import Pace, describe_duration, describe_rate
 
 
 class _Clock:

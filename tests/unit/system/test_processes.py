@@ -17,10 +17,8 @@ from types import SimpleNamespace
 import pytest
 from devicebridge.cli.launch import torchrun_command
 from devicebridge.config.job import make_job, save_job
-from devicebridge.jobs.native_process import native_command
-from devicebridge.jobs.worker import worker_command
-from devicebridge.runs.queue import train_command
-from devicebridge.system import processes, windows_job
+from devicebridge.runs.queue import native_command, train_command
+from devicebridge.system import processes
 
 ROOT = Path(__file__).resolve().parents[3]
 PARENT = """
@@ -179,11 +177,11 @@ def test_the_job_object_ends_its_processes_with_its_handle(monkeypatch: pytest.M
     names = ("CreateJobObjectW", "SetInformationJobObject", "AssignProcessToJobObject", "CloseHandle")
     kernel = SimpleNamespace(**{name: Function(name) for name in names})
     monkeypatch.setattr(ctypes, "WinDLL", lambda name, use_last_error: kernel, raising=False)
-    windows_job.end_with_us(5)()
+    processes.end_with_us(5)()
     assert [call[0] for call in calls] == list(names)
     _, job, kind, limits, size = calls[1]
     assert (job, kind, size) == (77, 9, 144) and limits._obj.basic.flags == 0x2000  # type: ignore[attr-defined]
-    assert windows_job._BasicLimits.flags.offset == 16
+    assert processes._BasicLimits.flags.offset == 16
     assert calls[2:] == [("AssignProcessToJobObject", 77, 5), ("CloseHandle", 77)]
 
 
@@ -273,14 +271,13 @@ def _starts(tmp_path: Path) -> dict[str, Sequence[str | Path]]:
     save_job(made, job)
     return {
         "queue": train_command(made, job, (), resume=False),
-        "worker": worker_command(job, tmp_path / "stop", resume=False, also_checks=None),
         "ranks": torchrun_command(1, [str(ROOT / "__main__.py")], job, resume=False),
         "native": [*native_command(sys.executable, tmp_path / "nothing", tmp_path), "train", job],
         "question": processes.python_command("import json, pathlib, runpy"),
     }
 
 
-@pytest.mark.parametrize("name", ["queue", "worker", "ranks", "native", "question"])
+@pytest.mark.parametrize("name", ["queue", "ranks", "native", "question"])
 def test_a_started_process_imports_nothing_from_its_working_folder(tmp_path: Path, name: str) -> None:
     """Nor from a folder named in it: what lies there may have been sent by a browser."""
     folder, shadowed = tmp_path / "working", tmp_path / "shadowed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from devicebridge.system.text_picture import draw_text
+from devicebridge.system.telling import draw_text
 from PIL import Image
 
 

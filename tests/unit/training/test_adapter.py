@@ -6,7 +6,8 @@ import pytest
 import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
-from devicebridge.quantization.quantize import SCHEMES, QuantizeSettings, apply_quantization, full_weight
+from devicebridge.quantization.quantize import SCHEMES, QuantizeSettings, full_weight
+from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora, find_targets
 
@@ -21,19 +22,14 @@ def _randomise(handle):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_fresh_lora_changes_nothing_and_remove_leaves_no_trace(name):
+def test_a_fresh_lora_changes_nothing(name):
     model = TINY[name].make_model()
     inputs = TINY[name].make_inputs()
-    modules = {n: type(m) for n, m in model.named_modules()}
-    attributes = sorted(vars(model))
     before = model(**inputs, return_dict=False)[0]
     handle = apply_lora(model, FAMILIES[name], LoraSettings(rank=3), seed=0)
     assert torch.equal(model(**inputs, return_dict=False)[0], before)
     _randomise(handle)
     assert not torch.equal(model(**inputs, return_dict=False)[0], before)
-    handle.remove()
-    assert torch.equal(model(**inputs, return_dict=False)[0], before)
-    assert {n: type(m) for n, m in model.named_modules()} == modules and sorted(vars(model)) == attributes
 
 
 def test_seed_decides_the_weights_and_nothing_else_does():
@@ -144,5 +140,3 @@ def test_lokr_begins_with_no_change_and_is_its_kronecker_product(name, factor, s
         change = 4 / 2 * torch.kron(tensors[f"{target}.lokr_w1"], second)
         x = torch.randn(3, change.shape[1], generator=torch.Generator().manual_seed(1))
         assert torch.allclose(layer(x) - layer.base_layer(x), x @ change.T, rtol=1e-3, atol=1e-3), target
-    handle.remove()
-    assert torch.equal(model(**inputs, return_dict=False)[0], before)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from devicebridge.data.order import Batch, BatchOrder
-from devicebridge.data.samples import Sample
+from devicebridge.data.samples import Batch, BatchOrder, Sample
 from devicebridge.encoding.store import CacheStore
 from devicebridge.families.comfy.inputs import read_latents, read_text
 from devicebridge.families.spec import ComfyInputs
@@ -47,11 +46,10 @@ def _cached(
     for kind, entries in (("a", latents), ("b", texts)):
         for index, entry in enumerate(entries):
             store.put(f"{kind}{index:03x}", entry)
-    captions = {str(index): f"b{index:03x}" for index in range(len(texts))}
-    samples = [EncodedSample(f"a{index:03x}", str(index), ()) for index in range(len(texts))]
+    samples = [EncodedSample(f"a{index:03x}", (f"b{index:03x}",), ()) for index in range(len(texts))]
     comfy = ComfyInputs("cond", "", lambda each: each, latent_dims=3, reads_all=True)
     readers = {"read_latents": partial(read_latents, comfy), "read_text": partial(read_text, comfy)}
-    return CachedSamples(store, samples, [each.latents for each in samples], captions, False, 0.25, **readers)
+    return CachedSamples(store, samples, False, 0.25, **readers)
 
 
 def test_a_noise_mask_is_given_in_the_size_of_the_latents_and_weighs_the_loss(tmp_path: Path) -> None:
@@ -97,9 +95,11 @@ def _pictures(folder: Path, count: int = 3) -> tuple[CachedSamples, _Counted, Ba
     for index in range(count):
         store.put(latents[index], {"latents": torch.full((4, 1, 8, 8), float(index))})
         store.put(texts[index], {"states": torch.full((2, 4), 10.0 + index)})
-    samples = [Sample(f"{i}.png", f"{i}", None, (64, 64), (0, 0, 64, 64), (64, 64)) for i in range(count)]
-    keys = {sample.caption: key for sample, key in zip(samples, texts, strict=True)}
-    cached = CachedSamples(store, samples, latents, keys, use_masks=False, tokens_per_cell=1)
+    samples = [
+        Sample(f"{i}.png", "", None, (64, 64), (0, 0, 64, 64), (64, 64), latents_key=latents[i], text_keys=(texts[i],))
+        for i in range(count)
+    ]
+    cached = CachedSamples(store, samples, use_masks=False, tokens_per_cell=1)
     return cached, store, BatchOrder(samples, batch_size=1, seed=0)
 
 
@@ -128,7 +128,7 @@ def test_another_batch_than_the_one_read_ahead_is_read_when_it_is_asked_for(tmp_
 
 def test_an_entry_that_cannot_be_read_ahead_is_met_when_it_is_needed(tmp_path: Path) -> None:
     cached, store, _ = _pictures(tmp_path)
-    store.path(cached.latent_keys[1]).unlink()
+    store.path(cached.samples[1].latents_key).unlink()
     cached.read_ahead(Batch((1,), (False,)))
     assert cached.load((0,), (False,)).latents.unique().tolist() == [0.0]
     with pytest.raises(RuntimeError, match=r"1\.png was deleted or damaged since this run began"):

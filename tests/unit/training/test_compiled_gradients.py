@@ -17,8 +17,8 @@ from devicebridge.patches.lora_linear import apply_fused_lora
 from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
-from devicebridge.training import gradient_check, loop
-from devicebridge.training.gradient_check import _sample, _with_short_streams, compare_forwards
+from devicebridge.training import compile_check, loop
+from devicebridge.training.compile_check import _sample, _with_short_streams, compare_forwards
 from diffusers.models.transformers.transformer_flux2 import Flux2TransformerBlock
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file
@@ -166,9 +166,9 @@ def test_dropout_and_too_little_memory_are_said(job_of, monkeypatch, caplog):
     def full(*arguments):
         raise torch.cuda.OutOfMemoryError("as if the card were full")
 
-    monkeypatch.setattr(gradient_check, "compare_forwards", full)
+    monkeypatch.setattr(compile_check, "compare_forwards", full)
     _run(job_of("full", "none"))
-    assert "not all compiled blocks are compared with uncompiled ones: both together need more memory" in caplog.text
+    assert "not all compiled blocks are compared with uncompiled ones: comparing needs more memory" in caplog.text
     assert "no longer compiled" not in caplog.text and len(handles) == 2
 
 
@@ -308,7 +308,7 @@ def test_states_are_put_back_and_a_finished_run_compares_nothing(job_of, monkeyp
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gradient_check, "compare_forwards", interrupted)
+    monkeypatch.setattr(compile_check, "compare_forwards", interrupted)
     with pytest.raises(KeyboardInterrupt):
         _run(job_of("interrupted", "none"))
     assert len(seen) == 2 and seen[1]
@@ -540,8 +540,8 @@ def test_an_output_without_a_gradient_where_one_should_be_is_a_fault():
     ("excess", "expected"), [((2, 0.5, 3), 0.5), ((2, 3, 0.5), 0.5), ((2, 3, 4), 2), ((2, None), None)]
 )
 def test_what_chance_may_have_done_is_looked_at_again(monkeypatch, excess, expected):
-    found = iter(None if each is None else gradient_check.BlockDifference("a", each, 1.0) for each in excess)
-    monkeypatch.setattr(gradient_check, "_compare_once", lambda *arguments: next(found))
+    found = iter(None if each is None else compile_check.BlockDifference("a", each, 1.0) for each in excess)
+    monkeypatch.setattr(compile_check, "_compare_once", lambda *arguments: next(found))
     comparison = _compare(Block(), Block())
     assert (comparison and comparison.excess) == expected
 

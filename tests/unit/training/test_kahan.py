@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from devicebridge.config.job import OptimizerConfig
-from devicebridge.planning.question import optimizer_bytes
+from devicebridge.planning.memory import optimizer_bytes
 from devicebridge.training.optimizer import KahanSum, make_optimizer
 from torch import nn
 

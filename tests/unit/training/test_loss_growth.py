@@ -6,7 +6,7 @@ import random
 
 from devicebridge.jobs.job import run_job
 from devicebridge.tests.tiny_pipeline import make_tiny_job
-from devicebridge.training.loss_growth import describe_growth
+from devicebridge.training.objective import describe_growth
 
 
 def _said(losses):

@@ -12,10 +12,10 @@ from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import ShiftRule
 from devicebridge.training.objective import (
     NoiseSchedule,
-    add_noise,
     draw_quantiles,
     make_generator,
     make_noise_schedule,
+    noise_latents,
     prediction_loss,
 )
 
@@ -77,8 +77,8 @@ def test_add_noise_and_loss_are_the_flow_matching_equations():
     g = make_generator(3)
     x, e = torch.randn(2, 4, 1, 6, 6, generator=g), torch.randn(2, 4, 1, 6, 6, generator=g)
     t = torch.tensor([0.25, 0.75])
-    noisy = add_noise(x, e, t)
-    assert torch.equal(noisy[1], 0.25 * x[1] + 0.75 * e[1])
+    noisy, target, _ = noise_latents(FAMILIES["flux2"], x, e, t)
+    assert torch.equal(noisy[1], 0.25 * x[1] + 0.75 * e[1]) and torch.equal(target, e - x)
     assert prediction_loss(e - x, e - x) == 0
     assert prediction_loss(e - x + 2, e - x).item() == pytest.approx(4)
     assert prediction_loss((e - x).bfloat16(), e - x).dtype == torch.float32

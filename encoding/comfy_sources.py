@@ -1,0 +1,290 @@
+"""Sources that ask encoders which ComfyUI has loaded.
+
+What these make is kept as ComfyUI hands it on, and is made fit for the model when it is read
+(families/comfy/inputs.py). ComfyUI's encoders exist in its process only. What they made has a name that anybody can
+write down: the encoder's fingerprint, in a job's cache.text_source and cache.latent_source. Without the encoder such a
+source finds its entries and computes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..data.image import ImageRequest
+from ..data.samples import Condition, Wanted
+from ..data.video import read_frames
+from ..families.comfy.conditions import WAYS
+from ..families.comfy.inputs import COND, NOISE_MASK, OPTION, POOLED
+from .comfy_data import read_conditioning, read_samples, read_tokens
+from .key import comfy_latent_key, comfy_text_key, comfy_token_key, condition_key
+from .sources import Entry, LatentSource, Shapes, Source, TextSource, fingerprints_of, shapes_of
+
+
+class ComfyEncoder(Protocol):
+    """An encoder that somebody else holds; release makes room."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def release(self) -> None: ...
+
+
+class ComfyClip(ComfyEncoder, Protocol):
+    """A text encoder. encode gives what ComfyUI calls a CONDITIONING, tokens what its tokenizer makes of a text."""
+
+    def encode(self, text: str) -> Any: ...
+
+    def tokens(self, text: str) -> Any: ...
+
+
+class ComfyVae(ComfyEncoder, Protocol):
+    """A VAE. encode takes pixels [F, height, width, 3] in 0..1 and gives samples with their batch; with takes_clips it
+    makes one sample of several frames, rather than one of each."""
+
+    @property
+    def takes_clips(self) -> bool: ...
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor: ...
+
+
+Problem = Callable[[Shapes], str]  # why an entry of these shapes does not fit the model; "" if it does
+LatentsProblem = Callable[[Shapes, int], str]  # the same, for an entry of so many video frames
+
+
+def refuse_embeddings(text: str, weighs: bool) -> None:
+    """Raises: ValueError for a caption that pulls in a file which no key knows."""
+    if weighs and "embedding:" in text:
+        raise ValueError(
+            f"the caption {text!r} names a textual inversion (embedding:), whose file is not part of the cache's key; "
+            "write it without, or set cache.caption_weights = false, which takes captions literally"
+        )
+
+
+@dataclass(frozen=True)
+class ComfyTexts(TextSource):
+    """What ComfyUI's CLIP makes."""
+
+    fingerprint: str  # everything that decides what it makes, from the host
+    problem: Problem  # asked after each text, so that a CLIP of another model is refused at the first
+    clip: ComfyClip | None = None  # None where only its name is known
+    keeps_all: bool = False  # of a CONDITIONING, for a model that reads more than states and pooled output
+    weighs: bool = False  # whether texts have ComfyUI's syntax of prompts; else they are literal
+
+    name = "stock CLIP"
+    device = "cpu"
+
+    def key_of(self, text: str) -> str:
+        """Raises: as refuse_embeddings."""
+        refuse_embeddings(text, self.weighs)
+        return self._key(text)
+
+    def _key(self, text: str) -> str:
+        return comfy_text_key(text, self.fingerprint, keeps_all=self.keeps_all, weighs=self.weighs)
+
+    def plan(self, missing: Sequence[str]) -> None:
+        if self.clip is None:
+            raise ValueError(_not_here(len(missing), "captions", self.fingerprint, "text_source"))
+
+    def encode_batch(self, given: Sequence[str]) -> Sequence[Entry]:
+        assert self.clip is not None
+        entries = []
+        for text in given:
+            entry = self._encode(self.clip, text)
+            if reason := self.problem(shapes_of(entry)):
+                raise ValueError(f"the stock CLIP does not fit: of the caption {text!r}, {reason}")
+            entries.append(entry)
+        return entries
+
+    def _encode(self, clip: ComfyClip, text: str) -> Entry:
+        return read_conditioning(clip.encode(text), f"the caption {text!r}", keeps_all=self.keeps_all)
+
+    def close(self) -> None:
+        if self.clip is not None:
+            self.clip.release()
+
+
+@dataclass(frozen=True)
+class ComfyTokens(ComfyTexts):
+    """What the tokenizer of ComfyUI's CLIP makes, where its encoders compute in every step."""
+
+    def _key(self, text: str) -> str:
+        return comfy_token_key(text, self.fingerprint, weighs=self.weighs)
+
+    def _encode(self, clip: ComfyClip, text: str) -> Entry:
+        return read_tokens(clip.tokens(text), f"the caption {text!r}")
+
+
+@dataclass(frozen=True)
+class ComfyLatents(LatentSource):
+    """What ComfyUI's VAE makes. Arguments as for ComfyTexts."""
+
+    fingerprint: str
+    problem: LatentsProblem
+    vae: ComfyVae | None = None
+
+    name = "the stock VAE"
+    device = "cpu"
+
+    def _key(self, request: ImageRequest, image_fingerprint: str) -> str:
+        return comfy_latent_key(image_fingerprint, request, self.fingerprint)
+
+    def plan(self, missing: Sequence[ImageRequest]) -> None:
+        if self.vae is None:
+            raise ValueError(_not_here(len(missing), "images", self.fingerprint, "latent_source"))
+        clips = [request.path for request in missing if len(request.frames) > 1]
+        if clips and not self.vae.takes_clips:
+            raise ValueError(
+                f"the stock VAE encodes every frame for itself, but {len(clips)} clips are to be encoded, such as "
+                f"{clips[0]}; connect the VAE that belongs to the model, or leave stock_vae unconnected"
+            )
+
+    def _encode(self, pixels: torch.Tensor, path: str) -> Entry:
+        assert self.vae is not None
+        entries = read_samples(self.vae.encode(host_pixels(pixels)), path)
+        if len(entries) != 1:
+            raise ValueError(f"the stock VAE does not fit: of {path}, it made {len(entries)} samples, not one")
+        if reason := self.problem(shapes_of(entries[0]), pixels.shape[1]):
+            raise ValueError(f"the stock VAE does not fit: of {path}, {reason}")
+        return entries[0]
+
+    def close(self) -> None:
+        if self.vae is not None:
+            self.vae.release()
+
+
+@dataclass(frozen=True)
+class ConditionParts:
+    """One sample's files as ComfyUI's nodes take them: pixels [F, height, width, 3] in 0..1.
+
+    Args:
+        references: whole pictures, F = 1. control: what the sample follows, as large as the sample.
+        first: of the sample itself, F = 1. size: height, width and frames of the sample; () where it has no say.
+        megapixels: that condition reference scales to.
+    """
+
+    way: str
+    caption: str
+    references: tuple[torch.Tensor, ...]
+    control: torch.Tensor | None
+    first: torch.Tensor | None
+    size: tuple[int, ...]
+    megapixels: float
+
+
+class ComfyConditioner(Protocol):
+    """ComfyUI's encoders and conditioning nodes; release makes room."""
+
+    @property
+    def sees_with(self) -> str:
+        """Name of the CLIP vision model; "" without one."""
+        ...
+
+    def make(self, parts: ConditionParts) -> Any:
+        """A CONDITIONING; a noise mask, which nodes put beside a latent, is among its options."""
+        ...
+
+    def release(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class ComfyConditions(Source[Wanted]):
+    """What ComfyUI's nodes make of the files that a sample's model is given beside its caption.
+
+    An entry holds what the node adds to a CONDITIONING; where the text encoder is shown the pictures, all of it.
+
+    Args:
+        way: a name of families/comfy/conditions.py. encoders: names of those that take part.
+        problem: asked after each, so that what does not fit the model is refused at the first.
+        conditioner: None where only the encoders' names are known. weighs: as of ComfyTexts.
+    """
+
+    way: str
+    encoders: tuple[str, ...]
+    problem: Problem
+    megapixels: float = 1.0
+    conditioner: ComfyConditioner | None = None
+    weighs: bool = False
+
+    name = "the stock encoders"
+    device = "cpu"
+    what = "conditions"
+
+    def keys_of(self, items: Iterable[Wanted]) -> dict[Wanted, str]:
+        """Raises: as refuse_embeddings, too."""
+        items = list(dict.fromkeys(items))
+        content = fingerprints_of(path for _, condition in items for path in condition.paths)
+        return {each: self._key(*each, content) for each in items}
+
+    def _key(self, caption: str, condition: Condition, content: Mapping[str, str]) -> str:
+        read = caption if WAYS[self.way].reads_text else None
+        refuse_embeddings(read or "", self.weighs)
+        megapixels = self.megapixels if self.way == "reference" else None
+        return condition_key(
+            condition.named_by(content), self.encoders, read, weighs=self.weighs, megapixels=megapixels
+        )
+
+    def plan(self, missing: Sequence[Wanted]) -> None:
+        if self.conditioner is None:
+            raise ValueError(
+                f"what conditions {len(missing)} samples is not in the cache, and only ComfyUI can make it: run the "
+                "Cache Captions and Latents node on this dataset with the same loaders and the same cache folder"
+            )
+
+    def read(self, item: Wanted) -> tuple[str, ConditionParts]:
+        return item[1].paths[0], self._parts(*item)
+
+    def encode_batch(self, given: Sequence[tuple[str, ConditionParts]]) -> Sequence[Entry]:
+        return [self._encode(self._describe(each), each[1]) for each in given]
+
+    def _encode(self, what: str, parts: ConditionParts) -> Entry:
+        assert self.conditioner is not None
+        entry = read_conditioning(self.conditioner.make(parts), what, keeps_all=True)
+        if (mask := entry.pop(f"{OPTION}{NOISE_MASK}", None)) is not None:
+            entry[NOISE_MASK] = mask
+        if not WAYS[self.way].reads_text:
+            entry = {name: tensor for name, tensor in entry.items() if name not in (COND, POOLED)}
+        if reason := self.problem(shapes_of(entry)):
+            raise ValueError(f"{what} does not fit: {reason}")
+        return entry
+
+    def _describe(self, given: tuple[str, ConditionParts]) -> str:
+        return f"the condition of {given[0]}"
+
+    def _parts(self, caption: str, condition: Condition) -> ConditionParts:
+        def whole(path: str, size: tuple[int, int]) -> torch.Tensor:
+            return host_pixels(read_frames(ImageRequest(path, size, (0, 0, *size))))
+
+        cut = condition.control or condition.clip
+        first = condition.clip and ImageRequest(
+            condition.clip.path, condition.clip.resize, condition.clip.crop, condition.clip.frames[:1]
+        )
+        return ConditionParts(
+            way=self.way,
+            caption=caption,
+            references=tuple(map(whole, condition.references, condition.sizes)),
+            control=host_pixels(read_frames(condition.control)) if condition.control else None,
+            first=host_pixels(read_frames(first)) if first else None,
+            size=(*cut.crop[2:], len(cut.frames) or 1) if cut else (),
+            megapixels=self.megapixels,
+        )
+
+    def close(self) -> None:
+        if self.conditioner is not None:
+            self.conditioner.release()
+
+
+def host_pixels(pixels: torch.Tensor) -> torch.Tensor:
+    """As ComfyUI's loaders give them: the file's own bytes divided by 255. [3, F, H, W] in -1..1 -> [F, H, W, 3]"""
+    return (((pixels + 1) * 127.5).round() / 255).permute(1, 2, 3, 0)
+
+
+def _not_here(num_missing: int, what: str, fingerprint: str, key: str) -> str:
+    return (
+        f"{num_missing} {what} are not in the cache, and cache.{key} says that {fingerprint!r} makes them, which only "
+        "ComfyUI can: run the Cache Captions and Latents node on this dataset with the same loader and the same cache "
+        f"folder, or remove cache.{key} to use the model's own encoder"
+    )

@@ -1,0 +1,307 @@
+"""What a split does around ComfyUI's sampling: a forecast before it, micro-batches in each step, a comparison.
+
+Before anything is loaded, what each card needs is said, and refused where it cannot work.
+
+ComfyUI joins cond and uncond into one batch, which a model split by blocks computes card after card. Here each of them,
+and each image of the batch, becomes a micro-batch: while the second card works on one, the first works on the next
+(parallel/local/interleave.py). ComfyUI's own function computes each, so regions, masks and default conditionings mean
+what they always mean. Patches, wrappers and ControlNets may keep state; scheduled LoRA changes weights between
+conditionings. Where something could notice the interleaving, ComfyUI's way is used and the log says so once.
+
+A step to be verified is computed a second time in the plainest way. That way has one forward at a time and remembers no
+copies: nothing is left that could be out of date. What it computes must be what the fast way computed, bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import comfy.model_management as management
+import torch
+from comfy.conds import CONDConstant, CONDCrossAttn, CONDList, CONDNoiseShape, CONDRegular
+from comfy.patcher_extension import WrappersMP
+from comfy.sampler_helpers import estimate_memory
+from comfy.utils import repeat_to_batch_size
+
+from ....parallel.local.interleave import Interleave
+from .attachments import ROOT, bring_controls_to_main, is_compiled, reason_against_overlap, seen_attachments
+from .plan import GB, SplitPlan
+from .tree import SplitTree, tree_of
+
+_log = logging.getLogger(__name__)
+_Compute = Callable[..., list[torch.Tensor]]
+
+# ---- before sampling
+
+
+def prepare_with_forecast(executor: Any, model: Any, noise_shape: Any, conds: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrapper around ComfyUI's loading for sampling: say what each card needs, refuse what cannot fit.
+
+    Raises: ValueError for a compiled whole model; RuntimeError with the numbers if a card cannot compute even with all
+    of its weights streamed.
+    """
+    tree = tree_of(model.model)
+    if tree is not None:
+        _refuse_whole_compile(model, tree.plan)
+        _forecast(model, tree, noise_shape, conds)
+        tree.is_to_verify = tree.plan.verify or not tree.is_verified
+    return executor(model, noise_shape, conds, *args, **kwargs)
+
+
+def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None:
+    plan, minimum, problems = tree.plan, management.minimum_inference_memory(), []
+    _, activations = estimate_memory(model, noise_shape, conds)
+    sizes = tree.weight_bytes()
+    # A run that is refused has no first step: what waits for one must not hold the tree, which holds it.
+    tree.advise = functools.partial(
+        _recommend_cfg_split, weights=sum(sizes.values()), working=max(activations, minimum)
+    )
+    for device, size in sizes.items():
+        total, free = management.get_total_memory(device), management.get_free_memory(device)
+        parts = tree.executor.parts[device].values()
+        streamed = max((each.nbytes for part in parts for each in part.parameters()), default=0)
+        limit = f"{plan.limit_bytes[device] / GB:.2f} GB" if device in plan.limit_bytes else "none"
+        room = f"free {free / GB:.2f} of {total / GB:.2f} GB, limit {limit}"
+        needs = f"weights {size / GB:.2f} GB, activations about {activations / GB:.2f} GB"
+        _log.info("split: %s %s, %s", device, needs, room)
+        if streamed + minimum > total:
+            problems.append(
+                f"{device} has {total / GB:.2f} GB in all; its largest layer takes {streamed / GB:.2f} GB and "
+                f"computing at least {minimum / GB:.2f} GB"
+            )
+        elif activations + streamed > total:  # ComfyUI's estimate is no bound, and context windows divide it
+            told = f"ComfyUI expects one step to need {activations / GB:.2f} GB beside the weights"
+            _log.warning("split: %s may run out of memory: %s", device, told)
+    if problems:
+        raise RuntimeError(
+            f"this model cannot run so, even streamed: {'; '.join(problems)}. Leave that card out of the split, use a "
+            "smaller weight type, or free memory on it"
+        )
+
+
+def _recommend_cfg_split(tree: SplitTree, num_conds: int, weights: int, working: float) -> None:
+    """Say that a copy per card would be faster where that is so: with CFG, if every card holds the whole model.
+
+    How many conds a step computes is known in its first step only: samplers are given a negative one that they leave
+    out at cfg 1.
+    """
+    has_room = all(management.get_total_memory(card) > weights + working for card in tree.plan.devices)
+    if num_conds > 1 and has_room and not tree.plan.limit_bytes:
+        tree.say_once(
+            f"split: the whole model ({weights / GB:.2f} GB) would fit each of these cards; for CFG, ComfyUI's "
+            "'MultiGPU CFG Split' keeps a copy on each and is faster"
+        )
+
+
+def _refuse_whole_compile(model: Any, plan: SplitPlan) -> None:
+    keys = [key for key, value in model.object_patches.items() if is_compiled(value)]
+    for wrapper in model.get_wrappers(WrappersMP.APPLY_MODEL, "torch.compile"):
+        for cell in wrapper.__closure__ or ():
+            keys += list(cell.cell_contents) if isinstance(cell.cell_contents, dict) else []
+    if ROOT in keys:
+        raise ValueError(
+            "torch.compile of the whole model (ComfyUI's TorchCompileModel) cannot span several cards; take it out, or "
+            f"use a node that compiles single blocks (such as {ROOT}.{plan.blocks[0]}) behind the split"
+        )
+
+
+# ---- one step
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One micro-batch: conditioning number index, for one image or the whole batch."""
+
+    index: int
+    conds: list[Any]
+    x: torch.Tensor
+    timestep: torch.Tensor
+
+
+def run_overlapped(
+    executor: Any,
+    model: Any,
+    conds: list[Any],
+    x_in: torch.Tensor,
+    timestep: torch.Tensor,
+    model_options: dict[str, Any],
+) -> list[torch.Tensor]:
+    """Wrapper around ComfyUI's evaluation of all conditionings of one step; see the module's docstring."""
+    tree = tree_of(model)
+    if tree is None:
+        return executor(model, conds, x_in, timestep, model_options)
+    advise, tree.advise = tree.advise, None
+    if advise is not None:
+        advise(tree, sum(bool(cond) for cond in conds))
+    bring_controls_to_main(conds, tree.plan.main_device)
+    parts = _parts(tree, model, conds, x_in, timestep, model_options)
+
+    def job(part: _Part) -> Callable[[], torch.Tensor]:
+        options = {**model_options, "transformer_options": dict(model_options.get("transformer_options", {}))}
+        return lambda: executor(model, part.conds, part.x, part.timestep, options)[part.index]
+
+    jobs = [job(part) for part in parts]
+
+    def compute(*, is_plain: bool = False) -> list[torch.Tensor]:
+        if len(parts) < 2:
+            return executor(model, conds, x_in, timestep, model_options)
+        outputs = [run() for run in jobs] if is_plain else Interleave(tree.bridge).run(jobs)
+        of_cond: list[list[torch.Tensor]] = [[] for _ in conds]
+        for part, output in zip(parts, outputs, strict=True):
+            of_cond[part.index].append(output)
+        return [torch.cat(images) if images else torch.zeros_like(x_in) for images in of_cond]
+
+    with tree.step():
+        try:
+            if tree.is_to_verify:
+                tree.is_to_verify = False
+                outputs = _verified(tree, compute, model_options)
+                tree.is_verified = True
+                return outputs
+            return compute()
+        except RuntimeError as error:
+            _explain(error, tree.unseen, model_options)
+            raise
+
+
+def _parts(
+    tree: SplitTree,
+    model: Any,
+    conds: list[Any],
+    x_in: torch.Tensor,
+    timestep: torch.Tensor,
+    options: Mapping[str, Any],
+) -> list[_Part]:
+    """The micro-batches of this step; fewer than two where ComfyUI's way is to be used."""
+    active, num_images = [index for index, cond in enumerate(conds) if cond], x_in.shape[0]
+    if not tree.plan.overlap or len(active) * num_images < 2:
+        return []
+    reason = reason_against_overlap(model, tree.unseen, conds, options)
+    if reason:
+        tree.say_once(f"split: overlap is off: {reason}")
+        return []
+    is_cut = num_images > 1 and all(_can_cut(entry) for index in active for entry in conds[index])
+    parts = []
+    for index in active:
+        for image in [slice(i, i + 1) for i in range(num_images)] if is_cut else [slice(None)]:
+            only: list[Any] = [None] * len(conds)
+            only[index] = [_cut(entry, image, num_images) for entry in conds[index]] if is_cut else conds[index]
+            parts.append(_Part(index, only, x_in[image], timestep[image]))
+    return parts
+
+
+def _can_cut(entry: Mapping[str, Any]) -> bool:
+    """Whether a conditioning can be taken for one image alone: only by the types whose batching is known."""
+    known = {CONDConstant, CONDCrossAttn, CONDList, CONDNoiseShape, CONDRegular}
+    values = entry.get("model_conds", {})
+    return "latent_shapes" not in values and all(type(value) in known for value in values.values())
+
+
+def _cut(entry: Mapping[str, Any], image: slice, num_images: int) -> dict[str, Any]:
+    cut = dict(entry)
+    cut["model_conds"] = {name: _cut_cond(value, image, num_images) for name, value in entry["model_conds"].items()}
+    mask = entry.get("mask")
+    if mask is not None and mask.shape[0] > 1:
+        cut["mask"] = _one(mask, image, num_images)
+    return cut
+
+
+def _cut_cond(cond: Any, image: slice, num_images: int) -> Any:
+    if isinstance(cond, CONDConstant):
+        return cond
+    if isinstance(cond, CONDList):
+        return cond._copy_with([_one(value, image, num_images) for value in cond.cond])
+    return cond._copy_with(_one(cond.cond, image, num_images))
+
+
+def _one(value: torch.Tensor, image: slice, num_images: int) -> torch.Tensor:
+    """The part of one image; shorter batches are repeated first, as ComfyUI does."""
+    return value if value.shape[0] == 1 else repeat_to_batch_size(value, num_images)[image]
+
+
+# ---- verifying
+
+
+def _verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) -> list[torch.Tensor]:
+    """What compute() gives, after a comparison with compute(is_plain=True) in the plain way.
+
+    A patch that keeps state from call to call computes something else the second time. A third computation shows that;
+    the step then passes with a warning. What the model remembers from step to step is the same for all of them.
+
+    Raises: RuntimeError that says what differs, if the plain way gives the same twice and the fast way something else;
+        for a class that was only read also if the plain way gives two things.
+    """
+    model, devices = tree.diffusion_model, [device for device in tree.plan.devices if device.type == "cuda"]
+
+    def remembered() -> dict[str, Any]:
+        """What a forward of this class leaves on the model for the next one."""
+        return {name: getattr(model, name) for name in tree.plan.layout.remembers if hasattr(model, name)}
+
+    def compute_plainly() -> list[torch.Tensor]:
+        for name, value in before.items():
+            setattr(model, name, value)
+        with tree.plainly(), torch.random.fork_rng(devices):
+            return compute(is_plain=True)
+
+    before = remembered()
+    found = compute()
+    after = remembered()
+    try:
+        expected = compute_plainly()
+        differences = _differences(found, expected)
+        is_steady = not differences or not _differences(expected, compute_plainly())
+    finally:
+        for name, value in after.items():
+            setattr(model, name, value)
+    if not differences:
+        _log.info("split: verified: the first step is the same bits %s", tree.executor.plain)
+        return found
+    attached = _names(tree.unseen, options)
+    if is_steady:
+        raise RuntimeError(
+            f"verify: the split computed something else than the same step {tree.executor.plain}: "
+            f"{'; '.join(differences)}. Attached to this MODEL: {attached}. Take these out one by one, or set "
+            f"{tree.executor.plainer}; please report the one that differs"
+        )
+    unsteady = (
+        "the same step computed twice in the same way differs, so something keeps state from call to call or draws "
+        f"random numbers; attached to this MODEL: {attached}"
+    )
+    if not tree.is_verified:
+        raise RuntimeError(
+            f"verify: {tree.plan.layout.class_name} was read, not run, and cannot be checked: {unsteady}. Take these "
+            "out for the first run, or use the MODEL without the split"
+        )
+    _log.warning("split: not verified: %s", unsteady)
+    return found
+
+
+def _differences(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[str]:
+    """One line per conditioning that differs; NaN is the same as NaN."""
+    return [
+        f"conditioning {number} by up to {float((a.float() - b.float()).abs().max()):.3g} at a std of "
+        f"{float(b.float().std()):.3g}"
+        for number, (a, b) in enumerate(zip(found, expected, strict=True))
+        if not bool(((a == b) | (a.isnan() & b.isnan())).all())
+    ]
+
+
+def _explain(error: RuntimeError, unseen: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Raises: RuntimeError that says who may have brought tensors of two devices, if that is what the error is."""
+    if "same device" in str(error):
+        raise RuntimeError(
+            f"a layer of this split MODEL met tensors of two devices ({error}). Attached to this MODEL: "
+            f"{_names(unseen, options)}. What is attached inside a block must keep its tensors where that block is: "
+            "choose split_at so that its blocks are on the first device, take the node out, or use the MODEL without "
+            "the split"
+        ) from error
+
+
+def _names(unseen: Sequence[str], options: Mapping[str, Any]) -> str:
+    seen = seen_attachments(options.get("transformer_options", {}))
+    wrapper = ["a model function wrapper"] if "model_function_wrapper" in options else []
+    return ", ".join((*unseen[:8], *seen, *wrapper)) or "nothing"

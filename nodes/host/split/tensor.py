@@ -1,0 +1,431 @@
+"""Way tensor: every card computes a part of each block, with its own slices of the weights.
+
+The slices stay views of the given weights until a card takes them. LoRAs and other patches are made for whole weights.
+So a card patches the whole weight and takes its slice of the result: right for every kind of patch, also for those that
+depend on the weight. Of a plain LoRA one factor is sliced instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import comfy.lora
+import comfy.model_management as management
+import comfy.ops
+import comfy_aimdo.model_vbar
+import torch
+from comfy.quant_ops import QuantizedTensor
+from comfy.weight_adapter.base import WeightAdapterBase
+from comfy.weight_adapter.bypass import BypassForwardHook
+from comfy.weight_adapter.lora import LoRAAdapter
+from torch import nn
+
+from ....families.comfy.native import NativeModel
+from ....families.tensor_plan import Shares, TensorPlan
+from ....parallel.block_lists import execution_order
+from ....parallel.local.shards import BlockShard, divide_block, divided_bytes, find_plan, shares_of
+from ....parallel.local.slices import JoinedSlices, Slice
+from ....parallel.local.tensor_parallel import TensorParallel
+from ....quantization.weight_only import plain_parts
+from .attachments import KEY, ROOT, is_options
+from .model_copy import Origin, copy_structure, reachable
+from .plan import GB, SplitPlan, SplitRequest, layout_of
+from .tree import Executor, SplitTree
+
+_log = logging.getLogger(__name__)
+
+# Layouts of comfy_kitchen whose scales are of the whole weight or of its rows.
+_DIVISIBLE_LAYOUTS = (
+    "TensorCoreFP8Layout",
+    "TensorCoreFP8E4M3Layout",
+    "TensorCoreFP8E5M2Layout",
+    "TensorWiseINT8Layout",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DividedPlan(SplitPlan):
+    """Args: divided: name of a block -> how it is divided, and each device's share."""
+
+    divided: Mapping[str, tuple[TensorPlan, Shares]]
+
+    def device_of(self, name: str) -> torch.device:
+        return self.main_device  # the other devices' parts are modules of their own
+
+    def share_of(self, device: torch.device) -> str:
+        return "a part of every block"
+
+    def num_blocks(self) -> list[tuple[str, int]]:
+        return [(str(device), len(self.blocks)) for device in self.devices]
+
+    def describe(self) -> str:
+        return f"each computed by {', '.join(map(str, self.devices))} together"
+
+    def bytes_on(self, diffusion_model: nn.Module) -> dict[torch.device, int]:
+        """Bytes of weights that each device holds of this model, which is whole; the main device has the rest, too."""
+        sizes = dict.fromkeys(self.devices, 0)
+        rest = _bytes(diffusion_model)
+        for name, (plan, shares) in self.divided.items():
+            block = diffusion_model.get_submodule(name)
+            rest -= _bytes(block)
+            for rank, device in enumerate(self.devices):
+                sizes[device] += divided_bytes(block, plan, shares, rank)
+        sizes[self.main_device] += rest
+        return sizes
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
+
+
+def plan_tensor(diffusion_model: nn.Module, request: SplitRequest) -> DividedPlan:
+    """Decide how every block is divided; reads sizes and formats only.
+
+    Raises: ValueError if nobody described how, there are fewer heads than cards, weights have a format that cannot be
+        divided, or the limits are too small.
+    """
+    layout = layout_of(diffusion_model)
+    blocks, evenly = execution_order(diffusion_model, layout), (1.0,) * len(request.devices)
+    plans = {name: _plan_of(diffusion_model, layout, name) for name in blocks}
+    divided = {
+        name: (plan, shares_of(diffusion_model.get_submodule(name), plan, evenly)) for name, plan in plans.items()
+    }
+    plan = DividedPlan(blocks, request.devices, layout, request.limit_bytes, request.verify, divided=divided)
+    rooms = request.card_budgets()
+    over = [
+        f"{device} would hold {size / GB:.2f} GB of weights and may hold {rooms[device] / GB:.2f} GB"
+        for device, size in plan.bytes_on(diffusion_model).items()
+        if size > rooms[device]
+    ]
+    if over and not request.offload:
+        raise ValueError(f"{'; '.join(over)}. Use more GPUs or a smaller weight type, or turn offload on")
+    if over:
+        _log.warning("split: %s; the rest stays in host memory and is streamed at every step", "; ".join(over))
+    return plan
+
+
+def _plan_of(diffusion_model: nn.Module, layout: NativeModel, name: str) -> TensorPlan:
+    block = diffusion_model.get_submodule(name)
+    plan = find_plan(layout.tensor, block)
+    if plan is None:
+        raise ValueError(
+            f"{layout.class_name} cannot be divided among cards: nobody has described how its {type(block).__name__} "
+            "is divided. Use way 'blocks'"
+        )
+    _check_formats(name, block, plan)
+    return plan
+
+
+def _check_formats(name: str, block: nn.Module, plan: TensorPlan) -> None:
+    for linear, module in block.named_modules():
+        divided, weight = plan.find(linear), getattr(module, "weight", None)
+        if divided is None or weight is None:
+            continue
+        data = getattr(weight, "data", weight)
+        layout = getattr(data, "_layout_cls", None)
+        is_known = layout in _DIVISIBLE_LAYOUTS if layout is not None else type(data) is torch.Tensor
+        params = getattr(data, "_params", None)
+        has_rotation = divided.by == "row" and getattr(params, "convrot", False)
+        if not is_known or has_rotation or getattr(params, "transposed", False):
+            found = layout or type(data).__name__
+            raise ValueError(
+                f"the weights of {name}.{linear} are in the format {found}{' with rotation' if has_rotation else ''}, "
+                "which cannot be divided among cards. Use way 'blocks', or a bf16, fp8 or int8 file without rotation"
+            )
+        if vars(module).get("pre_quant_scale") is not None or "pre_quant_scale" in module._parameters:
+            raise ValueError(f"{name}.{linear} scales its input per feature, which cannot be divided. Use way 'blocks'")
+
+
+class TensorExecutor(Executor):
+    """The main device's parts take the blocks' places; every other card has a copy of each block for its part.
+
+    Args:
+        tree: the blocks of its diffusion model become the main device's parts.
+    """
+
+    plain = "without overlap, with every card given all that a block is called with anew"
+    plainer = "way to blocks"
+
+    def __init__(self, tree: SplitTree, plan: DividedPlan) -> None:
+        self._plan = plan
+        self.shards: dict[torch.device, dict[str, BlockShard]] = {device: {} for device in plan.devices}
+        for name, (how, shares) in plan.divided.items():
+            for rank, device in reversed(list(enumerate(plan.devices))):  # the whole block becomes a part last
+                block = tree.block(name) if rank == 0 else copy_structure(tree.block(name))[0]
+                self.shards[device][name] = divide_block(block, how, shares, rank, cut_weight)
+        self.parts = {
+            device: {name: each.block for name, each in shards.items()} for device, shards in self.shards.items()
+        }
+        by_block = {
+            shard.block: (shard, [self.shards[device][name] for device in plan.devices[1:]])
+            for name, shard in self.shards[plan.main_device].items()
+        }
+        layout = plan.layout
+        self.bridge = self._bridge = TensorParallel(
+            plan.devices, by_block, passed_by=layout.passed_by, per_device=layout.per_device
+        )
+        self._bridge.replay(addresses_on)
+        self._layers = tuple(layer for block in by_block for layer in block.modules())
+        self._num_attached = 0  # hooks and forwards of layers, at the last forward
+        self._patches: dict[torch.device, tuple[Any, dict[str, Any]]] = {}
+        self._patches_uuid: object = None  # with which the cards were compared
+        self._unpatched = {
+            device: {
+                f"{ROOT}.{name}.{parameter}": value.data
+                for name, block in parts.items()
+                for parameter, value in block.named_parameters()
+            }
+            for device, parts in self.parts.items()
+        }
+
+    def attach(self, patches_uuid: object) -> None:
+        if patches_uuid != self._patches_uuid:
+            self._bridge.check_again()
+            self._patches_uuid = patches_uuid
+        super().attach(patches_uuid)
+
+    def prepare(self, tree: SplitTree, options: Mapping[str, Any]) -> None:
+        found = [] if tree.called_modules().keys() == self.bridge.blocks.keys() else ["a compiled block"]
+        number = sum(
+            len(layer._forward_hooks) + len(layer._forward_pre_hooks) + ("forward" in layer.__dict__)
+            for layer in self._layers
+        )
+        if number != self._num_attached:
+            tree.look_again()
+            self._num_attached = number
+        forwards = [layer.__dict__["forward"] for layer in self._layers if "forward" in layer.__dict__]
+        if any(isinstance(part, BypassForwardHook) for each in forwards for part in reachable(each)):
+            found.append("a bypass LoRA")  # it would act on the main card's slices only
+        unseen = (*found, *tree.unseen_in_blocks())
+        check_runnable(unseen, options, self._plan.layout.patches_inside)
+
+    def guard(self, options: dict[str, Any]) -> dict[str, Any]:
+        around = options.get("wrappers", {}).get("diffusion_model")
+        if not around:
+            return options
+        inside = self._plan.layout.patches_inside
+
+        def run(executor: Any, *args: Any, **kwargs: Any) -> Any:
+            for each in (*args, *kwargs.values()):
+                if isinstance(each, dict) and is_options(each):
+                    check_runnable((), each, inside)
+            return executor(*args, **kwargs)
+
+        return {**options, "wrappers": {**options["wrappers"], "diffusion_model": {**around, KEY: [run]}}}
+
+    def release(self) -> None:
+        self._bridge.release()
+
+    def check_possible(self, action: str) -> None:
+        raise RuntimeError(
+            f"this MODEL is split with way 'tensor', so every card has a part of each weight, and {action} is not "
+            "possible; use way 'blocks', or the MODEL from before the split"
+        )
+
+    def whole_weight(self, key: str) -> torch.Tensor | None:
+        found = self._find(self._plan.main_device, key)
+        return None if found is None else found[0].wholes[found[1]]
+
+    def origin_on(self, device: torch.device, given: Origin | None) -> Origin:
+        mine = self._unpatched[device]
+
+        def find(name: str) -> torch.Tensor | None:
+            return mine[name] if name in mine else (given(name) if given is not None else None)
+
+        return find
+
+    def patches_on(self, device: torch.device, patches: dict[str, Any], uuid: object) -> dict[str, Any]:
+        """Made once as long as ComfyUI's number for them stays."""
+        known = self._patches.get(device)
+        if known is None or known[0] != uuid:
+            sliced = dict(patches)
+            for key, given in patches.items():
+                found = self._find(device, key)
+                if found is not None:
+                    shard, name = found
+                    sliced[key] = _sliced(list(given), shard.wholes[name], shard.slices[name])
+            known = self._patches[device] = uuid, sliced
+        return known[1]
+
+    def _find(self, device: torch.device, key: str) -> tuple[BlockShard, str] | None:
+        parts = key.removeprefix(f"{ROOT}.").split(".")
+        for length in range(len(parts) - 1, 0, -1):
+            shard = self.shards[device].get(".".join(parts[:length]))
+            if shard is not None:
+                name = ".".join(parts[length:])
+                return (shard, name) if name in shard.slices else None
+        return None
+
+
+def _sliced(patches: list[Any], whole: torch.Tensor, part: Slice) -> list[Any]:
+    """Patches of a slice that have the effect which these have on the whole."""
+    loras = [_sliced_lora(patch, part, whole.shape) for patch in patches]
+    if all(each is not None for each in loras):
+        return [patch for each in loras for patch in each or ()]
+    return [(1.0, SlicedPatch(set(), (patches, whole, part)), 1.0, None, None)]
+
+
+def _sliced_lora(patch: Any, part: Slice, shape: Sequence[int]) -> list[Any] | None:
+    """A LoRA of one weight as LoRAs of its slice: one factor keeps all of it. None for any other patch, also for a
+    LoRA that does not fit the weight: ComfyUI says so of the whole, and leaves it alone."""
+    strength, adapter, strength_model, offset, function = patch
+    if type(adapter) is not LoRAAdapter or function is not None or strength_model != 1.0:
+        return None
+    up, down, alpha, mid, dora, reshape = adapter.weights
+    if up.ndim != 2 or down.ndim != 2 or mid is not None or dora is not None or reshape is not None:
+        return None
+
+    wanted = list(shape)
+    if offset is not None:
+        if offset[1] + offset[2] > wanted[offset[0]]:
+            return None
+        wanted[offset[0]] = offset[2]
+    if [up.shape[0], down.shape[1]] != wanted or up.shape[1] != down.shape[0]:
+        return None
+
+    def cut(ranges: Sequence[tuple[int, int]]) -> Any:
+        factor = Slice(part.dim, tuple(ranges)).copied(down if part.dim else up)
+        factors = (up, factor) if part.dim else (factor, down)
+        return LoRAAdapter(adapter.loaded_keys, (*factors, alpha, mid, dora, reshape))
+
+    if offset is None or offset[0] != part.dim:
+        return [(strength, cut(part.ranges), strength_model, offset, function)]
+    found, at, (_, start, length) = [], 0, offset
+    for first, last in part.ranges:
+        low, high = max(first, start), min(last, start + length)
+        if low < high:
+            place = (part.dim, at + low - first, high - low)
+            found.append((strength, cut([(low - start, high - start)]), strength_model, place, function))
+        at += last - first
+    return found
+
+
+class SlicedPatch(WeightAdapterBase):
+    """All patches of one weight, of which a card holds a slice.
+
+    Args:
+        loaded_keys: as ComfyUI's adapters have it; empty.
+        weights: the patches in ComfyUI's form, the whole weight they were made for, and the slice. ComfyUI may make
+            another object of this class with the tensors inside on a card.
+    """
+
+    name = "devicebridge_slice"
+
+    def __init__(self, loaded_keys: set[str], weights: tuple[list[Any], torch.Tensor, Slice]) -> None:
+        self.loaded_keys = loaded_keys
+        self.weights = weights
+
+    def calculate_weight(
+        self,
+        weight: torch.Tensor,
+        key: str,
+        strength: float,
+        strength_model: float,
+        offset: Any,
+        function: Any,
+        intermediate_dtype: torch.dtype = torch.float32,
+        original_weight: Any = None,
+    ) -> torch.Tensor:
+        """The slice of the patched whole; of the given slice, only its device and type matter."""
+        patches, whole, part = self.weights
+        plain = whole.dequantize() if isinstance(whole, QuantizedTensor) else whole
+        moved = management.cast_to_device(plain, weight.device, weight.dtype, copy=True)
+        return part.copied(comfy.lora.calculate_weight(patches, moved, key, intermediate_dtype, original_weight))
+
+    def calculate_shape(self, key: str) -> None:
+        """It changes no shape."""
+
+
+def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
+    """A slice of a weight in the weight's own format, without a copy: of 8-bit weights only scales of rows are copied.
+
+    Raises: ValueError for a weight that is on a card: the slices of all cards would be made there.
+    """
+    if weight.device.type != "cpu":
+        raise ValueError(
+            f"the weights of this MODEL stay on {weight.device}, as with --highvram or --gpu-only; dividing them among "
+            "cards would take more memory there, not less. Start ComfyUI without that, or use way 'blocks'"
+        )
+    if not isinstance(weight, QuantizedTensor):
+        return part.of(weight)
+    params = weight._params
+    scale = params.scale
+    is_per_row = isinstance(scale, torch.Tensor) and scale.ndim > 0 and scale.numel() > 1
+    if is_per_row and part.dim == 0:
+        scale = part.copied(scale)
+    data = part.of(weight._qdata)
+    if not data.is_contiguous():  # ComfyUI pins what an 8-bit weight's address says, without asking whether it is whole
+        data = JoinedSlices([data], part.dim)
+    own = dataclasses.replace(params, scale=scale, orig_shape=tuple(data.shape))
+    return QuantizedTensor(data, weight._layout_cls, own)
+
+
+def addresses_on(layer: nn.Module, device: torch.device) -> tuple[int, ...] | None:
+    """Where a layer's weights lie on the card; None unless all are there and used as they are.
+
+    Under DynamicVRAM a weight is there if ComfyUI would not fetch it before the next use. This is asked before every
+    replay, so that containers are passed over, and plain weights are not looked into.
+    """
+    found: list[int] = []
+    pinned: list[Any] = []  # what DynamicVRAM may not take away until all is found
+    left: list[nn.Module | None] = [layer]
+    try:
+        while left:
+            module = left.pop()
+            if module is None:
+                continue
+            left += module._modules.values()
+            weights = [*module._parameters.values(), *module._buffers.values()]
+            address = vars(module).get("_v")
+            if not weights and address is None:
+                continue
+            if getattr(module, "weight_function", None) or getattr(module, "bias_function", None):
+                return None  # such as a LoRA that is added at every call
+            if address is not None:
+                signature = comfy_aimdo.model_vbar.vbar_fault(address)
+                if signature is None:
+                    return None
+                pinned.append(address)
+                if not comfy_aimdo.model_vbar.vbar_signature_compare(signature, getattr(module, "_v_signature", None)):
+                    return None
+                weights = [getattr(module, "_v_weight", None), getattr(module, "_v_bias", None)]
+            for weight in weights:
+                if weight is None:
+                    continue
+                if weight.device != device:
+                    return None
+                parts = (weight,) if type(weight) in (nn.Parameter, torch.Tensor) else plain_parts(weight)
+                found += [part.data_ptr() for part in parts]
+        return tuple(found)
+    finally:
+        for address in pinned:
+            comfy_aimdo.model_vbar.vbar_unpin(address)
+
+
+def check_runnable(unseen: Sequence[str], options: Mapping[str, Any], inside: Sequence[str]) -> None:
+    """Refuse what other nodes would do inside a block, where each card has some of the heads.
+
+    Args:
+        unseen: what is attached inside the model. options: transformer_options of the forward.
+        inside: names of the patches that this class calls inside a block.
+    Raises: RuntimeError that names it.
+    """
+    patches = options.get("patches", {})
+    found = list(unseen)
+    found += [f"the patch {name!r}" for name in inside if patches.get(name)]
+    found += [
+        f"the replacement {name!r}"
+        for name, keyed in options.get("patches_replace", {}).items()
+        if keyed and name != "dit"
+    ]
+    if options.get("optimized_attention_override") is not None:
+        found.append("an attention override")
+    if found:
+        raise RuntimeError(
+            f"each card of this split computes some of the attention heads, and {found[0]} of another node works "
+            "inside the blocks, where it would see only those. Use way 'blocks' in the split node, or take that node "
+            "out"
+        )

@@ -1,0 +1,124 @@
+"""Arguments that other people's function borrows on another device; what it writes into them is carried back.
+
+Such a function was written for one device: it may write into the tensors it is given, take entries out of a dict, and
+return what it was given. All of that shows on the tensors and containers of the caller once `settle` was called. The
+copies have a version in inference mode, too, so only what was written is copied back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from ...patches.hooks import map_tensors
+from ..transfer import Versioned, copy_to
+
+
+class Borrowed:
+    """A value on another device.
+
+    Two borrowed tensors that are views of each other stay two tensors: a write into one does not show in the other
+    before it is settled.
+
+    Args:
+        value: tuples, lists and dicts of tensors; other objects are entered as map_tensors does.
+        device: where its tensors are wanted; those that are there already are the caller's own.
+        is_passed: tells dicts that must be handed over as the same object.
+        passed_by: keys of dicts whose values must be.
+    """
+
+    def __init__(
+        self,
+        value: Any,
+        device: torch.device,
+        *,
+        is_passed: Callable[[dict[Any, Any]], bool] = lambda _: False,
+        passed_by: Collection[str] = (),
+    ) -> None:
+        self._device = device
+        self._is_passed = is_passed
+        self._passed_by = passed_by
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # by id of the source; version at first
+        self._containers: list[tuple[Any, Any, Any]] = []  # the caller's, the borrowed one, what that held at first
+        self._sources: dict[int, Any] = {}  # by id of what was borrowed
+        self.value = self._borrow(value)
+
+    def settle(self, back: torch.device) -> None:
+        """Carry what was written back into the caller's tensors and containers; new tensors in these go to `back`."""
+        for source, copy, version in self._copies.values():
+            if copy._version != version:
+                source.copy_(copy)
+        for caller, borrowed, first in self._containers:
+            if isinstance(borrowed, list):
+                if len(borrowed) != len(first) or any(a is not b for a, b in zip(borrowed, first, strict=True)):
+                    caller[:] = [self.returned(item, back) for item in borrowed]
+                continue
+            for key in first.keys() - borrowed.keys():
+                caller.pop(key, None)
+            for key, item in borrowed.items():
+                if key not in first or first[key] is not item:
+                    caller[key] = self.returned(item, back)
+
+    def returned(self, output: Any, back: torch.device) -> Any:
+        """What the function returned, for the caller: what it borrowed is the caller's own again, the rest is moved."""
+        if id(output) in self._sources:
+            return self._sources[id(output)]
+        if isinstance(output, dict) and self._is_passed(output):
+            return output
+        if type(output) is dict:
+            return {key: item if key in self._passed_by else self.returned(item, back) for key, item in output.items()}
+        if type(output) in (tuple, list):
+            return type(output)(self.returned(item, back) for item in output)
+        return map_tensors(output, lambda tensor: self._give_back(tensor, back))
+
+    def _give_back(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        source = self._sources.get(id(tensor))
+        if source is not None:
+            return source
+        return tensor if _is_everywhere(tensor) else copy_to(tensor, device)
+
+    def _borrow(self, tree: Any) -> Any:
+        if isinstance(tree, dict) and self._is_passed(tree):
+            return tree
+        if type(tree) is dict:
+            items = {key: item if key in self._passed_by else self._borrow(item) for key, item in tree.items()}
+            return self._keep(tree, items, dict(items), any(items[key] is not item for key, item in tree.items()))
+        if type(tree) is list:
+            copies = [self._borrow(item) for item in tree]
+            return self._keep(tree, copies, list(copies), any(a is not b for a, b in zip(copies, tree, strict=True)))
+        if type(tree) is tuple:
+            return tuple(self._borrow(item) for item in tree)
+        return map_tensors(tree, self._borrow_tensor)
+
+    def _keep(self, caller: Any, borrowed: Any, first: Any, is_changed: bool) -> Any:
+        """A container with copies in it; one without is the caller's own, and what is done to it needs no carrying."""
+        if not is_changed:
+            return caller
+        self._containers.append((caller, borrowed, first))
+        self._sources[id(borrowed)] = caller
+        return borrowed
+
+    def _borrow_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device == self._device or _is_everywhere(tensor):
+            return tensor
+        if id(tensor) not in self._copies:
+            with Versioned():
+                copy = _copy_in_shape(tensor, self._device)
+            self._copies[id(tensor)] = tensor, copy, copy._version
+            self._sources[id(copy)] = tensor
+        return self._copies[id(tensor)][1]
+
+
+def _copy_in_shape(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy with the strides of the tensor, which may be a view: a sum over other strides is rounded otherwise."""
+    if tensor.is_contiguous() or 0 in tensor.stride():
+        return copy_to(tensor, device)
+    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    return copy.copy_(tensor, non_blocking=tensor.device.type == device.type != "cpu")
+
+
+def _is_everywhere(tensor: torch.Tensor) -> bool:
+    """Whether this mixes with tensors of every device."""
+    return tensor.device.type == "cpu" and tensor.ndim == 0

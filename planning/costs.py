@@ -1,0 +1,342 @@
+"""What one training step keeps in memory and computes, piece by piece, by sizes: no card, no weights.
+
+One block of every kind runs forwards and backwards on meta, through the code that will train: diffusers' blocks, PEFT's
+layers and our fused ones, quantized linears. The meter sees every operation and counts the bytes of the storages that
+somebody still holds, views once. Embedders and tail run once around them. Blocks of one kind cost alike, so that a plan
+for 56 blocks takes the time of two; memory.py adds up.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from ..checkpoints.checkpoint import CheckpointInfo
+from ..checkpoints.load import make_empty_transformer
+from ..families.spec import ModelFamily, Variant, longest_text
+from ..parallel.block_lists import parts_of_tail
+from ..parallel.local.shard_trees import division_fault
+from ..parallel.local.shards import find_plan
+from ..parallel.offload.block_call import BlockCall, module_of
+from ..parallel.offload.recompute import HandOut
+from ..parallel.offload.weights import host_bytes_of
+from ..parallel.placement import block_names, blocks_with_lists, estimate_block_flops
+from ..patches.hooks import tensors_of
+from ..quantization.quantize import QuantizeSettings
+from ..quantization.weight_only import plain_parts, tensor_bytes
+from .dry_run import META, Kernels, MemoryMeter, ShortModel, Work, as_on_card, shorten, step_on_meta, voice_as_sound
+from .times import DividedBlock, divided_block
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """Bytes of one block; activations are those of one micro-batch.
+
+    Args:
+        weights: base weights and buffers. lora: trained weights. num_trained: values in them.
+        inputs: what the block before made for it; kept for its recomputation. outputs: what it makes.
+        constants: what it reads besides, by a name that is the same for the same tensor.
+        kept: what its backward needs beyond inputs, if it is not recomputed.
+        forward, forward_kept: peak of a forward that keeps nothing, or everything; above its inputs.
+        recompute: peak of recomputation and backward, gradient of its output included; above its inputs.
+        backward: peak of the backward alone, `kept` included; above its inputs.
+        input_sizes: what `inputs` is the sum of.
+        staying: the share of weights that is on the card even where the block streams from host memory.
+    """
+
+    weights: int
+    lora: int
+    num_trained: int
+    inputs: int
+    constants: Mapping[int, int]
+    outputs: int
+    kept: int
+    forward: int
+    forward_kept: int
+    recompute: int
+    backward: int
+    input_sizes: tuple[int, ...] = ()
+    staying: int = 0
+
+    @property
+    def streaming(self) -> int:
+        """What rests in host memory where the block streams from there, and passes through a slot."""
+        return self.weights - self.staying
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What every block and the rest of a model cost.
+
+    Args:
+        names, blocks: in execution order. [num_blocks]
+        outer_weights, outer_lora, outer_trained: outside the blocks: embedders and tail.
+        tail_weights: the share of outer_weights that the tail has.
+        front: what is alive when the first block is called; its inputs and constants included.
+        first_inputs: of the first block.
+        tail: peak of tail, loss and their backward; above the last block's output.
+    """
+
+    names: tuple[str, ...]
+    blocks: tuple[BlockCost, ...]
+    outer_weights: int
+    tail_weights: int
+    outer_lora: int
+    outer_trained: int
+    front: int
+    first_inputs: int
+    tail: int
+
+
+class ModelCosts:
+    """What a model costs, by sizes without weights. Each dry run is made once."""
+
+    def __init__(self, info: CheckpointInfo, variant: Variant, model: nn.Module | None = None) -> None:
+        self.info, self.variant = info, variant
+        self.family: ModelFamily = info.family
+        self._model = make_empty_transformer(info) if model is None else model
+        self.names = block_names(self._model, self.family)
+        self._known: dict[Any, Any] = {}
+
+    def dry_run(self, work: Work, kernels: Kernels) -> StepCost:
+        """What a step of this work holds."""
+        key = work, repr(kernels)
+        if key not in self._known:
+            found = self._run(work, kernels)
+            if (count := work.num_devices) > 1:
+                # Beside the slices of the LoRA that a device computes with it owns some of the whole LoRA's parameters,
+                # with their optimizer state: as many as every other.
+                whole, known = self.dry_run(replace(work, shares=(1,)), kernels), dict[int, BlockCost]()
+                for mine, every in zip(found.blocks, whole.blocks, strict=True):
+                    lora, num_trained = mine.lora + every.lora // count, every.num_trained // count
+                    known.setdefault(id(mine), replace(mine, lora=lora, num_trained=num_trained))
+                blocks = tuple(known[id(each)] for each in found.blocks)
+                found = replace(found, blocks=blocks, outer_lora=2 * found.outer_lora)
+            self._known[key] = found
+        return self._known[key]
+
+    def _run(self, work: Work, kernels: Kernels) -> StepCost:
+        with torch.inference_mode(False):  # ComfyUI runs nodes in it, and such tensors pass no gradients
+            model = make_empty_transformer(self.info)
+        return dry_run_step(model, self.info, self.variant, work, kernels)
+
+    def division_fault(self, shares: tuple[int, ...], quantize: QuantizeSettings | None) -> str:
+        """Why the blocks cannot be divided in these shares; "" if they can."""
+        key = "division", shares, quantize
+        if key not in self._known:
+            self._known[key] = division_fault(self._model, self.family, shares, quantize)
+        return self._known[key]
+
+    def block_flops(self, bucket: tuple[int, int], frames: int) -> list[float]:
+        """Operations of each block's forward for one sample. [num_blocks]"""
+        key = "flops", bucket, frames
+        if key not in self._known:
+            tokens = self._num_tokens(bucket, frames)
+            self._known[key] = estimate_block_flops(self._model, self.family, *tokens)
+        return self._known[key]
+
+    def divided(
+        self, bucket: tuple[int, int], frames: int, num_cards: int, element_size: int
+    ) -> Sequence[DividedBlock]:
+        """Of one sample, where each block is divided among cards. [num_blocks]"""
+        key = "divided", bucket, frames, num_cards, element_size
+        if key not in self._known:
+            tokens = self._num_tokens(bucket, frames)
+            self._known[key] = [
+                divided_block(block, find_plan(self.family.tensor, block), side, tokens, num_cards, element_size)
+                for block, side in blocks_with_lists(self._model, self.family)
+            ]
+        return self._known[key]
+
+    def _num_tokens(self, bucket: tuple[int, int], frames: int) -> tuple[int, int]:
+        return self.family.latent_of(self.variant).num_tokens(*bucket, frames), longest_text(self.variant)
+
+    @functools.cached_property
+    def largest_linear(self) -> int:
+        """Weights of the largest linear."""
+        return max(module.weight.numel() for module in self._model.modules() if isinstance(module, nn.Linear))
+
+    def latent_shape(self, bucket: tuple[int, int], frames: int) -> tuple[int, int, int, int]:
+        """Of one sample. [C, F, H, W]"""
+        return latent_shape_of(self.info, self.variant, bucket, frames)
+
+
+def latent_shape_of(
+    info: CheckpointInfo, variant: Variant, bucket: tuple[int, int], frames: int
+) -> tuple[int, int, int, int]:
+    """Of one sample of height and width in pixels and video frames. [C, F, H, W]"""
+    latent = info.family.latent_of(variant)
+    height, width = (side // latent.spatial_stride for side in bucket)
+    published = variant.transformer_config["in_channels"]  # a model of its own size may have another VAE
+    channels = latent.channels * info.config.get("in_channels", published) // published
+    if rows := latent.audio_rows:
+        return channels, 1, rows, max(1, height * width // rows)
+    return channels, 1 + (frames - 1) // latent.frame_stride, height, width
+
+
+# ---- the dry run
+
+
+def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work: Work, kernels: Kernels) -> StepCost:
+    """Count what a step of this work holds. The model is on meta; it is cut down and cannot be used afterwards.
+
+    Raises: ValueError for LoRA targets that match nothing; RuntimeError for a scheme whose package is missing;
+        NoForecast for one of ComfyUI's classes that does not run so.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        work = voice_as_sound(info.family, work)
+        short = shorten(model, info.family, work)
+        run = _Run(short, MemoryMeter(kernels.rounding))
+        latents = torch.empty(work.batch_shape, device=META)  # in host memory while training
+        run.meter.ignore([*_plain_tensors(short.model), latents])
+        short.model.train()
+        short.model.enable_gradient_checkpointing(run.measure)  # type: ignore[operator]
+        with as_on_card(kernels), run.meter:
+            step_on_meta(short.model, info, variant, work, latents)
+        lists = {block_list.name for block_list in info.family.block_lists}
+        outer = [_sizes_of(module) for name, module in short.model.named_children() if name not in lists]
+        own = [*short.model.parameters(recurse=False), *short.model.buffers(recurse=False)]
+        modules, parameters = parts_of_tail(short.model, info.family)
+        return StepCost(
+            names=short.names,
+            blocks=tuple(run.kinds[kind] for kind in short.kind_of),
+            outer_weights=sum(map(tensor_bytes, own)) + sum(weights for weights, _, _ in outer),
+            tail_weights=sum(_sizes_of(module)[0] for module in modules) + sum(map(tensor_bytes, parameters)),
+            outer_lora=sum(lora for _, lora, _ in outer),
+            outer_trained=sum(num_trained for _, _, num_trained in outer),
+            front=run.front,
+            first_inputs=run.kinds[0].inputs,
+            tail=run.meter.peak - run.tail_base,
+        )
+
+
+class _Run:
+    """Takes gradient checkpointing's place and measures the last call of every kind, whose input carries gradients."""
+
+    def __init__(self, short: ShortModel, meter: MemoryMeter) -> None:
+        self.short, self.meter = short, meter
+        self.kinds: dict[int, BlockCost] = {}
+        self.front = self.tail_base = 0
+        self._num_calls = 0
+        self._before: list[torch.Tensor] = []  # what the call before was given
+        self._constants: dict[int, torch.Tensor] = {}  # held, so that an id is not given twice
+
+    def measure(self, block: nn.Module | BlockCall, *args: Any) -> Any:
+        """The block's outputs as fresh tensors that need gradients: nothing before this block is remembered. They are
+        no leaves, for some classes add to what a block gave, in place."""
+        if self._num_calls == 0:
+            self.front = self.meter.live
+        kind = self.short.calls[self._num_calls]
+        if kind not in self.short.calls[self._num_calls + 1 :]:
+            if isinstance(block, BlockCall):
+                with torch.no_grad():
+                    block(*args)  # what its in-place guard has to learn of such a call, no later one does again
+            before = {id(tensor) for tensor in self._before}
+            streams = [tensor for tensor in tensors_of(args) if id(tensor) not in before]
+            constants = {id(tensor): tensor for tensor in tensors_of(args) if id(tensor) in before}
+            self._constants |= constants
+            sizes = {name: self.meter.size(tensor) for name, tensor in constants.items()}
+            self.kinds[kind] = _dry_run_block(self.meter, block, args, sizes, streams)
+        self._before = tensors_of(args)
+        self._num_calls += 1
+        with torch.no_grad():
+            outputs = block(*args)
+        flat, spec = tree_flatten(outputs)
+        where = [index for index, each in enumerate(flat) if isinstance(each, torch.Tensor)]
+        fresh = _Fresh.apply(torch.empty(0, device=META, requires_grad=True), *(flat[index] for index in where))
+        for index, each in zip(where, fresh, strict=True):
+            flat[index] = each
+        outputs = tree_unflatten(flat, spec)
+        if self._num_calls == len(self.short.calls):
+            self._before.clear()
+            self.tail_base = self.meter.start()
+        return outputs
+
+
+class _Fresh(torch.autograd.Function):
+    """The same numbers, without a history and with a gradient that goes nowhere."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        return None, *(None for _ in grads)
+
+
+def _dry_run_block(
+    meter: MemoryMeter,
+    block: nn.Module | BlockCall,
+    args: Any,
+    constants: Mapping[int, int],
+    streams: list[torch.Tensor],
+) -> BlockCost:
+    """Forwards and backwards of a block, as training calls it; constants as in BlockCost, streams are its inputs."""
+    input_sizes = tuple(map(meter.size, streams))
+    # LoRA on what makes the modulation gives that a history that all blocks share; this backward is the block's alone.
+    args = tree_map_only(torch.Tensor, lambda t: t if t.is_leaf else t.detach().requires_grad_(t.requires_grad), args)
+    base = meter.start()
+    with torch.no_grad():
+        outputs = block(*args)
+    forward, size = meter.peak - base, meter.live - base
+    grads = [torch.empty_like(tensor) for tensor in tensors_of(outputs)]
+    del outputs
+    gradient = meter.live - base
+    meter.start()
+    seed = HandOut.apply(grads, *tensors_of(block(*args)))
+    top = meter.peak - base
+    kept = meter.live - base - gradient
+    meter.start()
+    seed.backward()
+    backward = meter.peak - base
+    _forget_gradients(block, args)
+    outputs = tensors_of(block(*args))
+    grads = [torch.empty_like(tensor) for tensor in outputs]  # which parallel/offload/recompute.py holds meanwhile
+    seed = HandOut.apply(list(grads), *outputs)
+    del outputs
+    meter.start()
+    seed.backward()
+    held = meter.peak - base
+    _forget_gradients(block, args)
+    weights, lora, num_trained = _sizes_of(module_of(block))
+    return BlockCost(
+        weights=weights,
+        lora=lora,
+        num_trained=num_trained,
+        inputs=sum(input_sizes),
+        constants=constants,
+        outputs=size,
+        kept=kept,
+        forward=forward,
+        forward_kept=top - gradient,
+        recompute=max(top, held),
+        backward=backward,
+        input_sizes=input_sizes,
+        staying=weights - host_bytes_of(module_of(block)),
+    )
+
+
+def _forget_gradients(block: nn.Module | BlockCall, args: Any) -> None:
+    for tensor in (*tensors_of(args), *block.parameters()):
+        tensor.grad = None
+
+
+def _sizes_of(module: nn.Module) -> tuple[int, int, int]:
+    """Bytes of base weights and buffers, and of LoRA; values that are trained."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    lora = sum(map(tensor_bytes, trained))
+    held = sum(map(tensor_bytes, _plain_tensors(module)))
+    return held - lora, lora, sum(parameter.numel() for parameter in trained)
+
+
+def _plain_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers; for those made of others, their parts."""
+    return [part for tensor in (*module.parameters(), *module.buffers()) for part in plain_parts(tensor)]

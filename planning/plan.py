@@ -1,0 +1,408 @@
+"""The plan of a job: what was found to be fastest, as a table, plain values and a picture; and what was measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+from ..config.model import divides_blocks, has_stages
+from ..parallel.placement import Placement
+from ..system.progress import describe_duration
+from .cards import Card
+from .memory import DeviceForecast
+from .question import Question, SearchSpace, Setting, is_open, strategies_on, why_not_shared
+from .search import HOST_GAIN, Found, describe_refusal, find_fastest, fit
+from .times import ASSUMED_FLOPS_PER_S, ASSUMED_LINK_BYTES_PER_S
+
+_SEVERAL = 4  # micro-batches that a note speaks of
+_STEPS = 1000  # of a run, where nobody says how many
+_MOST_ALTERNATIVES = 8  # rows of the table
+# What a card's memory is for: attribute of a DeviceForecast, its name in the table, and the colour of its bar. The
+# colours are told apart in grey and by the colour-blind.
+_PARTS = (
+    ("weights", "weights", "#0072b2"),
+    ("lora", "LoRA", "#009e73"),
+    ("gradients", "gradients", "#f0e442"),
+    ("optimizer", "optimizer", "#e69f00"),
+    ("checkpoints", "block inputs", "#56b4e9"),
+    ("kept", "kept activations", "#cc79a7"),
+    ("moving", "one block at work", "#d55e00"),
+    ("other", "workspace, allocator, driver", "#999999"),
+)
+_BAR_HEIGHT, _BAR_WIDTH, _MARGIN = 34, 640, 16  # pixels
+
+# Per device, decimal GB: forecast peak, the same as reserved by the allocator, and what was measured of both.
+Comparison = Mapping[str, Mapping[str, "float | None"]]
+
+
+class Alternative(NamedTuple):
+    """A setting that was looked at; times_longer than the chosen one, None if it does not fit."""
+
+    setting: Setting
+    times_longer: float | None
+    is_streaming: bool
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """How a job is best run.
+
+    Args:
+        space: what it was chosen from.
+        devices: in execution order.
+        host_bytes, offloaded_inputs: host memory at most, and the share of block inputs.
+        step_s: of a step at this size, seconds of cards of speed 1.
+        notes: settings without effect, and what would use the cards better.
+        warning: why it may not fit after all, where the user has vouched for it; "" otherwise.
+        bucket, frames, unit: (height, width) and video frames that were planned for, and what sides are counted in.
+        variant: name of the model.
+    """
+
+    space: SearchSpace
+    cards: tuple[Card, ...]
+    placement: Placement
+    setting: Setting
+    devices: tuple[DeviceForecast, ...]
+    host_bytes: int
+    offloaded_inputs: int
+    step_s: float
+    notes: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+    warning: str
+    bucket: tuple[int, int]
+    frames: int
+    unit: str
+    variant: str
+
+    @property
+    def uncheckpointed(self) -> tuple[int, ...]:
+        """Per device, blocks without activation checkpointing."""
+        return tuple(device.num_uncheckpointed for device in self.devices)
+
+    @property
+    def offloaded(self) -> tuple[int, ...]:
+        """Per device, blocks that stream from host memory."""
+        return tuple(device.num_offloaded for device in self.devices)
+
+
+def plan_training(question: Question) -> TrainingPlan:
+    """The fastest way to run a job on its cards that fits.
+
+    Raises: ValueError if none does; it says what each card lacks and which changes would do.
+    """
+    found, looked_at = find_fastest(question)
+    if found is None:
+        raise ValueError(describe_refusal(question))
+    devices = tuple(stage.forecast for stage in found.stages)
+    over = [
+        f"{card.name} {device.needed / 1e9:.2f} GB of {card.usable_bytes / 1e9:.2f} GB"
+        for card, device in zip(question.cards, devices, strict=True)
+        if device.needed > card.usable_bytes
+    ]
+    return TrainingPlan(
+        space=question.space,
+        cards=question.cards,
+        placement=_place(question, found),
+        setting=found.setting,
+        devices=devices,
+        host_bytes=found.host_bytes,
+        offloaded_inputs=found.offloaded_inputs,
+        step_s=found.time,
+        notes=tuple(_notes(question, found)),
+        alternatives=tuple(
+            Alternative(setting, None if other is None else other.time / found.time, bool(other and other.is_streaming))
+            for setting, other in looked_at
+        ),
+        warning=f"the forecast exceeds what is free ({', '.join(over)}), and memory_limit_gb says to try" * bool(over),
+        bucket=question.bucket,
+        frames=question.frames,
+        unit=question.unit,
+        variant=question.model.variant.name,
+    )
+
+
+def _place(question: Question, found: Found) -> Placement:
+    names, cards = question.model.names, tuple(card.device for card in question.cards)
+    whole = (cards[0],) * len(names)
+    if found.setting.holds_copies:
+        return Placement(names, whole, cards[0], replicas=cards)
+    if found.setting.divides_blocks:
+        shares = question.given_shares
+        return Placement(names, whole, cards[0], shards=cards, shares=shares if len({*shares}) > 1 else ())
+    devices = [device for device, stage in zip(cards, found.stages, strict=True) for _ in range(stage.plan.num_blocks)]
+    return Placement(names, tuple(devices), cards[0])
+
+
+def _notes(question: Question, found: Found) -> Iterator[str]:
+    """Which settings of the user have no effect, and what several micro-batches would gain where a step of one keeps
+    one card busy."""
+    space, chosen, devices = question.space, found.setting.strategy, [card.device for card in question.cards]
+    wanted = space.strategies[0]
+    if not is_open(space.strategies) and wanted not in ("none", chosen):
+        yield f'parallel.strategy = "{wanted}": without effect, {why_not_shared(wanted, space.accumulation, devices)}'
+    if space.ahead > 1 and not has_stages(chosen):
+        yield f"parallel.microbatches_ahead = {space.ahead}: without effect, only a pipeline runs ahead"
+    several = replace(space, accumulation=_SEVERAL)
+    if space.accumulation > 1 or divides_blocks(chosen) or "pipeline" not in strategies_on(several, devices):
+        return
+    filled = fit(replace(question, space=several), replace(found.setting, strategy="pipeline", ahead=0))
+    if filled is not None and HOST_GAIN * filled.time <= _SEVERAL * found.time:
+        yield (
+            f"one card works at a time; with train.gradient_accumulation_steps = {_SEVERAL} all do, and {_SEVERAL} "
+            f"batches take at most {filled.time / found.time:.1f} times as long as this step"
+        )
+
+
+# ---- as a table
+
+
+def describe_plan(plan: TrainingPlan, steps: int = _STEPS) -> str:
+    """The verdict, a line per card in decimal GB, and a line per setting that was looked at."""
+    facts = _facts(plan, steps)
+    names = [(name, label) for name, label, _ in _PARTS if any(parts_of(device)[name] for device in plan.devices)]
+    cards = [["card", "blocks", *(label for _, label in names), "needed", "free", "peak at"]]
+    for card, device in zip(plan.cards, plan.devices, strict=True):
+        sizes = [*(parts_of(device)[name] for name, _ in names), device.needed, card.usable_bytes]
+        cards.append([card.name, _blocks(device), *(f"{size / 1e9:.2f}" for size in sizes), device.moment])
+    tables = [list(map(list, facts)), cards]
+    if len(plan.alternatives) > 1:
+        tables.append([["setting", "per step"], *_alternatives(plan)])
+    return "\n\n".join(map(_table, tables))
+
+
+def _facts(plan: TrainingPlan, steps: int) -> list[tuple[str, str]]:
+    """Names and values of the plan as a whole."""
+    seconds, source = step_seconds(plan)
+    step = "unknown: no card of this kind is in the table of speeds"
+    if seconds is not None:
+        step = f"{_seconds(seconds)}, {steps} steps about {describe_duration(seconds * steps)} ({source})"
+    height, width = plan.bucket
+    frames = f", {plan.frames} frames" if plan.frames > 1 else ""
+    pinned = f", {plan.offloaded_inputs / 1e9:.1f} GB of it for block inputs" if plan.offloaded_inputs else ""
+    peaks = ", ".join(
+        f"{card.name} {device.needed / 1e9:.2f} of {card.usable_bytes / 1e9:.2f} GB"
+        for card, device in zip(plan.cards, plan.devices, strict=True)
+    )
+    return [
+        ("verdict", _verdict(plan)),
+        ("step", step),
+        ("peak", peaks),
+        ("plan", f"{plan.setting.describe()}; {plan.placement.describe()}"),
+        (
+            "job",
+            f"{plan.variant}, {width}x{height} {plan.unit}{frames}, batch {plan.space.batch_size}, "
+            f"accumulation {plan.space.accumulation}, LoRA rank {plan.space.lora.rank}",
+        ),
+        ("host memory", f"{plan.host_bytes / 1e9:.1f} GB{pinned}"),
+        *(("assumed", each) for each in _assumed(plan)),
+        *(("note", each) for each in plan.notes),
+    ]
+
+
+def describe_verdict(plan: TrainingPlan, steps: int = _STEPS) -> list[str]:
+    """Whether it fits, and how long a step and so many take: all that a node has room for."""
+    (_, verdict), (_, step), *_ = _facts(plan, steps)
+    return [verdict, f"step: {step}"]
+
+
+def _verdict(plan: TrainingPlan) -> str:
+    if plan.warning:
+        return f"may not fit: {plan.warning}"
+    streams = [f"{sum(plan.offloaded)} blocks"] * any(plan.offloaded) + ["block inputs"] * plan.setting.offloads
+    return f"fits with streaming: {' and '.join(streams)} wait in host memory" if streams else "fits"
+
+
+def _assumed(plan: TrainingPlan) -> Iterator[str]:
+    """Which generation of cards, where only their memory was given."""
+    kinds = dict.fromkeys(card.kind.name for card in plan.cards if card.is_assumed and card.kind)
+    needs = " or newer, as fp8-compute needs RTX 40" if plan.setting.scheme == "fp8-compute" else ""
+    if kinds:
+        yield f"cards like the {' and '.join(kinds)}{needs}; name them to be sure, such as 2x3090"
+    elif needs and not all(card.has_context or card.kind for card in plan.cards):  # no card was there to ask
+        yield "RTX 40 cards or newer, as fp8-compute needs; for older ones plan with int8-compute"
+
+
+def step_seconds(plan: TrainingPlan) -> tuple[float | None, str]:
+    """Of a step at this size, None if a card's speed is unknown; and what the estimate goes by."""
+    if not all(card.flops_per_s for card in plan.cards):
+        return None, ""
+    slowest = max(card.speed * ASSUMED_FLOPS_PER_S / card.flops_per_s for card in plan.cards)
+    is_measured = any(card.measured_flops_per_s for card in plan.cards)
+    source = "a matrix product measured on the cards" if is_measured else "published speeds of cards"
+    link = f", at {ASSUMED_LINK_BYTES_PER_S / 1e9:.0f} GB/s between them" if plan.setting.divides_blocks else ""
+    return plan.step_s * slowest, f"estimated from {source}{link}"
+
+
+def _alternatives(plan: TrainingPlan) -> list[list[str]]:
+    """What was looked at: the chosen one, then the others by their time. One that is faster and was not taken has
+    8-bit optimizer state, or more in host memory, and copies are an estimate."""
+    rows = sorted(plan.alternatives, key=lambda each: (each.setting != plan.setting, each.times_longer or float("inf")))
+    seconds, _ = step_seconds(plan)
+    found = []
+    for setting, times, is_streaming in rows[:_MOST_ALTERNATIVES]:
+        name = setting.describe() + ", blocks stream" * is_streaming
+        said = "does not fit" if times is None else f"x {times:.2f}" if seconds is None else _seconds(seconds * times)
+        found.append([name, said])
+    return found
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def _blocks(device: DeviceForecast) -> str:
+    """ "23 (1 kept, 5 offloaded)"."""
+    parts = ((device.num_uncheckpointed, "kept"), (device.num_offloaded, "offloaded"))
+    special = ", ".join(f"{count} {what}" for count, what in parts if count)
+    return str(device.num_blocks) + (f" ({special})" if special else "")
+
+
+def parts_of(device: DeviceForecast) -> dict[str, int]:
+    """Bytes by what they are for; they add up to what is needed."""
+    parts = {name: getattr(device, name) for name, _, _ in _PARTS if name != "other"}
+    return parts | {"other": device.workspace + device.overhead + device.context}
+
+
+# ---- as values
+
+
+def plan_values(plan: TrainingPlan) -> dict[str, Any]:
+    """Plain values, sizes in bytes, for --json."""
+    owners = plan.placement.devices
+    return {
+        "model": plan.variant,
+        "setting": {
+            "quantize": plan.setting.scheme,
+            "optimizer": plan.setting.optimizer,
+            "strategy": plan.setting.strategy,
+            "microbatches_ahead": plan.setting.ahead,
+            "offload_activations": plan.setting.offloads,
+            "split_at": [index for index in range(1, len(owners)) if owners[index] != owners[index - 1]],
+            "replicas": [str(device) for device in plan.placement.replicas],
+            "shards": [str(device) for device in plan.placement.shards],
+            "shares": list(plan.placement.shares),
+            "blocks_without_checkpointing": list(plan.uncheckpointed),
+            "offloaded_blocks": list(plan.offloaded),
+        },
+        "pixels": {"height": plan.bucket[0], "width": plan.bucket[1]},  # of audio: see unit
+        "unit": plan.unit,
+        "frames": plan.frames,
+        "devices": [
+            {
+                "device": device.device,
+                "num_blocks": device.num_blocks,
+                "num_kept": device.num_uncheckpointed,
+                "num_offloaded": device.num_offloaded,
+                "micro_batches_held": device.held,
+                "bytes": parts_of(device),
+                "allocated": device.allocated,
+                "reserved": device.reserved,
+                "needed": device.needed,
+                "usable": card.usable_bytes,
+                "peak_at": device.moment,
+            }
+            for card, device in zip(plan.cards, plan.devices, strict=True)
+        ],
+        "host_bytes": plan.host_bytes,
+        "offloaded_bytes": plan.offloaded_inputs,
+        "verdict": _verdict(plan),
+        "assumed": list(_assumed(plan)),
+        "estimated_step_s": step_seconds(plan)[0],
+        "notes": list(plan.notes),
+        "alternatives": [
+            {"setting": other.setting.describe(), "times_longer": other.times_longer} for other in plan.alternatives
+        ],
+        "warning": plan.warning,
+    }
+
+
+# ---- forecast against measured
+
+
+def compare(devices: Sequence[DeviceForecast], measured: Mapping[str, Mapping[str, float]] | None = None) -> Comparison:
+    """For the event "forecast"; measured is what memory_in_use returned after the run."""
+    return {
+        device.device: {
+            "forecast": device.allocated / 1e9,
+            "forecast_reserved": device.reserved / 1e9,
+            "measured": (measured or {}).get(device.device, {}).get("peak"),
+            "measured_reserved": (measured or {}).get(device.device, {}).get("reserved"),
+        }
+        for device in devices
+    }
+
+
+def describe_comparison(compared: Comparison) -> list[str]:
+    """ "memory cuda:0: forecast 21.5 GB, measured 21.3 GB (forecast +1.0 %)"; a line per card."""
+    lines = []
+    for device, values in compared.items():
+        forecast, measured = values["forecast"] or 0.0, values["measured"]
+        found = f", measured {measured:.2f} GB ({_error(forecast, measured)})" if measured else ""
+        lines.append(f"memory {device}: forecast {forecast:.2f} GB{found}")
+    return lines
+
+
+def _error(forecast: float, measured: float) -> str:
+    return f"forecast {100 * (forecast / measured - 1):+.1f} %"
+
+
+def describe_pace(plan: TrainingPlan, step_times_s: Sequence[float]) -> str:
+    """ "step: forecast 3.1 s, measured 3.2 s (forecast -3.1 %)", the median of all but the first; "" if unknown."""
+    forecast, _ = step_seconds(plan)
+    if forecast is None or len(step_times_s) < 2:
+        return ""
+    measured = statistics.median(step_times_s[1:])  # the first compiles and chooses kernels
+    height, width = plan.bucket
+    return (
+        f"step: forecast {_seconds(forecast)} at {width}x{height}, measured {_seconds(measured)} "
+        f"({_error(forecast, measured)})"
+    )
+
+
+# ---- as a picture
+
+
+def picture_of(plan: TrainingPlan) -> torch.Tensor:
+    """draw_plan as ComfyUI hands images on: float32 in 0..1. [1, height, width, 3]"""
+    picture = draw_plan(plan)
+    values = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
+    return (values.float() / 255).view(1, picture.height, picture.width, 3)
+
+
+def draw_plan(plan: TrainingPlan) -> Image.Image:
+    """A bar per card, its parts side by side, the card's free memory as the frame. RGB"""
+    font, row = ImageFont.load_default(14), _BAR_HEIGHT + 30
+    devices = list(zip(plan.cards, plan.devices, strict=True))
+    largest = max(max(card.usable_bytes, device.needed) for card, device in devices)
+    height = 2 * _MARGIN + len(devices) * row + 22 * len(_PARTS)
+    sheet = Image.new("RGB", (_BAR_WIDTH + 2 * _MARGIN, height), "white")
+    draw = ImageDraw.Draw(sheet)
+    for number, (card, device) in enumerate(devices):
+        top = _MARGIN + number * row
+        room = f"{device.needed / 1e9:.2f} of {card.usable_bytes / 1e9:.2f} GB"
+        draw.text((_MARGIN, top), f"{card.name}: {_blocks(device)} blocks, {room}", fill="black", font=font)
+        top += 20
+        left = float(_MARGIN)
+        for (_, _, colour), size in zip(_PARTS, parts_of(device).values(), strict=True):
+            right = left + _BAR_WIDTH * size / largest
+            if round(right) > round(left):
+                draw.rectangle((round(left), top, round(right) - 1, top + _BAR_HEIGHT), fill=colour)
+            left = right
+        frame = _MARGIN + _BAR_WIDTH * card.usable_bytes / largest
+        draw.rectangle((_MARGIN, top, round(frame), top + _BAR_HEIGHT), outline="black", width=2)
+    for number, (_, label, colour) in enumerate(_PARTS):
+        at = _MARGIN + len(devices) * row + 22 * number
+        draw.rectangle((_MARGIN, at, _MARGIN + 14, at + 14), fill=colour)
+        draw.text((_MARGIN + 22, at - 2), label, fill="black", font=font)
+    return sheet

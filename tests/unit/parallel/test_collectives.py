@@ -1,0 +1,192 @@
+"""Threads that meet: everyone gets everything by rank, and one that cannot come ends it for all."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.parallel.local.collectives import Collective, Tensors
+
+pytestmark = pytest.mark.usefixtures("no_thread_left")
+LONG = 20.0  # seconds: a thread that is stuck fails the test and does not hang it
+
+
+def _send(tensors: Tensors, rank: int, arrivals: Any) -> Tensors:
+    """Says for whom a copy is: 1000 for every rank."""
+    return [tensor + 1000 * rank for tensor in tensors]
+
+
+def _hand_over(tensors: Tensors, rank: int, arrivals: Any) -> Tensors:
+    return tensors
+
+
+def _together(size: int, work: Callable[[int], Any]) -> list[Any]:
+    """work(rank) in a thread each: its result, or its error."""
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+    assert not any(thread.is_alive() for thread in threads), f"stuck: {results}"
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_everyone_gets_the_parts_of_all_in_the_order_of_ranks(size) -> None:
+    group = Collective(size, _send)
+
+    def work(rank: int) -> list[list[float]]:
+        return [
+            [float(part) for part in group.all_gather(rank, f"{number}", torch.tensor(float(10 * number + rank)))]
+            for number in range(50)
+        ]
+
+    for rank, meetings in enumerate(_together(size, work)):
+        expected = [
+            [10.0 * number + each + (1000 * rank if each != rank else 0) for each in range(size)]
+            for number in range(50)
+        ]
+        assert meetings == expected
+
+
+def test_ones_own_part_is_not_copied() -> None:
+    group, own = Collective(2, _send), [torch.ones(2), torch.zeros(2)]
+    found = _together(2, lambda rank: group.all_gather(rank, "here", own[rank]))
+    assert found[0][0] is own[0] and found[1][1] is own[1]
+
+
+def test_a_fast_thread_may_be_a_meeting_ahead() -> None:
+    """It brings its next part before the other one has taken this one."""
+    group, ahead = Collective(3, _send), threading.Event()
+
+    def work(rank: int) -> list[float]:
+        first = group.all_gather(rank, "a", torch.tensor(1.0 + rank))
+        if rank == 2:
+            assert ahead.wait(LONG)
+        elif rank == 0:
+            threading.Timer(0.05, ahead.set).start()
+        second = group.all_gather(rank, "b", torch.tensor(11.0 + rank))
+        return [float(part) % 1000 for part in first + second]
+
+    assert _together(3, work) == [[1, 2, 3, 11, 12, 13]] * 3
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_abort_wakes_all_and_ends_what_follows(failing) -> None:
+    group = Collective(3, _send)
+
+    def work(rank: int) -> None:
+        group.all_gather(rank, "a", torch.zeros(1))
+        if rank == failing:
+            group.abort(MemoryError("card full"))
+        group.all_gather(rank, "b", torch.zeros(1))
+
+    for error in _together(3, work):
+        assert isinstance(error, MemoryError) and str(error) == "card full"
+    with pytest.raises(MemoryError, match="card full"):
+        group.all_gather(0, "c", torch.zeros(1))
+
+
+def test_the_first_error_counts() -> None:
+    group = Collective(2, _send)
+    group.abort(ValueError("the cause"))
+    group.abort(RuntimeError("what followed from it"))
+    with pytest.raises(ValueError, match="the cause"):
+        group.all_gather(0, "a", torch.zeros(1))
+
+
+def test_threads_at_different_places_are_an_error_for_all() -> None:
+    group = Collective(3, _send)
+    names = ["img_attn.proj", "img_attn.proj", "img_mlp.2"]
+    found = _together(3, lambda rank: group.all_gather(rank, names[rank], torch.zeros(1)))
+    assert {type(error) for error in found} == {RuntimeError}
+    text = str(found[0])
+    assert "the devices are at different places" in text and "img_attn.proj" in text and "img_mlp.2" in text
+    assert {str(error) for error in found} == {text}
+
+
+def test_a_copy_that_cannot_be_made_reaches_the_one_who_sends_it() -> None:
+    def send(tensors: Tensors, rank: int, arrivals: Any) -> Tensors:
+        raise MemoryError("no room for the copy")
+
+    group = Collective(2, send)
+
+    def work(rank: int) -> None:
+        try:
+            group.all_gather(rank, "a", torch.zeros(1))
+        except MemoryError as error:
+            group.abort(error)
+            raise
+
+    assert {type(error) for error in _together(2, work)} == {MemoryError}
+
+
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_a_thread_that_has_finished_a_round_is_waited_for_by_nobody(absent) -> None:
+    group = Collective(3, _send)
+
+    def work(rank: int) -> None:
+        for number in range(3):
+            group.all_gather(rank, "a", torch.zeros(1))
+            if (rank, number) != (absent, 2):
+                group.all_gather(rank, "b", torch.zeros(1))
+            group.finish(rank)
+
+    found = _together(3, work)
+    assert found[absent] is None
+    for rank in {0, 1, 2} - {absent}:
+        assert str(found[rank]) == "the devices are at different places: one at the end, one at b"
+
+
+@pytest.mark.parametrize("shape", [(1, 11, 4), (2, 5, 3), (12, 2), (1, 2, 3), (7,), (1, 1, 600)])
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_large_parts_are_added_slice_by_slice_to_the_same_bits(size, shape) -> None:
+    """By each thread a slice of the tokens, which may not divide by their number, and be fewer."""
+    parts = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+    expected = functools.reduce(torch.add, parts)
+    sent: list[int] = []
+
+    def send(tensors: Tensors, rank: int, arrivals: Any) -> Tensors:
+        sent.append(sum(each.numel() for each in tensors))
+        return [each.clone() for each in tensors]
+
+    for least, is_sliced in ((0, size > 2 and len(shape) > 1), (4 * expected.numel() + 1, False)):
+        sent.clear()
+        group = Collective(size, send)
+        group.sliced_from_bytes = least
+        found = _together(size, lambda rank, group=group: group.all_reduce(rank, "a", parts[rank]))
+        assert all(torch.equal(each, expected) and each.shape == expected.shape for each in found)
+        times = 2 if is_sliced else size
+        assert sum(sent) == times * (size - 1) * expected.numel()
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_error_between_the_parts_of_slices_and_their_sums_ends_it_for_all(failing) -> None:
+    def send(tensors: Tensors, rank: int, arrivals: Any) -> Tensors:
+        if rank == failing and tensors[0].sum() > 5:  # a sum of all
+            raise MemoryError("card full")
+        return tensors
+
+    group = Collective(3, send)
+    group.sliced_from_bytes = 0
+
+    def work(rank: int) -> torch.Tensor:
+        try:
+            return group.all_reduce(rank, "a", torch.ones(6, 2))
+        except MemoryError as error:
+            group.abort(error)
+            raise
+
+    assert {str(error) for error in _together(3, work)} == {"card full"}
