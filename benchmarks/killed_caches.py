@@ -29,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -147,6 +148,8 @@ class _Trial:
             _write_down(log)
             _fill(self.plan, self.folder / "events")
             code = 0
+        except Exception:
+            traceback.print_exc()
         finally:
             os._exit(code)
 
@@ -192,7 +195,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 def _write_down(log: Path) -> None:
     """From here on this process notes what it begins to encode and what it has stored."""
-    from devicebridge.encoding import encode
+    from devicebridge.encoding import sources
     from devicebridge.encoding.store import CacheStore
     from devicebridge.encoding.text_encoder import TextEncoder
 
@@ -219,7 +222,7 @@ def _write_down(log: Path) -> None:
     TextEncoder._encode_together = begin(  # type: ignore[method-assign]
         TextEncoder._encode_together, lambda encoder, texts: f"{encoder.spec.folder} {' '.join(texts)}"
     )
-    encode.read_frames = begin(encode.read_frames, lambda request: f"{request.path}")
+    sources.read_frames = begin(sources.read_frames, lambda request: f"{request.path}")
 
 
 if __name__ == "__main__":

@@ -208,7 +208,6 @@ def test_nothing_that_was_sent_starts_a_process_or_is_read_or_written_elsewhere(
         send(sender)
     _turn(sender)
     sent = {each["run"] for each in server.get("/devicebridge/state")["runs"]} - of_others
-    assert {"up", "with_a_link"} <= sent
     for run in [*sent, "linked_run", ".jobs", "../../x"]:
         answer = sender.resume(run)
         if "confirm" in answer:

@@ -203,13 +203,12 @@ def test_a_process_killed_before_the_rename_leaves_the_old_entry(tmp_path):
     store = CacheStore(tmp_path)
     store.put(KEY, _tensors())
     script = (
-        "import os, sys, importlib.util, torch\n"
-        "spec = importlib.util.spec_from_file_location('files', sys.argv[1])\n"
-        "files = importlib.util.module_from_spec(spec); spec.loader.exec_module(files)\n"
+        "import os, sys, torch\n"
+        "from devicebridge.system import files\n"
         "os.replace = lambda *args: os._exit(9)\n"
-        "files.save_tensors_atomically(files.Path(sys.argv[2]), {'states': torch.zeros(9)})\n"
+        "files.save_tensors_atomically(files.Path(sys.argv[1]), {'states': torch.zeros(9)})\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, files.__file__, str(store.path(KEY))], check=False)
+    done = subprocess.run([sys.executable, "-c", script, str(store.path(KEY))], check=False)
     assert done.returncode == 9
     assert len(list((tmp_path / "ab").iterdir())) == 2  # the dead writer's temporary file lies beside it
     assert _same(store.get(KEY), _tensors())

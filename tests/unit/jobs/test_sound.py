@@ -15,6 +15,7 @@ from devicebridge.encoding.comfy_data import load_encoded, read_pairs, read_samp
 from devicebridge.encoding.store import CacheStore
 from devicebridge.families.comfy.inputs import stream_shapes
 from devicebridge.families.spec import ComfyInputs, LatentSpec
+from devicebridge.jobs import read_job
 from devicebridge.jobs.comfy_entries import (
     ComfyReader,
     EncodedSample,
@@ -22,7 +23,6 @@ from devicebridge.jobs.comfy_entries import (
     refuse_batches_with_sound,
     resolution_of,
 )
-from devicebridge.jobs.read_job import ReadJob
 from devicebridge.planning.dry_run import SampleText, Work, step_on_meta, voice_as_sound
 from devicebridge.training.batches import CachedSamples, loss_weights
 from devicebridge.training.objective import prediction_loss
@@ -153,20 +153,21 @@ def test_a_plan_looks_for_a_noise_mask_in_the_list_and_reads_one_entry_at_most(t
     masked = read_encoded_samples(str(save_encoded(pairs, CacheStore(tmp_path))), LTX)
     opened = []
     monkeypatch.setattr(store_module, "_read_header", lambda path: opened.append(path) or READ_HEADER(path))
-    assert _read(found)._some_mask(CacheStore(tmp_path)) == {} and not opened
-    assert torch.equal(_read(masked)._some_mask(CacheStore(tmp_path))["noise_mask"], kept[0])
-    assert len(set(opened)) == 1
+    latents = {CacheStore(tmp_path).path(each.latents_key) for each in masked}
+    assert "noise_mask" not in _longest_text(found, tmp_path, monkeypatch) and not latents & set(opened)
+    assert torch.equal(_longest_text(masked, tmp_path, monkeypatch)["noise_mask"], kept[0])
+    assert len(latents & set(opened)) == 1
 
 
-def test_a_plan_computes_with_the_longest_sound_beside_the_largest_video(tmp_path):
+def test_a_plan_computes_with_the_longest_sound_beside_the_largest_video(tmp_path, monkeypatch):
     """As a batch has them: packed, and said by tensors without numbers."""
     found: list[EncodedSample] = []
     for length in (5, 9, 7):
         nested = Nested(torch.ones(1, *VIDEO), torch.ones(1, 8, length, 16))
         found += read_encoded_samples(str(_save(tmp_path, nested, _conditioning())), LTX)
     plain = read_encoded_samples(str(_save(tmp_path, torch.ones(1, *VIDEO), _conditioning())), LTX)
-    assert _read(plain)._longest_sound() == {}
-    text, shape = SampleText({"cond": torch.ones(6, 8), **_read((*found, *plain))._longest_sound()}), (4, 3, 4, 5)
+    assert not stream_shapes(_longest_text(plain, tmp_path, monkeypatch))
+    text, shape = SampleText(_longest_text((*found, *plain), tmp_path, monkeypatch)), (4, 3, 4, 5)
     work = Work(shape, 2, torch.float32, None, LoraSettings(), text=text)
     host = _Host()
     info: Any = SimpleNamespace(family=SimpleNamespace(host=host))
@@ -204,10 +205,13 @@ class _Host:
         return model(noisy[..., None])[..., 0]
 
 
-def _read(encoded: Any) -> ReadJob:
-    """A job of which the samples alone are read."""
+def _longest_text(encoded: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """Of a job of ComfyUI's own model with these samples and this cache."""
+    monkeypatch.setattr(read_job, "cache_store", lambda job: CacheStore(folder))
+    job: Any = SimpleNamespace(lora=SimpleNamespace(text_encoder=False), cache=SimpleNamespace(text_source=""))
+    info: Any = SimpleNamespace(family=SimpleNamespace(host=object()))
     nothing: Any = None
-    return ReadJob(nothing, nothing, nothing, nothing, (), (), encoded)
+    return read_job.ReadJob(job, info, nothing, nothing, (), (), encoded)._longest_text().tensors
 
 
 def test_the_size_of_audio_is_counted_in_its_cells(tmp_path):

@@ -365,7 +365,7 @@ def test_the_report_is_shown_and_handed_on(
 
     with torch.inference_mode():  # as the host runs every node
         found, report = _quantized(nodes, model, scheme)
-    assert report == preview_model(found.model, model.split).table()
+    assert report == preview_model(found.model, model.split.devices).table()
     (text,) = host.texts
     assert text.splitlines()[0] == report.splitlines()[0] and report.startswith(scheme)
     assert len(text.splitlines()) == 2, "the whole is a picture, which both renderers show"
