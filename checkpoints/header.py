@@ -158,7 +158,8 @@ def _entry(file: str, name: str, entry: Any, remedy: str) -> TensorEntry:
     try:
         found = TensorEntry(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
         numbers = [*found.shape, found.start, found.end]
-        is_sound = isinstance(found.dtype, str) and all(type(each) is int and each >= 0 for each in numbers)
+        is_sound = isinstance(found.dtype, str) and all(type(each) is int and 0 <= each < 2**63 for each in numbers)
+        is_sound = is_sound and prod(side for side in found.shape if side) < 2**63  # as tensors count, also empty ones
     except (KeyError, TypeError, IndexError):
         is_sound = False
     if not is_sound:

@@ -34,7 +34,7 @@ from ..families.spec import ModelFamily
 from ..system.files import expect, parse_json_object, read_json_object
 from .header import read_header
 from .lora_file import DORA, FIRST, LOKR, MAGNITUDE, A, B, Layer, is_of_text, swap_halves
-from .weight_file import load_tensors
+from .weight_file import mapped_tensors
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def read_start(
     Raises: ValueError naming what is not understood, or belongs to another model.
     """
     metadata = read_header(path).metadata
-    tensors = load_tensors(path)
+    tensors = mapped_tensors(path)
     if not trains_text and (found := [name for name in tensors if _TEXT.match(name)]):
         raise ValueError(
             f"{path} also changes a text encoder ({found[0]}, {len(found)} tensors), and without these the LoRA would "

@@ -1,15 +1,14 @@
 """Weights in a safetensors file, tensor by tensor, also where the file is larger than the machine's memory.
 
-A file is mapped into memory read-only, which costs nothing and is as fast as the disk. The safetensors library asks for
-a private mapping that may be written to, and Linux (vm.overcommit_memory 0 or 2) refuses one that is larger than memory
-and swap together: the 64 GB of FLUX.2 in one file on a computer of 32 GB.
+A file is mapped into memory, which costs nothing and is as fast as the disk. The safetensors library asks for a mapping
+with memory behind every page. Linux refuses one that is larger than memory and swap together: the 64 GB of FLUX.2 in
+one file on a computer of 32 GB.
 """
 
 from __future__ import annotations
 
 import mmap
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch
 
 from .header import AGAIN, FileHeader, TensorEntry, TensorRecord, read_file_header
 
-_MAP_NORESERVE = 0x4000  # of Linux; Python has the name since 3.13
+_MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of Linux; Python has the name since 3.13
 TORCH_TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -61,7 +60,7 @@ def load_tensors(file: Path, remedy: str = AGAIN) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class WeightReader:
-    """An open file. Its tensors are views of the mapped file: they may be read and copied, and never written to."""
+    """An open file. Its tensors are views of the mapped file, or copies where it could be mapped for reading alone."""
 
     header: FileHeader
     content: mmap.mmap
@@ -75,19 +74,26 @@ class WeightReader:
         if entry.end == entry.start:
             return _typed(self.header, name, entry, torch.empty(0, dtype=torch.uint8))
         start, count = self.header.data_start + entry.start, entry.end - entry.start
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
+        if memoryview(self.content).readonly:
+            content = torch.frombuffer(bytearray(self.content[start : start + count]), dtype=torch.uint8)
+        else:
             content = torch.frombuffer(self.content, dtype=torch.uint8, count=count, offset=start)
         return _typed(self.header, name, entry, content)
 
 
 def _mapped(stream: IO[bytes]) -> mmap.mmap:
-    """The file in memory. A page that somebody writes to becomes this process's own, and the file stays as it is; Linux
-    reserves no memory for pages that nobody writes to."""
-    if sys.platform != "linux":
-        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-    return mmap.mmap(stream.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    """The file in memory. A page that somebody writes to becomes this process's own, and the file stays as it is.
+
+    Linux reserves no memory for pages that nobody writes to. A system that does so and has too little maps the file for
+    reading alone.
+    """
+    try:
+        if sys.platform != "linux":
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+        return mmap.mmap(stream.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError:
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 @contextmanager
@@ -100,6 +106,15 @@ def open_weights(file: Path, remedy: str = AGAIN) -> Iterator[WeightReader]:
     with open(file, "rb") as stream:
         header = read_file_header(stream, remedy)
         yield WeightReader(header, _mapped(stream))
+
+
+def mapped_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors file as open_weights gives them; what nobody looks at is not read.
+
+    Raises: as open_weights.
+    """
+    with open_weights(file) as reader:
+        return {name: reader.get_tensor(name) for name in reader.header.tensors}
 
 
 def _refuse_no_file(file: Path) -> None:

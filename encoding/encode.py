@@ -171,6 +171,7 @@ def fill_texts(
 
 def text_entries(captions: Iterable[str], sources: Sequence[TextSource]) -> dict[str, list[str]]:
     """caption -> keys of all entries that fill_texts makes of it; no weight is loaded."""
+    captions = list(captions)
     keys = [source.keys_of(captions) for source in sources]
     parts = {caption: [key_of[caption] for key_of in keys] for caption in keys[0]}
     return {caption: each if len(each) == 1 else [*each, joint_key(each)] for caption, each in parts.items()}
@@ -194,8 +195,12 @@ def _fill(key_of: Mapping[Item, str], source: Source[Item], fill: _Fill, on_begi
             if not given:
                 continue
             load()
+            try:
+                entries = source.encode_batch(list(given.values()))
+            except ValueError as error:
+                raise ValueError("\n".join([*unreadable, str(error)])) from error
             problems = []
-            for key, entry in zip(given, source.encode_batch(list(given.values())), strict=True):
+            for key, entry in zip(given, entries, strict=True):
                 if problem := source.problem_of(entry, given[key]):
                     problems.append(problem)
                 else:

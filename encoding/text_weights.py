@@ -27,7 +27,7 @@ from torch import nn
 from ..checkpoints.header import TensorEntry, read_header, read_weight_map
 from ..checkpoints.load import find_owner, put_tensor
 from ..checkpoints.model_files import first
-from ..checkpoints.weight_file import open_weights
+from ..checkpoints.weight_file import TORCH_TYPES, open_weights
 from ..families.spec import TextEncoderSpec
 from ..patches.lora import matches_any
 from ..quantization.weight_only import convert, has_float8, import_torchao
@@ -130,10 +130,15 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def refuse_eight_bit(files: Mapping[str, Path]) -> None:
-    """Raises: ValueError naming the first tensors that are stored in 8 bits and what works instead."""
+    """Raises: ValueError naming a tensor that a file lacks, or has in 8 bits or an unknown type, and what works."""
     for file in sorted(set(files.values())):
         with open_weights(file) as reader:
-            types = {key: reader.header.tensors[key].dtype for key in files if files[key] == file}
+            wanted = [key for key in files if files[key] == file]
+            if lost := sorted(key for key in wanted if key not in reader.header.tensors):
+                raise ValueError(f"{file} lacks {lost[0]}, which the index places in it; download the folder again")
+            types = {key: reader.header.tensors[key].dtype for key in wanted}
+        if unknown := sorted(key for key, dtype in types.items() if dtype not in TORCH_TYPES):
+            raise ValueError(f"{file} has {unknown[0]} of type {types[unknown[0]]}, which nobody reads; {WHAT_WORKS}")
         if low := sorted(key for key, dtype in types.items() if dtype in _EIGHT_BIT):
             raise ValueError(f"{file} is in 8 bits already ({low[0]} is {types[low[0]]}); {WHAT_WORKS}")
 

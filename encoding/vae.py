@@ -22,7 +22,7 @@ import torch
 
 from ..checkpoints.fingerprint import file_fingerprint, folder_fingerprint, settings_fingerprint
 from ..checkpoints.model_class import refuse_other_kinds, shapes_of_class
-from ..checkpoints.weight_file import load_tensors
+from ..checkpoints.weight_file import mapped_tensors
 from ..families.spec import ModelFamily, Variant
 from ..system.files import read_json_object
 
@@ -42,7 +42,7 @@ def load_vae(family: ModelFamily, variant: Variant | None, path: str | Path, dty
     """
     source = find_vae(path)
     is_folder = source.is_dir()
-    vae = _load_folder(family, source) if is_folder else _load_tensors(family, variant, source, load_tensors(source))
+    vae = _load_folder(family, source) if is_folder else _load_tensors(family, variant, source, mapped_tensors(source))
     for parameter in vae.parameters():
         parameter.data = parameter.data.to(dtype)
     return vae.requires_grad_(False).eval()

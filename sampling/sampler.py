@@ -170,6 +170,7 @@ class Sampler:
         release_cached_memory()
         with contextlib.closing(self.decoder.decode(list(drawn.values()))) as decoded:
             for index, pixels in zip(drawn, decoded, strict=True):
+                self.ranks.alive()
                 if should_stop():
                     return
                 ending, content = as_file(pixels, self.family.latent_of(self.variant).fps)

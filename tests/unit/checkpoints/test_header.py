@@ -29,6 +29,8 @@ CASES = {
     "text_in_shape": ({"w": {**WEIGHT, "shape": ["2"]}}, 8, "its entry 'w' is malformed"),
     "negative": ({"w": {**WEIGHT, "shape": [-2]}}, 8, "its entry 'w' is malformed"),
     "true": ({"w": {**WEIGHT, "shape": [True, 2]}}, 8, "its entry 'w' is malformed"),
+    "huge_beside_0": ({"w": {**WEIGHT, "shape": [2**70, 0], "data_offsets": [0, 0]}}, 0, "its entry 'w' is malformed"),
+    "huge_product": ({"w": {**WEIGHT, "shape": [2**40] * 2 + [0], "data_offsets": [0, 0]}}, 0, "'w' is malformed"),
     "number_as_type": ({"w": {**WEIGHT, "dtype": 3}}, 8, "its entry 'w' is malformed"),
     "other_size": ({"w": {**WEIGHT, "shape": [3]}}, 8, r"'w' should be F32 \[3\], and has 8 bytes"),
     "backwards": ({"w": {**WEIGHT, "shape": [0], "data_offsets": [8, 0]}}, 0, "damaged"),

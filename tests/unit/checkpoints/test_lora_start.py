@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,18 @@ def test_what_the_job_cannot_hold_in_full_is_refused(settings: dict[str, Any], m
     targets = resolve_targets(TINY["flux2"].make_model(), wanted.targets or FAMILIES["flux2"].lora_targets)
     with pytest.raises(ValueError, match=message):
         refuse_start(tmp_path / "a.safetensors", layers, targets, wanted)
+
+
+def test_a_file_of_another_kind_is_refused_before_its_tensors_are_read(tmp_path: Path) -> None:
+    """As a base model of more than memory; sparse, so that it takes no room."""
+    side = 2**18
+    header = {"blocks.0.weight": {"dtype": "BF16", "shape": [side, side], "data_offsets": [0, 2 * side**2]}}
+    text = json.dumps(header).encode()
+    with open(tmp_path / "model.safetensors", "wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + 2 * side**2)
+    with pytest.raises(ValueError, match="which is no tensor of a LoRA"):
+        read_start(tmp_path / "model.safetensors", FAMILIES["flux2"], {})
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
 import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 import torch
 from devicebridge.checkpoints import weight_file
 from devicebridge.checkpoints.header import FileHeader, TensorRecord, read_file_header
-from devicebridge.checkpoints.weight_file import TORCH_TYPES, load_tensors, open_weights, read_records, read_rows
+from devicebridge.checkpoints.weight_file import (
+    TORCH_TYPES,
+    load_tensors,
+    mapped_tensors,
+    open_weights,
+    read_records,
+    read_rows,
+)
 from safetensors.torch import save_file
+
+MMAP = mmap.mmap
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -76,7 +87,7 @@ def test_rows_are_those_of_the_whole(rows: slice, tmp_path: Path) -> None:
 
 
 def test_a_file_larger_than_memory_is_read(tmp_path: Path) -> None:
-    """Sparse, so that it takes no room; where the system maps it, the library reads it."""
+    """Sparse, so that it takes no room."""
     size = 4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     columns = 1024
     shape = [size // 2 // columns, columns]
@@ -90,6 +101,25 @@ def test_a_file_larger_than_memory_is_read(tmp_path: Path) -> None:
     with open_weights(file) as reader:
         found = reader.get_tensor("w")[shape[0] - 3 : shape[0]]
     assert found[:, 0].tolist() == [0.0, 3.0, 0.0] and found.shape == (3, columns)
+
+
+def test_a_file_is_read_where_no_memory_can_be_promised_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under vm.overcommit_memory 2, with a file larger than what is left."""
+    expected, refused = _tensors(), []
+    save_file(expected, tmp_path / "x.safetensors")
+
+    def refuse(*args: Any, access: int = mmap.ACCESS_DEFAULT, **kwargs: Any) -> mmap.mmap:
+        if access != mmap.ACCESS_READ:
+            refused.append(args)
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return MMAP(*args, access=access, **kwargs)
+
+    monkeypatch.setattr(weight_file.mmap, "mmap", refuse)
+    found = mapped_tensors(tmp_path / "x.safetensors")
+    assert len(refused) == 1 and found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert _equal(tensor, expected[name]), name
+        tensor.zero_()
 
 
 def test_a_file_cut_short_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
