@@ -41,8 +41,8 @@ class Assembled:
 
     Args:
         replicas: the same on further devices, as the placement says.
-        shards: where every block is divided: the tree of each device, home's first. model calls all of them then, split
-            is the first one's, and adapter is of the whole.
+        shards: where every block is divided: the tree of each device, the main device's first. model calls all of
+            them then, split is the first one's, and adapter is of the whole.
         slices: of each shard, which parts of the weights it has.
     """
 
@@ -148,7 +148,7 @@ def assemble_sharded(
         whole_shapes,
     )
 
-    device = plan.placement.home
+    device = plan.placement.main_device
     model = load_sharded(info, mesh, device, plan.dtype, plan.quantize)
 
     def attach(model: nn.Module) -> object:

@@ -643,10 +643,10 @@ def forget() -> None:
 
 
 def one_against_split(shape: Shape, precision: str = "", on: torch.device | None = None, **work: Any) -> dict[str, Any]:
-    home = roomy() if on is None else on
-    one = load(shape, precision, home)
+    main_device = roomy() if on is None else on
+    one = load(shape, precision, main_device)
     # From weights of its own where cards are large: sharing the other's would hide what the split holds.
-    divided = split(one if home == CPU else load(shape, precision, CARDS[1]))
+    divided = split(one if main_device == CPU else load(shape, precision, CARDS[1]))
     return {"weights": precision or shape.precision} | compare(
         {"one_gpu": one, "split": divided}, Work(shape, **work), "one_gpu"
     )

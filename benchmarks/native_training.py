@@ -334,8 +334,8 @@ def measure_on_cards(name: str) -> dict[str, Any]:
             say(f"{name}: loaded")
             found |= _peaks_beside_forecast(trainer, plan)
             say(f"{name}: {found}")  # the rest may not end in time
-            model, home = trainer.runner.replica_for(0)
-            runners = {"usual split": PlainAccumulation(model, home), "pipeline": trainer.runner}
+            model, main_device = trainer.runner.replica_for(0)
+            runners = {"usual split": PlainAccumulation(model, main_device), "pipeline": trainer.runner}
             ways = {way: functools.partial(_run_by, trainer, runner) for way, runner in runners.items()}
             has_room = OPTIONS.tiny or 2 * found["file_gb"] < 60 * len(CARDS)
             if not capped and has_room:

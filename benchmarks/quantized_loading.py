@@ -217,11 +217,11 @@ def plan(info: CheckpointInfo, scheme: str, devices: list[torch.device]) -> tupl
     """As a job plans it: by what will be stored; and the bytes of the largest block in the checkpoint."""
     model = make_empty_transformer(info)
     blocks = block_names(model, FAMILY)
-    full, home = parameter_bytes(model, blocks, 2)
+    full, main_device = parameter_bytes(model, blocks, 2)
     sizes = full
     if scheme != "bf16":
-        sizes, home = stored_bytes(model, FAMILY, blocks, 2, QuantizeSettings(scheme))  # type: ignore[arg-type]
-    return plan_placement(blocks, devices, block_cost=sizes, home_cost=home), max(full)
+        sizes, main_device = stored_bytes(model, FAMILY, blocks, 2, QuantizeSettings(scheme))  # type: ignore[arg-type]
+    return plan_placement(blocks, devices, block_cost=sizes, main_cost=main_device), max(full)
 
 
 # ---- runs

@@ -90,8 +90,8 @@ def plan_devices(config: Mapping[str, Any], devices: Sequence[torch.device], fam
     """Blocks to devices by their bytes in bf16: one cut for all schemes, so that their cards can be compared."""
     model = make_empty(config, family)
     names = block_names(model, family)
-    sizes, home = parameter_bytes(model, names, 2)
-    return plan_placement(names, devices, block_cost=sizes, home_cost=home)
+    sizes, main_device = parameter_bytes(model, names, 2)
+    return plan_placement(names, devices, block_cost=sizes, main_cost=main_device)
 
 
 def make_empty(config: Mapping[str, Any], family: ModelFamily = FAMILY) -> Any:
@@ -341,7 +341,7 @@ def make_trainer(
         job=job,
         family=built.family,
         variant=variant,
-        runner=runner or PlainAccumulation(built.model, built.split.home),
+        runner=runner or PlainAccumulation(built.model, built.split.main_device),
         lora=lora,
         schedule=make_noise_schedule(job.objective, built.family, variant),
         train_data=train_data,

@@ -185,11 +185,11 @@ def split_as_usual(built: RandomModel) -> None:
 
     placement = built.split.placement
     for name, device in zip(placement.blocks, placement.devices, strict=True):
-        if device != placement.home:
+        if device != placement.main_device:
             block = built.model.get_submodule(name)
             block.register_forward_pre_hook(move_to(device), with_kwargs=True)
     built.model.get_submodule(placement.blocks[-1]).register_forward_hook(
-        lambda module, args, output: map_tensors(output, lambda tensor: tensor.to(placement.home))
+        lambda module, args, output: map_tensors(output, lambda tensor: tensor.to(placement.main_device))
     )
 
 
@@ -337,7 +337,7 @@ def _runner_of(each: Contestant, way: Way) -> Runner:
     if way.kind == "tensor":
         assert each.divided is not None
         return each.divided
-    return PlainAccumulation(model, split.home) if way.kind is None else Pipeline(model, split.bridge)
+    return PlainAccumulation(model, split.main_device) if way.kind is None else Pipeline(model, split.bridge)
 
 
 @contextlib.contextmanager

@@ -113,7 +113,7 @@ def _assemble(plan: JobPlan, ranks: Ranks) -> Assembled:
             host, cache = plan.family.host, job.cache
             assert host is not None
             files, kind, name = cache.stock_clip, cache.stock_clip_type, cache.text_source
-            host.attach_text_encoders(model, files, kind, job.model.path, name, plan.placement.home)
+            host.attach_text_encoders(model, files, kind, job.model.path, name, plan.placement.main_device)
         return apply_lora(model, plan.family, job.lora, seed=job.train.seed)
 
     if shards_weights(execution.strategy):
@@ -136,14 +136,14 @@ def _make_runner(plan: JobPlan, assembled: Assembled) -> Runner:
     strategy: Strategy = plan.execution.strategy  # named here: mypy's cache misses a new name behind another's field
     match strategy:
         case "none" | "fsdp" | "hsdp":
-            return PlainAccumulation(assembled.model, assembled.split.home)
+            return PlainAccumulation(assembled.model, assembled.split.main_device)
         case "pipeline":
             assert plan.execution.ahead is not None
             return Pipeline(assembled.model, assembled.split.bridge, ahead=plan.execution.ahead)
         case "data":
             return DataParallel(
                 [
-                    Replica(each.model, each.split.home, tuple(_lora_of(each).parameters().values()))
+                    Replica(each.model, each.split.main_device, tuple(_lora_of(each).parameters().values()))
                     for each in assembled.parts
                 ]
             )

@@ -235,7 +235,7 @@ def _latent_source(plan: JobPlan, encoders: ComfyEncoders = NO_ENCODERS) -> Late
     if settings.latent_source:
         return comfy_latents(settings, comfy_reader(plan), encoders)
     _refuse_unnamed(settings.has_stock_latents)
-    device = find_device(settings.vae_device) if settings.vae_device else plan.placement.home
+    device = find_device(settings.vae_device) if settings.vae_device else plan.placement.main_device
     return FolderLatents(plan.family, plan.variant, vae_path(plan), device, getattr(torch, settings.dtype))
 
 

@@ -69,16 +69,16 @@ def place_by_size(
     """
     model, family = subject.model, subject.info.family
     blocks = block_names(model, family)
-    block_bytes, home_bytes = held_bytes(config, subject)
-    home_bytes += subject.beside_bytes
+    block_bytes, main_bytes = held_bytes(config, subject)
+    main_bytes += subject.beside_bytes
     budgets = _budgets(split, devices)
     if holds_copies(strategy):
-        return plan_replicas(blocks, devices, sum(block_bytes) + home_bytes, budgets)
+        return plan_replicas(blocks, devices, sum(block_bytes) + main_bytes, budgets)
     if divides_blocks(strategy):
-        return plan_shards(blocks, devices, sum(block_bytes), home_bytes, budgets)
+        return plan_shards(blocks, devices, sum(block_bytes), main_bytes, budgets)
     if split.balance == "manual":
         manual = plan_manual(blocks, list(devices), split.split_at)
-        check_budgets(manual, block_bytes, home_bytes, budgets)
+        check_budgets(manual, block_bytes, main_bytes, budgets)
         return manual
     if split.balance == "time":
         _log.warning('split.balance = "time" needs a forecast, which there is none of here; blocks are cut by memory')
@@ -87,9 +87,9 @@ def place_by_size(
         blocks,
         devices,
         block_cost=list(map(float, block_bytes)),
-        home_cost=float(home_bytes),
+        main_cost=float(main_bytes),
         block_bytes=block_bytes,
-        home_bytes=home_bytes,
+        main_bytes=main_bytes,
         budget_bytes=budgets,
         capacity=capacity if all(capacity) else (),
     )

@@ -408,7 +408,7 @@ def why_no_stages(native: NativeModel | None, model: nn.Module) -> str:
     """Why the cards cannot work on several microbatches at once; "" for nothing."""
     if native is None:
         return ""
-    if native.ends_at_home:
+    if native.ends_on_main_device:
         return f"{native.class_name} computes with what is on the main device behind its blocks"
     if not native.can_overlap:
         return f"{native.class_name} needs its main device between its blocks"

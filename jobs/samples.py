@@ -156,7 +156,7 @@ def make_sampler(
 
 def _limits(plan: JobPlan) -> dict[torch.device, int]:
     """What training was forecast to reserve on each device; {} where nobody forecasts, or the CPU is to decode."""
-    wanted = find_device(plan.job.cache.vae_device) if plan.job.cache.vae_device else plan.placement.home
+    wanted = find_device(plan.job.cache.vae_device) if plan.job.cache.vae_device else plan.placement.main_device
     if plan.training is None or wanted == CPU:
         return {}
     limits = {find_device(each.device): each.reserved for each in plan.training.devices}

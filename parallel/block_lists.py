@@ -73,8 +73,8 @@ def execution_order(model: nn.Module, native: NativeModel) -> tuple[str, ...]:
 def transport_for(model: nn.Module, native: NativeModel) -> Transport:
     """How activations travel in this model.
 
-    The last block's output goes home. If a follower runs after the last block, its result would be added there from
-    another card, so such a build relays.
+    The last block's output goes to the main device. If a follower runs after the last block, its result would be
+    added there from another card, so such a build relays.
     """
     ends_with_follower = execution_order(model, native)[-1] in followers(model, native)
     return "relay" if ends_with_follower else native.transport

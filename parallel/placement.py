@@ -1,7 +1,7 @@
 """Which block lives on which device: pure arithmetic, no GPU and no weights needed.
 
 Each device holds one consecutive run of blocks, so activations cross a border at most num_devices - 1 times per
-forward. The first device is home: it also holds the embedders and the tail.
+forward. The first is the main device: it also holds the embedders and the tail.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Placement:
     Args:
         blocks: fqns in execution order. [num_blocks]
         devices: where each lives. [num_blocks]
-        home: where everything else lives.
+        main_device: where everything else lives.
         tail: fqns of the modules and parameters behind the last block that live on its device instead, for pipelines.
-        replicas: devices that each hold a copy of all of it, home first; () for one model over all devices. devices
-            are those of home's copy then.
-        shards: devices that compute every block together, home first, each with a share of its weights and with all
-            of what is outside the blocks; () where a block is on one device. devices are all home then.
+        replicas: devices that each hold a copy of all of it, the main device first; () for one model over all devices.
+            devices are those of the main device's copy then.
+        shards: devices that compute every block together, the main device first. Each has a share of its weights and
+            all others; () where a block is on one device. devices are the main device for all then.
         shares: of heads, one number for each shard, in whose proportion they are shared out; () is evenly.
     """
 
     blocks: tuple[str, ...]
     devices: tuple[torch.device, ...]
-    home: torch.device
+    main_device: torch.device
     tail: tuple[str, ...] = ()
     replicas: tuple[torch.device, ...] = ()
     shards: tuple[torch.device, ...] = ()
@@ -50,7 +50,7 @@ class Placement:
             raise ValueError(f"{len(self.blocks)} blocks and {len(self.devices)} devices; give one device per block")
         assert not (self.replicas and self.shards)
         assert not self.shares or len(self.shares) == len(self.shards)
-        assert not self.side_by_side or {self.home, *self.devices} == {self.side_by_side[0]} and not self.tail
+        assert not self.side_by_side or {self.main_device, *self.devices} == {self.side_by_side[0]} and not self.tail
 
     def runs(self) -> list[tuple[str, int]]:
         """Device and number of blocks, in the order in which a sample goes through them."""
@@ -72,12 +72,12 @@ class Placement:
     @property
     def tail_device(self) -> torch.device:
         """Where the model's output is."""
-        return self.devices[-1] if self.tail else self.home
+        return self.devices[-1] if self.tail else self.main_device
 
     @property
     def used_devices(self) -> tuple[torch.device, ...]:
-        """Home first, then the others in the order they are reached."""
-        return tuple(dict.fromkeys((self.home, *self.devices, *self.side_by_side)))
+        """The main device first, then the others in the order they are reached."""
+        return tuple(dict.fromkeys((self.main_device, *self.devices, *self.side_by_side)))
 
     def on(self, device: torch.device) -> Placement:
         """All of the model on one device: one replica's, or one tree of shards."""
@@ -88,13 +88,13 @@ class Placement:
         return len(self.blocks) if device in self.side_by_side else self.devices.count(device)
 
     def device_of(self, fqn: str) -> torch.device:
-        """Device of a module or parameter by its name in the model: its block's or the tail's, else home."""
+        """Device of a module or parameter by its name in the model: its block's or the tail's, else the main device."""
         parts = fqn.split(".")
         for length in range(1, len(parts) + 1):
             device = self._device_by_block.get(".".join(parts[:length]))
             if device is not None:
                 return device
-        return self.home
+        return self.main_device
 
     def describe(self) -> str:
         """One line for a log: "cuda:0: 20 blocks, cuda:1: 36 blocks"."""
@@ -169,9 +169,9 @@ def plan_placement(
     devices: Sequence[torch.device],
     *,
     block_cost: Sequence[float],
-    home_cost: float = 0.0,
+    main_cost: float = 0.0,
     block_bytes: Sequence[int] | None = None,
-    home_bytes: int = 0,
+    main_bytes: int = 0,
     budget_bytes: Mapping[torch.device, int | None] | None = None,
     capacity: Sequence[float | None] = (),
 ) -> Placement:
@@ -179,10 +179,10 @@ def plan_placement(
 
     Args:
         blocks: fqns in execution order. [num_blocks]
-        devices: in execution order, the first is home. Each gets at least one block while there are enough.
+        devices: in execution order, the first is the main device. Each gets at least one block while there are enough.
         block_cost: what is balanced, bytes or FLOPs per block. [num_blocks]
-        home_cost: what home carries besides its blocks, in the same unit.
-        block_bytes, home_bytes: weights, checked against the budget; the cost is taken for bytes if left out.
+        main_cost: what the main device carries besides its blocks, in the same unit.
+        block_bytes, main_bytes: weights, checked against the budget; the cost is taken for bytes if left out.
         budget_bytes: bytes of weights each device may hold; None or absent is unlimited.
         capacity: how much each device can carry, in any unit; loads are compared relative to it. () is all alike.
     Raises: ValueError if no cut fits the budgets; it names need and limit in GB.
@@ -195,9 +195,9 @@ def plan_placement(
     used = list(devices[: len(blocks)])
     limits = [(budget_bytes or {}).get(device) for device in used]
     shares = [float(value or 1) for value in capacity[: len(used)]] or [1.0] * len(used)
-    cuts = _best_cuts(list(block_cost), sizes, limits, float(home_cost), home_bytes, shares)
+    cuts = _best_cuts(list(block_cost), sizes, limits, float(main_cost), main_bytes, shares)
     if cuts is None:
-        raise ValueError(_does_not_fit(used, limits, sizes, home_bytes))
+        raise ValueError(_does_not_fit(used, limits, sizes, main_bytes))
     return _cut(blocks, used, cuts)
 
 
@@ -205,24 +205,24 @@ def _best_cuts(
     cost: list[float],
     sizes: list[int],
     limits: list[int | None],
-    home_cost: float,
-    home_bytes: int,
+    main_cost: float,
+    main_bytes: int,
     capacity: list[float],
 ) -> list[tuple[int, int]] | None:
     """Runs [start, end) per device with the smallest maximum cost that fit the limits; None if there are none.
 
     Dynamic programme over (devices used, blocks placed): num_devices * num_blocks² steps. Of cuts with the same maximum
-    the later one wins: home holds activations of front and tail as well, so it is not given more than it must.
+    the later one wins: the main device holds activations of front and tail, too, and is not given more than it must.
     """
     num_blocks = len(cost)
     cost_before, bytes_before = list(accumulate(cost, initial=0.0)), list(accumulate(sizes, initial=0))
 
     def load(stage: int, start: int, end: int) -> float | None:
-        size = bytes_before[end] - bytes_before[start] + (home_bytes if stage == 0 else 0)
+        size = bytes_before[end] - bytes_before[start] + (main_bytes if stage == 0 else 0)
         limit = limits[stage]
         if limit is not None and size > limit:
             return None
-        return (cost_before[end] - cost_before[start] + (home_cost if stage == 0 else 0.0)) / capacity[stage]
+        return (cost_before[end] - cost_before[start] + (main_cost if stage == 0 else 0.0)) / capacity[stage]
 
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # per stage: blocks placed -> (max cost, start)
     for stage in range(len(limits)):
@@ -246,15 +246,15 @@ def _best_cuts(
     return cuts[::-1]
 
 
-def _does_not_fit(devices: list[torch.device], limits: list[int | None], sizes: list[int], home_bytes: int) -> str:
-    need = (sum(sizes) + home_bytes) / 1e9
+def _does_not_fit(devices: list[torch.device], limits: list[int | None], sizes: list[int], main_bytes: int) -> str:
+    need = (sum(sizes) + main_bytes) / 1e9
     shares = ", ".join(
         f"{device} {'unlimited' if limit is None else f'{limit / 1e9:.2f} GB'}"
         for device, limit in zip(devices, limits, strict=True)
     )
     return (
         f"the weights need {need:.2f} GB in all and no cut fits the limits: {shares} (embeddings and last layers take "
-        f"{home_bytes / 1e9:.2f} GB, always on {devices[0]}; the largest block {max(sizes) / 1e9:.2f} GB). Raise "
+        f"{main_bytes / 1e9:.2f} GB, always on {devices[0]}; the largest block {max(sizes) / 1e9:.2f} GB). Raise "
         "memory_limit_gb, name another device"
     )
 
@@ -283,7 +283,7 @@ def plan_shards(
     blocks: Sequence[str],
     devices: Sequence[torch.device],
     block_bytes: int,
-    home_bytes: int,
+    main_bytes: int,
     budget_bytes: Mapping[torch.device, int | None],
 ) -> Placement:
     """An even share of every block on each device, and all else on all of them.
@@ -292,7 +292,7 @@ def plan_shards(
         block_bytes: of all blocks.
     Raises: ValueError naming the first device that may not hold its share.
     """
-    num_bytes = block_bytes // len(devices) + home_bytes
+    num_bytes = block_bytes // len(devices) + main_bytes
     for device in devices:
         limit = budget_bytes.get(device)
         if limit is not None and num_bytes > limit:
@@ -300,8 +300,8 @@ def plan_shards(
                 f'parallel.strategy = "tensor" puts {num_bytes / 1e9:.2f} GB of weights on {device}, which may hold '
                 f'{limit / 1e9:.2f} GB; name another device, or set it to "auto"'
             )
-    home = devices[0]
-    return Placement(tuple(blocks), (home,) * len(blocks), home, shards=tuple(devices))
+    main_device = devices[0]
+    return Placement(tuple(blocks), (main_device,) * len(blocks), main_device, shards=tuple(devices))
 
 
 def plan_manual(blocks: Sequence[str], devices: Sequence[torch.device], split_at: Sequence[int]) -> Placement:
@@ -324,7 +324,7 @@ def plan_manual(blocks: Sequence[str], devices: Sequence[torch.device], split_at
 
 
 def _cut(blocks: Sequence[str], devices: Sequence[torch.device], cuts: Iterable[tuple[int, int]]) -> Placement:
-    """A run [start, end) of blocks for each device, home first."""
+    """A run [start, end) of blocks for each device, the main device first."""
     placed = [device for device, (start, end) in zip(devices, cuts, strict=True) for _ in range(start, end)]
     return Placement(tuple(blocks), tuple(placed), devices[0])
 
@@ -332,7 +332,7 @@ def _cut(blocks: Sequence[str], devices: Sequence[torch.device], cuts: Iterable[
 def check_budgets(
     placement: Placement,
     block_bytes: Sequence[int],
-    home_bytes: int,
+    main_bytes: int,
     budget_bytes: Mapping[torch.device, int | None],
 ) -> None:
     """Whether a placement made by hand fits.
@@ -341,7 +341,7 @@ def check_budgets(
     """
     for device in placement.used_devices:
         load = sum(size for size, place in zip(block_bytes, placement.devices, strict=True) if place == device)
-        load += home_bytes if device == placement.home else 0
+        load += main_bytes if device == placement.main_device else 0
         limit = budget_bytes.get(device)
         if limit is not None and load > limit:
             raise ValueError(

@@ -73,8 +73,8 @@ class OneModel:
     num_replicas = 1
     in_lockstep = False
 
-    def __init__(self, model: nn.Module, home: torch.device) -> None:
-        self._replica = model, home
+    def __init__(self, model: nn.Module, main_device: torch.device) -> None:
+        self._replica = model, main_device
 
     def replica_for(self, index: int) -> tuple[nn.Module, torch.device]:
         return self._replica

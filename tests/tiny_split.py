@@ -39,7 +39,7 @@ def make_tiny_split(
     names = block_names(model, family)
     cuts = cuts or [len(names) * (i + 1) // len(cards) for i in range(len(cards) - 1)]
     manual = plan_manual(names, list(cards), cuts)
-    placement = Placement(manual.blocks, manual.devices, manual.home, tail=tuple(family.tail))
+    placement = Placement(manual.blocks, manual.devices, manual.main_device, tail=tuple(family.tail))
     split = apply_block_split(model, family, placement)
     if scheme is not None:
         model.requires_grad_(False)
@@ -64,10 +64,10 @@ def make_batches_for(
     family, tiny = FAMILIES[name], TINY[name]
 
     def make(index: int) -> MicroBatch[dict[str, Any]]:
-        model, home = replica_for(index)
+        model, main_device = replica_for(index)
 
         def forward(inputs: dict[str, Any]) -> torch.Tensor:
-            inputs = {k: v.to(home) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+            inputs = {k: v.to(main_device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
             output = model(**inputs, return_dict=False)[0]
             return family.read_prediction(output, tiny.make_latents(seed=first + index)).square().mean() / count
 
@@ -77,10 +77,10 @@ def make_batches_for(
 
 
 def make_micro_batches(
-    model: torch.nn.Module, name: str, count: int, home: torch.device = CARDS[0]
+    model: torch.nn.Module, name: str, count: int, main_device: torch.device = CARDS[0]
 ) -> list[MicroBatch[dict[str, Any]]]:
     """All through one model."""
-    return make_batches_for(lambda index: (model, home), name, count)
+    return make_batches_for(lambda index: (model, main_device), name, count)
 
 
 class BrokenBackward(torch.autograd.Function):

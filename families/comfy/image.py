@@ -83,7 +83,7 @@ PIXEL_DIT = NativeModel(
     tail=("pixel_embedder", "pixel_blocks", "final_layer"),
     note="the pixel blocks stay on the main device: time is added to the stream before them",
     front_parameters=("y_pos_embedding",),
-    ends_at_home=True,
+    ends_on_main_device=True,
     in_place=("pixel_blocks.0", "pixel_blocks.1"),
     tensor=image_plans.PIXEL_DIT,
     text_modules=("attn.*_y", "mlp_y.*"),
@@ -178,7 +178,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         class_name="NextDiTPixelSpace",
         tail=("dec_net",),
         note="NextDiT with a pixel decoder for a tail",
-        ends_at_home=True,
+        ends_on_main_device=True,
     ),
     NativeModel(
         class_name="HiDreamImageTransformer2DModel",

@@ -106,7 +106,7 @@ class NativeModel:
     fused_attention: tuple[str, ...] = ()
     # How its blocks are divided among cards that compute each of them together; () if nobody described that.
     tensor: tuple[TensorPlan, ...] = ()
-    ends_at_home: bool = False  # whether its forward computes behind the blocks, outside of any module
+    ends_on_main_device: bool = False  # whether its forward computes behind the blocks, outside of any module
     has_out: bool = False  # whether its blocks name tensors to write into (out=), which autograd refuses
     in_place: tuple[str, ...] = ()  # modules that are called between blocks and write into what they are given
     fps: float = 0.0  # of the clips that it is trained on where nobody says otherwise; 0 for a class that makes images

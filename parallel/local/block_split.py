@@ -49,7 +49,7 @@ class BlockSplit:
         self._called = {name: called_modules(model, family, name) for name in placement.blocks}
         self.bridge = Bridge(
             {module: device for name, device in placement.items() for module in self._called[name]},
-            placement.home,
+            placement.main_device,
             tail=parts_of_tail(model, family)[0],
             tail_device=placement.tail_device,
             transport="stream" if family.native is None else transport_for(model, family.native),
@@ -66,8 +66,8 @@ class BlockSplit:
         self._hooks = HookSet()
 
     @property
-    def home(self) -> torch.device:
-        return self.placement.home
+    def main_device(self) -> torch.device:
+        return self.placement.main_device
 
     def attach(self) -> None:
         """Move every module to its device and register the hooks."""
@@ -78,7 +78,7 @@ class BlockSplit:
                 _move_module(module, device)
         self._hooks.before(self.model, self._start)
         self.bridge.attach()
-        if self.bridge.tail_device != self.home:
+        if self.bridge.tail_device != self.main_device:
             self._lead_to_tail()
         self._hooks.after(self.model, self._bring_output)
         self._hooks.after(self.model, self._finish, also_on_error=True)
@@ -159,7 +159,7 @@ class BlockSplit:
             self._check_residents()
         self.bridge.end()  # torch calls no hook of ours when KeyboardInterrupt ends a forward
         self.bridge.begin()
-        return self.bridge.move((args, kwargs), self.home)
+        return self.bridge.move((args, kwargs), self.main_device)
 
     def _finish(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self.bridge.end()
@@ -243,9 +243,9 @@ class BlockSplit:
 def apply_block_split(
     model: nn.Module, family: ModelFamily, placement: Placement, weights: WeightOffload | None = None
 ) -> BlockSplit:
-    """Put each block on its device, everything else at home, and hook the model so that one forward runs over all.
+    """Put each block on its device, everything else on the main device, and hook the model: one forward runs over all.
 
-    The model is used as before, from home or any other device; its output is on the placement's tail device. Works
+    The model is used as before, from the main device or any other; its output is on the placement's tail device. Works
     under autograd, gradient checkpointing and no_grad, and from several threads at once. handle.remove() restores the
     model as it was found, places included.
 

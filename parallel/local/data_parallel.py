@@ -2,9 +2,9 @@
 
 Each device has one worker, which takes its share of a step's microbatches, forwards and backwards, into gradients of
 its own. One more worker prepares the microbatches in order, one ahead of each device. When all are done, the first
-replica's device (home) adds up:
+replica's device (the main device) adds up:
 
-    gradient = ((home's sum + second's sum) + third's sum) + ...        one flat copy per device
+    gradient = ((first's sum + second's sum) + third's sum) + ...        one flat copy per device
 
 It clips, and steps the only optimizer; sync() then copies the trained values to the others. Who has which microbatch,
 and every order of summation, are fixed. Against one device gradients differ by that order, and dropout draws other
@@ -123,8 +123,8 @@ class DataParallel:
     @torch.no_grad()
     def sync(self) -> None:
         """Copy the first replica's trained values to the others; after every change of them."""
-        home, *others = self._replicas
-        flat = torch.cat([parameter.detach().flatten() for parameter in home.parameters])
+        main_device, *others = self._replicas
+        flat = torch.cat([parameter.detach().flatten() for parameter in main_device.parameters])
         for replica in others:
             _for_each_part(flat.to(replica.device), replica.parameters, lambda parameter, part: parameter.copy_(part))
 
@@ -136,12 +136,12 @@ class DataParallel:
     @torch.no_grad()
     def _add_up(self) -> None:
         """Add the gradients of the others to those of the first, one device after the other."""
-        home, *others = self._replicas
+        main_device, *others = self._replicas
         for replica in others:
             gradients = {index: each.grad for index, each in enumerate(replica.parameters) if each.grad is not None}
             if gradients:
-                flat = torch.cat([gradient.flatten() for gradient in gradients.values()]).to(home.device)
-                _for_each_part(flat, [home.parameters[index] for index in gradients], _add_gradient)
+                flat = torch.cat([gradient.flatten() for gradient in gradients.values()]).to(main_device.device)
+                _for_each_part(flat, [main_device.parameters[index] for index in gradients], _add_gradient)
 
 
 def num_dealt(num_microbatches: int, num_replicas: int) -> list[int]:

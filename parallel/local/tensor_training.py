@@ -74,7 +74,7 @@ class DividedModel(nn.Module):
         return self.through(lambda tree, device: tree(*args, **kwargs))
 
     def through(self, call: Callable[[nn.Module, torch.device], T]) -> T:
-        """What call(tree, device) returns for every device together, home's; inside `together` for this device alone.
+        """What call(tree, device) returns on the main device, computed by all; inside `together` on this device alone.
 
         For models that are not called themselves, as those of ComfyUI.
         """

@@ -100,9 +100,9 @@ class AcrossRanks:
     @torch.no_grad()
     def _add_up(self, losses: dict[int, float], count: int) -> torch.Tensor:
         """Every rank's gradients into ours, in float32; returns the losses of all microbatches. [count]"""
-        home = self._parameters[0].device
+        main_device = self._parameters[0].device
         sizes = [parameter.numel() for parameter in self._parameters]
-        flat = torch.zeros(sum(sizes) + len(sizes) + count, device=home)
+        flat = torch.zeros(sum(sizes) + len(sizes) + count, device=main_device)
         *parts, present, told = flat.split([*sizes, len(sizes), count])
         for parameter, part in zip(self._parameters, parts, strict=True):
             if parameter.grad is not None:

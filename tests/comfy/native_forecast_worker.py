@@ -213,14 +213,14 @@ def _measured(info: Any, shape: Any, text: SampleText, way: Way) -> dict[str, in
         sides = (1, 1, 1, sum(map(math.prod, streams))) if streams else shape
         clean, noise = (torch.randn(1, *sides, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
         noised = noise_latents(info.family, clean, noise, torch.tensor([0.5]))
-        home, given_streams = CARDS[0], {f"{STREAM}{n}": torch.empty(1, 0, *each) for n, each in enumerate(streams)}
-        runner = make_tensor_training(made) if way.is_divided else PlainAccumulation(made.model, home)
+        first, given_streams = CARDS[0], {f"{STREAM}{n}": torch.empty(1, 0, *each) for n, each in enumerate(streams)}
+        runner = make_tensor_training(made) if way.is_divided else PlainAccumulation(made.model, first)
 
         def loss(nothing: None) -> torch.Tensor:
-            given = {key: value[None].to(home) for key, value in text.tensors.items()}
-            given |= {key: value.to(home) for key, value in given_streams.items()}
+            given = {key: value[None].to(first) for key, value in text.tensors.items()}
+            given |= {key: value.to(first) for key, value in given_streams.items()}
             guidance = info.variant.training_guidance
-            said = predict(info.family, made.model, noised.noisy.to(home), noised.sigmas.to(home), given, guidance)
+            said = predict(info.family, made.model, noised.noisy.to(first), noised.sigmas.to(first), given, guidance)
             del given
             return prediction_loss(said, noised.target.to(said.device), weights=loss_weights(None, given_streams))
 

@@ -64,11 +64,11 @@ class _Split:
         from devicebridge.parallel.local.bridge import Bridge
         from devicebridge.tests.emulated import CARDS
 
-        self.model, self.row, self.transport, self.home = model, row, transport, CARDS[0]
+        self.model, self.row, self.transport, self.main_device = model, row, transport, CARDS[0]
         placed = placed_blocks(model, row)
         self.device = {name: CARDS[index * num_cards // len(placed)] for index, name in enumerate(placed)}
         self.device |= {name: self.device[leader] for name, leader in followers(model, row).items()}
-        model.to(self.home)
+        model.to(self.main_device)
         for name, device in self.device.items():
             model.get_submodule(name).to(device)
         order = execution_order(model, row)
@@ -78,7 +78,7 @@ class _Split:
         }
         self.bridge = Bridge(
             hooked,
-            self.home,
+            self.main_device,
             tail=tail_modules(model, row),
             transport=transport,
             passed_by=row.passed_by,
@@ -89,7 +89,7 @@ class _Split:
         """Inputs at home, with the objects a forward meets between blocks made aware of the cards."""
         from devicebridge.patches.hooks import map_tensors
 
-        inputs = map_tensors(inputs, lambda tensor: tensor.to(self.home))
+        inputs = map_tensors(inputs, lambda tensor: tensor.to(self.main_device))
         for key in self.row.control_keys if inputs.get("control") else ():
             if key in inputs["control"]:
                 inputs["control"][key] = self._residuals(inputs["control"][key])
@@ -124,7 +124,7 @@ class _Split:
             original = extra["original_block"]
             here = {"original_block": lambda inner: self.bridge.move(original(inner), device)}
             out = patch(self.bridge.move(args, device), {**extra, **here})
-            return self.bridge.move(out, self.home) if block == self.last else out
+            return self.bridge.move(out, self.main_device) if block == self.last else out
 
         return on_the_card
 

@@ -158,6 +158,6 @@ def an_error_while_overlapping(case: Case) -> None:
         case.refused("the error arrives", lambda: host.sample(divided, "flux1", cfg=CFG), InterruptedError, "stopped")
     case.check("no thread is left", not _forward_threads(), _forward_threads())
     case.equal("afterwards", host.sample(divided, "flux1", cfg=CFG), expected)
-    home = live_bytes(HOME)
+    main_device = live_bytes(HOME)
     case.equal("again", host.sample(divided, "flux1", cfg=CFG), expected)
-    case.check("nothing was left on the card", live_bytes(HOME) == home, (live_bytes(HOME), home))
+    case.check("nothing was left on the card", live_bytes(HOME) == main_device, (live_bytes(HOME), main_device))

@@ -284,9 +284,9 @@ def stock_loader(bench: Bench) -> Figures:
     (before,) = core.CLIPTextEncode().encode(bench.clip(), CAPTIONS[0])
     with bench.trainer("after", {**_PLAIN, "lora": _LORA}) as trainer, torch.no_grad():
         _put_file(trainer, lora)
-        model, home = trainer.runner.replica_for(0)
+        model, main_device = trainer.runner.replica_for(0)
         tokens = _first_text(trainer)
-        ours = states_of(model.text_encoders, tokens, home)
+        ours = states_of(model.text_encoders, tokens, main_device)
         noise = torch.randn(1, 4, 1, 8, 8, generator=torch.Generator().manual_seed(5))
         made = noise_latents(bench.info.family, torch.zeros_like(noise), noise, torch.tensor([0.6]))
         prediction = predict(bench.info.family, model, made.noisy, made.sigmas, tokens, None)
@@ -318,9 +318,9 @@ def started(bench: Bench) -> Figures:
         save_file(named, file := bench.folder / f"{spelling}.safetensors")
         sections = {**_PLAIN, "lora": {**larger, "start_from": str(file)}}
         with bench.trainer(f"from {spelling}", sections, None) as trainer, torch.no_grad():
-            model, home = trainer.runner.replica_for(0)
+            model, main_device = trainer.runner.replica_for(0)
             tokens = _first_text(trainer)
-            states = states_of(model.text_encoders, tokens, home)
+            states = states_of(model.text_encoders, tokens, main_device)
             noise = torch.randn(1, 4, 1, 8, 8, generator=torch.Generator().manual_seed(5))
             made = noise_latents(bench.info.family, torch.zeros_like(noise), noise, torch.tensor([0.6]))
             prediction = predict(bench.info.family, model, made.noisy, made.sigmas, tokens, None)

@@ -135,9 +135,9 @@ def _place(
             blocks,
             request.devices,
             block_cost=native_block_flops(diffusion_model, layout, blocks) if is_time else sizes,
-            home_cost=0.0 if is_time else other_bytes,
+            main_cost=0.0 if is_time else other_bytes,
             block_bytes=sizes,
-            home_bytes=other_bytes,
+            main_bytes=other_bytes,
             budget_bytes=budget,
             capacity=() if is_time else list(budgets.values()),
         )

@@ -74,8 +74,8 @@ def _peaks(
     """Most bytes on each card whenever a layer has just arrived, bytes at the end, and the model."""
     model = make_empty_transformer(info)
     blocks = block_names(model, info.family)
-    sizes, home = parameter_bytes(model, blocks, 2)
-    placement = plan_placement(blocks, CARDS[:2], block_cost=sizes, home_cost=home)
+    sizes, main_device = parameter_bytes(model, blocks, 2)
+    placement = plan_placement(blocks, CARDS[:2], block_cost=sizes, main_cost=main_device)
     peaks = dict.fromkeys(CARDS[:2], 0)
     gc.collect()
     before = {card: live_bytes(card) for card in peaks}  # what other tests have left
@@ -137,13 +137,13 @@ def test_planned_bytes_are_those_that_are_stored(name: str, scheme: Any, tmp_pat
     info, settings = _checkpoint(tmp_path, name), QuantizeSettings(scheme)
     empty = make_empty_transformer(info)
     blocks = block_names(empty, info.family)
-    sizes, home = stored_bytes(empty, info.family, blocks, 2, settings)
+    sizes, main_device = stored_bytes(empty, info.family, blocks, 2, settings)
     quantizer = Quantizer(info.family, settings)
     model = load_transformer(info, lambda _: torch.device("cpu"), torch.bfloat16, quantizer)
     found = [_num_bytes(model.get_submodule(block).modules()) for block in blocks]
     whole = _num_bytes(model.modules())
     in_float32 = sum(2 * p.numel() for p in model.parameters() if p.dtype == torch.float32)  # kept so by the class
-    assert sum(sizes) + home == whole - in_float32
+    assert sum(sizes) + main_device == whole - in_float32
     assert all(abs(planned - real) <= 0.02 * real for planned, real in zip(sizes, found, strict=True))
 
 

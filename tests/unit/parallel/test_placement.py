@@ -21,23 +21,23 @@ from devicebridge.parallel.placement import (
 DEVICES = [torch.device("cuda", i) for i in range(4)]
 
 
-def _brute_force(cost, limits, home_cost, home_bytes):
+def _brute_force(cost, limits, main_cost, main_bytes):
     """Smallest possible maximum over all consecutive cuts that give every device a block and fit the limits."""
     best = None
     for cuts in itertools.combinations(range(1, len(cost)), len(limits) - 1):
         bounds = [0, *cuts, len(cost)]
         parts = [sum(cost[a:b]) for a, b in itertools.pairwise(bounds)]
-        sizes = [part + (home_bytes if i == 0 else 0) for i, part in enumerate(parts)]
+        sizes = [part + (main_bytes if i == 0 else 0) for i, part in enumerate(parts)]
         if any(limit is not None and size > limit for size, limit in zip(sizes, limits, strict=True)):
             continue
-        worst = max(part + (home_cost if i == 0 else 0) for i, part in enumerate(parts))
+        worst = max(part + (main_cost if i == 0 else 0) for i, part in enumerate(parts))
         best = worst if best is None else min(best, worst)
     return best
 
 
-def _loads(placement, cost, devices, home_cost):
+def _loads(placement, cost, devices, main_cost):
     loads = [sum(c for c, d in zip(cost, placement.devices, strict=True) if d == device) for device in devices]
-    loads[0] += home_cost
+    loads[0] += main_cost
     return loads
 
 
@@ -46,18 +46,18 @@ def test_plan_is_as_good_as_the_best_cut(seed):
     rng = random.Random(seed)
     cost = [rng.randint(1, 30) for _ in range(rng.randint(4, 11))]
     devices = DEVICES[: rng.randint(1, 4)]
-    home = rng.randint(0, 20)
-    limits = [rng.choice([None, sum(cost), sum(cost) // 2 + home]) for _ in devices]
-    expected = _brute_force(cost, limits, home, home)
+    main_device = rng.randint(0, 20)
+    limits = [rng.choice([None, sum(cost), sum(cost) // 2 + main_device]) for _ in devices]
+    expected = _brute_force(cost, limits, main_device, main_device)
     names = [f"blocks.{i}" for i in range(len(cost))]
     budget = dict(zip(devices, limits, strict=True))
-    arguments = dict(block_cost=cost, home_cost=home, home_bytes=home, budget_bytes=budget)
+    arguments = dict(block_cost=cost, main_cost=main_device, main_bytes=main_device, budget_bytes=budget)
     if expected is None:
         with pytest.raises(ValueError, match="no cut fits the limits"):
             plan_placement(names, devices, **arguments)
         return
     placement = plan_placement(names, devices, **arguments)
-    assert max(_loads(placement, cost, devices, home)) == expected
+    assert max(_loads(placement, cost, devices, main_device)) == expected
     assert list(placement.devices) == sorted(placement.devices, key=lambda device: device.index)
     assert set(placement.devices) == set(devices)
 
@@ -121,11 +121,11 @@ def test_flux2_double_block_has_twice_the_bytes_and_the_same_time_as_a_single_bl
     model = _full_size(family, family.variant("flux2-dev"))
     names = block_names(model, family)
     assert len(names) == 56
-    sizes, home = parameter_bytes(model, names, 2)
+    sizes, main_device = parameter_bytes(model, names, 2)
     flops = estimate_block_flops(model, family, 1024, 512)
     assert sizes[0] / sizes[-1] == pytest.approx(2, rel=1e-3)
     assert flops[0] / flops[-1] == pytest.approx(1, rel=1e-3)
-    assert sum(sizes) + home == sum(p.numel() for p in model.parameters()) * 2
+    assert sum(sizes) + main_device == sum(p.numel() for p in model.parameters()) * 2
     # one linear of a single block sees every token: 2 * 55296 * 6144 * 1536 operations, the largest part
     assert flops[-1] == pytest.approx(2 * 6144 * (55296 + 24576) * 1536 + 4 * 1536**2 * 6144, rel=1e-6)
 
@@ -134,8 +134,8 @@ def test_balance_by_bytes_and_by_time_cut_flux2_differently():
     family = FAMILIES["flux2"]
     model = _full_size(family, family.variant("flux2-dev"))
     names = block_names(model, family)
-    sizes, home = parameter_bytes(model, names, 2)
-    by_bytes = plan_placement(names, DEVICES[:2], block_cost=sizes, home_cost=home)
+    sizes, main_device = parameter_bytes(model, names, 2)
+    by_bytes = plan_placement(names, DEVICES[:2], block_cost=sizes, main_cost=main_device)
     by_time = plan_placement(names, DEVICES[:2], block_cost=estimate_block_flops(model, family, 1024, 512))
     assert by_time.devices.count(DEVICES[0]) == 28
     assert by_bytes.devices.count(DEVICES[0]) < 25

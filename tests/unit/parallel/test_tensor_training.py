@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "no_thread_left")
 def _on_one_card(name, count=1, **settings):
     with emulated_cards(4):
         model, split, lora = make_tiny_split(name, CARDS[:1], **settings)
-        plain = PlainAccumulation(model, split.home)
+        plain = PlainAccumulation(model, split.main_device)
         losses = [on_cpu(loss) for loss in plain.run(make_batches_for(plain.replica_for, name, count))]
         return losses, {key: on_cpu(value.grad) for key, value in lora.parameters().items()}
 
@@ -227,8 +227,8 @@ def test_a_host_is_given_its_inputs_where_each_cards_weights_are(inside):
     family = dataclasses.replace(FAMILIES["flux2"], host=_Host())
     with emulated_cards(4):
         runner, _ = make_divided("flux2", CARDS[:3])
-        model, home = runner.replica_for(0)
-        noisy, sigmas, scale = (torch.ones(size, device=home) for size in ((1, 2, 1, 2, 2), (1,), (1,)))
+        model, main_device = runner.replica_for(0)
+        noisy, sigmas, scale = (torch.ones(size, device=main_device) for size in ((1, 2, 1, 2, 2), (1,), (1,)))
 
         def work():
             return predict(family, model, noisy, sigmas, {"scale": scale}, 2.0)

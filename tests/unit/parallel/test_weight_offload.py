@@ -68,7 +68,7 @@ def _build(name, cards, *, offloaded=(), kept=(), cuts=None, scheme=None, dropou
 
 def _run(built, name, count, kind=None):
     """Losses of a step; gradients are added up."""
-    batches = make_micro_batches(built.model, name, count, built.split.home)
+    batches = make_micro_batches(built.model, name, count, built.split.main_device)
     if kind is not None:
         return [on_cpu(loss) for loss in Pipeline(built.model, built.split.bridge, ahead=1).run(batches)]
     losses = []
@@ -87,7 +87,7 @@ def _evaluate(built, name):
     with torch.no_grad():
         return [
             on_cpu(batch.forward(batch.prepare()))
-            for batch in make_micro_batches(built.model, name, 2, built.split.home)
+            for batch in make_micro_batches(built.model, name, 2, built.split.main_device)
         ]
 
 

@@ -44,8 +44,8 @@ def _build(family, variant, *, lora):
     with torch.device("meta"):
         model = getattr(diffusers, family.transformer_class)(**config).to(torch.bfloat16)
     names = block_names(model, family)
-    sizes, home = parameter_bytes(model, names, 2)
-    placement = plan_placement(names, CARDS, block_cost=sizes, home_cost=home)
+    sizes, main_device = parameter_bytes(model, names, 2)
+    placement = plan_placement(names, CARDS, block_cost=sizes, main_cost=main_device)
     if lora:
         apply_lora(model, family, LoraSettings(rank=32, dtype="bfloat16"), seed=0)
     return model, placement
@@ -108,7 +108,7 @@ def test_forward_of_every_variant(family_name, variant_name):
         model.get_submodule(first_there)._forward_pre_hooks.clear()
         with pytest.raises(RuntimeError, match="same device"):
             model(**inputs, return_dict=False)
-        assert split.home == CARDS[0]
+        assert split.main_device == CARDS[0]
 
 
 @pytest.mark.parametrize("family_name", sorted(FAMILIES))

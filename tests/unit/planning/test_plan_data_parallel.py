@@ -43,10 +43,10 @@ def test_two_cards_of_24_gb_each_take_all_of_flux1_in_8_bits(scheme):
     plan = _plan("flux1", model={"quantize": scheme})
     cards = (torch.device("cuda", 0), torch.device("cuda", 1))
     assert plan.setting.strategy == "data" and plan.placement.replicas == cards
-    home, other = plan.devices
-    assert home.num_blocks == other.num_blocks == 57 and home.weights == other.weights > 11 * GB
-    assert home.optimizer == 2 * home.lora > 0 == other.optimizer
-    assert other.num_uncheckpointed >= home.num_uncheckpointed and max(home.needed, other.needed) <= 0.95 * 24 * GB
+    first, other = plan.devices
+    assert first.num_blocks == other.num_blocks == 57 and first.weights == other.weights > 11 * GB
+    assert first.optimizer == 2 * first.lora > 0 == other.optimizer
+    assert other.num_uncheckpointed >= first.num_uncheckpointed and max(first.needed, other.needed) <= 0.95 * 24 * GB
     assert _times_longer(plan, "pipeline") > 1
 
 
@@ -151,16 +151,16 @@ def test_a_card_that_is_too_slow_or_too_small_is_split_with():
 
 
 def test_the_peak_of_a_tight_card_is_what_its_parts_are():
-    """By hand. Weights 10, LoRA 1, gradients 1, on home 2 of optimizer; then either the backward of the last block, or
+    """By hand. Weights 10, LoRA 1, gradients 1, on first 2 of optimizer; then either the backward of the last block, or
     the sums: as much again as the gradients."""
     sections = {
         "train": {"gradient_accumulation_steps": 4},
         "parallel": {"strategy": "data"},
         "split": {"blocks_without_checkpointing": [0, 0]},
     }
-    home, other = _made_up(make_cards(100, 100), **sections).devices
-    assert home.moment == other.moment == "optimizer step"
-    assert home.allocated - home.workspace == 15 * GB and other.allocated - other.workspace == 13 * GB
+    first, other = _made_up(make_cards(100, 100), **sections).devices
+    assert first.moment == other.moment == "optimizer step"
+    assert first.allocated - first.workspace == 15 * GB and other.allocated - other.workspace == 13 * GB
 
 
 def test_limits_and_kept_blocks_are_each_cards_own():

@@ -881,12 +881,12 @@ def test_planned_bytes_are_those_of_the_quantized_model(settings, name, dtype):
     blocks = block_names(model, family)
     with torch.device("meta"):
         blueprint = type(model).from_config(model.config)  # as planning has it
-    planned, home = stored_bytes(blueprint, family, blocks, dtype.itemsize, settings)
+    planned, main_device = stored_bytes(blueprint, family, blocks, dtype.itemsize, settings)
     report = apply_quantization(model, family, settings)
     found = [num_bytes(model.get_submodule(block)) for block in blocks]
     assert planned == found
-    assert home == num_bytes(model) - sum(found)
-    assert sum(planned) + home == report.bytes_after
+    assert main_device == num_bytes(model) - sum(found)
+    assert sum(planned) + main_device == report.bytes_after
 
 
 @EVERY_VARIANT
@@ -899,9 +899,9 @@ def test_flux2_at_its_real_size_takes_half(settings):
         model = getattr(diffusers, FLUX2.transformer_class)(**variant.transformer_config)
     full = 2 * sum(parameter.numel() for parameter in model.parameters())
     assert full > 60e9
-    blocks, home = stored_bytes(model, FLUX2, block_names(model, FLUX2), 2, settings)
+    blocks, main_device = stored_bytes(model, FLUX2, block_names(model, FLUX2), 2, settings)
     assert len(blocks) == 56
-    assert 1.024 < (sum(blocks) + home) / (full / 2) < 1.03
+    assert 1.024 < (sum(blocks) + main_device) / (full / 2) < 1.03
 
 
 # --- who is refused --------------------------------------------------------------------------------------------------
