@@ -159,13 +159,13 @@ class ParallelConfig:
         strategy: How devices share the microbatches of a step. none: one microbatch at a time, one device computing.
             pipeline: microbatches follow each other through the devices, with the same numbers. data: each device holds
             the whole model and trains its share of them. tensor: all devices compute each microbatch together, each
-            with a share of every block; it suits steps of one microbatch and fast links. auto takes what the planner
-            finds fastest. Needs two or more GPUs of one kind, and all but tensor gradient_accumulation_steps above 1.
-            A run with data or tensor is resumed as it began. Where torchrun or --nproc starts several processes, these
-            are for the devices of each process, and the processes share out the microbatches. fsdp and hsdp are for
-            several processes alone, with one device each: every process keeps a share of the weights (fsdp), or the
-            processes of each machine share one copy (hsdp). Then auto takes fsdp where one device does not hold the
-            model.
+            with a share of every block; it suits steps of one microbatch and fast links. auto takes the fastest of
+            none, pipeline and data; tensor by name only. Needs two or more GPUs of one kind, and all but tensor
+            gradient_accumulation_steps above 1. A run with data or tensor is resumed as it began. Where torchrun or
+            --nproc starts several processes, these are for the devices of each process, and the processes share out the
+            microbatches. fsdp and hsdp are for several processes alone, with one device each: every process keeps a
+            share of the weights (fsdp), or the processes of each machine share one copy (hsdp). Then auto takes fsdp
+            where one device does not hold the model.
         microbatches_ahead: Microbatches that each device of a pipeline but the last may hold beyond what 1F1B needs.
             More hides uneven times and takes memory.
         processes: Processes of this machine that train the job together, as --nproc says; the devices are dealt out to
