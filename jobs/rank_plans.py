@@ -141,14 +141,14 @@ def _with_kept_blocks(resolved: Resolution, subject: Subject, ranks: Ranks, stra
     """With the forecast of the first rank, which also says how many blocks keep their activations where that is left
     open: on all ranks as many as on the smallest card; all ranks."""
     cards = ranks.together(lambda: cards_of(ranks.devices))
-    rooms = ranks.gather(None if cards is None else cards[0].usable_bytes)
-    if None in rooms:
+    usable_bytes = ranks.gather(None if cards is None else cards[0].usable_bytes)
+    if None in usable_bytes:
         return resolved
     own = _of_one_rank(resolved.job, ranks, strategy)
 
     def plan() -> TrainingPlan | None:
         assert cards is not None
-        smallest = replace(cards[0], usable_bytes=min(rooms))
+        smallest = replace(cards[0], usable_bytes=min(usable_bytes))
         try:
             found = plan_shared(own, subject, smallest, shard_degree(own, strategy, ranks))
         except NoForecast as error:

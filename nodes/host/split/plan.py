@@ -82,8 +82,8 @@ class SplitRequest:
     def card_budgets(self) -> dict[torch.device, int]:
         """Bytes of weights each card can hold beside what ComfyUI keeps for computing, and within the user's limit."""
         limits, kept = self.limit_bytes, management.minimum_inference_memory()
-        rooms = {device: int(management.get_total_memory(device) - kept) for device in self.devices}
-        return {device: min(room, limits.get(device, room)) for device, room in rooms.items()}
+        usable_bytes = {device: int(management.get_total_memory(device) - kept) for device in self.devices}
+        return {device: min(size, limits.get(device, size)) for device, size in usable_bytes.items()}
 
 
 @dataclass(frozen=True)

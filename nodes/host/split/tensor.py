@@ -94,11 +94,11 @@ def plan_tensor(diffusion_model: nn.Module, request: SplitRequest) -> DividedPla
         name: (plan, shares_of(diffusion_model.get_submodule(name), plan, evenly)) for name, plan in plans.items()
     }
     plan = DividedPlan(blocks, request.devices, layout, request.limit_bytes, request.verify, divided=divided)
-    rooms = request.card_budgets()
+    budgets = request.card_budgets()
     over = [
-        f"{device} would hold {size / GB:.2f} GB of weights and may hold {rooms[device] / GB:.2f} GB"
+        f"{device} would hold {size / GB:.2f} GB of weights and may hold {budgets[device] / GB:.2f} GB"
         for device, size in plan.bytes_on(diffusion_model).items()
-        if size > rooms[device]
+        if size > budgets[device]
     ]
     if over and not request.offload:
         raise ValueError(f"{'; '.join(over)}. Use more GPUs or a smaller weight type, or turn offload on")
