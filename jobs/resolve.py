@@ -1,9 +1,9 @@
-"""A job, a machine and what an earlier run decided, made into an ExecutionPlan: the one place where "auto" ends.
+"""A job, a machine and what an earlier run decided, made into an ExecutionPlan: where every "auto" but one ends.
 
-Nothing after this asks which devices there are, and nothing reads a setting that may be "auto". Where the cards' memory
-is known, the planner chooses within what the job leaves open. Elsewhere "auto" is what every machine can do. A run that
-is resumed keeps the placement it began with, shares of divided blocks included, whatever memory is free today: another
-one would draw dropout elsewhere and sum gradients in another order.
+Nothing after this asks which devices there are, or reads a setting that may be "auto", but for cache.text_device. Where
+the cards' memory is known, the planner chooses within what the job leaves open. Elsewhere "auto" is what every machine
+can do. A run that is resumed keeps the placement it began with, shares of divided blocks included, whatever memory is
+free today: another one would draw dropout elsewhere and sum gradients in another order.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ from ..execution import ExecutionPlan
 from ..families.comfy.native import NativeModel
 from ..parallel.devices import CPU, find_device, find_devices, free_bytes
 from ..parallel.local.shard_trees import division_fault
-from ..parallel.placement import (
-    Placement,
-    block_names,
-)
+from ..parallel.placement import Placement, block_names
 from ..planning.cards import Card, cards_of
 from ..planning.costs import ModelCosts
 from ..planning.dry_run import NoForecast
@@ -50,11 +47,6 @@ from .place_by_size import Subject, place_by_size
 from .samples import size_of_pictures
 
 _log = logging.getLogger(__name__)
-# Classes that do on numbers, or on sizes of their own, what they cannot do on a forecast's tensors without data.
-_BY_NUMBERS = {
-    "AceStepConditionGenerationModel": "its forward depends on numbers of text and reference; a dry run has shapes",
-    "HiDreamImageTransformer2DModel": "its experts are chosen by the numbers that they compute with",
-}
 
 
 @dataclass(frozen=True)
@@ -282,9 +274,13 @@ def _refuse_other_strategy(job: JobConfig, machine: Machine, before: _Earlier) -
 
 def _kind_of(strategy: Strategy | None) -> str:
     """What a run must not change."""
-    if strategy and divides_blocks(strategy):
-        return "tensor parallelism"
-    return "data parallelism" if strategy and holds_copies(strategy) else "one model over all cards"
+    match strategy:
+        case "tensor":
+            return "tensor parallelism"
+        case "data":
+            return "data parallelism"
+        case None | "none" | "pipeline" | "fsdp" | "hsdp":
+            return "one model over all cards"
 
 
 def _plan_as_before(job: JobConfig, subject: Subject, machine: Machine, before: _Earlier | None) -> TrainingPlan | None:
@@ -449,8 +445,8 @@ def why_no_forecast(native: NativeModel | None) -> str:
     """Why nobody can tell from sizes what a step of this class holds; "" for nothing."""
     if native is None:
         return ""
-    if native.class_name in _BY_NUMBERS:
-        return _BY_NUMBERS[native.class_name]
+    if native.no_forecast:
+        return native.no_forecast
     if native.hooks_children:
         return "no two of its blocks are alike"
     is_in_levels = any("." in name for name in native.block_lists)

@@ -27,6 +27,7 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         mixes_early=True,  # it adds the two
         note="ACE-Step 1.5; the tail mixes a free parameter with the stream, and the forward knows no patches",
         tensor=audio_plans.ACE_STEP_15,
+        no_forecast="its forward depends on numbers of text and reference; a dry run has shapes",
         text_modules=("cross_attn.[kv]_proj",),
         is_joint=False,
     ),

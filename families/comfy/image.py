@@ -188,6 +188,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         transport="relay",
         note="before every block that layer's text states are joined to the stream, and they are on the main device",
         tensor=image_plans.HIDREAM,
+        no_forecast="its experts are chosen by the numbers that they compute with",
         text_modules=("*_t", "*.ff_t.*"),
         routed_modules={"*.experts.*": 0.5},  # two of four
     ),

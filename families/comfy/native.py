@@ -1,9 +1,9 @@
 """What a row about one of ComfyUI's own model classes says: where its blocks are and what happens between them.
 
-The rows are in image.py, video.py and audio.py. They were read in ComfyUI v0.33.0 (comfy/ldm/...), forward by forward;
-tests/comfy/test_native_families.py builds every class and compares a split with an unsplit forward. Classes of later
-versions say in `evidence` what was done with them. A class without a row is relayed: that is right for any model whose
-blocks are called as modules, and parallel/block_lists.py finds them.
+The rows are in image.py, video.py and audio.py; the usual sizes of their texts are in text_sizes.py. They were read in
+ComfyUI v0.33.0 (comfy/ldm/...), forward by forward; tests/comfy/test_native_families.py builds every class and compares
+a split with an unsplit forward. Classes of later versions say in `evidence` what was done with them. A class without a
+row is relayed: right for any model whose blocks are called as modules, which parallel/block_lists.py finds.
 
 The code between two calls of blocks decides between stream and relay. Cutting the stream, joining text to it and adding
 a ControlNet residual (which the host hands over on the right card) keep it where it is. Adding or joining another
@@ -85,6 +85,7 @@ class NativeModel:
     passed_by: tuple[str, ...] = ("transformer_options", "control")
     refusal: str = ""  # why this class cannot be split at all
     untrained: str = ""  # why this class cannot be trained though it can be split
+    no_forecast: str = ""  # why a dry run, whose tensors have no numbers, cannot tell what a training of it holds
     reads_first: tuple[str, ...] = ()  # options of a CONDITIONING that it reads of the first sample of a batch alone
     evidence: Evidence = "run"  # what the row rests on; the first step of a class that was only read is verified
     # Keyword arguments of blocks with an object in which they share what they have computed, on the device of the first
