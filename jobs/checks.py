@@ -19,6 +19,7 @@ from ..checkpoints.header import TensorRecord, read_header
 from ..checkpoints.model_class import refuse_absurd_sizes, with_defaults
 from ..checkpoints.weight_file import find_zero_weights, refuse_zeros
 from ..config.job import JobConfig, OptimizerConfig, job_keys, values_at
+from ..config.model import has_stages
 from ..data.samples import Sample
 from ..data.video import media_fingerprint, sequence_files
 from ..encoding.text_encoder import check_encoder
@@ -405,7 +406,7 @@ _IDLE: tuple[tuple[Sequence[str], _Test, str], ...] = (
     (("parallel.shard_degree",), lambda job: job.parallel.strategy != "hsdp", "parallel.strategy is not hsdp"),
     (
         ("parallel.microbatches_ahead",),
-        lambda job: job.parallel.strategy not in ("auto", "pipeline"),
+        lambda job: (strategy := job.parallel.asked) is not None and not has_stages(strategy),
         "parallel.strategy is not pipeline",
     ),
     (

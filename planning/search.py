@@ -9,6 +9,7 @@ stages that take t_k each, in seconds estimated from operations:
     one after the other   a * sum(t)
     in a pipeline         sum(t) + (a - 1) * max(max(t), sum(t) / p)     p micro-batches held by the first stage
     data parallel         max(t_k * micro-batches of card k)             the whole model on each card
+    tensor parallel       a * max(t_k)                                   t_k with the card's share of each block
 
 t_k has the blocks of a stage; embedders, tail, copies between cards and the optimizer are left out. Where blocks stream
 from host memory, a stage takes as long as its copies if these take longer than its computation. Without a pipeline the
@@ -36,7 +37,7 @@ HEADROOM = 0.05  # of a card, left free by what the planner chooses to keep; the
 PINNED_SHARE = 0.8  # of free host memory that may be pinned; the system needs some that it can move
 HOST_SHARE = 0.9  # of free host memory, for blocks that stream from there: it is pinned and cannot be swapped out
 # Of streaming, or of what is computed beside it if that is shorter, this share is not hidden: 0 to 0.45 were measured
-# by benchmarks/block_swap.py on an H200 (docs/internals/experiments.md, 2026-11-22).
+# by benchmarks/weight_offload.py on an H200 (docs/internals/experiments.md, 2026-11-22).
 UNHIDDEN = 0.3
 # How many times faster a setting must be for blocks, and again for block inputs, to wait in host memory where something
 # fits without: how far copies are hidden is an estimate.
@@ -180,7 +181,7 @@ def fit(question: Question, setting: Setting, most: float = 1.0, best: float = m
     # Blocks stream, too, where the fastest of several cards is too small for the blocks that it should compute. No step
     # with every block recomputed is shorter than this: the fastest card computes all, or all cards share evenly.
     whole = [3 * sum(question.seconds(card, setting.scheme)) for card in question.cards]
-    shortest = min(whole) if setting.strategy == "none" else 1 / sum(1 / each for each in whole)
+    shortest = 1 / sum(1 / each for each in whole) if has_stages(setting.strategy) else min(whole)
     if min(found.time, best) <= HOST_GAIN * question.space.accumulation * shortest:
         return found
     faster = _streaming(question, setting, 1 - HEADROOM)
