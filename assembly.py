@@ -29,7 +29,7 @@ from .quantization.quantize import Quantizer, QuantizeReport
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Attaches an adapter in place; training passes its own, so that this room needs nothing below it.
+# Attaches an adapter in place; training passes its own, so that this file needs nothing below it.
 AttachAdapter = Callable[[nn.Module], object]
 
 
@@ -198,7 +198,6 @@ def _finish(
     compiled = None
     if plan.compiled_shapes is not None:
         compiled = compile_if_possible(model, family, all_devices, plan.compiled_shapes)
-    # 7. A graph is of what a block's forward has become by now, and a block that is computed again has none.
     return Assembled(model, split, adapter, compiled=compiled, weight_offload=offload)
 
 

@@ -1,7 +1,7 @@
 """The cards to plan for: those of this machine as they are now, or some that need not exist; and how fast they are.
 
-Speeds are published ones. If this machine has a card that is in no table, all of them are measured by a large matrix
-product. Cards and the link between them are measured once and then read from disk.
+A training's speeds are published ones. If this machine has a card that is in no table, all of them are measured by a
+large matrix product. A split whose way is auto always goes by measured cards and links, which are kept on disk.
 
 Peaks are the makers' own (architecture papers and data sheets): 10^12 dense operations per second in bf16 with sums in
 float32, of consumer cards twice their float32 rate. Training reaches a share of it. The one share that was measured is

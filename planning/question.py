@@ -33,7 +33,7 @@ from .dry_run import UNSEEN_CARD, Kernels, SampleText, Work
 from .memory import Backend, Forecaster, Optimizer, optimizer_bytes
 from .times import ASSUMED_FLOPS_PER_S, ASSUMED_LINK_BYTES_PER_S, SCHEME_TIMES
 
-# All candidates, in the order in which they are looked at; where nobody plans, the first is taken.
+# What auto chooses from, in this order; where nobody plans, it takes the first. tensor, fsdp and hsdp are by name only.
 SCHEMES: tuple[Scheme | Literal["none"], ...] = ("none", *BEST_FIRST)
 OPTIMIZERS = ("adamw", "adamw8bit")
 STRATEGIES: tuple[Strategy, ...] = ("pipeline", "none", "data")

@@ -1,7 +1,7 @@
 """How long blocks take: seconds = work / cards + bytes / link. Work and bytes follow from sizes alone.
 
 Training goes by published speeds, or one measured matrix product, and an assumed link. Sampling, where a split chooses
-between two ways of using several cards, goes by one product and one link that were measured:
+between two ways of using several cards, goes by one product per card and the slowest link, both measured:
 
     blocks          f * sum(t)                     t: what a card computes of a forward, by its share; f forwards
     with overlap    sum(t) + (f - 1) * max(t)      forwards (conds times pictures) follow each other through the cards

@@ -5,7 +5,7 @@ start_detached, which outlive us on purpose, it ends with us, however we end, SI
 also a program, the guard, between us and what we start. It holds the read end of a pipe whose write end is ours alone.
 When we end, the system closes that, and the guard asks the whole group to end (SIGTERM), gives it time to save, and
 kills it. Linux's parent-death signal would not do: it reaches no grandchild, and comes when the *thread* that started
-the process ends. On Windows a job object does it (windows_job.py).
+the process ends. On Windows a job object does it (at the end of this file).
 """
 
 from __future__ import annotations
