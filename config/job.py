@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 from ..system.files import read_ordinary, write_atomically
 from .data import CacheConfig, DataConfig, EvaluationConfig
 from .data import FolderConfig as FolderConfig
-from .model import COMFYUI, ModelConfig, SplitConfig, divides_blocks, holds_copies
+from .model import COMFYUI, ModelConfig, SplitConfig, holds_copies, is_side_by_side
 from .model import ModelScheme as ModelScheme
 from .model import ParallelConfig as ParallelConfig
 from .ranges import CONTROL, STRICT, parse_toml, problems_of, toml_bytes
@@ -101,7 +101,7 @@ class JobConfig:
                 "its own; remove one of the two"
             )
         strategy = self.parallel.asked
-        if strategy and self.split.balance != "memory" and (holds_copies(strategy) or divides_blocks(strategy)):
+        if strategy and self.split.balance != "memory" and is_side_by_side(strategy):
             what = "all of it" if holds_copies(strategy) else "a share of each block"
             raise ValueError(
                 f'split.balance = "{self.split.balance}" says where to cut the model, but parallel.strategy = '

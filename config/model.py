@@ -132,6 +132,11 @@ def divides_blocks(strategy: Strategy) -> bool:
             return True
 
 
+def is_side_by_side(strategy: Strategy) -> bool:
+    """Whether every device has all blocks, or a share of each, so that nobody cuts the model."""
+    return holds_copies(strategy) or divides_blocks(strategy)
+
+
 def has_stages(strategy: Strategy) -> bool:
     """Whether several microbatches are in one model at once, each in the stage of another device."""
     match strategy:

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..config.job import JobConfig
-from ..config.model import Strategy, divides_blocks, has_stages, holds_copies
+from ..config.model import Strategy, divides_blocks, has_stages, holds_copies, is_side_by_side
 from ..config.setting import asked
 from ..data.samples import TrainingSample
 from ..execution import ExecutionPlan
@@ -92,32 +92,13 @@ class Resolution:
     training: TrainingPlan | None
 
 
-class _Earlier(NamedTuple):
-    """Where the run that is resumed has its blocks, its copies of the model, and its shares of each block, as a
-    Placement has them."""
-
-    devices: tuple[torch.device, ...]
-    replicas: tuple[torch.device, ...]
-    shards: tuple[torch.device, ...]
-    shares: tuple[int, ...]
-
-    @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> _Earlier:
-        """Of a checkpoint."""
-        devices, replicas, shards = (
-            tuple(map(find_device, facts.get(key, ()))) for key in ("placement", "replicas", "shards")
-        )
-        return cls(devices, replicas, shards, tuple(facts.get("shares", ())))  # old ones divided evenly
-
-    @property
-    def strategy(self) -> Strategy | None:
-        """What its placement says; None for blocks on one device each."""
-        return "data" if self.replicas else "tensor" if self.shards else None
-
-    def place(self, found: Placement) -> Placement:
-        """As the run began, with the blocks of today's placement."""
-        first, replicas, shards = self.devices[0], self.replicas, self.shards
-        return Placement(found.blocks, self.devices, first, replicas=replicas, shards=shards, shares=self.shares)
+def placement_of(facts: Mapping[str, Any]) -> Placement:
+    """Of a checkpoint: where its run has its blocks, without their names, its copies of the model and its shares."""
+    devices, replicas, shards = (
+        tuple(map(find_device, facts.get(key, ()))) for key in ("placement", "replicas", "shards")
+    )
+    shares = tuple(facts.get("shares", ()))  # old ones divided evenly
+    return Placement(("",) * len(devices), devices, devices[0], replicas=replicas, shards=shards, shares=shares)
 
 
 def resolve(
@@ -135,7 +116,7 @@ def resolve(
         is_to_train: False for filling caches, while other processes may use the cards: nothing is forecast then.
     Raises: ValueError if nothing fits, the cuts are impossible, or the run to resume was of another strategy.
     """
-    before = None if earlier is None else _Earlier.of(earlier)
+    before = None if earlier is None else placement_of(earlier)
     if job.train.cuda_graphs != "off":
         _log.warning('train.cuda_graphs = "%s" has no effect: blocks are not recorded any more', job.train.cuda_graphs)
     if asked(job.split.calibrate):
@@ -157,7 +138,7 @@ def resolve(
     else:
         placement = training.placement
     if before is not None:
-        placement = before.place(placement)
+        placement = replace(before, blocks=placement.blocks)
     if training is None:
         chosen = _first_of(space, placement.used_devices)
     strategy = _strategy_of(subject, space, placement, chosen.strategy)
@@ -190,8 +171,8 @@ def _strategy_of(subject: Subject, space: SearchSpace, placement: Placement, cho
     """
     if fault := why_not_offloaded(subject.info.family.native, space):
         raise ValueError(fault)
-    if bool(placement.replicas) != holds_copies(chosen) or bool(placement.shards) != divides_blocks(chosen):
-        return "data" if placement.replicas else "tensor" if placement.shards else "none"
+    if placement.strategy != (chosen if is_side_by_side(chosen) else None):
+        return placement.strategy or "none"
     if has_stages(chosen) and (fault := why_no_stages(subject.info.family.native, subject.model)):
         _log.warning("microbatches do not follow each other through the cards: %s", fault)
         return "none"
@@ -259,7 +240,7 @@ def _first_of(space: SearchSpace, devices: Sequence[torch.device]) -> Setting:
     return Setting(space.schemes[0], space.optimizers[0], strategy, space.ahead, space.offloads[0])
 
 
-def _refuse_other_strategy(job: JobConfig, machine: Machine, before: _Earlier) -> None:
+def _refuse_other_strategy(job: JobConfig, machine: Machine, before: Placement) -> None:
     """Raises: ValueError if the job now asks by name for copies or shares of the model where the run had none, or the
     other way round."""
     space = search_space(job)
@@ -283,7 +264,9 @@ def _kind_of(strategy: Strategy | None) -> str:
             return "one model over all cards"
 
 
-def _plan_as_before(job: JobConfig, subject: Subject, machine: Machine, before: _Earlier | None) -> TrainingPlan | None:
+def _plan_as_before(
+    job: JobConfig, subject: Subject, machine: Machine, before: Placement | None
+) -> TrainingPlan | None:
     """What the planner chooses here, placed as the run that is resumed; None where it does not know a device's memory.
 
     Raises: ValueError if nothing fits.
@@ -291,8 +274,7 @@ def _plan_as_before(job: JobConfig, subject: Subject, machine: Machine, before: 
     cuts: tuple[int, ...] | None = None
     shares: tuple[int, ...] = ()
     if before is not None:
-        devices = before.replicas or before.shards or before.devices
-        machine = replace(machine, devices=tuple(dict.fromkeys(devices)))
+        machine = replace(machine, devices=before.used_devices)
         if before.strategy is not None:  # which a cut of today's would contradict
             split = replace(job.split, balance="memory", split_at=())
             job = replace(job, parallel=replace(job.parallel, strategy=before.strategy), split=split)

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
+from ..config.model import Strategy
 from ..families.comfy.native import NativeModel
 from ..families.spec import BlockList, ModelFamily
 from ..patches.lora import matches_any
@@ -64,6 +65,11 @@ class Placement:
     def side_by_side(self) -> tuple[torch.device, ...]:
         """Devices that each have all blocks, or a share of each; () where they have different ones."""
         return self.replicas or self.shards
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """The one that places blocks so; None where they are on different devices, or all on one."""
+        return "data" if self.replicas else "tensor" if self.shards else None
 
     @cached_property
     def _device_by_block(self) -> dict[str, torch.device]:

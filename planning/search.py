@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..config.model import divides_blocks, has_stages, holds_copies
+from ..config.model import has_stages, is_side_by_side
 from ..parallel.local.data_parallel import num_dealt
 from ..parallel.offload.copies import NUM_SLOTS
 from .memory import DeviceForecast, Forecaster, StagePlan
@@ -168,7 +168,7 @@ def fit(question: Question, setting: Setting, most: float = 1.0, best: float = m
 
     most: see Terms. best: time of what was found before, weighed; blocks need not stream for a slower one.
     """
-    if setting.holds_copies or setting.divides_blocks:
+    if is_side_by_side(setting.strategy):
         return _each_card(question, setting, lambda card, each: fit(card, each, most))
     found = find_cut(question, setting, Terms(1 - HEADROOM, spares=True)) if most <= 1 else None
     found = found or find_cut(question, setting, Terms(most))
@@ -371,7 +371,7 @@ def needed_at_least(question: Question) -> Found | None:
 
 def _cut(question: Question, setting: Setting, terms: Terms) -> Found | None:
     """As find_cut; each card alone where the setting is data or tensor parallel, whose blocks never stream."""
-    if not (setting.holds_copies or setting.divides_blocks):
+    if not is_side_by_side(setting.strategy):
         return find_cut(question, setting, terms)
     plain = replace(terms, streams="none")
     return _each_card(question, setting, lambda card, each: find_cut(card, each, plain))
@@ -473,7 +473,7 @@ def _choices(question: Question) -> Iterator[_Change]:
         yield _Change("split.memory_limit_gb = []", {"memory_limit_gb": ()})
     if space.split_at:
         yield _Change('split.balance = "memory"', {"split_at": ()})
-    if all(holds_copies(each) or divides_blocks(each) for each in space.strategies):
+    if all(map(is_side_by_side, space.strategies)):
         yield _Change('parallel.strategy = "auto"', {"strategies": STRATEGIES})
     if not is_open(space.schemes) and not space.schemes[0].endswith("-compute"):  # none, or one that only stores
         for scheme in [each for each in question.able_schemes if each != space.schemes[0]][:1]:
