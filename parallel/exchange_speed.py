@@ -18,7 +18,7 @@ from .transfer import Arrivals, SideStreams, settle
 
 _EXCHANGED_BYTES = 2**25
 _NUM_EXCHANGES, _NUM_ROUNDS = 2, 3
-_LARGEST_PRODUCT = 4096  # rows and columns
+_LARGEST_PRODUCT = 8192  # rows and columns: long beside its launch on every card
 _LONG_ENOUGH_S = 5e-3
 Clock = Callable[[], float]  # seconds
 

@@ -50,11 +50,12 @@ def apply_ring_lse_fix() -> str:
             f"the ring LSE fix knows diffusers 0.37 to 0.39, and diffusers {found} has no {_RINGS[0]} and {_EXCHANGE}; "
             f"update diffusers to {_RIGHT_FROM} or newer, where nothing needs fixing"
         )
-    for name in names if not _replaced else ():
-        owner = getattr(dispatch, name)
-        ours = staticmethod(_make_exchange(owner) if name == _EXCHANGE else _make_ring(owner, dispatch))
-        _replaced[owner] = ours, vars(owner).get("apply", _INHERITED)
-        owner.apply = ours
+    if not _replaced:
+        owners = [getattr(dispatch, name) for name in names]
+        made = [_make_exchange(each) if each.__name__ == _EXCHANGE else _make_ring(each, dispatch) for each in owners]
+        for owner, ours in zip(owners, map(staticmethod, made), strict=True):
+            _replaced[owner] = ours, vars(owner).get("apply", _INHERITED)
+            owner.apply = ours
     return f"Active: diffusers {found} decides by torch's version, not by the rank of the LSE, in {', '.join(names)}"
 
 

@@ -185,6 +185,9 @@ class Graphs:
                     self._keep(block, graph)
         except Exception as error:  # whatever cannot be recorded
             self._give_up(block, error)
+        except BaseException:  # an interrupt: the memory pool of a recording that failed is not used again
+            self.release()
+            raise
         self.forget()
         return outputs
 

@@ -205,7 +205,7 @@ class TensorParallel(Bridge):
                 )
             self._runs_in = threading.current_thread()
             super().begin()
-            self._run = None
+            self._close_run()
             self._forget()  # a thread that died in its forward has not ended it
 
     def replay(self, addresses: Addresses) -> None:

@@ -188,9 +188,9 @@ class SplitMixin(_CardPatcher):
             if self._is_own_part:
                 yield
                 return
-            self._is_own_part = True
-            self.patches = tree.executor.patches_on(self.load_device, patches, self.patches_uuid)
             try:
+                self._is_own_part = True
+                self.patches = tree.executor.patches_on(self.load_device, patches, self.patches_uuid)
                 yield
             finally:
                 self._is_own_part, self.patches = False, patches

@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partialmethod
 from typing import Any
@@ -121,7 +121,7 @@ class SplitTree:
         self._calls: BlockCalls | None = None
         self._patcher: Callable[[], Any] = lambda: None  # who attached
         self._attached_by: int | None = None  # its id: weak references are dead when the collector has a patcher detach
-        self._unseen: tuple[str, ...] | None = None
+        self._unseen: dict[tuple[str, ...], tuple[str, ...]] = {}  # by the names of modules that were looked into
         self._is_plain = False
         self._is_step = False
         self._forwards = _Forwards()
@@ -142,9 +142,10 @@ class SplitTree:
 
     def weight_bytes(self) -> dict[torch.device, int]:
         """Bytes of weights per device, as stored."""
-        with self.main_only():
-            sizes = {self.plan.main_device: int(management.module_size(self._base()))}
-        return sizes | {device: int(management.module_size(shard)) for device, shard in self.shards.items()}
+        elsewhere = [self.block(name) for name in self.plan.blocks if self.is_whole and self.is_foreign(name)]
+        here = management.module_size(self._base()) - sum(map(management.module_size, elsewhere))
+        sizes = {device: int(management.module_size(shard)) for device, shard in self.shards.items()}
+        return {self.plan.main_device: int(here)} | sizes
 
     def origin_on(self, device: torch.device) -> Origin | None:
         """Where the unpatched weights of a card's part lie in host memory; None if nobody knows."""
@@ -277,20 +278,20 @@ class SplitTree:
     @property
     def unseen(self) -> tuple[str, ...]:
         """What other nodes attached inside the model, where it runs unseen; looked up once per loading."""
-        if self._unseen is None and self._patcher() is not None:
-            self._unseen = self._look_inside(("",))
-        return self._unseen or ()
+        return self._look_inside(("",))
 
     def look_again(self) -> None:
-        self._unseen = None
+        self._unseen.clear()
 
     def unseen_in_blocks(self) -> tuple[str, ...]:
         """Of what runs unseen, what is in blocks, or may be."""
         return self._look_inside(self.plan.blocks) if self.unseen else ()
 
-    def _look_inside(self, names: Collection[str]) -> tuple[str, ...]:
-        own = self.bridge.hook_ids | self._hooks.ids
-        return tuple(unseen_attachments(self._patcher(), self.diffusion_model, own, names))
+    def _look_inside(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        if names not in self._unseen and (patcher := self._patcher()) is not None:
+            own = self.bridge.hook_ids | self._hooks.ids
+            self._unseen[names] = tuple(unseen_attachments(patcher, self.diffusion_model, own, names))
+        return self._unseen.get(names, ())
 
     @contextmanager
     def plainly(self) -> Iterator[None]:

@@ -23,6 +23,14 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[3]
 
 # A ring over two halves of the keys in one process; the merge and its version test are what 0.37 does.
+OTHER_RING = """class TemplatedRingAnythingAttention:
+    def forward(ctx, query):
+        pass
+
+    apply = forward
+
+
+class SeqAllToAllDim"""
 OLD_DISPATCH = """
 import torch
 
@@ -226,9 +234,16 @@ def test_an_lse_of_the_wrong_shape_is_refused(use_dispatch, qkv):
     remove_ring_lse_fix()
 
 
-def test_a_diffusers_without_these_places_is_refused_and_left_alone(use_dispatch):
-    dispatch = use_dispatch(OLD_DISPATCH.replace("class SeqAllToAllDim", "class Renamed"))
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("class SeqAllToAllDim", "class Renamed", pytest.raises(RuntimeError, match="SeqAllToAllDim")),
+        ("class SeqAllToAllDim", OTHER_RING, pytest.raises(ValueError, match="forward_op")),
+    ],
+)
+def test_a_diffusers_without_these_places_is_refused_and_left_alone(use_dispatch, old, new, error):
+    dispatch = use_dispatch(OLD_DISPATCH.replace(old, new))
     before = snapshot(dispatch)
-    with pytest.raises(RuntimeError, match="SeqAllToAllDim"):
+    with error:
         apply_ring_lse_fix()
     assert snapshot(dispatch) == before
