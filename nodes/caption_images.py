@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import host
 from .host import io
 from .saying import said_on_node
 from .types import DatasetSocket, TrainingDataset
-
-if TYPE_CHECKING:
-    from ..config.job import FolderConfig
 
 _FILE = "Which image or clip this is, for Write Captions."
 
@@ -107,7 +104,14 @@ class WriteCaptions(io.ComfyNode):
     def execute(cls, dataset: list[TrainingDataset], caption: Sequence[Any], file: Sequence[Any]) -> io.NodeOutput:
         (found,) = dataset
         missing = {str(path): path for path in _to_caption(found)}
-        given = {} if list(file) == [None] else _paired(file, caption)
+        if list(file) == [None]:
+            file = caption = ()
+        if len(file) != len(caption):
+            raise ValueError(
+                f"{len(caption)} captions came for {len(file)} images; connect a node that makes one text of each image"
+            )
+        pairs = zip(file, caption, strict=True)
+        given = {str(name): "" if text is None else str(text).strip() for name, text in pairs}
         strange = given.keys() - _all_files(found) if given.keys() - missing.keys() else ()
         if strange:
             raise ValueError(f"file {min(strange)!r} is none of this dataset; connect the files of Images to Caption")
@@ -119,14 +123,20 @@ class WriteCaptions(io.ComfyNode):
 
 
 def _to_caption(dataset: TrainingDataset) -> Iterator[Path]:
-    """Images and clips without a caption, of the folders that have no caption for such."""
+    """Images and clips without a caption, of the folders that have no caption for such.
+
+    Raises: ValueError for a folder in which captions may not be written, if some are missing.
+    """
     from ..data.caption_files import without_caption
 
     if dataset.data.encoded:
         raise ValueError("this dataset arrived encoded; captions are of folders of images")
     for folder in dataset.data.folders:
         if not folder.caption:
-            yield from _of_folder(dataset, folder, without_caption)
+            found = without_caption(dataclasses.replace(dataset.data, folders=(folder,)))
+            if found:
+                host.refuse_writing(Path(folder.path))
+            yield from found
 
 
 def _all_files(dataset: TrainingDataset) -> set[str]:
@@ -134,23 +144,6 @@ def _all_files(dataset: TrainingDataset) -> set[str]:
 
     each = (dataclasses.replace(dataset.data, folders=(folder,)) for folder in dataset.data.folders)
     return {str(path) for config in each for path in media_files(config)}
-
-
-def _of_folder(dataset: TrainingDataset, folder: FolderConfig, find: Any) -> list[Path]:
-    """Raises: ValueError for a folder in which captions may not be written, if some are missing."""
-    found = find(dataclasses.replace(dataset.data, folders=(folder,)))
-    if found:
-        host.refuse_writing(Path(folder.path))
-    return found
-
-
-def _paired(files: Sequence[Any], captions: Sequence[Any]) -> dict[str, str]:
-    if len(files) != len(captions):
-        raise ValueError(
-            f"{len(captions)} captions came for {len(files)} images; connect a node that makes one text of each image"
-        )
-    pairs = zip(files, captions, strict=True)
-    return {str(name): "" if text is None else str(text).strip() for name, text in pairs}
 
 
 def _write(captions: dict[Path, str]) -> tuple[int, int]:

@@ -36,6 +36,13 @@ _GONE = (
     "Cache) and queue again"
 )
 _NO_CAPTIONS = "sample_prompts {prompts} are no captions of the dataset, and {gone}, or take captions of the dataset"
+_STOCK_VISION = io.ClipVision.Input(
+    "stock_vision",
+    display_name="stock CLIP vision",
+    optional=True,
+    tooltip="ComfyUI's CLIP vision model, from Load CLIP Vision. It looks at what the dataset's condition is made of: "
+    "first-frame, fun-control or z-image-omni. Wan 2.1's image-to-video and Fun Control need one.",
+)
 _CLASS_OF = {"stock_clip": "Load CLIP", "stock_vae": "Load VAE", "stock_vision": "Load CLIP Vision"}
 
 
@@ -91,19 +98,9 @@ def _inputs() -> list[Socket | io.Input]:
             "Without effect for others, and for diffusers folders.",
             **file_options(NONE, files),
         ),
-        _stock_vision(),
+        _STOCK_VISION,
         Socket("caption_weights", "cache.caption_weights", optional=True, advanced=True),
     ]
-
-
-def _stock_vision() -> io.Input:
-    return io.ClipVision.Input(
-        "stock_vision",
-        display_name="stock CLIP vision",
-        optional=True,
-        tooltip="ComfyUI's CLIP vision model, from Load CLIP Vision. It looks at what the dataset's condition is "
-        "made of: first-frame, fun-control or z-image-omni. Wan 2.1's image-to-video and Fun Control need one.",
-    )
 
 
 class KeptFiles:
@@ -224,7 +221,10 @@ class CacheCaptionsAndLatents(io.ComfyNode):
                 host.cancel()
         for each in filter(None, (data, held_out)):
             KEPT.remember(folder, map(each.store.path, each.keys()))
-        view.show_text(_describe(len(data.samples), cache))
+        # With what a job file needs to find the entries of stock encoders.
+        sources = {name: getattr(cache, name) for name in ("text_source", "latent_source", "vision_source")}
+        lines = (f'{name} = "{source}"' for name, source in sources.items() if source)
+        view.show_text("\n".join([f"{len(data.samples)} samples are encoded", *lines]))
         vae_file = path_of_vae(sockets["stock_vae"]) if "stock_vae" in sockets else ""
         clip_files, clip_type = files_of_clip(sockets.get("stock_clip"), model.model.path)
         find = remember_clip(sockets, partial(_clip_of_files, model))
@@ -297,14 +297,6 @@ def _who_encodes(encoders: ComfyEncoders, sockets: dict[str, Any]) -> dict[str, 
         if encoder and name and link in sockets:
             _log.warning("%s %r has no effect: what is connected to the node encodes in its place", socket, name)
     return settings
-
-
-def _describe(num_samples: int, cache: CacheConfig) -> str:
-    """With what a job file needs to find the entries of stock encoders."""
-    names = ("text_source", "latent_source", "vision_source")
-    sources = {name: getattr(cache, name) for name in names}
-    lines = (f'{name} = "{source}"' for name, source in sources.items() if source)
-    return "\n".join([f"{num_samples} samples are encoded", *lines])
 
 
 # ---- what a training needs of the CLIP, computed before it begins: in the background no CLIP of this graph is there

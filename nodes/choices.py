@@ -99,13 +99,11 @@ def links_fit(node: type[io.ComfyNode], received: Mapping[str, Any] | None) -> b
     wanted = {each.id: str(each.io_type) for each in node.define_schema().inputs}
     for name, kind in (received or {}).items():
         takes = f"{wanted[name]},STRING" if name in TEXT_LINKS else wanted[name]
-        if not _overlap(kind, takes):
+        if not isinstance(kind, str):  # older nodes give the options of a list
+            fits = "COMBO" in takes
+        else:
+            kinds, taken = set(read_list(kind, str, "type")), set(read_list(takes, str, "type"))
+            fits = bool(kinds & taken) or "*" in kinds | taken or kind.startswith("COMFY_MATCHTYPE")
+        if not fits:
             return f"{name} takes {wanted[name]}, and {kind} is linked to it"
     return True
-
-
-def _overlap(kind: object, takes: str) -> bool:
-    if not isinstance(kind, str):  # older nodes give the options of a list
-        return "COMBO" in takes
-    kinds, wanted = set(read_list(kind, str, "type")), set(read_list(takes, str, "type"))
-    return bool(kinds & wanted) or "*" in kinds | wanted or kind.startswith("COMFY_MATCHTYPE")

@@ -37,8 +37,10 @@ _PLACE = "In ComfyUI's input folder."
 def _inputs() -> list[Socket | io.Input]:
     """Made anew each time: the lists show what is there now."""
     folders = host.list_input_folders()
+    shown = folders or [""]
+    ways = [NONE, *filter(None, job_keys()["data.condition"].choices)]
     return [
-        Socket("folder", "data.folders.path", _IN_INPUT, **_folder_options(folders)),
+        Socket("folder", "data.folders.path", _IN_INPUT, options=shown, default=shown[0], extra_dict=COMES_AND_GOES),
         Socket("repeats", "data.folders.repeats"),
         Socket("resolutions", "data.resolutions", default="512"),
         Socket("caption_dropout", "data.caption_dropout", step=0.01),
@@ -70,7 +72,7 @@ def _inputs() -> list[Socket | io.Input]:
         Socket("regularisation", "data.folders.regularisation", optional=True, advanced=True),
         Socket("default_caption", "data.folders.caption", optional=True, advanced=True),
         Socket("folder_resolutions", "data.folders.resolutions", default=AUTO, optional=True, advanced=True),
-        Socket("condition", "data.condition", read=read_file, optional=True, advanced=True, **_condition_options()),
+        Socket("condition", "data.condition", read=read_file, optional=True, advanced=True, options=ways, default=NONE),
         _references("references", "data.folders.references", "my_photos_before"),
         Socket("control", "data.folders.control", _PLACE, default="", optional=True, advanced=True),
         Socket("reference_megapixels", "data.reference_megapixels", max=16.0, step=0.01, optional=True, advanced=True),
@@ -91,14 +93,6 @@ def _references(id: str, key: str, example: str) -> Socket:
         optional=True,
         advanced=True,
     )
-
-
-def _condition_options() -> dict[str, Any]:
-    return {"options": [NONE, *filter(None, job_keys()["data.condition"].choices)], "default": NONE}
-
-
-def _folder_options(folders: list[str]) -> dict[str, Any]:
-    return {"options": folders or [""], "default": folders[0] if folders else "", "extra_dict": COMES_AND_GOES}
 
 
 class TrainingDatasetNode(io.ComfyNode):

@@ -53,26 +53,21 @@ class LoadModelForTraining(io.ComfyNode):
         from ..checkpoints.checkpoint import read_checkpoint
 
         split, devices = _read_split(sockets)
-        if stock_model is not None:
-            return cls._take(stock_model, split, sockets)
-        checkpoint = host.find_model(model, path)
-        config = read_section(ModelConfig, _inputs(), sockets, path=str(checkpoint))
-        info = read_checkpoint(checkpoint, variant=config.variant)
-        name = info.variant.name if info.variant else f"{info.family.title} of its own size"
-        text = f"{name}, {len(info.tensors)} tensors, on {', '.join(map(str, devices))}"
+        if stock_model is not None:  # which ComfyUI's own code will build again for training
+            from ..families.registry import COMFYUI
+            from .host.native.source import path_of_model
+
+            path = str(path_of_model(stock_model))
+            config = read_section(ModelConfig, _inputs(), sockets, path=path, family=COMFYUI, variant="")
+            info = host.read_native(path, config.dtype, stock_model)
+            text = f"{info.family.title}, {len(info.tensors)} tensors"
+        else:
+            checkpoint = host.find_model(model, path)
+            config = read_section(ModelConfig, _inputs(), sockets, path=str(checkpoint))
+            info = read_checkpoint(checkpoint, variant=config.variant)
+            name = info.variant.name if info.variant else f"{info.family.title} of its own size"
+            text = f"{name}, {len(info.tensors)} tensors, on {', '.join(map(str, devices))}"
         host.NodeView(cls.hidden.unique_id).show_text(text)
-        return io.NodeOutput(TrainingModel(config, split))
-
-    @classmethod
-    def _take(cls, stock: Any, split: SplitConfig, sockets: dict[str, Any]) -> io.NodeOutput:
-        """A stock MODEL, which ComfyUI's own code will build again for training."""
-        from ..families.registry import COMFYUI
-        from .host.native.source import path_of_model
-
-        path = path_of_model(stock)
-        config = read_section(ModelConfig, _inputs(), sockets, path=str(path), family=COMFYUI, variant="")
-        info = host.read_native(str(path), config.dtype, stock)
-        host.NodeView(cls.hidden.unique_id).show_text(f"{info.family.title}, {len(info.tensors)} tensors")
         return io.NodeOutput(TrainingModel(config, split))
 
 

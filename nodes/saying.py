@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from ..config.job import job_keys
@@ -49,44 +48,33 @@ class _Keeper(logging.Handler):
             host.NodeView.footer = "\n".join(f"Warning: {each}" for each in self.texts)
 
 
-@contextmanager
-def _warnings_kept() -> Iterator[list[str]]:
-    keeper = _Keeper()
-    logging.getLogger().addHandler(keeper)
-    host.NodeView.footer = ""
-    try:
-        yield keeper.texts
-    finally:
-        host.NodeView.footer = ""
-        logging.getLogger().removeHandler(keeper)
-
-
 def said_on_node(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.NodeOutput]:
     """An execute whose warnings appear on its node, and whose errors speak of sockets."""
 
     @functools.wraps(execute)
     def inner(cls: type[io.ComfyNode], *args: Any, **sockets: Any) -> io.NodeOutput:
-        with _warnings_kept() as warnings:
-            try:
-                output = execute(cls, *args, **sockets)
-            except Exception as error:
-                if fault := import_fault(error):
-                    raise RuntimeError(fault) from error
-                if type(error) in (ValueError, RuntimeError):
-                    error.args = (in_sockets(str(error)),)
-                raise
-            if warnings:
-                _add_warnings(cls, output, warnings)
+        keeper = _Keeper()
+        logging.getLogger().addHandler(keeper)
+        host.NodeView.footer = ""
+        try:
+            output = execute(cls, *args, **sockets)
+        except Exception as error:
+            if fault := import_fault(error):
+                raise RuntimeError(fault) from error
+            if type(error) in (ValueError, RuntimeError):
+                error.args = (in_sockets(str(error)),)
+            raise
+        else:
+            if keeper.texts:  # also in the node's output, which a reload of the page brings back
+                shown = (output.ui or {}).get("text", ())
+                output.ui = {**(output.ui or {}), "text": (*shown, *(f"Warning: {each}" for each in keeper.texts))}
+                host.NodeView(cls.hidden.unique_id).show_again()
             return output
+        finally:
+            host.NodeView.footer = ""
+            logging.getLogger().removeHandler(keeper)
 
     return inner
-
-
-def _add_warnings(cls: type[io.ComfyNode], output: io.NodeOutput, warnings: list[str]) -> None:
-    """Behind what the node shows, and in its output, which a reload of the page brings back."""
-    shown = (output.ui or {}).get("text", ())
-    output.ui = {**(output.ui or {}), "text": (*shown, *(f"Warning: {each}" for each in warnings))}
-    host.NodeView(cls.hidden.unique_id).show_again()
 
 
 # ---- words

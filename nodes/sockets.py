@@ -109,18 +109,17 @@ def read_section(kind: type[T], entries: Sequence[Socket | io.Input], given: Map
         return kind(**{name: socket.read(given) for name, socket in sockets.items()}, **more)
     except ValidationError as error:
         names = {name: socket.id for name, socket in sockets.items()}
-        raise ValueError("\n".join(_explain(problem, names) for problem in problems_of(error))) from error
+        lines = []
+        for problem in problems_of(error):
+            place = ".".join(names.get(part, str(part)) for part in problem["loc"])
+            what = problem["msg"].removeprefix("Value error, ")
+            lines.append(f"{place} {problem['input']!r}: {what}" if place else what)
+        raise ValueError("\n".join(lines)) from error
 
 
 def setting_names(entries: Sequence[Socket | io.Input]) -> list[str]:
     """Names, inside their sections, of the settings that have a socket here."""
     return [each.key.name for each in entries if isinstance(each, Socket)]
-
-
-def _explain(problem: Any, names: Mapping[str, str]) -> str:
-    """What is refused, under the name that the socket has."""
-    place = ".".join(names.get(part, str(part)) for part in problem["loc"])
-    return (f"{place} {problem['input']!r}: " if place else "") + problem["msg"].removeprefix("Value error, ")
 
 
 # ---- what is typed into text fields

@@ -12,8 +12,6 @@ from .saying import said_on_node
 from .sockets import AUTO, Socket, make_inputs, read_auto, read_list
 
 if TYPE_CHECKING:
-    import torch
-
     from .host.split.plan import SplitRequest
 
 _log = logging.getLogger(__name__)
@@ -179,9 +177,12 @@ class LoadDiffusionModelSplit(io.ComfyNode):
 
 def _read_request(sockets: dict[str, Any]) -> SplitRequest | None:
     """The request, or None where there is one GPU only and the model stays whole."""
+    from ..jobs.resolve import find_machine
     from .host.split.plan import SplitRequest
 
-    chosen, cuts = _find_devices(sockets["devices"]), read_list(sockets["split_at"], int, "split_at")
+    names = read_devices(sockets["devices"])
+    chosen = find_machine(names).devices if names else host.list_gpus()
+    cuts = read_list(sockets["split_at"], int, "split_at")
     if len(chosen) < 2 and not read_auto(sockets["devices"]):
         from ..parallel.devices import hidden_gpus
 
@@ -197,11 +198,3 @@ def _read_request(sockets: dict[str, Any]) -> SplitRequest | None:
     transport: Any = read_auto(sockets["transport"]) or None
     way: Any = read_auto(sockets.get("way", AUTO)) or None
     return SplitRequest(devices=chosen, split_at=cuts, memory_limit_gb=limits, transport=transport, way=way, **others)
-
-
-def _find_devices(text: str) -> tuple[torch.device, ...]:
-    """The devices a user named; auto is every GPU of the host's, its main one first."""
-    from ..jobs.resolve import find_machine
-
-    names = read_devices(text)
-    return find_machine(names).devices if names else host.list_gpus()

@@ -164,11 +164,19 @@ class TrainLora(io.ComfyNode):
     @classmethod
     @said_on_node
     def execute(cls, model: TrainingModel, dataset: TrainingDataset, resume: bool, **sockets: Any) -> io.NodeOutput:
+        from ..encoding.encode import Stopped
+        from ..jobs.resume import next_run
+
         job = make_job(model, dataset, sockets)
         view, in_background = JobView(cls.hidden.unique_id), sockets.get("background", False)
         with host.training_allowed():
             with model.prepared() as info:
-                run = _find_run(job, info, resume, view)
+                try:
+                    run = next_run(job, info=info, resume=resume, should_stop=view.is_cancelled)
+                except Stopped:
+                    host.cancel()
+                if run.note:
+                    view.show_text(run.note)
             host.refuse_job(run.job)
             if run.finished is None:
                 check = partial(_check, run, model, info, view, in_background=in_background)
@@ -186,27 +194,12 @@ class TrainLora(io.ComfyNode):
             host.cancel()
         assert result.lora_path is not None
         entry = host.output_entry(result.lora_path)
-        return io.NodeOutput(
-            result.lora,
-            {"loss": result.losses},
-            result.step,
-            str(result.lora_path),
-            ui={"text": (text,), "lora": [entry] if entry else [], **_images(view)},
-        )
-
-
-def _find_run(job: config.JobConfig, info: CheckpointInfo | None, resume: bool, view: JobView) -> NextRun:
-    """The run that the job means, in its folder or in a numbered one beside it; the node says why."""
-    from ..encoding.encode import Stopped
-    from ..jobs.resume import next_run
-
-    try:
-        run = next_run(job, info=info, resume=resume, should_stop=view.is_cancelled)
-    except Stopped:
-        host.cancel()
-    if run.note:
-        view.show_text(run.note)
-    return run
+        shown: dict[str, Any] = {"text": (text,), "lora": [entry] if entry else []}
+        if pictures := list(filter(None, map(host.output_entry, view.pictures.values()))):
+            shown["images"] = pictures
+        if any(each["filename"].endswith(".webp") for each in pictures):
+            shown["animated"] = (True,)
+        return io.NodeOutput(result.lora, {"loss": result.losses}, result.step, str(result.lora_path), ui=shown)
 
 
 def _check(
@@ -273,7 +266,8 @@ def training_sockets(*ids: str) -> list[Socket]:
 def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[str, Any]) -> config.JobConfig:
     """The job that these sockets describe.
 
-    Raises: ValueError for a setting that is refused, or a name that leads out of the output folder.
+    Raises: ValueError for a setting that is refused, a name that leads out of the output folder, or a CLIP to be
+        trained whose files nobody knows.
     """
     name = plain_name(sockets["name"])
     if name.casefold() in NO_RUNS:
@@ -283,10 +277,18 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
     lora = read(config.LoraSettings)
     cache = dataset.cache or config.CacheConfig(folder=str(host.folder_in_output(DEFAULT_FOLDER, "cache")))
     draws_by_host = bool(sockets.get("sample_prompts", "").strip()) and model.model.family == COMFYUI
+    if lora.text_encoder:  # the files of the CLIP that is trained
+        if cache.text_source and not dataset.clip_files:
+            raise ValueError(
+                "text_encoder trains the CLIP itself, and the file of the one that encoded the captions is not known; "
+                "connect stock CLIP of Cache Captions and Latents straight to Load Checkpoint with the trained model, "
+                "Load CLIP or DualCLIPLoader, or switch text_encoder off"
+            )
+        cache = replace(cache, stock_clip=dataset.clip_files, stock_clip_type=dataset.clip_type)
     return model.job(
         dataset,
         evaluation=dataset.evaluation,
-        cache=_with_clip(cache, dataset) if lora.text_encoder else cache,
+        cache=cache,
         train=read(config.LoopConfig),
         lora=lora,
         objective=read(config.ObjectiveConfig),
@@ -296,24 +298,6 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
         output=read(config.OutputConfig, folder=str(folder)),
         samples=read(config.SamplesConfig, vae=dataset.vae_file if draws_by_host else ""),
     )
-
-
-def _with_clip(cache: config.CacheConfig, dataset: TrainingDataset) -> config.CacheConfig:
-    """With the files of the CLIP that is trained. Raises: ValueError where nobody knows them."""
-    if cache.text_source and not dataset.clip_files:
-        raise ValueError(
-            "text_encoder trains the CLIP itself, and the file of the one that encoded the captions is not known; "
-            "connect stock CLIP of Cache Captions and Latents straight to Load Checkpoint with the trained model, Load "
-            "CLIP or DualCLIPLoader, or switch text_encoder off"
-        )
-    return replace(cache, stock_clip=dataset.clip_files, stock_clip_type=dataset.clip_type)
-
-
-def _images(view: JobView) -> dict[str, Any]:
-    """The newest pictures as ComfyUI shows images on a node; {} if none were drawn."""
-    entries = [entry for path in view.pictures.values() if (entry := host.output_entry(path))]
-    is_animated = any(entry["filename"].endswith(".webp") for entry in entries)
-    return ({"images": entries} | ({"animated": (True,)} if is_animated else {})) if entries else {}
 
 
 def describe_result(result: TrainingResult) -> str:

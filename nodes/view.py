@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..system.progress import NowAndThen, ProgressLine, StepPace, describe_progress
 from . import host
@@ -46,7 +46,7 @@ class JobView(host.NodeView):
         self._terminal = ProgressLine(sys.stderr) if sys.stderr and sys.stderr.isatty() else None
         self._log_lines = NowAndThen(_LOG_INTERVAL_S, clock)
         self.pictures: dict[int, Path] = {}  # the newest of each prompt
-        self._memory = ""  # of several processes, in their last event
+        self._memory = ""  # every rank's peak in the last event; "" of one process, whose cards the page shows
 
     def __call__(self, event: Event) -> None:
         host.send_event(
@@ -64,25 +64,21 @@ class JobView(host.NodeView):
         if event.kind == "step":
             self._pace.update(event.values["elapsed_s"])
         if event.kind == "memory":
-            self._memory = _memory_of_ranks(event.values)
+            ranks = ((name, each) for name, each in event.values.items() if name.startswith("rank "))
+            peaks = ", ".join(f"{name} {each['peak']:.1f} GB" for name, each in ranks)
+            self._memory = f"peak memory: {peaks}" if peaks else ""
         text = self._line(event)
         if event.kind in {"progress", "step"}:
             self.show_progress(event.step, event.total)
-            self._show_in_terminal(event, text)
+            if self._terminal is not None:
+                self._terminal.show(event.values.get("what", "steps"), event.step, event.total, text)
+            elif self._log_lines.is_due(event.step, event.total):
+                _log.info("training: %s", text)
         elif self._terminal is not None:
             self._terminal.close()
         if event.kind == "sample":
             path = self.pictures[event.values["index"]] = Path(event.values["path"])
             self.show_picture(path, event.step, event.total)
-        self._show_line(event, text)
-
-    def _show_in_terminal(self, event: Event, text: str) -> None:
-        if self._terminal is not None:
-            self._terminal.show(event.values.get("what", "steps"), event.step, event.total, text)
-        elif self._log_lines.is_due(event.step, event.total):
-            _log.info("training: %s", text)
-
-    def _show_line(self, event: Event, text: str) -> None:
         now = self._clock()
         is_last = event.step == event.total
         if text and (event.kind == "phase" or is_last or now - self._last_text_s >= _TEXT_INTERVAL_S):
@@ -98,19 +94,8 @@ class JobView(host.NodeView):
             return describe_progress(event.step, event.total, **values)
         if event.kind == "step":
             text = self._pace.describe(event.step, event.total, values["loss"]).capitalize()
-            return "\n".join(filter(None, [text, _losses_of_ranks(values.get("rank_losses", ())), self._memory]))
+            losses = ", ".join(f"rank {rank} {loss:.5f}" for rank, loss in enumerate(values.get("rank_losses", ())))
+            return "\n".join(filter(None, [text, f"loss: {losses}" if losses else "", self._memory]))
         if event.kind == "eval":
             return f"Step {event.step}/{event.total}: evaluation loss {values['loss']:.5f}"
         return ""
-
-
-def _losses_of_ranks(losses: Sequence[float]) -> str:
-    """A line for the node; "" of one process."""
-    shown = ", ".join(f"rank {rank} {loss:.5f}" for rank, loss in enumerate(losses))
-    return f"loss: {shown}" if shown else ""
-
-
-def _memory_of_ranks(values: Mapping[str, Any]) -> str:
-    """A line with every rank's peak; "" of one process, whose cards the page shows."""
-    shown = ", ".join(f"{name} {each['peak']:.1f} GB" for name, each in values.items() if name.startswith("rank "))
-    return f"peak memory: {shown}" if shown else ""

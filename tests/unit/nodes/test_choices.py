@@ -65,7 +65,8 @@ def test_devices_are_chosen_by_their_cards_names(nodes: ModuleType, node: str) -
 @pytest.mark.parametrize("text", ["cuda:0,cuda:1", "0,1", "gpu:0, gpu:1", " 0 ,gpu:1"])
 def test_devices_that_were_typed_or_are_cores_are_understood(nodes: ModuleType, text: str) -> None:
     assert nodes.choices.read_devices(text) == ("cuda:0", "cuda:1")
-    assert nodes.split._find_devices(text) == CARDS
+    others = {"balance": "memory", "split_at": "", "memory_limit_gb": "", "transport": "auto"}
+    assert nodes.split._read_request({"devices": text, **others}).devices == CARDS
     assert nodes.SplitModel.validate_inputs(devices=text) is True
 
 
