@@ -224,17 +224,12 @@ def _weights(patcher: Any) -> dict[str, torch.Tensor]:
     originals = {name: backup[0] for name, backup in patcher.hook_backup.items()}
     originals |= {name: backup.weight for name, backup in patcher.backup.items()}  # hooks come on top of patches
     found = {name: originals.get(name, weight) for name, weight in patcher.model.state_dict().items()}
-    unread = set(_unread_projections(patcher.model))
-    return {name: weight for name, weight in found.items() if name not in unread}
-
-
-def _unread_projections(model: nn.Module) -> Iterator[str]:
-    """Weights that decide nothing a model is given."""
-    pooled_by_nobody = _POOLED_BY_NOBODY.get(type(model).__name__)
-    for name, module in model.named_modules():
+    pooled_by_nobody = _POOLED_BY_NOBODY.get(type(patcher.model).__name__)
+    for name, module in patcher.model.named_modules():
         layers = getattr(module, "options_default", None)  # layer, its index, whether the pooled output is projected
         if layers is not None and (not layers[2] or name == pooled_by_nobody):
-            yield f"{name}.transformer.text_projection.weight"
+            found.pop(f"{name}.transformer.text_projection.weight", None)  # decides nothing that a model is given
+    return found
 
 
 def _module_facts(model: nn.Module) -> Iterator[tuple[str, str, Mapping[str, Any]]]:

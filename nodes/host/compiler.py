@@ -142,8 +142,29 @@ def settle() -> None:
 
 
 def _prepare(devices: Iterable[torch.device], about: str) -> None:
-    _refuse_unknown(devices)
-    _end_active(about)
+    """End a graph that is active in this thread.
+
+    Raises: RuntimeError if the host would record although its switches are set, for it changed in an unknown way, or
+        has no way to end a graph.
+    """
+    prefetch = sys.modules.get("comfy.model_prefetch")  # None: nothing has imported it, nothing can have begun a graph
+    is_enabled = getattr(prefetch, "malloc_graph_enabled", lambda device: not hasattr(_arguments(), _ALLOCATIONS))
+    still = [str(each) for each in devices if is_enabled(each)] if hasattr(prefetch, "malloc_graph_begin") else []
+    if still:
+        raise RuntimeError(
+            f"this ComfyUI records allocation graphs on {', '.join(still)} in a way that this version of the pack "
+            "cannot switch off; update the pack, start ComfyUI with --disable-comfy-compiler, or use the MODEL without "
+            "the split"
+        )
+    thread = threading.get_ident()
+    marked = getattr(prefetch, "MALLOC_GRAPHS", {}).get(thread)  # 0.35 lists active graphs, later versions mark them
+    if thread not in getattr(prefetch, "ACTIVE_MALLOC_GRAPHS", {}) and not getattr(marked, "_comfy_active", False):
+        return
+    cleanup: Any = getattr(prefetch, "cleanup_malloc_graph", None)
+    if cleanup is None:
+        raise _failure(about, "an allocation graph is active around it", _ALLOCATIONS)
+    _log.info("an allocation graph of ComfyUI's was active around %s; it is ended here", about)
+    cleanup()
 
 
 def explain(error: RuntimeError, about: str = _SPLIT) -> None:
@@ -162,45 +183,6 @@ def _failure(about: str, what: str, switch: str) -> _Failure:
         f"ComfyUI's own compiler does not go with {about}: {what}. Start ComfyUI with "
         f"--{switch.replace('_', '-')}, and please report it"
     )
-
-
-def _refuse_unknown(devices: Iterable[torch.device]) -> None:
-    """Raises: RuntimeError if the host would record although its switches are set: it changed in an unknown way."""
-    prefetch = _prefetch()
-    if not hasattr(prefetch, "malloc_graph_begin"):
-        return
-    is_enabled = getattr(prefetch, "malloc_graph_enabled", lambda device: not hasattr(_arguments(), _ALLOCATIONS))
-    still = [str(device) for device in devices if is_enabled(device)]
-    if still:
-        raise RuntimeError(
-            f"this ComfyUI records allocation graphs on {', '.join(still)} in a way that this version of the pack "
-            "cannot switch off; update the pack, start ComfyUI with --disable-comfy-compiler, or use the MODEL without "
-            "the split"
-        )
-
-
-def _end_active(about: str) -> None:
-    """Raises: RuntimeError if a graph is active in this thread and the host has no way to end it."""
-    prefetch = _prefetch()
-    if not _is_active(prefetch):
-        return
-    if not hasattr(prefetch, "cleanup_malloc_graph"):
-        raise _failure(about, "an allocation graph is active around it", _ALLOCATIONS)
-    _log.info("an allocation graph of ComfyUI's was active around %s; it is ended here", about)
-    prefetch.cleanup_malloc_graph()
-
-
-def _is_active(prefetch: Any) -> bool:
-    """Whether this thread records or replays now: 0.35 lists active graphs, later versions mark them."""
-    thread = threading.get_ident()
-    if thread in getattr(prefetch, "ACTIVE_MALLOC_GRAPHS", {}):
-        return True
-    return bool(getattr(getattr(prefetch, "MALLOC_GRAPHS", {}).get(thread), "_comfy_active", False))
-
-
-def _prefetch() -> Any:
-    """The host's module; None where nothing has imported it, so that nothing can have begun a graph."""
-    return sys.modules.get("comfy.model_prefetch")
 
 
 def _arguments() -> Any:

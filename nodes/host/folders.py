@@ -310,7 +310,8 @@ def refuse_job(job: JobConfig) -> None:
 def _refuse_writing_elsewhere(folder: Path, key: str) -> None:
     """Raises: ValueError for a folder that is not below ComfyUI's output folder, or holds a link to elsewhere."""
     output = folder_paths.get_output_directory()
-    if not (folder.is_absolute() and any(_is_named_below(folder, base) for base in (output, os.path.realpath(output)))):
+    bases = [os.path.normpath(base) + os.sep for base in (output, os.path.realpath(output))]
+    if not (folder.is_absolute() and os.path.normpath(folder).startswith(tuple(bases))):  # links are looked at below
         raise ValueError(f"{key} {str(folder)!r} is not below ComfyUI's output folder, {output}; choose one there")
     folders = _writable_folders()
     for path in (folder, *links_below(folder)):
@@ -321,11 +322,6 @@ def _refuse_writing_elsewhere(folder: Path, key: str) -> None:
 def _writable_folders() -> list[str]:
     """Raises: ValueError as _allowed."""
     return [os.path.realpath(place) for place in (folder_paths.get_output_directory(), *_allowed("folders"))]
-
-
-def _is_named_below(path: Path, base: str) -> bool:
-    """Without following links."""
-    return os.path.normpath(path).startswith(os.path.normpath(base) + os.sep)
 
 
 def refuse_uploads_to(place: Path) -> None:

@@ -63,7 +63,13 @@ def add_page() -> None:
     _tell_of_left_jobs()
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        return await _respond(api, request)
+        body = bytearray()
+        while request.method == "POST" and len(body) <= MOST_BODY and (chunk := await request.content.readany()):
+            body += chunk  # as far as it takes to see that it is too long
+        name, sent = request.match_info["name"], bytes(body[: MOST_BODY + 1])
+        call = partial(_answer, api, request.method, name, request.query_string, request.headers, sent)
+        pool = _drawing if name == "picture" else None
+        return _to_response(await asyncio.get_running_loop().run_in_executor(pool, call))
 
     PromptServer.instance.app.on_response_prepare.append(_note_listener)
     routes = PromptServer.instance.routes
@@ -131,24 +137,9 @@ def refuse_cards_of_others(job: JobConfig) -> None:
 # ---- requests
 
 
-async def _respond(api: Api, request: web.Request) -> web.StreamResponse:
-    body = await _read(request) if request.method == "POST" else b""
-    arguments = (request.method, request.match_info["name"], request.query_string, request.headers, body)
-    pool = _drawing if arguments[1] == "picture" else None
-    return _to_response(await asyncio.get_running_loop().run_in_executor(pool, partial(_answer, api, *arguments)))
-
-
 def _answer(api: Api, *arguments: Any) -> Answer:
     with nullcontext() if arguments[1] in FREE_ROUTES else _lock:
         return api.answer(*arguments)
-
-
-async def _read(request: web.Request) -> bytes:
-    """The body, as far as it takes to see that it is too long."""
-    found = bytearray()
-    while len(found) <= MOST_BODY and (chunk := await request.content.readany()):
-        found += chunk
-    return bytes(found[: MOST_BODY + 1])
 
 
 def _to_response(answer: Answer) -> web.StreamResponse:
