@@ -39,18 +39,13 @@ class HostConditioner:
                 raise ValueError(f'data.condition = "{parts.way}" needs cache.{key}')
         with torch.inference_mode(), outside(about="what conditions this sample"):
             try:
-                return self._make(parts)
+                if parts.way in ("reference", "kontext"):
+                    return self._with_references(parts)
+                return self._read_with_text(parts) if way.reads_text else self._video(parts)
             except (ImportError, AttributeError) as error:
                 raise ValueError(
                     f'this ComfyUI lacks what data.condition = "{parts.way}" asks of it ({error}); update it'
                 ) from error
-
-    def _make(self, parts: ConditionParts) -> Any:
-        if parts.way in ("reference", "kontext"):
-            return self._with_references(parts)
-        if WAYS[parts.way].reads_text:
-            return self._read_with_text(parts)
-        return self._video(parts)
 
     def _with_references(self, parts: ConditionParts) -> Any:
         from comfy_extras.nodes_edit_model import ReferenceLatent

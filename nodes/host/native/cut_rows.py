@@ -30,31 +30,23 @@ def follow(config: Any, records: Mapping[str, TensorRecord]) -> dict[str, Tensor
     if None not in found.values():
         return found
     kept = {id(tensor) for tensor in made.values()}
-    numbered, origin = _numbered({name: each for name, each in given.items() if each.ndim and id(each) not in kept})
+    generator = torch.Generator().manual_seed(1)
+    numbered: dict[str, torch.Tensor] = {}  # tensors of as many rows, each one number
+    origin: dict[int, _Row] = {}  # the row that each number stands for
+    for name, tensor in given.items():
+        if tensor.ndim and id(tensor) not in kept:
+            numbers = torch.randint(2**62, (len(tensor),), generator=generator)
+            numbered[name] = numbers.view(-1, *[1] * (tensor.ndim - 1))
+            origin |= {number: (name, row) for row, number in enumerate(numbers.tolist())}
     try:
         again = config.process_unet_state_dict({**given, **numbered})
     except (RuntimeError, TypeError):  # it computes with them
         return found
     for name in [name for name, record in found.items() if record is None]:
-        rows = [origin.get(number) for number in _numbers(again.get(name))]
-        found[name] = _cut(records, tuple(made[name].shape), rows)
+        rows = again.get(name)
+        listed = [] if rows is None or rows.is_meta else rows.flatten().tolist()
+        found[name] = _cut(records, tuple(made[name].shape), [origin.get(number) for number in listed])
     return found
-
-
-def _numbered(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[int, _Row]]:
-    """Tensors of as many rows, each one number, and the row that each number stands for."""
-    generator = torch.Generator().manual_seed(1)
-    found: dict[str, torch.Tensor] = {}
-    origin: dict[int, _Row] = {}
-    for name, tensor in tensors.items():
-        numbers = torch.randint(2**62, (len(tensor),), generator=generator)
-        found[name] = numbers.view(-1, *[1] * (tensor.ndim - 1))
-        origin |= {number: (name, row) for row, number in enumerate(numbers.tolist())}
-    return found, origin
-
-
-def _numbers(tensor: torch.Tensor | None) -> list[Any]:
-    return [] if tensor is None or tensor.is_meta else tensor.flatten().tolist()
 
 
 def _cut(

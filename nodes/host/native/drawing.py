@@ -6,8 +6,6 @@ A picture is what a KSampler with the sampler "euler" draws of the same seed, st
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,20 +84,22 @@ class ComfyDecoding:
         return int(self._vae.memory_used_decode(sides, self._vae.vae_dtype)) + int(self._vae.model_size())
 
     def decode(self, latents: torch.Tensor, device: torch.device) -> torch.Tensor:
-        vae = self._on(device)
-        samples = self._form.process_out(latents if self._has_sequence else latents[:, :, 0])
-        with torch.inference_mode(), outside(about="this VAE"), _cancel_stops():
-            pixels: torch.Tensor = vae.decode(samples)
-            return pixels.reshape(-1, *pixels.shape[-3:])[..., :3].float().cpu()
+        """Raises: Stopped."""
+        from comfy.model_management import InterruptProcessingException, interrupt_current_processing
 
-    def _on(self, device: torch.device) -> Any:
-        """The VAE, made anew where ComfyUI would run it on another device: its type goes by that."""
-        import comfy.sd
+        if self._vae.device != device:  # its type goes by that
+            import comfy.sd
 
-        if self._vae.device != device:
             metadata = dict(read_header(self._path).metadata)
             self._vae = comfy.sd.VAE(sd=self._vae.get_sd(), device=device, metadata=metadata or None)
-        return self._vae
+        samples = self._form.process_out(latents if self._has_sequence else latents[:, :, 0])
+        with torch.inference_mode(), outside(about="this VAE"):
+            try:
+                pixels: torch.Tensor = self._vae.decode(samples)
+                return pixels.reshape(-1, *pixels.shape[-3:])[..., :3].float().cpu()
+            except InterruptProcessingException as error:  # from its layers; Cancel counts as heard then
+                interrupt_current_processing(True)  # but the training is to hear it
+                raise Stopped("stopped while a sample picture was decoded") from error
 
     def close(self) -> None:
         from comfy.model_management import soft_empty_cache, unload_all_models
@@ -107,18 +107,3 @@ class ComfyDecoding:
         del self._vae
         unload_all_models()
         soft_empty_cache()
-
-
-@contextmanager
-def _cancel_stops() -> Iterator[None]:
-    """Cancel ends ComfyUI's own layers with an error, and then counts as heard; here the training is to hear it.
-
-    Raises: Stopped.
-    """
-    from comfy.model_management import InterruptProcessingException, interrupt_current_processing
-
-    try:
-        yield
-    except InterruptProcessingException as error:
-        interrupt_current_processing(True)
-        raise Stopped("stopped while a sample picture was decoded") from error

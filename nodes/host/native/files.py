@@ -141,7 +141,11 @@ def load_encoders(job: JobConfig) -> tuple[HostClip | None, HostVae | None, Host
     if cache.stock_vae:
         vae = HostVae(_load_vae(cache.stock_vae, job.model.path))
     if cache.stock_vision:
-        vision = HostVision(_load_vision(cache.stock_vision))
+        import comfy.clip_vision
+
+        path = cache.stock_vision
+        loaded = ask_comfyui(path, "make a CLIP vision model of", lambda: comfy.clip_vision.load(path))
+        vision = HostVision(_there(loaded, "CLIP vision model", path))
     return clip, vae, vision
 
 
@@ -234,13 +238,6 @@ def files_of_clip(clip: Any, model_path: str) -> tuple[tuple[str, ...], str]:
     if loader is getattr(comfy.sd, "load_checkpoint_clip_patcher", None) and _is_file_of(str(given[0]), model_path):
         return (str(given[0]),), ""
     return (), ""
-
-
-def _load_vision(path: str) -> Any:
-    import comfy.clip_vision
-
-    loaded = ask_comfyui(path, "make a CLIP vision model of", lambda: comfy.clip_vision.load(path))
-    return _there(loaded, "CLIP vision model", path)
 
 
 def _there(value: Any, what: str, path: str) -> Any:

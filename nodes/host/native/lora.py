@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,34 +32,28 @@ def read_lora(base: Any, tensors: Mapping[str, Tensor], encoders: Sequence[str] 
     named = comfy.lora_convert.convert_lora(dict(tensors))
     places = comfy.lora.model_lora_keys_unet(base, {})
     if encoders:
-        places = comfy.lora.model_lora_keys_clip(SimpleNamespace(state_dict=lambda: _layers_of(encoders)), places)
+        layer = "{}.transformer.text_model.encoder.layers.{}.{}.weight"
+        each_layer = itertools.product(encoders, range(_MOST_LAYERS), comfy.lora.LORA_CLIP_MAP)
+        names = {layer.format(*of): None for of in each_layer}  # all that the loader looks for; some have fewer layers
+        places = comfy.lora.model_lora_keys_clip(SimpleNamespace(state_dict=lambda: names), places)
     _refuse_twice(named, places)
     found: dict[Any, Any] = comfy.lora.load_lora(named, places, log_missing=False)
-    _refuse_unread(named, found)
+    read = {key for adapter in found.values() for key in getattr(adapter, "loaded_keys", ())}
+    if unread := sorted(set(named) - read):
+        raise ValueError(
+            f"ComfyUI does not map {unread[0]} onto this model ({len(unread)} of {len(named)} tensors), and without it "
+            "the LoRA would be another; give a LoRA of this model"
+        )
     shapes = {name: each.shape for name, each in base.named_parameters()}
     parts: dict[str, list[tuple[Any, dict[str, Tensor]]]] = {}
     for place, adapter in found.items():
         key = place if isinstance(place, str) else place[0]
         parts.setdefault(key, []).append((place, _layer_of(key, adapter)))
-    return {_fqn(key): _joined(key, own, shapes[key][0] if key in shapes else 0) for key, own in parts.items()}
-
-
-def _fqn(key: str) -> str:
-    is_own = key.startswith(_PREFIX)
-    return (key.removeprefix(_PREFIX) if is_own else f"{TEXT_ENCODERS}.{key}").removesuffix(_SUFFIX)
-
-
-def _layers_of(encoders: Iterable[str]) -> dict[str, None]:
-    """The names of all linears that ComfyUI's loader looks for in a CLIP; a smaller one has fewer layers."""
-    import comfy.lora
-
-    layer = "{}.transformer.text_model.encoder.layers.{}.{}.weight"
-    return {
-        layer.format(name, index, linear): None
-        for name in encoders
-        for index in range(_MOST_LAYERS)
-        for linear in comfy.lora.LORA_CLIP_MAP
-    }
+    made = {}
+    for key, own in parts.items():
+        fqn = key.removeprefix(_PREFIX) if key.startswith(_PREFIX) else f"{TEXT_ENCODERS}.{key}"
+        made[fqn.removesuffix(_SUFFIX)] = _joined(key, own, shapes[key][0] if key in shapes else 0)
+    return made
 
 
 def _refuse_twice(named: Iterable[str], places: Mapping[str, Any]) -> None:
@@ -73,16 +68,6 @@ def _refuse_twice(named: Iterable[str], places: Mapping[str, Any]) -> None:
             raise ValueError(f"one layer is there twice, as {first} and as {part.layer}; give a file with one of them")
 
 
-def _refuse_unread(named: Mapping[str, Tensor], found: Mapping[Any, Any]) -> None:
-    read = {key for adapter in found.values() for key in getattr(adapter, "loaded_keys", ())}
-    unread = sorted(set(named) - read)
-    if unread:
-        raise ValueError(
-            f"ComfyUI does not map {unread[0]} onto this model ({len(unread)} of {len(named)} tensors), and without it "
-            "the LoRA would be another; give a LoRA of this model"
-        )
-
-
 def _layer_of(key: str, adapter: Any) -> dict[str, Tensor]:
     """Raises: ValueError for an adapter that is no LoRA, DoRA or LoKr of a linear layer."""
     values = list(getattr(adapter, "weights", ()))
@@ -93,18 +78,14 @@ def _layer_of(key: str, adapter: Any) -> dict[str, Tensor]:
         layer = {A: torch.flatten(down, 1), B: torch.flatten(up, 1) * strength}
         return layer if dora is None else layer | {DORA: dora}
     if name == "lokr" and values[7] is None and values[8] is None:
-        return _lokr_layer(values)
+        given = {kind: each for kind, each in zip(_FACTORS, values, strict=False) if kind and each is not None}
+        ranked = given.get("lokr_w2_b", given.get("lokr_w1_b"))
+        strength = 1.0 if values[2] is None or ranked is None else values[2] / ranked.shape[0]
+        first = given.pop("lokr_w1", None)
+        if first is None:
+            first = given.pop("lokr_w1_a") @ given.pop("lokr_w1_b")
+        return {"lokr_w1": first * strength, **given}
     raise ValueError(f"{key} has an adapter of the kind {name}, which is not trained here; give a LoRA, DoRA or LoKr")
-
-
-def _lokr_layer(values: Sequence[Any]) -> dict[str, Tensor]:
-    given = {kind: each for kind, each in zip(_FACTORS, values, strict=False) if kind and each is not None}
-    ranked = given.get("lokr_w2_b", given.get("lokr_w1_b"))
-    strength = 1.0 if values[2] is None or ranked is None else values[2] / ranked.shape[0]
-    first = given.pop("lokr_w1", None)
-    if first is None:
-        first = given.pop("lokr_w1_a") @ given.pop("lokr_w1_b")
-    return {"lokr_w1": first * strength, **given}
 
 
 def _joined(key: str, parts: Sequence[tuple[Any, dict[str, Tensor]]], num_rows: int) -> dict[str, Tensor]:
@@ -119,7 +100,7 @@ def _joined(key: str, parts: Sequence[tuple[Any, dict[str, Tensor]]], num_rows: 
         if set(layer) != {A, B}:
             raise ValueError(f"{key} has DoRA or LoKr of some of its rows, which is not read; give plain LoRA")
         _, offset, *function = (place,) * 2 if isinstance(place, str) else place
-        up = _changed(layer[B], function[0] if function else None)
+        up = function[0](layer[B]) if function and function[0] is not None else layer[B]
         if isinstance(offset, str) or offset is None:
             offset = (0, 0, num_rows)
         if offset[0] != 0:
@@ -129,7 +110,3 @@ def _joined(key: str, parts: Sequence[tuple[Any, dict[str, Tensor]]], num_rows: 
         downs.append(layer[A])
         ups.append(whole)
     return {A: torch.cat(downs), B: torch.cat(ups, dim=1)}
-
-
-def _changed(up: Tensor, function: Callable[[Tensor], Tensor] | None) -> Tensor:
-    return up if function is None else function(up)

@@ -40,6 +40,7 @@ _BASE = "_devicebridge_base"  # of a diffusion model: its BaseModel
 _FOR_ADAPTER = (("t5xxl_ids",), ("t5xxl_weights",))  # what Anima's is given beside the text
 _LAST_OF_ADAPTER = "llm_adapter.out_proj.weight"
 _LEAST_ADAPTED = 512  # tokens that it makes
+_WITH_BACKWARD = tuple(f"attention_{each}" for each in ("pytorch", "basic", "split", "sub_quad", "xformers"))
 _LEAST = 1e-6  # of a share of the way from noise to data; ComfyUI gives the ends other numbers
 
 
@@ -62,11 +63,7 @@ class ComfyModel:
         self._base = base  # its rules
 
     def _make_base(self, device: torch.device) -> Any:
-        from accelerate import init_empty_weights
-
-        config = own_config(self._config)
-        with init_empty_weights(include_buffers=False):
-            return build(config, self._names, self._prefix, device)
+        return build(self._config, self._names, self._prefix, device)
 
     def make(self, *, is_empty: bool) -> nn.Module:
         """The diffusion model; see HostModel.make."""
@@ -75,7 +72,10 @@ class ComfyModel:
         base.model_sampling.__dict__["calculate_denoised"] = _raw
         model.__dict__[_BASE] = base
         model.__class__ = _trained_class(type(model))  # type: ignore[arg-type]
-        _leave_out_buffers(model, {name.removeprefix(self._prefix) for name in self._names})
+        names = {name.removeprefix(self._prefix) for name in self._names}
+        for prefix, module in model.named_modules():  # buffers that the file lacks are computed, as ComfyUI leaves them
+            absent = (leaf for leaf in module._buffers if (f"{prefix}.{leaf}" if prefix else leaf) not in names)
+            module._non_persistent_buffers_set.update(absent)
         model._keep_in_fp32_modules = [  # type: ignore[assignment]
             name for name, each in model.named_parameters() if each.dtype is torch.float32
         ]
@@ -136,7 +136,9 @@ class ComfyModel:
             given = encoded(getattr(model, TEXT_ENCODERS), given, noisy.device)
         base.model_sampling.to(noisy.device)
         shapes = [(len(noisy), *sides) for sides in stream_shapes(given)]
-        x = noisy.flatten(1).unsqueeze(1) if shapes else _as_host(noisy, self._dims)
+        # As a model takes them whose LATENT has so many sides: [B, C, H, W], say, or [B, C, T] of audio.
+        sides = noisy.shape[5 - self._dims :]
+        x = noisy.flatten(1).unsqueeze(1) if shapes else noisy.reshape(*noisy.shape[:2], *sides)
         inputs = _conditions(base, x, shapes or [x.shape], given, guidance)
         options = {"cond_or_uncond": [0], "sigmas": sigmas, "optimized_attention_override": _plain_attention}
         if self._row.forgets_if_patched:
@@ -174,45 +176,45 @@ class ComfyModel:
         """See HostModel.example."""
         model = self._make_base(torch.device("meta")).diffusion_model
         given = usual_text(model) if text is None else text
-        if device.type == "meta":
-            given = _adapted(model, given)
+        tokens = next((each for name, each in given.items() if option_path(name) == _FOR_ADAPTER[0]), None)
+        if device.type == "meta" and tokens is not None and hasattr(model, "llm_adapter"):
+            # What Anima's text adapter makes of them: on meta it does not run. It is on the main device, has no LoRA,
+            # and keeps nothing.
+            width = model.get_parameter(_LAST_OF_ADAPTER).shape[0]
+            made = given[COND].new_empty(max(len(tokens), _LEAST_ADAPTED), width)
+            given = {name: each for name, each in given.items() if option_path(name) not in _FOR_ADAPTER} | {COND: made}
         if not given:
             raise ValueError(
                 f"nobody has said how large the text of {self._row.class_name} is; encode the captions first, by "
                 "`devicebridge cache` or Cache Captions and Latents"
             )
-        # Each sample its own copy, as a batch is; what is on meta stays there. Numbers and strings are read.
-        wanted = {name: each for name, each in given.items() if device.type != "meta" or not _needs_numbers(name)}
-        stacked = {name: torch.stack([each] * batch) for name, each in wanted.items()}
-        return {name: each if _is_counted(name, each) else each.to(device) for name, each in stacked.items()}
-
-
-def _adapted(model: Any, text: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """What Anima's text adapter makes of a text and its T5 tokens, for a forward on meta, where it does not run.
-
-    It is on the main device, has no LoRA, and keeps nothing.
-    """
-    tokens = next((each for name, each in text.items() if option_path(name) == _FOR_ADAPTER[0]), None)
-    if tokens is None or not hasattr(model, "llm_adapter"):
-        return text
-    width = model.get_parameter(_LAST_OF_ADAPTER).shape[0]
-    made = text[COND].new_empty(max(len(tokens), _LEAST_ADAPTED), width)
-    return {name: each for name, each in text.items() if option_path(name) not in _FOR_ADAPTER} | {COND: made}
+        found = {}
+        for name, each in given.items():
+            path = option_path(name)
+            if device.type == "meta" and path[:1] == (VOICE,):
+                continue  # LTX-2 places its reference of sound by numbers that it reads
+            stacked = torch.stack([each] * batch)  # each sample its own copy, as a batch is
+            # Numbers and strings are read; Z-Image and others count the tokens of a mask. What is on meta stays there.
+            is_counted = _is_read(name, stacked) or path == ("attention_mask",)
+            found[name] = stacked if is_counted else stacked.to(device)
+        return found
 
 
 def build(config: Any, names: Mapping[str, torch.Tensor], prefix: str, device: torch.device) -> Any:
     """ComfyUI's model without weights; some classes count with numbers of their own, which are not on meta."""
-    try:
-        return config.get_model(dict(names), prefix, device=device)
-    except RuntimeError:
-        if device.type != "meta":
-            raise
-        return config.get_model(dict(names), prefix, device=torch.device("cpu"))
+    from accelerate import init_empty_weights
 
-
-def _as_host(latents: torch.Tensor, dims: int) -> torch.Tensor:
-    """[B, C, F, H, W] as a model takes them whose LATENT has so many sides: [B, C, H, W], or [B, C, T] of audio."""
-    return latents.reshape(*latents.shape[:2], *latents.shape[5 - dims :])
+    # Of its own, and with plain layers; copies of a model share it.
+    own: Any = object.__new__(_shared_class(type(config)))  # type: ignore[arg-type]
+    own.__dict__.update({name: dict(each) if type(each) is dict else each for name, each in vars(config).items()})
+    own.custom_operations = plain_operations()
+    with init_empty_weights(include_buffers=False):
+        try:
+            return own.get_model(dict(names), prefix, device=device)
+        except RuntimeError:
+            if device.type != "meta":
+                raise
+            return own.get_model(dict(names), prefix, device=torch.device("cpu"))
 
 
 def _conditions(
@@ -233,24 +235,17 @@ def _conditions(
     if guidance is not None:
         cond["guidance"] = guidance
     like = torch.zeros_like(x)
-    beside = {
-        "latent_image": like,
-        "denoise_mask": _denoise_mask(given[NOISE_MASK], x) if NOISE_MASK in given else None,
-        "seed": 0,
-        "latent_shapes": shapes,
-    }
+    mask = given.get(NOISE_MASK)
+    if mask is not None:  # as samplers hand it to the model: float32, of all channels. Planning has one of another size
+        sides = x.shape[2:] if x.ndim == 5 else (1, *x.shape[2:])
+        fitted = torch.stack([fit_mask(each, sides) for each in mask])
+        mask = fitted.view(*fitted.shape[:2], *x.shape[2:]).expand(x.shape)
+    beside = {"latent_image": like, "denoise_mask": mask, "seed": 0, "latent_shapes": shapes}
     with torch.set_grad_enabled(given[COND].requires_grad):
         found = comfy.samplers.encode_model_conds(base.extra_conds, [cond], like, x.device, "positive", **beside)
         made = found[0]["model_conds"]
         parts = {name: each.process_cond(batch_size=x.shape[0], area=None) for name, each in made.items()}
         return comfy.samplers.cond_cat([parts])
-
-
-def _denoise_mask(masks: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """A noise mask as samplers hand it to the model: float32, of all channels. Planning has one of another size."""
-    sides = x.shape[2:] if x.ndim == 5 else (1, *x.shape[2:])
-    fitted = torch.stack([fit_mask(each, sides) for each in masks])
-    return fitted.view(*fitted.shape[:2], *x.shape[2:]).expand(x.shape)
 
 
 def _options(given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -302,16 +297,6 @@ def _is_read(name: str, value: torch.Tensor) -> bool:
     return name.startswith(WORDS) or name.startswith(OPTION) and is_number
 
 
-def _is_counted(name: str, value: torch.Tensor) -> bool:
-    """Whether its numbers decide what is computed, beside its size. Z-Image and others count the tokens of a mask."""
-    return _is_read(name, value) or option_path(name) == ("attention_mask",)
-
-
-def _needs_numbers(name: str) -> bool:
-    """Whether a forward on meta cannot be given this: LTX-2 places its reference of sound by numbers that it reads."""
-    return option_path(name)[:1] == (VOICE,)
-
-
 def _raw(sigma: torch.Tensor, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """In the place of calculate_denoised, the last that apply_model does: what the network itself said."""
     return output
@@ -326,14 +311,6 @@ def _plain_attention(attention: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def _called(model: nn.Module, row: NativeModel) -> list[nn.Module]:
     return [each for name in placed_blocks(model, row) for each in hooked_modules(model.get_submodule(name), row)]
-
-
-def _leave_out_buffers(model: nn.Module, names: set[str]) -> None:
-    """Buffers that the file does not have are computed, as ComfyUI leaves them."""
-    for prefix, module in model.named_modules():
-        for leaf in module._buffers:
-            if (f"{prefix}.{leaf}" if prefix else leaf) not in names:
-                module._non_persistent_buffers_set.add(leaf)
 
 
 @functools.cache
@@ -365,14 +342,6 @@ def _trained_class(cls: type[nn.Module]) -> type[nn.Module]:
 def kind_of(base: Any) -> str:
     """What it predicts, as ComfyUI spells it: "FLOW", "EPS"."""
     return str(base.model_type).rpartition(".")[2]
-
-
-def own_config(config: Any) -> Any:
-    """A model config of ComfyUI's of its own, that builds with plain layers; copies of a model share it."""
-    own: Any = object.__new__(_shared_class(type(config)))  # type: ignore[arg-type]
-    own.__dict__.update({name: dict(each) if type(each) is dict else each for name, each in vars(config).items()})
-    own.custom_operations = plain_operations()
-    return own
 
 
 @functools.cache
@@ -408,9 +377,14 @@ def native_training() -> Iterator[None]:
     """
     import comfy.model_management as management
     import comfy_kitchen
+    from comfy.ldm.modules import attention
 
-    _refuse_other_attention()
-    plain = [(comfy_kitchen, *each) for each in _eager_kernels(comfy_kitchen).items()] + _attentions()
+    name = getattr(attention.optimized_attention, "__name__", "")
+    if name not in _WITH_BACKWARD:  # not every class hands its options on, so this one may be called
+        raise ValueError(
+            f"ComfyUI was started with {name}, whose backward is not known; start it without that option to train"
+        )
+    plain = _plain_functions(comfy_kitchen)
     before = [(module, name, getattr(module, name)) for module, name, _ in plain]
     was_training = management.in_training
     try:
@@ -425,38 +399,20 @@ def native_training() -> Iterator[None]:
             setattr(module, name, function)
 
 
-def _eager_kernels(kitchen: Any) -> dict[str, Any]:
-    """Plain torch functions in the place of those without a backward, by name."""
-    from comfy_kitchen.backends.eager import adaln, rope
+def _plain_functions(kitchen: Any) -> list[tuple[Any, str, Any]]:
+    """Plain torch functions in the place of kernels without a backward, by module and name; torch's own attention, too.
 
-    found = {}
-    for name in dir(kitchen):
-        if name.startswith(("apply_rope", "rms_rope")) or name in ("adaln", "rms_adaln"):
-            function = getattr(rope if "rope" in name else adaln, name, None)
-            if function is not None:
-                found[name] = function
-    return found
-
-
-def _attentions() -> list[tuple[Any, str, Any]]:
-    """Torch's own attention for modules that call another: ERNIE, say, hands no options on that could say so.
-
-    Without a GPU ComfyUI's is one that cuts its work by free memory, which no device of a forecast has.
+    The latter for modules that call another: ERNIE, say, hands no options on that could say so. Without a GPU ComfyUI's
+    is one that cuts its work by free memory, which no device of a forecast has.
     """
     from comfy.ldm.modules.attention import attention_pytorch
+    from comfy_kitchen.backends.eager import adaln, rope
 
+    kernels = [
+        each for each in dir(kitchen) if each.startswith(("apply_rope", "rms_rope")) or each in ("adaln", "rms_adaln")
+    ]
+    eager = [(kitchen, name, getattr(rope if "rope" in name else adaln, name, None)) for name in kernels]
     names = ("optimized_attention", "optimized_attention_masked")
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("comfy.")]
-    return [(module, name, attention_pytorch) for module in modules for name in names if name in vars(module)]
-
-
-def _refuse_other_attention() -> None:
-    """Not every class hands its options on, so the one that ComfyUI was started with may be called."""
-    from comfy.ldm.modules import attention
-
-    known = ("attention_pytorch", "attention_basic", "attention_split", "attention_sub_quad", "attention_xformers")
-    name = getattr(attention.optimized_attention, "__name__", "")
-    if name not in known:
-        raise ValueError(
-            f"ComfyUI was started with {name}, whose backward is not known; start it without that option to train"
-        )
+    attentions = [(module, name, attention_pytorch) for module in modules for name in names if name in vars(module)]
+    return [each for each in eager if each[2] is not None] + attentions

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,9 @@ from ....parallel.block_lists import block_fqns, tail_modules, tail_parameters
 from .cut_rows import follow
 from .drawing import usual_cfg
 from .files import ask_comfyui
-from .model import ComfyModel, build, kind_of, own_config
+from .model import ComfyModel, build, kind_of
 
 _log = logging.getLogger(__name__)
-_DTYPES = {**TORCH_TYPES}
 _PICTURE_STEPS = 20
 _CLIPS = (1, 17, 33)  # frames; all classes take these
 _REFUSED = {
@@ -109,22 +108,32 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     """
     header = read_header(path)
     everything = header.records()
-    records, prefix = _own_records(everything)
-    _refuse_endless(path, records)
+    prefixes = ("model.diffusion_model.", "diffusion_model.")
+    prefix = next((each for each in prefixes if any(name.startswith(each) for name in everything)), "")
+    records = {name.removeprefix(prefix): each for name, each in everything.items() if name.startswith(prefix)}
+    for name in records:  # ComfyUI counts blocks by reading all names for each
+        if any(part.isdecimal() and (len(part) > 4 or int(part) >= _MOST_BLOCKS) for part in name.split(".")):
+            raise ValueError(f"{path} has {name[:200]}, and no model has more than {_MOST_BLOCKS} blocks")
     said = {name: record for name, record in everything.items() if name in _SAYS}
     formats = read_formats(path, records, [header.metadata])
     records = pair_scales(path, records, formats)
     names = _read_small({**{f"{prefix}{name}": record for name, record in records.items()}, **said})
     config = _detect(path, names, prefix, dict(header.metadata))
     config.set_inference_dtype(getattr(torch, dtype), None)
-    base = _first_build(path, config, names, prefix)
+    make = functools.partial(build, config, names, prefix, torch.device("meta"))
+    base = ask_comfyui(path, "build the model of", make)
     row = find_native(type(base.diffusion_model))
     row = None if row is None else trained_row(row)
     if reason := _why_not(base, row):
         raise ValueError(f"{type(base.diffusion_model).__name__} cannot be trained here: {reason}")
     assert row is not None
-    tensors = _renamed(path, config, records)
-    _refuse_other_model(path, base, like)
+    tensors = ask_comfyui(path, "rename the tensors of", functools.partial(follow, config, records))
+    if made := [name for name, record in tensors.items() if record is None]:
+        raise ValueError(_PICKED_APART.format(path=path, name=made[0]))
+    both = [base] if like is None else [base, like.model]
+    kinds = [(type(each), type(each.diffusion_model).__name__, kind_of(each)) for each in both]
+    if kinds[0] != kinds[-1]:
+        raise ValueError(f"{path} is read as {kinds[0]}, but the MODEL is {kinds[-1]}; load it again")
     needed = dict(base.diffusion_model.named_parameters())
     buffers = dict(base.diffusion_model.named_buffers())
     kept = {name: record for name, record in tensors.items() if name in needed or name in buffers}
@@ -142,34 +151,12 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     return CheckpointInfo(path, family, variant, facts, "original", kept, None)
 
 
-def _own_records(records: dict[str, TensorRecord]) -> tuple[dict[str, TensorRecord], str]:
-    """The diffusion model's tensors without their prefix, and the prefix."""
-    for prefix in ("model.diffusion_model.", "diffusion_model."):
-        own = {name.removeprefix(prefix): each for name, each in records.items() if name.startswith(prefix)}
-        if own:
-            return own, prefix
-    return records, ""
-
-
 def _read_small(records: dict[str, TensorRecord]) -> dict[str, torch.Tensor]:
     """Every tensor without its numbers, but for vectors: ComfyUI tells some models by the spread of a norm or bias."""
-    names = {n: torch.empty(r.shape, dtype=_float_type(r), device="meta") for n, r in records.items()}
+    types = {n: torch.bfloat16 if r.is_quantized else TORCH_TYPES[r.dtype] for n, r in records.items()}
+    names = {n: torch.empty(r.shape, dtype=types[n], device="meta") for n, r in records.items()}
     is_small = {n: r for n, r in records.items() if len(r.shape) < 2 and math.prod(r.shape) <= _MOST_READ}
     return names | dict(read_records({n: r for n, r in is_small.items() if r.dtype in FLOAT_TYPES}))
-
-
-def _float_type(record: TensorRecord) -> torch.dtype:
-    return torch.bfloat16 if record.is_quantized else _DTYPES[record.dtype]
-
-
-def _refuse_endless(path: Path, names: Iterable[str]) -> None:
-    """ComfyUI counts blocks by reading all names for each.
-
-    Raises: ValueError for a file with more blocks than any model.
-    """
-    for name in names:
-        if any(part.isdecimal() and (len(part) > 4 or int(part) >= _MOST_BLOCKS) for part in name.split(".")):
-            raise ValueError(f"{path} has {name[:200]}, and no model has more than {_MOST_BLOCKS} blocks")
 
 
 def _detect(path: Path, names: dict[str, torch.Tensor], prefix: str, metadata: dict[str, str]) -> Any:
@@ -183,23 +170,6 @@ def _detect(path: Path, names: dict[str, torch.Tensor], prefix: str, metadata: d
             "incomplete: download it again"
         )
     return config
-
-
-def _renamed(path: Path, config: Any, records: dict[str, TensorRecord]) -> dict[str, TensorRecord]:
-    """The records under the names of ComfyUI's module, which its loader may change."""
-    found = ask_comfyui(path, "rename the tensors of", lambda: follow(config, records))
-    for name, record in found.items():
-        if record is None:
-            raise ValueError(_PICKED_APART.format(path=path, name=name))
-    return {name: record for name, record in found.items() if record is not None}
-
-
-def _first_build(path: Path, config: Any, names: dict[str, torch.Tensor], prefix: str) -> Any:
-    from accelerate import init_empty_weights
-
-    with init_empty_weights(include_buffers=False):
-        make = lambda: build(own_config(config), names, prefix, torch.device("meta"))  # noqa: E731
-        return ask_comfyui(path, "build the model of", make)
 
 
 def trained_row(row: NativeModel) -> NativeModel:
@@ -225,8 +195,11 @@ def _why_not(base: Any, row: NativeModel | None) -> str:
         return f"a model of type {kind} needs more than a caption and one latent"
     if base.latent_format.latent_dimensions not in (2, 3) and type(base).__name__ not in _OF_AUDIO:
         return "its latents are neither pictures nor videos, and nobody has compared its gradients"
-    if others := _channels_of_nobody(base):
-        return _OTHER_PICTURE.format(name=type(base).__name__, others=others)
+    if type(base.diffusion_model).__name__ == "UNetModel":
+        # Classes that make channels in extra_conds, not in concat_cond, take an empty picture where none is given.
+        known = base.latent_format.latent_channels + _beside(base)
+        if others := int(base.diffusion_model.in_channels) - known:
+            return _OTHER_PICTURE.format(name=type(base).__name__, others=others)
     if type(base).__name__ == "StableCascade_B":
         return (
             "stage B draws from what stage C has made, and no dataset here holds that; train stage C, which draws from "
@@ -248,14 +221,6 @@ _NEXT_LEVEL = (
     "one; train the model that it was distilled from, whose LoRA loads on this one, too"
 )
 _NO_NEXT_LEVEL = ("HunyuanImage21Refiner",)  # its extra_conds turn that input off
-
-
-def _refuse_other_model(path: Path, base: Any, like: Any) -> None:
-    if like is None:
-        return
-    found = [(type(each), type(each.diffusion_model).__name__, kind_of(each)) for each in (base, like.model)]
-    if found[0] != found[1]:
-        raise ValueError(f"{path} is read as {found[0]}, but the MODEL is {found[1]}; load it again")
 
 
 def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
@@ -426,16 +391,6 @@ def _beside(base: Any) -> int:
     noise = torch.empty(_some_latents(base), device="meta")
     beside = base.concat_cond(noise=noise, latent_image=noise, device=noise.device)
     return 0 if beside is None else int(beside.shape[1])
-
-
-def _channels_of_nobody(base: Any) -> int:
-    """Channels of a UNet that are neither noise nor made by concat_cond.
-
-    Classes that make them in extra_conds take an empty picture where none is given.
-    """
-    if type(base.diffusion_model).__name__ != "UNetModel":
-        return 0
-    return int(base.diffusion_model.in_channels) - base.latent_format.latent_channels - _beside(base)
 
 
 def _outside(model: Any, lists: tuple[str, ...]) -> list[str]:

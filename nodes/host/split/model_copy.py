@@ -226,20 +226,17 @@ class FileTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.Tensor.copy_ and _can_take(*args[:2]):
-            args[0].data = _plain(args[1])
-            return args[0]
+        if func is torch.Tensor.copy_:
+            target, plain = args[0], _plain(args[1])
+            if (
+                isinstance(target, nn.Parameter)
+                and type(plain) is torch.Tensor
+                and (target.shape, target.dtype, target.device) == (plain.shape, plain.dtype, plain.device)
+            ):
+                target.data = plain
+                return target
         with torch._C.DisableTorchFunctionSubclass():
             return _plain(func(*args, **(kwargs or {})))
-
-
-def _can_take(target: Any, source: Any) -> bool:
-    plain = _plain(source)
-    return (
-        isinstance(target, nn.Parameter)
-        and type(plain) is torch.Tensor
-        and (target.shape, target.dtype, target.device) == (plain.shape, plain.dtype, plain.device)
-    )
 
 
 def _plain(value: Any) -> Any:
