@@ -102,6 +102,8 @@ class WriteCaptions(io.ComfyNode):
     @classmethod
     @said_on_node
     def execute(cls, dataset: list[TrainingDataset], caption: Sequence[Any], file: Sequence[Any]) -> io.NodeOutput:
+        from ..data.caption_files import media_files
+
         (found,) = dataset
         missing = {str(path): path for path in _to_caption(found)}
         if list(file) == [None]:
@@ -112,8 +114,9 @@ class WriteCaptions(io.ComfyNode):
             )
         pairs = zip(file, caption, strict=True)
         given = {str(name): "" if text is None else str(text).strip() for name, text in pairs}
-        strange = given.keys() - _all_files(found) if given.keys() - missing.keys() else ()
-        if strange:
+        folders = (dataclasses.replace(found.data, folders=(each,)) for each in found.data.folders)
+        unknown = given.keys() - missing.keys()
+        if strange := unknown and given.keys() - {str(path) for each in folders for path in media_files(each)}:
             raise ValueError(f"file {min(strange)!r} is none of this dataset; connect the files of Images to Caption")
         written, kept = _write({missing[name]: text for name, text in given.items() if name in missing})
         text = f"{written} captions were written, {len(missing) - written - kept} images have none"
@@ -137,13 +140,6 @@ def _to_caption(dataset: TrainingDataset) -> Iterator[Path]:
             if found:
                 host.refuse_writing(Path(folder.path))
             yield from found
-
-
-def _all_files(dataset: TrainingDataset) -> set[str]:
-    from ..data.caption_files import media_files
-
-    each = (dataclasses.replace(dataset.data, folders=(folder,)) for folder in dataset.data.folders)
-    return {str(path) for config in each for path in media_files(config)}
 
 
 def _write(captions: dict[Path, str]) -> tuple[int, int]:

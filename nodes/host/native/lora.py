@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +36,11 @@ def read_lora(base: Any, tensors: Mapping[str, Tensor], encoders: Sequence[str] 
         each_layer = itertools.product(encoders, range(_MOST_LAYERS), comfy.lora.LORA_CLIP_MAP)
         names = {layer.format(*of): None for of in each_layer}  # all that the loader looks for; some have fewer layers
         places = comfy.lora.model_lora_keys_clip(SimpleNamespace(state_dict=lambda: names), places)
-    _refuse_twice(named, places)
+    layers: dict[Any, str] = {}
+    for part in filter(None, map(find_part, named)):
+        if part.layer in places and (first := layers.setdefault(places[part.layer], part.layer)) != part.layer:
+            # ComfyUI takes one of two, and drops the other without a word.
+            raise ValueError(f"one layer is there twice, as {first} and as {part.layer}; give a file with one of them")
     found: dict[Any, Any] = comfy.lora.load_lora(named, places, log_missing=False)
     read = {key for adapter in found.values() for key in getattr(adapter, "loaded_keys", ())}
     if unread := sorted(set(named) - read):
@@ -54,18 +58,6 @@ def read_lora(base: Any, tensors: Mapping[str, Tensor], encoders: Sequence[str] 
         fqn = key.removeprefix(_PREFIX) if key.startswith(_PREFIX) else f"{TEXT_ENCODERS}.{key}"
         made[fqn.removesuffix(_SUFFIX)] = _joined(key, own, shapes[key][0] if key in shapes else 0)
     return made
-
-
-def _refuse_twice(named: Iterable[str], places: Mapping[str, Any]) -> None:
-    """Of two names for one layer ComfyUI takes one, and drops the other without a word."""
-    layers: dict[Any, str] = {}
-    for name in named:
-        part = find_part(name)
-        if part is None or part.layer not in places:
-            continue
-        first = layers.setdefault(places[part.layer], part.layer)
-        if first != part.layer:
-            raise ValueError(f"one layer is there twice, as {first} and as {part.layer}; give a file with one of them")
 
 
 def _layer_of(key: str, adapter: Any) -> dict[str, Tensor]:

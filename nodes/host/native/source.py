@@ -276,14 +276,14 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
     # ComfyUI's own range has the model's shift in it; a shift of ours would come on top.
     timesteps = TimestepSpec("uniform", "none", {"none": ShiftRule("none")})
     beside = _beside(base)
-    has_guidance = bool(base.model_config.unet_config.get("guidance_embed"))
+    boundary, is_expert = _expert_of(base, beside, path)
     variant = Variant(
         name=f"comfyui-{type(base.model_config).__name__}",
         transformer_config={"in_channels": form.latent_channels},
         text_encoders=(),
-        training_guidance=1.0 if has_guidance else None,
-        boundary=_boundary_of(base, beside),
-        is_expert=_is_expert(base, beside, path),
+        training_guidance=1.0 if base.model_config.unet_config.get("guidance_embed") else None,
+        boundary=boundary,
+        is_expert=is_expert,
     )
     tail = {module: name for name, module in model.named_modules()}
     blocks = [f"{name}." for name in block_fqns(model, row.block_lists, row.block_lists)]
@@ -414,28 +414,23 @@ def _normaliser(form: Any, dims: int) -> Any:
 # ---- the two experts of Wan 2.2 A14B
 
 
-def _boundary_of(base: Any, beside: int) -> float:
+def _expert_of(base: Any, beside: int, path: Path) -> tuple[float, bool]:
     """The time in 0..1, before the model's own shift, where the pair's experts meet; 0.0 for a class without pairs.
+
+    And whether the file is one of two experts: by its name, or as only Wan 2.2 takes an image without CLIP vision.
 
     Args:
         beside: channels that it is given beside the noise.
     """
     if type(base).__name__ not in _PAIRS:
-        return 0.0
+        return 0.0, False
     wanted, low, high = _FROM_IMAGES if beside else _FROM_TEXT, 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         is_above = float(base.model_sampling.percent_to_sigma(1 - middle)) > wanted
         low, high = (low, middle) if is_above else (middle, high)
-    return (low + high) / 2
-
-
-def _is_expert(base: Any, beside: int, path: Path) -> bool:
-    """Whether a file is one of two experts: by its name, or as only Wan 2.2 takes an image without CLIP vision."""
-    if type(base).__name__ not in _PAIRS:
-        return False
     takes_image = bool(beside) and getattr(base.diffusion_model, "img_emb", None) is None
-    return takes_image or _EXPERT_NAMES.search(path.name) is not None
+    return (low + high) / 2, takes_image or _EXPERT_NAMES.search(path.name) is not None
 
 
 def _unused(*args: Any) -> Any:

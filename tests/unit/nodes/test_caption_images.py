@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.config.job import DataConfig, EvaluationConfig, FolderConfig
+from devicebridge.data import caption_files
 from devicebridge.tests import comfy_stub
 from PIL import Image
 
@@ -56,14 +56,13 @@ def test_texts_are_asked_for_only_while_one_is_missing_and_never_replace_a_capti
 def test_a_caption_that_a_page_saves_while_the_node_writes_stays(
     nodes: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = sys.modules[nodes.WriteCaptions.__module__]
-    real = module._all_files
+    real = caption_files.write_caption
 
-    def save_meanwhile(dataset: Any) -> set[str]:
+    def save_meanwhile(*given: Any) -> None:
         (folder / "a.txt").write_text("of the page")
-        return real(dataset)
+        real(*given)
 
-    monkeypatch.setattr(module, "_all_files", save_meanwhile)
+    monkeypatch.setattr(caption_files, "write_caption", save_meanwhile)
     files = [str(folder / f"{name}.png") for name in "abc"]
     output = nodes.WriteCaptions.execute(dataset=[_dataset(nodes, folder)], caption=["red", "", "blue"], file=files)
     captions = {path.name: path.read_text() for path in folder.glob("*.txt")}
