@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from ..parallel.ranks.watch import alive
 from ..quantization.quantize import Quantizer, Stored8
 from .checkpoint import CheckpointInfo
 from .model_class import described, differences, transformer_class
@@ -141,6 +142,7 @@ class _Loader:
         for file, records in by_file(self.info.tensors).items():
             _log.info("reading %d tensors from %s", len(records), file.name)
             for name, tensor in read_records(records):
+                alive()
                 self._place(name, tensor)
                 del tensor  # before its layer is converted and the next one read: no second copy, here or on its device
                 self._finish_layer_of(name)

@@ -229,6 +229,7 @@ def _train(
             events.emit("stopped", hint=hint)
             return TrainingResult("stopped", resume_hint=hint)
         needs(entries_of(data))
+        cleanup.enter_context(ranks.doing(is_long=True))  # around steps, pictures and saves, which have other limits
         trainer = build_trainer(plan, identity, data, events, cleanup, ranks)
         with own_random_states(trainer.devices, plan.job.train.seed):  # dropout draws from them
             if state is not None:

@@ -28,12 +28,14 @@ class MicroBatch(Generic[T]):
         is_alone: given what prepare returned, whether no other microbatch may compute while this one does. For the
             first of its shape through compiled blocks: while torch compiles, it intercepts the modules of all threads.
         name: of this microbatch among all of the run, for what is drawn while it computes.
+        is_new: whether blocks may have to be compiled for it.
     """
 
     prepare: Callable[[], T]
     forward: Callable[[T], torch.Tensor]
     is_alone: Callable[[T], bool] = lambda prepared: False
     name: str = ""
+    is_new: Callable[[], bool] = lambda: False
 
     def compute(self, prepared: T) -> torch.Tensor:
         """Forward and backward, given what prepare returned; the loss, detached."""

@@ -168,7 +168,8 @@ class Sampler:
         if not drawn:
             return
         release_cached_memory()
-        with contextlib.closing(self.decoder.decode(list(drawn.values()))) as decoded:
+        decoding = contextlib.closing(self.decoder.decode(list(drawn.values())))
+        with self.ranks.doing(is_long=True), decoding as decoded:  # a clip on the CPU takes long
             for index, pixels in zip(drawn, decoded, strict=True):
                 self.ranks.alive()
                 if should_stop():

@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..events import first_line
 from ..parallel.devices import release_cached_memory, reset_peaks
 from ..parallel.ranks.group import RankLost
+from ..parallel.ranks.watch import alive
 from ..patches.attention import sound_attention
 from ..patches.compile_blocks import Arguments, Forward, remove_compiled
 from ..patches.hooks import map_tensors, tensors_of
@@ -136,6 +137,7 @@ class BlockCheck:
         self._names = {module: name for model in models for name, module in model.named_modules()}
 
     def __call__(self, block: nn.Module, compiled: Forward, plain: Forward, arguments: Arguments) -> None:
+        alive()
         if self.gave_up:
             return
         trained = {name: parameter for name, parameter in block.named_parameters() if parameter.requires_grad}

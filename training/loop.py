@@ -329,14 +329,18 @@ class Trainer:
         def forward(batch: NoisyBatch) -> torch.Tensor:
             return self._loss(batch, model, device) / count
 
-        return MicroBatch(prepare, forward, partial(self._is_new, device, self._num_runs), f"{step} {index}")
+        sample, run = self.train_data.samples[chosen.indices[0]], self._num_runs
+        size = (len(chosen.indices), any(chosen.captions_dropped), sample.bucket, sample.num_frames, *sample.alike)
+        is_alone, is_new = partial(self._is_new, device, run), partial(self._is_first, run, size)
+        return MicroBatch(prepare, forward, is_alone, f"{step} {index}", is_new)
 
     def _is_new(self, device: torch.device, run: int, batch: NoisyBatch) -> bool:
         """Whether no batch of this shape went through this copy before this run; compiled blocks care."""
-        if not self.compiled:
-            return False
         shapes = (device, batch.noisy.shape, *sorted((name, states.shape) for name, states in batch.text.items()))
-        return self._first_run.setdefault(shapes, run) == run
+        return self._is_first(run, shapes)
+
+    def _is_first(self, run: int, shapes: tuple[Any, ...]) -> bool:
+        return bool(self.compiled) and self._first_run.setdefault(shapes, run) == run
 
     def _noisy(self, batch: LoadedBatch, quantiles: torch.Tensor, generator: torch.Generator) -> NoisyBatch:
         """One batch at these quantiles, with noise from the generator; still on the host."""
@@ -390,7 +394,8 @@ class Trainer:
             return losses
 
         model.eval()
-        found = self.ranks.distributed(len(data.samples), losses_of, in_lockstep=self.runner.in_lockstep)
+        kind = {"in_lockstep": self.runner.in_lockstep, "is_long": bool(self.compiled)}
+        found = self.ranks.distributed(len(data.samples), losses_of, **kind)
         model.train()
         losses = [loss for each in found for loss in each]
         return math.fsum(losses) / len(losses)

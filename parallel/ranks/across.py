@@ -73,7 +73,7 @@ class AcrossRanks:
         """Forward and backward of this rank's microbatches alone; their losses by index."""
         rank = self._ranks.place.rank
         own = range(rank, len(microbatches), self._ranks.count)
-        with self._ranks.doing():
+        with self._ranks.doing(is_long=any([each.is_new() for each in microbatches])):  # on whichever rank
             self._draw_from(f"step {rank} {microbatches[0].name}")
             losses = self._inner.run(self._share(microbatches, own))[: len(own)]
             return dict(zip(own, [float(loss) for loss in losses], strict=True))

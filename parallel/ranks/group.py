@@ -109,7 +109,7 @@ class Ranks:
             self.watch.alive()
 
     @contextmanager
-    def doing(self) -> Iterator[None]:
+    def doing(self, *, is_long: bool = False) -> Iterator[None]:
         """Inside, this rank works alone, or in lockstep with others; see Watch.doing.
 
         Raises: RankLost where another rank does not answer.
@@ -117,7 +117,7 @@ class Ranks:
         if self.watch is None:
             yield
             return
-        with self.watch.doing(), _losses_named(self.watch, is_all=False):
+        with self.watch.doing(is_long=is_long), _losses_named(self.watch, is_all=False):
             yield
 
     # ---- what all ranks do together
@@ -207,11 +207,14 @@ class Ranks:
             raise RankFailed(f"rank {self._names[failed[1]]}: {failed[2]}", is_refusal=failed[3])
         return result
 
-    def distributed(self, count: int, compute: Callable[[int], list[float]], *, in_lockstep: bool) -> list[list[float]]:
+    def distributed(
+        self, count: int, compute: Callable[[int], list[float]], *, in_lockstep: bool, is_long: bool = False
+    ) -> list[list[float]]:
         """compute(index) for so many indices, each by one rank; all ranks.
 
         Args:
             in_lockstep: whether each rank has to call compute equally often; what is left over is computed twice.
+            is_long: see Watch.doing.
         """
         found: dict[int, list[float]] = {}
         if self._control is None:
@@ -219,7 +222,7 @@ class Ranks:
         for first in range(0, count, self.count):
             turn, own = range(first, min(first + self.count, count)), first + self.place.rank
             if own in turn or in_lockstep:
-                with self.doing():
+                with self.doing(is_long=is_long):
                     computed = compute(min(own, count - 1))
                 found |= {own: computed} if own in turn else {}
         told = {int(index): value for each in self.gather(found) for index, value in each.items()}
@@ -289,14 +292,16 @@ def joined(
             store = dist.PrefixStore(f"attempt {attempt}", store)
             backend = dist.Backend.default_device_backend_map.get(devices[0].type, "gloo")
             own = dist.PrefixStore("group", store)  # whose waits are long: the watch ends them
-            dist.init_process_group(backend, store=own, rank=rank, world_size=count, timeout=_PATIENCE)
-            control = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            with watch.doing(is_long=True):
+                dist.init_process_group(backend, store=own, rank=rank, world_size=count, timeout=_PATIENCE)
+                control = dist.new_group(backend="gloo", timeout=_PATIENCE)
         ranks = Ranks(place, devices, own_stop, control, watch, dist.PrefixStore("job", store))
         watch.listen(dist.PrefixStore("signs", store), place)
         num_restarts = max(attempt - 1, *ranks.gather(place.num_restarts))  # the store is lost with its machine
         ranks.place = replace(place, num_restarts=num_restarts)
         yield ranks
         ranks.wait()
-        dist.destroy_process_group()
+        with watch.doing(is_long=True):
+            dist.destroy_process_group()
     finally:
         watch.close()

@@ -37,6 +37,7 @@ from ..block_lists import called_modules, execution_order
 from ..offload.activations import ActivationOffload
 from ..offload.block_call import BlockCall
 from ..placement import block_names
+from .watch import alive
 
 _META = torch.device("meta")
 
@@ -131,6 +132,7 @@ class _Filler:
         for file, records in by_file(self._info.tensors).items():
             with open_weights(file) as reader:
                 for name in records:
+                    alive()
                     found: Any = parameters.get(name)
                     if found is None:
                         self._put_buffer(name)

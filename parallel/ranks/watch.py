@@ -4,27 +4,34 @@ Python's own faulthandler ends a rank whose work takes longer than `timeout_s`, 
 prints where all of its threads are. torchrun then ends the other ranks, and starts all anew where it may.
 
 A rank that waits for others has no limit, for the first one may encode for hours. But every rank changes a line of
-torchrun's store every two seconds. Whoever does not, being stopped or on a machine that is gone, is lost.
+torchrun's store every two seconds. Whoever does not, being stopped or on a machine that is gone, is lost. Those of this
+machine are killed, so that whoever is inside a collective with them comes out and saves.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from ...system.processes import own_mark
 from ...system.stopping import parent_at_start
 from ...system.telling import say
 from .place import RankPlace
 
 _BEAT_S = 2.0
 _SHORTEST_S = 5.0  # of silence
-_GRACE_S = 5.0  # to leave by itself, for who knows that another is lost
+_GRACE_S = 5.0  # longer than others, for who saves
+_SAVING_S = 30.0  # to leave by itself and to save, for who knows that another is lost; as long as torchrun gives
+_LONGEST_S = 1800.0  # at least, for what nobody knows the length of
+
+_own: Watch | None = None  # of this process
 
 
 class Watch:
@@ -38,9 +45,11 @@ class Watch:
     """
 
     def __init__(self, timeout_s: float, *, is_first: bool = False) -> None:
-        self._timeout_s, self._work_s = timeout_s, timeout_s + (2 * _GRACE_S if is_first else 0.0)
+        global _own
+        _own = self
+        self._timeout_s, self._extra_s = timeout_s, 2 * _GRACE_S if is_first else 0.0
         self._parent = parent_at_start()
-        self._depth = 0
+        self._limit_s = 0.0  # of what is done; 0 waits
         self.lost, self._is_leaving = "", False
         self._is_over = threading.Event()
         threading.Thread(target=self._guard_launcher, name="devicebridge-watch", daemon=True).start()
@@ -50,28 +59,32 @@ class Watch:
         faulthandler.cancel_dump_traceback_later()
 
     @contextmanager
-    def doing(self) -> Iterator[None]:
-        """Inside, this rank does work, and is ended if it does not come out."""
-        yield from self._at_depth(self._depth + 1)
+    def doing(self, *, is_long: bool = False) -> Iterator[None]:
+        """Inside, this rank does work, and is ended if it does not come out.
+
+        Args:
+            is_long: whether half an hour is no hang: it loads, connects, compiles or decodes.
+        """
+        yield from self._within((max(_LONGEST_S, self._timeout_s) if is_long else self._timeout_s) + self._extra_s)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Inside, this rank waits for others."""
-        yield from self._at_depth(0)
+        yield from self._within(0.0)
 
-    def _at_depth(self, depth: int) -> Iterator[None]:
-        outer, self._depth = self._depth, depth
+    def _within(self, limit_s: float) -> Iterator[None]:
+        outer, self._limit_s = self._limit_s, limit_s
         self.alive()
         try:
             yield
         finally:
-            self._depth = outer
+            self._limit_s = outer
             self.alive()
 
     def alive(self) -> None:
         """The work in hand goes on: what comes next of it has all of its time again."""
-        if self._depth:
-            faulthandler.dump_traceback_later(self._work_s, exit=True, file=sys.__stderr__)  # type: ignore[arg-type]
+        if self._limit_s:
+            faulthandler.dump_traceback_later(self._limit_s, exit=True, file=sys.__stderr__)  # type: ignore[arg-type]
         else:
             faulthandler.cancel_dump_traceback_later()
 
@@ -97,10 +110,12 @@ class Watch:
         keys = [f"sign of rank {rank}" for rank in range(place.num_ranks)]
         signs, silent_s = [b""] * len(keys), [0.0] * len(keys)
         limit_s, count, last = max(_SHORTEST_S, 0.9 * self._timeout_s), 0, time.monotonic()
+        mark = own_mark()
+        machine = mark.birth.rpartition(" ")[0]
         try:
             while not (self._is_over.wait(_BEAT_S) or self.lost):
                 count += 1
-                store.set(keys[place.rank], str(count))
+                store.set(keys[place.rank], f"{count}\n{mark.pid}\n{machine}")
                 last, before = time.monotonic(), last
                 elapsed_s = min(last - before, 2 * _BEAT_S)  # not the time for which this process was stopped itself
                 found = [store.get(key) if store.check([key]) else b"" for key in keys]
@@ -109,11 +124,16 @@ class Watch:
                     for new, old, silence in zip(found, signs, silent_s, strict=True)
                 ]
                 signs = found
-                names = " and ".join(f"rank {rank}" for rank, silence in enumerate(silent_s) if silence > limit_s)
+                silent = [rank for rank, silence in enumerate(silent_s) if silence > limit_s]
+                names = " and ".join(f"rank {rank}" for rank in silent)
                 self.lost = names and f"{names} gave no sign of life for {limit_s:.0f} s"
+                for _, pid, where in (signs[rank].decode().split("\n") for rank in silent if machine and signs[rank]):
+                    if where == machine:
+                        with suppress(ProcessLookupError):
+                            os.kill(int(pid), signal.SIGKILL)
         except RuntimeError:  # the store has ended with torchrun or its machine, which others notice, too
             return
-        if self.lost and not self._is_over.wait(_GRACE_S) and not self._is_leaving:
+        if self.lost and not self._is_over.wait(_SAVING_S) and not self._is_leaving:
             _end(self.lost)
 
 
@@ -123,6 +143,12 @@ def _end(why: str) -> None:
         faulthandler.dump_traceback(sys.__stderr__)  # type: ignore[arg-type]
     finally:
         os._exit(1)
+
+
+def alive() -> None:
+    """See Watch.alive; for work that knows no ranks."""
+    if _own is not None:
+        _own.alive()
 
 
 def record_error(error: BaseException) -> None:

@@ -7,15 +7,23 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+from devicebridge.checkpoints import load as load_module
 from devicebridge.checkpoints.header import read_header
 from devicebridge.checkpoints.weight_file import open_weights, read_records, read_rows
+from devicebridge.jobs import job as job_module
 from devicebridge.jobs.job import run_job
 from devicebridge.jobs.rank_plans import resolve_here
 from devicebridge.jobs.read_job import read_job
 from devicebridge.parallel.devices import CPU
-from devicebridge.parallel.ranks.group import Ranks
+from devicebridge.parallel.ranks import group as group_module
+from devicebridge.parallel.ranks.across import AcrossRanks
+from devicebridge.parallel.ranks.group import Ranks, joined
 from devicebridge.parallel.ranks.place import RankPlace, find_place, own_devices, refuse_other_launcher
+from devicebridge.parallel.ranks.watch import Watch
+from devicebridge.parallel.runner import MicroBatch
 from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.training import compile_check as check_module
+from devicebridge.training.loop import Trainer
 from safetensors.torch import save_file
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -92,6 +100,46 @@ def test_a_stop_that_reaches_a_waiting_rank_is_seen_by_the_one_it_waits_for():
     assert working.is_stop_asked() and waiting.is_stop_asked()
 
 
+@pytest.fixture
+def limits(monkeypatch):
+    """What this process may take, by what it does, as far as a test notes it; nothing is ended."""
+    found = {}
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda limit_s, **options: found.update(now=limit_s))
+    monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: found.update(now=0))
+    return found
+
+
+def test_to_connect_and_to_leave_has_half_an_hour(limits, monkeypatch):
+    def noted(name):
+        return lambda *args, **options: limits.update({name: limits["now"]})
+
+    monkeypatch.setattr(dist, "rendezvous", lambda url: iter([(dist.HashStore(), 0, 1)]))
+    monkeypatch.setattr(group_module, "agreed_attempt", lambda *args: 1)
+    monkeypatch.setattr(Watch, "listen", lambda *args: None)
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value])
+    monkeypatch.setattr(Ranks, "wait", lambda self: None)
+    for name in ("init_process_group", "new_group", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, noted(name))
+    with joined(RankPlace(1, 2, 1, 2), [CPU], 60.0, lambda: False):
+        pass
+    assert limits == dict.fromkeys(("init_process_group", "new_group", "destroy_process_group"), 1800) | {"now": 0}
+
+
+@pytest.mark.parametrize("news", [(False, False), (True, False), (False, True)])
+def test_a_step_with_a_size_that_is_new_to_any_rank_has_half_an_hour_on_all(news, limits):
+    class Inner:
+        def run(self, microbatches):
+            limits["step"] = limits["now"]
+            return [torch.zeros(())]
+
+    watch = Watch(60.0)
+    runner = AcrossRanks(Inner(), [], Ranks(RankPlace(0, 2, 0, 2), watch=watch), 0, in_lockstep=False)
+    made = [MicroBatch(lambda: None, lambda given: given, is_new=lambda new=new: new) for new in news]
+    runner.run_share(made)
+    watch.close()
+    assert limits["step"] == (1800 if any(news) else 60)
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
 def test_one_process_is_told_how_to_start_several(strategy, tmp_path):
     job = make_tiny_job(tmp_path, parallel={"strategy": strategy})
@@ -136,3 +184,66 @@ def test_some_rows_of_a_tensor_are_those_of_the_whole(swap, cut, tmp_path):
         for start in range(count):
             for end in range(start + 1, count + 1):
                 assert torch.equal(read_rows(reader, dataclasses.replace(record), start, end), whole[start:end])
+
+
+def test_all_from_loading_on_has_a_limit_and_loading_restoring_and_the_last_save_a_long_one(
+    tmp_path, limits, monkeypatch
+):
+    noted = {}
+
+    def note(owner, name):
+        plain = getattr(owner, name)
+
+        def noting(*args, **options):
+            noted.setdefault(name, set()).add(limits["now"])
+            return plain(*args, **options)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    for owner, name in (
+        (job_module, "build_trainer"),
+        (Trainer, "restore"),
+        (Trainer, "_timed_step"),
+        (Trainer, "_save_before_the_end"),
+        (job_module, "save_lora"),
+        (load_module, "put_tensor"),
+    ):
+        note(owner, name)
+    alive = []
+    monkeypatch.setattr(load_module, "alive", lambda: alive.append(1))
+    watch = Watch(60.0)
+    job = make_tiny_job(tmp_path, train={"steps": 1}, evaluation={"folder": ""})
+    run_job(job, ranks=Ranks(watch=watch))
+    assert len(alive) > 10, "one for each tensor"
+    job = dataclasses.replace(job, train=dataclasses.replace(job.train, steps=3))
+    monkeypatch.setattr(Trainer, "_evaluate_if_due", lambda self, is_end: 1 / (self.step < 2))
+    with pytest.raises(ZeroDivisionError):
+        run_job(job, resume=True, ranks=Ranks(watch=watch))
+    watch.close()
+    assert noted.pop("_timed_step") == {60}
+    assert set(noted) == {"build_trainer", "restore", "_save_before_the_end", "save_lora", "put_tensor"}
+    assert all(each == {1800} for each in noted.values()), noted
+
+
+def test_sizes_are_new_once_while_blocks_are_compiled(tmp_path, monkeypatch):
+    trainers = []
+    build = job_module.build_trainer
+    monkeypatch.setattr(job_module, "build_trainer", lambda *args: trainers.append(build(*args)) or trainers[0])
+    run_job(make_tiny_job(tmp_path, train={"steps": 1, "batch_size": 1}, evaluation={"folder": ""}))
+    (trainer,) = trainers
+    assert not any(each.is_new() for each in trainer.microbatches(8))
+    trainer.compiled = (object(),)
+    found = []
+    for _ in range(2):
+        trainer._num_runs += 1
+        found.append([each.is_new() for each in trainer.microbatches(len(trainer.train_data.samples))])
+    assert all(found[0]) and not any(found[1])
+
+
+def test_each_block_that_is_compared_tells_that_it_goes_on(monkeypatch):
+    alive = []
+    monkeypatch.setattr(check_module, "alive", lambda: alive.append(1))
+    check = check_module.BlockCheck()
+    check.gave_up = "there is nothing to compare"
+    check(None, None, None, ((), {}))
+    assert alive == [1]

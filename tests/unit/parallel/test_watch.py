@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -45,6 +46,26 @@ def test_work_that_takes_too_long_is_ended_where_it_is_and_waits_are_not(last: s
     assert ("in sleep_for_ever" in done.stderr) == bool(code)
 
 
+def test_work_of_unknown_length_has_half_an_hour_or_what_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    monkeypatch.setattr(module.faulthandler, "dump_traceback_later", lambda limit_s, **options: limits.append(limit_s))
+    monkeypatch.setattr(module.faulthandler, "cancel_dump_traceback_later", lambda: limits.append(0))
+    for timeout_s, is_first, usual, longest in (
+        (900, False, 900, 1800),
+        (900, True, 910, 1810),
+        (5000, False, 5000, 5000),
+    ):
+        watch = Watch(timeout_s, is_first=is_first)
+        limits.clear()
+        with watch.doing(is_long=True):
+            with watch.doing():
+                module.alive()
+            with watch.waiting():
+                pass
+        assert limits == [longest, usual, usual, longest, 0, longest, 0]
+        watch.close()
+
+
 def test_a_rank_that_gives_no_more_signs_is_lost_and_one_that_gives_them_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -54,7 +75,7 @@ def test_a_rank_that_gives_no_more_signs_is_lost_and_one_that_gives_them_is_not(
     watches = [Watch(2.0), Watch(2.0)]
     for rank, watch in enumerate(watches):
         watch.listen(store, RankPlace(rank, 2, rank, 2))
-    with mock.patch.object(module.os, "_exit") as ended:
+    with mock.patch.object(module.os, "_exit") as ended, mock.patch.object(module.os, "kill") as killed:
         time.sleep(2.5)
         assert [watch.lost for watch in watches] == ["", ""]
         watches[1].close()
@@ -63,6 +84,9 @@ def test_a_rank_that_gives_no_more_signs_is_lost_and_one_that_gives_them_is_not(
         while not watches[0].lost and time.monotonic() < end:
             time.sleep(0.1)
         assert watches[0].lost.startswith("rank 1 gave no sign of life")
+        while not killed.called and time.monotonic() < end:
+            time.sleep(0.1)
+        killed.assert_called_once_with(os.getpid(), signal.SIGKILL)  # it is of this machine
         watches[0].close()
         ended.assert_not_called()
 

@@ -22,6 +22,8 @@ from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.jobs.resume import TrainingResult
 from devicebridge.parallel.offload import weights as weights_module
+from devicebridge.parallel.ranks.group import Ranks
+from devicebridge.parallel.ranks.watch import Watch
 from devicebridge.patches.compile_blocks import CompiledBlocks
 from devicebridge.sampling import decode, sampler
 from devicebridge.sampling.sampler import Sampler
@@ -388,6 +390,30 @@ def test_a_vae_that_is_gone_is_a_warning_too(
 
 
 # ---- when
+
+
+def test_decoding_may_take_half_an_hour_and_drawing_may_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now: list[float] = [0]
+    found: dict[str, float] = {}
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda limit_s, **options: now.append(limit_s))
+    monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: now.append(0))
+    drawn = sampler.draw_latents
+
+    def draw(*args: Any) -> torch.Tensor:
+        found["drawing"] = now[-1]
+        return drawn(*args)
+
+    def decode_slowly(decoder: Any, latents: Sequence[torch.Tensor]) -> Any:
+        for _ in latents:
+            found["decoding"] = now[-1]
+            yield torch.zeros(3, 1, 8, 8)
+
+    monkeypatch.setattr(sampler, "draw_latents", draw)
+    monkeypatch.setattr(decode.Decoder, "decode", decode_slowly)
+    watch = Watch(60.0)
+    _run(_job(tmp_path, "run", train={**TRAIN, "steps": 2}), ranks=Ranks(watch=watch))
+    watch.close()
+    assert found == {"drawing": 60, "decoding": 1800}
 
 
 def test_a_request_draws_once_after_the_step_in_hand(tmp_path: Path) -> None:
