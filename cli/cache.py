@@ -17,7 +17,7 @@ from ..jobs.checked_job import JobPlan
 from ..jobs.comfy_entries import ComfyEncoders
 from ..jobs.encode_job import CACHE_PARTS, CachePart, cache_store, fill_cache
 from ..jobs.job import check_job
-from ..system.stopping import STOPPED, stop_on_signal
+from ..system.stopping import STOPPED, Requests, stop_on_signal
 from ..system.telling import say
 from .jobs import each_model
 from .native import enter, prepared, with_encoders
@@ -64,13 +64,20 @@ def _fill(
 ) -> int:
     stores = [cache_store(plan.job) for plan in plans.values()]
     outdated = {store.folder: store.stamps() for store in stores} if is_anew else {}
+    requests = [Requests(Path(plan.job.output.folder)) for plan in plans.values()]
+    for each in requests:
+        each.take("stop")  # of a run before
     with stop_on_signal() as stop:
+
+        def should_stop() -> bool:
+            return stop() or any(each.is_asked("stop") for each in requests)
+
         for path, plan in plans.items():
             stamps = outdated.get(cache_store(plan.job).folder, NONE_OUTDATED)
             with EventLog(Path(plan.job.output.folder), Terminal()) as events:
                 try:
                     for part in parts:
-                        fill_cache(plan, part, events, stop, encoders[path], outdated=stamps)
+                        fill_cache(plan, part, events, should_stop, encoders[path], outdated=stamps)
                 except Stopped as stopped:
                     say(str(stopped))
                     return STOPPED

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..config.job import JobConfig
 from ..config.model import COMFYUI
 from ..encoding.encode import never
-from ..events import Event, Listener
+from ..events import Listener
 from ..headless.server import find_comfyui
 from ..jobs.comfy_entries import NO_ENCODERS, ComfyEncoders
 from ..jobs.encode_job import fill_job
@@ -101,11 +101,13 @@ def with_encoders(job: JobConfig, info: CheckpointInfo) -> Iterator[tuple[JobCon
             each.release()
 
 
-def encoded(job: JobConfig, on_event: Listener, should_stop: Callable[[], bool] = never) -> JobConfig:
+def encoded(job: JobConfig, on_event: Listener | None, should_stop: Callable[[], bool] = never) -> JobConfig:
     """The job with its captions and latents in the cache, where its encoders are files that only ComfyUI loads.
 
     What its headers and images refuse is told before the encoders are loaded.
 
+    Args:
+        on_event: None where another process speaks for this one, which needs no run folder.
     Raises: Stopped; what check_job and fill_job raise.
     """
     if not job.cache.needs_stock_encoders:
@@ -124,17 +126,13 @@ def encoded_once(job: JobConfig, on_event: Listener | None, ranks: Ranks) -> Job
     """
     if not ranks.any(job.cache.needs_stock_encoders):
         return job
-    is_early, listener = ranks.place.local_rank == 0, on_event or _hear_nothing
-    own = unless_stopped(ranks, lambda: encoded(job, listener, ranks.is_stop_asked) if is_early else job)
+    is_early = ranks.place.local_rank == 0
+    own = unless_stopped(ranks, lambda: encoded(job, on_event, ranks.is_stop_asked) if is_early else job)
     names = ("text_source", "latent_source", "vision_source")
     sources = ranks.from_first(lambda: [getattr(own.cache, name) for name in names])
     if ranks.any(is_early and sources != [getattr(own.cache, name) for name in names]):
         raise ValueError("the machines of this job have other text encoders, VAEs or vision models; give all the same")
     return replace(job, cache=replace(job.cache, **dict(zip(names, sources, strict=True))))
-
-
-def _hear_nothing(event: Event) -> None:
-    """Of a rank that nobody listens to."""
 
 
 def rank_script() -> list[str]:

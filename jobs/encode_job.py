@@ -26,7 +26,7 @@ from ..encoding.encode import (
 from ..encoding.key import comfy_text_key
 from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, TextSource
 from ..encoding.store import CacheStore, Stamp
-from ..events import EventLog, Listener
+from ..events import EventLog, Listener, NoEvents
 from ..families.comfy.conditions import WAYS
 from ..families.registry import COMFYUI
 from ..parallel.devices import find_device, random_states, release_cached_memory, restore_random_states
@@ -115,9 +115,11 @@ def cache_job(
     return cached(plan.samples), cached(plan.eval_samples) if plan.eval_samples else None
 
 
-def fill_job(plan: JobPlan, on_event: Listener, should_stop: Callable[[], bool], encoders: ComfyEncoders) -> None:
-    """Fill the cache and nothing else; as cache_job, which refuses what does not fit the model."""
-    with EventLog(Path(plan.job.output.folder), on_event) as events:
+def fill_job(
+    plan: JobPlan, on_event: Listener | None, should_stop: Callable[[], bool], encoders: ComfyEncoders
+) -> None:
+    """Fill the cache and nothing else; as cache_job, which refuses what does not fit the model. None tells nobody."""
+    with NoEvents() if on_event is None else EventLog(Path(plan.job.output.folder), on_event) as events:
         cache_job(plan, events, should_stop, encoders)
 
 

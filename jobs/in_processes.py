@@ -7,6 +7,7 @@ its result at the end from the last checkpoint. A stop reaches all: each ends it
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from ..events import EventTail, Listener
 from ..runs.queue import train_command
 from ..system.processes import Running, start
 from ..system.stopping import STOPPED, Requests
+from ..system.telling import errors_in
 from ..training.loop import checkpoint_folder
 from ..training.state import list_checkpoints, load_checkpoint
 from .resume import TrainingResult, read_result
@@ -31,7 +33,7 @@ _log = logging.getLogger(__name__)
 LOG = "processes.log"
 _POLL_S = 0.2
 _SAVING_S = 300.0  # where nobody waits for them any more: a step has to end and a checkpoint to be written
-_ERROR, _WARNING = "devicebridge: ", "WARNING "  # begin lines of our command's
+_WARNING = "WARNING "  # begins lines of our command's; those that go on are indented
 _IS_WINDOWS = sys.platform == "win32"
 _ENDED_BEFORE_IT_LISTENED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 _CONSEQUENCES = ("another rank has ended or hangs", " gave no sign of life for ")
@@ -58,6 +60,7 @@ class JobProcess:
         self._tail: EventTail
         self._running: Running
         self._printed: TextIO
+        self._unfinished, self._is_warned = "", False  # its last line, and whether the one before was of a warning
 
     @contextmanager
     def started(self) -> Iterator[None]:
@@ -76,18 +79,20 @@ class JobProcess:
         code = self._running.exit_code  # before the last look at the events
         for event in self._tail.new():
             self._on_event(event)
-        for line in self._printed.readlines():
-            if line.startswith(_WARNING):
-                _log.warning("%s%s", f"{self.name}: " if self.name else "", line.removeprefix(_WARNING).rstrip("\n"))
+        *lines, self._unfinished = (self._unfinished + self._printed.read()).split("\n")
+        for line in lines:
+            self._is_warned = line.startswith(_WARNING) or (self._is_warned and line.startswith(" "))
+            if self._is_warned:
+                _log.warning("%s%s", f"{self.name}: " if self.name else "", line.removeprefix(_WARNING))
         if code is None:
             return
         self.is_over, self.is_finished = True, code == 0
         if code and code != STOPPED and not (self._is_asked and code in _ENDED_BEFORE_IT_LISTENED):
-            self.error = _why(self._folder / LOG, code)
+            self.error = _why(self._folder / LOG, code, self.job.parallel.timeout_s)
 
     def ask_to_stop(self) -> None:
-        """Have it end its step and save; more than once for Windows' sake."""
-        if _IS_WINDOWS:  # where no signal asks, and a run that begins forgets what was asked before
+        """Have it end its step and save; more than once, for a run that begins forgets what was asked before."""
+        if _IS_WINDOWS or self.name:  # a signal reaches a compiler's processes as well, which then fail
             Requests(self._folder).ask("stop")
         elif not self._is_asked:
             self._running.terminate()
@@ -144,10 +149,12 @@ def run_in_processes(
     return process.result()
 
 
-def _why(log: Path, code: int) -> str:
+def _why(log: Path, code: int, timeout_s: float) -> str:
     """What the rank that failed first said; others only lose it."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
-    causes = (line for line in errors if not any(each in line for each in _CONSEQUENCES))
-    cause = next(causes, (errors or ["nothing was said"])[0])
+    text = log.read_text(encoding="utf-8", errors="replace")
+    errors = errors_in(text)
+    causes = [each for each in errors if not any(part in each for part in _CONSEQUENCES)]
+    if re.search(r"^Timeout \(", text, re.MULTILINE):  # faulthandler's, before it ends a rank
+        causes.append(f"a process took longer than parallel.timeout_s ({timeout_s:g} s); raise it if that was work")
+    cause = next(iter(causes or errors), "nothing was said")
     return f"{cause} (exit code {code}; all that the processes printed is in {log})"

@@ -26,6 +26,7 @@ from ..system.files import expect, read_json_object, write_atomically
 from ..system.locks import alone, is_locked
 from ..system.processes import ProcessMark, start_detached
 from ..system.stopping import Requests
+from ..system.telling import errors_in
 from .record import QUEUED, KeptJobs, read_record
 from .store import Busy, NotThere, RunStore
 
@@ -363,15 +364,15 @@ def explain(devices: Sequence[str], held: Held) -> str:
 
 
 def _last_words(log: Path, job: str) -> str:
-    """What the process of a job printed at its end: from the line on in which the command tells of an error."""
+    """What the process of a job said last of an error."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_LOG))
             text = file.read().decode("utf-8", "replace")
     except OSError:
         text = ""
-    _, told, words = text.rpartition(_BEGINS.format(job))[2].rpartition("devicebridge: ")
-    return words.strip() if told else "its process ended and said nothing; see " + str(log)
+    errors = errors_in(text.rpartition(_BEGINS.format(job))[2])
+    return errors[-1] if errors else "its process ended and said nothing; see " + str(log)
 
 
 def _read(values: Mapping[str, Any], what: str) -> QueuedJob:

@@ -33,6 +33,18 @@ def say(line: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
         print(printable(line), end=end, file=stream or sys.stdout, flush=True)
 
 
+_ERROR = re.compile(  # of our command, to a line in which somebody begins something else
+    r"^devicebridge: (.*(?:\n(?!devicebridge: |(?:DEBUG|INFO|WARNING|ERROR|CRITICAL|saved|step|==) |[EWI]\d{4} |"
+    r"Timeout \(|Traceback ).*)*)",
+    re.MULTILINE,
+)
+
+
+def errors_in(text: str) -> list[str]:
+    """What went wrong, as commands of ours said in what they printed."""
+    return [each.strip() for each in _ERROR.findall(text)]
+
+
 class _Harmless:
     """A standard stream that nobody, not even a library, can fail to write to."""
 
@@ -71,7 +83,7 @@ class SaidLogs(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            say(self.format(record), sys.stderr)
+            say(self.format(record).replace("\n", "\n  "), sys.stderr)
         except Exception:  # logging's own rule: a record that cannot be formatted breaks nothing
             self.handleError(record)
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from devicebridge.cli import cache as cache_module
 from devicebridge.cli.main import main
 from devicebridge.cli.terminal import Terminal
 from devicebridge.config.job import load_job, save_job
 from devicebridge.events import Event
+from devicebridge.system.stopping import Requests, Stopped
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.version import VERSION
 
@@ -41,6 +44,28 @@ def test_cache_then_train(tmp_path, capsys):
     out = capsys.readouterr().out
     assert re.search(r"evaluation loss: \d\.\d+ before, \d\.\d+ after 2 steps", out)
     assert f"LoRA: {tmp_path / 'run' / 'lora.safetensors'}" in out
+
+
+def test_a_cache_is_stopped_through_the_folder_of_any_job_and_not_by_what_is_left_there(tmp_path, monkeypatch, capsys):
+    jobs = []
+    for name in ("one", "two"):
+        output = {"folder": str(tmp_path / name)}
+        jobs.append(shutil.copy(_job_file(tmp_path, output=output), tmp_path / f"{name}.toml"))
+    asked = Requests(tmp_path / "one")
+    (tmp_path / "one").mkdir()
+    asked.ask("stop")
+    begun = []
+
+    def fill(plan, part, events, should_stop, encoders, *, outdated):
+        begun.append((Path(plan.job.output.folder).name, part))
+        if begun[-1] == ("two", "captions"):
+            asked.ask("stop")
+        if should_stop():
+            raise Stopped("stopped, says the test")
+
+    monkeypatch.setattr(cache_module, "fill_cache", fill)
+    assert main(["cache", *map(str, jobs)]) == 130
+    assert begun == [*(("one", part) for part in ("captions", "latents", "conditions")), ("two", "captions")]
 
 
 def _progress(done, **values):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from devicebridge.checkpoints.checkpoint import read_checkpoint
 from devicebridge.cli.main import main
-from devicebridge.config.job import load_job, make_job, save_job
-from devicebridge.parallel.ranks.group import ALONE
+from devicebridge.config.job import JobConfig, load_job, make_job, save_job
+from devicebridge.parallel.ranks.group import ALONE, Ranks
+from devicebridge.parallel.ranks.place import RankPlace
 from devicebridge.runs.queue import JobQueue, native_command
 from devicebridge.runs.store import RunStore
 from devicebridge.system.processes import ProcessMark
@@ -163,3 +166,26 @@ def test_every_process_learns_by_what_the_first_one_encoded(tmp_path: Path, monk
     job = make_job(_values(tmp_path, cache={**STOCK, "stock_vision": "vision.safetensors"}))
     found = native.encoded_once(job, None, ALONE).cache
     assert {name: getattr(found, name) for name in sources} == sources
+
+
+def test_the_first_process_of_another_machine_needs_no_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from devicebridge.cli import native
+    from devicebridge.jobs import encode_job
+
+    @dataclasses.dataclass(frozen=True)
+    class Plan:
+        job: JobConfig
+        info: None = None
+
+    told: list[Any] = []
+    monkeypatch.setattr(native, "check_job", lambda job, **how: Plan(job))
+    monkeypatch.setattr(native, "prepared", lambda job: nullcontext())
+    monkeypatch.setattr(native, "with_encoders", lambda job, info: nullcontext((job, None)))
+    monkeypatch.setattr(encode_job, "cache_job", lambda plan, events, *more: told.append(events.emit("phase")))
+    job = make_job(_values(tmp_path, cache=STOCK))
+    native.encoded_once(job, None, Ranks(RankPlace(1, 2, 0, 1)))
+    assert told == [None] and not (tmp_path / "run").exists()
+    native.encoded_once(job, told.append, ALONE)
+    assert len(told) == 3 and (tmp_path / "run" / "events.jsonl").exists()

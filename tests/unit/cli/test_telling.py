@@ -19,7 +19,7 @@ from devicebridge.events import EventLog, EventTail
 from devicebridge.jobs.resume import read_result
 from devicebridge.runs.record import read_record
 from devicebridge.runs.store import RunStore
-from devicebridge.system.telling import EscapedLogs, printable, safe_output, say
+from devicebridge.system.telling import EscapedLogs, SaidLogs, errors_in, printable, safe_output, say
 from devicebridge.tests.tiny_pipeline import make_tiny_job, short_texts
 from devicebridge.training.state import list_checkpoints, load_checkpoint
 
@@ -205,3 +205,17 @@ def test_a_tensorboard_that_cannot_be_imported_ends_no_training(
     with EventLog(tmp_path, tensorboard=True) as events:
         events.emit("step", 1, 2, loss=0.5)
     assert [event.step for event in tail.new()] == [1] and "Descriptors" in caplog.text
+
+
+def test_lines_of_a_record_stay_together(capsys: pytest.CaptureFixture[str]) -> None:
+    SaidLogs().emit(logging.LogRecord("a", logging.WARNING, "", 0, "2 images:\n a.png\nb.png", (), None))
+    assert capsys.readouterr().err == "2 images:\n   a.png\n  b.png\n"
+
+
+def test_an_error_in_a_log_goes_on_until_somebody_says_something_else() -> None:
+    text = (
+        "step 1/2\ndevicebridge: 2 images cannot be read:\n a.png\n b.png\nsaved /r\n"
+        "devicebridge: rank 1: lost\nsee there\nE1128 12:00:00 torch\nmore\n"
+    )
+    assert errors_in(text) == ["2 images cannot be read:\n a.png\n b.png", "rank 1: lost\nsee there"]
+    assert errors_in("Traceback\n") == []

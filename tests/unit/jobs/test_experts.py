@@ -100,15 +100,18 @@ if action == "fail":
     sys.exit("devicebridge: its card is on fire")
 if action == "die":
     sys.exit(7)
-def stop(*args):
-    sys.exit(130)
-signal.signal(signal.SIGTERM, stop)
+def fail(*args):  # as with compilers that the signal has ended
+    sys.exit(1)
+signal.signal(signal.SIGTERM, fail)
 with (folder / "events.jsonl").open("a") as events:
     values = {"loss": 1.0, "learning_rate": 1.0, "elapsed_s": 1.0}
     events.write(json.dumps({"kind": "step", "step": 1, "total": 3, **values}))
     events.write(chr(10))
 if action == "wait":
-    time.sleep(60)
+    for _ in range(600):
+        if (folder / "stop_now").exists():
+            sys.exit(130)
+        time.sleep(0.1)
 print("WARNING it is warm" + " again" * ("--resume" in rest))
 """
 
