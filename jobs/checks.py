@@ -266,7 +266,7 @@ def give_cautions(plan: JobPlan) -> None:
         [
             describe_idle(plan.job),
             _unused_trigger(plan),
-            _odd_rate(plan.job.optimizer),
+            *_odd_rate(plan.job.optimizer),
             _trained_on(plan),
             _zero_weights(plan),
             describe_expert(plan),
@@ -300,18 +300,17 @@ def _unused_trigger(plan: JobPlan) -> str:
     )
 
 
-def _odd_rate(optimizer: OptimizerConfig) -> str:
+def _odd_rate(optimizer: OptimizerConfig) -> Iterator[str]:
     if "lr" in optimizer.options:
-        return (
+        yield (
             f"optimizer.options.lr = {optimizer.options['lr']!r} is ignored: the learning rate is "
             f"optimizer.learning_rate = {optimizer.learning_rate:g}; remove one of the two"
         )
     if "prodigy" in optimizer.name.lower() and optimizer.learning_rate < 0.05:
-        return (
+        yield (
             f"optimizer.learning_rate = {optimizer.learning_rate:g} is a factor of the rate that prodigy finds, and "
             "makes it as much smaller; 1 is usual"
         )
-    return ""
 
 
 def _trained_on(plan: JobPlan) -> str:
@@ -403,6 +402,7 @@ _IDLE: tuple[tuple[Sequence[str], _Test, str], ...] = (
         lambda job: job.cache.text_device not in ("auto", "stream"),
         "cache.text_device is neither auto nor stream",
     ),
+    (("parallel.hang_timeout_s",), lambda job: True, "parallel.timeout_s says how long work may take"),
     (("parallel.shard_degree",), lambda job: job.parallel.strategy != "hsdp", "parallel.strategy is not hsdp"),
     (
         ("parallel.microbatches_ahead",),

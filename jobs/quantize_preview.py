@@ -128,8 +128,8 @@ def preview_model(
     Raises: ValueError for a file that is no such model, or a device that cannot compute in the scheme, naming one that
         works; RuntimeError if a package is missing.
     """
-    settings = config.quantize_settings
-    if settings and (reason := refusal(settings, find_machine(devices).devices)):
+    settings, used = config.quantize_settings, find_machine(devices).devices
+    if settings and (reason := refusal(settings, used)):
         raise ValueError(reason)
     info = info or read_checkpoint(config.path, config.family, config.variant)
     quantizer = Quantizer(info.family, settings) if settings else None

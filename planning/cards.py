@@ -53,6 +53,7 @@ _CARD = re.compile(
 _MAX_CARDS = 64  # more than a host has; a slip of the finger ends here
 _FILLERS = re.compile(r"\b(nvidia|geforce|rtx|radeon|rx|amd)\b|[\s-]")
 _NEAR = 0.05  # a size in GB stands for a card whose memory differs by no more
+_DRIVER = Path("/proc/driver/nvidia/version")
 _VERSION = 3  # of measurements; raise it when something else is measured
 _Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 
@@ -275,11 +276,15 @@ def measure_machine(devices: Sequence[torch.device]) -> MachineSpeed:
 
 
 def _machine_key(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Everything that the measurements depend on: the cards, where they are, who reaches whom, and torch."""
+    """Everything that the measurements depend on: the cards, where they are, who reaches whom, driver and torch."""
     cards = [
         [str(device), total_bytes(device), str(getattr(device_module(device), "get_device_properties", str)(device))]
         for device in devices
     ]
     access = [[has_peer_access(source, target) for target in devices] for source in devices]
-    own = {"machine": platform.node(), "torch": torch.__version__, "version": _VERSION}
+    try:
+        driver = _DRIVER.read_text(encoding="utf-8").splitlines()[0]
+    except (OSError, IndexError):  # of another system or maker: the newest CUDA that the driver knows
+        driver = str(getattr(torch._C, "_cuda_getDriverVersion", str)())
+    own = {"machine": platform.node(), "driver": driver, "torch": torch.__version__, "version": _VERSION}
     return own | {"cards": cards, "access": access}

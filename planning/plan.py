@@ -205,9 +205,9 @@ def _facts(plan: TrainingPlan, steps: int) -> list[tuple[str, str]]:
 
 
 def describe_verdict(plan: TrainingPlan, steps: int = _STEPS) -> list[str]:
-    """Whether it fits, and how long a step and so many take: all that a node has room for."""
-    (_, verdict), (_, step), *_ = _facts(plan, steps)
-    return [verdict, f"step: {step}"]
+    """Whether it fits, how long a step and so many take, and what was assumed: all that a node has room for."""
+    (_, verdict), (_, step), *others = _facts(plan, steps)
+    return [verdict, f"step: {step}", *(f"{name}: {said}" for name, said in others if name == "assumed")]
 
 
 def _verdict(plan: TrainingPlan) -> str:

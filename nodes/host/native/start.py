@@ -2,8 +2,7 @@
 
     python start.py COMFYUI BASE train job.toml
 
-Run with ComfyUI's Python. COMFYUI is the folder of its code, BASE that of its models. jobs/in_processes.py makes the
-command.
+Run with ComfyUI's Python. COMFYUI is the folder of its code, BASE that of its models. runs/queue.py makes the command.
 """
 
 from __future__ import annotations

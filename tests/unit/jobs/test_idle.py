@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from devicebridge.config.job import JobConfig, job_keys, make_job
-from devicebridge.jobs.checks import _IDLE, _REPEATS, describe_idle, refuse_overlaps, refuse_repeats
+from devicebridge.jobs.checks import _IDLE, _REPEATS, _odd_rate, describe_idle, refuse_overlaps, refuse_repeats
 from devicebridge.jobs.job import _resolve_and_check, check_job
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
@@ -142,12 +142,20 @@ def test_folders_beside_each_other_are_taken(folder: Path) -> None:
 
 def test_what_has_no_effect_is_named_with_the_reason(folder: Path) -> None:
     assert not describe_idle(_job(folder))
+    said = describe_idle(_job(folder, parallel__hang_timeout_s=60.0))
+    assert "parallel.hang_timeout_s (parallel.timeout_s says" in said
     idle = {"schedule__min_factor": 0.5, "samples__width": 64, "cache__text_window_gb": 3, "cache__text_device": "cpu"}
     said = describe_idle(_job(folder, **idle, schedule__warmup_steps=5))
     for key in ("schedule.min_factor", "samples.width", "cache.text_window_gb", "schedule.warmup_steps"):
         assert key in said
     used = {"schedule__name": "cosine", "samples__prompts": ["a"], "cache__text_device": "stream"}
     assert not describe_idle(_job(folder, **(idle | used)))
+
+
+def test_each_thing_that_is_odd_about_a_rate_is_named(folder: Path) -> None:
+    given = {"optimizer__name": "prodigy", "optimizer__learning_rate": 1e-4, "optimizer__options": {"lr": 1.0}}
+    ignored, factor = _odd_rate(_job(folder, **given).optimizer)
+    assert ignored.startswith("optimizer.options.lr = 1.0 is ignored") and "is a factor of the rate" in factor
 
 
 def test_every_key_of_the_table_is_one(folder: Path) -> None:

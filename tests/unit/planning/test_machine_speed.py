@@ -61,9 +61,11 @@ def test_a_second_question_measures_nothing(folder, measured) -> None:
 
 
 def test_what_the_key_has_is_measured_again_if_it_changes(folder, measured, monkeypatch) -> None:
+    (folder.parent / "driver").write_text("NVRM version: 600.1\n")
     _ask()
     changes = {
         "_VERSION": 99,
+        "_DRIVER": folder.parent / "driver",
         "has_peer_access": lambda source, target: False,
         "total_bytes": lambda device: 2**40,
     }
@@ -76,9 +78,9 @@ def test_what_the_key_has_is_measured_again_if_it_changes(folder, measured, monk
     with monkeypatch.context() as changed:
         changed.setattr(torch, "__version__", "9.9")
         _ask()
-    assert len(measured) == 5
+    assert len(measured) == 6
     _ask()
-    assert len(measured) == 5
+    assert len(measured) == 6
 
 
 @pytest.mark.parametrize(

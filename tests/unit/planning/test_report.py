@@ -45,12 +45,12 @@ def test_a_plan_says_first_whether_it_fits_how_fast_and_how_full_the_cards_are()
     assert rows["step"].startswith(f"{seconds:.2g} s, 500 steps about ") and "published speeds" in rows["step"]
     assert rows["peak"] == f"cuda:0 {plan.devices[0].needed / 1e9:.2f} of 24.00 GB"
     assert "RTX 4090 or newer, as fp8-compute needs" in rows["assumed"]
-    assert describe_verdict(plan, 500)[0] == "fits"
+    assert describe_verdict(plan, 500) == ["fits", f"step: {rows['step']}", f"assumed: {rows['assumed']}"]
 
 
 def test_a_plan_that_streams_says_so_first():
     plan = _plan(make_cards(5, 12, speeds=(1.0, 0.1)))
-    verdict, step = describe_verdict(plan)
+    verdict, step, *_ = describe_verdict(plan)
     assert verdict == f"fits with streaming: {sum(plan.offloaded)} blocks wait in host memory"
     assert "unknown" in step, "5 GB is no card of the table"
     assert plan_values(plan)["verdict"].startswith("fits with streaming")
