@@ -20,8 +20,8 @@ from typing import Protocol
 
 import torch
 
-from ..parallel.ranks.watch import alive
 from ..quantization.quantize import Quantizer, Stored8
+from ..system.stopping import alive
 from .checkpoint import CheckpointInfo
 from .model_class import described, differences, transformer_class
 from .quantized_cache import FOREIGN, QuantizedWriter, open_cached

@@ -34,6 +34,20 @@ def never() -> bool:
     return False
 
 
+_progress: list[Callable[[], None]] = []
+
+
+def alive() -> None:
+    """Long work goes on, for whoever ends this process where it does not."""
+    for hear in _progress:
+        hear()
+
+
+def on_progress(*hear: Callable[[], None]) -> None:
+    """Have these called by alive, and nothing else any more."""
+    _progress[:] = hear
+
+
 class StopRequest:
     """Whether a stop was asked for; calling it tells."""
 

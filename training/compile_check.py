@@ -26,10 +26,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..events import first_line
 from ..parallel.devices import release_cached_memory, reset_peaks
 from ..parallel.ranks.group import RankLost
-from ..parallel.ranks.watch import alive
 from ..patches.attention import sound_attention
 from ..patches.compile_blocks import Arguments, Forward, remove_compiled
 from ..patches.hooks import map_tensors, tensors_of
+from ..system.stopping import alive
 from .loop import Trainer
 
 _log = logging.getLogger(__name__)

@@ -33,11 +33,11 @@ from ...checkpoints.weight_file import WeightReader, by_file, open_weights, read
 from ...quantization.eight_bit import quantize_weight, rotation_for
 from ...quantization.frozen_linear import FrozenLinear8, refuse_merge
 from ...quantization.quantize import Quantizer, QuantizeSettings
+from ...system.stopping import alive
 from ..block_lists import called_modules, execution_order
 from ..offload.activations import ActivationOffload
 from ..offload.block_call import BlockCall
 from ..placement import block_names
-from .watch import alive
 
 _META = torch.device("meta")
 

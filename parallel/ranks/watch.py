@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ...system.processes import own_mark
-from ...system.stopping import parent_at_start
+from ...system.stopping import on_progress, parent_at_start
 from ...system.telling import say
 from .place import RankPlace
 
@@ -30,8 +30,6 @@ _SHORTEST_S = 5.0  # of silence
 _GRACE_S = 5.0  # longer than others, for who saves
 _SAVING_S = 30.0  # to leave by itself and to save, for who knows that another is lost; as long as torchrun gives
 _LONGEST_S = 1800.0  # at least, for what nobody knows the length of
-
-_own: Watch | None = None  # of this process
 
 
 class Watch:
@@ -45,8 +43,7 @@ class Watch:
     """
 
     def __init__(self, timeout_s: float, *, is_first: bool = False) -> None:
-        global _own
-        _own = self
+        on_progress(self.alive)
         self._timeout_s, self._extra_s = timeout_s, 2 * _GRACE_S if is_first else 0.0
         self._parent = parent_at_start()
         self._limit_s = 0.0  # of what is done; 0 waits
@@ -56,6 +53,7 @@ class Watch:
 
     def close(self) -> None:
         self._is_over.set()
+        on_progress()
         faulthandler.cancel_dump_traceback_later()
 
     @contextmanager
@@ -143,12 +141,6 @@ def _end(why: str) -> None:
         faulthandler.dump_traceback(sys.__stderr__)  # type: ignore[arg-type]
     finally:
         os._exit(1)
-
-
-def alive() -> None:
-    """See Watch.alive; for work that knows no ranks."""
-    if _own is not None:
-        _own.alive()
 
 
 def record_error(error: BaseException) -> None:

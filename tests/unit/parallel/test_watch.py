@@ -15,6 +15,7 @@ import torch.distributed as dist
 from devicebridge.parallel.ranks import watch as module
 from devicebridge.parallel.ranks.place import RankPlace
 from devicebridge.parallel.ranks.watch import Watch
+from devicebridge.system import stopping
 from devicebridge.system.stopping import note_parent, parent_at_start
 from devicebridge.tests.ranks.launching import ROOT
 
@@ -59,7 +60,7 @@ def test_work_of_unknown_length_has_half_an_hour_or_what_is_longer(monkeypatch: 
         limits.clear()
         with watch.doing(is_long=True):
             with watch.doing():
-                module.alive()
+                stopping.alive()
             with watch.waiting():
                 pass
         assert limits == [longest, usual, usual, longest, 0, longest, 0]
