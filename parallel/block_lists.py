@@ -126,29 +126,24 @@ def find_block_lists(model: nn.Module) -> tuple[str, ...]:
     name, module, total = "", model, max(_num_bytes(model), 1)
     while True:
         shares = {child: _num_bytes(part) / total for child, part in module.named_children()}
-        found = [child for child, part in module.named_children() if _looks_like_blocks(part, shares[child])]
+        found: list[str] = []
+        for child, part in module.named_children():
+            if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+                classes = Counter(type(entry) for entry in part._modules.values() if entry is not None)
+                are_alike = max(classes.values(), default=0) >= 2
+                if shares[child] > _MAIN_SHARE or (are_alike and shares[child] >= _MIN_SHARE):
+                    found.append(child)
         if found:
             return tuple(name + child for child in found)
         main = max(shares, key=lambda child: shares[child], default="")
         if not main or shares[main] <= _MAIN_SHARE:
-            raise ValueError(_nothing_found(model))
+            children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children())
+            raise ValueError(
+                f"{type(model).__name__} has no ModuleList or ModuleDict with two or more blocks of one class that "
+                f"holds at least {_MIN_SHARE:.0%} of its weights, so there is nothing to split; its children are "
+                f"{children or 'none'}"
+            )
         name, module = f"{name}{main}.", module.get_submodule(main)
-
-
-def _looks_like_blocks(module: nn.Module, share: float) -> bool:
-    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return False
-    classes = Counter(type(entry) for entry in module._modules.values() if entry is not None)
-    are_alike = max(classes.values(), default=0) >= 2
-    return share > _MAIN_SHARE or (are_alike and share >= _MIN_SHARE)
-
-
-def _nothing_found(model: nn.Module) -> str:
-    children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children())
-    return (
-        f"{type(model).__name__} has no ModuleList or ModuleDict with two or more blocks of one class that holds at "
-        f"least {_MIN_SHARE:.0%} of its weights, so there is nothing to split; its children are {children or 'none'}"
-    )
 
 
 def _num_bytes(module: nn.Module) -> int:

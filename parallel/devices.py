@@ -51,8 +51,13 @@ def find_device(name: str) -> torch.device:
 
     Raises: ValueError as find_devices.
     """
+    found = _ORDINAL.fullmatch(name.strip())
     try:
-        device = torch.device(_without_ordinal(name))
+        if found is None:
+            device = torch.device(name)
+        else:
+            kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            device = torch.device(f"{kind.type if kind else 'cuda'}:{found[1]}")
     except RuntimeError as error:
         raise ValueError(f"{name!r} is no device name; found here: {_existing()}") from error
     if device.type == "cpu":
@@ -60,18 +65,10 @@ def find_device(name: str) -> torch.device:
             raise ValueError(f"device {name!r} does not exist: torch has one CPU device, {CPU}; use that name")
         return CPU
     index = device.index or 0
-    if index >= _device_count(device):
+    module: Any = getattr(torch, device.type, None)
+    if index >= (module.device_count() if hasattr(module, "device_count") and module.is_available() else 0):
         raise ValueError(f"device {name!r} does not exist on this machine; found here: {_existing()}{hidden_gpus()}")
     return torch.device(device.type, index)
-
-
-def _without_ordinal(name: str) -> str:
-    """ "gpu:1" and "1" as torch names the second GPU; anything else as it is."""
-    found = _ORDINAL.fullmatch(name.strip())
-    if found is None:
-        return name
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return f"{kind.type if kind else 'cuda'}:{found[1]}"
 
 
 def device_title(device: torch.device) -> str:
@@ -79,11 +76,6 @@ def device_title(device: torch.device) -> str:
     module: Any = device_module(device)
     properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
     return str(getattr(properties, "name", ""))
-
-
-def _device_count(device: torch.device) -> int:
-    module: Any = getattr(torch, device.type, None)
-    return module.device_count() if hasattr(module, "device_count") and module.is_available() else 0
 
 
 def _existing() -> str:
@@ -101,8 +93,9 @@ def hidden_gpus() -> str:
 def free_bytes(device: torch.device) -> int | None:
     """Bytes a new allocation could take, this process's cached blocks included; None where torch cannot tell."""
     module = device_module(device)
-    if module is None:
-        return _host_available_bytes()
+    if module is None:  # what the system says is available, and no more than the container may still take
+        left = _cgroup_bytes(Path("/sys/fs/cgroup"))
+        return _system_bytes() if left is None else min(_system_bytes(), left)
     if not hasattr(module, "mem_get_info"):
         return None
     free, _ = module.mem_get_info(device)
@@ -115,12 +108,6 @@ def total_bytes(device: torch.device) -> int | None:
     if module is None or not hasattr(module, "mem_get_info"):
         return None
     return module.mem_get_info(device)[1]
-
-
-def _host_available_bytes() -> int:
-    """What the system says is available, and no more than the container that this runs in may still take."""
-    left = _cgroup_bytes(Path("/sys/fs/cgroup"))
-    return _system_bytes() if left is None else min(_system_bytes(), left)
 
 
 def _system_bytes() -> int:
@@ -250,31 +237,26 @@ def has_peer_access(source: torch.device, target: torch.device) -> bool | None:
 def describe_cards() -> list[dict[str, Any]]:
     """Per card its name, title, bytes in all, used by anybody and by this process, utilisation in percent and degrees
     Celsius; None for what is not told. At the end the host's memory, under the name "host"."""
-    return [*(_describe(device) for device in available_devices()), _describe_host()]
+    import psutil  # comes with accelerate
 
-
-def _describe(device: torch.device) -> dict[str, Any]:
-    module: Any = device_module(device)
-    found: dict[str, Any] = {"name": str(device), "title": "", "total": None, "used": None, "own": None}
-    found |= {"utilisation": _ask(module, "utilization", device), "temperature": _ask(module, "temperature", device)}
-    if not module.is_initialized():
-        return found
-    properties = module.get_device_properties(device)
-    own = module.memory_reserved(device)
-    return found | {
-        "title": properties.name,
-        "total": properties.total_memory,
-        "own": own,
-        "used": _used(module, device, works_here=own > 0),
-    }
-
-
-def _used(module: Any, device: torch.device, *, works_here: bool) -> int | None:
-    used = _ask(module, "device_memory_used", device)
-    if used is None and works_here:
-        free, total = module.mem_get_info(device)
-        used = total - free
-    return used
+    cards = []
+    for device in available_devices():
+        module: Any = device_module(device)
+        found: dict[str, Any] = {"name": str(device), "title": "", "total": None, "used": None, "own": None}
+        found["utilisation"] = _ask(module, "utilization", device)
+        found["temperature"] = _ask(module, "temperature", device)
+        if module.is_initialized():
+            properties = module.get_device_properties(device)
+            own, used = module.memory_reserved(device), _ask(module, "device_memory_used", device)
+            if used is None and own > 0:
+                free, total = module.mem_get_info(device)
+                used = total - free
+            found |= {"title": properties.name, "total": properties.total_memory, "own": own, "used": used}
+        cards.append(found)
+    memory, own = psutil.virtual_memory(), psutil.Process().memory_info().rss
+    used = memory.total - memory.available
+    values = {"total": memory.total, "used": used, "own": own, "utilisation": round(psutil.cpu_percent())}
+    return [*cards, {"name": "host", "title": "host memory", "temperature": None, **values}]
 
 
 def _ask(module: Any, name: str, device: torch.device) -> int | None:
@@ -282,12 +264,3 @@ def _ask(module: Any, name: str, device: torch.device) -> int | None:
     with contextlib.suppress(Exception):
         return int(getattr(module, name)(device))
     return None
-
-
-def _describe_host() -> dict[str, Any]:
-    import psutil  # comes with accelerate
-
-    memory, own = psutil.virtual_memory(), psutil.Process().memory_info().rss
-    used = memory.total - memory.available
-    values = {"total": memory.total, "used": used, "own": own, "utilisation": round(psutil.cpu_percent())}
-    return {"name": "host", "title": "host memory", "temperature": None, **values}

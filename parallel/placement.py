@@ -203,7 +203,15 @@ def plan_placement(
     shares = [float(value or 1) for value in capacity[: len(used)]] or [1.0] * len(used)
     cuts = _best_cuts(list(block_cost), sizes, limits, float(main_cost), main_bytes, shares)
     if cuts is None:
-        raise ValueError(_does_not_fit(used, limits, sizes, main_bytes))
+        limited = ", ".join(
+            f"{device} {'unlimited' if limit is None else f'{limit / 1e9:.2f} GB'}"
+            for device, limit in zip(used, limits, strict=True)
+        )
+        raise ValueError(
+            f"the weights need {(sum(sizes) + main_bytes) / 1e9:.2f} GB in all and no cut fits the limits: {limited} "
+            f"(embeddings and last layers take {main_bytes / 1e9:.2f} GB, always on {used[0]}; the largest block "
+            f"{max(sizes) / 1e9:.2f} GB). Raise memory_limit_gb, name another device"
+        )
     return _cut(blocks, used, cuts)
 
 
@@ -250,19 +258,6 @@ def _best_cuts(
         cuts.append((start, end))
         end = start
     return cuts[::-1]
-
-
-def _does_not_fit(devices: list[torch.device], limits: list[int | None], sizes: list[int], main_bytes: int) -> str:
-    need = (sum(sizes) + main_bytes) / 1e9
-    shares = ", ".join(
-        f"{device} {'unlimited' if limit is None else f'{limit / 1e9:.2f} GB'}"
-        for device, limit in zip(devices, limits, strict=True)
-    )
-    return (
-        f"the weights need {need:.2f} GB in all and no cut fits the limits: {shares} (embeddings and last layers take "
-        f"{main_bytes / 1e9:.2f} GB, always on {devices[0]}; the largest block {max(sizes) / 1e9:.2f} GB). Raise "
-        "memory_limit_gb, name another device"
-    )
 
 
 def plan_replicas(

@@ -122,6 +122,11 @@ def module_with_streams(source: torch.device, target: torch.device) -> Any:
     return module if all(hasattr(module, name) for name in needs) else None
 
 
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was changed in place; None in inference mode, where nobody counts."""
+    return None if tensor.is_inference() else tensor._version
+
+
 class Versioned:
     """What is made inside has a version that says whether it was written to; in inference mode tensors have none."""
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ...families.spec import ModelFamily
-from ...patches.hooks import AfterHook, HookSet
+from ...patches.hooks import HookSet
 from ...patches.lora import is_lora_name, place_lora_with_base
 from ..block_lists import called_modules, parts_of_tail, transport_for
 from ..offload.activations import MIN_BYTES, ActivationOffload
@@ -57,7 +57,11 @@ class BlockSplit:
         )
         self._family = family
         self._residents = _residents(model, placement)
-        self._found_on = [(module, self._found(module)) for module, _ in self._residents]
+        found_on = (lambda module: None) if weights is None else weights.found_on
+        self._found_on = [
+            (module, found_on(module) or next((tensor.device for tensor in _tensors(module)), None))
+            for module, _ in self._residents
+        ]
         self._placing = threading.Lock()
         self._checked_in_run = -1
         self._kept: frozenset[nn.Module] = frozenset()
@@ -79,7 +83,16 @@ class BlockSplit:
         self._hooks.before(self.model, self._start)
         self.bridge.attach()
         if self.bridge.tail_device != self.main_device:
-            self._lead_to_tail()
+            # What the tail reads past its modules goes there, too. Else a pipeline's last stage would run backwards
+            # through the first, whose graph is another microbatch's or has been used.
+            native, modules = self._family.native, dict(self.model.named_modules())
+            for name, index in self._family.read_by_tail.items():
+                if name in modules:
+                    self._hooks.after(modules[name], lambda *call, index=index: self._bring_part(index, call[-1]))
+                else:
+                    self._hooks.around_method(self.model, name, functools.partial(self._bring_result, index))
+            for name, arguments in ({} if native is None else native.tail_arguments).items():
+                self._hooks.around_method(self.model, name, functools.partial(self._bring_arguments, arguments))
         self._hooks.after(self.model, self._bring_output)
         self._hooks.after(self.model, self._finish, also_on_error=True)
 
@@ -149,10 +162,6 @@ class BlockSplit:
         _refuse_both(self._kept, offload.modules if offload is not None else ())
         self._weights = offload
 
-    def _found(self, module: nn.Module) -> torch.device | None:
-        offloaded_from = None if self._weights is None else self._weights.found_on(module)
-        return offloaded_from or next((tensor.device for tensor in _tensors(module)), None)
-
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.bridge.traffic is None or self._checked_in_run != self.bridge.num_runs:
             self._checked_in_run = self.bridge.num_runs  # once for all forwards of an interleaved run
@@ -167,37 +176,15 @@ class BlockSplit:
     def _bring_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         return self.bridge.move(output, self.bridge.tail_device)
 
-    def _lead_to_tail(self) -> None:
-        """Bring what the tail reads past its modules to where it is.
-
-        Without, a pipeline's last stage would run backwards through the first, whose graph is another microbatch's or
-        has been used.
-        """
-        native = self._family.native
-        modules = dict(self.model.named_modules())
-        for name, index in self._family.read_by_tail.items():
-            if name in modules:
-                self._hooks.after(modules[name], self._make_bring_to_tail(index))
-            else:
-                self._hooks.around_method(self.model, name, functools.partial(self._bring_result, index))
-        for name, arguments in ({} if native is None else native.tail_arguments).items():
-            self._hooks.around_method(self.model, name, functools.partial(self._bring_arguments, arguments))
-
-    def _make_bring_to_tail(self, index: int) -> AfterHook:
-        return lambda module, args, kwargs, output: self._bring_part(index, output)
-
     def _bring_result(
         self, index: int, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
-        self._send_arguments(kwargs)
-        return self._bring_part(index, own(*args, **kwargs))
-
-    def _send_arguments(self, kwargs: dict[str, Any]) -> None:
-        """What the method of the tail will be given too: there it is found, so that no copy waits for later work."""
         native = self._family.native
+        # What the method of the tail will be given too: there it is found, so that no copy waits for later work.
         for name in () if native is None else itertools.chain(*native.tail_arguments.values()):
             if name in kwargs:
                 self.bridge.send(kwargs[name], self.bridge.tail_device)
+        return self._bring_part(index, own(*args, **kwargs))
 
     def _bring_part(self, index: int, output: tuple[Any, ...]) -> tuple[Any, ...]:
         """What was returned, with the tail's part of it there. Of diffusers' models what needs no gradient stays: their

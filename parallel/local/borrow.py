@@ -71,13 +71,9 @@ class Borrowed:
             return {key: item if key in self._passed_by else self.returned(item, back) for key, item in output.items()}
         if type(output) in (tuple, list):
             return type(output)(self.returned(item, back) for item in output)
-        return map_tensors(output, lambda tensor: self._give_back(tensor, back))
-
-    def _give_back(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        source = self._sources.get(id(tensor))
-        if source is not None:
-            return source
-        return tensor if _is_everywhere(tensor) else copy_to(tensor, device)
+        if isinstance(output, torch.Tensor):
+            return output if _is_everywhere(output) else copy_to(output, back)
+        return map_tensors(output, lambda tensor: self.returned(tensor, back))
 
     def _borrow(self, tree: Any) -> Any:
         if isinstance(tree, dict) and self._is_passed(tree):
@@ -90,7 +86,16 @@ class Borrowed:
             return self._keep(tree, copies, list(copies), any(a is not b for a, b in zip(copies, tree, strict=True)))
         if type(tree) is tuple:
             return tuple(self._borrow(item) for item in tree)
-        return map_tensors(tree, self._borrow_tensor)
+        if not isinstance(tree, torch.Tensor):
+            return map_tensors(tree, self._borrow)
+        if tree.device == self._device or _is_everywhere(tree):
+            return tree
+        if id(tree) not in self._copies:
+            with Versioned():
+                copy = _copy_in_shape(tree, self._device)
+            self._copies[id(tree)] = tree, copy, copy._version
+            self._sources[id(copy)] = tree
+        return self._copies[id(tree)][1]
 
     def _keep(self, caller: Any, borrowed: Any, first: Any, is_changed: bool) -> Any:
         """A container with copies in it; one without is the caller's own, and what is done to it needs no carrying."""
@@ -99,16 +104,6 @@ class Borrowed:
         self._containers.append((caller, borrowed, first))
         self._sources[id(borrowed)] = caller
         return borrowed
-
-    def _borrow_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device == self._device or _is_everywhere(tensor):
-            return tensor
-        if id(tensor) not in self._copies:
-            with Versioned():
-                copy = _copy_in_shape(tensor, self._device)
-            self._copies[id(tensor)] = tensor, copy, copy._version
-            self._sources[id(copy)] = tensor
-        return self._copies[id(tensor)][1]
 
 
 def _copy_in_shape(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

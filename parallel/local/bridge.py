@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from ...patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors, tensors_reached
-from ..transfer import SideStreams, Versioned, copy_to, device_switch
+from ..transfer import SideStreams, Versioned, copy_to, device_switch, version_of
 from .thread_pool import ThreadPool
 
 T = TypeVar("T")
@@ -240,7 +240,11 @@ class Bridge:
 
     def _make_enter(self, block: nn.Module, device: torch.device, *, is_block: bool = True) -> BeforeHook:
         change_device = device_switch(device) if device != self.main_device else None
-        kept = _positions(block, self.passed_by)
+        try:
+            parameters = list(inspect.signature(block.forward).parameters)
+        except (TypeError, ValueError):  # a callable written in C tells no names
+            parameters = []
+        kept = frozenset(index for index, name in enumerate(parameters) if name in self.passed_by)
         change = functools.partial(self._copy, device)
 
         def enter(
@@ -384,17 +388,3 @@ class _Local(threading.local):
         self.device = torch.device("cpu")  # read while a forward runs only, begin() sets it
         self.guards: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
         self.calls: list[_Call] = []  # of blocks, innermost last; none where only the model's own code runs
-
-
-def version_of(tensor: torch.Tensor) -> int | None:
-    """Counts what was written to the tensor; None in inference mode, where nobody counts."""
-    return None if tensor.is_inference() else tensor._version
-
-
-def _positions(block: nn.Module, names: Collection[str]) -> frozenset[int]:
-    """Where the block's forward takes the arguments of these names, for callers that pass them by position."""
-    try:
-        parameters = list(inspect.signature(block.forward).parameters)
-    except (TypeError, ValueError):  # a callable written in C tells no names
-        return frozenset()
-    return frozenset(index for index, name in enumerate(parameters) if name in names)

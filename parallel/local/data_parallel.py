@@ -58,7 +58,17 @@ class DataParallel:
     in_lockstep = False
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
-        _refuse_unequal(replicas)
+        devices = [replica.device for replica in replicas]
+        if not devices or len(set(devices)) != len(devices) or CPU in devices:
+            raise ValueError(
+                f"replicas were asked for on {', '.join(map(str, devices)) or 'no device'}; give each a GPU of its own"
+            )
+        described = [[(tuple(p.shape), p.dtype) for p in replica.parameters] for replica in replicas]
+        if any(each != described[0] for each in described) or len({dtype for _, dtype in described[0]}) != 1:
+            raise ValueError(
+                f"the replicas on {', '.join(map(str, devices))} do not train the same parameters of one type; attach "
+                "the same LoRA to each"
+            )
         self._replicas = tuple(replicas)
         self._running = threading.Lock()
         self._pool = ThreadPool()
@@ -183,17 +193,3 @@ def _for_each_part(
     parts = flat.split([parameter.numel() for parameter in parameters])
     for parameter, part in zip(parameters, parts, strict=True):
         use(parameter, part.view(parameter.shape))
-
-
-def _refuse_unequal(replicas: Sequence[Replica]) -> None:
-    devices = [replica.device for replica in replicas]
-    if not devices or len(set(devices)) != len(devices) or CPU in devices:
-        raise ValueError(
-            f"replicas were asked for on {', '.join(map(str, devices)) or 'no device'}; give each a GPU of its own"
-        )
-    described = [[(tuple(p.shape), p.dtype) for p in replica.parameters] for replica in replicas]
-    if any(each != described[0] for each in described) or len({dtype for _, dtype in described[0]}) != 1:
-        raise ValueError(
-            f"the replicas on {', '.join(map(str, devices))} do not train the same parameters of one type; attach the "
-            "same LoRA to each"
-        )

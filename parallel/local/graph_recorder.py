@@ -70,7 +70,16 @@ class GraphRecorder:
                 graph = _capture(on_all, self._pools[0], self._devices[0])
             for stream, before in zip(self._streams, current, strict=True):
                 before.wait_stream(stream)
-        return lambda: _launch(graph, self._current_streams())
+
+        def replay() -> None:
+            """On the first card's stream, when all have come so far; the others go on behind it."""
+            first, *others = self._current_streams()
+            _join(first, others)
+            graph.replay()
+            for stream in others:
+                stream.wait_stream(first)
+
+        return replay
 
     def _current_streams(self) -> list[Any]:
         return [torch.cuda.current_stream(device) for device in self._devices]
@@ -113,15 +122,6 @@ class GraphRecorder:
                 torch._C._cuda_endAllocateToPool(index, self._pools[rank])
 
 
-def _launch(graph: torch.cuda.CUDAGraph, streams: Sequence[Any]) -> None:
-    """On the first card's stream, when all have come so far; the others go on behind it."""
-    first, *others = streams
-    _join(first, others)
-    graph.replay()
-    for stream in others:
-        stream.wait_stream(first)
-
-
 def _join(first: Any, others: Sequence[Any]) -> None:
     for stream in others:
         first.wait_stream(stream)
@@ -147,17 +147,13 @@ def _capture(compute: Callable[[], None], pool: Any, device: torch.device) -> to
             raise
         graph.capture_end()
     except BaseException:
-        _end_failed_recording(device, pool)
+        # Tell the random numbers and the allocator that a recording which failed is over: up to torch 2.11 at least
+        # capture_end raises before it does. No memory that crossed streams would be freed any more, and dropout would
+        # fail for as long as the process lives.
+        generator = torch.cuda.default_generators[device.index]
+        generator.graphsafe_set_state(generator.clone_state())  # same seed and offset, in no recording
+        with suppress(RuntimeError):  # where it has
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+            torch._C._cuda_releasePool(device.index, pool)
         raise
     return graph
-
-
-def _end_failed_recording(device: torch.device, pool: Any) -> None:
-    """Tell the allocator and the random numbers that a recording which failed is over: up to torch 2.11 at least
-    capture_end raises before it does. No memory that crossed streams would be freed any more, and dropout would
-    fail for as long as the process lives."""
-    generator = torch.cuda.default_generators[device.index]
-    generator.graphsafe_set_state(generator.clone_state())  # same seed and offset, in no recording
-    with suppress(RuntimeError):  # where it has
-        torch._C._cuda_endAllocateToPool(device.index, pool)
-        torch._C._cuda_releasePool(device.index, pool)

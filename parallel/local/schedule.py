@@ -47,16 +47,15 @@ def num_held(num_stages: int, num_microbatches: int, ahead: int = 0) -> list[int
 
 def plan_order(num_stages: int, num_microbatches: int, ahead: int = 0) -> list[list[Work]]:
     """Every stage's order in a pipeline. [num_stages][2 * num_microbatches]"""
-    return [_order(held, num_microbatches) for held in num_held(num_stages, num_microbatches, ahead)]
-
-
-def _order(held: int, num_microbatches: int) -> list[Work]:
-    order = [Work(False, index) for index in range(held)]
-    for index in range(num_microbatches):
-        order.append(Work(True, index))
-        if held + index < num_microbatches:
-            order.append(Work(False, held + index))
-    return order
+    orders = []
+    for held in num_held(num_stages, num_microbatches, ahead):
+        order = [Work(False, index) for index in range(held)]
+        for index in range(num_microbatches):
+            order.append(Work(True, index))
+            if held + index < num_microbatches:
+                order.append(Work(False, held + index))
+        orders.append(order)
+    return orders
 
 
 class StageOrder:
@@ -79,7 +78,12 @@ class StageOrder:
 
         Raises: Stopped if the run is to end.
         """
-        with self._run.when(lambda: self._is_next(stage, work, is_alone)):
+        with self._run.when(
+            lambda: (
+                not (self._busy if is_alone else stage in self._busy or self._is_exclusive)
+                and self._orders[stage][self._position[stage]] == work
+            )
+        ):
             self._busy.add(stage)
             self._is_exclusive = is_alone
             self._num_forwards[stage] += not work.is_backward
@@ -96,10 +100,6 @@ class StageOrder:
     def num_forwards(self, stage: int) -> int:
         """How many have begun on this stage."""
         return self._num_forwards[stage]
-
-    def _is_next(self, stage: int, work: Work, is_alone: bool) -> bool:
-        is_free = not self._busy if is_alone else not (stage in self._busy or self._is_exclusive)
-        return is_free and self._orders[stage][self._position[stage]] == work
 
 
 class Prefetch:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...families.spec import ModelFamily
-from ...families.tensor_plan import Shares, TensorPlan
+from ...families.tensor_plan import Shares
 from ...patches.lora import is_torchao_tensor
 from ...quantization import weight_only
 from ...quantization.frozen_linear import FrozenLinear8
@@ -49,17 +49,13 @@ def shares_in(block: nn.Module, family: ModelFamily, shares: Sequence[int]) -> S
 
     Raises: ValueError if nobody described how, or there are fewer heads than devices.
     """
-    return shares_of(block, _plan_of(block, family), shares)
-
-
-def _plan_of(block: nn.Module, family: ModelFamily) -> TensorPlan:
     plan = find_plan(family.tensor, block)
     if plan is None:
         raise ValueError(
             f"nobody has described how the {type(block).__name__} of {family.title} is divided among devices; use "
             'parallel.strategy = "auto"'
         )
-    return plan
+    return shares_of(block, plan, shares)
 
 
 def division_fault(
@@ -69,35 +65,25 @@ def division_fault(
 
     Of layers that int8-compute rotates in blocks of features, slices must begin and end with such a block.
     """
-    faults = (_fault_of_one(model, family, shares, rank, quantize) for rank in range(max(1, len(shares) - 1)))
-    return next(filter(None, faults), "")  # the last one's edges are the others'
-
-
-def _fault_of_one(
-    model: nn.Module, family: ModelFamily, shares: Sequence[int], rank: int, quantize: QuantizeSettings | None
-) -> str:
-    try:
-        shards = divide_model(copy.deepcopy(model), family, shares, rank)
-    except ValueError as error:
-        return str(error)
-    for block, shard in shards.items():
-        for name, part in shard.slices.items():
-            whole = model.get_parameter(f"{block}.{name}")
+    for rank in range(max(1, len(shares) - 1)):  # the last one's edges are the others'
+        try:
+            shards = divide_model(copy.deepcopy(model), family, shares, rank)
+        except ValueError as error:
+            return str(error)
+        parts = [(f"{block}.{leaf}", part) for block, shard in shards.items() for leaf, part in shard.slices.items()]
+        for name, part in parts:
+            whole = model.get_parameter(name)
             if quantize is None or part.dim == 0 or whole.ndim != 2:
                 continue
             width = quantize.rotation_of(whole.shape[1])
-            if width and any(edge % width for each in part.ranges for edge in each):
+            edges = [edge for each in part.ranges for edge in each]
+            if width and any(edge % width for edge in edges):
+                uncut = (each for each in (64, 16) if each < width and not any(edge % each for edge in edges))
                 return (
-                    f"int8-compute rotates {block}.{name} in blocks of {width} features, and {len(shares)} devices "
-                    f"would cut these; use model.rotation = {_narrower(part, width)}"
+                    f"int8-compute rotates {name} in blocks of {width} features, and {len(shares)} devices would cut "
+                    f"these; use model.rotation = {next(uncut, 0)}"
                 )
     return ""
-
-
-def _narrower(part: Slice, width: int) -> int:
-    """A rotation that the slice does not cut."""
-    edges = [edge for each in part.ranges for edge in each]
-    return next((each for each in (64, 16) if each < width and not any(edge % each for edge in edges)), 0)
 
 
 class ShardTrees:
@@ -135,12 +121,21 @@ class ShardTrees:
 
     def finish(self, layer: str) -> None:
         """Deal out a layer that is final; its shape stays."""
-        whole = self._whole.get_submodule(layer)
+        whole: Any = self._whole.get_submodule(layer)
         for device, tree, slices in zip(self.devices, self.trees, self.slices, strict=True):
             given = _cut(whole, tree.get_submodule(layer), layer, slices, device)
             if given is not None:
                 tree.set_submodule(layer, given)
-        _keep_shapes(whole, self._owner_of(layer))
+        owner = self._owner_of(layer)
+        for leaf, parameter in whole._parameters.items():
+            if parameter is not None and not is_torchao_tensor(parameter):
+                whole._parameters[leaf] = nn.Parameter(_shape_of(parameter.data, owner), requires_grad=False)
+        if isinstance(whole, FrozenLinear8):
+            whole.scale = _shape_of(whole.scale, owner)
+        elif _is_quantized(whole):
+            values, scale = weight_only.values_and_scale(whole.weight)
+            scheme, dtype = _stored_scheme(values), whole.weight.dtype
+            weight_only.adopt(whole, scheme, _shape_of(values, owner), _shape_of(scale, owner), dtype)
 
     def close(self, dtype: torch.dtype) -> None:
         """All layers are dealt out: the whole is a model of plain linears without numbers, for a LoRA's shapes.
@@ -155,8 +150,14 @@ class ShardTrees:
             assert not any(each.is_meta for each in tree.parameters()), "every layer has been dealt out"
             tree.requires_grad_(False).eval()
         for name, module in list(self._whole.named_modules()):
-            if isinstance(module, nn.Linear) and _is_quantized(module):
-                self._whole.set_submodule(name, _plain(module, dtype, self._owner_of(name)))
+            if not isinstance(module, nn.Linear) or not _is_quantized(module):
+                continue
+            is_biased = module.bias is not None
+            plain = nn.Linear(module.in_features, module.out_features, bias=is_biased, device="meta")
+            for leaf, parameter in plain.named_parameters():
+                shape = _shape_of(parameter.to(dtype), self._owner_of(name))
+                plain._parameters[leaf] = nn.Parameter(shape, requires_grad=False)
+            self._whole.set_submodule(name, plain.train(module.training))
         self._whole.forward = _refuse  # type: ignore[method-assign]
 
 
@@ -164,9 +165,9 @@ def _is_quantized(module: nn.Module) -> bool:
     return isinstance(module, FrozenLinear8) or is_torchao_tensor(module._parameters.get("weight"))  # type: ignore[arg-type]
 
 
-def _cut(whole: nn.Module, own: nn.Module, layer: str, slices: Slices, device: torch.device) -> nn.Module | None:
+def _cut(whole: Any, own: Any, layer: str, slices: Slices, device: torch.device) -> nn.Module | None:
     """Give a tree's module one device's slices of the whole one's parameters; what is to take its place, if anything
-    is."""
+    is: of a quantized layer. The slice has the very values that the whole layer has, for scales are of rows."""
     is_quantized = _is_quantized(whole)
     for leaf, parameter in whole._parameters.items():
         if parameter is None or own._parameters[leaf] is None:  # a bias that another device adds
@@ -176,16 +177,9 @@ def _cut(whole: nn.Module, own: nn.Module, layer: str, slices: Slices, device: t
         taken = _taken(parameter.data, slices.get(f"{layer}.{leaf}".lstrip(".")), device)
         own._parameters[leaf] = nn.Parameter(taken, requires_grad=False)
     own._buffers.update({leaf: each if each is None else each.to(device) for leaf, each in whole._buffers.items()})
-    return _cut_quantized(whole, own, slices.get(f"{layer}.weight"), device) if is_quantized else None
-
-
-def _taken(tensor: torch.Tensor, part: Slice | None, device: torch.device) -> torch.Tensor:
-    """A slice, None for all of it, on the device."""
-    return (tensor if part is None else part.copied(tensor)).to(device)
-
-
-def _cut_quantized(whole: Any, own: Any, part: Slice | None, device: torch.device) -> nn.Module:
-    """The slice has the very values that the whole layer has: scales are of rows."""
+    if not is_quantized:
+        return None
+    part = slices.get(f"{layer}.weight")
     rows = part if part is not None and part.dim == 0 else None
     if isinstance(whole, FrozenLinear8):
         rotation = None if whole.rotation is None else whole.rotation.to(device)
@@ -197,6 +191,11 @@ def _cut_quantized(whole: Any, own: Any, part: Slice | None, device: torch.devic
     )
 
 
+def _taken(tensor: torch.Tensor, part: Slice | None, device: torch.device) -> torch.Tensor:
+    """A slice, None for all of it, on the device."""
+    return (tensor if part is None else part.copied(tensor)).to(device)
+
+
 def _stored_scheme(values: torch.Tensor) -> weight_only.WeightOnlyScheme:
     return next(scheme for scheme, dtype in weight_only.WEIGHT_ONLY.items() if dtype is values.dtype)
 
@@ -204,27 +203,6 @@ def _stored_scheme(values: torch.Tensor) -> weight_only.WeightOnlyScheme:
 def _shape_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of this shape and type that takes the memory of one value."""
     return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
-
-
-def _keep_shapes(module: Any, device: torch.device) -> None:
-    for leaf, parameter in module._parameters.items():
-        if parameter is not None and not is_torchao_tensor(parameter):
-            module._parameters[leaf] = nn.Parameter(_shape_of(parameter.data, device), requires_grad=False)
-    if isinstance(module, FrozenLinear8):
-        module.scale = _shape_of(module.scale, device)
-    elif _is_quantized(module):
-        values, scale = weight_only.values_and_scale(module.weight)
-        scheme, dtype = _stored_scheme(values), module.weight.dtype
-        weight_only.adopt(module, scheme, _shape_of(values, device), _shape_of(scale, device), dtype)
-
-
-def _plain(linear: nn.Linear, dtype: torch.dtype, device: torch.device) -> nn.Linear:
-    """An unquantized linear of the same shape."""
-    made = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
-    for leaf, parameter in made.named_parameters():
-        shape = _shape_of(parameter.to(dtype), device)
-        made._parameters[leaf] = nn.Parameter(shape, requires_grad=False)
-    return made.train(linear.training)
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:

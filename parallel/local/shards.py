@@ -129,14 +129,13 @@ def divide_block(
     """
     shard = BlockShard(block)
     parts = _parts(block, plan, shares)
-    lengths = {
-        name: sum(
-            shares.count("features", each, rank)
-            for each in _features(block.get_submodule(name), plan, name, parts[name], shares)
-        )
-        for name in plan.attributes.values()
-        if name in parts
-    }
+    lengths: dict[str, int] = {}
+    for name in plan.attributes.values():
+        if name in parts:  # the features of a linear's divided dimension that belong to no head
+            divided, number = plan.find(name), parts[name].count("features")
+            assert divided is not None, "_parts has looked"
+            size = shares.without_heads(parts[name], _divided_size(block.get_submodule(name), divided)) // number
+            lengths[name] = number * shares.count("features", size, rank)
     for name, module in block.named_modules():
         if name in parts:
             _divide_linear(shard, name, module, plan, parts[name], shares, rank, cut)
@@ -232,13 +231,6 @@ def _parts(block: nn.Module, plan: TensorPlan, shares: Shares) -> dict[str, tupl
             parts = tuple(unit for unit in parts for _ in range(total // each if unit == "features" else 1))
         found[name] = parts
     return found
-
-
-def _features(linear: Any, plan: TensorPlan, name: str, parts: tuple[Unit, ...], shares: Shares) -> list[int]:
-    """The sizes of the parts of a linear's divided dimension that belong to no head."""
-    divided, number = plan.find(name), parts.count("features")
-    assert divided is not None, "the caller has looked"
-    return [shares.without_heads(parts, _divided_size(linear, divided)) // number] * number
 
 
 def _divided_size(linear: Any, divided: Divided) -> int:

@@ -154,24 +154,17 @@ class TensorTraining(OneModel):
         try:
             for index, microbatch in enumerate(microbatches):
                 given, following = prepared.pop(), microbatches[index + 1 : index + 2]
-                losses.append(self._compute(microbatch, given, partial(_prepare, following, prepared)))
+                beside = partial(prepared.extend, (each.prepare() for each in following))  # prepared in that thread
+                losses.append(self.model.together(partial(microbatch.compute, given), beside)[0])
                 del given
             self._lora.bring_gradients()
         finally:
             self._lora.drop_gradients()
         return losses
 
-    def _compute(self, microbatch: MicroBatch[Any], given: Any, beside: Callable[[], None]) -> torch.Tensor:
-        """The loss that every device has."""
-        return self.model.together(lambda: microbatch.compute(given), beside)[0]
-
     def sync(self) -> None:
         """Deal out the values of the LoRA."""
         self._lora.deal_out()
-
-
-def _prepare(microbatches: Sequence[MicroBatch[Any]], prepared: list[Any]) -> None:
-    prepared.extend(each.prepare() for each in microbatches)
 
 
 class _Local(threading.local):

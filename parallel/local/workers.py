@@ -70,7 +70,14 @@ class Coordinator:
                 self._wake()
             wait_for(tasks)
         except BaseException:  # KeyboardInterrupt while waiting, or no thread to be had
-            self._stop_and_wait(tasks)
+            while True:  # however often the user interrupts
+                try:
+                    self.fail(None)
+                    wait_for(tasks)
+                    self._error = None
+                    break
+                except KeyboardInterrupt:
+                    continue
             raise
         error, self._error = self._error, None
         try:
@@ -78,17 +85,6 @@ class Coordinator:
                 raise error
         finally:
             del error  # its traceback holds this frame: memory would wait for the garbage collector
-
-    def _stop_and_wait(self, tasks: Sequence[Task]) -> None:
-        """However often the user interrupts."""
-        while True:
-            try:
-                self.fail(None)
-                wait_for(tasks)
-                self._error = None
-                return
-            except KeyboardInterrupt:
-                continue
 
     def _carry(self, index: int, work: Callable[[], None], at_end: Callable[[int], None]) -> None:
         try:

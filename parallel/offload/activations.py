@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..transfer import version_of
 from .copies import CopyStreams
 from .pinned import BufferPool, PinnedBuffer
 
@@ -63,7 +64,12 @@ class ActivationOffload:
         inputs = [_Input(tensor) if self._may_leave(tensor, device) else None for tensor in tensors]
         if not any(inputs):
             return None, tensors
-        on_device = self._of(device)
+        with self._making:
+            if device not in self._devices:
+                self._devices[device] = _Device(device)
+                if self._is_closed:
+                    self._devices[device].pool.close()
+            on_device = self._devices[device]
         handle = Handle(inputs, on_device)
         on_device.queue(handle)
         return handle, [tensor for tensor, each in zip(tensors, inputs, strict=True) if each is None]
@@ -85,20 +91,19 @@ class ActivationOffload:
         """Held in host memory now, in use or not."""
         return sum(device.pool.num_bytes for device in self._devices.values())
 
-    def _of(self, device: torch.device) -> _Device:
-        with self._making:
-            if device not in self._devices:
-                self._devices[device] = _Device(device)
-                if self._is_closed:
-                    self._devices[device].pool.close()
-            return self._devices[device]
-
     def _may_leave(self, tensor: torch.Tensor, device: torch.device) -> bool:
         if tensor.device != device or device.type in ("cpu", "meta") or isinstance(tensor, nn.Parameter):
             return False
         if tensor.numel() * tensor.element_size() < self._min_bytes:
             return False
-        return tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor) and _is_dense(tensor)
+        if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
+            return False
+        expected = 1  # its elements must fill one piece of memory, in any order of the dims, and each once
+        for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
 
 
 class Handle:
@@ -268,18 +273,3 @@ def _elements(buffer: PinnedBuffer, flat: torch.Tensor) -> torch.Tensor:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements as they lie in memory."""
     return tensor.detach().as_strided((math.prod(tensor.shape),), (1,))
-
-
-def version_of(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was changed in place; None for one of inference mode, which does not tell."""
-    return None if tensor.is_inference() else tensor._version
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill one piece of memory, in any order of the dims, and each once."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

@@ -94,7 +94,18 @@ class InPlaceGuard:
             writes = self.known[key] = self._learn(tensors, args, kwargs)
         before = [_version(tensor) for tensor in tensors]
         if self._compiled:
-            output = self._in_graphs(writes, tensors, args, kwargs)
+            # A graph in which nothing reaches an argument will do where all that is written into are made anew. Torch
+            # refuses to trace what writes into a leaf of autograd, or into a view such as FSDP makes of all arguments:
+            # those are copied.
+            keeps = bool(writes.arguments)
+            written = {index: tensors[index] for index in writes.arguments | writes.renewed}
+            copies = {
+                index: t.clone()
+                for index, t in written.items()
+                if keeps or (t.requires_grad and (t.is_leaf or t._is_view()))
+            }
+            args, kwargs = self._placed(args, kwargs, copies)
+            output = self._compiled[keeps](*args, **kwargs)
         else:
             copies = {index: tensors[index].clone() for index in writes.arguments}
             needs_copies = torch.is_grad_enabled() and writes.num_copied
@@ -126,20 +137,6 @@ class InPlaceGuard:
 
         return forward if self.has_out else own
 
-    def _in_graphs(self, writes: Writes, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
-        """A graph in which nothing reaches an argument will do where all that is written into are made anew. Torch
-        refuses to trace what writes into a leaf of autograd, or into a view such as FSDP makes of all arguments: those
-        are copied."""
-        keeps = bool(writes.arguments)
-        written = {index: tensors[index] for index in writes.arguments | writes.renewed}
-        copies = {
-            index: t.clone()
-            for index, t in written.items()
-            if keeps or (t.requires_grad and (t.is_leaf or t._is_view()))
-        }
-        args, kwargs = self._placed(args, kwargs, copies)
-        return self._compiled[keeps](*args, **kwargs)
-
     def _placed(self, args: Any, kwargs: Any, places: dict[int, Tensor]) -> tuple[Any, Any]:
         """The same arguments, with other tensors in some places, by number."""
         numbers, given = itertools.count(), (args, kwargs)
@@ -152,10 +149,17 @@ class InPlaceGuard:
         renewing, same = self._watched(tensors, args, kwargs, found.arguments)
         if renewing.arguments:
             return found
-        if _are_equal(output, same):
+        pairs = list(zip(output, same, strict=True))
+        if all(a.shape == b.shape and (a.is_meta or torch.equal(a, b)) for a, b in pairs):  # bit for bit
             return renewing
         _, again = self._watched(tensors, args, kwargs, frozenset())  # some kernels give other bits each time
-        return renewing if _are_as_close(same, again, output) else found
+
+        def distance(a: Tensor, b: Tensor) -> float:
+            return float((a.double() - b.double()).norm())
+
+        triples = zip(same, again, output, strict=True)  # the latter two differ by rounding alone
+        is_close = all(distance(a, c) <= 2 * distance(b, c) for a, b, c in triples)
+        return renewing if is_close else found
 
     def _watched(
         self, tensors: Sequence[Tensor], args: Any, kwargs: Any, renewed: frozenset[int]
@@ -255,21 +259,6 @@ def put_back(frame: Any, tensors: Sequence[Tensor], passed_by: Sequence[str] = (
     """The inverse of taken_out."""
     remaining = iter(tensors)
     return map_tensors(frame, lambda place: next(remaining), passed_by)
-
-
-def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Bit for bit; tensors without numbers are."""
-    pairs = list(zip(some, others, strict=True))
-    return all(a.shape == b.shape and (a.is_meta or torch.equal(a, b)) for a, b in pairs)
-
-
-def _are_as_close(some: Sequence[Tensor], others: Sequence[Tensor], to: Sequence[Tensor]) -> bool:
-    """Whether some are about as far from these as others are, which differ by rounding alone."""
-
-    def distance(a: Tensor, b: Tensor) -> float:
-        return float((a.double() - b.double()).norm())
-
-    return all(distance(a, c) <= 2 * distance(b, c) for a, b, c in zip(some, others, to, strict=True))
 
 
 def _kind(tensor: Tensor) -> _Kind:

@@ -28,12 +28,19 @@ class PinnedBuffer:
     """
 
     def __init__(self, num_bytes: int, device: torch.device, *, is_wanted: bool = True) -> None:
-        self.tensor, self.is_pinned = _allocate(num_bytes, device)
+        # Bytes at the start of whole pages that nothing else shares, since pages are what is registered. Torch pins
+        # them itself for accelerators other than CUDA.
+        here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        self.is_pinned = here is not None and here.type == device.type != "cuda"
+        size = -(-num_bytes // _PAGE) * _PAGE
+        memory = torch.empty(size + _PAGE, dtype=torch.uint8, device="cpu", pin_memory=self.is_pinned)
+        start = -memory.data_ptr() % _PAGE
+        self.tensor = memory[start : start + num_bytes]
         self.used: Any = None  # the event after which no copy reads or writes the bytes; whoever copies sets it
         self._unregister: weakref.finalize[..., PinnedBuffer] | None = None
         if device.type == "cuda" and is_wanted and num_bytes:
             with torch.cuda.device(device):  # or the thread's first card would get a context, which takes memory there
-                address, size = self.tensor.data_ptr(), _whole_pages(num_bytes)
+                address = self.tensor.data_ptr()
                 self.is_pinned = not int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
             if not self.is_pinned:
                 _forget_last_error(device)
@@ -96,20 +103,6 @@ class BufferPool:
         self._is_closed = True
         while self._free:
             self._free.pop().close()
-
-
-def _allocate(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, bool]:
-    """Bytes at the start of whole pages that nothing else shares, since pages are what is registered; and whether torch
-    has pinned them, as it does for accelerators other than CUDA."""
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    is_pinned = here is not None and here.type == device.type != "cuda"
-    memory = torch.empty(_whole_pages(num_bytes) + _PAGE, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
-    start = -memory.data_ptr() % _PAGE
-    return memory[start : start + num_bytes], is_pinned
-
-
-def _whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // _PAGE) * _PAGE
 
 
 def _unregister(tensor: torch.Tensor, device: torch.device) -> None:

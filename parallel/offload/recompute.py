@@ -29,7 +29,8 @@ from torch.autograd.function import once_differentiable
 from ...patches.hooks import map_tensors
 from ..devices import random_state, set_random_state
 from ..local.workers import autocast_of
-from .activations import ActivationOffload, version_of
+from ..transfer import version_of
+from .activations import ActivationOffload
 from .block_call import BlockCall, module_of
 
 _local = threading.local()  # is_recomputing, of a thread that is
@@ -98,7 +99,12 @@ class _Recomputed(torch.autograd.Function):
         ctx.handle, others = (None, tensors) if store is None else store.keep(tensors, device)
         ctx.save_for_backward(*others)
         ctx.random = before if has_drawn(device, before) else None
-        return _checked(output, block)
+        if not all(isinstance(part, torch.Tensor) for part in (output if isinstance(output, tuple) else (output,))):
+            raise TypeError(
+                f"{type(module_of(block)).__name__} returns {type(output).__name__} with something else than tensors; "
+                "gradient checkpointing needs a tensor or a tuple of tensors. Switch it off for this model"
+            )
+        return output
 
     @staticmethod
     @once_differentiable
@@ -149,16 +155,6 @@ def fill(frame: Any, tensors: Any) -> Any:
     """The arguments, with these tensors in their places."""
     remaining = iter(tensors)
     return map_tensors(frame, lambda place: next(remaining))
-
-
-def _checked(output: Any, block: nn.Module | BlockCall) -> Any:
-    parts = output if isinstance(output, tuple) else (output,)
-    if not all(isinstance(part, torch.Tensor) for part in parts):
-        raise TypeError(
-            f"{type(module_of(block)).__name__} returns {type(output).__name__} with something else than tensors; "
-            "gradient checkpointing needs a tensor or a tuple of tensors. Switch it off for this model"
-        )
-    return output
 
 
 @contextmanager

@@ -27,12 +27,12 @@ def two_cards(host: comfy_stub.FakeHost, monkeypatch: pytest.MonkeyPatch) -> Non
         memory_reserved=lambda device: 0,
         memory_allocated=lambda device: 0,
         device_count=lambda: 2,
-        is_available=lambda: True,
     )
     host.gpus = CARDS
     monkeypatch.setattr(devices, "device_module", lambda device: module)
     monkeypatch.setattr(devices, "available_devices", lambda: list(CARDS))
-    monkeypatch.setattr(devices, "_device_count", lambda device: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
 
