@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_HAS_KERNEL = hasattr(torch.ops.aten, "_cudnn_attention_backward")
 _OPERATOR = "_scaled_dot_product_cudnn_attention_backward"
 _ALIGNED_BYTES = 16  # the kernel reads so many at once
 # Of the length of the right one, in bfloat16: a right gradient is off by 0.002 to 0.003, a wrong one by about 1.
@@ -43,12 +44,8 @@ def sound_attention() -> Iterator[None]:
 
     Raises: RuntimeError, in a backward, if a gradient is wrong all the same.
     """
-    with _our_kernel if _offers_the_kernel() else _no_cudnn:
+    with _our_kernel if _HAS_KERNEL else _no_cudnn:
         yield
-
-
-def _offers_the_kernel() -> bool:
-    return hasattr(torch.ops.aten, "_cudnn_attention_backward")
 
 
 class _Shared:
@@ -120,7 +117,12 @@ def _backward(
     grad = _in_layout_of(out, grad)
     found = torch.ops.aten._cudnn_attention_backward(grad, query, key, value, out, *rest, scale=scale)
     bias, dropout_p, is_causal = rest[3], rest[8], rest[9]
-    plan = _plan_of(query, key, value, out, bias)
+    # What torch tells plans apart by, and the output's layout. Each thread has plans of its own.
+    given = [
+        each if each is None else (each.shape, each.stride(), each.dtype, each.device)
+        for each in (query, key, value, out, bias)
+    ]
+    plan = (threading.get_ident(), *given)
     if plan not in _right_plans and not dropout_p and not is_causal:  # what is dropped cannot be told; none is causal
         is_right = _is_right(found[0], grad, query, key, value, out, bias, scale)
         if is_right is False:
@@ -145,12 +147,6 @@ def _in_layout_of(out: Tensor, grad: Tensor) -> Tensor:
     if is_alike and grad.data_ptr() % _ALIGNED_BYTES == 0:
         return grad.as_strided(out.shape, out.stride())
     return torch.empty_like(out).copy_(grad)
-
-
-def _plan_of(*tensors: Tensor | None) -> Hashable:
-    """What torch tells plans apart by, and the output's layout. Each thread has plans of its own."""
-    parts = [None if each is None else (each.shape, each.stride(), each.dtype, each.device) for each in tensors]
-    return (threading.get_ident(), *parts)
 
 
 def _is_right(

@@ -12,7 +12,6 @@ model which compiles anew for every shape ends with an error instead of spending
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import inspect
 import logging
@@ -201,17 +200,6 @@ def _is_of_others(cls: type) -> bool:
     return any(not each.__module__.startswith("torch.") for each in cls.__mro__ if each is not object)
 
 
-def _num_kinds(blocks: Sequence[nn.Module], family: ModelFamily) -> int:
-    """How many blocks of one class, which share torch's limit of graphs, need graphs of their own, at most: those whose
-    weights have other shapes, and of UNets those that look where they are."""
-    is_unet = family.native is not None and family.native.hooks_children
-    kinds: set[tuple[type, Any]] = set()
-    for each in blocks:
-        looks = is_unet and "transformer_options" in inspect.signature(type(each).forward).parameters
-        kinds.add((type(each), each if looks else tuple(weight.shape for weight in each.parameters())))
-    return max(Counter(cls for cls, _ in kinds).values(), default=1)
-
-
 def compile_if_possible(
     model: nn.Module, family: ModelFamily, devices: Sequence[torch.device], num_shapes: int
 ) -> CompiledBlocks | None:
@@ -221,7 +209,14 @@ def compile_if_possible(
         num_shapes: different shapes of batches to come; 0 if nobody can tell.
     """
     is_dynamic = num_shapes != 1
-    num_kinds = _num_kinds(_called_blocks(model, family), family)
+    # How many blocks of one class, which share torch's limit of graphs, need graphs of their own, at most: those whose
+    # weights have other shapes, and of UNets those that look where they are.
+    is_unet = family.native is not None and family.native.hooks_children
+    found: set[tuple[type, Any]] = set()
+    for each in _called_blocks(model, family):
+        looks = is_unet and "transformer_options" in inspect.signature(type(each).forward).parameters
+        found.add((type(each), each if looks else tuple(weight.shape for weight in each.parameters())))
+    num_kinds = max(Counter(cls for cls, _ in found).values(), default=1)
     max_graphs = _GRAPHS_PER_SHAPE * num_kinds * len(devices) * (_SHAPES_IF_UNKNOWN if is_dynamic else 1)
     reason = compile_fault(devices)
     if not reason and max_graphs > _MOST_GRAPHS:
@@ -270,34 +265,30 @@ class OutOfPlace:
     def __call__(self, module: GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
         backend = torch._dynamo.lookup_backend(self._backend) if isinstance(self._backend, str) else self._backend
         num_outputs = len(_output(module.graph).args[0])
-        written = _returned_too(module.graph) if self._keeps_arguments else []
+        written: list[int] = []
+        if self._keeps_arguments:  # have the graph return those it writes into, too; one that has two names stays out
+            places = list(module.graph.find_nodes(op="placeholder"))
+            assigned = [node for node in module.graph.nodes if _operation(node) is not None and node.args]
+            targets = {_storage(node.args[0]) for node in assigned} - {None}
+            names = Counter(map(_storage, places))
+            written = [at for at, each in enumerate(map(_storage, places)) if each in targets and names[each] == 1]
+            end = _output(module.graph)
+            end.args = ((*end.args[0], *(places[at] for at in written)),)
         nodes = list(module.graph.nodes)
         for at, node in enumerate(nodes):
             _renew(node, nodes[:at], nodes[at + 1 :])
         module.recompile()
         compiled = backend(module, inputs, **options)
-        return functools.partial(_write_behind, compiled, written, num_outputs) if written else compiled
 
+        def write_behind(*inputs: Any) -> Any:
+            """Run a graph that returns what arguments are to hold as well. It has copies: what it saves stays."""
+            given = [each.clone() if index in written else each for index, each in enumerate(inputs)]
+            outputs = compiled(*given)
+            for index, value in zip(written, outputs[num_outputs:], strict=True):
+                inputs[index].copy_(value)
+            return outputs[:num_outputs]
 
-def _write_behind(compiled: Callable[..., Any], written: list[int], num_outputs: int, *inputs: Any) -> Any:
-    """Run a graph that returns what arguments are to hold as well. It has copies, so that what it saves stays."""
-    given = [each.clone() if index in written else each for index, each in enumerate(inputs)]
-    outputs = compiled(*given)
-    for index, value in zip(written, outputs[num_outputs:], strict=True):
-        inputs[index].copy_(value)
-    return outputs[:num_outputs]
-
-
-def _returned_too(graph: Graph) -> list[int]:
-    """Have a graph return the arguments it writes into, behind its own outputs; which of its inputs these are. One that
-    has two names stays out."""
-    inputs = list(graph.find_nodes(op="placeholder"))
-    targets = {_storage(node.args[0]) for node in graph.nodes if _operation(node) is not None and node.args} - {None}
-    names = Counter(map(_storage, inputs))
-    found = [at for at, node in enumerate(inputs) if _storage(node) in targets and names[_storage(node)] == 1]
-    end = _output(graph)
-    end.args = ((*end.args[0], *(inputs[at] for at in found)),)
-    return found
+        return write_behind if written else compiled
 
 
 def _output(graph: Graph) -> Any:

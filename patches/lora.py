@@ -49,10 +49,13 @@ def resolve_targets(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     named = (*patterns, *left_out)
     unused = [pattern for pattern in named if not any(matches_any(name, (pattern,)) for name in linears)]
     if unused:
+        described = []
+        for pattern in unused:
+            others = {type(module).__name__ for name, module in modules.items() if matches_any(name, (pattern,))}
+            described.append(f"{pattern!r} (matches {', '.join(sorted(others))})" if others else repr(pattern))
         raise ValueError(
-            f"LoRA target patterns match no linear layer of {type(model).__name__}: "
-            + "; ".join(_describe_unused(pattern, modules) for pattern in unused)
-            + f". Its linears are named like {', '.join(linears[:_NUM_NAMED])}"
+            f"LoRA target patterns match no linear layer of {type(model).__name__}: {'; '.join(described)}. Its "
+            f"linears are named like {', '.join(linears[:_NUM_NAMED])}"
         )
     found = [name for name in linears if matches_any(name, patterns) and not matches_any(name, left_out)]
     if not found:
@@ -104,8 +107,3 @@ def is_torchao_tensor(tensor: Tensor) -> bool:
 
 def _is_lora_part(part: str) -> bool:
     return part.startswith(("lora_", "lokr_")) or part == "dora_scale"
-
-
-def _describe_unused(pattern: str, modules: dict[str, nn.Module]) -> str:
-    others = {type(module).__name__ for name, module in modules.items() if matches_any(name, (pattern,))}
-    return f"{pattern!r} (matches {', '.join(sorted(others))})" if others else repr(pattern)

@@ -75,6 +75,9 @@ def _fused_class(peft_class: type, compute: Callable[[Any, Tensor], Tensor | Non
 # ---- LoRA
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def _is_known_base(base: nn.Module) -> bool:
     if isinstance(base, FrozenLinear8):
         return True
@@ -82,36 +85,31 @@ def _is_known_base(base: nn.Module) -> bool:
 
 
 def _lora_output(layer: Any, x: Tensor) -> Tensor | None:
-    name = _only_lora(layer, x)
-    if name is None:
-        return None
-    a, b, scaling = layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
-    if torch.compiler.is_compiling():  # its own fusions; the opaque function below would be in their way
-        low = F.linear(x, a.to(x.dtype)) * scaling
-        return layer.base_layer(x) + F.linear(low, b.to(x.dtype))  # type: ignore[no-any-return]
-    out = _LoraLinear.apply(x.reshape(-1, x.shape[-1]), a, b, scaling, layer.base_layer)
-    return out.view(*x.shape[:-1], out.shape[-1])
-
-
-def _only_lora(layer: Any, x: Tensor) -> str | None:
-    """The one adapter to compute with; None if PEFT must decide."""
-    if layer.disable_adapters or layer.merged or is_autocasting(x) or not _is_known_base(layer.base_layer):
+    """None where PEFT must decide."""
+    base = layer.base_layer
+    if layer.disable_adapters or layer.merged or is_autocasting(x) or not _is_known_base(base):
         return None  # the base may have been quantized since
     active = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(active) != 1 or active[0] in layer.lora_variant or layer.lora_bias.get(active[0], False):
         return None
-    is_dropping = isinstance(layer.lora_dropout[active[0]], nn.Dropout) and layer.training
-    base, parts = layer.base_layer, (layer.lora_A[active[0]], layer.lora_B[active[0]], layer.lora_dropout[active[0]])
+    (name,) = active
+    is_dropping = isinstance(layer.lora_dropout[name], nn.Dropout) and layer.training
+    parts = (layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name])
     is_frozen = not (base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad))
-    is_own = is_frozen and not is_dropping and not any(map(_has_hooks, (base, *parts)))
-    return active[0] if is_own and x.dtype in (torch.bfloat16, torch.float32) else None
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether somebody hangs on a call that this file would pass by."""
-    own = module.__dict__  # asked for every LoRA layer at every call, hence not through nn.Module's __getattr__
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "forward" in own or any(own[name] for name in hooks)
+    is_own = is_frozen and not is_dropping
+    # Nor where somebody hangs on a call that this file would pass by. Asked for every LoRA layer at every call, hence
+    # not through nn.Module's __getattr__.
+    of_each = (each.__dict__ for each in (base, *parts))
+    if not is_own or any("forward" in own or any(own[hooks] for hooks in _HOOKS) for own in of_each):
+        return None
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        return None
+    a, b, scaling = layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
+    if torch.compiler.is_compiling():  # its own fusions; the opaque function below would be in their way
+        low = F.linear(x, a.to(x.dtype)) * scaling
+        return base(x) + F.linear(low, b.to(x.dtype))  # type: ignore[no-any-return]
+    out = _LoraLinear.apply(x.reshape(-1, x.shape[-1]), a, b, scaling, base)
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 class _LoraLinear(torch.autograd.Function):

@@ -40,7 +40,10 @@ def apply_ring_lse_fix() -> str:
 
     Raises: RuntimeError if diffusers is not installed, or has no ring attention that this file knows.
     """
-    dispatch = _import_dispatch()
+    try:
+        dispatch = importlib.import_module("diffusers.models.attention_dispatch")
+    except ModuleNotFoundError as error:
+        raise RuntimeError(f"the ring LSE fix is for diffusers 0.37 to 0.39, and {error.name} is missing") from error
     found = version("diffusers")
     if Version(found) >= Version(_RIGHT_FROM):
         return f"Not needed: diffusers {found} decides by the rank of the LSE"
@@ -78,13 +81,6 @@ def remove_ring_lse_fix() -> bool:
         else:
             owner.apply = before  # type: ignore[attr-defined]
     return was_applied
-
-
-def _import_dispatch() -> ModuleType:
-    try:
-        return importlib.import_module("diffusers.models.attention_dispatch")
-    except ModuleNotFoundError as error:
-        raise RuntimeError(f"the ring LSE fix is for diffusers 0.37 to 0.39, and {error.name} is missing") from error
 
 
 def _make_ring(ring: Any, dispatch: ModuleType) -> Callable[..., Any]:

@@ -254,7 +254,7 @@ def test_torchs_kernel_is_replaced_inside_and_back_afterwards():
 
 @pytest.mark.parametrize("is_allowed", [True, False])
 def test_a_torch_without_the_kernel_does_without_cudnn(monkeypatch, is_allowed):
-    monkeypatch.setattr(attention, "_offers_the_kernel", lambda: False)
+    monkeypatch.setattr(attention, "_HAS_KERNEL", False)
     found, allowed = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled
     try:
         torch.backends.cuda.enable_cudnn_sdp(is_allowed)
@@ -271,7 +271,7 @@ def test_a_torch_without_the_kernel_does_without_cudnn(monkeypatch, is_allowed):
 
 def test_such_a_torch_trains_and_evaluates_without_cudnn(tmp_path, monkeypatch):
     """What has no graph makes no gradients, but must be computed by the kernel that training has."""
-    monkeypatch.setattr(attention, "_offers_the_kernel", lambda: False)
+    monkeypatch.setattr(attention, "_HAS_KERNEL", False)
     inside, was_allowed = [], {"train_step": [], "evaluate": []}
     attend = torch.nn.functional.scaled_dot_product_attention
 

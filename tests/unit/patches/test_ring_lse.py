@@ -101,7 +101,7 @@ def use_dispatch(tmp_path, monkeypatch):
 
     def use(source: str) -> ModuleType:
         module = load(tmp_path, source)
-        monkeypatch.setattr(ring_lse, "_import_dispatch", lambda: module)
+        monkeypatch.setitem(sys.modules, "diffusers.models.attention_dispatch", module)
         return module
 
     return use
