@@ -153,7 +153,13 @@ def linear8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, rotat
     """
     choice = kernels_for(x, weight.dtype)
     if choice.forward == "dequantize" or not _fits(x, weight, terms=weight.shape[1]):
-        return _plain_linear(x if rotation is None else rotate(x, rotation), weight, scale, bias)
+        x = x if rotation is None else rotate(x, rotation)
+        height = max(1, _PIECE // weight.shape[1])
+        pieces = [
+            F.linear(x, dequantize(weight[start : start + height], scale[start : start + height], x.dtype))
+            for start in range(0, weight.shape[0], height)
+        ]
+        return _joined(pieces) if bias is None else (_joined(pieces) + bias).to(x.dtype)
     a, a_scale = _quantize(x, weight.dtype, choice, rotation=rotation)
     return _product(a, a_scale, weight.t(), scale, bias, x.dtype, choice)
 
@@ -167,7 +173,14 @@ def grad_input8(grad: Tensor, weight: Tensor, scale: Tensor, rotation: Tensor | 
     """
     choice = kernels_for(grad, weight.dtype)
     if choice.grad_input == "dequantize" or not _fits(grad, weight, terms=weight.shape[0]):
-        found = _plain_grad_input(grad, weight, scale)
+        # By slices of weight's columns: each gives columns of the result, so no sum is split and rounded between.
+        width = max(1, _PIECE // weight.shape[0])
+        found = _joined(
+            [
+                grad @ dequantize(weight[:, start : start + width], scale, grad.dtype)
+                for start in range(0, weight.shape[1], width)
+            ]
+        )
     else:
         h, h_scale = _quantize(grad, weight.dtype, choice, multiplier=scale.view(-1))
         if choice.grad_input == "triton":
@@ -268,26 +281,6 @@ def _slice_width(device: torch.device, num_out: int, num_in: int) -> int:
     """Columns of a weight to transpose at a time; all slices are about equal: a narrow rest would idle a large card."""
     count = math.ceil(num_out * num_in / slice_weights(device))
     return math.ceil(num_in / count / _MULTIPLE) * _MULTIPLE
-
-
-def _plain_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    height = max(1, _PIECE // weight.shape[1])
-    pieces = [
-        F.linear(x, dequantize(weight[start : start + height], scale[start : start + height], x.dtype))
-        for start in range(0, weight.shape[0], height)
-    ]
-    return _joined(pieces) if bias is None else (_joined(pieces) + bias).to(x.dtype)
-
-
-def _plain_grad_input(grad: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """By slices of weight's columns: each gives columns of the result, so no sum is split and rounded between."""
-    width = max(1, _PIECE // weight.shape[0])
-    return _joined(
-        [
-            grad @ dequantize(weight[:, start : start + width], scale, grad.dtype)
-            for start in range(0, weight.shape[1], width)
-        ]
-    )
 
 
 def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -177,7 +177,10 @@ class Quantizer:
 
         Raises: ValueError if the family leaves nothing to quantize; RuntimeError if a layer was left out.
         """
-        modules = _sort_modules(model, self._family)
+        modules: dict[str, dict[str, nn.Module]] = {QUANTIZED: {}, LORA: {}, KEPT: {}, NOT_LINEAR: {}}
+        for name, module in model.named_modules():  # those that hold parameters themselves
+            if any(True for _ in module.parameters(recurse=False)):
+                modules[_treatment(name, module, self._family)][name] = module
         if not modules[QUANTIZED]:
             raise ValueError(
                 f"{self.settings.scheme} was asked for, but {self._family.title} keeps every linear of this "
@@ -263,15 +266,6 @@ def full_weight(linear: nn.Module) -> Tensor:
         return linear.dequantize()
     weight: Any = linear.weight
     return weight.dequantize() if is_torchao_tensor(weight) else weight
-
-
-def _sort_modules(model: nn.Module, family: ModelFamily) -> dict[str, dict[str, nn.Module]]:
-    """Modules that hold parameters themselves, by what happens to them and why."""
-    sorted_modules: dict[str, dict[str, nn.Module]] = {QUANTIZED: {}, LORA: {}, KEPT: {}, NOT_LINEAR: {}}
-    for name, module in model.named_modules():
-        if any(True for _ in module.parameters(recurse=False)):
-            sorted_modules[_treatment(name, module, family)][name] = module
-    return sorted_modules
 
 
 def _treatment(fqn: str, module: nn.Module, family: ModelFamily) -> str:
