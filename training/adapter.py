@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,15 @@ class LoraHandle:
         for name, given in layers.items():
             layer: Any = self._text_layer(name, given) if is_of_text(name) else self.model.get_submodule(name)
             if "lokr_w1" in given:
-                _start_lokr(name, layer, given, strength)
+                own = {kind: getattr(layer, kind)[_ADAPTER] for kind in LOKR if _ADAPTER in getattr(layer, kind)}
+                shapes = [{kind: tuple(tensor.shape) for kind, tensor in each.items()} for each in (given, own)]
+                if shapes[0] != shapes[1]:
+                    raise ValueError(
+                        f"lora.start_from cuts {name} into {shapes[0]}, and this job into {shapes[1]}; set lora.factor "
+                        "and lora.rank to those of the file"
+                    )
+                for kind, parameter in own.items():
+                    parameter.copy_(given[kind] / strength if kind == "lokr_w1" else given[kind])
                 continue
             rank = given[A].shape[0]
             layer.lora_A[_ADAPTER].weight[:rank] = given[A].to(layer.lora_A[_ADAPTER].weight)
@@ -125,18 +133,6 @@ class LoraHandle:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(tensors[name].to(parameter.device))
-
-
-def _start_lokr(name: str, layer: Any, given: Mapping[str, Tensor], strength: float) -> None:
-    own = {kind: getattr(layer, kind)[_ADAPTER] for kind in LOKR if _ADAPTER in getattr(layer, kind)}
-    shapes = [{kind: tuple(tensor.shape) for kind, tensor in each.items()} for each in (given, own)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"lora.start_from cuts {name} into {shapes[0]}, and this job into {shapes[1]}; set lora.factor and "
-            "lora.rank to those of the file"
-        )
-    for kind, parameter in own.items():
-        parameter.copy_(given[kind] / strength if kind == "lokr_w1" else given[kind])
 
 
 @torch.no_grad()
@@ -192,10 +188,28 @@ def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *,
 
     Raises: ValueError for target patterns that match no linear.
     """
-    from peft import inject_adapter_in_model
+    from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
 
     targets = find_targets(model, family, settings)
-    config = _make_config(settings, targets)
+    modules, has_text = "|".join(re.escape(name) for name in targets), any(map(is_of_text, targets))
+    config: Any
+    if settings.kind == "lokr":
+        config = LoKrConfig(
+            r=settings.rank,
+            alpha=settings.alpha,  # type: ignore[arg-type]  # PEFT only divides by the rank; fractions work
+            decompose_factor=settings.factor or -1,
+            target_modules=modules,
+        )
+    else:
+        config = LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,  # type: ignore[arg-type]
+            lora_dropout=settings.dropout,
+            use_dora=settings.dora,
+            target_modules=modules,
+            rank_pattern={_TEXT_PATTERN: settings.text_rank} if has_text else {},
+            alpha_pattern={_TEXT_PATTERN: settings.strength * settings.text_rank} if has_text else {},
+        )
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*merge", category=UserWarning)  # none is asked for here
@@ -209,25 +223,3 @@ def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *,
     apply_fused_lora(model)
     apply_fused_lokr(model)
     return LoraHandle(model, tuple(targets))
-
-
-def _make_config(settings: LoraSettings, targets: Sequence[str]) -> Any:
-    from peft import LoKrConfig, LoraConfig
-
-    modules, has_text = "|".join(re.escape(name) for name in targets), any(map(is_of_text, targets))
-    if settings.kind == "lokr":
-        return LoKrConfig(
-            r=settings.rank,
-            alpha=settings.alpha,  # type: ignore[arg-type]  # PEFT only divides by the rank; fractions work
-            decompose_factor=settings.factor or -1,
-            target_modules=modules,
-        )
-    return LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]
-        lora_dropout=settings.dropout,
-        use_dora=settings.dora,
-        target_modules=modules,
-        rank_pattern={_TEXT_PATTERN: settings.text_rank} if has_text else {},
-        alpha_pattern={_TEXT_PATTERN: settings.strength * settings.text_rank} if has_text else {},
-    )

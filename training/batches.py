@@ -132,7 +132,14 @@ class CachedSamples:
         noise_masks = _noise_masks(entries, texts, latents)
         text = join_texts(texts)
         num_tokens = int(latents[0, 0].numel() * self.tokens_per_cell)
-        mask = self._masks(indices, latents)
+        mask, samples = None, [self.samples[i] for i in indices]
+        if self.use_masks and any(sample.mask_path for sample in samples):
+            height, width = latents.shape[-2:]
+            masks = [
+                load_mask(each, (height, width)) if isinstance(each, Sample) and each.mask_path else None
+                for each in samples
+            ]
+            mask = torch.stack([torch.ones(1, 1, height, width) if each is None else each for each in masks])
         if self.gives_first_latents:
             conditions["first_latents"] = latents[:, :, :1]
             shape = (latents.shape[0], 1, *latents.shape[2:])
@@ -141,7 +148,7 @@ class CachedSamples:
         if noise_masks is not None:  # what sampling does not denoise, training does not learn
             conditions[NOISE_MASK], denoised = noise_masks, noise_masks.clamp(0, 1)
             mask = denoised if mask is None else denoised * mask
-        factors = [self.samples[index].loss_weight for index in indices]
+        factors = [sample.loss_weight for sample in samples]
         of_samples = None if all(each == 1 for each in factors) else torch.tensor(factors)
         weights = loss_weights(of_samples, conditions)
         return LoadedBatch(latents, text, mask, num_tokens, conditions, weights)
@@ -155,17 +162,6 @@ class CachedSamples:
                     entry = self.store.get(key) if key not in self.read else None
                     if entry is not None:
                         self.read[key] = entry
-
-    def _masks(self, indices: Sequence[int], latents: torch.Tensor) -> torch.Tensor | None:
-        samples = [self.samples[i] for i in indices]
-        if not self.use_masks or not any(sample.mask_path for sample in samples):
-            return None
-        height, width = latents.shape[-2:]
-        masks = [
-            load_mask(each, (height, width)) if isinstance(each, Sample) and each.mask_path else None
-            for each in samples
-        ]
-        return torch.stack([torch.ones(1, 1, height, width) if mask is None else mask for mask in masks])
 
     def _entry(self, key: str) -> dict[str, torch.Tensor]:
         entry = self.read.pop(key, None) or self.store.get(key)

@@ -321,7 +321,22 @@ def _pack(key: str, value: Any, device: torch.device, tensors: dict[str, torch.T
     if isinstance(value, torch.Tensor):
         place = "parameter" if value.device == device != _CPU else "cpu"
         if hasattr(value, "__tensor_flatten__"):
-            return {"kind": "composite", "place": place, **_pack_composite(key, value, tensors)}
+            names, given = value.__tensor_flatten__()
+            for name in names:
+                tensors[f"{key}.{name}"] = getattr(value, name).detach().to("cpu", copy=True).contiguous()
+            cls = type(value)
+            return {
+                "kind": "composite",
+                "place": place,
+                "class": f"{cls.__module__}:{cls.__qualname__}",
+                "names": names,
+                "context": [
+                    {"dtype": str(item).removeprefix("torch.")} if isinstance(item, torch.dtype) else item
+                    for item in given
+                ],
+                "shape": list(value.shape),
+                "stride": list(value.stride()),
+            }
         tensors[key] = value.detach().to("cpu", copy=True).contiguous()
         return {"kind": "tensor", "place": place}
     if isinstance(value, tuple):
@@ -329,21 +344,6 @@ def _pack(key: str, value: Any, device: torch.device, tensors: dict[str, torch.T
     if value is None or isinstance(value, (bool, int, float, str, list, dict)):
         return {"kind": "plain", "value": value}
     raise ValueError(f"the optimizer keeps {key} as {type(value).__name__}, which cannot be saved; use another one")
-
-
-def _pack_composite(key: str, value: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    names, given = value.__tensor_flatten__()
-    context = [{"dtype": str(item).removeprefix("torch.")} if isinstance(item, torch.dtype) else item for item in given]
-    for name in names:
-        tensors[f"{key}.{name}"] = getattr(value, name).detach().to("cpu", copy=True).contiguous()
-    cls = type(value)
-    return {
-        "class": f"{cls.__module__}:{cls.__qualname__}",
-        "names": names,
-        "context": context,
-        "shape": list(value.shape),
-        "stride": list(value.stride()),
-    }
 
 
 def _unpack(key: str, description: dict[str, Any], device: torch.device, tensors: dict[str, torch.Tensor]) -> Any:

@@ -189,7 +189,14 @@ def load_checkpoint(path: Path) -> TrainingState:
     """
     file = path / _STATE
     with _as_damage(file):
-        facts = _read_facts(file)
+        data = _read_bytes(file)
+        facts = parse_json_object(data, str(file), "it is damaged")
+        if _DIGEST in facts:
+            del facts[_DIGEST]
+            if _sealed(facts) != data:
+                raise ValueError(f"{file} is damaged: it is not what its digest says")
+        elif facts.get("version") != 1 or "files" in facts:
+            raise ValueError(f"{file} is damaged: it has no digest of itself")
     version, digests = facts.pop("version", None), facts.pop("files", {})
     if version not in _READ_VERSIONS:
         raise ValueError(
@@ -220,18 +227,6 @@ def _as_damage(file: Path) -> Iterator[None]:
         raise DamagedCheckpoint(f"{file} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise DamagedCheckpoint(str(error)) from error
-
-
-def _read_facts(file: Path) -> dict[str, Any]:
-    data = _read_bytes(file)
-    facts = parse_json_object(data, str(file), "it is damaged")
-    if _DIGEST in facts:
-        del facts[_DIGEST]
-        if _sealed(facts) != data:
-            raise ValueError(f"{file} is damaged: it is not what its digest says")
-    elif facts.get("version") != 1 or "files" in facts:
-        raise ValueError(f"{file} is damaged: it has no digest of itself")
-    return facts
 
 
 def _read_bytes(file: Path) -> bytes:
