@@ -18,7 +18,7 @@ def find_kind(file: BinaryIO) -> str:
 
     Raises: ValueError for another content, or a file that is shorter than it says.
     """
-    start = file.read(12)
+    start = file.read(2 * 192)
     if not start:
         raise ValueError("the file is empty")
     size, end = file.seek(0, 2), 0
@@ -32,7 +32,8 @@ def find_kind(file: BinaryIO) -> str:
         kind = "flv"
     elif start[:4] == b"\0\0\1\xba":
         kind = "mpeg"
-    elif _is_transport_stream(file):
+    elif any(start[first::length][:2] == b"GG" for first, length in ((0, 188), (4, 192))):
+        # packets follow each other; those of a camera have a time of four bytes in front
         kind = "mpegts"
     else:
         raise ValueError("it is neither MP4, MOV, MKV, WebM, AVI, FLV nor MPEG")
@@ -68,13 +69,6 @@ def _avi_end(file: BinaryIO, size: int) -> int:
             break
         position += 8 + int.from_bytes(header[4:], "little")
     return position
-
-
-def _is_transport_stream(file: BinaryIO) -> bool:
-    """Whether packets of MPEG-TS follow each other; those of a camera have a time of four bytes in front."""
-    file.seek(0)
-    start = file.read(2 * 192)
-    return any(start[first::length][:2] == b"GG" for first, length in ((0, 188), (4, 192)))
 
 
 def _matroska_end(file: BinaryIO) -> int:

@@ -82,7 +82,11 @@ class ClipPlan:
         shown = show_at(info, self.fps)
         length = max((length for length in self.lengths if length <= len(shown)), default=0)
         if not length:
-            raise ValueError(self._too_short(info, len(shown)))
+            rate = f"{len(shown)} at {self.fps:g} per second" if info.times_s and self.fps else "all of them"
+            raise ValueError(
+                f"its {info.num_frames} frames ({rate}) are fewer than {self.lengths[0]}, the shortest clip asked for; "
+                "add a length to data.frames, or take it out of the dataset (with data.frames = [1] one frame is used)"
+            )
         return [tuple(shown[start : start + length]) for start in self._starts(len(shown) - length)]
 
     def _starts(self, spare: int) -> list[int]:
@@ -92,13 +96,6 @@ class ClipPlan:
             return [spare // 2]
         last = self.num_windows - 1
         return list(dict.fromkeys((2 * index * spare + last) // (2 * last) for index in range(self.num_windows)))
-
-    def _too_short(self, info: ClipInfo, num_shown: int) -> str:
-        rate = f"{num_shown} at {self.fps:g} per second" if info.times_s and self.fps else "all of them"
-        return (
-            f"its {info.num_frames} frames ({rate}) are fewer than {self.lengths[0]}, the shortest clip asked for; "
-            "add a length to data.frames, or take it out of the dataset (with data.frames = [1] one frame is used)"
-        )
 
 
 def show_at(info: ClipInfo, fps: float | None) -> list[int]:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import lt
 from pathlib import Path
 from typing import TypeVar
 
@@ -106,14 +107,30 @@ def scan_folders(
     sizes = [each for folder in config.folders for each in folder.resolutions or config.resolutions]
     buckets = {each: make_buckets(each, step, config.max_aspect_ratio) for each in sizes}
     plan = make_clip_plan(config, latent)
-    ask = _stopper(should_stop)
+
+    def ask() -> None:
+        if should_stop():
+            raise Stopped("stopped while the dataset was looked at; nothing was done yet")
+
     found = [
         (folder, files) for folder in config.folders for files in list_files(folder, config.use_masks, latent, ask)
     ]
-    partners = _find_partners(config, found, ask)
+    partners: dict[FolderConfig, Partners] = {}
+    for folder in config.folders if config.condition else ():
+        stems = [_stem(path) for each, (path, _) in found if each == folder]
+        partners[folder] = find_partners(folder, WAYS[config.condition], stems, ask)
     pictures = _in_threads(lambda entry: _inspect(*entry[1], plan, latent, partners.get(entry[0])), found, ask)
-    _refuse_problems(pictures)
-    pictures = [_with_caption(each, folder) for (folder, _), each in zip(found, pictures, strict=True)]
+    bad = [picture for picture in pictures if picture.problems]
+    if bad:
+        lines = "\n".join(f"  {problem}" for picture in bad for problem in picture.problems)
+        raise ValueError(
+            f"{len(bad)} of {len(pictures)} {_kinds(pictures)} cannot be used; "
+            f"repair them or take them out of the dataset:\n{lines}"
+        )
+    pictures = [
+        replace(each, caption=folder.caption) if each.caption is None and folder.caption else each
+        for (folder, _), each in zip(found, pictures, strict=True)
+    ]
     samples = []
     for (folder, _), picture in zip(found, pictures, strict=True):
         caption = make_caption(picture.caption or "", config, folder)
@@ -144,29 +161,6 @@ def _left_out(
         yield from read.of_dataset(Path(root), paths, {caption_file(path) for path in paths}, latent.is_video)
     for root in dict.fromkeys(beside):
         yield from read.of_partners(Path(root))
-
-
-def _find_partners(
-    config: DataConfig, found: Sequence[tuple[FolderConfig, tuple[Path, Path | None]]], ask: Callable[[], None]
-) -> dict[FolderConfig, Partners]:
-    """Of each folder; {} where nothing conditions the model."""
-    if not config.condition:
-        return {}
-    stems = {folder: [_stem(path) for each, (path, _) in found if each == folder] for folder in config.folders}
-    return {folder: find_partners(folder, WAYS[config.condition], stems[folder], ask) for folder in config.folders}
-
-
-def _with_caption(picture: _Picture, folder: FolderConfig) -> _Picture:
-    """With the folder's caption where there is no file of its own."""
-    return replace(picture, caption=folder.caption) if picture.caption is None and folder.caption else picture
-
-
-def _stopper(should_stop: Callable[[], bool]) -> Callable[[], None]:
-    def ask() -> None:
-        if should_stop():
-            raise Stopped("stopped while the dataset was looked at; nothing was done yet")
-
-    return ask
 
 
 def _in_threads(work: Callable[[_S], _T], items: Sequence[_S], ask: Callable[[], None]) -> list[_T]:
@@ -203,15 +197,23 @@ def list_files(
     taken = {file.stem for file in files}  # cat.txt is the caption of cat.png, and not of a folder cat beside it
     folders = [entry for entry in entries if entry.is_dir()]
     sequences = [entry for entry in folders if entry.name not in taken and os.path.isfile(caption_file(entry))]
-    masks = _find_masks(files)
+    masks: dict[str, Path] = {}  # by the stem of the image
+    for file in filter(_is_mask_name, files):
+        stem = _without_mask_end(file.stem)
+        if stem in masks:
+            raise ValueError(f"{masks[stem]} and {file.name} are both the mask of {stem}; remove one")
+        masks[stem] = file
     images = sorted([*filter(_is_media_name, files), *sequences], key=lambda f: f.name)
     message = (
         "images are conditions of another trainer and are not used: %s; put them into a folder of their own, named "
         "like their images, and name it in data.folders.references"
     )
-    _warn_of_unused(root, files, message, _is_condition_name)
-    _warn_of_unused(root, entries, "links lead to nothing and are not used: %s; mend or remove them", _is_dangling)
-    _warn_of_unused(root, entries, "are no ordinary files and are not used: %s; put images in their place", _is_odd)
+    _warn_of_unused(root, filter(_is_condition_name, files), message)
+    dangling = [entry for entry in entries if entry.is_symlink() and not entry.exists()]
+    _warn_of_unused(root, dangling, "links lead to nothing and are not used: %s; mend or remove them")
+    named = [entry for entry in entries if entry.suffix.lower() in media_suffixes() and entry.exists()]
+    odd = [entry for entry in named if not entry.is_file() and not entry.is_dir()]  # pipes and devices
+    _warn_of_unused(root, odd, "are no ordinary files and are not used: %s; put images in their place")
     _check_masks(root, images, masks)
     if not images:
         others = "".join(f"; {line}" for line in LeftOut(set(), ask).of_dataset(root, (), set(), latent.is_video))
@@ -230,33 +232,10 @@ def is_media(path: Path) -> bool:
     return os.path.isfile(path) and path.suffix.lower() in media_suffixes() and _is_media_name(path)
 
 
-def _warn_of_unused(root: Path, entries: Sequence[Path], message: str, is_unused: Callable[[Path], bool]) -> None:
-    unused = [entry.name for entry in entries if is_unused(entry)]
-    if unused:
-        _log.warning(f"%s: %d {message}", root, len(unused), _names(unused))
-
-
-def _is_dangling(entry: Path) -> bool:
-    return entry.is_symlink() and not entry.exists()
-
-
-def _is_odd(entry: Path) -> bool:
-    """Whether a pipe or a device has the name of an image."""
-    return entry.suffix.lower() in media_suffixes() and entry.exists() and not entry.is_file() and not entry.is_dir()
-
-
-def _find_masks(files: Sequence[Path]) -> dict[str, Path]:
-    """By the stem of the image.
-
-    Raises: ValueError for two of one image.
-    """
-    masks: dict[str, Path] = {}
-    for file in filter(_is_mask_name, files):
-        stem = _without_mask_end(file.stem)
-        if stem in masks:
-            raise ValueError(f"{masks[stem]} and {file.name} are both the mask of {stem}; remove one")
-        masks[stem] = file
-    return masks
+def _warn_of_unused(root: Path, unused: Iterable[Path], message: str) -> None:
+    names = [entry.name for entry in unused]
+    if names:
+        _log.warning(f"%s: %d {message}", root, len(names), _names(names))
 
 
 def _check_masks(root: Path, images: Sequence[Path], masks: dict[str, Path]) -> None:
@@ -267,7 +246,7 @@ def _check_masks(root: Path, images: Sequence[Path], masks: dict[str, Path]) -> 
             raise ValueError(f"{image} looks like a mask, which must be a PNG; save it as {image.stem}.png")
     orphans = [mask for stem, mask in masks.items() if stem not in stems]
     message = "masks not used: %s; _mask.png and -masklabel.png are endings of masks, and there is no image for them"
-    _warn_of_unused(root, orphans, message, lambda _: True)
+    _warn_of_unused(root, orphans, message)
 
 
 def _stem(path: Path) -> str:
@@ -380,16 +359,6 @@ def _read_mask_size(path: Path) -> tuple[int, int]:
 # --- what is said of all ---------------------------------------------------------------------------------------------
 
 
-def _refuse_problems(pictures: Sequence[_Picture]) -> None:
-    bad = [picture for picture in pictures if picture.problems]
-    if bad:
-        lines = "\n".join(f"  {problem}" for picture in bad for problem in picture.problems)
-        raise ValueError(
-            f"{len(bad)} of {len(pictures)} {_kinds(pictures)} cannot be used; "
-            f"repair them or take them out of the dataset:\n{lines}"
-        )
-
-
 def _kinds(pictures: Sequence[_Picture]) -> str:
     """What to call them."""
     has_clips = any(p.clip or p.path.is_dir() or p.path.suffix.lower() in CLIP_SUFFIXES for p in pictures)
@@ -423,13 +392,17 @@ def _doubts(pictures: Sequence[_Picture], samples: Sequence[Sample], plan: ClipP
         f"masks are of one brightness throughout, and their transparency is not looked at: {_names(found)}; save what "
         "counts as white and what does not as black",
     )
-    found = _shared_captions(pictures)
+    by_caption: dict[Path, list[str]] = {}
+    for path in dict.fromkeys(p.path for p in pictures if p.caption is not None):
+        by_caption.setdefault(caption_file(path), []).append(path.name)
+    found = [f"{caption.name} of {' and '.join(names)}" for caption, names in by_caption.items() if len(names) > 1]
     yield (
         found,
         f"caption files are each the caption of several: {_names(found)}; give each image or clip a name of its own",
     )
     sizes = {str(p.path): p.size or (0, 0) for p in pictures}
-    found = [Path(path).name for path in dict.fromkeys(s.path for s in samples if _is_smaller(sizes[s.path], s.resize))]
+    smaller = dict.fromkeys(s.path for s in samples if any(map(lt, sizes[s.path], s.resize)))
+    found = [Path(path).name for path in smaller]
     yield (
         found,
         f"of {len(sizes)} images are smaller than the size they are trained at and are upscaled: {_names(found)}; "
@@ -448,17 +421,6 @@ def _doubts(pictures: Sequence[_Picture], samples: Sequence[Sample], plan: ClipP
         f"of {len(clips)} clips are HDR and look washed out as they are read: {_names(found)}; convert them to SDR "
         "first",
     )
-
-
-def _is_smaller(size: tuple[int, int], resize: tuple[int, int]) -> bool:
-    return size[0] < resize[0] or size[1] < resize[1]
-
-
-def _shared_captions(pictures: Sequence[_Picture]) -> list[str]:
-    by_caption: dict[Path, list[str]] = {}
-    for path in dict.fromkeys(picture.path for picture in pictures if picture.caption is not None):
-        by_caption.setdefault(caption_file(path), []).append(path.name)
-    return [f"{caption.name} of {' and '.join(names)}" for caption, names in by_caption.items() if len(names) > 1]
 
 
 def _refuse_masks_outside(samples: Sequence[Sample], latent: LatentSpec, ask: Callable[[], None]) -> None:

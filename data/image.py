@@ -81,7 +81,15 @@ def open_image(path: str | Path, side: int = 0, most: int = 0) -> PilImage:
     try:
         with opened(path) as file:
             if side:
-                _load_small(file, side, most)
+                from PIL import Image
+
+                largest = (_PER_PIXEL * side, _PER_PIXEL * side)
+                if file.info.get("default_image"):
+                    file.seek(1)  # an APNG may have a still that is no part of it
+                file.draft(file.mode, largest)
+                refuse_too_large(*decoded_size(file), most)
+                file.load()
+                file.thumbnail(largest, Image.Resampling.NEAREST)
             return to_rgb(upright(file))
     except broken_image() as error:
         raise ValueError(
@@ -94,18 +102,6 @@ def upright(file: PilImage) -> PilImage:
     from PIL import ImageOps
 
     return ImageOps.exif_transpose(file)
-
-
-def _load_small(file: PilImage, side: int, most: int) -> None:
-    from PIL import Image
-
-    largest = (_PER_PIXEL * side, _PER_PIXEL * side)
-    if file.info.get("default_image"):
-        file.seek(1)  # an APNG may have a still that is no part of it
-    file.draft(file.mode, largest)
-    refuse_too_large(*decoded_size(file), most)
-    file.load()
-    file.thumbnail(largest, Image.Resampling.NEAREST)
 
 
 def cut_out(image: PilImage, request: ImageRequest) -> np.ndarray:
@@ -138,8 +134,12 @@ def look_at(path: Path) -> tuple[tuple[int, int], bool]:
 
     Raises: as read_size, which decodes as much.
     """
+    from PIL import Image
+
     size, image = _look_at(path, is_decoded=True)
-    return size, _is_one_colour(image)
+    few = (math.ceil(image.width / _PER_PIXEL), math.ceil(image.height / _PER_PIXEL))
+    looks = (image.resize(few, Image.Resampling.NEAREST), image)  # in nearly all images a few pixels differ already
+    return size, all(np.ptp(np.asarray(to_rgb(look)), axis=(0, 1)).max() <= 2 for look in looks)
 
 
 def _look_at(path: Path, is_decoded: bool) -> tuple[tuple[int, int], PilImage]:
@@ -160,15 +160,6 @@ def _look_at(path: Path, is_decoded: bool) -> tuple[tuple[int, int], PilImage]:
     except broken_image() as error:
         raise ValueError(f"{path}: cannot be read as an image ({error})") from error
     return ((width, height) if is_turned else (height, width)), seen
-
-
-def _is_one_colour(image: PilImage) -> bool:
-    """Told from a few pixels where these differ, as in nearly all images."""
-    from PIL import Image
-
-    few = (math.ceil(image.width / _PER_PIXEL), math.ceil(image.height / _PER_PIXEL))
-    looks = (image.resize(few, Image.Resampling.NEAREST), image)
-    return all(np.ptp(np.asarray(to_rgb(look)), axis=(0, 1)).max() <= 2 for look in looks)
 
 
 def image_fingerprint(path: str | Path) -> str:

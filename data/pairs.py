@@ -50,13 +50,6 @@ def find_partners(config: FolderConfig, way: ConditionWay, stems: Sequence[str],
 
     Raises: ValueError for a folder that is missing, that the way does not take, or the way lacks.
     """
-    _refuse_other_folders(config, way)
-    references = tuple(_index(Path(folder), image_suffixes(), ask) for folder in config.references)
-    control = _index(Path(config.control), (*image_suffixes(), *CLIP_SUFFIXES, ""), ask) if config.control else {}
-    return Partners(config, way, references, control, frozenset(stems))
-
-
-def _refuse_other_folders(config: FolderConfig, way: ConditionWay) -> None:
     for key, given, takes, needs in (
         ("references", config.references, way.most, way.least),
         ("control", (config.control,) if config.control else (), way.takes_control, way.takes_control),
@@ -70,6 +63,9 @@ def _refuse_other_folders(config: FolderConfig, way: ConditionWay) -> None:
                 raise ValueError(f"{config.path}: the folder of {key} {each} does not exist")
             if Path(each).resolve() == Path(config.path).resolve():
                 raise ValueError(f"{config.path}: its {key} are to lie in another folder, not in it itself")
+    references = tuple(_index(Path(folder), image_suffixes(), ask) for folder in config.references)
+    control = _index(Path(config.control), (*image_suffixes(), *CLIP_SUFFIXES, ""), ask) if config.control else {}
+    return Partners(config, way, references, control, frozenset(stems))
 
 
 def _index(folder: Path, suffixes: Sequence[str], ask: Callable[[], None]) -> _Index:
@@ -86,11 +82,18 @@ def find_pair(path: Path, stem: str, partners: Partners) -> Pair:
 
     Raises: ValueError naming what is missing, twice there, or broken.
     """
-    references = [
-        file
-        for index, folder in zip(partners.references, partners.config.references, strict=True)
-        for file in _references(path, stem, index, folder, partners.own)
-    ]
+    references: list[Path] = []
+    for index, folder in zip(partners.references, partners.config.references, strict=True):
+        names = [stem] if stem in index else []
+        for name in (f"{stem}_{number}" for number in count(1)):
+            if name not in index or name in partners.own:
+                break
+            names.append(name)
+        if not names:
+            raise ValueError(
+                f"{path}: has no reference in {folder}; put {stem}{path.suffix or '.png'} or {stem}_1.png there"
+            )
+        references += [_only(path, name, index, folder, "image") for name in names]
     if len(references) > partners.way.most:
         raise ValueError(f"{path}: has {len(references)} references, and data.condition takes {partners.way.most}")
     sizes = tuple(read_size(file) for file in references)
@@ -98,20 +101,6 @@ def find_pair(path: Path, stem: str, partners: Partners) -> Pair:
     if partners.config.control:
         control = _only(path, stem, partners.control, partners.config.control, "clip or image")
     return Pair(tuple(references), sizes, control)
-
-
-def _references(path: Path, stem: str, index: _Index, folder: str, own: frozenset[str]) -> list[Path]:
-    numbered = (f"{stem}_{number}" for number in count(1))
-    names = [stem] if stem in index else []
-    for name in numbered:
-        if name not in index or name in own:
-            break
-        names.append(name)
-    if not names:
-        raise ValueError(
-            f"{path}: has no reference in {folder}; put {stem}{path.suffix or '.png'} or {stem}_1.png there"
-        )
-    return [_only(path, name, index, folder, "image") for name in names]
 
 
 def _only(path: Path, name: str, index: _Index, folder: str, kind: str) -> Path:

@@ -131,7 +131,9 @@ def dataset_fingerprint(samples: Sequence[Sample]) -> str:
 
     Raises: OSError if a file has gone.
     """
-    paths = dict.fromkeys(path for sample in samples for path in _paths_of(sample))
+    paths = dict.fromkeys(
+        path for s in samples for path in (s.path, s.mask_path, *(s.condition.paths if s.condition else ())) if path
+    )
     with ThreadPoolExecutor() as pool:
         content = dict(zip(paths, pool.map(media_fingerprint, paths), strict=True))
     return settings_fingerprint(
@@ -143,11 +145,6 @@ def dataset_fingerprint(samples: Sequence[Sample]) -> str:
             for s in samples
         ]
     )
-
-
-def _paths_of(sample: Sample) -> list[str]:
-    mask = (sample.mask_path,) if sample.mask_path else ()
-    return [sample.path, *mask, *(sample.condition.paths if sample.condition else ())]
 
 
 @dataclass(frozen=True)
@@ -209,11 +206,10 @@ class BatchOrder:
         size = self._batch_size
         groups = [members[i : i + size] for members in by_bucket.values() for i in range(0, len(members), size)]
         groups.sort(key=lambda group: self._draw("batch", epoch, group[0]))
-        return [self._batch(epoch, group) for group in groups]
-
-    def _batch(self, epoch: int, group: Sequence[int]) -> Batch:
-        dropped = tuple(self._is_dropped(epoch, index) for index in group)
-        return Batch(tuple(group), dropped)
+        return [
+            Batch(tuple(group), tuple(self._draw("caption", epoch, index) < self._caption_dropout for index in group))
+            for group in groups
+        ]
 
     def state_dict(self) -> dict[str, int]:
         """Where the order stands: the epoch, and how many of its batches are done."""
@@ -232,9 +228,6 @@ class BatchOrder:
                 "the state is of another dataset or batch size"
             )
         self._epoch, self._index, self._batches = epoch, index, batches
-
-    def _is_dropped(self, epoch: int, index: int) -> bool:
-        return self._draw("caption", epoch, index) < self._caption_dropout
 
     def _draw(self, what: str, epoch: int, index: int) -> float:
         """A number in [0, 1) that depends on the arguments and the seed only, and looks uniform over them."""

@@ -232,21 +232,16 @@ def _animation_frames(path: Path) -> Iterator[tuple[Any, float]]:
     """Every frame, loaded, with the seconds it is shown."""
     with opened(path) as file:
         if file.format == "GIF":
-            _refuse_cut_off_gif(path)
+            with open(path, "rb") as data:  # Pillow takes the frames before a cut for all there are
+                data.seek(max(0, path.stat().st_size - 1024))
+                if not data.read().rstrip(b"\0").endswith(b";"):
+                    raise ValueError("it is cut off: its last byte is not that of a GIF")
         first = 1 if file.info.get("default_image") else 0  # an APNG may have a still that is no part of it
         for index in range(first, getattr(file, "n_frames", 1)):
             file.seek(index)
             file.load()
             duration = file.info.get("duration", 0) / 1000
             yield file, duration if duration > _SHORTEST_S else _DEFAULT_S
-
-
-def _refuse_cut_off_gif(path: Path) -> None:
-    """Pillow takes the frames before the cut for all there are."""
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - 1024))
-        if not file.read().rstrip(b"\0").endswith(b";"):
-            raise ValueError("it is cut off: its last byte is not that of a GIF")
 
 
 def _probe_animation(path: Path) -> ClipInfo:
@@ -310,7 +305,19 @@ def _opened(path: Path, most: int = 0) -> Iterator[tuple[Any, Any]]:
 
 def _read_track(path: Path) -> tuple[list[int], ClipInfo]:
     """When each frame is shown, in the stream's own unit, and what the clip is; reads all packets and one frame."""
-    times, end = _read_times(path)
+    duration_at: dict[int, int] = {}
+    with _opened(path) as (container, stream):
+        for packet in container.demux(stream):
+            if packet.size == 0 or packet.is_discard:
+                continue
+            if packet.is_corrupt or packet.pts is None:
+                raise ValueError("a part of it is damaged" if packet.is_corrupt else "its frames carry no times")
+            duration_at[packet.pts] = packet.duration or 0
+    if not duration_at:
+        raise ValueError("there is no frame in it")
+    times = sorted(duration_at)
+    usual = times[-1] - times[-2] if len(times) > 1 else 1
+    end = times[-1] + (duration_at[times[-1]] or usual)
     with _opened(path) as (container, stream):
         frame = _first_frame(container, stream)
         if frame.pts is None:
@@ -340,22 +347,6 @@ def _count_frames(path: Path) -> ClipInfo:
             raise ValueError("it does not say how fast it is shown" if first else "no frame of it can be decoded")
         count = 1 + sum(1 for _ in frames)
         return _clip_info(stream, first, tuple(float(number / rate) for number in range(count)), float(count / rate))
-
-
-def _read_times(path: Path) -> tuple[list[int], int]:
-    duration_at: dict[int, int] = {}
-    with _opened(path) as (container, stream):
-        for packet in container.demux(stream):
-            if packet.size == 0 or packet.is_discard:
-                continue
-            if packet.is_corrupt or packet.pts is None:
-                raise ValueError("a part of it is damaged" if packet.is_corrupt else "its frames carry no times")
-            duration_at[packet.pts] = packet.duration or 0
-    if not duration_at:
-        raise ValueError("there is no frame in it")
-    times = sorted(duration_at)
-    usual = times[-1] - times[-2] if len(times) > 1 else 1
-    return times, times[-1] + (duration_at[times[-1]] or usual)
 
 
 def _first_frame(container: Any, stream: Any) -> Any:

@@ -56,7 +56,14 @@ class Claims:
         try:
             claim = take_claim(path)
         except NoLocks as error:
-            self._say_no_locks(error)
+            if self._has_locks:
+                logger.warning(
+                    "%s is on a file system without locks (%s): processes that fill this cache at once may compute the "
+                    "same entries",
+                    self._store.folder,
+                    error,
+                )
+            self._has_locks = False
             return Claim(path, open_lock(path))
         except OSError as error:
             raise unwritable(path, error) from error
@@ -75,16 +82,6 @@ class Claims:
             if self._has_locks or key in old:  # without locks a claim does not tell that nobody is writing
                 self._store.remove_leftovers(key)
             claim.release()
-
-    def _say_no_locks(self, error: OSError) -> None:
-        if self._has_locks:
-            logger.warning(
-                "%s is on a file system without locks (%s): processes that fill this cache at once may compute the "
-                "same entries",
-                self._store.folder,
-                error,
-            )
-        self._has_locks = False
 
 
 @dataclass(frozen=True)

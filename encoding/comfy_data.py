@@ -14,10 +14,10 @@ where a LATENT is a batch, its CONDITIONING has one item per sample of it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -122,8 +122,16 @@ def _read_item(item: Any, what: str, *, keeps_all: bool, takes_guides: bool = Fa
     if not isinstance(states, torch.Tensor) or states.ndim != 3 or states.shape[0] != 1 or not states.numel():
         raise ValueError(f"{what}: a CONDITIONING is a list of [states [1, S, D], options], found {_describe(item)}")
     left_out = _FOR_SAMPLERS if takes_guides else _FOR_SAMPLERS | GUIDES
-    options = _plain_options(item[1], left_out) if keeps_all else {}
-    _refuse_options(item[1], what, {option_path(name)[0] for name in options} if keeps_all else WITHOUT_EFFECT)
+    options: Entry = {}  # what else a model of ComfyUI's may read
+    for name, value in item[1].items() if keeps_all else ():
+        if name != POOLED and name not in left_out:
+            options |= _tensors_of(name, value)
+    known = {POOLED, *({option_path(name)[0] for name in options} if keeps_all else WITHOUT_EFFECT)}
+    known |= {name for name, value in _WHOLE_RANGE.items() if item[1].get(name) == value}
+    extra = sorted(str(name) for name, value in item[1].items() if name not in known and value is not None)
+    if extra:
+        remedy = _REMEDIES.get(extra[0], f"take out the node that adds {'it' if len(extra) == 1 else 'them'}")
+        raise ValueError(f"{what}: its CONDITIONING has {', '.join(extra)}, which training does not read; {remedy}")
     entry = {COND: states[0], **options}
     pooled = item[1].get(POOLED)
     if pooled is not None:
@@ -133,19 +141,10 @@ def _read_item(item: Any, what: str, *, keeps_all: bool, takes_guides: bool = Fa
     return entry
 
 
-def _plain_options(options: Mapping[str, Any], left_out: Set[str]) -> Entry:
-    """What else a model of ComfyUI's may read: tensors of one sample, and numbers as tensors without sides."""
-    found: Entry = {}
-    for name, value in options.items():
-        if name != POOLED and name not in left_out:
-            found |= _tensors_of(name, value)
-    return found
-
-
 def _tensors_of(path: str, value: Any) -> Entry:
     """One option, or a part of one, as tensors; {} for what cannot be kept."""
     if isinstance(value, torch.Tensor):
-        if _has_batch(value):
+        if value.ndim > 1 and value.shape[0] == 1:
             return {f"{OPTION}{path}": value[0].clone()}
         return {} if "." in path else {f"{WHOLE}{path}": value.clone()}
     if type(value) in _NUMBERS:
@@ -178,7 +177,11 @@ def shared_in_batch(latents: Mapping[str, torch.Tensor], text: Mapping[str, torc
     """
     shared = {name: each for name, each in {**latents, **text}.items() if _must_be_equal(name, each)}
     if NOISE_MASK in latents:
-        shared[f"{NOISE_MASK}.varies"] = _varies_in_frames(latents[NOISE_MASK], latents[SAMPLES])
+        frames = fit_mask(latents[NOISE_MASK], _sides(latents[SAMPLES]))[0].flatten(1)
+        rounded = [frames.to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+        # Whether a frame has several values, in each type that a model may compute in. [3], bool
+        varies = torch.stack([(each.amin(1) != each.amax(1)).any() for each in rounded])
+        shared[f"{NOISE_MASK}.varies"] = varies
     return shared
 
 
@@ -191,30 +194,9 @@ def _must_be_equal(name: str, tensor: torch.Tensor) -> bool:
     return bool(path) and (is_number or not name.startswith(OPTION) or path[0] == GUIDE_ATTENTION)
 
 
-def _varies_in_frames(mask: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
-    """Whether a frame of a noise mask has several values, in each type that a model may compute in. [3], bool"""
-    frames = fit_mask(mask, _sides(samples))[0].flatten(1)
-    rounded = [frames.to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
-    return torch.stack([(each.amin(1) != each.amax(1)).any() for each in rounded])
-
-
 def _sides(samples: torch.Tensor) -> tuple[int, ...]:
     """Frames, height and width of one sample."""
     return tuple(samples.shape[1:]) if samples.ndim == 4 else (1, *samples.shape[1:])
-
-
-def _has_batch(value: Any) -> TypeGuard[torch.Tensor]:
-    """Whether this is a tensor of one sample with its batch."""
-    return isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[0] == 1
-
-
-def _refuse_options(options: Mapping[str, Any], what: str, others: Set[str]) -> None:
-    known = {POOLED, *others}
-    known |= {name for name, value in _WHOLE_RANGE.items() if options.get(name) == value}
-    extra = sorted(str(name) for name, value in options.items() if name not in known and value is not None)
-    if extra:
-        remedy = _REMEDIES.get(extra[0], f"take out the node that adds {'it' if len(extra) == 1 else 'them'}")
-        raise ValueError(f"{what}: its CONDITIONING has {', '.join(extra)}, which training does not read; {remedy}")
 
 
 def read_samples(samples: Any, what: str) -> list[Entry]:
@@ -383,8 +365,15 @@ def save_encoded(
     """
     listed = []
     for latents, text in pairs:
-        keys = [_keep(entry, store) for entry in (latents, text)]
-        listed.append(EncodedPair(keys[0], keys[1], shapes_of(latents), shapes_of(text), _same(latents, text)))
+        keys = []
+        for entry in (latents, text):
+            plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in entry.items()}
+            keys.append(content_key(plain))
+            if keys[-1] not in store:
+                store.put(keys[-1], plain)
+        shared = shared_in_batch(latents, text)
+        same = content_key(shared) if shared else ""
+        listed.append(EncodedPair(keys[0], keys[1], shapes_of(latents), shapes_of(text), same))
         on_saved(len(listed))
     if not listed:
         raise ValueError("the dataset has no samples; give lists of at least one latent and conditioning")
@@ -400,19 +389,6 @@ def save_encoded(
     return path
 
 
-def _same(latents: Entry, text: Entry) -> str:
-    shared = shared_in_batch(latents, text)
-    return content_key(shared) if shared else ""
-
-
-def _keep(entry: Entry, store: CacheStore) -> str:
-    plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in entry.items()}
-    key = content_key(plain)
-    if key not in store:
-        store.put(key, plain)
-    return key
-
-
 def load_encoded(path: str | Path) -> list[EncodedPair]:
     """The samples that save_encoded listed.
 
@@ -423,18 +399,18 @@ def load_encoded(path: str | Path) -> list[EncodedPair]:
         content = read_json_object(path)
         if content["version"] != _VERSION:
             raise ValueError(f"it is of version {content['version']}, this pack reads {_VERSION}")
-        return [_read_pair(sample) for sample in content["samples"]]
+        listed = []
+        for sample in content["samples"]:
+            latents, text = (expect(sample[name], str, f"{name} of a sample") for name in ("latents", "text"))
+            same = expect(sample.get("same", ""), str, "same of a sample")
+            shapes = _read_shapes(sample["latents_shapes"]), _read_shapes(sample["text_shapes"])
+            listed.append(EncodedPair(latents, text, *shapes, same))
+        return listed
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"data.encoded: {path} is no list of encoded samples ({error}); run the Dataset from Latents and "
             "Conditioning node again"
         ) from error
-
-
-def _read_pair(sample: Mapping[str, Any]) -> EncodedPair:
-    latents, text = (expect(sample[name], str, f"{name} of a sample") for name in ("latents", "text"))
-    same = expect(sample.get("same", ""), str, "same of a sample")
-    return EncodedPair(latents, text, _read_shapes(sample["latents_shapes"]), _read_shapes(sample["text_shapes"]), same)
 
 
 def _read_shapes(shapes: Mapping[str, Sequence[int]]) -> Shapes:

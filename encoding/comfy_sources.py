@@ -235,7 +235,23 @@ class ComfyConditions(Source[Wanted]):
             )
 
     def read(self, item: Wanted) -> tuple[str, ConditionParts]:
-        return item[1].paths[0], self._parts(*item)
+        def whole(path: str, size: tuple[int, int]) -> torch.Tensor:
+            return host_pixels(read_frames(ImageRequest(path, size, (0, 0, *size))))
+
+        caption, condition = item
+        cut = condition.control or condition.clip
+        first = condition.clip and ImageRequest(
+            condition.clip.path, condition.clip.resize, condition.clip.crop, condition.clip.frames[:1]
+        )
+        return condition.paths[0], ConditionParts(
+            way=self.way,
+            caption=caption,
+            references=tuple(map(whole, condition.references, condition.sizes)),
+            control=host_pixels(read_frames(condition.control)) if condition.control else None,
+            first=host_pixels(read_frames(first)) if first else None,
+            size=(*cut.crop[2:], len(cut.frames) or 1) if cut else (),
+            megapixels=self.megapixels,
+        )
 
     def encode_batch(self, given: Sequence[tuple[str, ConditionParts]]) -> Sequence[Entry]:
         return [self._encode(self._describe(each), each[1]) for each in given]
@@ -253,24 +269,6 @@ class ComfyConditions(Source[Wanted]):
 
     def _describe(self, given: tuple[str, ConditionParts]) -> str:
         return f"the condition of {given[0]}"
-
-    def _parts(self, caption: str, condition: Condition) -> ConditionParts:
-        def whole(path: str, size: tuple[int, int]) -> torch.Tensor:
-            return host_pixels(read_frames(ImageRequest(path, size, (0, 0, *size))))
-
-        cut = condition.control or condition.clip
-        first = condition.clip and ImageRequest(
-            condition.clip.path, condition.clip.resize, condition.clip.crop, condition.clip.frames[:1]
-        )
-        return ConditionParts(
-            way=self.way,
-            caption=caption,
-            references=tuple(map(whole, condition.references, condition.sizes)),
-            control=host_pixels(read_frames(condition.control)) if condition.control else None,
-            first=host_pixels(read_frames(first)) if first else None,
-            size=(*cut.crop[2:], len(cut.frames) or 1) if cut else (),
-            megapixels=self.megapixels,
-        )
 
     def close(self) -> None:
         if self.conditioner is not None:

@@ -22,7 +22,7 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -176,12 +176,9 @@ class CacheStore:
                 yield key, path
 
     def _save(self, key: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-        self._write(key, lambda path: save_tensors_atomically(path, tensors, metadata))
-
-    def _write(self, key: str, write: Callable[[Path], None]) -> None:
         path = self.path(key)
         try:
-            write(path)
+            save_tensors_atomically(path, tensors, metadata)
         except OSError as error:
             # Windows refuses to replace a file that someone has open; that someone has the same entry.
             if os.name == "nt" and isinstance(error, PermissionError) and key in self:

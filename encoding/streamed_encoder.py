@@ -126,7 +126,12 @@ class StreamedLayers:
             if index + 1 < len(self._layers) and self._host.is_ready(index + 1):
                 self._send(index + 1)  # else it is sent later, while what was queued here still computes
             self._slots.bind(slot)
-            return self._run_all_but_last(module, args, kwargs)
+            self._finished = []
+            batch = (args[0] if args else kwargs["hidden_states"]).shape[0]
+            for position in range(batch - 1):  # the last goes through the call that this precedes
+                item_args, item_kwargs = _caption(args, kwargs, position, batch)
+                self._finished.append(module.forward(*item_args, **item_kwargs))
+            return _caption(args, kwargs, batch - 1, batch)
 
         return before
 
@@ -151,15 +156,6 @@ class StreamedLayers:
         buffer.used = slot.arrival
         self._host.release(index)
         return slot
-
-    def _run_all_but_last(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Compute every caption but the last, which goes through the call that this precedes."""
-        self._finished = []
-        batch = (args[0] if args else kwargs["hidden_states"]).shape[0]
-        for position in range(batch - 1):
-            item_args, item_kwargs = _caption(args, kwargs, position, batch)
-            self._finished.append(module.forward(*item_args, **item_kwargs))
-        return _caption(args, kwargs, batch - 1, batch)
 
 
 def _caption(

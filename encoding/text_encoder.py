@@ -87,8 +87,10 @@ class TextEncoder:
         if self.stream is None:
             return [[text] for text in unique]
         groups: dict[bool, list[str]] = {}
+        sees_mask = self.spec.kind == "chat_hidden_states" or self.spec.zero_padding  # else it cannot tell
         for text in unique:
-            groups.setdefault(self._fills_all(text), []).append(text)
+            fills_all = sees_mask and _count_tokens(self, *_source(self, text)) >= self.spec.max_length
+            groups.setdefault(fills_all, []).append(text)
         size = self.stream.plan.captions_per_pass
         ordered = [group for _, group in sorted(groups.items())]
         return [group[start : start + size] for group in ordered for start in range(0, len(group), size)]
@@ -97,11 +99,6 @@ class TextEncoder:
         """Give back what a streamed encoder holds beside its model; encode nothing afterwards."""
         if self.stream is not None:
             self.stream.close()
-
-    def _fills_all(self, text: str) -> bool:
-        """Whether no token is padding, where the encoder can tell."""
-        sees_mask = self.spec.kind == "chat_hidden_states" or self.spec.zero_padding
-        return sees_mask and _count_tokens(self, *_source(self, text)) >= self.spec.max_length
 
     def _encode_together(self, texts: Sequence[str]) -> list[torch.Tensor]:
         with torch.inference_mode():
@@ -377,7 +374,16 @@ def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
         if spec.kind == "chat_hidden_states":
             config = config.get_text_config()
-            needs_norm = _leave_out_layers(config, spec.layers, folder)
+            num_layers, layers = config.num_hidden_layers, spec.layers
+            if not layers or min(layers) < 1 or max(layers) > num_layers:
+                raise ValueError(
+                    f"{folder} holds a text encoder of {num_layers} layers, and this model is taken for one that reads "
+                    f"layers {list(layers)} of its own; set model.variant to the model that it belongs to, or to auto"
+                )
+            config.num_hidden_layers = max(layers)  # it ends with the last of the hidden states asked for
+            if getattr(config, "layer_types", None):
+                config.layer_types = config.layer_types[: max(layers)]
+            needs_norm = max(layers) == num_layers  # the last hidden state of the whole model is behind the norm
         with init_empty_weights(include_buffers=False):  # rotary frequencies are buffers that no file holds
             model = make(config)
     if not needs_norm:
@@ -423,18 +429,3 @@ def _encoder_class(spec: TextEncoderSpec, folder: Path, config: Mapping[str, Any
     if not hasattr(transformers, name):
         raise ValueError(f"{folder} asks for a {name}, which transformers {transformers.__version__} does not have")
     return getattr(transformers, name)
-
-
-def _leave_out_layers(config: Any, layers: tuple[int, ...], folder: Path) -> bool:
-    """Let a language model end with the last of the hidden states asked for; returns whether its norm is needed, since
-    the last hidden state of the whole model is behind the norm."""
-    num_layers = config.num_hidden_layers
-    if not layers or min(layers) < 1 or max(layers) > num_layers:
-        raise ValueError(
-            f"{folder} holds a text encoder of {num_layers} layers, and this model is taken for one that reads layers "
-            f"{list(layers)} of its own; set model.variant to the model that it belongs to, or to auto"
-        )
-    config.num_hidden_layers = max(layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: max(layers)]
-    return max(layers) == num_layers

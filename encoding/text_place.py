@@ -168,7 +168,18 @@ def plan_text_place(
     size = forecast_size(spec, folder, dtype, scheme)
     if wanted.mode == "stream":
         return _plan_stream(_emptiest_card(wanted), size, scheme, window_bytes)
-    return _plan_auto(wanted, size, scheme, window_bytes)
+    if not _cards(wanted):
+        return TextPlace(CPU, None, "there is no GPU")
+    card = _emptiest_card(wanted)
+    whole, free, room = _gb(size.resident_bytes), _gb(_usable_bytes(card)), _room(card, window_bytes)
+    if size.resident_bytes <= _usable_bytes(card):  # whatever the window, which limits what is streamed
+        return TextPlace(card, None, f"all of it takes {whole} and {free} are free there")
+    if scheme != "none":
+        return TextPlace(CPU, None, f"it takes {whole}, {card} has {free}, and 8-bit weights are not streamed")
+    if size.streamed_bytes() > room:
+        reason = f"even streamed it takes {_gb(size.streamed_bytes())}, and {card} has {_gb(room)} for it"
+        return TextPlace(CPU, None, reason)
+    return _plan_stream(card, size, scheme, window_bytes)
 
 
 def open_text_encoder(
@@ -216,31 +227,11 @@ def _plan_stream(card: torch.device, size: EncoderSize, scheme: TextScheme, wind
             'cache.text_window_gb if that is less); use another card, a larger window, or "cpu"'
         )
     reason = f"all of it would take {_gb(size.resident_bytes)}, and there is room for {_gb(room)}"
-    return TextPlace(card, _plan_passes(size, room), reason)
-
-
-def _plan_passes(size: EncoderSize, room: int) -> StreamPlan:
     free_on_host = free_bytes(CPU)
     keeps = free_on_host is None or size.layers <= _USABLE_HOST * free_on_host
     most = _MOST_CAPTIONS if keeps else _MOST_CAPTIONS_FROM_FILES
     fitting = 1 + (room - size.streamed_bytes()) // max(1, size.caption)
-    return StreamPlan(captions_per_pass=min(most, fitting), keeps_host_copy=keeps)
-
-
-def _plan_auto(wanted: TextDevice, size: EncoderSize, scheme: TextScheme, window_bytes: int) -> TextPlace:
-    """A card that holds all of it is taken whatever the window, which limits what is streamed."""
-    if not _cards(wanted):
-        return TextPlace(CPU, None, "there is no GPU")
-    card = _emptiest_card(wanted)
-    whole, free, room = _gb(size.resident_bytes), _gb(_usable_bytes(card)), _room(card, window_bytes)
-    if size.resident_bytes <= _usable_bytes(card):
-        return TextPlace(card, None, f"all of it takes {whole} and {free} are free there")
-    if scheme != "none":
-        return TextPlace(CPU, None, f"it takes {whole}, {card} has {free}, and 8-bit weights are not streamed")
-    if size.streamed_bytes() > room:
-        reason = f"even streamed it takes {_gb(size.streamed_bytes())}, and {card} has {_gb(room)} for it"
-        return TextPlace(CPU, None, reason)
-    return _plan_stream(card, size, scheme, window_bytes)
+    return TextPlace(card, StreamPlan(captions_per_pass=min(most, fitting), keeps_host_copy=keeps), reason)
 
 
 def _gb(num_bytes: int) -> str:
@@ -261,13 +252,15 @@ def forecast_size(
     num_heads = _config_number(model, "num_attention_heads", "num_heads")
     width = _config_number(model, "hidden_size", "d_model")
     states = spec.max_length * width * dtype.itemsize
+    # T5 hands its table of relative positions from layer to layer, with a row for every head.
+    tables = 1 + (num_heads if spec.kind == "last_hidden_state" else 0)
     return EncoderSize(
         whole=sum(held.values()),
         rest=sum(num_bytes for name, num_bytes in held.items() if not name.startswith(f"{prefix}.")),
         layer=max(buffers),
         layers=sum(buffers),
         working=_working_bytes(layers[0], spec.max_length, num_heads, dtype, scheme),
-        caption=states * (_STATES_PER_CAPTION + len(spec.layers)) + _mask_bytes(spec, num_heads, dtype),
+        caption=states * (_STATES_PER_CAPTION + len(spec.layers)) + tables * spec.max_length**2 * dtype.itemsize,
     )
 
 
@@ -298,12 +291,6 @@ def _buffer_bytes(model: nn.Module, prefix: str, dtype: torch.dtype) -> int:
     names = {name: tensor.shape for name, tensor in model.state_dict().items() if name.startswith(prefix)}
     dtypes = weight_dtypes(model, names, dtype)
     return lay_out((shape, dtypes[name]) for name, shape in names.items())[1]
-
-
-def _mask_bytes(spec: TextEncoderSpec, num_heads: int, dtype: torch.dtype) -> int:
-    """T5 hands its table of relative positions from layer to layer, with a row for every head."""
-    tables = 1 + (num_heads if spec.kind == "last_hidden_state" else 0)
-    return tables * spec.max_length**2 * dtype.itemsize
 
 
 def _config_number(model: nn.Module, *names: str) -> int:

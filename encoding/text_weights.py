@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import nn
 
-from ..checkpoints.header import TensorEntry, read_header, read_weight_map
+from ..checkpoints.header import read_header, read_weight_map
 from ..checkpoints.load import find_owner, put_tensor
 from ..checkpoints.model_files import first
 from ..checkpoints.weight_file import TORCH_TYPES, open_weights
@@ -187,18 +187,15 @@ def refuse_other_shapes(model: nn.Module, sources: Sources, folder: Path) -> Non
     headers = {file: read_header(file).tensors for file in sorted({file for file, _ in sources.values()})}
     for file, tensors in headers.items():
         inside = {name: key for name, (place, key) in sources.items() if place == file}
-        wrong = [_of_shape(key, tensors[key], wanted[name]) for name, key in inside.items() if key in tensors]
-        if found := list(filter(None, wrong)):
+        found = [
+            f"{key} is {list(tensors[key].shape)} and should be {list(wanted[name])}"
+            for name, key in inside.items()
+            if key in tensors and tensors[key].shape != wanted[name] and tensors[key].dtype not in _EIGHT_BIT
+        ]  # weights in 8 bits are refused for that
+        if found:
             raise ValueError(
                 f"{file} does not fit {folder / 'config.json'}: {first(found)}; use the folder published with the model"
             )
-
-
-def _of_shape(key: str, entry: TensorEntry, wanted: tuple[int, ...]) -> str:
-    """What is wrong; "" for nothing. Weights in 8 bits are refused for that."""
-    if entry.shape == wanted or entry.dtype in _EIGHT_BIT:
-        return ""
-    return f"{key} is {list(entry.shape)} and should be {list(wanted)}"
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -244,7 +241,12 @@ def read_weights(model: nn.Module, sources: Sources, storage: Storage) -> None:
     for name, buffer in list(model.named_buffers()):
         put_tensor(model, name, buffer.to(storage.device))
     if storage.scheme != "none":
-        _report(model, storage)
+        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        rounded = [module for name, module in linears.items() if is_rounded(module, name, storage.kept)]
+        full_gb = sum(linear.weight.numel() for linear in rounded) * storage.dtype.itemsize / 1e9
+        held_gb = sum(linear.weight.numel() + 4 * linear.out_features for linear in rounded) / 1e9
+        message = "%d of %d linears of %s are held in %s: %.2f GB instead of %.2f"
+        logger.info(message, len(rounded), len(linears), type(model).__name__, storage.scheme, held_gb, full_gb)
 
 
 def _place(model: nn.Module, name: str, tensor: torch.Tensor, storage: Storage, dtype: torch.dtype) -> None:
@@ -289,12 +291,3 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
         raise ValueError(f"{type(model).__name__} has no list of layers; it cannot be a text encoder")
     name = max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters()))
     return name, lists[name]
-
-
-def _report(model: nn.Module, storage: Storage) -> None:
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    rounded = [module for name, module in linears.items() if is_rounded(module, name, storage.kept)]
-    full_gb = sum(linear.weight.numel() for linear in rounded) * storage.dtype.itemsize / 1e9
-    held_gb = sum(linear.weight.numel() + 4 * linear.out_features for linear in rounded) / 1e9
-    message = "%d of %d linears of %s are held in %s: %.2f GB instead of %.2f"
-    logger.info(message, len(rounded), len(linears), type(model).__name__, storage.scheme, held_gb, full_gb)

@@ -41,8 +41,18 @@ def load_vae(family: ModelFamily, variant: Variant | None, path: str | Path, dty
     Raises: ValueError if the path holds no VAE of this family's class, or not all of its weights.
     """
     source = find_vae(path)
-    is_folder = source.is_dir()
-    vae = _load_folder(family, source) if is_folder else _load_tensors(family, variant, source, mapped_tensors(source))
+    if source.is_dir():
+        import diffusers
+
+        _folder_config(family, source)
+        options: dict[str, Any] = {"torch_dtype": torch.float32, "local_files_only": True, "use_safetensors": True}
+        with _as_misfit(family, source):
+            vae, report = getattr(diffusers, family.vae_class).from_pretrained(
+                str(source), output_loading_info=True, **options
+            )
+        _refuse(source, "lacks", report["missing_keys"])
+    else:
+        vae = _load_tensors(family, variant, source, mapped_tensors(source))
     for parameter in vae.parameters():
         parameter.data = parameter.data.to(dtype)
     return vae.requires_grad_(False).eval()
@@ -76,7 +86,19 @@ def check_vae(family: ModelFamily, variant: Variant | None, path: str | Path, sh
     source = find_vae(path)
     if source.is_dir():
         config = _folder_config(family, source)
-        _refuse_other_shapes(family, source, config, shapes)
+        if not shapes:
+            raise ValueError(f"{source} has no safetensors file; {_WHAT_WORKS}")
+        plain = {name: value for name, value in config.items() if not name.startswith("_")}
+        refuse_other_kinds(source / "config.json", family.vae_class, plain)
+        with _as_misfit(family, source):
+            wanted = shapes_of_class(family.vae_class, json.dumps(plain, sort_keys=True))
+        # Only names that are in both: diffusers translates those of older versions.
+        if wrong := [name for name in wanted if name in shapes and shapes[name] != wanted[name]]:
+            name = min(wrong)
+            raise ValueError(
+                f"{len(wrong)} weights in {source} are of other shapes than its config.json describes: {name} is "
+                f"{list(shapes[name])} and should be {list(wanted[name])}; {_WHAT_WORKS}"
+            )
     else:
         stand_ins = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}  # of one number each
         config = _load_tensors(family, variant, source, stand_ins).config
@@ -107,19 +129,6 @@ def _folder_config(family: ModelFamily, folder: Path) -> dict[str, Any]:
     return config
 
 
-def _load_folder(family: ModelFamily, folder: Path) -> Any:
-    import diffusers
-
-    _folder_config(family, folder)
-    options: dict[str, Any] = {"torch_dtype": torch.float32, "local_files_only": True, "use_safetensors": True}
-    with _as_misfit(family, folder):
-        vae, report = getattr(diffusers, family.vae_class).from_pretrained(
-            str(folder), output_loading_info=True, **options
-        )
-    _refuse(folder, "lacks", report["missing_keys"])
-    return vae
-
-
 @contextmanager
 def _as_misfit(family: ModelFamily, folder: Path) -> Iterator[None]:
     """What diffusers raises for a folder's files becomes one message that names the folder.
@@ -139,30 +148,24 @@ def _as_misfit(family: ModelFamily, folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _refuse_other_shapes(family: ModelFamily, folder: Path, config: Mapping[str, Any], shapes: Shapes) -> None:
-    """Only names that are in both: diffusers translates those of older versions."""
-    if not shapes:
-        raise ValueError(f"{folder} has no safetensors file; {_WHAT_WORKS}")
-    plain = {name: value for name, value in config.items() if not name.startswith("_")}
-    refuse_other_kinds(folder / "config.json", family.vae_class, plain)
-    with _as_misfit(family, folder):
-        wanted = shapes_of_class(family.vae_class, json.dumps(plain, sort_keys=True))
-    wrong = [name for name in wanted if name in shapes and shapes[name] != wanted[name]]
-    if wrong:
-        name = min(wrong)
-        raise ValueError(
-            f"{len(wrong)} weights in {folder} are of other shapes than its config.json describes: {name} is "
-            f"{list(shapes[name])} and should be {list(wanted[name])}; {_WHAT_WORKS}"
-        )
-
-
 def _load_tensors(family: ModelFamily, variant: Variant | None, file: Path, tensors: dict[str, torch.Tensor]) -> Any:
     import diffusers
 
     vae_class = getattr(diffusers, family.vae_class)
     config = dict(_config_of(family, variant))
     if "encoder.conv_in.weight" not in tensors:
-        return _from_single_file(vae_class, {**config, "_class_name": family.vae_class}, file, tensors)
+        from diffusers.loaders.single_file_utils import SingleFileComponentError
+
+        with tempfile.TemporaryDirectory() as folder:
+            text = json.dumps({**config, "_class_name": family.vae_class})
+            (Path(folder) / "config.json").write_text(text, encoding="utf-8")
+            options = {"config": folder, "torch_dtype": torch.float32, "local_files_only": True}
+            try:
+                vae = vae_class.from_single_file(tensors, **options)
+            except (SingleFileComponentError, NotImplementedError, ValueError) as error:
+                raise _misfit(file, family.vae_class, error) from error
+        _refuse(file, "lacks", [name for name, parameter in vae.named_parameters() if parameter.is_meta])
+        return vae
     vae = vae_class.from_config(config)
     try:
         missing, unexpected = vae.load_state_dict(ldm_to_diffusers(tensors), strict=False)
@@ -170,19 +173,6 @@ def _load_tensors(family: ModelFamily, variant: Variant | None, file: Path, tens
         raise _misfit(file, family.vae_class, error) from error
     _refuse(file, "lacks", [name for name in missing if not name.endswith("num_batches_tracked")])
     _refuse(file, "has unknown", unexpected)
-    return vae
-
-
-def _from_single_file(vae_class: Any, config: Mapping[str, Any], file: Path, tensors: dict[str, torch.Tensor]) -> Any:
-    from diffusers.loaders.single_file_utils import SingleFileComponentError
-
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        try:
-            vae = vae_class.from_single_file(tensors, config=folder, torch_dtype=torch.float32, local_files_only=True)
-        except (SingleFileComponentError, NotImplementedError, ValueError) as error:
-            raise _misfit(file, config["_class_name"], error) from error
-    _refuse(file, "lacks", [name for name, parameter in vae.named_parameters() if parameter.is_meta])
     return vae
 
 
@@ -219,14 +209,13 @@ def ldm_to_diffusers(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
     if not any(name.startswith("encoder.down.") for name in tensors):
         return dict(tensors)
     levels = [int(match[1]) for name in tensors if (match := re.match(r"decoder\.up\.(\d+)\.", name))]
-    return dict(_to_diffusers(name, tensor, max(levels, default=0)) for name, tensor in tensors.items())
-
-
-def _to_diffusers(original: str, tensor: torch.Tensor, last_level: int) -> tuple[str, torch.Tensor]:
-    name = original
-    for pattern, replacement in _LDM_NAMES:
-        name = re.sub(pattern, replacement, name)
-    if level := re.match(r"decoder\.up\.(\d+)\.", original):
-        name = name.replace("UP", str(last_level - int(level[1])))
-    is_convolution = ".mid.attn_1." in original and tensor.ndim == 4  # 1x1, where diffusers has a linear
-    return name, tensor[:, :, 0, 0] if is_convolution else tensor
+    last_level, found = max(levels, default=0), {}
+    for original, tensor in tensors.items():
+        name = original
+        for pattern, replacement in _LDM_NAMES:
+            name = re.sub(pattern, replacement, name)
+        if level := re.match(r"decoder\.up\.(\d+)\.", original):
+            name = name.replace("UP", str(last_level - int(level[1])))
+        is_convolution = ".mid.attn_1." in original and tensor.ndim == 4  # 1x1, where diffusers has a linear
+        found[name] = tensor[:, :, 0, 0] if is_convolution else tensor
+    return found
