@@ -199,7 +199,9 @@ def _describe(problem: Any) -> str:
         near = [each.path for each in job_keys().values() if each.name == name]  # of another section
         if not near and name in _FROM_OTHER_TRAINERS:
             near = [_FROM_OTHER_TRAINERS[name]]
-        near = near or difflib.get_close_matches(name, _keys_beside(problem["loc"]), n=1)
+        section = ".".join(part for part in problem["loc"][:-1] if isinstance(part, str))
+        beside = [each.name for each in job_keys().values() if each.section == section]
+        near = near or difflib.get_close_matches(name, beside or list(get_type_hints(JobConfig)), n=1)
         return f"{key}: there is no such key" + (f"; did you mean {near[0]}?" if near else "")
     if problem["type"] in {"missing", "missing_argument"}:
         return f"{key}: is required"
@@ -218,12 +220,6 @@ def _describe(problem: Any) -> str:
     is_plain = all(isinstance(each, (str, int, float, type(None))) for each in values)  # no section, nor the whole job
     found = f" (found {problem['input']!r})" if is_plain else ""
     return f"{key}: {problem['msg'].removeprefix('Value error, ')}{found}"
-
-
-def _keys_beside(place: tuple[Any, ...]) -> list[str]:
-    """Names that are known where an unknown one stands: sections, or keys of a section."""
-    section = ".".join(part for part in place[:-1] if isinstance(part, str))
-    return [key.name for key in job_keys().values() if key.section == section] or list(get_type_hints(JobConfig))
 
 
 def values_at(job: JobConfig, path: str) -> list[Any]:
@@ -292,7 +288,11 @@ def differing_keys(old: JobConfig, new: JobConfig) -> list[str]:
 
     Where the run and its data lie does not: what they hold is compared besides (jobs/resume.py).
     """
-    free = {key.path for key in job_keys().values() if key.is_free or _is_place(key)}
+    free = {key.path for key in job_keys().values() if key.is_free}
+    # Not the model: its path also leads to text encoders and VAE, and its name may decide which variant it is.
+    places = [key for key in job_keys().values() if key.is_path]
+    free |= {key.path for key in places if key.section.split(".")[0] in ("data", "evaluation")}
+    free |= {key.path for key in places if key.path in ("cache.folder", "output.folder")}
     if old.schedule.name == "constant":  # the steps done so far are the same in a longer or shorter run
         free.add("train.steps")
     if "int8-compute" not in (old.model.quantize, new.model.quantize):  # nothing else is rotated
@@ -304,13 +304,6 @@ def differing_keys(old: JobConfig, new: JobConfig) -> list[str]:
 
 
 _NOTHING = object()  # in the place of a setting of a section that is not there
-
-
-def _is_place(key: Key) -> bool:
-    """Whether it says where something lies that a resumed run compares by its content. Not the model: its path also
-    leads to text encoders and VAE, and its name may decide which variant it is taken for."""
-    is_of_data = key.section.split(".")[0] in ("data", "evaluation")
-    return key.is_path and (is_of_data or key.path in ("cache.folder", "output.folder"))
 
 
 def _settings_of(job: JobConfig, left_out: Collection[str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ it. The ends lie far outside of what trains well: they keep out what trains noth
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import unicodedata
@@ -55,7 +56,10 @@ class Range:
         kind = "whole number" if source is int else "number"
 
         def check(value: Any, convert: ValidatorFunctionWrapHandler) -> Any:
-            number = _converted(value, convert)
+            number = None
+            if isinstance(value, (int, float)) and not isinstance(value, bool):  # True and "3" would become numbers
+                with contextlib.suppress(ValidationError):
+                    number = convert(value)
             if number is None or not (self.low <= number <= self.high or self.or_zero and number == 0):
                 raise ValueError(self.describe(kind))
             return number
@@ -65,16 +69,6 @@ class Range:
     def describe(self, kind: str = "number") -> str:
         ends = f"is {'0 or ' if self.or_zero else ''}a {kind} from {_spelt(self.low)} to {_spelt(self.high)}"
         return f"{ends}; {self.hint}" if self.hint else ends
-
-
-def _converted(value: Any, convert: ValidatorFunctionWrapHandler) -> Any:
-    """The number; None for what is none. True and "3" would become numbers, and are mistakes."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return convert(value)
-    except ValidationError:
-        return None
 
 
 def problems_of(error: ValidationError) -> list[Any]:
@@ -136,7 +130,9 @@ def check_file_name(text: str) -> str:
             f'output.name {text!r} is no file name on Windows; leave out <>:"|?*, a space at the beginning, and a '
             "space or a dot at the end, and add a word to the name of a device, such as con"
         )
-    if _folded(f"{text.removesuffix(LORA_ENDING)}{LORA_ENDING}") in STATE_FILES:
+    name = unicodedata.normalize("NFKC", f"{text.removesuffix(LORA_ENDING)}{LORA_ENDING}")
+    # The same for all names that may be one on a disk without case.
+    if unicodedata.normalize("NFKC", name.casefold()) in STATE_FILES:
         raise ValueError(
             f"output.name {text!r} is the name of a file that every checkpoint has beside the LoRA, which would be "
             "lost; choose another"
@@ -147,11 +143,6 @@ def check_file_name(text: str) -> str:
             f"it only {LONGEST_NAME} fit; choose a shorter one"
         )
     return text
-
-
-def _folded(name: str) -> str:
-    """The same for all names that may be one on a disk without case."""
-    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
 
 
 NameText = Annotated[str, AfterValidator(check_plain)]  # of a file in a folder that somebody else knows, or its path

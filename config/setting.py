@@ -85,7 +85,10 @@ class Key:
 
 def keys_of(kind: type, section: str) -> Iterator[Key]:
     """All keys of a section, and of the sections inside it."""
-    plain, full, texts = get_type_hints(kind), get_type_hints(kind, include_extras=True), _texts(kind)
+    plain, full = get_type_hints(kind), get_type_hints(kind, include_extras=True)
+    _, _, listed = inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")
+    named = re.split(r"^    (\w+): ", listed, flags=re.MULTILINE)[1:]
+    texts = {name: " ".join(text.split()) for name, text in zip(named[::2], named[1::2], strict=True)}
     for each in dataclasses.fields(kind):
         parts = tuple(_parts(full[each.name]))
         default = each.default if each.default_factory is MISSING else each.default_factory()
@@ -94,12 +97,6 @@ def keys_of(kind: type, section: str) -> Iterator[Key]:
         for inner in get_args(each):
             if isinstance(inner, type) and dataclasses.is_dataclass(inner):
                 yield from keys_of(inner, f"{section}.{name}")
-
-
-def _texts(kind: type) -> dict[str, str]:
-    _, _, listed = inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")
-    parts = re.split(r"^    (\w+): ", listed, flags=re.MULTILINE)[1:]
-    return {name: " ".join(text.split()) for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def _parts(kind: Any) -> Iterator[Any]:

@@ -75,7 +75,14 @@ class LoraSettings:
         return self.text_encoder_rank or self.rank
 
     def __post_init__(self) -> None:
-        self._check_text_encoder()
+        if self.text_encoder_rank and not self.text_encoder:
+            raise ValueError("text_encoder_rank is of a LoRA on text encoders; set text_encoder = true, or remove it")
+        others = {'kind = "lokr"': self.kind == "lokr", "dora": self.dora}
+        if self.text_encoder and (found := [name for name, is_set in others.items() if is_set]):
+            raise ValueError(
+                f"text_encoder trains a plain LoRA on the text encoders, and {found[0]} asks for another; "
+                "remove one of the two"
+            )
         if self.layers and any(not pattern.startswith("!") for pattern in self.targets):
             raise ValueError(f'layers = "{self.layers}" and targets both say what is trained; remove one of the two')
         if found := [pattern for pattern in self.targets if pattern.lstrip("!").startswith(_TEXT_ENCODERS)]:
@@ -88,16 +95,6 @@ class LoraSettings:
             raise ValueError(f'{other} is of kind = "lora" alone, and kind is "lokr"; remove one of the two')
         if self.factor and self.kind != "lokr":
             raise ValueError('factor belongs to kind = "lokr"; remove one of the two')
-
-    def _check_text_encoder(self) -> None:
-        if self.text_encoder_rank and not self.text_encoder:
-            raise ValueError("text_encoder_rank is of a LoRA on text encoders; set text_encoder = true, or remove it")
-        others = {'kind = "lokr"': self.kind == "lokr", "dora": self.dora}
-        if self.text_encoder and (found := [name for name, is_set in others.items() if is_set]):
-            raise ValueError(
-                f"text_encoder trains a plain LoRA on the text encoders, and {found[0]} asks for another; "
-                "remove one of the two"
-            )
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -139,23 +139,18 @@ class Shares:
         Raises: ValueError if the part cannot be cut so.
         """
         if unit == "features":
-            return self._ranges_of_features(size)
+            total, least = sum(self.heads), min(self.heads)
+            step = next((step for step in _ALIGNMENTS if size % step == 0 and size // step * least >= total), 0)
+            if not step:
+                raise ValueError(f"{size} features cannot be divided among {self.num_devices} devices")
+            # Halves are rounded up, all of them: to the even number, a device between two halves would get nothing.
+            ends = accumulate(self.heads, initial=0)
+            return list(pairwise((2 * (size // step) * end + total) // (2 * total) * step for end in ends))
         counts = self.heads if unit == "heads" else self.kv_heads
         if size % sum(counts):
             raise ValueError(f"{size} features are no multiple of {sum(counts)} {unit}")
         each = size // sum(counts)
         return list(pairwise(accumulate((count * each for count in counts), initial=0)))
-
-    def _ranges_of_features(self, size: int) -> list[Range]:
-        total, least = sum(self.heads), min(self.heads)
-        step = next((step for step in _ALIGNMENTS if size % step == 0 and size // step * least >= total), 0)
-        if not step:
-            raise ValueError(f"{size} features cannot be divided among {self.num_devices} devices")
-        # Halves are rounded up, all of them: to the even number, a device between two halves would get nothing.
-        cuts = [
-            (2 * (size // step) * count + total) // (2 * total) * step for count in accumulate(self.heads, initial=0)
-        ]
-        return list(pairwise(cuts))
 
     def count(self, unit: Unit, number: int, rank: int) -> int:
         """One device's share of a number that counts this."""
@@ -175,12 +170,16 @@ class Shares:
 
         Raises: ValueError if the dimension does not consist of such parts.
         """
-        found, start = [], 0
+        found: list[Range] = []
+        start = 0
         for unit, length in zip(parts, self._lengths(parts, size), strict=True):
             first, last = self.ranges(unit, length)[rank]
-            found.append((start + first, start + last))
+            if found and found[-1][1] == start + first:  # neighbours are made one
+                found[-1] = (found[-1][0], start + last)
+            else:
+                found.append((start + first, start + last))
             start += length
-        return _joined(found)
+        return found
 
     def _lengths(self, parts: Sequence[Unit], size: int) -> list[int]:
         if len(parts) == 1:  # also of heads of another width, as an audio stream's, or one number per head
@@ -194,17 +193,6 @@ class Shares:
     def _of_heads(self, unit: Unit) -> int:
         """Features of all heads of a kind."""
         return self.width // sum(self.heads) * sum(self.heads if unit == "heads" else self.kv_heads)
-
-
-def _joined(ranges: Sequence[Range]) -> list[Range]:
-    """The same ranges with neighbours made one."""
-    found = [ranges[0]]
-    for first, last in ranges[1:]:
-        if first == found[-1][1]:
-            found[-1] = (found[-1][0], last)
-        else:
-            found.append((first, last))
-    return found
 
 
 def share_heads(num_heads: int, num_kv_heads: int, width: int, weights: Sequence[float]) -> Shares:

@@ -173,16 +173,12 @@ def make_inputs(
     timestep = sigma * 1000.0
     if "first_latents" in text:
         latents = torch.cat([text["first_latents"].to(latents), latents[:, :, 1:]], dim=2)
-        timestep = _timestep_per_token(timestep, latents)
+        # Per token: 0 for those of the first latent frame, which has no noise. [B] -> [B, S]
+        _, _, frames, height, width = latents.shape
+        per_frame = timestep[:, None].repeat(1, frames)
+        per_frame[:, 0] = 0
+        timestep = per_frame.repeat_interleave((height // 2) * (width // 2), dim=1)
     return {"hidden_states": latents, "timestep": timestep, "encoder_hidden_states": text["prompt_embeds"]}
-
-
-def _timestep_per_token(timestep: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-    """0 for the tokens of the first latent frame, which has no noise, and the sample's for all others. [B] -> [B, S]"""
-    _, _, frames, height, width = latents.shape
-    per_frame = timestep[:, None].repeat(1, frames)
-    per_frame[:, 0] = 0
-    return per_frame.repeat_interleave((height // 2) * (width // 2), dim=1)
 
 
 def read_prediction(output: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:

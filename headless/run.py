@@ -126,7 +126,9 @@ def set_values(graph: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
         node_name, _, input_name = name.rpartition(".")
         nodes = _find_nodes(changed, node_name)
         if not nodes:
-            raise ValueError(f"{name}: the workflow has no node {node_name!r}; it has {_known(changed)}")
+            there = changed["nodes"] if "nodes" in changed else changed.values()
+            known = ", ".join(dict.fromkeys(str(node.get("type") or node.get("class_type")) for node in there))
+            raise ValueError(f"{name}: the workflow has no node {node_name!r}; it has {known}")
         for node in nodes:
             _set_input(node, input_name, value, name)
     return changed
@@ -137,11 +139,6 @@ def _find_nodes(graph: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
         return [node for node in graph["nodes"] if name in {str(node["id"]), node["type"], node.get("title")}]
     titled = {node_id: node.get("_meta", {}).get("title") for node_id, node in graph.items()}
     return [node for node_id, node in graph.items() if name in {node_id, node["class_type"], titled[node_id]}]
-
-
-def _known(graph: Mapping[str, Any]) -> str:
-    nodes = graph["nodes"] if "nodes" in graph else graph.values()
-    return ", ".join(dict.fromkeys(str(node.get("type") or node.get("class_type")) for node in nodes))
 
 
 def _set_input(node: dict[str, Any], input_name: str, value: Any, name: str) -> None:
@@ -213,16 +210,13 @@ class ClientRun:
             self._titles[event["node"]] = event["title"]
             self.on_progress(event["title"])
         elif kind == "progress":
-            self._read_progress(event)
+            now = time.monotonic()
+            if now - self._last_progress_s >= _PROGRESS_INTERVAL_S or event["completed"] >= event["total"]:
+                self._last_progress_s = now
+                title = self._titles.get(event["node"], event["node"])
+                self.on_progress(f"{title} {event['completed']}/{event['total']}")
         elif kind == "envelope" and event.get("error"):
             self.message = _describe_error(event["error"])
-
-    def _read_progress(self, event: dict[str, Any]) -> None:
-        now = time.monotonic()
-        if now - self._last_progress_s >= _PROGRESS_INTERVAL_S or event["completed"] >= event["total"]:
-            self._last_progress_s = now
-            title = self._titles.get(event["node"], event["node"])
-            self.on_progress(f"{title} {event['completed']}/{event['total']}")
 
 
 def _describe_error(error: Mapping[str, Any]) -> str:

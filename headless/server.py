@@ -128,7 +128,15 @@ def start_server(installed: ComfyUI, scratch: Path, arguments: Sequence[str]) ->
     if pack is not None:
         _log.info("the workflow runs with the copy of the pack in %s", pack)
     else:
-        command += ["--extra-model-paths-config", _make_pack_visible(scratch)]
+        custom_nodes = scratch / "custom_nodes"  # alone in a folder of its own
+        custom_nodes.mkdir()
+        try:
+            (custom_nodes / PACK_NAME).symlink_to(ROOT, target_is_directory=True)
+        except OSError:  # Windows without the right to make links
+            shutil.copytree(ROOT, custom_nodes / PACK_NAME, ignore=shutil.ignore_patterns(".*", "__pycache__", "tests"))
+        paths = scratch / "extra_model_paths.yaml"
+        paths.write_text(f"{PACK_NAME}:\n  custom_nodes: {json.dumps(str(custom_nodes))}\n", encoding="utf-8")
+        command += ["--extra-model-paths-config", paths]
     if "--cpu" not in arguments and not has_accelerator(installed.python):
         command.append("--cpu")
     outputs = installed.base / "output"
@@ -138,19 +146,6 @@ def start_server(installed: ComfyUI, scratch: Path, arguments: Sequence[str]) ->
         process = processes.start([*command, *arguments], folder=installed.folder, output=output)
     with process:
         yield Server(process, port, Path(log), outputs, before)
-
-
-def _make_pack_visible(scratch: Path) -> Path:
-    """A model path file that adds this pack, alone in a folder of its own, to ComfyUI's custom nodes."""
-    custom_nodes = scratch / "custom_nodes"
-    custom_nodes.mkdir()
-    try:
-        (custom_nodes / PACK_NAME).symlink_to(ROOT, target_is_directory=True)
-    except OSError:  # Windows without the right to make links
-        shutil.copytree(ROOT, custom_nodes / PACK_NAME, ignore=shutil.ignore_patterns(".*", "__pycache__", "tests"))
-    config = scratch / "extra_model_paths.yaml"
-    config.write_text(f"{PACK_NAME}:\n  custom_nodes: {json.dumps(str(custom_nodes))}\n", encoding="utf-8")
-    return config
 
 
 @contextlib.contextmanager

@@ -60,8 +60,8 @@ class Api:
     def __init__(self, store: RunStore, queue: JobQueue, host: Host) -> None:
         self._store, self._queue, self._host = store, queue, host
         self.routes: dict[tuple[str, str], Callable[[dict[str, Any]], Answer]] = {
-            ("GET", "state"): self._state,
-            ("GET", "run"): self._run,
+            ("GET", "state"): lambda values: Answer(values=self.state()),
+            ("GET", "run"): lambda values: Answer(values=self._store.details(text_of(values, "run"))),
             ("GET", "sample"): self._sample,
             ("GET", "lora"): self._lora,
             ("POST", "ask"): self._ask,
@@ -100,12 +100,6 @@ class Api:
         runs = [self._store.summary(run) for run in self._store.shown()]
         return {"runs": runs, "jobs": self._queue.describe(), "cards": self._host.cards()}
 
-    def _state(self, values: dict[str, Any]) -> Answer:
-        return Answer(values=self.state())
-
-    def _run(self, values: dict[str, Any]) -> Answer:
-        return Answer(values=self._store.details(text_of(values, "run")))
-
     def _sample(self, values: dict[str, Any]) -> Answer:
         file = self._store.sample(text_of(values, "run"), text_of(values, "file"))
         return Answer(file=file, kind=_KINDS[file.suffix])
@@ -143,7 +137,9 @@ class Api:
             raise Busy("this run was moved since; resume it with its job file")
         if kept is not None and _without_encoders(job) == _without_encoders(kept):
             job = kept
-        elif values.get("confirm") != (told := _digest(job)):
+        elif values.get("confirm") != (
+            told := hashlib.sha256(json.dumps(job_to_dict(job), sort_keys=True).encode()).hexdigest()
+        ):
             self._queue.check(job)
             return Answer(values={"confirm": told, "paths": [f"{key}: {path}" for key, path in paths_of(job)]})
         queued = self._queue.add(job, self._host.cards_of(job), is_resumed=True)
@@ -184,10 +180,6 @@ class Api:
 def _without_encoders(job: JobConfig) -> dict[str, Any]:
     """What a record and the job that was started agree on: the record also names the encoders that were found."""
     return {name: section for name, section in job_to_dict(job).items() if name != "cache"}
-
-
-def _digest(job: JobConfig) -> str:
-    return hashlib.sha256(json.dumps(job_to_dict(job), sort_keys=True).encode()).hexdigest()
 
 
 def _problem(status: int, error: Exception) -> Answer:

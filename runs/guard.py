@@ -62,21 +62,14 @@ def check_origin(headers: Mapping[str, str], names: Callable[[], Collection[str]
     origin = headers.get("Origin")
     if origin is not None and not _is_same(origin, headers.get("Host", "")):
         raise Refused(403, "this is for ComfyUI's own page; Origin and Host are not the same")
-    _check_host(headers, names)
-
-
-def _check_host(headers: Mapping[str, str], names: Callable[[], Collection[str]]) -> None:
-    """Raises: Refused for a name that may be anybody's.
-
-    An address cannot be led elsewhere, and a page that came by https has a certificate of the name. Its Referer counts
-    beside Sec-Fetch-Site only, which browsers send by https and to this machine itself.
-    """
     hosts = [value for name, value in headers.items() if name.lower() == "host"]
     if not hosts:
         return  # every browser sends one
     found = _HOST.fullmatch(hosts[0])
     if found is None or len(hosts) > 1:
         raise Refused(403, "the Host of this request is no name or address")
+    # A name may be anybody's. An address cannot be led elsewhere, and a page that came by https has a certificate of
+    # the name. Its Referer counts beside Sec-Fetch-Site only, which browsers send by https and to this machine itself.
     name = found[1].strip("[]").removesuffix(".").lower()
     page = headers.get("Origin", headers.get("Referer", "") if "Sec-Fetch-Site" in headers else "")
     if name == "localhost" or name.endswith(".localhost") or _is_address(name):
@@ -126,13 +119,11 @@ def read_body(kind: str, body: bytes) -> dict[str, Any]:
         raise Refused(400, "this is no JSON") from error
     if not isinstance(values, dict):
         raise Refused(400, "this is no JSON object")
-    if not all(_is_plain(value, _MOST_CAPTION if name in _CAPTIONS else _MOST_TEXT) for name, value in values.items()):
-        raise Refused(400, "a value is neither a short text nor a number, true, false or null")
+    for name, value in values.items():
+        is_short = isinstance(value, str) and len(value) <= (_MOST_CAPTION if name in _CAPTIONS else _MOST_TEXT)
+        if value is not None and not isinstance(value, (bool, int, float)) and not is_short:
+            raise Refused(400, "a value is neither a short text nor a number, true, false or null")
     return values
-
-
-def _is_plain(value: object, most: int) -> bool:
-    return value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= most)
 
 
 def text_of(values: Mapping[str, Any], name: str) -> str:

@@ -95,7 +95,14 @@ class Progress:
         if "expert" in event or not _is_count(step):  # experts write their own
             return
         if kind == "step":
-            self._hear_step(step, event)
+            values, total = [event.get(name) for name in ("loss", "learning_rate", "elapsed_s")], event.get("total", 0)
+            if all(map(is_number, values)) and _is_count(total):
+                _cut(self.steps, step)  # a resumed run does the steps after its checkpoint again
+                _cut(self.evals, step)
+                self.total = total
+                self.phase = "training"
+                self.steps.append((step, *values))  # type: ignore[arg-type]
+                self._recent_s.append(values[-1])  # type: ignore[arg-type]
         elif kind == "eval" and is_number(event.get("loss")):
             _cut(self.evals, step)
             self.evals.append((step, event["loss"]))
@@ -108,31 +115,15 @@ class Progress:
         elif kind == "progress":
             told = _numbers({name: event.get(name) for name in ("step", "total", "left_s")})
             self.phase_progress = {"what": _text(event.get("what")), **told}
-        elif kind == "forecast":
-            self._hear_forecast(event)
+        elif kind == "forecast" and isinstance(devices := event.get("devices"), dict):
+            parts, known = event.get("parts"), {name: self.forecast.get(name, {}).get("parts") for name in devices}
+            parts = {name: _numbers(each) for name, each in parts.items()} if isinstance(parts, dict) else known
+            self.forecast = {name: {**_numbers(each), "parts": parts.get(name)} for name, each in devices.items()}
         elif kind == "memory":
             of_cards = ((_RANK.sub("", name), _numbers(each)) for name, each in event.items() if isinstance(each, dict))
             self.memory = dict(reversed(list(of_cards)))  # of one name on several machines, the first one's
         elif kind == "sample" and isinstance(event.get("file"), str):
             self.samples[Path(event["file"]).name] = {"step": step, "prompt": _text(event.get("prompt"))}
-
-    def _hear_step(self, step: int, event: Mapping[str, Any]) -> None:
-        values, total = [event.get(name) for name in ("loss", "learning_rate", "elapsed_s")], event.get("total", 0)
-        if not all(map(is_number, values)) or not _is_count(total):
-            return
-        _cut(self.steps, step)  # a resumed run does the steps after its checkpoint again
-        _cut(self.evals, step)
-        self.total = total
-        self.phase = "training"
-        self.steps.append((step, *values))  # type: ignore[arg-type]
-        self._recent_s.append(values[-1])  # type: ignore[arg-type]
-
-    def _hear_forecast(self, event: Mapping[str, Any]) -> None:
-        devices, parts = event.get("devices"), event.get("parts")
-        if isinstance(devices, dict):
-            known = {name: self.forecast.get(name, {}).get("parts") for name in devices}
-            parts = {name: _numbers(each) for name, each in parts.items()} if isinstance(parts, dict) else known
-            self.forecast = {name: {**_numbers(each), "parts": parts.get(name)} for name, each in devices.items()}
 
 
 def _is_count(value: Any) -> bool:

@@ -107,7 +107,21 @@ def read_record(folder: Path) -> RunRecord | None:
     """The record of a run folder; None where there is none, or none that can be read."""
     try:
         values = read_json_object(folder / RUN_FILE, most_bytes=_MOST_RECORD)
-        return replace(_make(values, str(folder / RUN_FILE)), folder=folder)
+        what = str(folder / RUN_FILE)
+        status = expect(values.get("status"), str, what)
+        if status not in get_args(Status):
+            raise ValueError(f"{what} says {status!r}")
+        return RunRecord(
+            status=status,
+            process=ProcessMark.read(values.get("process")),
+            devices=tuple(expect(each, str, what) for each in expect(values.get("devices"), list, what)),
+            steps=expect(values.get("steps"), int, what),
+            job=expect(values.get("job"), dict, what),
+            message=expect(values.get("message"), str, what),
+            since=expect(values.get("since"), (int, float), what),
+            queued=expect(values.get("queued", ""), str, what),
+            folder=folder,
+        )
     except (OSError, ValueError):
         return None
 
@@ -118,23 +132,6 @@ def may_run(folder: Path) -> bool:
         return b'"running"' in read_ordinary(folder / RUN_FILE, _MOST_RECORD, "a record")
     except (OSError, ValueError):
         return False
-
-
-def _make(values: dict[str, Any], what: str) -> RunRecord:
-    status = expect(values.get("status"), str, what)
-    if status not in get_args(Status):
-        raise ValueError(f"{what} says {status!r}")
-    devices = expect(values.get("devices"), list, what)
-    return RunRecord(
-        status=status,
-        process=ProcessMark.read(values.get("process")),
-        devices=tuple(expect(each, str, what) for each in devices),
-        steps=expect(values.get("steps"), int, what),
-        job=expect(values.get("job"), dict, what),
-        message=expect(values.get("message"), str, what),
-        since=expect(values.get("since"), (int, float), what),
-        queued=expect(values.get("queued", ""), str, what),
-    )
 
 
 # ---- the jobs of runs that this ComfyUI has started, in a folder that no request can write: what a run is resumed

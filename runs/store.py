@@ -124,7 +124,8 @@ class RunStore:
     def summary(self, run: str) -> dict[str, Any]:
         """What a list of runs shows; plain values."""
         progress, record = self.progress(run), self.record(run)
-        state = record.state if record else _state_before_records(progress)
+        is_done = progress.total and progress.step >= progress.total  # of a run older than records
+        state = record.state if record else "finished" if is_done else "stopped"
         total = progress.total or (record.steps if record else 0)
         message = record.message if record and state == "failed" else ""
         if record is None and os.path.lexists(self.root / run / RUN_FILE):
@@ -163,7 +164,12 @@ class RunStore:
                 for each in list_checkpoints(folder)
             ],
             "samples": [
-                {"file": file.name, "step": step, "index": index, **_told(progress, file.name)}
+                {
+                    "file": file.name,
+                    "step": step,
+                    "index": index,
+                    "prompt": progress.samples.get(file.name, {}).get("prompt", ""),
+                }
                 for step, index, file in _sample_files(folder)[-_MOST_SAMPLES:]
             ],
         }
@@ -221,15 +227,6 @@ def list_checkpoints(run: Path) -> list[Checkpoint]:
     found.sort(key=lambda each: each.step)
     final = _lora_in(run)
     return found if final is None else [*found, Checkpoint(found[-1].step if found else 0, None, final)]
-
-
-def _state_before_records(progress: Progress) -> str:
-    """Of a run that an older version of this pack has written."""
-    return "finished" if progress.total and progress.step >= progress.total else "stopped"
-
-
-def _told(progress: Progress, name: str) -> dict[str, Any]:
-    return {"prompt": progress.samples.get(name, {}).get("prompt", "")}
 
 
 def _sample_files(run: Path) -> list[tuple[int, int, Path]]:

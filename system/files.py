@@ -100,7 +100,16 @@ def tensors_as_bytes(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str,
     from safetensors.torch import save
 
     plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    return _with_sorted_metadata(save(plain, metadata=dict(metadata) if metadata else None))
+    data = save(plain, metadata=dict(metadata) if metadata else None)
+    # The library's order of metadata differs between processes, and equal results should be equal files. The header
+    # stays padded to 8 bytes, so the tensors stay aligned.
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    if "__metadata__" in header:
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -114,18 +123,6 @@ def remove_leftovers(folder: Path) -> None:
 def what_helps(error: OSError) -> str:
     """What would let a failed write succeed."""
     return "make room there" if error.errno in _NO_ROOM else "make its folder writable"
-
-
-def _with_sorted_metadata(data: bytes) -> bytes:
-    """The same file with its metadata in order. The library's order differs between processes, and equal results should
-    be equal files. The header stays padded to 8 bytes, so the tensors stay aligned."""
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    if "__metadata__" in header:
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
 def sync_folder(folder: Path) -> None:

@@ -27,7 +27,8 @@ def import_fault(error: BaseException) -> str:
 
     A text of this pack about a package that it misses itself is left alone.
     """
-    if _of_frame(error) == _OURS and isinstance(error.__cause__, ImportError):
+    frames = list(_frames(error.__traceback__))
+    if frames and frames[-1][0].partition(".")[0] == _OURS and isinstance(error.__cause__, ImportError):
         return ""
     found = [(each, package) for each in _causes(error) if (package := _package_of(each))]
     if not found:
@@ -72,12 +73,6 @@ def _is_away(module: str) -> bool:
         return importlib.util.find_spec(module.partition(".")[0]) is None
     except (ImportError, ValueError):
         return True
-
-
-def _of_frame(error: BaseException) -> str:
-    """The top package of the code that raised it."""
-    frames = list(_frames(error.__traceback__))
-    return frames[-1][0].partition(".")[0] if frames else ""
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[tuple[str, str]]:

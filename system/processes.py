@@ -124,7 +124,12 @@ def start(
     }
     parts = [str(part) for part in command]
     if _IS_WINDOWS:
-        return _start_in_job(parts, options, stop_timeout_s)
+        from .processes import end_with_us
+
+        flags = subprocess.CREATE_NEW_PROCESS_GROUP  # type: ignore[attr-defined]
+        process = subprocess.Popen(parts, creationflags=flags, **options)
+        ends = end_with_us(int(process._handle))  # type: ignore[attr-defined]
+        return Running(process, process.pid, ends, stop_timeout_s)
     lifeline, ours = os.pipe()
     try:
         process, group = _start_guarded(parts, options, lifeline, orphan_timeout_s)
@@ -134,14 +139,6 @@ def start(
     finally:
         os.close(lifeline)
     return Running(process, group, lambda: os.close(ours), stop_timeout_s)
-
-
-def _start_in_job(command: list[str], options: dict[str, Any], stop_timeout_s: float) -> Running:
-    from .processes import end_with_us
-
-    flags = subprocess.CREATE_NEW_PROCESS_GROUP  # type: ignore[attr-defined]
-    process = subprocess.Popen(command, creationflags=flags, **options)
-    return Running(process, process.pid, end_with_us(int(process._handle)), stop_timeout_s)  # type: ignore[attr-defined]
 
 
 def _start_guarded(
@@ -254,7 +251,7 @@ class ProcessMark:
             held: a file that it keeps locked. That tells of a process which cannot be seen from here, in another
                 container or computer; without it, or without locks, one of a host of another name counts as alive.
         """
-        if self.birth and _kernel_of(self.birth) == _kernel():
+        if self.birth and self.birth.rpartition(" ")[0] == _kernel():
             return _birth(self.pid) == self.birth
         from .locks import is_locked
 
@@ -293,10 +290,6 @@ def _kernel() -> str:
     with contextlib.suppress(OSError):
         return f"{_BOOT.read_text(encoding='ascii').strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""
-
-
-def _kernel_of(birth: str) -> str:
-    return birth.rpartition(" ")[0]
 
 
 def _birth(pid: int) -> str:
@@ -350,7 +343,11 @@ def _guard(lifeline: int, tells: int, orphan_timeout_s: float, command: list[str
         signal.signal(number, signal.SIG_IGN)
     for inherited in (lifeline, tells):
         os.set_inheritable(inherited, False)
-    woken = _wake_on_child()
+    woken, wakes = os.pipe()  # woken can be read from whenever a child has ended
+    os.set_blocking(woken, False)
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
     try:
         child = os.posix_spawnp(
             command[0], command, os.environ, setpgroup=0, setsigdef=[*defaults, signal.SIGPIPE, signal.SIGXFSZ]
@@ -362,20 +359,8 @@ def _guard(lifeline: int, tells: int, orphan_timeout_s: float, command: list[str
         os.write(tells, answer.encode())
     os.close(tells)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # its output ends with it, not with us
-    return _watch(child, lifeline, woken, orphan_timeout_s) if child else 127
-
-
-def _wake_on_child() -> int:
-    """A file descriptor that can be read from whenever a child has ended."""
-    woken, wakes = os.pipe()
-    os.set_blocking(woken, False)
-    os.set_blocking(wakes, False)
-    signal.set_wakeup_fd(wakes)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    return woken
-
-
-def _watch(child: int, lifeline: int, woken: int, orphan_timeout_s: float) -> int:
+    if not child:
+        return 127
     while True:
         ready, _, _ = select.select([lifeline, woken], [], [])
         if lifeline in ready:

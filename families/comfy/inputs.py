@@ -153,7 +153,12 @@ def text_problem(comfy: ComfyInputs, config: Mapping[str, Any], title: str, shap
             if name in comfy.refused:
                 return f"its CONDITIONING has {name}, {comfy.refused[name]}"
         missing = [name for name in comfy.needs if name not in options]
-        return _why_needed(missing[0], title) if missing else ""
+        if missing[:1] == [VISION]:
+            return (
+                f"its CONDITIONING has no {VISION}, which the image embedder of {title} reads; name its CLIP vision "
+                "model with cache.stock_vision, or put CLIP Vision Encode (CLIPVisionEncode) into the graph"
+            )
+        return f"its CONDITIONING has no {missing[0]}, which {title} is given beside the noise" if missing else ""
     if extra := sorted(name for name in options if name not in WITHOUT_EFFECT):
         return (
             f"its CONDITIONING has {', '.join(extra)}, which training of {title} does not read; take out what adds it"
@@ -167,15 +172,6 @@ def text_problem(comfy: ComfyInputs, config: Mapping[str, Any], title: str, shap
         return f"it has no pooled_output, which {title} needs; connect the CLIP that belongs to the model"
     width, found = config[comfy.pooled_width], shapes[POOLED][-1]
     return f"its pooled_output is {found} wide, but {title} takes {width}" if found != width else ""
-
-
-def _why_needed(missing: str, title: str) -> str:
-    if missing != VISION:
-        return f"its CONDITIONING has no {missing}, which {title} is given beside the noise"
-    return (
-        f"its CONDITIONING has no {missing}, which the image embedder of {title} reads; name its CLIP vision model "
-        "with cache.stock_vision, or put CLIP Vision Encode (CLIPVisionEncode) into the graph"
-    )
 
 
 _KINDS = {2: "an image, [channels, height, width]", 3: "a video, [channels, frames, height, width]"}
@@ -194,15 +190,6 @@ def _sound_problem(comfy: ComfyInputs, title: str, shapes: Mapping[str, Shape]) 
         return (
             f"beside the video it has {', '.join(str(list(shape)) for shape in others)}, but {title} takes one stream "
             f"of sound, {[channels, 'time', bins]}; encode it with LTXV Audio VAE Encode"
-        )
-    return ""
-
-
-def _audio_problem(latent: LatentSpec, title: str, sides: Sequence[int]) -> str:
-    if sides[:-1] not in ([], [latent.audio_rows]):
-        return (
-            f"it is {sides[0]} high, but {title}'s VAE makes {latent.audio_rows} rows of audio; connect the VAE that "
-            "belongs to the model"
         )
     return ""
 
@@ -241,7 +228,12 @@ def latents_problem(
             f"{latent.num_latent_frames(num_frames)}; connect the VAE that belongs to the model"
         )
     if latent.audio_rows:
-        return _audio_problem(latent, title, sides)
+        if sides[:-1] in ([], [latent.audio_rows]):
+            return ""
+        return (
+            f"it is {sides[0]} high, but {title}'s VAE makes {latent.audio_rows} rows of audio; connect the VAE that "
+            "belongs to the model"
+        )
     multiple = latent.size_multiple // latent.spatial_stride
     if any(side % multiple for side in sides[-2:]):
         return (
