@@ -160,19 +160,27 @@ def _read_by_names(source: Source, records: dict[str, TensorRecord], families: S
     ways = [(family, layout, *_translate(records, family, layout)) for family in families for layout in _LAYOUTS]
     family, layout, tensors, unknown = min(ways, key=lambda way: len(way[3]))
     if len(unknown) > len(records) // 2 or not records:
-        raise ValueError(_nothing_known(source, records, families))
+        kind = describe_other(records)
+        found = f"is {kind}" if kind else f"holds {len(records)} tensors of no known model, such as {first(records)}"
+        if class_name := source.config.get("_class_name"):
+            found += f" (its config.json says {class_name})"
+        supported = "; ".join(f"{family.title}: {_names(family.variants)}" for family in families)
+        raise ValueError(
+            f"{source.path} {found}; give a transformer of {supported}. A .safetensors file of another model that "
+            'ComfyUI can build is trained with model.family = "comfyui"'
+        )
     _refuse_unsupported(source.path, records, family)
     if unknown:
         raise ValueError(
             f"{source.path} resembles {family.title}, but {len(unknown)} of its {len(records)} tensors have no "
             f"place there: {first(unknown)}. Supported: {_names(family.variants)}"
         )
-    found = {v.name: differences(expected_shapes(family, v.transformer_config), tensors) for v in family.variants}
-    closest = min(family.variants, key=lambda variant: sum(map(len, found[variant.name].values())))
-    if found[closest.name]:
+    faults = {v.name: differences(expected_shapes(family, v.transformer_config), tensors) for v in family.variants}
+    closest = min(family.variants, key=lambda variant: sum(map(len, faults[variant.name].values())))
+    if faults[closest.name]:
         raise ValueError(
             f"{source.path} is of {family.title}, but none of the supported models ({_names(family.variants)}). "
-            f"Against {closest.name}: {described(found[closest.name])}. If it is a size of its own, give its "
+            f"Against {closest.name}: {described(faults[closest.name])}. If it is a size of its own, give its "
             "diffusers folder, which has a config"
         )
     config = dict(closest.transformer_config)
@@ -198,17 +206,6 @@ def _translate(
         else:
             tensors |= {member: record.cut(*ends) for member, ends in stack.rows(record.shape[0]).items()}
     return tensors, unknown
-
-
-def _nothing_known(source: Source, records: Mapping[str, TensorRecord], families: Sequence[ModelFamily]) -> str:
-    kind = describe_other(records)
-    class_name = source.config.get("_class_name")
-    found = f"is {kind}" if kind else f"holds {len(records)} tensors of no known model, such as {first(records)}"
-    if class_name:
-        found += f" (its config.json says {class_name})"
-    supported = "; ".join(f"{family.title}: {_names(family.variants)}" for family in families)
-    also = '. A .safetensors file of another model that ComfyUI can build is trained with model.family = "comfyui"'
-    return f"{source.path} {found}; give a transformer of {supported}{also}"
 
 
 # --- which variant ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from .header import read_file_header
 
@@ -56,7 +56,15 @@ def file_fingerprint(path: str | Path) -> str:
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if path.suffix == ".safetensors" and size > _WHOLE_FILE_BYTES:
-            return _sample(file, size)
+            header = read_file_header(file)
+            digest = hashlib.sha256(f"sampled {size} ".encode() + header.text)
+            for entry in sorted(header.tensors.values(), key=lambda entry: entry[2:]):
+                start, end = header.data_start + entry.start, header.data_start + entry.end
+                last = max(start, end - _SAMPLE_BYTES)
+                for position in sorted({start, (start + last) // 2, last}):
+                    file.seek(position)
+                    digest.update(file.read(min(_SAMPLE_BYTES, end - position)))
+            return digest.hexdigest()
         digest = hashlib.sha256()
         while chunk := file.read(2**20):
             digest.update(chunk)
@@ -79,18 +87,6 @@ def folder_fingerprint(path: str | Path) -> str:
     if not files:
         raise ValueError(f"{path} holds neither safetensors nor config files")
     return settings_fingerprint({file.name: file_fingerprint(file) for file in files})
-
-
-def _sample(file: BinaryIO, size: int) -> str:
-    header = read_file_header(file)
-    digest = hashlib.sha256(f"sampled {size} ".encode() + header.text)
-    for entry in sorted(header.tensors.values(), key=lambda entry: entry[2:]):
-        start, end = header.data_start + entry.start, header.data_start + entry.end
-        last = max(start, end - _SAMPLE_BYTES)
-        for position in sorted({start, (start + last) // 2, last}):
-            file.seek(position)
-            digest.update(file.read(min(_SAMPLE_BYTES, end - position)))
-    return digest.hexdigest()
 
 
 def content_facts(tensors: Mapping[str, torch.Tensor], sample_bytes: float = math.inf) -> dict[str, Any]:

@@ -360,7 +360,15 @@ def _read_layers(
     layers: dict[str, Layer] = {}
     origin: dict[str, str] = {}
     for name, layer in named.items():
-        whole, members = _with_strength(layer), None
+        # alpha / rank is multiplied into B, or into LoKr's first matrix.
+        alpha = layer.pop("alpha", None)
+        factor = next((layer[kind] for kind in _RANKED if kind in layer), None)
+        strength = 1.0 if alpha is None or factor is None else float(alpha) / factor.shape[0]
+        if "lokr_w1_a" in layer:
+            layer["lokr_w1"] = layer.pop("lokr_w1_a") @ layer.pop("lokr_w1_b")
+        flat = {kind: tensor.flatten(1) if kind in (A, B) else tensor for kind, tensor in layer.items()}
+        whole = {kind: tensor * strength if kind in (B, *FIRST) else tensor for kind, tensor in flat.items()}
+        members = None
         bare = [name]
         for _ in range(2):  # "base_model.model.transformer."
             bare += [n.removeprefix(p) for n in bare for p in (*_PREFIXES, *_MORE_PREFIXES) if n.startswith(p)]
@@ -376,31 +384,17 @@ def _read_layers(
         if members is None:
             raise ValueError(f"{path} changes {name}, which {family.title} does not have; give a LoRA of this model")
         for member, own in members.items():
-            if member not in layers:
-                layers[member], origin[member] = own, name
-            elif not _is_same(layers[member], own):  # a file of ours for both loaders has some layers twice, alike
+            known = layers.setdefault(member, own)
+            origin.setdefault(member, name)
+            # A file of ours for both loaders has some layers twice, alike but for DoRA's magnitudes, which each loader
+            # reads in its own way.
+            kinds = (known.keys() | own.keys()) - {DORA, MAGNITUDE} if known is not own else ()
+            if not all(kind in known and kind in own and torch.equal(known[kind], own[kind]) for kind in kinds):
                 raise ValueError(
                     f"{path} changes {member} twice and not alike, as {origin[member]} and as {name}; give a file "
                     "with one of them"
                 )
     return layers
-
-
-def _is_same(one: Layer, other: Layer) -> bool:
-    """But for DoRA's magnitudes, which each loader reads in its own way."""
-    kinds = (one.keys() | other.keys()) - {DORA, MAGNITUDE}
-    return all(kind in one and kind in other and torch.equal(one[kind], other[kind]) for kind in kinds)
-
-
-def _with_strength(layer: Layer) -> Layer:
-    """With alpha / rank multiplied into B, or into LoKr's first matrix, and no alpha."""
-    alpha = layer.pop("alpha", None)
-    factor = next((layer[kind] for kind in _RANKED if kind in layer), None)
-    strength = 1.0 if alpha is None or factor is None else float(alpha) / factor.shape[0]
-    if "lokr_w1_a" in layer:
-        layer["lokr_w1"] = layer.pop("lokr_w1_a") @ layer.pop("lokr_w1_b")
-    flat = {kind: tensor.flatten(1) if kind in (A, B) else tensor for kind, tensor in layer.items()}
-    return {kind: tensor * strength if kind in (B, *FIRST) else tensor for kind, tensor in flat.items()}
 
 
 def _cut(name: str, layer: Layer, stack: Stack) -> dict[str, Layer]:

@@ -221,9 +221,13 @@ def dequantize(
     result = torch.empty(flat.shape, dtype=dtype, device=values.device)
     scale = None if scale is None else scale.reshape(-1, 1).expand(flat.shape[0], 1)
     matrix = None
-    if record.convrot or record.rotation:
-        matrix = _regular_hadamard(record.convrot) if record.convrot else make_rotation(record.rotation)
-        matrix = matrix.to(values.device).t()
+    if record.convrot:  # ComfyUI's: a Hadamard matrix whose rows all have the same sum, divided by sqrt(block)
+        matrix = seed = 1.0 - 2.0 * torch.eye(4).flip(1)
+        while matrix.shape[0] < record.convrot:
+            matrix = torch.kron(matrix, seed)
+        matrix = (matrix / record.convrot**0.5).to(values.device).t()
+    elif record.rotation:
+        matrix = make_rotation(record.rotation).to(values.device).t()
     height = max(1, _PIECE // max(1, flat.shape[1]))
     for start in range(0, flat.shape[0], height):
         rows = slice(start, start + height)
@@ -232,12 +236,3 @@ def dequantize(
             piece = piece * scale[rows]
         result[rows] = piece if matrix is None else rotate(piece, matrix)
     return result.reshape(values.shape)
-
-
-def _regular_hadamard(block: int) -> torch.Tensor:
-    """ComfyUI's rotation: a Hadamard matrix whose rows all have the same sum, divided by sqrt(block). [block, block]"""
-    seed = 1.0 - 2.0 * torch.eye(4).flip(1)
-    matrix = seed
-    while matrix.shape[0] < block:
-        matrix = torch.kron(matrix, seed)
-    return matrix / block**0.5

@@ -16,7 +16,7 @@ from typing import Any
 from .. import compat
 from ..headless import server
 from ..system import import_faults, processes
-from ..system.versions import TESTED, TestedRange, installed_version
+from ..system.versions import TESTED, installed_version
 from ..version import VERSION
 
 
@@ -28,7 +28,15 @@ def collect() -> dict[str, Any]:
         "devicebridge": VERSION,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu_count": os.cpu_count(),
-        "versions": {name: _describe_version(versions[name], tested) for name, tested in TESTED.items()},
+        "versions": {
+            name: {
+                "found": (found := versions[name]),
+                "tested": str(tested),
+                "is_tested": tested.covers(found) if found else None,
+                "needed_for": tested.needed_for,
+            }
+            for name, tested in TESTED.items()
+        },
         "torch_build": None,
         "devices": [],
         "peer_access": {},
@@ -47,12 +55,26 @@ def collect() -> dict[str, Any]:
 def report(facts: dict[str, Any]) -> str:
     """The same facts for people."""
     lines = [f"DeviceBridge {facts['devicebridge']} on {facts['system']}, {facts['cpu_count']} CPU cores", ""]
-    lines += ["Devices", *map(_device_line, facts["devices"])]
+    lines.append("Devices")
+    for device in facts["devices"]:
+        free = "?" if device["free_gb"] is None else device["free_gb"]
+        total = "" if device["total_gb"] is None else f" of {device['total_gb']}"
+        capability = f", compute capability {device['capability']}" if device["capability"] else ""
+        lines.append(f"  {device['name']:<8} {device['title']}: {free}{total} GB free{capability}")
     if not facts["devices"]:
         lines.append("  unknown: torch cannot be imported")
-    lines += _peer_lines(facts["peer_access"])
+    if facts["peer_access"]:
+        lines += ["", "Copies between devices"]
+    names = {True: "direct", False: "through the host", None: "unknown"}
+    for source, row in facts["peer_access"].items():
+        lines += [f"  {source} -> {target}: {names[found]}" for target, found in row.items() if source != target]
     lines += [f"  {line}" for line in facts["machine_speed"]]
-    lines += ["", "Versions", *(_version_line(name, found) for name, found in facts["versions"].items())]
+    lines += ["", "Versions"]
+    for name, version in facts["versions"].items():
+        remark = "" if version["is_tested"] else f"not tested; tested: {version['tested']}"
+        if version["found"] is None:
+            remark = f"needed for {version['needed_for']}"
+        lines.append(f"  {name:<13}{version['found'] or 'missing':<16}{remark}")
     if facts["torch_build"]:
         lines.append(f"  torch build: {facts['torch_build']}")
     lines += ["", "ComfyUI", f"  {facts['comfyui'] or 'not found'}", *_pack_lines(facts)]
@@ -66,18 +88,6 @@ def report(facts: dict[str, Any]) -> str:
 
 def _verdict(what: str, found: dict[str, Any]) -> str:
     return f"  {'yes' if found['works'] else 'no '} {what}{': ' + found['reason'] if found['reason'] else ''}"
-
-
-def _describe_version(found: str | None, tested: TestedRange) -> dict[str, Any]:
-    is_tested = tested.covers(found) if found else None
-    return {"found": found, "tested": str(tested), "is_tested": is_tested, "needed_for": tested.needed_for}
-
-
-def _version_line(name: str, version: dict[str, Any]) -> str:
-    remark = "" if version["is_tested"] else f"not tested; tested: {version['tested']}"
-    if version["found"] is None:
-        remark = f"needed for {version['needed_for']}"
-    return f"  {name:<13}{version['found'] or 'missing':<16}{remark}"
 
 
 def _ask_torch() -> dict[str, Any]:
@@ -166,23 +176,6 @@ def _describe_device(device: Any) -> dict[str, Any]:
     }
 
 
-def _device_line(device: dict[str, Any]) -> str:
-    free = "?" if device["free_gb"] is None else device["free_gb"]
-    total = "" if device["total_gb"] is None else f" of {device['total_gb']}"
-    capability = f", compute capability {device['capability']}" if device["capability"] else ""
-    return f"  {device['name']:<8} {device['title']}: {free}{total} GB free{capability}"
-
-
-def _peer_lines(access: dict[str, dict[str, bool | None]]) -> list[str]:
-    if not access:
-        return []
-    names = {True: "direct", False: "through the host", None: "unknown"}
-    lines = ["", "Copies between devices"]
-    for source, row in access.items():
-        lines += [f"  {source} -> {target}: {names[found]}" for target, found in row.items() if source != target]
-    return lines
-
-
 def _ask_comfyui() -> dict[str, Any]:
     """What `devicebridge run` would take: ComfyUI, the folder of this pack among its custom nodes, and comfy-cli."""
     facts: dict[str, Any] = {"comfyui": None, "comfyui_pack": None, "comfy_cli": None, "contract": None}
@@ -196,35 +189,25 @@ def _ask_comfyui() -> dict[str, Any]:
         facts["comfyui"] = f"{found.folder} ({number}, {found.python})"
         pack = server.find_pack(found.base / "custom_nodes")
         facts["comfyui_pack"] = str(pack) if pack else None
-        facts["contract"] = _ask_compat(found)
+        # What it has changed of what the pack relies on, asked in its own Python; takes seconds.
+        with contextlib.suppress(ValueError):
+            told = processes.run([found.python, compat.__file__, found.folder], timeout_s=120)
+            facts["contract"] = json.loads(told or "")
     return facts
-
-
-def _ask_compat(found: server.ComfyUI) -> dict[str, Any] | None:
-    """What this ComfyUI has changed of what the pack relies on, asked in its own Python; takes seconds."""
-    try:
-        return json.loads(processes.run([found.python, compat.__file__, found.folder], timeout_s=120) or "")
-    except ValueError:
-        return None
-
-
-def _compat_lines(facts: dict[str, Any]) -> list[str]:
-    told = facts["contract"]
-    if told is None:
-        return ["  what the pack relies on in it: could not be read"]
-    if not told["faults"]:
-        return [f"  what the pack relies on in it: all {len(compat.NEEDS)} parts are there"]
-    names = ", ".join(told["refused"])
-    return ["  what the pack relies on in it has changed:", *(f"    {each}" for each in told["faults"])] + [
-        f"    so these do not work: {names}"
-    ]
 
 
 def _pack_lines(facts: dict[str, Any]) -> list[str]:
     if facts["comfyui"] is None:
         return []
     place = facts["comfyui_pack"] or "no; its window does not show the nodes (devicebridge run adds them itself)"
-    lines = [f"  DeviceBridge in its custom_nodes: {place}", *_compat_lines(facts)]
+    lines, told = [f"  DeviceBridge in its custom_nodes: {place}"], facts["contract"]
+    if told is None:
+        lines.append("  what the pack relies on in it: could not be read")
+    elif not told["faults"]:
+        lines.append(f"  what the pack relies on in it: all {len(compat.NEEDS)} parts are there")
+    else:
+        lines += ["  what the pack relies on in it has changed:", *(f"    {each}" for each in told["faults"])]
+        lines.append(f"    so these do not work: {', '.join(told['refused'])}")
     if facts["system"].startswith("Windows") and len(_accelerators(facts)) > 1:
         from ..parallel.devices import ONE_GPU_ON_WINDOWS
 
@@ -297,11 +280,7 @@ def _split_model(facts: dict[str, Any]) -> str:
     if not facts["devices"]:
         return _missing(facts, "torch")
     why = _too_few(facts) or ("" if facts["comfyui"] else "no ComfyUI was found; set COMFYUI_PATH to its folder")
-    return why or _changed(facts, "DeviceBridgeSplitModel")
-
-
-def _changed(facts: dict[str, Any], node: str) -> str:
-    return ((facts.get("contract") or {}).get("refused") or {}).get(node, "")
+    return why or ((facts.get("contract") or {}).get("refused") or {}).get("DeviceBridgeSplitModel", "")
 
 
 def _workflows(facts: dict[str, Any]) -> str:

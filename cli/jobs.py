@@ -13,7 +13,6 @@ from dataclasses import replace
 from ..config.job import JobConfig, load_job
 from ..config.model import shards_weights
 from ..encoding.encode import Stopped
-from ..jobs.checked_job import JobPlan
 from ..jobs.experts import expert_jobs, num_at_once, run_pair
 from ..jobs.job import check_job, plan_job, run_job
 from ..jobs.lora_output import describe_file
@@ -140,24 +139,21 @@ def check(options: argparse.Namespace) -> int:
     is_shared = count > 1 and shards_weights(strategy)
     for title, job, share in each_model(whole):
         with prepared(job) as info:
-            _print_check(title, check_job(job, info=info, host_share=share, is_to_train=not is_shared))
+            plan = check_job(job, info=info, host_share=share, is_to_train=not is_shared)
+            if title:
+                say(title)
+            say(f"model: {plan.family.title}, {plan.variant.name} ({plan.info.layout} layout)")
+            say(f"placement: {plan.placement.describe()}")
+            if plan.training is not None:
+                say(describe_plan(plan.training, plan.job.train.steps))
+            num_clips = sum(bool(sample.frames) for sample in (*plan.samples, *plan.eval_samples))
+            of_clips = f"; {num_clips} of them of clips" if num_clips else ""
+            say(f"images: {len(plan.training_samples)} for training, {len(plan.eval_samples)} for evaluation{of_clips}")
+            say(f"LoRA file: {describe_file(plan)}")
+            say(f"quantize: {preview_model(plan.job.model, plan.job.split.devices, plan.info).table()}")
         if is_shared:
             say(f"the weights are shared by {count} processes ({strategy}); whether they fit is seen when they start")
     return 0
-
-
-def _print_check(title: str, plan: JobPlan) -> None:
-    if title:
-        say(title)
-    say(f"model: {plan.family.title}, {plan.variant.name} ({plan.info.layout} layout)")
-    say(f"placement: {plan.placement.describe()}")
-    if plan.training is not None:
-        say(describe_plan(plan.training, plan.job.train.steps))
-    num_clips = sum(bool(sample.frames) for sample in (*plan.samples, *plan.eval_samples))
-    of_clips = f"; {num_clips} of them of clips" if num_clips else ""
-    say(f"images: {len(plan.training_samples)} for training, {len(plan.eval_samples)} for evaluation{of_clips}")
-    say(f"LoRA file: {describe_file(plan)}")
-    say(f"quantize: {preview_model(plan.job.model, plan.job.split.devices, plan.info).table()}")
 
 
 def plan(options: argparse.Namespace) -> int:

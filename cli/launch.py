@@ -16,7 +16,7 @@ from ..parallel.ranks.group import RankFailed, RankLost
 from ..parallel.ranks.place import RankPlace
 from ..parallel.ranks.watch import record_error
 from ..system.processes import python_command, start
-from ..system.stopping import STOPPED, Launch, Stopped, StopRequest, find_launch, stop_on_signal
+from ..system.stopping import STOPPED, Launch, Stopped, find_launch, stop_on_signal
 from ..system.telling import say
 from .native import rank_script
 
@@ -32,7 +32,8 @@ def launch(options: argparse.Namespace, count: int) -> int:
     with tempfile.TemporaryDirectory(prefix="devicebridge-") as folder, stop_on_signal() as stop:
         made = Launch(Path(folder))
         environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SAVING_S), **made.environment}
-        environment |= {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(_threads(count))}
+        if "OMP_NUM_THREADS" not in os.environ:
+            environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // count))
         command = torchrun_command(count, rank_script(), options.job, resume=options.resume, is_verbose=options.verbose)
         sys.stdout.flush()
         with start(command, environment=environment, output=sys.stdout, orphan_timeout_s=_ORPHANED_S) as running:
@@ -58,10 +59,6 @@ def torchrun_command(
     return python_command("from torch.distributed.run import main; main()", *flags, *ours)
 
 
-def _threads(count: int) -> int:
-    return max(1, (os.cpu_count() or 1) // count)
-
-
 def as_rank(place: RankPlace, train: Callable[[Callable[[], bool]], int]) -> int:
     """Train as one of several processes. One that fails ends here and at once, for others may keep it waiting.
 
@@ -71,8 +68,14 @@ def as_rank(place: RankPlace, train: Callable[[Callable[[], bool]], int]) -> int
     """
     known = find_launch()
     with stop_on_signal() as stop:
+
+        def should_stop() -> bool:
+            if known is not None and known.is_asked_to_stop():
+                stop.ask()
+            return stop()
+
         try:
-            code = train(lambda: _is_asked(stop, known))
+            code = train(should_stop)
         except Stopped as stopped:
             code = STOPPED
             if place.rank == 0:
@@ -82,12 +85,6 @@ def as_rank(place: RankPlace, train: Callable[[Callable[[], bool]], int]) -> int
     if known is not None and place.rank == 0:
         known.say_code(code)
     return 0
-
-
-def _is_asked(stop: StopRequest, known: Launch | None) -> bool:
-    if known is not None and known.is_asked_to_stop():
-        stop.ask()
-    return stop()
 
 
 def _end(place: RankPlace, error: Exception, known: Launch | None) -> None:
