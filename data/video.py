@@ -115,10 +115,17 @@ def probe_clip(path: Path, *, is_decoded: bool = True) -> ClipInfo:
             return _probe_sequence(path, is_decoded)
         if path.suffix.lower() in animation_suffixes():
             return _probe_animation(path) if is_decoded else ClipInfo(read_size(path, is_decoded=False), 0)
-        if not is_decoded:
-            with _opened(path) as (container, stream):
+        if is_decoded and _has_times(path):
+            return _read_track(path)[1]
+        with _opened(path) as (container, stream):
+            if not is_decoded:
                 return _clip_info(stream, _first_frame(container, stream), (), 0.0)
-        return _read_track(path)[1] if _has_times(path) else _count_frames(path)
+            frames = _decode(container, stream)  # all of a clip without times is decoded
+            first, rate = next(frames, None), stream.average_rate
+            if first is None or not rate:
+                raise ValueError("it does not say how fast it is shown" if first else "no frame of it can be decoded")
+            times = tuple(float(number / rate) for number in range(1 + sum(1 for _ in frames)))
+            return _clip_info(stream, first, times, float(len(times) / rate))
 
 
 def read_frames(request: ImageRequest) -> torch.Tensor:
@@ -336,17 +343,6 @@ def _clip_info(stream: Any, frame: Any, times_s: tuple[float, ...], end_s: float
 def _has_times(path: Path) -> bool:
     with open(path, "rb") as file:
         return find_kind(file) not in _WITHOUT_TIMES
-
-
-def _count_frames(path: Path) -> ClipInfo:
-    """What a clip without times is; decodes all of it."""
-    with _opened(path) as (container, stream):
-        frames = _decode(container, stream)
-        first, rate = next(frames, None), stream.average_rate
-        if first is None or not rate:
-            raise ValueError("it does not say how fast it is shown" if first else "no frame of it can be decoded")
-        count = 1 + sum(1 for _ in frames)
-        return _clip_info(stream, first, tuple(float(number / rate) for number in range(count)), float(count / rate))
 
 
 def _first_frame(container: Any, stream: Any) -> Any:

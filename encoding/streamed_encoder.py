@@ -66,20 +66,18 @@ def stream_weights(model: nn.Module, sources: Sources, storage: Storage, plan: S
     refuse_eight_bit({key: file for file, key in streamed.values()})
     read_weights(model, rest, storage)
     dtypes = weight_dtypes(model, streamed, storage.dtype)
-    layers = [_layer(model, f"{prefix}.{index}.", streamed, dtypes) for index in range(len(modules))]
+    layers = []
+    for index in range(len(modules)):
+        names = [name for name in streamed if name.startswith(f"{prefix}.{index}.")]
+        owners = [find_owner(model, name) for name in names]
+        absent = [getattr(owner, leaf) for owner, leaf in owners]
+        pieces, size = lay_out((tensor.shape, dtypes[name]) for tensor, name in zip(absent, names, strict=True))
+        tensors = [
+            SlotTensor(owner, leaf, tensor, (piece,))
+            for (owner, leaf), tensor, piece in zip(owners, absent, pieces, strict=True)
+        ]
+        layers.append(_Layer(tensors, [streamed[name] for name in names], size))
     return StreamedLayers(modules, layers, storage.device, plan)
-
-
-def _layer(model: nn.Module, prefix: str, sources: Sources, dtypes: dict[str, torch.dtype]) -> _Layer:
-    names = [name for name in sources if name.startswith(prefix)]
-    owners = [find_owner(model, name) for name in names]
-    absent = [getattr(owner, leaf) for owner, leaf in owners]
-    pieces, size = lay_out((tensor.shape, dtypes[name]) for tensor, name in zip(absent, names, strict=True))
-    tensors = [
-        SlotTensor(owner, leaf, tensor, (piece,))
-        for (owner, leaf), tensor, piece in zip(owners, absent, pieces, strict=True)
-    ]
-    return _Layer(tensors, [sources[name] for name in names], size)
 
 
 class StreamedLayers:

@@ -248,7 +248,11 @@ def forecast_size(
     model = make_empty_encoder(spec, Path(folder))
     prefix, layers = layer_list(model)
     held = _held_bytes(model, dtype, scheme, spec.keep_full_precision)
-    buffers = [_buffer_bytes(model, f"{prefix}.{index}.", dtype) for index in range(len(layers))]
+    buffers, tensors = [], model.state_dict().items()
+    for index in range(len(layers)):
+        shapes = {name: tensor.shape for name, tensor in tensors if name.startswith(f"{prefix}.{index}.")}
+        dtypes = weight_dtypes(model, shapes, dtype)
+        buffers.append(lay_out((shape, dtypes[name]) for name, shape in shapes.items())[1])
     num_heads = _config_number(model, "num_attention_heads", "num_heads")
     width = _config_number(model, "hidden_size", "d_model")
     states = spec.max_length * width * dtype.itemsize
@@ -285,12 +289,6 @@ def _held_bytes(model: nn.Module, dtype: torch.dtype, scheme: TextScheme, kept: 
         if is_rounded(module, fqn, kept):  # values in 8 bits, and a scale per row
             held[f"{fqn}.weight"] = module.weight.numel() + 5 * module.weight.shape[0]
     return held
-
-
-def _buffer_bytes(model: nn.Module, prefix: str, dtype: torch.dtype) -> int:
-    names = {name: tensor.shape for name, tensor in model.state_dict().items() if name.startswith(prefix)}
-    dtypes = weight_dtypes(model, names, dtype)
-    return lay_out((shape, dtypes[name]) for name, shape in names.items())[1]
 
 
 def _config_number(model: nn.Module, *names: str) -> int:

@@ -124,21 +124,19 @@ def set_values(graph: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
     changed = copy.deepcopy(dict(graph))
     for name, value in values.items():
         node_name, _, input_name = name.rpartition(".")
-        nodes = _find_nodes(changed, node_name)
+        if "nodes" in changed:
+            there = changed["nodes"]
+            nodes = [node for node in there if node_name in {str(node["id"]), node["type"], node.get("title")}]
+        else:
+            there = changed.values()
+            titled = {key: node.get("_meta", {}).get("title") for key, node in changed.items()}
+            nodes = [node for key, node in changed.items() if node_name in {key, node["class_type"], titled[key]}]
         if not nodes:
-            there = changed["nodes"] if "nodes" in changed else changed.values()
             known = ", ".join(dict.fromkeys(str(node.get("type") or node.get("class_type")) for node in there))
             raise ValueError(f"{name}: the workflow has no node {node_name!r}; it has {known}")
         for node in nodes:
             _set_input(node, input_name, value, name)
     return changed
-
-
-def _find_nodes(graph: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    if "nodes" in graph:
-        return [node for node in graph["nodes"] if name in {str(node["id"]), node["type"], node.get("title")}]
-    titled = {node_id: node.get("_meta", {}).get("title") for node_id, node in graph.items()}
-    return [node for node_id, node in graph.items() if name in {node_id, node["class_type"], titled[node_id]}]
 
 
 def _set_input(node: dict[str, Any], input_name: str, value: Any, name: str) -> None:

@@ -205,7 +205,15 @@ def find_comfyui(given: Path | None = None, base: Path | None = None) -> ComfyUI
 
     Raises: RuntimeError that says where it was looked for and how to get one.
     """
-    places = [given] if given else list(_places())
+    places = [given] if given else []
+    if not given:
+        if os.environ.get("COMFYUI_PATH"):
+            places.append(Path(os.environ["COMFYUI_PATH"]).expanduser())
+        if ROOT.parent.name == "custom_nodes":
+            places.append(ROOT.parent.parent)
+        if told := _ask_comfy_cli():
+            places.append(told)
+        places.append(Path.home() / "comfy" / "ComfyUI")
     for place in places:
         if (place / "main.py").is_file() and (place / "comfy").is_dir():
             folder = place.resolve()
@@ -215,17 +223,6 @@ def find_comfyui(given: Path | None = None, base: Path | None = None) -> ComfyUI
         "COMFYUI_PATH, or get one with `pip install comfy-cli` and `comfy install`, or by cloning "
         "https://github.com/comfyanonymous/ComfyUI"
     )
-
-
-def _places() -> Iterator[Path]:
-    if os.environ.get("COMFYUI_PATH"):
-        yield Path(os.environ["COMFYUI_PATH"]).expanduser()
-    if ROOT.parent.name == "custom_nodes":
-        yield ROOT.parent.parent
-    told = _ask_comfy_cli()
-    if told:
-        yield told
-    yield Path.home() / "comfy" / "ComfyUI"
 
 
 def _ask_comfy_cli() -> Path | None:

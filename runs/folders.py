@@ -101,12 +101,18 @@ class RunFolders:
                 raise NotADirectoryError
             if known.is_settled and known.changed == status.st_mtime_ns:
                 return
-            is_run, inside = _list(path, name)
+            is_run, inside, above = False, set(), f"{name}/" if name else ""
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    is_run = is_run or (bool(name) and entry.name in _MARKS)
+                    is_ours = not entry.name.startswith(".") and entry.name not in NO_RUNS
+                    if is_ours and above.count("/") < _DEPTH and entry.is_dir(follow_symlinks=False):
+                        inside.add(above + entry.name)
         except OSError:
             self._forget(name)
             return
         is_settled = abs(time.time_ns() - status.st_mtime_ns) > _UNSETTLED_NS
-        self._known[name] = found = _Folder(status.st_mtime_ns, is_settled, is_run, inside)
+        self._known[name] = found = _Folder(status.st_mtime_ns, is_settled, is_run, frozenset(inside))
         if (found.changed, is_run) != (known.changed, known.is_run):
             self._newest = []
         if is_run:
@@ -123,15 +129,3 @@ class RunFolders:
         for each in known.inside:
             self._forget(each)
         self._known.setdefault("", _Folder())
-
-
-def _list(path: str, name: str) -> tuple[bool, frozenset[str]]:
-    """Whether a folder is a run, and names of those in it that may hold runs. Raises: OSError."""
-    is_run, inside, above = False, set(), f"{name}/" if name else ""
-    with os.scandir(path) as entries:
-        for entry in entries:
-            is_run = is_run or (bool(name) and entry.name in _MARKS)
-            is_ours = not entry.name.startswith(".") and entry.name not in NO_RUNS
-            if is_ours and above.count("/") < _DEPTH and entry.is_dir(follow_symlinks=False):
-                inside.add(above + entry.name)
-    return is_run, frozenset(inside)
