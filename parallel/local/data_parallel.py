@@ -1,4 +1,4 @@
-"""Data parallel in one process: every device holds a copy of the whole model, and the microbatches are dealt out.
+"""Data parallel in one process: every device holds a copy of the whole model, and the microbatches are distributed.
 
 Each device has one worker, which takes its share of a step's microbatches, forwards and backwards, into gradients of
 its own. One more worker prepares the microbatches in order, one ahead of each device. When all are done, the first
@@ -107,12 +107,12 @@ class DataParallel:
 
     def _losses(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
         """After forward and backward, into the gradients of every replica."""
-        dealt = _deal(len(microbatches), len(self._replicas))
+        parts = _parts_of(len(microbatches), len(self._replicas))
         run = Coordinator(self._pool, self.devices)
-        order = StageOrder(run, [[Work(False, index) for index in indices] for indices in dealt])
+        order = StageOrder(run, [[Work(False, index) for index in indices] for indices in parts])
 
         def is_near(index: int) -> bool:
-            num_before, stage = divmod(index, len(dealt))  # of its replica
+            num_before, stage = divmod(index, len(parts))  # of its replica
             return order.num_forwards(stage) >= num_before
 
         prefetch = Prefetch(run, microbatches, is_near)
@@ -120,14 +120,14 @@ class DataParallel:
 
         def work(stage: int) -> None:
             with current_device(self.devices[stage]):  # for kernels that go by it
-                for index in dealt[stage]:
+                for index in parts[stage]:
                     prepared = prefetch.take(index)
                     order.begin(stage, Work(False, index), microbatches[index].is_alone(prepared))
                     losses[index] = microbatches[index].compute(prepared)
                     order.finish(stage)
                     del prepared
 
-        run.run([*(partial(work, stage) for stage in range(len(dealt))), prefetch.work])
+        run.run([*(partial(work, stage) for stage in range(len(parts))), prefetch.work])
         return [losses[index] for index in range(len(microbatches))]
 
     @torch.no_grad()
@@ -156,10 +156,10 @@ class DataParallel:
 
 def num_dealt(num_microbatches: int, num_replicas: int) -> list[int]:
     """How many microbatches of a step each replica computes. [num_replicas]"""
-    return [len(indices) for indices in _deal(num_microbatches, num_replicas)]
+    return [len(indices) for indices in _parts_of(num_microbatches, num_replicas)]
 
 
-def _deal(num_microbatches: int, num_replicas: int) -> list[range]:
+def _parts_of(num_microbatches: int, num_replicas: int) -> list[range]:
     """Which ones each replica computes. [num_replicas]"""
     return [range(index, num_microbatches, num_replicas) for index in range(num_replicas)]
 

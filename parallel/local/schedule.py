@@ -10,7 +10,7 @@ The B of a stage follow each other as the microbatches do, so a parameter's grad
 accumulation. It takes (m + n - 1) / m of the time of a full pipeline when stages are equally fast. All F before all B
 (GPipe, arXiv 1811.06965) would take as long and hold all m. Source: PipeDream-Flush in Megatron-LM, arXiv 2104.04473.
 
-Data parallel. The microbatches are dealt round robin; a stage is a device with a whole copy of the model.
+Data parallel. The microbatches are distributed round robin; a stage is a device with a whole copy of the model.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class ShardTrees:
             weight_only.adopt(whole, scheme, _shape_of(values, owner), _shape_of(scale, owner), dtype)
 
     def close(self, dtype: torch.dtype) -> None:
-        """All layers are dealt out: the whole is a model of plain linears without numbers, for a LoRA's shapes.
+        """All layers are distributed: the whole is a model of plain linears without numbers, for a LoRA's shapes.
 
         Args:
             dtype: that quantized layers compute in.
@@ -147,7 +147,7 @@ class ShardTrees:
             for name, buffer in list(tree.named_buffers()):
                 owner, _, leaf = name.rpartition(".")
                 tree.get_submodule(owner)._buffers[leaf] = buffer.to(device)
-            assert not any(each.is_meta for each in tree.parameters()), "every layer has been dealt out"
+            assert not any(each.is_meta for each in tree.parameters()), "every layer has been distributed"
             tree.requires_grad_(False).eval()
         for name, module in list(self._whole.named_modules()):
             if not isinstance(module, nn.Linear) or not _is_quantized(module):

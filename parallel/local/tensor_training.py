@@ -134,7 +134,7 @@ class TensorTraining(OneModel):
     """Trains a divided model; see Runner.
 
     Args:
-        lora: of the model, already dealt out.
+        lora: of the model, already distributed.
     """
 
     def __init__(self, model: DividedModel, lora: LoraSlices) -> None:
