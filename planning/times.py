@@ -3,12 +3,12 @@
 Training goes by published speeds, or one measured matrix product, and an assumed link. Sampling, where a split chooses
 between two ways of using several cards, goes by one product per card and the slowest link, both measured:
 
-    blocks          f * sum(t)                     t: what a card computes of a forward, by its share; f forwards
-    with overlap    sum(t) + (f - 1) * max(t)      forwards (conds times pictures) follow each other through the cards
+    blocks          f * (sum(t) + c)               t: what a card computes of a forward, by its share; f forwards
+    with overlap    sum(t) + (f - 1) * max(t) + c  forwards (conds times pictures) follow each other through the cards
     tensor          f * max(t')                    t': its share of each block, and what every card computes whole
 
-Copies are the stream from card to card, and with tensor all partial sums. What the host takes to launch kernels is left
-out: CUDA graphs spare it where cards copy to each other directly, and elsewhere the link is the limit.
+Copies c are the stream over each border, or with relay of every block, and with tensor all partial sums. What the host
+takes to launch kernels is left out: CUDA graphs spare it where cards copy directly; elsewhere the link is the limit.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Ways:
 
     Args:
         block_shares: of the blocks, that each card has. tensor_shares: of every block.
-        can_overlap: whether forwards may follow each other through the cards.
+        can_overlap: whether forwards may follow each other through the cards. crossings: of the stream, per forward.
     """
 
     work: ForwardWork
@@ -146,18 +146,19 @@ class Ways:
     block_shares: Sequence[float]
     tensor_shares: Sequence[float]
     can_overlap: bool
+    crossings: int
 
     def seconds(self, num_forwards: int) -> tuple[float, float]:
         """Of a step with so many forwards, by blocks and by tensor, which has them as one batch."""
         work, link, count = self.work, self.machine.bytes_per_s, len(self.block_shares)
         assert link is not None, "there are several cards"
         times = [share * whole for share, whole in zip(self.block_shares, self._card_s(work.flops), strict=True)]
-        following = max(times) if self.can_overlap else sum(times)
-        crossings = count * work.stream_bytes / link  # from each card to the next, and back to the first
+        copies = self.crossings * work.stream_bytes / link
+        following = max(times) if self.can_overlap else sum(times) + copies  # with overlap the others' are hidden
         divided, whole = self._card_s(work.flops - work.whole_flops), self._card_s(work.whole_flops)
         slowest = max(s * d + rest for s, d, rest in zip(self.tensor_shares, divided, whole, strict=True))
         sums = bytes_to_one(num_forwards * work.sent_bytes, work.num_exchanges, count) / link  # over a card's one slot
-        return sum(times) + (num_forwards - 1) * following + crossings, num_forwards * slowest + sums
+        return sum(times) + copies + (num_forwards - 1) * following, num_forwards * slowest + sums
 
     def prefers_tensor(self, counts: Sequence[int]) -> bool:
         """Whether dividing is faster for each of these numbers of forwards."""

@@ -118,8 +118,7 @@ _EVIDENCE = {
 
 def _log_plan(tree: SplitTree) -> None:
     """What was decided, in one line, and one line per card."""
-    plan = tree.plan
-    name = plan.layout.class_name
+    plan, name = tree.plan, tree.plan.layout.class_name
     for line in (f"{name}, {len(plan.blocks)} blocks: {plan.describe()}", *_describe_cards(tree)):
         _log.info("split: %s", line)
     if plan.layout.evidence in _EVIDENCE:
@@ -236,8 +235,7 @@ def plan_split(model: Any, request: SplitRequest) -> SplitPlan:
     taken: SplitPlan = tensor if ways.prefers_tensor(counts) else blocks
     seconds = map(ways.seconds, counts)
     forecasts = "; with CFG ".join(f"blocks about {one:.3g} s per step, tensor {two:.3g} s" for one, two in seconds)
-    name = "tensor" if taken is tensor else "blocks"
-    _log.info("split: way auto takes %s: at %d tokens %s", name, tokens, forecasts)
+    _log.info("split: way auto takes %s: at %d tokens %s", "tensor" if taken is tensor else "blocks", tokens, forecasts)
     return taken
 
 
@@ -269,11 +267,12 @@ def _plan_tensor_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) 
 def compare_ways(diffusion_model: nn.Module, blocks: BlockPlan, tensor: DividedPlan, num_tokens: int) -> Ways:
     """What this machine's cards and links, as they were measured, make of both ways for so many picture tokens."""
     heads = [shares.heads for _, shares in tensor.divided.values()]
-    ranks, placed = range(len(tensor.devices)), blocks.placement
+    ranks, placed, main = range(len(tensor.devices)), blocks.placement, blocks.main_device
     return Ways(
         forward_work(diffusion_model, blocks.layout, tensor.divided, num_tokens),
         machine_speed(tensor.devices),
         [placed.num_blocks_on(device) / len(placed.blocks) for device in tensor.devices],
         [max(each[rank] / sum(each) for each in heads) for rank in ranks],
         blocks.overlap,
+        len(placed.runs()) if blocks.transport == "stream" else 2 * sum(device != main for device in placed.devices),
     )

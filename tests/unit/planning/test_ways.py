@@ -48,7 +48,8 @@ def test_seconds_are_those_of_the_formulas(monkeypatch) -> None:
     # 16 s on one card: 8, 4 and 4; the second forward follows behind the slowest
     assert [ways.seconds(count)[0] for count in (1, 2, 3)] == [16 + crossings, 24 + crossings, 32 + crossings]
     alone = replace(ways, can_overlap=False)
-    assert alone.seconds(2)[0] == 32 + crossings
+    assert alone.seconds(2)[0] == 2 * (16 + crossings)  # one after the other, as one batch
+    assert replace(alone, crossings=2 * 5).seconds(2)[0] == 2 * (16 + 2 * 5 * 4 / 2)  # relay to five blocks and back
     copying = 2 * (8 / 2)  # to two others
     assert ways.seconds(1)[1] == 16 * 0.5 + copying
     assert ways.seconds(2)[1] == 2 * (16 * 0.5 + copying)
@@ -85,8 +86,7 @@ def test_every_number_of_forwards_must_gain() -> None:
     ways = ways_of(FLUX2, machine_of(bytes_per_s=22e9))
     assert ways.prefers_tensor((1,)) and not ways.prefers_tensor((1, 2))
     assert not replace(ways, can_overlap=True).prefers_tensor((2,))
-    near = ways.seconds(1)
-    assert near[1] < near[0]
+    assert ways.seconds(1)[1] < ways.seconds(1)[0]
 
 
 def test_a_gain_that_is_too_small_takes_blocks(monkeypatch) -> None:
