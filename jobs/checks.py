@@ -20,7 +20,6 @@ from ..checkpoints.model_class import refuse_absurd_sizes, with_defaults
 from ..checkpoints.weight_file import find_zero_weights, refuse_zeros
 from ..config.job import JobConfig, OptimizerConfig, job_keys, values_at
 from ..config.model import has_stages
-from ..data.samples import Sample
 from ..data.video import media_fingerprint, sequence_files
 from ..encoding.text_encoder import check_encoder
 from ..encoding.text_place import check_text_device
@@ -133,7 +132,9 @@ def refuse_repeats(job: JobConfig) -> None:
 def refuse_overlaps(job: JobConfig) -> None:
     """Raises: ValueError where the job would write into a folder that it reads, or over a file that it reads."""
     lora = Path(job.output.folder, job.output.file_name)
-    for key, given in _read_places(job):
+    paths = [path for path, key in job_keys().items() if key.is_path and path not in _OURS]
+    values = [(path, [given] if isinstance(given, str) else given) for path in paths for given in values_at(job, path)]
+    for key, given in [(path, Path(each)) for path, several in values for each in several if each]:
         if given.is_file() and _place_in(lora, given) is not None:
             raise ValueError(
                 f"the LoRA file {lora} would be written over {key}, which is that file; choose another output.name"
@@ -143,7 +144,9 @@ def refuse_overlaps(job: JobConfig) -> None:
         for our_key in _OURS:
             (ours,) = values_at(job, our_key)
             place = _place_in(Path(ours), given) if ours else None
-            if place is not None and not (place and key in _FILES_ONLY and not _has_caption(given, place)):
+            # a sub-folder of a dataset that has a caption beside it is read as a clip
+            is_clip = any(os.path.lexists(given / f"{place}{ending}") for ending in (".txt", ".caption"))
+            if place is not None and not (place and key in _FILES_ONLY and not is_clip):
                 raise ValueError(
                     f"{our_key} {ours} lies in {key} {given}, or is that folder, so what is written there would be "
                     "among what is read; choose a folder beside it"
@@ -156,13 +159,6 @@ def refuse_overlaps(job: JobConfig) -> None:
             )
 
 
-def _read_places(job: JobConfig) -> Iterator[tuple[str, Path]]:
-    """Files and folders that are read, with their keys."""
-    for path, key in job_keys().items():
-        for given in values_at(job, path) if key.is_path and path not in _OURS else ():
-            yield from ((path, Path(each)) for each in ([given] if isinstance(given, str) else given) if each)
-
-
 def _place_in(inner: Path, outer: Path) -> str | None:
     """The name of the entry in which a path lies, "" if it is outer itself, and None if it lies elsewhere.
 
@@ -173,11 +169,6 @@ def _place_in(inner: Path, outer: Path) -> str | None:
     real = Path(os.path.realpath(inner))
     places = {each: name for each, name in zip((real, *real.parents), ("", *real.parts[:0:-1]), strict=True)}
     return next((name for each, name in places.items() if each.exists() and each.samefile(outer)), None)
-
-
-def _has_caption(folder: Path, name: str) -> bool:
-    """Whether a sub-folder of a dataset has a caption beside it, and is read as a clip."""
-    return any(os.path.lexists(folder / f"{name}{ending}") for ending in (".txt", ".caption"))
 
 
 # ---- text encoders and VAE ----
@@ -218,7 +209,12 @@ def _check_vae(plan: JobPlan, path: Path) -> None:
     records = _read_headers(source) if source.is_dir() else read_header(source).records()
     refuse_zeros(source, records)
     shapes = {name: record.shape for name, record in records.items()}
-    check_vae(plan.family, plan.variant, source, shapes, _vae_channels(plan))
+    family, config, published = plan.family, plan.info.config, plan.variant.vae_config
+    cells = family.comfy.cells_per_token if family.comfy else 1
+    own = published.get("latent_channels") or published.get("z_dim")
+    patch = family.latent_of(plan.variant).channels // own if own else 1
+    channels = (config.get("out_channels") or config["in_channels"]) // cells // patch  # before they are packed
+    check_vae(family, plan.variant, source, shapes, channels)
 
 
 def _text_width(plan: JobPlan, spec: TextEncoderSpec) -> int | None:
@@ -228,16 +224,6 @@ def _text_width(plan: JobPlan, spec: TextEncoderSpec) -> int | None:
     if spec.output not in keys:
         return None
     return int(with_defaults(plan.family, plan.info.config)[keys[spec.output]])
-
-
-def _vae_channels(plan: JobPlan) -> int:
-    """Channels of the VAE's latents that the transformer takes, before they are packed into tokens or patches."""
-    family, config = plan.family, plan.info.config
-    cells = family.comfy.cells_per_token if family.comfy else 1
-    published = plan.variant.vae_config
-    own = published.get("latent_channels") or published.get("z_dim")
-    patch = family.latent_of(plan.variant).channels // own if own else 1
-    return (config.get("out_channels") or config["in_channels"]) // cells // patch
 
 
 def _check_config(folder: Path) -> None:
@@ -314,27 +300,20 @@ def _odd_rate(optimizer: OptimizerConfig) -> Iterator[str]:
 
 
 def _trained_on(plan: JobPlan) -> str:
-    both = _find_common(plan.samples, plan.eval_samples)
-    if not both:
-        return ""
-    num = len({sample.path for sample in plan.eval_samples})
-    return (
-        f"{len(both)} of {num} evaluation images and clips are trained on as well, so their loss does not tell how the "
-        f"LoRA does on others: {_names(both)}; give evaluation.folder a folder of its own"
-    )
-
-
-def _find_common(training: Sequence[Sample], evaluation: Sequence[Sample]) -> list[str]:
-    """Paths of evaluation whose content is trained on as well; only files of equal sizes are read."""
-    known: dict[int, list[str]] = {}
-    for path in dict.fromkeys(sample.path for sample in training):
+    known: dict[int, list[str]] = {}  # by size, for only files of equal sizes are read
+    for path in dict.fromkeys(sample.path for sample in plan.samples):
         known.setdefault(_num_bytes(path), []).append(path)
-    found = []
-    for path in dict.fromkeys(sample.path for sample in evaluation):
+    both, evaluated = [], dict.fromkeys(sample.path for sample in plan.eval_samples)
+    for path in evaluated:
         alike = known.get(_num_bytes(path), [])
         if path in alike or alike and media_fingerprint(path) in map(media_fingerprint, alike):
-            found.append(path)
-    return found
+            both.append(path)
+    if not both:
+        return ""
+    return (
+        f"{len(both)} of {len(evaluated)} evaluation images and clips are trained on as well, so their loss does not "
+        f"tell how the LoRA does on others: {_names(both)}; give evaluation.folder a folder of its own"
+    )
 
 
 def _num_bytes(path: str) -> int:

@@ -253,26 +253,21 @@ def _encoded_sample(pair: EncodedPair, reader: ComfyReader) -> EncodedSample:
     bucket = (*flat, *sides, num_tokens(reader.comfy, pair.text_shapes))
     sound = next((shape for name, shape in pair.latents_shapes.items() if name.startswith(MORE_SAMPLES)), ())
     has_voice = any(option_path(name)[:1] == (VOICE,) for name in pair.text_shapes)
+    # What tells apart samples that cannot share a batch: options of their CONDITIONING, noise masks, further streams.
+    shapes = {name: list(shape) for name, shape in pair.text_shapes.items() if option_path(name)}
+    shapes |= {name: list(shape) for name, shape in pair.latents_shapes.items() if name not in (SAMPLES, NOISE_MASK)}
+    if NOISE_MASK in pair.latents_shapes:
+        shapes[NOISE_MASK] = []
     return EncodedSample(
         pair.latents,
         (pair.text,),
         bucket,
         num_frames,
-        alike=_alike(pair),
+        alike=(int(settings_fingerprint([pair.same, shapes])[:8], 16),) if shapes else (),
         has_sound=bool(sound) or has_voice,
         sound=sound,
         has_mask=NOISE_MASK in pair.latents_shapes,
     )
-
-
-def _alike(pair: EncodedPair) -> tuple[int, ...]:
-    """A number that tells apart samples that cannot share a batch by options of their CONDITIONING, by noise masks, or
-    by further streams of their LATENT; () without any."""
-    shapes = {name: list(shape) for name, shape in pair.text_shapes.items() if option_path(name)}
-    shapes |= {name: list(shape) for name, shape in pair.latents_shapes.items() if name not in (SAMPLES, NOISE_MASK)}
-    if NOISE_MASK in pair.latents_shapes:
-        shapes[NOISE_MASK] = []
-    return (int(settings_fingerprint([pair.same, shapes])[:8], 16),) if shapes else ()
 
 
 def refuse_batches_with_sound(samples: Sequence[EncodedSample], batch_size: int) -> None:

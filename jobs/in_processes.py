@@ -88,7 +88,17 @@ class JobProcess:
             return
         self.is_over, self.is_finished = True, code == 0
         if code and code != STOPPED and not (self._is_asked and code in _ENDED_BEFORE_IT_LISTENED):
-            self.error = _why(self._folder / LOG, code, self.job.parallel.timeout_s)
+            # What the rank that failed first said; others only lose it.
+            log, timeout_s = self._folder / LOG, self.job.parallel.timeout_s
+            text = log.read_text(encoding="utf-8", errors="replace")
+            errors = errors_in(text)
+            causes = [each for each in errors if not any(part in each for part in _CONSEQUENCES)]
+            if re.search(r"^Timeout \(", text, re.MULTILINE):  # faulthandler's, before it ends a rank
+                causes.append(
+                    f"a process took longer than parallel.timeout_s ({timeout_s:g} s); raise it if that was work"
+                )
+            cause = next(iter(causes or errors), "nothing was said")
+            self.error = f"{cause} (exit code {code}; all that the processes printed is in {log})"
 
     def ask_to_stop(self) -> None:
         """Have it end its step and save; more than once, for a run that begins forgets what was asked before."""
@@ -147,14 +157,3 @@ def run_in_processes(
     if process.error:
         raise RuntimeError(process.error)
     return process.result()
-
-
-def _why(log: Path, code: int, timeout_s: float) -> str:
-    """What the rank that failed first said; others only lose it."""
-    text = log.read_text(encoding="utf-8", errors="replace")
-    errors = errors_in(text)
-    causes = [each for each in errors if not any(part in each for part in _CONSEQUENCES)]
-    if re.search(r"^Timeout \(", text, re.MULTILINE):  # faulthandler's, before it ends a rank
-        causes.append(f"a process took longer than parallel.timeout_s ({timeout_s:g} s); raise it if that was work")
-    cause = next(iter(causes or errors), "nothing was said")
-    return f"{cause} (exit code {code}; all that the processes printed is in {log})"

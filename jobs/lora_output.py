@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,12 @@ def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path, *, must_change: boo
     """
     path = folder / plan.job.output.file_name
     tensors = lora_file_tensors(plan, lora)
-    _refuse_not_finite(path, tensors, plan.job.output.lora_dtype)
+    if wrong := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
+        raise RuntimeError(
+            f"{path} is not written: {len(wrong)} of {len(tensors)} tensors of the LoRA are not finite as "
+            f'{plan.job.output.lora_dtype}, first {wrong[0]}; resume with output.lora_dtype = "float32", which holds '
+            "all that was trained, or start anew with another output.folder and a lower optimizer.learning_rate"
+        )
     zero = ("lokr_w1",) if plan.job.lora.kind == "lokr" else ("lora_B.weight", "lora_up.weight")  # at the start
     if must_change and not any(tensor.any() for name, tensor in tensors.items() if name.endswith(zero)):
         raise RuntimeError(
@@ -62,16 +66,6 @@ def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path, *, must_change: boo
         except OSError as error:
             raise unsaved(path, error) from error
     return path
-
-
-def _refuse_not_finite(path: Path, tensors: Mapping[str, torch.Tensor], dtype: str) -> None:
-    wrong = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
-    if wrong:
-        raise RuntimeError(
-            f"{path} is not written: {len(wrong)} of {len(tensors)} tensors of the LoRA are not finite as {dtype}, "
-            f'first {wrong[0]}; resume with output.lora_dtype = "float32", which holds all that was trained, or start '
-            "anew with another output.folder and a lower optimizer.learning_rate"
-        )
 
 
 def describe_kind(output: OutputConfig) -> str:

@@ -71,7 +71,14 @@ def place_by_size(
     blocks = block_names(model, family)
     block_bytes, main_bytes = held_bytes(config, subject)
     main_bytes += subject.beside_bytes
-    budgets = _budgets(split, devices)
+    check_one_each("split.memory_limit_gb", split.memory_limit_gb, devices)
+    budgets: dict[torch.device, int | None] = {}
+    for number, device in enumerate(devices):
+        # the user's limits, else what is free, less a tenth on accelerators: a guess at activations, LoRA and optimizer
+        limit = int(split.memory_limit_gb[number] * 1e9) if split.memory_limit_gb else free_bytes(device)
+        if limit is not None and device.type != "cpu" and not split.memory_limit_gb:
+            limit = int(0.9 * limit)
+        budgets[device] = limit
     if holds_copies(strategy):
         return plan_replicas(blocks, devices, sum(block_bytes) + main_bytes, budgets)
     if divides_blocks(strategy):
@@ -102,13 +109,3 @@ def held_bytes(config: ModelConfig, subject: Subject) -> tuple[list[int], int]:
     if settings is None:
         return parameter_bytes(model, blocks, element_size)
     return stored_bytes(model, family, blocks, element_size, settings)
-
-
-def _budgets(split: SplitConfig, devices: Sequence[torch.device]) -> dict[torch.device, int | None]:
-    """Bytes of weights: the user's limits, else what is free, less a tenth on accelerators as a first guess at
-    activations, LoRA and optimizer."""
-    check_one_each("split.memory_limit_gb", split.memory_limit_gb, devices)
-    if split.memory_limit_gb:
-        return {device: int(gb * 1e9) for device, gb in zip(devices, split.memory_limit_gb, strict=True)}
-    free = {device: free_bytes(device) for device in devices}
-    return {device: size if size is None or device.type == "cpu" else int(0.9 * size) for device, size in free.items()}

@@ -68,7 +68,9 @@ class QuantizePreview(GroupTotals):
         lines = [self.summary()]
         if self.settings is not None:
             kept, others = self.groups[KEPT], self.groups[NOT_LINEAR]
-            classes = list(dict.fromkeys(map(_short_name, kept.names)))
+            # the layer class of a module inside a list, else the part of the model it belongs to
+            found = [(layer_class(fqn), fqn.partition(".")[0]) for fqn in kept.names]
+            classes = list(dict.fromkeys(name if "*" in name else part for name, part in found))
             named = ", ".join(classes[:_NUM_NAMED]) + (", ..." if len(classes) > _NUM_NAMED else "")
             size = f", {_gb(kept.bytes_after)} ({named})" if kept.names else ""
             lines.append(f"{self.dtype}: {len(kept.names)} linears the family keeps{size}")
@@ -83,11 +85,6 @@ class QuantizePreview(GroupTotals):
                 does.append(f"{again} become {self.dtype}{rounded}")
             lines.append(f"the file holds tensors in 8 bits already ({types}): {', '.join(does)}")
         return "\n".join(lines)
-
-
-def _short_name(fqn: str) -> str:
-    """The layer class of a module inside a list, else the part of the model it belongs to."""
-    return layer_class(fqn) if "*" in layer_class(fqn) else fqn.partition(".")[0]
 
 
 def _gb(num_bytes: int) -> str:

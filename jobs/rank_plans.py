@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..config.job import JobConfig
-from ..config.model import SplitConfig, Strategy, shards_weights
+from ..config.model import Strategy, shards_weights
 from ..config.setting import asked
 from ..parallel.devices import free_bytes
 from ..parallel.ranks.group import Ranks
@@ -198,7 +198,15 @@ def _resolve_as(
     if is_sharded:
         if fault := _why_not_sharded(job, ranks):
             raise ValueError(f'parallel.strategy = "{strategy}" was asked for, but {fault}')
-        _check_room(own, subject, ranks, shard_degree(job, strategy, ranks))
+        degree, scheme = shard_degree(job, strategy, ranks), asked(own.model.quantize) or "none"
+        weights = shared_weights(replace(own, model=replace(own.model, quantize=scheme)), subject)
+        needed, free = weights.per_card(degree), free_bytes(ranks.devices[0])
+        if free is not None and needed > _FREE_SHARE * free:
+            raise ValueError(
+                f"the weights take {needed / 1e9:.1f} GB of {ranks.devices[0]} where {degree} processes share them, "
+                f"and {free / 1e9:.1f} GB are free; start more processes, or use "
+                'model.quantize = "int8-compute"'
+            )
     found = resolve(own, subject, machine)
     execution = found.execution
     if is_sharded:
@@ -211,7 +219,12 @@ def _resolve_as(
 def _of_one_rank(job: JobConfig, ranks: Ranks, strategy: Strategy | None) -> JobConfig:
     """The job as one rank with its devices would do it alone."""
     is_sharded, is_alone = shards_weights(strategy), len(ranks.devices) == 1
-    split = _own_split(job.split, ranks)
+    count, place = len(ranks.devices), ranks.place
+    mine = slice(place.local_rank * count, (place.local_rank + 1) * count)
+    names = ("memory_limit_gb", "blocks_without_checkpointing", "offloaded_blocks")
+    values = {name: getattr(job.split, name) for name in names}  # of those for all devices of the machine, its own
+    of_all = {name: each[mine] for name, each in values.items() if len(each) == count * place.num_local}
+    split = replace(job.split, devices=tuple(map(str, ranks.devices)), **of_all)
     if is_sharded:
         split = replace(split, memory_limit_gb=UNLIMITED_GB)
     inside: Any = job.parallel.strategy if strategy is None else strategy
@@ -224,16 +237,6 @@ def _of_one_rank(job: JobConfig, ranks: Ranks, strategy: Strategy | None) -> Job
         train=replace(job.train, gradient_accumulation_steps=accumulation),
         parallel=replace(job.parallel, strategy=inside),
     )
-
-
-def _own_split(split: SplitConfig, ranks: Ranks) -> SplitConfig:
-    """Values per device that are given for all devices of the machine, for this rank's alone."""
-    count, place = len(ranks.devices), ranks.place
-    mine = slice(place.local_rank * count, (place.local_rank + 1) * count)
-    names = ("memory_limit_gb", "blocks_without_checkpointing", "offloaded_blocks")
-    values = {name: getattr(split, name) for name in names}
-    of_all = {name: each[mine] for name, each in values.items() if len(each) == count * place.num_local}
-    return replace(split, devices=tuple(map(str, ranks.devices)), **of_all)
 
 
 def _why_not_sharded(job: JobConfig, ranks: Ranks) -> str:
@@ -269,18 +272,6 @@ def shard_degree(job: JobConfig, strategy: Strategy | None, ranks: Ranks) -> int
             "divisor, or leave it out for those of a machine"
         )
     return degree
-
-
-def _check_room(job: JobConfig, subject: Subject, ranks: Ranks, degree: int) -> None:
-    """Raises: ValueError if this rank's device cannot hold its share of the weights and what is gathered at a time."""
-    scheme = asked(job.model.quantize) or "none"
-    needed = shared_weights(replace(job, model=replace(job.model, quantize=scheme)), subject).per_card(degree)
-    free = free_bytes(ranks.devices[0])
-    if free is not None and needed > _FREE_SHARE * free:
-        raise ValueError(
-            f"the weights take {needed / 1e9:.1f} GB of {ranks.devices[0]} where {degree} processes share them, and "
-            f'{free / 1e9:.1f} GB are free; start more processes, or use model.quantize = "int8-compute"'
-        )
 
 
 def mesh_of(job: JobConfig, strategy: Strategy, ranks: Ranks) -> Any:

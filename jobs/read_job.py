@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from ..data.folders import scan_folders
 from ..data.samples import Sample
 from ..encoding.encode import never
 from ..encoding.key import comfy_text_key
-from ..encoding.store import CacheStore
 from ..families.comfy.conditions import evaluation_problem, vision_problem, way_problem
 from ..families.comfy.inputs import GUIDES, NOISE_MASK, STREAM, option_path
 from ..families.comfy.text_sizes import CLIP_PARTS
@@ -86,8 +85,19 @@ class ReadJob:
         if self.info.family.host is None or self.job.lora.text_encoder:
             return None
         store = cache_store(self.job)
-        texts = [*(each.text_keys for each in self.encoded), *self._text_keys()]
-        sizes = {keys: _num_values(store, keys) for keys in dict.fromkeys(texts)}
+        texts = [each.text_keys for each in self.encoded]
+        if source := self.job.cache.text_source:
+            wanted = wanted_conditions(self.job, self.samples, self.eval_samples)
+            reader = make_comfy_reader(self.info.family, self.variant, self.info.config)
+            made = comfy_conditions(self.job, reader, NO_ENCODERS).keys_of(wanted) if wanted else {}
+            for sample in (*self.samples, *self.eval_samples):
+                own = comfy_text_key(sample.caption, source, keeps_all=True, weighs=self.job.cache.caption_weights)
+                texts.append(text_keys(sample.caption, sample.condition, {sample.caption: own}, made))
+        sizes = {}
+        for keys in dict.fromkeys(texts):
+            shapes = [store.shapes(key) for key in keys]
+            is_there = all(shapes)
+            sizes[keys] = sum(math.prod(shape) for each in shapes for shape in each.values()) if is_there else 0
         largest = max(sizes, key=lambda keys: sizes[keys], default=())
         entries = [store.get(key) for key in largest] if sizes.get(largest) else [None]
         found = [each for each in entries if each is not None]
@@ -103,17 +113,6 @@ class ReadJob:
             tensors[f"{STREAM}1"] = torch.empty(0, *sound)
         return SampleText(tensors)
 
-    def _text_keys(self) -> Iterator[tuple[str, ...]]:
-        """The entries that each sample's text is read from."""
-        if not (source := self.job.cache.text_source):
-            return
-        wanted = wanted_conditions(self.job, self.samples, self.eval_samples)
-        reader = make_comfy_reader(self.info.family, self.variant, self.info.config)
-        made = comfy_conditions(self.job, reader, NO_ENCODERS).keys_of(wanted) if wanted else {}
-        for each in (*self.samples, *self.eval_samples):
-            own = comfy_text_key(each.caption, source, keeps_all=True, weighs=self.job.cache.caption_weights)
-            yield text_keys(each.caption, each.condition, {each.caption: own}, made)
-
     def _largest(self) -> tuple[int, int, int]:
         """Height and width in pixels and frames of the samples that take the most."""
         if not self.encoded:
@@ -125,12 +124,6 @@ class ReadJob:
             return side, side, frames
         *_, rows, columns, _ = max((sample.bucket for sample in self.encoded), key=lambda each: each[-3] * each[-2])
         return rows * latent.spatial_stride, columns * latent.spatial_stride, frames
-
-
-def _num_values(store: CacheStore, keys: Sequence[str]) -> int:
-    """Of these entries together; 0 if one is not there."""
-    shapes = [store.shapes(key) for key in keys]
-    return sum(math.prod(shape) for each in shapes for shape in each.values()) if all(shapes) else 0
 
 
 def read_job(

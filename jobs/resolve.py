@@ -391,8 +391,18 @@ def why_no_stages(native: NativeModel | None, model: nn.Module) -> str:
     if not native.can_overlap:
         return f"{native.class_name} needs its main device between its blocks"
     known = {*native.front_parameters, *native.tail_parameters}
-    if unknown := [name for name in _around_blocks(native, model) if name not in known]:
-        return f"{native.class_name} has weights of its own ({unknown[0]}) behind its blocks"
+    # parameters of the model itself, and of modules that hold blocks or parts of the tail
+    named = [name.split(".") for name in (*native.block_lists, *native.tail)]
+    holders = {".".join(parts[:count]) for parts in named for count in range(len(parts))}
+    around = (
+        f"{name}.{leaf}" if name else leaf
+        for name, module in model.named_modules()
+        if name in holders
+        for leaf, each in module._parameters.items()
+        if each is not None
+    )
+    if unknown := next((name for name in around if name not in known), ""):
+        return f"{native.class_name} has weights of its own ({unknown}) behind its blocks"
     for name in (*native.read_by_tail, *native.tail_arguments):
         try:
             is_there = callable(operator.attrgetter(name)(model))
@@ -401,19 +411,6 @@ def why_no_stages(native: NativeModel | None, model: nn.Module) -> str:
         if not is_there:
             return f"{native.class_name} has no {name}, by which its last card would get what it computes with"
     return ""
-
-
-def _around_blocks(native: NativeModel, model: nn.Module) -> list[str]:
-    """fqns of the parameters of the model itself and by modules that hold blocks or parts of the tail."""
-    named = [name.split(".") for name in (*native.block_lists, *native.tail)]
-    holders = {".".join(parts[:count]) for parts in named for count in range(len(parts))}
-    return [
-        f"{name}.{leaf}" if name else leaf
-        for name, module in model.named_modules()
-        if name in holders
-        for leaf, each in module._parameters.items()
-        if each is not None
-    ]
 
 
 def why_not_offloaded(native: NativeModel | None, space: SearchSpace) -> str:

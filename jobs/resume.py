@@ -242,10 +242,18 @@ def next_run(
     if not earlier:
         return NextRun(free, resume)
     identity = find_identity(read_job(job, info, should_stop=should_stop))
-    states = [(each, _newest(each)) for each in reversed(earlier)]
-    known = [(each, state, _differing(each, identity, state)) for each, state in states if state is not None]
-    same = []
-    for each, state, differing in known:
+    known, same = [], []
+    for each in reversed(earlier):
+        try:
+            state = load_checkpoint(list_checkpoints(checkpoint_folder(each))[-1])
+            check_facts(state)
+            job_of(state)
+        except ValueError:  # no run to go on with, and resume says why
+            continue
+        began, now = state.facts.get("start"), identity["start"]
+        other = ["the LoRA file of lora.start_from"] if began and now and began != now else []
+        differing = differences(each, identity, state) + other
+        known.append((each, state, differing))
         is_longer = resume and each.train.steps >= state.step  # a resumed run may do more than was set then
         if not differing and (each.train.steps == job_of(state).train.steps or is_longer):
             same.append((each, state))
@@ -261,13 +269,6 @@ def next_run(
             )
         return _finished(each, state)
     return NextRun(free, resume=False, note=_describe_new(free, known))
-
-
-def _differing(job: JobConfig, identity: dict[str, Any], state: TrainingState) -> list[str]:
-    """As differences; and whether the LoRA that it began with is another file now."""
-    began, now = state.facts.get("start"), identity["start"]
-    other = ["the LoRA file of lora.start_from"] if began and now and began != now else []
-    return differences(job, identity, state) + other
 
 
 def _earlier(job: JobConfig) -> tuple[list[JobConfig], JobConfig]:
@@ -289,17 +290,6 @@ def _earlier(job: JobConfig) -> tuple[list[JobConfig], JobConfig]:
         elif not is_under_way:
             return found, each
     raise AssertionError("numbers do not end")
-
-
-def _newest(job: JobConfig) -> TrainingState | None:
-    """None for one that cannot be read: it is no run to go on with, and resume says why."""
-    try:
-        state = load_checkpoint(list_checkpoints(checkpoint_folder(job))[-1])
-        check_facts(state)
-        job_of(state)
-    except ValueError:
-        return None
-    return state
 
 
 def _is_done(job: JobConfig, state: TrainingState) -> bool:

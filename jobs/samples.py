@@ -130,7 +130,12 @@ def make_sampler(
     job, family, variant = plan.job, plan.family, plan.variant
     if not job.samples.prompts:
         return None
-    size, path, limits = size_of_pictures(job, family, variant, _longest(plan)), samples_vae(plan), _limits(plan)
+    size, path = size_of_pictures(job, family, variant, _longest(plan)), samples_vae(plan)
+    wanted = find_device(job.cache.vae_device) if job.cache.vae_device else plan.placement.main_device
+    limits: dict[torch.device, int] = {}  # where nobody forecasts, or the CPU is to decode
+    if plan.training is not None and wanted != CPU:
+        reserved = {find_device(each.device): each.reserved for each in plan.training.devices}
+        limits = {device: reserved[device] for device in sorted(reserved, key=lambda device: device != wanted)}
     decoder: Decoder | HostDecoder = Decoder(family, variant, path, getattr(torch, job.cache.dtype), limits)
     if family.host is not None:
         decoder = HostDecoder(family.host, path, limits)
@@ -152,12 +157,3 @@ def make_sampler(
         ranks=ranks,
         in_lockstep=runner.in_lockstep,
     )
-
-
-def _limits(plan: JobPlan) -> dict[torch.device, int]:
-    """What training was forecast to reserve on each device; {} where nobody forecasts, or the CPU is to decode."""
-    wanted = find_device(plan.job.cache.vae_device) if plan.job.cache.vae_device else plan.placement.main_device
-    if plan.training is None or wanted == CPU:
-        return {}
-    limits = {find_device(each.device): each.reserved for each in plan.training.devices}
-    return {device: limits[device] for device in sorted(limits, key=lambda device: device != wanted)}
