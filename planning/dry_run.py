@@ -144,10 +144,16 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
     names = block_names(model, family)
     targets = set(find_targets(model, family, work.lora))
     quantizer = None if work.quantize is None else Quantizer(family, work.quantize)
-    known: dict[Any, int] = {}
-    kind_of = [
-        known.setdefault(_signature(name, model.get_submodule(name), targets, quantizer), len(known)) for name in names
-    ]
+    known: dict[Any, int] = {}  # kinds, by what is equal for blocks of one list that cost alike
+    kind_of = []
+    for name in names:
+        block = model.get_submodule(name)
+        inner = [(leaf, f"{name}.{leaf}", module) for leaf, module in block.named_modules()]
+        shapes = tuple((leaf, tuple(tensor.shape)) for leaf, tensor in block.named_parameters())
+        adapted = tuple(leaf for leaf, fqn, _ in inner if fqn in targets)
+        rounded = tuple(leaf for leaf, fqn, m in inner if quantizer is not None and quantizer.is_wanted(fqn, m))
+        alike = name.rpartition(".")[0], type(block), shapes, adapted, rounded
+        kind_of.append(known.setdefault(alike, len(known)))
     calls: list[int] = []
     renamed: dict[str, str] = {}  # new fqn of a block -> fqn in the whole model
     for block_list in family.block_lists:
@@ -166,16 +172,6 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
             renamed |= {f"{block_list.name}.{order}": name for order, name in enumerate(kept)}
     _make_trainable(model, family, work, renamed, targets)
     return ShortModel(model, names, kind_of, calls)
-
-
-def _signature(name: str, block: nn.Module, targets: Collection[str], quantizer: Quantizer | None) -> Any:
-    """Equal for blocks of one list that cost alike."""
-    shapes = tuple((leaf, tuple(tensor.shape)) for leaf, tensor in block.named_parameters())
-    adapted = tuple(leaf for leaf, _ in block.named_modules() if f"{name}.{leaf}" in targets)
-    rounded = ()
-    if quantizer is not None:
-        rounded = tuple(leaf for leaf, m in block.named_modules() if quantizer.is_wanted(f"{name}.{leaf}", m))
-    return name.rpartition(".")[0], type(block), shapes, adapted, rounded
 
 
 def _make_trainable(

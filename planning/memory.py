@@ -336,17 +336,12 @@ def optimizer_bytes(name: str, lora_dtype: str, *, kahan: bool = False, ema: boo
     elif name == "adamw8bit":
         found = Optimizer(state=2 * (1 + 4 / 256), step=0.0)  # two moments, a float32 per 256 values; one by one
     else:
-        found = Optimizer(_measured_state(name, torch.float32 if kahan else getattr(torch, lora_dtype)), size)
+        with torch.inference_mode(False), torch.enable_grad():
+            parameter = nn.Parameter(torch.ones(64, 64, dtype=torch.float32 if kahan else getattr(torch, lora_dtype)))
+            parameter.grad = torch.zeros_like(parameter)
+            optimizer = make_optimizer([parameter], OptimizerConfig(name=name))
+            optimizer.step()
+            assert isinstance(optimizer, torch.optim.Optimizer)
+            held = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
+        found = Optimizer(sum(value.numel() * value.element_size() for value in held) / parameter.numel(), size)
     return Optimizer(found.state + 2 * kahan + 4 * ema, found.step + 8 * kahan)
-
-
-def _measured_state(name: str, dtype: torch.dtype) -> float:
-    """Bytes per value, on a small parameter."""
-    with torch.inference_mode(False), torch.enable_grad():
-        parameter = nn.Parameter(torch.ones(64, 64, dtype=dtype))
-        parameter.grad = torch.zeros_like(parameter)
-        optimizer = make_optimizer([parameter], OptimizerConfig(name=name))
-        optimizer.step()
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        held = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
-    return sum(value.numel() * value.element_size() for value in held) / parameter.numel()

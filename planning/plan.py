@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -171,8 +172,23 @@ def describe_plan(plan: TrainingPlan, steps: int = _STEPS) -> str:
         cards.append([card.name, _blocks(device), *(f"{size / 1e9:.2f}" for size in sizes), device.moment])
     tables = [list(map(list, facts)), cards]
     if len(plan.alternatives) > 1:
-        tables.append([["setting", "per step"], *_alternatives(plan)])
-    return "\n\n".join(map(_table, tables))
+        # The chosen one, then the others by their time. One that is faster and was not taken has 8-bit optimizer state,
+        # or more in host memory, and copies are an estimate.
+        rows = sorted(plan.alternatives, key=lambda each: (each.setting != plan.setting, each.times_longer or math.inf))
+        seconds, _ = step_seconds(plan)
+        tables.append([["setting", "per step"]])
+        for setting, times, is_streaming in rows[:_MOST_ALTERNATIVES]:
+            name = setting.describe() + ", blocks stream" * is_streaming
+            said = "does not fit"
+            if times is not None:
+                said = f"x {times:.2f}" if seconds is None else _seconds(seconds * times)
+            tables[-1].append([name, said])
+    texts = []
+    for table in tables:
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
+        texts.append("\n".join(line.rstrip() for line in lines))
+    return "\n\n".join(texts)
 
 
 def _facts(plan: TrainingPlan, steps: int) -> list[tuple[str, str]]:
@@ -238,27 +254,8 @@ def step_seconds(plan: TrainingPlan) -> tuple[float | None, str]:
     return plan.step_s * slowest, f"estimated from {source}{link}"
 
 
-def _alternatives(plan: TrainingPlan) -> list[list[str]]:
-    """What was looked at: the chosen one, then the others by their time. One that is faster and was not taken has
-    8-bit optimizer state, or more in host memory, and copies are an estimate."""
-    rows = sorted(plan.alternatives, key=lambda each: (each.setting != plan.setting, each.times_longer or float("inf")))
-    seconds, _ = step_seconds(plan)
-    found = []
-    for setting, times, is_streaming in rows[:_MOST_ALTERNATIVES]:
-        name = setting.describe() + ", blocks stream" * is_streaming
-        said = "does not fit" if times is None else f"x {times:.2f}" if seconds is None else _seconds(seconds * times)
-        found.append([name, said])
-    return found
-
-
 def _seconds(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "\n".join(lines)
 
 
 def _blocks(device: DeviceForecast) -> str:

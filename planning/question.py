@@ -6,6 +6,7 @@ Question; they share the ModelCosts, which runs each dry run once.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -235,12 +236,16 @@ class Question:
         """Every candidate that these cards can do."""
         space = self.space
         ahead = sorted({space.ahead, 0}, reverse=True) if is_open(space.strategies) else [space.ahead]
-        shares = self.given_shares or (1,) * len(self.cards)
+        shares, schemes = self.given_shares or (1,) * len(self.cards), self._schemes()
+        strategies = strategies_on(space, [card.device for card in self.cards])
+        if is_open(strategies) and (self.bounds or any(space.offloaded)):
+            # A given cut asks for a split, and only a split streams.
+            strategies = tuple(each for each in strategies if not holds_copies(each))
         return [
             Setting(scheme, optimizer, strategy, each, offloads)
-            for scheme in self._schemes()
+            for scheme in schemes
             for optimizer in space.optimizers
-            for strategy in self._strategies()
+            for strategy in strategies
             if not divides_blocks(strategy) or not self.model.division_fault(shares, self.work(scheme).quantize)
             for each in (ahead if has_stages(strategy) else [0])
             for offloads in (space.offloads if space.is_checkpointing else (False,))
@@ -263,18 +268,16 @@ class Question:
             )
         return self.space.schemes
 
-    def _strategies(self) -> Sequence[Strategy]:
-        possible = strategies_on(self.space, [card.device for card in self.cards])
-        if is_open(possible) and (self.bounds or any(self.space.offloaded)):
-            # A given cut asks for a split, and only a split streams.
-            return [each for each in possible if not holds_copies(each)]
-        return possible
-
     @property
     def able_schemes(self) -> list[Scheme]:
         """8-bit schemes that every card and the packages installed here can do, the fastest first."""
         refused = frozenset().union(*(card.refuses for card in self.cards))
-        return [scheme for scheme in BEST_FIRST if scheme not in refused and _has_packages(scheme)]
+        able: list[Scheme] = []
+        for scheme in (each for each in BEST_FIRST if each not in refused):
+            with contextlib.suppress(RuntimeError):
+                check_packages(QuantizeSettings(scheme))
+                able.append(scheme)
+        return able
 
     @property
     def may_stream(self) -> bool:
@@ -323,9 +326,16 @@ class Question:
     def forecaster(self, setting: Setting) -> Forecaster:
         """Adds up what any cut needs."""
         space, has_context = self.space, all(card.has_context for card in self.cards)
+        cost = self.model.dry_run(self.work(setting.scheme), self._kernels(setting.scheme))
+        optimizer = optimizer_bytes(setting.optimizer, space.lora.dtype, kahan=space.kahan, ema=space.has_ema)
+        if self.replica is not None:
+            # With data parallel its state is on the first card. All hold a flat copy of the gradients for a moment,
+            # when no activations are left.
+            flat, is_first = float(getattr(torch, space.lora.dtype).itemsize), self.replica == 0
+            optimizer = Optimizer(optimizer.state, max(optimizer.step, flat)) if is_first else Optimizer(0.0, flat)
         return Forecaster(
-            self.model.dry_run(self.work(setting.scheme), self._kernels(setting.scheme)),
-            self._optimizer(setting.optimizer),
+            cost,
+            optimizer,
             setting.strategy,
             space.accumulation,
             setting.ahead,
@@ -350,23 +360,6 @@ class Question:
         if first.eight_bit is None and first.has_context and scheme.endswith("-compute"):
             return Kernels(device_kernels(first.device))
         return Kernels(first.eight_bit or UNSEEN_CARD)
-
-    def _optimizer(self, name: str) -> Optimizer:
-        """With data parallel its state is on the first card. All hold a flat copy of the gradients for a moment, when
-        no activations are left."""
-        whole = optimizer_bytes(name, self.space.lora.dtype, kahan=self.space.kahan, ema=self.space.has_ema)
-        if self.replica is None:
-            return whole
-        flat = float(getattr(torch, self.space.lora.dtype).itemsize)
-        return Optimizer(whole.state, max(whole.step, flat)) if self.replica == 0 else Optimizer(0.0, flat)
-
-
-def _has_packages(scheme: Scheme) -> bool:
-    try:
-        check_packages(QuantizeSettings(scheme))
-    except RuntimeError:
-        return False
-    return True
 
 
 def make_square(config: DataConfig, variant: Variant, latent: LatentSpec) -> Sample:
