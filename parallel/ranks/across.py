@@ -75,14 +75,13 @@ class AcrossRanks:
         own = range(rank, len(microbatches), self._ranks.count)
         with self._ranks.doing(is_long=any([each.is_new() for each in microbatches])):  # on whichever rank
             self._draw_from(f"step {rank} {microbatches[0].name}")
-            losses = self._inner.run(self._share(microbatches, own))[: len(own)]
+            share = [self._seeded(microbatches[index]) for index in own]
+            if self.in_lockstep and len(share) < -(-len(microbatches) // self._ranks.count):
+                # once more for nothing, because other ranks wait for this one's share of the weights
+                last = self._seeded(microbatches[-1])
+                share.append(replace(last, forward=lambda prepared: last.forward(prepared) * 0.0))
+            losses = self._inner.run(share)[: len(own)]
             return dict(zip(own, [float(loss) for loss in losses], strict=True))
-
-    def _share(self, microbatches: Sequence[MicroBatch[Any]], own: range) -> list[MicroBatch[Any]]:
-        share = [self._seeded(microbatches[index]) for index in own]
-        if self.in_lockstep and len(share) < -(-len(microbatches) // self._ranks.count):
-            share.append(_without_weight(self._seeded(microbatches[-1])))
-        return share
 
     def _seeded(self, microbatch: MicroBatch[Any]) -> MicroBatch[Any]:
         def forward(prepared: Any) -> torch.Tensor:
@@ -115,11 +114,6 @@ class AcrossRanks:
             gradient = part.view(parameter.shape).to(parameter.device, parameter.dtype)
             parameter.grad = gradient if num else None
         return told.cpu()
-
-
-def _without_weight(microbatch: MicroBatch[Any]) -> MicroBatch[Any]:
-    """Computed once more for nothing, because other ranks wait for this one's share of the weights."""
-    return replace(microbatch, forward=lambda prepared: microbatch.forward(prepared) * 0.0)
 
 
 def fingerprint(parameters: Sequence[nn.Parameter]) -> str:

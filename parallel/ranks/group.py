@@ -252,17 +252,14 @@ def _losses_named(watch: Watch | None, *, is_all: bool = True) -> Iterator[None]
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, (RankLost, RankFailed)) or not (is_all or _is_of_a_loss(error)):
+        of_torch = (dist.DistBackendError, dist.DistNetworkError)  # of NCCL and the store; gloo's has no class
+        is_loss = is_all or isinstance(error, of_torch) or "gloo/transport" in str(error)
+        if isinstance(error, (RankLost, RankFailed)) or not is_loss:
             raise
         if watch is None:
             raise RankLost(_lost(error)) from error
         watch.leave()
         raise RankLost(watch.lost or _lost(error)) from error
-
-
-def _is_of_a_loss(error: RuntimeError) -> bool:
-    """Whether gloo, NCCL or torchrun's store has raised it."""
-    return isinstance(error, (dist.DistBackendError, dist.DistNetworkError)) or "gloo/transport" in str(error)
 
 
 def _lost(error: RuntimeError) -> str:

@@ -54,6 +54,8 @@ def load_sharded(
         settings: how linears are held; only those that compute in 8 bits.
     Raises: ValueError if the file's tensors are not exactly the model's.
     """
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
     assert settings is None or settings.is_compute, "torchao's tensors cannot be cut by FSDP"
     model = make_unfilled_transformer(info)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -63,15 +65,6 @@ def load_sharded(
         put_tensor(model, name, buffer.to(device))
     filler = _Filler(model, info, mesh, device, dtype, settings)
     filler.prepare()
-    _shard(model, info, mesh)
-    filler.fill()
-    refuse_merge(model)
-    return model.requires_grad_(False).eval()
-
-
-def _shard(model: nn.Module, info: CheckpointInfo, mesh: DeviceMesh) -> None:
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-
     native = info.family.native
     names = block_names(model, info.family) if native is None else execution_order(model, native)
     for module in (each for name in names for each in called_modules(model, info.family, name)):
@@ -81,6 +74,9 @@ def _shard(model: nn.Module, info: CheckpointInfo, mesh: DeviceMesh) -> None:
     for name in () if native is None else native.methods:
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)
+    filler.fill()
+    refuse_merge(model)
+    return model.requires_grad_(False).eval()
 
 
 class _Filler:
@@ -110,20 +106,18 @@ class _Filler:
             wanted = [(n, m) for n, m in self._model.named_modules() if quantizer.is_wanted(n, m)]
             for name, linear in wanted:
                 assert isinstance(linear, nn.Linear)
-                self._model.set_submodule(name, self._empty_linear(name, linear, settings))
+                rows, width = linear.weight.shape
+                kind, is_taken = settings.stored_dtype, self._is_taken(name)
+                block = self._info.tensors[f"{name}.weight"].rotation if is_taken else settings.rotation_of(width)
+                rotation = rotation_for(torch.empty(0, width, device=self._device), kind, block)
+                weight = torch.empty(rows, width, dtype=kind, device=_META)
+                scale = torch.empty(rows, 1, device=self._device)
+                dtype = self._dtype_of(f"{name}.weight")
+                self._model.set_submodule(name, FrozenLinear8(weight, scale, linear.bias, dtype, rotation))
         for name, parameter in list(self._model.named_parameters()):
             is_rounded = isinstance(self._owner(name), FrozenLinear8) and name.endswith(".weight")
             kind = parameter.dtype if is_rounded else self._dtype_of(name)
             put_tensor(self._model, name, torch.empty(parameter.shape, dtype=kind, device=_META))
-
-    def _empty_linear(self, name: str, linear: nn.Linear, settings: QuantizeSettings) -> FrozenLinear8:
-        rows, width = linear.weight.shape
-        record, kind = self._info.tensors[f"{name}.weight"], settings.stored_dtype
-        block = record.rotation if self._is_taken(name) else settings.rotation_of(width)
-        rotation = rotation_for(torch.empty(0, width, device=self._device), kind, block)
-        weight = torch.empty(rows, width, dtype=kind, device=_META)
-        scale = torch.empty(rows, 1, device=self._device)
-        return FrozenLinear8(weight, scale, linear.bias, self._dtype_of(f"{name}.weight"), rotation)
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -134,18 +128,37 @@ class _Filler:
                 for name in records:
                     alive()
                     found: Any = parameters.get(name)
-                    if found is None:
-                        self._put_buffer(name)
-                    else:
-                        self._put(name, found, self._rows_of(name, found, reader))
+                    if found is None:  # a buffer, whole: FSDP divides parameters alone
+                        ((_, whole),) = read_records({name: self._info.tensors[name]})
+                        put_tensor(self._model, name, whole.to(self._device, self._dtype_of(name), copy=True))
+                        continue
+                    given = DTensor.from_local(
+                        self._rows_of(name, found, reader),
+                        found.device_mesh,
+                        found.placements,
+                        run_check=False,
+                        shape=found.shape,
+                        stride=found.stride(),
+                    )
+                    assert all(isinstance(each, (Shard, Replicate)) for each in found.placements)
+                    self._model.load_state_dict({name: given}, strict=False, assign=True)
+        size = dist.get_world_size(self._group)
         for name, module in self._model.named_modules():
-            if isinstance(module, FrozenLinear8):
-                module.scale.copy_(self._gathered(self._rounded.pop(name), module.scale.shape[0]))
+            if isinstance(module, FrozenLinear8):  # every row's scale, of the rows that the processes hold in order
+                own, count = self._rounded.pop(name), module.scale.shape[0]
+                padded = own.new_zeros(-(-count // size), 1)
+                padded[: len(own)] = own
+                parts = [torch.empty_like(padded) for _ in range(size)]
+                dist.all_gather(parts, padded, group=self._group)
+                module.scale.copy_(torch.cat(parts)[:count])
 
     def _rows_of(self, name: str, parameter: DTensor, reader: WeightReader) -> torch.Tensor:
         """This process's rows of a parameter, in its type."""
         record, linear = self._info.tensors[name], name.rpartition(".")[0]
-        start, end = _own_rows(parameter)
+        mesh, count = parameter.device_mesh, parameter.shape[0]
+        each = -(-count // mesh.size(mesh.ndim - 1))  # torch.chunk's, of which the last may be fewer or none
+        first = mesh.get_local_rank(mesh.ndim - 1) * each
+        start, end = min(first, count), min(first + each, count)
         shape = (end - start, *parameter.shape[1:])
         values = read_rows(reader, record, start, end) if end > start else torch.empty(shape)
         is_linear8 = isinstance(self._owner(name), FrozenLinear8) and name.endswith(".weight")
@@ -167,33 +180,6 @@ class _Filler:
         assert isinstance(owner, FrozenLinear8)
         rounded, self._rounded[linear] = quantize_weight(exact, parameter.dtype, owner.rotation)
         return rounded
-
-    def _put_buffer(self, name: str) -> None:
-        """One that the file has, whole: FSDP divides parameters alone."""
-        ((_, whole),) = read_records({name: self._info.tensors[name]})
-        put_tensor(self._model, name, whole.to(self._device, self._dtype_of(name), copy=True))
-
-    def _put(self, name: str, parameter: DTensor, rows: torch.Tensor) -> None:
-        given = DTensor.from_local(
-            rows,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-        assert all(isinstance(each, (Shard, Replicate)) for each in parameter.placements)
-        self._model.load_state_dict({name: given}, strict=False, assign=True)
-
-    def _gathered(self, own: torch.Tensor, count: int) -> torch.Tensor:
-        """Every row's scale, of the rows that the processes of one copy hold in order. [rows, 1] -> [count, 1]"""
-        size = dist.get_world_size(self._group)
-        each = -(-count // size)
-        padded = own.new_zeros(each, 1)
-        padded[: len(own)] = own
-        found = [torch.empty_like(padded) for _ in range(size)]
-        dist.all_gather(found, padded, group=self._group)
-        return torch.cat(found)[:count]
 
     def _is_taken(self, linear: str) -> bool:
         """Whether the file has a linear's weight in 8 bits as it will be held."""
@@ -221,14 +207,6 @@ def whole_shapes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, parameter in found:
             module._parameters[name] = parameter
-
-
-def _own_rows(parameter: DTensor) -> tuple[int, int]:
-    """Which rows of a divided parameter this process has: torch.chunk's, of which the last may be fewer or none."""
-    mesh = parameter.device_mesh
-    size, index, count = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1), parameter.shape[0]
-    each = -(-count // size)
-    return min(index * each, count), min((index + 1) * each, count)
 
 
 def checkpointed(
