@@ -12,7 +12,7 @@ import comfy.model_management as management
 import torch
 from torch import nn
 
-from ....families.comfy.native import NativeModel, Transport
+from ....families.comfy.native import NativeModel
 from ....parallel.block_lists import execution_order, followers, placed_blocks, tail_modules, transport_for
 from ....parallel.local.bridge import Bridge
 from ....parallel.placement import Placement, check_budgets, native_block_flops, plan_manual, plan_placement
@@ -83,7 +83,13 @@ def plan_blocks(diffusion_model: nn.Module, request: SplitRequest) -> BlockPlan:
     """
     layout = layout_of(diffusion_model)
     leaders, order = followers(diffusion_model, layout), execution_order(diffusion_model, layout)
-    placed, transport = _place(diffusion_model, layout, leaders, request), _transport(diffusion_model, layout, request)
+    placed, natural = _place(diffusion_model, layout, leaders, request), transport_for(diffusion_model, layout)
+    if request.transport == "stream" and natural != "stream":
+        raise ValueError(
+            f"transport stream would give {layout.class_name} wrong pictures or errors ({layout.note}); use auto or "
+            "relay"
+        )
+    transport = request.transport or natural
     devices = tuple(placed.device_of(leaders.get(name, name)) for name in order)
     placement = Placement(order, devices, request.devices[0])
     return BlockPlan(
@@ -96,18 +102,6 @@ def plan_blocks(diffusion_model: nn.Module, request: SplitRequest) -> BlockPlan:
         request.overlap and transport == "stream" and layout.can_overlap,
         placement=placement,
     )
-
-
-def _transport(diffusion_model: nn.Module, layout: NativeModel, request: SplitRequest) -> Transport:
-    natural = transport_for(diffusion_model, layout)
-    if request.transport in (None, natural):
-        return natural
-    if request.transport == "stream":
-        raise ValueError(
-            f"transport stream would give {layout.class_name} wrong pictures or errors ({layout.note}); use auto or "
-            "relay"
-        )
-    return "relay"
 
 
 def _place(

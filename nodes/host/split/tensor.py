@@ -23,7 +23,6 @@ from comfy.weight_adapter.bypass import BypassForwardHook
 from comfy.weight_adapter.lora import LoRAAdapter
 from torch import nn
 
-from ....families.comfy.native import NativeModel
 from ....families.tensor_plan import Shares, TensorPlan
 from ....parallel.block_lists import execution_order
 from ....parallel.local.shards import BlockShard, divide_block, divided_bytes, find_plan, shares_of
@@ -89,7 +88,17 @@ def plan_tensor(diffusion_model: nn.Module, request: SplitRequest) -> DividedPla
     """
     layout = layout_of(diffusion_model)
     blocks, evenly = execution_order(diffusion_model, layout), (1.0,) * len(request.devices)
-    plans = {name: _plan_of(diffusion_model, layout, name) for name in blocks}
+    plans = {}
+    for name in blocks:
+        block = diffusion_model.get_submodule(name)
+        how = find_plan(layout.tensor, block)
+        if how is None:
+            raise ValueError(
+                f"{layout.class_name} cannot be divided among cards: nobody has described how its "
+                f"{type(block).__name__} is divided. Use way 'blocks'"
+            )
+        _check_formats(name, block, how)
+        plans[name] = how
     divided = {
         name: (plan, shares_of(diffusion_model.get_submodule(name), plan, evenly)) for name, plan in plans.items()
     }
@@ -104,18 +113,6 @@ def plan_tensor(diffusion_model: nn.Module, request: SplitRequest) -> DividedPla
         raise ValueError(f"{'; '.join(over)}. Use more GPUs or a smaller weight type, or turn offload on")
     if over:
         _log.warning("split: %s; the rest stays in host memory and is streamed at every step", "; ".join(over))
-    return plan
-
-
-def _plan_of(diffusion_model: nn.Module, layout: NativeModel, name: str) -> TensorPlan:
-    block = diffusion_model.get_submodule(name)
-    plan = find_plan(layout.tensor, block)
-    if plan is None:
-        raise ValueError(
-            f"{layout.class_name} cannot be divided among cards: nobody has described how its {type(block).__name__} "
-            "is divided. Use way 'blocks'"
-        )
-    _check_formats(name, block, plan)
     return plan
 
 
@@ -246,7 +243,11 @@ class TensorExecutor(Executor):
                 found = self._find(device, key)
                 if found is not None:
                     shard, name = found
-                    sliced[key] = _sliced(list(given), shard.wholes[name], shard.slices[name])
+                    whole, part = shard.wholes[name], shard.slices[name]
+                    loras = [_sliced_lora(patch, part, whole.shape) for patch in given]
+                    sliced[key] = [patch for each in loras for patch in each or ()]
+                    if None in loras:
+                        sliced[key] = [(1.0, SlicedPatch(set(), (list(given), whole, part)), 1.0, None, None)]
             known = self._patches[device] = uuid, sliced
         return known[1]
 
@@ -258,14 +259,6 @@ class TensorExecutor(Executor):
                 name = ".".join(parts[length:])
                 return (shard, name) if name in shard.slices else None
         return None
-
-
-def _sliced(patches: list[Any], whole: torch.Tensor, part: Slice) -> list[Any]:
-    """Patches of a slice that have the effect which these have on the whole."""
-    loras = [_sliced_lora(patch, part, whole.shape) for patch in patches]
-    if all(each is not None for each in loras):
-        return [patch for each in loras for patch in each or ()]
-    return [(1.0, SlicedPatch(set(), (patches, whole, part)), 1.0, None, None)]
 
 
 def _sliced_lora(patch: Any, part: Slice, shape: Sequence[int]) -> list[Any] | None:
