@@ -685,7 +685,7 @@ def tensor(shape: Shape, cfg: float = 1.0, *, is_uneven: bool = False, **latent:
     one = load(shape, on=CPU)
     forecast = forecasts(one, shape)
     divided = split(one, way="tensor")
-    rivals = {"one_gpu": one, "tensor": divided, "tensor_launched": divided}
+    rivals = {"one_gpu": one, "tensor": divided, "tensor_launched": divided, "tokens": split(one, way="tokens")}
     if shape.class_name != "Flux":  # beside those its weights would not fit, and loading would take the time
         rivals["blocks"] = split(one, way="blocks")
     work = Work(shape, cfg=cfg, is_uneven=is_uneven)

@@ -178,6 +178,10 @@ class BlockCalls:
     def _count(self, name: str, *call: object) -> None:
         self._calls[name] += 1
 
+    @property
+    def hook_ids(self) -> set[int]:
+        return self._hooks.ids
+
     def stop(self) -> None:
         """Take the hooks off; a second call is a no-op."""
         self._hooks.remove()

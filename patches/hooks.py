@@ -12,6 +12,7 @@ import dis
 import functools
 import operator
 import types
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ class HookSet:
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._surrounded: list[nn.Module] = []
-        self._methods: list[tuple[nn.Module, str]] = []
+        self._methods: list[tuple[nn.Module, str, Callable[..., Any]]] = []
 
     def __len__(self) -> int:
         return len(self._handles) + len(self._surrounded) + len(self._methods)
@@ -67,15 +68,16 @@ class HookSet:
         """
         assert _AROUND not in module.__dict__, "one at a time"
         module.__dict__[_AROUND] = hook
-        module.__class__ = _surrounded(type(module))  # type: ignore[arg-type]
+        module.__class__ = surrounded(type(module))  # type: ignore[arg-type]
         self._surrounded.append(module)
 
     def around_method(self, module: nn.Module, name: str, hook: AroundHook) -> None:
         """Call hook in the place of this one module's method; one hook per method."""
         assert name not in module.__dict__, "one at a time"
         own = getattr(module, name)
-        module.__dict__[name] = lambda *args, **kwargs: hook(own, args, kwargs)
-        self._methods.append((module, name))
+        made = lambda *args, **kwargs: hook(own, args, kwargs)  # noqa: E731
+        module.__dict__[name] = _made[id(made)] = made
+        self._methods.append((module, name, made))
 
     def remove(self) -> None:
         """Take every hook off again; a second call is a no-op."""
@@ -86,16 +88,23 @@ class HookSet:
             module.__class__ = type(module).__mro__[1]
             del module.__dict__[_AROUND]
         self._surrounded.clear()
-        for module, name in self._methods:
-            del module.__dict__[name]
+        for module, name, made in self._methods:
+            if module.__dict__.get(name) is made:  # others may have replaced or deleted it
+                del module.__dict__[name]
         self._methods.clear()
 
 
 _AROUND = "_devicebridge_around"
+_made: weakref.WeakValueDictionary[int, Callable[..., Any]] = weakref.WeakValueDictionary()  # by id, in around_method
+
+
+def is_made_here(value: Any) -> bool:
+    """Whether around_method made this very function; what functools.wraps made of one was made by others."""
+    return _made.get(id(value)) is value
 
 
 @functools.cache
-def _surrounded(cls: type[nn.Module]) -> type[nn.Module]:
+def surrounded(cls: type[nn.Module]) -> type[nn.Module]:
     """The class, called through what its object holds under _AROUND."""
 
     class Surrounded(cls):  # type: ignore[valid-type,misc]
@@ -226,3 +235,22 @@ def _field_names(cls: type) -> tuple[str, ...]:
 def tensors_of(tree: Any) -> list[Tensor]:
     """Every tensor in tuples, lists and dicts, in order; other objects are not looked into."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def change_at(value: Any, path: Sequence[str], change: Callable[[Any], Any]) -> Any:
+    """The value with what lies at a path of indices, keys and attributes changed; containers are copied."""
+    if not path:
+        return change(value)
+    if value is None:
+        return None
+    first, rest = path[0], path[1:]
+    if isinstance(value, (tuple, list)):
+        items = list(value)
+        if int(first) < len(items):
+            items[int(first)] = change_at(items[int(first)], rest, change)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        return {**value, first: change_at(value[first], rest, change)} if first in value else value
+    made = copy.copy(value)
+    object.__setattr__(made, first, change_at(getattr(value, first), rest, change))
+    return made

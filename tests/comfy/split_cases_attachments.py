@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import logging
+import re
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -26,6 +29,7 @@ from comfy_extras.nodes_model_patch import ZImageControlPatch
 from devicebridge.families.comfy.native import NativeModel
 from devicebridge.families.comfy.registry import find_native
 from devicebridge.parallel.local.bridge import Bridge
+from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
 from devicebridge.tests.comfy.split_fuzz_nodes import exchange_block_lists, forward_with_identity
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD
@@ -522,3 +526,33 @@ def a_class_that_was_read_is_verified_once(case: Case) -> None:
     case.check("verified once", sum("verified: the first step" in m for m in messages) == 1, messages)
     run = functools.partial(host.sample, counting, "flux1", cfg=4.0)
     case.refused("what cannot be compared", run, RuntimeError, "Flux was read, not run", "attention override")
+
+
+# The names by which a class's code asks for patches.
+_ASKS = re.compile(r'patches\["(\w+)"\]|"(\w+)" in \w*patches\b|patches(?:", \{\}\))?\.get\("(\w+)"|"(\w+_patch)"')
+_AHEAD = {"post_input", "noise_refiner", "emb_patch"}  # of the first block
+
+
+def _asked(kind: type) -> set[str]:
+    """The patches that a class's own methods ask for, and those of its bases that it has or calls."""
+    found = set()
+    for owner in kind.__mro__:
+        methods = vars(owner).items() if owner.__module__.startswith("comfy.ldm") else ()
+        for name, method in methods:
+            if not isinstance(method, types.FunctionType):
+                continue
+            if getattr(kind, name) is method or "super()" in inspect.getsource(getattr(kind, name)):
+                found |= {name for names in _ASKS.findall(inspect.getsource(method)) for name in names if name}
+    return found
+
+
+@case
+def patch_points_of_every_class(case: Case) -> None:
+    """What a class's row says of patches is what its code, and that of its modules, asks for."""
+    for native in NATIVE_CASES:
+        model = native.build()
+        row = find_native(type(model))
+        assert row is not None
+        found = set[str]().union(*(_asked(type(module)) for module in model.modules())) - _AHEAD
+        said = {*row.patches_inside, *row.patches_between}
+        case.check(f"{native.name}", found == said, f"asked for {sorted(found)}, said {sorted(said)}")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 from devicebridge.tests.comfy.emulated_vram import dynamic_vram
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
 from devicebridge.tests.comfy.split_cases_tensor import near, tensor
+from devicebridge.tests.comfy.split_cases_tokens import tokens
 from devicebridge.tests.comfy.split_host import HOME, OTHER, live_bytes
 
 
@@ -45,6 +48,28 @@ def dynamic_tensor(case: Case) -> None:
             case.check(f"{name}: nothing stays", left == [0, 0], left)
             case.equal(f"{name}: after it was unloaded", host.sample(divided, name), output)
             host.unload_all()
+
+
+@case
+def dynamic_tokens(case: Case) -> None:
+    """Every card's copy of the model asks for its own weights; a card without room copies them for one use."""
+    host, name = case.host, "wan"
+    reference = host.sample(host.load(name, load_device=CPU), name)
+    with dynamic_vram() as vram:
+        shared = tokens(host.load(name))
+        output = host.sample(shared, name)
+        near(case, "as unsplit", output, reference)
+        case.check("both cards were asked", vram.faults.keys() == {HOME, OTHER}, vram.faults)
+        case.equal("again, the same bits", host.sample(shared, name), output)
+        host.unload_all()
+        case.check("nothing stays", [vram.held(device) for device in (HOME, OTHER)] == [0, 0], vram.faults)
+        vram.room[OTHER] = 200_000
+        case.equal("with little room", host.sample(shared, name), output)
+        case.check("some were refused", vram.refused.get(OTHER, 0) > 0, vram.refused)
+        loaded = host.load(name)
+        with case.logged("devicebridge", 30) as messages, mock.patch("comfy.memory_management.aimdo_enabled", True):
+            tokens(loaded, memory_limit_gb=(1e-6, 1e-6))
+        case.check("shared host memory is told", any("DynamicVRAM" in each for each in messages), messages)
 
 
 @case

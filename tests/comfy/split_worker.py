@@ -72,6 +72,7 @@ def main() -> None:
         split_cases_tensor,
         split_cases_tensor_files,
         split_cases_tensor_nodes,
+        split_cases_tokens,
         split_cases_traces,
         split_cases_ways,
         split_cases_weights,

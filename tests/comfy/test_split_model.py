@@ -29,6 +29,8 @@ DIVIDED = [
     "flux1_heads", "flux2_heads", "chroma_heads", "hunyuan_video_heads", "qwen_image", "wan_heads", "wan_i2v_heads",
     "wan_vace_heads", "ltxv", "lumina2", "z_image", "sd3", "krea2_heads", "cosmos_predict2", "hidream", "minimax_h3",
 ]
+SHARED = ["flux1", "flux2", "chroma", "hunyuan_video", "qwen_image", "wan", "wan_i2v", "wan_vace", "ltxv", "lumina2"]
+SHARED += ["z_image", "sd3", "krea2", "cosmos_predict2", "hidream", "minimax_h3"]
 EIGHT_BIT_FILES = [
     *(f"tensor_{kind}_file_of_flux1_heads" for kind in ("fp8", "scaled_fp8", "int8", "int8_rows")),
     *(f"tensor_{kind}_file_of_wan_heads" for kind in ("fp8", "scaled_fp8", "int8", "int8_rows")),
@@ -38,16 +40,23 @@ ALWAYS_FAMILIES = ("flux1", "flux2", "wan", "wan_vace", "sdxl", "z_image", "hidr
 LONG = {
     *(f"family_{name}" for name in FAMILIES if name not in ALWAYS_FAMILIES),
     *(f"tensor_{name}" for name in DIVIDED if name not in ("flux2_heads", "wan_heads", "z_image")),
+    *(f"tokens_{name}" for name in SHARED if name not in ("flux2", "wan")),
     *(f"replayed_{name}" for name in DIVIDED if name not in ("flux2_heads", "qwen_image", "wan_heads")),
     *(each for each in EIGHT_BIT_FILES if each != "tensor_int8_file_of_flux1_heads"), "block_replacements",
     "blocks_left_out", "conditions_of_unequal_length", "dynamic_tensor_loras", "lora_every_family", "nodes_for_flux",
     "nodes_for_unets", "patches_of_the_attention", "plain_and_split_in_turn", "quantised_checkpoints",
     "regions_masks_and_time_ranges", "relay_forced", "replaced_attention", "tensor_files_lie_in_host_memory_once",
     "tensor_merges", "tensor_nodes_for_flux", "tensor_other_patches", "tensor_refuses_code_inside_blocks",
-    "tensor_weight_types_of_the_loader", "two_plans_in_turn", "wrappers",
+    "tensor_weight_types_of_the_loader", "tokens_every_class", "tokens_many_prompts", "two_plans_in_turn", "wrappers",
 }
 CASES = [
     *(f"family_{name}" for name in FAMILIES), *(f"tensor_{name}" for name in DIVIDED),
+    *(f"tokens_{name}" for name in SHARED), "tokens_three_cards", "tokens_loras", "tokens_controlnets",
+    "tokens_another_attention", "tokens_code_in_the_model", "tokens_two_at_once", "tokens_refusals",
+    "tokens_code_before_loading", "tokens_an_error_on_one_card",
+    "tokens_fewer_rows_than_cards", "tokens_verified", "tokens_every_class",
+    "tokens_scaled_fp8_files", "tokens_clones_and_eviction", "tokens_stopped_inside_a_block", "tokens_context_windows",
+    "tokens_many_prompts", "patch_points_of_every_class", "dynamic_tokens",
     *(f"replayed_{name}" for name in DIVIDED), "replayed_with_loras_and_evicted", "replayed_under_dynamic_vram",
     "replayed_until_somebody_hooks_a_layer", "replayed_where_weights_lie", *EIGHT_BIT_FILES, "tensor_products_in_fp8",
     "tensor_weight_types_of_the_loader", "tensor_files_lie_in_host_memory_once",

@@ -20,7 +20,6 @@ Their authors wrote for the device that the model is loaded on, so whatever they
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -33,6 +32,8 @@ from torch import nn
 from ....parallel.local.borrow import Borrowed
 from ....parallel.local.bridge import Bridge
 from ....parallel.transfer import current_device
+from ....patches.changes import code_of
+from ....patches.hooks import is_made_here
 from .model_copy import reachable
 
 if TYPE_CHECKING:
@@ -92,15 +93,7 @@ def _has_own_forward(module: nn.Module) -> bool:
 
 
 def _is_comfy_bypass(function: Any) -> bool:
-    return _module_of(function) == "comfy.weight_adapter.bypass"
-
-
-def _module_of(value: Any) -> str:
-    """The module whose code a function runs, whatever functools.wraps says; for any other object that of its class."""
-    function = getattr(value, "__func__", value)
-    if isinstance(function, types.FunctionType):
-        return str(function.__globals__.get("__name__", ""))
-    return type(value).__module__
+    return code_of(function) == "comfy.weight_adapter.bypass"
 
 
 def is_compiled(value: Any) -> bool:
@@ -118,6 +111,7 @@ def replaced_methods(diffusion_model: nn.Module) -> list[str]:
         and not isinstance(value, nn.Module)
         and callable(getattr(cls, name, None))
         and getattr(value, "__func__", None) is not getattr(cls, name)
+        and not is_made_here(value)
     ]
 
 
@@ -159,7 +153,7 @@ def _reasons(model: Any, unseen: tuple[str, ...], conds: list[Any], options: Map
     for name in replaced_methods(model.diffusion_model):
         yield f"another node replaced {name} of the model"
     for key, value in model.current_patcher.object_patches.items():
-        is_known = isinstance(value, nn.Module) and _module_of(value).startswith(("comfy.", "comfy_extras."))
+        is_known = isinstance(value, nn.Module) and code_of(value).startswith(("comfy.", "comfy_extras."))
         if not key.startswith(f"{ROOT}.") and callable(value) and not is_known:
             yield f"the object patch of {key} may keep state from call to call"
     if "model_function_wrapper" in options:
@@ -177,7 +171,7 @@ def _reasons_in(options: Mapping[str, Any]) -> Iterator[str]:
         if any(options.get(name, {}).values()):
             yield f"{name} of another node may keep state between blocks"
     override = options.get(_OVERRIDE)
-    if override is not None and not _is_comfy_attention(override):
+    if override is not None and foreign_attention(override):
         yield "an attention override of another node may keep state between calls"
     wrappers = options.get("wrappers", {})
     for kind in ("diffusion_model", "apply_model"):
@@ -198,10 +192,10 @@ def _nearby(value: Any) -> Iterator[Any]:
         yield from _nearby(item)
 
 
-def _is_comfy_attention(override: Any) -> bool:
-    """Whether an override only chooses another of ComfyUI's own attention functions."""
-    parts = [part for part in reachable(override) if callable(part) and not isinstance(part, type)]
-    return len(parts) > 1 and all(_module_of(part).startswith("comfy.") for part in parts)
+def foreign_attention(function: Any) -> str:
+    """Whose code this is, unless it is one of ComfyUI's own attention functions, or only chooses one: then ""."""
+    parts = [code_of(part) for part in reachable(function) if callable(part) and not isinstance(part, type)]
+    return next((code for code in parts if not code.startswith("comfy.")), "")
 
 
 # ---- made right for several cards

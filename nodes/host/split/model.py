@@ -27,6 +27,7 @@ from .patcher import become_split
 from .plan import GB, SplitPlan, SplitRequest
 from .sampling import prepare_with_forecast, run_overlapped
 from .tensor import DividedPlan, TensorExecutor, check_runnable, plan_tensor
+from .tokens import TokensExecutor, TokensPlan, plan_tokens
 from .tree import SplitTree, Way, make_tree, tree_of
 
 _log = logging.getLogger(__name__)
@@ -143,10 +144,9 @@ def _check_splittable(model: Any) -> None:
     if not hasattr(base, "diffusion_model"):
         raise ValueError(f"this MODEL holds a {type(base).__name__}, no diffusion model")
     tree = tree_of(model.model)
-    if tree is not None and isinstance(tree.plan, DividedPlan):
+    if tree is not None and isinstance(tree.plan, (DividedPlan, TokensPlan)):
         raise ValueError(
-            "this MODEL is split with way 'tensor' already: each card has a part of every weight. Connect the MODEL "
-            "from before that split"
+            "this MODEL is split with way 'tokens' or 'tensor' already. Connect the MODEL from before that split"
         )
     if model.get_additional_models_with_key("multigpu") or model.is_multigpu_base_clone:
         raise ValueError(
@@ -221,6 +221,8 @@ def plan_split(model: Any, request: SplitRequest) -> SplitPlan:
     root = model.model.diffusion_model
     if request.way == "tensor":
         return plan_tensor(root, request)
+    if request.way == "tokens":
+        return plan_tokens(root, request)
     blocks = plan_blocks(root, request)
     if request.way == "blocks":
         return blocks
@@ -240,7 +242,8 @@ def plan_split(model: Any, request: SplitRequest) -> SplitPlan:
 
 
 def _way_of(plan: SplitPlan) -> Way:
-    return TensorExecutor if isinstance(plan, DividedPlan) else BlockExecutor
+    ways: dict[type[SplitPlan], Way] = {DividedPlan: TensorExecutor, TokensPlan: TokensExecutor}
+    return ways.get(type(plan), BlockExecutor)
 
 
 def _plan_tensor_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) -> DividedPlan:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 # Load state and recordings that ComfyUI (0.33 and later) leaves on modules; a new tree starts without them.
-_RUNTIME_STATE = frozenset(
+RUNTIME_STATE = frozenset(
     {
         "current_patcher",
         "devicebridge_split",
@@ -92,7 +92,7 @@ def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
 
 
 def _fill(target: nn.Module, source: nn.Module, memo: dict[int, Any], name: str) -> None:
-    state = {key: value for key, value in source.__dict__.items() if key not in _RUNTIME_STATE}
+    state = {key: value for key, value in source.__dict__.items() if key not in RUNTIME_STATE}
     for key, value in state.items():
         function = value.func if isinstance(value, functools.partial) else value
         if isinstance(function, types.FunctionType):  # bound methods and a partial's arguments follow, closures cannot

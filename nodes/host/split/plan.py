@@ -36,8 +36,8 @@ class SplitRequest:
         overlap: let micro-batches of a batch use the cards at the same time where that is known to be right.
         offload: weights beyond a limit stay in host memory and are streamed at every use; else that is refused.
         verify: compute the first step of every run twice, the second time in the plainest way, and compare.
-        way: "blocks" gives every device some of the blocks; "tensor" divides each block among all devices; None takes
-            the faster one.
+        way: "blocks" gives every device some of the blocks; "tokens" gives it the whole model and some of the tokens;
+            "tensor" divides each block among all devices; None takes the faster one of blocks and tensor.
     """
 
     devices: tuple[torch.device, ...]
@@ -48,7 +48,7 @@ class SplitRequest:
     overlap: bool = True
     offload: bool = True
     verify: bool = False
-    way: Literal["blocks", "tensor"] | None = "blocks"
+    way: Literal["blocks", "tokens", "tensor"] | None = "blocks"
 
     def __post_init__(self) -> None:
         names = ", ".join(map(str, self.devices))
@@ -70,9 +70,9 @@ class SplitRequest:
             raise ValueError("balance manual needs split_at: the first block of each further device, such as 23")
         if self.balance != "manual" and self.split_at:
             raise ValueError(f"split_at {list(self.split_at)} belongs to balance manual, not {self.balance}")
-        if self.balance == "manual" and self.way == "tensor":
+        if self.balance == "manual" and self.way in ("tokens", "tensor"):
             raise ValueError(
-                "balance manual says which blocks a device gets; with way tensor every device has all of them"
+                f"balance manual says which blocks a device gets; with way {self.way} every device has all of them"
             )
 
     @property

@@ -43,7 +43,7 @@ class Shard(nn.Module):
         self.device: torch.device | None = None
         for name, block in blocks.items():
             parent: nn.Module = self
-            *path, last = f"{ROOT}.{name}".split(".")
+            *path, last = f"{ROOT}.{name}".removesuffix(".").split(".")
             for part in path:
                 if part not in parent._modules:
                     parent.add_module(part, nn.Module())
@@ -67,12 +67,17 @@ class Executor:
 
     bridge: Bridge
     parts: Mapping[torch.device, Mapping[str, nn.Module]]
+    tolerance = 0.0  # of a standard deviation, between a step and its verification
     plain = ""  # how a step is computed a second time to verify it
     plainer = ""  # what a user can set where that gives something else
 
     def attach(self, patches_uuid: object) -> None:
         """Hook the blocks. patches_uuid: ComfyUI's number for the patches that their weights have now."""
         self.bridge.attach()
+
+    def remove(self) -> None:
+        """Take the hooks off; a second call is a no-op."""
+        self.bridge.remove()
 
     def prepare(self, tree: SplitTree, options: Mapping[str, Any]) -> None:
         """Look, before a forward, at what other nodes did to the blocks. Raises: RuntimeError for what cannot run."""
@@ -252,7 +257,7 @@ class SplitTree:
 
     def _remove_hooks(self) -> None:
         self._attached_by = None
-        self.bridge.remove()
+        self.executor.remove()
         self._hooks.remove()
         settle()
 
@@ -276,6 +281,11 @@ class SplitTree:
         settle()
 
     @property
+    def patcher(self) -> Any:
+        """The patcher of the main card that the tree is attached by, with one for each other card as companions."""
+        return self._patcher()
+
+    @property
     def unseen(self) -> tuple[str, ...]:
         """What other nodes attached inside the model, where it runs unseen; looked up once per loading."""
         return self._look_inside(("",))
@@ -289,9 +299,14 @@ class SplitTree:
 
     def _look_inside(self, names: tuple[str, ...]) -> tuple[str, ...]:
         if names not in self._unseen and (patcher := self._patcher()) is not None:
-            own = self.bridge.hook_ids | self._hooks.ids
-            self._unseen[names] = tuple(unseen_attachments(patcher, self.diffusion_model, own, names))
+            self._unseen[names] = tuple(unseen_attachments(patcher, self.diffusion_model, self.own_hooks, names))
         return self._unseen.get(names, ())
+
+    @property
+    def own_hooks(self) -> set[int]:
+        """The numbers of the hooks of this split."""
+        watching = self._calls.hook_ids if self._calls is not None else set()
+        return self.bridge.hook_ids | self._hooks.ids | watching
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
@@ -302,6 +317,11 @@ class SplitTree:
             yield
         finally:
             self._is_plain = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether forwards run plainly now."""
+        return self._is_plain
 
     def say_once(self, text: str) -> None:
         if text not in self._said:

@@ -1,0 +1,100 @@
+"""How the rows (tokens) of a model's blocks are shared out among ranks, as data: sequence parallelism.
+
+Every rank has whole weights and runs the class's own forward on its share of the rows. A plan says which arguments of
+a block have rows, whose keys each attention reads, and where all rows come together again. In between the class
+computes row by row; attention gathers the keys and values of all ranks, in the order that one card has them.
+
+An axis is one kind of row: "img", "txt". `txt+img` is an axis of two segments, of which each is shared out, so that a
+rank has a part of both. A segment "m?" may be missing.
+
+Plans are written as text: "img=img@1 pe=txt+img@2" says that the argument `img` has the rows of the axis img along
+dimension 1, and `pe` those of txt, then img along dimension 2. A path may go on: "x.0", "v_timestep.data".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Place(NamedTuple):
+    """Where rows are: a path (argument, then indices, keys or attributes), an axis, and a dimension."""
+
+    path: tuple[str, ...]
+    axis: str
+    dim: int
+
+
+@functools.cache
+def places(text: str) -> tuple[Place, ...]:
+    """ "x.0=txt+img@2" as (Place(("x", "0"), "txt+img", 2),)."""
+    found = []
+    for item in text.split():
+        path, _, rest = item.partition("=")
+        axis, _, dim = rest.partition("@")
+        found.append(Place(tuple(filter(None, path.split("."))), axis, int(dim or 0)))
+    return tuple(found)
+
+
+@functools.cache
+def segments(axis: str) -> tuple[str, ...]:
+    """The segments of an axis, in order."""
+    return tuple(axis.replace("?", "").split("+"))
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """One list of blocks.
+
+    Args:
+        rows: arguments with rows. A length is the axis's (it is cut then), the rank's share, or 1; others are refused.
+        keys: by submodule of the block the axis of the keys that its attention reads: "attn1=x audio_attn1=a"; "=x" is
+            the block itself. An attention of a module that is not named keeps its keys, as text that is attended to.
+            "=txt+img/img" has an axis for the first attention, and one for all later ones.
+        counts: arguments that are numbers of rows: a number, or (first, last, ...) tuples. "x=~txt+img" where the
+            forward has counted the first segment after it was cut.
+        changes: what else an argument becomes: (rank's rows, its value) -> the rank's value.
+        refused: arguments that must be None, such as keys of earlier forwards.
+    """
+
+    rows: str
+    keys: str
+    counts: str = ""
+    changes: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenPlan:
+    """How a class runs on several ranks by its rows.
+
+    Args:
+        blocks: by the name of a list of blocks.
+        out: of the last block's output: where rows are gathered. "" if tail says where.
+        tail: modules behind the blocks whose first argument is gathered before they run.
+        own: segments of which the gathered output keeps the rank's rows: the forward slices it by a tensor that is cut.
+        whole: segments of which every rank has all rows.
+        between: modules that run between blocks and read all rows.
+        control: the axis of a ControlNet's residuals.
+        aligned: "e x": shares of x end where a group of its rows ends, each of which has one row of e; "a:16 x" has 16.
+        cuts_masks: whether masks reach attention with the columns of the rank's own keys, which are gathered.
+        makes_mask: of attention that makes a mask by the length it sees: (rank's rows, module, mask, axis) -> mask.
+        passes_options: whether blocks hand transformer_options on to attention. Else the names by which the class's
+            modules call attention are led to us while a forward runs.
+        one_frame: the plan of a clip of one frame.
+    """
+
+    blocks: Mapping[str, BlockRows]
+    out: str = "=x@1"
+    tail: str = ""
+    own: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    between: str = ""
+    control: str = ""
+    aligned: str = ""
+    cuts_masks: bool = False
+    makes_mask: Callable[[Any, Any, Any, str], Any] | None = None
+    passes_options: bool = True
+    one_frame: TokenPlan | None = None

@@ -1,0 +1,388 @@
+"""Way tokens: every card has the whole model and computes its share of the rows (tokens) of one forward.
+
+The result has the sums of one card. The cards exchange keys and values alone, over any link. Each card's copy of the
+model is made of the same storages, so the weights exist once in host memory. ComfyUI loads, patches and evicts every
+copy by itself. The innermost forward of the class is what the cards share: wrappers, step caches and ControlNets
+around it run once, on the main card.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import logging
+import sys
+import threading
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import comfy.memory_management
+import comfy.model_management as management
+import torch
+from torch import nn
+
+from ....families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS
+from ....families.token_plan import TokenPlan
+from ....parallel.block_lists import execution_order
+from ....parallel.devices import device_title
+from ....parallel.local.bridge import Bridge
+from ....parallel.local.collectives import Tensors
+from ....parallel.local.tokens import HERE, OneDeviceError, Residuals, TokenParallel
+from ....parallel.staged_copies import copies_between
+from ....parallel.transfer import Arrivals, copy_to
+from ....patches.changes import Unchanged, code_of, foreign_methods
+from ....patches.hooks import HookSet, is_made_here, map_tensors
+from ....planning.cards import machine_speed
+from ....quantization.weight_only import plain_parts
+from .attachments import ROOT, foreign_attention
+from .model_copy import RUNTIME_STATE, copy_structure
+from .plan import GB, SplitPlan, SplitRequest, layout_of
+from .tree import Executor, SplitTree
+
+_log = logging.getLogger(__name__)
+_OPTIONS, _OVERRIDE = "transformer_options", "optimized_attention_override"
+_FUNCTIONS = frozenset(("wrappers", "callbacks", "patches", "patches_replace", "model_patcher", _OVERRIDE))
+# By these names ComfyUI's classes call attention.
+_ATTENTION = ("optimized_attention", "optimized_attention_masked", "attention_pytorch", "attention_basic")
+_CHOOSES_ATTENTION = "optimized_attention_for_device"
+# What leads attention to us by name, in any thread: how many forwards need it at a place, and ComfyUI's function there.
+_LEADING, _num_led, _own = threading.Lock(), Counter[tuple[Any, str]](), dict[tuple[Any, str], Any]()
+_INSIDE = f"{ROOT}."
+_ON_WEIGHTS = ("weight_function", "bias_function")
+# What ComfyUI's loading and its classes' forwards write into modules.
+_MAY_CHANGE = RUNTIME_STATE.union(
+    ("comfy_cast_weights", "comfy_force_cast_weights", "seed_key", "training", *_ON_WEIGHTS),
+    ("weight_comfy_model_dtype", "bias_comfy_model_dtype", "max_seq_len_cached", "cos_cached", "sin_cached"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokensPlan(SplitPlan):
+    """Args: tokens: where the class has rows. shares: relative shares of the rows, by device."""
+
+    tokens: TokenPlan
+    shares: tuple[float, ...]
+
+    def device_of(self, name: str) -> torch.device:
+        return self.main_device  # the other devices' copies are modules of their own
+
+    def share_of(self, device: torch.device) -> str:
+        share = self.shares[self.devices.index(device)] / sum(self.shares)
+        return f"the whole model and {share:.0%} of the tokens"
+
+    def num_blocks(self) -> list[tuple[str, int]]:
+        return [(str(device), len(self.blocks)) for device in self.devices]
+
+    def describe(self) -> str:
+        return f"each computed by {', '.join(map(str, self.devices))}, a share of the tokens each"
+
+
+def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan:
+    """Decide who computes how many tokens; reads sizes only.
+
+    Raises: ValueError if nobody described where the class has rows, or with offload off, if a card cannot hold it.
+    """
+    layout = layout_of(diffusion_model)
+    tokens = TOKEN_PLANS.get(layout.class_name)
+    if tokens is None:
+        reason = NO_TOKENS.get(layout.class_name, "nobody has described where its tokens are")
+        raise ValueError(f"{layout.class_name} cannot be shared out by tokens: {reason}. Use way 'blocks' or 'tensor'")
+    size = int(management.module_size(diffusion_model))
+    over = [
+        f"{device} would hold {size / GB:.2f} GB of weights and may hold {room / GB:.2f} GB"
+        for device, room in request.card_budgets().items()
+        if size > room
+    ]
+    if over and not request.offload:
+        raise ValueError(f"{'; '.join(over)}. Use way 'blocks' or 'tensor', a smaller weight type, or turn offload on")
+    if over:
+        _log.warning("split: %s; the rest stays in host memory and is streamed at every step", "; ".join(over))
+    if len(over) > 1 and comfy.memory_management.aimdo_enabled:
+        _log.warning("split: DynamicVRAM streams to several cards from one pinned memory that their threads share")
+    blocks, devices = execution_order(diffusion_model, layout), request.devices
+    is_one_kind = len({device_title(device) for device in devices}) == 1
+    shares = (1.0,) * len(devices) if is_one_kind else tuple(machine_speed(devices).flops_per_s)
+    limits = request.limit_bytes
+    return TokensPlan(blocks, devices, layout, limits, request.verify, "relay", tokens=tokens, shares=shares)
+
+
+class TokensExecutor(Executor):
+    """Has every card run the class's own forward.
+
+    Args:
+        tree: its diffusion model is the main card's.
+    """
+
+    plain = "on one card"
+    plainer = "way to blocks"
+    tolerance = 0.02  # of a standard deviation: kernels are chosen by the number of rows
+
+    def __init__(self, tree: SplitTree, plan: TokensPlan) -> None:
+        self._plan = plan
+        root = tree.diffusion_model
+        self.parts = {plan.main_device: {name: tree.block(name) for name in plan.blocks}}
+        self.parts |= {device: {"": copy_structure(root)[0]} for device in plan.devices[1:]}
+        self.bridge = Bridge(dict.fromkeys(tree.called_modules(), plan.main_device), plan.main_device)
+        self._models = [root, *(self.parts[device][""] for device in plan.devices[1:])]
+        # Of classes that call wrappers, these are around _forward.
+        self._method = "_forward" if hasattr(type(root), "_forward") else "forward"
+        self._signature = inspect.signature(getattr(root, self._method))
+        of_kinds = self._signature.parameters.values()
+        self._rest = next((each.name for each in of_kinds if each.kind is each.VAR_KEYWORD), "")
+        copies = copies_between(plan.devices)
+
+        def send(tensors: Tensors, rank: int, arrivals: Arrivals) -> Tensors:
+            return copies.copies(tensors, plan.devices[rank], arrivals)
+
+        self._rows: dict[bool, TokenParallel] = {
+            is_one: TokenParallel(self._models, plan.devices, how, plan.shares, send)
+            for is_one, how in ((False, plan.tokens), (True, plan.tokens.one_frame))
+            if how is not None
+        }
+        self._hooks = HookSet()
+        self._may_change = _MAY_CHANGE.union(plan.layout.remembers)
+        self._unchanged = Unchanged(root, self._may_change)
+        self._pairs = [tuple(each) for each in zip(*(model.modules() for model in self._models), strict=True)]
+        self._tree: Callable[[], SplitTree | None] = lambda: None
+        self._running = threading.Lock()  # one forward at a time
+        self._is_compared = False  # whether the cards have the same weights since ComfyUI moved any
+
+    def attach(self, patches_uuid: object) -> None:
+        self._unchanged.note_weights()  # ComfyUI attaches whenever it has moved or patched weights
+        self._is_compared = False
+        self._take_method()
+
+    def _take_method(self) -> bool:
+        """Compute in the place of the class's method, unless other code is there; returns whether it is so."""
+        root, held = self._models[0], vars(self._models[0])
+        if (found := held.get(self._method)) is not None:
+            if getattr(found, "__func__", None) is not getattr(type(root), self._method) and not is_made_here(found):
+                return False
+            del held[self._method]  # ours, or the class's own, put back by whoever replaced it
+        self._hooks.remove()
+        self._hooks.around_method(root, self._method, self._compute)
+        return True
+
+    def remove(self) -> None:
+        self._hooks.remove()
+        for rows in self._rows.values():
+            rows.remove()
+
+    def prepare(self, tree: SplitTree, options: Mapping[str, Any]) -> None:
+        self._tree = weakref.ref(tree)
+        if not self._take_method():
+            self._check_unchanged(tree)
+            raise self._refused(f"the replaced {self._method} of the model")
+
+    @staticmethod
+    def _refused(found: str) -> RuntimeError:
+        return RuntimeError(
+            f"each card of this split has a copy of the model of its own, and {found} is of another node and in "
+            "one of them only. Use way 'blocks' in the split node, or take that node out"
+        )
+
+    def _check_unchanged(self, tree: SplitTree) -> None:
+        """Raises: RuntimeError that names what other code did to the main card's modules, which no copy has."""
+        patched = (f"the object patch of {key}" for key in tree.patcher.object_patches if f"{key}.".startswith(_INSIDE))
+        found = next(itertools.chain(self._unchanged.changes(tree.own_hooks), self._added_to_weights(), patched), "")
+        if not (found or self._is_compared):
+            found = next(self._other_numbers(tree.patcher), "")
+            self._is_compared = not found
+        if found:
+            raise self._refused(found)
+
+    def _added_to_weights(self) -> Iterator[str]:
+        """Other code's functions on the main card's weights, unless all have them; ComfyUI adds LoRAs so."""
+        for own, *others in self._pairs:
+            for name in _ON_WEIGHTS:
+                for each in vars(own).get(name) or ():
+                    has_it = all(each in vars(other).get(name, ()) for other in others)
+                    if not has_it and not (code := code_of(each)).startswith("comfy."):
+                        yield f"a function of {code} on a weight"
+
+    def _other_numbers(self, patcher: Any) -> Iterator[str]:
+        """Weights and buffers whose numbers before any LoRA are not another card's, by a hundred of their bytes.
+
+        Memory that both have in common is not read; it may be a file. ComfyUI keeps in its backup what a LoRA changed.
+        """
+        kept = [patcher.backup, *(each.backup for each in patcher.companions)]
+        of_each = []
+        for model, backup in zip(self._models, kept, strict=True):
+            named = itertools.chain(
+                model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+            )
+            found = {name: each for name, each in named if name.rpartition(".")[2] not in self._may_change}
+            names = ((name, f"{ROOT}.{name}") for name in found)
+            of_each.append({name: backup[key].weight if key in backup else found[name] for name, key in names})
+        own, *others = of_each
+        for other in others:
+            yield from (f"the weight {name}, of one card alone," for name in sorted(own.keys() ^ other.keys()))
+            for name in filter(other.__contains__, own):
+                parts = list(plain_parts(own[name])), list(plain_parts(other[name]))
+                if len(parts[0]) != len(parts[1]) or not all(map(_is_alike, *parts)):
+                    yield f"a change of the numbers in {name}"
+
+    def _check_runnable(self, options: Mapping[str, Any], control: Any) -> None:
+        """Raises: RuntimeError that names what another node does where a card has a share of the tokens."""
+        found = [f"the patch {name!r}" for name, each in options.get("patches", {}).items() if each]
+        found += [f"the replacement {name!r}" for name, keyed in options.get("patches_replace", {}).items() if keyed]
+        found += foreign_methods(self._unchanged.kinds)
+        found += ["a ControlNet"] if control and not self._plan.tokens.control else []
+        if found:
+            raise RuntimeError(
+                f"each card of this split computes a share of the tokens, and {found[0]} of another node works between "
+                "or inside the blocks, where it would see only those. Use way 'blocks' in the split node, or take that "
+                "node out"
+            )
+        if options.get(_OVERRIDE) is not None:
+            _check_attention(options[_OVERRIDE])
+
+    def check_possible(self, action: str) -> None:
+        if "hook" in action:
+            raise RuntimeError(f"with way 'tokens' {action} is not possible yet; use way 'blocks'")
+
+    def _compute(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The innermost forward, of every card."""
+        tree = self._tree()
+        if tree is None or tree.is_plain:
+            return own(*args, **kwargs)
+        with self._running:
+            self._check_unchanged(tree)
+            given = dict(self._signature.bind(*args, **kwargs).arguments)
+            given |= given.pop(self._rest, {})
+            self._check_runnable(given.get(_OPTIONS) or {}, given.get("control"))
+            latents = next(iter(given.values()))
+            is_one = isinstance(latents, torch.Tensor) and latents.ndim == 5 and latents.shape[2] == 1
+            rows = self._rows.get(is_one, self._rows[False])
+            for other in self._rows.values():
+                if other is not rows:
+                    other.remove()
+            rows.attach()
+            calls = [
+                functools.partial(self._run, rank, rows, own if rank == 0 else None, self._given(rank, given))
+                for rank in range(len(self._models))
+            ]
+            try:
+                with nullcontext() if rows.plan.passes_options else led_by_name(self._models[0]):
+                    return rows.run(calls)[0]
+            except OneDeviceError as error:
+                tree.say_once(f"split: one card computes such a forward: {error}")
+            return own(*args, **kwargs)
+
+    def _given(self, rank: int, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of the forward on a rank's device; dicts are its own."""
+        device = self._plan.devices[rank]
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            is_number = tensor.device.type == "cpu" and tensor.ndim == 0
+            return tensor if rank == 0 or is_number else copy_to(tensor, device)
+
+        moved = {name: map_tensors(value, move, _FUNCTIONS) for name, value in given.items()}
+        if isinstance(moved.get(_OPTIONS), dict):
+            moved[_OPTIONS] = dict(moved[_OPTIONS])
+        if isinstance(control := given.get("control"), dict):
+            moved["control"] = {
+                name: [None if each is None else move(each) for each in residuals]
+                for name, residuals in control.items()
+            }
+        return moved
+
+    def _run(self, rank: int, rows: TokenParallel, own: Callable[..., Any] | None, given: dict[str, Any]) -> Any:
+        """One rank's forward, in its thread."""
+        here = rows.rows
+        assert here is not None
+        if isinstance(given.get("control"), dict):
+            given["control"] = {
+                name: Residuals(each, here, rows.plan.control) for name, each in given["control"].items()
+            }
+        if rows.plan.passes_options:
+            options = given.setdefault(_OPTIONS, {})
+            chosen = options.get(_OVERRIDE)
+
+            def attend(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                _check_attention(func)
+                return rows.attend(func if chosen is None else functools.partial(chosen, func), *args, **kwargs)
+
+            options[_OVERRIDE] = attend
+            if self._plan.layout.forgets_if_patched:
+                options["patches_replace"] = {"dit": {"of no block": None}}
+        forward = own or getattr(self._models[rank], self._method)
+        return forward(**given)
+
+
+def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a sample of two tensors has the same bytes, or one is the other cast; no numbers are zeros."""
+    if (a.device, a.data_ptr()) == (b.device, b.data_ptr()) and (a.dtype, a.shape) == (b.dtype, b.shape):
+        return True
+    is_cast = a.dtype != b.dtype
+
+    def sample(part: torch.Tensor) -> torch.Tensor:
+        flat = part.reshape(-1) if is_cast else part.reshape(-1).view(torch.uint8)
+        some = flat[:: len(flat) // 100 | 1]
+        return torch.zeros_like(some, device="cpu") if some.is_meta else some.cpu()
+
+    one, two = sample(a), sample(b)
+    return a.shape == b.shape and (
+        torch.equal(one.to(two.dtype), two) or (is_cast and torch.equal(two.to(one.dtype), one))
+    )
+
+
+_known_attention = functools.lru_cache(maxsize=32)(foreign_attention)
+
+
+def _check_attention(function: Callable[..., Any]) -> None:
+    """Raises: RuntimeError for attention that nobody knows to compute row by row."""
+    # What holds anything else may change, so it is looked at anew.
+    is_of_module = isinstance(function, types.FunctionType) and (
+        getattr(sys.modules.get(code_of(function)), function.__name__, None) is function
+    )
+    if code := (_known_attention if is_of_module else foreign_attention)(function):
+        raise RuntimeError(
+            f"each card of this split attends from its share of the tokens, and the attention of {code} may "
+            "read across them. Use way 'blocks' in the split node, one of ComfyUI's own kinds of attention (Model "
+            "Attention Backend, or a start option), or take that node out"
+        )
+
+
+@contextmanager
+def led_by_name(model: nn.Module) -> Iterator[None]:
+    """Inside, what this class's modules call attention goes through the forward that the thread is a rank of, if any.
+
+    Several may be inside at once; the last one puts ComfyUI's functions back.
+    """
+    named = {type(each).__module__ for each in model.modules()}
+    modules = [sys.modules[name] for name in named if name.startswith("comfy.ldm.") and name in sys.modules]
+    places = [(each, name) for each in modules for name in (*_ATTENTION, _CHOOSES_ATTENTION) if hasattr(each, name)]
+    with _LEADING:
+        for module, name in places:
+            if not _num_led[module, name]:
+                _own[module, name] = function = getattr(module, name)
+                choice = lambda *args, choose=function, **kwargs: _led(choose(*args, **kwargs))  # noqa: E731
+                setattr(module, name, choice if name == _CHOOSES_ATTENTION else _led(function))
+            _num_led[module, name] += 1
+    try:
+        yield
+    finally:
+        with _LEADING:
+            for module, name in places:
+                _num_led[module, name] -= 1
+                if not _num_led[module, name]:
+                    setattr(module, name, _own.pop((module, name)))
+
+
+def _led(function: Callable[..., Any]) -> Callable[..., Any]:
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        parallel = HERE.parallel
+        if parallel is None or parallel.plan.passes_options:  # then the override of its options leads to us
+            return function(*args, **kwargs)
+        _check_attention(function)
+        tensors = [each if isinstance(each, torch.Tensor) else each.take() for each in args[:3]]
+        return parallel.attend(function, *tensors, *args[3:], **kwargs)
+
+    return attend

@@ -1,0 +1,493 @@
+"""Several ranks compute one forward, each with whole weights and its share of the rows (tokens).
+
+Every rank, a thread per device, runs the stock forward of its own copy of the model. A hook cuts the arguments of each
+block to the rank's rows. Attention gathers keys and values of all ranks in the order of one card, so every row of the
+result has the sums of one card. Behind the last block the rows come together. families/token_plan.py says where rows
+are. Also called sequence or context parallelism, with all-gathered keys (Li et al. 2021, arXiv:2105.13120).
+
+Nothing of a class is replaced. What attention calls reaches `TokenParallel.attend`, which the host has to see to.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...families.token_plan import BlockRows, Place, TokenPlan, places, segments
+from ...patches.hooks import HookSet, change_at
+from .collectives import Collective, Send
+from .tensor_parallel import ForwardWorkers
+from .thread_pool import ThreadPool
+
+Call = Callable[..., Any]
+
+
+@dataclass
+class _Frame:
+    """A block, or a module in it, that is being computed. axes: of the keys of its attentions to come."""
+
+    block: str
+    module: str
+    axes: list[str]
+    num_before: int  # attentions of this forward before it
+    # By the ids of keys and values, which are held: other tensors must not get them.
+    gathered: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
+
+
+class OneDeviceError(RuntimeError):
+    """One device has to compute this forward: a rank would have no row of an axis, or a part of a group."""
+
+
+class _Here(threading.local):
+    """Of a thread that computes a rank's forward: whose it is, and the rank's rows."""
+
+    parallel: TokenParallel | None = None
+    rows: Rows | None = None
+
+
+HERE = _Here()
+
+
+class Rows:
+    """The rows of one rank in one forward.
+
+    Args:
+        shares: relative shares of the rows, by rank.
+    """
+
+    def __init__(self, rank: int, plan: TokenPlan, shares: Sequence[float], group: Collective) -> None:
+        self.rank, self.plan, self.group = rank, plan, group
+        self._shares = tuple(shares)
+        self.lengths: dict[str, int] = {}  # of every segment, on one card
+        self.is_gathered = False  # whether the last block has been computed
+        self.stack: list[_Frame] = []
+        self.num_attentions = 0
+
+    # ---- shares
+
+    def share(self, segment: str, rank: int | None = None) -> tuple[int, int]:
+        """The first row and the number of rows that a rank has of a segment; by default this one.
+
+        Raises: OneDeviceError for rows that are no whole groups of the plan's `aligned`.
+        """
+        length = self.lengths[segment]
+        if segment in self.plan.whole:
+            return 0, length
+        step, total, rank = self._group_length(segment), sum(self._shares), self.rank if rank is None else rank
+        ends = [round(length // step * each / total) * step for each in itertools.accumulate(self._shares, initial=0)]
+        ends[-1] = length
+        return ends[rank], ends[rank + 1] - ends[rank]
+
+    def _group_length(self, segment: str) -> int:
+        """Rows that stay on one rank."""
+        if segment not in (named := dict(each.partition(":")[::2] for each in self.plan.aligned.split())):
+            return 1
+        first, per_group = next(iter(named.items()))
+        groups = self.lengths.get(first, 1) // int(per_group or 1)
+        if groups < 2 or self.lengths[segment] == 1:
+            return 1
+        if self.lengths[segment] % groups:
+            raise OneDeviceError(f"{self.lengths[segment]} rows of {segment} are no whole groups of {groups}")
+        return self.lengths[segment] // groups
+
+    def local(self, axis: str) -> int:
+        """Rows that this rank has of an axis."""
+        return sum(self.share(each)[1] for each in segments(axis))
+
+    def whole(self, axis: str) -> int:
+        """Rows of an axis on one card."""
+        return sum(self.lengths[each] for each in segments(axis))
+
+    def knows(self, axis: str) -> bool:
+        return all(each in self.lengths for each in segments(axis))
+
+    def _learn(self, axis: str, length: int) -> None:
+        """The first tensor that has an axis tells its length."""
+        unknown = [each for each in segments(axis) if each not in self.lengths]
+        if len(unknown) > 1 and f"{unknown[0]}?" in axis:
+            self.lengths[unknown.pop(0)] = 0
+        if len(unknown) == 1:
+            self.lengths[unknown[0]] = length - sum(self.lengths.get(each, 0) for each in segments(axis))
+
+    def check_counts(self) -> None:
+        """Raises: OneDeviceError if a rank has no row of an axis, or if an axis has one row: that is never cut."""
+        for segment, length in self.lengths.items():
+            counts = [self.share(segment, rank)[1] for rank in range(self.group.size)]
+            if length and segment not in self.plan.whole and (length == 1 or not all(counts)):
+                raise OneDeviceError(f"{length} rows of {segment} for {self.group.size} devices")
+
+    # ---- cutting
+
+    def see(self, value: Any, place: Place, where: str) -> Any:
+        """Learn an axis; a number may be a length itself."""
+        length = value.shape[place.dim] if isinstance(value, torch.Tensor) else value if isinstance(value, int) else 1
+        if length > 1:
+            self._learn(place.axis, length)
+        return value
+
+    def cut(self, value: Any, place: Place, where: str) -> Any:
+        """This rank's rows of a tensor of all rows; what has one row, or was cut before, is left.
+
+        The result is a copy: blocks write into their arguments.
+        Raises: RuntimeError for another number of rows.
+        """
+        axis, dim = place.axis, place.dim
+        if not isinstance(value, torch.Tensor) or (length := value.shape[dim]) == 1:
+            return value
+        self._learn(axis, length)
+        if length == self.local(axis) != self.whole(axis):
+            return value
+        if length != self.whole(axis):
+            raise RuntimeError(
+                f"{where}: {length} rows along {axis}, which are neither all {self.whole(axis)} nor the "
+                f"{self.local(axis)} of this device"
+            )
+        parts, start = [], 0
+        for segment in segments(axis):
+            first, count = self.share(segment)
+            parts.append(value.narrow(dim, start + first, count))
+            start += self.lengths[segment]
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone()
+
+    def count(self, value: Any, axis: str) -> Any:
+        """A number of rows, or ranges of them, as this rank counts; a range may carry a value per row."""
+        is_cut_before, names = axis.startswith("~"), segments(axis.lstrip("~"))
+        if value is None or any(name not in self.lengths for name in names):
+            return value
+
+        def here(row: int | None) -> Any:
+            if row is None:
+                return None
+            number = start = 0
+            for index, name in enumerate(names):
+                first, count = self.share(name)
+                if is_cut_before and index == 0:
+                    number, start = min(row, count), count
+                else:
+                    number += min(max(row - start - first, 0), count)
+                    start += self.lengths[name]
+            return number
+
+        def of_range(item: tuple[Any, ...]) -> tuple[Any, ...]:
+            first, last, *rest = item
+            low, high = here(first), here(last)
+            if rest and isinstance(rest[0], torch.Tensor) and rest[0].ndim:
+                skipped = self.rows_before(first, names[0])
+                rest[0] = rest[0][skipped : skipped + high - low]
+            return (low, high, *rest)
+
+        return here(value) if isinstance(value, int) else [of_range(each) for each in value]
+
+    def rows_before(self, row: int, segment: str) -> int:
+        """How many rows from `row` on lie before this rank's first one."""
+        return max(self.share(segment)[0] - row, 0)
+
+    # ---- gathering
+
+    def gather(self, tensor: torch.Tensor, place: Place, name: str, own: Sequence[str] = ()) -> torch.Tensor:
+        """All rows of a tensor, in the order of one card; of segments in own, and of those that are whole, this rank's.
+
+        Args:
+            tensor: of this rank's rows along place.dim.
+            name: of the collective, the same on all ranks.
+        """
+        if not self.knows(place.axis):
+            return tensor
+        found = self.group.all_gather(self.rank, f"{name} along {place.axis}", tensor.contiguous())
+        pieces, starts = [], [0] * self.group.size
+        for segment in segments(place.axis):
+            is_own = segment in own or segment in self.plan.whole
+            for rank, part in enumerate(found):
+                count = self.share(segment, rank)[1]
+                if rank == self.rank or not is_own:
+                    pieces.append(part.narrow(place.dim, starts[rank], count))
+                starts[rank] += count
+        return torch.cat(pieces, place.dim)
+
+
+class TokenParallel:
+    """Runs the forwards of one model on several devices by its rows; see the module's docstring.
+
+    Args:
+        modules: the model on each device, the main device's first, with equal weights.
+        devices: of them.
+        plan: where the class has rows.
+        shares: relative shares of the rows, by rank.
+        send: copies tensors to another rank's device; see Collective.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        devices: Sequence[torch.device],
+        plan: TokenPlan,
+        shares: Sequence[float],
+        send: Send,
+    ) -> None:
+        self._modules, self._devices, self.plan, self._send = tuple(modules), tuple(devices), plan, send
+        self.shares = tuple(shares)
+        self._hooks = HookSet()
+        self._pool = ThreadPool()
+        self.on_keys: Callable[[str, torch.Tensor], None] | None = None  # called on the main device with gathered keys
+
+    def attach(self) -> None:
+        """Hook the modules; a second call is a no-op. Raises: AttributeError for a module that a model lacks."""
+        if self._hooks:
+            return
+        for model in self._modules:
+            blocks = {name: list(_members(model, name)) for name in self.plan.blocks}
+            ordered = [block for each in blocks.values() for _, block in each]
+            for list_name, rows in self.plan.blocks.items():
+                for name, block in blocks[list_name]:
+                    is_last = block is ordered[-1] and not self.plan.tail
+                    self._hook_block(name, block, rows, is_first=block is ordered[0], is_last=is_last)
+            for place in places(self.plan.tail):
+                for _, module in _members(model, ".".join(place.path)):
+                    self._hooks.around(module, functools.partial(self._tail, place))
+            for place in places(self.plan.between):
+                for name, module in _members(model, ".".join(place.path)):
+                    self._hooks.around(module, functools.partial(self._between, name, place))
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+    @property
+    def rows(self) -> Rows | None:
+        """Of the rank whose forward this thread computes; None outside of one."""
+        return HERE.rows if HERE.parallel is self else None
+
+    # ---- a forward
+
+    def run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """What the ranks' forwards return, each with all rows of the result.
+
+        Args:
+            calls: a forward for each rank, on its device.
+        Raises: the first error of a rank, which ends the others; OneDeviceError where one device has to compute this.
+        """
+        workers = ForwardWorkers(self._pool, self._devices, self._send)
+
+        def of_rank(rank: int, call: Callable[[], Any]) -> Any:
+            HERE.parallel, HERE.rows = self, Rows(rank, self.plan, self.shares, workers.collective)
+            try:
+                return call()
+            finally:
+                HERE.parallel = HERE.rows = None
+
+        try:
+            work = [functools.partial(of_rank, rank, call) for rank, call in enumerate(calls)]
+            return workers.run(self._modules[0], work)
+        finally:
+            workers.close()
+
+    # ---- hooks
+
+    def _hook_block(self, name: str, block: nn.Module, rows: BlockRows, *, is_first: bool, is_last: bool) -> None:
+        signature = inspect.signature(block.forward)
+        axes = {".".join(place.path): place.axis.split("/") for place in places(rows.keys)}
+
+        def around(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            here = self.rows
+            if here is None:
+                return call(*args, **kwargs)
+            if is_first:  # some classes run all blocks several times
+                here.lengths.clear()
+                here.is_gathered = False
+            bound = signature.bind(*args, **kwargs)
+            _cut_arguments(here, bound.arguments, rows, name)
+            here.stack.append(_Frame(name, "", list(axes.get("", ["-"])), here.num_attentions))
+            try:
+                output = call(*bound.args, **bound.kwargs)
+            finally:
+                frame = here.stack.pop()
+            if axes and frame.num_before == here.num_attentions:
+                raise RuntimeError(f"no attention of {name} was seen; its keys of the other devices would be missing")
+            if is_last:
+                here.is_gathered = True
+                for place in places(self.plan.out):
+                    join = functools.partial(here.gather, place=place, name=name, own=self.plan.own)
+                    output = change_at(output, place.path, join)
+            return output
+
+        self._hooks.around(block, around)
+        for inner, inner_axes in axes.items():
+            if inner:
+                hook = functools.partial(self._attending, name, inner, inner_axes)
+                self._hooks.around(block.get_submodule(inner), hook)
+
+    def _attending(self, block: str, module: str, axes: list[str], call: Call, args: Any, kwargs: Any) -> Any:
+        here = self.rows
+        if here is None:
+            return call(*args, **kwargs)
+        here.stack.append(_Frame(block, module, list(axes), here.num_attentions))
+        try:
+            return call(*args, **kwargs)
+        finally:
+            here.stack.pop()
+
+    def _tail(self, place: Place, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        here = self.rows
+        if here is not None and not here.is_gathered:
+            here.is_gathered = True
+            args = (here.gather(args[0], place, ".".join(place.path)), *args[1:])
+        return call(*args, **kwargs)
+
+    def _between(self, name: str, place: Place, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        here = self.rows
+        if here is None or here.is_gathered or not here.lengths:
+            return call(*args, **kwargs)
+        output = call(here.gather(args[0].clone(), place, name), *args[1:], **kwargs)
+        return here.cut(output, place, name)
+
+    # ---- attention
+
+    def attend(
+        self, func: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Attention of this rank's queries to the keys of all ranks, by func.
+
+        Args:
+            q, k, v: [..., tokens, width], or as func takes them; of this rank's rows.
+            args, kwargs: as func takes them; masks are cut to this rank's queries.
+        Raises: RuntimeError for keys, or a mask, of another number of rows than the rank's.
+        """
+        here = self.rows
+        if here is None:
+            return func(q, k, v, *args, **kwargs)  # type: ignore[no-any-return]
+        here.num_attentions += 1
+        frame = here.stack[-1] if here.stack else _Frame("", "", ["-"], 0)
+        num_local = k.shape[-2]
+        axis, k, v = self._gathered(here, frame, k, v)
+        if here.rank == 0 and axis != "-" and self.on_keys is not None:
+            self.on_keys(axis, k)
+        if q.shape[-2] == 0:  # kernels refuse no queries
+            width = q.shape[-1] * (q.shape[1] if q.ndim == 4 else 1)
+            return q.new_zeros(*q.shape[:1], 0, width)
+
+        def fit(value: Any) -> Any:
+            is_mask = isinstance(value, torch.Tensor)
+            return self._mask(here, frame, value, q, k, num_local, axis) if is_mask else value
+
+        named = {name: fit(each) if name in ("mask", "attn_mask") else each for name, each in kwargs.items()}
+        return func(q, k, v, *map(fit, args), **named)  # type: ignore[no-any-return]
+
+    def _gathered(
+        self, here: Rows, frame: _Frame, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[str, torch.Tensor, torch.Tensor]:
+        """The axis of the keys, and keys and values of all ranks; a module that attends again with them has them."""
+        if (known := frame.gathered.get((id(k), id(v)))) is not None:
+            return known[0], known[1], known[2]
+        axis = frame.axes.pop(0) if len(frame.axes) > 1 else frame.axes[0]
+        if axis == "-":
+            return axis, k, v
+        if not here.knows(axis):
+            raise OneDeviceError(f"one row of {axis}")
+        if k.shape[-2] != here.local(axis):
+            found = f"{k.shape[-2]} keys, and this device has {here.local(axis)} rows of {axis}"
+            raise RuntimeError(f"{frame.block}.{frame.module}: {found}")
+        name = f"{frame.block}.{frame.module}"
+        keys = here.gather(k, Place((), axis, k.ndim - 2), f"keys of {name}")
+        values = here.gather(v, Place((), axis, v.ndim - 2 if v.ndim == k.ndim else 1), f"values of {name}")
+        frame.gathered[id(k), id(v)] = axis, keys, values, k, v
+        return axis, keys, values
+
+    def _mask(
+        self, here: Rows, frame: _Frame, mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor, num_local: int, axis: str
+    ) -> torch.Tensor:
+        """A mask for this rank's queries and the keys of all ranks."""
+        name = f"{frame.block}.{frame.module}"
+        if self.plan.makes_mask is not None and axis != "-":
+            module = self._modules[here.rank].get_submodule(name.rstrip("."))
+            return self.plan.makes_mask(here, module, mask, axis)  # type: ignore[no-any-return]
+        num_keys, num_queries = k.shape[-2], q.shape[-2]
+        if mask.shape[-1] == num_local != num_keys and self.plan.cuts_masks:
+            mask = here.gather(mask, Place((), axis, mask.ndim - 1), f"mask of {name}")
+        if mask.shape[-1] not in (1, num_keys):
+            raise RuntimeError(f"{name}: a mask of {tuple(mask.shape)} for {num_keys} keys")
+        if mask.ndim < 3 and mask.shape[0] == q.shape[0] or mask.shape[-2] in (1, num_queries):
+            return mask
+        for each in {place.axis for rows in self.plan.blocks.values() for place in places(rows.rows)}:
+            if here.knows(each) and (here.whole(each), here.local(each)) == (mask.shape[-2], num_queries):
+                return here.cut(mask, Place((), each, mask.ndim - 2), name)  # type: ignore[no-any-return]
+        raise RuntimeError(f"{name}: a mask of {tuple(mask.shape)} for {num_queries} queries")
+
+
+class Residuals(list[Any]):
+    """A ControlNet's residuals of one key, of which a forward reads this rank's rows; some have fewer than the axis."""
+
+    def __init__(self, items: Sequence[Any], here: Rows, axis: str) -> None:
+        super().__init__(items)
+        self._rows, self._axis = here, axis
+
+    def _cut(self, value: Any) -> Any:
+        if value is None or self._rows.is_gathered:  # a class may add the last block's behind the gather
+            return value
+        first, count = self._rows.share(self._axis)
+        return value[:, min(first, value.shape[1]) : min(first + count, value.shape[1])]
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            raise self._refused(f"the slice {index}")
+        return self._cut(super().__getitem__(index))
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._cut, super().__iter__())
+
+    def copy(self) -> Any:
+        raise self._refused("a copy")
+
+    def __copy__(self) -> Any:
+        raise self._refused("a copy")
+
+    @staticmethod
+    def _refused(found: str) -> RuntimeError:
+        return RuntimeError(
+            f"each card computes a share of the tokens, and {found} of a ControlNet's residuals would have all rows. "
+            "Read them one by one, or use way 'blocks' in the split node"
+        )
+
+    def pop(self, index: Any = -1) -> Any:
+        return self._cut(super().pop(index))
+
+
+def _cut_arguments(here: Rows, arguments: dict[str, Any], rows: BlockRows, name: str) -> None:
+    """Cut a block's arguments to the rank's rows, in place."""
+
+    def change(path: Sequence[str], by: Callable[[Any], Any]) -> None:
+        held = arguments if path[0] in arguments else arguments.get("kwargs", {})
+        if path[0] in held:
+            held[path[0]] = change_at(held[path[0]], path[1:], by)
+
+    for argument in rows.refused:
+        if arguments.get(argument) is not None:
+            raise RuntimeError(f"{name} is called with {argument}, which the devices cannot share out by rows")
+    found = sorted(places(rows.rows), key=lambda place: place.axis.count("+"))
+    for step in (here.see, here.cut):  # an axis of two segments is known by those that have one of them
+        for place in found:
+            change(place.path, functools.partial(step, place=place, where=f"{name}, {'.'.join(place.path)}"))
+        here.check_counts()
+    for place in places(rows.counts):
+        change(place.path, functools.partial(here.count, axis=place.axis))
+    for argument, by in rows.changes.items():
+        if arguments.get(argument) is not None:
+            arguments[argument] = by(here, arguments[argument])
+
+
+def _members(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a list, or the module itself, with their full names; none of what this build lacks."""
+    try:
+        found = model.get_submodule(name)
+    except AttributeError:
+        return
+    if isinstance(found, (nn.ModuleList, nn.ModuleDict)):
+        yield from ((f"{name}.{each}", module) for each, module in found.named_children())
+    else:
+        yield name, found

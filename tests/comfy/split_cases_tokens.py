@@ -1,0 +1,610 @@
+"""A MODEL of which all cards compute their share of the tokens, by its whole path; the reference is the unsplit run.
+
+Every row has the sums of one card, but kernels are chosen by the number of rows: within 1e-5 of its size in float32
+after three steps. Two runs of the same have the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import comfy.ldm.ernie.model as ernie
+import comfy.ldm.flux.layers as flux_layers
+import comfy.ldm.flux.math as flux_math
+import comfy.model_management
+import comfy.sd
+import torch
+from comfy.ldm.modules import attention
+from comfy.patcher_extension import WrappersMP
+from devicebridge.families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS
+from devicebridge.families.token_plan import TokenPlan
+from devicebridge.nodes.host.split.tokens import led_by_name
+from devicebridge.parallel.local.tokens import HERE, TokenParallel
+from devicebridge.parallel.local.tokens import Residuals as TokenResiduals
+from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
+from devicebridge.tests.comfy.native_cases import with_heads
+from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, split
+from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
+from devicebridge.tests.comfy.split_cases_nodes import WINDOWS, _apply
+from devicebridge.tests.comfy.split_cases_tensor import _failing_meeting, near
+from devicebridge.tests.comfy.split_cases_tensor_files import FILES, _eight_bit, _load, _products_in_fp8
+from devicebridge.tests.comfy.split_cases_tensor_nodes import _cancelled, ends
+from devicebridge.tests.comfy.split_cases_weights import NAME, _sample_scheduled
+from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, live_bytes
+from devicebridge.tests.comfy.split_prompts import _held
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
+from torch.nn import Parameter
+
+NEAR = 1e-5
+SHARED = (
+    "flux1",
+    "flux2",
+    "chroma",
+    "hunyuan_video",
+    "qwen_image",
+    "wan",
+    "wan_i2v",
+    "wan_vace",
+    "ltxv",
+    "lumina2",
+    "z_image",
+    "sd3",
+    "krea2",
+    "cosmos_predict2",
+    "hidream",
+    "minimax_h3",
+)
+
+
+def tokens(model: Any, *devices: torch.device, **options: Any) -> Any:
+    """Split Model Across GPUs with way tokens."""
+    return split(model, *devices, way="tokens", **options)
+
+
+def _family(name: str, case: Case) -> None:
+    host, forwards = case.host, []
+    unsplit = host.load(name, load_device=CPU)
+    reference, guided = host.sample(unsplit, name), host.sample(unsplit, name, cfg=4.0)
+    shared = tokens(host.load(name))
+    run = TokenParallel.run
+
+    def note(self: TokenParallel, calls: Any) -> Any:
+        forwards.append(len(calls))
+        return run(self, calls)
+
+    TokenParallel.run = note  # type: ignore[method-assign]
+    try:
+        output = host.sample(shared, name)
+    finally:
+        TokenParallel.run = run  # type: ignore[method-assign]
+    case.check("both cards computed each step", len(forwards) >= 3 and set(forwards) == {2}, forwards)
+    near(case, "as unsplit", output, reference, NEAR)
+    case.equal("again, with the same bits", host.sample(shared, name), output)
+    near(case, "with guidance", host.sample(shared, name, cfg=4.0), guided, NEAR)
+    if not FAMILIES[name].sound:  # MiniMax H3 takes one video at a time
+        batch = host.sample(unsplit, name, batch=2)
+        near(case, "a batch", host.sample(shared, name, batch=2), batch, NEAR)
+    host.unload_all()
+    left = {device: live_bytes(device) for device in (HOME, OTHER)}  # Cosmos leaves a step's text on the model
+    case.check("nothing more stays than on one card", left[OTHER] <= left[HOME] < 2**17, left)
+    case.equal("after it was unloaded", host.sample(shared, name), output)
+
+
+for _name in SHARED:
+    CASES[f"tokens_{_name}"] = functools.partial(_family, _name)
+
+
+@case
+def tokens_three_cards(case: Case) -> None:
+    """Rows that do not divide by the number of cards are shared out unevenly."""
+    host = case.host
+    for name in ("flux2", "wan"):
+        reference = host.sample(host.load(name, load_device=CPU), name)
+        near(case, name, host.sample(tokens(host.load(name), HOME, OTHER, THIRD), name), reference, NEAR)
+        host.unload_all()
+
+
+@case
+def tokens_loras(case: Case) -> None:
+    """LoRAs before and after the split, two at once, and back to none."""
+    host = case.host
+    for name in ("flux2", *in_long_runs("wan", "qwen_image")):
+        unsplit = host.load(name, load_device=CPU)
+        clean, one = host.sample(unsplit, name), host.lora(unsplit, name)
+        reference = host.sample(one, name)
+        both = host.sample(host.lora(one, name, seed=2, strength=0.7), name)
+        case.differs(f"{name}: it does something", reference, clean)
+        shared = tokens(host.load(name))
+        near(case, f"{name}: after", host.sample(host.lora(shared, name), name), reference, NEAR)
+        near(case, f"{name}: none again", host.sample(shared, name), clean, NEAR)
+        before = tokens(host.lora(host.load(name), name))
+        near(case, f"{name}: before", host.sample(before, name), reference, NEAR)
+        two = host.lora(before, name, seed=2, strength=0.7)
+        near(case, f"{name}: before and after", host.sample(two, name), both, NEAR)
+        host.unload_all()
+
+
+@case
+def tokens_controlnets(case: Case) -> None:
+    """Residuals are computed once, on the main card, and each card adds those of its rows."""
+    host = case.host
+    for name in ("flux1", *in_long_runs("chroma", "hunyuan_video", "qwen_image", "sd3")):
+        outputs = []
+        for model in (host.load(name, load_device=CPU), tokens(host.load(name))):
+            positive, control = FAMILIES[name].condition(1), Residuals(_RESIDUALS[name])
+            positive[0][1] |= {"control": control, "control_apply_to_uncond": True}
+            outputs.append(host.sample(model, name, positive=positive))
+            case.check(f"{name}: asked on the main card", str(OTHER) not in control.asked_on, control.asked_on)
+        case.differs(f"{name}: it does something", outputs[0], host.sample(host.load(name, load_device=CPU), name))
+        near(case, name, outputs[1], outputs[0], NEAR)
+        host.unload_all()
+
+
+@case
+def tokens_another_attention(case: Case) -> None:
+    """Another of ComfyUI's own gets its card's queries and the keys of all; nobody knows what other code reads."""
+    host, name, own, outputs, calls = case.host, "flux1", attention.attention_split, [], []
+    for model in (host.load(name, load_device=CPU), tokens(host.load(name))):
+        model = model.clone()
+        model.set_model_optimized_attention(own)
+        outputs.append(host.sample(model, name))
+    near(case, "as unsplit", outputs[1], outputs[0], NEAR)
+
+    def stronger(func: Any, q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append((q.shape[-2], k.shape[-2]))
+        return func(q, k * 1.5, *args, **kwargs)
+
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return stronger(*args, **kwargs)
+
+    shared = tokens(host.load(name))
+    patched, chosen, unhashable = shared.clone(), shared.clone(), shared.clone()
+    unhashable.model_options["transformer_options"]["optimized_attention_override"] = Unhashable()
+    patched.model_options["transformer_options"]["optimized_attention_override"] = stronger
+    chosen.set_model_optimized_attention(lambda *args, **kwargs: own(*args, **kwargs))
+    for what, model in (("an override", patched), ("a kernel", chosen), ("an unhashable one", unhashable)):
+        case.refused(what, functools.partial(host.sample, model, name), RuntimeError, __name__, "way 'blocks'")
+    with mock.patch.object(flux_math, "optimized_attention", attention.wrap_attn(stronger)):
+        case.refused("put into ComfyUI", lambda: host.sample(shared, name), RuntimeError, __name__, "way 'blocks'")
+    block, own_forward = flux_layers.SingleStreamBlock, flux_layers.SingleStreamBlock.forward
+    with mock.patch.object(block, "forward", lambda *args, **kwargs: calls.append(1) or own_forward(*args, **kwargs)):
+        case.refused("in a class", lambda: host.sample(shared, name), RuntimeError, "the class SingleStreamBlock by")
+    case.check("it never ran", not calls, calls)
+    near(case, "the next prompt", host.sample(shared, name), host.sample(host.load(name), name), NEAR)
+
+
+@case
+def tokens_code_in_the_model(case: Case) -> None:
+    """What is hooked, replaced or exchanged in the main card's model at any time is refused by name."""
+    host, name = case.host, "flux1"
+    shared = tokens(host.load(name))
+    reference, root = host.sample(shared, name), shared.model.diffusion_model
+    layer = root.single_blocks[0].linear1
+    bypass, _ = comfy.sd.load_bypass_lora_for_models(shared, None, dict(lora_weights(name, 1)), 1.0, 0)
+    case.refused("bypass", lambda: host.sample(bypass, name), RuntimeError, "comfy.weight_adapter.bypass", "'blocks'")
+    case.equal("without it", host.sample(shared, name), reference)
+
+    def undo(key: str, value: Any, owner: Any = layer) -> Callable[[], None]:
+        before = getattr(owner, key)
+        setattr(owner, key, value)
+        return lambda: setattr(owner, key, before)
+
+    def hooked() -> Callable[[], None]:
+        return layer.register_forward_hook(lambda module, args, output: output * 2).remove
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return type(layer).forward(layer, x) * 2
+
+    class Twice(type(layer)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    ways: dict[str, tuple[str, Callable[[], Any]]] = {
+        "a hook": ("a hook on single_blocks.0.linear1", hooked),
+        "a forward": ("forward of single_blocks.0.linear1", lambda: undo("forward", forward)),
+        "a weight": ("weight of single_blocks.0.linear1", lambda: undo("weight", Parameter(layer.weight * 2))),
+        "a module": ("module in single_blocks.0", lambda: undo("linear1", copy.copy(layer), root.single_blocks[0])),
+        "a number": ("mlp_hidden_dim of single_blocks.0", lambda: undo("mlp_hidden_dim", 5, root.single_blocks[0])),
+        "a class": ("class of single_blocks.0.linear1", lambda: undo("__class__", Twice)),
+        "a weight's function": ("a weight", lambda: undo("weight_function", [lambda weight: weight * 2])),
+    }
+
+    def run(act: Callable[[], Any], call: Callable[[], Any]) -> Any:
+        taken_back = act()
+        try:
+            return call()
+        finally:
+            taken_back()
+
+    for what, (word, act) in ways.items():
+        around, function = shared.clone(), shared.clone()
+        around.add_wrapper(
+            WrappersMP.DIFFUSION_MODEL,
+            lambda executor, *a, act=act, **k: run(act, functools.partial(executor, *a, **k)),
+        )
+        function.set_model_unet_function_wrapper(
+            lambda apply, given, act=act: run(
+                act, functools.partial(apply, given["input"], given["timestep"], **given["c"])
+            )
+        )
+        for when, model in (("a wrapper", around), ("a function wrapper", function)):
+            sample = functools.partial(host.sample, model, name)
+            case.refused(f"{what} of {when}", sample, RuntimeError, word, "way 'blocks'")
+        if what != "a weight's function":  # ComfyUI's loading makes these anew
+            word = "numbers in single_blocks.0.linear1.weight" if what == "a weight" else word
+            ahead = functools.partial(run, act, functools.partial(host.sample, shared, name))
+            case.refused(f"{what} ahead of sampling", ahead, RuntimeError, word, "way 'blocks'")
+        case.equal(f"{what} is gone", host.sample(shared, name), reference)
+    patched = shared.clone()
+    patched.add_object_patch("diffusion_model.txt_in", copy.copy(root.txt_in))
+    case.refused("an object patch", lambda: host.sample(patched, name), RuntimeError, "exchanged module", "'blocks'")
+    case.equal("it is gone", host.sample(shared, name), reference)
+    host.unload_all()
+    taken_back = undo("_forward", functools.partial(type(root)._forward, root), root)
+    case.refused("a method", lambda: host.sample(shared, name), RuntimeError, "the replaced _forward", "way 'blocks'")
+    taken_back()
+    case.equal("the class's own is back", host.sample(shared, name), reference)
+    ours = vars(root)["_forward"]
+    wrapper = functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs) * 2)
+    taken_back = undo("_forward", wrapper, root)
+    refused = functools.partial(host.sample, shared, name)
+    case.refused("a wrapper of ours", refused, RuntimeError, "the replaced _forward", "way 'blocks'")
+    host.unload_all()
+    case.check("it is left", vars(root)["_forward"] is wrapper)
+    case.refused("a wrapper before loading", refused, RuntimeError, "the replaced _forward", "way 'blocks'")
+    taken_back()
+    case.equal("the wrapper is gone", host.sample(shared, name), reference)
+    del root._forward
+    case.equal("deleted by a node", host.sample(shared, name), reference)
+
+
+@case
+def tokens_code_before_loading(case: Case) -> None:
+    """Weights and buffers that were exchanged before a load are refused by name, with a LoRA on them too."""
+    host, name = case.host, "flux1"
+    loaded = host.load(name)
+    loaded.model.diffusion_model.register_buffer("table", torch.ones(3))
+    shared = tokens(loaded)
+    root, key = shared.model.diffusion_model, "single_blocks.0.linear1"
+    models = {"plain": shared, "with a LoRA": host.lora(shared, name)}
+    references = {what: host.sample(model, name) for what, model in models.items()}
+    layer = root.get_submodule(key)
+    exchanged: dict[str, tuple[Any, Any]] = {
+        f"{key}.weight": (layer, lambda weight: Parameter(weight * 2)),
+        "table": (root, lambda table: table * 2),
+        f"{key}.bias": (layer, lambda bias: Parameter((bias * 2).double())),
+    }
+    for weight, (owner, change) in exchanged.items():
+        for what, model in models.items():
+            host.unload_all()
+            short = weight.rpartition(".")[2]
+            before = getattr(owner, short)
+            setattr(owner, short, change(before))
+            words = f"numbers in {weight}", "way 'blocks'"
+            case.refused(f"{weight}, {what}", functools.partial(host.sample, model, name), RuntimeError, *words)
+            host.unload_all()
+            setattr(owner, short, before)
+            case.equal(f"{weight}, {what}: it is back", host.sample(model, name), references[what])
+    patched = shared.clone()
+    patched.add_object_patch(f"diffusion_model.{key}.new", 5)
+    case.refused("an object patch", lambda: host.sample(patched, name), RuntimeError, f"patch of diffusion_model.{key}")
+
+
+@case
+def tokens_two_at_once(case: Case) -> None:
+    """Attention that is led by name: two forwards end one after the other, and ComfyUI's function is there again."""
+    own, plan = ernie.optimized_attention, TOKEN_PLANS["ErnieImageModel"]
+    built = with_heads(next(each for each in NATIVE_CASES if each.class_name == "ErnieImageModel"))
+    models, found = [built.build() for _ in range(2)], {}
+    expected = models[0](**built.inputs())
+    both = threading.Barrier(2)
+
+    def run(index: int) -> None:
+        with torch.inference_mode():
+            for _ in range(4):
+                both.wait(60)
+                found[index] = _by_tokens(models[index], plan, built.inputs, (3, 5))[0]
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    worst = [_apart(each, expected) for index in range(2) for each in found.get(index, [])]
+    case.check("both are equal to one card", len(worst) == 4 and max(worst) < NEAR, worst)
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    first.enter_context(led_by_name(models[0]))
+    second.enter_context(led_by_name(models[1]))
+    first.close()
+    case.check("the second is led on", ernie.optimized_attention is not own)
+    case.check("what is no rank is passed on", _apart(models[1](**built.inputs()), expected) == 0)
+    second.close()
+    case.check("ComfyUI's own is back", ernie.optimized_attention is own)
+
+
+@case
+def tokens_refusals(case: Case) -> None:
+    """What works between or inside the blocks is refused by name, with the way that takes it."""
+    host, name = case.host, "flux1"
+    shared = tokens(host.load(name))
+    for patch in ("attn1_patch", "post_input", "of another version"):
+        patched = shared.clone()
+        patched.set_model_patch(lambda *args, **kwargs: {}, patch)
+        case.refused(patch, functools.partial(host.sample, patched, name), RuntimeError, patch, "way 'blocks'")
+    replaced = shared.clone()
+    replaced.set_model_patch_replace(lambda args, extra: extra["original_block"](args), "dit", "double_block", 0)
+    case.refused("a block", lambda: host.sample(replaced, name), RuntimeError, "the replacement 'dit'", "way 'blocks'")
+    scheduled = functools.partial(_sample_scheduled, host, tokens(host.load(NAME)), keyframes=True)
+    case.refused("a LoRA that changes", scheduled, RuntimeError, "a hook", "way 'blocks'")
+    near(case, "the model is as before", host.sample(shared, name), host.sample(host.load(name), name), NEAR)
+    case.refused("a class", lambda: tokens(host.load("sdxl")), ValueError, "UNetModel", "way 'blocks'")
+    case.refused("twice", lambda: tokens(shared), ValueError, "split with way 'tokens'")
+
+
+@case
+def tokens_fewer_rows_than_cards(case: Case) -> None:
+    """One card computes a forward of which a card would have no row, and the log says so once."""
+    host, name = case.host, "flux1"
+    small, short = {"latent": (16, 2, 2)}, {"positive": FAMILIES[name].condition(1, 1)}
+    given = {"an image of one row": (small, (HOME, OTHER)), "a text of one row": (short, (HOME, OTHER))}
+    given["an image of two rows on three cards"] = {"latent": (16, 2, 4)}, (HOME, OTHER, THIRD)
+    for what, (options, devices) in given.items():
+        reference = host.sample(host.load(name, load_device=CPU), name, **options)
+        shared = tokens(host.load(name), *devices)
+        with case.logged("devicebridge", logging.INFO) as messages:
+            near(case, what, host.sample(shared, name, **options), reference, NEAR)
+        said = [each for each in messages if "one card computes" in each]
+        case.check(f"{what}: said once", len(said) == 1, said)
+        near(case, f"{what}: then a usual one", host.sample(shared, name), host.sample(host.load(name), name), NEAR)
+    shared = tokens(host.load("wan"), HOME, OTHER, THIRD)  # shares end with frames in the 5B alone
+    reference = host.sample(host.load("wan", load_device=CPU), "wan", latent=(16, 1, 4, 4))
+    near(case, "a clip of one frame", host.sample(shared, "wan", latent=(16, 1, 4, 4)), reference, NEAR)
+
+
+@case
+def tokens_an_error_on_one_card(case: Case) -> None:
+    """An error of one card ends the forward of all with that error, and the next prompt runs."""
+    host, name = case.host, "flux1"
+    shared = tokens(host.load(name))
+    output = host.sample(shared, name)
+    other = shared.model.devicebridge_split.shards[OTHER].diffusion_model
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("this card fails")
+
+    handle = other.single_blocks[0].register_forward_pre_hook(fail)
+    case.refused("an error", lambda: host.sample(shared, name), RuntimeError, "this card fails")
+    handle.remove()
+    case.equal("the next prompt", host.sample(shared, name), output)
+
+
+@case
+def tokens_verified(case: Case) -> None:
+    """A step is compared with one card, and a wrong one ends the run."""
+    host, name = case.host, "wan"
+    with case.logged("devicebridge", 20) as messages:
+        host.sample(tokens(host.load(name), verify=True), name)
+    case.check("it says so", any("on one card" in each for each in messages), messages)
+    wrong = tokens(host.load(name), verify=True)
+    other = wrong.model.devicebridge_split.shards[OTHER].diffusion_model
+
+    def change(module: Any, args: Any, output: Any) -> Any:
+        return output * 3
+
+    other.blocks[-1].ffn.register_forward_hook(change)
+    case.refused("a wrong card", lambda: host.sample(wrong, name), RuntimeError, "on one card", "way to blocks")
+
+
+@case
+def tokens_scaled_fp8_files(case: Case) -> None:
+    """Files in 8 bits: every card has the file's own numbers, with a LoRA those that one card rounds to."""
+    host = case.host
+    kinds = {"scaled_fp8": "flux1", "fp8": "wan", **dict(in_long_runs(("int8", "flux1"), ("int8_rows", "wan")))}
+    for kind, name in kinds.items():
+        path = FILES[kind](host, name)
+        one = _load(path, name, load_device=CPU)
+        plain, with_lora = host.sample(one, name), host.sample(host.lora(one, name), name)
+        case.differs(f"{kind}: 8 bits do something", plain, host.sample(host.load(name, load_device=CPU), name))
+        shared = tokens(_load(path, name))
+        near(case, kind, host.sample(shared, name), plain, NEAR)
+        case.check(f"{kind}: each card holds 8 bits", min(map(len, _eight_bit(shared).values())) > 5)
+        near(case, f"{kind}: with a LoRA", host.sample(host.lora(shared, name), name), with_lora, NEAR)
+        near(case, f"{kind}: without it", host.sample(shared, name), plain, NEAR)
+        host.unload_all()
+    with _products_in_fp8():
+        one, shared = _load(path, name), tokens(_load(path, name))
+    near(case, "products in 8 bits", host.sample(shared, name), host.sample(one, name), NEAR)
+
+
+@case
+def tokens_clones_and_eviction(case: Case) -> None:
+    """Clones with different LoRAs in turn, a card that another model takes between prompts and steps, little room."""
+    host, name = case.host, "flux2"
+    unsplit = host.load(name, load_device=CPU)
+    references = [host.sample(host.lora(unsplit, name, seed=seed), name) for seed in (1, 2)]
+    shared = tokens(host.load(name))
+    clones = [host.lora(shared, name, seed=seed) for seed in (1, 2)]
+    for turn in range(2):
+        for index, clone in enumerate(clones):
+            near(case, f"clone {index}, turn {turn}", host.sample(clone, name), references[index], NEAR)
+        host.free((HOME, OTHER)[turn])
+    near(case, "after it lost a card", host.sample(clones[0], name), references[0], NEAR)
+    size = sum(parameter.nbytes for parameter in shared.model.diffusion_model.parameters())
+    for device in (HOME, OTHER):
+        part = next(each for each in (clones[1], *clones[1].companions) if each.load_device == device)
+        unloaded = functools.partial(part.partially_unload, CPU, size // 2)
+        output = host.sample(clones[1], name, callback=lambda *args, unloaded=unloaded: unloaded())
+        near(case, f"{device} loses some at each step", output, references[1], NEAR)
+        case.check(f"{device} lost them", part.loaded_size() <= size // 2, f"{part.loaded_size()} of {size}")
+        host.unload_all()
+        with host.machine.room_for(size // 2, device):
+            near(case, f"streamed on {device}", host.sample(clones[1], name), references[1], NEAR)
+        host.unload_all()
+
+
+@case
+def tokens_stopped_inside_a_block(case: Case) -> None:
+    """Ctrl-C and Cancel in a collective of either card, or of a preview, end the prompt; the next has the same bits."""
+    host, name = case.host, "flux2"
+    shared = tokens(host.load(name))
+    sample, cancel = functools.partial(host.sample, shared, name), comfy.model_management.InterruptProcessingException()
+    reference, threads = sample(), threading.active_count()
+
+    def press(*args: Any) -> None:
+        raise cancel
+
+    for what, stop in {"Ctrl-C": KeyboardInterrupt(), "Cancel": cancel}.items():
+        for rank in (0, 1):
+            with _failing_meeting(rank, 7, stop):
+                ends(case, f"{what} on card {rank}", sample, type(stop))
+            case.equal(f"after {what} on card {rank}", sample(), reference)
+    ends(case, "Cancel of a preview", functools.partial(sample, callback=press), type(cancel))
+    case.equal("after it", sample(), reference)
+    ends(case, "Cancel pressed meanwhile", functools.partial(_cancelled, sample), type(cancel))
+    case.equal("after Cancel was pressed", sample(), reference)
+    case.check("no thread is left", threading.active_count() <= threads, threading.active_count())
+
+
+@case
+def tokens_context_windows(case: Case) -> None:
+    """A long video in overlapping windows of frames, each a batch entry of its own."""
+    host, name, latent = case.host, "wan", (16, 4, 4, 4)
+    plain, shared = host.load(name, load_device=CPU), tokens(host.load(name))
+    reference = host.sample(_apply(WINDOWS, plain), name, cfg=3.0, latent=latent)
+    case.differs("it does something", reference, host.sample(plain, name, cfg=3.0, latent=latent))
+    near(case, "as unsplit", host.sample(_apply(WINDOWS, shared), name, cfg=3.0, latent=latent), reference, NEAR)
+
+
+@case
+def tokens_many_prompts(case: Case) -> None:
+    """Nothing grows over thirty prompts: no memory, no thread, no file."""
+    host, name, different = case.host, "flux1", 0
+    shared = tokens(host.load(name))
+    with_lora = host.lora(shared, name)
+    references = [host.sample(each, name, steps=2) for each in (shared, with_lora)]
+    for index in range(30):
+        if index == 10:
+            before, tensors = _held(), live_bytes(OTHER)
+        output = host.sample((shared, with_lora)[index % 2], name, steps=2)
+        different += not torch.equal(output, references[index % 2])
+        if index % 7 == 0:
+            host.free(OTHER)
+    after = _held()
+    case.check("the same bits", different == 0, different)
+    case.check("no thread, no file", all(after[key] <= before[key] for key in ("threads", "files")), (before, after))
+    case.check("no memory", after["bytes"] <= before["bytes"] + (4 << 20), (before, after))
+    case.check("none on the card", live_bytes(OTHER) <= tensors, (tensors, live_bytes(OTHER)))
+
+
+# ---- every class, on the CPU: the result, and the order of keys, which no result shows
+
+_SHARES = ((3, 5), (1, 1, 1))
+_NO_ROWS = {"hidream_o1"}  # it keeps keys of earlier forwards, which the executor has it leave out
+
+
+def _whole(model: torch.nn.Module, plan: TokenPlan, inputs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
+    """The forward of one card, and the keys of its attentions in their order."""
+    keys: list[torch.Tensor] = []
+
+    class Seen:
+        """As the attentions of a TokenParallel, on one card."""
+
+        rows = None
+
+        def attend(self, func: Any, q: torch.Tensor, k: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+            keys.append(k.detach().clone())
+            return func(q, k, *rest, **named)
+
+    seen: Any = Seen()
+    seen.plan = plan
+    if not plan.passes_options:
+        HERE.parallel = seen
+        try:
+            with led_by_name(model):
+                return model(**inputs), keys
+        finally:
+            HERE.parallel = None
+    return model(**_with_attention(inputs, seen)), keys
+
+
+def _with_attention(inputs: dict[str, Any], rows: Any) -> dict[str, Any]:
+    options = {**(inputs.get("transformer_options") or {}), "optimized_attention_override": rows.attend}
+    return {**inputs, "transformer_options": options}
+
+
+def _by_tokens(
+    model: torch.nn.Module, plan: TokenPlan, inputs: Callable[[], dict[str, Any]], shares: tuple[int, ...]
+) -> tuple[list[Any], list[torch.Tensor]]:
+    """What every rank's forward returns, and the gathered keys on the first."""
+    models, keys = [copy.deepcopy(model) for _ in shares], []
+    rows = TokenParallel(models, [CPU] * len(shares), plan, shares, lambda tensors, rank, arrivals: tensors)
+    rows.on_keys = lambda axis, k: keys.append(k.detach().clone())
+    rows.attach()
+
+    def run(rank: int) -> Any:
+        given = inputs()
+        if given.get("control") and plan.control:
+            here = rows.rows
+            assert here is not None
+            given["control"] = {
+                name: TokenResiduals(each, here, plan.control) for name, each in given["control"].items()
+            }
+        return models[rank](**(_with_attention(given, rows) if plan.passes_options else given))
+
+    with contextlib.nullcontext() if plan.passes_options else led_by_name(model):
+        outputs = rows.run([functools.partial(run, rank) for rank in range(len(shares))])
+    rows.remove()
+    return outputs, keys
+
+
+def _apart(found: Any, expected: Any) -> float:
+    """The largest difference, of the largest value."""
+    pairs = zip(
+        *((list(each) if isinstance(each, (list, tuple)) else [each]) for each in (found, expected)), strict=True
+    )
+    return max(float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30)) for a, b in pairs)
+
+
+def _in_order(keys: list[torch.Tensor], whole: list[torch.Tensor]) -> bool:
+    """Whether all of these keys are among one card's, in its order, row by row."""
+    left = iter(whole)
+    return all(
+        any(
+            each.shape == key.shape and float((each - key).abs().max()) <= 1e-4 * float(each.abs().max())
+            for each in left
+        )
+        for key in keys
+    )
+
+
+@case
+def tokens_every_class(case: Case) -> None:
+    """Each class that has a plan, in a build whose every layer changes the output: equal, with the keys of one card."""
+    for native in NATIVE_CASES:
+        plan = TOKEN_PLANS.get(native.class_name)
+        if plan is None:
+            case.check(f"{native.name}: a reason", native.class_name in NO_TOKENS, native.class_name)
+            continue
+        built = with_heads(native)
+        model = built.build()
+        if native.name in _NO_ROWS:
+            refused = functools.partial(_by_tokens, model, plan, built.inputs, (3, 5))
+            case.refused(f"{native.name}: keys of earlier forwards", refused, RuntimeError, "past_key_value")
+            continue
+        expected, whole = _whole(model, plan, built.inputs())
+        for shares in _SHARES:
+            outputs, keys = _by_tokens(model, plan, built.inputs, shares)
+            worst = max(_apart(each, expected) for each in outputs)
+            bound = 1e-5 if native.class_name == "PidNet" else 3e-6  # its pixel decoder multiplies differences
+            case.check(f"{native.name} {shares}: equal", worst < bound, worst)
+            case.check(f"{native.name} {shares}: keys of one card", bool(keys) and _in_order(keys, whole), len(keys))
