@@ -28,6 +28,11 @@ def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=tensor.device.type == device.type != "cpu")
 
 
+def is_everywhere(tensor: torch.Tensor) -> bool:
+    """Whether this mixes with tensors of every device: one number on the CPU."""
+    return tensor.device.type == "cpu" and tensor.ndim == 0
+
+
 class SideStreams:
     """A pair of streams for the copies from each card to each other one.
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...patches.hooks import map_tensors
-from ..transfer import Versioned, copy_to
+from ..transfer import Versioned, copy_to, is_everywhere
 
 
 class Borrowed:
@@ -72,7 +72,7 @@ class Borrowed:
         if type(output) in (tuple, list):
             return type(output)(self.returned(item, back) for item in output)
         if isinstance(output, torch.Tensor):
-            return output if _is_everywhere(output) else copy_to(output, back)
+            return output if is_everywhere(output) else copy_to(output, back)
         return map_tensors(output, lambda tensor: self.returned(tensor, back))
 
     def _borrow(self, tree: Any) -> Any:
@@ -88,7 +88,7 @@ class Borrowed:
             return tuple(self._borrow(item) for item in tree)
         if not isinstance(tree, torch.Tensor):
             return map_tensors(tree, self._borrow)
-        if tree.device == self._device or _is_everywhere(tree):
+        if tree.device == self._device or is_everywhere(tree):
             return tree
         if id(tree) not in self._copies:
             with Versioned():
@@ -112,8 +112,3 @@ def _copy_in_shape(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return copy_to(tensor, device)
     copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     return copy.copy_(tensor, non_blocking=tensor.device.type == device.type != "cpu")
-
-
-def _is_everywhere(tensor: torch.Tensor) -> bool:
-    """Whether this mixes with tensors of every device."""
-    return tensor.device.type == "cpu" and tensor.ndim == 0

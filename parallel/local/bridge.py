@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from ...patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors, tensors_reached
-from ..transfer import SideStreams, Versioned, copy_to, device_switch, version_of
+from ..transfer import SideStreams, Versioned, copy_to, device_switch, is_everywhere, version_of
 from .thread_pool import ThreadPool
 
 T = TypeVar("T")
@@ -222,7 +222,7 @@ class Bridge:
 
     def _copy(self, device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on device; backward returns the gradient."""
-        if tensor.device == device or (tensor.device.type == "cpu" and tensor.ndim == 0):
+        if tensor.device == device or is_everywhere(tensor):
             return tensor  # the latter mixes with every device
         copies = self._local.copies
         if copies is None:

@@ -27,7 +27,7 @@ from torch import nn
 from ...patches.hooks import PLAIN, HookSet, map_tensors, tensors_reached
 from ..devices import device_title
 from ..staged_copies import StagedCopies, copies_between
-from ..transfer import Arrivals, Versioned, copy_to, current_device, with_version
+from ..transfer import Arrivals, Versioned, copy_to, current_device, is_everywhere, with_version
 from .bridge import Bridge
 from .collectives import Collective, Send, Tensors, attach_collectives
 from .graph_recorder import GraphRecorder, can_record
@@ -321,7 +321,7 @@ class TensorParallel(Bridge):
     def give(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor for one of the other devices: what it has of it already, or a copy of its own."""
         device, copies = self._ranks[rank], self._local.copies
-        if tensor.device.type == "cpu" and tensor.ndim == 0 and device.type != "cpu":
+        if is_everywhere(tensor) and device.type != "cpu":
             return tensor
         assert copies is not None, "a forward is running"
         copy = copies.find(tensor, rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ import comfy_extras.nodes_model_merging as merging
 from devicebridge.parallel.local.collectives import Collective
 from devicebridge.tests.comfy.split_cases import CPU, Case, case
 from devicebridge.tests.comfy.split_cases_nodes import _FLUX, _SD3, WINDOWS, Node, _apply
-from devicebridge.tests.comfy.split_cases_tensor import _failing_meeting, near, tensor
+from devicebridge.tests.comfy.split_cases_tensor import NEAR, _failing_meeting, near, tensor
 from devicebridge.tests.comfy.split_cases_tensor_files import _no_worse
 
 
@@ -43,14 +44,18 @@ def tensor_nodes_for_sd3(case: Case) -> None:
     _each(case, "sd3", _SD3)
 
 
-@case
-def tensor_context_windows(case: Case) -> None:
+def context_windows(case: Case, name: str, divide: Callable[[Any], Any], bound: float = NEAR) -> None:
     """A long video in overlapping windows of frames, each a batch entry of its own."""
-    host, name, latent = case.host, "wan_heads", (16, 4, 4, 4)
-    plain, divided = host.load(name, load_device=CPU), tensor(host.load(name))
+    host, latent = case.host, (16, 4, 4, 4)
+    plain, divided = host.load(name, load_device=CPU), divide(host.load(name))
     reference = host.sample(_apply(WINDOWS, plain), name, cfg=3.0, latent=latent)
     case.differs("it does something", reference, host.sample(plain, name, cfg=3.0, latent=latent))
-    near(case, "as unsplit", host.sample(_apply(WINDOWS, divided), name, cfg=3.0, latent=latent), reference)
+    near(case, "as unsplit", host.sample(_apply(WINDOWS, divided), name, cfg=3.0, latent=latent), reference, bound)
+
+
+@case
+def tensor_context_windows(case: Case) -> None:
+    context_windows(case, "wan_heads", tensor)
 
 
 @case

@@ -32,10 +32,9 @@ from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
 from devicebridge.tests.comfy.native_cases import with_heads
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
-from devicebridge.tests.comfy.split_cases_nodes import WINDOWS, _apply
 from devicebridge.tests.comfy.split_cases_tensor import _failing_meeting, near
 from devicebridge.tests.comfy.split_cases_tensor_files import FILES, _eight_bit, _load, _products_in_fp8
-from devicebridge.tests.comfy.split_cases_tensor_nodes import _cancelled, ends
+from devicebridge.tests.comfy.split_cases_tensor_nodes import _cancelled, context_windows, ends
 from devicebridge.tests.comfy.split_cases_weights import NAME, _sample_scheduled
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, live_bytes
 from devicebridge.tests.comfy.split_prompts import _held
@@ -477,12 +476,7 @@ def tokens_stopped_inside_a_block(case: Case) -> None:
 
 @case
 def tokens_context_windows(case: Case) -> None:
-    """A long video in overlapping windows of frames, each a batch entry of its own."""
-    host, name, latent = case.host, "wan", (16, 4, 4, 4)
-    plain, shared = host.load(name, load_device=CPU), tokens(host.load(name))
-    reference = host.sample(_apply(WINDOWS, plain), name, cfg=3.0, latent=latent)
-    case.differs("it does something", reference, host.sample(plain, name, cfg=3.0, latent=latent))
-    near(case, "as unsplit", host.sample(_apply(WINDOWS, shared), name, cfg=3.0, latent=latent), reference, NEAR)
+    context_windows(case, "wan", tokens, NEAR)
 
 
 @case

@@ -35,7 +35,7 @@ from ....parallel.local.bridge import Bridge
 from ....parallel.local.collectives import Tensors
 from ....parallel.local.tokens import HERE, OneDeviceError, Residuals, TokenParallel
 from ....parallel.staged_copies import copies_between
-from ....parallel.transfer import Arrivals, copy_to
+from ....parallel.transfer import Arrivals, copy_to, is_everywhere
 from ....patches.changes import Unchanged, code_of, foreign_methods
 from ....patches.hooks import HookSet, is_made_here, map_tensors
 from ....planning.cards import machine_speed
@@ -280,8 +280,7 @@ class TokensExecutor(Executor):
         device = self._plan.devices[rank]
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            is_number = tensor.device.type == "cpu" and tensor.ndim == 0
-            return tensor if rank == 0 or is_number else copy_to(tensor, device)
+            return tensor if rank == 0 or is_everywhere(tensor) else copy_to(tensor, device)
 
         moved = {name: map_tensors(value, move, _FUNCTIONS) for name, value in given.items()}
         if isinstance(moved.get(_OPTIONS), dict):
