@@ -24,6 +24,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -448,13 +449,18 @@ def _keys_read(watched: Sequence[WatchedOptions]) -> dict[Any, Any]:
     read = {name: dict.get(watched[0], name, _MISSING) for each in watched for name in each.read}
     if any(each.written for each in watched) or tensors_reached(list(read.values())):
         raise RuntimeError(f"it changes the {OPTIONS}, or reads tensors there")
-    return {name: key_of(value) for name, value in read.items()}
+    return {name: _option_key(value) for name, value in read.items()}
+
+
+def _option_key(value: Any) -> Any:
+    """As key_of; a function, such as ComfyUI's own attention that a node chose, is itself."""
+    return value if isinstance(value, FunctionType) else key_of(value)
 
 
 def _reads_alike(read: Mapping[Any, Any], options: Mapping[Any, Any]) -> bool:
     """Whether the options that a block looked up are those of its recording. Args: read: of each its key then."""
     try:
-        return all(key_of(options.get(name, _MISSING)) == key for name, key in read.items())
+        return all(_option_key(options.get(name, _MISSING)) == key for name, key in read.items())
     except Unlike:
         return False
 

@@ -10,9 +10,12 @@ from unittest import mock
 
 import comfy.model_management
 import comfy_extras.nodes_model_merging as merging
+from comfy.ldm.modules import attention
+from comfy_extras.nodes_model_advanced import ModelAttentionBackend
 from devicebridge.parallel.local.collectives import Collective
-from devicebridge.tests.comfy.split_cases import CPU, Case, case
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs
 from devicebridge.tests.comfy.split_cases_nodes import _FLUX, _SD3, WINDOWS, Node, _apply
+from devicebridge.tests.comfy.split_cases_replayed import STEPS, replayed, unwatched
 from devicebridge.tests.comfy.split_cases_tensor import NEAR, _failing_meeting, near, tensor
 from devicebridge.tests.comfy.split_cases_tensor_files import _no_worse
 
@@ -102,6 +105,36 @@ def tensor_stopped_inside_a_block(case: Case) -> None:
 
 
 @case
+def tensor_another_attention(case: Case) -> None:
+    """Attention of ComfyUI's own gets the heads of its card. A replay of another one would have other bits."""
+    host = case.host
+
+    def sampled(model: Any, name: str) -> dict[str, Any]:
+        outputs = {"as it is": host.sample(model, name, steps=STEPS)}
+        for kind in ("split", "sub_quad"):
+            chosen = model.clone()
+            chosen.set_model_optimized_attention(attention.get_attention_function(kind))
+            outputs[kind] = host.sample(chosen, name, steps=STEPS)
+        chosen = ModelAttentionBackend().patch(model, "pytorch attention")[0]
+        return outputs | {"by the node": host.sample(chosen, name, steps=STEPS)}
+
+    for name in ("flux1_heads", *in_long_runs("wan_heads", "lumina2")):
+        with unwatched():
+            launched = sampled(tensor(host.load(name)), name)
+        host.unload_all()
+        with replayed():
+            model = tensor(host.load(name))
+            outputs = sampled(model, name)
+            graphs = model.model.devicebridge_split.bridge.graphs
+            case.check(f"{name}: replayed", graphs.num_replays > 0 and not graphs.fault, graphs.fault)
+        host.unload_all()
+        for kind, reference in sampled(host.load(name, load_device=CPU), name).items():
+            near(case, f"{name}, {kind}", launched[kind], reference)
+            case.equal(f"{name}, {kind}, replayed", outputs[kind], launched[kind])
+        case.differs(f"{name}: kinds differ", launched["split"], launched["by the node"])
+
+
+@case
 def tensor_refuses_code_inside_blocks(case: Case) -> None:
     """A card has some of the heads: what other nodes do there is refused by name, and the next prompt works."""
     host = case.host
@@ -119,7 +152,7 @@ def tensor_refuses_code_inside_blocks(case: Case) -> None:
         overridden = divided.clone()
         overridden.model_options["transformer_options"]["optimized_attention_override"] = override
         sample = functools.partial(host.sample, overridden, name)
-        case.refused("an override", sample, RuntimeError, "attention override", "blocks")
+        case.refused("an override", sample, RuntimeError, f"attention override of {__name__}", "blocks")
         case.equal("afterwards", host.sample(divided, name), reference)
         host.unload_all()
 

@@ -63,6 +63,7 @@ CASES = [
     "tensor_pins_only_slices_that_lie_in_one_piece", "tensor_nodes_for_flux", "tensor_nodes_for_sd3",
     "tensor_context_windows", "tensor_merges", "tensor_stopped_inside_a_block", "tensor_compared_once",
     "tensor_three_cards", "tensor_loras", "tensor_other_patches", "tensor_refuses_code_inside_blocks",
+    "tensor_another_attention",
     "tensor_controlnets", "tensor_replaced_blocks", "tensor_refusals", "tensor_an_error_on_one_card",
     "tensor_a_card_too_small_for_its_largest_layer", "tensor_clones_and_eviction", "dynamic_blocks", "dynamic_tensor",
     "dynamic_tensor_with_little_memory", "dynamic_tensor_loras", "dynamic_tensor_refuses_a_scheduled_lora",

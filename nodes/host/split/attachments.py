@@ -20,6 +20,9 @@ Their authors wrote for the device that the model is loaded on, so whatever they
 
 from __future__ import annotations
 
+import functools
+import sys
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -41,15 +44,15 @@ if TYPE_CHECKING:
 
 ROOT = "diffusion_model"
 KEY = "devicebridge.split"
+OVERRIDE = "optimized_attention_override"
 
 _STATEFUL_ENTRIES = ("control", "gligen", "hooks", "default", "additional_models")
 _SEEN_ENTRIES = ("patches", "patches_replace")
-_OVERRIDE = "optimized_attention_override"
 _PASSED_BY = ("transformer_options", "control")
 _RUNS_BETWEEN_BLOCKS = "dit"
 _OPTION_KEYS = ("cond_or_uncond", "sample_sigmas", "sigmas")  # by these a dict is known to be transformer_options
 # Entries of transformer_options that are looked at by name, or are ComfyUI's own and plain.
-_KNOWN_ENTRIES = frozenset({*_SEEN_ENTRIES, _OVERRIDE, "wrappers", "callbacks", "model_patcher"})
+_KNOWN_ENTRIES = frozenset({*_SEEN_ENTRIES, OVERRIDE, "wrappers", "callbacks", "model_patcher"})
 
 
 # ---- inside the modules
@@ -121,7 +124,7 @@ def replaced_methods(diffusion_model: nn.Module) -> list[str]:
 def seen_attachments(options: Mapping[str, Any]) -> list[str]:
     """What transformer_options bring that runs inside the forward, in words for the user."""
     found = [name for name in _SEEN_ENTRIES if any(options.get(name, {}).values())]
-    if options.get(_OVERRIDE) is not None:
+    if foreign_attention(options.get(OVERRIDE)):
         found.append("an attention override")
     if any(options.get("wrappers", {}).get("diffusion_model", {}).values()):
         found.append("a wrapper around diffusion_model")
@@ -170,8 +173,7 @@ def _reasons_in(options: Mapping[str, Any]) -> Iterator[str]:
     for name in _SEEN_ENTRIES:
         if any(options.get(name, {}).values()):
             yield f"{name} of another node may keep state between blocks"
-    override = options.get(_OVERRIDE)
-    if override is not None and foreign_attention(override):
+    if foreign_attention(options.get(OVERRIDE)):
         yield "an attention override of another node may keep state between calls"
     wrappers = options.get("wrappers", {})
     for kind in ("diffusion_model", "apply_model"):
@@ -193,9 +195,21 @@ def _nearby(value: Any) -> Iterator[Any]:
 
 
 def foreign_attention(function: Any) -> str:
-    """Whose code this is, unless it is one of ComfyUI's own attention functions, or only chooses one: then ""."""
+    """Whose code this is, unless it is one of ComfyUI's own attention functions, or only chooses one: then "", as for
+    None. Those compute each head and each query by itself."""
+    # What holds anything else may change, so it is looked at anew.
+    is_of_module = isinstance(function, types.FunctionType) and (
+        getattr(sys.modules.get(code_of(function)), function.__name__, None) is function
+    )
+    return "" if function is None else (_known_attention if is_of_module else _foreign_attention)(function)
+
+
+def _foreign_attention(function: Any) -> str:
     parts = [code_of(part) for part in reachable(function) if callable(part) and not isinstance(part, type)]
     return next((code for code in parts if not code.startswith("comfy.")), "")
+
+
+_known_attention = functools.lru_cache(maxsize=32)(_foreign_attention)
 
 
 # ---- made right for several cards
@@ -248,10 +262,10 @@ def guard_options(options: dict[str, Any], bridge: Bridge, plan: SplitPlan) -> d
             name: {key: _replacement(name, key, patch, bridge, plan) for key, patch in patches.items()}
             for name, patches in guarded["patches_replace"].items()
         }
-    override = guarded.get(_OVERRIDE)
+    override = guarded.get(OVERRIDE)
     if override is not None and holds_tensors(override):  # any other runs where the block is
         # Without container_function there: ComfyUI then hands over the tensors themselves.
-        guarded[_OVERRIDE] = _on_main(override, bridge)
+        guarded[OVERRIDE] = _on_main(override, bridge)
     return guarded
 
 

@@ -29,7 +29,7 @@ from ....parallel.local.shards import BlockShard, divide_block, divided_bytes, f
 from ....parallel.local.slices import JoinedSlices, Slice
 from ....parallel.local.tensor_parallel import TensorParallel
 from ....quantization.weight_only import plain_parts
-from .attachments import KEY, ROOT, is_options
+from .attachments import KEY, OVERRIDE, ROOT, foreign_attention, is_options
 from .model_copy import Origin, copy_structure, reachable
 from .plan import GB, SplitPlan, SplitRequest, layout_of
 from .tree import Executor, SplitTree
@@ -401,6 +401,8 @@ def addresses_on(layer: nn.Module, device: torch.device) -> tuple[int, ...] | No
 def check_runnable(unseen: Sequence[str], options: Mapping[str, Any], inside: Sequence[str]) -> None:
     """Refuse what other nodes would do inside a block, where each card has some of the heads.
 
+    ComfyUI's own attention functions compute every head by itself, and a block calls them with its card's heads.
+
     Args:
         unseen: what is attached inside the model. options: transformer_options of the forward.
         inside: names of the patches that this class calls inside a block.
@@ -414,8 +416,8 @@ def check_runnable(unseen: Sequence[str], options: Mapping[str, Any], inside: Se
         for name, keyed in options.get("patches_replace", {}).items()
         if keyed and name != "dit"
     ]
-    if options.get("optimized_attention_override") is not None:
-        found.append("an attention override")
+    if code := foreign_attention(options.get(OVERRIDE)):
+        found.append(f"the attention override of {code}")
     if found:
         raise RuntimeError(
             f"each card of this split computes some of the attention heads, and {found[0]} of another node works "

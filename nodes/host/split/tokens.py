@@ -14,7 +14,6 @@ import itertools
 import logging
 import sys
 import threading
-import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -332,16 +331,9 @@ def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-_known_attention = functools.lru_cache(maxsize=32)(foreign_attention)
-
-
 def _check_attention(function: Callable[..., Any]) -> None:
     """Raises: RuntimeError for attention that nobody knows to compute row by row."""
-    # What holds anything else may change, so it is looked at anew.
-    is_of_module = isinstance(function, types.FunctionType) and (
-        getattr(sys.modules.get(code_of(function)), function.__name__, None) is function
-    )
-    if code := (_known_attention if is_of_module else foreign_attention)(function):
+    if code := foreign_attention(function):
         raise RuntimeError(
             f"each card of this split attends from its share of the tokens, and the attention of {code} may "
             "read across them. Use way 'blocks' in the split node, one of ComfyUI's own kinds of attention (Model "
