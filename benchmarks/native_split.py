@@ -197,6 +197,30 @@ FLUX2_SMALL = replace(
     name="FLUX.2-dev at full width, 4 double + 24 single blocks",
     kwargs={**FLUX2.kwargs, "depth": 4, "depth_single_blocks": 24},
 )
+FLUX1 = replace(
+    FLUX2,
+    name="FLUX.1-dev, 19 double + 38 single blocks",
+    kwargs={
+        "in_channels": 16,
+        "out_channels": 16,
+        "vec_in_dim": 768,
+        "context_in_dim": 4096,
+        "hidden_size": 3072,
+        "mlp_ratio": 4.0,
+        "num_heads": 24,
+        "depth": 19,
+        "depth_single_blocks": 38,
+        "axes_dim": [16, 56, 56],
+        "theta": 10000,
+        "patch_size": 2,
+        "qkv_bias": True,
+        "guidance_embed": True,
+        "txt_ids_dims": [],
+    },
+    latent=(16, 128, 128),  # 1024 x 1024 pixels
+    tiny_latent=(16, 8, 8),
+    text=(512, 4096),
+)
 WAN_14B = Shape(
     name="Wan 2.1/2.2 14B text to video, 40 blocks",
     module="comfy.ldm.wan.model",
@@ -226,7 +250,7 @@ QWEN_IMAGE = Shape(
 def random_weights(shape: Shape, precision: str, device: torch.device) -> dict[str, torch.Tensor]:
     """A state dict as a file of this precision holds it: bf16, fp16, fp8, fp8_scaled or nvfp4. Always the same."""
     weights: dict[str, torch.Tensor] = {}
-    draw_on = device if OPTIONS.tiny or device.type == KIND else CARDS[0]
+    draw_on = CPU if OPTIONS.tiny else device if device.type == KIND else CARDS[0]
     for index, (name, like) in enumerate(shape.build().state_dict().items()):
         generator = torch.Generator(draw_on).manual_seed(1000 + index)
         tensor = torch.empty(like.shape, dtype=torch.bfloat16, device=draw_on).normal_(0, 0.02, generator=generator)
@@ -537,8 +561,18 @@ def small_cards(gib: float | None) -> Iterator[None]:
             BALLAST_GB.clear()
 
 
-def compare(rivals: Mapping[str, Any], work: Work, base: str, rounds: int = OPTIONS.rounds) -> dict[str, Any]:
+def compare(
+    rivals: Mapping[str, Any],
+    work: Work,
+    base: str,
+    rounds: int = OPTIONS.rounds,
+    around: Callable[[str], contextlib.AbstractContextManager[Any]] = lambda name: contextlib.nullcontext(),
+    warm_up: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
     """Turns of all rivals, interleaved: seconds per step of each over those of `base`, and equality of latents.
+
+    A rival samples inside around(its name). Those in warm_up have a first turn of so many steps that does not count;
+    None gives each of them a whole one.
 
     A rival whose name ends in compiler_off samples with ComfyUI's compiler switched off. So does core's replica per
     card: it runs in threads of its own, whose graphs the end of a node does not free. One with _launched in
@@ -547,12 +581,16 @@ def compare(rivals: Mapping[str, Any], work: Work, base: str, rounds: int = OPTI
     turns: dict[str, list[Turn]] = {name: [] for name in rivals}
     for index in range(rounds + 1):
         for name, model in rivals.items():
+            steps = work.steps if index or warm_up is None else warm_up.get(name, 0)
+            if not steps:
+                continue
             is_off = name.endswith("compiler_off") or name.startswith("core_multigpu")
             with (
                 compiler_off() if is_off else contextlib.nullcontext(),
                 tensor_with(replays="_launched" not in name),
+                around(name),
             ):
-                turn = sample(model, work)
+                turn = sample(model, replace(work, steps=steps))
             what = f"{turn.compiled['graphs']} graphs, {turn.compiled['replays']} replays"
             about = "" if index else f"warm-up, at most {max(turn.step_s):.4f}, "
             say(f"    {name}: {about}{statistics.median(turn.step_s):.4f} s/step; {what}")
@@ -604,10 +642,14 @@ def _describe(runs: list[Turn]) -> dict[str, Any]:
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> Any:
-    """True if bitwise equal, else the relative error."""
+    """True if bitwise equal, else the relative error, and the largest difference over the standard deviation."""
     if torch.equal(a, b):
         return True
-    return {"relative_error": float((a.double() - b.double()).norm() / a.double().norm())}
+    a, difference = a.double(), a.double() - b.double()
+    return {
+        "relative_error": float(difference.norm() / a.norm()),
+        "largest_over_std": float(difference.abs().max() / a.std()),
+    }
 
 
 def one_after_the_other(model: Any) -> Any:
@@ -743,7 +785,7 @@ def slow_link(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
     report = compare(rivals, Work(shape, cfg=cfg), "one_gpu")
     pieces = {f"{size >> 20} MiB": staged_copies.StagedCopies(size) for size in (2**20, 2**22, 2**23, 2**25)}
     report["host_gb_per_s_by_piece"] = {
-        name: exchange_speed.exchange_speed(*CARDS[:2], copies)[1] / 1e9 for name, copies in pieces.items()
+        name: exchange_speed.exchange_speed(*CARDS[:2], copies) / 1e9 for name, copies in pieces.items()
     }
     return report | {"forecasts": {"direct": direct, "through the host": through_host}}
 

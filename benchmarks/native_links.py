@@ -1,0 +1,513 @@
+"""What each way to split a native MODEL gains over links of 39, 20 and 10 GB/s, against one card in a real ComfyUI.
+
+    python benchmarks/native_links.py --comfyui ~/ComfyUI --case wan --case wan_cfg --steps 3 --rounds 1 --out out.json
+
+Options, sampler and timing are those of native_split.py; `--tiny` runs the same code on emulated cards on the CPU,
+where figures mean nothing. Two cards of 80 GB hold what a case needs. A shape's random weights are drawn on the first
+card, once for all of its cases that follow each other. One card, tokens and blocks share them there. Nothing is
+evicted.
+
+Links: "direct" is the real one. On a slower one a copy is followed by a wait on the receiving stream (SlowLink). So
+each direction carries so many bytes per second, and both at once. A wait counts the card's cycles, whose frequency
+falls with load; it is measured in every turn and corrected for the next. `link_gb_per_s` says what a turn had.
+`links` says what the pack's own measurement finds while the cards rest.
+
+Rivals: one_gpu; blocks, tensor, tokens; tokens_4_groups, where keys and values travel in 4 groups of heads; with _8bit
+what travels in 8 bits; behind @ the link. Settings that this checkout lacks are named and left out. The first rival of
+each way has a turn of two steps that does not count, FLUX with tensor one of seven. `ways` has the choice of auto for
+each link, and how much longer that takes than the fastest way there.
+
+Cases, and about how many seconds they take on two H100 with --steps 3 --rounds 1 (ComfyUI's start takes 25 more):
+  wan         80  Wan 14B, 832 x 480, 33 frames, without CFG: every way over every link
+  flux1       35  FLUX.1-dev at 1536 x 1536
+  flux2       30  FLUX.2-dev at 1024 x 1024, half of its blocks: tensor with partial sums in 8 bits
+  wan_cfg     60  Wan with CFG 5: tokens gives each card whole conditionings; in tokens_together both compute each
+  wan_memory  12  one step of 81 frames: the peak of each card above its weights, tokens over one card
+  wan_shares  20  the second card computes every linear and attention twice: tokens by equal shares and by 2:1
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from native_split import (  # starts ComfyUI; torch comes after it  # isort: skip
+    CARDS,
+    FLUX1,
+    FLUX2_SMALL,
+    KIND,
+    OPTIONS,
+    WAN_14B,
+    Shape,
+    Work,
+    _difference,
+    compare,
+    emulated_host,
+    forget,
+    load,
+    management,
+    sample,
+    say,
+    setup,
+    split,
+    synchronize,
+    tensor_with,
+    write_json,
+)
+
+import torch
+from devicebridge.nodes.host.split import model as split_module
+from devicebridge.nodes.host.split import tensor as tensor_module
+from devicebridge.nodes.host.split import tokens as tokens_module
+from devicebridge.nodes.host.split.plan import SplitRequest
+from devicebridge.nodes.host.split.tree import tree_of
+from devicebridge.parallel.exchange_speed import exchange_speed
+from devicebridge.parallel.local import tensor_parallel
+from devicebridge.parallel.local.shards import divide_block
+from devicebridge.parallel.local.tokens import HERE
+from devicebridge.parallel.transfer import Arrivals, SideStreams
+from devicebridge.planning.cards import machine_speed
+
+_LINKS = (0.0, 39.0, 20.0, 10.0)  # GB/s each way at once; 0 is the real one
+_REQUESTED = {each.name for each in dataclasses.fields(SplitRequest)}
+_WATCHED = 8  # of so many waits one is timed
+_RECORDED_BY = 7  # steps, where cards wait for the host
+_ONE = "one_gpu"
+
+
+# ---- links
+
+
+class SlowLink(SideStreams):
+    """Copies that take as long as over a slower link; those of one direction follow each other.
+
+    gb_per_s: decimal GB that each card sends at the same time; 0 is as fast as it can.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gb_per_s, self.direct_gb_per_s = 0.0, float("inf")
+        self._hz: dict[torch.device, float] = {}
+        self._waits: Counter[torch.device] = Counter()
+        self._timed: list[tuple[torch.device, float, Any, Any]] = []  # the card, seconds as wanted, two events
+
+    def calibrate(self) -> dict[str, float]:
+        """Measure this machine's link and clocks; the speed that the pack finds for each slower link."""
+        if KIND != "cuda":
+            return {}
+        for card in CARDS:
+            with torch.cuda.device(card):
+                for cycles in (10**6, 10**8):
+                    synchronize()
+                    start = time.perf_counter()
+                    torch.cuda._sleep(cycles)
+                    synchronize()
+                self._hz[card] = cycles / (time.perf_counter() - start)
+        self.direct_gb_per_s = exchange_speed(*CARDS[:2], self) / 1e9
+        found = {}
+        for self.gb_per_s in _LINKS:
+            found[_link_name(self.gb_per_s)] = exchange_speed(*CARDS[:2], self) / 1e9
+        self.gb_per_s = 0.0
+        self._timed.clear()
+        return found
+
+    def copies(self, tensors: Sequence[torch.Tensor], device: torch.device, arrivals: Arrivals) -> list[torch.Tensor]:
+        made = super().copies(tensors, device, arrivals)
+        pair = tensors[0].device, device
+        slower = self._slower_by()
+        if not slower or pair not in self.pairs:
+            return made
+        seconds = sum(tensor.nbytes for tensor in tensors) * slower / 1e9
+        # torch has the receiving stream wait for the copy, and the next copy for the receiving stream.
+        with torch.cuda.stream(self.pairs[pair][1]):
+            self._waits[device] += 1
+            is_timed = self._waits[device] % _WATCHED == 0
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * is_timed)]
+            for event in events[:1]:
+                event.record()
+            torch.cuda._sleep(int(seconds * self._hz[device]))
+            for event in events[1:]:
+                event.record()
+        if events:
+            self._timed.append((device, seconds, *events))
+        arrivals[pair] = self.pairs[pair][1].record_event()
+        return made
+
+    def _slower_by(self) -> float:
+        """Seconds by which a GB takes longer than over the real link."""
+        return max(0.0, 1 / self.gb_per_s - 1 / self.direct_gb_per_s) if self.gb_per_s else 0.0
+
+    def seen_gb_per_s(self) -> dict[str, float]:
+        """What each card was sent per second since the last time; corrects the clocks. The cards must be idle."""
+        ratios: dict[torch.device, list[float]] = {}
+        for card, wanted, first, last in self._timed:
+            ratios.setdefault(card, []).append(first.elapsed_time(last) / 1e3 / wanted)
+        self._timed.clear()
+        seen = {}
+        for card, each in ratios.items():
+            ratio = sum(each) / len(each)
+            self._hz[card] /= min(max(ratio, 0.5), 2.0)
+            seen[str(card)] = 1 / (1 / self.direct_gb_per_s + ratio * self._slower_by())
+        return seen
+
+
+def _link_name(gb_per_s: float) -> str:
+    return f"{gb_per_s:g}" if gb_per_s else "direct"
+
+
+# ---- models
+
+
+class Models:
+    """A stock MODEL of one shape and its splits, made when they are asked for.
+
+    All weights begin on the first card. So one card's MODEL, that of tokens and what blocks has there are the same
+    memory. Tensor's slices are copies, each made on its own card.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape, self.link = shape, SlowLink()
+        self.speeds = self.link.calibrate()
+        self.machine = machine_speed(CARDS)
+        self.one = load(shape, on=CARDS[0])
+        self.made: dict[str, Any] = {}
+
+    @property
+    def is_short(self) -> bool:
+        """Whether steps are so short that cards may wait for the host."""
+        return self.shape.class_name == "Flux"
+
+    def split(self, way: str) -> Any:
+        if way not in self.made:
+            with contextlib.ExitStack() as stack:
+                for module in (tokens_module, tensor_parallel):
+                    stack.enter_context(mock.patch.object(module, "copies_between", lambda devices: self.link))
+                stack.enter_context(mock.patch.object(tensor_module, "divide_block", _divided_on_cards))
+                if OPTIONS.tiny:  # an emulated tensor is none of the formats that it knows
+                    stack.enter_context(mock.patch.object(tensor_module, "_check_formats", lambda *args: None))
+                made = self.made[way] = split(self.one, way=way)
+            _tree(made).bridge.side_streams = self.link
+        return self.made[way]
+
+    def drop(self, *ways: str) -> None:
+        """Give their memory back."""
+        for way in ways:
+            self.made.pop(way, None)
+
+    def chosen_by_auto(self, gb_per_s: float) -> tuple[str, str]:
+        """The way that auto takes over such a link, and what it says."""
+        said: list[str] = []
+        handler = logging.Handler(logging.INFO)
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        machine = replace(self.machine, bytes_per_s=gb_per_s * 1e9) if gb_per_s else self.machine
+        log = logging.getLogger(split_module.__name__)
+        level = log.level
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        try:
+            with contextlib.ExitStack() as stack:
+                for module in (each for each in (split_module, tokens_module) if hasattr(each, "machine_speed")):
+                    stack.enter_context(mock.patch.object(module, "machine_speed", lambda devices: machine))
+                plan = split_module.plan_split(self.one, SplitRequest(CARDS, way=None))
+        finally:
+            log.removeHandler(handler)
+            log.setLevel(level)
+        return _WAYS[type(plan).__name__], " | ".join(said)
+
+
+_WAYS = {"BlockPlan": "blocks", "DividedPlan": "tensor", "TokensPlan": "tokens"}
+
+
+def _divided_on_cards(block: Any, how: Any, shares: Any, rank: int, cut: Any) -> Any:
+    """divide_block with every slice in memory of its own on its card: the pack cuts slices of host memory alone."""
+    return divide_block(block, how, shares, rank, lambda weight, part: part.copied(weight).to(CARDS[rank]))
+
+
+def _tree(model: Any) -> Any:
+    tree = tree_of(model.model)
+    assert tree is not None
+    return tree
+
+
+@dataclass(frozen=True)
+class Rival:
+    """Args: way: "" for one card. settings: of the split, as the attributes of its executor have them. slowed: ranks
+    that compute every linear and attention twice; None is one card."""
+
+    way: str = ""
+    gb_per_s: float = 0.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    slowed: frozenset[int | None] = frozenset()
+
+    def owners(self, model: Any) -> list[tuple[Any, str, Any]]:
+        """Objects, their attributes, and what these are to be. Raises: AttributeError for a setting that is missing."""
+        tree, found = _tree(model), list[tuple[Any, str, Any]]()
+        for name, value in self.settings.items():
+            if name == "overlap":
+                if not tree.plan.overlap:
+                    raise AttributeError("this checkout gives no card whole conditionings")
+                found.append((tree, "plan", replace(tree.plan, overlap=value)))
+                continue
+            if name != "groups" and name not in _REQUESTED:
+                raise AttributeError(f"this checkout lacks the setting {name}")
+            on_tensor = self.way == "tensor"
+            owners = [tree.bridge] if on_tensor else list(tree.executor._rows.values())
+            key = f"_{name}" if on_tensor else name
+            for owner in owners:
+                if (name, value) == ("groups", 1) and not hasattr(owner, key):
+                    continue  # it has no others
+                if not hasattr(owner, key):
+                    raise AttributeError(f"this checkout lacks the setting {name} of {type(owner).__name__}")
+                found.append((owner, key, value))
+        return found
+
+
+@contextlib.contextmanager
+def set_for(model: Any, rival: Rival, link: SlowLink) -> Iterator[None]:
+    """While active the model is as this rival has it. Blocks are replayed as CUDA graphs over the real link alone: a
+    graph has the waits, and the exchange, that it was recorded with."""
+    with contextlib.ExitStack() as stack:
+        owners = rival.owners(model) if rival.way else []
+        for owner, key, value in owners:
+            stack.enter_context(mock.patch.object(owner, key, value))
+        stack.enter_context(tensor_with(replays=not rival.gb_per_s and "exchange" not in rival.settings))
+        if rival.slowed:
+            stack.enter_context(_twice(rival.slowed))
+        stack.callback(setattr, link, "gb_per_s", 0.0)
+        link.gb_per_s = rival.gb_per_s
+        yield
+
+
+@contextlib.contextmanager
+def _twice(ranks: frozenset[int | None]) -> Iterator[None]:
+    """While active these ranks compute linears and attention twice: most of a block's time."""
+
+    def doubled(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if (None if HERE.rows is None else HERE.rows.rank) in ranks:
+                function(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return run
+
+    functional = torch.nn.functional
+    with contextlib.ExitStack() as stack:
+        for name in ("linear", "scaled_dot_product_attention"):
+            stack.enter_context(mock.patch.object(functional, name, doubled(getattr(functional, name))))
+        yield
+
+
+def race(models: Models, rivals: Mapping[str, Rival], **work: Any) -> dict[str, Any]:
+    """Turns of one card and all rivals that this checkout can make; the gain of each, and the links they had."""
+    taking_part: dict[str, Rival] = {_ONE: Rival()}
+    left_out: dict[str, str] = {}
+    for name, rival in rivals.items():
+        if OPTIONS.rivals and name.partition("@")[0] not in OPTIONS.rivals:
+            continue
+        try:
+            if rival.way:
+                rival.owners(models.split(rival.way))
+            taking_part[name] = rival
+        except (AttributeError, ValueError) as error:
+            left_out[name] = str(error)
+            say(f"    {name} is left out: {error}")
+    taking_part |= {f"{_ONE}_again": Rival()}
+    seen: dict[str, Any] = {}
+    of_models = {name: models.split(each.way) if each.way else models.one for name, each in taking_part.items()}
+
+    @contextlib.contextmanager
+    def around(name: str) -> Iterator[None]:
+        with set_for(of_models[name], taking_part[name], models.link):
+            yield
+            synchronize()
+            if found := models.link.seen_gb_per_s():
+                seen[name] = found
+
+    firsts = {rival.way: name for name, rival in reversed(taking_part.items())}
+    warm_up = {name: _RECORDED_BY if way == "tensor" and models.is_short else 2 for way, name in firsts.items()}
+    report = compare(of_models, Work(models.shape, **work), _ONE, around=around, warm_up=warm_up)
+    report |= {"links": models.speeds, "link_gb_per_s": seen, "left_out": left_out}
+    base = report[_ONE]["s_per_step_median"]
+    say(f"    one card {base:.4f} s/step, and at the end {report[f'{_ONE}_again']['s_per_step_median']:.4f}")
+    for name in taking_part:
+        if name != _ONE:
+            same = report[f"{name}_equals_{_ONE}"]
+            say(f"    {name}: {base / report[name]['s_per_step_median']:.3f} times one card; equal: {same}")
+    return report
+
+
+def over_links(models: Models, rivals: Mapping[str, tuple[Rival, Sequence[float]]], **work: Any) -> dict[str, Any]:
+    """A race of rivals, each over several links, and what auto would take over each."""
+    each_link = {
+        f"{name}@{_link_name(gb_per_s)}": replace(rival, gb_per_s=gb_per_s)
+        for name, (rival, links) in rivals.items()
+        for gb_per_s in links
+    }
+    report = race(models, each_link, **work)
+    if "tokens" in models.made:
+        rows = _tree(models.split("tokens")).executor._rows.values()
+        report["groups_as_made"] = [getattr(each, "groups", 1) for each in rows]
+    report["ways"] = {}
+    for gb_per_s in dict.fromkeys(rival.gb_per_s for rival in each_link.values()):
+        seconds: dict[str, float] = {}
+        for name, rival in each_link.items():
+            # Blocks send little: what they take over the real link stands for all.
+            at_link = rival.gb_per_s == gb_per_s or rival.way == "blocks"
+            if name in report and at_link and "exchange" not in rival.settings:
+                found = report[name]["s_per_step_median"]
+                seconds[rival.way] = min(found, seconds.get(rival.way, found))
+        way, said = models.chosen_by_auto(gb_per_s)
+        over_best = seconds[way] / min(seconds.values()) if way in seconds else None
+        report["ways"][_link_name(gb_per_s)] = {
+            "s_per_step": seconds,
+            "auto_takes": way,
+            "auto_over_best": over_best,
+            "auto_says": said,
+        }
+        say(f"    {_link_name(gb_per_s)}: auto takes {way}, {over_best} times the fastest of {seconds}")
+    if any(report.get(f"{name}_equals_{_ONE}", True) is not True for name in each_link if name.startswith("tokens@")):
+        job = Work(models.shape, steps=2, **work)
+        first, second = (sample(models.one, replace(job, batch=batch)).latents[:1] for batch in (1, 2))
+        report["one_gpu_batch_2_against_batch_1"] = _difference(first, second)
+        say(f"    one card, batch 2 against batch 1: {report['one_gpu_batch_2_against_batch_1']}")
+    return report
+
+
+# ---- cases
+
+
+_TOKENS, _TENSOR, _BLOCKS = Rival("tokens", settings={"groups": 1}), Rival("tensor"), Rival("blocks")
+_GROUPS = Rival("tokens", settings={"groups": 4})
+_SHORT = Rival("tokens", settings={"groups": 4, "exchange": "8-bit"})
+_SHORT_SUMS = Rival("tensor", settings={"exchange": "8-bit"})
+
+
+def wan(models: Models) -> dict[str, Any]:
+    rivals = {"tokens": (_TOKENS, _LINKS), "tokens_4_groups": (_GROUPS, _LINKS), "tensor": (_TENSOR, _LINKS)}
+    short = {"tokens_4_groups_8bit": (_SHORT, _LINKS[1:]), "blocks": (_BLOCKS, _LINKS[:1])}
+    return over_links(models, rivals | short)
+
+
+def flux1(models: Models) -> dict[str, Any]:
+    links = _LINKS[:3]
+    rivals = {"tokens": (_TOKENS, links), "tokens_4_groups": (_GROUPS, links), "tensor": (_TENSOR, links)}
+    short = {"tokens_4_groups_8bit": (_SHORT, links[1:]), "blocks": (_BLOCKS, links[:1])}
+    return over_links(models, rivals | short)
+
+
+def flux2(models: Models) -> dict[str, Any]:
+    links = _LINKS[:3]
+    rivals = {"tensor": (_TENSOR, links), "tensor_8bit": (_SHORT_SUMS, links), "tokens": (_TOKENS, links)}
+    return over_links(models, rivals | {"tokens_4_groups": (_GROUPS, links[1:]), "blocks": (_BLOCKS, links[:1])})
+
+
+def wan_cfg(models: Models) -> dict[str, Any]:
+    links = _LINKS[0], _LINKS[2]
+    together = Rival("tokens", settings={"overlap": False})
+    rivals = {"tokens": (_TOKENS, links), "tokens_together": (together, links), "tensor": (_TENSOR, links)}
+    return over_links(models, rivals | {"blocks": (_BLOCKS, links[:1])}, cfg=5.0)
+
+
+def wan_memory(models: Models) -> dict[str, Any]:
+    """GB at the peak of one step, above the weights, which a short clip has brought to the cards before."""
+    models.drop("tensor", "blocks")
+    short = Work(replace(models.shape, latent=(16, 3, 60, 104)), steps=1)
+    long = Work(replace(models.shape, latent=(16, 21, 60, 104)), steps=1)
+    report: dict[str, Any] = {}
+    for name, model in {_ONE: models.one, "tokens": models.split("tokens")}.items():
+        sample(model, short)
+        turn = sample(model, long)
+        above = [peak - before for before, peak in zip(turn.before_gb, turn.peak_gb, strict=False)]
+        report[name] = {"peak_above_weights_gb": above, "step_with_its_end_s": turn.until_first_step_s}
+        report[f"{name}_latents"] = turn.latents
+    report["equal"] = _difference(report.pop(f"{_ONE}_latents"), report.pop("tokens_latents"))
+    peaks = {name: max(report[name]["peak_above_weights_gb"], default=0.0) for name in (_ONE, "tokens")}
+    report["tokens_over_one_gpu"] = peaks["tokens"] / peaks[_ONE] if peaks[_ONE] else None
+    say(f"    peak above the weights in GB: {peaks}; {report['tokens_over_one_gpu']} of one card")
+    return report
+
+
+def wan_shares(models: Models) -> dict[str, Any]:
+    """The best that shares can give adds both cards' speeds: 1 / (1 / one_gpu + 1 / one_gpu_slowed) seconds."""
+    models.drop("tensor", "blocks")
+    second = frozenset((1,))
+    rivals = {
+        "one_gpu_slowed": Rival(slowed=frozenset((None,))),
+        "tokens_1_to_1": Rival("tokens", settings={"shares": (1.0, 1.0)}, slowed=second),
+        "tokens_2_to_1": Rival("tokens", settings={"shares": (2.0, 1.0)}, slowed=second),
+    }
+    report = race(models, rivals)
+    own, slowed = (report[name]["s_per_step_median"] for name in (_ONE, "one_gpu_slowed"))
+    report["best_s_per_step"] = 1 / (1 / own + 1 / slowed)
+    say(f"    the slowed card takes {slowed / own:.2f} times as long; both at best {report['best_s_per_step']:.4f} s")
+    return report
+
+
+CASES: dict[str, tuple[Shape, Callable[[Models], dict[str, Any]]]] = {
+    "wan": (WAN_14B, wan),
+    "flux1": (replace(FLUX1, latent=(16, 192, 192)), flux1),
+    "flux2": (FLUX2_SMALL, flux2),
+    "wan_cfg": (WAN_14B, wan_cfg),
+    "wan_memory": (WAN_14B, wan_memory),
+    "wan_shares": (WAN_14B, wan_shares),
+}
+
+
+@contextlib.contextmanager
+def nothing_evicted() -> Iterator[None]:
+    """All fits, and most weights lie on the cards before ComfyUI loads them: it would count them once more, and bring
+    some to the host."""
+
+    def get_free_memory(dev: Any = None, torch_free_too: bool = False) -> Any:
+        return (2**36, 2**36) if torch_free_too else 2**36
+
+    with (
+        mock.patch.object(management, "free_memory", lambda *args, **kwargs: []),
+        mock.patch.object(management, "get_free_memory", get_free_memory),
+    ):
+        yield
+
+
+def main() -> None:
+    logging.getLogger().setLevel(logging.WARNING)
+    unknown = set(OPTIONS.case) - set(CASES)
+    if unknown:
+        raise SystemExit(f"there is no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    report: dict[str, Any] = {"setup": setup(), "cases": {}}
+    models: Models | None = None
+    with emulated_host() if OPTIONS.tiny else contextlib.nullcontext():
+        for name in OPTIONS.case:
+            shape, run = CASES[name]
+            say(name)
+            start = time.perf_counter()
+            # Emulated tensors know no inference mode, in which ComfyUI runs its nodes.
+            with torch.no_grad() if OPTIONS.tiny else torch.inference_mode():
+                try:
+                    if models is None or models.shape != shape:
+                        models = None
+                        forget()
+                        models = Models(shape)
+                        say(f"    weights after {time.perf_counter() - start:.1f} s; links in GB/s {models.speeds}")
+                    with nothing_evicted():
+                        report["cases"][name] = run(models)
+                except Exception as error:  # one case that fails must not cost the others
+                    traceback.print_exc()
+                    report["cases"][name] = {"failed": f"{type(error).__name__}: {error}"}
+            report["cases"][name]["case_took_s"] = time.perf_counter() - start
+            say(f"    the case took {report['cases'][name]['case_took_s']:.1f} s")
+            write_json(report, OPTIONS.out)
+
+
+if __name__ == "__main__":
+    main()
