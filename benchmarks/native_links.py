@@ -313,7 +313,7 @@ def race(models: Models, rivals: Mapping[str, Rival], **work: Any) -> dict[str, 
     taking_part: dict[str, Rival] = {_ONE: Rival()}
     left_out: dict[str, str] = {}
     for name, rival in rivals.items():
-        if OPTIONS.rivals and name.partition("@")[0] not in OPTIONS.rivals:
+        if OPTIONS.rivals and rival.way and name.partition("@")[0] not in OPTIONS.rivals:
             continue
         try:
             if rival.way:
