@@ -15,7 +15,7 @@ falls with load; it is measured in every turn and corrected for the next. `link_
 Rivals: one_gpu; blocks, tensor, tokens; tokens_4_groups, where keys and values travel in 4 groups of heads; with _8bit
 what travels in 8 bits; behind @ the link. Settings that this checkout lacks are named and left out. The first rival of
 each way has a turn of two steps that does not count, FLUX with tensor one of seven. `ways` has the choice of auto for
-each link, and how much longer that takes than the fastest way there.
+each link, how much longer that takes than the fastest way there, and in how many groups tokens would send.
 
 Cases, and about how many seconds they take on two H100 with --steps 3 --rounds 1 (ComfyUI's start takes 25 more):
   wan         80  Wan 14B, 832 x 480, 33 frames, without CFG: every way over every link
@@ -205,8 +205,8 @@ class Models:
         for way in ways:
             self.made.pop(way, None)
 
-    def chosen_by_auto(self, gb_per_s: float) -> tuple[str, str]:
-        """The way that auto takes over such a link, and what it says."""
+    def chosen(self, gb_per_s: float) -> dict[str, Any]:
+        """Over such a link: the way that auto takes and what it says, and the groups of heads that tokens takes."""
         said: list[str] = []
         handler = logging.Handler(logging.INFO)
         handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -220,10 +220,15 @@ class Models:
                 for module in (each for each in (split_module, tokens_module) if hasattr(each, "machine_speed")):
                     stack.enter_context(mock.patch.object(module, "machine_speed", lambda devices: machine))
                 plan = split_module.plan_split(self.one, SplitRequest(CARDS, way=None))
+                tokens = split_module.plan_split(self.one, SplitRequest(CARDS, way="tokens"))
         finally:
             log.removeHandler(handler)
             log.setLevel(level)
-        return _WAYS[type(plan).__name__], " | ".join(said)
+        return {
+            "auto_takes": _WAYS[type(plan).__name__],
+            "auto_says": " | ".join(said),
+            "groups_of_tokens": getattr(tokens, "groups", 1),
+        }
 
 
 _WAYS = {"BlockPlan": "blocks", "DividedPlan": "tensor", "TokensPlan": "tokens"}
@@ -355,9 +360,6 @@ def over_links(models: Models, rivals: Mapping[str, tuple[Rival, Sequence[float]
         for gb_per_s in links
     }
     report = race(models, each_link, **work)
-    if "tokens" in models.made:
-        rows = _tree(models.split("tokens")).executor._rows.values()
-        report["groups_as_made"] = [getattr(each, "groups", 1) for each in rows]
     report["ways"] = {}
     for gb_per_s in dict.fromkeys(rival.gb_per_s for rival in each_link.values()):
         seconds: dict[str, float] = {}
@@ -367,14 +369,10 @@ def over_links(models: Models, rivals: Mapping[str, tuple[Rival, Sequence[float]
             if name in report and at_link and "exchange" not in rival.settings:
                 found = report[name]["s_per_step_median"]
                 seconds[rival.way] = min(found, seconds.get(rival.way, found))
-        way, said = models.chosen_by_auto(gb_per_s)
+        chosen = models.chosen(gb_per_s)
+        way = chosen["auto_takes"]
         over_best = seconds[way] / min(seconds.values()) if way in seconds else None
-        report["ways"][_link_name(gb_per_s)] = {
-            "s_per_step": seconds,
-            "auto_takes": way,
-            "auto_over_best": over_best,
-            "auto_says": said,
-        }
+        report["ways"][_link_name(gb_per_s)] = chosen | {"s_per_step": seconds, "auto_over_best": over_best}
         say(f"    {_link_name(gb_per_s)}: auto takes {way}, {over_best} times the fastest of {seconds}")
     if any(report.get(f"{name}_equals_{_ONE}", True) is not True for name in each_link if name.startswith("tokens@")):
         job = Work(models.shape, steps=2, **work)
