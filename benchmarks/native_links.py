@@ -57,6 +57,7 @@ from native_split import (  # starts ComfyUI; torch comes after it  # isort: ski
     forget,
     load,
     management,
+    one_after_the_other,
     sample,
     say,
     setup,
@@ -414,7 +415,12 @@ def wan_cfg(models: Models) -> dict[str, Any]:
     links = _LINKS[0], _LINKS[2]
     together = Rival("tokens", settings={"overlap": False})
     rivals = {"tokens": (_TOKENS, links), "tokens_together": (together, links), "tensor": (_TENSOR, links)}
-    return over_links(models, rivals | {"blocks": (_BLOCKS, links[:1])}, cfg=5.0)
+    report = over_links(models, rivals | {"blocks": (_BLOCKS, links[:1])}, cfg=5.0)
+    step = Work(models.shape, cfg=5.0, steps=1)
+    apart, tokens = (sample(each, step).latents for each in (one_after_the_other(models.one), models.split("tokens")))
+    report["tokens_equals_one_gpu_one_after_the_other"] = found = _difference(apart, tokens)
+    say(f"    tokens and one card that takes one conditioning after the other: equal: {found}")
+    return report
 
 
 def wan_memory(models: Models) -> dict[str, Any]:
