@@ -746,7 +746,7 @@ def plans_of(one: Any) -> dict[str, Any]:
     from devicebridge.nodes.host.split.model import plan_split
     from devicebridge.nodes.host.split.plan import SplitRequest
 
-    return {way: plan_split(one, SplitRequest(CARDS, way=way)) for way in ("blocks", "tensor")}
+    return {way: plan_split(one, SplitRequest(CARDS, way=way)) for way in ("blocks", "tensor", "tokens")}
 
 
 def known_ways(one: Any, shape: Shape) -> tuple[Any, int]:
@@ -757,13 +757,14 @@ def known_ways(one: Any, shape: Shape) -> tuple[Any, int]:
     patch: Any = one.model.diffusion_model.patch_size
     patches = [1] * (len(size) - 3) + [patch] * 2 if isinstance(patch, int) else patch
     tokens = math.prod(math.ceil(dim / each) for dim, each in zip(size[1:], patches, strict=True))
-    return compare_ways(one.model.diffusion_model, *plans_of(one).values(), tokens), tokens
+    plans = plans_of(one)
+    return compare_ways(one.model.diffusion_model, plans["blocks"], plans["tensor"], tokens, plans["tokens"]), tokens
 
 
 def forecasts(one: Any, shape: Shape) -> dict[str, Any]:
-    """Seconds per step both ways, as way auto forecasts them for this size, for one forward and for two."""
+    """Seconds per step by each way, as way auto forecasts them for this size, for one forward and for two."""
     known, tokens = known_ways(one, shape)
-    steps = {f"{count} forwards of {tokens} tokens": known.seconds(count) for count in (1, 2)}
+    steps = {f"{count} forwards of {tokens} tokens": known.seconds(count)._asdict() for count in (1, 2)}
     return steps | {"machine": asdict(known.machine)}
 
 

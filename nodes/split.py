@@ -73,7 +73,7 @@ _FIXED = (
         tooltip="blocks: every GPU computes its own blocks, one GPU after the other. tokens: every GPU has the whole "
         "model and computes a part of each picture or clip, over any link, with the sums of one GPU. tensor: all GPUs "
         "compute each block with a part of its weights, faster where they are linked fast (NVLink, PCIe with peer "
-        "access). auto takes blocks or tensor, whichever is forecast to be faster.",
+        "access). auto takes the one that is forecast to be the fastest.",
     ),
 )
 

@@ -405,7 +405,7 @@ def estimate_block_flops(
     alike for every block (4 S² D), which is exact for joint attention and only shifts all blocks equally elsewhere.
     """
     return [
-        _block_flops(block, block_list, num_image_tokens, num_text_tokens)
+        block_flops(block, block_list, num_image_tokens, num_text_tokens)
         for block, block_list in blocks_with_lists(model, family)
     ]
 
@@ -435,20 +435,24 @@ def native_block_flops(
     The share of a block changes little with the size.
     """
     side = native_list(layout)
-    return [_block_flops(model.get_submodule(name), side, num_image_tokens, num_text_tokens) for name in blocks]
+    return [block_flops(model.get_submodule(name), side, num_image_tokens, num_text_tokens) for name in blocks]
 
 
-def _block_flops(block: nn.Module, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> float:
-    all_tokens = num_image_tokens + num_text_tokens
+def block_flops(block: nn.Module, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> float:
+    """Of one block's forward, as estimate_block_flops."""
+    layers = products_of(block, block_list, num_image_tokens, num_text_tokens)
+    return 4.0 * (num_image_tokens + num_text_tokens) ** 2 * attention_width(block, block_list) + sum(layers.values())
+
+
+def attention_width(block: nn.Module, block_list: BlockList) -> int:
+    """Features of the states that a block attends with: the narrowest of those with tokens."""
     others = (*block_list.sample_modules, *block_list.text_modules)
     widths = (
         module.in_features
         for name, module in block.named_modules()
         if isinstance(module, nn.Linear) and not matches_any(name, others)
     )
-    width = min(widths, default=0)  # D; the others read wider states
-    layers = products_of(block, block_list, num_image_tokens, num_text_tokens)
-    return 4.0 * all_tokens**2 * width + sum(layers.values())
+    return min(widths, default=0)  # the others read wider states
 
 
 def products_of(

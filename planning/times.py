@@ -1,30 +1,36 @@
 """How long blocks take: seconds = work / cards + bytes / link. Work and bytes follow from sizes alone.
 
 Training goes by published speeds, or one measured matrix product, and an assumed link. Sampling, where a split chooses
-between two ways of using several cards, goes by one product per card and the slowest link, both measured:
+between three ways of using several cards, goes by one product per card and the slowest link, measured where the cards
+are here:
 
     blocks          f * (sum(t) + c)               t: what a card computes of a forward, by its share; f forwards
     with overlap    sum(t) + (f - 1) * max(t) + c  forwards (conds times pictures) follow each other through the cards
-    tensor          f * max(t')                    t': its share of each block, and what every card computes whole
+    tensor          f * (max(t') + c)              t': its share of each block, and what every card computes whole
+    tokens          g * max(T) + h * (max(t) + c)  T: a whole forward; g rounds of one per card, h forwards remain
 
-Copies c are the stream over each border, or with relay of every block, and with tensor all partial sums. What the host
-takes to launch kernels is left out: CUDA graphs spare it where cards copy directly; elsewhere the link is the limit.
+Copies c are the stream over each border, or with relay of every block; with tensor all partial sums; with tokens the
+keys and values of the other cards' rows. What the host takes to launch kernels is left out: CUDA graphs spare it where
+cards copy directly; elsewhere the link is the limit. Nor is it counted that tokens may send while it computes: the
+plain sum is what a slow link was measured at.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
 from ..families.comfy.native import NativeModel
 from ..families.spec import BlockList
 from ..families.tensor_plan import Shares, TensorPlan
+from ..families.token_plan import TokenPlan, places, segments
 from ..parallel.local.collectives import bytes_to_one
 from ..parallel.local.shards import collectives_in
-from ..parallel.placement import native_block_flops, native_list, products_of, tokens_seen
+from ..parallel.placement import attention_width, block_flops, native_list, products_of, tokens_seen
 from .cards import MachineSpeed
 
 # A step with this scheme over one in bf16: FLUX.2-dev on two H200 at 1024², docs/guides/quantization.md.
@@ -36,9 +42,15 @@ ASSUMED_LINK_BYTES_PER_S = 12e9
 
 BLOCK_RATE = 0.8  # of a large matrix product's rate: FLUX.2, Wan and Qwen-Image on one card
 GAIN = 0.9  # of blocks' time at most, or dividing is not worth what it forbids
+LEAST_SHARE = 0.75  # of an equal share: no card that has less is waited for, but given rows of every forward
 NUM_TEXT_TOKENS = 512  # in sampling
 _SQUARE_BYTES = 4  # of a sum of squares
 _CHOICE_BYTES = 2 * (8 + 2)  # of two of several experts, as an index and a number each
+_SIXTEEN_BITS = 2  # bytes of a number that is computed with, whatever the weights are stored in
+_TEXT_ROWS = frozenset(("txt", "y", "crop"))  # segments of token plans
+_FEW_ROWS = ("-", "a")  # keys that stay where they are; sound beside a clip
+
+WayName = Literal["blocks", "tensor", "tokens"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +102,19 @@ def divided_block(
     return DividedBlock(whole_flops, sum(sums.values()), len(collectives_in(block, plan)), width)
 
 
-# ---- sampling: blocks or tensor
+def key_bytes(block: nn.Module, keys: str, side: BlockList, num_tokens: tuple[int, int], element_size: int) -> float:
+    """Of keys and values of all rows, in all attentions of a block that gather them. Works on meta tensors.
+
+    Args:
+        keys: as of BlockRows. num_tokens: as of divided_block.
+    """
+    axes = (axis for place in places(keys) for axis in place.axis.split("/") if axis not in _FEW_ROWS)
+    texts = (side.is_joint or not _TEXT_ROWS.isdisjoint(segments(axis)) for axis in axes)
+    rows = sum(num_tokens[0] + num_tokens[1] * has_text for has_text in texts)
+    return 2.0 * rows * attention_width(block, side) * element_size
+
+
+# ---- sampling: blocks, tensor or tokens
 
 
 @dataclass(frozen=True)
@@ -100,6 +124,7 @@ class ForwardWork:
     Args:
         flops: of all blocks. whole_flops, sent_bytes, num_exchanges: as of a DividedBlock, of all of them.
         stream_bytes: of activations between two blocks.
+        key_bytes: of keys and values of all rows, in all attentions.
     """
 
     flops: float
@@ -107,24 +132,61 @@ class ForwardWork:
     stream_bytes: float
     num_exchanges: int
     whole_flops: float = 0.0
+    key_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class SampledBlock:
+    """A block and how it may be shared out. keys: as of BlockRows; "" where nobody described them."""
+
+    block: nn.Module
+    side: BlockList
+    plan: TensorPlan | None = None
+    keys: str = ""
+
+
+def work_of(
+    blocks: Sequence[SampledBlock], num_tokens: tuple[int, int], num_cards: int, key_size: int = _SIXTEEN_BITS
+) -> ForwardWork:
+    """Of a forward, in half precision.
+
+    Args:
+        num_tokens: of the picture and of the text. key_size: bytes of a number of keys and values that are sent.
+    """
+    parts = [divided_block(each.block, each.plan, each.side, num_tokens, num_cards, _SIXTEEN_BITS) for each in blocks]
+    width = max(part.width or attention_width(each.block, each.side) for part, each in zip(parts, blocks, strict=True))
+    rows = num_tokens[0] + num_tokens[1] * any(each.side.is_joint for each in blocks)
+    return ForwardWork(
+        flops=sum(block_flops(each.block, each.side, *num_tokens) for each in blocks),
+        sent_bytes=sum(each.sent_bytes for each in parts),
+        stream_bytes=_SIXTEEN_BITS * width * rows,
+        num_exchanges=sum(each.num_exchanges for each in parts),
+        whole_flops=sum(each.whole_flops for each in parts),
+        key_bytes=sum(key_bytes(each.block, each.keys, each.side, num_tokens, key_size) for each in blocks),
+    )
 
 
 def forward_work(
-    model: nn.Module, layout: NativeModel, blocks: Mapping[str, tuple[TensorPlan, Shares]], num_tokens: int
+    model: nn.Module,
+    layout: NativeModel,
+    blocks: Mapping[str, tuple[TensorPlan, Shares] | None],
+    num_tokens: int,
+    tokens: TokenPlan | None = None,
+    key_size: int = _SIXTEEN_BITS,
 ) -> ForwardWork:
-    """Of so many picture tokens beside the text's, in half precision. blocks: by name, how each is divided."""
-    side, sizes = native_list(layout), (num_tokens, NUM_TEXT_TOKENS)
-    found = [
-        divided_block(model.get_submodule(name), plan, side, sizes, shares.num_devices, element_size=2)
-        for name, (plan, shares) in blocks.items()
+    """Of so many picture tokens beside the text's.
+
+    Args:
+        blocks: by name, how each is divided, if it is. tokens: where the class has rows. key_size: as of work_of.
+    """
+    side, rows = native_list(layout), tokens.blocks if tokens else {}
+    keys = {name: rows[of].keys if (of := name.rpartition(".")[0]) in rows else "" for name in blocks}
+    sampled = [
+        SampledBlock(model.get_submodule(name), side, how[0] if how else None, keys[name])
+        for name, how in blocks.items()
     ]
-    return ForwardWork(
-        flops=sum(native_block_flops(model, layout, list(blocks), *sizes)),
-        sent_bytes=sum(each.sent_bytes for each in found),
-        stream_bytes=2 * max(each.width for each in found) * (num_tokens + NUM_TEXT_TOKENS * layout.is_joint),
-        num_exchanges=sum(each.num_exchanges for each in found),
-        whole_flops=sum(each.whole_flops for each in found),
-    )
+    num_cards = max((how[1].num_devices for how in blocks.values() if how), default=1)
+    return work_of(sampled, (num_tokens, NUM_TEXT_TOKENS), num_cards, key_size)
 
 
 def has_guidance(model: nn.Module) -> bool:
@@ -132,13 +194,28 @@ def has_guidance(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "params", None), "guidance_embed", False))
 
 
+class StepSeconds(NamedTuple):
+    """Of a step, by each way; infinite where there are no shares for it."""
+
+    blocks: float
+    tensor: float
+    tokens: float = math.inf
+
+    def __str__(self) -> str:
+        """ "blocks about 0.543 s per step, tensor 0.284 s, tokens 0.271 s"."""
+        others = (f", {name} {s:.3g} s" for name, s in self._asdict().items() if name != "blocks" and s < math.inf)
+        return f"blocks about {self.blocks:.3g} s per step" + "".join(others)
+
+
 @dataclass(frozen=True)
 class Ways:
-    """The two ways of one MODEL on several cards of this machine.
+    """The ways of one MODEL on several cards.
 
     Args:
-        block_shares: of the blocks, that each card has. tensor_shares: of every block.
+        block_shares: of the blocks, that each card has. tensor_shares: of every block; () if it cannot be divided.
         can_overlap: whether forwards may follow each other through the cards. crossings: of the stream, per forward.
+        token_shares: relative ones of the rows; () if the class, the cards or the settings do not allow it.
+        can_deal: whether each card may compute whole forwards where there are enough of them.
     """
 
     work: ForwardWork
@@ -147,22 +224,53 @@ class Ways:
     tensor_shares: Sequence[float]
     can_overlap: bool
     crossings: int
+    token_shares: Sequence[float] = ()
+    can_deal: bool = True
 
-    def seconds(self, num_forwards: int) -> tuple[float, float]:
-        """Of a step with so many forwards, by blocks and by tensor, which has them as one batch."""
-        work, link, count = self.work, self.machine.bytes_per_s, len(self.block_shares)
-        assert link is not None, "there are several cards"
-        times = [share * whole for share, whole in zip(self.block_shares, self._card_s(work.flops), strict=True)]
-        copies = self.crossings * work.stream_bytes / link
+    def seconds(self, num_forwards: int) -> StepSeconds:
+        """Of a step with so many forwards. Tensor has them as one batch."""
+        times = [share * whole for share, whole in zip(self.block_shares, self._card_s(self.work.flops), strict=True)]
+        copies = self.crossings * self.work.stream_bytes / self._link
         following = max(times) if self.can_overlap else sum(times) + copies  # with overlap the others' are hidden
+        blocks = sum(times) + copies + (num_forwards - 1) * following
+        return StepSeconds(blocks, self._tensor_s(num_forwards), self._tokens_s(num_forwards))
+
+    def _tensor_s(self, num_forwards: int) -> float:
+        work, count = self.work, len(self.block_shares)
+        if not self.tensor_shares:
+            return math.inf
         divided, whole = self._card_s(work.flops - work.whole_flops), self._card_s(work.whole_flops)
         slowest = max(s * d + rest for s, d, rest in zip(self.tensor_shares, divided, whole, strict=True))
-        sums = bytes_to_one(num_forwards * work.sent_bytes, work.num_exchanges, count) / link  # over a card's one slot
-        return sum(times) + copies + (num_forwards - 1) * following, num_forwards * slowest + sums
+        sums = bytes_to_one(num_forwards * work.sent_bytes, work.num_exchanges, count) / self._link  # a card's one slot
+        return num_forwards * slowest + sums
+
+    def _tokens_s(self, num_forwards: int) -> float:
+        """Whole forwards are dealt out, one to each card, where nothing travels; the cards share each of the rest."""
+        if not self.token_shares:
+            return math.inf
+        wholes, count, total = self._card_s(self.work.flops), len(self.token_shares), sum(self.token_shares)
+        shares = [share / total for share in self.token_shares]
+        # A card gets the others' rows over its one slot, and sends its own to each of them.
+        travelling = max(max(1 - share, share * (count - 1)) for share in shares) * self.work.key_bytes / self._link
+        one = max(share * whole for share, whole in zip(shares, wholes, strict=True)) + travelling
+        is_dealt = self.can_deal and min(shares) * count >= LEAST_SHARE
+        rounds, remaining = divmod(num_forwards, count) if is_dealt else (0, num_forwards)
+        return rounds * max(wholes) + remaining * one
 
     def prefers_tensor(self, counts: Sequence[int]) -> bool:
-        """Whether dividing is faster for each of these numbers of forwards."""
-        return all(tensor < GAIN * blocks for blocks, tensor in map(self.seconds, counts))
+        """Whether dividing is faster than blocks for each of these numbers of forwards."""
+        return all(found.tensor < GAIN * found.blocks for found in map(self.seconds, counts))
+
+    def fastest(self, counts: Sequence[int]) -> WayName:
+        """Tokens where it is faster than what it would be else, for each of these numbers of forwards."""
+        otherwise: WayName = "tensor" if self.prefers_tensor(counts) else "blocks"
+        gains = all(found.tokens < getattr(found, otherwise) for found in map(self.seconds, counts))
+        return "tokens" if gains else otherwise
+
+    @property
+    def _link(self) -> float:
+        assert self.machine.bytes_per_s is not None, "there are several cards"
+        return self.machine.bytes_per_s
 
     def _card_s(self, flops: float) -> list[float]:
         return [flops / (rate * BLOCK_RATE) for rate in self.machine.flops_per_s]

@@ -8,10 +8,21 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import comfy.model_management as management
+import comfy.ops
 import torch
+from comfy.ldm.flux.model import Flux
+from comfy.ldm.lumina.model import NextDiT
+from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+from comfy.ldm.wan.model import WanModel
 from devicebridge.nodes.host.split import model as split_module
+from devicebridge.nodes.host.split import tokens as tokens_module
+from devicebridge.nodes.host.split.plan import layout_of
 from devicebridge.nodes.host.split.tensor import DividedPlan
+from devicebridge.nodes.host.split.tokens import TokensPlan
 from devicebridge.nodes.host.split.tree import tree_of
+from devicebridge.parallel.block_lists import execution_order
+from devicebridge.planning import times
 from devicebridge.planning.cards import MachineSpeed
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
 
@@ -29,27 +40,109 @@ def _machine(flops_per_s: float, bytes_per_s: float) -> Iterator[None]:
         yield
 
 
-def _is_divided(model: Any) -> bool:
-    return isinstance(tree_of(model.model).plan, DividedPlan)
+def _way_of(model: Any) -> str:
+    ways = {DividedPlan: "tensor", TokensPlan: "tokens"}
+    return ways.get(type(tree_of(model.model).plan), "blocks")
+
+
+def _limits(model: Any) -> tuple[float, float]:
+    """Decimal GB that hold seven tenths of the model on each of two cards."""
+    return (0.7 * management.module_size(model.model.diffusion_model) / 1e9,) * 2
 
 
 @case
-def way_auto_goes_by_the_link(case: Case) -> None:
-    """Tensor on a fast link with long blocks, blocks on a slow one."""
+def way_auto_goes_by_link_and_memory(case: Case) -> None:
+    """Tokens on a fast link; tensor where a card lacks the room for all weights; blocks on a slow link."""
     host, name = case.host, "flux2_heads"
     reference = host.sample(host.load(name, load_device=CPU), name)
-    for what, speeds, expected in (
-        ("a fast link", (1e9, FAST_LINK), "tensor"),
-        ("a slow link", (1e9, SLOW_LINK), "blocks"),
+    for what, link, is_limited, expected in (
+        ("a fast link", FAST_LINK, False, "tokens"),
+        ("a fast link and little memory", FAST_LINK, True, "tensor"),
+        ("a slow link", SLOW_LINK, False, "blocks"),
     ):
-        with _machine(*speeds), case.logged("", logging.INFO) as messages:
-            model = split(host.load(name), way=None)
-        case.check(what, _is_divided(model) == (expected == "tensor"))
+        loaded = host.load(name)
+        limits = _limits(loaded) if is_limited else ()
+        with _machine(1e9, link), case.logged("", logging.INFO) as messages:
+            model = split(loaded, way=None, memory_limit_gb=limits)
+        case.check(what, _way_of(model) == expected, _way_of(model))
         said = [line for line in messages if f"way auto takes {expected}: at 4096 tokens blocks about" in line]
         case.check(f"{what}: one line says it", len(said) == 1 and "tensor" in said[0], messages)
+        case.check(f"{what}: why not tokens", ("may hold" in said[0]) == is_limited, said)
         output = host.sample(model, name)
         case.check(f"{what}: it samples", float((output - reference).norm() / reference.norm()) < 1e-4)
         host.unload_all()
+
+
+@case
+def way_auto_leaves_tokens_to_models_that_others_left_alone(case: Case) -> None:
+    """Patches and object patches, which tokens would refuse at the first step; a class without a plan of tokens."""
+    host, name = case.host, "flux2_heads"
+
+    def patched(model: Any) -> None:
+        model.set_model_patch(lambda args: args, "double_block")
+
+    def replaced(model: Any) -> None:
+        model.set_model_patch_replace(lambda args, more: more["original_block"](args), "dit", "double_block", 0)
+
+    def object_patched(model: Any) -> None:
+        model.add_object_patch("diffusion_model.double_blocks.0.marked", torch.nn.Identity())
+
+    def attended(model: Any) -> None:
+        model.model_options["transformer_options"]["optimized_attention_override"] = lambda func, *args, **kw: func(
+            *args, **kw
+        )
+
+    for change, word in (
+        (patched, "the patch 'double_block'"),
+        (replaced, "the replacement 'dit'"),
+        (object_patched, "the object patch of diffusion_model.double_blocks.0.marked"),
+        (attended, "the attention of"),
+    ):
+        model = host.load(name)
+        change(model)
+        with _machine(1e9, FAST_LINK), case.logged("", logging.INFO) as messages:
+            found = split(model, way=None)
+        said = [line for line in messages if "way auto takes" in line]
+        case.check(change.__name__, _way_of(found) != "tokens" and len(said) == 1 and word in said[0], said)
+        host.unload_all()
+    nobody_described = mock.patch.dict(tokens_module.TOKEN_PLANS, clear=True)
+    with _machine(1e9, FAST_LINK), nobody_described, case.logged("", logging.INFO) as messages:
+        found = split(host.load(name), way=None)
+    said = [line for line in messages if "way auto takes" in line]
+    case.check("no plan", _way_of(found) == "tensor" and "not tokens: Flux cannot be shared out" in said[0], said)
+
+
+@case
+def keys_travel_as_was_measured(case: Case) -> None:
+    """Bytes each way per step between two cards, of published models at full size on meta, with their own texts."""
+    flux: dict[str, Any] = {"in_channels": 16, "out_channels": 16, "vec_in_dim": 768, "context_in_dim": 4096}
+    flux |= {"hidden_size": 3072, "mlp_ratio": 4.0, "num_heads": 24, "depth": 19, "depth_single_blocks": 38}
+    flux |= {"axes_dim": [16, 56, 56], "theta": 10000, "patch_size": 2, "qkv_bias": True, "guidance_embed": True}
+    flux |= {"txt_ids_dims": []}
+    flux2 = flux | {"vec_in_dim": None, "hidden_size": 6144, "mlp_ratio": 3.0, "num_heads": 48, "depth": 8}
+    flux2 |= {"depth_single_blocks": 48, "axes_dim": [32] * 4, "qkv_bias": False, "global_modulation": True}
+    flux2 |= {"mlp_silu_act": True, "ops_bias": False}
+    z_image: dict[str, Any] = {"in_channels": 16, "dim": 3840, "n_layers": 30, "n_heads": 30, "n_kv_heads": 30}
+    z_image |= {
+        "axes_dims": [32, 48, 48],
+        "axes_lens": [1536, 512, 512],
+        "cap_feat_dim": 2560,
+        "z_image_modulation": True,
+    }
+    wan = {"model_type": "t2v", "dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
+    for name, kind, given, tokens, num_text, expected in (
+        ("FLUX.1", Flux, flux, 4096, 512, 1.61e9),
+        ("FLUX.2", Flux, flux2, 4096, 512, 3.17e9),
+        ("Qwen-Image", QwenImageTransformer2DModel, {"num_layers": 60}, 4096, 128, 1.56e9),
+        ("Z-Image", NextDiT, z_image, 4096, 512, 1.10e9),
+        ("Wan 14B", WanModel, wan, 14040, 512, 5.75e9),
+    ):
+        model = kind(**given, device="meta", dtype=torch.bfloat16, operations=comfy.ops.disable_weight_init)
+        layout = layout_of(model)
+        blocks = dict.fromkeys(execution_order(model, layout))
+        with mock.patch.object(times, "NUM_TEXT_TOKENS", num_text):
+            work = times.forward_work(model, layout, blocks, tokens, tokens_module.TOKEN_PLANS[layout.class_name])
+        case.check(name, abs(work.key_bytes / 2 / expected - 1) < 0.04, work.key_bytes / 2)
 
 
 @case
@@ -71,7 +164,7 @@ def way_auto_asks_for_a_gain_with_cfg_too(case: Case) -> None:
 
 
 @case
-def way_auto_takes_blocks_where_tensor_would_be_refused(case: Case) -> None:
+def way_auto_takes_blocks_where_others_would_be_refused(case: Case) -> None:
     host, name = case.host, "flux2_heads"
 
     def unmeasurable(devices: Any) -> None:
@@ -87,7 +180,8 @@ def way_auto_takes_blocks_where_tensor_would_be_refused(case: Case) -> None:
     with _machine(1e9, FAST_LINK):
         for what, options, words in asked:
             _takes_blocks(case, what, host.load(name), words, **options)
-        _takes_blocks(case, "one head", host.load("wan"), "1 heads")
+        limits = _limits(host.load("wan"))
+        _takes_blocks(case, "one head and little memory", host.load("wan"), "1 heads", memory_limit_gb=limits)
         with mock.patch.object(split_module, "machine_speed", unmeasurable):
             _takes_blocks(case, "not measured", host.load(name), "no room on cuda:1")
     _takes_blocks(case, "cards without streams", host.load(name), "cannot copy beside")
@@ -97,7 +191,7 @@ def _takes_blocks(case: Case, what: str, model: Any, words: str, **options: Any)
     with case.logged("", logging.INFO) as messages:
         found = split(model, way=None, **options)
     said = [line for line in messages if line.startswith("split: way auto")]
-    case.check(what, not _is_divided(found) and len(said) == 1 and words in said[0], said)
+    case.check(what, _way_of(found) == "blocks" and len(said) == 1 and words in said[0], said)
     case.host.unload_all()
 
 

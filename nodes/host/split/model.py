@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,16 @@ from ....events import first_line
 from ....families.comfy.video import VIDEO_MODELS
 from ....parallel.transfer import module_with_streams
 from ....planning.cards import machine_speed
-from ....planning.times import Ways, forward_work, has_guidance
+from ....planning.times import WayName, Ways, forward_work, has_guidance
 from .attachments import KEY, ROOT, is_compiled
 from .blocks import BlockExecutor, BlockPlan, plan_blocks
 from .model_copy import ModuleMap, Origin, check_independent, copy_structure, follow_copy, load_over_file
 from .patcher import become_split
 from .plan import GB, SplitPlan, SplitRequest
 from .sampling import prepare_with_forecast, run_overlapped
-from .tensor import DividedPlan, TensorExecutor, check_runnable, plan_tensor
-from .tokens import TokensExecutor, TokensPlan, plan_tokens
+from .tensor import DividedPlan, TensorExecutor, plan_tensor
+from .tensor import check_runnable as check_divisible
+from .tokens import TokensExecutor, TokensPlan, check_runnable, plan_tokens
 from .tree import SplitTree, Way, make_tree, tree_of
 
 _log = logging.getLogger(__name__)
@@ -211,9 +213,9 @@ def _follow_patches(split: Any, copies: ModuleMap, source: nn.Module) -> None:
 
 
 def plan_split(model: Any, request: SplitRequest) -> SplitPlan:
-    """The plan of the requested way, else of the one that is forecast to be faster; a line in the log says why.
+    """The plan of the requested way, else of the one that is forecast to be the fastest; a line in the log says why.
 
-    The size of the latents and whether CFG is used are not known yet. So auto goes by a usual size, and tensor must be
+    The size of the latents and whether CFG is used are not known yet. So auto goes by a usual size, and a way must be
     faster both with CFG and without; a model that is given its guidance as a number has no CFG.
 
     Raises: ValueError as the planner of the way.
@@ -226,19 +228,28 @@ def plan_split(model: Any, request: SplitRequest) -> SplitPlan:
     blocks = plan_blocks(root, request)
     if request.way == "blocks":
         return blocks
+    plans: dict[WayName, SplitPlan] = {"blocks": blocks}
+    refusals: dict[WayName, str] = {}
     try:
-        tensor = _plan_tensor_for_auto(model, request, blocks)
-        tokens = _CLIP_TOKENS if blocks.layout in VIDEO_MODELS else _PICTURE_TOKENS
-        ways = compare_ways(root, blocks, tensor, tokens)
+        _check_auto(model, request)
+        for way, make in _PLANNED_FOR_AUTO.items():
+            try:
+                plans[way] = make(model, request, blocks)
+            except (ValueError, RuntimeError) as error:
+                refusals[way] = first_line(error)
+        if len(plans) == 1:
+            raise ValueError("; ".join(f"not {way}: {reason}" for way, reason in refusals.items()))
+        num_tokens = _CLIP_TOKENS if blocks.layout in VIDEO_MODELS else _PICTURE_TOKENS
+        tensor, tokens = plans.get("tensor"), plans.get("tokens")
+        ways = compare_ways(root, blocks, tensor, num_tokens, tokens)  # type: ignore[arg-type]
     except (ValueError, RuntimeError) as error:
         _log.info("split: way auto takes blocks: %s", first_line(error))
         return blocks
     counts = (1,) if has_guidance(root) else (1, 2)
-    taken: SplitPlan = tensor if ways.prefers_tensor(counts) else blocks
-    seconds = map(ways.seconds, counts)
-    forecasts = "; with CFG ".join(f"blocks about {one:.3g} s per step, tensor {two:.3g} s" for one, two in seconds)
-    _log.info("split: way auto takes %s: at %d tokens %s", "tensor" if taken is tensor else "blocks", tokens, forecasts)
-    return taken
+    taken, seconds = ways.fastest(counts), "; with CFG ".join(str(ways.seconds(count)) for count in counts)
+    reasons = "".join(f"; not {way}: {reason}" for way, reason in refusals.items())
+    _log.info("split: way auto takes %s: at %d tokens %s%s", taken, num_tokens, seconds, reasons)
+    return plans[taken]
 
 
 def _way_of(plan: SplitPlan) -> Way:
@@ -246,8 +257,8 @@ def _way_of(plan: SplitPlan) -> Way:
     return ways.get(type(plan), BlockExecutor)
 
 
-def _plan_tensor_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) -> DividedPlan:
-    """Raises: ValueError or RuntimeError saying why this MODEL, these cards or these settings need blocks."""
+def _check_auto(model: Any, request: SplitRequest) -> None:
+    """Raises: ValueError saying why this MODEL, these cards or these settings need blocks."""
     only_of_blocks = {
         "verify": request.verify,
         "offload off": not request.offload,
@@ -259,23 +270,59 @@ def _plan_tensor_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) 
             raise ValueError(f"{name} is a setting of that way")
     if module_with_streams(*request.devices[:2]) is None:
         raise ValueError(f"{request.devices[0]} cannot copy beside what it computes")
-    check_runnable((), model.model_options.get("transformer_options", {}), blocks.layout.patches_inside)
     if model.offload_device == model.load_device:
         raise ValueError("the weights of this MODEL stay on a card")
+
+
+def _tensor_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) -> DividedPlan:
+    """Raises: ValueError or RuntimeError saying why this MODEL cannot be divided, or would stream."""
+    check_divisible((), model.model_options.get("transformer_options", {}), blocks.layout.patches_inside)
     if int(management.module_size(model.model)) > sum(request.card_budgets().values()):
         raise ValueError("the cards have no room for all weights")
     return plan_tensor(model.model.diffusion_model, request)
 
 
-def compare_ways(diffusion_model: nn.Module, blocks: BlockPlan, tensor: DividedPlan, num_tokens: int) -> Ways:
-    """What this machine's cards and links, as they were measured, make of both ways for so many picture tokens."""
-    heads = [shares.heads for _, shares in tensor.divided.values()]
-    ranks, placed, main = range(len(tensor.devices)), blocks.placement, blocks.main_device
+def _tokens_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) -> TokensPlan:
+    """Raises: ValueError or RuntimeError saying why the cards cannot each run this MODEL, or would stream it."""
+    root = model.model.diffusion_model
+    attached = [f"the object patch of {key}" for key in model.object_patches if key.startswith(f"{ROOT}.")]
+    attached += [f"the injection {key!r}" for key in model.injections if key != KEY]
+    check_runnable(model.model_options.get("transformer_options", {}), attached)
+    size = int(management.module_size(root))
+    for device, room in request.card_budgets().items():
+        if size > room:
+            raise ValueError(f"{device} may hold {room / GB:.3g} GB, and the whole model has {size / GB:.3g} GB")
+    return plan_tokens(root, request)
+
+
+_PLANNED_FOR_AUTO: dict[WayName, Callable[[Any, SplitRequest, BlockPlan], SplitPlan]] = {
+    "tensor": _tensor_for_auto,
+    "tokens": _tokens_for_auto,
+}
+
+
+def compare_ways(
+    diffusion_model: nn.Module,
+    blocks: BlockPlan,
+    tensor: DividedPlan | None,
+    num_tokens: int,
+    tokens: TokensPlan | None = None,
+) -> Ways:
+    """What this machine's cards and links, as they were measured, make of each way for so many picture tokens.
+
+    Args:
+        tensor, tokens: None where that way is not possible.
+    """
+    devices, placed, main = (tensor or tokens or blocks).devices, blocks.placement, blocks.main_device
+    divided: Mapping[str, Any] = tensor.divided if tensor else dict.fromkeys(blocks.blocks)
+    heads = [shares.heads for _, shares in tensor.divided.values()] if tensor else []
     return Ways(
-        forward_work(diffusion_model, blocks.layout, tensor.divided, num_tokens),
-        machine_speed(tensor.devices),
-        [placed.num_blocks_on(device) / len(placed.blocks) for device in tensor.devices],
-        [max(each[rank] / sum(each) for each in heads) for rank in ranks],
+        forward_work(diffusion_model, blocks.layout, divided, num_tokens, tokens.tokens if tokens else None),
+        machine_speed(devices),
+        [placed.num_blocks_on(device) / len(placed.blocks) for device in devices],
+        [max(each[rank] / sum(each) for each in heads) for rank in range(len(devices))] if tensor else (),
         blocks.overlap,
         len(placed.runs()) if blocks.transport == "stream" else 2 * sum(device != main for device in placed.devices),
+        tokens.shares if tokens else (),
+        tokens.overlap if tokens else False,
     )

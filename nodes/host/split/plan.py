@@ -37,7 +37,7 @@ class SplitRequest:
         offload: weights beyond a limit stay in host memory and are streamed at every use; else that is refused.
         verify: compute the first step of every run twice, the second time in the plainest way, and compare.
         way: "blocks" gives every device some of the blocks; "tokens" gives it the whole model and some of the tokens;
-            "tensor" divides each block among all devices; None takes the faster one of blocks and tensor.
+            "tensor" divides each block among all devices; None takes the one that is forecast to be the fastest.
     """
 
     devices: tuple[torch.device, ...]

@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -228,19 +228,9 @@ class TokensExecutor(Executor):
                     yield f"a change of the numbers in {name}"
 
     def _check_runnable(self, options: Mapping[str, Any], control: Any) -> None:
-        """Raises: RuntimeError that names what another node does where a card has a share of the tokens."""
-        found = [f"the patch {name!r}" for name, each in options.get("patches", {}).items() if each]
-        found += [f"the replacement {name!r}" for name, keyed in options.get("patches_replace", {}).items() if keyed]
-        found += foreign_methods(self._unchanged.kinds)
+        found = [*foreign_methods(self._unchanged.kinds)]
         found += ["a ControlNet"] if control and not self._plan.tokens.control else []
-        if found:
-            raise RuntimeError(
-                f"each card of this split computes a share of the tokens, and {found[0]} of another node works between "
-                "or inside the blocks, where it would see only those. Use way 'blocks' in the split node, or take that "
-                "node out"
-            )
-        if options.get(_OVERRIDE) is not None:
-            _check_attention(options[_OVERRIDE])
+        check_runnable(options, found)
 
     def check_possible(self, action: str) -> None:
         if "hook" in action:
@@ -312,6 +302,26 @@ class TokensExecutor(Executor):
                 options["patches_replace"] = {"dit": {"of no block": None}}
         forward = own or getattr(self._models[rank], self._method)
         return forward(**given)
+
+
+def check_runnable(options: Mapping[str, Any], others: Sequence[str] = ()) -> None:
+    """Refuse what other nodes would do where each card has a share of the tokens.
+
+    Args:
+        options: transformer_options of the forward. others: what is attached elsewhere, in words for the user.
+    Raises: RuntimeError that names it.
+    """
+    found = [f"the patch {name!r}" for name, each in options.get("patches", {}).items() if each]
+    found += [f"the replacement {name!r}" for name, keyed in options.get("patches_replace", {}).items() if keyed]
+    found += others
+    if found:
+        raise RuntimeError(
+            f"each card of this split computes a share of the tokens, and {found[0]} of another node works between "
+            "or inside the blocks, where it would see only those. Use way 'blocks' in the split node, or take that "
+            "node out"
+        )
+    if options.get(_OVERRIDE) is not None:
+        _check_attention(options[_OVERRIDE])
 
 
 def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:

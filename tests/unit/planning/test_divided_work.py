@@ -11,11 +11,13 @@ import pytest
 import torch
 from devicebridge.families.comfy.native import NativeModel
 from devicebridge.families.registry import FAMILIES
+from devicebridge.families.spec import BlockList
+from devicebridge.families.token_plan import BlockRows, TokenPlan
 from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.parallel.placement import native_block_flops
 from devicebridge.planning import times as work_module
-from devicebridge.planning.times import divided_block, forward_work, has_guidance
+from devicebridge.planning.times import divided_block, forward_work, has_guidance, key_bytes
 from devicebridge.tests.emulated import CARDS, emulated_cards
 from devicebridge.tests.toy import TINY
 from devicebridge.tests.unit.parallel.test_tensor_experts import PLAN, Block
@@ -120,3 +122,31 @@ def test_guidance_is_a_number_where_the_model_says_so() -> None:
     for given in (True, False):
         model.params = types.SimpleNamespace(guidance_embed=given)
         assert has_guidance(model) is given
+
+
+@pytest.mark.parametrize(
+    ("keys", "joint", "rows"),
+    [
+        ("=txt+img", False, 9 + 5),
+        ("=x", True, 9 + 5),
+        ("=x", False, 9),  # text is attended to, and every card has it
+        ("attn1=v audio_attn1=a audio_to_video_attn=a video_to_audio_attn=v", False, 9 + 9),
+        ("=txt+x/x", False, 9 + 5 + 9),  # two attentions, the second of the picture alone
+        ("", False, 0),
+    ],
+)
+def test_keys_and_values_of_all_rows_are_counted(keys, joint, rows) -> None:
+    assert key_bytes(Separate(), keys, BlockList("blocks", is_joint=joint), (9, 5), 2) == 2 * rows * WIDTH * 2
+
+
+def test_keys_are_those_of_the_lists_in_the_plan_of_tokens() -> None:
+    """A class that cannot be divided, too."""
+    model, plan = Model([Separate(), Separate()]), TokenPlan({"blocks": BlockRows("x=x@1", "attn=x")})
+    blocks = dict.fromkeys(("blocks.0", "blocks.1"))
+    work = forward_work(model, LAYOUT, blocks, 512, plan)
+    assert work.key_bytes == 2 * 2 * 1024 * WIDTH * 2
+    assert forward_work(model, LAYOUT, blocks, 512, plan, key_size=1).key_bytes == work.key_bytes / 2
+    assert work.stream_bytes == 2 * 1024 * WIDTH and work.sent_bytes == work.num_exchanges == 0
+    others = TokenPlan({"layers": BlockRows("x=x@1", "attn=x")})
+    assert forward_work(model, LAYOUT, blocks, 512).key_bytes == 0
+    assert forward_work(model, LAYOUT, blocks, 512, others).key_bytes == 0

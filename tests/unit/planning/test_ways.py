@@ -1,4 +1,4 @@
-"""Blocks or tensor: seconds by hand, seconds that were measured, and what follows from them."""
+"""Blocks, tensor or tokens: seconds by hand, seconds that were measured, and what follows from them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from devicebridge.parallel.local.collectives import SLICED_FROM_BYTES
 from devicebridge.planning import times as ways_module
+from devicebridge.planning.cards import MachineSpeed
 from devicebridge.planning.times import ForwardWork
 from devicebridge.tests.sampling_work import FLUX2, FLUX2_512, QWEN, WAN, machine_of, ways_of
 
@@ -95,3 +96,54 @@ def test_a_gain_that_is_too_small_takes_blocks(monkeypatch) -> None:
     assert found[1] < found[0] and not ways.prefers_tensor((1,))
     monkeypatch.setattr(ways_module, "GAIN", 1.0)
     assert ways.prefers_tensor((1,))
+
+
+def test_seconds_of_tokens_are_those_of_the_formula(monkeypatch) -> None:
+    """Three cards; the second is faster, and has more of the rows."""
+    monkeypatch.setattr(ways_module, "BLOCK_RATE", 1.0)
+    work = ForwardWork(flops=64.0, sent_bytes=8.0, stream_bytes=4.0, num_exchanges=4, key_bytes=24.0)
+    machine = MachineSpeed((4.0, 8.0, 4.0), 2.0, "2026-11-28")
+    ways = replace(ways_of(work, machine), token_shares=[3, 6, 3])
+    # 16, 8 and 16 s on one card. The second card sends half of 24 bytes to each of two others; the first gets 3/4.
+    one = 16 / 4 + 24 / 2
+    assert [ways.seconds(count).tokens for count in (1, 2)] == [one, 2 * one]
+    assert ways.seconds(3).tokens == 16  # a whole forward each, as the slowest has 3/4 of a third; nothing travels
+    assert ways.seconds(5).tokens == 16 + 2 * one
+    assert replace(ways, can_deal=False).seconds(3).tokens == 3 * one
+    uneven = replace(ways, token_shares=[2, 7, 3])
+    assert uneven.seconds(3).tokens == 3 * (8 * 7 / 12 + 24 * 2 * 7 / 12 / 2)  # it would be waited for too long
+    few = replace(ways, token_shares=[6, 1, 1])
+    assert few.seconds(1).tokens == 16 * 6 / 8 + 24 * max(7 / 8, 2 * 6 / 8) / 2
+    assert ways_of(work, machine).seconds(1).tokens == float("inf")
+    assert replace(ways, tensor_shares=()).seconds(1).tensor == float("inf")
+
+
+@pytest.mark.parametrize(("link", "measured"), [(39e9, 1.56), (20e9, 1.29)])
+def test_tokens_over_a_slow_link_gain_what_was_measured(link, measured) -> None:
+    """Wan 14B of 33 frames on two H200 over links made slow, all keys and values before each attention: the gain over
+    one card, of which a step took 1.074 s."""
+    machine = machine_of(flops_per_s=WAN.flops / 1.074 / ways_module.BLOCK_RATE, bytes_per_s=link)
+    ways = replace(ways_of(replace(WAN, key_bytes=2 * 5.75e9), machine), token_shares=[1, 1])
+    assert 1.074 / ways.seconds(1).tokens == pytest.approx(measured, rel=0.04)
+
+
+def _with_keys(work: ForwardWork, key_bytes: float, machine: MachineSpeed) -> ways_module.Ways:
+    return replace(ways_of(replace(work, key_bytes=key_bytes), machine), token_shares=machine.flops_per_s)
+
+
+def test_the_fastest_way_is_taken() -> None:
+    """Stated speeds; with one forward and with two."""
+    pcie = machine_of(2, 65e12, 12e9)
+    assert _with_keys(WAN, 11.5e9, pcie).fastest((1, 2)) == "tokens"
+    assert _with_keys(FLUX2, 6.34e9, pcie).fastest((1,)) == "tokens"
+    # Beside a slow link tokens lose where tensor does not, by what each sends.
+    assert _with_keys(FLUX2, 200e9, pcie).fastest((1,)) == "tensor"
+    assert _with_keys(FLUX2, 200e9, machine_of(2, 65e12, 1e9)).fastest((1, 2)) == "blocks"
+    assert replace(_with_keys(WAN, 11.5e9, pcie), token_shares=()).fastest((1,)) == "tensor"
+    assert replace(_with_keys(FLUX2, 6.34e9, pcie), tensor_shares=()).fastest((1, 2)) == "tokens"
+
+
+def test_tokens_must_be_faster_with_one_forward_and_with_two() -> None:
+    """Whole forwards are dealt out, so two always gain; one does not where keys take too long."""
+    ways = replace(_with_keys(WAN, 11.5e9, machine_of(2, 660e12, 2e9)), tensor_shares=())
+    assert ways.fastest((2,)) == "tokens" and ways.fastest((1, 2)) == "blocks"
