@@ -41,6 +41,7 @@ def collect() -> dict[str, Any]:
         "devices": [],
         "peer_access": {},
         "machine_speed": [],
+        "sampling": [],
         **_ask_comfyui(),
     }
     if versions["torch"]:
@@ -69,6 +70,8 @@ def report(facts: dict[str, Any]) -> str:
     for source, row in facts["peer_access"].items():
         lines += [f"  {source} -> {target}: {names[found]}" for target, found in row.items() if source != target]
     lines += [f"  {line}" for line in facts["machine_speed"]]
+    if facts["sampling"]:
+        lines += ["", "Sampling over these devices, a forecast", *(f"  {line}" for line in facts["sampling"])]
     lines += ["", "Versions"]
     for name, version in facts["versions"].items():
         remark = "" if version["is_tested"] else f"not tested; tested: {version['tested']}"
@@ -111,6 +114,7 @@ def _ask_torch() -> dict[str, Any]:
             if len(accelerators) > 1
         },
         "machine_speed": _measure(accelerators) if len(accelerators) > 1 else [],
+        "sampling": _forecast_sampling(accelerators) if len(accelerators) > 1 else [],
     }
 
 
@@ -158,6 +162,28 @@ def _measure(accelerators: list[Any]) -> list[str]:
         ]
     except (ImportError, RuntimeError) as error:
         return [f"not measured: {error}"]
+
+
+def _forecast_sampling(accelerators: list[Any]) -> list[str]:
+    """What way auto of a split would take for some models, and seconds per step, a line each."""
+    try:
+        from ..checkpoints.checkpoint import make_published_info
+        from ..planning.cards import cards_of
+        from ..planning.sampling_forecast import SampledModel, forecast_sampling
+
+        cards, lines = cards_of(accelerators), []
+        for name, size in _SAMPLED if cards else ():
+            info = make_published_info(name)
+            assert info.variant is not None and cards, "published models are variants"
+            found = forecast_sampling(SampledModel.of(info, info.variant), size, cards)
+            lines.append(f"{name} {size}, {found.verdict(8)}")
+        return lines
+    except (ImportError, RuntimeError, ValueError) as error:
+        return [f"not forecast: {error}"]
+
+
+# A picture and a clip; other models are asked for with `devicebridge plan --model`.
+_SAMPLED = (("flux1-dev", "1024x1024"), ("flux2-dev", "1024x1024"), ("wan2.1-t2v-14b", "832x480x33"))
 
 
 def _describe_device(device: Any) -> dict[str, Any]:

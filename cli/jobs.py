@@ -21,13 +21,14 @@ from ..jobs.ranks import open_ranks
 from ..jobs.resolve import find_machine
 from ..jobs.resume import TrainingResult
 from ..parallel.ranks.place import RankPlace, find_place, refuse_other_launcher
-from ..planning.cards import parse_cards
+from ..planning.cards import cards_of, parse_cards
 from ..planning.plan import describe_plan, plan_values
+from ..planning.sampling_forecast import SampledModel, forecast_sampling
 from ..system.stopping import STOPPED, find_launch, stop_on_signal
 from ..system.telling import say
 from .launch import as_rank, launch
 from .native import encoded, encoded_once, enter, prepared
-from .plan_request import make_request
+from .plan_request import PlanRequest, make_request
 from .terminal import Terminal
 
 ONE_MODEL = (
@@ -156,6 +157,20 @@ def check(options: argparse.Namespace) -> int:
     return 0
 
 
+def _plan_sampling(options: argparse.Namespace, asked: PlanRequest) -> int:
+    others = [f"--{name}" for name in ("quantize", "resolution", "frames") if getattr(options, name) is not None]
+    if asked.info is None or options.job is not None or others:
+        found = others[0] if others else "a job file" if options.job is not None else "no model"
+        raise ValueError(f"--sample goes with --model and --cards alone, and there is {found}; leave the rest out")
+    assert asked.info.variant is not None, "published models are variants"
+    cards = parse_cards(options.cards) if options.cards else cards_of(find_machine(()).devices)
+    if cards is None:
+        raise ValueError("this machine has no GPU; name the cards to plan for, such as --cards 2x3090")
+    forecast = forecast_sampling(SampledModel.of(asked.info, asked.info.variant), options.sample, cards)
+    say(json.dumps(forecast.values(), indent=2) if options.json else forecast.describe())
+    return 0
+
+
 def plan(options: argparse.Namespace) -> int:
     if options.cluster is not None:
         raise ValueError(
@@ -166,6 +181,8 @@ def plan(options: argparse.Namespace) -> int:
         say("--calibrate has no effect: blocks are not timed any more", sys.stderr)
     given = {name: getattr(options, name) for name in ("model", "quantize", "resolution", "frames")}
     asked = make_request(options.job, **given)
+    if options.sample is not None:
+        return _plan_sampling(options, asked)
     if asked.info is None:
         (job,) = enter([asked.job], options.arguments)
         asked = replace(asked, job=job)

@@ -147,6 +147,12 @@ def _add_plan(commands: Commands) -> None:
         choices=("none", "fp8", "int8", "fp8-compute", "int8-compute", "auto"),
         help="in place of the job's model.quantize; without a job file the planner chooses",
     )
+    parser.add_argument(
+        "--sample",
+        metavar="SIZE",
+        help="plan sampling with --model over several cards, not a training: the way that auto of a split takes, and "
+        "about how long a step lasts; width x height, such as 1024x1024, for clips with frames, such as 832x480x33",
+    )
     parser.add_argument("--calibrate", action="store_true", help=argparse.SUPPRESS)  # without effect
     parser.add_argument("--json", action="store_true", help="print as JSON")
     parser.set_defaults(command=_command("jobs", "plan"))
@@ -224,7 +230,14 @@ def _add_run(commands: Commands) -> None:
 
 def _add_doctor(commands: Commands) -> None:
     parser = commands.add_parser("doctor", help="show devices, versions, and what will work here")
-    parser.add_argument("--json", action="store_true", help="print as JSON")
+    parser.add_argument(
+        "--bench",
+        action="store_true",
+        help="measure, in about a minute and without a model file, how fast GPUs and their links are, and blocks of "
+        "three models with random weights over them; prints a row for the table in the README",
+    )
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print as JSON, or write it to a file")
+    parser.add_argument("--blocks", action="store_true", help=argparse.SUPPRESS)  # in ComfyUI's Python
     parser.set_defaults(command=_doctor)
 
 
@@ -255,10 +268,18 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from .doctor import collect, report
+    if options.blocks:
+        from ..nodes.host.split.bench import print_blocks
 
+        return print_blocks()
+    if options.bench:
+        from .bench import collect, report
+    else:
+        from .doctor import collect, report
     facts = collect()
-    say(json.dumps(facts, indent=2) if options.json else report(facts))
+    if options.json and options.json != "-":
+        Path(options.json).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    say(json.dumps(facts, indent=2) if options.json == "-" else report(facts))
     return 0
 
 

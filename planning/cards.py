@@ -58,13 +58,19 @@ _VERSION = 3  # of measurements; raise it when something else is measured
 _Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 
 
+# What two cards are taken to send each other at once, each: over PCIe 4.0 x8 or x16, through host memory; and what the
+# pack's copies were measured at over NVLink.
+PCIE_BYTES_PER_S, NVLINK_BYTES_PER_S = 12e9, 300e9
+
+
 class CardKind(NamedTuple):
-    """A model of card. has_fp8: whether it multiplies in float8."""
+    """A model of card. has_fp8: whether it multiplies in float8. link_bytes_per_s: of two of them, as usually built."""
 
     name: str
     tera_per_s: float
     gib: int
     has_fp8: bool
+    link_bytes_per_s: float = PCIE_BYTES_PER_S
 
     @property
     def flops_per_s(self) -> float:
@@ -85,9 +91,9 @@ KINDS = (
     CardKind("RTX 6000 Ada", 364.2, 48, True),
     CardKind("RTX A6000", 154.8, 48, False),
     CardKind("L40S", 362.0, 48, True),
-    CardKind("H100", 989.0, 80, True),
-    CardKind("A100", 312.0, 80, False),
-    CardKind("H200", 989.0, 141, True),
+    CardKind("H100", 989.0, 80, True, NVLINK_BYTES_PER_S),
+    CardKind("A100", 312.0, 80, False, NVLINK_BYTES_PER_S),
+    CardKind("H200", 989.0, 141, True, NVLINK_BYTES_PER_S),
     CardKind("RTX 3060", 25.5, 12, False),
     CardKind("RTX 4060", 30.2, 8, True),
     CardKind("RTX 3060 Ti", 32.4, 8, False),

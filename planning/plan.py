@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from ..config.model import divides_blocks, has_stages
 from ..parallel.placement import Placement
 from ..system.progress import describe_duration
+from ..system.telling import aligned
 from .cards import Card
 from .memory import DeviceForecast
 from .question import Question, SearchSpace, Setting, is_open, strategies_on, why_not_shared
@@ -183,12 +184,7 @@ def describe_plan(plan: TrainingPlan, steps: int = _STEPS) -> str:
             if times is not None:
                 said = f"x {times:.2f}" if seconds is None else _seconds(seconds * times)
             tables[-1].append([name, said])
-    texts = []
-    for table in tables:
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
-        texts.append("\n".join(line.rstrip() for line in lines))
-    return "\n\n".join(texts)
+    return "\n\n".join(map(aligned, tables))
 
 
 def _facts(plan: TrainingPlan, steps: int) -> list[tuple[str, str]]:

@@ -31,14 +31,14 @@ from ..families.token_plan import TokenPlan, places, segments
 from ..parallel.local.collectives import bytes_to_one
 from ..parallel.local.shards import collectives_in
 from ..parallel.placement import attention_width, block_flops, native_list, products_of, tokens_seen
-from .cards import MachineSpeed
+from .cards import PCIE_BYTES_PER_S, MachineSpeed
 
 # A step with this scheme over one in bf16: FLUX.2-dev on two H200 at 1024², docs/guides/quantization.md.
 SCHEME_TIMES: Mapping[str, float] = {"none": 1.0, "fp8-compute": 0.78, "int8-compute": 0.81, "int8": 1.16, "fp8": 1.26}
 
 # What a card of speed 1 is taken to sustain in bf16, and what reaches it over half a PCIe 4.0 slot.
 ASSUMED_FLOPS_PER_S = 50e12
-ASSUMED_LINK_BYTES_PER_S = 12e9
+ASSUMED_LINK_BYTES_PER_S = PCIE_BYTES_PER_S
 
 BLOCK_RATE = 0.8  # of a large matrix product's rate: FLUX.2, Wan and Qwen-Image on one card
 GAIN = 0.9  # of blocks' time at most, or dividing is not worth what it forbids

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -113,3 +114,10 @@ def draw_text(text: str) -> Picture:
     for number, line in enumerate(lines):
         draw.text((_MARGIN, _MARGIN + number * _LINE), line, fill="black", font=font)
     return sheet
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table: cells of one length in a column, two spaces between them."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

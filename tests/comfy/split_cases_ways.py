@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from comfy.ldm.flux.model import Flux
 from comfy.ldm.lumina.model import NextDiT
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.ldm.wan.model import WanModel
+from devicebridge.nodes.host.split import bench
 from devicebridge.nodes.host.split import model as split_module
 from devicebridge.nodes.host.split import tokens as tokens_module
 from devicebridge.nodes.host.split.plan import layout_of
@@ -25,6 +27,7 @@ from devicebridge.parallel.block_lists import execution_order
 from devicebridge.planning import times
 from devicebridge.planning.cards import MachineSpeed
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
+from devicebridge.tests.comfy.split_host import HOME, OTHER
 
 FAST_LINK, SLOW_LINK = 1e12, 1e3  # bytes per second
 
@@ -212,3 +215,29 @@ def with_cfg_a_copy_per_card_is_named_where_it_is_faster(case: Case) -> None:
     with case.logged("", logging.INFO) as messages:
         host.sample(model, name, cfg=4.0)
     case.check("a limit was asked for", not [line for line in messages if "MultiGPU CFG Split" in line], messages)
+
+
+@case
+def doctor_measures_blocks_with_random_weights(case: Case) -> None:
+    """Small ones, on one card and over two by each way; a way that fails has its reason, and the others go on."""
+    sizes: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+        "FLUX.2": ({"hidden_size": 512, "num_heads": 4}, (128, 4, 4)),
+        "Qwen-Image": ({}, (16, 1, 4, 4)),
+        "Wan 14B": ({"dim": 512, "ffn_dim": 512, "num_heads": 4}, (16, 1, 4, 4)),
+    }
+    small = [
+        dataclasses.replace(each, kwargs={**each.kwargs, **kwargs}, latent=latent, text=(8, each.text[1]))
+        for each in bench.SUBJECTS
+        for kwargs, latent in [sizes[each.name]]
+    ]
+    small[1] = dataclasses.replace(small[1], class_name="NoSuchClass")
+    with mock.patch.object(split_module, "plan_tensor", side_effect=ValueError("not on these cards")):
+        found = bench.measure_blocks((HOME, OTHER), small)
+    case.check("each model", [each["model"] for each in found] == list(sizes), found)
+    for each in (found[0], found[2]):
+        case.check(f"{each['model']}: seconds", set(each["seconds"]) == {"one card", "tokens"}, each)
+        case.check(f"{each['model']}: the same result", 0 <= each["difference"]["tokens"] < 0.05, each)
+        case.check(f"{each['model']}: why not", each["why"] == {"tensor": "not on these cards"}, each)
+    case.check("a class that is not there", list(found[1]["why"]) == ["all"] and not found[1]["seconds"], found[1])
+    alone = bench.measure_blocks((HOME,), small[2:])
+    case.check("one card", set(alone[0]["seconds"]) == {"one card"} and not alone[0]["why"], alone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import sys
@@ -205,3 +206,21 @@ def test_a_card_that_cannot_be_measured_is_no_reason_to_fail(monkeypatch: pytest
     monkeypatch.setattr(machine_module, "measure_machine", full)
     with emulated_cards(2):
         assert doctor._measure(list(CARDS[:2])) == ["not measured: no room on lazy:1"]
+
+
+def test_what_way_auto_takes_for_sampling_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from devicebridge.planning import cards as cards_module
+    from devicebridge.planning import sampling_forecast
+
+    here = [dataclasses.replace(card, has_context=True) for card in cards_module.parse_cards("2x3090")]
+    speed = cards_module.MachineSpeed((5e13, 5e13), 12e9, "2026-11-28")
+    monkeypatch.setattr(cards_module, "cards_of", lambda devices: here)
+    monkeypatch.setattr(sampling_forecast, "machine_speed", lambda devices: speed)
+    monkeypatch.setattr(doctor, "_SAMPLED", (("flux1-dev", "512x512"), ("wan2.1-t2v-14b", "832x480x33")))
+    lines = doctor._forecast_sampling([])
+    assert [line.split(",")[0] for line in lines] == ["flux1-dev 512x512", "wan2.1-t2v-14b 832x480x33"]
+    assert all("way auto takes tokens" in line for line in lines)
+    report = doctor.report(doctor.collect() | {"sampling": lines})
+    assert all(f"\n  {line}" in report for line in lines)
+    monkeypatch.setattr(cards_module, "cards_of", lambda devices: None)
+    assert doctor._forecast_sampling([]) == []

@@ -1,0 +1,163 @@
+"""A few blocks of published models at full width with random weights, in ComfyUI's sampler: on one card, and over all.
+
+Runs in a process of its own that has ComfyUI in it; see cli/bench.py. No model file is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import comfy.model_management as management
+import comfy.ops
+import comfy.sample
+import comfy.sd
+import torch
+
+from ....events import first_line
+from ....parallel.devices import available_devices, synchronize
+from .model import split_model
+from .plan import SplitRequest
+
+_STEPS = 4  # the first is left out
+_SHORT_S, _MORE_STEPS = 0.25, 12  # so that CUDA graphs, which are recorded after some steps, take part
+_BUDGET_S = 40.0  # of all models; what does not fit is left out
+_SEED = 1
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A published architecture as ComfyUI's class takes it, with a few blocks, and what its sampler is given.
+
+    Args:
+        num_blocks: that kwargs ask for, in words. latent: shape without the batch. text: tokens and their width.
+    """
+
+    name: str
+    num_blocks: str
+    module: str
+    class_name: str
+    kwargs: Mapping[str, Any]
+    latent: tuple[int, ...]
+    text: tuple[int, int]
+
+
+_FLUX2: dict[str, Any] = {"in_channels": 128, "out_channels": 128, "vec_in_dim": None, "context_in_dim": 15360}
+_FLUX2 |= {"hidden_size": 6144, "mlp_ratio": 3.0, "num_heads": 48, "depth": 1, "depth_single_blocks": 1}
+_FLUX2 |= {"axes_dim": [32, 32, 32, 32], "theta": 2000, "patch_size": 1, "qkv_bias": False, "guidance_embed": True}
+_FLUX2 |= {"txt_ids_dims": [3], "global_modulation": True, "mlp_silu_act": True, "ops_bias": False}
+SUBJECTS = (
+    Subject("FLUX.2", "1 + 1", "comfy.ldm.flux.model", "Flux", _FLUX2, (128, 64, 64), (512, 15360)),
+    Subject(
+        "Qwen-Image",
+        "2",
+        "comfy.ldm.qwen_image.model",
+        "QwenImageTransformer2DModel",
+        {"num_layers": 2},
+        (16, 1, 128, 128),
+        (256, 3584),
+    ),
+    Subject(
+        "Wan 14B",
+        "2",
+        "comfy.ldm.wan.model",
+        "WanModel",
+        {"model_type": "t2v", "dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 2},
+        (16, 9, 60, 104),
+        (512, 4096),
+    ),
+)
+
+
+def print_blocks() -> int:
+    """What measure_blocks finds on all GPUs, as JSON behind whatever ComfyUI has printed; returns the exit code."""
+    devices = available_devices()
+    with torch.inference_mode():
+        found = measure_blocks(devices) if devices else []
+    sys.stdout.write("\n" + json.dumps(found) + "\n")
+    sys.stdout.flush()
+    return 0
+
+
+def measure_blocks(devices: Sequence[torch.device], subjects: Sequence[Subject] = SUBJECTS) -> list[dict[str, Any]]:
+    """Seconds of a step of each model on the first card, and over all by tokens and by tensor; "why" says what failed.
+
+    A step has all of the model's blocks, which are few, and what is around them. "difference" is that of the last
+    latents from one card's, relative to their norm.
+    """
+    found, begin = [], time.perf_counter()
+    for subject in subjects:
+        entry: dict[str, Any] = {"model": subject.name, "blocks": subject.num_blocks, "seconds": {}, "difference": {}}
+        entry["why"] = {}
+        found.append(entry)
+        try:
+            model = _load(subject, devices[0])
+            ways = ["one card", *(["tokens", "tensor"] if len(devices) > 1 else [])]
+            expected, num_steps = None, _STEPS
+            for way in ways:
+                if time.perf_counter() - begin > _BUDGET_S:
+                    raise RuntimeError(f"{_BUDGET_S:.0f} s were over")
+                try:
+                    request = None if way == "one card" else SplitRequest(tuple(devices), way=way)  # type: ignore[arg-type]
+                    shared = split_model(model, request) if request else model
+                    latents, seconds = _sample(shared, subject, devices, num_steps)
+                except (RuntimeError, ValueError) as error:
+                    entry["why"][way] = first_line(error)
+                    continue
+                entry["seconds"][way] = seconds
+                if expected is None:
+                    num_steps = _MORE_STEPS if seconds < _SHORT_S else _STEPS
+                    expected = latents if num_steps == _STEPS else _sample(model, subject, devices, num_steps)[0]
+                else:
+                    entry["difference"][way] = float((latents - expected).norm() / expected.norm())
+                del shared
+        except (RuntimeError, ValueError, ImportError, AttributeError) as error:
+            entry["why"]["all"] = first_line(error)
+        model = None
+        management.unload_all_models()
+        management.soft_empty_cache()
+    return found
+
+
+def _load(subject: Subject, device: torch.device) -> Any:
+    """A MODEL as ComfyUI's loader makes it of a file with random weights in bfloat16."""
+    kind = getattr(importlib.import_module(subject.module), subject.class_name)
+    like = kind(**subject.kwargs, device="meta", dtype=torch.bfloat16, operations=comfy.ops.disable_weight_init)
+    weights = {}
+    for name, each in like.state_dict().items():
+        drawn = torch.empty(each.shape, dtype=each.dtype, device=device).normal_(0, 0.02)
+        is_norm = each.ndim == 1 and "norm" in name and name.endswith(("weight", "scale"))
+        weights[name] = drawn + 1 if is_norm else drawn
+    model = comfy.sd.load_diffusion_model_state_dict(weights, model_options={"load_device": device})
+    if model is None:
+        raise RuntimeError(f"this ComfyUI does not recognise {subject.name}")
+    return model
+
+
+def _sample(
+    model: Any, subject: Subject, devices: Sequence[torch.device], num_steps: int
+) -> tuple[torch.Tensor, float]:
+    """The latents that ComfyUI's sampler makes, on the CPU, and seconds of a step."""
+    marks: list[float] = []
+
+    def mark(*_: Any) -> None:
+        synchronize(devices)
+        marks.append(time.perf_counter())
+
+    generator = torch.Generator().manual_seed(_SEED)
+    noise = torch.randn(1, *subject.latent, generator=generator)
+    text = [[torch.randn(1, *subject.text, generator=generator), {"guidance": 4.0}]]
+    latents = comfy.sample.sample(
+        model, noise, num_steps, 1.0, "euler", "simple", text, text, torch.zeros_like(noise),
+        callback=mark, disable_pbar=True, seed=_SEED,
+    )  # fmt: skip
+    mark()
+    steps = [after - before for before, after in itertools.pairwise(marks)]
+    return latents.float().cpu(), statistics.median(steps[-3:])
