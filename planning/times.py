@@ -146,14 +146,15 @@ class SampledBlock:
 
 
 def work_of(
-    blocks: Sequence[SampledBlock], num_tokens: tuple[int, int], num_cards: int, key_size: int = _SIXTEEN_BITS
+    blocks: Sequence[SampledBlock], num_tokens: tuple[int, int], num_cards: int, sent_size: int = _SIXTEEN_BITS
 ) -> ForwardWork:
     """Of a forward, in half precision.
 
     Args:
-        num_tokens: of the picture and of the text. key_size: bytes of a number of keys and values that are sent.
+        num_tokens: of the picture and of the text. sent_size: bytes of a number that cards send: of partial
+            sums, or of keys and values.
     """
-    parts = [divided_block(each.block, each.plan, each.side, num_tokens, num_cards, _SIXTEEN_BITS) for each in blocks]
+    parts = [divided_block(each.block, each.plan, each.side, num_tokens, num_cards, sent_size) for each in blocks]
     width = max(part.width or attention_width(each.block, each.side) for part, each in zip(parts, blocks, strict=True))
     rows = num_tokens[0] + num_tokens[1] * any(each.side.is_joint for each in blocks)
     return ForwardWork(
@@ -162,7 +163,7 @@ def work_of(
         stream_bytes=_SIXTEEN_BITS * width * rows,
         num_exchanges=sum(each.num_exchanges for each in parts),
         whole_flops=sum(each.whole_flops for each in parts),
-        key_bytes=sum(key_bytes(each.block, each.keys, each.side, num_tokens, key_size) for each in blocks),
+        key_bytes=sum(key_bytes(each.block, each.keys, each.side, num_tokens, sent_size) for each in blocks),
     )
 
 
@@ -172,12 +173,12 @@ def forward_work(
     blocks: Mapping[str, tuple[TensorPlan, Shares] | None],
     num_tokens: int,
     tokens: TokenPlan | None = None,
-    key_size: int = _SIXTEEN_BITS,
+    sent_size: int = _SIXTEEN_BITS,
 ) -> ForwardWork:
     """Of so many picture tokens beside the text's.
 
     Args:
-        blocks: by name, how each is divided, if it is. tokens: where the class has rows. key_size: as of work_of.
+        blocks: by name, how each is divided, if it is. tokens: where the class has rows. sent_size: as of work_of.
     """
     side, rows = native_list(layout), tokens.blocks if tokens else {}
     keys = {name: rows[of].keys if (of := name.rpartition(".")[0]) in rows else "" for name in blocks}
@@ -186,7 +187,7 @@ def forward_work(
         for name, how in blocks.items()
     ]
     num_cards = max((how[1].num_devices for how in blocks.values() if how), default=1)
-    return work_of(sampled, (num_tokens, NUM_TEXT_TOKENS), num_cards, key_size)
+    return work_of(sampled, (num_tokens, NUM_TEXT_TOKENS), num_cards, sent_size)
 
 
 def has_guidance(model: nn.Module) -> bool:

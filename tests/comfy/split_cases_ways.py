@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -113,6 +114,47 @@ def way_auto_leaves_tokens_to_models_that_others_left_alone(case: Case) -> None:
         found = split(host.load(name), way=None)
     said = [line for line in messages if "way auto takes" in line]
     case.check("no plan", _way_of(found) == "tensor" and "not tokens: Flux cannot be shared out" in said[0], said)
+
+
+@case
+def way_auto_has_one_card_compute_what_tokens_refuse(case: Case) -> None:
+    """Nodes behind the split, that blocks would take: the picture is that of one card, and the log says why once."""
+    host, name = case.host, "flux2_heads"
+
+    def patched(model: Any) -> None:
+        model.set_model_patch(lambda args: {**args, "img": args["img"] * 1.1}, "double_block")
+
+    def hooked(model: Any) -> None:
+        halve = lambda module, args, output: output * 0.5  # noqa: E731
+        model.model.diffusion_model.final_layer.register_forward_hook(halve)
+
+    def replaced(model: Any) -> None:
+        root = model.model.diffusion_model
+        own = root._forward
+        root._forward = lambda *args, **kwargs: own(*args, **kwargs) * 0.5
+
+    for change, word in (
+        (patched, "the patch 'double_block'"),
+        (hooked, "final_layer"),
+        (replaced, "the replaced _forward"),
+    ):
+        for way, expected in ((None, 1), ("tokens", 0)):
+            whole = host.load(name, load_device=CPU)
+            change(whole)
+            reference = host.sample(whole, name)
+            host.unload_all()
+            with _machine(1e9, FAST_LINK):
+                model = split(host.load(name), way=way)
+            case.check(f"{change.__name__}: tokens", _way_of(model) == "tokens")
+            change(model)
+            if not expected:
+                case.refused(f"{change.__name__} by name", partial(host.sample, model, name), RuntimeError, "'blocks'")
+            else:
+                with case.logged("", logging.INFO) as messages:
+                    case.equal(f"{change.__name__}: one card's", host.sample(model, name), reference)
+                said = [line for line in messages if "the first card computes alone" in line]
+                case.check(f"{change.__name__}: said once", len(said) == 1 and word in said[0], said or messages)
+            host.unload_all()
 
 
 @case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import uuid
 import weakref
@@ -292,7 +293,7 @@ def _tokens_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) -> To
     for device, room in request.card_budgets().items():
         if size > room:
             raise ValueError(f"{device} may hold {room / GB:.3g} GB, and the whole model has {size / GB:.3g} GB")
-    return plan_tokens(root, request)
+    return dataclasses.replace(plan_tokens(root, request), may_run_alone=True)
 
 
 _PLANNED_FOR_AUTO: dict[WayName, Callable[[Any, SplitRequest, BlockPlan], SplitPlan]] = {

@@ -63,10 +63,15 @@ _MAY_CHANGE = RUNTIME_STATE.union(
 
 @dataclass(frozen=True, kw_only=True)
 class TokensPlan(SplitPlan):
-    """Args: tokens: where the class has rows. shares: relative shares of the rows, by device."""
+    """
+    Args:
+        tokens: where the class has rows. shares: relative shares of the rows, by device.
+        may_run_alone: whether the main card computes what is refused by tokens, as nobody asked for them by name.
+    """
 
     tokens: TokenPlan
     shares: tuple[float, ...]
+    may_run_alone: bool = False
 
     def device_of(self, name: str) -> torch.device:
         return self.main_device  # the other devices' copies are modules of their own
@@ -176,6 +181,8 @@ class TokensExecutor(Executor):
     def prepare(self, tree: SplitTree, options: Mapping[str, Any]) -> None:
         self._tree = weakref.ref(tree)
         if not self._take_method():
+            if self._plan.may_run_alone:  # which it does where that code is
+                return self._say_alone(tree, self._refused(f"the replaced {self._method} of the model"))
             self._check_unchanged(tree)
             raise self._refused(f"the replaced {self._method} of the model")
 
@@ -242,10 +249,16 @@ class TokensExecutor(Executor):
         if tree is None or tree.is_plain:
             return own(*args, **kwargs)
         with self._running:
-            self._check_unchanged(tree)
             given = dict(self._signature.bind(*args, **kwargs).arguments)
             given |= given.pop(self._rest, {})
-            self._check_runnable(given.get(_OPTIONS) or {}, given.get("control"))
+            try:
+                self._check_unchanged(tree)
+                self._check_runnable(given.get(_OPTIONS) or {}, given.get("control"))
+            except RuntimeError as error:
+                if not self._plan.may_run_alone:
+                    raise
+                self._say_alone(tree, error)
+                return own(*args, **kwargs)
             latents = next(iter(given.values()))
             is_one = isinstance(latents, torch.Tensor) and latents.ndim == 5 and latents.shape[2] == 1
             rows = self._rows.get(is_one, self._rows[False])
@@ -263,6 +276,10 @@ class TokensExecutor(Executor):
             except OneDeviceError as error:
                 tree.say_once(f"split: one card computes such a forward: {error}")
             return own(*args, **kwargs)
+
+    @staticmethod
+    def _say_alone(tree: SplitTree, refusal: RuntimeError) -> None:
+        tree.say_once(f"split: way auto took tokens, and now the first card computes alone: {refusal}")
 
     def _given(self, rank: int, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of the forward on a rank's device; dicts are its own."""

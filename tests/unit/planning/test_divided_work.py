@@ -145,7 +145,7 @@ def test_keys_are_those_of_the_lists_in_the_plan_of_tokens() -> None:
     blocks = dict.fromkeys(("blocks.0", "blocks.1"))
     work = forward_work(model, LAYOUT, blocks, 512, plan)
     assert work.key_bytes == 2 * 2 * 1024 * WIDTH * 2
-    assert forward_work(model, LAYOUT, blocks, 512, plan, key_size=1).key_bytes == work.key_bytes / 2
+    assert forward_work(model, LAYOUT, blocks, 512, plan, sent_size=1).key_bytes == work.key_bytes / 2
     assert work.stream_bytes == 2 * 1024 * WIDTH and work.sent_bytes == work.num_exchanges == 0
     others = TokenPlan({"layers": BlockRows("x=x@1", "attn=x")})
     assert forward_work(model, LAYOUT, blocks, 512).key_bytes == 0
