@@ -48,7 +48,8 @@ _FIXED = (
         advanced=True,
         tooltip="Compute cond and uncond, and the pictures of a batch, one after the other but on both GPUs at the "
         "same time. Matters with CFG above 1 or a batch. Like the size of a batch it may change the last bits of a "
-        "picture; off computes one batch, GPU after GPU, with the very bits of one GPU. Way tensor ignores it.",
+        "picture; off computes one batch, GPU after GPU, with the very bits of one GPU. With way tokens each GPU "
+        "computes a whole one of them. Way tensor ignores it.",
     ),
     io.Boolean.Input(
         "offload",
@@ -74,6 +75,15 @@ _FIXED = (
         "model and computes a part of each picture or clip, over any link, with the sums of one GPU. tensor: all GPUs "
         "compute each block with a part of its weights, faster where they are linked fast (NVLink, PCIe with peer "
         "access). auto takes the one that is forecast to be the fastest.",
+    ),
+    io.String.Input(
+        "shares",
+        default="",
+        placeholder="3:5",
+        optional=True,
+        advanced=True,
+        tooltip="With way tokens: how much of each picture each GPU computes, such as 3:5 for a second GPU that is "
+        "faster. Empty gives equal shares to GPUs of one kind, and others shares by their measured speed.",
     ),
 )
 
@@ -195,7 +205,16 @@ def _read_request(sockets: dict[str, Any]) -> SplitRequest | None:
         _log.warning("split: split_at %s is ignored with balance %s; it is for manual", text, sockets["balance"])
         cuts = ()
     limits = read_list(sockets["memory_limit_gb"], float, "memory_limit_gb")
+    shares = read_list(sockets.get("shares", "").replace(":", ","), float, "shares")
     others = {name: sockets[name] for name in ("balance", "overlap", "offload", "verify") if name in sockets}
     transport: Any = read_auto(sockets["transport"]) or None
     way: Any = read_auto(sockets.get("way", AUTO)) or None
-    return SplitRequest(devices=chosen, split_at=cuts, memory_limit_gb=limits, transport=transport, way=way, **others)
+    return SplitRequest(
+        devices=chosen,
+        split_at=cuts,
+        memory_limit_gb=limits,
+        transport=transport,
+        way=way,
+        shares=shares,
+        **others,
+    )

@@ -51,6 +51,7 @@ class _Here(threading.local):
 
     parallel: TokenParallel | None = None
     rows: Rows | None = None
+    on_block: Callable[[], None] = staticmethod(lambda: None)  # called at each block where it computes all rows
 
 
 HERE = _Here()
@@ -297,6 +298,7 @@ class TokenParallel:
         def around(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             here = self.rows
             if here is None:
+                HERE.on_block()
                 return call(*args, **kwargs)
             if is_first:  # some classes run all blocks several times
                 here.lengths.clear()
@@ -441,11 +443,13 @@ class Residuals(list[Any]):
     def __iter__(self) -> Iterator[Any]:
         return map(self._cut, super().__iter__())
 
-    def copy(self) -> Any:
+    def __reversed__(self) -> Iterator[Any]:
+        return map(self._cut, super().__reversed__())
+
+    def copy(self, *other: Any) -> Any:
         raise self._refused("a copy")
 
-    def __copy__(self) -> Any:
-        raise self._refused("a copy")
+    __copy__ = __add__ = __radd__ = __mul__ = __rmul__ = copy
 
     @staticmethod
     def _refused(found: str) -> RuntimeError:

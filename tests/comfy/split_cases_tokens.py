@@ -25,6 +25,8 @@ from comfy.ldm.modules import attention
 from comfy.patcher_extension import WrappersMP
 from devicebridge.families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS
 from devicebridge.families.token_plan import TokenPlan
+from devicebridge.nodes.host.split import tokens as tokens_host
+from devicebridge.nodes.host.split.model import describe_split
 from devicebridge.nodes.host.split.tokens import led_by_name
 from devicebridge.parallel.local.tokens import HERE, TokenParallel
 from devicebridge.parallel.local.tokens import Residuals as TokenResiduals
@@ -39,6 +41,7 @@ from devicebridge.tests.comfy.split_cases_weights import NAME, _sample_scheduled
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, live_bytes
 from devicebridge.tests.comfy.split_prompts import _held
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
+from devicebridge.tests.emulated import CARDS
 from torch.nn import Parameter
 
 NEAR = 1e-5
@@ -71,7 +74,7 @@ def _family(name: str, case: Case) -> None:
     host, forwards = case.host, []
     unsplit = host.load(name, load_device=CPU)
     reference, guided = host.sample(unsplit, name), host.sample(unsplit, name, cfg=4.0)
-    shared = tokens(host.load(name))
+    shared = tokens(host.load(name), overlap=False)  # split_cases_wholes.py has the other way
     run = TokenParallel.run
 
     def note(self: TokenParallel, calls: Any) -> Any:
@@ -108,6 +111,32 @@ def tokens_three_cards(case: Case) -> None:
         reference = host.sample(host.load(name, load_device=CPU), name)
         near(case, name, host.sample(tokens(host.load(name), HOME, OTHER, THIRD), name), reference, NEAR)
         host.unload_all()
+
+
+@case
+def tokens_shares_by_hand(case: Case) -> None:
+    """Two to eight cards, each with the share it was given; without any, cards of two kinds go by their speed."""
+    host, name = case.host, "flux2"
+    reference = host.sample(host.load(name, load_device=CPU), name)
+    given: dict[tuple[float, ...], int] = {(3, 5): 38, (0.5, 1.5, 1): 17, (1, 3, 2, 2): 12}
+    for shares, percent in given.items():
+        shared = tokens(host.load(name), *CARDS[: len(shares)], shares=shares)
+        case.check(f"{shares}: said", f"{percent}% of the tokens" in describe_split(shared), describe_split(shared))
+        near(case, str(shares), host.sample(shared, name), reference, NEAR)
+        host.unload_all()
+    with (
+        mock.patch.object(tokens_host, "device_title", str),
+        mock.patch.object(tokens_host, "machine_speed", lambda devices: mock.Mock(flops_per_s=(3e12, 1e12))),
+    ):
+        found = tokens(host.load(name)).model.devicebridge_split.plan.shares
+        by_hand = tokens(host.load(name), shares=(1, 2)).model.devicebridge_split.plan.shares
+    case.check("by speed, or by hand", (found, by_hand) == ((3e12, 1e12), (1, 2)), (found, by_hand))
+    native = next(each for each in NATIVE_CASES if each.class_name == "WanModel")
+    built = with_heads(native)
+    model, plan = built.build(), TOKEN_PLANS[native.class_name]
+    for shares in ((2, 1, 1, 3, 1, 1, 2, 1), (1,) * 8):
+        worst = max(_apart(each, model(**built.inputs())) for each in _by_tokens(model, plan, built.inputs, shares)[0])
+        case.check(f"eight cards {shares}", worst < NEAR, worst)
 
 
 @case

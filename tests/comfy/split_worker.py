@@ -76,6 +76,7 @@ def main() -> None:
         split_cases_traces,
         split_cases_ways,
         split_cases_weights,
+        split_cases_wholes,
         split_cases_writers,
     )
     from devicebridge.tests.comfy.split_cases import CASES, Case, run_case

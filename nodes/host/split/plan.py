@@ -7,7 +7,8 @@ tensor.py divides every block among all cards.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,6 +39,8 @@ class SplitRequest:
         verify: compute the first step of every run twice, the second time in the plainest way, and compare.
         way: "blocks" gives every device some of the blocks; "tokens" gives it the whole model and some of the tokens;
             "tensor" divides each block among all devices; None takes the one that is forecast to be the fastest.
+        shares: of way tokens: how much of each picture a device computes, relative to the others; () for equal shares
+            of devices of one kind, else by their measured speed.
     """
 
     devices: tuple[torch.device, ...]
@@ -49,6 +52,7 @@ class SplitRequest:
     offload: bool = True
     verify: bool = False
     way: Literal["blocks", "tokens", "tensor"] | None = "blocks"
+    shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         names = ", ".join(map(str, self.devices))
@@ -66,11 +70,22 @@ class SplitRequest:
             )
         if any(limit <= 0 for limit in self.memory_limit_gb):
             raise ValueError(f"memory_limit_gb {list(self.memory_limit_gb)}: every limit must be above 0")
-        if self.balance == "manual" and not self.split_at:
+        if self.shares and self.way != "tokens":
+            raise ValueError(f"shares are of way tokens, and way is {self.way or 'auto'}; set way to tokens")
+        if self.shares and len(self.shares) != len(self.devices):
+            raise ValueError(
+                f"shares {_ratio(self.shares)} are {len(self.shares)} for {len(self.devices)} devices ({names}); give "
+                "one per device, such as 3:5 for two"
+            )
+        if not all(0 < share < math.inf for share in self.shares):
+            raise ValueError(f"shares {_ratio(self.shares)}: every share must be above 0; leave a card out of devices")
+        if self.balance == "manual" and self.way == "tokens" and not self.shares:
+            raise ValueError("balance manual with way tokens needs shares, such as 3:5: every device has all blocks")
+        if self.balance == "manual" and not self.split_at and not self.shares:
             raise ValueError("balance manual needs split_at: the first block of each further device, such as 23")
         if self.balance != "manual" and self.split_at:
             raise ValueError(f"split_at {list(self.split_at)} belongs to balance manual, not {self.balance}")
-        if self.balance == "manual" and self.way in ("tokens", "tensor"):
+        if self.split_at and self.way in ("tokens", "tensor"):
             raise ValueError(
                 f"balance manual says which blocks a device gets; with way {self.way} every device has all of them"
             )
@@ -84,6 +99,10 @@ class SplitRequest:
         limits, kept = self.limit_bytes, management.minimum_inference_memory()
         usable_bytes = {device: int(management.get_total_memory(device) - kept) for device in self.devices}
         return {device: min(size, limits.get(device, size)) for device, size in usable_bytes.items()}
+
+
+def _ratio(shares: Sequence[float]) -> str:
+    return ":".join(f"{share:g}" for share in shares)
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ Before anything is loaded, what each card needs is said, and refused where it ca
 
 ComfyUI joins cond and uncond into one batch, which a model split by blocks computes card after card. Here each of them,
 and each image of the batch, becomes a micro-batch: while the second card works on one, the first works on the next
-(parallel/local/interleave.py). ComfyUI's own function computes each, so regions, masks and default conditionings mean
-what they always mean. Patches, wrappers and ControlNets may keep state; scheduled LoRA changes weights between
-conditionings. Where something could notice the interleaving, ComfyUI's way is used and the log says so once.
+(parallel/local/interleave.py). Where every card has a copy of the model, each computes a whole micro-batch (wholes.py).
+ComfyUI's own function computes each, so regions, masks and default conditionings mean what they always mean. Patches,
+wrappers and ControlNets may keep state; scheduled LoRA changes weights between conditionings. Where something could
+notice that micro-batches are apart, ComfyUI's way is used and the log says so once.
 
 A step to be verified is computed a second time in the plainest way. That way has one forward at a time and remembers no
 copies: nothing is left that could be out of date. What it computes must be what the fast way computed, bit for bit.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +29,6 @@ from comfy.patcher_extension import WrappersMP
 from comfy.sampler_helpers import estimate_memory
 from comfy.utils import repeat_to_batch_size
 
-from ....parallel.local.interleave import Interleave
 from .attachments import ROOT, bring_controls_to_main, is_compiled, reason_against_overlap, seen_attachments
 from .plan import GB, SplitPlan
 from .tree import SplitTree, tree_of
@@ -57,9 +58,10 @@ def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None
     _, activations = estimate_memory(model, noise_shape, conds)
     sizes = tree.weight_bytes()
     # A run that is refused has no first step: what waits for one must not hold the tree, which holds it.
-    tree.advise = functools.partial(
-        _recommend_cfg_split, weights=sum(sizes.values()), working=max(activations, minimum)
-    )
+    if not tree.executor.has_copies:
+        tree.advise = functools.partial(
+            _recommend_cfg_split, weights=sum(sizes.values()), working=max(activations, minimum)
+        )
     for device, size in sizes.items():
         total, free = management.get_total_memory(device), management.get_free_memory(device)
         parts = tree.executor.parts[device].values()
@@ -149,7 +151,7 @@ def run_overlapped(
     def compute(*, is_plain: bool = False) -> list[torch.Tensor]:
         if len(parts) < 2:
             return executor(model, conds, x_in, timestep, model_options)
-        outputs = [run() for run in jobs] if is_plain else Interleave(tree.bridge).run(jobs)
+        outputs = [run() for run in jobs] if is_plain else tree.executor.run_parts(tree, jobs)
         of_cond: list[list[torch.Tensor]] = [[] for _ in conds]
         for part, output in zip(parts, outputs, strict=True):
             of_cond[part.index].append(output)
@@ -180,18 +182,33 @@ def _parts(
     active, num_images = [index for index, cond in enumerate(conds) if cond], x_in.shape[0]
     if not tree.plan.overlap or len(active) * num_images < 2:
         return []
-    reason = reason_against_overlap(model, tree.unseen, conds, options)
-    if reason:
-        tree.say_once(f"split: overlap is off: {reason}")
-        return []
     is_cut = num_images > 1 and all(_can_cut(entry) for index in active for entry in conds[index])
-    parts = []
+    parts: list[_Part] = []
     for index in active:
         for image in [slice(i, i + 1) for i in range(num_images)] if is_cut else [slice(None)]:
             only: list[Any] = [None] * len(conds)
             only[index] = [_cut(entry, image, num_images) for entry in conds[index]] if is_cut else conds[index]
             parts.append(_Part(index, only, x_in[image], timestep[image]))
+
+    def has_room() -> bool:
+        free = model.current_patcher.get_free_memory(x_in.device)
+        return all(_estimate(model, part) < free for part in parts)
+
+    reason = reason_against_overlap(model, tree.unseen, conds, options)
+    reason = reason or tree.executor.reason_against_parts(tree, len(parts), has_room)
+    if reason:
+        tree.say_once(f"split: overlap is off: {reason}")
+        return []
     return parts
+
+
+def _estimate(model: Any, part: _Part) -> float:
+    """Bytes that ComfyUI expects one part to need beside the weights."""
+    shapes: dict[str, list[Any]] = defaultdict(list)
+    for entry in part.conds[part.index]:
+        for name, value in entry.get("model_conds", {}).items():
+            shapes[name].append(value.size())
+    return float(model.memory_required(list(part.x.shape), cond_shapes=shapes))
 
 
 def _can_cut(entry: Mapping[str, Any]) -> bool:

@@ -33,8 +33,9 @@ from ....parallel.devices import device_title
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.collectives import Tensors
 from ....parallel.local.tokens import HERE, OneDeviceError, Residuals, TokenParallel
+from ....parallel.local.wholes import Wholes
 from ....parallel.staged_copies import copies_between
-from ....parallel.transfer import Arrivals, copy_to, is_everywhere
+from ....parallel.transfer import Arrivals, copy_to, current_device, is_everywhere
 from ....patches.changes import Unchanged, code_of, foreign_methods
 from ....patches.hooks import HookSet, is_made_here, map_tensors
 from ....planning.cards import machine_speed
@@ -53,6 +54,8 @@ _CHOOSES_ATTENTION = "optimized_attention_for_device"
 # What leads attention to us by name, in any thread: how many forwards need it at a place, and ComfyUI's function there.
 _LEADING, _num_led, _own = threading.Lock(), Counter[tuple[Any, str]](), dict[tuple[Any, str], Any]()
 _INSIDE = f"{ROOT}."
+# Of an equal share of the speed: where a card has less, sharing out each picture costs less time than waiting for it.
+_LEAST_SHARE = 0.75
 _ON_WEIGHTS = ("weight_function", "bias_function")
 # What ComfyUI's loading and its classes' forwards write into modules.
 _MAY_CHANGE = RUNTIME_STATE.union(
@@ -111,9 +114,12 @@ def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan
         _log.warning("split: DynamicVRAM streams to several cards from one pinned memory that their threads share")
     blocks, devices = execution_order(diffusion_model, layout), request.devices
     is_one_kind = len({device_title(device) for device in devices}) == 1
-    shares = (1.0,) * len(devices) if is_one_kind else tuple(machine_speed(devices).flops_per_s)
+    measured = (1.0,) * len(devices) if is_one_kind or request.shares else machine_speed(devices).flops_per_s
+    shares = request.shares or tuple(measured)
     limits = request.limit_bytes
-    return TokensPlan(blocks, devices, layout, limits, request.verify, "relay", tokens=tokens, shares=shares)
+    return TokensPlan(
+        blocks, devices, layout, limits, request.verify, "relay", request.overlap, tokens=tokens, shares=shares
+    )
 
 
 class TokensExecutor(Executor):
@@ -125,6 +131,7 @@ class TokensExecutor(Executor):
 
     plain = "on one card"
     plainer = "way to blocks"
+    has_copies = True
     tolerance = 0.02  # of a standard deviation: kernels are chosen by the number of rows
 
     def __init__(self, tree: SplitTree, plan: TokensPlan) -> None:
@@ -154,7 +161,8 @@ class TokensExecutor(Executor):
         self._unchanged = Unchanged(root, self._may_change)
         self._pairs = [tuple(each) for each in zip(*(model.modules() for model in self._models), strict=True)]
         self._tree: Callable[[], SplitTree | None] = lambda: None
-        self._running = threading.Lock()  # one forward at a time
+        self._wholes = Wholes(plan.devices)
+        self._running = threading.Lock()  # one forward by tokens at a time, or one whole forward on each card
         self._is_compared = False  # whether the cards have the same weights since ComfyUI moved any
 
     def attach(self, patches_uuid: object) -> None:
@@ -179,6 +187,8 @@ class TokensExecutor(Executor):
             rows.remove()
 
     def prepare(self, tree: SplitTree, options: Mapping[str, Any]) -> None:
+        if self._wholes.rank is not None:
+            return  # reason_against_parts has looked
         self._tree = weakref.ref(tree)
         if not self._take_method():
             if self._plan.may_run_alone:  # which it does where that code is
@@ -243,14 +253,58 @@ class TokensExecutor(Executor):
         if "hook" in action:
             raise RuntimeError(f"with way 'tokens' {action} is not possible yet; use way 'blocks'")
 
+    def reason_against_parts(self, tree: SplitTree, num_parts: int, has_room: Callable[[], bool]) -> str:
+        shares, layout, size = self._plan.shares, self._plan.layout, len(self._models)
+        if num_parts < size:
+            return f"{num_parts} conditionings or pictures are fewer than the {size} cards, so that all compute each"
+        if min(shares) * size < _LEAST_SHARE * sum(shares):
+            return "one card is much slower than the others, or was given less, so that all compute each picture"
+        if layout.remembers or layout.is_watched:
+            return f"{layout.class_name} may keep something from one conditioning for the next"
+        if not has_room():
+            return "a card may lack the memory for a whole conditioning, so that all compute each"
+        with self._running:  # nobody else's code runs in this step from here on
+            try:
+                self.prepare(tree, {})
+                self._check_unchanged(tree)
+                self._check_runnable({}, None)
+            except RuntimeError:
+                if not self._plan.may_run_alone:
+                    raise
+                return "the first card computes alone"
+        return ""
+
+    def run_parts(self, tree: SplitTree, jobs: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+        """Each card computes a whole one; what cannot be dealt to all cards is shared out by tokens."""
+        size, outputs = len(self._models), list[torch.Tensor]()
+
+        def on_a_card(job: Callable[[], torch.Tensor]) -> torch.Tensor:
+            try:
+                return job()
+            finally:
+                tree.end()  # whatever it left in its thread
+
+        tree.say_once(
+            f"split: {size} conditionings or pictures at once, each whole on a card of its own, which holds all of its "
+            "activations; overlap off computes each on all cards"
+        )
+        while len(jobs) >= size:
+            with self._running:
+                self._choose_rows(None)
+                outputs += self._wholes.run([functools.partial(on_a_card, job) for job in jobs[:size]])
+            jobs = jobs[size:]
+        return outputs + [job() for job in jobs]
+
     def _compute(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The innermost forward, of every card."""
         tree = self._tree()
         if tree is None or tree.is_plain:
             return own(*args, **kwargs)
+        given = dict(self._signature.bind(*args, **kwargs).arguments)
+        given |= given.pop(self._rest, {})
+        if (rank := self._wholes.rank) is not None:
+            return self._compute_whole(rank, own, given)
         with self._running:
-            given = dict(self._signature.bind(*args, **kwargs).arguments)
-            given |= given.pop(self._rest, {})
             try:
                 self._check_unchanged(tree)
                 self._check_runnable(given.get(_OPTIONS) or {}, given.get("control"))
@@ -259,13 +313,7 @@ class TokensExecutor(Executor):
                     raise
                 self._say_alone(tree, error)
                 return own(*args, **kwargs)
-            latents = next(iter(given.values()))
-            is_one = isinstance(latents, torch.Tensor) and latents.ndim == 5 and latents.shape[2] == 1
-            rows = self._rows.get(is_one, self._rows[False])
-            for other in self._rows.values():
-                if other is not rows:
-                    other.remove()
-            rows.attach()
+            rows = self._choose_rows(next(iter(given.values())))
             calls = [
                 functools.partial(self._run, rank, rows, own if rank == 0 else None, self._given(rank, given))
                 for rank in range(len(self._models))
@@ -280,6 +328,25 @@ class TokensExecutor(Executor):
     @staticmethod
     def _say_alone(tree: SplitTree, refusal: RuntimeError) -> None:
         tree.say_once(f"split: way auto took tokens, and now the first card computes alone: {refusal}")
+
+    def _choose_rows(self, latents: Any) -> TokenParallel:
+        """For latents of this shape, attached."""
+        is_one = isinstance(latents, torch.Tensor) and latents.ndim == 5 and latents.shape[2] == 1
+        rows = self._rows.get(is_one, self._rows[False])
+        for other in self._rows.values():
+            if other is not rows:
+                other.remove()
+        rows.attach()
+        return rows
+
+    def _compute_whole(self, rank: int, own: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+        """A forward of one card, while the others compute others; what it is called with and returns is on the main."""
+        self._check_runnable(given.get(_OPTIONS) or {}, given.get("control"))
+        moved = self._given(rank, given)
+        self._wholes.meet()
+        with current_device(self._plan.devices[rank]):
+            output = own(**moved) if rank == 0 else getattr(self._models[rank], self._method)(**moved)
+        return map_tensors(output, lambda tensor: copy_to(tensor, self._plan.main_device))
 
     def _given(self, rank: int, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of the forward on a rank's device; dicts are its own."""

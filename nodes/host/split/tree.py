@@ -23,6 +23,7 @@ from torch import nn
 
 from ....parallel.block_lists import BlockCalls, hooked_modules
 from ....parallel.local.bridge import Bridge
+from ....parallel.local.interleave import Interleave
 from ....patches.hooks import HookSet
 from ..compiler import Hold, hold, outside, settle
 from .attachments import ROOT, guard_options, replaced_methods, seen_attachments, unseen_attachments, wrap_control
@@ -70,6 +71,7 @@ class Executor:
     tolerance = 0.0  # of a standard deviation, between a step and its verification
     plain = ""  # how a step is computed a second time to verify it
     plainer = ""  # what a user can set where that gives something else
+    has_copies = False  # whether every card has the whole model
 
     def attach(self, patches_uuid: object) -> None:
         """Hook the blocks. patches_uuid: ComfyUI's number for the patches that their weights have now."""
@@ -86,6 +88,18 @@ class Executor:
     def guard(self, options: dict[str, Any]) -> dict[str, Any]:
         """transformer_options with a check around every forward that another node's wrapper runs, if one is needed."""
         return options
+
+    def reason_against_parts(self, tree: SplitTree, num_parts: int, has_room: Callable[[], bool]) -> str:
+        """Why the micro-batches of a step are not to be computed apart; "" if they are.
+
+        Args:
+            has_room: whether each card has the memory for the largest one, as ComfyUI estimates.
+        """
+        return ""
+
+    def run_parts(self, tree: SplitTree, jobs: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+        """Compute the micro-batches of a step, each one a job; what they return, in their order."""
+        return Interleave(self.bridge).run(jobs)
 
     def release(self) -> None:
         """Give back the memory that is kept between forwards for speed alone."""

@@ -64,6 +64,14 @@ def test_settings_reach_the_request(split: ModuleType) -> None:
     assert (request.transport, request.overlap, request.offload, request.verify) == ("relay", False, False, True)
 
 
+@pytest.mark.parametrize("text", ["3:5.5", "3, 5.5", " 3 : 5.5 "])
+@pytest.mark.parametrize("balance", ["memory", "manual"])
+def test_shares_of_way_tokens_are_a_ratio_or_a_list(split: ModuleType, text: str, balance: str) -> None:
+    given = SOCKETS | {"devices": "lazy:0,lazy:1", "balance": balance, "way": "tokens", "shares": text}
+    with emulated_cards(2):
+        assert split._read_request(given).shares == (3.0, 5.5)
+
+
 def test_workflows_saved_before_verify_existed_still_run(split: ModuleType, host: comfy_stub.FakeHost) -> None:
     host.gpus = (torch.device("cuda", 0), torch.device("cuda", 1))
     assert split._read_request({key: value for key, value in SOCKETS.items() if key != "verify"}).verify is False
@@ -83,6 +91,14 @@ def test_a_device_that_is_not_there_is_refused_with_what_is(split: ModuleType) -
         ({"memory_limit_gb": "20, 0"}, "above 0"),
         ({"balance": "manual"}, "balance manual needs split_at"),
         ({"memory_limit_gb": "much, more"}, "'much'"),
+        ({"shares": "3:5"}, "shares .* way is auto"),
+        ({"shares": "3:5", "way": "blocks"}, "shares .* way is blocks"),
+        ({"shares": "3:5:1", "way": "tokens"}, r"shares 3:5:1 are 3 for 2 devices \(lazy:0, lazy:1\)"),
+        ({"shares": "3:0", "way": "tokens"}, "shares 3:0: every share must be above 0"),
+        ({"shares": "nan:1", "way": "tokens"}, "shares nan:1"),
+        ({"shares": "3:fast", "way": "tokens"}, "shares: 'fast'"),
+        ({"balance": "manual", "way": "tokens"}, "needs shares"),
+        ({"balance": "manual", "way": "tokens", "shares": "1:1", "split_at": "3"}, "balance manual"),
     ],
 )
 def test_contradictions_are_refused(split: ModuleType, changes: dict[str, Any], message: str) -> None:

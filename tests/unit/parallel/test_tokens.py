@@ -11,7 +11,7 @@ import pytest
 import torch
 from devicebridge.families.token_plan import BlockRows, TokenPlan, places
 from devicebridge.parallel.local.collectives import Collective
-from devicebridge.parallel.local.tokens import OneDeviceError, Residuals, Rows, TokenParallel
+from devicebridge.parallel.local.tokens import HERE, OneDeviceError, Residuals, Rows, TokenParallel
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -271,15 +271,32 @@ def test_residuals_are_cut_until_rows_are_gathered() -> None:
     residuals = Residuals([whole_rows, None], here, "img")
     assert residuals[0].flatten().tolist() == [6, 7, 8, 9, 10, 11] and residuals[1] is None
     assert [each if each is None else each.shape[1] for each in residuals] == [6, None]
+    assert [each if each is None else each.shape[1] for each in reversed(residuals)] == [None, 6]
     for act, words in (
         (lambda: residuals[:1], "slice"),
         (residuals.copy, "copy"),
         (lambda: copy.copy(residuals), "copy"),
+        (lambda: residuals + [None], "copy"),
+        (lambda: [None] + residuals, "copy"),
+        (lambda: residuals * 2, "copy"),
+        (lambda: 2 * residuals, "copy"),
     ):
         with pytest.raises(RuntimeError, match=f"{words}.*way 'blocks'"):
             act()
     here.is_gathered = True
     assert residuals.pop(0) is whole_rows
+
+
+def test_a_thread_that_computes_all_rows_is_asked_at_each_block(toy: Toy) -> None:
+    rows, calls = TokenParallel([toy], [CPU], PLAN, (1,), lambda tensors, rank, arrivals: tensors), list[int]()
+    rows.attach()
+    before, HERE.on_block = HERE.on_block, lambda: calls.append(1)
+    try:
+        toy(**inputs(), attend=whole)
+    finally:
+        HERE.on_block = before
+        rows.remove()
+    assert len(calls) == 4
 
 
 def test_places_are_read_from_text() -> None:
