@@ -101,7 +101,7 @@ _OVERRIDDEN = {
         "load(...); model_patches_models(); model_size(); model_state_dict_for_saving(...); "
         "partially_load(device_to, extra_memory, force_patch_weights); partially_unload(...); patch_model(...); "
         "patch_cached_hook_weights(cached_weights, key, ...); patch_weight_to_device(key, device_to, ...); "
-        "patch_hook_weight_to_device(hooks, combined_patches, key, ...); unpatch_hooks(...); "
+        "patch_hook_weight_to_device(hooks, combined_patches, key, ...); unpatch_hooks(...); patch_hooks(hooks); "
         "unpatch_model(device_to, unpatch_weights)",
         "comfy.model_patcher:ModelPatcherDynamic": "get_non_dynamic_delegate(); load(...); patch_model(...); "
         "partially_load(device_to, extra_memory, force_patch_weights); partially_unload(...); "

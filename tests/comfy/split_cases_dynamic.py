@@ -7,7 +7,7 @@ from unittest import mock
 from devicebridge.tests.comfy.emulated_vram import dynamic_vram
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
 from devicebridge.tests.comfy.split_cases_tensor import near, tensor
-from devicebridge.tests.comfy.split_cases_tokens import tokens
+from devicebridge.tests.comfy.split_cases_tokens import NAME, _scheduled, tokens
 from devicebridge.tests.comfy.split_host import HOME, OTHER, live_bytes
 
 
@@ -70,6 +70,9 @@ def dynamic_tokens(case: Case) -> None:
         with case.logged("devicebridge", 30) as messages, mock.patch("comfy.memory_management.aimdo_enabled", True):
             tokens(loaded, memory_limit_gb=(1e-6, 1e-6))
         case.check("shared host memory is told", any("DynamicVRAM" in each for each in messages), messages)
+    reference = _scheduled(host, host.load(NAME, load_device=CPU), (0.5, 1.0))
+    with dynamic_vram():
+        near(case, "a scheduled LoRA", _scheduled(host, tokens(host.load(NAME)), (0.5, 1.0)), reference)
 
 
 @case

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import comfy.hooks
 import comfy.ldm.ernie.model as ernie
 import comfy.ldm.flux.layers as flux_layers
 import comfy.ldm.flux.math as flux_math
@@ -37,11 +38,11 @@ from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
 from devicebridge.tests.comfy.split_cases_tensor import _failing_meeting, near
 from devicebridge.tests.comfy.split_cases_tensor_files import FILES, _eight_bit, _load, _products_in_fp8
 from devicebridge.tests.comfy.split_cases_tensor_nodes import _cancelled, context_windows, ends
-from devicebridge.tests.comfy.split_cases_weights import NAME, _sample_scheduled
-from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, live_bytes
+from devicebridge.tests.comfy.split_cases_weights import NAME
+from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, Host, live_bytes
 from devicebridge.tests.comfy.split_prompts import _held
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
-from devicebridge.tests.emulated import CARDS
+from devicebridge.tests.emulated import CARDS, on_cpu
 from torch.nn import Parameter
 
 NEAR = 1e-5
@@ -157,6 +158,73 @@ def tokens_loras(case: Case) -> None:
         two = host.lora(before, name, seed=2, strength=0.7)
         near(case, f"{name}: before and after", host.sample(two, name), both, NEAR)
         host.unload_all()
+
+
+def _hooked(seed: int, strengths: tuple[float, ...]) -> Any:
+    """A condition with a LoRA of its own, whose strength changes where there are several."""
+    hooks = comfy.hooks.create_hook_lora(dict(lora_weights(NAME, seed)), 1.0, 1.0)
+    schedule = comfy.hooks.HookKeyframeGroup()
+    for index, strength in enumerate(strengths):
+        schedule.add(comfy.hooks.HookKeyframe(strength=strength, start_percent=index / 5))
+    if strengths:
+        hooks.set_keyframes_on_hooks(schedule)
+    return comfy.hooks.set_hooks_for_conditioning(FAMILIES[NAME].condition(seed), hooks)
+
+
+def _scheduled(host: Host, model: Any, strengths: tuple[float, ...]) -> torch.Tensor:
+    return host.sample(model, NAME, cfg=3.0, positive=_hooked(1, strengths), negative=_hooked(2, ()))
+
+
+def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: on_cpu(each).clone() for name, each in model.named_parameters()}
+
+
+@case
+def tokens_scheduled_loras(case: Case) -> None:
+    """Every card's copy gets the weights that one card has for this conditioning in this step, and its own back."""
+    host = case.host
+    loaded = host.load(NAME)
+    given, strengths = _weights(loaded.model.diffusion_model), (1.0, 0.5, 0.0)
+    unsplit = host.load(NAME, load_device=CPU)
+    reference, clean = _scheduled(host, unsplit, strengths), host.sample(unsplit, NAME)
+    shared, seen = tokens(loaded), list[dict[str, torch.Tensor]]()
+    models = [shared.model.diffusion_model, shared.model.devicebridge_split.shards[OTHER].diffusion_model]
+    run = TokenParallel.run
+
+    def see(self: TokenParallel, calls: Any) -> Any:
+        weights = [_weights(model) for model in models]
+        case.check("all cards alike", all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0]))
+        seen.append(weights[1])
+        return run(self, calls)
+
+    key = "single_blocks.0.linear1.weight"
+    with mock.patch.object(TokenParallel, "run", see):
+        output = _scheduled(host, shared, strengths)
+    near(case, "as unsplit", output, reference, NEAR)
+    case.check("two conditionings a step", len(seen) == 6, len(seen))
+    kinds = {each[key].double().sum().item() for each in seen}
+    case.check("three strengths of one, one of the other", len(kinds) == 4, kinds)
+    near(case, "without", host.sample(shared, NAME), clean, NEAR)
+    size = sum(parameter.nbytes for parameter in loaded.model.diffusion_model.parameters())
+    for seed in in_long_runs(3):
+        over = _scheduled(host, host.lora(unsplit, NAME, seed), strengths)
+        near(case, "over a LoRA", _scheduled(host, host.lora(shared, NAME, seed), strengths), over, NEAR)
+        host.free(OTHER)
+        case.equal("after a card was cleared", _scheduled(host, shared, strengths), output)
+        host.unload_all()
+        with host.machine.room_for(size // 2, HOME), host.machine.room_for(size // 2, OTHER):
+            near(case, "streamed to both", _scheduled(host, shared, strengths), reference, NEAR)
+        near(case, "without again", host.sample(shared, NAME), clean, NEAR)
+    sides = {"positive": FAMILIES[NAME].condition(1), "negative": _hooked(2, ())}
+    reference = host.sample(unsplit, NAME, cfg=3.0, **sides)
+    for part in (shared, *in_long_runs(*shared.companions)):
+        unload = functools.partial(part.partially_unload, CPU, size // 2)
+        moved = host.sample(shared, NAME, cfg=3.0, callback=lambda *args, unload=unload: unload(), **sides)
+        near(case, f"{part.load_device} loses weights between steps", moved, reference, NEAR)
+    now = _weights(loaded.model.diffusion_model)
+    case.check("the given MODEL is as it was", all(torch.equal(now[name], given[name]) for name in given))
+    left = [kept for each in (shared, *shared.companions) for kept in (each.hook_backup, each.cached_hook_patches)]
+    case.check("nothing is kept", not any(left), [len(each) for each in left])
 
 
 @case
@@ -372,8 +440,6 @@ def tokens_refusals(case: Case) -> None:
     replaced = shared.clone()
     replaced.set_model_patch_replace(lambda args, extra: extra["original_block"](args), "dit", "double_block", 0)
     case.refused("a block", lambda: host.sample(replaced, name), RuntimeError, "the replacement 'dit'", "way 'blocks'")
-    scheduled = functools.partial(_sample_scheduled, host, tokens(host.load(NAME)), keyframes=True)
-    case.refused("a LoRA that changes", scheduled, RuntimeError, "a hook", "way 'blocks'")
     near(case, "the model is as before", host.sample(shared, name), host.sample(host.load(name), name), NEAR)
     case.refused("a class", lambda: tokens(host.load("sdxl")), ValueError, "UNetModel", "way 'blocks'")
     case.refused("twice", lambda: tokens(shared), ValueError, "split with way 'tokens'")

@@ -97,6 +97,24 @@ class _CardPatcher(_Patcher):
                 self._use_origins()
             super().unpatch_model(device_to, unpatch_weights)
 
+    def patch_hook_weight_to_device(self, hooks: Any, combined_patches: Any, key: str, *args: Any, **kw: Any) -> Any:
+        if key in combined_patches:
+            self._unshare(key)
+        return super().patch_hook_weight_to_device(hooks, combined_patches, key, *args, **kw)
+
+    def patch_cached_hook_weights(self, cached_weights: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+        self._unshare(key)
+        return super().patch_cached_hook_weights(cached_weights, key, *args, **kwargs)
+
+    def _unshare(self, key: str) -> None:
+        """Give a weight in host memory a storage of its own: a scheduled LoRA is written into it in place."""
+        tree = self._tree()
+        tree.executor.check_possible(_CHANGING)
+        weight = get_attr(self.model, key)
+        is_shared = tree.executor.has_copies or tree.origin_on(self.load_device) is not None
+        if is_shared and weight.device == self.offload_device and key not in self.hook_backup:
+            set_attr_param(self.model, key, own_copy(weight))
+
     def _without_other_objects(self, extra_memory: float) -> float:
         """Take the weights off the card if it was loaded with other layers in place of the model's: ComfyUI believes
         that all is loaded, and would leave those there now in host memory. Returns the bytes that may be loaded then.
@@ -360,27 +378,26 @@ class SplitMixin(_CardPatcher):
         with self._tree().whole():
             return super().apply_hooks(*args, **kwargs)
 
+    def patch_hooks(self, hooks: Any) -> None:
+        """ComfyUI's own, also of every copy of the model, whose kept weights are of no other hooks than the main's."""
+        for copy in self._copies:
+            for group in copy.cached_hook_patches.keys() - self.cached_hook_patches.keys():
+                del copy.cached_hook_patches[group]
+        super().patch_hooks(hooks)
+        for copy in self._copies:
+            copy.hook_patches, copy.hook_mode = self.hook_patches, self.hook_mode
+            copy.patch_hooks(hooks)
+
     def unpatch_hooks(self, *args: Any, **kwargs: Any) -> None:
         with self._tree().whole():
             super().unpatch_hooks(*args, **kwargs)
+        for copy in self._copies:
+            copy.unpatch_hooks(*args, **kwargs)
 
-    def patch_hook_weight_to_device(self, hooks: Any, combined_patches: Any, key: str, *args: Any, **kw: Any) -> Any:
-        if key in combined_patches:
-            self._unshare(key)
-        return super().patch_hook_weight_to_device(hooks, combined_patches, key, *args, **kw)
-
-    def patch_cached_hook_weights(self, cached_weights: Any, key: str, *args: Any, **kwargs: Any) -> Any:
-        self._unshare(key)
-        return super().patch_cached_hook_weights(cached_weights, key, *args, **kwargs)
-
-    def _unshare(self, key: str) -> None:
-        """Give a weight in host memory a storage of its own: a scheduled LoRA is written into it in place."""
-        tree = self._tree()
-        tree.executor.check_possible(_CHANGING)
-        weight = get_attr(self.model, key)
-        is_shared = tree.origin_on(self.load_device) is not None and weight.device == self.offload_device
-        if is_shared and key not in self.hook_backup:
-            set_attr_param(self.model, key, own_copy(weight))
+    @property
+    def _copies(self) -> tuple[Any, ...]:
+        """Patchers of other cards that have the whole model."""
+        return self.companions if self._tree().executor.has_copies else ()
 
     def get_all_callbacks(self, call_type: str) -> list[Callable[..., Any]]:
         callbacks = super().get_all_callbacks(call_type)

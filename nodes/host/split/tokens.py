@@ -227,15 +227,16 @@ class TokensExecutor(Executor):
 
         Memory that both have in common is not read; it may be a file. ComfyUI keeps in its backup what a LoRA changed.
         """
-        kept = [patcher.backup, *(each.backup for each in patcher.companions)]
         of_each = []
-        for model, backup in zip(self._models, kept, strict=True):
+        for model, owner in zip(self._models, (patcher, *patcher.companions), strict=True):
+            backup = {key: weight for key, (weight, _) in owner.hook_backup.items()}
+            backup |= {key: kept.weight for key, kept in owner.backup.items()}
             named = itertools.chain(
                 model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
             )
             found = {name: each for name, each in named if name.rpartition(".")[2] not in self._may_change}
             names = ((name, f"{ROOT}.{name}") for name in found)
-            of_each.append({name: backup[key].weight if key in backup else found[name] for name, key in names})
+            of_each.append({name: backup.get(key, found[name]) for name, key in names})
         own, *others = of_each
         for other in others:
             yield from (f"the weight {name}, of one card alone," for name in sorted(own.keys() ^ other.keys()))
@@ -248,10 +249,6 @@ class TokensExecutor(Executor):
         found = [*foreign_methods(self._unchanged.kinds)]
         found += ["a ControlNet"] if control and not self._plan.tokens.control else []
         check_runnable(options, found)
-
-    def check_possible(self, action: str) -> None:
-        if "hook" in action:
-            raise RuntimeError(f"with way 'tokens' {action} is not possible yet; use way 'blocks'")
 
     def reason_against_parts(self, tree: SplitTree, num_parts: int, has_room: Callable[[], bool]) -> str:
         shares, layout, size = self._plan.shares, self._plan.layout, len(self._models)
