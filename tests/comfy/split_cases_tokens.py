@@ -24,6 +24,7 @@ import comfy.sd
 import torch
 from comfy.ldm.modules import attention
 from comfy.patcher_extension import WrappersMP
+from comfy_extras.nodes_nag import NAGuidance
 from devicebridge.families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS
 from devicebridge.families.token_plan import TokenPlan
 from devicebridge.nodes.host.split import tokens as tokens_host
@@ -277,6 +278,28 @@ def tokens_another_attention(case: Case) -> None:
         case.refused("in a class", lambda: host.sample(shared, name), RuntimeError, "the class SingleStreamBlock by")
     case.check("it never ran", not calls, calls)
     near(case, "the next prompt", host.sample(shared, name), host.sample(host.load(name), name), NEAR)
+
+
+@case
+def tokens_patches_of_comfyui(case: Case) -> None:
+    """Normalized Attention Guidance, ComfyUI's own node: refused where a class tells it rows of all cards."""
+    host = case.host
+
+    def guided(model: Any) -> Any:
+        return NAGuidance.execute(model, 5.0, 0.5, 1.5).args[0]
+
+    for name in ("flux1", *in_long_runs("flux2", "chroma", "hunyuan_video")):
+        unsplit = host.load(name, load_device=CPU)
+        reference = host.sample(guided(unsplit), name, cfg=3.0)
+        case.differs(f"{name}: it does something", reference, host.sample(unsplit, name, cfg=3.0))
+        near(case, name, host.sample(guided(tokens(host.load(name))), name, cfg=3.0), reference, NEAR)
+        host.unload_all()
+    model, words = guided(tokens(host.load("krea2"))), ("attn1_output_patch", "nodes_nag", "way 'blocks'")
+    case.refused("another class", lambda: host.sample(model, "krea2", cfg=3.0), RuntimeError, *words)
+    model = tokens(host.load("flux1"))
+    patch = functools.wraps(guided(model).model_options["transformer_options"]["patches"]["attn1_output_patch"][0])
+    model.set_model_attn1_output_patch(patch(lambda out, extra: out))
+    case.refused("by that name", lambda: host.sample(model, "flux1"), RuntimeError, __name__, "way 'blocks'")
 
 
 @case

@@ -58,6 +58,7 @@ CASES = [
     "tokens_scaled_fp8_files", "tokens_clones_and_eviction", "tokens_stopped_inside_a_block", "tokens_context_windows",
     "tokens_many_prompts", "wholes_of_every_kind", "wholes_of_regions_and_masks", "wholes_that_are_shared_out",
     "wholes_that_end", "wholes_verified", "tokens_shares_by_hand", "tokens_scheduled_loras",
+    "tokens_patches_of_comfyui",
     "patch_points_of_every_class", "dynamic_tokens",
     *(f"replayed_{name}" for name in DIVIDED), "replayed_with_loras_and_evicted", "replayed_under_dynamic_vram",
     "replayed_until_somebody_hooks_a_layer", "replayed_where_weights_lie", *EIGHT_BIT_FILES, "tensor_products_in_fp8",

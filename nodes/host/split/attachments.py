@@ -24,9 +24,11 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
+from comfy import model_management
 from comfy.controlnet import ControlLora
 from comfy.patcher_extension import CallbacksMP
 from comfy.utils import set_attr_param
@@ -212,6 +214,14 @@ def _foreign_attention(function: Any) -> str:
 _known_attention = functools.lru_cache(maxsize=32)(_foreign_attention)
 
 
+def function_of_comfyui(function: Any) -> tuple[str, str]:
+    """The file of ComfyUI's own nodes whose code a function runs, and the function's name there; else "" for both."""
+    if not isinstance(function, types.FunctionType):
+        return "", ""
+    path, home = Path(function.__code__.co_filename).resolve(), Path(model_management.__file__).resolve().parent.parent
+    return (path.name, function.__qualname__) if path.parent == home / "comfy_extras" else ("", "")
+
+
 # ---- made right for several cards
 
 
@@ -248,11 +258,19 @@ def bring_controls_to_main(conds: list[Any], main: torch.device) -> None:
             control = control.previous_controlnet
 
 
-def guard_options(options: dict[str, Any], bridge: Bridge, plan: SplitPlan) -> dict[str, Any]:
-    """transformer_options whose patches work on any card; the original is not modified."""
+def guard_options(
+    options: dict[str, Any], bridge: Bridge, plan: SplitPlan, *, has_copies: bool = False
+) -> dict[str, Any]:
+    """transformer_options whose patches work on any card; the original is not modified.
+
+    Args:
+        has_copies: whether every card runs the whole forward, and so its own calls of patches.
+    """
     guarded = dict(options)
     if guarded.get("prefetch_dynamic_vbars"):
         guarded["prefetch_dynamic_vbars"] = False  # it would fetch the next block's weights to the main card
+    if has_copies:
+        return guarded
     if "patches" in guarded:
         guarded["patches"] = {
             name: [_patch(patch, bridge) for patch in patches] for name, patches in guarded["patches"].items()

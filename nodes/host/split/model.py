@@ -288,7 +288,7 @@ def _tokens_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) -> To
     root = model.model.diffusion_model
     attached = [f"the object patch of {key}" for key in model.object_patches if key.startswith(f"{ROOT}.")]
     attached += [f"the injection {key!r}" for key in model.injections if key != KEY]
-    check_runnable(model.model_options.get("transformer_options", {}), attached)
+    check_runnable(blocks.layout.class_name, model.model_options.get("transformer_options", {}), attached)
     size = int(management.module_size(root))
     for device, room in request.card_budgets().items():
         if size > room:

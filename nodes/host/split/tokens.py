@@ -40,7 +40,7 @@ from ....patches.changes import Unchanged, code_of, foreign_methods
 from ....patches.hooks import HookSet, is_made_here, map_tensors
 from ....planning.cards import machine_speed
 from ....quantization.weight_only import plain_parts
-from .attachments import ROOT, foreign_attention
+from .attachments import ROOT, foreign_attention, function_of_comfyui
 from .model_copy import RUNTIME_STATE, copy_structure
 from .plan import GB, SplitPlan, SplitRequest, layout_of
 from .tree import Executor, SplitTree
@@ -57,6 +57,12 @@ _INSIDE = f"{ROOT}."
 # Of an equal share of the speed: where a card has less, sharing out each picture costs less time than waiting for it.
 _LEAST_SHARE = 0.75
 _ON_WEIGHTS = ("weight_function", "bias_function")
+# Patches of ComfyUI's nodes that compute row by row: name, file, function -> classes that tell them the rank's rows.
+_ROW_BY_ROW = {
+    ("attn1_output_patch", "nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): frozenset(
+        ("Flux", "Chroma", "HunyuanVideo")
+    )
+}
 # What ComfyUI's loading and its classes' forwards write into modules.
 _MAY_CHANGE = RUNTIME_STATE.union(
     ("comfy_cast_weights", "comfy_force_cast_weights", "seed_key", "training", *_ON_WEIGHTS),
@@ -248,7 +254,7 @@ class TokensExecutor(Executor):
     def _check_runnable(self, options: Mapping[str, Any], control: Any) -> None:
         found = [*foreign_methods(self._unchanged.kinds)]
         found += ["a ControlNet"] if control and not self._plan.tokens.control else []
-        check_runnable(options, found)
+        check_runnable(self._plan.layout.class_name, options, found)
 
     def reason_against_parts(self, tree: SplitTree, num_parts: int, has_room: Callable[[], bool]) -> str:
         shares, layout, size = self._plan.shares, self._plan.layout, len(self._models)
@@ -385,14 +391,19 @@ class TokensExecutor(Executor):
         return forward(**given)
 
 
-def check_runnable(options: Mapping[str, Any], others: Sequence[str] = ()) -> None:
+def check_runnable(class_name: str, options: Mapping[str, Any], others: Sequence[str] = ()) -> None:
     """Refuse what other nodes would do where each card has a share of the tokens.
 
     Args:
         options: transformer_options of the forward. others: what is attached elsewhere, in words for the user.
     Raises: RuntimeError that names it.
     """
-    found = [f"the patch {name!r}" for name, each in options.get("patches", {}).items() if each]
+    found = [
+        f"the patch {name!r} by {code_of(patch)}"
+        for name, each in options.get("patches", {}).items()
+        for patch in each
+        if class_name not in _ROW_BY_ROW.get((name, *function_of_comfyui(patch)), ())
+    ]
     found += [f"the replacement {name!r}" for name, keyed in options.get("patches_replace", {}).items() if keyed]
     found += others
     if found:

@@ -358,7 +358,8 @@ class SplitTree:
         if isinstance(kwargs.get("control"), dict):
             kwargs["control"] = wrap_control(kwargs["control"], self.bridge)
         if isinstance(kwargs.get("transformer_options"), dict):
-            guarded = guard_options(kwargs["transformer_options"], self.bridge, self.plan)
+            options, has_copies = kwargs["transformer_options"], self.executor.has_copies
+            guarded = guard_options(options, self.bridge, self.plan, has_copies=has_copies)
             kwargs["transformer_options"] = self.executor.guard(guarded)
         args, kwargs = self.bridge.move((args, kwargs), self.plan.main_device)
         return args, _Arguments(kwargs)
