@@ -10,8 +10,10 @@ import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import comfy.model_management
+from comfy.model_base import BaseModel
 from comfy.patcher_extension import WrappersMP
 from devicebridge.parallel.local.tokens import TokenParallel
 from devicebridge.parallel.local.wholes import Wholes
@@ -122,6 +124,10 @@ def wholes_that_are_shared_out(case: Case) -> None:
             near(case, what, host.sample(model, NAME, cfg=CFG), reference, NEAR)
         case.check(f"{what}: none dealt", found == {"dealt": 0, "shared": 3}, found)
         case.check(f"{what}: said", any(word in each for each in messages), messages)
+    own = BaseModel.apply_model
+    with mock.patch.object(BaseModel, "apply_model", lambda *args, **kwargs: own(*args, **kwargs)), _counted() as found:
+        near(case, "a replaced method", host.sample(shared, NAME, cfg=CFG), reference, NEAR)
+    case.check("a replaced method: none dealt", found == {"dealt": 0, "shared": 3}, found)
     with one_condition_at_a_time(shared), _counted() as found:
         near(case, "no room", host.sample(shared, NAME, cfg=CFG), reference, NEAR)
     case.check("no room: each by itself, by both cards", found == {"dealt": 0, "shared": 6}, found)

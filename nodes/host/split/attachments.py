@@ -37,7 +37,7 @@ from torch import nn
 from ....parallel.local.borrow import Borrowed
 from ....parallel.local.bridge import Bridge
 from ....parallel.transfer import current_device
-from ....patches.changes import code_of
+from ....patches.changes import code_of, foreign_methods
 from ....patches.hooks import is_made_here
 from .model_copy import reachable
 
@@ -157,6 +157,9 @@ def _reasons(model: Any, unseen: tuple[str, ...], conds: list[Any], options: Map
         yield f"{unseen[0]} may keep state from call to call"
     for name in replaced_methods(model.diffusion_model):
         yield f"another node replaced {name} of the model"
+    of_comfyui = (kind for kind in type(model).__mro__ if kind.__module__.startswith("comfy."))
+    for found in (*replaced_methods(model), *foreign_methods(of_comfyui)):
+        yield f"another node replaced {found}, around the model"
     for key, value in model.current_patcher.object_patches.items():
         is_known = isinstance(value, nn.Module) and code_of(value).startswith(("comfy.", "comfy_extras."))
         if not key.startswith(f"{ROOT}.") and callable(value) and not is_known:
