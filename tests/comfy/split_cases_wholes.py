@@ -6,6 +6,7 @@ The reference is one card that computes each conditioning of each picture by its
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import comfy.model_management
+import torch
 from comfy.model_base import BaseModel
 from comfy.patcher_extension import WrappersMP
 from devicebridge.parallel.local.tokens import TokenParallel
@@ -141,6 +143,24 @@ def wholes_that_are_shared_out(case: Case) -> None:
     with _counted() as found:
         near(case, "two for three", host.sample(three, NAME, cfg=CFG), reference, NEAR)
     case.check("two for three: none dealt", found["dealt"] == 0, found)
+
+
+@case
+def wholes_of_a_changed_model(case: Case) -> None:
+    """What one copy alone has is refused before anything is dealt; where auto took tokens, its card computes alone."""
+    host = case.host
+    unsplit, shared, taken = host.load(NAME, load_device=CPU), tokens(host.load(NAME)), tokens(host.load(NAME))
+    executor = taken.model.devicebridge_split.executor
+    executor._plan = dataclasses.replace(executor._plan, may_run_alone=True)
+    for model in (unsplit, shared, taken):
+        layer = model.model.diffusion_model.single_blocks[0].linear1
+        layer.weight = torch.nn.Parameter(layer.weight * 2)
+    sample = functools.partial(host.sample, shared, NAME, cfg=CFG)
+    case.refused("by name", sample, RuntimeError, "numbers in single_blocks.0.linear1.weight", "way 'blocks'")
+    with _counted() as found:
+        outputs = [host.sample(model, NAME, cfg=CFG) for model in (taken, unsplit)]
+    case.equal("alone", *outputs)
+    case.check("none dealt", found == {"dealt": 0, "shared": 0}, found)
 
 
 @case
