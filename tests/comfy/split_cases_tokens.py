@@ -30,8 +30,8 @@ from devicebridge.families.token_plan import TokenPlan
 from devicebridge.nodes.host.split import tokens as tokens_host
 from devicebridge.nodes.host.split.model import describe_split
 from devicebridge.nodes.host.split.tokens import led_by_name
+from devicebridge.parallel.local.residuals import Residuals as TokenResiduals
 from devicebridge.parallel.local.tokens import HERE, TokenParallel
-from devicebridge.parallel.local.tokens import Residuals as TokenResiduals
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
 from devicebridge.tests.comfy.native_cases import with_heads
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, split

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -55,6 +55,13 @@ _RUNS_BETWEEN_BLOCKS = "dit"
 _OPTION_KEYS = ("cond_or_uncond", "sample_sigmas", "sigmas")  # by these a dict is known to be transformer_options
 # Entries of transformer_options that are looked at by name, or are ComfyUI's own and plain.
 _KNOWN_ENTRIES = frozenset({*_SEEN_ENTRIES, OVERRIDE, "wrappers", "callbacks", "model_patcher"})
+
+# Patches of ComfyUI's nodes that compute row by row: name, file, function -> classes that tell them the rank's rows.
+_ROW_BY_ROW = {
+    ("attn1_output_patch", "nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): frozenset(
+        ("Flux", "Chroma", "HunyuanVideo")
+    )
+}
 
 
 # ---- inside the modules
@@ -223,6 +230,44 @@ def function_of_comfyui(function: Any) -> tuple[str, str]:
         return "", ""
     path, home = Path(function.__code__.co_filename).resolve(), Path(model_management.__file__).resolve().parent.parent
     return (path.name, function.__qualname__) if path.parent == home / "comfy_extras" else ("", "")
+
+
+# ---- where each card has a share of the rows
+
+
+def check_runnable(class_name: str, options: Mapping[str, Any], others: Sequence[str] = ()) -> None:
+    """Refuse what other nodes would do where each card has a share of the tokens.
+
+    Args:
+        options: transformer_options of the forward. others: what is attached elsewhere, in words for the user.
+    Raises: RuntimeError that names it.
+    """
+    found = [
+        f"the patch {name!r} by {code_of(patch)}"
+        for name, each in options.get("patches", {}).items()
+        for patch in each
+        if class_name not in _ROW_BY_ROW.get((name, *function_of_comfyui(patch)), ())
+    ]
+    found += [f"the replacement {name!r}" for name, keyed in options.get("patches_replace", {}).items() if keyed]
+    found += others
+    if found:
+        raise RuntimeError(
+            f"each card of this split computes a share of the tokens, and {found[0]} of another node works between "
+            "or inside the blocks, where it would see only those. Use way 'blocks' in the split node, or take that "
+            "node out"
+        )
+    if options.get(OVERRIDE) is not None:
+        check_attention(options[OVERRIDE])
+
+
+def check_attention(function: Callable[..., Any]) -> None:
+    """Raises: RuntimeError for attention that nobody knows to compute row by row."""
+    if code := foreign_attention(function):
+        raise RuntimeError(
+            f"each card of this split attends from its share of the tokens, and the attention of {code} may "
+            "read across them. Use way 'blocks' in the split node, one of ComfyUI's own kinds of attention (Model "
+            "Attention Backend, or a start option), or take that node out"
+        )
 
 
 # ---- made right for several cards

@@ -22,7 +22,7 @@ from ....families.comfy.video import VIDEO_MODELS
 from ....parallel.transfer import module_with_streams
 from ....planning.cards import machine_speed
 from ....planning.times import WayName, Ways, forward_work, has_guidance
-from .attachments import KEY, ROOT, is_compiled
+from .attachments import KEY, ROOT, check_runnable, is_compiled
 from .blocks import BlockExecutor, BlockPlan, plan_blocks
 from .model_copy import ModuleMap, Origin, check_independent, copy_structure, follow_copy, load_over_file
 from .patcher import become_split
@@ -30,7 +30,7 @@ from .plan import GB, SplitPlan, SplitRequest
 from .sampling import prepare_with_forecast, run_overlapped
 from .tensor import DividedPlan, TensorExecutor, plan_tensor
 from .tensor import check_runnable as check_divisible
-from .tokens import TokensExecutor, TokensPlan, check_runnable, plan_tokens
+from .tokens import TokensExecutor, TokensPlan, plan_tokens
 from .tree import SplitTree, Way, make_tree, tree_of
 
 _log = logging.getLogger(__name__)

@@ -32,7 +32,8 @@ from ....parallel.block_lists import execution_order
 from ....parallel.devices import device_title
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.collectives import Tensors
-from ....parallel.local.tokens import HERE, OneDeviceError, Residuals, TokenParallel
+from ....parallel.local.residuals import Residuals
+from ....parallel.local.tokens import HERE, OneDeviceError, TokenParallel
 from ....parallel.local.wholes import Wholes
 from ....parallel.staged_copies import copies_between
 from ....parallel.transfer import Arrivals, copy_to, current_device, is_everywhere
@@ -40,7 +41,7 @@ from ....patches.changes import Unchanged, code_of, foreign_methods
 from ....patches.hooks import HookSet, is_made_here, map_tensors
 from ....planning.cards import machine_speed
 from ....quantization.weight_only import plain_parts
-from .attachments import ROOT, foreign_attention, function_of_comfyui
+from .attachments import ROOT, check_attention, check_runnable
 from .model_copy import RUNTIME_STATE, copy_structure
 from .plan import GB, SplitPlan, SplitRequest, layout_of
 from .tree import Executor, SplitTree
@@ -57,12 +58,6 @@ _INSIDE = f"{ROOT}."
 # Of an equal share of the speed: where a card has less, sharing out each picture costs less time than waiting for it.
 _LEAST_SHARE = 0.75
 _ON_WEIGHTS = ("weight_function", "bias_function")
-# Patches of ComfyUI's nodes that compute row by row: name, file, function -> classes that tell them the rank's rows.
-_ROW_BY_ROW = {
-    ("attn1_output_patch", "nodes_nag.py", "NAGuidance.execute.<locals>.nag_attention_output_patch"): frozenset(
-        ("Flux", "Chroma", "HunyuanVideo")
-    )
-}
 # What ComfyUI's loading and its classes' forwards write into modules.
 _MAY_CHANGE = RUNTIME_STATE.union(
     ("comfy_cast_weights", "comfy_force_cast_weights", "seed_key", "training", *_ON_WEIGHTS),
@@ -381,7 +376,7 @@ class TokensExecutor(Executor):
             chosen = options.get(_OVERRIDE)
 
             def attend(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-                _check_attention(func)
+                check_attention(func)
                 return rows.attend(func if chosen is None else functools.partial(chosen, func), *args, **kwargs)
 
             options[_OVERRIDE] = attend
@@ -389,31 +384,6 @@ class TokensExecutor(Executor):
                 options["patches_replace"] = {"dit": {"of no block": None}}
         forward = own or getattr(self._models[rank], self._method)
         return forward(**given)
-
-
-def check_runnable(class_name: str, options: Mapping[str, Any], others: Sequence[str] = ()) -> None:
-    """Refuse what other nodes would do where each card has a share of the tokens.
-
-    Args:
-        options: transformer_options of the forward. others: what is attached elsewhere, in words for the user.
-    Raises: RuntimeError that names it.
-    """
-    found = [
-        f"the patch {name!r} by {code_of(patch)}"
-        for name, each in options.get("patches", {}).items()
-        for patch in each
-        if class_name not in _ROW_BY_ROW.get((name, *function_of_comfyui(patch)), ())
-    ]
-    found += [f"the replacement {name!r}" for name, keyed in options.get("patches_replace", {}).items() if keyed]
-    found += others
-    if found:
-        raise RuntimeError(
-            f"each card of this split computes a share of the tokens, and {found[0]} of another node works between "
-            "or inside the blocks, where it would see only those. Use way 'blocks' in the split node, or take that "
-            "node out"
-        )
-    if options.get(_OVERRIDE) is not None:
-        _check_attention(options[_OVERRIDE])
 
 
 def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -431,16 +401,6 @@ def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and (
         torch.equal(one.to(two.dtype), two) or (is_cast and torch.equal(two.to(one.dtype), one))
     )
-
-
-def _check_attention(function: Callable[..., Any]) -> None:
-    """Raises: RuntimeError for attention that nobody knows to compute row by row."""
-    if code := foreign_attention(function):
-        raise RuntimeError(
-            f"each card of this split attends from its share of the tokens, and the attention of {code} may "
-            "read across them. Use way 'blocks' in the split node, one of ComfyUI's own kinds of attention (Model "
-            "Attention Backend, or a start option), or take that node out"
-        )
 
 
 @contextmanager
@@ -474,7 +434,7 @@ def _led(function: Callable[..., Any]) -> Callable[..., Any]:
         parallel = HERE.parallel
         if parallel is None or parallel.plan.passes_options:  # then the override of its options leads to us
             return function(*args, **kwargs)
-        _check_attention(function)
+        check_attention(function)
         tensors = [each if isinstance(each, torch.Tensor) else each.take() for each in args[:3]]
         return parallel.attend(function, *tensors, *args[3:], **kwargs)
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from devicebridge.families.token_plan import BlockRows, TokenPlan, places
 from devicebridge.parallel.local.collectives import Collective
-from devicebridge.parallel.local.tokens import HERE, OneDeviceError, Residuals, Rows, TokenParallel
+from devicebridge.parallel.local.residuals import Residuals
+from devicebridge.parallel.local.tokens import HERE, OneDeviceError, Rows, TokenParallel
 from torch import nn
 
 CPU = torch.device("cpu")
