@@ -75,6 +75,16 @@ _FIXED = (
         "compute each block with a part of its weights, faster where they are linked fast (NVLink, PCIe with peer "
         "access). auto takes the one that is forecast to be the fastest.",
     ),
+    io.Combo.Input(
+        "exchange",
+        options=["full", "8-bit"],
+        default="full",
+        optional=True,
+        advanced=True,
+        tooltip="How GPUs send each other keys and values (way tokens) or partial sums (way tensor). full: as they "
+        "are. 8-bit: half as much travels over slow links, and pictures change slightly: less than by 8-bit weights "
+        "with way tokens, about as much with way tensor. Way blocks ignores it.",
+    ),
 )
 
 
@@ -195,7 +205,9 @@ def _read_request(sockets: dict[str, Any]) -> SplitRequest | None:
         _log.warning("split: split_at %s is ignored with balance %s; it is for manual", text, sockets["balance"])
         cuts = ()
     limits = read_list(sockets["memory_limit_gb"], float, "memory_limit_gb")
-    others = {name: sockets[name] for name in ("balance", "overlap", "offload", "verify") if name in sockets}
+    others = {
+        name: sockets[name] for name in ("balance", "overlap", "offload", "verify", "exchange") if name in sockets
+    }
     transport: Any = read_auto(sockets["transport"]) or None
     way: Any = read_auto(sockets.get("way", AUTO)) or None
     return SplitRequest(devices=chosen, split_at=cuts, memory_limit_gb=limits, transport=transport, way=way, **others)

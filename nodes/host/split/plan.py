@@ -18,6 +18,7 @@ from torch import nn
 from ....families.comfy.native import NativeModel, Transport
 from ....families.comfy.registry import find_native
 from ....parallel.block_lists import find_block_lists
+from ....parallel.local.collectives import Exchange
 
 _log = logging.getLogger(__name__)
 GB = 1e9
@@ -38,6 +39,7 @@ class SplitRequest:
         verify: compute the first step of every run twice, the second time in the plainest way, and compare.
         way: "blocks" gives every device some of the blocks; "tokens" gives it the whole model and some of the tokens;
             "tensor" divides each block among all devices; None takes the one that is forecast to be the fastest.
+        exchange: how keys and values (tokens) or partial sums (tensor) travel between the devices.
     """
 
     devices: tuple[torch.device, ...]
@@ -49,6 +51,7 @@ class SplitRequest:
     offload: bool = True
     verify: bool = False
     way: Literal["blocks", "tokens", "tensor"] | None = "blocks"
+    exchange: Exchange = "full"
 
     def __post_init__(self) -> None:
         names = ", ".join(map(str, self.devices))
@@ -95,7 +98,7 @@ class SplitPlan:
         devices: that are used, the main device first.
         layout: what the class is; for a class nobody described a row made from its block lists.
         limit_bytes: weights each device may hold resident; absent is unlimited.
-        transport, overlap, verify: as in SplitRequest, decided.
+        transport, overlap, verify, exchange: as in SplitRequest, decided.
     """
 
     blocks: tuple[str, ...]
@@ -105,6 +108,7 @@ class SplitPlan:
     verify: bool
     transport: Transport = "stream"
     overlap: bool = False
+    exchange: Exchange = "full"
 
     @property
     def main_device(self) -> torch.device:
@@ -125,6 +129,9 @@ class SplitPlan:
     def describe(self) -> str:
         """How a forward runs, in a few words."""
         raise NotImplementedError
+
+    def _describe_exchange(self, what: str) -> str:
+        return "" if self.exchange == "full" else f"; exchange 8-bit: {what}"
 
 
 def layout_of(diffusion_model: nn.Module) -> NativeModel:
