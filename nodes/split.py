@@ -85,6 +85,16 @@ _FIXED = (
         tooltip="With way tokens: how much of each picture each GPU computes, such as 3:5 for a second GPU that is "
         "faster. Empty gives equal shares to GPUs of one kind, and others shares by their measured speed.",
     ),
+    io.Combo.Input(
+        "exchange",
+        options=["full", "8-bit"],
+        default="full",
+        optional=True,
+        advanced=True,
+        tooltip="How GPUs send each other keys and values (way tokens) or partial sums (way tensor). full: as they "
+        "are. 8-bit: half as much travels over slow links, and pictures change slightly: less than by 8-bit weights "
+        "with way tokens, about as much with way tensor. Way blocks ignores it.",
+    ),
 )
 
 
@@ -206,7 +216,9 @@ def _read_request(sockets: dict[str, Any]) -> SplitRequest | None:
         cuts = ()
     limits = read_list(sockets["memory_limit_gb"], float, "memory_limit_gb")
     shares = read_list(sockets.get("shares", "").replace(":", ","), float, "shares")
-    others = {name: sockets[name] for name in ("balance", "overlap", "offload", "verify") if name in sockets}
+    others = {
+        name: sockets[name] for name in ("balance", "overlap", "offload", "verify", "exchange") if name in sockets
+    }
     transport: Any = read_auto(sockets["transport"]) or None
     way: Any = read_auto(sockets.get("way", AUTO)) or None
     return SplitRequest(

@@ -11,6 +11,9 @@ a device has a part; everything else is computed whole by every device, with the
 
 A linear and its LoRA count as one: partial sums are added up behind both. The collectives of a backward are called in
 the thread that runs it, which autograd chooses by device. Every device has one, so that none waits for itself.
+
+Where links are slow, partial sums may travel in 8 bits (`encode`). Every rank then adds the same decoded numbers, its
+own among them, so that all ranks still have the same bits. Backwards have no use for it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -31,12 +34,62 @@ from .shards import BlockShard, norm_eps, norm_ratio, sum_of_squares
 Tensors = Sequence[torch.Tensor]
 # Tensors, the receiving rank, a place for the copies' events -> the copies, not to be used before settle(events)
 Send = Callable[[Tensors, int, Arrivals], Tensors]
-# Name of the collective, number of the round, the copies for the receiver, their events
-_Message = tuple[str, int, Tensors, Arrivals]
+Exchange = Literal["full", "8-bit"]  # how activations travel: as they are, or as `encode` makes them
+_Form = tuple[torch.Size, torch.dtype]
+# Name of the collective, number of the round, the copies for the receiver, their events, and of what travels as one
+# tensor the forms of its parts
+_Message = tuple[str, int, Tensors, Arrivals, Sequence[_Form]]
 
 # An all-reduce of at least so many bytes among three and more ranks is a reduce-scatter and an all-gather. That takes
 # twice as many copies, which cost the host. The cards compute for longer than the host launches at such sizes.
 SLICED_FROM_BYTES = 2**23
+_RUN = 128  # numbers of a row that share a scale: a large number takes precision from these alone
+_SHORTEST_ROW = 16  # the scale of a shorter one, 4 bytes, would be most of what travels
+
+
+def encode(tensor: torch.Tensor, run: int | None = None, mean_along: int | None = None) -> list[torch.Tensor]:
+    """A tensor in 8 bits: what `decode` takes. A number is off by at most 1/254 of the largest one that has its scale.
+
+    Integers, as every card has them, are nearer than float8 at this size: rows hold numbers of one order of magnitude.
+
+    Args:
+        tensor: [..., width].
+        run: numbers of a row that share a scale. None takes 128, or the whole row where these do not divide it.
+        mean_along: a dimension along which channels keep a mean, which travels apart. Keys have such means.
+    Returns: int8 [..., width] and float32 [..., width / run]; with mean_along also means, of length 1 there.
+    """
+    width, means = tensor.shape[-1], []
+    if mean_along is not None:
+        means = [tensor.mean(mean_along, keepdim=True)]
+        tensor = tensor - means[0]
+    runs = tensor.unflatten(-1, (-1, run or (width if width % _RUN else _RUN)))
+    runs = runs.float() if runs.dtype == torch.float64 else runs
+    scales = torch.linalg.vector_norm(runs, torch.inf, dim=-1, keepdim=True).float() / 127
+    # An addition that leaves no bits behind the point rounds: the lowest byte is the integer, and any of zeros, whose
+    # scale is 0. That takes two passes over the numbers where quotient, rounding and cast take three wider ones.
+    shifted = torch.addcmul(torch.full((), 1.5 * 2**23, device=runs.device), runs, 1 / scales)
+    return [shifted.flatten(-2).view(torch.int8)[..., ::4].contiguous(), scales.squeeze(-1), *means]
+
+
+def decode(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    means: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """What encode was given, nearly; the same codes give the same bits on every device of one kind.
+
+    Args:
+        means: is added. It may also be what else there is to add.
+    """
+    num_runs = scales.shape[-1]
+    runs, made = codes.unflatten(-1, (num_runs, -1)), torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    out = made.unflatten(-1, (num_runs, -1))
+    if means is None:
+        torch.mul(runs, scales[..., None], out=out)
+    else:
+        torch.addcmul(means.unflatten(-1, (num_runs, -1)), runs, scales[..., None], out=out)
+    return made
 
 
 def bytes_to_one(parts_bytes: float, num_parts: float, size: int) -> float:
@@ -55,10 +108,11 @@ class Collective:
     Args:
         size: number of ranks.
         send: issues the copies for a receiving rank.
+        exchange: how the parts of all-reduces travel.
     """
 
-    def __init__(self, size: int, send: Send) -> None:
-        self.size = size
+    def __init__(self, size: int, send: Send, exchange: Exchange = "full") -> None:
+        self.size, self.exchange = size, exchange
         self._send = send
         self._boxes: list[list[SimpleQueue[_Message | None]]] = [
             [SimpleQueue() for _ in range(size)] for _ in range(size)
@@ -75,25 +129,62 @@ class Collective:
             name: of the collective, equal on all ranks.
         Raises: RuntimeError if the ranks are in different collectives; the error that `abort` was given.
         """
-        self._post(rank, name, (tensor,))
-        return [tensor if each == rank else self._from(each, rank, name)[0] for each in range(self.size)]
+        self.post(rank, name, (tensor,))
+        return [found[0] for found in self.take(rank, name, (tensor,))]
+
+    def post(self, rank: int, name: str, tensors: Tensors, only: int | None = None, *, as_one: bool = False) -> None:
+        """Send tensors of this rank to the others, or to one, in one message. It may be the first of several.
+
+        What copies read later must not be changed.
+
+        Args:
+            as_one: join their bytes. Each copy takes the host's time, and through host memory that of a piece.
+        """
+        forms = [(each.shape, each.dtype) for each in tensors] if as_one else ()
+        if as_one:
+            ordered = [tensors[index] for index in _by_alignment(forms)]
+            tensors = [torch.cat([each.reshape(-1).view(torch.uint8) for each in ordered])]
+        for to, box in enumerate(self._boxes[rank]):
+            if to != rank and only in (None, to):
+                events: Arrivals = {}
+                box.put((name, self._rounds[rank], self._send(tensors, to, events) if tensors else (), events, forms))
+
+    def take(self, rank: int, name: str, own: Tensors) -> list[Tensors]:
+        """What all ranks posted first that this one has not taken yet, by rank, with its own as they are.
+
+        Raises: as all_gather.
+        """
+        return [own if each == rank else self._from(each, rank, name) for each in range(self.size)]
 
     def all_reduce(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of the tensors of all ranks, added in the order of ranks: the same bits on all ranks, in every run.
+
+        In 8 bits the decoded parts are added, in float32, each rank's own among them. Of slices it is the sums that
+        all ranks decode; what a rank adds to its slice's sum itself is exact.
 
         Args:
             tensor: the same shape on all ranks; it is not changed.
         Raises: as all_gather.
         """
-        slices = self._slices(tensor)
+        slices, is_short = self._slices(tensor), self._is_short(tensor)
         if not slices:
-            return functools.reduce(torch.add, self.all_gather(rank, name, tensor))
+            sent: Tensors = encode(tensor) if is_short else (tensor,)
+            self.post(rank, name, sent, as_one=is_short)
+            return _sum(self.take(rank, name, sent), tensor.dtype)
         for to in range(self.size):
             if to != rank:
-                self._post(rank, name, (slices[to],), to)
-        parts = [slices[rank] if each == rank else self._from(each, rank, name)[0] for each in range(self.size)]
-        gathered = self.all_gather(rank, f"{name}, reduced", functools.reduce(torch.add, parts))
-        return torch.cat(gathered).view(tensor.shape)
+                self.post(rank, name, encode(slices[to]) if is_short else (slices[to],), to, as_one=is_short)
+        found = self.take(rank, name, (slices[rank],))
+        total = _sum(found, torch.float32 if is_short else tensor.dtype)
+        sent = encode(total) if is_short else (total,)
+        self.post(rank, f"{name}, reduced", sent, as_one=is_short)
+        sums = [_sum([each], tensor.dtype) for each in self.take(rank, f"{name}, reduced", sent)]
+        return torch.cat(sums).view(tensor.shape)
+
+    def _is_short(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor travels in 8 bits."""
+        has_rows = tensor.is_floating_point() and tensor.ndim > 0 and tensor.shape[-1] >= _SHORTEST_ROW
+        return self.exchange == "8-bit" and has_rows
 
     def _slices(self, tensor: torch.Tensor) -> Tensors:
         """Slices of the rows, one for each rank; () for a tensor that is reduced whole."""
@@ -103,14 +194,8 @@ class Collective:
 
     def finish(self, rank: int) -> None:
         """This rank has ended its round; waits for nobody."""
-        self._post(rank, "the end", ())
+        self.post(rank, "the end", ())
         self._rounds[rank] += 1
-
-    def _post(self, rank: int, name: str, tensors: Tensors, only: int | None = None) -> None:
-        for to, box in enumerate(self._boxes[rank]):
-            if to != rank and only in (None, to):
-                events: Arrivals = {}
-                box.put((name, self._rounds[rank], self._send(tensors, to, events) if tensors else (), events))
 
     def _from(self, sender: int, rank: int, name: str) -> Tensors:
         box = self._boxes[sender][rank]
@@ -122,7 +207,7 @@ class Collective:
         assert message is not None
         if message[3]:
             settle(message[3])
-        return message[2]
+        return _parts(message[2][0], message[4]) if message[4] else message[2]
 
     def _fail(self, message: _Message | None, name: str) -> None:
         if message is not None and message[0] != name:
@@ -150,6 +235,35 @@ class Collective:
         """Let go of the error and of messages that nobody took, which hold activations; no thread comes any more."""
         self._errors.clear()
         self._boxes.clear()
+
+
+def _by_alignment(forms: Sequence[_Form]) -> list[int]:
+    """The order in which parts lie behind each other so that each begins at a multiple of its numbers' size."""
+    return sorted(range(len(forms)), key=lambda index: -forms[index][1].itemsize)
+
+
+def _parts(joined: torch.Tensor, forms: Sequence[_Form]) -> Tensors:
+    """What was joined to one tensor of bytes."""
+    found, start = dict[int, torch.Tensor](), 0
+    for index in _by_alignment(forms):
+        shape, dtype = forms[index]
+        end = start + shape.numel() * dtype.itemsize
+        found[index], start = joined[start:end].view(dtype).view(shape), end
+    return [found[index] for index in range(len(forms))]
+
+
+def _sum(parts: Sequence[Tensors], dtype: torch.dtype) -> torch.Tensor:
+    """Of tensors as they were sent, in their order. Encoded ones are added in float32."""
+    if all(len(part) == 1 for part in parts):
+        return functools.reduce(torch.add, (part[0] for part in parts))
+    total: torch.Tensor | None = None
+    for number, part in enumerate(parts, start=1):
+        if len(part) > 1:
+            total = decode(part[0], part[1], total, dtype if number == len(parts) else torch.float32)
+        else:
+            total = part[0].float() if total is None else total + part[0]
+    assert total is not None
+    return total.to(dtype)
 
 
 class Group(Protocol):

@@ -29,7 +29,7 @@ from ..devices import device_title
 from ..staged_copies import StagedCopies, copies_between
 from ..transfer import Arrivals, Versioned, copy_to, current_device, is_everywhere, with_version
 from .bridge import Bridge
-from .collectives import Collective, Send, Tensors, attach_collectives
+from .collectives import Collective, Exchange, Send, Tensors, attach_collectives
 from .graph_recorder import GraphRecorder, can_record
 from .graphs import OPTIONS, Addresses, Call, Graphs, Work, same_bits
 from .shards import BlockShard
@@ -46,12 +46,14 @@ class ForwardWorkers:
     Args:
         pool: whose threads they use.
         devices: by rank.
-        send: see Collective.
+        send, exchange: see Collective.
     """
 
-    def __init__(self, pool: ThreadPool, devices: Sequence[torch.device], send: Send) -> None:
+    def __init__(
+        self, pool: ThreadPool, devices: Sequence[torch.device], send: Send, exchange: Exchange = "full"
+    ) -> None:
         self._devices, self._state = tuple(devices), ThreadState(devices)
-        self.collective = Collective(len(devices), send)
+        self.collective = Collective(len(devices), send, exchange)
         self.current: nn.Module | None = None  # the block that is being computed
         # Two threads meet every 100 microseconds or so: a queue that is written in C costs a tenth of a condition.
         self._work: list[SimpleQueue[Work | None]] = [SimpleQueue() for _ in devices]
@@ -134,6 +136,7 @@ class TensorParallel(Bridge):
         devices: the main device first.
         shards: the main device's part of each block, in execution order -> those of the others, in their order.
         passed_by, per_device: as of Bridge; the other devices get a copy of a dict.
+        exchange: how partial sums travel.
     Raises: ValueError if there is no block.
     """
 
@@ -146,11 +149,12 @@ class TensorParallel(Bridge):
         *,
         passed_by: Sequence[str] = (),
         per_device: Sequence[str] = (),
+        exchange: Exchange = "full",
     ) -> None:
         blocks = dict.fromkeys(shards, devices[0])
         super().__init__(blocks, devices[0], passed_by=passed_by, per_device=per_device)
         self._ranks = tuple(devices)
-        self._shards = dict(shards)
+        self._shards, self._exchange = dict(shards), exchange
         self._run: ForwardWorkers | None = None
         # By rank and argument: a value, and what it is there.
         self._known: list[dict[Any, tuple[Any, Any]]] = [{} for _ in devices]
@@ -298,7 +302,7 @@ class TensorParallel(Bridge):
     def _run_on_all(self, block: nn.Module, work: Sequence[Work]) -> list[Any]:
         """What every rank's work returns. After an error the forward goes on with other workers, if it goes on."""
         if self._run is None:
-            self._run = ForwardWorkers(self.pool, self._ranks, self.send_parts)
+            self._run = ForwardWorkers(self.pool, self._ranks, self.send_parts, self._exchange)
         try:
             return self._run.run(block, work)
         except BaseException:

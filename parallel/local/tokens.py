@@ -23,7 +23,8 @@ from torch import nn
 
 from ...families.token_plan import BlockRows, Place, TokenPlan, places, segments
 from ...patches.hooks import HookSet, change_at
-from .collectives import Collective, Send
+from .collectives import Collective, Exchange, Send
+from .heads import Gathered, find_heads
 from .tensor_parallel import ForwardWorkers
 from .thread_pool import ThreadPool
 
@@ -38,8 +39,7 @@ class _Frame:
     module: str
     axes: list[str]
     num_before: int  # attentions of this forward before it
-    # By the ids of keys and values, which are held: other tensors must not get them.
-    gathered: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
+    gathered: dict[tuple[int, int], Gathered] = field(default_factory=dict)  # by the ids of a rank's keys and values
 
 
 class OneDeviceError(RuntimeError):
@@ -203,6 +203,10 @@ class Rows:
         if not self.knows(place.axis):
             return tensor
         found = self.group.all_gather(self.rank, f"{name} along {place.axis}", tensor.contiguous())
+        return self.join(found, place, own)
+
+    def join(self, found: Sequence[torch.Tensor], place: Place, own: Sequence[str] = ()) -> torch.Tensor:
+        """As gather, of the tensors of all ranks, by rank."""
         pieces, starts = [], [0] * self.group.size
         for segment in segments(place.axis):
             is_own = segment in own or segment in self.plan.whole
@@ -223,6 +227,8 @@ class TokenParallel:
         plan: where the class has rows.
         shares: relative shares of the rows, by rank.
         send: copies tensors to another rank's device; see Collective.
+        groups: of heads, at most, in which keys and values travel (heads.py).
+        exchange: how they travel.
     """
 
     def __init__(
@@ -232,9 +238,11 @@ class TokenParallel:
         plan: TokenPlan,
         shares: Sequence[float],
         send: Send,
+        groups: int = 1,
+        exchange: Exchange = "full",
     ) -> None:
         self._modules, self._devices, self.plan, self._send = tuple(modules), tuple(devices), plan, send
-        self.shares = tuple(shares)
+        self.shares, self.groups, self.exchange = tuple(shares), groups, exchange
         self._hooks = HookSet()
         self._pool = ThreadPool()
         self.on_keys: Callable[[str, torch.Tensor], None] | None = None  # called on the main device with gathered keys
@@ -274,7 +282,7 @@ class TokenParallel:
             calls: a forward for each rank, on its device.
         Raises: the first error of a rank, which ends the others; OneDeviceError where one device has to compute this.
         """
-        workers = ForwardWorkers(self._pool, self._devices, self._send)
+        workers = ForwardWorkers(self._pool, self._devices, self._send, self.exchange)
 
         def of_rank(rank: int, call: Callable[[], Any]) -> Any:
             HERE.parallel, HERE.rows = self, Rows(rank, self.plan, self.shares, workers.collective)
@@ -366,50 +374,49 @@ class TokenParallel:
             return func(q, k, v, *args, **kwargs)  # type: ignore[no-any-return]
         here.num_attentions += 1
         frame = here.stack[-1] if here.stack else _Frame("", "", ["-"], 0)
-        num_local = k.shape[-2]
-        axis, k, v = self._gathered(here, frame, k, v)
-        if here.rank == 0 and axis != "-" and self.on_keys is not None:
-            self.on_keys(axis, k)
-        if q.shape[-2] == 0:  # kernels refuse no queries
-            width = q.shape[-1] * (q.shape[1] if q.ndim == 4 else 1)
-            return q.new_zeros(*q.shape[:1], 0, width)
+        known = frame.gathered.get((id(k), id(v)))  # a module that attends again with them has them
+        axis = self._axis(here, frame, k) if known is None else known.axis
+        num_keys = k.shape[-2] if axis == "-" else here.whole(axis)
 
         def fit(value: Any) -> Any:
             is_mask = isinstance(value, torch.Tensor)
-            return self._mask(here, frame, value, q, k, num_local, axis) if is_mask else value
+            return self._mask(here, frame, value, q, num_keys, k.shape[-2], axis) if is_mask else value
 
-        named = {name: fit(each) if name in ("mask", "attn_mask") else each for name, each in kwargs.items()}
-        return func(q, k, v, *map(fit, args), **named)  # type: ignore[no-any-return]
+        # Masks may travel too, and what is sent first is taken first.
+        args = tuple(map(fit, args))
+        kwargs = {name: fit(each) if name in ("mask", "attn_mask") else each for name, each in kwargs.items()}
+        if axis == "-":
+            return func(q, k, v, *args, **kwargs)  # type: ignore[no-any-return]
+        heads = find_heads((q, k, v), args, kwargs)
+        if known is None:
+            known = frame.gathered[id(k), id(v)] = Gathered(axis, (k, v), heads, self.groups)
+            known.send(here, f"{frame.block}.{frame.module}")
+        output = known.attend(func, q, heads, args, kwargs)
+        if here.rank == 0 and self.on_keys is not None:
+            self.on_keys(axis, known.whole()[0])
+        return output
 
-    def _gathered(
-        self, here: Rows, frame: _Frame, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[str, torch.Tensor, torch.Tensor]:
-        """The axis of the keys, and keys and values of all ranks; a module that attends again with them has them."""
-        if (known := frame.gathered.get((id(k), id(v)))) is not None:
-            return known[0], known[1], known[2]
+    def _axis(self, here: Rows, frame: _Frame, k: torch.Tensor) -> str:
+        """The axis of the keys; "-" of those that no other rank has rows of."""
         axis = frame.axes.pop(0) if len(frame.axes) > 1 else frame.axes[0]
         if axis == "-":
-            return axis, k, v
+            return axis
         if not here.knows(axis):
             raise OneDeviceError(f"one row of {axis}")
         if k.shape[-2] != here.local(axis):
             found = f"{k.shape[-2]} keys, and this device has {here.local(axis)} rows of {axis}"
             raise RuntimeError(f"{frame.block}.{frame.module}: {found}")
-        name = f"{frame.block}.{frame.module}"
-        keys = here.gather(k, Place((), axis, k.ndim - 2), f"keys of {name}")
-        values = here.gather(v, Place((), axis, v.ndim - 2 if v.ndim == k.ndim else 1), f"values of {name}")
-        frame.gathered[id(k), id(v)] = axis, keys, values, k, v
-        return axis, keys, values
+        return axis
 
     def _mask(
-        self, here: Rows, frame: _Frame, mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor, num_local: int, axis: str
+        self, here: Rows, frame: _Frame, mask: torch.Tensor, q: torch.Tensor, num_keys: int, num_local: int, axis: str
     ) -> torch.Tensor:
         """A mask for this rank's queries and the keys of all ranks."""
         name = f"{frame.block}.{frame.module}"
         if self.plan.makes_mask is not None and axis != "-":
             module = self._modules[here.rank].get_submodule(name.rstrip("."))
             return self.plan.makes_mask(here, module, mask, axis)  # type: ignore[no-any-return]
-        num_keys, num_queries = k.shape[-2], q.shape[-2]
+        num_queries = q.shape[-2]
         if mask.shape[-1] == num_local != num_keys and self.plan.cuts_masks:
             mask = here.gather(mask, Place((), axis, mask.ndim - 1), f"mask of {name}")
         if mask.shape[-1] not in (1, num_keys):

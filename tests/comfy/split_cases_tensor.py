@@ -256,7 +256,7 @@ def tensor_an_error_on_one_card(case: Case) -> None:
 @contextmanager
 def _failing_meeting(rank: int, at: int, error: BaseException | None = None) -> Iterator[None]:
     """While active one rank fails in its collective of this number."""
-    post, count = Collective._post, 0
+    post, count = Collective.post, 0
 
     def failing(self: Any, here: int, *args: Any, **more: Any) -> None:
         nonlocal count
@@ -265,7 +265,7 @@ def _failing_meeting(rank: int, at: int, error: BaseException | None = None) -> 
             raise error or RuntimeError("injected")
         post(self, here, *args, **more)
 
-    with mock.patch.object(Collective, "_post", failing):
+    with mock.patch.object(Collective, "post", failing):
         yield
 
 

@@ -168,7 +168,7 @@ def ends(case: Case, claim: str, act: Any, error: type[BaseException]) -> None:
 
 def _cancelled(sample: Any) -> None:
     """Cancel is pressed while a block runs; ComfyUI looks for it between operations and steps."""
-    post, count = Collective._post, 0
+    post, count = Collective.post, 0
 
     def pressing(self: Any, *args: Any, **more: Any) -> None:
         nonlocal count
@@ -177,5 +177,5 @@ def _cancelled(sample: Any) -> None:
             comfy.model_management.interrupt_current_processing()
         post(self, *args, **more)
 
-    with mock.patch.object(Collective, "_post", pressing):
+    with mock.patch.object(Collective, "post", pressing):
         sample()

@@ -53,7 +53,7 @@ CASES = [
     *(f"family_{name}" for name in FAMILIES), *(f"tensor_{name}" for name in DIVIDED),
     *(f"tokens_{name}" for name in SHARED), "tokens_three_cards", "tokens_loras", "tokens_controlnets",
     "tokens_another_attention", "tokens_code_in_the_model", "tokens_two_at_once", "tokens_refusals",
-    "tokens_code_before_loading", "tokens_an_error_on_one_card",
+    "tokens_code_before_loading", "tokens_an_error_on_one_card", "tokens_exchange",
     "tokens_fewer_rows_than_cards", "tokens_verified", "tokens_every_class",
     "tokens_scaled_fp8_files", "tokens_clones_and_eviction", "tokens_stopped_inside_a_block", "tokens_context_windows",
     "tokens_many_prompts", "wholes_of_every_kind", "wholes_of_regions_and_masks", "wholes_that_are_shared_out",

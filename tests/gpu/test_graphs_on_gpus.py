@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 RECORDED = """
-import functools, runpy
+import functools, runpy, sys
 runpy.run_path("bootstrap.py")["load_pack"]()
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ def compute(rank):
     found[rank].copy_(now)
 
 with torch.inference_mode():
-    workers = ForwardWorkers(ThreadPool(), cards, send)
+    workers = ForwardWorkers(ThreadPool(), cards, send, sys.argv[1])
     run = functools.partial(workers.run, nn.Identity())
     work = [functools.partial(compute, rank) for rank in range(2)]
     run(work)
@@ -71,10 +71,11 @@ with torch.inference_mode():
 """
 
 
+@pytest.mark.parametrize("exchange", ["full", "8-bit"])
 @pytest.mark.parametrize("backend", ["native", "cudaMallocAsync"])
-def test_a_replay_gives_the_bits_of_what_was_launched_on_both_cards(backend, monkeypatch) -> None:
+def test_a_replay_gives_the_bits_of_what_was_launched_on_both_cards(backend, exchange, monkeypatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"backend:{backend}")
-    subprocess.run([sys.executable, "-c", RECORDED], cwd=ROOT, check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", RECORDED, exchange], cwd=ROOT, check=True, timeout=300)
 
 
 def _copied(weight: torch.Tensor, part: Slice) -> torch.Tensor:

@@ -41,7 +41,8 @@ class BlockPlan(SplitPlan):
         runs = groupby(enumerate(self.placement.devices), key=lambda each: each[1])
         numbers = [(device, [index for index, _ in run]) for device, run in runs]
         where = ", ".join(f"{indices[0]}-{indices[-1]} on {device}" for device, indices in numbers)
-        return f"{where}; {self.transport}; overlap {'on' if self.overlap else 'off'}"
+        no_use = self._describe_exchange("of no use to way blocks, which sends each activation once and as it is")
+        return f"{where}; {self.transport}; overlap {'on' if self.overlap else 'off'}{no_use}"
 
 
 class BlockExecutor(Executor):
@@ -100,6 +101,7 @@ def plan_blocks(diffusion_model: nn.Module, request: SplitRequest) -> BlockPlan:
         request.verify,
         transport,
         request.overlap and transport == "stream" and layout.can_overlap,
+        request.exchange,
         placement=placement,
     )
 

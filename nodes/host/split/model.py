@@ -318,7 +318,14 @@ def compare_ways(
     divided: Mapping[str, Any] = tensor.divided if tensor else dict.fromkeys(blocks.blocks)
     heads = [shares.heads for _, shares in tensor.divided.values()] if tensor else []
     return Ways(
-        forward_work(diffusion_model, blocks.layout, divided, num_tokens, tokens.tokens if tokens else None),
+        forward_work(
+            diffusion_model,
+            blocks.layout,
+            divided,
+            num_tokens,
+            tokens.tokens if tokens else None,
+            sent_size=1 if blocks.exchange == "8-bit" else 2,
+        ),
         machine_speed(devices),
         [placed.num_blocks_on(device) / len(placed.blocks) for device in devices],
         [max(each[rank] / sum(each) for each in heads) for rank in range(len(devices))] if tensor else (),

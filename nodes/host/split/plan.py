@@ -19,6 +19,7 @@ from torch import nn
 from ....families.comfy.native import NativeModel, Transport
 from ....families.comfy.registry import find_native
 from ....parallel.block_lists import find_block_lists
+from ....parallel.local.collectives import Exchange
 
 _log = logging.getLogger(__name__)
 GB = 1e9
@@ -41,6 +42,7 @@ class SplitRequest:
             "tensor" divides each block among all devices; None takes the one that is forecast to be the fastest.
         shares: of way tokens: how much of each picture a device computes, relative to the others; () for equal shares
             of devices of one kind, else by their measured speed.
+        exchange: how keys and values (tokens) or partial sums (tensor) travel between the devices.
     """
 
     devices: tuple[torch.device, ...]
@@ -53,6 +55,7 @@ class SplitRequest:
     verify: bool = False
     way: Literal["blocks", "tokens", "tensor"] | None = "blocks"
     shares: tuple[float, ...] = ()
+    exchange: Exchange = "full"
 
     def __post_init__(self) -> None:
         names = ", ".join(map(str, self.devices))
@@ -114,7 +117,7 @@ class SplitPlan:
         devices: that are used, the main device first.
         layout: what the class is; for a class nobody described a row made from its block lists.
         limit_bytes: weights each device may hold resident; absent is unlimited.
-        transport, overlap, verify: as in SplitRequest, decided.
+        transport, overlap, verify, exchange: as in SplitRequest, decided.
     """
 
     blocks: tuple[str, ...]
@@ -124,6 +127,7 @@ class SplitPlan:
     verify: bool
     transport: Transport = "stream"
     overlap: bool = False
+    exchange: Exchange = "full"
 
     @property
     def main_device(self) -> torch.device:
@@ -144,6 +148,9 @@ class SplitPlan:
     def describe(self) -> str:
         """How a forward runs, in a few words."""
         raise NotImplementedError
+
+    def _describe_exchange(self, what: str) -> str:
+        return "" if self.exchange == "full" else f"; exchange 8-bit: {what}"
 
 
 def layout_of(diffusion_model: nn.Module) -> NativeModel:

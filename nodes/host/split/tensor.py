@@ -61,7 +61,8 @@ class DividedPlan(SplitPlan):
         return [(str(device), len(self.blocks)) for device in self.devices]
 
     def describe(self) -> str:
-        return f"each computed by {', '.join(map(str, self.devices))} together"
+        loss = self._describe_exchange("partial sums travel rounded to 8 bits, so pictures differ slightly")
+        return f"each computed by {', '.join(map(str, self.devices))} together{loss}"
 
     def bytes_on(self, diffusion_model: nn.Module) -> dict[torch.device, int]:
         """Bytes of weights that each device holds of this model, which is whole; the main device has the rest, too."""
@@ -102,7 +103,8 @@ def plan_tensor(diffusion_model: nn.Module, request: SplitRequest) -> DividedPla
     divided = {
         name: (plan, shares_of(diffusion_model.get_submodule(name), plan, evenly)) for name, plan in plans.items()
     }
-    plan = DividedPlan(blocks, request.devices, layout, request.limit_bytes, request.verify, divided=divided)
+    limits, exchange = request.limit_bytes, request.exchange
+    plan = DividedPlan(blocks, request.devices, layout, limits, request.verify, exchange=exchange, divided=divided)
     budgets = request.card_budgets()
     over = [
         f"{device} would hold {size / GB:.2f} GB of weights and may hold {budgets[device] / GB:.2f} GB"
@@ -162,7 +164,11 @@ class TensorExecutor(Executor):
         }
         layout = plan.layout
         self.bridge = self._bridge = TensorParallel(
-            plan.devices, by_block, passed_by=layout.passed_by, per_device=layout.per_device
+            plan.devices,
+            by_block,
+            passed_by=layout.passed_by,
+            per_device=layout.per_device,
+            exchange=plan.exchange,
         )
         self._bridge.replay(addresses_on)
         self._layers = tuple(layer for block in by_block for layer in block.modules())

@@ -26,17 +26,19 @@ import comfy.model_management as management
 import torch
 from torch import nn
 
+from ....events import first_line
 from ....families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS
 from ....families.token_plan import TokenPlan
 from ....parallel.block_lists import execution_order
 from ....parallel.devices import device_title
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.collectives import Tensors
+from ....parallel.local.heads import groups_for
 from ....parallel.local.residuals import Residuals
 from ....parallel.local.tokens import HERE, OneDeviceError, TokenParallel
 from ....parallel.local.wholes import Wholes
 from ....parallel.staged_copies import copies_between
-from ....parallel.transfer import Arrivals, copy_to, current_device, is_everywhere
+from ....parallel.transfer import Arrivals, copy_to, current_device, is_everywhere, module_with_streams
 from ....patches.changes import Unchanged, code_of, foreign_methods
 from ....patches.hooks import HookSet, is_made_here, map_tensors
 from ....planning.cards import machine_speed
@@ -70,11 +72,13 @@ class TokensPlan(SplitPlan):
     """
     Args:
         tokens: where the class has rows. shares: relative shares of the rows, by device.
+        groups: of heads, in which keys and values travel.
         may_run_alone: whether the main card computes what is refused by tokens, as nobody asked for them by name.
     """
 
     tokens: TokenPlan
     shares: tuple[float, ...]
+    groups: int = 1
     may_run_alone: bool = False
 
     def device_of(self, name: str) -> torch.device:
@@ -88,7 +92,9 @@ class TokensPlan(SplitPlan):
         return [(str(device), len(self.blocks)) for device in self.devices]
 
     def describe(self) -> str:
-        return f"each computed by {', '.join(map(str, self.devices))}, a share of the tokens each"
+        what = "keys and values of other cards' tokens are rounded to 8 bits, so pictures differ slightly"
+        by = ", ".join(map(str, self.devices))
+        return f"each computed by {by}, a share of the tokens each{self._describe_exchange(what)}"
 
 
 def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan:
@@ -117,10 +123,33 @@ def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan
     is_one_kind = len({device_title(device) for device in devices}) == 1
     measured = (1.0,) * len(devices) if is_one_kind or request.shares else machine_speed(devices).flops_per_s
     shares = request.shares or tuple(measured)
-    limits = request.limit_bytes
+    limits, exchange, groups = request.limit_bytes, request.exchange, _num_groups(request)
     return TokensPlan(
-        blocks, devices, layout, limits, request.verify, "relay", request.overlap, tokens=tokens, shares=shares
+        blocks,
+        devices,
+        layout,
+        limits,
+        request.verify,
+        "relay",
+        request.overlap,
+        exchange,
+        tokens=tokens,
+        shares=shares,
+        groups=groups,
     )
+
+
+def _num_groups(request: SplitRequest) -> int:
+    """Of heads, in which keys and values travel: by the cards and links as they were measured."""
+    if module_with_streams(*request.devices[:2]) is None:
+        return 1  # they cannot copy beside what they compute
+    try:
+        speed = machine_speed(request.devices)
+    except RuntimeError as error:
+        _log.info("split: the link is not measured: %s", first_line(error))
+        return 1
+    assert speed.bytes_per_s is not None, "there are several cards"
+    return groups_for(min(speed.flops_per_s), speed.bytes_per_s, request.exchange)
 
 
 class TokensExecutor(Executor):
@@ -152,8 +181,10 @@ class TokensExecutor(Executor):
         def send(tensors: Tensors, rank: int, arrivals: Arrivals) -> Tensors:
             return copies.copies(tensors, plan.devices[rank], arrivals)
 
+        if plan.exchange == "8-bit":
+            self.tolerance = 0.1
         self._rows: dict[bool, TokenParallel] = {
-            is_one: TokenParallel(self._models, plan.devices, how, plan.shares, send)
+            is_one: TokenParallel(self._models, plan.devices, how, plan.shares, send, plan.groups, plan.exchange)
             for is_one, how in ((False, plan.tokens), (True, plan.tokens.one_frame))
             if how is not None
         }

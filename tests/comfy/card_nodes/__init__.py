@@ -151,7 +151,7 @@ class FailAt:
             targets = [(StandIn, "launch", fault.at_replays)]
         else:
             groups = [module.Collective for module in _in_packs("parallel.local.collectives")]
-            targets = [(group, "_post", fault.at_meetings) for group in groups]
+            targets = [(group, "post", fault.at_meetings) for group in groups]
         graphs = [module.Graphs for module in _in_packs("parallel.local.graphs")]
         for cls, name, around in (*targets, *((each, "_record", fault.uncounted) for each in graphs)):
             _disarm.enter_context(mock.patch.object(cls, name, around(getattr(cls, name))))

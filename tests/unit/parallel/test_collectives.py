@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.parallel.local.collectives import Collective, Tensors
+from devicebridge.parallel.local.collectives import Collective, Tensors, decode, encode
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 LONG = 20.0  # seconds: a thread that is stuck fails the test and does not hang it
@@ -190,3 +190,93 @@ def test_an_error_between_the_parts_of_slices_and_their_sums_ends_it_for_all(fai
             raise
 
     assert {str(error) for error in _together(3, work)} == {"card full"}
+
+
+# ---- 8 bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("shape", "run"), [((2, 5, 256), None), ((3, 40), None), ((2, 3, 4, 8), None), ((4, 24), 8)])
+def test_8_bits_are_off_by_half_a_step_of_their_scale(shape, run, dtype) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    tensor[0] *= 1000  # other rows do not lose by it
+    codes, scales = encode(tensor, run)
+    assert codes.dtype == torch.int8 and codes.shape == tensor.shape and int(codes.abs().max()) == 127
+    steps = scales.repeat_interleave(shape[-1] // scales.shape[-1], -1).double()
+    assert scales.shape[-1] == {256: 2, 40: 1, 8: 1, 24: 3}[shape[-1]]
+    found = decode(codes, scales)
+    assert found.dtype == torch.float32
+    assert bool(((found.double() - tensor.double()).abs() <= steps * (0.5 + 1e-3)).all())
+
+
+@pytest.mark.parametrize("run", [None, 4])
+def test_8_bits_keep_zeros_and_show_what_is_no_number(run) -> None:
+    tensor = torch.tensor([[0.0] * 8, [1e-42] * 8, [torch.inf, *[1.0] * 7], [torch.nan, *[1.0] * 7]])
+    found = decode(*encode(tensor, run))
+    assert not found[0].any() and float(found[1].max()) < 1e-41
+    assert not found[2:, 0].isfinite().any()
+    assert encode(tensor[:0], run)[0].shape == (0, 8)
+
+
+def test_means_travel_apart() -> None:
+    tensor = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(1)) + torch.linspace(-500, 500, 16)
+    plain, apart = (float((decode(*encode(tensor, 8, dim)) - tensor).abs().max()) for dim in (None, 1))
+    assert apart < 0.03 < plain
+
+
+@pytest.mark.parametrize("shape", [(1, 11, 256), (2, 5, 48), (1, 2, 16)])
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_in_8_bits_has_the_same_bits_everywhere(size, shape, dtype) -> None:
+    parts = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(size)]
+    expected = functools.reduce(torch.add, [part.float() for part in parts])
+    worst = max(float(part.float().abs().max()) for part in parts) * size * 2
+    num_scales = -(-shape[-1] // 128) if shape[-1] % 128 == 0 else 1
+    num_bytes = parts[0].numel() // shape[-1] * (shape[-1] + 4 * num_scales)
+    sent: list[Tensors] = []
+
+    def send(tensors: Tensors, rank: int, arrivals: Any) -> Tensors:
+        sent.append(tensors)
+        return [each.clone() for each in tensors]
+
+    for least in (0, 2**40):
+        sent.clear()
+        group = Collective(size, send, "8-bit")
+        group.sliced_from_bytes = least
+        found = _together(size, lambda rank, group=group: group.all_reduce(rank, "a", parts[rank]))
+        assert all(each.dtype == dtype and each.shape == parts[0].shape for each in found)
+        assert all(torch.equal(each, found[0]) for each in found)
+        off = float((found[0].float() - expected).abs().max())
+        assert 0 < off <= worst * (1 / 254 + (2**-8 if dtype == torch.bfloat16 else 0))
+        assert {len(each) for each in sent} == {1}, "codes and scales travel as one"
+        times = size if size == 2 or least else 2
+        assert sum(each[0].nbytes for each in sent) == times * (size - 1) * num_bytes
+
+
+def test_what_travels_as_one_arrives_as_what_it_was() -> None:
+    shapes = {torch.int8: (3, 5), torch.float32: (2, 0), torch.bfloat16: (1, 3), torch.float64: (), torch.uint8: (7,)}
+    given = [torch.full(shape, 1 + index, dtype=dtype) for index, (dtype, shape) in enumerate(shapes.items())]
+    sent: list[int] = []
+
+    def send(tensors: Tensors, rank: int, arrivals: Any) -> Tensors:
+        sent.append(len(tensors))
+        return [each.clone() for each in tensors]
+
+    group = Collective(2, send)
+
+    def work(rank: int) -> list[Tensors]:
+        group.post(rank, "a", [each * (rank + 1) for each in given], as_one=True)
+        return group.take(rank, "a", given)
+
+    for rank, found in enumerate(_together(2, work)):
+        for each, one in zip(found[1 - rank], given, strict=True):
+            assert each.dtype == one.dtype and torch.equal(each, one * (2 - rank))
+    assert sent == [1, 1]
+
+
+@pytest.mark.parametrize("tensor", [torch.rand(3, 1), torch.ones(4, 32, dtype=torch.int64), torch.tensor(2.5)])
+def test_sums_that_8_bits_would_not_shorten_are_exact(tensor) -> None:
+    group = Collective(2, _hand_over, "8-bit")
+    assert all(torch.equal(each, tensor + tensor) for each in _together(2, lambda r: group.all_reduce(r, "a", tensor)))
+    gathered = _together(2, lambda rank: group.all_gather(rank, "b", tensor))
+    assert all(torch.equal(each, tensor) for found in gathered for each in found)

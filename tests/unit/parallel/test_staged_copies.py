@@ -30,11 +30,13 @@ class HostClock(TorchDispatchMode):
     def __init__(self, machine: SimulatedMachine, from_host_s: float = COPY_S) -> None:
         super().__init__()
         self.machine, self.from_host_s, self.races = machine, from_host_s, 0
+        self.held: list[Any] = []  # or other tensors would get the places of those that are gone
         self.there: dict[int, float] = {}
         self.read_until: dict[int, float] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.held += [out, *args]
         read = [x for x in args[1:] if isinstance(x, torch.Tensor)] if func is torch.ops.aten.copy_.default else args
         tensors = [x for x in read if isinstance(x, torch.Tensor)]
         cards = [x.device for x in (*tensors, out) if isinstance(x, EmulatedTensor)]
@@ -62,8 +64,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimulatedMachine:
     return made
 
 
-def _product(rows: int = 16) -> torch.Tensor:
-    return torch.randn(rows, 4).to(HOME) @ torch.randn(4, 4).to(HOME)
+def _product(rows: int = 16, device: torch.device = HOME) -> torch.Tensor:
+    return torch.randn(rows, 4).to(device) @ torch.randn(4, 4).to(device)
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (16, 4), (3, 5, 7), (0, 4)])
@@ -103,6 +105,27 @@ def test_a_buffer_is_filled_again_only_when_the_target_has_read_it(machine) -> N
         StagedCopies(PIECE_BYTES).copy(tensor, NEXT, arrivals)
         settle(arrivals)
         assert clock.races == 0 and machine.default[NEXT].busy_until == KERNEL_S + COPY_S + 4 * 3 * COPY_S
+
+
+@pytest.mark.parametrize("from_host_s", [COPY_S, 3 * COPY_S])
+def test_messages_that_are_sent_at_once_both_ways_do_not_overwrite_each_other(machine, from_host_s) -> None:
+    """As keys and values of four groups of heads: tensors of two sizes, computed with when their message is there."""
+    with emulated_cards(2), machine.installed(), HostClock(machine, from_host_s=from_host_s) as clock:
+        copies, under_way = StagedCopies(PIECE_BYTES), []
+        there, back = ([[_product(16, each), _product(3, each)] for _ in range(4)] for each in (HOME, NEXT))
+        for home, away in zip(there, back, strict=True):
+            for message, target in ((home, NEXT), (away, HOME)):
+                arrivals: dict[Any, Any] = {}
+                under_way.append((message, copies.copies(message, target, arrivals), arrivals))
+        first, last = machine.default[NEXT].busy_until, copies.pairs[HOME, NEXT][1].busy_until
+        made = []
+        for _, found, arrivals in under_way:
+            settle(arrivals)
+            made += [each @ each.mT for each in found]
+        assert clock.races == 0
+        expected = [on_cpu(each) for sent, _, _ in under_way for each in sent]
+        assert all(torch.equal(on_cpu(each), one @ one.mT) for each, one in zip(made, expected, strict=True))
+        assert first < last, "the target computes before the last message is there"
 
 
 def test_the_simulation_sees_a_copy_that_is_not_waited_for(machine) -> None:

@@ -1,0 +1,201 @@
+"""How keys and values travel between ranks: by groups of heads, and in 8 bits where links are slow.
+
+All groups are sent at once, and arrive one after the other. A rank attends by one group of heads while the others are
+under way. Heads are computed one by one, so the sums are those of one group; a kernel that is chosen by the number of
+heads may round others.
+
+In 8 bits a rank's own rows stay exact. A key travels without the mean of its channel over the sender's rows, which
+comes with it: what a channel has in common would take the precision from where keys differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ...families.token_plan import Place
+from .collectives import Collective, Exchange, decode, encode
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # keys, values
+
+_NUM_GROUPS = 4  # the transfer of the first one is not hidden
+_BLOCK = 12 * 5120 + 2 * 14040  # width and rows of Wan 14B, as in groups_for
+# Of a block's time, from where four groups gain. They take 4 to 8 %, as kernels of fewer heads leave more of a card
+# idle at their end, and hide about half of the transfer (measured on two H200).
+_LEAST_SHARE = 0.15
+
+
+def groups_for(flops_per_s: float, bytes_per_s: float, exchange: Exchange = "full") -> int:
+    """In how many groups of heads keys and values are to travel.
+
+    A row sends 2 * bytes * width, and takes a block 24 * width**2 + 4 * rows * width operations. So the transfer takes
+    this share of the computing: flops_per_s / bytes_per_s * bytes / (12 * width + 2 * rows). Longer clips compute more,
+    and smaller models less: Wan stands for all.
+    """
+    num_bytes = 1 if exchange == "8-bit" else 2
+    share = flops_per_s / bytes_per_s * num_bytes / _BLOCK
+    return _NUM_GROUPS if share > _LEAST_SHARE else 1
+
+
+class Heads(NamedTuple):
+    """The heads of an attention.
+
+    Args:
+        number: of queries, keys and values alike.
+        dim: along which heads follow one another: 1 of [batch, heads, tokens, width]; 2 of [batch, tokens, heads,
+            width], and of the same with heads and width in one.
+        output_dim: the same of the result.
+    """
+
+    number: int
+    dim: int
+    output_dim: int
+
+
+def find_heads(tensors: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Heads | None:
+    """Where an attention that is called as ComfyUI's are has its heads; None where that is not clear.
+
+    Args:
+        tensors: queries, keys, values.
+        args, kwargs: what it is called with behind these.
+    """
+
+    def read(
+        heads: Any = None,
+        mask: Any = None,
+        attn_precision: Any = None,
+        skip_reshape: bool = False,
+        skip_output_reshape: bool = False,
+        enable_gqa: bool = False,
+        **others: Any,
+    ) -> Heads | None:
+        if type(heads) is not int or enable_gqa:
+            return None
+        return Heads(heads, 1 if skip_reshape else 2, 1 if skip_output_reshape else 2)
+
+    found = read(*args, **kwargs) if len(args) <= 5 else None
+    if found is None:
+        return None
+    of_queries, of_keys, _ = (each.shape[found.dim] if each.ndim > 2 else 0 for each in tensors)
+    is_flat = [each.ndim == 3 and found.dim == 2 and each.shape[2] % found.number == 0 for each in tensors]
+    is_apart = [each.ndim == 4 and each.shape[found.dim] == found.number for each in tensors]
+    fits = of_queries == of_keys and all(map(any, zip(is_flat, is_apart, strict=True)))
+    return found if fits else None
+
+
+class RankRows(Protocol):
+    """One rank's rows of a forward; see tokens.Rows."""
+
+    rank: int
+    group: Collective
+
+    def gather(self, tensor: torch.Tensor, place: Place, name: str) -> torch.Tensor: ...
+
+    def join(self, found: Sequence[torch.Tensor], place: Place) -> torch.Tensor: ...
+
+
+class Gathered:
+    """Keys and values of all ranks for the attentions of one module, by groups of heads.
+
+    Args:
+        axis: of the keys.
+        own: this rank's keys and values, which are held: other tensors must not get their ids.
+        heads: None where these are not known, which makes one group.
+        most: so many groups at most; one where gradients are needed.
+    """
+
+    def __init__(self, axis: str, own: tuple[torch.Tensor, torch.Tensor], heads: Heads | None, most: int) -> None:
+        self.axis, self._own, self._heads = axis, own, heads
+        self._has_gradients = torch.is_grad_enabled() and any(each.requires_grad for each in own)
+        most = 1 if heads is None or self._has_gradients else most
+        self.num = max(num for num in range(1, most + 1) if heads is None or heads.number % num == 0)
+        self._taken: list[Pair] = []
+        self._arriving: Iterator[Pair] = iter(())
+
+    def send(self, rows: RankRows, name: str) -> None:
+        """Send this rank's, all groups at once. What needs gradients is gathered as a whole and as it is."""
+        keys, values = self._own
+        of_keys = Place((), self.axis, keys.ndim - 2)
+        of_values = Place((), self.axis, values.ndim - 2 if values.ndim == keys.ndim else 1)
+        if self._has_gradients:
+            gathered = (
+                rows.gather(keys, of_keys, f"keys of {name}"),
+                rows.gather(values, of_values, f"values of {name}"),
+            )
+            self._taken.append(gathered)
+            return
+        sent: Sequence[torch.Tensor] = self._own
+        if rows.group.exchange == "8-bit":
+            width = [
+                each.shape[2] // self._heads.number if self._heads and each.ndim == 3 else None for each in self._own
+            ]
+            sent, name = [*encode(keys, width[0], of_keys.dim), *encode(values, width[1])], f"{name} in 8 bits"
+        name = f"keys and values of {name}, one of {self.num}"
+        # A tensor's groups of heads, each contiguous, by one copy at most.
+        dim = 0 if self._heads is None else self._heads.dim
+        parts = (each.unflatten(dim, (self.num, -1)).movedim(dim, 0).contiguous().unbind(0) for each in sent)
+        for message in zip(*parts, strict=True):
+            rows.group.post(rows.rank, name, message, as_one=len(message) > 2)
+        self._arriving = self._take(rows, name, of_keys, of_values)
+
+    def _take(self, rows: RankRows, name: str, of_keys: Place, of_values: Place) -> Iterator[Pair]:
+        """All rows of the groups, one after the other; this rank's are exact."""
+        dim = 0 if self._heads is None else self._heads.dim
+        for own in zip(*(each.chunk(self.num, dim) for each in self._own), strict=True):
+            pairs = []
+            for found in rows.group.take(rows.rank, name, own):
+                if len(found) > 2:
+                    keys, values = (each.dtype for each in own)
+                    found = decode(found[0], found[1], found[2], keys), decode(found[3], found[4], None, values)
+                pairs.append(found)
+            of_all = tuple(zip(*pairs, strict=True))
+            yield rows.join(of_all[0], of_keys), rows.join(of_all[1], of_values)
+
+    def _groups(self) -> Iterator[Pair]:
+        yield from self._taken
+        for pair in self._arriving:
+            self._taken.append(pair)
+            yield pair
+
+    def whole(self) -> Pair:
+        """Of all heads."""
+        keys, values = zip(*self._groups(), strict=True)
+        if self._heads is None or self.num == 1:
+            return keys[0], values[0]
+        return torch.cat(keys, self._heads.dim), torch.cat(values, self._heads.dim)
+
+    def attend(
+        self,
+        func: Callable[..., torch.Tensor],
+        q: torch.Tensor,
+        heads: Heads | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """What func(q, keys, values, *args, **kwargs) returns, computed by each group of heads when it has come.
+
+        Args:
+            heads: of this call, as `find_heads` has them.
+        """
+        if not q.shape[-2]:  # kernels refuse no queries
+            self.whole()
+            return q.new_zeros(*q.shape[:1], 0, q.shape[-1] * (q.shape[1] if q.ndim == 4 else 1))
+        if heads is None or heads != self._heads or self.num == 1:
+            return func(q, *self.whole(), *args, **kwargs)
+        outputs = []
+        for index, (queries, pair) in enumerate(zip(q.chunk(self.num, heads.dim), self._groups(), strict=True)):
+
+            def part(value: Any, index: int = index) -> Any:
+                """The group's part of a mask that has one for each head."""
+                is_mask = isinstance(value, torch.Tensor) and value.ndim == 4 and value.shape[1] > 1
+                return value.chunk(self.num, 1)[index] if is_mask else value
+
+            rest, named = [part(value) for value in args], {name: part(value) for name, value in kwargs.items()}
+            if rest:
+                rest[0] = heads.number // self.num
+            else:
+                named["heads"] = heads.number // self.num
+            outputs.append(func(queries, *pair, *rest, **named))
+        return torch.cat(outputs, heads.output_dim)

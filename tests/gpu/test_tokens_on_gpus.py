@@ -1,0 +1,88 @@
+"""Two cards that share out the rows of one forward, by each way that keys and values travel."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.parallel.local.collectives import Send, Tensors
+from devicebridge.parallel.local.tokens import TokenParallel
+from devicebridge.parallel.staged_copies import StagedCopies
+from devicebridge.parallel.transfer import SideStreams
+from devicebridge.tests.unit.parallel.test_tokens import HEADED
+from torch import nn
+from torch.nn import functional as F
+
+CARDS = [torch.device("cuda", index) for index in range(2)]
+WIDTH, HEADS, BLOCKS = 1024, 8, 6
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, *, skip_reshape: bool) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, attend: Any) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return x + self.out(attend(attention, q, k, v, HEADS, skip_reshape=True))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor, attend: Any) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, attend)
+        return x
+
+
+@pytest.mark.parametrize("exchange", ["full", "8-bit"])
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("copies", [SideStreams(), StagedCopies(2**18)])
+def test_copies_beside_the_kernels_give_the_bits_of_copies_that_are_waited_for(copies, groups, exchange) -> None:
+    torch.manual_seed(0)
+    model = Model().half().requires_grad_(False)
+    models = [copy.deepcopy(model).to(card) for card in CARDS]
+
+    def beside(tensors: Tensors, rank: int, arrivals: Any) -> Tensors:
+        return copies.copies(tensors, CARDS[rank], arrivals)
+
+    def waited_for(tensors: Tensors, rank: int, arrivals: Any) -> Tensors:
+        torch.cuda.synchronize(tensors[0].device)
+        found = [each.cpu().to(CARDS[rank]) for each in tensors]
+        torch.cuda.synchronize(CARDS[rank])
+        return found
+
+    def run(x: torch.Tensor, send: Send, groups: int, exchange: Any) -> list[torch.Tensor]:
+        rows = TokenParallel(models, CARDS, HEADED, (3, 5), send, groups, exchange)
+        rows.attach()
+        try:
+            calls = [functools.partial(each, x.to(card), rows.attend) for each, card in zip(models, CARDS, strict=True)]
+            return rows.run(calls)
+        finally:
+            rows.remove()
+
+    with torch.inference_mode():
+        # The first attentions of a process may take another kernel where two threads begin with them.
+        models[0](
+            torch.zeros(1, 2048, WIDTH, device=CARDS[0]).half(), lambda func, *args, **named: func(*args, **named)
+        )
+        for seed in range(8):
+            x = torch.randn(1 + seed % 2, 2048, WIDTH, generator=torch.Generator().manual_seed(seed)).half()
+            expected = run(x, waited_for, groups, exchange)
+            for found, each in zip(run(x, beside, groups, exchange), expected, strict=True):
+                assert torch.equal(found, each)
+            if exchange == "8-bit":
+                full = run(x, waited_for, groups, "full")[0]
+                assert 0 < float((expected[0] - full).norm() / full.norm()) < 0.005
