@@ -88,12 +88,21 @@ class Collective:
         slices = self._slices(tensor)
         if not slices:
             return functools.reduce(torch.add, self.all_gather(rank, name, tensor))
+        gathered = self.all_gather(rank, f"{name}, reduced", self.reduce_scatter(rank, name, slices))
+        return torch.cat(gathered).view(tensor.shape)
+
+    def reduce_scatter(self, rank: int, name: str, parts: Tensors) -> torch.Tensor:
+        """The sum of what all ranks have for this one, added in the order of ranks.
+
+        Args:
+            parts: what this rank has for each rank; those for one rank have the same shape on all ranks.
+        Raises: as all_gather.
+        """
         for to in range(self.size):
             if to != rank:
-                self._post(rank, name, (slices[to],), to)
-        parts = [slices[rank] if each == rank else self._from(each, rank, name)[0] for each in range(self.size)]
-        gathered = self.all_gather(rank, f"{name}, reduced", functools.reduce(torch.add, parts))
-        return torch.cat(gathered).view(tensor.shape)
+                self._post(rank, name, (parts[to],), to)
+        found = [parts[rank] if each == rank else self._from(each, rank, name)[0] for each in range(self.size)]
+        return functools.reduce(torch.add, found)
 
     def _slices(self, tensor: torch.Tensor) -> Tensors:
         """Slices of the rows, one for each rank; () for a tensor that is reduced whole."""
