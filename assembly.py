@@ -12,14 +12,16 @@ from torch import nn
 
 from .checkpoints.checkpoint import CheckpointInfo
 from .checkpoints.load import load_through_cache, load_transformer
-from .config.model import Strategy
+from .config.model import Strategy, computes_together
 from .execution import ExecutionPlan
+from .families.comfy.token_plans import TOKEN_PLANS
 from .families.spec import ModelFamily
 from .parallel.devices import CPU
 from .parallel.local.block_split import BlockSplit, Recompute, apply_block_split
 from .parallel.local.data_parallel import copy_model
 from .parallel.local.shard_trees import ShardTrees, Slices
 from .parallel.local.tensor_training import DividedModel
+from .parallel.local.tokens import TokenParallel
 from .parallel.offload.recompute import recompute
 from .parallel.offload.weights import WeightOffload
 from .parallel.placement import Placement, place_offloaded
@@ -97,6 +99,14 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
     models = [model, *(copy_model(model, device) for device in placement.replicas[1:])]
     placements = [placement.on(device) for device in placement.replicas] or [placement]
     plans = [_of_one(plan, index, placements[index]) for index in range(len(models))]
+    #    Of a recomputed block the rows are cut and gathered again, so these hooks come before checkpointing.
+    whole = None
+    if placement.shares_rows:
+        assert info.family.native is not None, "others are refused"
+        tokens, devices = TOKEN_PLANS[info.family.native.class_name], placement.replicas
+        rows = TokenParallel(models, devices, tokens, (1.0,) * len(devices))
+        rows.attach()
+        whole = DividedModel(models, devices, rows=rows)
 
     finished: list[Assembled] = []
     try:
@@ -105,7 +115,7 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
     except BaseException:
         remove_compiled([each.compiled for each in finished if each.compiled is not None])
         raise
-    return replace(finished[0], quantized=quantized, replicas=tuple(finished[1:]))
+    return replace(finished[0], model=whole or model, quantized=quantized, replicas=tuple(finished[1:]))
 
 
 def _assemble_divided(info: CheckpointInfo, plan: ExecutionPlan, attach_adapter: AttachAdapter) -> Assembled:
@@ -162,7 +172,7 @@ def assemble_sharded(
 def _of_one(plan: ExecutionPlan, index: int, placement: Placement) -> ExecutionPlan:
     """The plan for one replica, or for the one model there is."""
     kept = plan.kept_blocks[index : index + 1] if plan.placement.side_by_side else plan.kept_blocks
-    strategy: Strategy = "none" if plan.placement.shards else plan.strategy
+    strategy: Strategy = "none" if computes_together(plan.strategy) else plan.strategy
     return replace(plan, placement=placement, kept_blocks=kept, strategy=strategy)
 
 

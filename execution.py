@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from .config.model import Strategy, divides_blocks, has_stages, holds_copies
+from .config.model import Strategy, computes_together, divides_blocks, has_stages, holds_copies, shares_rows
 from .parallel.placement import Placement
 from .quantization.quantize import QuantizeSettings
 
@@ -48,7 +48,10 @@ class ExecutionPlan:
         needs_recompute = any(self.offloaded_blocks) or self.offloads
         assert self.gradient_checkpointing or not needs_recompute, "only blocks that are computed again leave a device"
         assert not (self.placement.side_by_side and any(self.offloaded_blocks)), "these blocks are all on their cards"
-        assert not self.placement.replicas or holds_copies(self.strategy), "only data parallel trains replicas"
+        assert not self.placement.replicas or holds_copies(self.strategy), "only data and tokens train replicas"
+        assert self.placement.shares_rows == shares_rows(self.strategy), "only tokens shares out rows"
         assert bool(self.placement.shards) == divides_blocks(self.strategy), "only tensor parallel trains shards"
-        assert not self.placement.shards or len({*self.kept_blocks}) < 2, "devices meet in blocks that are alike"
+        assert not computes_together(self.strategy) or len({*self.kept_blocks}) < 2, (
+            "devices meet in blocks that are alike"
+        )
         assert (self.ahead is None) != has_stages(self.strategy), "only a pipeline runs ahead"

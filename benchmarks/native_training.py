@@ -25,6 +25,10 @@ a job so much of each card, lets the planner choose what to recompute and to str
 torch's own counters; the base is 8-bit then (--quantize):
     python benchmarks/native_training.py --cards 2 --subject sdxl z_image qwen_image flux2
     python benchmarks/native_training.py --cards 2 --card-gb 24 --subject qwen_image flux2
+
+`--together tokens` compares one microbatch on one card with the same on all of them, step by step in turns: the model
+in 8 bits on every card, its rows shared out. Besides seconds and peaks it tells how far loss and gradients are apart:
+    python benchmarks/native_training.py --cards 2 --together tokens --subject wan
 """
 
 from __future__ import annotations
@@ -48,7 +52,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cards", type=int, default=1)
     parser.add_argument("--card-gb", type=float, help="GB that a job may take of each card")
-    parser.add_argument("--quantize", default="fp8-compute", help="of the base, with --card-gb")
+    parser.add_argument("--quantize", default="fp8-compute", help="of the base, with --card-gb and --together")
+    parser.add_argument("--together", nargs="+", choices=["tokens", "tensor"], help="strategies against one card")
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--budget-s", type=float, default=400.0)
     parser.add_argument("--out", type=Path)
@@ -99,6 +104,7 @@ from devicebridge.patches.compile_blocks import CompiledBlocks, apply_compile  #
 from devicebridge.planning.plan import TrainingPlan  # noqa: E402
 from devicebridge.tests.comfy.native_headers import SDXL, Z_IMAGE  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, small_sizes  # noqa: E402
+from devicebridge.tests.emulated import on_cpu  # noqa: E402
 from devicebridge.training.batches import CachedSamples  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
@@ -134,11 +140,13 @@ _QWEN = {"image_model": "qwen_image", "in_channels": 64, "num_layers": 60}
 
 
 WHOLE_FLUX2 = TinyFamily("Flux2", {**_FLUX2, "depth": 8, "depth_single_blocks": 48}, (128, 32, 32), (512, 15360), ())
+_WAN_14B = {**FAMILIES["wan"].unet_config, "dim": 5120, "num_heads": 40, "ffn_dim": 13824, "num_layers": 40}
 SUBJECTS = {
     "flux2": TinyFamily("Flux2", _FLUX2, (128, 32, 32), (512, 15360), ()),
     "z_image": TinyFamily("ZImage", Z_IMAGE, (16, 64, 64), (512, 2560), ()),
     "sdxl": TinyFamily("SDXL", _SDXL, (4, 64, 64), (77, 2048), (), pooled=1280),
     "qwen_image": TinyFamily("QwenImage", _QWEN, (16, 1, 64, 64), (512, 3584), ()),
+    "wan": TinyFamily("WAN21_T2V", _WAN_14B, (16, 13, 60, 104), (512, 4096), ()),  # 832x480, 49 frames
 }
 
 
@@ -340,7 +348,7 @@ def measure_on_cards(name: str) -> dict[str, Any]:
             has_room = OPTIONS.tiny or 2 * found["file_gb"] < 60 * len(CARDS)
             if not capped and has_room:
                 try:
-                    ways["tensor"] = _tensor_way(subject, path, sections, cleanup, found)
+                    ways["tensor"], _ = _together("tensor", subject, path, sections, cleanup, found)
                 except ValueError as error:
                     found["cannot"] = {"tensor": first_line(error)}
             times: dict[str, list[float]] = {}
@@ -379,17 +387,72 @@ def _run_by(trainer: Trainer, runner: Runner) -> float:
     return timed(trainer) / trainer.job.train.gradient_accumulation_steps
 
 
-def _tensor_way(
-    subject: TinyFamily, path: Path, sections: dict[str, Any], cleanup: ExitStack, found: dict[str, Any]
-) -> Callable[[], float]:
-    """One microbatch a step, which all cards compute together; beside the other ways' model."""
-    own = {**sections, "parallel": {"strategy": "tensor"}, "train": {"steps": 1000}}
+def measure_together(name: str) -> dict[str, Any]:
+    """One microbatch on one card, and on all of them together, in turns."""
+    subject = FAMILIES[name] if OPTIONS.tiny else SUBJECTS[name]
+    path = OPTIONS.folder / name / "model.safetensors"
+    found: dict[str, Any] = {"file_gb": write_model(subject, path), "ratios": {}}
+    model = {} if OPTIONS.tiny else {"quantize": OPTIONS.quantize}
+    split = {"devices": [str(CARDS[0])], "blocks_without_checkpointing": [0]}
+    on_all = {"devices": list(map(str, CARDS)), "blocks_without_checkpointing": [0] * len(CARDS)}
+    times: dict[str, list[float]] = {}
+    try:
+        with _emulation(), ExitStack() as cleanup:
+            alone, plan = cleanup.enter_context(native_trainer(subject, path, model=model, split=split))
+            wanted_loss, wanted = _loss_and_gradient(alone)
+            found["one card"] = _peaks_beside_forecast(alone, plan)
+            ways = {"one card": functools.partial(timed, alone)}
+            for strategy in OPTIONS.together:
+                sections = {"model": model, "split": on_all}
+                ways[strategy], (loss, gradient) = _together(strategy, subject, path, sections, cleanup, found)
+                found[strategy]["loss apart"] = abs(loss / wanted_loss - 1)
+                found[strategy]["gradient apart"] = float((gradient - wanted).norm() / wanted.norm())
+                say(f"{name}: {found}")  # the rest may not end in time
+            for number in range(OPTIONS.rounds + 1):
+                for way in ways:
+                    taken = ways[way]()
+                    times.setdefault(way, []).extend([taken] if number else [])  # the first warms up
+    finally:
+        path.unlink(missing_ok=True)
+    found["all seconds"] = times
+    for way, each in times.items():
+        pairs = zip(times["one card"], each, strict=True)
+        found["ratios"][f"one card over {way}"] = statistics.median(one / other for one, other in pairs)
+    return found
+
+
+def _loss_and_gradient(trainer: Trainer) -> tuple[float, torch.Tensor]:
+    """Of the first step, which is not taken."""
+    loss = sum(float(each) for each in trainer.accumulate(1))
+    trained = list(trainer.lora.parameters().values())
+    gradient = torch.cat([_on_host(each) for each in trained])
+    for each in trained:
+        each.grad = None
+    return loss, gradient
+
+
+def _on_host(parameter: torch.Tensor) -> torch.Tensor:
+    grad = parameter.grad
+    return torch.zeros(parameter.numel()) if grad is None else on_cpu(grad).cpu().float().flatten()
+
+
+def _together(
+    strategy: str,
+    subject: TinyFamily,
+    path: Path,
+    sections: dict[str, Any],
+    cleanup: ExitStack,
+    found: dict[str, Any],
+) -> tuple[Callable[[], float], tuple[float, torch.Tensor]]:
+    """One microbatch a step, which all cards compute together, beside another model; and its first step."""
+    own = {**sections, "parallel": {"strategy": strategy}, "train": {"steps": 1000}}
     before = [each["allocated"] for each in memory_in_use(CARDS).values()]
     trainer, plan = cleanup.enter_context(native_trainer(subject, path, **own))
+    first = _loss_and_gradient(trainer)
     peaks = _peaks_beside_forecast(trainer, plan)
     peaks["peak_gb"] = [peak - there for peak, there in zip(peaks["peak_gb"], before, strict=True)]
-    found["tensor"] = {key: peaks[key] for key in ("peak_gb", "forecast_gb")}
-    return functools.partial(_run_by, trainer, trainer.runner)
+    found[strategy] = {key: peaks[key] for key in ("peak_gb", "forecast_gb")}
+    return functools.partial(_run_by, trainer, trainer.runner), first
 
 
 def _add_compiled(ways: dict[str, Callable[[], float]], way: str, trainer: Trainer, cleanup: ExitStack) -> None:
@@ -470,7 +533,8 @@ def main() -> None:
             say(f"{name}: no time left")
             continue
         try:
-            report["subjects"][name] = measure(name) if OPTIONS.cards == 1 else measure_on_cards(name)
+            ways = measure_together if OPTIONS.together else measure if OPTIONS.cards == 1 else measure_on_cards
+            report["subjects"][name] = ways(name)
         except Exception as error:
             traceback.print_exc()
             report["subjects"][name] = {"failed": first_line(error)}

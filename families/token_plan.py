@@ -57,6 +57,7 @@ class BlockRows:
             forward has counted the first segment after it was cut.
         changes: what else an argument becomes: (rank's rows, its value) -> the rank's value.
         refused: arguments that must be None, such as keys of earlier forwards.
+        out: as of TokenPlan, where the last block of a build is of this list and returns something else.
     """
 
     rows: str
@@ -64,6 +65,7 @@ class BlockRows:
     counts: str = ""
     changes: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     refused: tuple[str, ...] = ()
+    out: str = ""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..parallel.devices import reset_peaks
 from ..parallel.local.data_parallel import DataParallel, Replica
 from ..parallel.local.lora_slices import LoraSlices
 from ..parallel.local.pipeline import Pipeline
-from ..parallel.local.tensor_training import DividedModel, TensorTraining
+from ..parallel.local.tensor_training import DividedModel, TensorTraining, TokenTraining
 from ..parallel.ranks.across import AcrossRanks
 from ..parallel.ranks.group import ALONE, Ranks
 from ..parallel.runner import PlainAccumulation, Runner
@@ -65,7 +65,7 @@ def build_trainer(
         for each in (assembled, *assembled.replicas):
             _lora_of(each).start_from(plan.start, job.lora.strength)
 
-    runner = _make_runner(plan, assembled)
+    runner = make_runner(plan.execution.strategy, assembled, plan.execution.ahead)
     if ranks.is_launched:
         shares = shards_weights(plan.execution.strategy)
         runner = AcrossRanks(runner, list(lora.parameters().values()), ranks, job.train.seed, in_lockstep=shares)
@@ -132,30 +132,30 @@ def _clean_up_later(assembled: Assembled, cleanup: ExitStack) -> None:
         cleanup.callback(assembled.weight_offload.remove)  # it holds pinned memory
 
 
-def _make_runner(plan: JobPlan, assembled: Assembled) -> Runner:
-    strategy: Strategy = plan.execution.strategy  # named here: mypy's cache misses a new name behind another's field
+def make_runner(strategy: Strategy, assembled: Assembled, ahead: int | None = None) -> Runner:
+    """What computes the microbatches. ahead: of a pipeline."""
     match strategy:
         case "none" | "fsdp" | "hsdp":
             return PlainAccumulation(assembled.model, assembled.split.main_device)
         case "pipeline":
-            assert plan.execution.ahead is not None
-            return Pipeline(assembled.model, assembled.split.bridge, ahead=plan.execution.ahead)
+            assert ahead is not None
+            return Pipeline(assembled.model, assembled.split.bridge, ahead=ahead)
         case "data":
-            return DataParallel(
-                [
-                    Replica(each.model, each.split.main_device, tuple(_lora_of(each).parameters().values()))
-                    for each in assembled.parts
-                ]
-            )
+            return DataParallel(_replicas_of(assembled))
+        case "tokens":
+            assert isinstance(assembled.model, DividedModel)
+            return TokenTraining(assembled.model, _replicas_of(assembled))
         case "tensor":
-            return make_tensor_training(assembled)
+            assert isinstance(assembled.model, DividedModel)
+            own = [_lora_of(each).parameters() for each in assembled.shards]
+            return TensorTraining(assembled.model, LoraSlices(_lora_of(assembled).parameters(), own, assembled.slices))
 
 
-def make_tensor_training(assembled: Assembled) -> TensorTraining:
-    """Of a model whose blocks are divided."""
-    assert isinstance(assembled.model, DividedModel)
-    own = [_lora_of(each).parameters() for each in assembled.shards]
-    return TensorTraining(assembled.model, LoraSlices(_lora_of(assembled).parameters(), own, assembled.slices))
+def _replicas_of(assembled: Assembled) -> list[Replica]:
+    return [
+        Replica(each.model, each.split.main_device, tuple(_lora_of(each).parameters().values()))
+        for each in assembled.parts
+    ]
 
 
 def _lora_of(assembled: Assembled) -> LoraHandle:

@@ -80,7 +80,7 @@ def place_by_size(
             limit = int(0.9 * limit)
         budgets[device] = limit
     if holds_copies(strategy):
-        return plan_replicas(blocks, devices, sum(block_bytes) + main_bytes, budgets)
+        return plan_replicas(blocks, devices, sum(block_bytes) + main_bytes, budgets, strategy)
     if divides_blocks(strategy):
         return plan_shards(blocks, devices, sum(block_bytes), main_bytes, budgets)
     if split.balance == "manual":

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..config.job import JobConfig
-from ..config.model import Strategy, shards_weights
+from ..config.model import Strategy, shards_weights, shares_rows
 from ..config.setting import asked
 from ..parallel.devices import free_bytes
 from ..parallel.ranks.group import Ranks
@@ -115,6 +115,11 @@ def resolve_here(
                 'the job with --nproc or torchrun, or set it to "auto"'
             )
         return resolve(job, subject, find_machine(job.split.devices, host_share), earlier, is_to_train=is_to_train)
+    if strategy and shares_rows(strategy):
+        raise ValueError(
+            f'parallel.strategy = "{strategy}" is for the devices of one process, and {ranks.count} were started; '
+            'start the job without --nproc and torchrun, or set it to "data"'
+        )
     count = job.train.gradient_accumulation_steps
     if ranks.is_first and count % ranks.count:
         _log.warning(

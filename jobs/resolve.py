@@ -20,11 +20,19 @@ import torch
 from torch import nn
 
 from ..config.job import JobConfig
-from ..config.model import Strategy, divides_blocks, has_stages, holds_copies, is_side_by_side
+from ..config.model import (
+    Strategy,
+    computes_together,
+    has_stages,
+    holds_copies,
+    is_side_by_side,
+    shares_rows,
+)
 from ..config.setting import asked
 from ..data.samples import TrainingSample
 from ..execution import ExecutionPlan
 from ..families.comfy.native import NativeModel
+from ..families.comfy.token_plans import why_no_tokens
 from ..parallel.devices import CPU, find_device, find_devices, free_bytes
 from ..parallel.local.shard_trees import division_fault
 from ..parallel.placement import Placement, block_names
@@ -47,6 +55,10 @@ from .place_by_size import Subject, place_by_size
 from .samples import size_of_pictures
 
 _log = logging.getLogger(__name__)
+_NO_TOKENS_OF_DIFFUSERS = (
+    "nobody has described where the tokens of diffusers' class are; train ComfyUI's class of the model, "
+    'or set it to "auto"'
+)
 
 
 @dataclass(frozen=True)
@@ -97,8 +109,15 @@ def placement_of(facts: Mapping[str, Any]) -> Placement:
     devices, replicas, shards = (
         tuple(map(find_device, facts.get(key, ()))) for key in ("placement", "replicas", "shards")
     )
-    shares = tuple(facts.get("shares", ()))  # old ones divided evenly
-    return Placement(("",) * len(devices), devices, devices[0], replicas=replicas, shards=shards, shares=shares)
+    return Placement(
+        ("",) * len(devices),
+        devices,
+        devices[0],
+        replicas=replicas,
+        shares_rows=facts.get("shares_rows", False),
+        shards=shards,
+        shares=tuple(facts.get("shares", ())),  # old ones divided evenly
+    )
 
 
 def resolve(
@@ -132,8 +151,8 @@ def resolve(
         optimizer=replace(job.optimizer, name=chosen.optimizer),
     )
     if training is None:
-        if chosen.divides_blocks:
-            _refuse_undividable(job, subject, len(machine.devices))
+        if computes_together(chosen.strategy):
+            _refuse_undividable(job, subject, len(machine.devices), chosen.strategy)
         placement = place_by_size(job.model, job.split, subject, machine.devices, strategy=chosen.strategy)
     else:
         placement = training.placement
@@ -143,7 +162,7 @@ def resolve(
         chosen = _first_of(space, placement.used_devices)
     strategy = _strategy_of(subject, space, placement, chosen.strategy)
     if strategy == "none" and not is_open(space.strategies) and space.strategies != ("none",):
-        also = "" if divides_blocks(space.strategies[0]) else "train.gradient_accumulation_steps above 1 and "
+        also = "" if computes_together(space.strategies[0]) else "train.gradient_accumulation_steps above 1 and "
         _log.warning('parallel.strategy = "%s" needs %sseveral GPUs of one kind; left out', *space.strategies, also)
     tail = tuple(subject.info.family.tail) if has_stages(strategy) else ()
     execution = ExecutionPlan(
@@ -208,9 +227,15 @@ def search_space(job: JobConfig) -> SearchSpace:
     )
 
 
-def _undivided_settings(job: JobConfig) -> str:
-    """The setting that goes with no block that is divided among devices, and what would work; "" if there is none."""
+def _undivided_settings(job: JobConfig, strategy: Strategy) -> str:
+    """The setting that goes with no block that devices compute together, and what would work; "" if there is none."""
     kept = set(job.split.blocks_without_checkpointing)
+    alike = (
+        f"split.blocks_without_checkpointing = {list(job.split.blocks_without_checkpointing)} differs between devices, "
+        "which compute each block together; give each the same number"
+    )
+    if shares_rows(strategy):
+        return alike if len(kept) > 1 else ""
     faults = {
         'lora.kind = "lokr" is a product of two matrices, of which no device could have a share; use "lora"': (
             job.lora.kind == "lokr"
@@ -221,17 +246,22 @@ def _undivided_settings(job: JobConfig) -> str:
         f"lora.dropout = {job.lora.dropout} draws other random numbers on each device; set it to 0": job.lora.dropout,
         "split.offloaded_blocks asks for blocks that stream from host memory; remove it, each device holds a share of "
         "every block": any(job.split.offloaded_blocks),
-        f"split.blocks_without_checkpointing = {list(job.split.blocks_without_checkpointing)} differs between devices, "
-        "which compute each block together; give each the same number": len(kept) > 1,
+        alike: len(kept) > 1,
     }
     return next((text for text, is_asked in faults.items() if is_asked), "")
 
 
-def _refuse_undividable(job: JobConfig, subject: Subject, num_devices: int) -> None:
-    """Raises: ValueError if the model's blocks cannot be divided among so many devices."""
-    known = None if asked(job.model.quantize) is None else job.model.quantize_settings  # else one that goes is found
-    if fault := division_fault(subject.model, subject.info.family, (1,) * num_devices, known):
-        raise ValueError(f'parallel.strategy = "tensor" was asked for, but {fault}')
+def _refuse_undividable(job: JobConfig, subject: Subject, num_devices: int, strategy: Strategy) -> None:
+    """Raises: ValueError if so many devices cannot compute a microbatch of this model together."""
+    family, known = subject.info.family, None  # of 8-bit schemes one that goes is found
+    if asked(job.model.quantize) is not None:
+        known = job.model.quantize_settings
+    if shares_rows(strategy):
+        fault = why_no_tokens(family.native.class_name) if family.native else _NO_TOKENS_OF_DIFFUSERS
+    else:
+        fault = division_fault(subject.model, family, (1,) * num_devices, known)
+    if fault:
+        raise ValueError(f'parallel.strategy = "{strategy}" was asked for, but {fault}')
 
 
 def _first_of(space: SearchSpace, devices: Sequence[torch.device]) -> Setting:
@@ -260,6 +290,8 @@ def _kind_of(strategy: Strategy | None) -> str:
             return "tensor parallelism"
         case "data":
             return "data parallelism"
+        case "tokens":
+            return "shares of the tokens"
         case None | "none" | "pipeline" | "fsdp" | "hsdp":
             return "one model over all cards"
 
@@ -311,8 +343,9 @@ def plan_on(
     if fault := why_no_forecast(subject.info.family.native):
         raise NoForecast(subject.info.family.title, fault)
     strategy = _first_of(search_space(job), [card.device for card in machine.cards]).strategy
-    if job.parallel.asked and divides_blocks(strategy):
-        _refuse_undividable(job, subject, min(len(machine.cards), len(block_names(subject.model, subject.info.family))))
+    if job.parallel.asked and computes_together(strategy):
+        count = min(len(machine.cards), len(block_names(subject.model, subject.info.family)))
+        _refuse_undividable(job, subject, count, strategy)
     model = ModelCosts(subject.info, subject.variant, subject.model)
     longest = max((size[-1] for size in subject.train), default=1)
     question = Question(
@@ -338,12 +371,12 @@ def refuse_block_settings(job: JobConfig) -> None:
             f"model.second_expert names {job.model.second_expert}, and one model is trained here; remove it, or give "
             "the job file to `devicebridge train`, which trains both experts"
         )
-    if strategy and divides_blocks(strategy) and (fault := _undivided_settings(job)):
+    if strategy and computes_together(strategy) and (fault := _undivided_settings(job, strategy)):
         raise ValueError(f'{fault}, or set parallel.strategy, which is "{strategy}", to "auto"')
     if has_offloaded and strategy and holds_copies(strategy):
         raise ValueError(
-            "split.offloaded_blocks asks for blocks that stream from host memory, and data parallelism puts the whole "
-            "model on every card; remove one of the two"
+            "split.offloaded_blocks asks for blocks that stream from host memory, and parallel.strategy = "
+            f'"{strategy}" puts the whole model on every card; remove one of the two'
         )
     if has_offloaded and not job.train.gradient_checkpointing:
         raise ValueError(
@@ -366,7 +399,7 @@ def _shapes_to_compile(job: JobConfig, subject: Subject, strategy: Strategy) -> 
     """Of all batches of a job, at most; None if nothing is compiled."""
     if job.train.compile == "off":
         return None
-    if divides_blocks(strategy):
+    if computes_together(strategy):
         _log.warning(
             "blocks are not compiled: devices that compute a block on all of them exchange results in its middle"
         )

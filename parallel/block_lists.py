@@ -38,13 +38,18 @@ def block_fqns(model: nn.Module, block_lists: Sequence[str], optional: Sequence[
             raise ValueError(
                 f"the blocks of {type(model).__name__} should be in {name!r}; this one has {children or 'no children'}"
             )
-        if isinstance(container, (nn.ModuleList, nn.ModuleDict)):
-            names += [f"{name}.{key}" for key in container._modules]
-        elif container is not None:
-            names.append(name)
+        names += [each for each, _ in members(model, name)]
     if not names:
         raise ValueError(f"{type(model).__name__} has no block in {', '.join(block_lists)}; there is nothing to split")
     return tuple(names)
+
+
+def members(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+    """The modules of a list, or the module itself, with their fqns; none of what this build lacks."""
+    found = _find(model, name)
+    if isinstance(found, (nn.ModuleList, nn.ModuleDict)):
+        return [(f"{name}.{key}", each) for key, each in found._modules.items() if each is not None]
+    return [] if found is None else [(name, found)]
 
 
 def placed_blocks(model: nn.Module, native: NativeModel) -> tuple[str, ...]:

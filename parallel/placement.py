@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from ..config.model import Strategy
+from ..config.model import Strategy, shares_rows
 from ..families.comfy.native import NativeModel
 from ..families.spec import BlockList, ModelFamily
 from ..patches.lora import matches_any
@@ -33,6 +33,7 @@ class Placement:
         tail: fqns of the modules and parameters behind the last block that live on its device instead, for pipelines.
         replicas: devices that each hold a copy of all of it, the main device first; () for one model over all devices.
             devices are those of the main device's copy then.
+        shares_rows: whether the replicas compute each microbatch together, each a share of its rows.
         shards: devices that compute every block together, the main device first. Each has a share of its weights and
             all others; () where a block is on one device. devices are the main device for all then.
         shares: of heads, one number for each shard, in whose proportion they are shared out; () is evenly.
@@ -43,6 +44,7 @@ class Placement:
     main_device: torch.device
     tail: tuple[str, ...] = ()
     replicas: tuple[torch.device, ...] = ()
+    shares_rows: bool = False
     shards: tuple[torch.device, ...] = ()
     shares: tuple[int, ...] = ()
 
@@ -69,7 +71,9 @@ class Placement:
     @property
     def strategy(self) -> Strategy | None:
         """The one that places blocks so; None where they are on different devices, or all on one."""
-        return "data" if self.replicas else "tensor" if self.shards else None
+        if self.replicas:
+            return "tokens" if self.shares_rows else "data"
+        return "tensor" if self.shards else None
 
     @cached_property
     def _device_by_block(self) -> dict[str, torch.device]:
@@ -105,7 +109,8 @@ class Placement:
     def describe(self) -> str:
         """One line for a log: "cuda:0: 20 blocks, cuda:1: 36 blocks"."""
         if self.replicas:
-            return f"all {len(self.blocks)} blocks on each of {', '.join(map(str, self.replicas))}"
+            shared = ", which share out the tokens" * self.shares_rows
+            return f"all {len(self.blocks)} blocks on each of {', '.join(map(str, self.replicas))}{shared}"
         if self.shards:
             shares = f", {' to '.join(map(str, self.shares))}" if self.shares else ""
             return f"each of {len(self.blocks)} blocks divided among {', '.join(map(str, self.shards))}{shares}"
@@ -265,6 +270,7 @@ def plan_replicas(
     devices: Sequence[torch.device],
     num_bytes: int,
     budget_bytes: Mapping[torch.device, int | None],
+    strategy: Strategy = "data",
 ) -> Placement:
     """A copy of the whole model on every device; num_bytes are its weights.
 
@@ -274,10 +280,11 @@ def plan_replicas(
         limit = budget_bytes.get(device)
         if limit is not None and num_bytes > limit:
             raise ValueError(
-                f'parallel.strategy = "data" puts all {num_bytes / 1e9:.2f} GB of weights on {device}, which may hold '
-                f'{limit / 1e9:.2f} GB; set it to "auto" or "pipeline", which split the model'
+                f'parallel.strategy = "{strategy}" puts all {num_bytes / 1e9:.2f} GB of weights on {device}, which may '
+                f'hold {limit / 1e9:.2f} GB; set it to "auto" or "pipeline", which split the model'
             )
-    return Placement(tuple(blocks), (devices[0],) * len(blocks), devices[0], replicas=tuple(devices))
+    whole, is_by_rows = (devices[0],) * len(blocks), shares_rows(strategy)
+    return Placement(tuple(blocks), whole, devices[0], replicas=tuple(devices), shares_rows=is_by_rows)
 
 
 def plan_shards(

@@ -30,7 +30,18 @@ from ..parallel.placement import block_names, blocks_with_lists, estimate_block_
 from ..patches.hooks import tensors_of
 from ..quantization.quantize import QuantizeSettings
 from ..quantization.weight_only import plain_parts, tensor_bytes
-from .dry_run import META, Kernels, MemoryMeter, ShortModel, Work, as_on_card, shorten, step_on_meta, voice_as_sound
+from .dry_run import (
+    META,
+    Kernels,
+    MemoryMeter,
+    ShortModel,
+    Work,
+    as_on_card,
+    sharing_rows,
+    shorten,
+    step_on_meta,
+    voice_as_sound,
+)
 from .times import DividedBlock, divided_block
 
 
@@ -154,6 +165,18 @@ class ModelCosts:
             ]
         return self._known[key]
 
+    def key_bytes(self, bucket: tuple[int, int], frames: int, element_size: int) -> float:
+        """Of the keys and values of one block, of one sample, taken for as wide as the stream."""
+        side = blocks_with_lists(self._model, self.family)[-1][1]
+        of_picture, of_text = self._num_tokens(bucket, frames)
+        return 2.0 * (of_picture + of_text * side.is_joint) * element_size * self._width
+
+    @functools.cached_property
+    def _width(self) -> int:
+        """Of the stream through the blocks."""
+        block = self._model.get_submodule(self.names[-1])
+        return min(each.in_features for each in block.modules() if isinstance(each, nn.Linear))
+
     def _num_tokens(self, bucket: tuple[int, int], frames: int) -> tuple[int, int]:
         return self.family.latent_of(self.variant).num_tokens(*bucket, frames), longest_text(self.variant)
 
@@ -196,8 +219,9 @@ def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work:
         latents = torch.empty(work.batch_shape, device=META)  # in host memory while training
         run.meter.ignore([*_plain_tensors(short.model), latents])
         short.model.train()
-        short.model.enable_gradient_checkpointing(run.measure)  # type: ignore[operator]
-        with as_on_card(kernels), run.meter:
+        sharing = sharing_rows(work, short.model, info.family)  # hooks that checkpointing goes around
+        with sharing, as_on_card(kernels), run.meter:
+            short.model.enable_gradient_checkpointing(run.measure)  # type: ignore[operator]
             step_on_meta(short.model, info, variant, work, latents)
         lists = {block_list.name for block_list in info.family.block_lists}
         outer = [_sizes_of(module) for name, module in short.model.named_children() if name not in lists]

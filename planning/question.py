@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from ..config.job import DataConfig, LoraSettings
-from ..config.model import Strategy, divides_blocks, has_stages, holds_copies
+from ..config.model import Strategy, computes_together, divides_blocks, has_stages, holds_copies, shares_rows
 from ..data.cuts import bucket_step, make_buckets, make_clip_plan
 from ..data.samples import Sample
 from ..families.spec import LatentSpec, Variant
@@ -34,7 +34,7 @@ from .dry_run import UNSEEN_CARD, Kernels, SampleText, Work
 from .memory import Backend, Forecaster, Optimizer, optimizer_bytes
 from .times import ASSUMED_FLOPS_PER_S, ASSUMED_LINK_BYTES_PER_S, SCHEME_TIMES
 
-# What auto chooses from, in this order; where nobody plans, it takes the first. tensor, fsdp and hsdp are by name only.
+# What auto chooses from, in this order; where nobody plans, it takes the first. The others are by name only.
 SCHEMES: tuple[Scheme | Literal["none"], ...] = ("none", *BEST_FIRST)
 OPTIMIZERS = ("adamw", "adamw8bit")
 STRATEGIES: tuple[Strategy, ...] = ("pipeline", "none", "data")
@@ -97,6 +97,10 @@ class Setting:
     def divides_blocks(self) -> bool:
         return divides_blocks(self.strategy)
 
+    @property
+    def computes_together(self) -> bool:
+        return computes_together(self.strategy)
+
     def describe(self) -> str:
         """ "fp8-compute, pipeline, 1 ahead"."""
         parts = ["weights in full precision" if self.scheme == "none" else self.scheme]
@@ -122,7 +126,7 @@ def why_not_shared(strategy: Strategy, accumulation: int, devices: Sequence[torc
     kinds = {device.type for device in devices}
     if len(devices) < 2:
         return "there is one card"
-    if accumulation < 2 and not divides_blocks(strategy):
+    if accumulation < 2 and not computes_together(strategy):
         return "there is one micro-batch in a step (train.gradient_accumulation_steps)"
     return "the devices are not cards of one kind" if len(kinds) > 1 or "cpu" in kinds else ""
 
@@ -147,6 +151,7 @@ class Question:
         host_bytes: free host memory; None where that is not known, as for cards that are elsewhere.
         replica: which copy of the model this is about, on a card of its own.
         share: of the cards that each block is divided among; this is about the last one. (1,) is one card alone.
+        num_sharing: of copies of the model that share out the rows of each sample; this is about one of them.
         given_shares: of a run that is resumed, of every card; () leaves them open.
         picture: height, width and frames of the sample pictures that the first copy draws between steps, if any.
         text: of one of ComfyUI's own models, what it is given of the longest caption, where that is known.
@@ -162,6 +167,7 @@ class Question:
     host_bytes: int | None = None
     replica: int | None = None
     share: tuple[int, ...] = (1,)
+    num_sharing: int = 1
     given_shares: tuple[int, ...] = ()
     picture: tuple[int, int, int] | None = None
     text: SampleText | None = None
@@ -182,10 +188,13 @@ class Question:
         self.check_counts()
         space, count, mine = self.space, len(self.cards), slice(index, index + 1)
         share: tuple[int, ...] = (1,)
-        accumulation, replica = space.accumulation, None
+        accumulation, replica, num_sharing = space.accumulation, None, 1
         if setting.holds_copies:
             replica = index
-            accumulation = max(1, num_dealt(accumulation, count)[index])  # an idle card is planned all the same
+            if shares_rows(setting.strategy):
+                num_sharing = count
+            else:
+                accumulation = max(1, num_dealt(accumulation, count)[index])  # an idle card is planned all the same
         else:
             shares = self.given_shares or (1,) * count
             # What a card takes depends on its own share, so the others' are taken for alike.
@@ -209,6 +218,7 @@ class Question:
             host_bytes=None if self.host_bytes is None else self.host_bytes // count,
             replica=replica,
             share=share,
+            num_sharing=num_sharing,
             picture=None if replica else self.picture,
         )
 
@@ -298,6 +308,11 @@ class Question:
         rate = card.speed * ASSUMED_FLOPS_PER_S / SCHEME_TIMES[scheme]
         count, batch = len(self.share), self.space.batch_size
         flops = [batch * each for each in self.model.block_flops(self.bucket, self.frames)]
+        if (sharing := self.num_sharing) > 1:
+            # Keys and values of the other cards' rows come forward, and gradients for those of its own back.
+            sent = batch * self.model.key_bytes(self.bucket, self.frames, self.space.dtype.itemsize)
+            copies = (1 - 1 / sharing) * sent / ASSUMED_LINK_BYTES_PER_S
+            return [each / sharing / rate + copies for each in flops]
         if count == 1:
             return [each / rate for each in flops]
         mine = self.share[-1] / sum(self.share)
@@ -321,6 +336,7 @@ class Question:
             lora=space.lora,
             shares=self.share,
             text=self.text,
+            num_sharing=self.num_sharing,
         )
 
     def forecaster(self, setting: Setting) -> Forecaster:

@@ -9,7 +9,7 @@ stages that take t_k each, in seconds estimated from operations:
     one after the other   a * sum(t)
     in a pipeline         sum(t) + (a - 1) * max(max(t), sum(t) / p)     p micro-batches held by the first stage
     data parallel         max(t_k * micro-batches of card k)             the whole model on each card
-    tensor parallel       a * max(t_k)                                   t_k with the card's share of each block
+    tensor, tokens        a * max(t_k)                                   t_k with the card's share of each block
 
 t_k has the blocks of a stage; embedders, tail, copies between cards and the optimizer are left out. Where blocks stream
 from host memory, a stage takes as long as its copies if these take longer than its computation. Without a pipeline the
@@ -189,16 +189,16 @@ def fit(question: Question, setting: Setting, most: float = 1.0, best: float = m
 
 
 def _each_card(question: Question, setting: Setting, find: _Find) -> Found | None:
-    """Data and tensor parallel: what is found for every card alone; None if one of them has no room."""
+    """Data, tensor and tokens: what is found for every card alone; None if one of them has no room."""
     plain, count = replace(setting, strategy="none", ahead=0), len(question.cards)
     found = [find(question.of_card(index, setting), plain) for index in range(count)]
     kept = {one.stages[0].plan.num_uncheckpointed for one in found if one is not None}
-    if setting.divides_blocks and None not in found and len(kept) > 1:  # all cards recompute the same blocks
+    if setting.computes_together and None not in found and len(kept) > 1:  # all cards recompute the same blocks
         found = [find(question.of_card(index, setting, min(kept)), plain) for index in range(count)]
     fitting = [one for one in found if one is not None]
     if len(fitting) < count:
         return None
-    microbatches = num_dealt(question.space.accumulation, count) if setting.holds_copies else [1] * count
+    microbatches = [1] * count if setting.computes_together else num_dealt(question.space.accumulation, count)
     return replace(
         fitting[0],
         setting=setting,

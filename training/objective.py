@@ -179,7 +179,7 @@ def predict(
         there = {name: each.to(device) for name, each in given.items()}
         return host.predict(tree, noisy.to(device), sigmas.to(device), there, guidance)
 
-    return model.through(of_one)
+    return model.through(of_one, is_one_frame=noisy.shape[2] == 1)
 
 
 # ---- a loss that grows without end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,19 @@ def _ltx_guides(rows: Any, mask: Any) -> Any:
     return made
 
 
+def _after_prompt(rows: Any, attention: Any) -> Any:
+    """HiDream-O1's function, whose first ar_len rows, the prompt's, attend to each other alone; the first rank has
+    them."""
+    names = attention.__code__.co_freevars
+    if rows.has_first(attention.__closure__[names.index("ar_len")].cell_contents, "x"):
+        return attention
+    cells = zip(names, attention.__closure__, strict=True)
+    closure = tuple(types.CellType(0) if name == "ar_len" else cell for name, cell in cells)
+    return types.FunctionType(
+        attention.__code__, attention.__globals__, attention.__name__, attention.__defaults__, closure
+    )
+
+
 def _sliding_window(rows: Any, module: Any, mask: torch.Tensor, axis: str) -> torch.Tensor:
     """ACE-Step 1.5 makes a mask of the length that a layer sees: here of the rank's rows against all. [1, 1, q, k]"""
     first, count = rows.share(axis)
@@ -40,7 +54,9 @@ def _sliding_window(rows: Any, module: Any, mask: torch.Tensor, axis: str) -> to
 
 FLUX = TokenPlan(
     {
-        "double_blocks": BlockRows("img=img@1 txt=txt@1 pe=txt+img@2", "=txt+img", "modulation_dims_img=img"),
+        "double_blocks": BlockRows(
+            "img=img@1 txt=txt@1 pe=txt+img@2", "=txt+img", "modulation_dims_img=img", out="0=img@1"
+        ),
         "single_blocks": BlockRows("x=txt+img@1 pe=txt+img@2", "=txt+img", "modulation_dims=~txt+img"),
     },
     out="=txt+img@1",
@@ -104,7 +120,10 @@ HIDREAM = TokenPlan(
 HIDREAM_O1 = TokenPlan(
     {
         "language_model.layers": BlockRows(
-            "x=x@1 freqs_cis.0=x@1 freqs_cis.1=x@1 freqs_cis.2=x@1", "self_attn=x", refused=("past_key_value",)
+            "x=x@1 freqs_cis.0=x@1 freqs_cis.1=x@1 freqs_cis.2=x@1",
+            "self_attn=x",
+            changes={"optimized_attention": _after_prompt},
+            refused=("past_key_value",),
         )
     },
     out="0=x@1",
@@ -249,3 +268,11 @@ NO_TOKENS: dict[str, str] = {
     "SenseNovaU15": "its layers are never called",
     "Prism": "its blocks are never called",
 }
+
+
+def why_no_tokens(class_name: str) -> str:
+    """Why a class cannot be shared out by its tokens; "" if it can."""
+    if class_name in TOKEN_PLANS:
+        return ""
+    reason = NO_TOKENS.get(class_name, "nobody has described where its tokens are")
+    return f"{class_name} cannot be shared out by tokens: {reason}"

@@ -171,15 +171,28 @@ class Collective:
             sent: Tensors = encode(tensor) if is_short else (tensor,)
             self.post(rank, name, sent, as_one=is_short)
             return _sum(self.take(rank, name, sent), tensor.dtype)
-        for to in range(self.size):
-            if to != rank:
-                self.post(rank, name, encode(slices[to]) if is_short else (slices[to],), to, as_one=is_short)
-        found = self.take(rank, name, (slices[rank],))
-        total = _sum(found, torch.float32 if is_short else tensor.dtype)
+        parts = [encode(each) if is_short and to != rank else (each,) for to, each in enumerate(slices)]
+        total = _sum(self._scatter(rank, name, parts), torch.float32 if is_short else tensor.dtype)
         sent = encode(total) if is_short else (total,)
         self.post(rank, f"{name}, reduced", sent, as_one=is_short)
         sums = [_sum([each], tensor.dtype) for each in self.take(rank, f"{name}, reduced", sent)]
         return torch.cat(sums).view(tensor.shape)
+
+    def reduce_scatter(self, rank: int, name: str, parts: Tensors) -> torch.Tensor:
+        """The sum of what all ranks have for this one, added in the order of ranks.
+
+        Args:
+            parts: what this rank has for each rank; those for one rank have the same shape on all ranks.
+        Raises: as all_gather.
+        """
+        return _sum(self._scatter(rank, name, [(each,) for each in parts]), parts[rank].dtype)
+
+    def _scatter(self, rank: int, name: str, parts: Sequence[Tensors]) -> list[Tensors]:
+        """Send each rank its part; what all ranks have for this one."""
+        for to, part in enumerate(parts):
+            if to != rank:
+                self.post(rank, name, part, to, as_one=len(part) > 1)
+        return self.take(rank, name, parts[rank])
 
     def _is_short(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor travels in 8 bits."""

@@ -180,8 +180,10 @@ class Gathered:
             heads: of this call, as `find_heads` has them.
         """
         if not q.shape[-2]:  # kernels refuse no queries
-            self.whole()
-            return q.new_zeros(*q.shape[:1], 0, q.shape[-1] * (q.shape[1] if q.ndim == 4 else 1))
+            keys, values = self.whole()
+            # Other ranks wait for this one's gradients of the keys.
+            nothing = keys.sum() + values.sum() if self._has_gradients else 0
+            return q.new_zeros(*q.shape[:1], 0, q.shape[-1] * (q.shape[1] if q.ndim == 4 else 1)) + nothing
         if heads is None or heads != self._heads or self.num == 1:
             return func(q, *self.whole(), *args, **kwargs)
         outputs = []

@@ -13,6 +13,9 @@ its state, clipping and files are those of one device. The trees have slices of 
 
 `sync` deals the values out, and a step ends by bringing the gradients back. All sums are in the order of the devices,
 so that a run repeats itself. Reasons: docs/decisions/0022-training-with-divided-blocks.md.
+
+With copies of the model in the place of trees, devices share out the rows of each microbatch (tokens.py). The LoRAs are
+those of data_parallel.py then. Reasons: docs/decisions/0062-training-by-tokens.md.
 """
 
 from __future__ import annotations
@@ -26,13 +29,17 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ...patches.hooks import HookSet
+from ...patches.hooks import HookSet, map_tensors
 from ..runner import MicroBatch, OneModel
-from ..transfer import Arrivals, SideStreams, current_device
+from ..staged_copies import copies_between
+from ..transfer import Arrivals, current_device
+from .all_rows import CountedOnce
 from .collectives import Collective, attach_collectives
+from .data_parallel import DataParallel, Replica
 from .lora_slices import LoraSlices
 from .shards import BlockShard
 from .thread_pool import ThreadPool
+from .tokens import OneDeviceError, Rows, TokenParallel
 from .workers import Coordinator
 
 _log = logging.getLogger(__name__)
@@ -40,23 +47,27 @@ T = TypeVar("T")
 
 
 class DividedModel(nn.Module):
-    """Trees of shards, one per device, called as one model: the output is the first device's, and the same on all.
+    """Trees of shards or copies, one per device, called as one model: the output is the first device's, and the same on
+    all.
 
     Args:
         trees: with their LoRAs, in the order of devices; each takes inputs from any device.
-        shards: of each device, name of a block -> its part of it.
+        shards: of each device, name of a block -> its part of it; () for copies.
+        rows: of copies, whose rows the devices share out; attached.
     """
 
     def __init__(
         self,
         trees: Sequence[nn.Module],
         devices: Sequence[torch.device],
-        shards: Sequence[Mapping[str, BlockShard]],
+        shards: Sequence[Mapping[str, BlockShard]] = (),
+        rows: TokenParallel | None = None,
     ) -> None:
         super().__init__()
         self.trees = nn.ModuleList(trees)
         self.devices = tuple(devices)
-        self._side_streams = SideStreams()
+        self._rows = rows
+        self._side_streams = copies_between(devices)
         self._pool = ThreadPool()
         self._local = _Local()
         self._group: Collective | None = None
@@ -73,15 +84,30 @@ class DividedModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.through(lambda tree, device: tree(*args, **kwargs))
 
-    def through(self, call: Callable[[nn.Module, torch.device], T]) -> T:
+    def through(self, call: Callable[[nn.Module, torch.device], T], *, is_one_frame: bool = False) -> T:
         """What call(tree, device) returns on the main device, computed by all; inside `together` on this device alone.
 
         For models that are not called themselves, as those of ComfyUI.
+        Raises: ValueError for a sample that has fewer rows than there are devices.
         """
         rank = self._local.rank
         if rank is None:
-            return self.together(lambda: self.through(call))[0]
-        return call(self.trees[rank], self.devices[rank])
+            return self.together(lambda: self.through(call, is_one_frame=is_one_frame))[0]
+        tree, device = self.trees[rank], self.devices[rank]
+        if self._rows is None:
+            return call(tree, device)
+        plan = self._rows.plan
+        rows = Rows(rank, (is_one_frame and plan.one_frame) or plan, self._rows.shares, self._find_group())
+        self._rows.newest[rank] = rows
+        try:
+            with self._rows.on(rows):
+                output = call(tree, device)
+        except OneDeviceError as error:
+            raise ValueError(
+                f'parallel.strategy = "tokens" shares out the tokens of every sample, and one has {error}; set it to '
+                '"auto", or train on larger samples'
+            ) from error
+        return output if rank == 0 else map_tensors(output, CountedOnce.apply)
 
     def together(self, work: Callable[[], T], beside: Callable[[], None] = lambda: None) -> list[T]:
         """What work() returns in a thread per device, in which this model is that device's tree.
@@ -116,8 +142,21 @@ class DividedModel(nn.Module):
                 group.forget()
             return [found[rank] for rank in range(len(self.devices))]
         finally:
+            if self._rows is not None:
+                self._rows.newest.clear()
             self._group = None
             self._running.release()
+
+    def losses(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
+        """After forward and backward, one microbatch after the other, into the gradients of every tree."""
+        losses: list[torch.Tensor] = []
+        prepared = [microbatches[0].prepare()] if microbatches else []
+        for index, microbatch in enumerate(microbatches):
+            given, following = prepared.pop(), microbatches[index + 1 : index + 2]
+            beside = partial(prepared.extend, (each.prepare() for each in following))  # prepared in that thread
+            losses.append(self.together(partial(microbatch.compute, given), beside)[0])
+            del given
+        return losses
 
     def _find_group(self) -> Collective:
         if self._group is None:
@@ -128,6 +167,28 @@ class DividedModel(nn.Module):
 
     def _send(self, tensors: Sequence[torch.Tensor], rank: int, arrivals: Arrivals) -> Sequence[torch.Tensor]:
         return self._side_streams.copies(tensors, self.devices[rank], arrivals)
+
+
+class TokenTraining(DataParallel):
+    """Trains copies of a model that share out the rows of each microbatch; see Runner.
+
+    Every copy has a part of the gradients, as under data parallelism, and its loss is the first one's alone.
+
+    Args:
+        model: of the replicas' models.
+    """
+
+    num_replicas = 1
+
+    def __init__(self, model: DividedModel, replicas: Sequence[Replica]) -> None:
+        super().__init__(replicas)
+        self.model = model
+
+    def replica_for(self, index: int) -> tuple[nn.Module, torch.device]:
+        return self.model, self.devices[0]
+
+    def _losses(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
+        return self.model.losses(microbatches)
 
 
 class TensorTraining(OneModel):
@@ -149,14 +210,8 @@ class TensorTraining(OneModel):
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("this runner is for training; call the model itself for a forward without gradients")
-        losses: list[torch.Tensor] = []
-        prepared = [microbatches[0].prepare()] if microbatches else []
         try:
-            for index, microbatch in enumerate(microbatches):
-                given, following = prepared.pop(), microbatches[index + 1 : index + 2]
-                beside = partial(prepared.extend, (each.prepare() for each in following))  # prepared in that thread
-                losses.append(self.model.together(partial(microbatch.compute, given), beside)[0])
-                del given
+            losses = self.model.losses(microbatches)
             self._lora.bring_gradients()
         finally:
             self._lora.drop_gradients()

@@ -15,6 +15,7 @@ import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,9 @@ from torch import nn
 
 from ...families.token_plan import BlockRows, Place, TokenPlan, places, segments
 from ...patches.hooks import HookSet, change_at
+from ..block_lists import members
+from ..offload.recompute import is_recomputing
+from .all_rows import Layout, all_rows
 from .collectives import Collective, Exchange, Send
 from .heads import Gathered, find_heads
 from .tensor_parallel import ForwardWorkers
@@ -187,6 +191,12 @@ class Rows:
 
         return here(value) if isinstance(value, int) else [of_range(each) for each in value]
 
+    def has_first(self, number: int, segment: str) -> bool:
+        """Whether this rank has the first rows of a segment. Raises: OneDeviceError if the first one has not all."""
+        if self.share(segment, 0)[1] <= number:
+            raise OneDeviceError(f"{number} rows for one device to have")
+        return self.rank == 0
+
     def rows_before(self, row: int, segment: str) -> int:
         """How many rows from `row` on lie before this rank's first one."""
         return max(self.share(segment)[0] - row, 0)
@@ -202,20 +212,16 @@ class Rows:
         """
         if not self.knows(place.axis):
             return tensor
-        found = self.group.all_gather(self.rank, f"{name} along {place.axis}", tensor.contiguous())
-        return self.join(found, place, own)
+        return all_rows(tensor, self._layout(place, own), self.group, f"{name} along {place.axis}")
 
-    def join(self, found: Sequence[torch.Tensor], place: Place, own: Sequence[str] = ()) -> torch.Tensor:
+    def join(self, found: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
         """As gather, of the tensors of all ranks, by rank."""
-        pieces, starts = [], [0] * self.group.size
-        for segment in segments(place.axis):
-            is_own = segment in own or segment in self.plan.whole
-            for rank, part in enumerate(found):
-                count = self.share(segment, rank)[1]
-                if rank == self.rank or not is_own:
-                    pieces.append(part.narrow(place.dim, starts[rank], count))
-                starts[rank] += count
-        return torch.cat(pieces, place.dim)
+        return self._layout(place).joined(found)
+
+    def _layout(self, place: Place, own: Sequence[str] = ()) -> Layout:
+        names = segments(place.axis)
+        counts = tuple(tuple(self.share(each, rank)[1] for rank in range(self.group.size)) for each in names)
+        return Layout(self.rank, place.dim, counts, tuple(each in (*own, *self.plan.whole) for each in names))
 
 
 class TokenParallel:
@@ -226,7 +232,7 @@ class TokenParallel:
         devices: of them.
         plan: where the class has rows.
         shares: relative shares of the rows, by rank.
-        send: copies tensors to another rank's device; see Collective.
+        send: copies tensors to another rank's device; see Collective. None where others run the ranks, inside `on`.
         groups: of heads, at most, in which keys and values travel (heads.py).
         exchange: how they travel.
     """
@@ -237,7 +243,7 @@ class TokenParallel:
         devices: Sequence[torch.device],
         plan: TokenPlan,
         shares: Sequence[float],
-        send: Send,
+        send: Send | None = None,
         groups: int = 1,
         exchange: Exchange = "full",
     ) -> None:
@@ -245,24 +251,25 @@ class TokenParallel:
         self.shares, self.groups, self.exchange = tuple(shares), groups, exchange
         self._hooks = HookSet()
         self._pool = ThreadPool()
+        self.newest: dict[int, Rows] = {}  # of a rank's forward in training, whose blocks may be computed again
         self.on_keys: Callable[[str, torch.Tensor], None] | None = None  # called on the main device with gathered keys
 
     def attach(self) -> None:
         """Hook the modules; a second call is a no-op. Raises: AttributeError for a module that a model lacks."""
         if self._hooks:
             return
-        for model in self._modules:
-            blocks = {name: list(_members(model, name)) for name in self.plan.blocks}
+        for rank, model in enumerate(self._modules):
+            blocks = {name: list(members(model, name)) for name in self.plan.blocks}
             ordered = [block for each in blocks.values() for _, block in each]
-            for list_name, rows in self.plan.blocks.items():
+            for list_name in self.plan.blocks:
                 for name, block in blocks[list_name]:
                     is_last = block is ordered[-1] and not self.plan.tail
-                    self._hook_block(name, block, rows, is_first=block is ordered[0], is_last=is_last)
+                    self._hook_block((rank, list_name, name), block, is_first=block is ordered[0], is_last=is_last)
             for place in places(self.plan.tail):
-                for _, module in _members(model, ".".join(place.path)):
+                for _, module in members(model, ".".join(place.path)):
                     self._hooks.around(module, functools.partial(self._tail, place))
             for place in places(self.plan.between):
-                for name, module in _members(model, ".".join(place.path)):
+                for name, module in members(model, ".".join(place.path)):
                     self._hooks.around(module, functools.partial(self._between, name, place))
 
     def remove(self) -> None:
@@ -282,29 +289,40 @@ class TokenParallel:
             calls: a forward for each rank, on its device.
         Raises: the first error of a rank, which ends the others; OneDeviceError where one device has to compute this.
         """
+        assert self._send is not None, "the ranks are others' to run"
         workers = ForwardWorkers(self._pool, self._devices, self._send, self.exchange)
 
         def of_rank(rank: int, call: Callable[[], Any]) -> Any:
-            HERE.parallel, HERE.rows = self, Rows(rank, self.plan, self.shares, workers.collective)
-            try:
+            with self.on(Rows(rank, self.plan, self.shares, workers.collective)):
                 return call()
-            finally:
-                HERE.parallel = HERE.rows = None
 
         try:
-            work = [functools.partial(of_rank, rank, call) for rank, call in enumerate(calls)]
-            return workers.run(self._modules[0], work)
+            return workers.run(self._modules[0], [functools.partial(of_rank, *each) for each in enumerate(calls)])
         finally:
             workers.close()
 
+    @contextmanager
+    def on(self, rows: Rows) -> Iterator[None]:
+        """Inside, this thread computes a forward of the rank that has these rows."""
+        before, (HERE.parallel, HERE.rows) = (HERE.parallel, HERE.rows), (self, rows)
+        try:
+            yield
+        finally:
+            HERE.parallel, HERE.rows = before
+
     # ---- hooks
 
-    def _hook_block(self, name: str, block: nn.Module, rows: BlockRows, *, is_first: bool, is_last: bool) -> None:
-        signature = inspect.signature(block.forward)
-        axes = {".".join(place.path): place.axis.split("/") for place in places(rows.keys)}
+    def _hook_block(self, place: tuple[int, str, str], block: nn.Module, *, is_first: bool, is_last: bool) -> None:
+        rank, list_name, name = place
+        own_forward: Any = type(block).forward  # training may have put its guard before it
+        signature, keys = inspect.signature(own_forward.__get__(block)), places(self.plan.blocks[list_name].keys)
+        axes = {".".join(each.path): each.axis.split("/") for each in keys}
 
         def around(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             here = self.rows
+            if here is None and is_recomputing() and rank in self.newest:  # in a thread of autograd's
+                with self.on(self.newest[rank]):
+                    return around(call, args, kwargs)
             if here is None:
                 HERE.on_block()
                 return call(*args, **kwargs)
@@ -312,7 +330,7 @@ class TokenParallel:
                 here.lengths.clear()
                 here.is_gathered = False
             bound = signature.bind(*args, **kwargs)
-            _cut_arguments(here, bound.arguments, rows, name)
+            _cut_arguments(here, bound.arguments, here.plan.blocks[list_name], name)
             here.stack.append(_Frame(name, "", list(axes.get("", ["-"])), here.num_attentions))
             try:
                 output = call(*bound.args, **bound.kwargs)
@@ -322,9 +340,9 @@ class TokenParallel:
                 raise RuntimeError(f"no attention of {name} was seen; its keys of the other devices would be missing")
             if is_last:
                 here.is_gathered = True
-                for place in places(self.plan.out):
-                    join = functools.partial(here.gather, place=place, name=name, own=self.plan.own)
-                    output = change_at(output, place.path, join)
+                for each in places(here.plan.blocks[list_name].out or here.plan.out):
+                    join = functools.partial(here.gather, place=each, name=name, own=here.plan.own)
+                    output = change_at(output, each.path, join)
             return output
 
         self._hooks.around(block, around)
@@ -398,7 +416,9 @@ class TokenParallel:
 
     def _axis(self, here: Rows, frame: _Frame, k: torch.Tensor) -> str:
         """The axis of the keys; "-" of those that no other rank has rows of."""
-        axis = frame.axes.pop(0) if len(frame.axes) > 1 else frame.axes[0]
+        # Of several by the number of keys: training may watch a block for one forward before it counts.
+        fits = (each for each in frame.axes[:-1] if here.knows(each) and k.shape[-2] == here.local(each))
+        axis = next(fits, frame.axes[-1])
         if axis == "-":
             return axis
         if not here.knows(axis):
@@ -450,15 +470,3 @@ def _cut_arguments(here: Rows, arguments: dict[str, Any], rows: BlockRows, name:
     for argument, by in rows.changes.items():
         if arguments.get(argument) is not None:
             arguments[argument] = by(here, arguments[argument])
-
-
-def _members(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a list, or the module itself, with their full names; none of what this build lacks."""
-    try:
-        found = model.get_submodule(name)
-    except AttributeError:
-        return
-    if isinstance(found, (nn.ModuleList, nn.ModuleDict)):
-        yield from ((f"{name}.{each}", module) for each, module in found.named_children())
-    else:
-        yield name, found

@@ -35,11 +35,11 @@ from devicebridge.encoding.comfy_data import read_conditioning  # noqa: E402
 from devicebridge.execution import ExecutionPlan  # noqa: E402
 from devicebridge.families.comfy.inputs import STREAM  # noqa: E402
 from devicebridge.families.comfy.registry import find_native  # noqa: E402
-from devicebridge.jobs.build import make_tensor_training  # noqa: E402
+from devicebridge.jobs.build import make_runner  # noqa: E402
 from devicebridge.nodes.host.native.model import _plain_attention, native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.placement import Placement, block_names, native_block_flops  # noqa: E402
-from devicebridge.parallel.runner import MicroBatch, PlainAccumulation  # noqa: E402
+from devicebridge.parallel.runner import MicroBatch  # noqa: E402
 from devicebridge.planning.costs import ModelCosts  # noqa: E402
 from devicebridge.planning.dry_run import Kernels, SampleText, Work  # noqa: E402
 from devicebridge.planning.memory import Backend, Forecaster, Optimizer, StagePlan  # noqa: E402
@@ -74,16 +74,17 @@ class Way:
 
     kept: tuple[int, ...] = (0, 0)
     scheme: str = "none"
-    is_divided: bool = False
+    strategy: Any = "none"
 
     def plans(self, num_blocks: int) -> list[StagePlan]:
-        if self.is_divided:
+        if self.strategy != "none":
             return [StagePlan(0, 1, 0, num_blocks)] * 2
         cut = math.ceil(num_blocks / 2)
         return [StagePlan(0, 2, 0, cut, self.kept[0]), StagePlan(1, 2, cut, num_blocks, self.kept[1])]
 
 
-WAYS = {"recompute": Way(), "kept": Way((0, 1)), "8 bits": Way(scheme="int8-compute"), "divided": Way(is_divided=True)}
+WAYS = {"recompute": Way(), "kept": Way((0, 1)), "8 bits": Way(scheme="int8-compute")}
+WAYS |= {"divided": Way(strategy="tensor"), "tokens": Way(strategy="tokens")}
 # Features of an MLP that two cards can have halves of, as all published sizes have.
 EVEN: dict[str, dict[str, Any]] = {
     "flux2_heads": {"mlp_ratio": 4.0},
@@ -131,7 +132,7 @@ def judge(name: str) -> dict[str, Any]:
         errors = {}
         costs = ModelCosts(info, info.variant)
         for title, way in WAYS.items():
-            if way.is_divided and name not in EVEN:
+            if title == "divided" and name not in EVEN:
                 continue
             measured = _measured(info, latents, text, way)
             forecast = _forecast(costs, latents, text, way)
@@ -191,14 +192,17 @@ def _measured(info: Any, shape: Any, text: SampleText, way: Way) -> dict[str, in
         plans = way.plans(len(names))
         devices = tuple(card for card, plan in zip(CARDS, plans, strict=False) for _ in range(plan.num_blocks))
         placement = Placement(names, devices[: len(names)], CARDS[0])
-        if way.is_divided:
-            placement = Placement(names, (CARDS[0],) * len(names), CARDS[0], shards=CARDS[:2])
+        whole = (CARDS[0],) * len(names)
+        if way.strategy == "tensor":
+            placement = Placement(names, whole, CARDS[0], shards=CARDS[:2])
+        elif way.strategy == "tokens":
+            placement = Placement(names, whole, CARDS[0], replicas=CARDS[:2], shares_rows=True)
         plan = ExecutionPlan(
             placement=placement,
             dtype=torch.float32,
             quantize=_quantize(way),
             quantized_cache=None,
-            strategy="tensor" if way.is_divided else "none",
+            strategy=way.strategy,
             ahead=None,
             gradient_checkpointing=True,
             kept_blocks=way.kept,
@@ -214,7 +218,7 @@ def _measured(info: Any, shape: Any, text: SampleText, way: Way) -> dict[str, in
         clean, noise = (torch.randn(1, *sides, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
         noised = noise_latents(info.family, clean, noise, torch.tensor([0.5]))
         first, given_streams = CARDS[0], {f"{STREAM}{n}": torch.empty(1, 0, *each) for n, each in enumerate(streams)}
-        runner = make_tensor_training(made) if way.is_divided else PlainAccumulation(made.model, first)
+        runner = make_runner(way.strategy, made)
 
         def loss(nothing: None) -> torch.Tensor:
             given = {key: value[None].to(first) for key, value in text.tensors.items()}
@@ -254,13 +258,17 @@ def _quantize(way: Way) -> QuantizeSettings | None:
 
 
 def _forecast(costs: ModelCosts, shape: Any, text: SampleText, way: Way) -> dict[str, int]:
-    work = Work(shape, 1, torch.float32, _quantize(way), LORA, (1,) * (1 + way.is_divided), text)
+    shares, num_sharing = (1,) * (1 + (way.strategy == "tensor")), 1 + (way.strategy == "tokens")
+    work = Work(shape, 1, torch.float32, _quantize(way), LORA, shares, text, num_sharing)
     kernels = Kernels(device_kernels(CARDS[0]), has_fused=False, rounding=1)
     backend = Backend(workspace=0, fragmentation=0.0, context=0)
     cost = costs.dry_run(work, kernels)
-    forecaster = Forecaster(cost, Optimizer(state=8, step=0), backend=backend)
-    plans = way.plans(len(costs.names))
-    return {str(card): forecaster.device(str(card), plan).allocated for card, plan in zip(CARDS, plans, strict=False)}
+    found = {}
+    for card, plan in zip(CARDS, way.plans(len(costs.names)), strict=False):
+        has_state = way.strategy != "tokens" or card == CARDS[0]
+        forecaster = Forecaster(cost, Optimizer(state=8 * has_state, step=0), backend=backend)
+        found[str(card)] = forecaster.device(str(card), plan).allocated
+    return found
 
 
 if __name__ == "__main__":

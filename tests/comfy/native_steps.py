@@ -611,7 +611,13 @@ def compiled(bench: Bench) -> Figures:
 def _refuse_other(trainer: Trainer, sections: Mapping[str, Any]) -> None:
     """What was asked for and left out is no proof."""
     wanted = sections.get("parallel", {}).get("strategy", "none")
-    names = {"none": "PlainAccumulation", "pipeline": "Pipeline", "data": "DataParallel", "tensor": "TensorTraining"}
+    names = {
+        "none": "PlainAccumulation",
+        "pipeline": "Pipeline",
+        "data": "DataParallel",
+        "tensor": "TensorTraining",
+        "tokens": "TokenTraining",
+    }
     reason = why_no_stages(trainer.family.native, trainer.runner.replica_for(0)[0])
     assert type(trainer.runner).__name__ == names[wanted], reason or f"{type(trainer.runner).__name__} trained it"
     if "devices" in sections.get("split", {}):
@@ -634,46 +640,91 @@ def divided(bench: Bench) -> Figures:
                 raise
     if bench.is_long:
         if not why_no_forecast(bench.info.family.native):
-            _planned_divided(bench)
+            assert _planned(bench, "tensor").divides_blocks
         rounded = {"model": {"quantize": "int8"}}
         figures["8 bits"] = _divided_among(bench, 2, bench.first_step("on 1, int8", _one_card() | rounded), rounded)
         _resumed(bench, "tensor", _divided_sections(2), bench.run("tensor whole", _divided_sections(2)))
     return figures
 
 
-def _planned_divided(bench: Bench) -> None:
-    """A plan that was asked to divide blocks does."""
+def by_tokens(bench: Bench) -> Figures:
+    """The rows of a sample on three cards, in long runs on two and four as well, and as it is usual."""
+    every = {"lora": {"rank": 2, "alpha": 2.0, "targets": ["*"]}}  # also before and behind the blocks
+    if bench.name in _LONGER_THAN_PROMPT:
+        larger = dataclasses.replace(bench.family, latent=_LONGER_THAN_PROMPT[bench.name])
+        bench = Bench(bench.name, bench.folder / "larger", family=larger)
+    alone = bench.first_step("by tokens on 1", {"split": {"devices": ["lazy:0"]}, **every})
+    figures: Figures = {}
+    for count in (4, 3, 2):
+        if bench.is_long or (count < 4 and not figures):
+            try:
+                figures[f"{count} cards"] = _divided_among(bench, count, alone, every, strategy="tokens")
+            except ValueError as error:  # tiny clips may have fewer frames than there are cards
+                if count == 2 or "the tokens of every sample" not in str(error):
+                    raise
+    if bench.is_long:
+        if not why_no_forecast(bench.info.family.native):
+            _planned(bench, "tokens")
+        for what, more in _BESIDE.items():
+            wanted = bench.first_step(f"{what} on 1", _one_card() | more)
+            figures[what] = _divided_among(bench, 2, wanted, more, strategy="tokens")
+        whole = bench.run("tokens whole", _divided_sections(2, "tokens"))
+        losses = bench.run("tokens alone", _one_card()).losses
+        apart = max(abs(a / b - 1) for a, b in zip(whole.losses, losses, strict=True))
+        figures["losses of 5 steps"] = expect(apart, 1e-3, "the difference of the losses of 5 steps")
+        assert whole.lora.keys() == bench.trained.lora.keys(), "the file has other keys"
+        _resumed(bench, "by tokens", _divided_sections(2, "tokens"), whole)
+    return figures
+
+
+_LONGER_THAN_PROMPT = {"HiDream-O1": (3, 128, 160), "HiDream-O1 with a reference": (3, 512, 512)}
+_BESIDE: dict[str, dict[str, Any]] = {
+    "int8": {"model": {"quantize": "int8"}},
+    "activation offload": {"train": {"offload_activations": "on"}},
+}
+
+
+def _planned(bench: Bench, strategy: str) -> Any:
+    """The setting of a plan in which two cards compute each microbatch together, as was asked."""
     with small_sizes(bench.family), native_training():
-        asked = bench.job("plan", {"split": {}, "parallel": {"strategy": "tensor"}})
+        asked = bench.job(f"plan {strategy}", {"split": {}, "parallel": {"strategy": strategy}})
         plan = plan_job(asked, parse_cards("2x24GB"), info=bench.info)
-    assert plan.setting.divides_blocks and len(plan.devices) == 2, plan
+    assert plan.setting.strategy == strategy and len(plan.devices) == 2, plan
+    return plan.setting
 
 
 def _one_card() -> dict[str, Any]:
     return {"split": {"devices": ["lazy:0"]}, **_PLAIN}
 
 
-def _divided_sections(count: int) -> dict[str, Any]:
-    return {"split": {"devices": [f"lazy:{index}" for index in range(count)]}, "parallel": {"strategy": "tensor"}}
+def _divided_sections(count: int, strategy: str = "tensor") -> dict[str, Any]:
+    return {"split": {"devices": [f"lazy:{index}" for index in range(count)]}, "parallel": {"strategy": strategy}}
 
 
-def _divided_among(bench: Bench, count: int, alone: tuple[float, Grads], sections: Mapping[str, Any] = {}) -> Any:
+def _divided_among(
+    bench: Bench,
+    count: int,
+    alone: tuple[float, Grads],
+    sections: Mapping[str, Any] = {},
+    strategy: str = "tensor",
+) -> Any:
     """How far gradients are from those on one card. Where one card's own float32 is so far from float64 that two such
     roundings add up to more than is allowed, float32 tells nothing: then both are compared in float64, and what was
     divided may be twice as far from it in float32 as what one card computes."""
-    asked = {**_divided_sections(count), **sections}
-    loss, found = bench.first_step(f"on {count}", asked, lambda trainer: _refuse_other(trainer, asked))
+    asked = {**_divided_sections(count, strategy), **sections}
+    name = f"{strategy} on {count}"
+    loss, found = bench.first_step(name, asked, lambda trainer: _refuse_other(trainer, asked))
     expect(abs(loss / alone[0] - 1), 1e-5, "the difference of the loss")
     apart = _apart(found, alone[1])
-    if apart <= _ROUNDED or sections:
+    if apart <= _ROUNDED or "model" in sections:
         return expect(apart, _ROUNDED, "the difference of the gradients")
     wide = bench.in_float64
-    wide_loss, exact = wide.first_step("on 1", _one_card())
+    wide_loss, exact = wide.first_step("on 1", {**_one_card(), **sections})
     rounding = _apart(alone[1], exact)
     assert 2 * rounding > _ROUNDED, (
         f"the difference of the gradients is {apart:.2g}, but one card rounds by {rounding:.2g}"
     )
-    loss, wide_found = wide.first_step(f"on {count}", asked, lambda trainer: _refuse_other(trainer, asked))
+    loss, wide_found = wide.first_step(name, asked, lambda trainer: _refuse_other(trainer, asked))
     expect(abs(loss / wide_loss - 1), 1e-12, "the difference of the loss in float64")
     return {
         "float32": float(f"{apart:.2g}"),
@@ -801,6 +852,7 @@ STEPS: dict[str, Callable[[Bench], Figures]] = {
     "pipeline": in_stages,
     "data": _same("data", {"split": CARDS, "train": TWO, "parallel": {"strategy": "data"}}),
     "tensor": divided,
+    "tokens": by_tokens,
     "weight offload": _same("weights", {"split": {"devices": ["lazy:0"], "offloaded_blocks": [2]}}),
     "activation offload": _same("activations", {"split": CARDS, "train": {"offload_activations": "on"}}),
     "in place": in_place,

@@ -29,6 +29,7 @@ from ....families.comfy.native import NativeModel
 from ....families.comfy.text_sizes import usual_text
 from ....families.spec import TEXT_ENCODERS
 from ....parallel.block_lists import hooked_modules, placed_blocks
+from ....parallel.local.tokens import HERE
 from ....parallel.offload.block_call import Checkpoint, checkpoint_calls
 from ....parallel.offload.in_place import InPlaceGuard
 from ....patches.lora import is_lora_name
@@ -304,9 +305,23 @@ def _raw(sigma: torch.Tensor, output: torch.Tensor, x: torch.Tensor) -> torch.Te
 
 def _plain_attention(attention: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Torch's own attention, which has a backward, in the place of whatever ComfyUI was started with."""
+    return _attend(args, kwargs, has_options=True)
+
+
+def _named_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """The same for what classes call by name; where they hand options on, it leads to the one above."""
+    return _attend(args, kwargs, has_options=False)
+
+
+def _attend(args: tuple[Any, ...], kwargs: dict[str, Any], *, has_options: bool) -> torch.Tensor:
+    """To the keys of all devices that share out the rows of this forward, once per attention."""
     from comfy.ldm.modules.attention import attention_pytorch
 
-    return attention_pytorch(*args, **kwargs)  # type: ignore[no-any-return]
+    parallel = HERE.parallel
+    if parallel is None or parallel.plan.passes_options != has_options:
+        return attention_pytorch(*args, **kwargs)  # type: ignore[no-any-return]
+    tensors = [each if isinstance(each, torch.Tensor) else each.take() for each in args[:3]]
+    return parallel.attend(attention_pytorch, *tensors, *args[3:], **kwargs)
 
 
 def _called(model: nn.Module, row: NativeModel) -> list[nn.Module]:
@@ -380,7 +395,8 @@ def native_training() -> Iterator[None]:
     from comfy.ldm.modules import attention
 
     name = getattr(attention.optimized_attention, "__name__", "")
-    if name not in _WITH_BACKWARD:  # not every class hands its options on, so this one may be called
+    # Not every class hands its options on, so this one may be called. The last is of a training around this one.
+    if name not in (*_WITH_BACKWARD, _named_attention.__name__):
         raise ValueError(
             f"ComfyUI was started with {name}, whose backward is not known; start it without that option to train"
         )
@@ -405,7 +421,6 @@ def _plain_functions(kitchen: Any) -> list[tuple[Any, str, Any]]:
     The latter for modules that call another: ERNIE, say, hands no options on that could say so. Without a GPU ComfyUI's
     is one that cuts its work by free memory, which no device of a forecast has.
     """
-    from comfy.ldm.modules.attention import attention_pytorch
     from comfy_kitchen.backends.eager import adaln, rope
 
     kernels = [
@@ -414,5 +429,5 @@ def _plain_functions(kitchen: Any) -> list[tuple[Any, str, Any]]:
     eager = [(kitchen, name, getattr(rope if "rope" in name else adaln, name, None)) for name in kernels]
     names = ("optimized_attention", "optimized_attention_masked")
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("comfy.")]
-    attentions = [(module, name, attention_pytorch) for module in modules for name in names if name in vars(module)]
+    attentions = [(module, name, _named_attention) for module in modules for name in names if name in vars(module)]
     return [each for each in eager if each[2] is not None] + attentions

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from ....events import first_line
-from ....families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS
+from ....families.comfy.token_plans import TOKEN_PLANS, why_no_tokens
 from ....families.token_plan import TokenPlan
 from ....parallel.block_lists import execution_order
 from ....parallel.devices import device_title
@@ -103,10 +103,9 @@ def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan
     Raises: ValueError if nobody described where the class has rows, or with offload off, if a card cannot hold it.
     """
     layout = layout_of(diffusion_model)
-    tokens = TOKEN_PLANS.get(layout.class_name)
-    if tokens is None:
-        reason = NO_TOKENS.get(layout.class_name, "nobody has described where its tokens are")
-        raise ValueError(f"{layout.class_name} cannot be shared out by tokens: {reason}. Use way 'blocks' or 'tensor'")
+    if reason := why_no_tokens(layout.class_name):
+        raise ValueError(f"{reason}. Use way 'blocks' or 'tensor'")
+    tokens = TOKEN_PLANS[layout.class_name]
     size = int(management.module_size(diffusion_model))
     over = [
         f"{device} would hold {size / GB:.2f} GB of weights and may hold {room / GB:.2f} GB"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from devicebridge.checkpoints.checkpoint import make_published_info
@@ -12,7 +14,7 @@ from devicebridge.cli.main import main
 from devicebridge.config.job import JobConfig, make_job, save_job
 from devicebridge.jobs.job import plan_job, run_job
 from devicebridge.jobs.place_by_size import Subject
-from devicebridge.jobs.rank_plans import plan_shared, shared_weights
+from devicebridge.jobs.rank_plans import plan_shared, resolve_here, shared_weights
 from devicebridge.planning.cards import Card, parse_cards
 from devicebridge.planning.plan import TrainingPlan
 from devicebridge.planning.search import HEADROOM
@@ -44,6 +46,12 @@ def _job(scheme: str = "fp8-compute", **sections: dict) -> JobConfig:
         "output": {"folder": "run"},
     }
     return make_job({**values, **{name: {**values.get(name, {}), **each} for name, each in sections.items()}})
+
+
+def test_sharing_out_tokens_is_refused_in_several_processes(subject: Subject) -> None:
+    ranks: Any = SimpleNamespace(is_launched=True, count=2)
+    with pytest.raises(ValueError, match=r'"tokens" is for the devices of one process, and 2 were started'):
+        resolve_here(_job(parallel={"strategy": "tokens"}), subject, ranks, 1, None)
 
 
 def _card(size: str) -> Card:

@@ -149,6 +149,21 @@ def test_what_contradicts_it_is_refused_before_anything_is_loaded(tmp_path, sect
         check_job(_job(tmp_path, "run", **sections))
 
 
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ({}, r'strategy = "tokens" was asked for, but .* the tokens of diffusers'),
+        ({"blocks_without_checkpointing": [0, 1]}, "give each the same number"),
+        ({"offloaded_blocks": [1, 1]}, 'strategy = "tokens" puts the whole model'),
+        ({"balance": "manual", "split_at": [2]}, "says where to cut the model"),
+    ],
+)
+def test_what_tokens_cannot_do_is_refused_before_anything_is_loaded(tmp_path, split, message):
+    split = {"devices": ["lazy:0", "lazy:1"], **split}
+    with emulated_cards(), pytest.raises(ValueError, match=message):
+        check_job(_job(tmp_path, "run", split=split, parallel={"strategy": "tokens"}))
+
+
 def test_more_cards_than_heads_are_refused_with_how_many_would_do(tmp_path):
     devices = [f"lazy:{index}" for index in range(5)]
     with (
