@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -75,6 +76,23 @@ def way_auto_goes_by_link_and_memory(case: Case) -> None:
         output = host.sample(model, name)
         case.check(f"{what}: it samples", float((output - reference).norm() / reference.norm()) < 1e-4)
         host.unload_all()
+
+
+@case
+def way_auto_knows_the_exchange(case: Case) -> None:
+    """Over a link that alone counts, tokens and tensor take half as long in 8 bits."""
+    seconds = {}
+    for exchange in ("full", "8-bit"):
+        with _machine(1e18, 1.0), case.logged("", logging.INFO) as messages:
+            split(case.host.load("flux2_heads"), way=None, exchange=exchange)
+        said = next(line for line in messages if "way auto takes" in line)
+        seconds[exchange] = {way: float(re.search(rf"{way} (?:about )?([0-9.e+]+) s", said)[1]) for way in _FORECAST}
+    ratios = {way: seconds["full"][way] / seconds["8-bit"][way] for way in _FORECAST}
+    case.check("half", all(abs(ratios[way] - 2) < 0.05 for way in ("tokens", "tensor")), (ratios, seconds))
+    case.check("blocks as ever", ratios["blocks"] == 1, ratios)
+
+
+_FORECAST = ("blocks", "tensor", "tokens")
 
 
 @case

@@ -72,6 +72,7 @@ CASES = [
     "tensor_is_not_split_again_nor_saved", "tensor_verified_and_not_offloaded", "tensor_loras_that_do_not_fit",
     "tensor_beside_a_bypass_lora", "tensor_out_of_memory_on_the_way", "way_auto_goes_by_link_and_memory",
     "way_auto_leaves_tokens_to_models_that_others_left_alone", "keys_travel_as_was_measured",
+    "way_auto_knows_the_exchange",
     "way_auto_has_one_card_compute_what_tokens_refuse",
     "doctor_measures_blocks_with_random_weights",
     "way_auto_asks_for_a_gain_with_cfg_too", "way_auto_takes_blocks_where_others_would_be_refused", "three_cards",
