@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -281,5 +282,9 @@ def doctor_measures_blocks_with_random_weights(case: Case) -> None:
         case.check(f"{each['model']}: the same result", 0 <= each["difference"]["tokens"] < 0.05, each)
         case.check(f"{each['model']}: why not", each["why"] == {"tensor": "not on these cards"}, each)
     case.check("a class that is not there", list(found[1]["why"]) == ["all"] and not found[1]["seconds"], found[1])
+    times = iter((10.0, 11.0, 13.0, 19.0))  # one for each step's call of the model, and none behind the last
+    with mock.patch.object(bench, "time", SimpleNamespace(perf_counter=lambda: next(times))):
+        seconds = bench._sample(bench._load(small[2], HOME), small[2], (HOME,), 4)[1]
+    case.check("between two calls of the model", seconds == 2.0, seconds)
     alone = bench.measure_blocks((HOME,), small[2:])
     case.check("one card", set(alone[0]["seconds"]) == {"one card"} and not alone[0]["why"], alone)
