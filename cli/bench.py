@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import platform
+import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 from ..headless import server
 from ..system import processes
+from ..system.telling import say
 from ..version import VERSION
 
 _BLOCKS_TIMEOUT_S = 120.0  # ComfyUI's start and the loading of weights included
@@ -20,11 +24,16 @@ HEADER = (
     "FLUX.2, ms: one card, tokens, tensor | Qwen-Image | Wan 14B |\n|---|---|---|---|---|---|---|"
 )
 _ISSUES = "https://github.com/devicebridge/ComfyUI-DeviceBridge/issues"
+# A path from the root of a file system, up to its last name; no URL, and no "TFLOP/s".
+_FOLDERS = re.compile(r"(?<![\w.:/\\~])(?:[A-Za-z]:)?[\\/](?:[^\\/\s'\"]+[\\/])*(?=[^\\/\s])")
 _MODELS = ("FLUX.2", "Qwen-Image", "Wan 14B")
 
 
 def collect() -> dict[str, Any]:
-    """Plain values, ready for JSON; what could not be measured is None, or has a reason in "notes"."""
+    """Plain values, ready for JSON; what could not be measured is None, or has a reason in "notes".
+
+    They are made to be sent to others, so no folder of this machine is in them.
+    """
     facts: dict[str, Any] = {
         "devicebridge": VERSION,
         "system": f"{platform.system()} {platform.release()}",
@@ -38,7 +47,7 @@ def collect() -> dict[str, Any]:
     try:
         import torch
     except (ImportError, OSError) as error:
-        facts["notes"].append(f"torch cannot be imported: {error}")
+        facts["notes"].append(f"torch cannot be imported: {_without_folders(str(error))}")
         return facts
     from ..parallel.devices import available_devices, device_title, total_bytes
 
@@ -97,7 +106,7 @@ def _tried(measure: Callable[[], float], what: str, notes: list[str]) -> float |
     try:
         return measure()
     except (RuntimeError, AttributeError, NotImplementedError, TypeError) as error:
-        notes.append(f"{what}: {str(error).splitlines()[0]}")
+        notes.append(f"{what}: {_without_folders(str(error).splitlines()[0])}")
         return None
 
 
@@ -115,11 +124,19 @@ def _measure_blocks(notes: list[str]) -> list[dict[str, Any]]:
     try:
         blocks: list[dict[str, Any]] = json.loads((told or "").strip().splitlines()[-1])
     except (ValueError, IndexError):
-        why = f"see what this says: {' '.join(map(str, command))}"
-        notes.append(f"blocks: ComfyUI's Python ended early or took more than {_BLOCKS_TIMEOUT_S:.0f} s; {why}")
+        notes.append(f"blocks: ComfyUI's Python ended early or took more than {_BLOCKS_TIMEOUT_S:.0f} s")
+        say(f"devicebridge: {notes[-1]}; see what this says: {' '.join(map(str, command))}", sys.stderr)
         return []
+    if not blocks:
+        notes.append("blocks: the torch of ComfyUI's Python finds no GPU")
+    for each in blocks:
+        each["why"] = {way: _without_folders(why) for way, why in each["why"].items()}
     notes += [f"{each['model']}, {way}: {why}" for each in blocks for way, why in each["why"].items()]
     return blocks
+
+
+def _without_folders(text: str) -> str:
+    return _FOLDERS.sub("", text.replace(str(Path.home()), "~"))
 
 
 def report(facts: dict[str, Any]) -> str:

@@ -47,6 +47,9 @@ def collect() -> dict[str, Any]:
     if versions["torch"]:
         facts.update(_ask_torch())
     facts["import_faults"] = imports.result()
+    if len(_accelerators(facts)) > 1:  # what ended another Python is not imported here
+        why = _training(facts)
+        facts["sampling"] = [f"not forecast: {why}"] if why else _forecast_sampling(_accelerators(facts))
     facts["quantization"] = _list_schemes(facts)
     judged = {name: judge(facts) for name, judge in _FEATURES}
     facts["features"] = [{"name": name, "works": not why, "reason": why} for name, why in judged.items()]
@@ -114,7 +117,6 @@ def _ask_torch() -> dict[str, Any]:
             if len(accelerators) > 1
         },
         "machine_speed": _measure(accelerators) if len(accelerators) > 1 else [],
-        "sampling": _forecast_sampling(accelerators) if len(accelerators) > 1 else [],
     }
 
 
@@ -164,14 +166,16 @@ def _measure(accelerators: list[Any]) -> list[str]:
         return [f"not measured: {error}"]
 
 
-def _forecast_sampling(accelerators: list[Any]) -> list[str]:
+def _forecast_sampling(accelerators: list[dict[str, Any]]) -> list[str]:
     """What way auto of a split would take for some models, and seconds per step, a line each."""
     try:
+        import torch
+
         from ..checkpoints.checkpoint import make_published_info
         from ..planning.cards import cards_of
         from ..planning.sampling_forecast import SampledModel, forecast_sampling
 
-        cards, lines = cards_of(accelerators), []
+        cards, lines = cards_of([torch.device(each["name"]) for each in accelerators]), []
         for name, size in _SAMPLED if cards else ():
             info = make_published_info(name)
             assert info.variant is not None and cards, "published models are variants"

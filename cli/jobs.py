@@ -163,6 +163,11 @@ def _plan_sampling(options: argparse.Namespace, asked: PlanRequest) -> int:
         found = others[0] if others else "a job file" if options.job is not None else "no model"
         raise ValueError(f"--sample goes with --model and --cards alone, and there is {found}; leave the rest out")
     assert asked.info.variant is not None, "published models are variants"
+    if "@" in (options.cards or ""):
+        raise ValueError(
+            f"--cards {options.cards}: --sample goes by seconds, and speeds behind @ are relative; leave them out, or "
+            "name the models, such as 2x3090"
+        )
     cards = parse_cards(options.cards) if options.cards else cards_of(find_machine(()).devices)
     if cards is None:
         raise ValueError("this machine has no GPU; name the cards to plan for, such as --cards 2x3090")

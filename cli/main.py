@@ -277,9 +277,9 @@ def _doctor(options: argparse.Namespace) -> int:
     else:
         from .doctor import collect, report
     facts = collect()
-    if options.json and options.json != "-":
-        Path(options.json).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     say(json.dumps(facts, indent=2) if options.json == "-" else report(facts))
+    if options.json and options.json != "-":  # behind the report, which takes a minute and would be lost
+        Path(options.json).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

@@ -10,7 +10,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,17 @@ from ..parallel.local.shards import find_plan, shares_of
 from ..parallel.placement import block_names, blocks_with_lists, parameter_bytes
 from ..system.telling import aligned
 from .cards import SHARE_OF_PEAK, SHARE_OF_PRODUCT, Card, MachineSpeed, machine_speed
-from .times import BLOCK_RATE, NUM_TEXT_TOKENS, ForwardWork, SampledBlock, WayName, Ways, work_of
+from .times import (
+    BLOCK_RATE,
+    CLIP_TOKENS,
+    NUM_TEXT_TOKENS,
+    PICTURE_TOKENS,
+    ForwardWork,
+    SampledBlock,
+    WayName,
+    Ways,
+    work_of,
+)
 
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})(?:x([0-9]{1,4}))?")
 _KEPT_BYTES = 1.7e9  # of a card, by its driver and by ComfyUI for computing
@@ -73,6 +83,16 @@ class SampledModel:
     def has_cfg(self) -> bool:
         """Whether it may be run twice in a step, for CFG."""
         return self.variant.training_guidance is None
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """As of NativeModel; a class that diffusers builds keeps nothing."""
+        return self.family.native is None or self.family.native.keeps_nothing
+
+    @property
+    def usual_tokens(self) -> int:
+        """Of the picture or clip that auto of a split goes by, as it knows no size yet."""
+        return CLIP_TOKENS if self.family.latent_of(self.variant).is_video else PICTURE_TOKENS
 
     def can_divide(self, num_cards: int) -> bool:
         try:
@@ -164,11 +184,13 @@ class SamplingForecast:
             can_overlap=True,
             crossings=count,
             token_shares=self.machine.flops_per_s if can_share else (),
+            can_deal=self.model.keeps_nothing,  # with the node's overlap, which is on by default
         )
 
     def taken(self, bits: int) -> WayName:
-        """What way auto would take."""
-        return self.ways(bits).fastest(self.counts)
+        """What way auto would take: that of the usual size, whatever is sampled then."""
+        usual = work_of(self.model.blocks, (self.model.usual_tokens, NUM_TEXT_TOKENS), len(self.cards))
+        return replace(self.ways(bits), work=usual).fastest(self.counts)
 
     # ---- in words
 
@@ -192,7 +214,7 @@ class SamplingForecast:
     def describe(self) -> str:
         """The verdict for a 16-bit and an 8-bit file, what they go by, and a row per way."""
         width, height, frames = self.size
-        cards = Counter(card.kind.name if card.kind else card.name for card in self.cards)
+        cards = Counter(map(_name_of, self.cards))
         link = f", {self.machine.bytes_per_s / 1e9:.3g} GB/s each way between two" if self.machine.bytes_per_s else ""
         names = ", ".join(f"{number} x {name}" if number > 1 else name for name, number in cards.items())
         clip, source = f", {frames} frames" * (frames > 1), "measured" if self.is_measured else "published speeds"
@@ -202,7 +224,11 @@ class SamplingForecast:
     def _rows(self) -> list[list[str]]:
         held = [f"{bits}-bit weights, GB per card" for bits in _BITS]
         rows = [["way", *("s per step" + " with CFG" * (n > 1) for n in self.counts), "times one card", *held]]
-        sizes = [f"{self.model.weight_bytes(bits) / 1e9:.1f}" for bits in _BITS]
+        fastest = max(self.machine.flops_per_s)
+        rooms = [each for each, speed in zip(self.cards, self.machine.flops_per_s, strict=True) if speed == fastest]
+        room = max(card.usable_bytes for card in rooms) - _KEPT_BYTES
+        held_bytes = [self.model.weight_bytes(bits) for bits in _BITS]
+        sizes = [f"{size / 1e9:.1f}" + " (no room)" * (size > room) for size in held_bytes]
         rows.append(["one card", *(f"{self.one_card(n):.2g}" for n in self.counts), "1", *sizes])
         for way in _WAYS if len(self.cards) > 1 else ():
             seconds = [getattr(self.ways().seconds(count), way) for count in self.counts]
@@ -220,7 +246,7 @@ class SamplingForecast:
         found: dict[str, Any] = {
             "model": self.model.name,
             "size": list(self.size),
-            "cards": [card.kind.name if card.kind else card.name for card in self.cards],
+            "cards": list(map(_name_of, self.cards)),
             "is_measured": self.is_measured,
             "link_bytes_per_s": self.machine.bytes_per_s,
             "one_card_s": {str(count): self.one_card(count) for count in self.counts},
@@ -237,6 +263,12 @@ class SamplingForecast:
                 },
             }
         return found
+
+
+def _name_of(card: Card) -> str:
+    """ "RTX 3090"; of a card that is known by its memory alone "RTX 4090, assumed from 24 GB"."""
+    name = card.kind.name if card.kind else card.name
+    return f"{name}, assumed from {card.total_bytes / 1e9:.0f} GB" if card.is_assumed else name
 
 
 def forecast_sampling(model: SampledModel, size: str, cards: Sequence[Card]) -> SamplingForecast:

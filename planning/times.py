@@ -42,8 +42,11 @@ ASSUMED_LINK_BYTES_PER_S = PCIE_BYTES_PER_S
 
 BLOCK_RATE = 0.8  # of a large matrix product's rate: FLUX.2, Wan and Qwen-Image on one card
 GAIN = 0.9  # of blocks' time at most, or dividing is not worth what it forbids
+TOKENS_GAIN = 0.97  # of tensor's time at most: a tie is tensor's, whose kernels are launched by CUDA graphs
 LEAST_SHARE = 0.75  # of an equal share: no card that has less is waited for, but given rows of every forward
 NUM_TEXT_TOKENS = 512  # in sampling
+PICTURE_TOKENS = 4096  # of 1024 x 1024; a split is made before the size is known
+CLIP_TOKENS = 14040  # of 832 x 480, 33 frames
 _SQUARE_BYTES = 4  # of a sum of squares
 _CHOICE_BYTES = 2 * (8 + 2)  # of two of several experts, as an index and a number each
 _SIXTEEN_BITS = 2  # bytes of a number that is computed with, whatever the weights are stored in
@@ -226,7 +229,7 @@ class Ways:
     can_overlap: bool
     crossings: int
     token_shares: Sequence[float] = ()
-    can_deal: bool = True
+    can_deal: bool = False
 
     def seconds(self, num_forwards: int) -> StepSeconds:
         """Of a step with so many forwards. Tensor has them as one batch."""
@@ -263,9 +266,10 @@ class Ways:
         return all(found.tensor < GAIN * found.blocks for found in map(self.seconds, counts))
 
     def fastest(self, counts: Sequence[int]) -> WayName:
-        """Tokens where it is faster than what it would be else, for each of these numbers of forwards."""
+        """Tokens where it gains over what it would be else, for each of these numbers of forwards."""
         otherwise: WayName = "tensor" if self.prefers_tensor(counts) else "blocks"
-        gains = all(found.tokens < getattr(found, otherwise) for found in map(self.seconds, counts))
+        gain = GAIN if otherwise == "blocks" else TOKENS_GAIN  # beside blocks tokens forbid as much as tensor does
+        gains = all(found.tokens < gain * getattr(found, otherwise) for found in map(self.seconds, counts))
         return "tokens" if gains else otherwise
 
     @property

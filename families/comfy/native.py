@@ -133,6 +133,11 @@ class NativeModel:
         return self.transport == "stream" and not self.is_sequential
 
     @property
+    def keeps_nothing(self) -> bool:
+        """Whether a forward is known to leave nothing for the next, so that copies may compute several at once."""
+        return not (self.remembers or self.is_watched)
+
+    @property
     def is_watched(self) -> bool:
         """Whether nobody has seen such a class run: that it calls its blocks is looked at, and nothing is assumed."""
         return self.is_derived or self.evidence == "read"

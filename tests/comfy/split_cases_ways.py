@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,7 +32,7 @@ from devicebridge.planning.cards import MachineSpeed
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
 from devicebridge.tests.comfy.split_host import HOME, OTHER
 
-FAST_LINK, SLOW_LINK = 1e12, 1e3  # bytes per second
+FAST_LINK, SLOW_LINK = 1e6, 1e3  # bytes per second, beside cards as slow as _machine's callers say
 
 
 @contextmanager
@@ -299,5 +300,9 @@ def doctor_measures_blocks_with_random_weights(case: Case) -> None:
         case.check(f"{each['model']}: the same result", 0 <= each["difference"]["tokens"] < 0.05, each)
         case.check(f"{each['model']}: why not", each["why"] == {"tensor": "not on these cards"}, each)
     case.check("a class that is not there", list(found[1]["why"]) == ["all"] and not found[1]["seconds"], found[1])
+    times = iter((10.0, 11.0, 13.0, 19.0))  # one for each step's call of the model, and none behind the last
+    with mock.patch.object(bench, "time", SimpleNamespace(perf_counter=lambda: next(times))):
+        seconds = bench._sample(bench._load(small[2], HOME), small[2], (HOME,), 4)[1]
+    case.check("between two calls of the model", seconds == 2.0, seconds)
     alone = bench.measure_blocks((HOME,), small[2:])
     case.check("one card", set(alone[0]["seconds"]) == {"one card"} and not alone[0]["why"], alone)

@@ -144,7 +144,7 @@ def _load(subject: Subject, device: torch.device) -> Any:
 def _sample(
     model: Any, subject: Subject, devices: Sequence[torch.device], num_steps: int
 ) -> tuple[torch.Tensor, float]:
-    """The latents that ComfyUI's sampler makes, on the CPU, and seconds of a step."""
+    """The latents that ComfyUI's sampler makes, on the CPU, and seconds between two steps' calls of the model."""
     marks: list[float] = []
 
     def mark(*_: Any) -> None:
@@ -158,6 +158,5 @@ def _sample(
         model, noise, num_steps, 1.0, "euler", "simple", text, text, torch.zeros_like(noise),
         callback=mark, disable_pbar=True, seed=_SEED,
     )  # fmt: skip
-    mark()
     steps = [after - before for before, after in itertools.pairwise(marks)]
     return latents.float().cpu(), statistics.median(steps[-3:])

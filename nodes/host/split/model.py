@@ -21,7 +21,7 @@ from ....events import first_line
 from ....families.comfy.video import VIDEO_MODELS
 from ....parallel.transfer import module_with_streams
 from ....planning.cards import machine_speed
-from ....planning.times import WayName, Ways, forward_work, has_guidance
+from ....planning.times import CLIP_TOKENS, PICTURE_TOKENS, WayName, Ways, forward_work, has_guidance
 from .attachments import KEY, ROOT, check_runnable, is_compiled
 from .blocks import BlockExecutor, BlockPlan, plan_blocks
 from .model_copy import ModuleMap, Origin, check_independent, copy_structure, follow_copy, load_over_file
@@ -34,8 +34,6 @@ from .tokens import TokensExecutor, TokensPlan, plan_tokens
 from .tree import SplitTree, Way, make_tree, tree_of
 
 _log = logging.getLogger(__name__)
-_PICTURE_TOKENS = 4096  # of 1024 x 1024
-_CLIP_TOKENS = 14040  # of 832 x 480, 33 frames
 _WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
     "default": {},
     "fp8_e4m3fn": {"dtype": torch.float8_e4m3fn},
@@ -240,7 +238,7 @@ def plan_split(model: Any, request: SplitRequest) -> SplitPlan:
                 refusals[way] = first_line(error)
         if len(plans) == 1:
             raise ValueError("; ".join(f"not {way}: {reason}" for way, reason in refusals.items()))
-        num_tokens = _CLIP_TOKENS if blocks.layout in VIDEO_MODELS else _PICTURE_TOKENS
+        num_tokens = CLIP_TOKENS if blocks.layout in VIDEO_MODELS else PICTURE_TOKENS
         tensor, tokens = plans.get("tensor"), plans.get("tokens")
         ways = compare_ways(root, blocks, tensor, num_tokens, tokens)  # type: ignore[arg-type]
     except (ValueError, RuntimeError) as error:
@@ -332,5 +330,5 @@ def compare_ways(
         blocks.overlap,
         len(placed.runs()) if blocks.transport == "stream" else 2 * sum(device != main for device in placed.devices),
         tokens.shares if tokens else (),
-        tokens.overlap if tokens else False,
+        tokens is not None and tokens.overlap and blocks.layout.keeps_nothing,
     )

@@ -42,6 +42,7 @@ from ....parallel.transfer import Arrivals, copy_to, current_device, is_everywhe
 from ....patches.changes import Unchanged, code_of, foreign_methods
 from ....patches.hooks import HookSet, is_made_here, map_tensors
 from ....planning.cards import machine_speed
+from ....planning.times import LEAST_SHARE
 from ....quantization.weight_only import plain_parts
 from .attachments import ROOT, check_attention, check_runnable
 from .model_copy import RUNTIME_STATE, copy_structure
@@ -57,8 +58,6 @@ _CHOOSES_ATTENTION = "optimized_attention_for_device"
 # What leads attention to us by name, in any thread: how many forwards need it at a place, and ComfyUI's function there.
 _LEADING, _num_led, _own = threading.Lock(), Counter[tuple[Any, str]](), dict[tuple[Any, str], Any]()
 _INSIDE = f"{ROOT}."
-# Of an equal share of the speed: where a card has less, sharing out each picture costs less time than waiting for it.
-_LEAST_SHARE = 0.75
 _ON_WEIGHTS = ("weight_function", "bias_function")
 # What ComfyUI's loading and its classes' forwards write into modules.
 _MAY_CHANGE = RUNTIME_STATE.union(
@@ -285,9 +284,9 @@ class TokensExecutor(Executor):
         shares, layout, size = self._plan.shares, self._plan.layout, len(self._models)
         if num_parts < size:
             return f"{num_parts} conditionings or pictures are fewer than the {size} cards, so that all compute each"
-        if min(shares) * size < _LEAST_SHARE * sum(shares):
+        if min(shares) * size < LEAST_SHARE * sum(shares):
             return "one card is much slower than the others, or was given less, so that all compute each picture"
-        if layout.remembers or layout.is_watched:
+        if not layout.keeps_nothing:
             return f"{layout.class_name} may keep something from one conditioning for the next"
         if not has_room():
             return "a card may lack the memory for a whole conditioning, so that all compute each"

@@ -87,13 +87,51 @@ def test_without_a_gpu_it_says_so_and_starts_nothing(told, monkeypatch, capsys) 
 
 
 @pytest.mark.parametrize("answer", [None, "", "no JSON"])
-def test_a_comfyui_that_ends_early_leaves_the_rest(answer, told, monkeypatch) -> None:
+def test_a_comfyui_that_ends_early_leaves_the_rest(answer, told, monkeypatch, capsys) -> None:
     _machine(monkeypatch, 2)
     told[0] = answer
     with emulated_cards(2):
         facts = bench.collect()
     assert facts["blocks"] == [] and any(note.startswith("blocks: ") for note in facts["notes"])
     assert facts["links"][0]["direct"] > 0
+    assert sys.executable not in json.dumps(facts) and sys.executable in capsys.readouterr().err
+
+
+def test_a_comfyui_whose_torch_finds_no_gpu_has_a_note(told, monkeypatch) -> None:
+    _machine(monkeypatch, 1)
+    told[0] = "[]"
+    with emulated_cards(1):
+        facts = bench.collect()
+    assert facts["blocks"] == [] and any(each.startswith("blocks: ") and "GPU" in each for each in facts["notes"])
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("no such file: /data/Jane/ComfyUI/models/a.safetensors, b", "no such file: a.safetensors, b"),
+        ("No module 'x' (/srv/me/x.py)", "No module 'x' (x.py)"),
+        (r"C:\Users\Jane\x.py is old", "x.py is old"),
+        (f"in {Path.home() / 'Jane Doe' / 'x'}", "in ~/Jane Doe/x"),
+        ("1e12/s of a/b at https://example.org/a/b", "1e12/s of a/b at https://example.org/a/b"),
+    ],
+)
+def test_what_is_sent_names_no_folder(said, shown, told, monkeypatch, capsys) -> None:
+    _machine(monkeypatch, 1)
+    told[0] = json.dumps([{**BLOCKS[1], "why": {"tokens": said}}])
+    with emulated_cards(1):
+        assert main(["doctor", "--bench"]) == 0
+    printed = capsys.readouterr().out
+    assert f"note: Wan 14B, tokens: {shown}\n" in printed
+    assert json.loads(printed.splitlines()[-1])["blocks"][0]["why"] == {"tokens": shown}
+
+
+def test_a_file_that_cannot_be_written_costs_no_measurement(told, monkeypatch, capsys, tmp_path) -> None:
+    _machine(monkeypatch, 1)
+    path = tmp_path / "no folder" / "bench.json"
+    with emulated_cards(1):
+        assert main(["doctor", "--bench", "--json", str(path)]) == 2
+    shown = capsys.readouterr()
+    assert _row(shown.out)[0] == "RTX 3090" and str(path) in shown.err
 
 
 def test_without_comfyui_blocks_are_left_out(monkeypatch) -> None:

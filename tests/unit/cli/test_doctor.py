@@ -224,3 +224,16 @@ def test_what_way_auto_takes_for_sampling_is_said(monkeypatch: pytest.MonkeyPatc
     assert all(f"\n  {line}" in report for line in lines)
     monkeypatch.setattr(cards_module, "cards_of", lambda devices: None)
     assert doctor._forecast_sampling([]) == []
+
+
+@pytest.mark.parametrize("fault", ["", "importing diffusers ended Python with code 7"])
+def test_sampling_is_not_forecast_with_a_package_that_ends_python(fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = doctor.collect()
+    cards = [{**facts["devices"][-1], "name": name} for name in ("cuda:0", "cuda:1", "cpu")]
+    asked: list[object] = []
+    monkeypatch.setattr(doctor, "_ask_torch", lambda: {"torch_build": "CUDA", "devices": cards})
+    monkeypatch.setattr(doctor, "_import_faults", lambda names: {"diffusers": fault})
+    monkeypatch.setattr(doctor, "_scheme_fault", lambda scheme, device: "")
+    monkeypatch.setattr(doctor, "_forecast_sampling", lambda devices: asked.append(devices) or ["a forecast"])
+    assert doctor.collect()["sampling"] == ([f"not forecast: {fault}"] if fault else ["a forecast"])
+    assert asked == ([] if fault else [cards[:2]])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from devicebridge.checkpoints.checkpoint import make_published_info
 from devicebridge.cli.main import main
+from devicebridge.families.comfy.native import NativeModel
 from devicebridge.planning import sampling_forecast as forecast_module
 from devicebridge.planning.cards import MachineSpeed, parse_cards
 from devicebridge.planning.sampling_forecast import SampledModel, forecast_sampling
@@ -102,6 +103,7 @@ def test_the_command_says_the_verdict_first(capsys) -> None:
         (("--model", "flux1-dev", "--sample", "1024x1024", "--frames", "5"), "--frames"),
         (("job.toml", "--model", "flux1-dev", "--sample", "1024x1024"), "job.toml"),
         (("--model", "flux1-dev", "--sample", "1024x1024", "--cards", "2x7GB"), "7 GB"),
+        (("--model", "flux1-dev", "--sample", "1024x1024", "--cards", "24GB@1,24GB@0.5"), "24GB@1,24GB@0.5"),
         (("--model", "nothing", "--sample", "1024x1024"), "nothing"),
     ],
 )
@@ -109,3 +111,36 @@ def test_what_cannot_be_forecast_is_refused(arguments, word, capsys) -> None:
     cards = () if "--cards" in arguments else ("--cards", "2x3090")
     assert _plan(*arguments, *cards) == 2
     assert word in capsys.readouterr().err
+
+
+def test_the_way_is_that_of_the_usual_size_and_the_seconds_are_of_the_asked_one() -> None:
+    """A split is made before anybody knows the size. Of a large picture tokens gain too little here."""
+    cards = parse_cards("2x3090")
+    usual = forecast_sampling(_model("flux1-dev"), "1024x1024", cards)
+    large = forecast_sampling(_model("flux1-dev"), "2048x2048", cards)
+    assert large.ways(8).fastest(large.counts) != large.taken(8) == usual.taken(8)
+    taken, seconds = large.taken(8), large.values()["files"]["8"]["seconds"]
+    assert f"takes {taken}, about {seconds[taken]['1']:.2g} s" in large.verdict(8)
+    clip = forecast_sampling(_model("wan2.1-t2v-14b"), "832x480x33", cards)
+    assert (usual.model.usual_tokens, clip.model.usual_tokens) == (usual.num_tokens[0], clip.num_tokens[0])
+
+
+@pytest.mark.parametrize("remembers", [(), ("cache",)])
+def test_whole_conditionings_are_dealt_where_a_split_deals_them(remembers) -> None:
+    model = _model("wan2.1-t2v-14b")
+    native = NativeModel("Wan", "wan", ("blocks",), (), "a note", remembers=remembers)
+    found = forecast_sampling(
+        replace(model, family=replace(model.family, native=native)), "832x480x33", parse_cards("2x4090")
+    )
+    one, two = (found.ways().seconds(count).tokens for count in (1, 2))
+    assert two == pytest.approx(2 * one if remembers else found.one_card(1))
+
+
+def test_a_card_that_is_a_guess_is_told_and_one_card_without_room_too() -> None:
+    named, guessed = (
+        forecast_sampling(_model("wan2.1-t2v-14b"), "832x480x33", parse_cards(cards)) for cards in ("2x4090", "2x24GB")
+    )
+    assert "assumed" not in named.describe() and "RTX 4090, assumed from 24 GB" in guessed.describe()
+    assert "assumed" in guessed.values()["cards"][0]
+    (row,) = (line for line in named.describe().splitlines() if line.startswith("one card"))
+    assert [cell.strip() for cell in row.split("  ") if cell.strip()][-2:] == ["28.6 (no room)", "14.5"]
