@@ -143,6 +143,7 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "frames": "STRING",
         "verify": "BOOLEAN",
         "way": "COMBO",
+        "shares": "STRING",
         "exchange": "COMBO",
         "fps": "STRING",
         "window": "COMBO",
