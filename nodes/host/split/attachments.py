@@ -218,7 +218,7 @@ def foreign_attention(function: Any) -> str:
 
 def _foreign_attention(function: Any) -> str:
     parts = [code_of(part) for part in reachable(function) if callable(part) and not isinstance(part, type)]
-    return next((code for code in parts if not code.startswith("comfy.")), "")
+    return min((code for code in parts if not code.startswith("comfy.")), key=__name__.__eq__, default="")  # ours last
 
 
 _known_attention = functools.lru_cache(maxsize=32)(_foreign_attention)
