@@ -71,6 +71,9 @@ class _Facts:
 
 
 _FACTS: dict[int, _Facts] = {}
+_PRODUCTS = (aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.einsum)
+_PRODUCTS += (aten.scaled_dot_product_attention,)
+_IN_DOUBLES: dict[Any, Any] = {}  # by operation: what computes it inside exact_products
 
 
 def _facts(func: Any) -> _Facts:
@@ -130,7 +133,8 @@ class EmulatedTensor(torch.Tensor):
         found = _Arguments(args, kwargs)
         if found.is_for_another_subclass:
             return NotImplemented
-        out = NotImplemented if _facts(func).is_simple else _run_composite(func, args, kwargs)
+        is_simple = func in _IN_DOUBLES or _facts(func).is_simple
+        out = NotImplemented if is_simple else _run_composite(func, args, kwargs)
         return _run(func, args, kwargs, found.tensors, []) if out is NotImplemented else out
 
 
@@ -166,8 +170,8 @@ class EmulatedCards(TorchDispatchMode):
         if found.is_for_another_subclass:
             return NotImplemented
         if not found.is_ours:
-            return func(*args, **kwargs)
-        if not _facts(func).is_simple:
+            return _IN_DOUBLES.get(func, func)(*args, **kwargs)
+        if func not in _IN_DOUBLES and not _facts(func).is_simple:
             with self:  # under inference mode `to` and the like come here whole, with the device among the arguments
                 out = _run_composite(func, args, kwargs)
             if out is not NotImplemented:
@@ -252,7 +256,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tenso
         plain_kwargs["generator"] = _GENERATORS[target.index]
     if "device" in kwargs:
         plain_kwargs["device"] = torch.device("cpu")
-    run = functools.partial(_dropout, _GENERATORS[target.index]) if func is aten.native_dropout.default else func
+    run = _IN_DOUBLES.get(func, func)
+    run = functools.partial(_dropout, _GENERATORS[target.index]) if func is aten.native_dropout.default else run
     out = run(*map(_plain, args), **plain_kwargs)
     if facts.returns_host_value:
         return out
@@ -338,6 +343,32 @@ def emulated_cards(num_cards: int = 2) -> Iterator[EmulatedCards]:
         generator.manual_seed(index)
     with device_module(module), EmulatedCards() as cards:
         yield cards
+
+
+def _in_doubles(func: Any, *args: Any, **kwargs: Any) -> Any:
+    dtypes: list[torch.dtype] = []
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(widened, value))
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            dtypes.append(value.dtype)
+            return value.double()
+        return value
+
+    output = func(*map(widened, args), **{name: widened(value) for name, value in kwargs.items()})
+    return output.to(dtypes[0])
+
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Inside emulated_cards, sums of products are rounded once, from float64: their bits do not depend on how many rows
+    there are, by which kernels are chosen otherwise. Also of tensors on the CPU, in the thread of the cards."""
+    _IN_DOUBLES.update((each.default, functools.partial(_in_doubles, each.default)) for each in _PRODUCTS)
+    try:
+        yield
+    finally:
+        _IN_DOUBLES.clear()
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from devicebridge.nodes.host.split.model import describe_split
 from devicebridge.nodes.host.split.tokens import led_by_name
 from devicebridge.parallel.local.heads import Gathered
 from devicebridge.parallel.local.residuals import Residuals as TokenResiduals
-from devicebridge.parallel.local.tokens import HERE, TokenParallel
+from devicebridge.parallel.local.tokens import HERE, OneDeviceError, TokenParallel
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
 from devicebridge.tests.comfy.native_cases import with_heads
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, split
@@ -42,7 +42,7 @@ from devicebridge.tests.comfy.split_cases_tensor_files import FILES, _eight_bit,
 from devicebridge.tests.comfy.split_cases_tensor_nodes import _cancelled, context_windows, ends
 from devicebridge.tests.comfy.split_cases_weights import NAME
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, Host, live_bytes
-from devicebridge.tests.comfy.split_prompts import _held
+from devicebridge.tests.comfy.split_prompts import faults_of, run_prompts
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
 from devicebridge.tests.emulated import CARDS, on_cpu
 from torch.nn import Parameter
@@ -65,6 +65,7 @@ SHARED = (
     "krea2",
     "cosmos_predict2",
     "hidream",
+    "hidream_o1",
     "minimax_h3",
 )
 
@@ -303,11 +304,14 @@ def tokens_another_attention(case: Case) -> None:
             return stronger(*args, **kwargs)
 
     shared = tokens(host.load(name))
-    patched, chosen, unhashable = shared.clone(), shared.clone(), shared.clone()
+    patched, chosen, unhashable, tensor = (shared.clone() for _ in range(4))
+    one = torch.ones(1, device=HOME)
+    tensor.set_model_optimized_attention(lambda *args, **kwargs: own(*args, **kwargs) * one)
     unhashable.model_options["transformer_options"]["optimized_attention_override"] = Unhashable()
     patched.model_options["transformer_options"]["optimized_attention_override"] = stronger
     chosen.set_model_optimized_attention(lambda *args, **kwargs: own(*args, **kwargs))
-    for what, model in (("an override", patched), ("a kernel", chosen), ("an unhashable one", unhashable)):
+    given = {"an override": patched, "a kernel": chosen, "an unhashable one": unhashable, "with a tensor": tensor}
+    for what, model in given.items():
         case.refused(what, functools.partial(host.sample, model, name), RuntimeError, __name__, "way 'blocks'")
     with mock.patch.object(flux_math, "optimized_attention", attention.wrap_attn(stronger)):
         case.refused("put into ComfyUI", lambda: host.sample(shared, name), RuntimeError, __name__, "way 'blocks'")
@@ -637,33 +641,24 @@ def tokens_context_windows(case: Case) -> None:
 
 @case
 def tokens_many_prompts(case: Case) -> None:
-    """Nothing grows over thirty prompts: no memory, no thread, no file."""
-    host, name, different = case.host, "flux1", 0
-    shared = tokens(host.load(name))
-    with_lora = host.lora(shared, name)
-    references = [host.sample(each, name, steps=2) for each in (shared, with_lora)]
-    for index in range(30):
-        if index == 10:
-            before, tensors = _held(), live_bytes(OTHER)
-        output = host.sample((shared, with_lora)[index % 2], name, steps=2)
-        different += not torch.equal(output, references[index % 2])
-        if index % 7 == 0:
-            host.free(OTHER)
-    after = _held()
-    case.check("the same bits", different == 0, different)
-    case.check("no thread, no file", all(after[key] <= before[key] for key in ("threads", "files")), (before, after))
-    case.check("no memory", after["bytes"] <= before["bytes"] + (4 << 20), (before, after))
-    case.check("none on the card", live_bytes(OTHER) <= tensors, (tensors, live_bytes(OTHER)))
+    """This way and the others in turn, through Cancel and errors: the same bits, and nothing grows."""
+    found = run_prompts(case.host, 100, seed=1)
+    case.check("no output differs, and nothing grows", not faults_of(found), (faults_of(found), found))
+    ended = found["ended"]
+    case.check("prompts were cancelled and failed", ended["was cancelled"] and ended["failed"], ended)
 
 
 # ---- every class, on the CPU: the result, and the order of keys, which no result shows
 
 _WAYS: tuple[tuple[tuple[int, ...], int, Any], ...] = (  # shares, groups of heads, exchange
-    ((3, 5), 1, "full"),
+    *((shares, 1, "full") for shares in ((1, 1), (3, 5), (2, 3, 3), (1, 1, 1, 1), (4, 3, 5, 4))),
     ((1, 1, 1), 4, "full"),
     ((2, 1), 4, "8-bit"),
 )
-_NO_ROWS = {"hidream_o1"}  # it keeps keys of earlier forwards, which the executor has it leave out
+_FEW_ROWS = {"cosmos_predict2", "anima", "stable_audio_3", "hidream_o1", "hidream_o1_uncached"}  # in these builds
+_PIXELS = {"PixDiT_T2I": 3e-6, "PidNet": 5e-6}  # their decoders multiply differences
+# As the executor has it, so that no keys of earlier forwards are read.
+_CACHES = {"hidream_o1": {"patches_replace": {"dit": {"of no block": None}}}}
 
 
 def _whole(model: torch.nn.Module, plan: TokenPlan, inputs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
@@ -760,17 +755,25 @@ def tokens_every_class(case: Case) -> None:
             continue
         built = with_heads(native)
         model = built.build()
-        if native.name in _NO_ROWS:
+        if native.name in _CACHES:
             refused = functools.partial(_by_tokens, model, plan, built.inputs, (3, 5))
             case.refused(f"{native.name}: keys of earlier forwards", refused, RuntimeError, "past_key_value")
-            continue
-        expected, whole = _whole(model, plan, built.inputs())
-        exact = 1e-5 if native.class_name == "PidNet" else 3e-6  # its pixel decoder multiplies differences
+
+        def inputs(native: Any = native, built: Any = built) -> dict[str, Any]:
+            given = built.inputs()
+            options = {**given.get("transformer_options", {}), **_CACHES.get(native.name, {})}
+            return {**given, "transformer_options": options}
+
+        expected, whole = _whole(model, plan, inputs())
         for way in _WAYS:
-            outputs, keys = _by_tokens(model, plan, built.inputs, *way)
+            try:
+                outputs, keys = _by_tokens(model, plan, inputs, *way)
+            except OneDeviceError as error:
+                case.check(f"{native.name} {way}: one card", native.name in _FEW_ROWS, error)
+                continue
             worst = max(_apart(each, expected) for each in outputs)
             if way[2] == "8-bit":
                 case.check(f"{native.name} {way}: near", 0 < worst < 0.01, worst)
                 continue
-            case.check(f"{native.name} {way}: equal", worst < exact, worst)
+            case.check(f"{native.name} {way}: equal", worst < _PIXELS.get(native.class_name, 1e-6), worst)
             case.check(f"{native.name} {way}: keys of one card", bool(keys) and _in_order(keys, whole), len(keys))

@@ -216,9 +216,9 @@ def _compare(host: Host, name: str, drawn: random.Random, pairs: list[_Pair], hi
     chosen = [pairs[-1], *([drawn.choice(pairs)] if drawn.random() < 0.5 else [])]
     for pair in chosen:
         with contextlib.ExitStack() as stack:
-            _disturb(host, drawn, ground, history, stack)
+            disturb(host, drawn, ground, history, stack)
             history.steps.append(f"sample {pairs.index(pair)}: {in_words(pair.options)}")
-            _take_off_the_card(pair.unsplit)
+            take_off_the_card(pair.unsplit)
             expected = on_one(ground, lambda: host.sample(pair.unsplit, name, **pair.options))  # noqa: B023
             found = or_refused(lambda: host.sample(pair.divided, name, **pair.options))  # noqa: B023
         if not is_same(found, expected) and not is_same(found, on_one(ground, lambda: _apart(host, name, pair))):  # noqa: B023
@@ -226,7 +226,7 @@ def _compare(host: Host, name: str, drawn: random.Random, pairs: list[_Pair], hi
             raise Ended(f"different: by {difference:.3g} at a std of {float(expected.std()):.3g}")
 
 
-def _take_off_the_card(model: Any) -> None:
+def take_off_the_card(model: Any) -> None:
     """Have the host load the unsplit MODEL anew: one that was loaded with other layers in it keeps their weights."""
     loaded_models = comfy.model_management.current_loaded_models
     for loaded in [
@@ -240,7 +240,14 @@ def in_words(options: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in options.items() if key != "negative")
 
 
-def _disturb(host: Host, drawn: random.Random, ground: Ground, history: History, stack: contextlib.ExitStack) -> None:
+def disturb(
+    host: Host,
+    drawn: random.Random,
+    ground: Ground,
+    history: History,
+    stack: contextlib.ExitStack,
+    may_be_tight: bool = True,
+) -> None:
     kind = drawn.choice(("nothing", "nothing", "free", "unload", "tight"))
     card = drawn.choice(ground.cards)
     history.steps.append(f"memory: {kind} {card}")
@@ -248,7 +255,7 @@ def _disturb(host: Host, drawn: random.Random, ground: Ground, history: History,
         host.free(card)
     elif kind == "unload":
         host.unload_all()
-    elif kind == "tight" and ground.is_emulated:
+    elif kind == "tight" and ground.is_emulated and may_be_tight:
         stack.enter_context(host.machine.room_for(drawn.randrange(4_000_000, 9_000_000), card))
 
 

@@ -5,7 +5,8 @@ line of JSON: {"claims": [[claim, holds, found]], "seconds": s} or {"error": tra
 {"case": "history 7"} runs the random history of that seed: {"verdict": text, "steps": [text]}; "history 7/2" does so on
 two cards. A name behind the seed takes out that guard (split_fuzz.GUARDS), and so does " without " and its name behind
 a case. With --gpus behind the folders histories are played on the GPUs there are. {"case": "writers 7"} runs one of
-split_fuzz_writers.py, {"case": "prompts 1000 7"} so many prompts of split_prompts.py.
+split_fuzz_writers.py, {"case": "tokens 7"} one of split_fuzz_tokens.py, {"case": "prompts 1000 7"} so many prompts of
+split_prompts.py.
 
 ComfyUI is imported before the pack, so that what the pack does to ComfyUI's own functions shows (see `core_digest`).
 """
@@ -81,6 +82,7 @@ def main() -> None:
     )
     from devicebridge.tests.comfy.split_cases import CASES, Case, run_case
     from devicebridge.tests.comfy.split_fuzz import GUARDS, ground, run_history
+    from devicebridge.tests.comfy.split_fuzz_tokens import run_tokens
     from devicebridge.tests.comfy.split_fuzz_writers import run_writers
     from devicebridge.tests.comfy.split_host import Host, emulated_machine, real_gpus
     from devicebridge.tests.comfy.split_prompts import faults_of, run_prompts
@@ -110,6 +112,10 @@ def main() -> None:
             _, seed, without = f"{name}  ".split(" ", 2)
             with emulated_machine() as machine, torch.inference_mode():
                 history = run_writers(Host(machine, folder), int(seed), without.strip())
+            _answer(answers, {"verdict": history.verdict, "steps": history.steps})
+        elif name.startswith("tokens "):
+            with emulated_machine() as machine, torch.inference_mode():
+                history = run_tokens(Host(machine, folder), int(name.split()[1]))
             _answer(answers, {"verdict": history.verdict, "steps": history.steps})
         elif name.startswith("prompts "):
             _, number, seed = name.split()

@@ -22,8 +22,10 @@ from devicebridge.tests.comfy_host import comfy_python
 
 FAMILY = "sd3"  # its file tells that it has several heads
 FILE = "tiny_stress.safetensors"
-WAYS, SIZES = ("tensor", "blocks"), (64, 96)
+WAYS, SIZES = ("tensor", "blocks", "tokens"), (64, 96)
+STRENGTHS = (0.0, 0.0, 0.6, 1.0)  # of the LoRA; 0 for none
 MOST_GROWTH_BYTES = 24 << 20
+_KNOWN_AFTER = 50  # prompts: of fewer some are of a kind that nothing before was, with more tensors than any
 _CANCELLED_STEPS = 10_000  # too many to end by themselves
 _FAILING_STEPS = 8  # blocks are recorded in the third or fourth
 _MAKE = """
@@ -47,7 +49,7 @@ class Kind:
     """What a prompt's output depends on."""
 
     way: str
-    has_lora: bool
+    strength: float
     size: int
     replays: bool  # of all prompts alike: it is asked for when the cards are turned on
 
@@ -74,8 +76,8 @@ def make_files(server: Server, comfyui: Path) -> None:
 
 
 def run_tensor_prompts(server: Server, number: int, num_errors: int, seed: int, *, replays: bool) -> Found:
-    """Args: num_errors: before so many of these prompts another fails by an injected error, always with way tensor.
-    replays: whether its blocks are replayed. Every second error is in a replay then."""
+    """Args: num_errors: before so many of these prompts another fails by an injected error, with way tensor or tokens.
+    replays: whether tensor's blocks are replayed. Every second error is in a replay then."""
     draw, found, firsts = random.Random(seed), Found(), dict[Kind, str]()
     places = itertools.cycle(("replay", "meeting") if replays else ("meeting",))
     failing = set(draw.sample(range(1, number), num_errors))
@@ -96,14 +98,15 @@ def run_tensor_prompts(server: Server, number: int, num_errors: int, seed: int, 
 def _kinds(draw: random.Random, number: int, replays: bool) -> Iterator[Kind]:
     """Way, LoRA and size alternate, each in its own rhythm."""
     for index in range(number):
-        yield Kind(WAYS[index % 2], draw.random() < 0.5, draw.choice(SIZES), replays)
+        yield Kind(WAYS[index % len(WAYS)], draw.choice(STRENGTHS), draw.choice(SIZES), replays)
 
 
 def growth(held: list[dict[str, int]]) -> list[str]:
     """What the process held more of at the end than when half of the prompts had run; [] for nothing."""
     half, last = len(held) // 2, held[-1]
     before = {name: max(each[name] for each in held[: half + max(1, (len(held) - half) // 2)]) for name in last}
-    faults = [f"{name} were {before[name]}, now {last[name]}" for name in ("threads",) if last[name] > before[name]]
+    names = ("threads", "tensors", "hooks") if len(held) > _KNOWN_AFTER else ("threads",)
+    faults = [f"{name} were {before[name]}, now {last[name]}" for name in names if last[name] > before[name]]
     if last["bytes"] > before["bytes"] + MOST_GROWTH_BYTES:
         faults.append(f"{before['bytes'] >> 20} MiB were used, now {last['bytes'] >> 20}")
     return faults
@@ -115,7 +118,7 @@ def _compare(server: Server, kind: Kind, found: Found, firsts: dict[Kind, str]) 
         found.faults.append(f"{kind} ended with {done.status}: {done.error}")
         return
     told = done.outputs["held"]
-    found.held.append({"threads": told["threads"][0], "bytes": told["bytes"][0]})
+    found.held.append({name: told[name][0] for name in ("threads", "bytes", "tensors", "hooks")})
     if firsts.setdefault(kind, told["digest"][0]) != told["digest"][0]:
         found.faults.append(f"prompt {found.prompts}, {kind}: other bits than the first")
 
@@ -136,7 +139,8 @@ def _cancel(server: Server, draw: random.Random, kind: Kind, found: Found) -> No
 def _fail(server: Server, draw: random.Random, kind: Kind, found: Found, place: str) -> None:
     """One card fails at one of its meetings, or a replay does."""
     rank, at = draw.randrange(2), draw.randint(1, 4 if place == "replay" else 12)
-    done: Finished = server.run(graph(replace(kind, way="tensor"), steps=_FAILING_STEPS, fails_at=(place, rank, at)))
+    way = "tensor" if place == "replay" else draw.choice(("tensor", "tokens"))
+    done: Finished = server.run(graph(replace(kind, way=way), steps=_FAILING_STEPS, fails_at=(place, rank, at)))
     if done.status == "error" and f"injected at {at} of {rank}" in done.error:
         found.failed[place] += 1
     else:
@@ -149,7 +153,7 @@ def graph(kind: Kind, steps: int = 2, fails_at: tuple[str, int, int] = ("meeting
     nodes = {
         "on": _node("TestCardsOn", devices="lazy:0,lazy:1", keep=True, replays=kind.replays),
         "load": _node("UNETLoader", unet_name=FILE, weight_dtype="default"),
-        "lora": _node("LoraLoaderModelOnly", model=["split", 0], lora_name=FILE, strength_model=1.0),
+        "lora": _node("LoraLoaderModelOnly", model=["split", 0], lora_name=FILE, strength_model=kind.strength),
         "split": _node(
             "DeviceBridgeSplitModel",
             model=["load", 0],
@@ -180,13 +184,13 @@ def graph(kind: Kind, steps: int = 2, fails_at: tuple[str, int, int] = ("meeting
         ),
         "held": _node("TestHeld", samples=["sample", 0]),
     }
-    if not kind.has_lora:
+    if not kind.strength:
         del nodes["lora"]
     return nodes
 
 
 def _last(kind: Kind) -> str:
-    return "lora" if kind.has_lora else "split"
+    return "lora" if kind.strength else "split"
 
 
 def _node(kind: str, **inputs: Any) -> dict[str, Any]:

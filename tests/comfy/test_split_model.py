@@ -30,7 +30,7 @@ DIVIDED = [
     "wan_vace_heads", "ltxv", "lumina2", "z_image", "sd3", "krea2_heads", "cosmos_predict2", "hidream", "minimax_h3",
 ]
 SHARED = ["flux1", "flux2", "chroma", "hunyuan_video", "qwen_image", "wan", "wan_i2v", "wan_vace", "ltxv", "lumina2"]
-SHARED += ["z_image", "sd3", "krea2", "cosmos_predict2", "hidream", "minimax_h3"]
+SHARED += ["z_image", "sd3", "krea2", "cosmos_predict2", "hidream", "hidream_o1", "minimax_h3"]
 EIGHT_BIT_FILES = [
     *(f"tensor_{kind}_file_of_flux1_heads" for kind in ("fp8", "scaled_fp8", "int8", "int8_rows")),
     *(f"tensor_{kind}_file_of_wan_heads" for kind in ("fp8", "scaled_fp8", "int8", "int8_rows")),
@@ -40,7 +40,7 @@ ALWAYS_FAMILIES = ("flux1", "flux2", "wan", "wan_vace", "sdxl", "z_image", "hidr
 LONG = {
     *(f"family_{name}" for name in FAMILIES if name not in ALWAYS_FAMILIES),
     *(f"tensor_{name}" for name in DIVIDED if name not in ("flux2_heads", "wan_heads", "z_image")),
-    *(f"tokens_{name}" for name in SHARED if name not in ("flux2", "wan")),
+    *(f"tokens_{name}" for name in SHARED if name not in ("flux2", "wan", "hidream_o1")),
     *(f"replayed_{name}" for name in DIVIDED if name not in ("flux2_heads", "qwen_image", "wan_heads")),
     *(each for each in EIGHT_BIT_FILES if each != "tensor_int8_file_of_flux1_heads"), "block_replacements",
     "blocks_left_out", "conditions_of_unequal_length", "dynamic_tensor_loras", "lora_every_family", "nodes_for_flux",
@@ -248,6 +248,13 @@ def test_a_case_does_not_hold_without_its_guard(worker: Worker, case: str, guard
 def test_random_writers(worker: Worker, seed: int) -> None:
     """Some of what scripts/fuzz_split.py --writers plays by the thousand."""
     history = worker.ask(f"writers {seed}")
+    assert not history["verdict"].startswith("different"), "\n".join([history["verdict"], *history["steps"]])
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 30))])
+def test_random_tokens(worker: Worker, seed: int) -> None:
+    """Some of what scripts/fuzz_split.py --tokens plays by the thousand."""
+    history = worker.ask(f"tokens {seed}")
     assert not history["verdict"].startswith("different"), "\n".join([history["verdict"], *history["steps"]])
 
 

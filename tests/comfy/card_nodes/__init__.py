@@ -214,7 +214,7 @@ class Held:
 
     def tell(self, samples: Any) -> dict[str, Any]:
         import psutil
-        from devicebridge.tests.emulated import on_cpu
+        from devicebridge.tests.emulated import live_tensors, on_cpu
 
         for machine in _machines:
             machine.cards.copies.clear()  # the emulation notes every copy
@@ -222,7 +222,18 @@ class Held:
         latents = on_cpu(samples["samples"])
         used = psutil.Process()
         digest = hashlib.sha256(latents.numpy().tobytes()).hexdigest()
-        return {"ui": {"digest": [digest], "threads": [used.num_threads()], "bytes": [used.memory_info().rss]}}
+        told = {"digest": digest, "threads": used.num_threads(), "bytes": used.memory_info().rss}
+        told |= {"tensors": len(live_tensors()), "hooks": _most_hooks()}
+        return {"ui": {name: [each] for name, each in told.items()}}
+
+
+def _most_hooks() -> int:
+    """Of one module of the models that are loaded."""
+    import comfy.model_management as management
+
+    models = [loaded.model.model for loaded in management.current_loaded_models if loaded.model is not None]
+    modules = [module for model in models for module in model.modules()]
+    return max(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in modules)
 
 
 NODE_CLASS_MAPPINGS = {

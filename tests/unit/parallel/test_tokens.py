@@ -99,7 +99,7 @@ def inputs(num_image: int = 11, num_text: int = 5) -> dict[str, torch.Tensor]:
 
 
 def shared(
-    toy: Toy, shares: Sequence[float], plan: TokenPlan = PLAN, counts: tuple[int, int] = (11, 5), **more: Any
+    toy: nn.Module, shares: Sequence[float], plan: TokenPlan = PLAN, counts: tuple[int, int] = (11, 5), **more: Any
 ) -> list[torch.Tensor]:
     models = [copy.deepcopy(toy) for _ in shares]
     rows = TokenParallel(models, [CPU] * len(shares), plan, shares, lambda tensors, rank, arrivals: tensors)
@@ -150,6 +150,59 @@ def test_one_row_of_an_axis_that_no_other_tensor_has_is_told(toy: Toy) -> None:
     plan = TokenPlan({"singles": BlockRows("x=x@1 pe=x@1", "attn=y+x")})
     with pytest.raises(OneDeviceError, match=r"one row of y\+x"):
         shared(toy, (1, 1), plan)
+
+
+class Mixer(nn.Module):
+    """Reads all rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.linspace(1, 2, x.shape[1])[:, None] * x.cumsum(1)
+
+
+class Windows(nn.Module):
+    """Blocks that run once per window, with the whole text behind each and all rows mixed between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.mixer, self.tail = nn.ModuleList(Texted() for _ in range(2)), Mixer(), Mixer()
+
+    def forward(self, img: torch.Tensor, txt: torch.Tensor, attend: Any, mask: torch.Tensor) -> torch.Tensor:
+        found = []
+        for window in (img[:, :7], img):
+            x = torch.cat([window, txt], 1)
+            for block in self.blocks:
+                x = self.mixer(block(x, len(txt[0]), attend, mask[:, : window.shape[1]]))
+            found.append(self.tail(x))
+        return torch.cat(found, 1)
+
+
+class Texted(Single):
+    """Its mask has the columns of the keys that it sees."""
+
+    def forward(self, x: torch.Tensor, num_text: int, attend: Any, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        columns = torch.cat([mask, mask.new_zeros(len(mask), num_text)], 1)
+        return x + self.attn(x, attend, columns[:, None])
+
+
+WINDOWS = TokenPlan(
+    {"blocks": BlockRows("num_text=txt x=img+txt@1 mask=img@1", "attn=img+txt")},
+    out="",
+    tail="tail=img+txt@1",
+    between="mixer=img+txt@1",
+    whole=("txt",),
+    cuts_masks=True,
+)
+
+
+@pytest.mark.parametrize("shares", [(1, 1), (3, 5), (2, 3, 3)])
+def test_windows_with_a_whole_text_and_modules_that_read_all_rows(shares: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = Windows().double().eval().requires_grad_(False)
+    mask = torch.randn(2, 11, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    expected = model(**inputs(), attend=whole, mask=mask)
+    assert not torch.allclose(expected, model(**inputs(), attend=whole, mask=0 * mask))
+    for output in shared(model, shares, WINDOWS, mask=mask):
+        assert torch.allclose(output, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_group_for_each_rank_or_one_device() -> None:
@@ -424,7 +477,9 @@ def test_numbers_of_rows_are_counted_as_a_rank_has_them(rank: int) -> None:
         )
         assert here.count(row, axis) == int(torch.isin(own, before).sum())
     low, high = here.count([(2, 9)], "img")[0]
-    assert high - low == len({*range(2, 9)} & {*range(here.share("img")[0], sum(here.share("img")))})
+    both = sorted({*range(2, 9)} & {*range(here.share("img")[0], sum(here.share("img")))})
+    assert high - low == len(both)
+    assert here.count([(2, 9, torch.arange(2, 9))], "img")[0][2].tolist() == both, "its values go with the rows"
     assert here.count(None, "img") is None and here.count([(None, None)], "img") == [(None, None)]
 
 
