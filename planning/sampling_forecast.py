@@ -18,6 +18,7 @@ from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.load import make_empty_transformer
 from ..families.comfy.token_plans import TOKEN_PLANS
 from ..families.spec import ModelFamily, Variant
+from ..parallel.local.heads import groups_for
 from ..parallel.local.shards import find_plan, shares_of
 from ..parallel.placement import block_names, blocks_with_lists, parameter_bytes
 from ..system.telling import aligned
@@ -185,6 +186,7 @@ class SamplingForecast:
             crossings=count,
             token_shares=self.machine.flops_per_s if can_share else (),
             can_deal=self.model.keeps_nothing,  # with the node's overlap, which is on by default
+            groups=groups_for(min(self.machine.flops_per_s), self.machine.bytes_per_s or 1.0),
         )
 
     def taken(self, bits: int) -> WayName:

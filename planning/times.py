@@ -41,6 +41,8 @@ ASSUMED_FLOPS_PER_S = 50e12
 ASSUMED_LINK_BYTES_PER_S = PCIE_BYTES_PER_S
 
 BLOCK_RATE = 0.8  # of a large matrix product's rate: FLUX.2, Wan and Qwen-Image on one card
+# Of a card's time and of what travels, by groups of heads: Wan and FLUX.2 on two H200 over links of 10 to 39 GB/s.
+GROUPS_TIME, SEEN_BY_GROUPS = 1.06, 0.5
 GAIN = 0.9  # of blocks' time at most, or dividing is not worth what it forbids
 TOKENS_GAIN = 0.97  # of tensor's time at most: a tie is tensor's, whose kernels are launched by CUDA graphs
 LEAST_SHARE = 0.75  # of an equal share: no card that has less is waited for, but given rows of every forward
@@ -220,6 +222,7 @@ class Ways:
         can_overlap: whether forwards may follow each other through the cards. crossings: of the stream, per forward.
         token_shares: relative ones of the rows; () if the class, the cards or the settings do not allow it.
         can_deal: whether each card may compute whole forwards where there are enough of them.
+        groups: of heads, in which keys and values travel.
     """
 
     work: ForwardWork
@@ -230,6 +233,7 @@ class Ways:
     crossings: int
     token_shares: Sequence[float] = ()
     can_deal: bool = False
+    groups: int = 1
 
     def seconds(self, num_forwards: int) -> StepSeconds:
         """Of a step with so many forwards. Tensor has them as one batch."""
@@ -256,7 +260,8 @@ class Ways:
         shares = [share / total for share in self.token_shares]
         # A card gets the others' rows over its one slot, and sends its own to each of them.
         travelling = max(max(1 - share, share * (count - 1)) for share in shares) * self.work.key_bytes / self._link
-        one = max(share * whole for share, whole in zip(shares, wholes, strict=True)) + travelling
+        one = max(share * whole for share, whole in zip(shares, wholes, strict=True))
+        one = one + travelling if self.groups == 1 else GROUPS_TIME * one + SEEN_BY_GROUPS * travelling
         is_dealt = self.can_deal and min(shares) * count >= LEAST_SHARE
         rounds, remaining = divmod(num_forwards, count) if is_dealt else (0, num_forwards)
         return rounds * max(wholes) + remaining * one

@@ -10,7 +10,7 @@ comes with it: what a channel has in common would take the precision from where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -97,34 +97,30 @@ class RankRows(Protocol):
 
 
 class Gathered:
-    """Keys and values of all ranks for the attentions of one module, by groups of heads.
+    """Keys and values of all ranks for one attention, by groups of heads. A group is let go when it was attended to.
 
     Args:
         axis: of the keys.
-        own: this rank's keys and values, which are held: other tensors must not get their ids.
+        own: this rank's keys and values.
         heads: None where these are not known, which makes one group.
         most: so many groups at most; one where gradients are needed.
     """
 
-    def __init__(self, axis: str, own: tuple[torch.Tensor, torch.Tensor], heads: Heads | None, most: int) -> None:
-        self.axis, self._own, self._heads = axis, own, heads
+    def __init__(self, axis: str, own: Pair, heads: Heads | None, most: int) -> None:
+        self._axis, self._own, self._heads = axis, own, heads
         self._has_gradients = torch.is_grad_enabled() and any(each.requires_grad for each in own)
         most = 1 if heads is None or self._has_gradients else most
         self.num = max(num for num in range(1, most + 1) if heads is None or heads.number % num == 0)
-        self._taken: list[Pair] = []
-        self._arriving: Iterator[Pair] = iter(())
+        self._arriving: Iterable[Pair] = ()
 
     def send(self, rows: RankRows, name: str) -> None:
         """Send this rank's, all groups at once. What needs gradients is gathered as a whole and as it is."""
         keys, values = self._own
-        of_keys = Place((), self.axis, keys.ndim - 2)
-        of_values = Place((), self.axis, values.ndim - 2 if values.ndim == keys.ndim else 1)
+        of_keys = Place((), self._axis, keys.ndim - 2)
+        of_values = Place((), self._axis, values.ndim - 2 if values.ndim == keys.ndim else 1)
         if self._has_gradients:
-            gathered = (
-                rows.gather(keys, of_keys, f"keys of {name}"),
-                rows.gather(values, of_values, f"values of {name}"),
-            )
-            self._taken.append(gathered)
+            gathered = rows.gather(keys, of_keys, f"keys of {name}")
+            self._arriving = [(gathered, rows.gather(values, of_values, f"values of {name}"))]
             return
         sent: Sequence[torch.Tensor] = self._own
         if rows.group.exchange == "8-bit":
@@ -150,44 +146,38 @@ class Gathered:
                     keys, values = (each.dtype for each in own)
                     found = decode(found[0], found[1], found[2], keys), decode(found[3], found[4], None, values)
                 pairs.append(found)
-            of_all = tuple(zip(*pairs, strict=True))
-            yield rows.join(of_all[0], of_keys), rows.join(of_all[1], of_values)
-
-    def _groups(self) -> Iterator[Pair]:
-        yield from self._taken
-        for pair in self._arriving:
-            self._taken.append(pair)
-            yield pair
-
-    def whole(self) -> Pair:
-        """Of all heads."""
-        keys, values = zip(*self._groups(), strict=True)
-        if self._heads is None or self.num == 1:
-            return keys[0], values[0]
-        return torch.cat(keys, self._heads.dim), torch.cat(values, self._heads.dim)
+            joined = [(rows.join([k for k, _ in pairs], of_keys), rows.join([v for _, v in pairs], of_values))]
+            del pairs, found  # the parts, while the joined ones are attended to
+            yield joined.pop()
 
     def attend(
         self,
         func: Callable[..., torch.Tensor],
         q: torch.Tensor,
-        heads: Heads | None,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        on_keys: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         """What func(q, keys, values, *args, **kwargs) returns, computed by each group of heads when it has come.
 
         Args:
-            heads: of this call, as `find_heads` has them.
+            on_keys: is called with the keys of all heads.
         """
+        heads, arriving = self._heads, self._arriving
+        if on_keys is not None:
+            arriving = list(arriving)
+            keys = [each for each, _ in arriving]
+            on_keys(torch.cat(keys, heads.dim) if heads is not None else keys[0])
         if not q.shape[-2]:  # kernels refuse no queries
-            keys, values = self.whole()
+            pairs = list(arriving)
             # Other ranks wait for this one's gradients of the keys.
-            nothing = keys.sum() + values.sum() if self._has_gradients else 0
+            nothing = sum(each.sum() for each in pairs[0]) if self._has_gradients else 0
             return q.new_zeros(*q.shape[:1], 0, q.shape[-1] * (q.shape[1] if q.ndim == 4 else 1)) + nothing
-        if heads is None or heads != self._heads or self.num == 1:
-            return func(q, *self.whole(), *args, **kwargs)
+        if heads is None or self.num == 1:
+            (pair,) = arriving
+            return func(q, *pair, *args, **kwargs)
         outputs = []
-        for index, (queries, pair) in enumerate(zip(q.chunk(self.num, heads.dim), self._groups(), strict=True)):
+        for index, (queries, pair) in enumerate(zip(q.chunk(self.num, heads.dim), arriving, strict=True)):
 
             def part(value: Any, index: int = index) -> Any:
                 """The group's part of a mask that has one for each head."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .tokens import Rows
+from .tokens import Rows, RowsError
 
 
 class Residuals(list[Any]):
@@ -39,8 +38,8 @@ class Residuals(list[Any]):
     __copy__ = __add__ = __radd__ = __mul__ = __rmul__ = copy
 
     @staticmethod
-    def _refused(found: str) -> RuntimeError:
-        return RuntimeError(
+    def _refused(found: str) -> RowsError:
+        return RowsError(
             f"each card computes a share of the tokens, and {found} of a ControlNet's residuals would have all rows. "
             "Read them one by one, or use way 'blocks' in the split node"
         )

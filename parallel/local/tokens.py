@@ -16,7 +16,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,10 +43,13 @@ class _Frame:
     module: str
     axes: list[str]
     num_before: int  # attentions of this forward before it
-    gathered: dict[tuple[int, int], Gathered] = field(default_factory=dict)  # by the ids of a rank's keys and values
 
 
-class OneDeviceError(RuntimeError):
+class RowsError(RuntimeError):
+    """A forward that the devices cannot share out by rows."""
+
+
+class OneDeviceError(RowsError):
     """One device has to compute this forward: a rank would have no row of an axis, or a part of a group."""
 
 
@@ -142,7 +145,7 @@ class Rows:
         """This rank's rows of a tensor of all rows; what has one row, or was cut before, is left.
 
         The result is a copy: blocks write into their arguments.
-        Raises: RuntimeError for another number of rows.
+        Raises: RowsError for another number of rows.
         """
         axis, dim = place.axis, place.dim
         if not isinstance(value, torch.Tensor) or (length := value.shape[dim]) == 1:
@@ -151,7 +154,7 @@ class Rows:
         if length == self.local(axis) != self.whole(axis):
             return value
         if length != self.whole(axis):
-            raise RuntimeError(
+            raise RowsError(
                 f"{where}: {length} rows along {axis}, which are neither all {self.whole(axis)} nor the "
                 f"{self.local(axis)} of this device"
             )
@@ -337,7 +340,7 @@ class TokenParallel:
             finally:
                 frame = here.stack.pop()
             if axes and frame.num_before == here.num_attentions:
-                raise RuntimeError(f"no attention of {name} was seen; its keys of the other devices would be missing")
+                raise RowsError(f"no attention of {name} was seen; its keys of the other devices would be missing")
             if is_last:
                 here.is_gathered = True
                 for each in places(here.plan.blocks[list_name].out or here.plan.out):
@@ -385,15 +388,14 @@ class TokenParallel:
         Args:
             q, k, v: [..., tokens, width], or as func takes them; of this rank's rows.
             args, kwargs: as func takes them; masks are cut to this rank's queries.
-        Raises: RuntimeError for keys, or a mask, of another number of rows than the rank's.
+        Raises: RowsError for keys, or a mask, of another number of rows than the rank's.
         """
         here = self.rows
         if here is None:
             return func(q, k, v, *args, **kwargs)  # type: ignore[no-any-return]
         here.num_attentions += 1
         frame = here.stack[-1] if here.stack else _Frame("", "", ["-"], 0)
-        known = frame.gathered.get((id(k), id(v)))  # a module that attends again with them has them
-        axis = self._axis(here, frame, k) if known is None else known.axis
+        axis = self._axis(here, frame, k)
         num_keys = k.shape[-2] if axis == "-" else here.whole(axis)
 
         def fit(value: Any) -> Any:
@@ -406,13 +408,10 @@ class TokenParallel:
         if axis == "-":
             return func(q, k, v, *args, **kwargs)  # type: ignore[no-any-return]
         heads = find_heads((q, k, v), args, kwargs)
-        if known is None:
-            known = frame.gathered[id(k), id(v)] = Gathered(axis, (k, v), heads, self.groups)
-            known.send(here, f"{frame.block}.{frame.module}")
-        output = known.attend(func, q, heads, args, kwargs)
-        if here.rank == 0 and self.on_keys is not None:
-            self.on_keys(axis, known.whole()[0])
-        return output
+        gathered = Gathered(axis, (k, v), heads, self.groups)
+        gathered.send(here, f"{frame.block}.{frame.module}")
+        see = functools.partial(self.on_keys, axis) if here.rank == 0 and self.on_keys is not None else None
+        return gathered.attend(func, q, args, kwargs, see)
 
     def _axis(self, here: Rows, frame: _Frame, k: torch.Tensor) -> str:
         """The axis of the keys; "-" of those that no other rank has rows of."""
@@ -425,7 +424,7 @@ class TokenParallel:
             raise OneDeviceError(f"one row of {axis}")
         if k.shape[-2] != here.local(axis):
             found = f"{k.shape[-2]} keys, and this device has {here.local(axis)} rows of {axis}"
-            raise RuntimeError(f"{frame.block}.{frame.module}: {found}")
+            raise RowsError(f"{frame.block}.{frame.module}: {found}")
         return axis
 
     def _mask(
@@ -440,13 +439,13 @@ class TokenParallel:
         if mask.shape[-1] == num_local != num_keys and self.plan.cuts_masks:
             mask = here.gather(mask, Place((), axis, mask.ndim - 1), f"mask of {name}")
         if mask.shape[-1] not in (1, num_keys):
-            raise RuntimeError(f"{name}: a mask of {tuple(mask.shape)} for {num_keys} keys")
+            raise RowsError(f"{name}: a mask of {tuple(mask.shape)} for {num_keys} keys")
         if mask.ndim < 3 and mask.shape[0] == q.shape[0] or mask.shape[-2] in (1, num_queries):
             return mask
         for each in {place.axis for rows in self.plan.blocks.values() for place in places(rows.rows)}:
             if here.knows(each) and (here.whole(each), here.local(each)) == (mask.shape[-2], num_queries):
                 return here.cut(mask, Place((), each, mask.ndim - 2), name)  # type: ignore[no-any-return]
-        raise RuntimeError(f"{name}: a mask of {tuple(mask.shape)} for {num_queries} queries")
+        raise RowsError(f"{name}: a mask of {tuple(mask.shape)} for {num_queries} queries")
 
 
 def _cut_arguments(here: Rows, arguments: dict[str, Any], rows: BlockRows, name: str) -> None:
@@ -459,7 +458,7 @@ def _cut_arguments(here: Rows, arguments: dict[str, Any], rows: BlockRows, name:
 
     for argument in rows.refused:
         if arguments.get(argument) is not None:
-            raise RuntimeError(f"{name} is called with {argument}, which the devices cannot share out by rows")
+            raise RowsError(f"{name} is called with {argument}, which the devices cannot share out by rows")
     found = sorted(places(rows.rows), key=lambda place: place.axis.count("+"))
     for step in (here.see, here.cut):  # an axis of two segments is known by those that have one of them
         for place in found:

@@ -36,6 +36,7 @@ from torch import nn
 
 from ....parallel.local.borrow import Borrowed
 from ....parallel.local.bridge import Bridge
+from ....parallel.local.tokens import RowsError
 from ....parallel.transfer import current_device
 from ....patches.changes import code_of, foreign_methods
 from ....patches.hooks import is_made_here
@@ -240,7 +241,7 @@ def check_runnable(class_name: str, options: Mapping[str, Any], others: Sequence
 
     Args:
         options: transformer_options of the forward. others: what is attached elsewhere, in words for the user.
-    Raises: RuntimeError that names it.
+    Raises: RowsError that names it.
     """
     found = [
         f"the patch {name!r} by {code_of(patch)}"
@@ -251,7 +252,7 @@ def check_runnable(class_name: str, options: Mapping[str, Any], others: Sequence
     found += [f"the replacement {name!r}" for name, keyed in options.get("patches_replace", {}).items() if keyed]
     found += others
     if found:
-        raise RuntimeError(
+        raise RowsError(
             f"each card of this split computes a share of the tokens, and {found[0]} of another node works between "
             "or inside the blocks, where it would see only those. Use way 'blocks' in the split node, or take that "
             "node out"
@@ -261,9 +262,9 @@ def check_runnable(class_name: str, options: Mapping[str, Any], others: Sequence
 
 
 def check_attention(function: Callable[..., Any]) -> None:
-    """Raises: RuntimeError for attention that nobody knows to compute row by row."""
+    """Raises: RowsError for attention that nobody knows to compute row by row."""
     if code := foreign_attention(function):
-        raise RuntimeError(
+        raise RowsError(
             f"each card of this split attends from its share of the tokens, and the attention of {code} may "
             "read across them. Use way 'blocks' in the split node, one of ComfyUI's own kinds of attention (Model "
             "Attention Backend, or a start option), or take that node out"

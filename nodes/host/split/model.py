@@ -21,7 +21,7 @@ from ....events import first_line
 from ....families.comfy.video import VIDEO_MODELS
 from ....parallel.transfer import module_with_streams
 from ....planning.cards import machine_speed
-from ....planning.times import CLIP_TOKENS, PICTURE_TOKENS, WayName, Ways, forward_work, has_guidance
+from ....planning.times import CLIP_TOKENS, LEAST_SHARE, PICTURE_TOKENS, WayName, Ways, forward_work, has_guidance
 from .attachments import KEY, ROOT, check_runnable, is_compiled
 from .blocks import BlockExecutor, BlockPlan, plan_blocks
 from .model_copy import ModuleMap, Origin, check_independent, copy_structure, follow_copy, load_over_file
@@ -147,7 +147,8 @@ def _check_splittable(model: Any) -> None:
     tree = tree_of(model.model)
     if tree is not None and isinstance(tree.plan, (DividedPlan, TokensPlan)):
         raise ValueError(
-            "this MODEL is split with way 'tokens' or 'tensor' already. Connect the MODEL from before that split"
+            "this MODEL is split with way 'tokens' or 'tensor' already, which 'auto' may have taken. Connect the MODEL "
+            "from before that split, or set way to 'blocks' in the node that split it first"
         )
     if model.get_additional_models_with_key("multigpu") or model.is_multigpu_base_clone:
         raise ValueError(
@@ -291,7 +292,10 @@ def _tokens_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) -> To
     for device, room in request.card_budgets().items():
         if size > room:
             raise ValueError(f"{device} may hold {room / GB:.3g} GB, and the whole model has {size / GB:.3g} GB")
-    return dataclasses.replace(plan_tokens(root, request), may_run_alone=True)
+    plan = plan_tokens(root, request)
+    if plan.shares[0] * len(plan.shares) < LEAST_SHARE * sum(plan.shares):
+        raise ValueError(f"{plan.main_device} is slower than the others, and computes alone what cannot be shared out")
+    return dataclasses.replace(plan, may_run_alone=True)
 
 
 _PLANNED_FOR_AUTO: dict[WayName, Callable[[Any, SplitRequest, BlockPlan], SplitPlan]] = {
@@ -331,4 +335,5 @@ def compare_ways(
         len(placed.runs()) if blocks.transport == "stream" else 2 * sum(device != main for device in placed.devices),
         tokens.shares if tokens else (),
         tokens is not None and tokens.overlap and blocks.layout.keeps_nothing,
+        tokens.groups if tokens else 1,
     )

@@ -35,7 +35,7 @@ from ....parallel.local.bridge import Bridge
 from ....parallel.local.collectives import Tensors
 from ....parallel.local.heads import groups_for
 from ....parallel.local.residuals import Residuals
-from ....parallel.local.tokens import HERE, OneDeviceError, TokenParallel
+from ....parallel.local.tokens import HERE, OneDeviceError, RowsError, TokenParallel
 from ....parallel.local.wholes import Wholes
 from ....parallel.staged_copies import copies_between
 from ....parallel.transfer import Arrivals, copy_to, current_device, is_everywhere, module_with_streams
@@ -58,6 +58,9 @@ _CHOOSES_ATTENTION = "optimized_attention_for_device"
 # What leads attention to us by name, in any thread: how many forwards need it at a place, and ComfyUI's function there.
 _LEADING, _num_led, _own = threading.Lock(), Counter[tuple[Any, str]](), dict[tuple[Any, str], Any]()
 _INSIDE = f"{ROOT}."
+# Modules of other code that are known: layers, whatever holds their weights.
+_ROW_BY_ROW = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.modules.conv._ConvNd)
+_KNOWN_MODULES = ("comfy.", "torch.", "einops.")
 _ON_WEIGHTS = ("weight_function", "bias_function")
 # What ComfyUI's loading and its classes' forwards write into modules.
 _MAY_CHANGE = RUNTIME_STATE.union(
@@ -99,11 +102,19 @@ class TokensPlan(SplitPlan):
 def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan:
     """Decide who computes how many tokens; reads sizes only.
 
-    Raises: ValueError if nobody described where the class has rows, or with offload off, if a card cannot hold it.
+    Raises: ValueError if nobody described where the class has rows, for modules of other code, or with offload off, if
+        a card cannot hold it.
     """
     layout = layout_of(diffusion_model)
     if reason := why_no_tokens(layout.class_name):
         raise ValueError(f"{reason}. Use way 'blocks' or 'tensor'")
+    for name, module in diffusion_model.named_modules():
+        code = type(module).__module__
+        if not code.startswith(_KNOWN_MODULES) and not isinstance(module, _ROW_BY_ROW):
+            raise ValueError(
+                f"{name} of this MODEL is a {type(module).__name__} of {code}, which may read across tokens. Use way "
+                "'blocks', or take out the node that put it there"
+            )
     tokens = TOKEN_PLANS[layout.class_name]
     size = int(management.module_size(diffusion_model))
     over = [
@@ -227,14 +238,14 @@ class TokensExecutor(Executor):
             raise self._refused(f"the replaced {self._method} of the model")
 
     @staticmethod
-    def _refused(found: str) -> RuntimeError:
-        return RuntimeError(
+    def _refused(found: str) -> RowsError:
+        return RowsError(
             f"each card of this split has a copy of the model of its own, and {found} is of another node and in "
             "one of them only. Use way 'blocks' in the split node, or take that node out"
         )
 
     def _check_unchanged(self, tree: SplitTree) -> None:
-        """Raises: RuntimeError that names what other code did to the main card's modules, which no copy has."""
+        """Raises: RowsError that names what other code did to the main card's modules, which no copy has."""
         patched = (f"the object patch of {key}" for key in tree.patcher.object_patches if f"{key}.".startswith(_INSIDE))
         found = next(itertools.chain(self._unchanged.changes(tree.own_hooks), self._added_to_weights(), patched), "")
         if not (found or self._is_compared):
@@ -295,7 +306,7 @@ class TokensExecutor(Executor):
                 self.prepare(tree, {})
                 self._check_unchanged(tree)
                 self._check_runnable({}, None)
-            except RuntimeError:
+            except RowsError:
                 if not self._plan.may_run_alone:
                     raise
                 return "the first card computes alone"
@@ -316,9 +327,15 @@ class TokensExecutor(Executor):
             "activations; overlap off computes each on all cards"
         )
         while len(jobs) >= size:
-            with self._running:
-                self._choose_rows(None)
-                outputs += self._wholes.run([functools.partial(on_a_card, job) for job in jobs[:size]])
+            try:
+                with self._running:
+                    self._choose_rows(None)
+                    outputs += self._wholes.run([functools.partial(on_a_card, job) for job in jobs[:size]])
+            except RowsError as error:  # of what a wrapper put there just now
+                if not self._plan.may_run_alone:
+                    raise
+                self._say_alone(tree, error)
+                break
             jobs = jobs[size:]
         return outputs + [job() for job in jobs]
 
@@ -335,25 +352,23 @@ class TokensExecutor(Executor):
             try:
                 self._check_unchanged(tree)
                 self._check_runnable(given.get(_OPTIONS) or {}, given.get("control"))
-            except RuntimeError as error:
-                if not self._plan.may_run_alone:
-                    raise
-                self._say_alone(tree, error)
-                return own(*args, **kwargs)
-            rows = self._choose_rows(next(iter(given.values())))
-            calls = [
-                functools.partial(self._run, rank, rows, own if rank == 0 else None, self._given(rank, given))
-                for rank in range(len(self._models))
-            ]
-            try:
+                rows = self._choose_rows(next(iter(given.values())))
+                calls = [
+                    functools.partial(self._run, rank, rows, own if rank == 0 else None, self._given(rank, given))
+                    for rank in range(len(self._models))
+                ]
                 with nullcontext() if rows.plan.passes_options else led_by_name(self._models[0]):
                     return rows.run(calls)[0]
             except OneDeviceError as error:
                 tree.say_once(f"split: one card computes such a forward: {error}")
+            except RowsError as error:
+                if not self._plan.may_run_alone:
+                    raise
+                self._say_alone(tree, error)
             return own(*args, **kwargs)
 
     @staticmethod
-    def _say_alone(tree: SplitTree, refusal: RuntimeError) -> None:
+    def _say_alone(tree: SplitTree, refusal: RowsError) -> None:
         tree.say_once(f"split: way auto took tokens, and now the first card computes alone: {refusal}")
 
     def _choose_rows(self, latents: Any) -> TokenParallel:

@@ -401,7 +401,7 @@ def test_in_8_bits_a_ranks_own_rows_stay_exact_and_the_result_is_near(layout: st
     torch.manual_seed(0)
     model = HeadedModel(4, layout).double().requires_grad_(False)
     (full, keys, _), (short, coded, events) = (headed(model, (3, 5), groups, how) for how in ("full", "8-bit"))
-    assert events.count("sent 1") == 2 * groups + 1 and "sent 2" not in events  # and the output
+    assert events.count("sent 1") == 4 * groups + 1 and "sent 2" not in events  # and the output
     dim = 1 if layout.startswith("flat") else 2
     own, others = (0, 5), (5, 8)
     assert torch.equal(coded[0].narrow(dim, *own), keys[0].narrow(dim, *own))

@@ -8,7 +8,7 @@ import pytest
 from devicebridge.parallel.local.collectives import SLICED_FROM_BYTES
 from devicebridge.planning import times as ways_module
 from devicebridge.planning.cards import MachineSpeed
-from devicebridge.planning.times import ForwardWork
+from devicebridge.planning.times import ForwardWork, Ways
 from devicebridge.tests.sampling_work import FLUX2, FLUX2_512, QWEN, WAN, machine_of, ways_of
 
 
@@ -159,3 +159,19 @@ def test_a_tie_leaves_tensor_and_a_small_gain_leaves_blocks() -> None:
     # What tokens forbid is worth no gain of a twentieth over blocks.
     alone = replace(ways, tensor_shares=(), work=replace(ways.work, key_bytes=0.9 * found.blocks * 300e9))
     assert 0.9 * found.blocks < alone.seconds(1).tokens < found.blocks and alone.fastest((1,)) == "blocks"
+
+
+@pytest.mark.parametrize(
+    ("link", "measured"),
+    [
+        (31.7, 0.645),
+        (21.7, 0.666),
+        (11.1, 0.879),
+    ],  # GB/s met; two H200, benchmarks/results/native_links_2xh200_2026-11-29.json
+)
+def test_wan_by_groups_of_heads_takes_as_long_as_was_measured(link: float, measured: float) -> None:
+    """One card took 1.041 s per step."""
+    machine = MachineSpeed((1e12, 1e12), link * 1e9, "2026-11-29")
+    work = ForwardWork(1.041 * 1e12 * 0.8, 0.0, 0.0, 1, key_bytes=2 * 5.75e9)
+    ways = Ways(work, machine, (0.5, 0.5), (), False, 2, (1.0, 1.0), groups=4)
+    assert ways.seconds(1).tokens == pytest.approx(measured, rel=0.08)
