@@ -250,8 +250,15 @@ def sharing_rows(work: Work, model: nn.Module, family: ModelFamily) -> Iterator[
     parallel = TokenParallel([model], [META], plan, shares)
     parallel.attach()
     now = (work.latent_shape[1] == 1 and plan.one_frame) or plan
-    with parallel.on(_LoneRows(0, now, shares, Collective(count, lambda tensors, rank, arrivals: tensors))):
+    with parallel.on(_LoneRows(0, now, shares, _LoneGroup(count, lambda tensors, rank, arrivals: ()))):
         yield
+
+
+class _LoneGroup(Collective):
+    """The collectives of a rank that waits for nobody; `_LoneRows.join` sees to the right size."""
+
+    def take(self, rank: int, name: str, own: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+        return [own] * self.size
 
 
 class _LoneRows(Rows):
@@ -263,6 +270,9 @@ class _LoneRows(Rows):
         is_own = {each: each in (*own, *self.plan.whole) for each in segments(place.axis)}
         length = sum(self.share(each)[1] if own else self.lengths[each] for each, own in is_own.items())
         return _Longer.apply(tensor, place.dim, length)  # type: ignore[no-any-return]
+
+    def join(self, found: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
+        return self.gather(found[self.rank], place, "")
 
 
 class _Longer(torch.autograd.Function):

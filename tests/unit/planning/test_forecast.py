@@ -9,24 +9,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from devicebridge.checkpoints.checkpoint import CheckpointInfo
 from devicebridge.config.job import LoraSettings
+from devicebridge.families.comfy.token_plans import TOKEN_PLANS
 from devicebridge.families.registry import find_family
 from devicebridge.parallel.local.block_split import apply_block_split, apply_weight_offload
+from devicebridge.parallel.local.collectives import Collective
 from devicebridge.parallel.offload import weights as swap_module
 from devicebridge.parallel.placement import Placement, block_names, place_offloaded
 from devicebridge.planning.costs import BlockCost, StepCost, dry_run_step
-from devicebridge.planning.dry_run import UNSEEN_CARD, Kernels, MemoryMeter, Work
+from devicebridge.planning.dry_run import UNSEEN_CARD, Kernels, MemoryMeter, Work, sharing_rows
 from devicebridge.planning.memory import Backend, Forecaster, Optimizer, StagePlan
 from devicebridge.quantization.eight_bit import grad_input8
 from devicebridge.quantization.kernel_choice import DeviceKernels, device_kernels, using_kernels
 from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes
 from devicebridge.tests.quantized import apply_quantization
+from devicebridge.tests.token_cases import PLAN, make_toy
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 from devicebridge.training.objective import prediction_loss
@@ -502,3 +506,19 @@ def test_a_large_picture_is_a_moment_of_its_own_and_a_small_one_is_not():
     assert drawing.device("x", one).moving == 6000 + large.outputs + 20_000  # its tail is at home without a pipeline
     assert drawing.device("x", one).gradients == drawing.device("x", one).checkpoints == 0
     assert drawing.device("x", two).lora == 3 * block.lora
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_a_forward_of_one_of_several_sharing_cards_waits_for_no_other(has_gradients, monkeypatch):
+    """Recomputation has no gradients in the forward. Every block attends to the keys of all rows."""
+    monkeypatch.setitem(TOKEN_PLANS, "Toy", PLAN)
+    family: Any = SimpleNamespace(native=SimpleNamespace(class_name="Toy"))
+    work = Work((1, 1, 1, 1), 1, torch.float64, None, LORA, num_sharing=2)
+    monkeypatch.setattr(Collective, "_from", lambda *args: pytest.fail("it waits for another card"))
+    toy, shapes = make_toy().to("meta"), []
+    for block in toy.blocks:
+        block.attn.register_forward_hook(lambda module, args, out: shapes.append(tuple(out.shape)))
+    img, txt = (torch.empty(2, length, 6, dtype=torch.float64, device="meta") for length in (12, 4))
+    with sharing_rows(work, toy, family), torch.set_grad_enabled(has_gradients):
+        assert toy(img, txt).shape == (2, 12, 2)
+    assert shapes == [(2, 8, 6)] * 3
