@@ -15,8 +15,10 @@ from unittest import mock
 import comfy.model_management as management
 import comfy.ops
 import torch
+from comfy.ldm.flux import math as flux_math
 from comfy.ldm.flux.model import Flux
 from comfy.ldm.lumina.model import NextDiT
+from comfy.ldm.modules import attention
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.ldm.wan.model import WanModel
 from devicebridge.nodes.host.split import bench
@@ -174,6 +176,68 @@ def way_auto_has_one_card_compute_what_tokens_refuse(case: Case) -> None:
                 said = [line for line in messages if "the first card computes alone" in line]
                 case.check(f"{change.__name__}: said once", len(said) == 1 and word in said[0], said or messages)
             host.unload_all()
+
+
+@case
+def way_auto_has_one_card_compute_what_is_refused_inside_a_forward(case: Case) -> None:
+    """Attention that another pack puts into ComfyUI behind the split, for one picture and for two conditionings."""
+    host, name = case.host, "flux2_heads"
+
+    def stronger(q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return attention.attention_pytorch(q, k * 1.5, *args, **kwargs)
+
+    with _machine(1e9, FAST_LINK):
+        model = split(host.load(name), way=None)
+    case.check("tokens", _way_of(model) == "tokens")
+    plain = host.sample(model, name)
+    for cfg in (1.0, 4.0):
+        with mock.patch.object(flux_math, "optimized_attention", attention.wrap_attn(stronger)):
+            with case.logged("", logging.INFO) as messages:
+                found = host.sample(model, name, cfg=cfg)
+            host.unload_all()
+            expected = host.sample(host.load(name), name, cfg=cfg)
+            host.unload_all()
+        apart = float((found - expected).abs().max() / expected.abs().max())
+        case.check(f"cfg {cfg}", apart < (1e-5 if cfg > 1 else 1e-9), apart)
+        if cfg == 1.0:
+            case.check("said", any("computes alone" in line and __name__ in line for line in messages), messages)
+    case.equal("the next prompt", host.sample(model, name), plain)
+
+
+@case
+def way_auto_leaves_tokens_to_cards_and_modules_that_are_alike(case: Case) -> None:
+    """A first card that is slow would compute alone what is refused; a module of other code may read across tokens."""
+    host, name = case.host, "flux2_heads"
+
+    class Pooled(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x - x.mean(1, keepdim=True))
+
+    def of_other_code(model: Any) -> None:
+        block = model.model.diffusion_model.double_blocks[0]
+        block.img_mlp = Pooled(block.img_mlp)
+
+    for what, change, shares, word in (
+        ("a module", of_other_code, (1.0, 1.0), "Pooled"),
+        ("a slow card", lambda model: None, (1.0, 3.0), "slower than the others"),
+    ):
+        model = host.load(name)
+        change(model)
+        plan = tokens_module.plan_tokens
+        given = lambda root, request, plan=plan, to=shares: dataclasses.replace(plan(root, request), shares=to)  # noqa: E731
+        with (
+            _machine(1e9, FAST_LINK),
+            mock.patch.object(split_module, "plan_tokens", given),
+            case.logged("", logging.INFO) as messages,
+        ):
+            found = split(model, way=None)
+        said = [line for line in messages if "way auto takes" in line]
+        case.check(what, _way_of(found) != "tokens" and word in said[0], said)
+        host.unload_all()
 
 
 @case

@@ -74,6 +74,8 @@ CASES = [
     "way_auto_leaves_tokens_to_models_that_others_left_alone", "keys_travel_as_was_measured",
     "way_auto_knows_the_exchange",
     "way_auto_has_one_card_compute_what_tokens_refuse",
+    "way_auto_has_one_card_compute_what_is_refused_inside_a_forward",
+    "way_auto_leaves_tokens_to_cards_and_modules_that_are_alike",
     "doctor_measures_blocks_with_random_weights",
     "way_auto_asks_for_a_gain_with_cfg_too", "way_auto_takes_blocks_where_others_would_be_refused", "three_cards",
     "what_a_model_remembers_from_step_to_step", "balances", "lora_before_split", "lora_after_split",
