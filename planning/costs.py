@@ -8,21 +8,29 @@ for 56 blocks takes the time of two; memory.py adds up.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.load import make_empty_transformer
+from ..families.comfy.token_plans import TOKEN_PLANS
 from ..families.spec import ModelFamily, Variant, longest_text
+from ..families.token_plan import Place, segments
 from ..parallel.block_lists import parts_of_tail
+from ..parallel.local.collectives import Collective
 from ..parallel.local.shard_trees import division_fault
 from ..parallel.local.shards import find_plan
+from ..parallel.local.tokens import OneDeviceError, Rows, TokenParallel
 from ..parallel.offload.block_call import BlockCall, module_of
 from ..parallel.offload.recompute import HandOut
 from ..parallel.offload.weights import host_bytes_of
@@ -37,7 +45,6 @@ from .dry_run import (
     ShortModel,
     Work,
     as_on_card,
-    sharing_rows,
     shorten,
     step_on_meta,
     voice_as_sound,
@@ -175,7 +182,7 @@ class ModelCosts:
     def _width(self) -> int:
         """Of the stream through the blocks."""
         block = self._model.get_submodule(self.names[-1])
-        return min(each.in_features for each in block.modules() if isinstance(each, nn.Linear))
+        return statistics.mode(each.in_features for each in block.modules() if isinstance(each, nn.Linear))
 
     def _num_tokens(self, bucket: tuple[int, int], frames: int) -> tuple[int, int]:
         return self.family.latent_of(self.variant).num_tokens(*bucket, frames), longest_text(self.variant)
@@ -215,14 +222,21 @@ def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work:
     with torch.inference_mode(False), torch.enable_grad():
         work = voice_as_sound(info.family, work)
         short = shorten(model, info.family, work)
-        run = _Run(short, MemoryMeter(kernels.rounding))
-        latents = torch.empty(work.batch_shape, device=META)  # in host memory while training
-        run.meter.ignore([*_plain_tensors(short.model), latents])
         short.model.train()
-        sharing = sharing_rows(work, short.model, info.family)  # hooks that checkpointing goes around
-        with sharing, as_on_card(kernels), run.meter:
-            short.model.enable_gradient_checkpointing(run.measure)  # type: ignore[operator]
-            step_on_meta(short.model, info, variant, work, latents)
+
+        def measured(sharing: AbstractContextManager[None]) -> _Run:
+            run = _Run(short, MemoryMeter(kernels.rounding))
+            latents = torch.empty(work.batch_shape, device=META)  # in host memory while training
+            run.meter.ignore([*_plain_tensors(short.model), latents])
+            with sharing, as_on_card(kernels), run.meter:
+                short.model.enable_gradient_checkpointing(run.measure)  # type: ignore[operator]
+                step_on_meta(short.model, info, variant, work, latents)
+            return run
+
+        try:
+            run = measured(sharing_rows(work, short.model, info.family))  # hooks that checkpointing goes around
+        except OneDeviceError:  # every card computes such a sample whole
+            run = measured(contextlib.nullcontext())
         lists = {block_list.name for block_list in info.family.block_lists}
         outer = [_sizes_of(module) for name, module in short.model.named_children() if name not in lists]
         own = [*short.model.parameters(recurse=False), *short.model.buffers(recurse=False)]
@@ -238,6 +252,63 @@ def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work:
             first_inputs=run.kinds[0].inputs,
             tail=run.meter.peak - run.tail_base,
         )
+
+
+@contextlib.contextmanager
+def sharing_rows(work: Work, model: nn.Module, family: ModelFamily) -> Iterator[None]:
+    """Inside, a forward is that of the first of the devices that share out the rows of each sample."""
+    if (count := work.num_sharing) == 1:
+        yield
+        return
+    assert family.native is not None, "others are refused"
+    plan, shares = TOKEN_PLANS[family.native.class_name], (1.0,) * count
+    parallel = TokenParallel([model], [META], plan, shares)
+    parallel.attach()
+    now = (work.latent_shape[1] == 1 and plan.one_frame) or plan
+    with parallel.on(_LoneRows(0, now, shares, _LoneGroup(count, lambda tensors, rank, arrivals: ()))):
+        yield
+
+
+class _LoneGroup(Collective):
+    """The collectives of a rank that waits for nobody; `_LoneRows.join` sees to the right size."""
+
+    def take(self, rank: int, name: str, own: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+        return [own] * self.size
+
+
+class _LoneRows(Rows):
+    """The rows of a rank without others: what those would send is memory of the right size."""
+
+    def gather(self, tensor: torch.Tensor, place: Place, name: str, own: Sequence[str] = ()) -> torch.Tensor:
+        if not self.knows(place.axis):
+            return tensor
+        is_own = {each: each in (*own, *self.plan.whole) for each in segments(place.axis)}
+        length = sum(self.share(each)[1] if own else self.lengths[each] for each, own in is_own.items())
+        return _Longer.apply(tensor, place.dim, length)  # type: ignore[no-any-return]
+
+    def share(self, segment: str, rank: int | None = None) -> tuple[int, int]:
+        """Of no rank in particular: as many rows as the largest share has."""
+        found = [super(_LoneRows, self).share(segment, each) for each in range(self.group.size)]
+        return (0, max(count for _, count in found)) if rank is None else found[rank]
+
+    def join(self, found: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
+        return self.gather(found[self.rank], place, "")
+
+
+class _Longer(torch.autograd.Function):
+    """A tensor of another length along a dimension, and a gradient of the first one's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+        ctx.shape = tensor.shape
+        sides = list(tensor.shape)
+        sides[dim] = length
+        return tensor.new_empty(sides)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad.new_empty(ctx.shape), None, None
 
 
 class _Run:

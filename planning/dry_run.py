@@ -31,14 +31,12 @@ from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.load import put_tensor
 from ..config.job import LoraSettings
 from ..families.comfy.inputs import STREAM, VOICE, option_path, stream_shapes
-from ..families.comfy.token_plans import TOKEN_PLANS
 from ..families.spec import ModelFamily, Variant
-from ..families.token_plan import Place, segments
 from ..parallel.devices import CPU
-from ..parallel.local.collectives import Collective, attach_collectives
+from ..parallel.local.collectives import attach_collectives
 from ..parallel.local.shard_trees import shares_in
 from ..parallel.local.shards import BlockShard, divide_block, find_plan
-from ..parallel.local.tokens import Rows, TokenParallel
+from ..parallel.local.tokens import OneDeviceError
 from ..parallel.placement import block_names
 from ..quantization.kernel_choice import DeviceKernels, KernelChoice, using_kernels
 from ..quantization.quantize import Quantizer, QuantizeSettings, Stored8
@@ -239,58 +237,6 @@ class _LoneCollectives:
         return functools.reduce(torch.add, self.all_gather(rank, name, tensor))
 
 
-@contextlib.contextmanager
-def sharing_rows(work: Work, model: nn.Module, family: ModelFamily) -> Iterator[None]:
-    """Inside, a forward is that of the first of the devices that share out the rows of each sample."""
-    if (count := work.num_sharing) == 1:
-        yield
-        return
-    assert family.native is not None, "others are refused"
-    plan, shares = TOKEN_PLANS[family.native.class_name], (1.0,) * count
-    parallel = TokenParallel([model], [META], plan, shares)
-    parallel.attach()
-    now = (work.latent_shape[1] == 1 and plan.one_frame) or plan
-    with parallel.on(_LoneRows(0, now, shares, _LoneGroup(count, lambda tensors, rank, arrivals: ()))):
-        yield
-
-
-class _LoneGroup(Collective):
-    """The collectives of a rank that waits for nobody; `_LoneRows.join` sees to the right size."""
-
-    def take(self, rank: int, name: str, own: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-        return [own] * self.size
-
-
-class _LoneRows(Rows):
-    """The rows of a rank without others: what those would send is memory of the right size."""
-
-    def gather(self, tensor: torch.Tensor, place: Place, name: str, own: Sequence[str] = ()) -> torch.Tensor:
-        if not self.knows(place.axis):
-            return tensor
-        is_own = {each: each in (*own, *self.plan.whole) for each in segments(place.axis)}
-        length = sum(self.share(each)[1] if own else self.lengths[each] for each, own in is_own.items())
-        return _Longer.apply(tensor, place.dim, length)  # type: ignore[no-any-return]
-
-    def join(self, found: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
-        return self.gather(found[self.rank], place, "")
-
-
-class _Longer(torch.autograd.Function):
-    """A tensor of another length along a dimension, and a gradient of the first one's."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-        ctx.shape = tensor.shape
-        sides = list(tensor.shape)
-        sides[dim] = length
-        return tensor.new_empty(sides)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad.new_empty(ctx.shape), None, None
-
-
 # ---- the step
 
 
@@ -314,7 +260,7 @@ def step_on_meta(model: Any, info: CheckpointInfo, variant: Variant, work: Work,
         del prediction
         loss.backward()
     except _BY_FOREIGN_CODE as error:
-        if family.host is None:
+        if family.host is None or isinstance(error, OneDeviceError):
             raise
         said = f"its forward does not run without numbers, or without all blocks ({type(error).__name__}: {error})"
         raise NoForecast(family.title, said) from error

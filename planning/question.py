@@ -219,7 +219,7 @@ class Question:
             replica=replica,
             share=share,
             num_sharing=num_sharing,
-            picture=None if replica else self.picture,
+            picture=None if replica and num_sharing == 1 else self.picture,
         )
 
     def check_counts(self) -> None:

@@ -57,12 +57,12 @@ class Toy(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.last = nn.Linear(6, 2)
 
-    def forward(self, img: torch.Tensor, txt: torch.Tensor) -> torch.Tensor:
+    def forward(self, img: torch.Tensor, txt: torch.Tensor, **of_blocks: Any) -> torch.Tensor:
         vec = self.vec(txt.mean(1, keepdim=True))
         pe = torch.linspace(-1, 1, txt.shape[1] + img.shape[1], dtype=img.dtype, device=img.device)[None, :, None]
         img = self.front(img)
         for block in self.blocks:
-            img, txt = block(img, txt, pe=pe, vec=vec)
+            img, txt = block(img, txt, pe=pe, vec=vec, **of_blocks)
         return self.last(img * vec)
 
 

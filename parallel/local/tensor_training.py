@@ -67,6 +67,7 @@ class DividedModel(nn.Module):
         self.trees = nn.ModuleList(trees)
         self.devices = tuple(devices)
         self._rows = rows
+        self._has_said_whole = False
         self._side_streams = copies_between(devices)
         self._pool = ThreadPool()
         self._local = _Local()
@@ -88,7 +89,7 @@ class DividedModel(nn.Module):
         """What call(tree, device) returns on the main device, computed by all; inside `together` on this device alone.
 
         For models that are not called themselves, as those of ComfyUI.
-        Raises: ValueError for a sample that has fewer rows than there are devices.
+        A sample whose rows cannot be shared out, every device computes whole; the loss of the first one counts.
         """
         rank = self._local.rank
         if rank is None:
@@ -102,11 +103,13 @@ class DividedModel(nn.Module):
         try:
             with self._rows.on(rows):
                 output = call(tree, device)
-        except OneDeviceError as error:
-            raise ValueError(
-                f'parallel.strategy = "tokens" shares out the tokens of every sample, and one has {error}; set it to '
-                '"auto", or train on larger samples'
-            ) from error
+        except OneDeviceError as error:  # all devices find the same, at the same place
+            del self._rows.newest[rank]
+            if rank == 0 and not self._has_said_whole:
+                self._has_said_whole = True
+                _log.warning("a sample has %s: each device computes it whole, and others like it", str(error))
+        if rank not in self._rows.newest:  # what the error held is free here
+            output = call(tree, device)
         return output if rank == 0 else map_tensors(output, CountedOnce.apply)
 
     def together(self, work: Callable[[], T], beside: Callable[[], None] = lambda: None) -> list[T]:

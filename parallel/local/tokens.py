@@ -14,6 +14,7 @@ import functools
 import inspect
 import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,6 +76,8 @@ class Rows:
         self.rank, self.plan, self.group = rank, plan, group
         self._shares = tuple(shares)
         self.lengths: dict[str, int] = {}  # of every segment, on one card
+        # The lengths of a block's calls by its list and name; autograd computes the last one again first.
+        self.passes: defaultdict[tuple[str, str], list[dict[str, int]]] = defaultdict(list)
         self.is_gathered = False  # whether the last block has been computed
         self.stack: list[_Frame] = []
         self.num_attentions = 0
@@ -264,6 +267,8 @@ class TokenParallel:
         for rank, model in enumerate(self._modules):
             blocks = {name: list(members(model, name)) for name in self.plan.blocks}
             ordered = [block for each in blocks.values() for _, block in each]
+            if not ordered:
+                raise AttributeError(f"{type(model).__name__} has none of the blocks {', '.join(self.plan.blocks)}")
             for list_name in self.plan.blocks:
                 for name, block in blocks[list_name]:
                     is_last = block is ordered[-1] and not self.plan.tail
@@ -324,19 +329,23 @@ class TokenParallel:
         def around(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             here = self.rows
             if here is None and is_recomputing() and rank in self.newest:  # in a thread of autograd's
-                with self.on(self.newest[rank]):
+                newest = self.newest[rank]
+                newest.lengths = newest.passes[list_name, name].pop()
+                with self.on(newest):
                     return around(call, args, kwargs)
             if here is None:
                 HERE.on_block()
                 return call(*args, **kwargs)
-            if is_first:  # some classes run all blocks several times
-                here.lengths.clear()
-                here.is_gathered = False
+            if not is_recomputing():
+                if is_first:  # some classes run all blocks several times
+                    here.lengths, here.is_gathered = {}, False
+                here.passes[list_name, name].append(here.lengths)
             bound = signature.bind(*args, **kwargs)
             _cut_arguments(here, bound.arguments, here.plan.blocks[list_name], name)
+            given = {**bound.arguments, **bound.kwargs}  # a guard tells ways of being called by positional numbers
             here.stack.append(_Frame(name, "", list(axes.get("", ["-"])), here.num_attentions))
             try:
-                output = call(*bound.args, **bound.kwargs)
+                output = call(*bound.args[: len(args)], **{each: given[each] for each in kwargs})
             finally:
                 frame = here.stack.pop()
             if axes and frame.num_before == here.num_attentions:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from devicebridge.families.token_plan import TokenPlan
 from devicebridge.parallel.local.tensor_training import TokenTraining
+from devicebridge.parallel.offload.in_place import InPlaceGuard
 from devicebridge.parallel.runner import PlainAccumulation
 from devicebridge.tests.emulated import CARDS, emulated_cards, factories_on_cards, on_cpu
-from devicebridge.tests.token_cases import PLAN, WHOLE_TEXT, make_toy, make_training, microbatches
+from devicebridge.tests.token_cases import PLAN, WHOLE_TEXT, Block, Toy, make_toy, make_training, microbatches
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_thread_left")
 
 
-def _plainly(num_steps: int = 1) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    toy = make_toy()
-    losses = PlainAccumulation(toy, torch.device("cpu")).run(microbatches(toy, num_steps))
+def _plainly(num_steps: int = 1, toy: nn.Module | None = None, **counts: int) -> Any:
+    toy = toy or make_toy()
+    losses = PlainAccumulation(toy, torch.device("cpu")).run(microbatches(toy, num_steps, **counts))
     return losses, {name: each.grad for name, each in toy.named_parameters() if each.grad is not None}
 
 
@@ -66,12 +68,82 @@ def _run(training: TokenTraining, **counts: int) -> None:
     training.run(microbatches(training.model, 1, **counts))
 
 
-def test_a_sample_with_fewer_rows_than_cards_is_refused_by_the_settings_name() -> None:
+def _check(training: TokenTraining, toy: nn.Module, **counts: int) -> None:
+    """A step on the copies gives the loss and the gradients of this toy on one card."""
+    expected_losses, expected = _plainly(1, toy, **counts)
+    for parameter in training.model.trees[0].parameters():
+        parameter.grad = None
+    losses = [on_cpu(each) for each in training.run(microbatches(training.model, 1, **counts))]
+    assert torch.allclose(torch.stack(losses), torch.stack(expected_losses), rtol=1e-12)
+    for name, each in training.model.trees[0].named_parameters():
+        assert (on_cpu(each.grad) - expected[name]).norm() <= 1e-12 * expected[name].norm() > 0, name
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("plan", [PLAN, WHOLE_TEXT], ids=["text shared out", "text whole"])
+def test_a_sample_with_fewer_rows_than_cards_is_computed_whole(plan, recomputes, caplog) -> None:
     with emulated_cards(3), factories_on_cards():
-        training = make_training(make_toy(), CARDS[:3], PLAN, recomputes=True)
-        with pytest.raises(ValueError, match=r'parallel\.strategy = "tokens".*2 rows of txt for 3'):
-            _run(training, num_text=2)
-        _run(training)
+        training = make_training(make_toy(), CARDS[:3], plan, recomputes=recomputes)
+        for counts in ({"num_image": 2}, {"num_image": 1}, {}):
+            _check(training, make_toy(), **counts)
+    assert [each.levelname for each in caplog.records] == ["WARNING"]
+    assert "2 rows of img for 3 devices" in caplog.text
+
+
+class _Windows(Toy):
+    """Runs all blocks once for each window of the picture, of different lengths."""
+
+    def forward(self, img: torch.Tensor, txt: torch.Tensor) -> torch.Tensor:
+        return torch.cat([super(_Windows, self).forward(each, txt) for each in img.split(8, 1)], 1)
+
+
+@pytest.mark.parametrize("num_image", [11, 12, 16])
+def test_blocks_are_computed_again_with_the_lengths_of_their_own_call(num_image: int) -> None:
+    """Of 12 rows the second window has 4, of 11 it has 3."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return _Windows().double()
+
+    with emulated_cards(2), factories_on_cards():
+        _check(make_training(made(), CARDS[:2], PLAN, recomputes=True), made(), num_image=num_image)
+
+
+class _Counting(Block):
+    def forward(self, img: torch.Tensor, txt: torch.Tensor, pe: torch.Tensor, vec: torch.Tensor, index: int = 0) -> Any:
+        img, txt = super().forward(img, txt, pe, vec)
+        return torch.cat([img[:, :index], img[:, index:] * 0.5], 1), txt
+
+
+class _Counted(Toy):
+    """Its blocks are told of a number of rows, by keyword."""
+
+    index = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Counting() for _ in range(3))
+
+    def forward(self, img: torch.Tensor, txt: torch.Tensor) -> torch.Tensor:
+        return super().forward(img, txt, index=self.index)
+
+
+def test_a_number_of_rows_that_differs_by_card_is_no_other_way_of_being_called(monkeypatch) -> None:
+    """Of 12 rows the second card has 0 and 2 of the first 6 and 8; the first card has 6 of both."""
+    plan = replace(PLAN, blocks={"blocks": replace(PLAN.blocks["blocks"], counts="index=img")})
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return _Counted().double()
+
+    with emulated_cards(2), factories_on_cards():
+        training = make_training(made(), CARDS[:2], plan, recomputes=True)
+        for tree in training.model.trees:
+            for block in tree.blocks:
+                block.forward = InPlaceGuard(block)
+        for index in (6, 8):
+            monkeypatch.setattr(_Counted, "index", index)
+            _check(training, made(), num_image=12)
 
 
 class _Broken(nn.Module):

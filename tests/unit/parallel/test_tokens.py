@@ -146,6 +146,12 @@ def test_a_rank_without_rows_is_told(toy: Toy, counts: tuple[int, int], shares: 
         shared(toy, shares, counts=counts)
 
 
+def test_a_model_without_a_block_of_the_plan_is_told(toy: Toy) -> None:
+    plan = TokenPlan({"layers": BlockRows("x=x@1", "attn=x")})
+    with pytest.raises(AttributeError, match="Toy.*layers"):
+        shared(toy, (1, 1), plan)
+
+
 def test_one_row_of_an_axis_that_no_other_tensor_has_is_told(toy: Toy) -> None:
     plan = TokenPlan({"singles": BlockRows("x=x@1 pe=x@1", "attn=y+x")})
     with pytest.raises(OneDeviceError, match=r"one row of y\+x"):

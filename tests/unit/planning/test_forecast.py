@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,10 +22,12 @@ from devicebridge.families.comfy.token_plans import TOKEN_PLANS
 from devicebridge.families.registry import find_family
 from devicebridge.parallel.local.block_split import apply_block_split, apply_weight_offload
 from devicebridge.parallel.local.collectives import Collective
+from devicebridge.parallel.local.tokens import HERE, OneDeviceError
 from devicebridge.parallel.offload import weights as swap_module
 from devicebridge.parallel.placement import Placement, block_names, place_offloaded
-from devicebridge.planning.costs import BlockCost, StepCost, dry_run_step
-from devicebridge.planning.dry_run import UNSEEN_CARD, Kernels, MemoryMeter, Work, sharing_rows
+from devicebridge.planning import dry_run as dry_run_module
+from devicebridge.planning.costs import BlockCost, ModelCosts, StepCost, dry_run_step, sharing_rows
+from devicebridge.planning.dry_run import UNSEEN_CARD, Kernels, MemoryMeter, Work, step_on_meta
 from devicebridge.planning.memory import Backend, Forecaster, Optimizer, StagePlan
 from devicebridge.quantization.eight_bit import grad_input8
 from devicebridge.quantization.kernel_choice import DeviceKernels, device_kernels, using_kernels
@@ -34,6 +38,7 @@ from devicebridge.tests.token_cases import PLAN, make_toy
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 from devicebridge.training.objective import prediction_loss
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -522,3 +527,45 @@ def test_a_forward_of_one_of_several_sharing_cards_waits_for_no_other(has_gradie
     with sharing_rows(work, toy, family), torch.set_grad_enabled(has_gradients):
         assert toy(img, txt).shape == (2, 12, 2)
     assert shapes == [(2, 8, 6)] * 3
+
+
+def test_a_sharing_card_is_forecast_with_the_largest_share(monkeypatch):
+    """Of 10 rows two cards have 5 each, but of 5 groups the first has 2 and the second 3."""
+    monkeypatch.setitem(TOKEN_PLANS, "Toy", replace(PLAN, aligned="img:2"))
+    family: Any = SimpleNamespace(native=SimpleNamespace(class_name="Toy"))
+    work = Work((1, 1, 1, 1), 1, torch.float64, None, LORA, num_sharing=2)
+    with sharing_rows(work, make_toy().to("meta"), family):
+        here = HERE.rows
+        here.lengths |= {"img": 10, "txt": 3}
+        assert [here.share("img"), here.share("txt")] == [(0, 6), (0, 2)]
+        assert [here.share("img", rank) for rank in range(2)] == [(0, 4), (4, 6)]
+        here.lengths["txt"] = 1
+        with pytest.raises(OneDeviceError):
+            here.check_counts()
+
+
+def test_a_sample_that_cards_cannot_share_out_is_forecast_whole(monkeypatch):
+    tiny, numbers, predict = _tiny("flux1"), itertools.count(), dry_run_module.predict
+
+    def second_is_refused(*args: Any) -> torch.Tensor:
+        if next(numbers) == 1:
+            raise OneDeviceError("1 rows of txt for 2 devices")
+        return predict(*args)
+
+    def found() -> StepCost:
+        cost = _dry_run(tiny, tiny.latent_shape, "none")
+        return replace(cost, blocks=[replace(each, constants={}) for each in cost.blocks])  # known by ids
+
+    monkeypatch.setattr(dry_run_module, "predict", second_is_refused)
+    assert found() == found() and next(numbers) == 3
+    monkeypatch.setattr(dry_run_module, "predict", mock.Mock(side_effect=OneDeviceError("1 rows of txt")))
+    given: Any = SimpleNamespace(host=SimpleNamespace(example=lambda *args: {}), title="x")
+    info, variant = SimpleNamespace(family=given), SimpleNamespace(training_guidance=None)
+    with pytest.raises(OneDeviceError):
+        step_on_meta(None, info, variant, Work((1, 1, 1, 1), 1, torch.float32, None, LORA), torch.empty(1))
+
+
+def test_keys_are_as_wide_as_most_linears_of_a_block():
+    block = nn.ModuleList([nn.Linear(4, 8), nn.Linear(32, 32), nn.Linear(32, 64), nn.Linear(64, 32)])
+    given = SimpleNamespace(names=("block",), _model=nn.ModuleDict({"block": block}))
+    assert ModelCosts._width.func(given) == 32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -187,3 +188,10 @@ def test_a_strategy_that_has_nothing_to_do_is_said_to_be_without_effect(cards, a
     assert plan.setting.strategy == "none" and any(f'parallel.strategy = "{strategy}": ' in note for note in plan.notes)
     for said in (_plan("flux1", **{**given, "train": {"gradient_accumulation_steps": 4}}), _plan("flux1", cards)):
         assert not any("without effect" in note for note in said.notes)
+
+
+@pytest.mark.parametrize(("strategy", "drawing"), [("data", [True, False]), ("tokens", [True, True])])
+def test_cards_that_share_out_tokens_all_draw_sample_pictures(strategy, drawing):
+    question = replace(_ask("flux1"), picture=(1024, 1024, 1))
+    setting = replace(question.settings()[0], strategy=strategy)
+    assert [question.of_card(index, setting).picture is not None for index in range(2)] == drawing
