@@ -123,16 +123,6 @@ def test_entries_hold_every_encoders_states(encoders, tmp_path):
             assert torch.equal(entry[spec.output], expected) and entry[spec.output].dtype == torch.bfloat16
 
 
-def test_all_captions_together_equal_each_alone(encoders, tmp_path):
-    together, alone = CacheStore(tmp_path / "together"), CacheStore(tmp_path / "alone")
-    keys, _ = _encode(CAPTIONS, encoders, together)
-    for caption in reversed(CAPTIONS):
-        key = _encode([caption], encoders, alone)[0][caption]
-        assert key == keys[caption]
-        ours, theirs = together.get(key), alone.get(key)
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 def test_a_second_run_loads_nothing_and_returns_the_same_bytes(encoders, tmp_path, loads):
     store = CacheStore(tmp_path / "cache")
     keys, _ = _encode(CAPTIONS, encoders, store)
@@ -215,16 +205,6 @@ def test_the_pace_is_measured_from_when_an_encoder_begins(encoders, tmp_path):
     options = {"on_begin": lambda: events.append("begins")}
     encode_captions(CAPTIONS[:3], (CLIP, T5), encoders, "cpu", torch.float32, store, note, **options)
     assert events == [0, "begins", 1, 2, 3, 3, "begins", 4, 5, 6]
-
-
-def test_a_torn_entry_is_computed_again(encoders, tmp_path):
-    store = CacheStore(tmp_path / "cache")
-    keys, _ = _encode(CAPTIONS, encoders, store, specs=(CLIP,))
-    path = store.path(keys[CAPTIONS[3]])
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    assert _encode(CAPTIONS, encoders, store, specs=(CLIP,)) == (keys, 1)
-    assert path.read_bytes() == whole
 
 
 def test_a_changed_weight_recomputes_that_encoder_only(encoders, tmp_path, loads):

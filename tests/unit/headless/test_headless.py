@@ -368,26 +368,6 @@ def test_a_killed_run_leaves_neither_server_nor_client(
 
 
 @posix_only
-def test_a_killed_test_run_leaves_no_server(tmp_path: Path, comfyui: Path) -> None:
-    """As tests/comfy starts it."""
-    (comfyui / ".venv" / "bin").mkdir(parents=True)
-    (comfyui / ".venv" / "bin" / "python").symlink_to(sys.executable)
-    code = """
-import pathlib, runpy, sys, time
-runpy.run_path(sys.argv[1])["load_pack"]()
-from devicebridge.tests.comfy.server import start_server
-with start_server(pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])):
-    print("ready", flush=True)
-    time.sleep(60)
-"""
-    command = [sys.executable, "-c", code, str(server.ROOT / "bootstrap.py"), str(comfyui), str(tmp_path / "base")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        process.kill()
-    assert _until(lambda: not _is_alive(comfyui / "server.pid"))
-
-
-@posix_only
 def test_a_server_that_does_not_start_says_why(tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _install_client(tmp_path, monkeypatch, SUCCEEDS)
     (comfyui / "broken").touch()
