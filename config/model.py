@@ -124,7 +124,7 @@ def holds_copies(strategy: Strategy) -> bool:
 
 
 def divides_blocks(strategy: Strategy) -> bool:
-    """Whether every device has a share of each block, and all of them compute each microbatch together."""
+    """Whether every device has a share of each block, and all of them compute each microbatch."""
     match strategy:
         case "none" | "pipeline" | "data" | "fsdp" | "hsdp":
             return False

@@ -164,7 +164,7 @@ def _left_out(
 
 
 def _in_threads(work: Callable[[_S], _T], items: Sequence[_S], ask: Callable[[], None]) -> list[_T]:
-    """What work makes of every item, in order; asked before each, and what has not begun is dropped at a stop."""
+    """What work makes of every item, in order; called before each, and what has not begun is dropped at a stop."""
     with ThreadPoolExecutor() as pool:
         futures = [pool.submit(work, item) for item in items]
         try:
@@ -226,7 +226,7 @@ def list_files(
 
 
 def is_media(path: Path) -> bool:
-    """Whether list_files would name it, told without a look at what is beside it but its caption."""
+    """Whether list_files would name it, decided without a look at what is beside it but its caption."""
     if os.path.isdir(path):
         return os.path.isfile(caption_file(path))
     return os.path.isfile(path) and path.suffix.lower() in media_suffixes() and _is_media_name(path)

@@ -177,9 +177,9 @@ def _load_tensors(family: ModelFamily, variant: Variant | None, file: Path, tens
 
 
 def _misfit(file: Path, vae_class: str, error: Exception) -> ValueError:
-    # NotImplementedError is how from_single_file meets missing weights: they are still on meta and cannot be copied.
+    # NotImplementedError is how from_single_file reports missing weights: they are still on meta and cannot be copied.
     reason = "weights are missing" if isinstance(error, NotImplementedError) else str(error).splitlines()[-1].strip()
-    return ValueError(f"{file} does not hold the weights of the {vae_class} asked for ({reason}); {_WHAT_WORKS}")
+    return ValueError(f"{file} does not hold the weights of the requested {vae_class} ({reason}); {_WHAT_WORKS}")
 
 
 def _refuse(source: Path, how: str, names: Sequence[str]) -> None:

@@ -60,7 +60,7 @@ class QuantizeSettings:
         if self.scheme not in SCHEMES:
             raise ValueError(f"there is no scheme {self.scheme!r}; the schemes are {', '.join(SCHEMES)}")
         if self.rotation not in (0, *ROTATIONS):
-            raise ValueError(f"rotation {self.rotation} was asked for; use one of {[0, *ROTATIONS]}")
+            raise ValueError(f"rotation {self.rotation} was requested; use one of {[0, *ROTATIONS]}")
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -182,7 +182,7 @@ class Quantizer:
                 modules[_treatment(name, module, self._family)][name] = module
         if not modules[QUANTIZED]:
             raise ValueError(
-                f"{self.settings.scheme} was asked for, but {self._family.title} keeps every linear of this "
+                f"{self.settings.scheme} was requested, but {self._family.title} keeps every linear of this "
                 f'{type(model).__name__} in full precision; use quantize = "none"'
             )
         missed = [name for name in modules[QUANTIZED] if name not in self._bytes_before]
@@ -223,7 +223,7 @@ def refusal(settings: QuantizeSettings, devices: Iterable[torch.device]) -> str:
         if fault:
             others = [s for s in BEST_FIRST if not any(_device_fault(s, each) for each in devices)]
             kind = "" if others[0] in COMPUTE_SCHEMES else ", which only stores in 8 bits,"
-            return f"{settings.scheme} was asked for, but {fault} ({device}); use {others[0]}{kind} instead"
+            return f"{settings.scheme} was requested, but {fault} ({device}); use {others[0]}{kind} instead"
     return ""
 
 

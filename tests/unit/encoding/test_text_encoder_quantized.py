@@ -374,7 +374,7 @@ class _NoFloat8(TorchDispatchMode):
 
 def test_a_device_without_float8_is_told_what_works() -> None:
     with _NoFloat8():
-        with pytest.raises(ValueError, match='"fp8" was asked for, but cpu cannot convert .* use "int8"'):
+        with pytest.raises(ValueError, match='"fp8" was requested, but cpu cannot convert .* use "int8"'):
             check_scheme("fp8", CPU, torch.bfloat16)
         check_scheme("int8", CPU, torch.bfloat16)
     check_scheme("fp8", CPU, torch.bfloat16)

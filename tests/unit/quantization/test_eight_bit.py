@@ -134,9 +134,9 @@ def test_a_rotation_is_orthogonal_exact_and_spreads_outliers_and_means(block):
 def test_a_rotation_that_cannot_work_is_refused():
     with pytest.raises(ValueError, match="blocks of 64 does not divide 80 input features; use one of .0, 16."):
         FrozenLinear8.from_linear(make_linear(80, 16), INT8, rotation=64)
-    with pytest.raises(ValueError, match="float8, which gains nothing"):
+    with pytest.raises(ValueError, match="float8, which gains nothing by it"):
         FrozenLinear8.from_linear(make_linear(64, 16), FP8, rotation=64)
-    with pytest.raises(ValueError, match="blocks of 32 was asked for; use one of"):
+    with pytest.raises(ValueError, match="blocks of 32 was requested; use one of"):
         FrozenLinear8.from_linear(make_linear(64, 16), INT8, rotation=32)
 
 

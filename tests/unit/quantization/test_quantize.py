@@ -709,7 +709,7 @@ def test_damaged_weights_are_refused(settings):
 def test_unknown_settings_are_refused():
     with pytest.raises(ValueError, match="no scheme 'fp4'; the schemes are fp8, int8, fp8-compute, int8-compute"):
         QuantizeSettings("fp4")
-    with pytest.raises(ValueError, match=r"rotation 32 was asked for; use one of \[0, 16, 64, 256\]"):
+    with pytest.raises(ValueError, match=r"rotation 32 was requested; use one of \[0, 16, 64, 256\]"):
         QuantizeSettings("int8-compute", rotation=32)
 
 
@@ -754,7 +754,7 @@ def test_what_cards_cannot_do_is_refused_with_what_all_of_them_can(capabilities,
     if not expected:
         assert found == ""
     else:
-        assert found.startswith(f"{scheme} was asked for, but ") and expected in found
+        assert found.startswith(f"{scheme} was requested, but ") and expected in found
 
 
 def test_the_cpu_and_unknown_devices_are_answered():
