@@ -136,17 +136,6 @@ def test_states_are_those_of_the_rounded_weights_and_no_noisier_than_these(
         assert decibels(exact.encode(caption), found.encode(caption)) > bound_db
 
 
-def test_8_bits_cost_little_more_than_bfloat16_itself(folders: dict[str, Path]) -> None:
-    """In bfloat16, int8 adds noise of the size that bfloat16 has anyway: 8 mantissa bits, as an int8 row has steps."""
-    for kind in ROUNDED:
-        exact = _load(folders, kind, "none").encode(CAPTIONS[1])
-        plain_db, int8_db = (
-            decibels(exact, _load(folders, kind, scheme, torch.bfloat16).encode(CAPTIONS[1]).float())
-            for scheme in ("none", "int8")
-        )
-        assert plain_db - 10 < int8_db < plain_db, kind
-
-
 # --- what is rounded -------------------------------------------------------------------------------------------------
 
 
@@ -425,9 +414,3 @@ def test_a_single_file_and_a_quantized_config_are_refused_with_what_works(
     config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "x"}}))
     with pytest.raises(ValueError, match="is quantized; use one in bfloat16.*text_quantize"):
         load_text_encoder(SPECS["t5"], folder, CPU, torch.float32, "int8")
-
-
-@pytest.mark.parametrize("scheme", ["int4", "fp8-compute", True])
-def test_unknown_schemes_are_refused(tmp_path: Path, scheme: Any) -> None:
-    with pytest.raises(ValueError, match=r"cache\.text_quantize"):
-        make_tiny_job(tmp_path, cache={"text_quantize": scheme})

@@ -277,22 +277,6 @@ def test_a_timeout_cancels_the_prompt_before_the_server_stops(
     assert not _is_alive(comfyui / "server.pid")
 
 
-@posix_only
-def test_ctrl_c_cancels_the_prompt_before_the_server_stops(
-    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _install_client(tmp_path, monkeypatch, HANGS)
-
-    def press(line: str) -> None:
-        if line == "Train 3/3":
-            raise KeyboardInterrupt
-
-    result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui, on_progress=press)
-    assert (result.exit_code, result.message, result.log) == (130, "cancelled", None)
-    assert (comfyui / "interrupted").exists()
-    assert not _is_alive(comfyui / "server.pid")
-
-
 COMMAND = """
 import pathlib, runpy, sys
 runpy.run_path(sys.argv[1])["load_pack"]()
