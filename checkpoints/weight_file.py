@@ -113,15 +113,6 @@ def open_weights(file: Path, remedy: str = AGAIN) -> Iterator[WeightReader]:
         yield WeightReader(header, _mapped(stream))
 
 
-def mapped_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors file as open_weights gives them; what nobody looks at is not read.
-
-    Raises: as open_weights.
-    """
-    with open_weights(file) as reader:
-        return reader.all_tensors()
-
-
 def _typed(header: FileHeader, name: str, entry: TensorEntry, content: torch.Tensor) -> torch.Tensor:
     if entry.dtype not in TORCH_TYPES:
         raise ValueError(f"{name} of {header.file} has type {entry.dtype}, not one of {', '.join(TORCH_TYPES)}")

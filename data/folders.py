@@ -25,7 +25,7 @@ from ..config.job import DataConfig, FolderConfig
 from ..families.comfy.conditions import WAYS
 from ..families.spec import LatentSpec
 from ..system.files import Looked, read_ordinary
-from ..system.stopping import Stopped, never
+from ..system.stopping import Stopped, alive, never
 from .cuts import (
     ClipPlan,
     aspect,
@@ -109,6 +109,7 @@ def scan_folders(
     plan = make_clip_plan(config, latent)
 
     def ask() -> None:
+        alive()
         if should_stop():
             raise Stopped("stopped while the dataset was looked at; nothing was done yet")
 

@@ -22,7 +22,7 @@ import torch
 
 from ..checkpoints.fingerprint import file_fingerprint, folder_fingerprint, settings_fingerprint
 from ..checkpoints.model_class import refuse_other_kinds, shapes_of_class
-from ..checkpoints.weight_file import mapped_tensors
+from ..checkpoints.weight_file import open_weights
 from ..families.spec import ModelFamily, Variant
 from ..system.files import read_json_object
 
@@ -52,7 +52,8 @@ def load_vae(family: ModelFamily, variant: Variant | None, path: str | Path, dty
             )
         _refuse(source, "lacks", report["missing_keys"])
     else:
-        vae = _load_tensors(family, variant, source, mapped_tensors(source))
+        with open_weights(source) as reader:
+            vae = _load_tensors(family, variant, source, reader.all_tensors())
     for parameter in vae.parameters():
         parameter.data = parameter.data.to(dtype)
     return vae.requires_grad_(False).eval()

@@ -18,7 +18,6 @@ from devicebridge.checkpoints.header import FileHeader, TensorRecord, read_file_
 from devicebridge.checkpoints.weight_file import (
     TORCH_TYPES,
     load_tensors,
-    mapped_tensors,
     open_weights,
     read_records,
     read_rows,
@@ -99,7 +98,8 @@ def test_a_file_is_read_where_no_memory_can_be_promised_for_it(tmp_path: Path, m
         return MMAP(*args, access=access, **kwargs)
 
     monkeypatch.setattr(weight_file.mmap, "mmap", refuse)
-    found = mapped_tensors(tmp_path / "x.safetensors")
+    with open_weights(tmp_path / "x.safetensors") as reader:
+        found = reader.all_tensors()
     assert len(refused) == 1 and found.keys() == expected.keys()
     for name, tensor in found.items():
         assert _equal(tensor, expected[name]), name
