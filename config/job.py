@@ -100,7 +100,7 @@ class JobConfig:
                 'split.balance = "manual" cuts one model, but model.second_expert gives each of two experts cards of '
                 "its own; remove one of the two"
             )
-        strategy = self.parallel.asked
+        strategy = self.parallel.requested
         if strategy and self.split.balance != "memory" and is_side_by_side(strategy):
             what = "all of it" if holds_copies(strategy) else "a share of each block"
             raise ValueError(
@@ -128,10 +128,10 @@ class JobConfig:
                 "lora.text_encoder trains the CLIP of SD 1.5, SD 2 and SDXL, as ComfyUI builds them; set model.family "
                 f'= "{COMFYUI}" for one of these, or remove lora.text_encoder'
             )
-        strategy, count = self.parallel.strategy, self.parallel.processes
+        strategy, named, count = self.parallel.strategy, self.parallel.requested, self.parallel.processes
         faults = {
             f'parallel.strategy = "{strategy}" has copies or stages, of which each would need the text encoders; set '
-            'it to "none", which also splits the blocks over several GPUs': self.parallel.asked not in (None, "none"),
+            'it to "none", which also splits the blocks over several GPUs': named not in (None, "none"),
             f"parallel.processes = {count} asks for processes that would each need the text encoders; set it to 1": (
                 count > 1
             ),

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..config.setting import asked
+from ..config.setting import requested
 from ..families.spec import TextEncoderSpec
 from ..parallel.devices import CPU, available_devices, find_device, free_bytes
 from ..parallel.offload.copies import NUM_SLOTS, lay_out
@@ -106,7 +106,7 @@ def parse_text_device(setting: str | torch.device) -> TextDevice:
     """
     name = str(setting).strip()
     mode, _, device_name = name.partition(":")
-    wanted = asked(mode)
+    wanted = requested(mode)
     is_resident = wanted not in ("stream", None)
     try:
         device = find_device(name if is_resident else device_name) if is_resident or device_name else None

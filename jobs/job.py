@@ -68,7 +68,7 @@ def plan_job(
         host_share: jobs that share this machine's free memory.
     Raises: ValueError for a job that cannot be run as written, that does not fit, or a machine without cards.
     """
-    if shards_weights(strategy := job.parallel.asked):
+    if shards_weights(strategy := job.parallel.requested):
         raise ValueError(
             f'parallel.strategy = "{strategy}" shares the weights among processes, and this plan is of one; plan with '
             '"auto", or start the job: what fits is said before the first step'

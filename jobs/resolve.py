@@ -21,7 +21,7 @@ from torch import nn
 
 from ..config.job import JobConfig
 from ..config.model import Strategy, divides_blocks, has_stages, holds_copies, is_side_by_side
-from ..config.setting import asked
+from ..config.setting import requested
 from ..data.samples import TrainingSample
 from ..execution import ExecutionPlan
 from ..families.comfy.native import NativeModel
@@ -119,7 +119,7 @@ def resolve(
     before = None if earlier is None else placement_of(earlier)
     if job.train.cuda_graphs != "off":
         _log.warning('train.cuda_graphs = "%s" has no effect: blocks are not recorded any more', job.train.cuda_graphs)
-    if asked(job.split.calibrate):
+    if requested(job.split.calibrate):
         _log.warning('split.calibrate = "%s" has no effect: blocks are not timed any more', job.split.calibrate)
     if before is not None:
         _refuse_other_strategy(job, machine, before)
@@ -181,8 +181,8 @@ def _strategy_of(subject: Subject, space: SearchSpace, placement: Placement, cho
 
 def search_space(job: JobConfig) -> SearchSpace:
     """What a job leaves open, as candidates; the first is what every machine can do."""
-    scheme, optimizer = asked(job.model.quantize), asked(job.optimizer.name)
-    strategy, offload = job.parallel.asked, asked(job.train.offload_activations)
+    scheme, optimizer = requested(job.model.quantize), requested(job.optimizer.name)
+    strategy, offload = job.parallel.requested, requested(job.train.offload_activations)
     # with text encoders one model computes one microbatch at a time
     open_strategies: tuple[Strategy, ...] = ("none",) if job.lora.text_encoder else STRATEGIES
     return SearchSpace(
@@ -229,7 +229,7 @@ def _undivided_settings(job: JobConfig) -> str:
 
 def _refuse_undividable(job: JobConfig, subject: Subject, num_devices: int) -> None:
     """Raises: ValueError if the model's blocks cannot be divided among so many devices."""
-    known = None if asked(job.model.quantize) is None else job.model.quantize_settings  # else one that goes is found
+    known = None if requested(job.model.quantize) is None else job.model.quantize_settings  # else one is found
     if fault := division_fault(subject.model, subject.info.family, (1,) * num_devices, known):
         raise ValueError(f'parallel.strategy = "tensor" was asked for, but {fault}')
 
@@ -311,7 +311,7 @@ def plan_on(
     if fault := why_no_forecast(subject.info.family.native):
         raise NoForecast(subject.info.family.title, fault)
     strategy = _first_of(search_space(job), [card.device for card in machine.cards]).strategy
-    if job.parallel.asked and divides_blocks(strategy):
+    if job.parallel.requested and divides_blocks(strategy):
         _refuse_undividable(job, subject, min(len(machine.cards), len(block_names(subject.model, subject.info.family))))
     model = ModelCosts(subject.info, subject.variant, subject.model)
     longest = max((size[-1] for size in subject.train), default=1)
@@ -332,7 +332,7 @@ def plan_on(
 
 def refuse_block_settings(job: JobConfig) -> None:
     """Raises: ValueError for what is asked of blocks and cannot be done, and for two models in one."""
-    has_offloaded, strategy = any(job.split.offloaded_blocks), job.parallel.asked
+    has_offloaded, strategy = any(job.split.offloaded_blocks), job.parallel.requested
     if job.model.second_expert:
         raise ValueError(
             f"model.second_expert names {job.model.second_expert}, and one model is trained here; remove it, or give "
