@@ -214,18 +214,10 @@ def test_a_changed_weight_recomputes_that_encoder_only(encoders, tmp_path, loads
     assert torch.equal(old["pooled"], new["pooled"]) and not torch.equal(old["text_states"], new["text_states"])
 
 
-def test_any_changed_setting_computes_again(encoders, tmp_path):
+def test_another_type_tokenizer_or_template_computes_again(encoders, tmp_path):
     store = CacheStore(tmp_path / "cache")
     captions = CAPTIONS[:2]
     assert _encode(captions, encoders, store, specs=(QWEN3,))[1] == 2
-    for change in (
-        {"layers": (2, 1)},
-        {"max_length": 40},
-        {"system_prompt": "look"},
-        {"template_options": {"enable_thinking": False, "add_generation_prompt": True}},
-        {"zero_padding": True},
-    ):
-        assert _encode(captions, encoders, store, specs=(dataclasses.replace(QWEN3, **change),))[1] == 2, change
     assert _encode(captions, encoders, store, specs=(QWEN3,), dtype=torch.bfloat16)[1] == 2
     tokenizer = encoders / QWEN3.tokenizer_folder
     settings, template = tokenizer / "tokenizer_config.json", tokenizer / "chat_template.jinja"
