@@ -29,15 +29,11 @@ def model():
     )
 
 
-@pytest.fixture
-def text():
-    return {"prompt_embeds": torch.randn(1, 4, 6, generator=torch.Generator().manual_seed(1))}
-
-
-def test_the_result_is_that_of_diffusers_scheduler(model, text):
+def test_the_result_is_that_of_diffusers_scheduler(model):
     """The reference packs tokens and positions by itself and lets the scheduler step."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
+    text = {"prompt_embeds": torch.randn(1, 4, 6, generator=torch.Generator().manual_seed(1))}
     expected = torch.stack([torch.randn(*LATENT_SHAPE, generator=make_generator(3, "preview", i)) for i in range(2)])
     channels, _, height, width = LATENT_SHAPE
     ids = torch.tensor([[0, row, column, 0] for row in range(height) for column in range(width)])[None]

@@ -651,6 +651,8 @@ def test_the_report_accounts_for_every_layer_and_byte(settings):
     assert all(groups[r].bytes_before == groups[r].bytes_after for r in (KEPT, NOT_LINEAR))
     assert "transformer_blocks.0.attn.to_q" in groups[QUANTIZED].names
     assert {"norm_out.linear", "proj_out", "x_embedder"} <= set(groups[KEPT].names)
+    for reason, is_linear in ((KEPT, True), (NOT_LINEAR, False)):
+        assert {isinstance(model.get_submodule(name), nn.Linear) for name in groups[reason].names} == {is_linear}
     assert report.num_quantized == 28
     assert f"28 linears to {settings.scheme}, " in report.summary()
 
