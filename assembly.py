@@ -1,4 +1,4 @@
-"""The one order in which strategies and patches meet a model. Each step says what breaks if it moves."""
+"""The one order in which strategies and patches are applied to a model. Each step says what breaks if it moves."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
 
 
 def _assemble_divided(info: CheckpointInfo, plan: ExecutionPlan, attach_adapter: AttachAdapter) -> Assembled:
-    """As above, for blocks that several devices compute together. A layer is cut as soon as it is rounded."""
+    """As above, for blocks that several devices share. A layer is cut as soon as it is rounded."""
     devices = plan.placement.shards
     places = {name: devices[index % len(devices)] for index, name in enumerate(plan.placement.blocks)}
 
@@ -140,7 +140,7 @@ def _assemble_divided(info: CheckpointInfo, plan: ExecutionPlan, attach_adapter:
         _finish(tree, info.family, own, devices, None, attach_adapter)
         for tree, own in zip(trees.trees, plans, strict=True)
     )
-    model = DividedModel(trees.trees, devices, trees.shards)  # meets behind each linear and the LoRA around it
+    model = DividedModel(trees.trees, devices, trees.shards)  # all-reduces behind each linear and the LoRA around it
     split = shards[0].split
     return Assembled(model, split, adapter, quantized=quantized, shards=shards, slices=trees.slices)
 

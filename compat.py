@@ -1,12 +1,12 @@
 """Whether a ComfyUI still has what this pack overrides, wraps, or calls and cannot do without.
 
-Asked when ComfyUI loads the pack. A node whose part has changed refuses to run: a call that still works may mean
+It runs when ComfyUI loads the pack. A node whose part has changed refuses to run: a call that still works may mean
 something else now. Newer parameters that we leave out are no change, unless ComfyUI passes them to a function of ours.
 Functions that other packs have put in place of ComfyUI's are not judged. What else the code uses of ComfyUI is listed
 in tests/comfy/comfyui_api.txt, and a test asks ComfyUI for it.
 
 `python compat.py FOLDER` asks a ComfyUI that does not run; the doctor starts it with that ComfyUI's own Python. This
-module imports nothing of ComfyUI's or of the pack's until it is asked.
+module imports nothing of ComfyUI's or of the pack's until it runs.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _fault(need: Need) -> str:
     except AttributeError:
         return f"{path} is gone"
     except Exception as error:  # what other packs put there may fail when it is looked at
-        _log.debug("%s cannot be asked about (%s: %s)", path, type(error).__name__, error)
+        _log.debug("%s cannot be examined (%s: %s)", path, type(error).__name__, error)
         return ""
 
 

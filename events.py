@@ -39,7 +39,7 @@ Listener = Callable[[Event], None]
 class EventLog:
     """Hands every event to a listener, appends it to events.jsonl and writes scalars for TensorBoard.
 
-    What a full disk or a closed pipe keeps from being told is warned of once, and left out: it ends no training.
+    What a full disk or a closed pipe keeps from being written is warned of once, and left out: it ends no training.
 
     Args:
         folder: run folder; made if it does not exist.
@@ -95,7 +95,7 @@ class EventLog:
         if not self._has_warned:
             self._has_warned = True
             why = f"{error.strerror or error}; {what_helps(error)}"
-            _log.warning("the training goes on, but not all of it can be told in %s: %s", self._file.name, why)
+            _log.warning("the training goes on, but not all of it can be written to %s: %s", self._file.name, why)
 
 
 class EventTail:
@@ -135,7 +135,7 @@ class NoEvents(EventLog):
         """There is nothing to close."""
 
     def emit(self, kind: str, step: int = 0, total: int = 0, **values: Any) -> None:
-        """Nobody is told."""
+        """Nobody hears it."""
 
 
 def _make_scalar_writer(folder: Path) -> SummaryWriter | None:

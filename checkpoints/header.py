@@ -106,27 +106,31 @@ def read_header(file: Path) -> FileHeader:
 
     Raises: ValueError if it is something else, cut short or damaged; it says what was found.
     """
-    if file.suffix in _ENDINGS:
-        raise ValueError(f"{file} is {_ENDINGS[file.suffix]}")
+    refuse_no_file(file)
+    with open(file, "rb") as stream:
+        return read_file_header(stream)
+
+
+def refuse_no_file(file: Path) -> None:
+    """Raises: ValueError for what is missing, and for a folder or a pipe, which would keep us waiting."""
     if not file.is_file():
         raise ValueError(f"{file} is no file of weights; give a .safetensors file")
-    with open(file, "rb") as stream:
-        start = stream.read(64)
-        is_length = _LENGTH_BYTES + int.from_bytes(start[:_LENGTH_BYTES], "little") <= os.path.getsize(file)
-        for first_bytes, what in _FIRST_BYTES.items():  # a header of 640 bytes begins like a pickle
-            if start.startswith(first_bytes) and not is_length:
-                raise ValueError(f"{file} is {what}")
-        stream.seek(0)
-        return read_file_header(stream)
 
 
 def read_file_header(stream: IO[bytes], remedy: str = AGAIN) -> FileHeader:
     """The header of an open safetensors file, from its start.
 
-    Raises: ValueError naming the file if it is something else, cut short or damaged; says what was found.
+    Raises: ValueError naming the file if it is something else, cut short or damaged; it says what was found.
     """
     file, size = str(stream.name), os.path.getsize(stream.name)
-    length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+    if (ending := Path(file).suffix) in _ENDINGS:
+        raise ValueError(f"{file} is {_ENDINGS[ending]}")
+    start = stream.read(64)
+    length = int.from_bytes(start[:_LENGTH_BYTES], "little")
+    for first_bytes, what in _FIRST_BYTES.items():  # a header of 640 bytes begins like a pickle
+        if start.startswith(first_bytes) and _LENGTH_BYTES + length > size:
+            raise ValueError(f"{file} is {what}")
+    stream.seek(_LENGTH_BYTES)
     if size < _LENGTH_BYTES or length > _LARGEST_HEADER_BYTES:
         raise ValueError(f"{file} ({size} bytes) is not a safetensors file; {remedy}")
     text = stream.read(length)

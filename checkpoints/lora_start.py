@@ -32,9 +32,9 @@ from ..config.job import LoraSettings
 from ..families.naming import Stack, find_by_diffusers, find_by_original
 from ..families.spec import ModelFamily
 from ..system.files import expect, parse_json_object, read_json_object
-from .header import read_header
+from .header import refuse_no_file
 from .lora_file import DORA, FIRST, LOKR, MAGNITUDE, A, B, Layer, is_of_text, swap_halves
-from .weight_file import mapped_tensors
+from .weight_file import open_weights
 
 _log = logging.getLogger(__name__)
 
@@ -90,8 +90,9 @@ def read_start(
         trains_text: whether text encoders get a LoRA, too; nobody knows their sizes here.
     Raises: ValueError naming what is not understood, or belongs to another model.
     """
-    metadata = read_header(path).metadata
-    tensors = mapped_tensors(path)
+    refuse_no_file(path)
+    with open_weights(path) as reader:
+        metadata, tensors = reader.header.metadata, reader.all_tensors()
     if not trains_text and (found := [name for name in tensors if _TEXT.match(name)]):
         raise ValueError(
             f"{path} also changes a text encoder ({found[0]}, {len(found)} tensors), and without these the LoRA would "

@@ -189,7 +189,7 @@ def stays_in_8_bits(record: TensorRecord, can_take: Callable[[torch.dtype], bool
 def read_scales(tensors: Mapping[str, TensorRecord]) -> dict[str, torch.Tensor]:
     """The scale of every tensor that has one: float32, on the CPU, [N] or [1].
 
-    All of them together are a few MB, so a bad one is found before the first weight is read.
+    They are a few MB in all, so a bad one is found before the first weight is read.
 
     Raises: ValueError naming a scale with a number that is not positive and finite.
     """

@@ -1,7 +1,7 @@
 """Weights in a safetensors file, tensor by tensor, also where the file is larger than the machine's memory.
 
 A file is mapped into memory, which costs nothing and is as fast as the disk. The safetensors library asks for a mapping
-with memory behind every page. Linux refuses one that is larger than memory and swap together: the 64 GB of FLUX.2 in
+with memory behind every page. Linux refuses one that is larger than the sum of memory and swap: the 64 GB of FLUX.2 in
 one file on a computer of 32 GB.
 """
 
@@ -17,7 +17,7 @@ from typing import IO
 
 import torch
 
-from .header import AGAIN, FileHeader, TensorEntry, TensorRecord, read_file_header
+from .header import AGAIN, FileHeader, TensorEntry, TensorRecord, read_file_header, refuse_no_file
 
 _MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of Linux; Python has the name since 3.13
 TORCH_TYPES = {
@@ -45,7 +45,8 @@ def load_tensors(file: Path, remedy: str = AGAIN) -> dict[str, torch.Tensor]:
 
     Raises: ValueError naming the file if it is something else, cut short or damaged.
     """
-    _refuse_no_file(file)
+    if file.exists():  # else opening it says that it is not there
+        refuse_no_file(file)
     tensors = {}
     with open(file, "rb") as stream:
         header = read_file_header(stream, remedy)
@@ -67,6 +68,9 @@ class WeightReader:
 
     def keys(self) -> list[str]:
         return list(self.header.tensors)
+
+    def all_tensors(self) -> dict[str, torch.Tensor]:
+        return {name: self.get_tensor(name) for name in self.header.tensors}
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """On the CPU; rows that nobody looks at are not read."""
@@ -102,24 +106,11 @@ def open_weights(file: Path, remedy: str = AGAIN) -> Iterator[WeightReader]:
 
     Raises: ValueError naming the file if it is something else, cut short or damaged; OSError if it cannot be opened.
     """
-    _refuse_no_file(file)
+    if file.exists():  # else opening it says that it is not there
+        refuse_no_file(file)
     with open(file, "rb") as stream:
         header = read_file_header(stream, remedy)
         yield WeightReader(header, _mapped(stream))
-
-
-def mapped_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors file as open_weights gives them; what nobody looks at is not read.
-
-    Raises: as open_weights.
-    """
-    with open_weights(file) as reader:
-        return {name: reader.get_tensor(name) for name in reader.header.tensors}
-
-
-def _refuse_no_file(file: Path) -> None:
-    if file.exists() and not file.is_file():  # a pipe would keep us waiting
-        raise ValueError(f"{file} is no file of weights; give a .safetensors file")
 
 
 def _typed(header: FileHeader, name: str, entry: TensorEntry, content: torch.Tensor) -> torch.Tensor:

@@ -136,7 +136,7 @@ def each_model(job: JobConfig, devices: Sequence[str] = ()) -> list[tuple[str, J
 
 def check(options: argparse.Namespace) -> int:
     (whole,) = enter([load_job(options.job)], options.arguments)
-    strategy, count = whole.parallel.asked, whole.parallel.processes
+    strategy, count = whole.parallel.requested, whole.parallel.processes
     is_shared = count > 1 and shards_weights(strategy)
     for title, job, share in each_model(whole):
         with prepared(job) as info:

@@ -1,4 +1,4 @@
-"""The job a user describes: its sections together, checked, and its TOML form.
+"""The job a user describes: all of its sections, checked, and its TOML form.
 
 Every section rejects unknown keys and contradictions when it is built, so the code below need not check again. The same
 config is what the nodes assemble, what `devicebridge train job.toml` reads and what a LoRA's metadata records.
@@ -100,7 +100,7 @@ class JobConfig:
                 'split.balance = "manual" cuts one model, but model.second_expert gives each of two experts cards of '
                 "its own; remove one of the two"
             )
-        strategy = self.parallel.asked
+        strategy = self.parallel.requested
         if strategy and self.split.balance != "memory" and is_side_by_side(strategy):
             what = "all of it" if holds_copies(strategy) else "a share of each block"
             raise ValueError(
@@ -128,19 +128,17 @@ class JobConfig:
                 "lora.text_encoder trains the CLIP of SD 1.5, SD 2 and SDXL, as ComfyUI builds them; set model.family "
                 f'= "{COMFYUI}" for one of these, or remove lora.text_encoder'
             )
-        strategy, count = self.parallel.strategy, self.parallel.processes
+        strategy, named, count = self.parallel.strategy, self.parallel.requested, self.parallel.processes
         faults = {
             f'parallel.strategy = "{strategy}" has copies or stages, of which each would need the text encoders; set '
-            'it to "none", which also splits the blocks over several GPUs': self.parallel.asked not in (None, "none"),
+            'it to "none", which also splits the blocks over several GPUs': named not in (None, "none"),
             f"parallel.processes = {count} asks for processes that would each need the text encoders; set it to 1": (
                 count > 1
             ),
             "data.encoded holds captions that are encoded already; give folders of images in data.folders": bool(
                 self.data.encoded
             ),
-            f'data.condition = "{self.data.condition}" is encoded together with captions; remove it': bool(
-                self.data.condition
-            ),
+            f'data.condition = "{self.data.condition}" is encoded with captions; remove it': bool(self.data.condition),
         }
         if fault := next((text for text, is_asked in faults.items() if is_asked), ""):
             raise ValueError(
@@ -307,7 +305,7 @@ _NOTHING = object()  # in the place of a setting of a section that is not there
 
 
 def _settings_of(job: JobConfig, left_out: Collection[str]) -> dict[str, Any]:
-    """By key; of a list of sections each by its number, as data.folders.0.repeats. Paths are told without links."""
+    """By key; of a list of sections each by its number, as data.folders.0.repeats. Paths are without links."""
     values, found = job_to_dict(job), {}
     lists = {key.section for key in job_keys().values()}  # a section inside one comes by its keys
     for key in job_keys().values():
@@ -321,14 +319,14 @@ def _settings_of(job: JobConfig, left_out: Collection[str]) -> dict[str, Any]:
     return found
 
 
-# What a resumed run may change, but not one rank alone: it says when ranks meet, and which weights they share.
+# What a resumed run may change, but not one rank alone: it says when ranks exchange, and which weights they share.
 _AGREED = {"parallel.strategy", "parallel.shard_degree", "evaluation.every_steps", "output.save_every_steps"}
 STOCK_FILES = {"cache.stock_clip", "cache.stock_vae", "cache.stock_vision"}
 _OF_A_MACHINE = {"cache.vae_device", *STOCK_FILES}
 
 
 def shared_settings(job: JobConfig) -> dict[str, list[Any]]:
-    """What all processes of one job must be asked for alike, by key: of a list of sections every one's value.
+    """What all processes of one job must request alike, by key: of a list of sections every one's value.
 
     Left out is what may differ by machine: paths, devices, and what each process decides for itself. Of paths of the
     data it says which are given.

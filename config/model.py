@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic.dataclasses import dataclass
 
 from .ranges import STRICT, PathText, Range, RequiredPath
-from .setting import asked, setting
+from .setting import requested, setting
 
 if TYPE_CHECKING:
     from ..quantization.quantize import QuantizeSettings
@@ -138,7 +138,7 @@ def shares_rows(strategy: Strategy) -> bool:
 
 
 def divides_blocks(strategy: Strategy) -> bool:
-    """Whether every device has a share of each block, and all of them compute each microbatch together."""
+    """Whether every device has a share of each block, and all of them compute each microbatch."""
     match strategy:
         case "none" | "pipeline" | "data" | "tokens" | "fsdp" | "hsdp":
             return False
@@ -209,6 +209,6 @@ class ParallelConfig:
     hang_timeout_s: Annotated[float, Range(1, 1_000_000)] = setting(20.0, is_free=True)
 
     @property
-    def asked(self) -> Strategy | None:
+    def requested(self) -> Strategy | None:
         """The strategy that is asked for by name; None where it is left open."""
-        return asked(self.strategy)  # type: ignore[arg-type]  # "auto" is what it takes away
+        return requested(self.strategy)  # type: ignore[arg-type]  # "auto" is what it takes away

@@ -138,6 +138,6 @@ def _move(values: dict[str, Any], old: str, new: Key) -> Iterator[str]:
 T = TypeVar("T", bound=str)
 
 
-def asked(setting: T) -> T | None:
+def requested(setting: T) -> T | None:
     """What the user asked for; None where it is left open."""
     return None if setting == "auto" else setting

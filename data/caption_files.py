@@ -42,7 +42,7 @@ class Captioned:
 
     Args:
         caption: of its file, without blanks around it; None where there is none.
-        size: height and width in pixels as it is looked at; None if that cannot be told.
+        size: height and width in pixels as it is looked at; None if it is unknown.
         buckets: what it is cut to, height and width, one per resolution.
         trained_as: the caption that training sees.
         problem: what is wrong with the file or its caption; "" if nothing is.

@@ -1,4 +1,4 @@
-"""Containers of video: which one a file is, told by its content, and whether all of it is there.
+"""Containers of video: which one a file is, recognised by its content, and whether all of it is there.
 
 MPEG and FLV files do not say how long they are: of one that was cut short, what is left is a shorter clip, unless the
 last frame shows the damage.

@@ -84,7 +84,7 @@ class ClipPlan:
         if not length:
             rate = f"{len(shown)} at {self.fps:g} per second" if info.times_s and self.fps else "all of them"
             raise ValueError(
-                f"its {info.num_frames} frames ({rate}) are fewer than {self.lengths[0]}, the shortest clip asked for; "
+                f"its {info.num_frames} frames ({rate}) are fewer than {self.lengths[0]}, the shortest clip requested; "
                 "add a length to data.frames, or take it out of the dataset (with data.frames = [1] one frame is used)"
             )
         return [tuple(shown[start : start + length]) for start in self._starts(len(shown) - length)]

@@ -25,7 +25,7 @@ from ..config.job import DataConfig, FolderConfig
 from ..families.comfy.conditions import WAYS
 from ..families.spec import LatentSpec
 from ..system.files import Looked, read_ordinary
-from ..system.stopping import Stopped, never
+from ..system.stopping import Stopped, alive, never
 from .cuts import (
     ClipPlan,
     aspect,
@@ -109,6 +109,7 @@ def scan_folders(
     plan = make_clip_plan(config, latent)
 
     def ask() -> None:
+        alive()
         if should_stop():
             raise Stopped("stopped while the dataset was looked at; nothing was done yet")
 
@@ -164,7 +165,7 @@ def _left_out(
 
 
 def _in_threads(work: Callable[[_S], _T], items: Sequence[_S], ask: Callable[[], None]) -> list[_T]:
-    """What work makes of every item, in order; asked before each, and what has not begun is dropped at a stop."""
+    """What work makes of every item, in order; called before each, and what has not begun is dropped at a stop."""
     with ThreadPoolExecutor() as pool:
         futures = [pool.submit(work, item) for item in items]
         try:
@@ -226,7 +227,7 @@ def list_files(
 
 
 def is_media(path: Path) -> bool:
-    """Whether list_files would name it, told without a look at what is beside it but its caption."""
+    """Whether list_files would name it, decided without a look at what is beside it but its caption."""
     if os.path.isdir(path):
         return os.path.isfile(caption_file(path))
     return os.path.isfile(path) and path.suffix.lower() in media_suffixes() and _is_media_name(path)

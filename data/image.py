@@ -233,7 +233,7 @@ def broken_image() -> tuple[type[Exception], ...]:
 
 @lru_cache(maxsize=1)
 def _formats() -> tuple[str, ...]:
-    """What Pillow reads here. Its init is not thread-safe: to be asked before threads open images."""
+    """What Pillow reads here. Its init is not thread-safe: call it before threads open images."""
     from PIL import Image
 
     for module in ("pillow_heif.HeifImagePlugin", "pillow_jxl"):

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from ..checkpoints.fingerprint import settings_fingerprint
+from ..system.stopping import alive
 from .image import ImageRequest, broken_image, opened, upright
 from .video import media_fingerprint
 
@@ -134,8 +135,11 @@ def dataset_fingerprint(samples: Sequence[Sample]) -> str:
     paths = dict.fromkeys(
         path for s in samples for path in (s.path, s.mask_path, *(s.condition.paths if s.condition else ())) if path
     )
+    content = {}
     with ThreadPoolExecutor() as pool:
-        content = dict(zip(paths, pool.map(media_fingerprint, paths), strict=True))
+        for path, found in zip(paths, pool.map(media_fingerprint, paths), strict=True):
+            alive()
+            content[path] = found
     return settings_fingerprint(
         [
             [content[s.path], s.caption, s.mask_path and content[s.mask_path], s.resize, s.crop]

@@ -282,7 +282,7 @@ def _animation_images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
 def _opened(path: Path, most: int = 0) -> Iterator[tuple[Any, Any]]:
     """The file's container and its video stream.
 
-    The format is told from the first bytes and FFmpeg is given an open file, so that neither a name nor a playlist in
+    The first bytes tell the format, and FFmpeg is given an open file, so that neither a name nor a playlist in
     disguise makes it open anything else. Tracks that lie in other files, which MOV knows, are not opened.
     """
     try:

@@ -90,12 +90,12 @@ class Shared:
 
     claims: Claims
     keys: Iterable[str]  # the entries, in the order to compute them
-    is_done: Callable[[str], bool]  # whether an entry needs no computing any more; asked while it is claimed
+    is_done: Callable[[str], bool]  # whether an entry needs no computing any more; called while it is claimed
     on_found: Callable[[], None]  # called for every entry that turned out to be done already
     stop_if_asked: Callable[[], None]  # called before every batch and while waiting for others; raises to stop
 
     def batches(self, size: int = 1) -> Generator[list[str], None, None]:
-        """Entries to compute and store now, up to `size` at a time; they are claimed until the next is asked for.
+        """Entries to compute and store now, up to `size` at a time; they are claimed until the next are requested.
 
         Ends when every entry is done, by whomever, or was handed out.
         """

@@ -7,7 +7,7 @@ A LATENT is {"samples": [B, C, H, W] or [B, C, F, H, W], of audio [B, C, T] or [
 samplers normalise it, so it is not yet. Of several streams (a video and its sound) samples is one object of ComfyUI's
 that holds a tensor of each. Its noise_mask, where it has one, says what of it samplers denoise.
 
-Core's convention for lists of both (Make Training Dataset, Resolution Bucket): entry by entry they belong together, and
+Core's convention for lists of both (Make Training Dataset, Resolution Bucket): entry by entry they make pairs, and
 where a LATENT is a batch, its CONDITIONING has one item per sample of it.
 """
 
@@ -360,7 +360,7 @@ def save_encoded(
     """Keep the entries (latents, text) that the store has not, and list them; returns the list's file.
 
     Args:
-        on_saved: told after each how many samples are saved; raises to stop.
+        on_saved: called after each with how many samples are saved; raises to stop.
     Raises: ValueError for no pairs; OSError naming the file if the store cannot be written. What was written stays.
     """
     listed = []

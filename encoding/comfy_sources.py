@@ -69,7 +69,7 @@ class ComfyTexts(TextSource):
     """What ComfyUI's CLIP makes."""
 
     fingerprint: str  # everything that decides what it makes, from the host
-    problem: Problem  # asked after each text, so that a CLIP of another model is refused at the first
+    problem: Problem  # called after each text, so that a CLIP of another model is refused at the first
     clip: ComfyClip | None = None  # None where only its name is known
     keeps_all: bool = False  # of a CONDITIONING, for a model that reads more than states and pooled output
     weighs: bool = False  # whether texts have ComfyUI's syntax of prompts; else they are literal
@@ -198,7 +198,7 @@ class ComfyConditions(Source[Wanted]):
 
     Args:
         way: a name of families/comfy/conditions.py. encoders: names of those that take part.
-        problem: asked after each, so that what does not fit the model is refused at the first.
+        problem: called after each, so that what does not fit the model is refused at the first.
         conditioner: None where only the encoders' names are known. weighs: as of ComfyTexts.
     """
 

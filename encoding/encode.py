@@ -154,7 +154,7 @@ def fill_texts(
 ) -> dict[str, str]:
     """fill() by every text encoder of a model. One is in memory at a time.
 
-    Returns: caption -> key of an entry of all sources' tensors together.
+    Returns: caption -> key of an entry with the tensors of all sources.
     """
     captions = list(dict.fromkeys(captions))
     keys = [source.keys_of(captions) for source in sources]

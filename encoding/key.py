@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TEXT_VERSION = 1
 IMAGE_VERSION = 1
 CLIP_VERSION = 1  # of how frames are decoded and turned, over and above IMAGE_VERSION
-COMFY_VERSION = 1  # how ComfyUI's own encoders are asked, and how their weights are hashed
+COMFY_VERSION = 1  # how ComfyUI's own encoders are called, and how their weights are hashed
 CONDITION_VERSION = 1  # how ComfyUI's conditioning nodes are called on files
 ROUNDING_VERSION = 1  # of text encoders in 8 bits
 

@@ -141,7 +141,7 @@ def _is_finite(entry: Entry) -> bool:
 class FolderTexts(TextSource):
     """What one of the model's own text encoders makes, from its folder.
 
-    Captions that share a pass of a streamed encoder are claimed, and lost by a kill, together.
+    Captions that share a pass of a streamed encoder are claimed at once, and a kill loses all of them.
     """
 
     spec: TextEncoderSpec

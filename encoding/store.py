@@ -2,7 +2,7 @@
 
 An entry is written once under a key that names its content (see key.py) and never changes, so nothing is locked to read
 or write one: two writers of one key write the same bytes, and either rename wins. (Who computes what is another
-question, see claims.py.) Four defects are told apart from a whole entry:
+question, see claims.py.) Four defects are distinguished from a whole entry:
 
     a file cut short          the length in its header does not match the file: seen by `in` and by get
     a file with foreign bytes the header does not parse, or is not ours: seen by `in` and by get
@@ -10,7 +10,7 @@ question, see claims.py.) Four defects are told apart from a whole entry:
     a file with flipped bytes the checksum in the header does not match: seen by get, which reads everything
 
 All four are misses; the entry is computed again and written over. A link is an entry without tensors that names other
-entries and reads as all of their tensors together: a caption seen by two text encoders is one entry to the training
+entries and reads as the union of their tensors: a caption seen by two text encoders is one entry to the training
 loop, yet changing one encoder leaves the other's work in place.
 """
 
@@ -83,14 +83,14 @@ class CacheStore:
         parts = _parts(header)
         if not parts:
             return _read_checked(path, header)
-        together: dict[str, torch.Tensor] = {}
+        found: dict[str, torch.Tensor] = {}
         for part in parts:
             tensors = self.get(part)
             if tensors is None:
                 return None
-            assert not together.keys() & tensors.keys(), f"two cached parts share a name: {sorted(tensors)}"
-            together.update(tensors)
-        return together
+            assert not found.keys() & tensors.keys(), f"two cached parts share a name: {sorted(tensors)}"
+            found.update(tensors)
+        return found
 
     def shapes(self, key: str) -> dict[str, tuple[int, ...]]:
         """Shapes of the entry's tensors by name, from its header; {} for a miss."""

@@ -182,7 +182,7 @@ def _joined(outputs: Sequence[Any]) -> Any:
 
 
 class _HostLayers:
-    """Layers in host memory, read by a thread of its own before they are asked for: into a buffer each, which keeps
+    """Layers in host memory, read by a thread of its own before they are needed: into a buffer each, which keeps
     them, or into NUM_SLOTS that take turns."""
 
     def __init__(self, layers: Sequence[_Layer], keeps: bool, device: torch.device) -> None:

@@ -176,7 +176,7 @@ def refuse_streamed_scheme(scheme: TextScheme) -> None:
     """Raises: ValueError for 8-bit weights, which are not streamed."""
     if scheme != "none":
         raise ValueError(
-            f'cache.text_quantize = "{scheme}" was asked for with a streamed text encoder, whose layers are on the '
+            f'cache.text_quantize = "{scheme}" was requested with a streamed text encoder, whose layers are on the '
             'card only while they compute and need not be small; use "none", or name a card that holds the whole '
             "encoder in 8 bits"
         )
@@ -380,7 +380,7 @@ def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:
                     f"{folder} holds a text encoder of {num_layers} layers, and this model is taken for one that reads "
                     f"layers {list(layers)} of its own; set model.variant to the model that it belongs to, or to auto"
                 )
-            config.num_hidden_layers = max(layers)  # it ends with the last of the hidden states asked for
+            config.num_hidden_layers = max(layers)  # it ends with the last of the requested hidden states
             if getattr(config, "layer_types", None):
                 config.layer_types = config.layer_types[: max(layers)]
             needs_norm = max(layers) == num_layers  # the last hidden state of the whole model is behind the norm

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..config.setting import asked
+from ..config.setting import requested
 from ..families.spec import TextEncoderSpec
 from ..parallel.devices import CPU, available_devices, find_device, free_bytes
 from ..parallel.offload.copies import NUM_SLOTS, lay_out
@@ -45,7 +45,7 @@ _USABLE = 0.9  # of what is free on a card
 _USABLE_HOST = 0.6  # of free host memory, which counts the system's file cache; for layers between two passes
 _MOST_CAPTIONS = 64  # per pass: more hides no more copying, and Cancel waits for the pass
 _MOST_CAPTIONS_FROM_FILES = 128  # a pass then takes as long as the disk does
-_STATES_PER_CAPTION = 4  # a layer's input and output, the batch put together, and what a norm makes of it
+_STATES_PER_CAPTION = 4  # a layer's input and output, the concatenated batch, and what a norm makes of it
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class EncoderSize:
     whole: int  # all weights as they are held
     rest: int  # weights outside the layers, which stay on the card of a streamed encoder
     layer: int  # the largest layer's buffer
-    layers: int  # all layers' buffers together, in host memory
+    layers: int  # the sum of all layers' buffers, in host memory
     working: int  # inside a layer, for one caption
     caption: int  # between layers, for each caption of a pass
 
@@ -106,7 +106,7 @@ def parse_text_device(setting: str | torch.device) -> TextDevice:
     """
     name = str(setting).strip()
     mode, _, device_name = name.partition(":")
-    wanted = asked(mode)
+    wanted = requested(mode)
     is_resident = wanted not in ("stream", None)
     try:
         device = find_device(name if is_resident else device_name) if is_resident or device_name else None
@@ -120,7 +120,7 @@ def parse_text_device(setting: str | torch.device) -> TextDevice:
 
 
 def text_device_on(setting: str, device: str) -> str:
-    """The same setting, confined to one device: what one of several processes is told to do."""
+    """The same setting, confined to one device: the setting of one of several processes."""
     wanted = parse_text_device(setting)
     return device if wanted.mode == "resident" or device == "cpu" else f"{wanted.mode or 'auto'}:{device}"
 
@@ -164,7 +164,7 @@ def plan_text_place(
     wanted, scheme = parse_text_device(setting), applied_scheme(spec, quantize)
     if wanted.mode == "resident":
         assert wanted.device is not None
-        return TextPlace(wanted.device, None, "as asked for")
+        return TextPlace(wanted.device, None, "as requested")
     size = forecast_size(spec, folder, dtype, scheme)
     if wanted.mode == "stream":
         return _plan_stream(_emptiest_card(wanted), size, scheme, window_bytes)

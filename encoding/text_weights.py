@@ -1,4 +1,4 @@
-"""A text encoder's weights: which tensors of which files, each read straight to where it computes, in 8 bits if asked.
+"""A text encoder's weights: which tensors of which files, each read straight to its device, in 8 bits on request.
 
 Quantizing. A linear is rounded to 8 bits (quantization/weight_only.py) as soon as its own tensors are there, before the
 next is read: one linear at a time is there in full precision beside what stays so. Products are computed in the
@@ -93,7 +93,7 @@ def check_scheme(scheme: TextScheme, device: torch.device, dtype: torch.dtype) -
         return
     if scheme == "int8" and dtype == torch.float16:  # torchao scales what the integers' products sum up to afterwards
         raise ValueError(
-            'cache.text_quantize = "int8" was asked for in float16, whose largest number, 65504, is soon exceeded by '
+            'cache.text_quantize = "int8" was requested in float16, whose largest number, 65504, is soon exceeded by '
             'sums over weights of up to 127; set cache.dtype to "bfloat16" or "float32", or use "fp8"'
         )
     try:
@@ -103,7 +103,7 @@ def check_scheme(scheme: TextScheme, device: torch.device, dtype: torch.dtype) -
         raise RuntimeError(f'cache.text_quantize = "{scheme}": {found}; install or update it, or use "none"') from error
     if scheme == "fp8" and not has_float8(device):
         raise ValueError(
-            f'cache.text_quantize = "fp8" was asked for, but {device} cannot convert to float8 and back; use "int8" '
+            f'cache.text_quantize = "fp8" was requested, but {device} cannot convert to float8 and back; use "int8" '
             "there, or another cache.text_device"
         )
 

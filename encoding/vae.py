@@ -22,7 +22,7 @@ import torch
 
 from ..checkpoints.fingerprint import file_fingerprint, folder_fingerprint, settings_fingerprint
 from ..checkpoints.model_class import refuse_other_kinds, shapes_of_class
-from ..checkpoints.weight_file import mapped_tensors
+from ..checkpoints.weight_file import open_weights
 from ..families.spec import ModelFamily, Variant
 from ..system.files import read_json_object
 
@@ -52,7 +52,8 @@ def load_vae(family: ModelFamily, variant: Variant | None, path: str | Path, dty
             )
         _refuse(source, "lacks", report["missing_keys"])
     else:
-        vae = _load_tensors(family, variant, source, mapped_tensors(source))
+        with open_weights(source) as reader:
+            vae = _load_tensors(family, variant, source, reader.all_tensors())
     for parameter in vae.parameters():
         parameter.data = parameter.data.to(dtype)
     return vae.requires_grad_(False).eval()
@@ -177,9 +178,9 @@ def _load_tensors(family: ModelFamily, variant: Variant | None, file: Path, tens
 
 
 def _misfit(file: Path, vae_class: str, error: Exception) -> ValueError:
-    # NotImplementedError is how from_single_file meets missing weights: they are still on meta and cannot be copied.
+    # NotImplementedError is how from_single_file reports missing weights: they are still on meta and cannot be copied.
     reason = "weights are missing" if isinstance(error, NotImplementedError) else str(error).splitlines()[-1].strip()
-    return ValueError(f"{file} does not hold the weights of the {vae_class} asked for ({reason}); {_WHAT_WORKS}")
+    return ValueError(f"{file} does not hold the weights of the requested {vae_class} ({reason}); {_WHAT_WORKS}")
 
 
 def _refuse(source: Path, how: str, names: Sequence[str]) -> None:

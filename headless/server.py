@@ -1,4 +1,4 @@
-"""A ComfyUI server of our own: started, asked, interrupted, and stopped with everything it started."""
+"""A ComfyUI server of our own: started, queried, interrupted, and stopped with everything it started."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ def tell_lines(log: Path, say: Callable[[str], object]) -> Iterator[None]:
             while not was_over:
                 was_over = is_over.wait(_LOG_INTERVAL_S)
                 *whole, unfinished = (unfinished + lines.read()).split("\n")
-                for told in filter(None, map(_read_told_line, whole)):
-                    say(told)
+                for news in filter(None, map(_read_told_line, whole)):
+                    say(news)
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
@@ -211,8 +211,8 @@ def find_comfyui(given: Path | None = None, base: Path | None = None) -> ComfyUI
             places.append(Path(os.environ["COMFYUI_PATH"]).expanduser())
         if ROOT.parent.name == "custom_nodes":
             places.append(ROOT.parent.parent)
-        if told := _ask_comfy_cli():
-            places.append(told)
+        if found := _ask_comfy_cli():
+            places.append(found)
         places.append(Path.home() / "comfy" / "ComfyUI")
     for place in places:
         if (place / "main.py").is_file() and (place / "comfy").is_dir():

@@ -385,7 +385,7 @@ _IDLE: tuple[tuple[Sequence[str], _Test, str], ...] = (
     (("parallel.shard_degree",), lambda job: job.parallel.strategy != "hsdp", "parallel.strategy is not hsdp"),
     (
         ("parallel.microbatches_ahead",),
-        lambda job: (strategy := job.parallel.asked) is not None and not has_stages(strategy),
+        lambda job: (strategy := job.parallel.requested) is not None and not has_stages(strategy),
         "parallel.strategy is not pipeline",
     ),
     (

@@ -68,7 +68,7 @@ def plan_job(
         host_share: jobs that share this machine's free memory.
     Raises: ValueError for a job that cannot be run as written, that does not fit, or a machine without cards.
     """
-    if shards_weights(strategy := job.parallel.asked):
+    if shards_weights(strategy := job.parallel.requested):
         raise ValueError(
             f'parallel.strategy = "{strategy}" shares the weights among processes, and this plan is of one; plan with '
             '"auto", or start the job: what fits is said before the first step'
@@ -181,20 +181,23 @@ def run_job(
 
     ranks = ranks.stopped_by(own_stop)
     with locked_folder(folder, ranks):
-        state = state_for_all(job, ranks, resume=resume)
-        if state is not None:
-            job = as_decided(job, state)
-        try:
-            read = unless_stopped(ranks, lambda: read_job(job, info, should_stop=own_stop))
-        except Stopped as stopped:
-            return TrainingResult("stopped", resume_hint=f"{stopped}; start the job again")
-        identity = ranks.together(lambda: find_identity(read))
-        refuse_other_jobs(given, identity, ranks, is_new=state is None)
-        if state is not None:
-            refuse = partial(refuse_other_run, job, identity, state, is_placed_anew=is_placed_anew(state, ranks))
-            ranks.together(refuse if ranks.is_first else lambda: None)  # others have paths of their own
-        facts = None if state is None or is_placed_anew(state, ranks) else state.facts
-        plan = ranks.together(lambda: _resolve_and_check(read, facts, host_share, is_new=state is None, ranks=ranks))
+        with ranks.doing(is_long=True):  # encoding has no limit: nobody knows how long a pass of captions takes
+            state = state_for_all(job, ranks, resume=resume)
+            if state is not None:
+                job = as_decided(job, state)
+            try:
+                read = unless_stopped(ranks, lambda: read_job(job, info, should_stop=own_stop))
+            except Stopped as stopped:
+                return TrainingResult("stopped", resume_hint=f"{stopped}; start the job again")
+            identity = ranks.together(lambda: find_identity(read))
+            refuse_other_jobs(given, identity, ranks, is_new=state is None)
+            if state is not None:
+                refuse = partial(refuse_other_run, job, identity, state, is_placed_anew=is_placed_anew(state, ranks))
+                ranks.together(refuse if ranks.is_first else lambda: None)  # others have paths of their own
+            facts = None if state is None or is_placed_anew(state, ranks) else state.facts
+            plan = ranks.together(
+                lambda: _resolve_and_check(read, facts, host_share, is_new=state is None, ranks=ranks)
+            )
         identity |= placement_facts(plan.placement) | rank_facts(ranks)
         devices = device_names(ranks, used_devices(plan.job, plan.placement.used_devices))
         with (

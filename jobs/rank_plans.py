@@ -20,7 +20,7 @@ import torch
 
 from ..config.job import JobConfig
 from ..config.model import Strategy, shards_weights, shares_rows
-from ..config.setting import asked
+from ..config.setting import requested
 from ..parallel.devices import free_bytes
 from ..parallel.ranks.group import Ranks
 from ..planning.cards import Card, cards_of
@@ -100,7 +100,7 @@ def resolve_here(
     Args:
         earlier: facts of the checkpoint that is resumed, where its placement stays.
     """
-    strategy = job.parallel.asked
+    strategy = job.parallel.requested
     if not ranks.is_launched:
         if shards_weights(strategy) and not is_to_train:  # nothing is placed
             job = replace(job, parallel=replace(job.parallel, strategy="auto"))
@@ -176,7 +176,7 @@ def _with_kept_blocks(resolved: Resolution, subject: Subject, ranks: Ranks, stra
 
 def _decide(job: JobConfig, subject: Subject, ranks: Ranks, host_share: int) -> dict[str, Any]:
     """What has to be alike on all ranks: the strategy between them, scheme and optimizer."""
-    strategy = job.parallel.asked
+    strategy = job.parallel.requested
     try:
         resolved = _resolve_as(strategy, job, subject, ranks, host_share)
     except ValueError as error:
@@ -203,7 +203,7 @@ def _resolve_as(
     if is_sharded:
         if fault := _why_not_sharded(job, ranks):
             raise ValueError(f'parallel.strategy = "{strategy}" was asked for, but {fault}')
-        degree, scheme = shard_degree(job, strategy, ranks), asked(own.model.quantize) or "none"
+        degree, scheme = shard_degree(job, strategy, ranks), requested(own.model.quantize) or "none"
         weights = shared_weights(replace(own, model=replace(own.model, quantize=scheme)), subject)
         needed, free = weights.per_card(degree), free_bytes(ranks.devices[0])
         if free is not None and needed > _FREE_SHARE * free:
@@ -246,7 +246,7 @@ def _of_one_rank(job: JobConfig, ranks: Ranks, strategy: Strategy | None) -> Job
 
 def _why_not_sharded(job: JobConfig, ranks: Ranks) -> str:
     """What keeps processes from sharing the weights, and what would work; "" if nothing does."""
-    scheme = asked(job.model.quantize)
+    scheme = requested(job.model.quantize)
     faults = {
         f"each process has {len(ranks.devices)} devices; start one process per device": len(ranks.devices) != 1,
         f'model.quantize = "{scheme}" makes tensors of torchao, which cannot be cut; use "{scheme}-compute"': (
@@ -254,7 +254,7 @@ def _why_not_sharded(job: JobConfig, ranks: Ranks) -> str:
         ),
         "lora.dora = true asks for norms of whole weights; set it to false": job.lora.dora,
         'train.offload_activations = "on" is for blocks that stay on their device; set it to "off"': (
-            asked(job.train.offload_activations) == "on"
+            requested(job.train.offload_activations) == "on"
         ),
         "split.offloaded_blocks asks for blocks that stream from host memory; remove it": any(
             job.split.offloaded_blocks

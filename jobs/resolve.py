@@ -28,7 +28,7 @@ from ..config.model import (
     is_side_by_side,
     shares_rows,
 )
-from ..config.setting import asked
+from ..config.setting import requested
 from ..data.samples import TrainingSample
 from ..execution import ExecutionPlan
 from ..families.comfy.native import NativeModel
@@ -138,7 +138,7 @@ def resolve(
     before = None if earlier is None else placement_of(earlier)
     if job.train.cuda_graphs != "off":
         _log.warning('train.cuda_graphs = "%s" has no effect: blocks are not recorded any more', job.train.cuda_graphs)
-    if asked(job.split.calibrate):
+    if requested(job.split.calibrate):
         _log.warning('split.calibrate = "%s" has no effect: blocks are not timed any more', job.split.calibrate)
     if before is not None:
         _refuse_other_strategy(job, machine, before)
@@ -200,8 +200,8 @@ def _strategy_of(subject: Subject, space: SearchSpace, placement: Placement, cho
 
 def search_space(job: JobConfig) -> SearchSpace:
     """What a job leaves open, as candidates; the first is what every machine can do."""
-    scheme, optimizer = asked(job.model.quantize), asked(job.optimizer.name)
-    strategy, offload = job.parallel.asked, asked(job.train.offload_activations)
+    scheme, optimizer = requested(job.model.quantize), requested(job.optimizer.name)
+    strategy, offload = job.parallel.requested, requested(job.train.offload_activations)
     # with text encoders one model computes one microbatch at a time
     open_strategies: tuple[Strategy, ...] = ("none",) if job.lora.text_encoder else STRATEGIES
     return SearchSpace(
@@ -254,7 +254,7 @@ def _undivided_settings(job: JobConfig, strategy: Strategy) -> str:
 def _refuse_undividable(job: JobConfig, subject: Subject, num_devices: int, strategy: Strategy) -> None:
     """Raises: ValueError if so many devices cannot compute a microbatch of this model together."""
     family, known = subject.info.family, None  # of 8-bit schemes one that goes is found
-    if asked(job.model.quantize) is not None:
+    if requested(job.model.quantize) is not None:
         known = job.model.quantize_settings
     if shares_rows(strategy):
         fault = why_no_tokens(family.native.class_name) if family.native else _NO_TOKENS_OF_DIFFUSERS
@@ -343,7 +343,7 @@ def plan_on(
     if fault := why_no_forecast(subject.info.family.native):
         raise NoForecast(subject.info.family.title, fault)
     strategy = _first_of(search_space(job), [card.device for card in machine.cards]).strategy
-    if job.parallel.asked and computes_together(strategy):
+    if job.parallel.requested and computes_together(strategy):
         count = min(len(machine.cards), len(block_names(subject.model, subject.info.family)))
         _refuse_undividable(job, subject, count, strategy)
     model = ModelCosts(subject.info, subject.variant, subject.model)
@@ -365,7 +365,7 @@ def plan_on(
 
 def refuse_block_settings(job: JobConfig) -> None:
     """Raises: ValueError for what is asked of blocks and cannot be done, and for two models in one."""
-    has_offloaded, strategy = any(job.split.offloaded_blocks), job.parallel.asked
+    has_offloaded, strategy = any(job.split.offloaded_blocks), job.parallel.requested
     if job.model.second_expert:
         raise ValueError(
             f"model.second_expert names {job.model.second_expert}, and one model is trained here; remove it, or give "

@@ -21,7 +21,7 @@ from ..checkpoints.fingerprint import file_fingerprint
 from ..checkpoints.header import read_file_header
 from ..checkpoints.weight_file import load_tensors
 from ..config.job import JobConfig, differing_keys, job_to_dict, make_job
-from ..config.setting import asked
+from ..config.setting import requested
 from ..data.samples import dataset_fingerprint
 from ..encoding.encode import never
 from ..encoding.key import settings_fingerprint
@@ -129,8 +129,8 @@ def check_facts(state: TrainingState) -> None:
 def as_decided(job: JobConfig, state: TrainingState) -> JobConfig:
     """The job with what "auto" became when the run began: memory that is free today must not change it."""
     old = job_of(state)
-    quantize = asked(job.model.quantize) or old.model.quantize
-    name = asked(job.optimizer.name) or old.optimizer.name
+    quantize = requested(job.model.quantize) or old.model.quantize
+    name = requested(job.optimizer.name) or old.optimizer.name
     return replace(job, model=replace(job.model, quantize=quantize), optimizer=replace(job.optimizer, name=name))
 
 

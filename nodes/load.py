@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from ..config.job import ModelConfig, SplitConfig
-from ..config.setting import asked
+from ..config.setting import requested
 from . import host
 from .captions import DEFAULT_FOLDER
 from .choices import device_options, free_memory_note, links_fit, read_devices
@@ -174,7 +174,7 @@ class Quantize(io.ComfyNode):
         changes = {name: getattr(own, name) for name in setting_names(_QUANTIZE_INPUTS)}
         changes["quantized_cache"] = str(folder)
         config = dataclasses.replace(model.model, **changes)
-        scheme = asked(own.quantize) or foresee_scheme(find_machine(model.split.devices))
+        scheme = requested(own.quantize) or foresee_scheme(find_machine(model.split.devices))
         with model.prepared() as info:
             report = preview_model(dataclasses.replace(config, quantize=scheme), model.split.devices, info).table()
         if own.quantize != scheme:

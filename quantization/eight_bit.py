@@ -110,7 +110,7 @@ def make_rotation(block: int) -> Tensor:
     Raises: ValueError for a block that is none of ROTATIONS.
     """
     if block not in ROTATIONS:
-        raise ValueError(f"rotation in blocks of {block} was asked for; use one of {ROTATIONS}, or 0 for none")
+        raise ValueError(f"rotation in blocks of {block} was requested; use one of {ROTATIONS}, or 0 for none")
     index = range(block)
     entries = [[(-1.0) ** (((i & j).bit_count()) + (i & (i >> 1)).bit_count()) for j in index] for i in index]
     return torch.tensor(entries) / math.sqrt(block)
@@ -126,7 +126,7 @@ def rotation_for(weight: Tensor, dtype: torch.dtype, block: int) -> Tensor | Non
     if not block:
         return None
     if dtype is not torch.int8:
-        raise ValueError("rotation was asked for float8, which gains nothing by it; use rotation 0, or int8-compute")
+        raise ValueError("float8, which gains nothing by it, was requested with a rotation; use 0, or int8-compute")
     in_features = weight.shape[1]
     if in_features % block:
         fitting = [other for other in ROTATIONS if in_features % other == 0]

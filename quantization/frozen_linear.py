@@ -93,7 +93,7 @@ class FrozenLinear8(nn.Linear):
         dtype, weight = COMPUTE_SCHEMES[scheme], linear.weight
         if weight.dtype not in _FULL_DTYPES:
             raise ValueError(
-                f"{scheme} was asked for, but the weight is {weight.dtype}; round a bfloat16, float16 or float32 "
+                f"{scheme} was requested, but the weight is {weight.dtype}; round a bfloat16, float16 or float32 "
                 "weight, or take one with its scale as it is"
             )
         matrix = rotation_for(weight, dtype, rotation)
@@ -186,7 +186,7 @@ def refuse_merge(model: nn.Module) -> None:
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
-            "asked to merge a LoRA into 8-bit weights, which are coarser than most LoRAs and would round it away; keep "
+            "cannot merge a LoRA into 8-bit weights, which are coarser than most LoRAs and would round it away; keep "
             "the LoRA beside the model, or merge it into the bfloat16 model before quantizing"
         )
 

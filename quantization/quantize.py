@@ -1,10 +1,10 @@
-"""8-bit weights for the frozen linears of a model that trains a LoRA: one entry for every scheme, LoRA left alone.
+"""8-bit weights for the frozen linears of a model that trains a LoRA: one entry for every scheme.
 
     fp8, int8                    stored in 8 bits, multiplied in full precision (weight_only.py)
     fp8-compute, int8-compute    stored and multiplied in 8 bits, forwards and backwards (eight_bit.py)
 
-In full precision stay LoRA, what the family names in keep_full_precision, and every module that is no nn.Linear. LoRA
-may be attached before or after, once or several times. Its parameters are never converted, moved or replaced.
+In full precision stay what the family names in keep_full_precision, and every module that is no nn.Linear. LoRA is
+attached afterwards.
 
 A loader hands over each layer as it arrives, so that one layer at a time is in full precision. Nothing can be undone.
 """
@@ -24,10 +24,10 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from ..families.spec import ModelFamily
-from ..patches.lora import is_lora_name, is_torchao_tensor, matches_any
+from ..patches.lora import is_torchao_tensor, matches_any
 from . import kernel_choice, weight_only
 from .eight_bit import ROTATIONS, make_rotation, rotate, rotation_for
-from .frozen_linear import COMPUTE_SCHEMES, FrozenLinear8, refuse_merge
+from .frozen_linear import COMPUTE_SCHEMES, FrozenLinear8
 from .weight_only import tensor_bytes
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,6 @@ SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 # The fastest first; the last works wherever torch does.
 BEST_FIRST: tuple[Scheme, ...] = ("fp8-compute", "int8-compute", "fp8", "int8")
 QUANTIZED = "quantized"
-LORA = "LoRA"
 KEPT = "kept in full precision by the family"
 NOT_LINEAR = "not a linear layer"
 _NUM_SAMPLED_ROWS = 256  # of a weight, to measure its noise by
@@ -61,7 +60,7 @@ class QuantizeSettings:
         if self.scheme not in SCHEMES:
             raise ValueError(f"there is no scheme {self.scheme!r}; the schemes are {', '.join(SCHEMES)}")
         if self.rotation not in (0, *ROTATIONS):
-            raise ValueError(f"rotation {self.rotation} was asked for; use one of {[0, *ROTATIONS]}")
+            raise ValueError(f"rotation {self.rotation} was requested; use one of {[0, *ROTATIONS]}")
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -108,7 +107,7 @@ class Quantizer:
         self._noise: dict[str, list[Tensor]] = defaultdict(list)  # layer class -> [signal, noise] per layer
 
     def is_wanted(self, fqn: str, module: nn.Module) -> bool:
-        """Whether a module is one to quantize: a linear that is neither LoRA nor kept by the family."""
+        """Whether a module is one to quantize: a linear that the family does not keep."""
         return _treatment(fqn, module, self._family) == QUANTIZED
 
     def finish(self, fqn: str, module: nn.Module) -> nn.Module:
@@ -177,19 +176,18 @@ class Quantizer:
 
         Raises: ValueError if the family leaves nothing to quantize; RuntimeError if a layer was left out.
         """
-        modules: dict[str, dict[str, nn.Module]] = {QUANTIZED: {}, LORA: {}, KEPT: {}, NOT_LINEAR: {}}
+        modules: dict[str, dict[str, nn.Module]] = {QUANTIZED: {}, KEPT: {}, NOT_LINEAR: {}}
         for name, module in model.named_modules():  # those that hold parameters themselves
             if any(True for _ in module.parameters(recurse=False)):
                 modules[_treatment(name, module, self._family)][name] = module
         if not modules[QUANTIZED]:
             raise ValueError(
-                f"{self.settings.scheme} was asked for, but {self._family.title} keeps every linear of this "
+                f"{self.settings.scheme} was requested, but {self._family.title} keeps every linear of this "
                 f'{type(model).__name__} in full precision; use quantize = "none"'
             )
         missed = [name for name in modules[QUANTIZED] if name not in self._bytes_before]
         if missed:
             raise RuntimeError(f"{len(missed)} layers were never quantized, {missed[0]} first; load the model again")
-        refuse_merge(model)
         groups = {}
         for reason, group in modules.items():
             after = _num_bytes(group.values())
@@ -225,7 +223,7 @@ def refusal(settings: QuantizeSettings, devices: Iterable[torch.device]) -> str:
         if fault:
             others = [s for s in BEST_FIRST if not any(_device_fault(s, each) for each in devices)]
             kind = "" if others[0] in COMPUTE_SCHEMES else ", which only stores in 8 bits,"
-            return f"{settings.scheme} was asked for, but {fault} ({device}); use {others[0]}{kind} instead"
+            return f"{settings.scheme} was requested, but {fault} ({device}); use {others[0]}{kind} instead"
     return ""
 
 
@@ -269,11 +267,9 @@ def full_weight(linear: nn.Module) -> Tensor:
 
 
 def _treatment(fqn: str, module: nn.Module, family: ModelFamily) -> str:
-    if is_lora_name(fqn):
-        return LORA
     if not isinstance(module, nn.Linear):
         return NOT_LINEAR
-    parts = fqn.split(".")  # every module above counts, so a wrapper's "base_layer" at the end does no harm
+    parts = fqn.split(".")
     lineage = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
     return KEPT if any(matches_any(name, family.keep_full_precision) for name in lineage) else QUANTIZED
 
@@ -315,7 +311,7 @@ class GroupTotals:
 
 @dataclass(frozen=True)
 class QuantizeReport(GroupTotals):
-    """What was done, by reason: QUANTIZED, LORA, KEPT and NOT_LINEAR, each present even when empty.
+    """What was done, by reason: QUANTIZED, KEPT and NOT_LINEAR, each present even when empty.
 
     Args:
         scheme: one of quantize.SCHEMES.
@@ -347,9 +343,8 @@ class QuantizeReport(GroupTotals):
 
 
 def layer_class(fqn: str) -> str:
-    """The name that layers alike share: "blocks.3.attn.to_q.base_layer" -> "blocks.*.attn.to_q"."""
-    parts = fqn.removesuffix(".base_layer").split(".")
-    return ".".join("*" if part.isdecimal() else part for part in parts)
+    """The name that layers alike share: "blocks.3.attn.to_q" -> "blocks.*.attn.to_q"."""
+    return ".".join("*" if part.isdecimal() else part for part in fqn.split("."))
 
 
 @torch.no_grad()

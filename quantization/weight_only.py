@@ -109,7 +109,7 @@ def adopt(linear: nn.Linear, scheme: WeightOnlyScheme, values: Tensor, scale: Te
         dtype: that the forward computes in.
     """
     shape = values.shape
-    # torchao's constructors differ between releases; a template of one row knows what else this one wants to be told.
+    # torchao's constructors differ between releases; a template of one row knows what other arguments this one takes.
     row = torch.ones((1, shape[1]), dtype=dtype, device="cpu")
     template: Any = _convert_whole(_linear_of(row), scheme).weight
     names, context = template.__tensor_flatten__()

@@ -42,7 +42,7 @@ class Host:
         dataset: the folder of such a name, which lies in a folder of the program's own, with all that it holds, or with
             the one file that is named; "" is all. Raises: ValueError.
         cards_of: every device that a job will use. Raises: ValueError.
-        names: under which the program is meant to be asked; see guard.py.
+        names: under which the program is meant to be reached; see guard.py.
     """
 
     loras: Callable[[], Path]
@@ -125,7 +125,7 @@ class Api:
         return Answer(values={"asked": what})
 
     def _resume(self, values: dict[str, Any]) -> Answer:
-        """Of a run that this program did not start as its record says, the paths are told first: who can send a file
+        """Of a run that this program did not start as its record says, the paths are shown first: who can send a file
         may have made that record. The request that repeats the digest starts it."""
         run = text_of(values, "run")
         folder, record = self._store.find(run), self._store.record(run)
@@ -138,10 +138,10 @@ class Api:
         if kept is not None and _without_encoders(job) == _without_encoders(kept):
             job = kept
         elif values.get("confirm") != (
-            told := hashlib.sha256(json.dumps(job_to_dict(job), sort_keys=True).encode()).hexdigest()
+            digest := hashlib.sha256(json.dumps(job_to_dict(job), sort_keys=True).encode()).hexdigest()
         ):
             self._queue.check(job)
-            return Answer(values={"confirm": told, "paths": [f"{key}: {path}" for key, path in paths_of(job)]})
+            return Answer(values={"confirm": digest, "paths": [f"{key}: {path}" for key, path in paths_of(job)]})
         queued = self._queue.add(job, self._host.cards_of(job), is_resumed=True)
         self._queue.tick()
         return Answer(values={"job": queued.id})

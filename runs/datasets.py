@@ -42,7 +42,7 @@ def dataset_routes(names: Callable[[], list[str]], find: Find) -> Routes:
     """Handlers by method and name.
 
     Args:
-        names: of the folders that may be asked for.
+        names: of the folders that may be requested.
         find: the folder of a name, and of the only file that is wanted of it, or "". Raises: ValueError.
     """
     return {
@@ -143,8 +143,8 @@ def _config(folder: Path, values: Mapping[str, Any]) -> DataConfig:
             caption_template=given["caption_template"],
         )
     except ValidationError as error:
-        told = [each["msg"].removeprefix("Value error, ") for each in problems_of(error)]
-        raise Refused(400, f"Training Dataset: {'; '.join(told)}") from error
+        faults = [each["msg"].removeprefix("Value error, ") for each in problems_of(error)]
+        raise Refused(400, f"Training Dataset: {'; '.join(faults)}") from error
     except (ValueError, KeyError) as error:
         raise Refused(400, "the settings of the dataset cannot be read") from error
 

@@ -50,10 +50,10 @@ class Refused(ValueError):
 def check_origin(headers: Mapping[str, str], names: Callable[[], Collection[str]] = tuple) -> None:
     """Refuse a request that a page of another origin makes a browser send, by whatever name it asks this server.
 
-    Browsers say it by Sec-Fetch-Site, and by an Origin that is not the Host asked; programs send neither.
+    Browsers say it by Sec-Fetch-Site, and by an Origin that is not the Host requested; programs send neither.
 
     Args:
-        names: in small letters, under which the server is meant to be asked, besides localhost and all addresses.
+        names: in small letters, under which the server is meant to be reached, besides localhost and all addresses.
     Raises: Refused.
     """
     site = headers.get("Sec-Fetch-Site", "same-origin")
@@ -79,7 +79,7 @@ def check_origin(headers: Mapping[str, str], names: Callable[[], Collection[str]
     if name not in names():
         raise Refused(
             403,
-            f"ComfyUI was asked under the name {name}, which it does not know. If that name is yours, allow it in "
+            f"ComfyUI was reached under the name {name}, which it does not know. If that name is yours, allow it in "
             f'devicebridge.toml in ComfyUI\'s user folder: allowed_hosts = ["{name}"]',
         )
 
@@ -94,19 +94,19 @@ def _is_address(name: str) -> bool:
 
 def _is_same(origin: str, host: str) -> bool:
     try:
-        asked, own = urlsplit(origin), urlsplit(f"//{host}")
-        port = _PORTS.get(asked.scheme)
-        ports = asked.port or port, own.port or port
+        sender, own = urlsplit(origin), urlsplit(f"//{host}")
+        port = _PORTS.get(sender.scheme)
+        ports = sender.port or port, own.port or port
     except ValueError:
         return False
-    return port is not None and bool(asked.hostname) and asked.hostname == own.hostname and ports[0] == ports[1]
+    return port is not None and bool(sender.hostname) and sender.hostname == own.hostname and ports[0] == ports[1]
 
 
 def read_body(kind: str, body: bytes) -> dict[str, Any]:
     """The JSON object of a POST, whose values are texts, numbers, true, false and null.
 
     Args:
-        kind: its Content-Type. Only JSON's is one that no page can send elsewhere without being asked about first.
+        kind: its Content-Type. Only JSON's is one that no page can send elsewhere without asking the server first.
     Raises: Refused.
     """
     if kind.partition(";")[0].strip().lower() != "application/json":

@@ -24,7 +24,7 @@ Point = tuple[float, ...]
 
 @dataclass
 class Progress:
-    """What the events of a run have told up to now.
+    """What the events of a run have reported up to now.
 
     Args:
         steps: per step done: step, loss, learning rate, seconds.
@@ -113,8 +113,8 @@ class Progress:
             self.phase, self.phase_progress = _text(event.get("name")), {}
             self.blocks = _blocks(event["blocks"]) if "blocks" in event else self.blocks
         elif kind == "progress":
-            told = _numbers({name: event.get(name) for name in ("step", "total", "left_s")})
-            self.phase_progress = {"what": _text(event.get("what")), **told}
+            counts = _numbers({name: event.get(name) for name in ("step", "total", "left_s")})
+            self.phase_progress = {"what": _text(event.get("what")), **counts}
         elif kind == "forecast" and isinstance(devices := event.get("devices"), dict):
             parts, known = event.get("parts"), {name: self.forecast.get(name, {}).get("parts") for name in devices}
             parts = {name: _numbers(each) for name, each in parts.items()} if isinstance(parts, dict) else known

@@ -55,7 +55,7 @@ def _may_start_nothing(job: JobConfig) -> None:
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A training that waits, or that was started and has not told of itself in its run's record yet.
+    """A training that waits, or that was started and has not appeared in its run's record yet.
 
     Args:
         root: of the store that its run is in.
@@ -65,7 +65,7 @@ class QueuedJob:
         is_resumed: it goes on from its newest checkpoint.
         process: once it was started.
         message: why it failed.
-        is_stopped: it was asked to stop before it could hear.
+        is_stopped: a stop was requested before it could hear.
     """
 
     id: str

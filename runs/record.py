@@ -74,7 +74,7 @@ class Recording:
 
 @contextmanager
 def recorded_run(folder: Path, job: JobConfig, devices: Sequence[str]) -> Iterator[Recording]:
-    """Say in the folder that a run is under way, and at the end how it ended; what was asked of it is then forgotten.
+    """Say in the folder that a run is under way, and at the end how it ended; requests to it are then forgotten.
 
     Raises: OSError naming the file if the disk refuses at the start.
     """
@@ -94,7 +94,7 @@ def _end(folder: Path, record: RunRecord) -> None:
     Requests(folder).clear()
     try:
         _write(folder, record)
-    except OSError:  # a full disk has been told of; this run is then one that crashed
+    except OSError:  # a full disk has been reported; this run is then one that crashed
         return
 
 
@@ -127,7 +127,7 @@ def read_record(folder: Path) -> RunRecord | None:
 
 
 def may_run(folder: Path) -> bool:
-    """Whether the record of a run folder may say that it is under way; told without making sense of it."""
+    """Whether the record of a run folder may say that it is under way; without making sense of it."""
     try:
         return b'"running"' in read_ordinary(folder / RUN_FILE, _MOST_RECORD, "a record")
     except (OSError, ValueError):

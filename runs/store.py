@@ -31,7 +31,7 @@ class NotThere(ValueError):
 
 
 class Busy(ValueError):
-    """What is asked for cannot be done as things stand."""
+    """What was requested cannot be done as things stand."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class RunStore:
         return self._progress[run]
 
     def progress_is_new(self, run: str) -> bool:
-        """Whether its events have told something since the last look."""
+        """Whether its events have changed since the last look."""
         if run not in self._progress:
             self._progress[run] = Progress(self.root / run / "events.jsonl")
         return self._progress[run].update()

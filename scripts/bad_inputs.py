@@ -104,7 +104,7 @@ class Bench:
         self.lora = (self.bases["trained"] / LORA).read_bytes()
 
     def cases(self, num_chance: int, seed: int) -> Iterator[Case]:
-        from devicebridge.tests import bad_files, bad_inputs, bad_names, bad_reported, bad_runs
+        from devicebridge.tests import bad_files, bad_inputs, bad_names, bad_runs
 
         plain, trained = self.bases.values()
         yield from bad_inputs.job_key_cases()
@@ -112,13 +112,11 @@ class Bench:
         yield from bad_names.name_cases()
         yield from bad_files.json_cases(plain)
         yield from bad_files.weight_cases()
-        yield from bad_files.start_cases()
         yield from bad_runs.dataset_cases()
         yield from bad_runs.checkpoint_cases(trained)
         yield from bad_runs.cache_cases(trained)
         yield from bad_runs.command_cases()
         yield from bad_runs.random_cases(trained, num_chance, seed)
-        yield from bad_reported.reported_cases(trained)
 
     def missed_flips(self, number: int, seed: int) -> list[str]:
         from devicebridge.tests.bad_runs import missed_flips

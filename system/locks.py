@@ -99,7 +99,7 @@ def _try_claim(path: Path) -> Claim | None:
             if _still_has_name(file, path):
                 closing.pop_all()
                 return Claim(path, file, was_left)
-    raise NoLocks(errno.EOPNOTSUPP, "an open file is not told by its number")
+    raise NoLocks(errno.EOPNOTSUPP, "an open file is not identified by its number")
 
 
 def open_lock(path: Path) -> IO[bytes]:

@@ -124,8 +124,6 @@ def start(
     }
     parts = [str(part) for part in command]
     if _IS_WINDOWS:
-        from .processes import end_with_us
-
         flags = subprocess.CREATE_NEW_PROCESS_GROUP  # type: ignore[attr-defined]
         process = subprocess.Popen(parts, creationflags=flags, **options)
         ends = end_with_us(int(process._handle))  # type: ignore[attr-defined]
@@ -145,10 +143,10 @@ def _start_guarded(
     command: list[str], options: dict[str, Any], lifeline: int, orphan_timeout_s: float
 ) -> tuple[subprocess.Popen[str], int]:
     """The guard, which ends with the command's exit code, and the command's process group."""
-    told, tells = os.pipe()
+    reads, tells = os.pipe()
     guard = [sys.executable, "-I", "-S", str(Path(__file__).resolve())]
     guard += [str(lifeline), str(tells), str(orphan_timeout_s), *command]
-    with open(told, encoding="ascii") as answers:
+    with open(reads, encoding="ascii") as answers:
         try:
             process = subprocess.Popen(guard, start_new_session=True, pass_fds=(lifeline, tells), **options)
         finally:
@@ -194,14 +192,12 @@ def go_on_as(command: Sequence[str | Path]) -> int:
     sys.stderr.flush()
     if not _IS_WINDOWS:
         os.execv(parts[0], parts)
-    from .processes import end_with_us
-
     process = subprocess.Popen(parts)
     release = end_with_us(int(process._handle))  # type: ignore[attr-defined]
     while True:
         try:
             code = process.wait()
-        except KeyboardInterrupt:  # the console has told the other one as well, which saves
+        except KeyboardInterrupt:  # the console has interrupted the other one as well, which saves
             continue
         release()
         return code
@@ -286,7 +282,7 @@ def _process(pid: int) -> float | None:
 
 @functools.cache
 def _kernel() -> str:
-    """This start of the Linux kernel, and the container whose processes are numbered together; "" elsewhere."""
+    """This start of the Linux kernel, and the container whose processes share their numbers; "" elsewhere."""
     with contextlib.suppress(OSError):
         return f"{_BOOT.read_text(encoding='ascii').strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""

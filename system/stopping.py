@@ -1,4 +1,4 @@
-"""How a process of ours is asked to stop: Ctrl-C, SIGTERM (`kill`, a shutdown) or SIGHUP (its terminal has closed).
+"""How a process of ours is stopped: Ctrl-C, SIGTERM (`kill`, a shutdown) or SIGHUP (its terminal has closed).
 
 The first asks for an orderly end, with everything saved. A second Ctrl-C ends at once; a second SIGTERM or SIGHUP
 changes nothing, for a closing session sends several.
@@ -20,13 +20,13 @@ from typing import Literal, get_args
 
 from .telling import say
 
-STOPPED = 130  # exit code of whoever was asked to stop, by whatever signal
+STOPPED = 130  # exit code of a process that a signal has stopped
 
 Handler = Callable[[int, FrameType | None], object]
 
 
 class Stopped(Exception):
-    """The user asked to stop; what was done until then is kept."""
+    """The user has stopped it; what was done until then is kept."""
 
 
 def never() -> bool:
@@ -49,7 +49,7 @@ def on_progress(*hear: Callable[[], None]) -> None:
 
 
 class StopRequest:
-    """Whether a stop was asked for; calling it tells."""
+    """Whether a stop was requested; calling it tells."""
 
     def __init__(self) -> None:
         self._is_asked = False
@@ -173,7 +173,7 @@ def parent_at_start() -> int:
     return int(parent) if process == str(os.getpid()) else os.getppid()
 
 
-# ---- what a running training is asked for from outside, as files in its folder: whoever can write there may ask
+# ---- what others request of a running training, as files in its folder: whoever can write there may ask
 
 
 Request = Literal["stop", "save", "sample"]
@@ -192,7 +192,7 @@ class Requests:
         self._folder = run_folder
 
     def ask(self, what: Request) -> None:
-        """Ask for something at the end of the step in hand; asked twice is asked once. Raises: OSError."""
+        """Ask for something at the end of the step in hand; two equal requests are one. Raises: OSError."""
         with contextlib.suppress(FileExistsError):  # nor is a link there followed
             self._file(what).touch(exist_ok=False)
 
@@ -200,7 +200,7 @@ class Requests:
         return os.path.lexists(self._file(what))
 
     def take(self, what: Request) -> bool:
-        """Whether that was asked for; it is not any more."""
+        """Whether that was requested; the request is gone then."""
         try:
             self._file(what).unlink()
         except OSError:
@@ -208,7 +208,7 @@ class Requests:
         return True
 
     def clear(self) -> None:
-        """Forget everything that was asked."""
+        """Forget every request."""
         for what in REQUESTS:
             self.take(what)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from devicebridge.tests.bad_inputs import NO_OBJECT, ODD_FILES, Case, Spoil, Verdict, at, cut, set_key, void, writer
+from devicebridge.tests.bad_inputs import NO_OBJECT, ODD_FILES, Case, Spoil, Verdict, at, cut, void, writer
 
 JSON_FILES = (
     "model/model_index.json",
@@ -39,6 +40,9 @@ def json_cases(base: Path) -> Iterator[Case]:
             for wrong in [each for each in kinds if type(each) is not type(value)]:
                 label = f"{file} {key} = {wrong!r}"
                 yield Case("JSON files", label, _json_changer(file, key, wrong), ("model", *names), "any")
+    for part, key in (("transformer", "num_layers"), ("vae", "layers_per_block"), ("text_encoder", "vocab_size")):
+        file = f"model/{part}/config.json"
+        yield Case("JSON files", f"{file}: absurd {key}", _json_changer(file, key, 10**15), ("no model has more",))
 
 
 _REMOVED = object()
@@ -47,7 +51,7 @@ _REMOVED = object()
 def _json_changer(file: str, key: str, value: Any = _REMOVED) -> Spoil:
     def spoil(folder: Path) -> None:
         values = json.loads((folder / file).read_text())
-        del values[key]
+        values.pop(key, None)
         if value is not _REMOVED:
             values[key] = value
         (folder / file).write_text(json.dumps(values))
@@ -77,6 +81,44 @@ def weight_cases() -> Iterator[Case]:
         for name, (tensors, verdict) in OTHER_TENSORS.items():
             verdict = "any" if name == "one more" and "transformer" not in file else verdict
             yield Case("weight files", f"{file} {name}", at(file, tensor_changer(tensors)), (*names, "finite"), verdict)
+    for index, weights in _INDEXES.items():
+        for name, content in _MAPS.items():
+            yield Case(
+                "weight files", f"{index} is {name}", _with_index(index, weights, content), (Path(index).parent.name,)
+            )
+    yield Case("weight files", "encoder of another width", _wider_encoder, ("makes text states of width",))
+
+
+_INDEXES = {
+    "model/transformer/diffusion_pytorch_model.safetensors.index.json": WEIGHT_FILES[0],
+    "model/text_encoder/model.safetensors.index.json": WEIGHT_FILES[2],
+}
+_MAPS: dict[str, Any] = {
+    "a list": [],
+    "null": None,
+    "a number": 3,
+    "an empty object": {},
+    "a map that is a list": {"weight_map": []},
+    "an empty map": {"weight_map": {}},
+    "numbers for files": {"weight_map": {"a": 3}},
+    "a file elsewhere": {"weight_map": {"a": "../../data/image_0.png"}},
+    "a file that is missing": {"weight_map": {"a": "model-00001.safetensors"}},
+}
+
+
+def _with_index(index: str, weights: str, content: Any) -> Spoil:
+    def spoil(folder: Path) -> None:
+        (folder / weights).rename(folder / weights.replace(".safetensors", "-1.safetensors"))
+        (folder / index).write_text(json.dumps(content))
+
+    return spoil
+
+
+def _wider_encoder(folder: Path) -> None:
+    from devicebridge.tests.toy_encoders import save_tiny_text_encoder
+
+    shutil.rmtree(folder / "model" / "text_encoder")
+    save_tiny_text_encoder(folder / "model", "mistral3", 32, 31, max_length=77)
 
 
 _OTHER_FILES: dict[str, bytes] = {
@@ -202,77 +244,6 @@ def _filled(value: float) -> Callable[[dict[str, Any]], None]:
 
     return change
 
-
-def start_cases() -> Iterator[Case]:
-    """LoRA files to start from that cannot be read right."""
-    for name, (change, metadata) in _LORA_CHANGES.items():
-        spoil = _start_writer(change, metadata)
-        yield Case("LoRA to start from", name, spoil, (_LORA_LAYER, "start.safetensors: lora_adapter_metadata"))
-
-
-_LORA_LAYER = "transformer.transformer_blocks.0.attn.to_q"
-_TRAINED = {"transformer.r": 4, "transformer.lora_alpha": 16}
-LoraTensors = dict[str, Any]
-
-
-def _start_writer(change: Callable[[LoraTensors], object], metadata: Mapping[str, Any] | None) -> Spoil:
-    def spoil(folder: Path) -> None:
-        import torch
-        from safetensors.torch import load_file, save_file
-
-        weights = load_file(folder / WEIGHT_FILES[0])
-        rows, columns = weights[f"{_LORA_LAYER.partition('.')[2]}.weight"].shape
-        tensors = {"A": torch.ones(4, columns), "B": torch.ones(rows, 4)}
-        change(tensors)
-        names = {"A": "lora_A.weight", "B": "lora_B.weight"}
-        named = {f"{_LORA_LAYER}.{names.get(kind, kind)}": each.clone().contiguous() for kind, each in tensors.items()}
-        said = None if metadata is None else {"lora_adapter_metadata": json.dumps(metadata)}
-        save_file(named, folder / "start.safetensors", said)
-        set_key("lora", "start_from", "start.safetensors")(folder)
-
-    return spoil
-
-
-def _alpha(value: Any) -> Callable[[LoraTensors], object]:
-    def change(tensors: LoraTensors) -> None:
-        import torch
-
-        tensors["alpha"] = torch.tensor(value)
-
-    return change
-
-
-def _as(kind: str, name: str) -> Callable[[LoraTensors], object]:
-    def change(tensors: LoraTensors) -> None:
-        import torch
-
-        tensors[kind] = tensors[kind].to(getattr(torch, name))
-
-    return change
-
-
-_LORA_CHANGES: dict[str, tuple[Callable[[LoraTensors], object], Mapping[str, Any] | None]] = {
-    "no lora_B": (lambda tensors: tensors.pop("B"), None),
-    "no lora_A": (lambda tensors: tensors.pop("A"), None),
-    "unequal ranks": (lambda tensors: tensors.update(A=tensors["A"][:2]), None),
-    "a vector": (lambda tensors: tensors.update(A=tensors["A"][0]), None),
-    "empty": (lambda tensors: tensors.update(A=tensors["A"][:0], B=tensors["B"][:, :0]), None),
-    "zero and LoKr": (lambda tensors: tensors.update(lokr_w1=tensors["B"].clone()), None),
-    "NaN": (lambda tensors: tensors["B"].fill_(math.nan), None),
-    "inf": (lambda tensors: tensors["A"].fill_(math.inf), None),
-    "LoKr with DoRA": (
-        lambda tensors: tensors.update(lokr_w1=tensors.pop("A"), lokr_w2=tensors["B"], dora_scale=tensors.pop("B")),
-        None,
-    ),
-    **{f"lora_B of {name}": (_as("B", name), None) for name in ("complex64", "bool", "int8", "int64")},
-    **{f"alpha {value}": (_alpha(value), None) for value in (0.0, math.nan, math.inf, [1.0, 2.0], True)},
-    "metadata of another rank": (void, {**_TRAINED, "transformer.r": 8}),
-    "metadata of another alpha": (_alpha(2.0), _TRAINED),
-    "metadata of no alpha": (void, {"transformer.r": 4}),
-    "metadata of a text": (void, {**_TRAINED, "transformer.r": "4"}),
-    "metadata that leaves it out": (void, {"unet.r": 4, "unet.lora_alpha": 16}),
-    "a pattern without an end": (void, {**_TRAINED, "transformer.rank_pattern": {"(a+)+b": 4}}),
-}
 
 OTHER_TENSORS: dict[str, tuple[Callable[[dict[str, Any]], None], Verdict]] = {
     "all zeros": (_filled(0.0), "refused"),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from devicebridge.tests.bad_files import HEADER_DAMAGE, header_changer
+from devicebridge.tests.bad_files import HEADER_DAMAGE, OTHER_TENSORS, header_changer, tensor_changer
 from devicebridge.tests.bad_inputs import (
     NO_OBJECT,
     ODD_FILES,
@@ -210,13 +210,16 @@ def checkpoint_cases(trained: Path) -> Iterator[Case]:
             yield _of_checkpoint(file, name, header_changer(change))
         for share in (0.0, 0.3, 0.999):
             yield _of_checkpoint(file, f"cut at {share:.1%}", cut(share))
+        yield _of_checkpoint(file, "a bit flipped", flipped(-3))
+        for name in ("nothing", "one matrix narrower", "all NaN") if file.startswith("adapter") else ("nothing",):
+            yield _of_checkpoint(file, name, tensor_changer(OTHER_TENSORS[name][0]))
     for file in (*_STATE_FILES, "state.json"):
         for name, spoil in ODD_FILES.items():
             yield _of_checkpoint(file, name, spoil)
     for name, data in NO_OBJECT.items():
         yield _of_checkpoint("state.json", name, lambda path, data=data: void(path.write_bytes(data)))  # type: ignore[misc]
     for key in json.loads((trained / NEWEST / "state.json").read_bytes()):
-        for label, value in (("missing", None), ("null", None), ("-1", -1), ("a list", [1]), ("a text", "x")):
+        for label, value in (("missing", None), ("null", None), ("1", 1), ("-1", -1), ("a list", [1]), ("{}", {})):
             yield _of_checkpoint("state.json", f"{key} {label}", of_other_facts(key, value, label == "missing"))
     yield Case("checkpoints", "of another run", _swap_runs, ("step-000002", "settings"), "noticed", RESUME, "trained")
     yield Case("checkpoints", "all damaged", _spoil_all, ("No checkpoint",), "refused", RESUME, "trained")
@@ -262,7 +265,9 @@ def cache_cases(trained: Path) -> Iterator[Case]:
             yield _of_cache(file, f"cut at {share:.0%}", cut(share))
         yield _of_cache(file, "a bit flipped", flipped(-3))
     first, second = cache_files(trained)
-    yield _of_cache(first, "another's file", lambda path: void(shutil.copy(path.parents[2] / second, path)))
+    for file, other in ((first, second), (second, first)):
+        spoil = lambda path, other=other: void(shutil.copy(path.parents[2] / other, path))  # noqa: E731
+        yield _of_cache(file, "another's file", spoil)
 
 
 def cache_files(trained: Path) -> list[str]:

@@ -8,7 +8,7 @@ from torch import nn
 
 
 def apply_quantization(model: nn.Module, family: ModelFamily, settings: QuantizeSettings) -> QuantizeReport:
-    """Convert and freeze the linears of a model in place. LoRA may be attached already or later."""
+    """Convert and freeze the linears of a model in place, before a LoRA is attached."""
     quantizer = Quantizer(family, settings)
     for name, module in list(model.named_modules()):
         if quantizer.is_wanted(name, module):

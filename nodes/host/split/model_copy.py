@@ -227,7 +227,7 @@ class FileTensor(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.copy_:
-            target, plain = args[0], _plain(args[1])
+            target, plain = args[0], _plain(args[1] if args[1:] else (kwargs or {})["other"])
             if (
                 isinstance(target, nn.Parameter)
                 and type(plain) is torch.Tensor

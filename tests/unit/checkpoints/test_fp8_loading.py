@@ -19,8 +19,6 @@ from devicebridge.quantization.quantize import (
     SCHEMES,
     Quantizer,
     QuantizeSettings,
-    _num_bytes,
-    stored_bytes,
 )
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
 from devicebridge.tests.quantized import apply_quantization
@@ -129,26 +127,3 @@ def test_no_card_holds_more_than_the_result_and_one_layer(
             assert 0 < final[card] <= peaks[card] <= final[card] + largest + 32 * piece
             assert peaks[card] < plain_peaks[card]  # what loading first and quantizing later would need
         del model
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", TINY)
-def test_planned_bytes_are_those_that_are_stored(name: str, scheme: Any, tmp_path: Path) -> None:
-    info, settings = _checkpoint(tmp_path, name), QuantizeSettings(scheme)
-    empty = make_empty_transformer(info)
-    blocks = block_names(empty, info.family)
-    sizes, main_device = stored_bytes(empty, info.family, blocks, 2, settings)
-    quantizer = Quantizer(info.family, settings)
-    model = load_transformer(info, lambda _: torch.device("cpu"), torch.bfloat16, quantizer)
-    found = [_num_bytes(model.get_submodule(block).modules()) for block in blocks]
-    whole = _num_bytes(model.modules())
-    in_float32 = sum(2 * p.numel() for p in model.parameters() if p.dtype == torch.float32)  # kept so by the class
-    assert sum(sizes) + main_device == whole - in_float32
-    assert all(abs(planned - real) <= 0.02 * real for planned, real in zip(sizes, found, strict=True))
-
-
-def test_a_layer_that_never_arrived_is_noticed(tmp_path: Path) -> None:
-    info = _checkpoint(tmp_path, "flux2")
-    model = load_transformer(info, lambda _: torch.device("cpu"), torch.bfloat16)
-    with pytest.raises(RuntimeError, match="layers were never quantized, .* first"):
-        Quantizer(info.family, FP8).close(model)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from devicebridge.cli.main import main
-from devicebridge.tests import bad_files, bad_inputs, bad_names, bad_reported, bad_runs
+from devicebridge.tests import bad_files, bad_inputs, bad_names, bad_runs
 from devicebridge.tests.bad_inputs import LORA, Case, fault_of, make_base, place_copy
 
 pytestmark = [
@@ -24,8 +24,7 @@ pytestmark = [
     pytest.mark.skipif(os.name == "nt", reason="pipes and links of the cases are POSIX's"),
 ]
 _NUM_KEYS = 100  # of job keys: they end while the job file is read
-_NUM_OF_GROUP = 6  # of each other group
-_NUM_REPORTED = 24
+_NUM_OF_GROUP = 9  # of each other group
 _SEED = 20261123
 
 
@@ -95,7 +94,7 @@ def test_keys_of_the_job_file_are_refused_by_name(bases: dict[str, Path]) -> Non
     assert not list(filter(None, (_fault(case, bases) for case in cases)))
 
 
-_GROUPS = ["JSON files", "weight files", "LoRA to start from", "datasets", "checkpoints", "caches", "command lines"]
+_GROUPS = ["JSON files", "weight files", "datasets", "checkpoints", "caches", "command lines"]
 
 
 @pytest.mark.parametrize("group", [*_GROUPS, bad_names.GROUP])
@@ -103,7 +102,6 @@ def test_damage_is_refused_or_repaired(group: str, bases: dict[str, Path]) -> No
     made = {
         "JSON files": lambda: bad_files.json_cases(bases["plain"]),
         "weight files": bad_files.weight_cases,
-        "LoRA to start from": bad_files.start_cases,
         "datasets": bad_runs.dataset_cases,
         "checkpoints": lambda: bad_runs.checkpoint_cases(bases["trained"]),
         "caches": lambda: bad_runs.cache_cases(bases["trained"]),
@@ -112,11 +110,6 @@ def test_damage_is_refused_or_repaired(group: str, bases: dict[str, Path]) -> No
     }
     wanted = (case for case in made[group]() if case.verdict != "any")
     assert not list(filter(None, (_fault(case, bases) for case in _some(wanted, _NUM_OF_GROUP))))
-
-
-def test_what_was_reported_once_is_refused_or_repaired(bases: dict[str, Path]) -> None:
-    cases = _some(bad_reported.reported_cases(bases["trained"]), _NUM_REPORTED)
-    assert not list(filter(None, (_fault(case, bases) for case in cases)))
 
 
 @pytest.mark.parametrize("group", ["checkpoints", "caches"])

@@ -99,7 +99,7 @@ def test_every_scheme_is_judged_on_every_card(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[str(device)])
     monkeypatch.setattr(torch.version, "hip", None)
     found = {(line["scheme"], line["device"]): line["reason"] for line in doctor._list_schemes(_two_cards())}
-    why = "fp8-compute was asked for, but float8 products need compute capability 8.9 and the card has 7.5 (cuda:0); "
+    why = "fp8-compute was requested, but float8 products need compute capability 8.9 and the card has 7.5 (cuda:0); "
     assert found.pop(("fp8-compute", "cuda:0")) == why + "use int8-compute instead"
     names = ("fp8", "int8", "fp8-compute", "int8-compute")
     others = {(scheme, f"cuda:{index}") for scheme in names for index in range(2)} - {("fp8-compute", "cuda:0")}

@@ -650,12 +650,6 @@ def test_the_fingerprint_follows_the_frames_that_are_used(tmp_path):
     assert dataset_fingerprint(_scan_clips(folder)) != found[0]
 
 
-def test_a_sample_is_plain_data():
-    sample = _samples({64: 1})[0]
-    assert hash(sample) == hash(dataclasses.replace(sample))
-    assert sample.image_request() == dataclasses.replace(sample, caption="other").image_request()
-
-
 # --- settings of a folder --------------------------------------------------------------------------------------------
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -150,38 +147,6 @@ def test_caches_of_images_and_clips_stay_valid():
 
 def test_joint_keys_tell_parts_and_their_order():
     assert len({joint_key(["ab", "cd"]), joint_key(["cd", "ab"]), joint_key(["ab"]), joint_key(["abcd"])}) == 4
-
-
-def test_a_key_is_the_same_in_another_process():
-    """Python's own hash differs between processes; ours must not."""
-    script = (
-        "import importlib.util, sys, torch\n"
-        "spec = importlib.util.spec_from_file_location('bootstrap', sys.argv[1])\n"
-        "bootstrap = importlib.util.module_from_spec(spec); spec.loader.exec_module(bootstrap); bootstrap.load_pack()\n"
-        "from devicebridge.encoding.key import text_key\n"
-        "from devicebridge.families.spec import TextEncoderSpec\n"
-        "spec = TextEncoderSpec('pooled', 'f', 't', 'o', 7, template_options={'b': 1, 'a': 2})\n"
-        "print(text_key('ä', spec, encoder_fingerprint='e', tokenizer_fingerprint='t', dtype=torch.float16))\n"
-    )
-    root = Path(__file__).resolve().parents[3]
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", script, str(root / "bootstrap.py")],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    here = text_key(
-        "ä",
-        TextEncoderSpec("pooled", "f", "t", "o", 7, template_options={"a": 2, "b": 1}),
-        encoder_fingerprint="e",
-        tokenizer_fingerprint="t",
-        dtype=torch.float16,
-    )
-    assert found == {here + "\n"}
 
 
 def test_what_stock_encoders_make_has_keys_of_its_own(monkeypatch):

@@ -123,16 +123,6 @@ def test_entries_hold_every_encoders_states(encoders, tmp_path):
             assert torch.equal(entry[spec.output], expected) and entry[spec.output].dtype == torch.bfloat16
 
 
-def test_all_captions_together_equal_each_alone(encoders, tmp_path):
-    together, alone = CacheStore(tmp_path / "together"), CacheStore(tmp_path / "alone")
-    keys, _ = _encode(CAPTIONS, encoders, together)
-    for caption in reversed(CAPTIONS):
-        key = _encode([caption], encoders, alone)[0][caption]
-        assert key == keys[caption]
-        ours, theirs = together.get(key), alone.get(key)
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 def test_a_second_run_loads_nothing_and_returns_the_same_bytes(encoders, tmp_path, loads):
     store = CacheStore(tmp_path / "cache")
     keys, _ = _encode(CAPTIONS, encoders, store)
@@ -154,13 +144,6 @@ def test_equal_captions_are_encoded_once(encoders, tmp_path):
     cleaned = dataclasses.replace(T5, zero_padding=True)  # "a " and "a" are one text for it
     keys, computed = _encode(["a", " a "], encoders, CacheStore(tmp_path / "cache"), specs=(cleaned,))
     assert computed == 1 and keys["a"] == keys[" a "]
-
-
-def test_editing_one_caption_of_ten_computes_one(encoders, tmp_path):
-    store = CacheStore(tmp_path / "cache")
-    _encode(CAPTIONS, encoders, store)
-    keys, computed = _encode([*CAPTIONS[:4], "another text", *CAPTIONS[5:]], encoders, store)
-    assert computed == len(SPECS) and "another text" in keys
 
 
 def test_streamed_captions_go_many_at_a_time_and_are_those_of_a_resident_encoder(encoders, tmp_path, monkeypatch):
@@ -217,16 +200,6 @@ def test_the_pace_is_measured_from_when_an_encoder_begins(encoders, tmp_path):
     assert events == [0, "begins", 1, 2, 3, 3, "begins", 4, 5, 6]
 
 
-def test_a_torn_entry_is_computed_again(encoders, tmp_path):
-    store = CacheStore(tmp_path / "cache")
-    keys, _ = _encode(CAPTIONS, encoders, store, specs=(CLIP,))
-    path = store.path(keys[CAPTIONS[3]])
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    assert _encode(CAPTIONS, encoders, store, specs=(CLIP,)) == (keys, 1)
-    assert path.read_bytes() == whole
-
-
 def test_a_changed_weight_recomputes_that_encoder_only(encoders, tmp_path, loads):
     store = CacheStore(tmp_path / "cache")
     before, _ = _encode(CAPTIONS, encoders, store)
@@ -241,18 +214,10 @@ def test_a_changed_weight_recomputes_that_encoder_only(encoders, tmp_path, loads
     assert torch.equal(old["pooled"], new["pooled"]) and not torch.equal(old["text_states"], new["text_states"])
 
 
-def test_any_changed_setting_computes_again(encoders, tmp_path):
+def test_another_type_tokenizer_or_template_computes_again(encoders, tmp_path):
     store = CacheStore(tmp_path / "cache")
     captions = CAPTIONS[:2]
     assert _encode(captions, encoders, store, specs=(QWEN3,))[1] == 2
-    for change in (
-        {"layers": (2, 1)},
-        {"max_length": 40},
-        {"system_prompt": "look"},
-        {"template_options": {"enable_thinking": False, "add_generation_prompt": True}},
-        {"zero_padding": True},
-    ):
-        assert _encode(captions, encoders, store, specs=(dataclasses.replace(QWEN3, **change),))[1] == 2, change
     assert _encode(captions, encoders, store, specs=(QWEN3,), dtype=torch.bfloat16)[1] == 2
     tokenizer = encoders / QWEN3.tokenizer_folder
     settings, template = tokenizer / "tokenizer_config.json", tokenizer / "chat_template.jinja"
@@ -263,13 +228,6 @@ def test_any_changed_setting_computes_again(encoders, tmp_path):
     else:
         settings.write_text(settings.read_text().replace("<|im_end|>\\\\n", "<|im_end|> "))
     assert _encode(captions, encoders, store, specs=(QWEN3,))[1] == 2
-
-
-def test_moved_encoders_hit(encoders, tmp_path, loads):
-    store = CacheStore(tmp_path / "cache")
-    keys, _ = _encode(CAPTIONS, encoders, store)
-    moved = shutil.move(encoders, tmp_path / "moved")
-    assert _encode(CAPTIONS, moved, store) == (keys, 0)
 
 
 @pytest.mark.parametrize("stop_after", [0, 4, 13])
@@ -366,18 +324,6 @@ def test_a_second_run_loads_no_vae(vae_folder, images, tmp_path, loads):
     keys, _ = _encode_images(images, vae_folder, store)
     assert _encode_images(images, vae_folder, store) == (keys, 0)
     assert loads == [("vae", 0)]
-
-
-def test_renamed_moved_and_touched_images_hit(vae_folder, images, tmp_path):
-    store = CacheStore(tmp_path / "cache")
-    keys, _ = _encode_images(images, vae_folder, store)
-    (tmp_path / "elsewhere").mkdir()
-    moved = [
-        dataclasses.replace(request, path=shutil.copyfile(request.path, f"{tmp_path}/elsewhere/{number}.bild"))
-        for number, request in enumerate(images)
-    ]
-    after, computed = _encode_images(moved, shutil.move(vae_folder, tmp_path / "another_vae"), store)
-    assert computed == 0 and list(after.values()) == list(keys.values())
 
 
 def test_only_what_changed_is_computed_again(vae_folder, images, tmp_path):

@@ -205,12 +205,6 @@ def test_a_card_holds_two_layers_and_each_crosses_once_per_pass(
         assert live_bytes(CARDS[0]) == 0
 
 
-def test_an_encoder_that_is_all_there_would_break_the_bound(folders: dict[str, Path]) -> None:
-    """So that the test above can fail."""
-    size = forecast_size(SPECS["t5"], folders["t5"], torch.float32)
-    assert size.whole - size.rest > 3 * NUM_SLOTS * size.layer / 2
-
-
 class _Event:
     """Of a copy into a slot, whose end somebody on the host may wait for."""
 

@@ -256,14 +256,6 @@ def test_missing_weights_are_refused_and_never_random(folders, tmp_path, name, s
         load_text_encoder(spec, folder, "cpu", torch.float32)
 
 
-def test_float8_weights_are_refused(folders, tmp_path):
-    folder = _break(
-        folders, "klein", tmp_path, lambda tensors: {k: t.to(torch.float8_e4m3fn) for k, t in tensors.items()}
-    )
-    with pytest.raises(ValueError, match="in 8 bits already .*F8_E4M3.*bfloat16"):
-        load_text_encoder(QWEN3, folder, "cpu", torch.float32)
-
-
 def test_missing_folders_files_and_layers_are_named(folders, tmp_path):
     with pytest.raises(ValueError, match="no tokenizer folder"):
         load_text_encoder(UMT5, tmp_path, "cpu", torch.float32)

@@ -183,7 +183,7 @@ def test_layers_stay_on_the_host_where_they_fit(folders: dict[str, Path], machin
 
 
 def test_a_named_device_is_taken_without_a_forecast(tmp_path: Path) -> None:
-    assert plan_text_place("cpu", SPECS["t5"], tmp_path, torch.bfloat16) == TextPlace(CPU, None, "as asked for")
+    assert plan_text_place("cpu", SPECS["t5"], tmp_path, torch.bfloat16) == TextPlace(CPU, None, "as requested")
 
 
 def test_what_cannot_be_is_refused_before_anything_is_loaded(

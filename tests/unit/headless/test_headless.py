@@ -277,22 +277,6 @@ def test_a_timeout_cancels_the_prompt_before_the_server_stops(
     assert not _is_alive(comfyui / "server.pid")
 
 
-@posix_only
-def test_ctrl_c_cancels_the_prompt_before_the_server_stops(
-    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _install_client(tmp_path, monkeypatch, HANGS)
-
-    def press(line: str) -> None:
-        if line == "Train 3/3":
-            raise KeyboardInterrupt
-
-    result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui, on_progress=press)
-    assert (result.exit_code, result.message, result.log) == (130, "cancelled", None)
-    assert (comfyui / "interrupted").exists()
-    assert not _is_alive(comfyui / "server.pid")
-
-
 COMMAND = """
 import pathlib, runpy, sys
 runpy.run_path(sys.argv[1])["load_pack"]()
@@ -365,26 +349,6 @@ def test_a_killed_run_leaves_neither_server_nor_client(
     started.wait()
     for pid_file in (comfyui / "server.pid", tmp_path / "bin" / "client.pid"):
         assert _until(lambda pid_file=pid_file: not _is_alive(pid_file)), pid_file  # type: ignore[misc]
-
-
-@posix_only
-def test_a_killed_test_run_leaves_no_server(tmp_path: Path, comfyui: Path) -> None:
-    """As tests/comfy starts it."""
-    (comfyui / ".venv" / "bin").mkdir(parents=True)
-    (comfyui / ".venv" / "bin" / "python").symlink_to(sys.executable)
-    code = """
-import pathlib, runpy, sys, time
-runpy.run_path(sys.argv[1])["load_pack"]()
-from devicebridge.tests.comfy.server import start_server
-with start_server(pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])):
-    print("ready", flush=True)
-    time.sleep(60)
-"""
-    command = [sys.executable, "-c", code, str(server.ROOT / "bootstrap.py"), str(comfyui), str(tmp_path / "base")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        process.kill()
-    assert _until(lambda: not _is_alive(comfyui / "server.pid"))
 
 
 @posix_only

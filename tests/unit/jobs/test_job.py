@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,10 +23,13 @@ from devicebridge.config.job import differing_keys, job_to_dict, make_job, save_
 from devicebridge.data.samples import BatchOrder
 from devicebridge.events import EventLog
 from devicebridge.families.registry import FAMILIES
+from devicebridge.jobs import job as job_module
 from devicebridge.jobs import resume
 from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.jobs.lora_output import _without_places
+from devicebridge.parallel.ranks.group import Ranks
+from devicebridge.system.stopping import Stopped, on_progress
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.toy import TINY
@@ -480,3 +484,44 @@ def test_a_job_leaves_the_random_state_of_its_process_alone(tmp_path):
     before = torch.get_rng_state()
     run_job(make_tiny_job(tmp_path, lora={"dropout": 0.2}, train={"steps": 1}))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class _Watch:
+    """How many limits a rank is in, and its signs of life."""
+
+    lost, depth, signs = "", 0, 0
+
+    @contextmanager
+    def doing(self, *, is_long):
+        self.depth += 1
+        yield
+        self.depth -= 1
+
+    def alive(self):
+        self.signs += 1
+
+
+def test_a_rank_has_a_limit_while_it_reads_and_checks_a_job_and_none_while_it_encodes(tmp_path, monkeypatch):
+    watch, depths = _Watch(), {}
+
+    def noted(name):
+        real = getattr(job_module, name)
+
+        def call(*args, **kwargs):
+            depths[name] = watch.depth
+            if name == "cache_job":
+                raise Stopped
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(job_module, name, call)
+
+    names = ("state_for_all", "read_job", "find_identity", "_resolve_and_check")
+    for name in (*names, "cache_job"):
+        noted(name)
+    on_progress(watch.alive)
+    try:
+        assert run_job(make_tiny_job(tmp_path), ranks=Ranks(watch=watch)).status == "stopped"
+    finally:
+        on_progress()
+    assert depths == {**dict.fromkeys(names, 1), "cache_job": 0}
+    assert watch.signs > 3 * 7, "seven images are listed, decoded and hashed"

@@ -106,7 +106,7 @@ def test_auto_only_stores_where_products_gain_nothing(monkeypatch: pytest.Monkey
     assert choose_scheme([torch.device("mps")]) == "int8"
     assert choose_scheme([torch.device("cpu"), torch.device("mps")]) == "int8"
     assert refusal(QuantizeSettings("fp8"), [torch.device("mps")]) == (
-        "fp8 was asked for, but there is no float8 to convert to and from (mps); use int8, which only stores in 8 "
+        "fp8 was requested, but there is no float8 to convert to and from (mps); use int8, which only stores in 8 "
         "bits, instead"
     )
 

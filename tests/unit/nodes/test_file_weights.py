@@ -48,7 +48,7 @@ def test_another_type_is_converted_into_the_parameter(file_weights: ModuleType, 
 def test_a_buffer_and_an_ordinary_tensor_are_copied_into(file_weights: ModuleType) -> None:
     source = torch.randn(3).as_subclass(file_weights.FileTensor)
     target = torch.zeros(3)
-    target.copy_(source)
+    target.copy_(other=source)
     assert target.data_ptr() != source.data_ptr()
     assert torch.equal(target, source.as_subclass(torch.Tensor))
 

@@ -183,21 +183,6 @@ def test_weight_only_layers_are_left_to_peft(scheme: str) -> None:
     assert apply_fused_lora(layer) == []
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "int8", "fp8-compute", "int8-compute"])
-def test_a_base_that_is_quantized_later(scheme: str) -> None:
-    """The layer is asked at every call, not once."""
-    torch.manual_seed(0)
-    model = Holder(torch.bfloat16, bias=True)
-    inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["to_q"]), model, "default")
-    layer: Any = model.to_q
-    torch.nn.init.normal_(layer.lora_B["default"].weight)
-    apply_fused_lora(model)
-    apply_quantization(model, FAMILIES["flux2"], QuantizeSettings(scheme))  # type: ignore[arg-type]
-    x, grad = make_input(torch.bfloat16)
-    errors = [error(a, b) for a, b in zip(run(layer, x, grad), exact(layer, x, grad), strict=True)]
-    assert max(errors) < 5e-2, errors
-
-
 def test_only_what_needs_a_gradient_gets_one() -> None:
     layer = make_layer()
     apply_fused_lora(layer)

@@ -1,4 +1,4 @@
-"""Whole models in 8 bits beside LoRA: every scheme, LoRA before and after, on one card and on several.
+"""Whole models in 8 bits, then with LoRA: every scheme, on one card and on several.
 
 The arithmetic of one layer is in test_weight_only.py and test_eight_bit.py. Net is a small model whose forward, with
 LoRA, is written out again here in float32; "tiny" are the families' own classes with random weights.
@@ -21,17 +21,14 @@ from devicebridge.parallel.local.block_split import apply_block_split
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.patches.lora import (
     TRAINABLE_DTYPES,
-    is_lora_name,
     is_torchao_tensor,
     lora_parameters,
-    resolve_targets,
 )
 from devicebridge.quantization import quantize, weight_only
 from devicebridge.quantization.eight_bit import make_rotation, rotate
 from devicebridge.quantization.frozen_linear import FrozenLinear8, refuse_merge
 from devicebridge.quantization.quantize import (
     KEPT,
-    LORA,
     NOT_LINEAR,
     QUANTIZED,
     SCHEMES,
@@ -53,7 +50,6 @@ from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model,
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torchao.quantization import Float8Tensor, Float8WeightOnlyConfig, quantize_
 
 VARIANTS = {
     "fp8": QuantizeSettings("fp8"),
@@ -65,8 +61,6 @@ VARIANTS = {
 EVERY_VARIANT = pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
 EVERY_FAMILY = pytest.mark.parametrize("name", sorted(FAMILIES))
 BY_NAME = {"ids": lambda settings: f"{settings.scheme} {settings.rotation}"}
-BOTH_ORDERS = pytest.mark.parametrize("lora_first", [False, True], ids=["quantize first", "LoRA first"])
-
 # Energy a float8 factor loses: error uniform over a step of 1/8 of a mantissa m in [1, 2), E[m^2] = 3 / (2 ln 2) when
 # log-uniform: 32.2 dB. Normal and uniform values fill binades unevenly, which moves that by less than 1 dB.
 FLOAT8_LOSS = (1 / 8) ** 2 / 12 / (3 / (2 * math.log(2)))
@@ -145,10 +139,6 @@ def num_bytes(module: nn.Module) -> int:
     )
 
 
-def lora_state(model: nn.Module) -> dict[str, tuple[int, torch.dtype, bool, bytes]]:
-    return {n: (id(p), p.dtype, p.requires_grad, raw(p)) for n, p in lora_parameters(model).items()}
-
-
 def is_eight_bit(layer: nn.Module, settings: QuantizeSettings) -> bool:
     """Whether a layer is of the class and of the type that the scheme promises, and frozen."""
     if isinstance(layer, FrozenLinear8) != settings.is_compute or any(p.requires_grad for p in layer.parameters()):
@@ -179,11 +169,6 @@ def attach(model: nn.Module, name: str = "default", dtype: torch.dtype = torch.f
         parameter.data = parameter.data.to(dtype)
 
 
-def on_layers(model: nn.Module, method: str, argument: Any) -> None:
-    for target in TARGETS:
-        getattr(model.get_submodule(target), method)(argument)
-
-
 def load(model: nn.Module, dtype: torch.dtype) -> None:
     """Another adapter's weights, through PEFT's own loader."""
     other = Net(next(model.proj_out.parameters()).dtype)
@@ -198,11 +183,6 @@ def load(model: nn.Module, dtype: torch.dtype) -> None:
 Run = Callable[[], None]
 
 
-def before(model: nn.Module, quantize_it: Run, dtype: torch.dtype, **options: Any) -> None:
-    attach(model, dtype=dtype, **options)
-    quantize_it()
-
-
 def after(model: nn.Module, quantize_it: Run, dtype: torch.dtype, **options: Any) -> None:
     quantize_it()
     attach(model, dtype=dtype, **options)
@@ -213,8 +193,7 @@ def loaded_after(model: nn.Module, quantize_it: Run, dtype: torch.dtype) -> None
     load(model, dtype)
 
 
-HISTORIES: dict[str, Callable[[nn.Module, Run, torch.dtype], None]] = {  # the pack attaches after quantizing
-    "before": before,
+HISTORIES: dict[str, Callable[[nn.Module, Run, torch.dtype], None]] = {
     "after": after,
     "DoRA after": lambda *args: after(*args, use_dora=True),
     "loaded after": loaded_after,
@@ -281,12 +260,8 @@ def test_lora_trains_whatever_its_history(settings, history, dtypes):
     dtype, lora_dtype = dtypes
     model = Net(dtype)
 
-    def quantize_it() -> None:
-        lora_before = lora_state(model)
-        apply_quantization(model, Family(), settings)
-        assert lora_state(model) == lora_before  # the same objects, types, bytes, and what trains
-
-    history(model, quantize_it, lora_dtype)
+    history(model, lambda: apply_quantization(model, Family(), settings), lora_dtype)
+    assert type(model.first).__name__ == ("Linear" if settings.is_compute else "TorchaoLoraLinear")  # PEFT's own
     layers = {name: model.get_submodule(name).get_base_layer() for name in TARGETS}
     assert all(is_eight_bit(layer, settings) for layer in layers.values())
     assert model.proj_out.weight.dtype is dtype
@@ -309,38 +284,17 @@ def test_lora_trains_whatever_its_history(settings, history, dtypes):
     assert {name for name in held if held[name] != stepped[name]} == set(trained)
 
 
-@pytest.mark.parametrize("lora_first", [False, True])
 @EVERY_VARIANT
-def test_each_of_pefts_layers_is_met(settings, lora_first):
-    """What the test above trains: PEFT's plain LoRA layer, and its own for torchao's weights."""
-    model = Net()
-    (before if lora_first else after)(model, lambda: apply_quantization(model, Family(), settings), torch.float32)
-    expected = "Linear" if lora_first or settings.is_compute else "TorchaoLoraLinear"
-    assert type(model.first).__name__ == type(model.second).__name__ == expected
-
-
-@EVERY_VARIANT
-@BOTH_ORDERS
-def test_a_disabled_lora_leaves_the_quantized_model(settings, lora_first):
-    model, plain, x = Net(), Net(), random(48, 64)
-    (before if lora_first else after)(model, lambda: apply_quantization(model, Family(), settings), torch.float32)
-    apply_quantization(plain, Family(), settings)
-    assert not torch.equal(model(x), plain(x))
-    on_layers(model, "enable_adapters", False)
-    assert torch.equal(model(x), plain(x))
-
-
-@EVERY_VARIANT
-@BOTH_ORDERS
 @pytest.mark.parametrize("is_safe", [False, True])
-def test_merging_is_refused_and_changes_nothing(settings, lora_first, is_safe):
+def test_merging_is_refused_and_changes_nothing(settings, is_safe):
     model = Net()
-    (before if lora_first else after)(model, lambda: apply_quantization(model, Family(), settings), torch.float32)
-    if not lora_first:
-        refuse_merge(model)  # as apply_lora does
+    after(model, lambda: apply_quantization(model, Family(), settings), torch.float32)
+    refuse_merge(model)  # as apply_lora does
     held = contents(model)
-    with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
-        model.first.merge(safe_merge=is_safe)
+    message = "merge a LoRA into 8-bit weights.*keep the LoRA beside the model" if settings.is_compute else None
+    for layer in (model.first, copy.deepcopy(model.first)):
+        with pytest.raises((RuntimeError, ValueError, NotImplementedError), match=message):
+            layer.merge(safe_merge=is_safe)
     assert contents(model) == held
 
 
@@ -351,14 +305,6 @@ FLUX2 = FAMILIES["flux2"]
 
 def make_tiny(dtype: torch.dtype = torch.bfloat16, name: str = "flux2") -> nn.Module:
     return TINY[name].make_model().to(dtype).requires_grad_(False)
-
-
-def attach_tiny(model: nn.Module, dtype: torch.dtype = torch.float32, **options: Any) -> None:
-    torch.manual_seed(1)
-    targets = resolve_targets(model, FLUX2.lora_targets)
-    model.add_adapter(LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **options))
-    for parameter in lora_parameters(model).values():
-        parameter.data = parameter.data.to(dtype)
 
 
 def run(model: nn.Module, dtype: torch.dtype = torch.bfloat16, device: Any = "cpu", name: str = "flux2") -> Any:
@@ -382,72 +328,6 @@ def train(model: nn.Module, num_steps: int) -> list[float]:
     return losses
 
 
-def test_unfiltered_quantize_freezes_lora_without_a_word():
-    """Why apply_quantization exists."""
-    model = make_tiny()
-    attach_tiny(model)
-    quantize_(model, Float8WeightOnlyConfig(set_inductor_config=False))
-    caught = lora_parameters(model).values()
-    assert caught and all(isinstance(p, Float8Tensor) and not p.requires_grad for p in caught)
-    assert len(caught) == 56 and not lora_trains(model)
-    for parameter in caught:
-        parameter.requires_grad_(True)  # accepted, and of no use
-    x = random(2, 64).bfloat16().requires_grad_(True)  # something must, or not even a backward would run
-    model.transformer_blocks[0].attn.to_q(x).float().square().mean().backward()
-    assert x.grad is not None
-    assert all(parameter.grad is None for parameter in caught)
-
-
-@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"use_dora": True}], ids=str)
-@EVERY_VARIANT
-def test_both_orders_train_the_same_lora_and_leave_the_base_alone(settings, options):
-    losses, states, start = [], [], {}
-    for lora_first in (True, False):
-        model = make_tiny()
-        if lora_first:
-            attach_tiny(model, **options)
-        lora_before = lora_state(model)
-        report = apply_quantization(model, FLUX2, settings)
-        assert lora_state(model) == lora_before and report.num_quantized == 28
-        if not lora_first:
-            attach_tiny(model, **options)
-        assert lora_trains(model)
-        for name, parameter in lora_parameters(model).items():
-            start.setdefault(name, parameter.detach().clone())
-            if "magnitude" in name:  # DoRA starts from the norms of the weight it meets, rounded or not
-                torch.testing.assert_close(parameter.data, start[name], rtol=0.02, atol=0)
-                parameter.data.copy_(start[name])
-        held = contents(model)
-        losses.append(train(model, num_steps=2))
-        states.append(contents(model))
-        changed = {name for name in held if held[name] != states[-1][name]}
-        assert changed == set(lora_parameters(model))
-    assert losses[0] == losses[1] and states[0] == states[1]
-
-
-@EVERY_VARIANT
-@BOTH_ORDERS
-def test_adapters_of_files_load_beside_8_bits(settings, lora_first, tmp_path):
-    """diffusers' files, and our own through LoraHandle."""
-    trained = make_tiny()
-    attach_tiny(trained, torch.bfloat16)
-    trained.save_lora_adapter(tmp_path)
-    model = make_tiny()
-    steps = [
-        lambda: apply_quantization(model, FLUX2, settings),
-        lambda: model.load_lora_adapter(
-            tmp_path, prefix=None, adapter_name="default", weight_name="pytorch_lora_weights.safetensors"
-        ),
-    ]
-    for step in reversed(steps) if lora_first else steps:
-        step()
-    expected = {name: raw(parameter) for name, parameter in lora_parameters(trained).items()}
-    assert {name: raw(parameter) for name, parameter in lora_parameters(model).items()} == expected
-    held = contents(model)
-    train(model, num_steps=1)
-    assert {name for name, data in contents(model).items() if data != held[name]} == set(lora_parameters(model))
-
-
 @EVERY_VARIANT
 @pytest.mark.parametrize("dora", [False, True])
 def test_our_own_adapter_files_resume_beside_8_bits(settings, dora, tmp_path):
@@ -469,27 +349,7 @@ def test_our_own_adapter_files_resume_beside_8_bits(settings, dora, tmp_path):
 
 
 @EVERY_VARIANT
-@pytest.mark.parametrize("dora", [False, True])
-def test_our_own_adapter_may_be_attached_first(settings, dora):
-    """As ours computes it, whichever layers it finds: the same losses as attached after quantizing."""
-    losses = []
-    for lora_first in (False, True):
-        model = make_tiny()
-        steps = [
-            lambda model=model: apply_quantization(model, FLUX2, settings),
-            lambda model=model: apply_lora(model, FLUX2, LoraSettings(rank=3, dora=dora), seed=1),
-        ]
-        for step in reversed(steps) if lora_first else steps:
-            step()
-        for index, (name, parameter) in enumerate(lora_parameters(model).items()):
-            parameter.data = (1.0 if "magnitude" in name else 0.1) * random(*parameter.shape, seed=index).abs()
-        losses.append(train(model, num_steps=2))
-    assert losses[0] == losses[1]
-
-
-@EVERY_VARIANT
-@BOTH_ORDERS
-def test_a_split_model_is_quantized_where_it_is_and_trains_the_same(settings, lora_first):
+def test_a_split_model_is_quantized_where_it_is_and_trains_the_same(settings):
     """On one emulated card and on two: the same numbers, bit for bit, for products and roundings are the same."""
 
     def gradients(num_cards: int) -> dict[str, torch.Tensor]:
@@ -497,12 +357,8 @@ def test_a_split_model_is_quantized_where_it_is_and_trains_the_same(settings, lo
         names = block_names(model, FLUX2)
         placement = plan_manual(names, CARDS[:num_cards], [len(names) // 2][: num_cards - 1])
         apply_block_split(model, FLUX2, placement)
-        steps = [
-            lambda: apply_quantization(model, FLUX2, settings),
-            lambda: apply_lora(model, FLUX2, LoraSettings(rank=2), seed=1),
-        ]
-        for step in reversed(steps) if lora_first else steps:
-            step()
+        apply_quantization(model, FLUX2, settings)
+        apply_lora(model, FLUX2, LoraSettings(rank=2), seed=1)
         for name, module in model.named_modules():
             if name.endswith("base_layer"):
                 parts = [*module.parameters(), *module.buffers()]
@@ -528,13 +384,12 @@ def test_a_split_model_is_quantized_where_it_is_and_trains_the_same(settings, lo
 @EVERY_VARIANT
 def test_state_dicts_and_copies_carry_the_8_bit_model(settings):
     model, x = Net(), random(48, 64)
-    before(model, lambda: apply_quantization(model, Family(), settings), torch.float32)
+    after(model, lambda: apply_quantization(model, Family(), settings), torch.float32)
     expected = model(x)
     other = copy.deepcopy(model)
     fresh = Net().requires_grad_(False)
     fresh.first.weight.data.mul_(3)  # so that nothing is equal by accident
-    attach(fresh, "default")
-    apply_quantization(fresh, Family(), settings)
+    after(fresh, lambda: apply_quantization(fresh, Family(), settings), torch.float32)
     assert not torch.equal(fresh(x), expected)
     fresh.load_state_dict(model.state_dict())
     for found in (other, fresh):
@@ -545,26 +400,10 @@ def test_state_dicts_and_copies_carry_the_8_bit_model(settings):
         assert all(p.grad.abs().sum() > 0 for p in lora_parameters(found).values())
 
 
-@pytest.mark.parametrize("settings", [s for s in VARIANTS.values() if s.is_compute], **BY_NAME)
-def test_a_model_that_computes_in_8_bits_changes_type_and_goes_through_files(settings, tmp_path):
-    model, x = Net(torch.bfloat16), random(48, 64)
-    apply_quantization(model, Family(), settings)
-    values = {name: data for name, data in contents(model).items() if name.startswith(("first", "second"))}
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    model.to(torch.float32)
-    changed = contents(model)
-    assert all(changed[name] == data for name, data in values.items() if not name.endswith("bias"))
-    assert model(x).dtype is torch.float32 and model.first.compute_dtype is torch.float32
-    fresh = Net(torch.bfloat16)
-    apply_quantization(fresh, Family(), settings)
-    fresh.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert torch.equal(fresh.float()(x), model(x))
-
-
 @EVERY_VARIANT
 def test_a_model_moves_to_a_card_and_back(settings):
     model, x, direction = Net(), random(48, 64), random(48, 32, seed=2)
-    before(model, lambda: apply_quantization(model, Family(), settings), torch.float32)
+    after(model, lambda: apply_quantization(model, Family(), settings), torch.float32)
     held = contents(model)
     model(x).backward(direction)
     expected = {name: p.grad.clone() for name, p in lora_parameters(model).items()}
@@ -591,23 +430,7 @@ def test_checkpointing_changes_no_gradient(settings, is_reentrant):
 
 
 @EVERY_VARIANT
-def test_a_family_s_own_checkpointing_changes_no_gradient(settings):
-    found = []
-    for is_checkpointed in (False, True):
-        model = make_tiny()
-        apply_quantization(model, FLUX2, settings)
-        attach_tiny(model)
-        model.train()
-        if is_checkpointed:
-            model.enable_gradient_checkpointing()
-        run(model).float().square().mean().backward()
-        found.append({name: raw(p.grad) for name, p in lora_parameters(model).items()})
-    assert found[0] == found[1]
-
-
-@EVERY_VARIANT
-@BOTH_ORDERS
-def test_modules_keep_their_mode(settings, lora_first):
+def test_modules_keep_their_mode(settings):
     for is_training in (False, True):
         model = Net().train(is_training)
         apply_quantization(model, Family(), settings)
@@ -621,17 +444,6 @@ def finish_all(model: nn.Module, quantizer: Quantizer, skip: str = "") -> None:
     for name, module in list(model.named_modules()):
         if quantizer.is_wanted(name, module) and name != skip:
             model.set_submodule(name, quantizer.finish(name, module))
-
-
-@EVERY_VARIANT
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_layer_by_layer_and_all_at_once_are_the_same(settings, dtype):
-    models = make_tiny(dtype), make_tiny(dtype)
-    report = apply_quantization(models[0], FLUX2, settings)
-    quantizer = Quantizer(FLUX2, settings)
-    finish_all(models[1], quantizer)
-    assert quantizer.close(models[1]) == report
-    assert contents(models[0]) == contents(models[1])
 
 
 @EVERY_VARIANT
@@ -728,16 +540,6 @@ def test_closing_catches_a_layer_that_was_left_out(settings):
     quantizer.close(model)
 
 
-@EVERY_VARIANT
-def test_a_frozen_lora_is_quantized_around_and_stays_frozen(settings):
-    model = make_tiny()
-    attach_tiny(model)
-    for parameter in lora_parameters(model).values():
-        parameter.requires_grad_(False)
-    apply_quantization(model, FLUX2, settings)
-    assert all(p.dtype is torch.float32 and not p.requires_grad for p in lora_parameters(model).values())
-
-
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 
@@ -797,20 +599,6 @@ def test_noise_of_every_layer_type_is_as_derived(settings):
         assert abs(report.weight_snr_db[name] - exact) < (0.011 if rows[name] <= 256 else 0.3), (name, rows)
 
 
-@EVERY_VARIANT
-def test_noise_of_the_whole_model_is_no_worse_than_that_of_one_layer(settings):
-    """Errors of the layers are independent, and each is diluted by a residual stream that stays exact."""
-    model, exact = make_tiny(torch.float32), make_tiny(torch.float32)
-    apply_quantization(model, FLUX2, settings)
-    factors = 2 if settings.is_compute else 1
-    # int8: c, the largest of a row as a multiple of its rms, is sqrt(3) for a fresh layer's uniform weights, and at
-    # most 5 for activations of 64 to 256 values.
-    loss = FLOAT8_LOSS if settings.stored_dtype is torch.float8_e4m3fn else 5**2 / (12 * 127**2)
-    with torch.no_grad():
-        found = decibels(run(exact, torch.float32), run(model, torch.float32))
-    assert found > -10 * math.log10(factors * loss) - TOLERANCE_DB, found
-
-
 def test_rotation_saves_the_weights_of_rows_with_outliers():
     """What the report is for: a class of weights with outliers reads worse in int8, and better rotated."""
     found = {}
@@ -827,7 +615,6 @@ def test_rotation_saves_the_weights_of_rows_with_outliers():
     ("fqn", "expected"),
     [
         ("transformer_blocks.3.attn.to_q", "transformer_blocks.*.attn.to_q"),
-        ("transformer_blocks.13.attn.to_q.base_layer", "transformer_blocks.*.attn.to_q"),
         ("blocks.0.attn1.to_out.0", "blocks.*.attn1.to_out.*"),
         ("proj", "proj"),
     ],
@@ -849,11 +636,10 @@ def test_weights_that_round_to_themselves_have_no_noise_to_report(settings):
 @EVERY_VARIANT
 def test_the_report_accounts_for_every_layer_and_byte(settings):
     model = make_tiny()
-    attach_tiny(model, use_dora=True)
     expected_before = num_bytes(model)
     report = apply_quantization(model, FLUX2, settings)
     groups = report.groups
-    assert list(groups) == [QUANTIZED, LORA, KEPT, NOT_LINEAR]
+    assert list(groups) == [QUANTIZED, KEPT, NOT_LINEAR]
     assert report.bytes_before == expected_before and report.bytes_after == num_bytes(model)
     assert all(is_eight_bit(model.get_submodule(name), settings) for name in groups[QUANTIZED].names)
     quantized = [model.get_submodule(name) for name in groups[QUANTIZED].names]
@@ -862,12 +648,13 @@ def test_the_report_accounts_for_every_layer_and_byte(settings):
     expected = sum(q.in_features * q.out_features + per_row * q.out_features for q in quantized) + sum(rotations)
     assert groups[QUANTIZED].bytes_after == expected
     assert groups[QUANTIZED].bytes_before == sum(2 * layer.in_features * layer.out_features for layer in quantized)
-    assert all(groups[r].bytes_before == groups[r].bytes_after for r in (LORA, KEPT, NOT_LINEAR))
-    assert "transformer_blocks.0.attn.to_q.base_layer" in groups[QUANTIZED].names
+    assert all(groups[r].bytes_before == groups[r].bytes_after for r in (KEPT, NOT_LINEAR))
+    assert "transformer_blocks.0.attn.to_q" in groups[QUANTIZED].names
     assert {"norm_out.linear", "proj_out", "x_embedder"} <= set(groups[KEPT].names)
-    assert all(is_lora_name(name) for name in groups[LORA].names) and len(groups[LORA].names) == 28 * 3
+    for reason, is_linear in ((KEPT, True), (NOT_LINEAR, False)):
+        assert {isinstance(model.get_submodule(name), nn.Linear) for name in groups[reason].names} == {is_linear}
     assert report.num_quantized == 28
-    assert f"28 linears to {settings.scheme}, " in report.summary() and "84 LoRA" in report.summary()
+    assert f"28 linears to {settings.scheme}, " in report.summary()
 
 
 ROTATED = [QuantizeSettings("int8-compute", rotation) for rotation in (16, 256)]
@@ -907,14 +694,6 @@ def test_flux2_at_its_real_size_takes_half(settings):
 # --- who is refused --------------------------------------------------------------------------------------------------
 
 
-def test_kept_layers_are_kept_under_a_wrapper_too():
-    model = make_tiny()
-    model.add_adapter(LoraConfig(r=2, target_modules=["proj_out", "x_embedder"]))
-    report = apply_quantization(model, FLUX2, QuantizeSettings("fp8"))
-    assert {"proj_out.base_layer", "x_embedder.base_layer"} <= set(report.groups[KEPT].names)
-    assert model.proj_out.base_layer.weight.dtype is torch.bfloat16
-
-
 @EVERY_VARIANT
 def test_a_family_that_keeps_everything_is_refused(settings):
     with pytest.raises(ValueError, match=r"Net keeps every linear of this Net in full precision"):
@@ -924,15 +703,15 @@ def test_a_family_that_keeps_everything_is_refused(settings):
 @EVERY_VARIANT
 def test_damaged_weights_are_refused(settings):
     model = Net()
-    model.second.weight[3, 3] = torch.nan
-    with pytest.raises(ValueError, match="1 of 64 rows of a weight hold infinities or NaN"):
+    model.second.weight[3, 3], model.second.weight[7, 3], model.second.weight[9, 0] = torch.nan, torch.inf, -torch.inf
+    with pytest.raises(ValueError, match="3 of 64 rows of a weight hold infinities or NaN.*the checkpoint is damaged"):
         apply_quantization(model, Family(), settings)
 
 
 def test_unknown_settings_are_refused():
     with pytest.raises(ValueError, match="no scheme 'fp4'; the schemes are fp8, int8, fp8-compute, int8-compute"):
         QuantizeSettings("fp4")
-    with pytest.raises(ValueError, match=r"rotation 32 was asked for; use one of \[0, 16, 64, 256\]"):
+    with pytest.raises(ValueError, match=r"rotation 32 was requested; use one of \[0, 16, 64, 256\]"):
         QuantizeSettings("int8-compute", rotation=32)
 
 
@@ -977,7 +756,7 @@ def test_what_cards_cannot_do_is_refused_with_what_all_of_them_can(capabilities,
     if not expected:
         assert found == ""
     else:
-        assert found.startswith(f"{scheme} was asked for, but ") and expected in found
+        assert found.startswith(f"{scheme} was requested, but ") and expected in found
 
 
 def test_the_cpu_and_unknown_devices_are_answered():

@@ -1,13 +1,9 @@
-"""Records, events and process marks that others have written: a bad one is shown as such, and hides no other.
-
-The examples are the same in every run: derandomized, and without a database of earlier ones.
-"""
+"""Records, events and process marks that others have written: a bad one is shown as such, and hides no other."""
 
 from __future__ import annotations
 
 import json
 import os
-import tempfile
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict
@@ -23,12 +19,7 @@ from devicebridge.runs.store import RunStore
 from devicebridge.system import processes
 from devicebridge.system.files import expect
 from devicebridge.system.processes import ProcessMark, own_mark
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
-stable = settings(
-    derandomize=True, database=None, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck)
-)
 MARK = asdict(own_mark())
 RECORD = {"status": "running", "process": MARK, "devices": ["cuda:0"], "steps": 9, "job": {}, "message": "", "since": 1}
 EVENTS: list[dict[str, Any]] = [
@@ -41,13 +32,8 @@ EVENTS: list[dict[str, Any]] = [
     {"kind": "sample", "step": 3, "file": "samples/3_0.png", "prompt": "a cat"},
 ]
 NUMBERS = [-1, 0, 1 << 31, 1 << 70, 10**400, 1e300, float("nan"), float("inf"), -0.5, True]
-WRONG = [*NUMBERS, None, "", "x", "\ud800", [], {}, [[]], [["cuda:0", float("nan")]], [["cuda:0", 10**9]], {"x": {}}]
-PLAIN = (
-    st.none() | st.sampled_from([*NUMBERS, "", "cuda:0", "..", "\0", "\ud800", "\x1b[2J", "a\nb"]) | st.text(max_size=9)
-)
-ANY = st.recursive(
-    PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-)
+TEXTS = ["", "x", "..", "\0", "a\nb\x1b[2J", "\ud800"]
+WRONG = [*NUMBERS, *TEXTS, None, [], {}, [[]], [["cuda:0", float("nan")]], [["cuda:0", 10**9]], {"x": {}}]
 
 
 def _store(root: Path) -> RunStore:
@@ -72,32 +58,6 @@ def _seen(store: RunStore) -> dict[str, dict[str, Any]]:
     assert "cuda:0" in queue.held()
     assert jobs(Namespace(folder=store.root, user_directory=None, stop=None, all=False, json=False)) == 0
     return {run["run"]: run for run in json.loads(json.dumps(api.state(), allow_nan=False))["runs"]}
-
-
-@stable
-@given(
-    changes=st.dictionaries(st.sampled_from(sorted(RECORD)), ANY, max_size=2),
-    mark=st.none() | st.dictionaries(st.sampled_from(sorted(MARK)), ANY),
-)
-@example({"process": "4711"}, None)
-@example({}, {"pid": -1})
-def test_whatever_a_record_says_the_others_are_shown(changes: dict[str, Any], mark: dict[str, Any] | None) -> None:
-    record = {**RECORD, "process": {**MARK, **(mark or {})}, **changes}
-    with tempfile.TemporaryDirectory() as folder:
-        store = _store(Path(folder).resolve())
-        _write(store.root / "bad", json.dumps(record).encode(), b"")
-        seen = _seen(store)
-        assert (seen["good"]["state"], seen["good"]["step"]) == ("running", 3)
-        assert seen["bad"]["state"] in ("running", "finished", "stopped", "failed", "crashed")
-
-
-SIZES = st.dictionaries(st.sampled_from(["peak", "kept", "cuda:0"]), st.sampled_from(NUMBERS))
-VALUES = st.sampled_from(NUMBERS) | SIZES | SIZES.map(lambda sizes: {"cuda:0": sizes}) | ANY
-CHANGED = st.sampled_from(EVENTS).flatmap(
-    lambda event: st.dictionaries(st.sampled_from(sorted({*event} - {"kind"})), VALUES).map(
-        lambda changes: {**event, **changes}
-    )
-)
 
 
 def _every_wrong(values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -125,18 +85,6 @@ def test_every_wrong_value_of_an_event_leaves_the_others_heard(tmp_path: Path, k
         _write(tmp_path / f"bad_{number}", json.dumps(RECORD).encode(), "\n".join([*lines, ""]).encode())
     seen = _seen(store)
     assert {run["step"] for name, run in seen.items() if name != "good"} == {5} and seen["good"]["step"] == 3
-
-
-@stable
-@given(st.lists(CHANGED, max_size=6))
-def test_whatever_events_say_the_others_are_heard(changed: list[dict[str, Any]]) -> None:
-    lines = [json.dumps(event) for event in changed]
-    with tempfile.TemporaryDirectory() as folder:
-        store = _store(Path(folder).resolve())
-        events = "\n".join([*lines, json.dumps({**EVENTS[3], "step": 5}), ""]).encode()
-        _write(store.root / "bad", json.dumps(RECORD).encode(), events)
-        seen = _seen(store)
-        assert (seen["bad"]["step"], seen["bad"]["total"], seen["good"]["step"]) == (5, 9, 3)
 
 
 DEEP = b"[" * 200_000

@@ -15,18 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from devicebridge.cli.main import main
-from devicebridge.config.job import DataConfig, FolderConfig, save_job
+from devicebridge.config.job import DataConfig, FolderConfig
 from devicebridge.data import caption_files
 from devicebridge.data.caption_files import ANY_MODEL, media_file, media_files
 from devicebridge.data.folders import scan_folders
-from devicebridge.encoding.text_encoder import TextEncoder
 from devicebridge.runs import api as api_module
 from devicebridge.runs.api import Answer, Api, Host
 from devicebridge.runs.queue import JobQueue
 from devicebridge.runs.store import RunStore
 from devicebridge.system import locks
-from devicebridge.tests.tiny_pipeline import make_tiny_job
 from PIL import Image
 
 JSON = {"Content-Type": "application/json"}
@@ -245,20 +242,3 @@ def test_for_a_small_picture_nothing_but_its_file_is_looked_at(
     for name in ("gone.png", "a_mask.png", "..", "sub/a.png", "x" * 3000):
         assert _get(api, "picture", f"folder=dogs&file={name}").status == 404, name
     assert caplog.text == ""
-
-
-def test_an_edited_caption_computes_one_entry_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = tmp_path / "job.toml"
-    save_job(make_tiny_job(tmp_path), job)
-    texts: list[str] = []
-    encode_batch = TextEncoder.encode_batch
-    monkeypatch.setattr(
-        TextEncoder, "encode_batch", lambda encoder, new: texts.extend(new) or encode_batch(encoder, new)
-    )
-    assert main(["cache", str(job)]) == 0 and len(texts) > 3
-    texts.clear()
-    api = make_api(tmp_path / "runs", tmp_path, ["data"])
-    was = (tmp_path / "data" / "image_3.txt").read_text().strip()
-    values = {"folder": "data", "file": "image_3.png", "caption": "another picture", "was": was}
-    assert api.answer("POST", "caption", "", JSON, json.dumps(values).encode()).status == 200
-    assert main(["cache", str(job)]) == 0 and texts == ["another picture"]

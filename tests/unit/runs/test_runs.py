@@ -216,12 +216,6 @@ def test_a_lock_that_somebody_looks_at_is_still_taken(tmp_path: Path, monkeypatc
     assert not is_locked(tmp_path / ".run.lock")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"status": "running"}', '{"status": "odd", "devices": []}'])
-def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / "run.json").write_text(text)
-    assert read_record(tmp_path) is None
-
-
 def test_a_detached_process_leads_a_session_of_its_own_and_is_told_from_its_successors(tmp_path: Path) -> None:
     code = "import os, time; print(os.getsid(0), flush=True); time.sleep(60)"
     mark = start_detached([sys.executable, "-c", code], tmp_path / "log")
