@@ -15,11 +15,7 @@ from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 # What decides about memory and time.
 _SOCKETS = training_sockets(
     *("rank", "batch_size", "accumulation", "gradient_checkpointing", "optimizer", "dora", "targets"),
-    *(
-        "training_dtype",
-        "offload_activations",
-        "cuda_graphs",
-    ),
+    *("training_dtype", "offload_activations", "cuda_graphs"),
 )
 _LATER = training_sockets("lora_kind", "layers", "lokr_factor", "ema_decay", "kahan")  # behind those of saved workflows
 
@@ -75,11 +71,12 @@ class PlanTraining(io.ComfyNode):
         from ..planning.cards import parse_cards
         from ..planning.plan import describe_plan, describe_verdict, draw_plan, picture_of
 
+        entries = (*_SOCKETS, *_LATER)
         job = model.job(
             dataset,
-            train=read_section(LoopConfig, _SOCKETS, sockets, steps=1),
-            lora=read_section(LoraSettings, _SOCKETS, sockets),
-            optimizer=read_section(OptimizerConfig, _SOCKETS, sockets),
+            train=read_section(LoopConfig, entries, sockets, steps=1),
+            lora=read_section(LoraSettings, entries, sockets),
+            optimizer=read_section(OptimizerConfig, entries, sockets),
             output=OutputConfig(folder=str(host.folder_in_output("devicebridge/plan", "plan"))),
         )
         known = parse_cards(cards) if cards.strip() else []

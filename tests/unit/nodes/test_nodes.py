@@ -830,22 +830,22 @@ def test_the_plan_node_shows_the_plan_of_the_job(
     node = _node(nodes, "DeviceBridgePlanTraining")
     settings = {**_defaults(node.define_schema()), "rank": 32, "batch_size": 2, "optimizer": "adamw8bit"}
     settings |= {"training_dtype": "bfloat16", "offload_activations": "on", "targets": "*.to_q\n*.to_k", "dora": True}
-    settings["steps"] = 7
-    for cards in ("24GB, 12GB@0.5", " "):
-        output = node.execute(model=sockets["model"], dataset=sockets["dataset"], **settings | {"cards": cards})
+    settings |= {"steps": 7, "ema_decay": 0.9, "kahan": True}
+    lokr = {"lora_kind": "lokr", "layers": "attention", "lokr_factor": 4, "targets": "", "dora": False}
+    for more in ({"cards": "24GB, 12GB@0.5"}, {"cards": " "} | lokr):
+        output = node.execute(model=sockets["model"], dataset=sockets["dataset"], **settings | more)
         assert output.args == ("the plan of 7 steps", "the picture")
         assert host.texts[-1] == "fits. 7 steps take an hour", "short: the canvas renderer shows two lines"
         (shown,) = output.ui["images"]
         assert Image.open(host.root / "temp" / shown["filename"]).size == (8, 4) and shown["type"] == "temp"
-    (job, named, calls), (_, own, later_calls) = asked
+    (job, named, calls), (of_lokr, own, later_calls) = asked
     assert (job.lora.rank, job.train.batch_size, job.optimizer.name) == (32, 2, "adamw8bit")
     assert (job.lora.dtype, job.train.offload_activations) == ("bfloat16", "on")
     assert (job.lora.targets, job.lora.dora) == (("*.to_q", "*.to_k"), True)
-    assert (job.model, job.split, job.data) == (
-        sockets["model"].model,
-        sockets["model"].split,
-        sockets["dataset"].data,
-    )
+    assert (of_lokr.lora.kind, of_lokr.lora.layers, of_lokr.lora.factor) == ("lokr", "attention", 4)
+    assert (job.train.ema_decay, job.optimizer.kahan) == (0.9, True)
+    model, data = sockets["model"], sockets["dataset"].data
+    assert (job.model, job.split, job.data) == (model.model, model.split, data)
     assert [(card.total_bytes, card.speed) for card in named] == [(24 * 10**9, 1.0), (12 * 10**9, 0.5)]
     assert own == [] and calls == [] and later_calls, "ComfyUI lets go of its models only for a plan of its own cards"
 
