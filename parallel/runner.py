@@ -2,7 +2,7 @@
 
 The training loop asks the runner which copy of the model a microbatch goes through, and hands it the microbatches of a
 step. It knows nothing else of devices; training/objective.py alone asks for a DividedModel. `PlainAccumulation` below
-is what a single device needs; `parallel/local` has Pipeline, DataParallel and TensorTraining.
+is what a single device needs; `parallel/local` has Pipeline, DataParallel, TensorTraining and TokenTraining.
 """
 
 from __future__ import annotations
