@@ -782,7 +782,7 @@ def test_cancel_in_the_last_step_keeps_the_result(
 
 
 def test_every_setting_on_a_node_is_read(nodes: ModuleType, sockets: dict[str, Any]) -> None:
-    """A node reads the sections that it asks for; a socket of another one would be shown and change nothing."""
+    """A node reads the sections and lists that it asks for; a socket of others would be shown and change nothing."""
     found = {node.define_schema().node_id: _shown_and_unread(nodes, node, sockets) for node in nodes.NODES}
     assert sum(shown for shown, _ in found.values()) > 60
     unread = {node_id: settings for node_id, (_, settings) in found.items() if settings}
@@ -791,13 +791,13 @@ def test_every_setting_on_a_node_is_read(nodes: ModuleType, sockets: dict[str, A
 
 def _shown_and_unread(nodes: ModuleType, node: Any, sockets: dict[str, Any]) -> tuple[int, list[str]]:
     """How many sockets are made from settings; of these, "socket (key)" of those that execute reads in no way: neither
-    with their section nor by name."""
-    module, base, sections = sys.modules[node.__module__], nodes.sockets, set()
+    in a list with their section nor by name."""
+    module, base, listed = sys.modules[node.__module__], nodes.sockets, set()
     make_input, shown = base.Socket.make_input, []
 
-    def read_section(kind: type, *entries: Any, **given: Any) -> Any:
-        sections.add(kind)
-        return base.read_section(kind, *entries, **given)
+    def read_section(kind: type, entries: Any, *given: Any, **more: Any) -> Any:
+        listed.update(each.id for each in entries if isinstance(each, base.Socket) and each.key.owner is kind)
+        return base.read_section(kind, entries, *given, **more)
 
     names = inspect.signature(node.execute).parameters
     links = {name: sockets[name] for name in ("model", "dataset") if name in names}
@@ -808,8 +808,8 @@ def _shown_and_unread(nodes: ModuleType, node: Any, sockets: dict[str, Any]) -> 
         given = {**_defaults(node.define_schema()), "folder": "dogs", "resolutions": "64", **links}
         with contextlib.suppress(Exception):  # when everything is read: there is no such model
             node.execute(**given)
-    read = {*names, *re.findall(r'sockets\["(\w+)"\]', inspect.getsource(module))}
-    return len(shown), [f"{e.id} ({e.key.path})" for e in shown if e.key.owner not in sections and e.id not in read]
+    read = {*names, *listed, *re.findall(r'sockets\["(\w+)"\]', inspect.getsource(module))}
+    return len(shown), [f"{e.id} ({e.key.path})" for e in shown if e.id not in read]
 
 
 # ---- planning ----
