@@ -108,7 +108,7 @@ class Collective:
     Args:
         size: number of ranks.
         send: issues the copies for a receiving rank.
-        exchange: how the parts of all-reduces travel.
+        exchange: how the parts of all-reduces travel, and keys and values (heads.py).
     """
 
     def __init__(self, size: int, send: Send, exchange: Exchange = "full") -> None:
@@ -238,8 +238,11 @@ class Collective:
         return self._errors.get("first")
 
     def abort(self, error: BaseException) -> None:
-        """End this and all further collectives by this error; the first one counts."""
-        self._errors.setdefault("first", error)
+        """End this and all further collectives by this error; the first one counts, or Cancel."""
+        if isinstance(error, Exception):
+            self._errors.setdefault("first", error)
+        else:  # Cancel is heard once, by one rank; it counts whatever else failed
+            self._errors["first"] = error
         for boxes in self._boxes:
             for box in boxes:
                 box.put(None)

@@ -176,8 +176,9 @@ class Gathered:
         if heads is None or self.num == 1:
             (pair,) = arriving
             return func(q, *pair, *args, **kwargs)
-        outputs = []
-        for index, (queries, pair) in enumerate(zip(q.chunk(self.num, heads.dim), arriving, strict=True)):
+        outputs, arriving = [], iter(arriving)
+        for index, queries in enumerate(q.chunk(self.num, heads.dim)):
+            pair = next(arriving)
 
             def part(value: Any, index: int = index) -> Any:
                 """The group's part of a mask that has one for each head."""
@@ -190,4 +191,5 @@ class Gathered:
             else:
                 named["heads"] = heads.number // self.num
             outputs.append(func(queries, *pair, *rest, **named))
+            del pair  # while the next one comes
         return torch.cat(outputs, heads.output_dim)

@@ -82,6 +82,12 @@ class ForwardWorkers:
         except BaseException:
             self.collective.abort(RuntimeError("the block failed on another device"))
             self._take_results()
+            heard = self.collective.error
+            if heard is not None and not isinstance(heard, Exception):  # another rank's Cancel
+                try:
+                    raise heard
+                finally:
+                    del heard
             raise
         others = self._take_results()
         error = self.collective.error  # the first one: what the others raised may follow from it

@@ -174,6 +174,11 @@ def _reasons(model: Any, unseen: tuple[str, ...], conds: list[Any], options: Map
             yield f"the object patch of {key} may keep state from call to call"
     if "model_function_wrapper" in options:
         yield "a model function wrapper may keep state between them"
+    for kind in type(model).__mro__:
+        if not f"{kind.__module__}.".startswith(("comfy.", "torch.", "builtins.")):
+            yield f"the class {kind.__name__} of {kind.__module__} may keep state around the model"
+    if model.current_patcher.current_hooks is not None:
+        yield "the scheduled LoRA of the conditionings before is still in the weights"
     yield from _reasons_in(options.get("transformer_options", {}))
     if model.current_patcher.get_all_callbacks(CallbacksMP.ON_PREPARE_STATE):
         yield "a callback of another node counts them"

@@ -113,6 +113,8 @@ class _CardPatcher(_Patcher):
         weight = get_attr(self.model, key)
         is_shared = tree.executor.has_copies or tree.origin_on(self.load_device) is not None
         if is_shared and weight.device == self.offload_device and key not in self.hook_backup:
+            if key in self.pinned:  # else the old storage would stay registered with the driver
+                self.unpin_weight(key)
             set_attr_param(self.model, key, own_copy(weight))
 
     def _without_other_objects(self, extra_memory: float) -> float:

@@ -10,7 +10,8 @@ wrappers and ControlNets may keep state; scheduled LoRA changes weights between 
 notice that micro-batches are apart, ComfyUI's way is used and the log says so once.
 
 A step to be verified is computed a second time in the plainest way. That way has one forward at a time and remembers no
-copies: nothing is left that could be out of date. What it computes must be what the fast way computed, bit for bit.
+copies: nothing is left that could be out of date. What it computes must be what the fast way computed: bit for bit, or
+within the executor's `tolerance`.
 """
 
 from __future__ import annotations
@@ -275,7 +276,9 @@ def _verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) ->
         for name, value in after.items():
             setattr(model, name, value)
     if not differences:
-        _log.info("split: verified: the first step is the same bits %s", tree.executor.plain)
+        bound = tree.executor.tolerance
+        same = f"the same within {bound:g} of a standard deviation" if bound else "the same bits"
+        _log.info("split: verified: the first step is %s %s", same, tree.executor.plain)
         return found
     attached = _names(tree.unseen, options)
     if is_steady:

@@ -59,7 +59,7 @@ _CHOOSES_ATTENTION = "optimized_attention_for_device"
 _LEADING, _num_led, _own = threading.Lock(), Counter[tuple[Any, str]](), dict[tuple[Any, str], Any]()
 _INSIDE = f"{ROOT}."
 # Modules of other code that are known: layers, whatever holds their weights.
-_ROW_BY_ROW = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.modules.conv._ConvNd)
+_KNOWN_LAYERS = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.modules.conv._ConvNd)
 _KNOWN_MODULES = ("comfy.", "torch.", "einops.")
 _ON_WEIGHTS = ("weight_function", "bias_function")
 # What ComfyUI's loading and its classes' forwards write into modules.
@@ -110,7 +110,7 @@ def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan
         raise ValueError(f"{reason}. Use way 'blocks' or 'tensor'")
     for name, module in diffusion_model.named_modules():
         code = type(module).__module__
-        if not code.startswith(_KNOWN_MODULES) and not isinstance(module, _ROW_BY_ROW):
+        if not code.startswith(_KNOWN_MODULES) and not isinstance(module, _KNOWN_LAYERS):
             raise ValueError(
                 f"{name} of this MODEL is a {type(module).__name__} of {code}, which may read across tokens. Use way "
                 "'blocks', or take out the node that put it there"

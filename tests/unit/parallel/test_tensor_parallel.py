@@ -22,7 +22,8 @@ import torch
 from devicebridge.families.tensor_plan import Divided, TensorPlan
 from devicebridge.parallel.local import collectives, tensor_parallel
 from devicebridge.parallel.local.shards import BlockShard, divide_block, divided_bytes, find_plan, shares_of
-from devicebridge.parallel.local.tensor_parallel import TensorParallel
+from devicebridge.parallel.local.tensor_parallel import ForwardWorkers, TensorParallel
+from devicebridge.parallel.local.thread_pool import ThreadPool
 from devicebridge.tests.shard_cases import cut_as_one
 from torch import nn
 from torch.nn import functional as F
@@ -633,3 +634,25 @@ def test_what_blocks_share_is_each_devices_own_for_one_forward(size, x) -> None:
     if size == 3:
         with pytest.raises(RuntimeError, match="of another device"):
             run(parallel, model, x)
+
+
+def test_cancel_that_one_rank_hears_is_not_hidden_by_another_ranks_error() -> None:
+    """ComfyUI tells one thread that the user cancelled, and never again."""
+    heard = threading.Event()
+
+    def cancelled() -> None:
+        heard.set()
+        raise KeyboardInterrupt
+
+    def failing() -> None:
+        heard.wait(10)
+        while workers.collective.error is None:
+            pass
+        raise ValueError("one row")
+
+    workers = ForwardWorkers(ThreadPool(), [CPU, CPU], lambda tensors, rank, arrivals: tensors)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            workers.run(nn.Module(), [failing, cancelled])
+    finally:
+        workers.close()
