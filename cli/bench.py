@@ -49,7 +49,7 @@ def collect() -> dict[str, Any]:
     except (ImportError, OSError) as error:
         facts["notes"].append(f"torch cannot be imported: {_without_folders(str(error))}")
         return facts
-    from ..parallel.devices import available_devices, device_title, total_bytes
+    from ..parallel.devices import available_devices, device_title, release_cached_memory, total_bytes
 
     facts["torch"], devices = torch.__version__, available_devices()
     if not devices:
@@ -63,15 +63,9 @@ def collect() -> dict[str, Any]:
         facts["links"] = [_link(one, other, facts["notes"]) for one, other in combinations(devices, 2)]
     if len(devices) == 1:
         facts["notes"].append("one GPU was found, so there is no link to measure")
-    _free_memory()
+    release_cached_memory()
     facts["blocks"] = _measure_blocks(facts["notes"])
     return facts
-
-
-def _free_memory() -> None:
-    from ..parallel.devices import release_cached_memory
-
-    release_cached_memory()
 
 
 def _products(device: Any, notes: list[str]) -> dict[str, float | None]:

@@ -215,18 +215,9 @@ def _read_request(sockets: dict[str, Any]) -> SplitRequest | None:
         _log.warning("split: split_at %s is ignored with balance %s; it is for manual", text, sockets["balance"])
         cuts = ()
     limits = read_list(sockets["memory_limit_gb"], float, "memory_limit_gb")
-    shares = read_list(sockets.get("shares", "").replace(":", ","), float, "shares")
-    others = {
-        name: sockets[name] for name in ("balance", "overlap", "offload", "verify", "exchange") if name in sockets
-    }
+    names_as_they_are = "balance", "overlap", "offload", "verify", "exchange"
+    others: dict[str, Any] = {name: sockets[name] for name in names_as_they_are if name in sockets}
+    others["shares"] = read_list(sockets.get("shares", "").replace(":", ","), float, "shares")
     transport: Any = read_auto(sockets["transport"]) or None
     way: Any = read_auto(sockets.get("way", AUTO)) or None
-    return SplitRequest(
-        devices=chosen,
-        split_at=cuts,
-        memory_limit_gb=limits,
-        transport=transport,
-        way=way,
-        shares=shares,
-        **others,
-    )
+    return SplitRequest(devices=chosen, split_at=cuts, memory_limit_gb=limits, transport=transport, way=way, **others)

@@ -395,13 +395,14 @@ class TokenParallel:
         """Attention of this rank's queries to the keys of all ranks, by func.
 
         Args:
-            q, k, v: [..., tokens, width], or as func takes them; of this rank's rows.
+            q, k, v: [..., tokens, width], or as func takes them; of this rank's rows. A holder gives its own by `take`.
             args, kwargs: as func takes them; masks are cut to this rank's queries.
         Raises: RowsError for keys, or a mask, of another number of rows than the rank's.
         """
         here = self.rows
         if here is None:
             return func(q, k, v, *args, **kwargs)  # type: ignore[no-any-return]
+        q, k, v = (each if isinstance(each, torch.Tensor) else each.take() for each in (q, k, v))
         here.num_attentions += 1
         frame = here.stack[-1] if here.stack else _Frame("", "", ["-"], 0)
         axis = self._axis(here, frame, k)
@@ -416,8 +417,7 @@ class TokenParallel:
         kwargs = {name: fit(each) if name in ("mask", "attn_mask") else each for name, each in kwargs.items()}
         if axis == "-":
             return func(q, k, v, *args, **kwargs)  # type: ignore[no-any-return]
-        heads = find_heads((q, k, v), args, kwargs)
-        gathered = Gathered(axis, (k, v), heads, self.groups)
+        gathered = Gathered(axis, (k, v), find_heads((q, k, v), args, kwargs), self.groups)
         gathered.send(here, f"{frame.block}.{frame.module}")
         see = functools.partial(self.on_keys, axis) if here.rank == 0 and self.on_keys is not None else None
         return gathered.attend(func, q, args, kwargs, see)

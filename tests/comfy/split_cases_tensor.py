@@ -51,6 +51,19 @@ def near(case: Case, claim: str, output: torch.Tensor, reference: torch.Tensor, 
     case.check(claim, difference < bound and bool(reference.std() > 1e-3), f"{difference:.3g} of the size")
 
 
+def clones_in_turn(case: Case, name: str, model: Any, bound: float = NEAR) -> tuple[list[Any], list[torch.Tensor]]:
+    """Clones of a split MODEL with two LoRAs in turn, from which another model takes a card; and unsplit latents."""
+    host, unsplit = case.host, case.host.load(name, load_device=CPU)
+    references = [host.sample(host.lora(unsplit, name, seed=seed), name) for seed in (1, 2)]
+    clones = [host.lora(model, name, seed=seed) for seed in (1, 2)]
+    for turn in range(2):
+        for index, clone in enumerate(clones):
+            near(case, f"clone {index}, turn {turn}", host.sample(clone, name), references[index], bound)
+        host.free((HOME, OTHER)[turn])
+    near(case, "after it lost a card", host.sample(clones[0], name), references[0], bound)
+    return clones, references
+
+
 def tensor(model: Any, *devices: torch.device, **options: Any) -> Any:
     """Split Model Across GPUs with way tensor."""
     return split(model, *devices, way="tensor", **options)
@@ -291,15 +304,8 @@ def tensor_a_card_too_small_for_its_largest_layer(case: Case) -> None:
 def tensor_clones_and_eviction(case: Case) -> None:
     """Clones with different LoRAs in turn, another model that takes the card, and a card that holds only some."""
     host, name = case.host, "qwen_image"
-    unsplit = host.load(name, load_device=CPU)
-    references = [host.sample(host.lora(unsplit, name, seed=seed), name) for seed in (1, 2)]
     divided = tensor(host.load(name))
-    clones = [host.lora(divided, name, seed=seed) for seed in (1, 2)]
-    for turn in range(2):
-        for index, clone in enumerate(clones):
-            near(case, f"clone {index}, turn {turn}", host.sample(clone, name), references[index])
-        host.free((HOME, OTHER)[turn])
-    near(case, "after it lost a card", host.sample(clones[0], name), references[0])
+    clones, references = clones_in_turn(case, name, divided)
     host.unload_all()
     size = sum(p.nbytes for p in divided.model.diffusion_model.parameters())
     with host.machine.room_for(size // 2, OTHER):

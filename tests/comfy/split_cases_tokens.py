@@ -37,7 +37,7 @@ from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
 from devicebridge.tests.comfy.native_cases import with_heads
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
-from devicebridge.tests.comfy.split_cases_tensor import DIVIDED, _failing_meeting, near
+from devicebridge.tests.comfy.split_cases_tensor import DIVIDED, _failing_meeting, clones_in_turn, near
 from devicebridge.tests.comfy.split_cases_tensor_files import FILES, _eight_bit, _load, _products_in_fp8
 from devicebridge.tests.comfy.split_cases_tensor_nodes import _cancelled, context_windows, ends
 from devicebridge.tests.comfy.split_cases_weights import NAME
@@ -589,15 +589,8 @@ def tokens_scaled_fp8_files(case: Case) -> None:
 def tokens_clones_and_eviction(case: Case) -> None:
     """Clones with different LoRAs in turn, a card that another model takes between prompts and steps, little room."""
     host, name = case.host, "flux2"
-    unsplit = host.load(name, load_device=CPU)
-    references = [host.sample(host.lora(unsplit, name, seed=seed), name) for seed in (1, 2)]
     shared = tokens(host.load(name))
-    clones = [host.lora(shared, name, seed=seed) for seed in (1, 2)]
-    for turn in range(2):
-        for index, clone in enumerate(clones):
-            near(case, f"clone {index}, turn {turn}", host.sample(clone, name), references[index], NEAR)
-        host.free((HOME, OTHER)[turn])
-    near(case, "after it lost a card", host.sample(clones[0], name), references[0], NEAR)
+    clones, references = clones_in_turn(case, name, shared, NEAR)
     size = sum(parameter.nbytes for parameter in shared.model.diffusion_model.parameters())
     for device in (HOME, OTHER):
         part = next(each for each in (clones[1], *clones[1].companions) if each.load_device == device)

@@ -75,10 +75,19 @@ class _Pair:
 
 def run_history(host: Host, seed: int, without: str = "", ground: Ground = Ground()) -> History:
     """One history from its seed, with one of GUARDS taken out; nothing stays loaded."""
-    drawn, history = random.Random(seed), History(seed)
-    try:
+
+    def play(drawn: random.Random, history: History) -> None:
         with GUARDS[without]() if without else contextlib.nullcontext():
             _play(host, drawn, history, ground)
+
+    return play_seed(host, seed, play)
+
+
+def play_seed(host: Host, seed: int, play: Callable[[random.Random, History], None]) -> History:
+    """A history from its seed, as play makes it until it has ended; nothing stays loaded."""
+    history = History(seed)
+    try:
+        play(random.Random(seed), history)
     except Ended as ended:
         history.verdict = str(ended)
     finally:

@@ -26,6 +26,7 @@ from devicebridge.tests.comfy.split_fuzz import (
     in_words,
     on_one,
     or_refused,
+    play_seed,
     take_off_the_card,
 )
 from devicebridge.tests.comfy.split_fuzz_nodes import (
@@ -114,14 +115,7 @@ class _Play:
 
 def run_tokens(host: Host, seed: int) -> History:
     """One history from its seed; nothing stays loaded."""
-    drawn, history = random.Random(seed), History(seed)
-    try:
-        _play(host, drawn, history)
-    except Ended as ended:
-        history.verdict = str(ended)
-    finally:
-        host.unload_all()
-    return history
+    return play_seed(host, seed, lambda drawn, history: _play(host, drawn, history))
 
 
 def _play(host: Host, drawn: random.Random, history: History) -> None:

@@ -30,6 +30,7 @@ from devicebridge.tests.comfy.split_fuzz import (
     is_same,
     on_one,
     or_refused,
+    play_seed,
 )
 from devicebridge.tests.comfy.split_fuzz_nodes import Setting, every_layer
 from devicebridge.tests.comfy.split_host import Host
@@ -237,15 +238,12 @@ _ONLY_AT_HOME = (keeping_replacement,)  # where it works on another card it has 
 
 def run_writers(host: Host, seed: int, without: str = "") -> History:
     """One history from its seed, with one of GUARDS taken out; nothing stays loaded."""
-    drawn, history = random.Random(seed), History(seed)
-    try:
+
+    def play(drawn: random.Random, history: History) -> None:
         with GUARDS[without]() if without else contextlib.nullcontext():
             _play(host, drawn, history)
-    except Ended as ended:
-        history.verdict = str(ended)
-    finally:
-        host.unload_all()
-    return history
+
+    return play_seed(host, seed, play)
 
 
 def _play(host: Host, drawn: random.Random, history: History) -> None:

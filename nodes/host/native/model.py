@@ -320,8 +320,7 @@ def _attend(args: tuple[Any, ...], kwargs: dict[str, Any], *, has_options: bool)
     parallel = HERE.parallel
     if parallel is None or parallel.plan.passes_options != has_options:
         return attention_pytorch(*args, **kwargs)  # type: ignore[no-any-return]
-    tensors = [each if isinstance(each, torch.Tensor) else each.take() for each in args[:3]]
-    return parallel.attend(attention_pytorch, *tensors, *args[3:], **kwargs)
+    return parallel.attend(attention_pytorch, *args, **kwargs)
 
 
 def _called(model: nn.Module, row: NativeModel) -> list[nn.Module]:

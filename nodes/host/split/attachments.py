@@ -232,10 +232,15 @@ _known_attention = functools.lru_cache(maxsize=32)(_foreign_attention)
 
 def function_of_comfyui(function: Any) -> tuple[str, str]:
     """The file of ComfyUI's own nodes whose code a function runs, and the function's name there; else "" for both."""
-    if not isinstance(function, types.FunctionType):
-        return "", ""
-    path, home = Path(function.__code__.co_filename).resolve(), Path(model_management.__file__).resolve().parent.parent
-    return (path.name, function.__qualname__) if path.parent == home / "comfy_extras" else ("", "")
+    name = _node_file(function.__code__.co_filename) if isinstance(function, types.FunctionType) else ""
+    return (name, function.__qualname__) if name else ("", "")
+
+
+@functools.lru_cache(maxsize=128)
+def _node_file(path: str) -> str:
+    """The name of a file of ComfyUI's own nodes; "" for any other. Kept, as each forward asks for it."""
+    found, home = Path(path).resolve(), Path(model_management.__file__).resolve().parent.parent
+    return found.name if found.parent == home / "comfy_extras" else ""
 
 
 # ---- where each card has a share of the rows

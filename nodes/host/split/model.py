@@ -28,8 +28,7 @@ from .model_copy import ModuleMap, Origin, check_independent, copy_structure, fo
 from .patcher import become_split
 from .plan import GB, SplitPlan, SplitRequest
 from .sampling import prepare_with_forecast, run_overlapped
-from .tensor import DividedPlan, TensorExecutor, plan_tensor
-from .tensor import check_runnable as check_divisible
+from .tensor import DividedPlan, TensorExecutor, check_divisible, plan_tensor
 from .tokens import TokensExecutor, TokensPlan, plan_tokens
 from .tree import SplitTree, Way, make_tree, tree_of
 

@@ -203,7 +203,7 @@ class TensorExecutor(Executor):
         if any(isinstance(part, BypassForwardHook) for each in forwards for part in reachable(each)):
             found.append("a bypass LoRA")  # it would act on the main card's slices only
         unseen = (*found, *tree.unseen_in_blocks())
-        check_runnable(unseen, options, self._plan.layout.patches_inside)
+        check_divisible(unseen, options, self._plan.layout.patches_inside)
 
     def guard(self, options: dict[str, Any]) -> dict[str, Any]:
         around = options.get("wrappers", {}).get("diffusion_model")
@@ -214,7 +214,7 @@ class TensorExecutor(Executor):
         def run(executor: Any, *args: Any, **kwargs: Any) -> Any:
             for each in (*args, *kwargs.values()):
                 if isinstance(each, dict) and is_options(each):
-                    check_runnable((), each, inside)
+                    check_divisible((), each, inside)
             return executor(*args, **kwargs)
 
         return {**options, "wrappers": {**options["wrappers"], "diffusion_model": {**around, KEY: [run]}}}
@@ -404,7 +404,7 @@ def addresses_on(layer: nn.Module, device: torch.device) -> tuple[int, ...] | No
             comfy_aimdo.model_vbar.vbar_unpin(address)
 
 
-def check_runnable(unseen: Sequence[str], options: Mapping[str, Any], inside: Sequence[str]) -> None:
+def check_divisible(unseen: Sequence[str], options: Mapping[str, Any], inside: Sequence[str]) -> None:
     """Refuse what other nodes would do inside a block, where each card has some of the heads.
 
     ComfyUI's own attention functions compute every head by itself, and a block calls them with its card's heads.

@@ -44,14 +44,14 @@ from ....patches.hooks import HookSet, is_made_here, map_tensors
 from ....planning.cards import machine_speed
 from ....planning.times import LEAST_SHARE
 from ....quantization.weight_only import plain_parts
-from .attachments import ROOT, check_attention, check_runnable
+from .attachments import OVERRIDE, ROOT, check_attention, check_runnable
 from .model_copy import RUNTIME_STATE, copy_structure
 from .plan import GB, SplitPlan, SplitRequest, layout_of
 from .tree import Executor, SplitTree
 
 _log = logging.getLogger(__name__)
-_OPTIONS, _OVERRIDE = "transformer_options", "optimized_attention_override"
-_FUNCTIONS = frozenset(("wrappers", "callbacks", "patches", "patches_replace", "model_patcher", _OVERRIDE))
+_OPTIONS = "transformer_options"
+_FUNCTIONS = frozenset(("wrappers", "callbacks", "patches", "patches_replace", "model_patcher", OVERRIDE))
 # By these names ComfyUI's classes call attention.
 _ATTENTION = ("optimized_attention", "optimized_attention_masked", "attention_pytorch", "attention_basic")
 _CHOOSES_ATTENTION = "optimized_attention_for_device"
@@ -417,13 +417,13 @@ class TokensExecutor(Executor):
             }
         if rows.plan.passes_options:
             options = given.setdefault(_OPTIONS, {})
-            chosen = options.get(_OVERRIDE)
+            chosen = options.get(OVERRIDE)
 
             def attend(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 check_attention(func)
                 return rows.attend(func if chosen is None else functools.partial(chosen, func), *args, **kwargs)
 
-            options[_OVERRIDE] = attend
+            options[OVERRIDE] = attend
             if self._plan.layout.forgets_if_patched:
                 options["patches_replace"] = {"dit": {"of no block": None}}
         forward = own or getattr(self._models[rank], self._method)
@@ -479,7 +479,6 @@ def _led(function: Callable[..., Any]) -> Callable[..., Any]:
         if parallel is None or parallel.plan.passes_options:  # then the override of its options leads to us
             return function(*args, **kwargs)
         check_attention(function)
-        tensors = [each if isinstance(each, torch.Tensor) else each.take() for each in args[:3]]
-        return parallel.attend(function, *tensors, *args[3:], **kwargs)
+        return parallel.attend(function, *args, **kwargs)
 
     return attend
