@@ -83,11 +83,11 @@ class ForwardWorkers:
             self.collective.abort(RuntimeError("the block failed on another device"))
             self._take_results()
             heard = self.collective.error
-            if heard is not None and not isinstance(heard, Exception):  # another rank's Cancel
-                try:
+            try:
+                if heard is not None and not isinstance(heard, Exception):  # another rank's Cancel
                     raise heard
-                finally:
-                    del heard
+            finally:
+                del heard  # or its traceback would keep this frame, and this frame the error
             raise
         others = self._take_results()
         error = self.collective.error  # the first one: what the others raised may follow from it

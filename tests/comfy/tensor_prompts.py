@@ -25,7 +25,7 @@ FILE = "tiny_stress.safetensors"
 WAYS, SIZES = ("tensor", "blocks", "tokens"), (64, 96)
 STRENGTHS = (0.0, 0.0, 0.6, 1.0)  # of the LoRA; 0 for none
 MOST_GROWTH_BYTES = 24 << 20
-_KNOWN_AFTER = 50  # prompts: of fewer some are of a kind that nothing before was, with more tensors than any
+_KNOWN_AFTER = 50  # prompts: of fewer some are of a kind that nothing before was, with more memory than any
 _CANCELLED_STEPS = 10_000  # too many to end by themselves
 _FAILING_STEPS = 8  # blocks are recorded in the third or fourth
 _MAKE = """
@@ -105,9 +105,10 @@ def growth(held: list[dict[str, int]]) -> list[str]:
     """What the process held more of at the end than when half of the prompts had run; [] for nothing."""
     half, last = len(held) // 2, held[-1]
     before = {name: max(each[name] for each in held[: half + max(1, (len(held) - half) // 2)]) for name in last}
-    names = ("threads", "tensors", "hooks") if len(held) > _KNOWN_AFTER else ("threads",)
+    is_known = len(held) > _KNOWN_AFTER
+    names = ("threads", "tensors", "hooks") if is_known else ("threads",)
     faults = [f"{name} were {before[name]}, now {last[name]}" for name in names if last[name] > before[name]]
-    if last["bytes"] > before["bytes"] + MOST_GROWTH_BYTES:
+    if is_known and last["bytes"] > before["bytes"] + MOST_GROWTH_BYTES:
         faults.append(f"{before['bytes'] >> 20} MiB were used, now {last['bytes'] >> 20}")
     return faults
 

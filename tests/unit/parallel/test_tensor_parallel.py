@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -434,6 +435,11 @@ def _in_thread(work: Callable[[], None]) -> None:
     assert not thread.is_alive()
 
 
+def _until_failed(parallel: Any) -> None:
+    while parallel._run.collective.error is None:
+        time.sleep(0.001)
+
+
 def test_of_several_errors_the_first_is_told(x) -> None:
     """Not that of the first device. Home has done its part of the block by then."""
     model, has_failed = make_model(Separate()), threading.Event()
@@ -443,8 +449,7 @@ def test_of_several_errors_the_first_is_told(x) -> None:
     def fail(rank: int, *args: Any) -> None:
         if rank == 1:
             assert has_failed.wait(10)
-            while parallel._run.collective.error is None:
-                pass
+            _until_failed(parallel)
         has_failed.set()
         raise RuntimeError(f"device {rank}")
 
@@ -454,7 +459,7 @@ def test_of_several_errors_the_first_is_told(x) -> None:
         run(parallel, model, x)
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", ["", "at once", "while home waits"])
 def test_nothing_of_a_forward_is_held_when_it_is_over(fails, x) -> None:
     model, seen = make_model(), []
     parallel = divide(model, 3)
@@ -464,6 +469,9 @@ def test_nothing_of_a_forward_is_held_when_it_is_over(fails, x) -> None:
     if fails:
         layer: Any = parallel._shards[model.blocks[2]][1][1].block.linear2
         layer.register_forward_hook(mock.Mock(side_effect=MemoryError))
+    if fails == "while home waits":
+        home: Any = parallel._shards[model.blocks[2]][0].block.linear2
+        home.register_forward_hook(lambda *_: _until_failed(parallel))
     gc.collect()
     gc.disable()
     try:
