@@ -291,7 +291,7 @@ class SamplesConfig:
             picture takes as long as its steps take forwards.
         before_first: Also draw before the first step, what the model makes without the LoRA.
         seed: Start of each picture's noise, the same for every prompt and every time.
-        steps: Steps per picture. Left out: what is usual for the model.
+        steps: Steps per picture; a distilled model takes few, such as 4 or 8. Left out: what is usual for the model.
         guidance: Guidance of the pictures. Left out: the model's usual value. FLUX.1-dev and FLUX.2-dev take it as an
             input. Other models compute each step twice where it is above 1, once with the empty prompt. Set 1 for a
             distilled model.

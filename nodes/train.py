@@ -134,6 +134,8 @@ _INPUTS = (
         advanced=True,
     ),
     Socket("expert", "objective.expert", optional=True),
+    Socket("sample_steps", "samples.steps", optional=True, advanced=True),
+    Socket("sample_guidance", "samples.guidance", default=0.0, step=0.1, optional=True, advanced=True),
 )
 
 

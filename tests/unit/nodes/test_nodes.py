@@ -554,6 +554,8 @@ CHANGES = [
     ("cuda_graphs", "auto", "train.cuda_graphs", "auto"),
     ("sample_prompts", "a cat, asleep\n\n a dog \n", "samples.prompts", ("a cat, asleep", "a dog")),
     ("sample_every", 7, "samples.every_steps", 7),
+    ("sample_steps", 8, "samples.steps", 8),
+    ("sample_guidance", 1.0, "samples.guidance", 1.0),
     ("lora_kind", "lokr", "lora.kind", "lokr"),
     ("layers", "attention", "lora.layers", "attention"),
     ("start_from", "", "lora.start_from", ""),
