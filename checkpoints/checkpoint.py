@@ -33,7 +33,7 @@ from .model_class import (
     transformer_class,
     with_defaults,
 )
-from .model_files import Source, describe_other, find_source, first, refuse_lora
+from .model_files import UNET, Source, describe_other, find_source, first, refuse_lora
 from .quantized_files import TYPE_NAMES, pair_scales, read_formats
 
 _log = logging.getLogger(__name__)
@@ -42,6 +42,17 @@ Layout = Literal["diffusers", "original"]
 
 _LAYOUTS: tuple[Layout, ...] = ("diffusers", "original")
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.")  # what ComfyUI's files carry in front of every name
+
+
+class OtherModel(ValueError):
+    """A file of none of these families, as far as its names and shapes tell. ComfyUI may build its model.
+
+    kind: what it looks like; "" for a diffusion model.
+    """
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 @dataclass(frozen=True)
@@ -83,8 +94,8 @@ def read_checkpoint(path: str | Path, family: str = "", variant: str = "") -> Ch
         path: model folder, transformer folder, single file, or one shard of several.
         family, variant: "" recognises them. A variant is needed where several share their shapes and the first is not
             meant (Wan 2.2's experts).
-    Raises: ValueError if it is no transformer of these families, or in a number format that is not read; it says what
-        it is instead.
+    Raises: OtherModel if it is no transformer of these families; it says what it is instead. ValueError for a LoRA, or
+        a number format that is not read.
     """
     families = (find_family(family),) if family else tuple(FAMILIES.values())
     wanted = find_variant(variant, families)[1] if variant else None
@@ -147,7 +158,7 @@ def _refuse_unsupported(path: Path, names: Iterable[str], family: ModelFamily) -
     for name in names:
         for pattern, reason in family.unsupported.items():
             if fnmatch.fnmatchcase(name, pattern):
-                raise ValueError(
+                raise OtherModel(
                     f"{path} is of {family.title}, but {reason} (it has {name}). Supported: {_names(family.variants)}"
                 )
 
@@ -165,20 +176,21 @@ def _read_by_names(source: Source, records: dict[str, TensorRecord], families: S
         if class_name := source.config.get("_class_name"):
             found += f" (its config.json says {class_name})"
         supported = "; ".join(f"{family.title}: {_names(family.variants)}" for family in families)
-        raise ValueError(
+        raise OtherModel(
             f"{source.path} {found}; give a transformer of {supported}. A .safetensors file of another model that "
-            'ComfyUI can build is trained with model.family = "comfyui"'
+            'ComfyUI can build is trained with model.family = "comfyui"',
+            "" if kind.startswith(UNET) else kind,
         )
     _refuse_unsupported(source.path, records, family)
     if unknown:
-        raise ValueError(
+        raise OtherModel(
             f"{source.path} resembles {family.title}, but {len(unknown)} of its {len(records)} tensors have no "
             f"place there: {first(unknown)}. Supported: {_names(family.variants)}"
         )
     faults = {v.name: differences(expected_shapes(family, v.transformer_config), tensors) for v in family.variants}
     closest = min(family.variants, key=lambda variant: sum(map(len, faults[variant.name].values())))
     if faults[closest.name]:
-        raise ValueError(
+        raise OtherModel(
             f"{source.path} is of {family.title}, but none of the supported models ({_names(family.variants)}). "
             f"Against {closest.name}: {described(faults[closest.name])}. If it is a size of its own, give its "
             "diffusers folder, which has a config"

@@ -18,9 +18,10 @@ from .header import FILE_ENDINGS, read_weight_map
 _SHARD = re.compile(r"^(?P<stem>.+)-(?P<index>\d+)-of-(?P<count>\d+)(?P<ending>\.\w+)$")
 _WEIGHTS = "diffusion_pytorch_model"
 _LORA_NAME = re.compile(r"(\.|_)(lora_A|lora_down|lora\.down|hada_w1_a|lokr_w1|lokr_w1_a|oft_blocks)(\.|$)")
+UNET = "a Stable Diffusion checkpoint (UNet)"
 # What it is, and the pattern of the names that tell; the first match wins.
 _KINDS = {
-    "a Stable Diffusion checkpoint (UNet)": r"(^|\.)(input_blocks|output_blocks|down_blocks\.\d+\.resnets)\.",
+    UNET: r"(^|\.)(input_blocks|output_blocks|down_blocks\.\d+\.resnets)\.",
     "a ControlNet": r"^(controlnet_|control_model\.|input_hint_block\.)",
     "a VAE": (
         r"^(vae\.|first_stage_model\.)?(encoder|decoder)\."

@@ -20,7 +20,11 @@ from .sockets import AUTO, Socket, make_inputs, read_section, setting_names
 from .types import ModelSocket, TrainingModel
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
+
+    from ..checkpoints.checkpoint import CheckpointInfo
 
 _log = logging.getLogger(__name__)
 _TITLE = "Load Model for Training Across GPUs"
@@ -34,8 +38,9 @@ class LoadModelForTraining(io.ComfyNode):
             node_id="DeviceBridgeLoadModelForTraining",
             display_name=_TITLE,
             category="DeviceBridge/training",
-            description="Chooses a diffusion transformer and splits its blocks over several GPUs. Only the file's "
-            "header is read here; the weights go straight to their GPU when training starts.",
+            description="Chooses a diffusion model and splits its blocks over several GPUs. What is no file of FLUX or "
+            "Wan, ComfyUI's own code builds. Only the header is read here; the weights go straight to their GPU when "
+            "training starts.",
             search_aliases=["flux trainer", "multi gpu training", "split model", "lora training"],
             inputs=make_inputs(_inputs(), _TITLE),
             outputs=[ModelSocket.Output("model", tooltip="The model to train, not loaded yet.")],
@@ -50,25 +55,53 @@ class LoadModelForTraining(io.ComfyNode):
     @classmethod
     @said_on_node
     def execute(cls, model: str, path: str, stock_model: Any = None, **sockets: Any) -> io.NodeOutput:
-        from ..checkpoints.checkpoint import read_checkpoint
-
         split, devices = _read_split(sockets)
-        if stock_model is not None:  # which ComfyUI's own code will build again for training
-            from ..families.registry import COMFYUI
+        if stock_model is not None:
             from .host.native.source import path_of_model
 
-            path = str(path_of_model(stock_model))
-            config = read_section(ModelConfig, _inputs(), sockets, path=path, family=COMFYUI, variant="")
-            info = host.read_native(path, config.dtype, stock_model)
-            text = f"{info.family.title}, {len(info.tensors)} tensors"
+            config, info = _native(str(path_of_model(stock_model)), sockets, stock_model)
         else:
-            checkpoint = host.find_model(model, path)
-            config = read_section(ModelConfig, _inputs(), sockets, path=str(checkpoint))
-            info = read_checkpoint(checkpoint, variant=config.variant)
-            name = info.variant.name if info.variant else f"{info.family.title} of its own size"
-            text = f"{name}, {len(info.tensors)} tensors, on {', '.join(map(str, devices))}"
+            config, info = recognised(host.find_model(model, path), sockets)
+        name = info.variant.name if info.variant else f"{info.family.title} of its own size"
+        name = info.family.title if config.family else name
+        text = f"{name}, {len(info.tensors)} tensors, on {', '.join(map(str, devices))}"
         host.NodeView(cls.hidden.unique_id).show_text(text)
         return io.NodeOutput(TrainingModel(config, split))
+
+
+def recognised(checkpoint: Path, sockets: dict[str, Any]) -> tuple[ModelConfig, CheckpointInfo]:
+    """A model of the pack's own families, else one that ComfyUI's own code builds.
+
+    Raises: ValueError for what neither knows, saying which socket or node to use instead.
+    """
+    from ..checkpoints.checkpoint import OtherModel, read_checkpoint
+
+    config = read_section(ModelConfig, _inputs(), sockets, path=str(checkpoint))
+    try:
+        return config, read_checkpoint(checkpoint, variant=config.variant)
+    except OtherModel as error:
+        if config.variant:
+            raise ValueError(f"{checkpoint} is no {config.variant}; set variant to {AUTO}") from None
+        kind = error.kind
+    if checkpoint.is_dir():
+        raise ValueError(
+            f"{checkpoint} is a folder, and ComfyUI builds this model from one file; put its .safetensors file into "
+            "models/diffusion_models or models/checkpoints, and choose it in model"
+        )
+    try:
+        return _native(str(checkpoint), sockets)
+    except ValueError as error:
+        if not kind:
+            raise
+        raise ValueError(f"{checkpoint} is {kind}; choose a diffusion model in model") from error
+
+
+def _native(path: str, sockets: dict[str, Any], like: Any = None) -> tuple[ModelConfig, CheckpointInfo]:
+    """A model that ComfyUI's own code will build again for training. like: the MODEL that was loaded from the file."""
+    from ..families.registry import COMFYUI
+
+    config = read_section(ModelConfig, _inputs(), sockets, path=path, family=COMFYUI, variant="")
+    return config, host.read_native(path, config.dtype, like)
 
 
 def _inputs() -> list[Socket | io.Input]:
@@ -80,8 +113,8 @@ def _inputs() -> list[Socket | io.Input]:
             "model",
             options=[host.USE_PATH, *host.list_models()],
             default=host.USE_PATH,
-            tooltip="A checkpoint in models/diffusion_models (any shard of several) or a model folder in "
-            f"models/diffusers. {host.USE_PATH} takes the path below instead.",
+            tooltip="A file in models/diffusion_models or models/checkpoints (any shard of several), or a model folder "
+            f"in models/diffusers. {host.USE_PATH} takes the path below instead.",
         ),
         io.String.Input(
             "path",

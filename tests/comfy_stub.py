@@ -125,6 +125,7 @@ def install(monkeypatch: pytest.MonkeyPatch, root: Path) -> FakeHost:
         "input",
         "output",
         "models/diffusion_models",
+        "models/checkpoints",
         "models/diffusers",
         "models/vae",
         "models/text_encoders",

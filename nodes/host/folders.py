@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 USE_PATH = "[path below]"
 OWN_PART = "[model folder]"  # of a diffusers model, which brings it
+_OF_MODELS = ("diffusion_models", "checkpoints")
 _MOST_LISTED = 1000
 _WRITTEN = {"output.folder", "cache.folder", "model.quantized_cache"}
 _MAY_BE_NAMES = {"model.path", "samples.vae", *STOCK_FILES}  # in ComfyUI's folders
@@ -211,9 +212,10 @@ def output_entry(path: Path) -> dict[str, str] | None:
 
 
 def list_models() -> list[str]:
-    """Names of checkpoint files in models/diffusion_models and of model folders in models/diffusers, sorted."""
-    checkpoints = [name for name in list_checkpoints() if name.endswith((".safetensors", ".sft"))]
-    return checkpoints + sorted(_diffusers_folders())
+    """Names of files in models/diffusion_models and models/checkpoints, then of folders in models/diffusers."""
+    names = [name for kind in _OF_MODELS for name in sorted(folder_paths.get_filename_list(kind))]
+    files = [name for name in names if name.endswith((".safetensors", ".sft"))]
+    return list(dict.fromkeys([*files, *sorted(_diffusers_folders())]))
 
 
 def list_checkpoints() -> list[str]:
@@ -245,10 +247,11 @@ def find_model(name: str, path: str) -> Path:
                 f"the model is {USE_PATH!r}, but path is empty; give the path of a checkpoint file or model folder"
             )
         return readable_path(path, "model")
-    found = folder_paths.get_full_path("diffusion_models", name) or _diffusers_folders().get(name)
+    files = (folder_paths.get_full_path(kind, name) for kind in _OF_MODELS)
+    found = next(filter(None, files), None) or _diffusers_folders().get(name)
     if found is None:
         raise ValueError(
-            f"model {name!r} is neither in models/diffusion_models nor in models/diffusers; found there: "
+            f"model {name!r} is in none of models/{', models/'.join(_OF_MODELS)} and models/diffusers; found there: "
             f"{', '.join(list_models()) or 'nothing'}"
         )
     return Path(found)

@@ -1,7 +1,8 @@
 """One process with ComfyUI's Python: a tiny FLUX.2 in every number format, read for training. Prints one line of JSON:
 
 {"missing": {format: minus the linears that do not hold the file's own 8 bits}, "wrong": {format: weights that are not
-W = q * s where they are dequantized}, "refused": {what: message}}.
+W = q * s where they are dequantized}, "refused": {what: message}, "node": {file: class that Load Model for Training
+makes of it, without a MODEL connected}}.
 """
 
 from __future__ import annotations
@@ -27,18 +28,20 @@ import torch  # noqa: E402
 from devicebridge.checkpoints.load import load_transformer  # noqa: E402
 from devicebridge.nodes.host.native.model import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import path_of_model, read_native  # noqa: E402
+from devicebridge.nodes.load import recognised  # noqa: E402
 from devicebridge.quantization.quantize import Quantizer, QuantizeSettings  # noqa: E402
 from devicebridge.tests.comfy.native_steps import Bench  # noqa: E402
 from devicebridge.tests.comfy.other_families import OTHERS  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights, make_weights, small_sizes  # noqa: E402
 from devicebridge.tests.comfy.trained_families import TRAINED, save_trained  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
 # Format -> scheme that multiplies with its weights.
 SCHEMES = {"plain cast": "fp8-compute", "scaled fp8": "fp8-compute", "old scaled fp8": "fp8-compute"}
 SCHEMES |= {"int8 rows": "int8-compute"}
+NODE = ("Chroma", "SD 3.5", "Z-Image", "Qwen-Image", "SDXL", "SDXL checkpoint", "HiDream-O1 with a reference")
 
 
 def _note(kind: str) -> torch.Tensor:
@@ -168,6 +171,19 @@ def _refused() -> dict[str, str]:
     return said
 
 
+def _of_node(name: str) -> str:
+    """What the node finds in a file of a tiny build; "checkpoint" has a VAE beside it, as a whole checkpoint."""
+    build = (TRAINED | OTHERS)[name.removesuffix(" checkpoint")]
+    path = Path(FOLDER) / "of_node.safetensors"
+    with small_sizes(build):
+        save_trained("", path, build)
+        if name.endswith("checkpoint"):
+            weights = {f"model.diffusion_model.{each}": tensor for each, tensor in load_file(path).items()}
+            save_file({**weights, "first_stage_model.encoder.conv_in.weight": torch.zeros(4, 4)}, path)
+        config, info = recognised(path, {"dtype": "float32"})
+    return f"{config.family} {info.family.transformer_class}"
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with native_training():
@@ -176,5 +192,6 @@ if __name__ == "__main__":
             "missing": {form: each[0] for form, each in looked.items()},
             "wrong": {form: each[1] for form, each in looked.items()},
             "refused": _refused(),
+            "node": {name: _of_node(name) for name in NODE},
         }
     print(json.dumps(answer), flush=True)

@@ -63,3 +63,19 @@ def test_an_incomplete_file_is_refused_by_what_is_missing(what: str, named: tupl
 
 def test_a_model_that_turns_the_next_noise_level_off_is_not_refused_for_it(found: Any) -> None:
     assert found["refused"]["meanflow refiner"] == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("Chroma", "Chroma"),
+        ("SD 3.5", "OpenAISignatureMMDITWrapper"),
+        ("Z-Image", "NextDiT"),
+        ("Qwen-Image", "QwenImageTransformer2DModel"),
+        ("SDXL", "UNetModel"),
+        ("SDXL checkpoint", "UNetModel"),
+        ("HiDream-O1 with a reference", "HiDreamO1Transformer"),
+    ],
+)
+def test_the_load_node_has_comfyui_build_what_is_of_no_own_family(file: str, name: str, found: Any) -> None:
+    assert found["node"][file] == f"comfyui {name}"

@@ -225,12 +225,14 @@ def test_relative_names_cannot_leave_the_input_folder(nodes: ModuleType, host: c
         nodes.train.host.folder_in_input(name, "folder")
 
 
-def test_models_are_listed_from_both_folders(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
+def test_models_are_listed_from_their_folders(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
     (host.root / "models/diffusion_models/a.safetensors").touch()
+    (host.root / "models/checkpoints/sdxl.safetensors").touch()
     (host.root / "models/diffusion_models/readme.txt").touch()
     (host.root / "models/diffusers/maker/b/transformer").mkdir(parents=True)
     (host.root / "models/diffusers/maker/b/model_index.json").touch()
-    assert nodes.train.host.list_models() == ["a.safetensors", "maker/b"]
+    assert nodes.train.host.list_models() == ["a.safetensors", "sdxl.safetensors", "maker/b"]
+    assert nodes.train.host.find_model("sdxl.safetensors", "") == host.root / "models/checkpoints/sdxl.safetensors"
     assert nodes.train.host.find_model("maker/b", "") == host.root / "models/diffusers/maker/b"
     assert nodes.train.host.find_model("a.safetensors", "") == host.root / "models/diffusion_models/a.safetensors"
 
@@ -247,6 +249,32 @@ def test_a_model_that_is_not_there_is_named_with_what_is(nodes: ModuleType, host
 
 
 # ---- loading ----
+
+
+def test_a_refused_model_is_refused_in_the_words_of_the_node(
+    nodes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import save_file
+
+    def no_model(*_: Any) -> Any:
+        raise ValueError("no diffusion model that ComfyUI knows")
+
+    monkeypatch.setattr(nodes.load.host, "read_native", no_model)
+    save_file({"layers.0.weight": torch.zeros(2, 2)}, file := tmp_path / "other.safetensors")
+    save_file({"decoder.conv_in.weight": torch.zeros(2, 2)}, vae := tmp_path / "vae.safetensors")
+    (folder := tmp_path / "folder").mkdir()
+    (folder / "config.json").write_text(json.dumps({"_class_name": "QwenImageTransformer2DModel"}))
+    (folder / "model.safetensors").write_bytes(file.read_bytes())
+    cases = [
+        (file, {}, "that ComfyUI knows"),
+        (file, {"variant": "flux2-dev"}, "set variant to auto"),
+        (vae, {}, "vae.safetensors is a VAE.*in model"),
+        (folder, {}, "models/diffusion_models or models/checkpoints, and choose it in model"),
+    ]
+    for path, sockets, message in cases:
+        with pytest.raises(ValueError, match=message) as caught:
+            nodes.load.recognised(path, sockets)
+        assert "model.family" not in str(caught.value)
 
 
 def _split(nodes: ModuleType, devices: str, balance: str, split_at: str, memory_limit_gb: str) -> Any:
