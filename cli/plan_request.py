@@ -16,6 +16,8 @@ from ..config.job import DataConfig, JobConfig, ModelScheme, job_to_dict, load_j
 # Pixels along a square where nobody has said: what image models are published for, and the area of 480x832 for video.
 IMAGE_RESOLUTION, VIDEO_RESOLUTION = 1024, 640
 
+_STEPS, _ACCUMULATION = 1500, 4  # of the templates
+
 _log = logging.getLogger(__name__)
 
 
@@ -63,13 +65,13 @@ def make_request(
     if path is not None:
         job = load_job(path)
     elif info is not None and info.variant is not None:
-        # Every setting at its default but the scheme, which is left open; required paths name nothing.
+        # As the nodes and the template of this model train; required paths name nothing.
         side = VIDEO_RESOLUTION if info.family.latent_of(info.variant).is_video else IMAGE_RESOLUTION
         job = make_job(
             {
                 "model": {"path": model, "quantize": "auto"},
                 "data": {"folders": [{"path": "squares"}], "resolutions": [side]},
-                "train": {"steps": 1000},
+                "train": {"steps": _STEPS, "gradient_accumulation_steps": _ACCUMULATION},
                 "output": {"folder": "nowhere"},
             }
         )

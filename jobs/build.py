@@ -23,7 +23,7 @@ from ..parallel.ranks.across import AcrossRanks
 from ..parallel.ranks.group import ALONE, Ranks
 from ..parallel.runner import PlainAccumulation, Runner
 from ..patches.compile_blocks import CompiledBlocks, remove_compiled
-from ..planning.plan import compare, parts_of
+from ..planning.plan import compare, describe_time, parts_of
 from ..system.stopping import Requests
 from ..training.adapter import LoraHandle, apply_lora
 from ..training.batches import CachedSamples
@@ -54,7 +54,8 @@ def build_trainer(
     events.emit("phase", name="loading", placement=plan.placement.describe(), blocks=plan.placement.runs())
     if plan.training is not None:
         parts = {device.device: parts_of(device) for device in plan.training.devices}
-        events.emit("forecast", devices=compare(plan.training.devices), parts=parts)
+        time = describe_time(plan.training, job.train.steps)
+        events.emit("forecast", devices=compare(plan.training.devices), parts=parts, pace=time and f"step: {time}")
     reset_peaks(plan.placement.used_devices)  # of the encoders
     assembled = _assemble(plan, ranks)
     _clean_up_later(assembled, cleanup)

@@ -28,8 +28,8 @@ class PlanTraining(io.ComfyNode):
             display_name="Plan Training",
             category="DeviceBridge/training",
             description="Forecasts what a training takes of every card, and how it would best use them: where the "
-            "model is cut, which blocks keep their activations. Loads no weights and needs no GPU. If nothing fits it "
-            "says what is missing and what would help.",
+            "model is cut, which blocks keep their activations, and how many hours the whole run takes. Loads no "
+            "weights and needs no GPU. Select this node and press the play button above it: it then runs alone.",
             search_aliases=["memory planner", "vram estimate", "out of memory", "will it fit"],
             is_output_node=True,
             inputs=[

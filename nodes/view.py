@@ -46,6 +46,7 @@ class JobView(host.NodeView):
         self._terminal = ProgressLine(sys.stderr) if sys.stderr and sys.stderr.isatty() else None
         self._log_lines = NowAndThen(_LOG_INTERVAL_S, clock)
         self.pictures: dict[int, Path] = {}  # the newest of each prompt
+        self._phase = ""  # the last phase
         self._memory = ""  # every rank's peak in the last event; "" of one process, whose cards the page shows
 
     def __call__(self, event: Event) -> None:
@@ -89,7 +90,10 @@ class JobView(host.NodeView):
         values = event.values
         if event.kind == "phase":
             text = _PHASES.get(values["name"], values["name"])
-            return f"{text}: {values['placement']}" if values.get("placement") else text
+            self._phase = f"{text}: {values['placement']}" if values.get("placement") else text
+            return self._phase
+        if event.kind == "forecast" and not event.total:  # before the first step
+            return "\n".join(filter(None, [self._phase, values.get("pace", "")]))
         if event.kind == "progress":
             return describe_progress(event.step, event.total, **values)
         if event.kind == "step":

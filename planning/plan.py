@@ -189,10 +189,7 @@ def describe_plan(plan: TrainingPlan, steps: int = _STEPS) -> str:
 
 def _facts(plan: TrainingPlan, steps: int) -> list[tuple[str, str]]:
     """Names and values of the plan as a whole."""
-    seconds, source = step_seconds(plan)
-    step = "unknown: no card of this kind is in the table of speeds"
-    if seconds is not None:
-        step = f"{_seconds(seconds)}, {steps} steps about {describe_duration(seconds * steps)} ({source})"
+    step = describe_time(plan, steps) or "unknown: no card of this kind is in the table of speeds"
     height, width = plan.bucket
     frames = f", {plan.frames} frames" if plan.frames > 1 else ""
     pinned = f", {plan.offloaded_inputs / 1e9:.1f} GB of it for block inputs" if plan.offloaded_inputs else ""
@@ -237,6 +234,14 @@ def _assumed(plan: TrainingPlan) -> Iterator[str]:
         yield f"cards like the {' and '.join(kinds)}{needs}; name them to be sure, such as 2x3090"
     elif needs and not all(card.has_context or card.kind for card in plan.cards):  # no card was there to ask
         yield "RTX 40 cards or newer, as fp8-compute needs; for older ones plan with int8-compute"
+
+
+def describe_time(plan: TrainingPlan, steps: int) -> str:
+    """ "20 s, 1500 steps about 8 h 20 min (estimated from ...)"; "" if a card's speed is unknown."""
+    seconds, source = step_seconds(plan)
+    if seconds is None:
+        return ""
+    return f"{_seconds(seconds)}, {steps} steps about {describe_duration(seconds * steps)} ({source})"
 
 
 def step_seconds(plan: TrainingPlan) -> tuple[float | None, str]:

@@ -45,6 +45,18 @@ def test_a_node_shows_captions_per_second_and_the_time_left(host: comfy_stub.Fak
     assert told[2]["values"] == {"what": "captions", "per_second": pytest.approx(1 / 15), "left_s": pytest.approx(870)}
 
 
+def test_the_hours_of_a_run_are_shown_before_its_first_step(host: comfy_stub.FakeHost, tmp_path: Path) -> None:
+    view = importlib.import_module("devicebridge.nodes.view").JobView("7", _Clock())
+    with EventLog(tmp_path, view) as events:
+        events.emit("phase", name="loading", placement="cuda:0: 8 blocks")
+        events.emit("forecast", devices={}, parts={}, pace="step: 56 s, 1500 steps about 23 h")
+        events.emit("forecast", 3, 3, devices={}, pace="step: forecast 56 s, measured 57 s")
+    assert host.texts[-1].splitlines() == [
+        "Loading the model onto its devices: cuda:0: 8 blocks",
+        "step: 56 s, 1500 steps about 23 h",
+    ]
+
+
 def test_every_phase_has_a_bar_of_its_own(host: comfy_stub.FakeHost, tmp_path: Path) -> None:
     """ComfyUI's bar drops values smaller than it has shown, so one for all phases would stay at 100 %."""
     view = importlib.import_module("devicebridge.nodes.view").JobView("7", _Clock())

@@ -56,11 +56,20 @@ def test_a_model_by_its_name_and_squares_are_planned_as_the_files_are(name, tmp_
     assert _values(capsys, job, "--model", "tiny", "--resolution", "64")["devices"] != expected["devices"]
 
 
+def test_without_a_job_the_plan_is_for_what_the_template_trains() -> None:
+    template = json.loads((ROOT / "example_workflows/train_FLUX.2_on_two_24_GB_cards.json").read_text(encoding="utf-8"))
+    named = {each["type"]: each.get("widgets_values_named", {}) for each in template["nodes"]}
+    train, dataset = named["DeviceBridgeTrainLora"], named["DeviceBridgeTrainingDataset"]
+    job = make_request(None, model="flux2-dev").job
+    assert (job.train.steps, job.train.gradient_accumulation_steps) == (train["steps"], train["accumulation"])
+    assert (job.lora.rank, str(job.data.largest_resolution)) == (train["rank"], dataset["resolutions"])
+
+
 def test_without_a_job_everything_is_at_its_default_and_the_planner_chooses_the_scheme(tmp_path, monkeypatch, capsys):
     _publish_tiny(tmp_path, "flux2", monkeypatch)
     (tmp_path / "short.toml").write_text(
         '[model]\npath = "model"\nquantize = "auto"\n[data]\nresolutions = [48]\n[[data.folders]]\npath = "data"\n'
-        '[train]\nsteps = 7\n[output]\nfolder = "run"\n'
+        '[train]\nsteps = 7\ngradient_accumulation_steps = 4\n[output]\nfolder = "run"\n'
     )
     found = _values(capsys, "--model", "tiny", "--resolution", "48")
     assert found == _values(capsys, tmp_path / "short.toml")
