@@ -229,10 +229,23 @@ def main(folder: str) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         with contextlib.suppress(ImportError):
             importlib.import_module("comfy.options").enable_args_parsing()
-        faults = find_faults()
+        fault = _import_fault(Path(folder))
+        faults = [] if fault else find_faults()
         texts = list(dict.fromkeys(text for _, text in faults))
-        answer = {"version": version(), "faults": texts, "refused": refusals(faults)}
+        answer = {"version": version(), "import_fault": fault, "faults": texts, "refused": refusals(faults)}
     print(json.dumps(answer))  # noqa: T201
+
+
+def _import_fault(folder: Path) -> str:
+    """What keeps this Python from importing ComfyUI, which then says nothing of ComfyUI itself; "" for nothing."""
+    try:
+        importlib.import_module("comfy.model_management")
+    except (ImportError, OSError) as error:
+        package = (getattr(error, "name", None) or "").partition(".")[0]
+        is_own = package == "comfy" or any((folder / name).exists() for name in (package, f"{package}.py"))
+        if isinstance(error, OSError) or package and not is_own:
+            return f"{sys.executable} cannot import ComfyUI ({error})"
+    return ""
 
 
 if __name__ == "__main__":

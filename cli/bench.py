@@ -29,7 +29,7 @@ _FOLDERS = re.compile(r"(?<![\w.:/\\~])(?:[A-Za-z]:)?[\\/](?:[^\\/\s'\"]+[\\/])*
 _MODELS = ("FLUX.2", "Qwen-Image", "Wan 14B")
 
 
-def collect() -> dict[str, Any]:
+def collect(python: Path | None = None) -> dict[str, Any]:
     """Plain values, ready for JSON; what could not be measured is None, or has a reason in "notes".
 
     They are made to be sent to others, so no folder of this machine is in them.
@@ -64,7 +64,7 @@ def collect() -> dict[str, Any]:
     if len(devices) == 1:
         facts["notes"].append("one GPU was found, so there is no link to measure")
     release_cached_memory()
-    facts["blocks"] = _measure_blocks(facts["notes"])
+    facts["blocks"] = _measure_blocks(facts["notes"], python)
     return facts
 
 
@@ -104,12 +104,12 @@ def _tried(measure: Callable[[], float], what: str, notes: list[str]) -> float |
         return None
 
 
-def _measure_blocks(notes: list[str]) -> list[dict[str, Any]]:
+def _measure_blocks(notes: list[str], python: Path | None) -> list[dict[str, Any]]:
     """What nodes/host/split/bench.py finds, in ComfyUI's Python."""
     from ..runs.queue import native_command
 
     try:
-        found = server.find_comfyui()
+        found = server.find_comfyui(python=python)
     except RuntimeError:
         notes.append("blocks: no ComfyUI was found; set COMFYUI_PATH to its folder")
         return []

@@ -20,8 +20,8 @@ from ..system.versions import TESTED, installed_version
 from ..version import VERSION
 
 
-def collect() -> dict[str, Any]:
-    """Facts as plain values, ready for JSON; what could not be found out is None."""
+def collect(python: Path | None = None) -> dict[str, Any]:
+    """Facts as plain values, ready for JSON; what could not be found out is None. python: that ComfyUI runs with."""
     versions = {name: installed_version(name) for name in TESTED} | {"python": platform.python_version()}
     imports = ThreadPoolExecutor().submit(_import_faults, tuple(name for name in _IMPORTED if versions[name]))
     facts: dict[str, Any] = {
@@ -42,7 +42,7 @@ def collect() -> dict[str, Any]:
         "peer_access": {},
         "machine_speed": [],
         "sampling": [],
-        **_ask_comfyui(),
+        **_ask_comfyui(python),
     }
     if versions["torch"]:
         facts.update(_ask_torch())
@@ -52,7 +52,10 @@ def collect() -> dict[str, Any]:
         facts["sampling"] = [f"not forecast: {why}"] if why else _forecast_sampling(_accelerators(facts))
     facts["quantization"] = _list_schemes(facts)
     judged = {name: judge(facts) for name, judge in _FEATURES}
-    facts["features"] = [{"name": name, "works": not why, "reason": why} for name, why in judged.items()]
+    facts["features"] = [
+        {"name": name, "works": None if why and why == facts["python_fault"] else not why, "reason": why}
+        for name, why in judged.items()
+    ]
     return facts
 
 
@@ -92,8 +95,11 @@ def report(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+_WORKS = {True: "yes", False: "no ", None: "?  "}
+
+
 def _verdict(what: str, found: dict[str, Any]) -> str:
-    return f"  {'yes' if found['works'] else 'no '} {what}{': ' + found['reason'] if found['reason'] else ''}"
+    return f"  {_WORKS[found['works']]} {what}{': ' + found['reason'] if found['reason'] else ''}"
 
 
 def _ask_torch() -> dict[str, Any]:
@@ -206,13 +212,14 @@ def _describe_device(device: Any) -> dict[str, Any]:
     }
 
 
-def _ask_comfyui() -> dict[str, Any]:
+def _ask_comfyui(python: Path | None) -> dict[str, Any]:
     """What `devicebridge run` would take: ComfyUI, the folder of this pack among its custom nodes, and comfy-cli."""
-    facts: dict[str, Any] = {"comfyui": None, "comfyui_pack": None, "comfy_cli": None, "contract": None}
+    facts: dict[str, Any] = dict.fromkeys(("comfyui", "comfyui_pack", "comfy_cli", "contract"))
+    facts["python_fault"] = ""
     with contextlib.suppress(RuntimeError):
         facts["comfy_cli"] = str(server.find_comfy_cli())
     with contextlib.suppress(RuntimeError):
-        found = server.find_comfyui()
+        found = server.find_comfyui(python=python)
         version = Path(found.folder, "comfyui_version.py")
         text = version.read_text(encoding="utf-8") if version.is_file() else ""
         number = text.partition('__version__ = "')[2].partition('"')[0] or "version unknown"
@@ -220,9 +227,11 @@ def _ask_comfyui() -> dict[str, Any]:
         pack = server.find_pack(found.base / "custom_nodes")
         facts["comfyui_pack"] = str(pack) if pack else None
         # What it has changed of what the pack relies on, asked in its own Python; takes seconds.
+        facts["python_fault"] = server.python_fault(found.folder, found.python)
         with contextlib.suppress(ValueError):
             told = processes.run([found.python, compat.__file__, found.folder], timeout_s=120)
-            facts["contract"] = json.loads(told or "")
+            facts["contract"] = json.loads(told or "") if not facts["python_fault"] else None
+            facts["python_fault"] = facts["python_fault"] or (facts["contract"] or {}).get("import_fault", "")
     return facts
 
 
@@ -231,7 +240,9 @@ def _pack_lines(facts: dict[str, Any]) -> list[str]:
         return []
     place = facts["comfyui_pack"] or "no; its window does not show the nodes (devicebridge run adds them itself)"
     lines, told = [f"  DeviceBridge in its custom_nodes: {place}"], facts["contract"]
-    if told is None:
+    if facts["python_fault"]:
+        lines.append(f"  what the pack relies on in it: not asked; {facts['python_fault']}")
+    elif told is None:
         lines.append("  what the pack relies on in it: could not be read")
     elif not told["faults"]:
         lines.append(f"  what the pack relies on in it: all {len(compat.NEEDS)} parts are there")
@@ -310,6 +321,7 @@ def _split_model(facts: dict[str, Any]) -> str:
     if not facts["devices"]:
         return _missing(facts, "torch")
     why = _too_few(facts) or ("" if facts["comfyui"] else "no ComfyUI was found; set COMFYUI_PATH to its folder")
+    why = why or facts.get("python_fault", "")
     return why or ((facts.get("contract") or {}).get("refused") or {}).get("DeviceBridgeSplitModel", "")
 
 

@@ -203,6 +203,9 @@ def _add_jobs(commands: Commands) -> None:
     parser.set_defaults(command=_command("queue", "jobs"))
 
 
+_PYTHON = "the Python that runs ComfyUI; as COMFYUI_PYTHON says, or found by itself otherwise"
+
+
 def _add_run(commands: Commands) -> None:
     parser = commands.add_parser("run", help="run a ComfyUI workflow file through ComfyUI, without its window")
     parser.add_argument(
@@ -224,6 +227,7 @@ def _add_run(commands: Commands) -> None:
     )
     parser.epilog = "Flags for ComfyUI's server stand behind --, such as: devicebridge run workflow.json -- --lowvram"
     parser.add_argument("--comfyui", type=Path, help="ComfyUI's folder; found by itself otherwise")
+    parser.add_argument("--python", type=Path, help=_PYTHON)
     parser.add_argument("--timeout", type=float, default=None, metavar="SECONDS", help="give up after this long")
     parser.set_defaults(command=_run)
 
@@ -237,6 +241,7 @@ def _add_doctor(commands: Commands) -> None:
         "three models with random weights over them; prints a row for the table in the README",
     )
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print as JSON, or write it to a file")
+    parser.add_argument("--python", type=Path, help=_PYTHON)
     parser.add_argument("--blocks", action="store_true", help=argparse.SUPPRESS)  # in ComfyUI's Python
     parser.set_defaults(command=_doctor)
 
@@ -257,6 +262,7 @@ def _run(options: argparse.Namespace) -> int:
         base=options.base_directory,
         server_arguments=options.server_flags,
         values=dict(map(parse_setting, options.set)),
+        python=options.python,
     )
     for path in result.outputs:
         say(str(path))
@@ -276,7 +282,7 @@ def _doctor(options: argparse.Namespace) -> int:
         from .bench import collect, report
     else:
         from .doctor import collect, report
-    facts = collect()
+    facts = collect(options.python)
     say(json.dumps(facts, indent=2) if options.json == "-" else report(facts))
     if options.json and options.json != "-":  # behind the report, which takes a minute and would be lost
         Path(options.json).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

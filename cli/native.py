@@ -15,7 +15,7 @@ from ..config.job import JobConfig
 from ..config.model import COMFYUI
 from ..encoding.encode import never
 from ..events import Listener
-from ..headless.server import find_comfyui
+from ..headless.server import find_comfyui, python_fault
 from ..jobs.comfy_entries import NO_ENCODERS, ComfyEncoders
 from ..jobs.encode_job import fill_job
 from ..jobs.job import check_job
@@ -43,6 +43,8 @@ def enter(jobs: Sequence[JobConfig], arguments: Sequence[str]) -> list[JobConfig
     if needing and not is_native_process():
         try:
             found = find_comfyui()
+            if fault := python_fault(found.folder, found.python):
+                raise RuntimeError(fault)
         except RuntimeError as error:
             raise ValueError(f"{_why(needing[0])}, but {error}") from error
         raise SystemExit(go_on_as([*native_command(found.python, found.folder, found.base), *arguments]))

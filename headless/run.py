@@ -15,7 +15,7 @@ from typing import Any
 from ..system import processes
 from ..system.files import read_json_object
 from ..system.stopping import STOPPED, interrupt_on_signal
-from .server import HOST, QUIET, ROOT, find_comfy_cli, find_comfyui, start_server, tell_lines
+from .server import HOST, QUIET, ROOT, find_comfy_cli, find_comfyui, python_fault, start_server, tell_lines
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ def run_workflow(
     base: Path | None = None,
     server_arguments: Sequence[str] = (),
     values: Mapping[str, Any] | None = None,
+    python: Path | None = None,
 ) -> RunResult:
     """Run a workflow in its API or its saved form. Ctrl-C, SIGTERM and SIGHUP cancel it once training has saved.
 
@@ -54,6 +55,7 @@ def run_workflow(
         base: other place for models, inputs and outputs than ComfyUI's folder.
         server_arguments: added to ComfyUI's own, such as "--cpu".
         values: inputs that are replaced, see set_values.
+        python: that ComfyUI runs with; None finds it.
     Raises: ValueError for a file that is no workflow, or an input that it has not; RuntimeError if ComfyUI or comfy-cli
         is missing or fails.
     """
@@ -63,7 +65,9 @@ def run_workflow(
             changed = set_values(graph, values)
             workflow = Path(scratch) / workflow.name
             workflow.write_text(json.dumps(changed), encoding="utf-8")
-        installed = find_comfyui(comfyui, base)
+        installed = find_comfyui(comfyui, base, python)
+        if fault := python_fault(installed.folder, installed.python):
+            raise RuntimeError(fault)
         client = find_comfy_cli()
         on_progress(f"starting ComfyUI in {installed.folder}")
         with start_server(installed, Path(scratch), server_arguments) as server:

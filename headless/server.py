@@ -200,9 +200,11 @@ class ComfyUI:
     base: Path
 
 
-def find_comfyui(given: Path | None = None, base: Path | None = None) -> ComfyUI:
+def find_comfyui(given: Path | None = None, base: Path | None = None, python: Path | None = None) -> ComfyUI:
     """The user's ComfyUI: as given, from COMFYUI_PATH, around this pack, as `comfy which` says, or ~/comfy/ComfyUI.
 
+    Args:
+        python: that it runs with; None finds it.
     Raises: RuntimeError that says where it was looked for and how to get one.
     """
     places = [given] if given else []
@@ -217,7 +219,7 @@ def find_comfyui(given: Path | None = None, base: Path | None = None) -> ComfyUI
     for place in places:
         if (place / "main.py").is_file() and (place / "comfy").is_dir():
             folder = place.resolve()
-            return ComfyUI(folder, find_python(folder), (base or folder).resolve())
+            return ComfyUI(folder, python or find_python(folder, base), (base or folder).resolve())
     raise RuntimeError(
         f"no ComfyUI was found (looked in {', '.join(map(str, places))}); name its folder with --comfyui or "
         "COMFYUI_PATH, or get one with `pip install comfy-cli` and `comfy install`, or by cloning "
@@ -235,11 +237,55 @@ def _ask_comfy_cli() -> Path | None:
     return Path(path) if path else None
 
 
-def find_python(folder: Path) -> Path:
-    """The Python a ComfyUI folder brings: its virtual environment, the portable build's, else the one running now."""
-    candidates = [folder / name / place for name in (".venv", "venv") for place in ("bin/python", "Scripts/python.exe")]
-    candidates.append(folder.parent / "python_embeded" / "python.exe")
-    return next((path for path in candidates if path.is_file()), Path(sys.executable))
+def find_python(folder: Path, base: Path | None = None) -> Path:
+    """The Python that runs a ComfyUI: as COMFYUI_PYTHON says, its virtual environment's, the portable build's, else the
+    first of the one running now and those on the path that has what ComfyUI needs."""
+    if os.environ.get("COMFYUI_PYTHON"):
+        return Path(os.environ["COMFYUI_PYTHON"]).expanduser()
+    places = ("bin/python", "Scripts/python.exe")
+    own = [
+        each / name / place for each in filter(None, (folder, base)) for name in (".venv", "venv") for place in places
+    ]
+    own.append(folder.parent / "python_embeded" / "python.exe")
+    if found := next((path for path in own if path.is_file()), None):
+        return found
+    others = [sys.executable, *filter(None, map(shutil.which, ("python", "python3")))]
+    return next((each for each in map(Path, others) if not python_fault(folder, each)), Path(sys.executable))
+
+
+def python_fault(folder: Path, python: Path) -> str:
+    """Why a Python does not run this ComfyUI: packages of the requirements that it lacks; "" where none is known."""
+    file = folder / "requirements.txt"
+    needed, _, _ = (file.read_text(encoding="utf-8") if file.is_file() else "").partition("#non essential")
+    names = [found[0] for line in needed.splitlines() if (found := _REQUIREMENT.match(line))]
+    wanted = [name for name in names if name not in _NOT_ASKED]
+    command = processes.python_command(_MISSING, python=python)
+    told = processes.run([*command, *wanted], timeout_s=120) if wanted else None
+    try:
+        missing = json.loads((told or "[]").splitlines()[-1])
+    except (ValueError, IndexError):
+        return ""
+    if not missing:
+        return ""
+    return (
+        f"{python} is not the Python that runs {folder}: it lacks {', '.join(missing)}. Name ComfyUI's own with "
+        f"COMFYUI_PYTHON or --python, or install into this one: {python} -m pip install -r {file}"
+    )
+
+
+_REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+# What no start of ComfyUI without a window depends on.
+_NOT_ASKED = ("comfyui-frontend-package", "comfyui-workflow-templates", "comfyui-embedded-docs", "torchaudio")
+_MISSING = """
+import json, sys
+from importlib import metadata
+def is_missing(name):
+    try:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return True
+print(json.dumps([name for name in sys.argv[1:] if is_missing(name)]))
+"""
 
 
 def has_accelerator(python: Path) -> bool:

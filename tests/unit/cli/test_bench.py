@@ -27,7 +27,7 @@ BLOCKS = [
 def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """What ComfyUI's Python prints, to be changed; and the commands that were run."""
     found = server.ComfyUI(folder=tmp_path, python=Path(sys.executable), base=tmp_path)
-    monkeypatch.setattr(server, "find_comfyui", lambda: found)
+    monkeypatch.setattr(server, "find_comfyui", lambda **_: found)
     answers: list[Any] = [f"ComfyUI says something\n{json.dumps(BLOCKS)}\n"]
 
     def run(command: list[str], *, timeout_s: float) -> str | None:
@@ -137,7 +137,7 @@ def test_a_file_that_cannot_be_written_costs_no_measurement(told, monkeypatch, c
 def test_without_comfyui_blocks_are_left_out(monkeypatch) -> None:
     _machine(monkeypatch, 1)
 
-    def nowhere() -> None:
+    def nowhere(**_: object) -> None:
         raise RuntimeError("no ComfyUI")
 
     monkeypatch.setattr(server, "find_comfyui", nowhere)

@@ -17,7 +17,7 @@ from devicebridge.system.versions import TESTED, TestedRange
 
 @pytest.fixture(autouse=True)
 def _no_comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*arguments: object) -> None:
+    def missing(*arguments: object, **_: object) -> None:
         raise RuntimeError("none")
 
     monkeypatch.setattr(server, "find_comfyui", missing)
@@ -138,7 +138,7 @@ def test_a_split_model_needs_two_gpus_and_comfyui_but_nothing_for_training() -> 
 
 def test_the_report_says_whether_comfyui_has_the_pack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = server.ComfyUI(folder=tmp_path, python=Path(sys.executable), base=tmp_path)
-    monkeypatch.setattr(server, "find_comfyui", lambda: found)
+    monkeypatch.setattr(server, "find_comfyui", lambda **_: found)
     assert "DeviceBridge in its custom_nodes: no" in doctor.report(doctor.collect())
     pack = tmp_path / "custom_nodes" / "bridge"
     pack.mkdir(parents=True)
@@ -151,7 +151,7 @@ def test_the_report_says_what_a_comfyui_has_changed(monkeypatch: pytest.MonkeyPa
     (tmp_path / "comfyui_version.py").write_text('__version__ = "0.99.0"\n', encoding="utf-8")
     (tmp_path / "folder_paths.py").write_text("def get_full_path(folder, filename):\n    pass\n", encoding="utf-8")
     found = server.ComfyUI(folder=tmp_path, python=Path(sys.executable), base=tmp_path)
-    monkeypatch.setattr(server, "find_comfyui", lambda: found)
+    monkeypatch.setattr(server, "find_comfyui", lambda **_: found)
     facts = doctor.collect()
     assert json.loads(json.dumps(facts)) == facts
     lines = doctor.report(facts).splitlines()
@@ -164,9 +164,36 @@ def test_the_report_says_what_a_comfyui_has_changed(monkeypatch: pytest.MonkeyPa
     assert judge(two).startswith("ComfyUI 0.99.0 changed what DeviceBridge relies on here: ")
 
 
+def test_a_python_without_comfyuis_packages_judges_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What it cannot import is no change of ComfyUI's; --python, or COMFYUI_PYTHON, names the one that can."""
+    (tmp_path / "requirements.txt").write_text("torch\ncomfy-frobnicator>=2\n#non essential dependencies:\nother\n")
+    found = server.ComfyUI(folder=tmp_path, python=Path(sys.executable), base=tmp_path)
+    monkeypatch.setattr(server, "find_comfyui", lambda **_: found)
+    facts = doctor.collect()
+    text = doctor.report(facts)
+    assert facts["contract"] is None and "has changed" not in text and "do not work" not in text
+    assert "it lacks comfy-frobnicator. Name ComfyUI's own with COMFYUI_PYTHON" in text
+    judge = dict(doctor._FEATURES)["Split Model Across GPUs (sampling in ComfyUI)"]
+    assert judge({**facts, "devices": [{"name": "cuda:0"}, {"name": "cuda:1"}]}) == facts["python_fault"]
+    assert doctor._verdict("x", {"works": None, "reason": "why"}) == "  ?   x: why"
+
+
+def test_a_package_that_comfyui_imports_and_its_python_lacks_is_no_change(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "comfy").mkdir()
+    (tmp_path / "comfy" / "model_management.py").write_text("import frobnicator\n")
+    found = server.ComfyUI(folder=tmp_path, python=Path(sys.executable), base=tmp_path)
+    monkeypatch.setattr(server, "find_comfyui", lambda **_: found)
+    text = doctor.report(doctor.collect())
+    assert "cannot import ComfyUI (No module named 'frobnicator')" in text and "has changed" not in text
+
+
 def test_a_comfyui_whose_python_does_not_start_is_no_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = server.ComfyUI(folder=tmp_path, python=tmp_path / "none", base=tmp_path)
-    monkeypatch.setattr(server, "find_comfyui", lambda: found)
+    monkeypatch.setattr(server, "find_comfyui", lambda **_: found)
     assert "what the pack relies on in it: could not be read" in doctor.report(doctor.collect())
 
 

@@ -387,12 +387,25 @@ def test_comfyui_is_found_in_order(tmp_path: Path, comfyui: Path, monkeypatch: p
     assert server.find_comfyui(comfyui).folder == comfyui
 
 
-def test_comfyuis_own_python_is_used(tmp_path: Path) -> None:
+def test_comfyuis_own_python_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.find_python(tmp_path) == Path(sys.executable)
     own = tmp_path / ".venv" / "bin" / "python"
     own.parent.mkdir(parents=True)
     own.touch()
     assert server.find_python(tmp_path) == own
+    assert server.find_python(tmp_path / "elsewhere", tmp_path) == own, "that of the folder of models"
+    monkeypatch.setenv("COMFYUI_PYTHON", str(tmp_path / "named"))
+    assert server.find_python(tmp_path) == tmp_path / "named"
+
+
+def test_a_python_that_lacks_what_comfyui_needs_is_refused_before_the_start(
+    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install_client(tmp_path, monkeypatch, SUCCEEDS)
+    (comfyui / "requirements.txt").write_text("SQLAlchemy-of-mars>=2\n#non essential dependencies:\nother\n")
+    with pytest.raises(RuntimeError, match="lacks SQLAlchemy-of-mars.*COMFYUI_PYTHON or --python"):
+        headless.run_workflow(_workflow(tmp_path), comfyui=comfyui, python=Path(sys.executable))
+    assert not (comfyui / "arguments.json").exists()
 
 
 def test_an_installed_copy_of_the_pack_is_recognised(tmp_path: Path) -> None:
