@@ -21,6 +21,11 @@ EXAMPLE = ROOT / "example_workflows" / "train_a_LoRA_over_two_GPUs.json"
 TEMPLATES = sorted((ROOT / "example_workflows").glob("*.json"))
 STEPS = 240  # enough for all that is looked at before Stop on a busy machine
 SAMPLE_EVERY = 120
+# Whether a Load LoRA that was in the graph before offers a file.
+LISTED = """(file) => {
+  const loader = window.app.graph.nodes.find((node) => node.type === 'LoraLoaderModelOnly')
+  return loader.widgets.find((widget) => widget.name === 'lora_name').options.values.includes(file)
+}"""
 
 
 IN_BOTH_RENDERERS = pytest.mark.parametrize(
@@ -120,8 +125,10 @@ def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
         assert _last_texts(server)[-1].startswith("Finished before: nothing was trained.")
         assert [each["run"] for each in server.get("/devicebridge/state")["runs"] if run in each["run"]] == [run]
 
+        page.evaluate("() => window.app.graph.add(window.LiteGraph.createNode('LoraLoaderModelOnly'))")
         page.get_by_role("button", name="use the LoRA of as the run ended").click()
-        page.get_by_text(f"{run}.safetensors is among the LoRAs").first.wait_for()
+        page.get_by_text(f"Copied to models/loras: {run}.safetensors").first.wait_for()
+        page.wait_for_function(LISTED, arg=f"{run}.safetensors")
         last = f"step {STEPS}"
         page.get_by_role("button", name=f"delete the checkpoint of {last}").click()
         page.get_by_role("dialog").get_by_role("button", name="Delete").click()

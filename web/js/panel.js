@@ -214,7 +214,9 @@ function checkpointRow(run, { step, is_final: isFinal, lora }, all) {
   const key = `${isFinal ? 'last' : step} ${run.run}`
   const use = async () => {
     const answer = await send('use', { run: run.run, step: isFinal ? null : step })
-    if (answer) app.extensionManager.toast.add({ severity: 'success', summary: 'DeviceBridge', detail: t('{name} is among the LoRAs', answer), life: 6000 })
+    if (!answer) return
+    app.extensionManager.toast.add({ severity: 'success', summary: 'DeviceBridge', detail: t('Copied to models/loras: {name}', answer), life: 6000 })
+    await app.extensionManager.command.execute('Comfy.RefreshNodeDefinitions') // lists of nodes that are there
   }
   const remove = async () => {
     const message = t('Delete the checkpoint of step {step} of {run}? Its LoRA goes with it.', { step, run: run.run })
