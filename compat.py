@@ -84,7 +84,7 @@ _CALLED = {
     },
     "page": {
         "server:PromptServer": "send_sync(event, data, sid)",
-        "execution:PromptQueue": "set_flag(name, data)",
+        "execution:PromptQueue": "set_flag(name, data); get_tasks_remaining()",
     },
 }
 # The same for functions that ComfyUI calls ours in place of, or through: ours take no more than this.

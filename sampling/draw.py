@@ -97,6 +97,7 @@ def draw_latents(
     text: Text,
     empty: Text,
     should_stop: Callable[[], bool],
+    tell: Callable[[int, int], None],
 ) -> torch.Tensor:
     """Normalised latents of one picture, float32 on the CPU. [1, C, F, H, W]
 
@@ -104,6 +105,7 @@ def draw_latents(
         shape: of them, without the batch.
         num_tokens: image tokens of the picture.
         text, empty: what the model reads of the prompt and of the empty one; the latter for classifier-free guidance.
+        tell: called with the steps done and their number.
     Raises: Stopped between two steps, when should_stop() is true.
     """
     steps = drawing.begin(num_tokens)
@@ -114,6 +116,7 @@ def draw_latents(
         said = predict(latents, level.view(1), text)
         plain = predict(latents, level.view(1), empty) if drawing.cfg_scale > 1 else None
         latents = steps.step(index, latents, said, plain, drawing.cfg_scale)
+        tell(index + 1, len(steps.levels))
     latents = steps.end(latents)
     first = text.get("first_latents")
     return latents if first is None else torch.cat([first.to(latents), latents[:, :, 1:]], dim=2)

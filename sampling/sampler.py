@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,12 +155,16 @@ class Sampler:
             text, empty = ({**self.data.text(each), **conditions} for each in (prompt, ""))
             if self.family.host is not None:
                 empty |= negative_prompt()
-            latents = draw_latents(self._predict, self.drawing, shape, tokens, text, empty, should_stop)
+            tell = partial(self._tell, f"picture {index + 1} of {len(self.settings.prompts)}, step")
+            latents = draw_latents(self._predict, self.drawing, shape, tokens, text, empty, should_stop, tell)
             if torch.isfinite(latents).all():
                 drawn[index] = latents
             else:
                 _log.warning("the sample picture of %r after step %d is not finite; none is written", prompt, step)
         return drawn
+
+    def _tell(self, what: str, done: int, total: int) -> None:
+        self.events.emit("progress", done, total, what=what)
 
     def _pictures(
         self, step: int, drawn: Mapping[int, torch.Tensor], should_stop: Callable[[], bool]

@@ -181,13 +181,18 @@ def _tell(news: News) -> None:
             with _lock:
                 found = news.gather()
             listening = [each for each, line in list(server.sockets.items()) if line in _listeners]
-            if turn % _CARDS_EVERY == 0 and listening and news.is_busy:
+            if turn % _CARDS_EVERY == 0 and listening and _has_work(news, server):
                 found["cards"] = _cards()
             for each in listening if found else ():
                 server.send_sync(_MESSAGE, found, each)
         except Exception:
             _log.exception("the page is not told what is new")
             pause.wait(30 * _EVERY_S)
+
+
+def _has_work(news: News, server: Any) -> bool:
+    """Whether memory and load of cards change: a training runs, or a prompt."""
+    return news.is_busy or server.prompt_queue.get_tasks_remaining() > 0
 
 
 # ---- ComfyUI's cards and folders

@@ -101,6 +101,27 @@ def _errors(server: Server) -> int:
     return sum(entry["status"]["status_str"] == "error" for entry in server.get("/history").values())
 
 
+_TELL = "([kind, detail]) => window.app.api.dispatchEvent(new CustomEvent(kind, { detail }))"
+
+
+def test_the_tab_shows_what_a_node_does_before_there_is_a_run(
+    chromium: str, server: Server, settings: None, tmp_path: Path
+) -> None:
+    graph = read_workflow(ROOT / "example_workflows" / f"{TEMPLATE}.json")
+    (node,) = (str(each["id"]) for each in graph["nodes"] if each["type"] == "DeviceBridgeCacheCaptionsAndLatents")
+    told = {"node": node, "kind": "phase", "step": 0, "total": 0, "values": {"name": "captions"}}
+    with open_page(chromium, server, tmp_path / "profile") as page:
+        page.evaluate("(graph) => window.app.loadGraphData(graph)", graph)
+        open_tab(page)
+        page.evaluate(_TELL, ["devicebridge.event", told])
+        page.locator(".db-working", has_text="Cache Captions and Latents: captions").wait_for()
+        progress = {"kind": "progress", "step": 3, "total": 40, "values": {"what": "captions"}}
+        page.evaluate(_TELL, ["devicebridge.event", {**told, **progress}])
+        page.locator(".db-working", has_text="captions 3/40").wait_for()
+        page.evaluate(_TELL, ["execution_success", {}])
+        page.locator(".db-working").wait_for(state="detached")
+
+
 # ---- a panel with everything in it
 
 

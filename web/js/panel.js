@@ -92,10 +92,20 @@ function drawCards(place) {
     ...state.cards.map((card) => cardView(card, of(card))), memoryLegend()])
 }
 
+/** What a node does before there is a run, such as encoding captions; '' once a run of it tells more. */
+function workOfNode() {
+  const { working } = state
+  const node = working && app.graph.getNodeById(working.node)
+  if (!node || (node.comfyClass === 'DeviceBridgeTrainLora' && state.runs.some((run) => run.state === 'running'))) return ''
+  return `${node.title}: ${phaseOf({ phase: working.phase, progress: working })}`
+}
+
 function drawQueue(place) {
   const canFree = state.jobs.some((job) => job.why.includes('ComfyUI holds'))
-  fill(place, state.jobs, () => [
-    state.jobs.length ? h('ol', { class: 'db-list' }, state.jobs.map(queued)) : h('p', { class: 'db-none' }, t('Nothing waits.')),
+  const work = workOfNode()
+  fill(place, [state.jobs, work], () => [
+    work && h('p', { class: 'db-working', role: 'status' }, work),
+    state.jobs.length ? h('ol', { class: 'db-list' }, state.jobs.map(queued)) : !work && h('p', { class: 'db-none' }, t('Nothing waits.')),
     canFree && button(t('Free the models of ComfyUI'), 'free', () => send('free', {}))])
 }
 

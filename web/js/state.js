@@ -11,6 +11,7 @@ export const state = {
   jobs: [],
   cards: [],
   details: new Map(), // run -> curves, memory, checkpoints, samples
+  working: null, // what a node of this page does that is no run yet: {node, phase, what, step, total}
   error: '',
   isLoaded: false,
   choice: { run: '', compared: [], smoothing: 0.9, prompt: '', ...saved() }
@@ -137,12 +138,28 @@ function joined(known, added) {
   return [...known.filter((point) => point[0] < first), ...added]
 }
 
+/** An event of a node that this page has started. */
+export function hearEvent({ node, kind, step, total, values }) {
+  if (kind === 'phase') state.working = { node, phase: values.name }
+  else if (kind === 'progress') state.working = { ...state.working, node, what: values.what, step, total }
+  else return
+  changed()
+}
+
+function rest() {
+  if (!state.working) return
+  state.working = null
+  changed()
+}
+
 let isListening = false
 
 export function listen() {
   if (isListening) return
   isListening = true
   api.addEventListener('devicebridge.page', ({ detail }) => hear(detail))
+  api.addEventListener('devicebridge.event', ({ detail }) => hearEvent(detail))
+  for (const name of ['executing', 'execution_success', 'execution_error', 'execution_interrupted']) api.addEventListener(name, rest)
   api.addEventListener('reconnected', refresh)
   refresh()
 }

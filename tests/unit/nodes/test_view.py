@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from devicebridge.events import Event, EventLog
@@ -128,3 +129,13 @@ def test_cancel_while_a_picture_is_shown_is_seen_by_the_run(host: comfy_stub.Fak
     host.is_interrupted = True
     view.show_picture(tmp_path / "0.png", 1, 2)
     assert view.is_cancelled()
+
+
+@pytest.mark.parametrize(("trains", "prompts"), [(True, 0), (False, 1), (False, 0)])
+def test_cards_are_told_while_a_training_or_a_prompt_runs(
+    trains: bool, prompts: int, host: comfy_stub.FakeHost
+) -> None:
+    page = importlib.import_module("devicebridge.nodes.host.page")
+    queue = SimpleNamespace(get_tasks_remaining=lambda: prompts)
+    found = page._has_work(SimpleNamespace(is_busy=trains), SimpleNamespace(prompt_queue=queue))
+    assert found is (trains or prompts > 0)

@@ -300,7 +300,8 @@ def _in_second_forward_after(seen: list[Event], step: int) -> Callable[[], bool]
     asked: list[int] = []
 
     def should_stop() -> bool:
-        if seen and seen[-1].kind == "phase" and seen[-1].values["name"] == "samples" and seen[-1].step == step:
+        phases = [each for each in seen if each.kind == "phase"]
+        if phases and phases[-1].values["name"] == "samples" and phases[-1].step == step:
             asked.append(step)
         return len(asked) > 1
 
@@ -373,6 +374,22 @@ def test_a_picture_that_is_not_finite_is_said_and_not_written(
         assert _run(job).status == "finished"
     assert list(_files(job)) == ["000003_0.png"]
     assert f"the sample picture of {PROMPTS[1]!r} after step 3 is not finite" in caplog.text
+
+
+def test_every_step_of_every_picture_is_told(tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+
+    def hear(event: Event) -> None:
+        if event.kind == "progress" and event.values["what"].startswith("picture"):
+            told.append((event.values["what"], event.step, event.total))
+
+    _run(_job(tmp_path, "run", samples={"every_steps": 0, "before_first": False}), on_event=hear)
+    count = len(PROMPTS)
+    assert told == [
+        (f"picture {picture} of {count}, step", step, STEPS)
+        for picture in range(1, count + 1)
+        for step in range(1, STEPS + 1)
+    ]
 
 
 def test_a_vae_that_is_gone_is_a_warning_too(
