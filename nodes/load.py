@@ -212,8 +212,5 @@ class Quantize(io.ComfyNode):
             report = preview_model(dataclasses.replace(config, quantize=scheme), model.split.devices, info).table()
         if own.quantize != scheme:
             report += f"\nauto: the training's plan decides, and takes {scheme} on these devices if it fits"
-        from ..system.telling import draw_text
-
-        host.NodeView(cls.hidden.unique_id).show_text(report.splitlines()[0])
-        shown = {"text": (report,), "images": [host.shown_picture(draw_text(report))]}
-        return io.NodeOutput(dataclasses.replace(model, model=config), report, ui=shown)
+        host.NodeView(cls.hidden.unique_id).show_text(report)
+        return io.NodeOutput(dataclasses.replace(model, model=config), report, ui={"text": (report,)})

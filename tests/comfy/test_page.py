@@ -21,6 +21,19 @@ EXAMPLE = ROOT / "example_workflows" / "train_a_LoRA_over_two_GPUs.json"
 TEMPLATES = sorted((ROOT / "example_workflows").glob("*.json"))
 STEPS = 240  # enough for all that is looked at before Stop on a busy machine
 SAMPLE_EVERY = 120
+# Nodes of the template that lie over each other, by their titles.
+OVERLAPS = """() => {
+  const nodes = window.app.graph.nodes.filter((node) => node.type !== 'LoraLoaderModelOnly')
+  const boxes = nodes.map((node) => [node.title, node.pos[0], node.pos[1] - 30, node.size[0], node.size[1] + 30])
+  return boxes.flatMap(([a, x, y, w, h], i) => boxes.slice(i + 1)
+    .filter(([, p, q, v, u]) => x < p + v && p < x + w && y < q + u && q < y + h).map(([b]) => `${a} / ${b}`))
+}"""
+PROMPTS_IN_A_HIGH_NODE = """async () => {
+  const node = window.app.graph.nodes.find((each) => each.type === 'DeviceBridgeTrainLora')
+  node.setSize([node.size[0], 1200])
+  await new Promise((done) => setTimeout(done, 1000))
+  return node.widgets.find((widget) => widget.name === 'sample_prompts').computedHeight ?? 0
+}"""
 # Whether a Load LoRA that was in the graph before offers a file.
 LISTED = """(file) => {
   const loader = window.app.graph.nodes.find((node) => node.type === 'LoraLoaderModelOnly')
@@ -129,6 +142,9 @@ def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
         page.get_by_role("button", name="use the LoRA of as the run ended").click()
         page.get_by_text(f"Copied to models/loras: {run}.safetensors").first.wait_for()
         page.wait_for_function(LISTED, arg=f"{run}.safetensors")
+        if not has_vue_nodes:  # which draws advanced inputs, too
+            assert page.evaluate(OVERLAPS) == []
+        assert page.evaluate(PROMPTS_IN_A_HIGH_NODE) <= 100
         last = f"step {STEPS}"
         page.get_by_role("button", name=f"delete the checkpoint of {last}").click()
         page.get_by_role("dialog").get_by_role("button", name="Delete").click()

@@ -5,16 +5,19 @@ import { showFolder } from './dataset.js'
 import { fill, gigabytes, h, number } from './dom.js'
 import { blocksView } from './memory.js'
 import { makePlot } from './plot.js'
-import { load, state, subscribe } from './state.js'
+import { changed, load, state, subscribe } from './state.js'
 import { stateName, t, tooltipOf } from './words.js'
 
 const DRAWN_EVERY_MS = 1000
 const SPLIT_NODES = ['DeviceBridgeSplitModel', 'DeviceBridgeLoadDiffusionModelSplit']
 // as nodes/choices.py has them
 const TEXT_LINKS = ['model', 'unet_name', 'folder', 'evaluation_folder', 'text_encoders', 'text_encoder_2', 'vae', 'text_device', 'vae_device', 'devices']
+const TEXT_HEIGHT = 90
+const ANSWERED = 'devicebridge_run' // property of a training node: the run that its last answer was of
 const BLOCKS = 'devicebridge_blocks' // property of a node: what its last run has shown
 
 export function addToNode(node) {
+  if (node.comfyClass?.startsWith('DeviceBridge')) keepTextsLow(node)
   if (node.comfyClass?.startsWith('DeviceBridge')) foldAdvanced(node)
   if (node.comfyClass?.startsWith('DeviceBridge')) takeTexts(node)
   if (node.comfyClass === 'DeviceBridgeTrainLora') addLoss(node)
@@ -45,6 +48,11 @@ function freeMemory() {
   return told.length ? t('Free when last looked at: {cards}.', { cards: told.join(', ') }) : ''
 }
 
+/** A field of several lines would take all the height that a node has once shown something in. */
+function keepTextsLow(node) {
+  for (const widget of node.widgets ?? []) if (widget.type === 'customtext') widget.options.getMaxHeight = () => TEXT_HEIGHT
+}
+
 function addCaptions(node) {
   const open = () => {
     const toggle = 'Workspace.ToggleSidebarTab.devicebridge'
@@ -73,6 +81,10 @@ function foldAdvanced(node) {
 
 /** A node has run. output: what it shows. */
 export function hearNode(node, output) {
+  if (node?.comfyClass === 'DeviceBridgeTrainLora' && output?.lora?.[0]) {
+    node.properties[ANSWERED] = output.lora[0].subfolder.split('/').at(-1)
+    changed()
+  }
   if (!node || !output?.blocks || !SPLIT_NODES.includes(node.comfyClass)) return
   node.properties[BLOCKS] = output.blocks
   node.devicebridgeDraw?.()
@@ -116,10 +128,13 @@ function addLoss(node) {
   drawSoon()
 }
 
-/** The newest run of the name that the node has; numbered ones beside it are later attempts. */
+/** Of the runs of the name that the node has, numbered ones included: one under way, else the last answer's or the newest. */
 function runOf(node) {
   const name = node.widgets?.find((widget) => widget.name === 'name')?.value?.trim?.()
-  return name && state.runs.find((run) => run.run === name || (run.run.startsWith(`${name}_`) && /^\d+$/.test(run.run.slice(name.length + 1))))
+  const own = state.runs.filter((run) => name && (run.run === name || (run.run.startsWith(`${name}_`) && /^\d+$/.test(run.run.slice(name.length + 1)))))
+  const running = own.find((run) => run.state === 'running')
+  if (running) delete node.properties[ANSWERED] // its end is newer than that answer
+  return running ?? own.find((run) => run.run === node.properties[ANSWERED]) ?? own[0]
 }
 
 function addBlocks(node) {

@@ -34,7 +34,7 @@ export function subscribe(listener) {
   return () => listeners.delete(listener)
 }
 
-function changed() {
+export function changed() {
   for (const listener of listeners) listener()
 }
 
