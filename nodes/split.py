@@ -63,7 +63,7 @@ _FIXED = (
         default=False,
         optional=True,
         advanced=True,
-        tooltip="Compute the first step of every run twice, the second time in the plainest way, without overlap, and "
+        tooltip="Compute the first step of every run twice, the second time in the plainest form of the same way, and "
         "stop with what differs. For the first run of a new graph; costs one slow step.",
     ),
     io.Combo.Input(

@@ -299,13 +299,18 @@ def way_auto_takes_blocks_where_others_would_be_refused(case: Case) -> None:
         raise RuntimeError("no room on cuda:1\nand more")
 
     asked: list[tuple[str, dict[str, Any], str]] = [
-        ("verify", {"verify": True}, "verify is a setting"),
         ("offload off", {"offload": False}, "offload off is"),
         ("transport", {"transport": "relay"}, "transport is"),
         ("balance", {"balance": "time"}, "balance is"),
         ("limits", {"memory_limit_gb": (1e-6, 1e-6)}, "no room for all weights"),
     ]
     with _machine(1e9, FAST_LINK):
+        with case.logged("", logging.INFO) as messages:
+            found = split(host.load(name), way=None, verify=True)
+            host.sample(found, name)
+        said = [line for line in messages if "split: verified" in line]
+        case.check("what auto takes is verified", _way_of(found) != "blocks" and len(said) == 1, messages)
+        host.unload_all()
         for what, options, words in asked:
             _takes_blocks(case, what, host.load(name), words, **options)
         limits = _limits(host.load("wan"))

@@ -259,7 +259,6 @@ def _way_of(plan: SplitPlan) -> Way:
 def _check_auto(model: Any, request: SplitRequest) -> None:
     """Raises: ValueError saying why this MODEL, these cards or these settings need blocks."""
     only_of_blocks = {
-        "verify": request.verify,
         "offload off": not request.offload,
         "transport": request.transport is not None,
         "balance": request.balance != "memory",
