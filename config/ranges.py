@@ -89,7 +89,7 @@ def check_plain(text: str) -> str:
     """
     if found := CONTROL.search(text):
         raise ValueError(
-            f"holds the control character {found[0]!r}, which no name has; remove it. In a job file, {BACKSLASHES}"
+            f"holds the control character {found[0]!r}, which no name has; remove it. In a TOML file, {BACKSLASHES}"
         )
     return text
 
@@ -169,7 +169,7 @@ def parse_toml(data: bytes) -> dict[str, Any]:
     import tomlkit
 
     if (parts := data.count(b"\n") + data.count(b",")) > _MOST_PARTS:
-        raise ValueError(f"it has {parts} lines and commas, and a job file has up to {_MOST_PARTS}; remove some")
+        raise ValueError(f"it has {parts} lines and commas, and up to {_MOST_PARTS} are read; remove some")
     text = data.decode("utf-8-sig", "surrogateescape" if data.startswith(_RAW_BYTES) else "strict")
     try:
         return tomlkit.parse(text).unwrap()

@@ -212,7 +212,7 @@ class LoopConfig:
             for long runs on fast cards. Where no compiler is found, or a block is wrong, the log says so and training
             goes on without.
         cuda_graphs: Has no effect. Blocks that keep their activations were replayed as CUDA graphs, which gained a few
-            percent. Older job files and workflows that set it still run.
+            percent. Jobs and workflows that were saved with it still run.
         offload_activations: Whether what gradient checkpointing keeps of every block waits in the computer's memory,
             not on the GPUs. auto does it where nothing as good fits without. Matters for video. The LoRA is the same.
         ema_decay: Share that an average of the LoRA over the steps (EMA) keeps at each step, such as 0.99 for some

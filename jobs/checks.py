@@ -178,9 +178,8 @@ def _check_encoders(plan: JobPlan) -> None:
     cache = plan.job.cache
     if plan.family.host is not None and not (cache.has_stock_text and cache.has_stock_latents):
         raise ValueError(
-            f"{plan.family.title} is trained on what ComfyUI's own encoders make: connect its CLIP and VAE to Cache "
-            "Captions and Latents as stock CLIP and stock VAE, or name them in the job file with cache.stock_clip and "
-            "cache.stock_vae"
+            f"{plan.family.title} is trained on what ComfyUI's own encoders make: give its CLIP and VAE to "
+            "cache.stock_clip and cache.stock_vae"
         )
     if cache.has_stock_text or cache.has_stock_latents:
         comfy_reader(plan)

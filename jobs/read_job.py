@@ -233,7 +233,7 @@ def refuse_text_encoders(job: JobConfig, info: CheckpointInfo) -> None:
     if not job.cache.stock_clip:
         raise ValueError(
             "lora.text_encoder computes with the text encoders themselves, and cache.text_source only names what they "
-            "once made; name their files with cache.stock_clip in a job file, or remove lora.text_encoder"
+            "once made; name their files with cache.stock_clip, or remove lora.text_encoder"
         )
 
 

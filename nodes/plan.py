@@ -23,6 +23,7 @@ _LATER = training_sockets("lora_kind", "layers", "lokr_factor", "ema_decay", "ka
 class PlanTraining(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
+        made = make_inputs((*_SOCKETS, *_LATER))
         return io.Schema(
             node_id="DeviceBridgePlanTraining",
             display_name="Plan Training",
@@ -43,7 +44,7 @@ class PlanTraining(io.ComfyNode):
                     "GB (2x24GB, 12GB), or with relative speeds (2x24GB@1, 12GB@0.5). Empty takes the model's devices "
                     "as they are once ComfyUI has let go.",
                 ),
-                *make_inputs(_SOCKETS),
+                *made[: len(_SOCKETS)],
                 io.Int.Input(
                     "steps",
                     default=1000,
@@ -52,7 +53,7 @@ class PlanTraining(io.ComfyNode):
                     optional=True,
                     tooltip="Steps of the run, for how long it will take. The plan is the same for any number.",
                 ),
-                *make_inputs(_LATER),
+                *made[len(_SOCKETS) :],
             ],
             outputs=[
                 io.String.Output("text", tooltip="The plan: the verdict, a line per card, what else was looked at."),

@@ -20,13 +20,16 @@ from .host import io
 from .sockets import SHOWN
 
 PACK = __name__.removesuffix(".nodes.saying")
-_ONLY_IN_JOBS = "set in job files only"
+_NO_SOCKET = "a setting without a socket"
 _OTHERS = {
     "--cards": "cards of Plan Training",
     "data.folders": "Training Dataset (one node for each folder, chained by previous)",
     "output.folder": "name",
     "model.path": "model of Load Model for Training Across GPUs",
-    "cache.stock_vision": "stock_vision of Cache Captions and Latents",
+    **{f"cache.stock_{each}": f"stock_{each} of Cache Captions and Latents" for each in ("clip", "vae", "vision")},
+    "--frames": "frames of Training Dataset",
+    "find what does not belong there with devicebridge cache --verify, or choose": "choose",
+    "--nproc": "processes of Train LoRA Across GPUs",
 }
 _BESIDE = {
     "cache.text_encoders": ", or connect core's Load CLIP to stock_clip",
@@ -81,16 +84,16 @@ def said_on_node(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.Node
 
 
 def in_sockets(message: str) -> str:
-    """The message with sockets in place of a job file's keys and of --cards, fit for a terminal."""
+    """The message with sockets in place of a job file's keys and of flags, fit for a terminal."""
     return _keys().sub(lambda found: _name(found[0]), printable(message))
 
 
 @functools.cache
 def _keys() -> re.Pattern[str]:
     longest_first = sorted({*job_keys(), *_OTHERS}, key=len, reverse=True)
-    return re.compile(r"(?<![\w./])(?:" + "|".join(map(re.escape, longest_first)) + r")(?![\w./])")
+    return re.compile(r"(?<![\w./])(?:" + "|".join(map(re.escape, longest_first)) + r")(?![\w/]|\.\w)")
 
 
 def _name(path: str) -> str:
     socket = _OTHERS.get(path) or SHOWN.get(path)
-    return f"{socket}{_BESIDE.get(path, '')}" if socket else f"{path} ({_ONLY_IN_JOBS})"
+    return f"{socket}{_BESIDE.get(path, '')}" if socket else f"{path.rpartition('.')[2]} ({_NO_SOCKET})"

@@ -5,6 +5,7 @@ Type, range, choices, default and tooltip come from the field. A socket says onl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -18,6 +19,7 @@ from .host import io
 T = TypeVar("T")
 AUTO = "auto"
 _EMPTY_WORDS = {AUTO: "auto", "": "Empty", 0: "0", -1: "-1"}  # what the socket shows for a setting's empty value
+_KEY = re.compile(r"\b[a-z]+(?:\.[a-z_]+)+\b")
 _KINDS: dict[type, Any] = {bool: io.Boolean, int: io.Int, float: io.Float}
 _KIND_NAMES: dict[Callable[[str], object], str] = {int: "whole number", float: "number"}
 
@@ -30,23 +32,31 @@ class Socket:
         path: of the setting, "section.key".
         note: what only this node has to say.
         read: makes the setting's value, where the rules below do not.
+        text: what the socket says in place of the setting's own text, which speaks of job files.
         released: options that differ from what the setting says.
     """
 
     def __init__(
-        self, id: str, path: str, note: str = "", read: Callable[[Any], Any] | None = None, **released: Any
+        self,
+        id: str,
+        path: str,
+        note: str = "",
+        read: Callable[[Any], Any] | None = None,
+        text: str = "",
+        **released: Any,
     ) -> None:
         self.id, self.key = id, job_keys()[path]
-        self._note, self._read = note, read
+        self._note, self._read, self._text = note, read, text
         self._kind, self._options = _options_of(self.key)
         self._options |= released
         if "options" in released:
             self._kind = io.Combo
 
-    def make_input(self) -> io.Input:
+    def make_input(self, ids: Mapping[str, str] = {}) -> io.Input:
+        """ids: of the node's sockets by their settings' keys, which its texts may name."""
         default = self._options["default"]
         words = str(default) if str(default).startswith("[") else _EMPTY_WORDS.get(default, "")
-        text = self.key.text_where(words)
+        text = self._text or _KEY.sub(lambda found: ids.get(found[0], found[0]), self.key.text_where(words))
         return self._kind.Input(self.id, tooltip=f"{text} {self._note}".strip(), **self._options)
 
     def read(self, given: Mapping[str, Any]) -> Any:
@@ -88,9 +98,10 @@ SHOWN: dict[str, str] = {}  # "steps of Train LoRA Across GPUs" by the setting's
 def make_inputs(entries: Iterable[Socket | io.Input], node: str = "") -> list[io.Input]:
     """Inputs of a node; where it is named, messages send users to its sockets."""
     entries = list(entries)
+    ids = {each.key.path: each.id for each in entries if isinstance(each, Socket)}
     if node:
         SHOWN.update({each.key.path: f"{each.id} of {node}" for each in entries if isinstance(each, Socket)})
-    return [each.make_input() if isinstance(each, Socket) else each for each in entries]
+    return [each.make_input(ids) if isinstance(each, Socket) else each for each in entries]
 
 
 def read_section(kind: type[T], entries: Sequence[Socket | io.Input], given: Mapping[str, Any], **more: Any) -> T:

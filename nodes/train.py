@@ -60,7 +60,13 @@ _INPUTS = (
     ),
     Socket("gradient_checkpointing", "train.gradient_checkpointing", advanced=True),
     Socket(
-        "optimizer", "optimizer.name", options=["adamw", "adamw8bit", "prodigy", "adafactor", "came"], advanced=True
+        "optimizer",
+        "optimizer.name",
+        text="adamw, or adamw8bit, which keeps its state in 8 bits. The state of a LoRA is small, so this seldom "
+        "matters. prodigy finds the learning rate by itself (needs the package prodigyopt), adafactor and came (needs "
+        "pytorch-optimizer) keep a small state.",
+        options=["adamw", "adamw8bit", "prodigy", "adafactor", "came"],
+        advanced=True,
     ),
     Socket("weight_decay", "optimizer.weight_decay", max=1.0, step=0.001, round=1e-6, advanced=True),
     Socket("schedule", "schedule.name", advanced=True),
@@ -121,8 +127,23 @@ _INPUTS = (
     ),
     Socket("ema_decay", "train.ema_decay", step=0.0001, round=1e-6, optional=True, advanced=True),
     Socket("kahan", "optimizer.kahan", optional=True, advanced=True),
-    Socket("processes", "parallel.processes", max=64, optional=True, advanced=True),
-    Socket("strategy", "parallel.strategy", optional=True, advanced=True),
+    Socket(
+        "processes",
+        "parallel.processes",
+        text="Processes that train together; the devices are dealt out to them evenly. 1 trains in one process.",
+        max=64,
+        optional=True,
+        advanced=True,
+    ),
+    Socket(
+        "strategy",
+        "parallel.strategy",
+        text="How the GPUs share a step. auto takes the fastest of none, pipeline and data, which gain with "
+        "accumulation above 1. tokens is for long clips: each GPU holds the whole model and computes a part of every "
+        "sample. fsdp and hsdp are for several processes. All need two or more GPUs of one kind.",
+        optional=True,
+        advanced=True,
+    ),
     Socket("text_encoder", "lora.text_encoder", optional=True, advanced=True),
     Socket("text_encoder_rank", "lora.text_encoder_rank", optional=True, advanced=True),
     Socket(

@@ -139,7 +139,7 @@ def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
         assert [each["run"] for each in server.get("/devicebridge/state")["runs"] if run in each["run"]] == [run]
 
         page.evaluate("() => window.app.graph.add(window.LiteGraph.createNode('LoraLoaderModelOnly'))")
-        page.get_by_role("button", name="use the LoRA of as the run ended").click()
+        page.get_by_role("button", name="use the LoRA of final LoRA").click()
         page.get_by_text(f"Copied to models/loras: {run}.safetensors").first.wait_for()
         page.wait_for_function(LISTED, arg=f"{run}.safetensors")
         if not has_vue_nodes:  # which draws advanced inputs, too

@@ -41,7 +41,7 @@ function measuredOf(memory, card) {
 }
 
 const partNames = () => ({
-  weights: t('weights'), LoRA: t('LoRA and optimizer'), activations: t('activations'), reserve: t('allocator, own'), others: t('others'), free: t('free')
+  weights: t('weights'), LoRA: t('LoRA and optimizer'), activations: t('activations'), reserve: t('reserved'), others: t('other programs'), free: t('free')
 })
 
 function bar(title, parts, names = partNames()) {
@@ -60,8 +60,9 @@ export function cardView(card, run) {
   const measured = measuredOf(run?.memory?.[card.name], card)
   // of weights and LoRA only the sum is measured
   const names = run?.memory?.[card.name] ? { ...partNames(), weights: t('weights and LoRA') } : partNames()
+  const busy = { percent: card.utilisation }
   const told = [
-    card.utilisation != null && t('{percent} % busy', { percent: card.utilisation }),
+    card.utilisation != null && (card.name === 'host' ? t('CPU {percent} % busy', busy) : t('{percent} % busy', busy)),
     card.temperature != null && `${card.temperature} °C`,
     card.used != null && card.total != null && t('{used} of {total} GB in use', { used: gigabytes(card.used), total: gigabytes(card.total) })
   ].filter(Boolean)

@@ -220,7 +220,7 @@ function drawCheckpoints(place, run, details) {
 }
 
 function checkpointRow(run, { step, is_final: isFinal, lora }, all) {
-  const name = isFinal ? t('as the run ended') : t('step {step}', { step })
+  const name = isFinal ? t('final LoRA') : t('step {step}', { step })
   const key = `${isFinal ? 'last' : step} ${run.run}`
   const use = async () => {
     const answer = await send('use', { run: run.run, step: isFinal ? null : step })

@@ -126,6 +126,26 @@ def test_every_socket_has_a_tooltip_and_every_node_a_description(nodes: ModuleTy
             assert entry.tooltip, f"{schema.node_id}.{entry.id}"
 
 
+_INTERNAL = ("job file", "torchrun", "executor", "placement", "gradient_accumulation_steps", "microbatch")
+
+
+def test_no_text_of_a_node_has_a_key_a_flag_or_an_internal_word() -> None:
+    """Of all nodes, also those that the stand-in cannot build; test_locales.py compares this file with the nodes."""
+    from devicebridge.config.job import job_keys
+
+    texts = json.loads((ROOT / "locales/en/nodeDefs.json").read_text(encoding="utf-8"))
+    key = re.compile(r"(?<![\w./])(?:" + "|".join(map(re.escape, job_keys())) + r")(?![\w/]|\.\w)")
+    wrong = []
+    for node_id, node in texts.items():
+        said = [node["display_name"], node["description"]]
+        for socket in (*node["inputs"].values(), *node["outputs"].values()):
+            said += [socket["name"], socket.get("tooltip", ""), *socket.get("options", {}).values()]
+        for text in said:
+            found = key.findall(text) + [each for each in ("--", *_INTERNAL) if each in text]
+            wrong += [(node_id, found, text)] if found else []
+    assert wrong == [], "\n".join(map(str, wrong))
+
+
 def test_no_input_is_called_seed(nodes: ModuleType) -> None:
     """The front end changes such an input after every run, and a resumed run with another seed is refused."""
     for schema in _schemas(nodes).values():
@@ -832,7 +852,7 @@ def _shown_and_unread(nodes: ModuleType, node: Any, sockets: dict[str, Any]) -> 
     names = inspect.signature(node.execute).parameters
     links = {name: sockets[name] for name in ("model", "dataset") if name in names}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base.Socket, "make_input", lambda socket: shown.append(socket) or make_input(socket))
+        patch.setattr(base.Socket, "make_input", lambda socket, *ids: shown.append(socket) or make_input(socket, *ids))
         patch.setattr(module, "read_section", read_section, raising=False)
         patch.setattr(nodes.load.host, "find_model", lambda *names: Path("/models/toy"))
         given = {**_defaults(node.define_schema()), "folder": "dogs", "resolutions": "64", **links}

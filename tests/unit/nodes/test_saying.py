@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import logging
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 from devicebridge.config.job import job_keys
 from devicebridge.tests import comfy_stub
 
+ROOT = Path(__file__).resolve().parents[3]
 _log = logging.getLogger("devicebridge.jobs.checks")
 
 
@@ -26,7 +30,42 @@ def nodes(host: comfy_stub.FakeHost) -> ModuleType:
 def test_no_key_of_a_job_file_is_left_in_a_nodes_message(nodes: ModuleType) -> None:
     for path in job_keys():
         text = nodes.saying.in_sockets(f"set {path} = 3, or leave {path} out")
-        assert path not in text or "set in job files only" in text, path
+        assert path not in text and "job" not in text.split(), path
+
+
+_REACHED = ("config", "data", "encoding", "planning", "checkpoints", "families", "jobs", "quantization", "training")
+# What only the command line runs: files of jobs, and processes that were started by hand.
+_OF_COMMANDS = {"config/job.py", "jobs/ranks.py", "jobs/rank_plans.py", "planning/sampling_forecast.py"}
+# What no socket can ask for: a job without its ComfyUI, a pair of experts, packages that are imported by name.
+_OF_COMMANDS |= {"families/registry.py", "jobs/resolve.py", "training/optimizer.py", "nodes/host/folders.py"}
+_INTERNAL = ("job file", "torchrun", "devicebridge train", "devicebridge plan", "devicebridge check")
+
+
+def _messages(path: Path) -> Iterator[str]:
+    """Texts of the errors that a file raises and of its warnings, with {} for what is put in."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        is_warning = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "warning"
+        if isinstance(node, ast.Raise) or is_warning:
+            found = [part for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+            yield "".join(part.value for part in sorted(found, key=lambda part: (part.lineno, part.col_offset)))
+
+
+def test_no_message_that_a_node_can_raise_speaks_of_job_files(nodes: ModuleType) -> None:
+    from devicebridge.cli.main import _make_parser
+
+    commands = next(each for each in _make_parser()._actions if each.choices)
+    flags = {flag for parser in commands.choices.values() for each in parser._actions for flag in each.option_strings}
+    flags = {flag for flag in flags if flag.startswith("--")} - {"--user-directory"}  # ComfyUI's, too
+    key = re.compile(r"(?<![\w./])(?:" + "|".join(map(re.escape, job_keys())) + r")(?![\w/]|\.\w)")
+    files = [path for folder in _REACHED for path in (ROOT / folder).rglob("*.py")]
+    files += [path for path in (ROOT / "nodes").rglob("*.py")]
+    wrong = []
+    for path in files:
+        for message in _messages(path) if path.relative_to(ROOT).as_posix() not in _OF_COMMANDS else ():
+            text = nodes.saying.in_sockets(message)
+            found = key.findall(text) + [each for each in (*flags, *_INTERNAL) if re.search(rf"{each}\b", text)]
+            wrong += [(path.name, found, text)] if found else []
+    assert wrong == [], "\n".join(map(str, wrong))
 
 
 @pytest.mark.parametrize(
