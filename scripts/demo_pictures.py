@@ -71,7 +71,7 @@ def sample_images(
         for sigma, next_sigma in zip(sigmas[:-1], sigmas[1:], strict=True):
             timesteps = sigma.expand(num_images).to(home)
             inputs = family.make_inputs(latents.to(dtype), timesteps, states, guidance)
-            output = model(**inputs, return_dict=False)[0]
+            output = model(**inputs, return_dict=False)[0].to(home)  # the tail may be on another card
             velocity = family.read_prediction(output, latents).float()
             latents = latents + (next_sigma - sigma).item() * velocity
     return latents.cpu()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,10 @@ from devicebridge.families.spec import ModelFamily
 from devicebridge.jobs.checked_job import JobPlan
 from devicebridge.jobs.encode_job import cache_store
 from devicebridge.jobs.job import check_job
+from devicebridge.parallel.local.block_split import apply_block_split
+from devicebridge.parallel.placement import Placement, block_names, plan_manual
 from devicebridge.scripts.demo_pictures import sample_images, save_image_grid, to_images
+from devicebridge.tests.emulated import CARDS, emulated_cards
 from torch import nn
 
 if TYPE_CHECKING:
@@ -93,8 +96,9 @@ def merge_lora(model: nn.Module, family: ModelFamily, file: Path) -> int:
     return len(layers)
 
 
-def make_pictures(plan: JobPlan, lora: Path) -> list[tuple[str, list[PilImage]]]:
-    """Rows of training images, and of what the model makes of their caption without and with the LoRA."""
+def make_pictures(plan: JobPlan, lora: Path) -> tuple[list[tuple[str, list[PilImage]]], str]:
+    """Rows of training images, and of what the model makes of their caption without and with the LoRA; and a line on
+    the same over two emulated cards."""
     family, sample = plan.family, plan.samples[0]
     folder = plan.info.pipeline_folder
     assert folder is not None
@@ -119,11 +123,38 @@ def make_pictures(plan: JobPlan, lora: Path) -> list[tuple[str, list[PilImage]]]
     photographs = [read_pixels(s.image_request())[None, :, None] for s in spread(plan.samples, NUM_IMAGES)]
     before = draw()
     merge_lora(model, family, lora)
-    return [
+    rows = [
         ("training images", to_images(torch.cat(photographs))),
         (f'before: "{sample.caption}"', before),
         ("after, same noise", draw()),
     ]
+    text, short = read_text(plan, sample.caption), options | {"num_images": 1, "steps": 4}
+
+    def draw_one(home: torch.device) -> torch.Tensor:
+        return sample_images(model, family, text, shape, **(short | {"home": home}))
+
+    return rows, split_is_equal(model, family, draw_one)
+
+
+@torch.no_grad()
+def split_is_equal(model: nn.Module, family: ModelFamily, draw: Callable[[torch.device], torch.Tensor]) -> str:
+    """Draw with a model on one emulated card, then with half of its blocks on each of two, and say who has what.
+
+    Args:
+        draw: latents by the model whose inputs are on this device.
+    Raises: RuntimeError if two cards draw other bits than one.
+    """
+    names, drawn = block_names(model, family), []
+    with emulated_cards(2):
+        for cards, cuts in ((CARDS[:1], []), (CARDS[:2], [len(names) // 2])):
+            plan = plan_manual(names, list(cards), cuts)
+            placement = Placement(plan.blocks, plan.devices, plan.main_device, tail=tuple(family.tail))
+            split = apply_block_split(model, family, placement)
+            drawn.append(draw(CARDS[0]))
+            split.remove()
+    if not torch.equal(*drawn):
+        raise RuntimeError("the model split over two emulated cards draws other bits than on one")
+    return f"a picture over two emulated cards ({placement.describe()}): the bits of one card"
 
 
 def spread(items: Sequence[Any], number: int) -> list[Any]:
@@ -152,9 +183,11 @@ def main(run: Path) -> None:
     lora = folder / f"{plan.job.output.name}.safetensors"
     loss, pictures = run / "loss.png", run / "before_after.png"
     plot_loss(folder / "events.jsonl", loss)
-    save_image_grid(pictures, make_pictures(plan, lora), side=160)
+    rows, split = make_pictures(plan, lora)
+    save_image_grid(pictures, rows, side=160)
     print(f"the LoRA: {lora}")
     print(f"its loss: {loss}")
+    print(split)
     print(f"training images, and pictures without and with it: {pictures}")
 
 

@@ -1,4 +1,4 @@
-"""The sampler steps as diffusers' scheduler does."""
+"""The sampler steps as diffusers' scheduler does, also over two emulated cards."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 import torch
 from devicebridge.families.flux2 import FLUX2
 from devicebridge.scripts.demo_pictures import sample_images
+from devicebridge.scripts.demo_report import split_is_equal
 from devicebridge.training.objective import make_generator
 
 LATENT_SHAPE = (8, 1, 3, 5)
@@ -57,3 +58,16 @@ def test_the_result_is_that_of_diffusers_scheduler(model):
     result = sample_images(model, FLUX2, text, LATENT_SHAPE, home=torch.device("cpu"), dtype=torch.float32, **settings)
     assert result.shape == (2, *LATENT_SHAPE) and result.dtype == torch.float32
     torch.testing.assert_close(result, expected, atol=2e-5, rtol=1e-5)
+
+
+def test_the_demo_says_whether_two_cards_draw_the_bits_of_one(model):
+    text = {"prompt_embeds": torch.randn(1, 4, 6, generator=torch.Generator().manual_seed(1))}
+    settings = {"num_images": 1, "steps": 2, "shift_factor": 2.5, "seed": 3, "guidance": 1.5, "dtype": torch.float32}
+
+    def draw(home):
+        return sample_images(model, FLUX2, text, LATENT_SHAPE, home=home, **settings)
+
+    assert split_is_equal(model, FLUX2, draw).endswith("the bits of one card")
+    numbers = iter(range(2))
+    with pytest.raises(RuntimeError, match="other bits"):
+        split_is_equal(model, FLUX2, lambda home: draw(home) + next(numbers))
