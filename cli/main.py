@@ -15,7 +15,7 @@ from typing import NoReturn, TypeAlias
 
 from ..system.import_faults import import_fault
 from ..system.stopping import STOPPED, note_parent
-from ..system.telling import SaidLogs, printable, safe_output, say
+from ..system.telling import LOUD, SaidLogs, printable, safe_output, say
 from ..version import VERSION
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # what add_subparsers returns
@@ -55,8 +55,8 @@ def set_up_logging(*, is_verbose: bool = False) -> None:
         os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")  # read when it is imported, later
     level = logging.INFO if is_verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(message)s", handlers=[SaidLogs()])
-    if not is_verbose:  # torchao and diffusers warn at import of kernels that nobody here asked for
-        for name in ("torchao", "torch.utils._pytree", "diffusers"):
+    if not is_verbose:
+        for name in LOUD:
             logging.getLogger(name).setLevel(logging.ERROR)
 
 

@@ -32,15 +32,14 @@ class Terminal:
         elif event.kind == "step":
             pace = self._paces.setdefault(whose, StepPace())
             pace.update(values["elapsed_s"])
-            self._show(whose, event, "steps", pace.describe(event.step, event.total, values["loss"]), is_rare=True)
+            self._show(whose, event, "steps", pace.describe(event.step, event.total, values["loss"]))
         elif line := _describe(event):
             self._say(whose + line)
 
-    def _show(self, whose: str, event: Event, what: str, text: str, *, is_rare: bool = False) -> None:
-        """is_rare: of which a log has every line."""
+    def _show(self, whose: str, event: Event, what: str, text: str) -> None:
         if self._line is not None:
             self._line.show(whose + what, event.step, event.total, whose + text)
-        elif is_rare or self._lines.is_due(event.step, event.total):
+        elif self._lines.is_due(event.step, event.total):
             self._say(whose + text)
 
     def _say(self, line: str) -> None:

@@ -260,8 +260,8 @@ def next_run(
             same.append((each, state))
     if resume:
         for each, state in sorted(same, key=lambda pair: _is_done(*pair))[:1]:
-            return _finished(each, state) if _is_done(each, state) else NextRun(each, resume=True)
-        return NextRun(earlier[-1], resume=True)
+            return _finished(each, state) if _is_done(each, state) else _resumed(job, each)
+        return _resumed(job, earlier[-1])
     for each, state in same:
         if state.step < each.train.steps:
             raise ValueError(
@@ -270,6 +270,12 @@ def next_run(
             )
         return _finished(each, state)
     return NextRun(free, resume=False, note=_describe_new(free, known))
+
+
+def _resumed(job: JobConfig, run: JobConfig) -> NextRun:
+    """A numbered run is named, as a user asked for the name without a number."""
+    is_other, name = run.output.folder != job.output.folder, Path(run.output.folder).name
+    return NextRun(run, resume=True, note=f"This goes on with the run {name}." if is_other else "")
 
 
 def _earlier(job: JobConfig) -> tuple[list[JobConfig], JobConfig]:

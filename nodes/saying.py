@@ -14,7 +14,7 @@ from typing import Any
 
 from ..config.job import job_keys
 from ..system.import_faults import import_fault
-from ..system.telling import printable
+from ..system.telling import printable, quiet_imports
 from . import host
 from .host import io
 from .sockets import SHOWN
@@ -60,7 +60,8 @@ def said_on_node(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.Node
         logging.getLogger().addHandler(keeper)
         host.NodeView.footer = ""
         try:
-            output = execute(cls, *args, **sockets)
+            with quiet_imports():
+                output = execute(cls, *args, **sockets)
         except Exception as error:
             if fault := import_fault(error):
                 raise RuntimeError(fault) from error

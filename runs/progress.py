@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import math
 import re
-import statistics
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..system.files import is_number
+from ..system.progress import StepPace
 
 _CHUNK = 1 << 22  # bytes of the file that are read at a time
 _MOST_LINE = 1 << 24  # bytes; what is longer is no event
 _MOST_BLOCKS = 10_000  # of a model
-_RECENT = 20  # steps whose median time tells how long the rest takes
 _RANK = re.compile(r"rank [0-9]+ ")  # before a card's name where several processes train
 Point = tuple[float, ...]
 
@@ -48,7 +46,7 @@ class Progress:
     samples: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     _offset: int = 0
     _rest: bytes = b""
-    _recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _pace: StepPace = field(default_factory=StepPace)
 
     def update(self) -> bool:
         """Read what was written since the last call; whether there was anything. A file that is gone tells nothing."""
@@ -77,7 +75,7 @@ class Progress:
     @property
     def step_s(self) -> float | None:
         """Median of the last steps; None before there are any."""
-        return statistics.median(self._recent_s) if self._recent_s else None
+        return self._pace.seconds
 
     @property
     def left_s(self) -> float | None:
@@ -102,7 +100,7 @@ class Progress:
                 self.total = total
                 self.phase = "training"
                 self.steps.append((step, *values))  # type: ignore[arg-type]
-                self._recent_s.append(values[-1])  # type: ignore[arg-type]
+                self._pace.update(values[-1])  # type: ignore[arg-type]
         elif kind == "eval" and is_number(event.get("loss")):
             _cut(self.evals, step)
             self.evals.append((step, event["loss"]))

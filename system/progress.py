@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TextIO
 
 from .telling import printable
 
+_RECENT = 20  # steps whose median time tells how long the rest takes
 _FORMAT = "{percentage:3.0f}%|{bar:24}| {desc}"
 
 
@@ -105,19 +108,25 @@ class Pace:
 
 
 class StepPace:
-    """Seconds of a step, smoothed over about ten, so that the time left does not jump."""
+    """Seconds of a step: the median of the last ones, so that the time left does not jump."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self._recent_s: deque[float] = deque(maxlen=_RECENT)
+
+    @property
+    def seconds(self) -> float | None:
+        """None before there is a step."""
+        return statistics.median(self._recent_s) if self._recent_s else None
 
     def update(self, elapsed_s: float) -> None:
         """A step took so long."""
-        self.seconds = 0.9 * (self.seconds or elapsed_s) + 0.1 * elapsed_s
+        self._recent_s.append(elapsed_s)
 
     def describe(self, step: int, total: int, loss: float) -> str:
         """ "step 12/500: loss 0.12345, 2.10 s/step, about 17 min left"."""
-        left = describe_duration((total - step) * self.seconds)
-        return f"step {step}/{total}: loss {loss:.5f}, {self.seconds:.2f} s/step, about {left} left"
+        seconds = self.seconds or 0.0
+        left = describe_duration((total - step) * seconds)
+        return f"step {step}/{total}: loss {loss:.5f}, {seconds:.2f} s/step, about {left} left"
 
 
 def describe_progress(

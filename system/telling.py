@@ -11,9 +11,10 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
+LOUD = ("torchao", "torch.utils._pytree", "diffusers")  # loggers that warn when their packages are imported
 # Control characters but tab and line feed, marks that turn the direction of a text, line separators, and half pairs:
 # bytes of a name that is no UTF-8.
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -90,6 +91,19 @@ class EscapedLogs(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         record.msg, record.args = printable(record.getMessage()), ()
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Inside, torchao and diffusers do not warn of kernels that nobody here asked for, as they do when imported."""
+    loggers = {each: each.level for each in map(logging.getLogger, LOUD)}
+    for each in loggers:
+        each.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for each, level in loggers.items():
+            each.setLevel(level)
 
 
 # ---- tables

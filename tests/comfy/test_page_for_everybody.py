@@ -101,6 +101,20 @@ def _errors(server: Server) -> int:
     return sum(entry["status"]["status_str"] == "error" for entry in server.get("/history").values())
 
 
+# What stands beside the axis of losses that differ little, and the button of a run whose process starts.
+_AXIS = """async () => {
+  const { makePlot } = await import('/extensions/devicebridge/js/plot.js')
+  const plot = makePlot('losses')
+  plot.draw([{ name: 'a', points: [[1, 1.3801], [2, 1.3842]] }])
+  return [...plot.element.querySelectorAll('text')].slice(0, 3).map((each) => each.textContent)
+}"""
+_STARTING = """async () => {
+  const { state, hear } = await import('/extensions/devicebridge/js/state.js')
+  const run = { run: 'again', state: 'stopped', can_resume: true, devices: [], step: 1, total: 2, message: '' }
+  hear({ runs: [run], jobs: [{ id: '1', run: 'again', state: 'starting', devices: ['cpu'], why: '' }] })
+  state.choice.run = 'again'
+  hear({})
+}"""
 _TELL = "([kind, detail]) => window.app.api.dispatchEvent(new CustomEvent(kind, { detail }))"
 
 
@@ -120,6 +134,11 @@ def test_the_tab_shows_what_a_node_does_before_there_is_a_run(
         page.locator(".db-working", has_text="captions 3/40").wait_for()
         page.evaluate(_TELL, ["execution_success", {}])
         page.locator(".db-working").wait_for(state="detached")
+        low, middle, high = page.evaluate(_AXIS)
+        assert len({low, middle, high}) == 3
+        page.evaluate(_STARTING)
+        page.locator(".db-run .db-buttons", has_text="starting").wait_for()
+        assert page.locator(".db-run").get_by_role("button", name="Resume").count() == 0
 
 
 # ---- a panel with everything in it

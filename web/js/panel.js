@@ -164,9 +164,11 @@ function drawFacts(parts, run) {
   values.forEach((value, index) => say(parts.facts.querySelectorAll('dd')[index], value))
   Object.assign(parts.facts.querySelector('progress'), { max: run.total || 1, value: run.step })
   const ask = (what) => () => send('ask', { run: run.run, what })
-  fill(parts.buttons, [run.run, run.state === 'running', run.can_resume], () => run.state === 'running'
+  const queuedHere = state.jobs.find((job) => job.run === run.run) // a resumed run waits, or its process starts
+  fill(parts.buttons, [run.run, run.state === 'running', run.can_resume, queuedHere?.state], () => run.state === 'running'
     ? [button(t('Stop (saves)'), 'stop', ask('stop')), button(t('Save now'), 'save', ask('save')),
       button(t('Sample now'), 'sample', ask('sample'))]
+    : queuedHere ? h('p', { class: 'db-told' }, stateName(queuedHere.state))
     : run.can_resume && button(t('Resume'), 'resume', () => resume(run)))
 }
 

@@ -112,14 +112,17 @@ function scaleOf(curves, width, height) {
   }
 }
 
-/** A number that fits beside an axis. */
-const brief = (value) => (value && Math.abs(value) < 0.001 ? value.toExponential(1) : number(value, 3))
+/** A number that fits beside an axis, with as many digits as tell it from another that is a step away. */
+function brief(value, step) {
+  if (value && Math.abs(value) < 0.001) return value.toExponential(1)
+  return number(value, Math.min(5, Math.max(3, Math.ceil(Math.log10(Math.abs(value) / step)) + 1)))
+}
 
 function axes({ left, right, low, high, width, height, x, y }) {
   const parts = []
   for (const value of [low, (low + high) / 2, high]) {
     parts.push(h('line', { class: 'db-grid', x1: LEFT, x2: width - 6, y1: y(value), y2: y(value) }))
-    parts.push(h('text', { x: LEFT - 4, y: y(value) + 4, 'text-anchor': 'end' }, brief(value)))
+    parts.push(h('text', { x: LEFT - 4, y: y(value) + 4, 'text-anchor': 'end' }, brief(value, (high - low) / 2)))
   }
   for (const [value, anchor] of [[left, 'start'], [right, 'end']]) {
     parts.push(h('text', { x: x(value), y: height - 4, 'text-anchor': anchor }, String(Math.round(value))))

@@ -111,6 +111,13 @@ def test_steps_in_a_log_are_lines_with_loss_and_time_left(capsys):
     ]
 
 
+def test_many_quick_steps_in_a_log_are_a_line_now_and_then(capsys):
+    show = Terminal()
+    for step in range(1, 41):
+        show(_step(step))
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["step 1/40", "step 40/40"]
+
+
 def test_progress_of_a_pair_says_whose(capsys):
     Terminal()(_progress(500, per_second=2.0, left_s=0.0, expert="high_noise"))
     assert capsys.readouterr().out.startswith("[high_noise] captions")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,16 @@ def test_resume_with_other_settings_is_refused_by_the_run_itself(finished):
     run = next_run(other, resume=True)
     with pytest.raises(ValueError, match=r"optimizer\.learning_rate: 0\.001 -> 0\.005"):
         run_job(run.job, resume=run.resume)
+
+
+def test_a_resumed_run_with_a_number_is_named(finished):
+    job, _ = finished
+    run = Path(job.output.folder)
+    second = run.with_name(f"{run.name}_2")
+    shutil.copytree(run, second)
+    try:
+        longer = _changed(job, "train", steps=3)
+        assert second.name in next_run(longer, resume=True).note
+    finally:
+        shutil.rmtree(second)
+    assert next_run(longer, resume=True).note == ""

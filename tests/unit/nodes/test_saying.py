@@ -180,3 +180,18 @@ def test_a_package_that_cannot_be_imported_is_named(
 
     with pytest.raises(RuntimeError, match="broken_vision_of_nodes is installed.*AttributeError: no nms"):
         _node(nodes, body).execute()
+
+
+def test_packages_that_are_imported_while_a_node_runs_do_not_warn(
+    nodes: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    loud = logging.getLogger("torchao")
+
+    def body(view: Any, output: Any) -> Any:
+        loud.warning("a kernel could not be loaded")
+        return output()
+
+    with caplog.at_level(logging.WARNING, "torchao"):
+        _node(nodes, body).execute()
+        loud.warning("after it")
+    assert [record.message for record in caplog.records] == ["after it"]
