@@ -158,7 +158,6 @@ _COMFY = ComfyInputs(
     width="joint_attention_dim",
     pooled="pooled_prompt_embeds",
     pooled_width="pooled_projection_dim",
-    clip_type="flux",
     normalise=normalise_samples,
     cells_per_token=4,
 )

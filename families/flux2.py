@@ -182,7 +182,6 @@ _COMFY = ComfyInputs(
     width="joint_attention_dim",
     normalise=normalise_samples,
     min_tokens=512,
-    clip_type="flux2",
 )
 
 _RENAMES = (

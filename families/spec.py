@@ -229,7 +229,6 @@ class ComfyInputs:
     refused: Mapping[str, str] = field(default_factory=dict)  # options that would mislead it -> why, and what helps
     beside: int = 0  # channels that it is given beside the noise
     cells_per_token: int = 1  # latent cells that make_inputs packs into one token of the transformer's in_channels
-    clip_type: str = ""  # what its Load CLIP calls the text encoders' type
 
 
 class EulerSteps(Protocol):

@@ -245,9 +245,7 @@ def normalise_samples(samples: torch.Tensor) -> torch.Tensor:
 
 
 # ComfyUI pads to 512 tokens, zeroes the padding's states, and cuts nothing.
-_COMFY = ComfyInputs(
-    states="prompt_embeds", width="text_dim", normalise=normalise_samples, latent_dims=3, clip_type="wan"
-)
+_COMFY = ComfyInputs(states="prompt_embeds", width="text_dim", normalise=normalise_samples, latent_dims=3)
 
 _ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
 # Below "blocks.{}.": original name -> diffusers'. The original counts norms in the order they were written (norm3 comes

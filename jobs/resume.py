@@ -225,7 +225,7 @@ class NextRun:
 def next_run(
     job: JobConfig,
     *,
-    resume: bool,
+    resume: bool | None,
     info: CheckpointInfo | None = None,
     should_stop: Callable[[], bool] = never,
 ) -> NextRun:
@@ -234,14 +234,15 @@ def next_run(
     Reads headers and images, and no weights of the model.
 
     Args:
-        resume: go on with the newest run that has these settings; the number of steps may differ.
+        resume: go on with the newest run that has these settings; the number of steps may differ. None goes on with
+            one that has them all and was stopped, and else starts anew.
         info: the job's model, if it was read already.
     Raises: ValueError for a run with these very settings that was stopped, unless resume is on, or that is under way;
         Stopped when should_stop() became true while images were looked at.
     """
     earlier, free = _earlier(job)
     if not earlier:
-        return NextRun(free, resume)
+        return NextRun(free, bool(resume))
     identity = find_identity(read_job(job, info, should_stop=should_stop))
     known, same = [], []
     for each in reversed(earlier):
@@ -255,7 +256,7 @@ def next_run(
         other = ["the LoRA file of lora.start_from"] if began and now and began != now else []
         differing = differences(each, identity, state) + other
         known.append((each, state, differing))
-        is_longer = resume and each.train.steps >= state.step  # a resumed run may do more than was set then
+        is_longer = bool(resume) and each.train.steps >= state.step  # a resumed run may do more than was set then
         if not differing and (each.train.steps == job_of(state).train.steps or is_longer):
             same.append((each, state))
     if resume:
@@ -263,6 +264,8 @@ def next_run(
             return _finished(each, state) if _is_done(each, state) else _resumed(job, each)
         return _resumed(job, earlier[-1])
     for each, state in same:
+        if state.step < each.train.steps and resume is None:
+            return NextRun(each, resume=True)
         if state.step < each.train.steps:
             raise ValueError(
                 f"{each.output.folder} holds a run with these settings that was stopped after step {state.step} of "

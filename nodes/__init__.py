@@ -16,6 +16,7 @@ from .load import LoadModelForTraining, Quantize
 from .plan import PlanTraining
 from .ring_lse import RingLseFix
 from .saying import PACK
+from .simple import TrainLoraSimple
 from .split import LoadDiffusionModelSplit, SplitModel
 from .train import TrainLora
 
@@ -29,6 +30,7 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     DatasetFromLatents,
     PlanTraining,
     TrainLora,
+    TrainLoraSimple,
     SplitModel,
     LoadDiffusionModelSplit,
     RingLseFix,

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.job import CacheConfig, JobConfig, LoopConfig, OutputConfig
+from ..config.model import COMFYUI
 from . import host
 from .choices import NONE, device_options, file_options, links_fit, plain_device, read_file
 from .host import io
 from .saying import said_on_node
-from .sockets import AUTO, Socket, make_inputs, read_section
+from .sockets import AUTO, Socket, make_inputs, read_lines, read_section
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
 
@@ -43,6 +44,8 @@ _STOCK_VISION = io.ClipVision.Input(
     tooltip="ComfyUI's CLIP vision model, from Load CLIP Vision. It looks at what the dataset's condition is made of: "
     "first-frame, fun-control or z-image-omni. Wan 2.1's image-to-video and Fun Control need one.",
 )
+_LINK_OF = {"text_encoders": "stock_clip", "vae": "stock_vae"}
+_USUAL = "the file that ComfyUI's templates name for such a model, if it is there"
 _CLASS_OF = {"stock_clip": "Load CLIP", "stock_vae": "Load VAE", "stock_vision": "Load CLIP Vision"}
 
 
@@ -55,23 +58,26 @@ def _inputs() -> list[Socket | io.Input]:
         Socket(
             "text_encoders",
             "cache.text_encoders",
-            "A file in models/text_encoders, which ComfyUI loads and runs, or a diffusers folder there.",
+            "A file in models/text_encoders, which ComfyUI loads and runs, or a diffusers folder there. "
+            f"{host.OWN_PART} of a model that is one file: {_USUAL}.",
             **file_options(host.OWN_PART, files),
         ),
         Socket(
             "vae",
             "cache.vae",
-            "A file or folder in models/vae.",
+            f"A file or folder in models/vae. {host.OWN_PART} of a model that is one file: {_USUAL}.",
             read=read_file,
+            advanced=True,
             **file_options(host.OWN_PART, partial(host.list_components, "vae")),
         ),
         Socket(
             "text_device",
             "cache.text_device",
             read=lambda text: plain_device(text) or (AUTO if text.strip() else "cpu"),
+            advanced=True,
             **device_options(AUTO, "cpu", "stream"),
         ),
-        Socket("vae_device", "cache.vae_device", read=plain_device, **device_options(AUTO)),
+        Socket("vae_device", "cache.vae_device", read=plain_device, advanced=True, **device_options(AUTO)),
         Socket("dtype", "cache.dtype", advanced=True),
         CACHE_FOLDER,
         Socket("text_quantize", "cache.text_quantize", optional=True, advanced=True),
@@ -94,6 +100,7 @@ def _inputs() -> list[Socket | io.Input]:
         io.Combo.Input(
             "text_encoder_2",
             optional=True,
+            advanced=True,
             tooltip="The second file where a model has two text encoders: FLUX.1 takes clip_l and t5xxl, in any order. "
             "Without effect for others, and for diffusers folders.",
             **file_options(NONE, files),
@@ -206,6 +213,7 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         if dataset.data.encoded:
             raise ValueError("this dataset arrived encoded; connect it to the training node directly")
         folder = host.folder_in_output(sockets["cache_folder"], "cache_folder")
+        given, sockets = sockets, _with_files(model, sockets)
         encoders = _comfy_encoders(model, sockets, dataset.data.condition)
         cache = read_section(CacheConfig, _inputs(), sockets, folder=str(folder), **_who_encodes(encoders, sockets))
         output = OutputConfig(folder=str(folder))
@@ -224,8 +232,11 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         # With what a job file needs to find the entries of stock encoders.
         sources = {name: getattr(cache, name) for name in ("text_source", "latent_source", "vision_source")}
         lines = (f'{name} = "{source}"' for name, source in sources.items() if source)
-        view.show_text("\n".join([f"{len(data.samples)} samples are encoded", *lines]))
-        vae_file = path_of_vae(sockets["stock_vae"]) if "stock_vae" in sockets else ""
+        decided = [Path(sockets[name]).name for name in _LINK_OF if sockets[name] != given[name]]
+        by = f" by {' and '.join(decided)}" if decided else ""
+        view.show_text("\n".join([f"{len(data.samples)} samples are encoded{by}", *lines]))
+        stock_vae, own_vae = sockets.get("stock_vae"), partial(host.find_component, "vae", read_file(sockets["vae"]))
+        vae_file = path_of_vae(stock_vae) if stock_vae is not None else own_vae()
         clip_files, clip_type = files_of_clip(sockets.get("stock_clip"), model.model.path)
         find = remember_clip(sockets, partial(_clip_of_files, model))
         made = dataclasses.replace(dataset, cache=cache, vae_file=vae_file, clip_files=clip_files, clip_type=clip_type)
@@ -239,6 +250,7 @@ def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any], condition: st
     Raises: ValueError for one that was not in its loader's file, or that has no name, or a file too few.
     """
     from ..jobs.comfy_entries import ComfyEncoders
+    from .host.native.files import load_vae
 
     for socket, loader in _CLASS_OF.items():
         if socket in sockets and sockets[socket] is None:
@@ -247,7 +259,10 @@ def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any], condition: st
             )
     given = sockets["stock_clip"] if "stock_clip" in sockets else _clip_of_files(model, sockets)
     clip = None if given is None else host.HostClip(given, weighs=sockets.get("caption_weights", False))
-    vae = host.HostVae(sockets["stock_vae"]) if "stock_vae" in sockets else None
+    stock_vae, named = sockets.get("stock_vae"), read_file(sockets["vae"])
+    if stock_vae is None and named and model.model.family == COMFYUI:
+        stock_vae = load_vae(host.find_component("vae", named))
+    vae = None if stock_vae is None else host.HostVae(stock_vae)
     vision = host.HostVision(sockets["stock_vision"]) if "stock_vision" in sockets else None
     return ComfyEncoders(clip, vae, host.HostConditioner(clip, vae, vision) if condition else None)
 
@@ -262,24 +277,54 @@ def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:
 
     Raises: ValueError for a family whose CLIP is not known, or another number of files than it takes.
     """
-    from ..checkpoints.checkpoint import read_checkpoint
+    from .host.known_files import known_files
     from .host.native.files import load_clip_files
 
-    names = [read_file(sockets.get(socket) or "") for socket in ("text_encoders", "text_encoder_2")]
-    files = [path for name in names if Path(path := host.find_component("text_encoders", name)).is_file()]
-    if not files or not Path(host.find_component("text_encoders", names[0])).is_file():
-        return None  # the second is one beside the first
-    info = read_checkpoint(model.model.path, variant=model.model.variant)
-    wanted = len((info.variant or info.family.variants[0]).text_encoders)
-    if info.family.comfy is None or not info.family.comfy.clip_type:
-        raise ValueError(f"{info.family.title} cannot be trained on files of text encoders; give a diffusers folder")
-    if len(files) != wanted:
+    names = [read_file(sockets["text_encoders"]), *map(read_file, read_lines(sockets.get("text_encoder_2") or ""))]
+    paths = [host.find_component("text_encoders", name) for name in names]
+    files = [path for path in paths if Path(path).is_file()]
+    if not files or files[0] != paths[0]:
+        return None  # the others are beside the first
+    info = model.read()
+    known = known_files(info)
+    if not known.clip_type:
+        raise ValueError(f"{info.family.title} takes no files of text encoders here; connect its CLIP to stock_clip")
+    if len(files) != (wanted := len(known.names["text_encoders"])):
         raise ValueError(
             f"{info.family.title} takes {wanted} files of text encoders, and {len(files)} are chosen "
             f"({', '.join(filter(None, names))}); choose them in text_encoders and text_encoder_2, or connect "
             "Load CLIP to stock_clip"
         )
-    return load_clip_files(files, info.family.comfy.clip_type, "")
+    return load_clip_files(files, known.clip_type, model.model.path)
+
+
+def _with_files(model: TrainingModel, sockets: dict[str, Any]) -> dict[str, Any]:
+    """The sockets, with files of ComfyUI's folders where the model is a file and nobody named its encoders.
+
+    Raises: ValueError for a model that only ComfyUI builds, where one of them is not there.
+    """
+    from .host.known_files import known_files
+
+    asked = {name: link not in sockets and not read_file(sockets[name]) for name, link in _LINK_OF.items()}
+    if Path(model.model.path).is_dir() or not any(asked.values()):
+        return sockets
+    info = model.read()
+    known = known_files(info)
+    if info.pipeline_folder is not None:
+        return sockets
+    for name in (each for each in _LINK_OF if asked[each]):
+        first, *others = known.names[name] or ("",)
+        if first and all(others):
+            sockets = (
+                sockets | {name: first} | ({"text_encoder_2": "\n".join(others)} if name == "text_encoders" else {})
+            )
+        elif model.model.family == COMFYUI:
+            looked_for = f" ({', '.join(known.patterns[name])})" if known.patterns[name] else ""
+            raise ValueError(
+                f"{info.family.title} needs files in models/{name} that are not there{looked_for}; put them there, "
+                f"choose others in {name}, or connect {_CLASS_OF[_LINK_OF[name]]} to {_LINK_OF[name]}"
+            )
+    return sockets
 
 
 def _who_encodes(encoders: ComfyEncoders, sockets: dict[str, Any]) -> dict[str, str]:

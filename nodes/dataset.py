@@ -41,10 +41,10 @@ def _inputs() -> list[Socket | io.Input]:
     ways = [NONE, *filter(None, job_keys()["data.condition"].choices)]
     return [
         Socket("folder", "data.folders.path", _IN_INPUT, options=shown, default=shown[0], extra_dict=COMES_AND_GOES),
-        Socket("repeats", "data.folders.repeats"),
+        Socket("repeats", "data.folders.repeats", advanced=True),
         Socket("resolutions", "data.resolutions", default="512"),
-        Socket("caption_dropout", "data.caption_dropout", step=0.01),
-        Socket("use_masks", "data.use_masks"),
+        Socket("caption_dropout", "data.caption_dropout", step=0.01, advanced=True),
+        Socket("use_masks", "data.use_masks", advanced=True),
         Socket("evaluation_folder", "evaluation.folder", _IN_INPUT, **file_options(NONE, lambda: folders)),
         Socket("evaluate_every", "evaluation.every_steps", max=1_000_000, advanced=True),
         Socket("max_aspect_ratio", "data.max_aspect_ratio", max=8.0, step=0.1, advanced=True),

@@ -132,7 +132,7 @@ def _inputs() -> list[Socket | io.Input]:
             default=AUTO,
             **device_options(AUTO, several=True),
         ),
-        Socket("balance", "split.balance"),
+        Socket("balance", "split.balance", advanced=True),
         Socket("split_at", "split.split_at", placeholder="12, 30", advanced=True),
         Socket("memory_limit_gb", "split.memory_limit_gb", placeholder="20, 14", advanced=True),
         Socket("dtype", "model.dtype", advanced=True),
@@ -151,7 +151,7 @@ def _read_split(sockets: dict[str, Any]) -> tuple[SplitConfig, tuple[torch.devic
     from ..jobs.resolve import find_machine
     from ..parallel.devices import hidden_gpus
 
-    cuts = {} if sockets["balance"] == "manual" else {"split_at": ()}  # which are left there for another time
+    cuts = {} if sockets.get("balance") == "manual" else {"split_at": ()}  # which are left there for another time
     split = read_section(SplitConfig, _inputs(), sockets, **cuts)
     found = find_machine(split.devices).devices
     if found[0].type == "cpu" and not split.devices:

@@ -45,12 +45,14 @@ _INPUTS = (
     DatasetSocket.Input("dataset", tooltip="The images; encoded first if they are not yet."),
     Socket("name", "output.name", _RUN_FOLDER, read=plain_name, default="my_lora"),
     Socket("steps", "train.steps", default=1000, max=_MOST_STEPS),
-    Socket("learning_rate", "optimizer.learning_rate", min=1e-8, step=1e-6, round=1e-9),
-    Socket("rank", "lora.rank"),
-    Socket("alpha", "lora.alpha", min=0.01, max=1024.0, step=0.5),
-    Socket("batch_size", "train.batch_size"),
-    Socket("accumulation", "train.gradient_accumulation_steps", default=4),  # with 1 the cards take turns
-    Socket("random_seed", "train.seed"),  # the interface changes one called seed after every run: no run would resume
+    Socket("learning_rate", "optimizer.learning_rate", min=1e-8, step=1e-6, round=1e-9, advanced=True),
+    Socket("rank", "lora.rank", advanced=True),
+    Socket("alpha", "lora.alpha", min=0.01, max=1024.0, step=0.5, advanced=True),
+    Socket("batch_size", "train.batch_size", advanced=True),
+    # with 1 the cards take turns
+    Socket("accumulation", "train.gradient_accumulation_steps", default=4, advanced=True),
+    # the interface changes one called seed after every run: no run would resume
+    Socket("random_seed", "train.seed", advanced=True),
     io.Boolean.Input(
         "resume",
         default=False,
@@ -98,6 +100,7 @@ _INPUTS = (
         "background",
         default=False,
         optional=True,
+        advanced=True,
         tooltip="Train in a process of its own: this node is done at once, ComfyUI's queue stays free for other cards, "
         "and the training goes on if ComfyUI ends. Watch, stop and resume it in the sidebar's tab DeviceBridge. The "
         "outputs stay empty.",
@@ -111,7 +114,7 @@ _INPUTS = (
         placeholder="sample_prompts, such as: a photo of my subject on a beach",
         optional=True,
     ),
-    Socket("sample_every", "samples.every_steps", max=_MOST_STEPS, optional=True),
+    Socket("sample_every", "samples.every_steps", max=_MOST_STEPS, optional=True, advanced=True),
     Socket("lora_kind", "lora.kind", optional=True, advanced=True),
     Socket("layers", "lora.layers", optional=True, advanced=True),
     Socket("lokr_factor", "lora.factor", optional=True, advanced=True),
@@ -154,7 +157,7 @@ _INPUTS = (
         optional=True,
         advanced=True,
     ),
-    Socket("expert", "objective.expert", optional=True),
+    Socket("expert", "objective.expert", optional=True, advanced=True),
     Socket("sample_steps", "samples.steps", optional=True, advanced=True),
     Socket("sample_guidance", "samples.guidance", default=0.0, step=0.1, optional=True, advanced=True),
 )
@@ -186,7 +189,9 @@ class TrainLora(io.ComfyNode):
 
     @classmethod
     @said_on_node
-    def execute(cls, model: TrainingModel, dataset: TrainingDataset, resume: bool, **sockets: Any) -> io.NodeOutput:
+    def execute(
+        cls, model: TrainingModel, dataset: TrainingDataset, resume: bool | None, **sockets: Any
+    ) -> io.NodeOutput:
         from ..encoding.encode import Stopped
         from ..jobs.resume import next_run
 

@@ -34,6 +34,13 @@ class TrainingModel:
         """
         return host.native_model(self.model, info) if self.model.family == COMFYUI else nullcontext()
 
+    def read(self) -> CheckpointInfo:
+        """What the file's headers say; once for each call. Raises: ValueError for a file that has changed since."""
+        from ..checkpoints.checkpoint import read_checkpoint
+
+        with self.prepared() as native:
+            return native or read_checkpoint(self.model.path, variant=self.model.variant)
+
     def job(self, dataset: TrainingDataset, **sections: Any) -> JobConfig:
         return JobConfig(model=self.model, split=self.split, data=dataset.data, **sections)
 

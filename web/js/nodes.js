@@ -9,9 +9,10 @@ import { changed, load, state, subscribe } from './state.js'
 import { stateName, t, tooltipOf } from './words.js'
 
 const DRAWN_EVERY_MS = 1000
+const TRAINING_NODES = ['DeviceBridgeTrainLora', 'DeviceBridgeTrainLoraSimple']
 const SPLIT_NODES = ['DeviceBridgeSplitModel', 'DeviceBridgeLoadDiffusionModelSplit']
 // as nodes/choices.py has them
-const TEXT_LINKS = ['model', 'unet_name', 'folder', 'evaluation_folder', 'text_encoders', 'text_encoder_2', 'vae', 'text_device', 'vae_device', 'devices']
+const TEXT_LINKS = ['model', 'unet_name', 'folder', 'images', 'evaluation_folder', 'text_encoders', 'text_encoder_2', 'vae', 'text_device', 'vae_device', 'devices']
 const TEXT_HEIGHT = 90
 const ANSWERED = 'devicebridge_run' // property of a training node: the run that its last answer was of
 const BLOCKS = 'devicebridge_blocks' // property of a node: what its last run has shown
@@ -20,7 +21,7 @@ export function addToNode(node) {
   if (node.comfyClass?.startsWith('DeviceBridge')) keepTextsLow(node)
   if (node.comfyClass?.startsWith('DeviceBridge')) foldAdvanced(node)
   if (node.comfyClass?.startsWith('DeviceBridge')) takeTexts(node)
-  if (node.comfyClass === 'DeviceBridgeTrainLora') addLoss(node)
+  if (TRAINING_NODES.includes(node.comfyClass)) addLoss(node)
   if (node.comfyClass === 'DeviceBridgeTrainingDataset') addCaptions(node)
   if (SPLIT_NODES.includes(node.comfyClass)) addBlocks(node)
 }
@@ -130,7 +131,9 @@ function addLoss(node) {
 
 /** Of the runs of the name that the node has, numbered ones included: one under way, else the last answer's or the newest. */
 function runOf(node) {
-  const name = node.widgets?.find((widget) => widget.name === 'name')?.value?.trim?.()
+  const said = (id) => node.widgets?.find((widget) => widget.name === id)?.value?.trim?.()
+  // as run_name of nodes/simple.py
+  const name = said('name') || (said('trigger_word') || said('images')?.split('/').pop())?.replace(/[^\p{L}\p{N}_-]+/gu, '_').replace(/^_+|_+$/g, '')
   const own = state.runs.filter((run) => name && (run.run === name || (run.run.startsWith(`${name}_`) && /^\d+$/.test(run.run.slice(name.length + 1)))))
   const running = own.find((run) => run.state === 'running')
   if (running) delete node.properties[ANSWERED] // its end is newer than that answer

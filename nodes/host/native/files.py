@@ -49,7 +49,7 @@ def with_files(job: JobConfig) -> JobConfig:
         _clip_type(cache.stock_clip_type)
     vae = _find_encoder("cache.stock_vae", cache.stock_vae, "vae")
     if model.family == COMFYUI and job.data.folders:
-        parts = set(_parts_of(Path(model.path)))
+        parts = set(parts_of(Path(model.path)))
         if not cache.has_stock_text:
             clip = (_own("cache.stock_clip and stock_clip_type", "text encoders", model.path, "clip" in parts),)
         if not cache.has_stock_latents:
@@ -96,7 +96,7 @@ def _find_encoder(key: str, name: str, kind: str) -> str:
     return str(path)
 
 
-def _parts_of(path: Path) -> Iterator[str]:
+def parts_of(path: Path) -> Iterator[str]:
     """Which of "clip" and "vae" a checkpoint holds beside its diffusion model."""
     names = read_header(path).tensors
     for part, prefixes in {"clip": CLIP_PARTS, "vae": _VAE_PARTS}.items():
@@ -204,7 +204,7 @@ def _load_vae(path: str, model_path: str) -> Any:
 
 def load_vae(path: str) -> Any:
     """A VAE of its own file, or of a checkpoint that holds one. Raises: ValueError for a file without."""
-    is_part = "vae" in set(_parts_of(Path(path)))
+    is_part = "vae" in set(parts_of(Path(path)))
     vae = _load_vae(path, path if is_part else "")
     vae.throw_exception_if_invalid()
     return vae

@@ -84,8 +84,11 @@ def test_a_stopped_run_asks_for_resume(tmp_path):
     run_job(job, on_event=seen.append, should_stop=lambda: any(event.kind == "step" for event in seen))
     with pytest.raises(ValueError, match=r"stopped after step 1 of 9; turn on resume to go on"):
         next_run(job, resume=False)
-    run = next_run(job, resume=True)
-    assert (run.job, run.resume, run.finished) == (job, True, None)
+    for resume in (True, None):
+        run = next_run(job, resume=resume)
+        assert (run.job, run.resume, run.finished) == (job, True, None)
+    other = next_run(_changed(job, "train", steps=10), resume=None)
+    assert (other.job.output.name, other.resume) == (f"{job.output.name}_2", False), "it has other settings"
 
 
 def test_a_run_that_is_under_way_is_refused_and_a_changed_one_starts_beside_it(tmp_path):

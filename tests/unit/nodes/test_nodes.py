@@ -36,12 +36,13 @@ NODE_IDS = [
     "DeviceBridgeDatasetFromLatents",
     "DeviceBridgePlanTraining",
     "DeviceBridgeTrainLora",
+    "DeviceBridgeTrainLoraSimple",
     "DeviceBridgeSplitModel",
     "DeviceBridgeLoadDiffusionModelSplit",
     "DeviceBridgeRingLseFix",
 ]
 # Drop-downs of what is on the disk.
-FILES = ("model", "unet_name", "folder", "evaluation_folder", "text_encoders", "text_encoder_2", "vae")
+FILES = ("model", "unet_name", "folder", "images", "evaluation_folder", "text_encoders", "text_encoder_2", "vae")
 # What the stand-in for ComfyUI has no parts of.
 STUB_LACKS = {
     "DeviceBridgeCacheCaptionsAndLatents",
