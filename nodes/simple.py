@@ -163,7 +163,8 @@ class TrainLoraSimple(io.ComfyNode):
         given = {link: each for link, each in stock.items() if each is not None}
         given |= {"text_encoders": host.OWN_PART, "vae": host.OWN_PART, "cache_folder": DEFAULT_FOLDER}
         (dataset,) = _run(cls, CacheCaptionsAndLatents, model=chosen, dataset=dataset, **given).args
-        train |= {"name": run_name(name, word, images), "sample_prompts": word}
+        drawn = word if dataset.vae_file or "stock_vae" not in given else ""
+        train |= {"name": run_name(name, word, images), "sample_prompts": drawn}
         done = _run(cls, TrainLora, model=chosen, dataset=dataset, resume=None, **train)
         ui = {**done.ui, "text": (f"{quality}: {shown}", *done.ui["text"])}
         return io.NodeOutput(done.args[0], done.args[3], ui=ui)

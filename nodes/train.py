@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import job as config
-from ..config.model import COMFYUI
 from ..config.ranges import LORA_ENDING
 from ..runs.folders import NO_RUNS
 from . import host
@@ -304,7 +303,7 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
     read = partial(read_section, entries=_INPUTS, given=sockets)
     lora = read(config.LoraSettings)
     cache = dataset.cache or config.CacheConfig(folder=str(host.folder_in_output(DEFAULT_FOLDER, "cache")))
-    draws_by_host = bool(sockets.get("sample_prompts", "").strip()) and model.model.family == COMFYUI
+    draws = bool(sockets.get("sample_prompts", "").strip())
     if lora.text_encoder:  # the files of the CLIP that is trained
         if cache.text_source and not dataset.clip_files:
             raise ValueError(
@@ -324,7 +323,7 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
         parallel=read(config.ParallelConfig),
         schedule=read(config.ScheduleConfig),
         output=read(config.OutputConfig, folder=str(folder)),
-        samples=read(config.SamplesConfig, vae=dataset.vae_file if draws_by_host else ""),
+        samples=read(config.SamplesConfig, vae=dataset.vae_file if draws else ""),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 _ROOT = Path(os.path.realpath(__file__)).parents[3]
 
 
-_shortened = contextlib.ExitStack()
+_shortened, _made_small = contextlib.ExitStack(), contextlib.ExitStack()
 
 
 def _load_pack() -> None:
@@ -55,19 +55,57 @@ class TinyEncoders:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
         required = {"family": ("STRING", {}), "seed": ("INT", {"default": 0})}
-        return {"required": required, "optional": {"channels": ("INT", {"default": 4})}}
+        sizes = {"channels": ("INT", {"default": 4}), "width": ("INT", {"default": 16})}
+        return {"required": required, "optional": {**sizes, "vae": ("STRING", {"default": ""})}}
 
     RETURN_TYPES = ("CLIP", "VAE")
     FUNCTION = "make"
     CATEGORY = "test"
 
-    def make(self, family: str, seed: int, channels: int = 4) -> tuple[Any, Any]:
+    def make(self, family: str, seed: int, channels: int = 4, width: int = 16, vae: str = "") -> tuple[Any, Any]:
         _load_pack()
         from devicebridge.tests.comfy.stock_encoders import make_clip, make_vae, make_video_vae
 
-        if family == "wan":
-            return None, make_video_vae(seed)
-        return make_clip(family, seed), make_vae(family, seed, channels)
+        clip = None if family == "wan" else make_clip(family, seed, width)
+        return clip, make_video_vae(seed) if "wan" in (family, vae) else make_vae(vae or family, seed, channels)
+
+
+class SmallModel:
+    """Writes a tiny model of tiny_checkpoints.py. From now on ComfyUI takes its sizes for those of its class, and
+    Train LoRA (simple) trains few small steps. A family "" has the latter alone."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"family": ("STRING", {}), "file": ("STRING", {}), "unet_config": ("STRING", {})}}
+
+    @classmethod
+    def IS_CHANGED(cls, **inputs: Any) -> float:
+        return float("nan")
+
+    RETURN_TYPES = ()
+    FUNCTION = "make"
+    OUTPUT_NODE = True
+    CATEGORY = "test"
+
+    def make(self, family: str, file: str, unet_config: str) -> dict[str, Any]:
+        import dataclasses
+        import json
+        from unittest import mock
+
+        _load_pack()
+        from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint, small_sizes
+
+        _made_small.close()
+        for module in _modules(".nodes.simple"):
+            small = (module._Settings(2, 64, 2, 1e-2, 1),) * 3
+            settings = dict.fromkeys(module.SETTINGS, small)
+            _made_small.enter_context(mock.patch.object(module, "SETTINGS", settings))
+        if family:
+            tiny = FAMILIES[family]
+            tiny = dataclasses.replace(tiny, unet_config={**tiny.unet_config, **json.loads(unet_config)})
+            _made_small.enter_context(small_sizes(tiny))
+            save_checkpoint(tiny, Path(file))
+        return {}
 
 
 class KeepTensors:
@@ -138,6 +176,7 @@ class StockCase:
 
 NODE_CLASS_MAPPINGS = {
     "TestTinyEncoders": TinyEncoders,
+    "TestSmallModel": SmallModel,
     "TestKeepTensors": KeepTensors,
     "TestShortTexts": ShortTexts,
     "TestStockCase": StockCase,
