@@ -28,13 +28,14 @@ _log = logging.getLogger(__name__)
 _SHOWN = 3
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _SPLIT = ("DeviceBridgeSplitModel", "DeviceBridgeLoadDiffusionModelSplit")
-_TRAINING = "LoadModelForTraining Quantize TrainingDataset CacheCaptionsAndLatents DatasetFromLatents PlanTraining"
-_NODES = (*(f"DeviceBridge{name}" for name in f"{_TRAINING} TrainLora ImagesToCaption WriteCaptions".split()), *_SPLIT)
+_TRAINING = "LoadModelForTraining Quantize TrainingDataset CacheCaptionsAndLatents DatasetFromLatents PlanTraining "
+_TRAINING += "TrainLora TrainLoraSimple ImagesToCaption WriteCaptions"
+_NODES = (*(f"DeviceBridge{name}" for name in _TRAINING.split()), *_SPLIT)
 # The parts of the pack that may be refused, and the nodes that need each, or what else does.
 PARTS: dict[str, tuple[str, ...]] = {
     "schemas": ("every node",),
     "nodes": _NODES,
-    "encoders": ("DeviceBridgeCacheCaptionsAndLatents",),
+    "encoders": ("DeviceBridgeCacheCaptionsAndLatents", "DeviceBridgeTrainLoraSimple"),
     "split": _SPLIT,
     "training": ("training of ComfyUI's own models",),
     "page": ("the page DeviceBridge",),

@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from devicebridge.config.job import make_job
 from devicebridge.runs.queue import MEMORY, JobQueue
 from devicebridge.runs.record import recorded_run
 from devicebridge.runs.store import RunStore
 from devicebridge.tests.comfy.browser import CONTRASTS, FOCUSABLE, open_page, open_tab
 from devicebridge.tests.comfy.server import ROOT, Server
+from devicebridge.tests.comfy.small_flux2 import original_weights, save_comfy_sized_pipeline
+from devicebridge.tests.comfy.test_templates import FLUX, over_two_cards, with_stand_ins
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
 from devicebridge.tests.workflows import read_workflow, set_values
 from PIL import Image
+from safetensors.torch import save_file
 
 pytestmark = pytest.mark.comfy
 
@@ -53,41 +57,121 @@ def _put_stand_ins(models: Path, pipeline: Path) -> list[Path]:
     return [model, encoder, vae]
 
 
-def test_a_new_user_is_three_clicks_and_no_typed_path_from_the_first_training_step(
-    chromium: str, server: Server, tmp_path: Path
+_COUNTED = """() => {
+  window.counted = { clicks: 0, typed: '' }
+  addEventListener('pointerdown', (event) => { window.counted.clicks += event.isTrusted }, true)
+  const isLetter = (event) => event.isTrusted && event.key.length === 1
+  addEventListener('keydown', (event) => { window.counted.typed += isLetter(event) ? event.key : '' }, true)
+}"""
+_PLACE = """(name) => {
+  const node = window.app.graph.nodes.find((each) => each.type === 'DeviceBridgeTrainLoraSimple')
+  const widget = node.widgets.find((each) => each.name === name)
+  const place = [node.pos[0] + 0.7 * node.size[0], node.pos[1] + widget.last_y + 10]
+  const [x, y] = window.app.canvas.ds.convertOffsetToCanvas(place)
+  const corner = window.app.canvas.canvas.getBoundingClientRect()
+  return [x + corner.left, y + corner.top]
+}"""
+
+
+def _open_template(page: Any, name: str) -> None:
+    """Two clicks, in the dialog that a first start opens by itself."""
+    page.evaluate(_COUNTED)
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_text("DeviceBridge", exact=True).first.click()
+    dialog.get_by_text(name, exact=True).first.click()
+    dialog.wait_for(state="detached")
+
+
+@pytest.mark.parametrize(
+    ("template", "word", "clicks", "run"),
+    [
+        pytest.param(TEMPLATE, "", 3, "my_lora", marks=pytest.mark.long),
+        ("simple_training_FLUX.2", "cat", 4, "cat"),
+    ],
+)
+def test_a_new_user_is_few_clicks_and_no_typed_path_from_the_first_training_step(
+    chromium: str, server: Server, tmp_path: Path, template: str, word: str, clicks: int, run: str
 ) -> None:
+    """The simple training: a folder of images, four clicks and one typed word."""
     made = _put_stand_ins(server.base / "models", save_tiny_pipeline(tmp_path / "tiny_flux2", "flux2"))
     images = server.base / "input" / "my_images"
     if not images.exists():
         made.append(save_tiny_dataset(images, num_images=3))
     server.post("/api/settings/Comfy.TutorialCompleted", False)
-    events = server.base / "output" / "devicebridge" / "my_lora" / "events.jsonl"
+    server.post("/api/settings/Comfy.VueNodes.Enabled", False)
+    server.run({"1": {"class_type": "TestSmallModel", "inputs": {"family": "", "file": "", "unet_config": ""}}})
+    events = server.base / "output" / "devicebridge" / run / "events.jsonl"
     with open_page(chromium, server, tmp_path / "profile") as page:
-        page.evaluate("""() => {
-          window.counted = { clicks: 0, keys: 0 }
-          addEventListener('pointerdown', (event) => { window.counted.clicks += event.isTrusted }, true)
-          addEventListener('keydown', (event) => { window.counted.keys += event.isTrusted }, true)
-        }""")
-        page.route(f"**/workflow_templates/devicebridge/{TEMPLATE}.json", _smaller)
-        dialog = page.get_by_role("dialog")  # which a first start opens by itself
-        dialog.get_by_text("DeviceBridge", exact=True).first.click()
-        dialog.get_by_text(TEMPLATE, exact=True).first.click()
-        dialog.wait_for(state="detached")
+        page.route(f"**/workflow_templates/devicebridge/{template}.json", lambda route: _smaller(route, template))
+        _open_template(page, template)
+        if word:
+            page.wait_for_timeout(1000)  # until the canvas has drawn the nodes in their place
+            page.mouse.click(*page.evaluate(_PLACE, "trigger_word"))
+            page.locator(".graphdialog input").fill("")
+            page.keyboard.type(word)
+            page.keyboard.press("Enter")
         page.get_by_test_id("queue-button").click()
         _wait_until(lambda: events.exists() and '"kind": "step"' in events.read_text(encoding="utf-8"), server)
         counted = page.evaluate("() => window.counted")
     server.post("/interrupt", {})
-    assert counted == {"clicks": 3, "keys": 0}
+    assert counted == {"clicks": clicks, "typed": word}
     _wait_until(lambda: not server.get("/queue")["queue_running"], server)
     for path in made:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _smaller(route: Any) -> None:
-    """The template, with pictures that a CPU trains on; all that names files stays."""
+def _smaller(route: Any, template: str) -> None:
+    """The template, with pictures that a CPU trains on; all that names files stays, but loaders of encoders, which the
+    stand-in for the model brings."""
     small = {"TrainingDataset.resolutions": "32", "TrainLora.accumulation": 1, "LoadModelForTraining.dtype": "float32"}
-    values = {f"DeviceBridge{name}": value for name, value in small.items()}
-    route.fulfill(json=set_values(read_workflow(ROOT / "example_workflows" / f"{TEMPLATE}.json"), values))
+    graph = read_workflow(ROOT / "example_workflows" / f"{template}.json")
+    if template == TEMPLATE:
+        route.fulfill(json=set_values(graph, {f"DeviceBridge{name}": value for name, value in small.items()}))
+        return
+    graph["nodes"] = [node for node in graph["nodes"] if not node["type"].endswith("Loader")]
+    graph["links"] = []
+    for node in graph["nodes"]:
+        node["inputs"] = [{**each, "link": None} for each in node["inputs"]]
+    route.fulfill(json=graph)
+
+
+@pytest.mark.long
+def test_a_new_user_is_three_clicks_from_the_first_picture_over_two_cards(
+    chromium: str, server: Server, tmp_path: Path
+) -> None:
+    """The page sends what the template says; emulated cards and tiny encoders stand in for what it names."""
+    name, models = "sample_FLUX.2_over_two_GPUs", server.base / "models"
+    pipeline = save_comfy_sized_pipeline(tmp_path / "small_flux2")
+    (models / "diffusion_models").mkdir(exist_ok=True)
+    save_file(original_weights(pipeline / "transformer"), models / "diffusion_models" / FLUX)
+    files = {
+        models / each["directory"] / each["name"]
+        for node in read_workflow(ROOT / "example_workflows" / f"{name}.json")["nodes"]
+        for each in node["properties"].get("models", [])
+    }
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        save_file({"x": torch.zeros(1)}, file)
+    server.post("/api/settings/Comfy.TutorialCompleted", False)
+
+    def send(route: Any) -> None:
+        asked = json.loads(route.request.post_data)
+        asked["prompt"] = over_two_cards(with_stand_ins(asked["prompt"], "flux2"))
+        route.continue_(post_data=json.dumps(asked))
+
+    with open_page(chromium, server, tmp_path / "profile") as page:
+        page.route("**/api/prompt", send)
+        _open_template(page, name)
+        page.get_by_test_id("queue-button").click()
+        pictures = server.base / "output"
+        _wait_until(lambda: list(pictures.glob("template_flux2*.png")), server)
+        _wait_until(lambda: not server.get("/queue")["queue_running"], server)
+        assert page.evaluate("() => window.counted") == {"clicks": 3, "typed": ""}
+    newest = max(server.get("/history").values(), key=lambda entry: entry["prompt"][0])
+    (shown,) = (output["blocks"] for output in newest["outputs"].values() if "blocks" in output)
+    assert [card for card, _ in shown] == ["lazy:0", "lazy:1"]
+    for file in files:
+        file.unlink()
 
 
 def _wait_until(is_true: Any, server: Server, timeout_s: float = 200.0) -> None:

@@ -66,7 +66,7 @@ def _of_kind(graph: dict[str, Any], *kinds: str) -> dict[str, dict[str, Any]]:
     return {key: node for key, node in graph.items() if node["class_type"] in kinds}
 
 
-def _with_stand_ins(graph: dict[str, Any], family: str, channels: int = 32) -> dict[str, Any]:
+def with_stand_ins(graph: dict[str, Any], family: str, channels: int = 32) -> dict[str, Any]:
     """Tiny files and encoders, and few small steps; nodes and links stay as they are."""
     graph["encoders"] = {
         "class_type": "TestTinyEncoders",
@@ -99,7 +99,7 @@ def _with_stand_ins(graph: dict[str, Any], family: str, channels: int = 32) -> d
     return graph
 
 
-def _over_two_cards(graph: dict[str, Any]) -> dict[str, Any]:
+def over_two_cards(graph: dict[str, Any]) -> dict[str, Any]:
     """Emulated ones, on before the loader and off behind the sampler."""
     ((_, loader),) = _of_kind(graph, "DeviceBridgeLoadDiffusionModelSplit").items()
     ((sampler, _),) = _of_kind(graph, "KSampler").items()
@@ -134,7 +134,7 @@ def _succeed(server: Server, graph: dict[str, Any]) -> dict[str, Any]:
 def test_a_sampling_template_draws_over_two_cards(
     server: Server, files: None, name: str, family: str, ending: str
 ) -> None:
-    outputs = _succeed(server, _over_two_cards(_with_stand_ins(_graph(name), family)))
+    outputs = _succeed(server, over_two_cards(with_stand_ins(_graph(name), family)))
     (shown,) = (output["blocks"] for output in outputs.values() if "blocks" in output)
     assert [card for card, _ in shown] == ["lazy:0", "lazy:1"]
     pictures = sorted((server.base / "output").glob(f"template_{family}*.{ending}"))
@@ -143,7 +143,7 @@ def test_a_sampling_template_draws_over_two_cards(
 
 
 def test_the_ring_attention_template_reports_the_fix_and_draws(server: Server, files: None) -> None:
-    outputs = _succeed(server, _with_stand_ins(_graph("ring_attention_with_the_LSE_fix"), "flux2"))
+    outputs = _succeed(server, with_stand_ins(_graph("ring_attention_with_the_LSE_fix"), "flux2"))
     texts = [output["text"][0] for output in outputs.values() if "text" in output]
     assert any(text.startswith(("Active", "Not needed")) for text in texts), outputs
 
@@ -166,7 +166,7 @@ def test_the_training_template_trains_and_the_resuming_one_goes_on(
 def test_the_end_to_end_template_plans_trains_draws_samples_and_samples_with_the_lora(
     server: Server, files: None, images: None, pipeline: Path
 ) -> None:
-    graph = _with_stand_ins(_graph("train_FLUX.2_on_two_24_GB_cards"), "flux2")
+    graph = with_stand_ins(_graph("train_FLUX.2_on_two_24_GB_cards"), "flux2")
     values = {"DeviceBridgePlanTraining.cards": "2x24GB"}
     graph = set_values(_quick_training(graph, pipeline, name="template_end", steps=2, sample_every=2), values)
     outputs = _succeed(server, graph)

@@ -46,6 +46,7 @@ FILES = ("model", "unet_name", "folder", "images", "evaluation_folder", "text_en
 # What the stand-in for ComfyUI has no parts of.
 STUB_LACKS = {
     "DeviceBridgeCacheCaptionsAndLatents",
+    "DeviceBridgeTrainLoraSimple",
     "DeviceBridgeSplitModel",
     "DeviceBridgeLoadDiffusionModelSplit",
 }
