@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from devicebridge.tests import comfy_stub
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
 from safetensors.torch import load_file
 
+ROOT = Path(__file__).resolve().parents[3]
 MOST_VISIBLE = 6  # links among them: no page folds those
 
 
@@ -62,3 +64,75 @@ def test_four_choices_train_the_lora_that_the_five_nodes_train(
     expected = nodes.train.TrainLora.execute(model=model, dataset=dataset, resume=False, **train).args[0]
     assert lora.keys() == expected.keys() and all(torch.equal(lora[name], expected[name]) for name in expected)
     assert load_file(path).keys() == lora.keys()
+
+
+@pytest.mark.parametrize("has_forecast", [True, False])
+def test_what_does_not_fit_is_refused_before_captions_are_encoded(
+    nodes: ModuleType, simple: Any, host: comfy_stub.FakeHost, monkeypatch: pytest.MonkeyPatch, has_forecast: bool
+) -> None:
+    from devicebridge.jobs import job as job_module
+    from devicebridge.planning.dry_run import NoForecast
+
+    error = ValueError("one card lacks 3 GB") if has_forecast else NoForecast("a UNet", "no two blocks are alike")
+    asked: list[Any] = []
+
+    def plan_job(job: Any, *cards: Any, **how: Any) -> Any:
+        asked.append(job)
+        raise error
+
+    monkeypatch.setattr(simple.host, "list_gpus", lambda: (torch.device("cpu"),))
+    monkeypatch.setattr(job_module, "plan_job", plan_job)
+    if has_forecast:
+        with pytest.raises(ValueError, match="lacks 3 GB"):
+            simple.TrainLoraSimple.execute(**_sockets())
+        assert not (host.root / "output" / "devicebridge" / "cache").exists()
+    else:
+        simple.TrainLoraSimple.execute(**_sockets())
+    (job,) = asked
+    assert (job.lora.rank, job.train.gradient_accumulation_steps, job.data.resolutions) == (2, 1, (32,))
+    assert job.data.folders[0].caption == job.data.trigger_word == "ohwx dog"
+
+
+def test_encoders_are_found_by_the_names_of_comfyuis_templates(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
+    from devicebridge.nodes.host.known_files import known_files
+
+    there = {
+        "text_encoders": (
+            "umt5_xxl_fp8_e4m3fn_scaled",
+            "sub/umt5_xxl_fp16",
+            "clip_l_hidream",
+            "t5xxl_fp16",
+            "qwen_3_4b",
+        ),
+        "vae": ("wan_2.1_vae", "wan2.2_vae", "ae", "flux2-vae"),
+    }
+    for kind, names in there.items():
+        for name in names:
+            file = host.root / "models" / kind / f"{name}.safetensors"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+    found = {}
+    for variant in ("wan2.1-t2v-14b", "wan2.2-ti2v-5b", "flux1-dev", "flux2-klein-4b", "flux2-dev"):
+        info = SimpleNamespace(variant=SimpleNamespace(name=variant), family=SimpleNamespace(name="own"))
+        known = known_files(info)
+        found[variant] = [
+            name.removesuffix(".safetensors") for name in (*known.names["text_encoders"], *known.names["vae"])
+        ]
+    assert found == {
+        "wan2.1-t2v-14b": ["sub/umt5_xxl_fp16", "wan_2.1_vae"],
+        "wan2.2-ti2v-5b": ["sub/umt5_xxl_fp16", "wan2.2_vae"],
+        "flux1-dev": ["", "t5xxl_fp16", "ae"],
+        "flux2-klein-4b": ["qwen_3_4b", "flux2-vae"],
+        "flux2-dev": ["", "flux2-vae"],
+    }
+
+
+def test_the_help_page_says_the_settings(nodes: ModuleType) -> None:
+    page = (ROOT / "web" / "docs" / "DeviceBridgeTrainLoraSimple.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ") and " at " in line]
+    assert len(rows) == len(nodes.simple.SETTINGS)
+    for row, settings in zip(rows, nodes.simple.SETTINGS.values(), strict=True):
+        cells = [re.findall(r"\d+", cell) for cell in row.split("|")[2:5]]
+        assert [list(map(int, cell[:3])) for cell in cells] == [
+            [s.steps, s.accumulation, s.resolution] for s in settings
+        ]
