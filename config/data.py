@@ -164,9 +164,9 @@ class CacheConfig:
     Args:
         folder: Folder that keeps encoded captions and images. One may serve any number of models and datasets. Left
             out: the run folder.
-        text_encoders: Folder that holds the text_encoder and tokenizer folders. Left out: the model folder. Needed in a
-            job file when the model is a single file.
-        vae: VAE folder or file. Left out: the model folder. Needed in a job file when the model is a single file.
+        text_encoders: Folder that holds the text_encoder and tokenizer folders. Left out: the model folder, which a
+            single file lacks.
+        vae: VAE folder or file. Left out: the model folder, which a single file lacks.
         text_device: Where the text encoder runs. auto picks by size and says why in the log. cpu is slow but always has
             room; cuda:0 holds all of it on that card. stream passes its layers through a card that could not hold it,
             many captions at a time.

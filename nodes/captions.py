@@ -295,7 +295,7 @@ def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:
             f"({', '.join(filter(None, names))}); choose them in text_encoders and text_encoder_2, or connect "
             "Load CLIP to stock_clip"
         )
-    return load_clip_files(files, known.clip_type, model.model.path)
+    return load_clip_files(files, known.clip_type, model.model.path if model.model.family == COMFYUI else "")
 
 
 def _with_files(model: TrainingModel, sockets: dict[str, Any]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ function foldAdvanced(node) {
 
 /** A node has run. output: what it shows. */
 export function hearNode(node, output) {
-  if (node?.comfyClass === 'DeviceBridgeTrainLora' && output?.lora?.[0]) {
+  if (TRAINING_NODES.includes(node?.comfyClass) && output?.lora?.[0]) {
     node.properties[ANSWERED] = output.lora[0].subfolder.split('/').at(-1)
     changed()
   }
