@@ -121,7 +121,7 @@ def main() -> None:
             _, number, seed = name.split()
             with emulated_machine() as machine, torch.inference_mode():
                 found = run_prompts(Host(machine, folder), int(number), int(seed))
-            _answer(answers, {**found, "faults": faults_of(found)})
+            _answer(answers, {**found, "faults": faults_of(found, tuple(found["after"]))})
         elif name == "core":
             case = Case(None)
             core_is_untouched(case)
