@@ -134,6 +134,7 @@ def _count_in_the_sampling(model: Any, device: torch.device) -> None:
 
 @case
 def what_keeps_state_turns_overlap_off(case: Case) -> None:
+    short = {"settings": ({}, _FIRST)}
     changes: dict[str, Change] = {
         "an attention override": _count_in_the_attention,
         "object patches": _count_in_an_object_patch,
@@ -143,7 +144,7 @@ def what_keeps_state_turns_overlap_off(case: Case) -> None:
     }
     for claim, change in changes.items():
         with case.logged("devicebridge", logging.INFO) as messages:
-            _compare(case, claim, "flux1", change, cfg=4.0)
+            _compare(case, claim, "flux1", change, cfg=4.0, **short)
         case.check(f"{claim}: the log says so", any("overlap is off" in line for line in messages), messages)
 
 
@@ -213,6 +214,7 @@ def writes_into_what_an_attention_patch_gets(case: Case) -> None:
             return {"k": k * 0.9}
 
         model.set_model_attn1_patch(patch)
+        model.set_model_attn1_output_patch(lambda output, options: output.mul_(0.7))
 
     def unet(model: Any, device: torch.device) -> None:
         def patch(n: Any, context: Any, value: Any, extra: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -356,7 +357,8 @@ def doctor_measures_blocks_with_random_weights(case: Case) -> None:
         for kwargs, latent in [sizes[each.name]]
     ]
     small[1] = dataclasses.replace(small[1], class_name="NoSuchClass")
-    with mock.patch.object(split_module, "plan_tensor", side_effect=ValueError("not on these cards")):
+    without_limit = mock.patch.multiple(bench, _BUDGET_S=math.inf, _SHORT_S=0.0)  # however slow these cards are
+    with without_limit, mock.patch.object(split_module, "plan_tensor", side_effect=ValueError("not on these cards")):
         found = bench.measure_blocks((HOME, OTHER), small)
     case.check("each model", [each["model"] for each in found] == list(sizes), found)
     for each in (found[0], found[2]):
@@ -368,5 +370,6 @@ def doctor_measures_blocks_with_random_weights(case: Case) -> None:
     with mock.patch.object(bench, "time", SimpleNamespace(perf_counter=lambda: next(times))):
         seconds = bench._sample(bench._load(small[2], HOME), small[2], (HOME,), 4)[1]
     case.check("between two calls of the model", seconds == 2.0, seconds)
-    alone = bench.measure_blocks((HOME,), small[2:])
+    with mock.patch.multiple(bench, _BUDGET_S=math.inf, _SHORT_S=math.inf, _MORE_STEPS=3):
+        alone = bench.measure_blocks((HOME,), small[2:])
     case.check("one card", set(alone[0]["seconds"]) == {"one card"} and not alone[0]["why"], alone)
