@@ -23,7 +23,7 @@ EIGHT_BITS = (  # format, family
 EVERY = {
     "family_{}": (FAMILIES, ("flux2", "wan_vace", "sdxl", "z_image", "hidream", "minimax_h3")),
     "tensor_{}": (DIVIDED, ("wan_heads", "z_image")),
-    "tokens_{}": (SHARED, ("flux2", "hidream_o1")),
+    "tokens_{}": (SHARED, ("flux2", "wan", "hidream_o1")),
     "replayed_{}": (DIVIDED, ("flux2_heads", "qwen_image")),
     "tensor_{0[0]}_file_of_{0[1]}": (EIGHT_BITS, (("int8", "flux1_heads"),)),
 }
