@@ -135,17 +135,13 @@ def _sample_scheduled(host: Host, model: Any, *, keyframes: bool) -> torch.Tenso
 def scheduled_lora(case: Case) -> None:
     """A weight hook on the positive condition alone: weights change between cond and uncond, and by the step."""
     host = case.host
-    for keyframes in (False, True):
-        reference = _sample_scheduled(host, host.load(NAME, load_device=CPU), keyframes=keyframes)
-        divided = split(host.load(NAME))
-        clean = host.sample(divided, NAME, cfg=3.0, steps=4)
-        case.differs("it does something", reference, clean)
-        case.equal(
-            f"as unsplit, keyframes {keyframes}", _sample_scheduled(host, divided, keyframes=keyframes), reference
-        )
-        case.equal("again", _sample_scheduled(host, divided, keyframes=keyframes), reference)
-        case.equal("and clean afterwards", host.sample(divided, NAME, cfg=3.0, steps=4), clean)
-        host.unload_all()
+    reference = _sample_scheduled(host, host.load(NAME, load_device=CPU), keyframes=True)
+    divided = split(host.load(NAME))
+    clean = host.sample(divided, NAME, cfg=3.0, steps=4)
+    case.differs("it does something", reference, clean)
+    case.equal("as unsplit", _sample_scheduled(host, divided, keyframes=True), reference)
+    case.equal("again", _sample_scheduled(host, divided, keyframes=True), reference)
+    case.equal("and clean afterwards", host.sample(divided, NAME, cfg=3.0, steps=4), clean)
 
 
 @case

@@ -9,7 +9,7 @@ from typing import Any
 import comfy.patcher_extension
 import torch
 from devicebridge.patches.hooks import tensors_of
-from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_cases_replayed import bridge_of, replayed
 from devicebridge.tests.comfy.split_cases_tensor import near, tensor
 from devicebridge.tests.comfy.split_host import HOME, OTHER
@@ -80,39 +80,17 @@ _SECOND = ("double_block", 1)
 _SINGLE = ("single_block", 1)
 
 
-def _before_a_block(case: Case, name: str, entry: str, late: str) -> None:
+@case
+def writers_before_blocks(case: Case) -> None:
     """A replacement writes into this before it calls the block; other cards had copies from the block before."""
-    blocks = (_SECOND, _SINGLE) if name in ("flux1_heads", "chroma_heads", "hunyuan_video_heads") else (_SECOND,)
-    changes = {
-        f"{entry}, before the block": _writing_before(entry, *blocks),
-        f"{late}, from a later step on": _writing_before(late, *blocks, is_late=True),
-    }
-    _compare(case, name, changes)
-
-
-@case
-def writers_before_blocks_of_flux(case: Case) -> None:
-    _before_a_block(case, "flux1_heads", "pe", "vec")
-
-
-@case
-def writers_before_blocks_of_hunyuan_video(case: Case) -> None:
-    _before_a_block(case, "hunyuan_video_heads", "pe", "vec")
-
-
-@case
-def writers_before_blocks_of_wan(case: Case) -> None:
-    _before_a_block(case, "wan_heads", "txt", "vec")
-
-
-@case
-def writers_before_blocks_of_qwen_image(case: Case) -> None:
-    _before_a_block(case, "qwen_image", "pe", "vec")
-
-
-@case
-def writers_before_blocks_of_chroma(case: Case) -> None:
-    _before_a_block(case, "chroma_heads", "pe", "pe")
+    more = (("chroma_heads", "pe", "pe"), ("hunyuan_video_heads", "pe", "vec"), ("qwen_image", "pe", "vec"))
+    for name, entry, late in (("flux1_heads", "pe", "vec"), ("wan_heads", "txt", "vec"), *in_long_runs(*more)):
+        blocks = (_SECOND,) if name in ("wan_heads", "qwen_image") else (_SECOND, _SINGLE)
+        changes = {
+            f"{entry}, before the block": _writing_before(entry, *blocks),
+            f"{late}, from a later step on": _writing_before(late, *blocks, is_late=True),
+        }
+        _compare(case, name, changes)
 
 
 @case
