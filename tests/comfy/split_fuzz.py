@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -21,13 +20,10 @@ from unittest import mock
 import comfy.model_management
 import comfy.sample
 import torch
-from devicebridge.nodes.host.split import attachments, patcher, sampling, tree
 from devicebridge.nodes.host.split.model import split_model
 from devicebridge.nodes.host.split.plan import SplitRequest
-from devicebridge.parallel.local import borrow
-from devicebridge.parallel.local.borrow import Borrowed
-from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.tests.comfy.split_cases import CPU
+from devicebridge.tests.comfy.split_classes import FAMILIES as FAMILIES_SPLIT
 from devicebridge.tests.comfy.split_classes import SHARED
 from devicebridge.tests.comfy.split_fuzz_nodes import (
     AFTER_ONLY,
@@ -63,10 +59,10 @@ class Ground:
         return self.one == CPU
 
 
-def ground(is_emulated: bool, num_cards: int = NUM_CARDS) -> Ground:
-    """So many emulated cards, or the GPUs of this machine."""
+def ground(is_emulated: bool) -> Ground:
+    """Emulated cards, or the GPUs of this machine."""
     if is_emulated:
-        return Ground(CARDS[:num_cards])
+        return Ground()
     gpus = tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     return Ground(gpus, gpus[0])
 
@@ -90,14 +86,11 @@ class _Pair:
     nodes: tuple[Node, ...] = ()
 
 
-def run_history(
-    host: Host, seed: int, without: str = "", ground: Ground = Ground(), *, by_tokens: bool = False
-) -> History:
-    """One history from its seed, with one of GUARDS taken out; nothing stays loaded."""
+def run_history(host: Host, seed: int, ground: Ground = Ground(), *, by_tokens: bool = False) -> History:
+    """One history from its seed; nothing stays loaded."""
     history = History(seed)
     try:
-        with GUARDS[without]() if without else contextlib.nullcontext():
-            _play(host, random.Random(seed), history, ground, by_tokens)
+        _play(host, random.Random(seed), history, ground, by_tokens)
     except Ended as ended:
         history.verdict = str(ended)
     finally:
@@ -105,54 +98,7 @@ def run_history(
     return history
 
 
-def _unchanged(self: Any, extra_memory: float) -> float:
-    return extra_memory
-
-
-def _nothing(self: Any) -> Any:
-    return contextlib.nullcontext()
-
-
-def _instead(target: Any, name: str, function: Any) -> Callable[[], Any]:
-    return lambda: mock.patch.object(target, name, function)
-
-
-# Taking one of these out must make some history differ.
-GUARDS: Mapping[str, Callable[[], Any]] = {
-    "copies are forgotten behind other people's code": _instead(Bridge, "forget", lambda self: None),
-    "what blocks write is written back": _instead(Bridge, "_write_back", lambda self, module, output, goes_to: output),
-    "what patches write is carried back": _instead(Borrowed, "settle", lambda self, back: None),
-    "views are borrowed with their strides": _instead(borrow, "_copy_in_shape", borrow.copy_to),
-    "what is attached is seen": _instead(tree, "seen_attachments", lambda options: []),
-    "overlap looks at what is attached": _instead(sampling, "reason_against_overlap", lambda *args: ""),
-    "replaced methods go by relay": _instead(tree, "replaced_methods", lambda model: []),
-    "exchanged lists go by relay": _instead(tree.SplitTree, "_is_in_place", lambda self, name: True),
-    "what runs unseen is looked for": _instead(tree, "unseen_attachments", lambda *args: ()),
-    "an override with tensors runs at home": _instead(attachments, "holds_tensors", lambda function: False),
-    "other layers are loaded anew": _instead(patcher._CardPatcher, "_without_other_objects", lambda self, extra: extra),
-    "object patches lie under injections": _instead(patcher.ShardMixin, "_own_part", _nothing),
-    "adapters go where their layer is": _instead(patcher.SplitMixin, "_place_bypass_adapters", lambda self: None),
-}
-
-
-# Not all of FAMILIES: a family more would give every seed another history, and GUARDS' seeds would miss their fault.
-_DRAWN_FROM = (
-    "chroma",
-    "cosmos_predict2",
-    "flux1",
-    "flux2",
-    "hidream",
-    "hunyuan_video",
-    "ltxv",
-    "lumina2",
-    "qwen_image",
-    "sd3",
-    "sdxl",
-    "wan",
-    "wan_i2v",
-    "wan_vace",
-    "z_image",
-)
+_BY_BLOCKS = tuple(name for name in FAMILIES_SPLIT if name not in ("krea2", "minimax_h3"))
 
 
 class Ended(Exception):
@@ -160,7 +106,7 @@ class Ended(Exception):
 
 
 def _play(host: Host, drawn: random.Random, history: History, ground: Ground, by_tokens: bool) -> None:
-    name = drawn.choice(SHARED if by_tokens else _DRAWN_FROM)
+    name = drawn.choice(SHARED if by_tokens else _BY_BLOCKS)
     dtype = drawn.choice((torch.float32, torch.float32, torch.bfloat16))
     request = _draw_shares(drawn, ground) if by_tokens else _draw_request(drawn, ground)
     is_exact = by_tokens and (dtype != torch.float32 or drawn.random() < 0.7)

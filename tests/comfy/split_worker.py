@@ -2,10 +2,10 @@
 
 Takes ComfyUI's folder and one for checkpoints. Reads {"case": name} line by line from stdin and answers each with one
 line of JSON: {"claims": [[claim, holds, found]], "seconds": s} or {"error": traceback}. {"case": "names"} lists them.
-{"case": "history 7"} runs the random history of that seed: {"verdict": text, "steps": [text]}; "history 7/2" does so on
-two cards. A name behind the seed takes out that guard (split_fuzz.GUARDS), and so does " without " and its name behind
-a case. With --gpus behind the folders histories are played on the GPUs there are. {"case": "tokens 7"} runs one with
-way tokens, {"case": "prompts 1000 7"} so many prompts of split_prompts.py.
+{"case": "history 7"} runs the random history of that seed: {"verdict": text, "steps": [text]}; {"case": "tokens 7"} one
+with way tokens. With --gpus behind the folders histories are played on the GPUs there are. " without " and the name of
+one of split_guards.GUARDS behind a case takes that guard out. {"case": "prompts 1000 7"} runs so many prompts of
+split_prompts.py.
 
 ComfyUI is imported before the pack, so that what the pack does to ComfyUI's own functions shows (see `core_digest`).
 """
@@ -61,7 +61,8 @@ def main() -> None:
     for path in sorted(HERE.glob("split_cases_*.py")):  # they register themselves
         importlib.import_module(f"devicebridge.tests.comfy.{path.stem}")
     from devicebridge.tests.comfy.split_cases import CASES, Case, run_case
-    from devicebridge.tests.comfy.split_fuzz import GUARDS, ground, run_history
+    from devicebridge.tests.comfy.split_fuzz import ground, run_history
+    from devicebridge.tests.comfy.split_guards import GUARDS
     from devicebridge.tests.comfy.split_host import Host, emulated_machine, real_gpus
     from devicebridge.tests.comfy.split_prompts import faults_of, run_prompts
 
@@ -74,17 +75,14 @@ def main() -> None:
     gc.freeze()  # cases collect garbage, and the libraries' objects are none
     if not is_emulated:  # on a GPU the very first forwards of a process take other kernels, and have other bits
         with real_gpus() as machine, torch.inference_mode():
-            run_history(Host(machine, folder), 0, "", ground(is_emulated))
+            run_history(Host(machine, folder), 0, ground(is_emulated))
     for line in sys.stdin:
         name = json.loads(line)["case"]
         if name == "names":
             _answer(answers, {"names": sorted(CASES)})
         elif name.startswith("history "):
-            _, drawn, without = f"{name}  ".split(" ", 2)
-            seed, _, cards = drawn.partition("/")
-            place = ground(is_emulated, int(cards)) if cards else ground(is_emulated)
             with emulated_machine() if is_emulated else real_gpus() as machine, torch.inference_mode():
-                history = run_history(Host(machine, folder), int(seed), without.strip(), place)
+                history = run_history(Host(machine, folder), int(name.split()[1]), ground(is_emulated))
             _answer(answers, {"verdict": history.verdict, "steps": history.steps})
         elif name.startswith("tokens "):
             with emulated_machine() as machine, torch.inference_mode():
