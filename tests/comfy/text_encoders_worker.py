@@ -47,6 +47,7 @@ from devicebridge.tests.comfy.native_steps import CARDS, difference, gradients, 
 from devicebridge.tests.comfy.stock_encoders import make_clip, make_vae
 from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, save_checkpoint, small_sizes
 from devicebridge.tests.comfy.trained_families import TRAINED, made_of
+from devicebridge.tests.comfy_host import allow_folders
 from devicebridge.training.loop import Trainer
 from devicebridge.training.objective import noise_latents, predict
 from PIL import Image
@@ -116,6 +117,7 @@ class Bench:
                 "stock_clip": [str(self.clip_file)],
                 "stock_clip_type": "stable_diffusion",
                 "stock_vae": str(self.clip_file),
+                "caption_weights": True,  # as core's nodes read them
                 **sections.get("cache", {}),
             },
             "train": {"steps": 4, "seed": 3, **sections.get("train", {})},
@@ -352,6 +354,9 @@ def same_from_nodes(bench: Bench) -> Figures:
     loaded = [str(bench.clip_file)], None, comfy.sd.CLIPType.STABLE_DIFFUSION, {}
     clip.patcher.cached_patcher_init = comfy.sd.load_clip_model_patcher, loaded
     folder_paths.set_output_directory(str(bench.folder / "output"))
+    folder_paths.set_user_directory(str(bench.folder / "user"))
+    (bench.folder / "user").mkdir()
+    allow_folders(bench.folder / "user", bench.folder)
     model, dataset = TrainingModel(job.model, job.split), TrainingDataset(job.data, job.evaluation)
     settings = {
         "steps": job.train.steps,
@@ -377,7 +382,8 @@ def same_from_nodes(bench: Bench) -> Figures:
         torch.inference_mode(),  # as ComfyUI runs nodes
         small_sizes(bench.family),
     ):
-        (cached,) = _run(CacheCaptionsAndLatents, model, dataset, stock_clip=clip, stock_vae=make_vae("sd"))
+        stock = {"stock_clip": clip, "stock_vae": make_vae("sd"), "caption_weights": True}
+        (cached,) = _run(CacheCaptionsAndLatents, model, dataset, **stock)
         found, losses, *_ = _run(TrainLora, model, cached, resume=False, **settings)
         other = replace(cached, clip_files=())
         try:
