@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from devicebridge.tests.comfy.server import ROOT, Server
-from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.comfy.server import Server
+from devicebridge.tests.comfy.workers import run_script
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.comfy
 
 FAMILY = "flux1"
-_MAKE = """
-import runpy, sys
-runpy.run_path(sys.argv[1])["load_pack"]()
-sys.path.insert(0, sys.argv[2])
-from pathlib import Path
-from comfy.cli_args import args
-args.cpu = True
-import torch
-from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint
-save_checkpoint(FAMILIES[sys.argv[4]], Path(sys.argv[3]) / "diffusion_models" / "tiny.safetensors", torch.float32)
-"""
 
 
 @pytest.fixture(scope="module")
 def tiny_files(server: Server, comfyui: Path) -> Iterator[None]:
     """A tiny checkpoint among the server's models; the emulation is off again at the end."""
     (server.base / "models" / "diffusion_models").mkdir(parents=True, exist_ok=True)
-    arguments = [str(ROOT / "bootstrap.py"), str(comfyui), str(server.base / "models"), FAMILY]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    python = comfy_python(comfyui)
-    subprocess.run([str(python), "-c", _MAKE, *arguments], env=environment, timeout=120, check=True)
+    file = server.base / "models" / "diffusion_models" / "tiny.safetensors"
+    done = run_script("native_job_worker.py", comfyui, server.base, "save", FAMILY, file)
+    assert done.returncode == 0, done.stderr[-3000:]
     yield
     assert server.run({"1": _node("TestCardsOff")}).status == "success"
 

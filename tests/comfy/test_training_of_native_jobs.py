@@ -16,6 +16,7 @@ import torch
 from devicebridge.runs.queue import MEMORY
 from devicebridge.runs.record import KeptJobs, read_record
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Server
+from devicebridge.tests.comfy.workers import run_script
 from devicebridge.tests.comfy_host import comfy_python
 from devicebridge.tests.workflows import from_folder, read_workflow, set_values
 from PIL import Image
@@ -34,9 +35,7 @@ OURS = (
 
 def _worker(comfyui: Path, base: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
     """A command of native_job_worker.py."""
-    whole = [comfy_python(comfyui), WORKER, comfyui, base, *command]
-    environment = {**os.environ, **ENVIRONMENT}
-    return subprocess.run(list(map(str, whole)), capture_output=True, text=True, env=environment, timeout=300)
+    return run_script(WORKER.name, comfyui, base, *command)
 
 
 def _ours(comfyui: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
