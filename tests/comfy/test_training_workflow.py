@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import time
@@ -17,7 +16,8 @@ import torch
 from devicebridge.headless import run as headless
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Finished, Messages, Server
 from devicebridge.tests.comfy.small_flux2 import original_weights, save_comfy_sized_pipeline
-from devicebridge.tests.comfy_host import allow_folders, comfy_python
+from devicebridge.tests.comfy.workers import run_script
+from devicebridge.tests.comfy_host import allow_folders
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
 from devicebridge.tests.workflows import from_folder, read_workflow, set_values
 from safetensors.torch import load_file, save_file
@@ -120,19 +120,6 @@ def _wait_for_step(folder: Path, step: int) -> None:
     raise AssertionError(f"step {step} was not reached; {_read_events(folder)[-3:]}")
 
 
-def _run_command_line(comfyui: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`devicebridge ...` with ComfyUI's Python, so that both sides compute with the same packages."""
-    code = (
-        "import importlib.util, sys; "
-        "spec = importlib.util.spec_from_file_location('bootstrap', sys.argv[1]); "
-        "bootstrap = importlib.util.module_from_spec(spec); spec.loader.exec_module(bootstrap); bootstrap.load_pack(); "
-        "from devicebridge.cli.main import main; raise SystemExit(main(sys.argv[2:]))"
-    )
-    command = [str(comfy_python(comfyui)), "-c", code, str(ROOT / "bootstrap.py"), *arguments]
-    environment = {**os.environ, **ENVIRONMENT}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
-
-
 def test_the_lora_is_byte_for_byte_that_of_the_command_line(
     server: Server, comfyui: Path, graph: Any, pipeline: Path, dataset: Path, tmp_path: Path
 ) -> None:
@@ -140,7 +127,7 @@ def test_the_lora_is_byte_for_byte_that_of_the_command_line(
     job = tmp_path / "job.toml"
     folder = tmp_path / "run"
     job.write_text(JOB.format(model=pipeline, data=dataset, steps=4, folder=folder, name="same"), encoding="utf-8")
-    done = _run_command_line(comfyui, "train", str(job))
+    done = run_script("command_line.py", comfyui, "train", job, has_pack=True)  # so that both have the same packages
     assert done.returncode == 0, done.stderr
     ours = _run_folder(server, "same") / "same.safetensors"
     assert ours.read_bytes() == (folder / "same.safetensors").read_bytes()
