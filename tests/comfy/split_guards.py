@@ -12,10 +12,6 @@ from devicebridge.parallel.local.borrow import Borrowed
 from devicebridge.parallel.local.bridge import Bridge
 
 
-def _unchanged(self: Any, extra_memory: float) -> float:
-    return extra_memory
-
-
 def _nothing(self: Any) -> Any:
     return contextlib.nullcontext()
 
