@@ -1,13 +1,10 @@
 """Plays random histories of nodes on a split MODEL and on an unsplit one, in a real ComfyUI on emulated cards.
 
-    python scripts/fuzz_split.py [--histories 1000] [--first 0] [--processes 2] [--writers | --tokens] [--without GUARD]
-        [--out histories.json]
+    python scripts/fuzz_split.py [--histories 1000] [--first 0] [--processes 2] [--tokens] [--out histories.json]
 
 Needs a ComfyUI checkout, found as the tests find it; no GPU. `--gpus` plays on this machine's GPUs. Prints every
 history that differed, was refused or could not be compared, then a table. Exits with 1 if any differed. A seed is one
-history: `--first 57 --histories 1` plays it again. `--writers` plays those of code that writes in place.
-`--tokens` plays those with way tokens.
-`--without` takes out a guard of tests/comfy/split_fuzz.py: then some history must differ.
+history: `--first 57 --histories 1` plays it again. `--tokens` plays those with way tokens.
 """
 
 from __future__ import annotations
@@ -42,9 +39,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, help="where to write all histories as JSON")
     parser.add_argument("--gpus", action="store_true")
-    parser.add_argument("--writers", action="store_true", help="histories of code that writes in place, both ways")
     parser.add_argument("--tokens", action="store_true", help="histories with way tokens")
-    parser.add_argument("--without", default="", metavar="GUARD")
     options = parser.parse_args()
     comfyui = find_comfyui()
     python = comfy_python(comfyui) if comfyui is not None else None
@@ -53,8 +48,8 @@ def main() -> int:
         return 2
     seeds = range(options.first, options.first + options.histories)
     command = [str(python), str(WORKER), str(comfyui)], ["--gpus"] if options.gpus else []
-    what = "writers" if options.writers else "tokens" if options.tokens else "history"
-    found = play(command, [f"{what} {seed} {options.without}".strip() for seed in seeds], options.processes)
+    what = "tokens" if options.tokens else "history"
+    found = play(command, [f"{what} {seed}" for seed in seeds], options.processes)
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
     verdicts = collections.Counter(kind(history) for history in found.values())

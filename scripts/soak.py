@@ -8,7 +8,6 @@
     full disk          output and cache on a small tmpfs with a random number of bytes left; needs the right to mount
     read-only          output or cache may not be written, from the start or in mid-run
     prompts            a thousand prompts of plain and split models in one ComfyUI; needs a ComfyUI checkout
-    tensor prompts     prompts in a ComfyUI server that alternate way, LoRA, size, Cancel and errors on one card
     clock              every file is dated in the future, or long ago, before a run is resumed and a cache made anew
 
 In each, the LoRA after resuming must be byte-equal to that of a run that nobody disturbed, and so must every entry of
@@ -302,26 +301,6 @@ def prompts(folder: Path, number: int, seed: int) -> Row:
     return row
 
 
-def tensor_prompts(folder: Path, number: int, seed: int) -> Row:
-    """In a real server, a tenth of the prompts with an error injected on one card (tests/comfy/tensor_prompts.py)."""
-    from devicebridge.tests.comfy.server import start_server
-    from devicebridge.tests.comfy.tensor_prompts import make_files, run_tensor_prompts
-    from devicebridge.tests.comfy_host import comfy_python, find_comfyui
-
-    row, comfyui = Row("tensor prompts"), find_comfyui()
-    if comfyui is None or comfy_python(comfyui) is None:
-        row.skipped = "no ComfyUI was found; set COMFYUI_PATH to its folder"
-        return row
-    with start_server(comfyui, folder / "tensor_prompts") as server:
-        make_files(server, comfyui)
-        found = run_tensor_prompts(server, number, number // 10, seed, replays=True)
-    failed = found.failed.total()
-    row.runs, row.kills, row.faults = found.prompts, failed + found.cancelled, found.faults
-    first, last = found.held[len(found.held) // 2], found.held[-1]
-    row.note = f"{failed} failed, {found.cancelled} were cancelled; after half {first}, at the end {last}"
-    return row
-
-
 # ---- the table ----
 
 
@@ -363,7 +342,6 @@ def _rows(folder: Path, arguments: argparse.Namespace) -> Iterator[Row]:
         "read-only": lambda: read_only(lab),
         "clock": lambda: clock(lab),
         "prompts": lambda: prompts(folder, arguments.prompts, arguments.seed),
-        "tensor prompts": lambda: tensor_prompts(folder, arguments.prompts // 5, arguments.seed),
     }
     print(f"{'check':<18}{'runs':>6}{'kills':>7}{'losses':>8}")
     for name in arguments.only or checks:

@@ -178,10 +178,6 @@ class CompilingHost:
         graph = getattr(self.module, "MALLOC_GRAPHS", {}).get(thread)
         return graph if graph is not None and graph._comfy_active else None
 
-    def kept_by_other_threads(self) -> list[int]:
-        """Threads whose graphs nobody frees any more."""
-        return [thread for thread in getattr(self.module, "MALLOC_GRAPHS", {}) if thread != threading.get_ident()]
-
     # ---- the module
 
     def _make_module(self) -> ModuleType:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import inspect
 import io
 import json
+import logging
 import re
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,18 +24,14 @@ NAMES = Path(__file__).with_name("comfyui_api.txt")
 
 def main() -> None:
     answers, sys.stdout = sys.stdout, io.StringIO()
-    sys.path.insert(0, sys.argv[1])
     sys.argv = ["main.py", "--cpu"]
     _start_comfyui()
-    pack = _load_pack()
+    pack = runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
     json.dump({**_ask(), **_ask_without_a_function(pack)}, answers)
 
 
 def _start_comfyui() -> None:
-    """What main.py does before it loads packs, without listening."""
-    import comfy.options
-
-    comfy.options.enable_args_parsing()
+    """What main.py does before it loads packs, without listening; fork_host.py has done the first of it."""
     import server
 
     import execution  # noqa: F401
@@ -42,14 +39,6 @@ def _start_comfyui() -> None:
 
     server.PromptServer(asyncio.new_event_loop())
     asyncio.run(nodes.init_builtin_extra_nodes())
-
-
-def _load_pack() -> Any:
-    spec = importlib.util.spec_from_file_location("bootstrap", ROOT / "bootstrap.py")
-    assert spec is not None and spec.loader is not None
-    bootstrap = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bootstrap)
-    return bootstrap.load_pack()
 
 
 def _ask() -> dict[str, Any]:
@@ -157,11 +146,12 @@ def _overrides_that_differ() -> Iterator[str]:
 
 
 def _ask_without_a_function(pack: Any) -> dict[str, Any]:
-    """What the split node and another say where ComfyUI has renamed a function."""
+    """What the split nodes, another and the log say where ComfyUI has renamed a function."""
     import comfy.utils
 
-    function = comfy.utils.repeat_to_batch_size
+    function, logged = comfy.utils.repeat_to_batch_size, io.StringIO()
     del comfy.utils.repeat_to_batch_size
+    logging.getLogger().addHandler(logging.StreamHandler(logged))
     try:
         extension = asyncio.run(pack.comfy_entrypoint())
         listed = asyncio.run(extension.get_node_list())
@@ -169,7 +159,15 @@ def _ask_without_a_function(pack: Any) -> dict[str, Any]:
         comfy.utils.repeat_to_batch_size = function
     after = asyncio.run(asyncio.run(pack.comfy_entrypoint()).get_node_list())
     infos = [node.GET_NODE_INFO_V1() for node in listed]
+    named = {info["name"]: node for info, node in zip(infos, listed, strict=True)}
+    try:
+        said = named["DeviceBridgeLoadDiffusionModelSplit"].execute(unet_name="tiny.safetensors", devices="auto")
+    except RuntimeError as error:
+        said = str(error)
     return {
+        "log": logged.getvalue(),
+        "said": said,
+        "other": named["DeviceBridgeRingLseFix"].execute(enabled=False).args,
         "same schemas": infos == [node.GET_NODE_INFO_V1() for node in after],
         "refusing": [info["name"] for info, node in zip(infos, listed, strict=True) if node not in after],
         "ids": [info["name"] for info in infos],

@@ -1,7 +1,8 @@
 """One process with ComfyUI's Python that has imported ComfyUI; runs scripts of this folder, each in a fork of it.
 
 Takes ComfyUI's folder. On standard input, a socket, a request is a line of JSON, {"script", "arguments",
-"environment"}, with three file descriptors: what is standard input, output and error of the script. It answers with
+"environment", "has_pack": whether the pack is loaded before the script runs}, with three file descriptors: what is
+standard input, output and error of the script. It answers with
 {"started": pid}, and when the script has ended with {"ended": pid, "code": exit code}. It ends with the socket.
 
 A script starts in milliseconds and finds torch and ComfyUI as they are after their import; it may change either.
@@ -20,6 +21,7 @@ import socket
 import sys
 import threading
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,9 @@ def _fork(request: dict[str, Any], streams: list[int], requests: socket.socket) 
             os.dup2(stream, number)
             os.close(stream)
         os.environ.update(request["environment"])
+        if request["has_pack"]:
+            runpy.run_path(str(HERE.parents[1] / "bootstrap.py"))["load_pack"]()
+            warnings.simplefilter("ignore")
         script = str(HERE / request["script"])
         sys.argv = [script, *request["arguments"]]
         runpy.run_path(script, run_name="__main__")

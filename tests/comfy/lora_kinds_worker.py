@@ -5,40 +5,33 @@ Takes ComfyUI's folder, a folder for files and names of tiny_checkpoints.FAMILIE
 
 from __future__ import annotations
 
+import contextlib
 import json
-import runpy
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-CHECKOUT, FOLDER, *NAMES = sys.argv[1:]
-sys.path[0] = CHECKOUT
-sys.argv = sys.argv[:1]
+import comfy.lora
+import comfy.sd
+import torch
+from devicebridge.checkpoints.load import load_transformer
+from devicebridge.checkpoints.lora_start import read_start
+from devicebridge.config.job import LoraSettings, make_job
+from devicebridge.encoding.comfy_data import read_pairs, save_encoded
+from devicebridge.encoding.store import CacheStore
+from devicebridge.families.comfy.inputs import COND
+from devicebridge.jobs.job import run_job
+from devicebridge.jobs.lora_output import lora_file_tensors
+from devicebridge.nodes.host.native.model import native_training
+from devicebridge.nodes.host.native.source import read_native
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint, small_sizes
+from devicebridge.tests.emulated import emulated_cards
+from devicebridge.training.adapter import apply_lora, find_targets
+from safetensors.torch import save_file
 
-import comfy.cli_args  # noqa: E402
-
-comfy.cli_args.args.cpu = True
-runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
-
-import comfy.lora  # noqa: E402
-import comfy.sd  # noqa: E402
-import torch  # noqa: E402
-from devicebridge.checkpoints.load import load_transformer  # noqa: E402
-from devicebridge.checkpoints.lora_start import read_start  # noqa: E402
-from devicebridge.config.job import LoraSettings, make_job  # noqa: E402
-from devicebridge.encoding.comfy_data import read_pairs, save_encoded  # noqa: E402
-from devicebridge.encoding.store import CacheStore  # noqa: E402
-from devicebridge.families.comfy.inputs import COND  # noqa: E402
-from devicebridge.jobs.job import run_job  # noqa: E402
-from devicebridge.jobs.lora_output import lora_file_tensors  # noqa: E402
-from devicebridge.nodes.host.native.model import native_training  # noqa: E402
-from devicebridge.nodes.host.native.source import read_native  # noqa: E402
-from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint, small_sizes  # noqa: E402
-from devicebridge.tests.emulated import emulated_cards  # noqa: E402
-from devicebridge.training.adapter import apply_lora, find_targets  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+FOLDER, *NAMES = sys.argv[2:]
 
 KINDS: dict[str, dict[str, Any]] = {
     "lokr": {"kind": "lokr", "rank": 2, "alpha": 2.0},
@@ -46,12 +39,15 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 CARDS = {"devices": ["lazy:0", "lazy:1"]}
 TWO = {"gradient_accumulation_steps": 2}
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {"train": {"gradient_checkpointing": False}},
-    "recompute": {},
-    "split": {"split": CARDS},
-    "accumulated": {"train": TWO},
-    "pipeline": {"split": CARDS, "train": TWO, "parallel": {"strategy": "pipeline"}},
+PLAIN = {"train": {"gradient_checkpointing": False}}
+# LoKr in every way is in tests/unit/jobs/test_lora_kinds_job.py.
+WAYS: dict[str, dict[str, dict[str, Any]]] = {
+    "lokr": {"plain": PLAIN},
+    "dora": {
+        "plain": PLAIN,
+        "accumulated": {"train": TWO},
+        "pipeline": {"split": CARDS, "train": TWO, "parallel": {"strategy": "pipeline"}},
+    },
 }
 
 
@@ -107,8 +103,8 @@ def _trained(kind: str, family: Any, info: Any, path: Path, folder: Path) -> dic
     latents = [{"samples": torch.randn(1, *family.latent, generator=generator)} for _ in range(2)]
     encoded = save_encoded(read_pairs(latents, [family.condition(s) for s in (1, 2)]), CacheStore(folder / "cache"))
     results = {}
-    for way, sections in WAYS.items():
-        with emulated_cards():
+    for way, sections in WAYS[kind].items():
+        with emulated_cards() if "split" in sections else contextlib.nullcontext():
             results[way] = run_job(_job(path, encoded, folder / way, {"lora": KINDS[kind], **sections}), info=info)
     trained = results["plain"]
     assert trained.lora_path is not None
@@ -256,6 +252,5 @@ def _job(path: Path, encoded: Path, folder: Path, sections: dict[str, Any]) -> A
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     for each in NAMES:
         print(json.dumps(examine(each)), flush=True)

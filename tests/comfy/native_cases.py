@@ -1065,15 +1065,11 @@ _THEIR_INPUTS: dict[str, Callable[[], Inputs]] = {
 }
 
 
-def with_heads(case: Case, **config: Any) -> Case:
+def with_heads(case: Case) -> Case:
     """The case in a build whose blocks four cards can compute together, in which every layer changes the output."""
     inputs = _THEIR_INPUTS.get(case.name, dict)
-    sizes = {**case.config, **_MORE_HEADS.get(case.name, {}), **config}
+    sizes = {**case.config, **_MORE_HEADS.get(case.name, {})}
     return dataclasses.replace(case, config=sizes, inputs=lambda: {**case.inputs(), **inputs()}, scale=None)
-
-
-# Heads for eight.
-EIGHT = (with_heads(FLUX_2, num_heads=8, hidden_size=64), with_heads(KREA_2, heads=16, kvheads=8, features=256))
 
 
 @dataclass(frozen=True)

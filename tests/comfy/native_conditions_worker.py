@@ -10,7 +10,6 @@ the nodes make in a graph}, "trained": {way: [losses of a job on folders, losses
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -18,48 +17,41 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-CHECKOUT, FOLDER = sys.argv[1:]
-sys.path[0] = CHECKOUT
-sys.argv = sys.argv[:1]
-
-import comfy.cli_args  # noqa: E402
-
-comfy.cli_args.args.cpu = True
-runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
-
-import comfy.sampler_helpers  # noqa: E402
-import comfy.samplers  # noqa: E402
-import folder_paths  # noqa: E402
-import torch  # noqa: E402
-from comfy_extras import nodes_edit_model, nodes_flux, nodes_post_processing, nodes_qwen, nodes_wan  # noqa: E402
-from comfy_extras.nodes_zimage import TextEncodeZImageOmni  # noqa: E402
-from devicebridge.config.data import DataConfig, FolderConfig  # noqa: E402
-from devicebridge.config.job import make_job  # noqa: E402
-from devicebridge.data.folders import scan_folders  # noqa: E402
-from devicebridge.encoding.comfy_data import (  # noqa: E402
+import comfy.sampler_helpers
+import comfy.samplers
+import folder_paths
+import torch
+from comfy_extras import nodes_edit_model, nodes_flux, nodes_post_processing, nodes_qwen, nodes_wan
+from comfy_extras.nodes_zimage import TextEncodeZImageOmni
+from devicebridge.config.data import DataConfig, FolderConfig
+from devicebridge.config.job import make_job
+from devicebridge.data.folders import scan_folders
+from devicebridge.encoding.comfy_data import (
     read_conditioning,
     read_pairs,
     save_encoded,
 )
-from devicebridge.encoding.comfy_sources import ComfyConditions  # noqa: E402
-from devicebridge.encoding.encode import fill  # noqa: E402
-from devicebridge.encoding.store import CacheStore  # noqa: E402
-from devicebridge.events import EventLog  # noqa: E402
-from devicebridge.families.spec import LatentSpec  # noqa: E402
-from devicebridge.jobs.build import build_trainer  # noqa: E402
-from devicebridge.jobs.comfy_entries import ComfyEncoders  # noqa: E402
-from devicebridge.jobs.encode_job import cache_job  # noqa: E402
-from devicebridge.jobs.job import check_job  # noqa: E402
-from devicebridge.nodes.host.native.conditions import HostConditioner  # noqa: E402
-from devicebridge.nodes.host.native.model import _conditions, native_training  # noqa: E402
-from devicebridge.nodes.host.native.source import read_native  # noqa: E402
-from devicebridge.tests.clips import plain_frames, save_sequence  # noqa: E402
-from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
-from devicebridge.tests.comfy.tiny_checkpoints import small_sizes  # noqa: E402
-from devicebridge.tests.comfy.trained_families import TRAINED, save_trained, small_adapter  # noqa: E402
-from PIL import Image  # noqa: E402
+from devicebridge.encoding.comfy_sources import ComfyConditions
+from devicebridge.encoding.encode import fill
+from devicebridge.encoding.store import CacheStore
+from devicebridge.events import EventLog
+from devicebridge.families.spec import LatentSpec
+from devicebridge.jobs.build import build_trainer
+from devicebridge.jobs.comfy_entries import ComfyEncoders
+from devicebridge.jobs.encode_job import cache_job
+from devicebridge.jobs.job import check_job
+from devicebridge.nodes.host.native.conditions import HostConditioner
+from devicebridge.nodes.host.native.model import _conditions, native_training
+from devicebridge.nodes.host.native.source import read_native
+from devicebridge.tests.clips import plain_frames, save_sequence
+from devicebridge.tests.comfy.native_forwards import endless_memory
+from devicebridge.tests.comfy.tiny_checkpoints import small_sizes
+from devicebridge.tests.comfy.trained_families import TRAINED, save_trained, small_adapter
+from PIL import Image
 
-import nodes  # noqa: E402
+import nodes
+
+FOLDER = sys.argv[2]
 
 ROOT = Path(FOLDER)
 SIDES = (32, 48)
@@ -370,7 +362,6 @@ WAYS = ("reference", "kontext", "qwen-image-edit", "qwen-image-edit-plus", "z-im
 WAYS += ("fun-control", "fun-control-2.2")
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     save_files()
     folder_paths.get_annotated_filepath = lambda name, *rest: name  # files lie where they lie
     answer: dict[str, Any] = {"given": {name: fault(given, name) for name in GIVEN}}

@@ -10,58 +10,50 @@ import dataclasses
 import gc
 import json
 import math
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-CHECKOUT, FOLDER, *NAMES = sys.argv[1:]
-sys.path[0] = CHECKOUT
-sys.argv = sys.argv[:1]
-
-import comfy.cli_args  # noqa: E402
-
-comfy.cli_args.args.cpu = True
-runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
-
-import comfy.ops  # noqa: E402
-import torch  # noqa: E402
-from comfy.ldm.lightricks.av_model import LTXAVModel  # noqa: E402
-from devicebridge.assembly import assemble_for_training  # noqa: E402
-from devicebridge.checkpoints.load import make_empty_transformer  # noqa: E402
-from devicebridge.config.job import LoraSettings  # noqa: E402
-from devicebridge.encoding.comfy_data import read_conditioning  # noqa: E402
-from devicebridge.execution import ExecutionPlan  # noqa: E402
-from devicebridge.families.comfy.inputs import STREAM  # noqa: E402
-from devicebridge.families.comfy.registry import find_native  # noqa: E402
-from devicebridge.jobs.build import make_runner  # noqa: E402
-from devicebridge.nodes.host.native.model import _plain_attention, native_training  # noqa: E402
-from devicebridge.nodes.host.native.source import read_native  # noqa: E402
-from devicebridge.parallel.placement import Placement, block_names, native_block_flops  # noqa: E402
-from devicebridge.parallel.runner import MicroBatch  # noqa: E402
-from devicebridge.planning.costs import ModelCosts  # noqa: E402
-from devicebridge.planning.dry_run import Kernels, SampleText, Work  # noqa: E402
-from devicebridge.planning.memory import Backend, Forecaster, Optimizer, StagePlan  # noqa: E402
-from devicebridge.quantization.kernel_choice import device_kernels  # noqa: E402
-from devicebridge.quantization.quantize import QuantizeSettings  # noqa: E402
-from devicebridge.tests.comfy.native_steps import no_autocast_on_cards  # noqa: E402
-from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint, small_sizes  # noqa: E402
-from devicebridge.tests.comfy.trained_families import TRAINED, small_adapter  # noqa: E402
-from devicebridge.tests.emulated import (  # noqa: E402
+import comfy.ops
+import torch
+from comfy.ldm.lightricks.av_model import LTXAVModel
+from devicebridge.assembly import assemble_for_training
+from devicebridge.checkpoints.load import make_empty_transformer
+from devicebridge.config.job import LoraSettings
+from devicebridge.encoding.comfy_data import read_conditioning
+from devicebridge.execution import ExecutionPlan
+from devicebridge.families.comfy.inputs import STREAM
+from devicebridge.families.comfy.registry import find_native
+from devicebridge.jobs.build import make_runner
+from devicebridge.nodes.host.native.model import _plain_attention, native_training
+from devicebridge.nodes.host.native.source import read_native
+from devicebridge.parallel.placement import Placement, block_names, native_block_flops
+from devicebridge.parallel.runner import MicroBatch
+from devicebridge.planning.costs import ModelCosts
+from devicebridge.planning.dry_run import Kernels, SampleText, Work
+from devicebridge.planning.memory import Backend, Forecaster, Optimizer, StagePlan
+from devicebridge.quantization.kernel_choice import device_kernels
+from devicebridge.quantization.quantize import QuantizeSettings
+from devicebridge.tests.comfy.native_steps import no_autocast_on_cards
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint, small_sizes
+from devicebridge.tests.comfy.trained_families import TRAINED, small_adapter
+from devicebridge.tests.emulated import (
     CARDS,
     EmulatedTensor,
     emulated_cards,
     factories_on_cards,
     live_bytes,
 )
-from devicebridge.training.adapter import apply_lora  # noqa: E402
-from devicebridge.training.batches import loss_weights  # noqa: E402
-from devicebridge.training.objective import noise_latents, predict, prediction_loss  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils.flop_counter import flop_registry  # noqa: E402
+from devicebridge.training.adapter import apply_lora
+from devicebridge.training.batches import loss_weights
+from devicebridge.training.objective import noise_latents, predict, prediction_loss
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+FOLDER, *NAMES = sys.argv[2:]
 
 # Small, since a forecast counts all gradients of the block at work, and of models so short a block is a third.
 LORA = LoraSettings(rank=4, alpha=4.0)
@@ -272,7 +264,6 @@ def _forecast(costs: ModelCosts, shape: Any, text: SampleText, way: Way) -> dict
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     for each in NAMES:
         print(
             json.dumps({**judge(each), **({"operations": operations_of_ltx2()} if each == "ltx2" else {})}), flush=True

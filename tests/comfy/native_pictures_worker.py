@@ -1,15 +1,13 @@
 """One process with ComfyUI's Python: draws pictures with tiny models of its own classes while they train; run by
 test_native_pictures.py.
 
-Takes ComfyUI's folder, a folder for files, and names of trained_families.TRAINED; "+ways" after a name also draws with
-every strategy. Prints a line of JSON per name. The reference is a KSampler's own code with the stock MODEL, CLIP and
-VAE.
+Takes ComfyUI's folder, a folder for files, and names of trained_families.TRAINED. Prints a line of JSON per name. The
+reference is a KSampler's own code with the stock MODEL, CLIP and VAE.
 """
 
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -18,46 +16,32 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-CHECKOUT, FOLDER, *NAMES = sys.argv[1:]
-sys.path[0] = CHECKOUT
-sys.argv = sys.argv[:1]
+import comfy.sample
+import comfy.sd
+import node_helpers
+import torch
+from devicebridge.config.job import make_job
+from devicebridge.jobs.comfy_entries import ComfyEncoders
+from devicebridge.jobs.encode_job import fill_job
+from devicebridge.jobs.job import check_job, run_job
+from devicebridge.nodes.host.native import files
+from devicebridge.nodes.host.native.model import native_training
+from devicebridge.nodes.host.native.source import read_native
+from devicebridge.sampling.decode import HostDecoder
+from devicebridge.system.stopping import never
+from devicebridge.tests.comfy.native_forwards import endless_memory
+from devicebridge.tests.comfy.native_steps import cards_of
+from devicebridge.tests.comfy.stock_encoders import make_vae, make_video_vae
+from devicebridge.tests.comfy.tiny_checkpoints import small_sizes
+from devicebridge.tests.comfy.trained_families import TRAINED, save_trained
+from PIL import Image
 
-import comfy.cli_args  # noqa: E402
+from nodes import VAEDecode
 
-comfy.cli_args.args.cpu = True
-runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
-
-import comfy.sample  # noqa: E402
-import comfy.sd  # noqa: E402
-import node_helpers  # noqa: E402
-import torch  # noqa: E402
-from devicebridge.config.job import make_job  # noqa: E402
-from devicebridge.jobs.comfy_entries import ComfyEncoders  # noqa: E402
-from devicebridge.jobs.encode_job import fill_job  # noqa: E402
-from devicebridge.jobs.job import check_job, run_job  # noqa: E402
-from devicebridge.nodes.host.native import files  # noqa: E402
-from devicebridge.nodes.host.native.model import native_training  # noqa: E402
-from devicebridge.nodes.host.native.source import read_native  # noqa: E402
-from devicebridge.sampling.decode import HostDecoder  # noqa: E402
-from devicebridge.system.stopping import never  # noqa: E402
-from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
-from devicebridge.tests.comfy.native_steps import cards_of  # noqa: E402
-from devicebridge.tests.comfy.stock_encoders import make_vae, make_video_vae  # noqa: E402
-from devicebridge.tests.comfy.tiny_checkpoints import small_sizes  # noqa: E402
-from devicebridge.tests.comfy.trained_families import DIVIDED, TRAINED, save_trained  # noqa: E402
-from PIL import Image  # noqa: E402
-
-from nodes import VAEDecode  # noqa: E402
+FOLDER, *NAMES = sys.argv[2:]
 
 PROMPTS, SEED, TRAIN_STEPS = ("a cat", "a dog, asleep"), 5, 2
 CLIP, VAE = f"comfyui 0 CLIP {'a' * 64}", f"comfyui 0 VAE {'b' * 64}"
-CARDS, TWO = {"devices": ["lazy:0", "lazy:1"]}, {"gradient_accumulation_steps": 2}
-WAYS: dict[str, dict[str, Any]] = {
-    "split": {"split": CARDS},
-    "pipeline": {"split": CARDS, "train": TWO, "parallel": {"strategy": "pipeline"}},
-    "data": {"split": CARDS, "train": TWO, "parallel": {"strategy": "data"}},
-    "tensor": {"split": CARDS, "parallel": {"strategy": "tensor"}, "lora": {"rank": 2, "alpha": 2.0}},
-}
 # Name -> a KSampler's cfg, guidance of FluxGuidance if there is one, scheduler and steps; what a job says of them.
 ASKED: dict[str, tuple[float, float | None, str, int, dict[str, Any]]] = {
     "FLUX.2": (1.0, None, "simple", 3, {"steps": 3}),
@@ -213,35 +197,6 @@ def examine(name: str) -> dict[str, Any]:
     return {**found, "errors": errors, "levels": levels}
 
 
-def ways(name: str) -> dict[str, float]:
-    """How far the pictures before the first step are from those of one device."""
-    bench = Bench(name, DIVIDED.get(name, TRAINED[name]), Path(FOLDER) / f"{name.replace('/', '-')} ways")
-    _, ((alone, _), *_) = bench.run("alone", {})
-    found = {}
-    for way, sections in WAYS.items():
-        _, ((latents, _), (later, _)) = bench.run(way, sections)
-        assert not torch.equal(latents[0], later[0]), way
-        found[way] = max(map(_distance, latents, alone))
-    return found
-
-
-def refused(name: str) -> str:
-    bench = Bench(name, TRAINED[name], Path(FOLDER) / "refused")
-    job = bench.job("run", {"samples": {"prompts": ["a cat"]}})
-    with native_training(), endless_memory(), small_sizes(bench.family):
-        try:
-            check_job(job, info=bench.info)
-        except ValueError as error:
-            return str(error)
-    return ""
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     for each in NAMES:
-        told = examine(each.removesuffix("+ways"))
-        if each.endswith("+ways"):
-            told["ways"] = ways(each.removesuffix("+ways"))
-        if each == NAMES[0]:
-            told["refused"] = refused(each.removesuffix("+ways"))
-        print(json.dumps(told), flush=True)
+        print(json.dumps(examine(each)), flush=True)

@@ -9,32 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
-CHECKOUT, FOLDER = sys.argv[1:]
-sys.path[0] = CHECKOUT
-sys.argv = sys.argv[:1]
+import comfy.sd
+import torch
+from devicebridge.checkpoints.load import load_transformer
+from devicebridge.nodes.host.native.model import native_training
+from devicebridge.nodes.host.native.source import path_of_model, read_native
+from devicebridge.nodes.load import recognised
+from devicebridge.quantization.quantize import Quantizer, QuantizeSettings
+from devicebridge.tests.comfy.native_steps import Bench
+from devicebridge.tests.comfy.other_families import OTHERS
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights, make_weights, small_sizes
+from devicebridge.tests.comfy.trained_families import TRAINED, save_trained
+from safetensors.torch import load_file, save_file
 
-import comfy.cli_args  # noqa: E402
-
-comfy.cli_args.args.cpu = True
-runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
-
-import comfy.sd  # noqa: E402
-import torch  # noqa: E402
-from devicebridge.checkpoints.load import load_transformer  # noqa: E402
-from devicebridge.nodes.host.native.model import native_training  # noqa: E402
-from devicebridge.nodes.host.native.source import path_of_model, read_native  # noqa: E402
-from devicebridge.nodes.load import recognised  # noqa: E402
-from devicebridge.quantization.quantize import Quantizer, QuantizeSettings  # noqa: E402
-from devicebridge.tests.comfy.native_steps import Bench  # noqa: E402
-from devicebridge.tests.comfy.other_families import OTHERS  # noqa: E402
-from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights, make_weights, small_sizes  # noqa: E402
-from devicebridge.tests.comfy.trained_families import TRAINED, save_trained  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
+FOLDER = sys.argv[2]
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
@@ -185,7 +177,6 @@ def _of_node(name: str) -> str:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     with native_training():
         looked = {form: _look(form) for form in SCHEMES}
         answer = {

@@ -2,35 +2,24 @@
 
 Takes ComfyUI's folder, a folder for files, and names of trained_families.TRAINED and other_families.ROWS, or none for
 all. Prints a line of JSON per name: {"name", "class", "seconds", "steps": {step: {"fault": "" or why not, figures}}}.
-After all of the first comes {"headers": {file: "" or how it is misread}}.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import runpy
 import sys
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
-CHECKOUT, FOLDER, *NAMES = sys.argv[1:]
-sys.path[0] = CHECKOUT
-sys.argv = sys.argv[:1]
+from devicebridge.tests.comfy.native_forwards import endless_memory
+from devicebridge.tests.comfy.native_steps import STEPS, Bench, one_line, prove, steps_of
+from devicebridge.tests.comfy.other_families import BUILDS, other_sizes
+from devicebridge.tests.comfy.trained_families import small_adapter
 
-import comfy.cli_args  # noqa: E402
-
-comfy.cli_args.args.cpu = True
-runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
-
-import torch  # noqa: E402
-from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
-from devicebridge.tests.comfy.native_headers import recognise  # noqa: E402
-from devicebridge.tests.comfy.native_steps import STEPS, Bench, one_line, prove, steps_of  # noqa: E402
-from devicebridge.tests.comfy.other_families import BUILDS, other_sizes  # noqa: E402
-from devicebridge.tests.comfy.trained_families import TRAINED, small_adapter  # noqa: E402
+FOLDER, *NAMES = sys.argv[2:]
 
 
 def proved(name: str) -> dict[str, Any]:
@@ -47,10 +36,7 @@ def proved(name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     gc.freeze()  # jobs collect garbage often, and the libraries' objects are none
     warnings.simplefilter("ignore")
     for each in NAMES or BUILDS:
         print(json.dumps(proved(each)), flush=True)
-    if not set(TRAINED).difference(NAMES or TRAINED):
-        print(json.dumps({"headers": recognise(Path(FOLDER))}), flush=True)

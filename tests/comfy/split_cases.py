@@ -49,7 +49,7 @@ class Case:
         finally:
             logging.getLogger(name).removeHandler(handler)
 
-    def refused(self, claim: str, act: Callable[[], Any], error: type[Exception], *words: str) -> None:
+    def refused(self, claim: str, act: Callable[[], Any], error: type[BaseException], *words: str) -> None:
         """act raises this error, and its message has all the words."""
         try:
             act()
@@ -68,6 +68,11 @@ def case(run: Run) -> Run:
     """Register a case under its function's name."""
     CASES[run.__name__] = run
     return run
+
+
+def long_case(run: Run) -> Run:
+    """Likewise; with LONG_TESTS=1 alone."""
+    return case(run)
 
 
 def in_long_runs(*more: Any) -> tuple[Any, ...]:

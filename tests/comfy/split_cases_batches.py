@@ -12,7 +12,7 @@ from unittest import mock
 import comfy.patcher_extension
 import comfy.sample
 import torch
-from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, split
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, long_case, split
 from devicebridge.tests.comfy.split_host import HOME, Host, live_bytes, one_condition_at_a_time
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, Condition
 
@@ -46,22 +46,6 @@ def batches(case: Case) -> None:
         host.unload_all()
 
 
-@case
-def conditions_of_unequal_length(case: Case) -> None:
-    host = case.host
-    for name in ("flux1", "wan"):
-        options: dict[str, Any] = {"cfg": CFG, "negative": FAMILIES[name].condition(2, tokens=9)}
-        unsplit = host.load(name, load_device=CPU)
-        together = host.sample(unsplit, name, **options)
-        case.equal(
-            f"{name}: overlap off", host.sample(split(host.load(name), overlap=False), name, **options), together
-        )
-        with one_condition_at_a_time(unsplit):
-            apart = host.sample(unsplit, name, **options)
-        case.equal(f"{name}: overlap on", host.sample(split(host.load(name)), name, **options), apart)
-        host.unload_all()
-
-
 def _combined() -> Condition:
     """Two prompts for two halves of the picture, one of them for the first steps only, and one everywhere."""
     family = FAMILIES["flux1"]
@@ -79,7 +63,7 @@ def _each_side_alone(executor: Any, model: Any, conds: list[Any], *args: Any) ->
     return [executor(model, side, *args)[number] for number, side in enumerate(sides)]
 
 
-@case
+@long_case
 def regions_masks_and_time_ranges(case: Case) -> None:
     host = case.host
     options: dict[str, Any] = {"cfg": CFG, "positive": _combined()}

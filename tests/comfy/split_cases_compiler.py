@@ -20,14 +20,13 @@ from devicebridge.nodes.host import compiler
 from devicebridge.nodes.host.split import patcher as split_patcher
 from devicebridge.nodes.host.split import tree as split_tree
 from devicebridge.tests.comfy.split_cases import Case, case, split
-from devicebridge.tests.comfy.split_host import HOME, OTHER
-from devicebridge.tests.compiling_host import CAPTURE_ERROR, ERROR, AllocationGraph, CompilingHost, Generation
+from devicebridge.tests.comfy.split_host import HOME
+from devicebridge.tests.compiling_host import CAPTURE_ERROR, ERROR, CompilingHost, Generation
 
 # The models of a host that records itself ask for what its own module has.
 GENERATIONS: tuple[Generation, ...] = (
     ("graph per thread",) if hasattr(comfy.model_prefetch, "malloc_graph_begin") else get_args(Generation)
 )
-RECORDING = tuple(generation for generation in GENERATIONS if generation != "captures only")
 
 
 @contextlib.contextmanager
@@ -95,6 +94,7 @@ def _sample(case: Case, compiling_host: CompilingHost, model: Any, **options: An
 def beside_the_compiler(case: Case) -> None:
     one = case.host.load("flux2")
     expected = case.host.sample(one, "flux2")
+    overlapped = case.host.sample(split(one), "flux2", cfg=5.0)
     for generation in GENERATIONS:
         with compiling(generation) as host:
             case.equal(f"{generation}: compiled on one card", _sample(case, host, one), expected)
@@ -102,6 +102,7 @@ def beside_the_compiler(case: Case) -> None:
             holds = compiled[1] > 0 and (compiled[2] > 0) == host.records
             case.check(f"{generation}: it compiles", holds, compiled)
             case.equal(f"{generation}: split", _sample(case, host, split(one)), expected)
+            case.equal(f"{generation}: two in flight", _sample(case, host, split(one), cfg=5.0), overlapped)
             case.check(f"{generation}: the split is not compiled", _compiled(host) == compiled, _compiled(host))
             case.check(f"{generation}: the switches are as they were", not any(host.switches()), host.switches())
             case.equal(f"{generation}: compiled again", _sample(case, host, one), expected)
@@ -129,29 +130,6 @@ def without_its_guard_the_compiler_fails(case: Case) -> None:
         with compiling(generation) as host, without_the_guard():
             case.refused(generation, lambda: _sample(case, host, divided), RuntimeError, words)
         divided.cleanup()
-
-
-@case
-def overlap_beside_the_compiler(case: Case) -> None:
-    one = case.host.load("flux2")
-    divided = split(one)
-    expected = case.host.sample(divided, "flux2", cfg=5.0)
-    for generation in RECORDING:
-        with compiling(generation) as host:
-            case.equal(f"{generation}: two forwards in flight", _sample(case, host, divided, cfg=5.0), expected)
-            case.check(f"{generation}: no graph of any thread", not host.graphs, len(host.graphs))
-    blind = mock.patch.object(AllocationGraph, "allocate", lambda self, device, num_bytes: None)
-    unordered = mock.patch.object(AllocationGraph, "note", lambda self, event: None)
-    with (
-        compiling() as host,
-        without_the_guard(),
-        blind,
-        unordered,
-        mock.patch.object(host.args, "disable_cuda_graphs", True),
-    ):
-        _sample(case, host, divided, cfg=5.0)
-        left = host.kept_by_other_threads()
-        case.check("without the guard graphs of threads are left that nobody frees", len(left) >= 2, left)
 
 
 @case
@@ -259,27 +237,3 @@ def _forward(diffusion_model: Any) -> None:
     channels = diffusion_model.params.in_channels
     x, text = torch.ones(1, channels, 4, 4).to(HOME), torch.ones(1, 8, width).to(HOME)
     diffusion_model(x, torch.ones(1).to(HOME), text, None, torch.ones(1).to(HOME))
-
-
-@case
-def errors_of_the_compiler_name_its_switch(case: Case) -> None:
-    divided = split(case.host.load("flux2"))
-    block = divided.model.diffusion_model.double_blocks[0]
-    for words, flag in ((ERROR, "--disable-comfy-compiler"), (CAPTURE_ERROR, "--disable-cuda-graphs")):
-        with mock.patch.object(block, "forward", side_effect=RuntimeError(words)):
-            case.refused(words, lambda: case.host.sample(divided, "flux2"), RuntimeError, words, flag)
-
-
-@case
-def a_host_that_cannot_be_switched_off_is_refused(case: Case) -> None:
-    divided = split(case.host.load("flux2"))
-    with compiling() as host, mock.patch.object(host.module, "malloc_graph_enabled", lambda device: device == OTHER):
-        case.refused(
-            "before anything is computed",
-            lambda: _sample(case, host, divided),
-            RuntimeError,
-            str(OTHER),
-            "update the pack",
-        )
-        case.check("the switches are as they were", not any(host.switches()), host.switches())
-    case.check("compiler is the module that was tested", split_tree.outside is compiler.outside)

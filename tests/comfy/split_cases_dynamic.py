@@ -5,7 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 from devicebridge.tests.comfy.emulated_vram import dynamic_vram
-from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, long_case, split
 from devicebridge.tests.comfy.split_cases_tensor import near, tensor
 from devicebridge.tests.comfy.split_cases_tokens import NAME, _scheduled, tokens
 from devicebridge.tests.comfy.split_host import HOME, OTHER, live_bytes
@@ -29,7 +29,7 @@ def dynamic_blocks(case: Case) -> None:
 def dynamic_tensor(case: Case) -> None:
     """Every card's slices come as its own layers ask for them, packed and quantized ones as well."""
     host = case.host
-    for name in ("flux1_heads", "wan_heads", "lumina2"):
+    for name in ("flux1_heads", *in_long_runs("wan_heads", "lumina2")):
         reference = host.sample(host.load(name, load_device=CPU), name)
         with dynamic_vram() as vram:
             model = host.load(name)
@@ -95,7 +95,7 @@ def dynamic_tensor_with_little_memory(case: Case) -> None:
         host.unload_all()
 
 
-@case
+@long_case
 def dynamic_tensor_loras(case: Case) -> None:
     """LoRAs are added where a slice arrives: before and after the split, others in turn, none again."""
     host = case.host

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 
-from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, split
+from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, split
+from devicebridge.tests.comfy.split_classes import FAMILIES as BY_BLOCKS
 from devicebridge.tests.comfy.split_host import (
     HOME,
     OTHER,
@@ -60,12 +61,11 @@ def _check_placement(case: Case, name: str, divided: object) -> None:
     case.check("home does not hold the whole", held < whole, f"{held} of {whole}")
 
 
-_ROUNDED_OTHERWISE = {"hidream_o1"}  # on a card than on the CPU
-
-for _name in (name for name in FAMILIES.keys() - _ROUNDED_OTHERWISE if not name.endswith("_heads")):
+for _name in BY_BLOCKS:  # hidream_o1 is rounded otherwise on a card than on the CPU
     CASES[f"family_{_name}"] = functools.partial(_family, _name)
 
 
+@case
 def what_a_model_remembers_from_step_to_step(case: Case) -> None:
     """HiDream-O1's keys and values of the prompt, on each block's card, also where the first step is computed twice."""
     host, name = case.host, "hidream_o1"
@@ -86,9 +86,7 @@ def what_a_model_remembers_from_step_to_step(case: Case) -> None:
         host.unload_all()
 
 
-CASES["what_a_model_remembers_from_step_to_step"] = what_a_model_remembers_from_step_to_step
-
-
+@case
 def three_cards(case: Case) -> None:
     """Each of three cards has its share."""
     host = case.host
@@ -98,6 +96,3 @@ def three_cards(case: Case) -> None:
     shares = {device: live_bytes(device) for device in (HOME, OTHER, THIRD)}
     case.check("all three hold weights", min(shares.values()) > 1e6, shares)
     case.check("home is not passed by", crossings(host.machine, (OTHER, THIRD)) > 0)
-
-
-CASES["three_cards"] = three_cards

@@ -13,7 +13,7 @@ from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 from devicebridge.nodes.host.split.model import load_split_model
 from devicebridge.nodes.host.split.model_copy import original_of
 from devicebridge.nodes.host.split.plan import SplitRequest
-from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, long_case, split
 from devicebridge.tests.comfy.split_host import HOME, OTHER, Host, block_devices, peaks_of
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, make_weights, small_sizes
 from safetensors.torch import save_file
@@ -159,7 +159,7 @@ def quantised_checkpoint(host: Host, quant_format: str, name: str = NAME, **how:
     return path
 
 
-@case
+@long_case
 def quantised_checkpoints(case: Case) -> None:
     host = case.host
     for quant_format in ("float8_e4m3fn", "nvfp4", "mxfp8", "int8_tensorwise"):
@@ -174,17 +174,6 @@ def quantised_checkpoints(case: Case) -> None:
             found = [p for p in divided.model.parameters() if isinstance(p, QuantizedTensor) and p.device == device]
             case.check(f"{quant_format}: {device} has quantised weights", len(found) > 5, len(found))
         host.unload_all()
-
-
-@case
-def a_prefixed_file(case: Case) -> None:
-    """Diffusion models cut out of full checkpoints keep their prefix."""
-    host = case.host
-    path = host.folder / f"{NAME}-prefixed.safetensors"
-    weights = make_weights(FAMILIES[NAME])
-    save_file({f"model.diffusion_model.{name}": tensor for name, tensor in weights.items()}, path)
-    reference = host.sample(host.load(NAME, load_device=CPU), NAME)
-    case.equal("loaded split", host.sample(_load_split(host, NAME, path=path), NAME), reference)
 
 
 class PackPatcher(comfy.model_patcher.ModelPatcher):

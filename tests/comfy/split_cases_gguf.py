@@ -16,7 +16,7 @@ import comfy
 import torch
 from devicebridge.tests.comfy.split_cases import Case, case, split
 from devicebridge.tests.comfy.split_cases_weights import _sample_scheduled
-from devicebridge.tests.comfy.split_host import HOME, OTHER, Host, offloaded_layers, one_condition_at_a_time
+from devicebridge.tests.comfy.split_host import HOME, OTHER, Host, offloaded_layers
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
 from devicebridge.tests.comfy_host import find_gguf_pack
 from devicebridge.tests.emulated import EmulatedTensor
@@ -139,21 +139,6 @@ def gguf_with_loras(case: Case) -> None:
 
 
 @case
-def gguf_clones_with_different_loras(case: Case) -> None:
-    host = case.host
-    found = _references(host, (), (1,), (2,))
-    plain = _load(host)
-    divided = split(plain)
-    models = {seeds: _with_loras(host, divided, *seeds) for seeds in found}
-    for number, seeds in enumerate([(1,), (2,), (), (1,)]):
-        case.equal(f"turn {number}: LoRAs {seeds}", host.sample(models[seeds], NAME), found[seeds])
-        case.equal(f"turn {number}: plain", host.sample(_with_loras(host, plain, 2), NAME), found[2,])
-    clone = models[1,].clone()
-    case.check("a clone is of the same class", type(clone) is type(divided), type(clone).__mro__)
-    case.equal("a clone", host.sample(clone, NAME), found[1,])
-
-
-@case
 def gguf_eviction_and_return(case: Case) -> None:
     host = case.host
     found = _references(host, (), (1,))
@@ -210,17 +195,6 @@ def gguf_scheduled_lora(case: Case) -> None:
             f"Q8_0, {what}", lambda m=model: _sample_scheduled(host, m, keyframes=False), AttributeError, "temp"
         )
         host.unload_all()
-
-
-@case
-def gguf_overlap_and_verify(case: Case) -> None:
-    host = case.host
-    plain = _load(host)
-    with one_condition_at_a_time(plain):
-        reference = host.sample(plain, NAME, cfg=3.0)
-    host.unload_all()
-    case.equal("cond and uncond at once", host.sample(split(plain), NAME, cfg=3.0), reference)
-    case.equal("verified", host.sample(split(plain, verify=True), NAME, cfg=3.0), reference)
 
 
 @case

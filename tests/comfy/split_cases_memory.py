@@ -43,8 +43,8 @@ def _weights(host: Host, model: Any) -> dict[torch.device, int]:
 @case
 def eviction_of_one_card(case: Case) -> None:
     host = case.host
-    divided = split(host.load(NAME))
-    reference = _reference(host)
+    divided = host.lora(split(host.load(NAME)), NAME, LORA)
+    reference = _reference(host, lora=True)
     case.equal("before", host.sample(divided, NAME), reference)
     at_home = live_bytes(HOME)
     host.free(OTHER)
@@ -54,37 +54,6 @@ def eviction_of_one_card(case: Case) -> None:
     host.free(HOME)
     case.check("home is empty", weights_on(divided, HOME) == 0, weights_on(divided, HOME))
     case.equal("after home was cleared", host.sample(divided, NAME), reference)
-
-
-@case
-def eviction_with_a_lora(case: Case) -> None:
-    host = case.host
-    divided = host.lora(split(host.load(NAME)), NAME, LORA)
-    reference = _reference(host, lora=True)
-    for cleared in (OTHER, HOME, OTHER):
-        case.equal(f"before {cleared} is cleared", host.sample(divided, NAME), reference)
-        host.free(cleared)
-        case.check("it is empty", weights_on(divided, cleared) == 0, weights_on(divided, cleared))
-    case.equal("at the end", host.sample(divided, NAME), reference)
-
-
-@case
-def another_model_takes_the_other_card(case: Case) -> None:
-    """A second MODEL that was put on card 1 by its loader; there is room for one of the two."""
-    host = case.host
-    divided = split(host.load(NAME))
-    reference = _reference(host)
-    shares = _weights(host, divided)
-    second = host.load("wan", load_device=OTHER)
-    expected = host.sample(host.load("wan", load_device=CPU), "wan")
-    size = int(second.model_size())
-    host.unload_all()
-    with host.machine.room_for(int(max(size, shares[OTHER]) * 1.15), OTHER):
-        for number in range(2):
-            case.equal(f"split, round {number}", host.sample(divided, NAME), reference)
-            case.check("the second made room", weights_on(second, OTHER) < size, weights_on(second, OTHER))
-            case.equal(f"second, round {number}", host.sample(second, "wan"), expected)
-            case.check("the shard made room", weights_on(divided, OTHER) < shares[OTHER], weights_on(divided, OTHER))
 
 
 @case
@@ -122,43 +91,13 @@ def _low_memory(case: Case, tight: tuple[torch.device, ...], lora: bool) -> None
 
 
 @case
-def low_memory_on_the_other_card(case: Case) -> None:
-    _low_memory(case, (OTHER,), lora=False)
-
-
-@case
-def low_memory_on_the_other_card_with_a_lora(case: Case) -> None:
-    _low_memory(case, (OTHER,), lora=True)
-
-
-@case
 def low_memory_at_home(case: Case) -> None:
     _low_memory(case, (HOME,), lora=False)
 
 
 @case
-def low_memory_at_home_with_a_lora(case: Case) -> None:
-    _low_memory(case, (HOME,), lora=True)
-
-
-@case
-def low_memory_on_both_with_a_lora(case: Case) -> None:
-    _low_memory(case, (HOME, OTHER), lora=True)
-
-
-@case
-def two_plans_in_turn(case: Case) -> None:
-    """Two splits of one MODEL that put the same block on different cards."""
-    host = case.host
-    plain = host.load(NAME)
-    plans = {cut: split(plain, balance="manual", split_at=(cut,)) for cut in (2, 4)}
-    reference, with_lora = _reference(host), _reference(host, lora=True)
-    for cut in (2, 4, 2):
-        case.equal(f"cut at {cut}", host.sample(plans[cut], NAME), reference)
-        case.equal(f"cut at {cut} with LoRA", host.sample(host.lora(plans[cut], NAME, LORA), NAME), with_lora)
-    case.equal("plain", host.sample(plain, NAME), reference)
-    swapped = split(plain, OTHER, HOME)
-    case.equal("home on card 1", host.sample(swapped, NAME), reference)
+def low_memory_on_the_other_card_with_a_lora(case: Case) -> None:
+    _low_memory(case, (OTHER,), lora=True)
 
 
 @case
@@ -176,19 +115,6 @@ def the_same_graph_twice(case: Case) -> None:
         case.equal(f"split anew, run {number}", host.sample(divided, NAME), reference)
     gc.collect()
     case.check("what was split before is gone", live_bytes(OTHER) == once, live_bytes(OTHER))
-
-
-@case
-def unload_all_and_again(case: Case) -> None:
-    host = case.host
-    divided = host.lora(split(host.load(NAME)), NAME, LORA)
-    reference = _reference(host, lora=True)
-    for number in range(2):
-        case.equal(f"run {number}", host.sample(divided, NAME), reference)
-        host.unload_all()
-        held = (live_bytes(HOME), live_bytes(OTHER))
-        case.check("both cards are empty", held == (0, 0), held)
-        case.check("nothing is listed as loaded", not comfy.model_management.current_loaded_models)
 
 
 @case

@@ -6,7 +6,7 @@ import importlib
 import random
 from typing import Any
 
-from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, long_case, split
 
 Node = tuple[str, str, dict[str, Any]]  # module of comfy_extras, class, arguments
 
@@ -41,27 +41,6 @@ _FLUX: tuple[Node, ...] = (
         "nodes_easycache",
         "LazyCacheNode",
         {"reuse_threshold": 5.0, "start_percent": 0.0, "end_percent": 1.0, "verbose": False},
-    ),
-)
-_SDXL: tuple[Node, ...] = (
-    ("nodes_freelunch", "FreeU_V2", {"b1": 1.3, "b2": 1.4, "s1": 0.9, "s2": 0.2}),
-    ("nodes_pag", "PerturbedAttentionGuidance", {"scale": 3.0}),
-    ("nodes_sag", "SelfAttentionGuidance", {"scale": 0.5, "blur_sigma": 2.0}),
-    ("nodes_hypertile", "HyperTile", {"tile_size": 32, "swap_size": 2, "max_depth": 1, "scale_depth": False}),
-    ("nodes_attention_multiply", "UNetSelfAttentionMultiply", {"q": 1.2, "k": 1.0, "v": 0.8, "out": 1.1}),
-    ("nodes_attention_multiply", "UNetCrossAttentionMultiply", {"q": 1.2, "k": 1.0, "v": 0.8, "out": 1.1}),
-    (
-        "nodes_model_downscale",
-        "PatchModelAddDownscale",
-        {
-            "block_number": 1,
-            "downscale_factor": 2.0,
-            "start_percent": 0.0,
-            "end_percent": 0.9,
-            "downscale_after_skip": True,
-            "downscale_method": "bicubic",
-            "upscale_method": "bicubic",
-        },
     ),
 )
 _SD3: tuple[Node, ...] = (
@@ -109,14 +88,9 @@ def _each(case: Case, name: str, nodes: tuple[Node, ...], *, cfg: float = 4.0, s
     case.equal("and without them", host.sample(divided, name, cfg=cfg, steps=steps), clean)
 
 
-@case
+@long_case
 def nodes_for_flux(case: Case) -> None:
     _each(case, "flux1", _FLUX)
-
-
-@case
-def nodes_for_unets(case: Case) -> None:
-    _each(case, "sdxl", _SDXL)
 
 
 @case

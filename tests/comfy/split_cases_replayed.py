@@ -22,7 +22,8 @@ from devicebridge.parallel.local.graphs import Graphs
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.comfy.emulated_vram import dynamic_vram
 from devicebridge.tests.comfy.split_cases import CASES, Case, case
-from devicebridge.tests.comfy.split_cases_tensor import DIVIDED, tensor
+from devicebridge.tests.comfy.split_cases_tensor import tensor
+from devicebridge.tests.comfy.split_classes import DIVIDED
 from devicebridge.tests.comfy.split_host import OTHER, live_bytes
 from devicebridge.tests.stand_in_recorder import replaying
 

@@ -30,9 +30,10 @@ from devicebridge.nodes.host.split.model import load_split_model
 from devicebridge.nodes.host.split.plan import SplitRequest
 from devicebridge.nodes.host.split.tree import tree_of
 from devicebridge.parallel.local.slices import JoinedSlices
-from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs
+from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, long_case
 from devicebridge.tests.comfy.split_cases_formats import quantised_checkpoint, scaled_checkpoint
 from devicebridge.tests.comfy.split_cases_tensor import near, tensor
+from devicebridge.tests.comfy.split_classes import EIGHT_BITS
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, Host
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, small_sizes
 from devicebridge.tests.emulated import on_cpu
@@ -171,10 +172,8 @@ def _step(weight: QuantizedTensor, numbers: torch.Tensor) -> torch.Tensor:
     return scale * 2 ** (exponent - 3)  # three bits behind the first
 
 
-for _kind in FILES:
-    for _name in ("flux1_heads", "wan_heads"):
-        CASES[f"tensor_{_kind}_file_of_{_name}"] = functools.partial(_file, _kind, _name)
-CASES["tensor_scaled_fp8_file_of_qwen_image"] = functools.partial(_file, "scaled_fp8", "qwen_image")
+for _kind, _name in EIGHT_BITS:
+    CASES[f"tensor_{_kind}_file_of_{_name}"] = functools.partial(_file, _kind, _name)
 
 
 @contextmanager
@@ -198,7 +197,7 @@ def tensor_products_in_fp8(case: Case) -> None:
         host.unload_all()
 
 
-@case
+@long_case
 def tensor_weight_types_of_the_loader(case: Case) -> None:
     """Every choice of weight_dtype: the numbers that ComfyUI's own loader makes."""
     host, name = case.host, "flux1_heads"
@@ -225,7 +224,7 @@ def tensor_weight_types_of_the_loader(case: Case) -> None:
     case.check("every choice does something of its own", min(apart) > 1e-3, apart)
 
 
-@case
+@long_case
 def tensor_files_lie_in_host_memory_once(case: Case) -> None:
     """Slices are of the mapped file, before a card takes them, while they are streamed, and when they come back. No
     slice is joined in host memory on its way."""

@@ -35,12 +35,13 @@ from devicebridge.parallel.local.residuals import Residuals as TokenResiduals
 from devicebridge.parallel.local.tokens import HERE, OneDeviceError, TokenParallel
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
 from devicebridge.tests.comfy.native_cases import with_heads
-from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, split
+from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, long_case, split
 from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
-from devicebridge.tests.comfy.split_cases_tensor import DIVIDED, _failing_meeting, clones_in_turn, near
+from devicebridge.tests.comfy.split_cases_tensor import _failing_meeting, clones_in_turn, near
 from devicebridge.tests.comfy.split_cases_tensor_files import FILES, _eight_bit, _load, _products_in_fp8
-from devicebridge.tests.comfy.split_cases_tensor_nodes import _cancelled, context_windows, ends
+from devicebridge.tests.comfy.split_cases_tensor_nodes import _cancelled, context_windows
 from devicebridge.tests.comfy.split_cases_weights import NAME
+from devicebridge.tests.comfy.split_classes import DIVIDED, SHARED
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, Host, live_bytes
 from devicebridge.tests.comfy.split_prompts import faults_of, run_prompts
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
@@ -49,25 +50,6 @@ from torch.nn import Parameter
 
 NEAR = 1e-5
 IN_8_BITS = 0.01
-SHARED = (
-    "flux1",
-    "flux2",
-    "chroma",
-    "hunyuan_video",
-    "qwen_image",
-    "wan",
-    "wan_i2v",
-    "wan_vace",
-    "ltxv",
-    "lumina2",
-    "z_image",
-    "sd3",
-    "krea2",
-    "cosmos_predict2",
-    "hidream",
-    "hidream_o1",
-    "minimax_h3",
-)
 
 
 def tokens(model: Any, *devices: torch.device, **options: Any) -> Any:
@@ -387,7 +369,7 @@ def tokens_code_in_the_model(case: Case) -> None:
         finally:
             taken_back()
 
-    for what, (word, act) in ways.items():
+    for number, (what, (word, act)) in enumerate(ways.items()):
         around, function = shared.clone(), shared.clone()
         around.add_wrapper(
             WrappersMP.DIFFUSION_MODEL,
@@ -398,9 +380,9 @@ def tokens_code_in_the_model(case: Case) -> None:
                 act, functools.partial(apply, given["input"], given["timestep"], **given["c"])
             )
         )
-        for when, model in (("a wrapper", around), ("a function wrapper", function)):
-            sample = functools.partial(host.sample, model, name)
-            case.refused(f"{what} of {when}", sample, RuntimeError, word, "way 'blocks'")
+        when, model = (("a wrapper", around), ("a function wrapper", function))[number % 2]
+        sample = functools.partial(host.sample, model, name)
+        case.refused(f"{what} of {when}", sample, RuntimeError, word, "way 'blocks'")
         if what != "a weight's function":  # ComfyUI's loading makes these anew
             word = "numbers in single_blocks.0.linear1.weight" if what == "a weight" else word
             ahead = functools.partial(run, act, functools.partial(host.sample, shared, name))
@@ -531,23 +513,6 @@ def tokens_fewer_rows_than_cards(case: Case) -> None:
 
 
 @case
-def tokens_an_error_on_one_card(case: Case) -> None:
-    """An error of one card ends the forward of all with that error, and the next prompt runs."""
-    host, name = case.host, "flux1"
-    shared = tokens(host.load(name))
-    output = host.sample(shared, name)
-    other = shared.model.devicebridge_split.shards[OTHER].diffusion_model
-
-    def fail(*args: Any) -> None:
-        raise RuntimeError("this card fails")
-
-    handle = other.single_blocks[0].register_forward_pre_hook(fail)
-    case.refused("an error", lambda: host.sample(shared, name), RuntimeError, "this card fails")
-    handle.remove()
-    case.equal("the next prompt", host.sample(shared, name), output)
-
-
-@case
 def tokens_verified(case: Case) -> None:
     """A step is compared with one card, and a wrong one ends the run."""
     host, name = case.host, "wan"
@@ -618,11 +583,11 @@ def tokens_stopped_inside_a_block(case: Case) -> None:
     for what, stop in {"Ctrl-C": KeyboardInterrupt(), "Cancel": cancel}.items():
         for rank in (0, 1):
             with _failing_meeting(rank, 7, stop):
-                ends(case, f"{what} on card {rank}", sample, type(stop))
+                case.refused(f"{what} on card {rank}", sample, type(stop))
             case.equal(f"after {what} on card {rank}", sample(), reference)
-    ends(case, "Cancel of a preview", functools.partial(sample, callback=press), type(cancel))
+    case.refused("Cancel of a preview", functools.partial(sample, callback=press), type(cancel))
     case.equal("after it", sample(), reference)
-    ends(case, "Cancel pressed meanwhile", functools.partial(_cancelled, sample), type(cancel))
+    case.refused("Cancel pressed meanwhile", functools.partial(_cancelled, sample), type(cancel))
     case.equal("after Cancel was pressed", sample(), reference)
     case.check("no thread is left", threading.active_count() <= threads, threading.active_count())
 
@@ -632,7 +597,7 @@ def tokens_context_windows(case: Case) -> None:
     context_windows(case, "wan", tokens, NEAR)
 
 
-@case
+@long_case
 def tokens_many_prompts(case: Case) -> None:
     """This way and the others in turn, through Cancel and errors: the same bits, and nothing grows."""
     found = run_prompts(case.host, 100, seed=1)
@@ -735,7 +700,7 @@ def _in_order(keys: list[torch.Tensor], whole: list[torch.Tensor]) -> bool:
     )
 
 
-@case
+@long_case
 def tokens_every_class(case: Case) -> None:
     """Each class that has a plan, in a build whose every layer changes the output: equal, with the keys of one card.
 

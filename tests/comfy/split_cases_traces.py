@@ -143,30 +143,6 @@ def what_holds_on_to_the_given_model_is_refused(case: Case) -> None:
 
 
 @case
-def cancel_inside_a_block_of_another_card(case: Case) -> None:
-    """Cancel is no Exception, so torch runs no hooks behind it; the forward must be over all the same."""
-    host = case.host
-    divided = split(host.load(NAME))
-    reference = host.sample(divided, NAME)
-    layer = divided.model.diffusion_model.blocks[3].self_attn.q
-
-    def cancel(*args: Any) -> None:
-        raise comfy.model_management.InterruptProcessingException
-
-    handle = layer.register_forward_pre_hook(cancel)
-    cancelled = False
-    try:
-        host.sample(divided, NAME)
-    except comfy.model_management.InterruptProcessingException:
-        cancelled = True
-    handle.remove()
-    bridge = divided._tree().bridge
-    case.check("it was cancelled", cancelled)
-    case.check("no forward is left running", not bridge.is_running and not bridge._local.guards)
-    case.equal("the next one is right", host.sample(divided, NAME), reference)
-
-
-@case
 def a_large_estimate_is_a_warning(case: Case) -> None:
     """The host runs sizes that its own estimate calls too large, and context windows divide them; so do we."""
     host = case.host

@@ -34,88 +34,26 @@ def _with_loras(host: Host, model: Any, *seeds: int, name: str = NAME) -> Any:
 
 
 @case
-def lora_before_split(case: Case) -> None:
+def lora_before_and_after_split(case: Case) -> None:
     host = case.host
     reference = _reference(host, 1)
     case.differs("the LoRA does something", reference, _reference(host))
-    divided = split(_with_loras(host, host.load(NAME), 1))
-    case.equal("as unsplit", host.sample(divided, NAME), reference)
-    patched = [key for patcher in (divided, *divided.companions) for key in patcher.backup]
-    case.check(
-        "every LoRA key was applied, on whichever card", len(patched) == len(lora_weights(NAME, 1)) // 2, patched
-    )
-
-
-@case
-def lora_after_split(case: Case) -> None:
-    host = case.host
-    divided = _with_loras(host, split(host.load(NAME)), 1)
-    case.equal("as unsplit", host.sample(divided, NAME), _reference(host, 1))
-    for patcher in (divided, *divided.companions):
+    before = split(_with_loras(host, host.load(NAME), 1))
+    case.equal("before", host.sample(before, NAME), reference)
+    for patcher in (before, *before.companions):
         places = {str(backup.weight.device) for backup in patcher.backup.values()}
         case.check(f"clean weights of {patcher.load_device} wait in host memory", places == {"cpu"}, places)
-
-
-@case
-def lora_before_and_after_split(case: Case) -> None:
-    host = case.host
-    divided = _with_loras(host, split(_with_loras(host, host.load(NAME), 1)), 2)
-    case.equal("as unsplit", host.sample(divided, NAME), _reference(host, 1, 2))
-
-
-@case
-def lora_every_family(case: Case) -> None:
-    """The names of a LoRA find the blocks of each class wherever they are."""
-    host = case.host
-    for name in ("flux2", "chroma", "wan", "wan_vace", "qwen_image", "z_image", "sd3", "sdxl", "hidream"):
-        divided = _with_loras(host, split(host.load(name)), 1, name=name)
-        case.equal(name, host.sample(divided, name), _reference(host, 1, name=name))
-        host.unload_all()
-
-
-@case
-def back_to_clean(case: Case) -> None:
-    host = case.host
-    clean, with_lora = _reference(host), _reference(host, 1)
-    divided = split(host.load(NAME))
-    patched = host.lora(divided, NAME, 1)
-    for number, (model, reference) in enumerate([(patched, with_lora), (divided, clean)] * 2):
-        case.equal(f"run {number}", host.sample(model, NAME), reference)
+    case.equal("before and after", host.sample(_with_loras(host, before, 2), NAME), _reference(host, 1, 2))
 
 
 @case
 def clones_of_a_split_with_different_loras(case: Case) -> None:
     host = case.host
     divided = split(host.load(NAME))
-    models = {seed: host.lora(divided, NAME, seed) for seed in (1, 2)}
-    for seed in (1, 2, 1):
-        case.equal(f"LoRA {seed}", host.sample(models[seed], NAME), _reference(host, seed))
+    models = {seeds: _with_loras(host, divided, *seeds) for seeds in ((1,), (2,), ())}
+    for seeds in ((1,), (2,), (), (1,)):
+        case.equal(f"LoRAs {seeds}", host.sample(models[seeds], NAME), _reference(host, *seeds))
         case.check("one set of weights on the other card", live_bytes(OTHER) == weights_on(divided, OTHER))
-
-
-@case
-def plain_and_split_in_turn(case: Case) -> None:
-    """The MODEL that was split stays what it was, whichever runs first and whatever LoRA each has."""
-    host = case.host
-    plain = host.load(NAME)
-    divided = split(plain)
-    references = {seeds: _reference(host, *seeds) for seeds in ((), (1,), (2,))}
-    turns = [
-        (plain, ()),
-        (divided, ()),
-        (plain, (1,)),
-        (divided, ()),
-        (divided, (1,)),
-        (plain, ()),
-        (divided, (2,)),
-        (plain, (1,)),
-        (divided, (1,)),
-        (plain, (2,)),
-    ]
-    for number, (model, seeds) in enumerate(turns):
-        kind = "split" if model is divided else "plain"
-        output = host.sample(_with_loras(host, model, *seeds), NAME)
-        case.equal(f"turn {number}: {kind} with LoRAs {seeds}", output, references[seeds])
 
 
 @case
@@ -197,17 +135,13 @@ def _sample_scheduled(host: Host, model: Any, *, keyframes: bool) -> torch.Tenso
 def scheduled_lora(case: Case) -> None:
     """A weight hook on the positive condition alone: weights change between cond and uncond, and by the step."""
     host = case.host
-    for keyframes in (False, True):
-        reference = _sample_scheduled(host, host.load(NAME, load_device=CPU), keyframes=keyframes)
-        divided = split(host.load(NAME))
-        clean = host.sample(divided, NAME, cfg=3.0, steps=4)
-        case.differs("it does something", reference, clean)
-        case.equal(
-            f"as unsplit, keyframes {keyframes}", _sample_scheduled(host, divided, keyframes=keyframes), reference
-        )
-        case.equal("again", _sample_scheduled(host, divided, keyframes=keyframes), reference)
-        case.equal("and clean afterwards", host.sample(divided, NAME, cfg=3.0, steps=4), clean)
-        host.unload_all()
+    reference = _sample_scheduled(host, host.load(NAME, load_device=CPU), keyframes=True)
+    divided = split(host.load(NAME))
+    clean = host.sample(divided, NAME, cfg=3.0, steps=4)
+    case.differs("it does something", reference, clean)
+    case.equal("as unsplit", _sample_scheduled(host, divided, keyframes=True), reference)
+    case.equal("again", _sample_scheduled(host, divided, keyframes=True), reference)
+    case.equal("and clean afterwards", host.sample(divided, NAME, cfg=3.0, steps=4), clean)
 
 
 @case

@@ -23,7 +23,6 @@ from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs
 from devicebridge.tests.comfy.split_cases_batches import CFG, _combined, _each_side_alone, _one_image_at_a_time
 from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
 from devicebridge.tests.comfy.split_cases_tensor import near
-from devicebridge.tests.comfy.split_cases_tensor_nodes import ends
 from devicebridge.tests.comfy.split_cases_tokens import NEAR, tokens
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, Host, live_bytes, one_condition_at_a_time
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
@@ -182,7 +181,7 @@ def wholes_that_end(case: Case) -> None:
     ways["Cancel pressed"] = cancel, lambda *args: comfy.model_management.interrupt_current_processing()
     for what, (stop, act) in ways.items():
         handle = block.register_forward_pre_hook(functools.partial(act, stop))
-        ends(case, what, sample, type(stop))
+        case.refused(what, sample, type(stop))
         handle.remove()
         case.equal(f"after {what}", sample(), reference)
     case.check("no thread is left", threading.active_count() <= threads, threading.active_count())

@@ -8,10 +8,10 @@ from typing import Any
 
 import comfy.patcher_extension
 import torch
-from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
+from devicebridge.patches.hooks import tensors_of
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_cases_replayed import bridge_of, replayed
 from devicebridge.tests.comfy.split_cases_tensor import near, tensor
-from devicebridge.tests.comfy.split_fuzz_writers import write, writing_replacement
 from devicebridge.tests.comfy.split_host import HOME, OTHER
 
 _Change = Callable[[Any], None]
@@ -52,11 +52,26 @@ def _compare(case: Case, name: str, changes: dict[str, _Change], ways: Sequence[
     host.unload_all()
 
 
-def _replacing(kind: str, entry: str, *blocks: tuple[str, int], is_late: bool = False) -> _Change:
+def _write(value: Any, factor: float) -> None:
+    """Into every tensor in a value."""
+    for each in tensors_of(value):
+        if each.is_floating_point():
+            each.mul_(factor)
+
+
+def _writing_before(entry: str, *blocks: tuple[str, int], is_late: bool = False) -> _Change:
+    """Stand-ins for these blocks that write into what each is given."""
+
     def change(model: Any) -> None:
         writes = _later(model) if is_late else _always
+
+        def replaced(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+            if writes(args["transformer_options"]):
+                _write(args.get(entry), 0.5)
+            return extra["original_block"](args)
+
         for block in blocks:
-            model.set_model_patch_replace(writing_replacement(kind, entry, writes, 0.5), "dit", *block)
+            model.set_model_patch_replace(replaced, "dit", *block)
 
     return change
 
@@ -65,39 +80,17 @@ _SECOND = ("double_block", 1)
 _SINGLE = ("single_block", 1)
 
 
-def _before_a_block(case: Case, name: str, entry: str, late: str) -> None:
+@case
+def writers_before_blocks(case: Case) -> None:
     """A replacement writes into this before it calls the block; other cards had copies from the block before."""
-    blocks = (_SECOND, _SINGLE) if name in ("flux1_heads", "chroma_heads", "hunyuan_video_heads") else (_SECOND,)
-    changes = {
-        f"{entry}, before the block": _replacing("before", entry, *blocks),
-        f"{late}, from a later step on": _replacing("before", late, *blocks, is_late=True),
-    }
-    _compare(case, name, changes)
-
-
-@case
-def writers_before_blocks_of_flux(case: Case) -> None:
-    _before_a_block(case, "flux1_heads", "pe", "vec")
-
-
-@case
-def writers_before_blocks_of_hunyuan_video(case: Case) -> None:
-    _before_a_block(case, "hunyuan_video_heads", "pe", "vec")
-
-
-@case
-def writers_before_blocks_of_wan(case: Case) -> None:
-    _before_a_block(case, "wan_heads", "txt", "vec")
-
-
-@case
-def writers_before_blocks_of_qwen_image(case: Case) -> None:
-    _before_a_block(case, "qwen_image", "pe", "vec")
-
-
-@case
-def writers_before_blocks_of_chroma(case: Case) -> None:
-    _before_a_block(case, "chroma_heads", "pe", "pe")
+    more = (("chroma_heads", "pe", "pe"), ("hunyuan_video_heads", "pe", "vec"), ("qwen_image", "pe", "vec"))
+    for name, entry, late in (("flux1_heads", "pe", "vec"), ("wan_heads", "txt", "vec"), *in_long_runs(*more)):
+        blocks = (_SECOND,) if name in ("wan_heads", "qwen_image") else (_SECOND, _SINGLE)
+        changes = {
+            f"{entry}, before the block": _writing_before(entry, *blocks),
+            f"{late}, from a later step on": _writing_before(late, *blocks, is_late=True),
+        }
+        _compare(case, name, changes)
 
 
 @case
@@ -111,7 +104,7 @@ def _calling_twice(model: Any) -> None:
     def replaced(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
         first = extra["original_block"]({**args, "txt": args["txt"].clone()})
         img = first["img"].clone()
-        write(args["img"], 0.5)
+        _write(args["img"], 0.5)
         second = extra["original_block"](args)
         return {**second, "img": 0.5 * (img + second["img"])}
 
@@ -128,7 +121,7 @@ def writers_of_tables_inside_the_attention(case: Case) -> None:
 
             def patch(q: Any, k: Any, v: Any, pe: Any = None, extra_options: Any = None, **_: Any) -> dict[str, Any]:
                 if writes(extra_options):
-                    write(pe, 0.9)
+                    _write(pe, 0.9)
                 return {}
 
             model.set_model_attn1_patch(patch)
@@ -183,7 +176,7 @@ def writers_after_blocks_were_recorded(case: Case) -> None:
     """Graphs stand for the model's own code alone: not beside a writer, and again behind it."""
     host, name = case.host, "flux1_heads"
     plain = host.load(name, load_device=CPU)
-    change = _replacing("before", "vec", _SECOND, _SINGLE, is_late=True)
+    change = _writing_before("vec", _SECOND, _SINGLE, is_late=True)
     clean = host.sample(plain, name, steps=5)
     reference = host.sample(_changed(plain, change), name, steps=5)
     with replayed():

@@ -443,5 +443,9 @@ NODES: Mapping[Node, tuple[str, ...]] = {
 # A second computation of the same step, as the split's own verify does one, makes these go on differently.
 STATEFUL = frozenset({replacement, between, attention, function_wrapper, apply_wrapper, object_patch, injection})
 
+# What way tokens takes; the others work inside blocks or in one card's copy, and are refused.
+BY_TOKENS: tuple[Node, ...] = (adapters, every_layer, merge, weight_wrapper, attention)
+BY_TOKENS += (function_wrapper, forward_wrapper, apply_wrapper, sampler_functions, clone)
+
 # These hold on to the MODEL they were put on, so they come after the split.
 AFTER_ONLY = frozenset({bypass, object_patch, injection, replaced_method, block_cache})

@@ -13,6 +13,7 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import comfy.model_management as management
@@ -28,6 +29,9 @@ _NAMES = ("flux1_heads", "wan_heads")
 _MOST_GROWTH_BYTES = 32 << 20
 _WARM_UP = 50  # of a hundred prompts, before what is held is counted: memory fills up slowly
 _MEET = ("tensor", "tokens")
+# What is held, and how much more of it may be at the end.
+_MORE = {"threads": 0, "files": 0, "tensors": 0, "modules": 0, "hooks": 0, "bytes": _MOST_GROWTH_BYTES}
+_COUNTED = tuple(name for name in _MORE if name != "bytes")
 _ENDS = ("was cancelled", "failed", "ran to its end")  # cards that compute whole conditionings do not meet
 
 
@@ -65,11 +69,11 @@ def run_prompts(host: Host, number: int, seed: int) -> dict[str, Any]:
     return {**found, "kinds": len(firsts)}
 
 
-def faults_of(found: dict[str, Any]) -> list[str]:
-    """What grew or differed; [] for nothing."""
+def faults_of(found: dict[str, Any], kinds: Sequence[str] = _COUNTED) -> list[str]:
+    """What grew or differed; [] for nothing. How much memory the process has tells nothing before very many prompts."""
     before, after = found["before"], found["after"]
     faults = [
-        f"{name} were {before[name]}, now {after[name]}" for name in after if after[name] > before[name] + _MORE[name]
+        f"{name} were {before[name]}, now {after[name]}" for name in kinds if after[name] > before[name] + _MORE[name]
     ]
     if found["different"] or found["left"]:
         faults.append(f"{found['different']} outputs differ, {found['left']} bytes are left on cards")
@@ -110,10 +114,6 @@ def _stopped(host: Host, draw: random.Random, model: Any, kind: Kind) -> str:
     except RuntimeError as raised:
         return "failed" if raised is error else f"ended with {raised}"
     return "ran to its end"
-
-
-# What is held, and how much more of it may be at the end.
-_MORE = {"threads": 0, "files": 0, "tensors": 0, "modules": 0, "hooks": 0, "bytes": _MOST_GROWTH_BYTES}
 
 
 def _held(host: Host, models: dict[Kind, Any]) -> dict[str, int]:

@@ -2,10 +2,9 @@
 
 Takes ComfyUI's folder and one for checkpoints. Reads {"case": name} line by line from stdin and answers each with one
 line of JSON: {"claims": [[claim, holds, found]], "seconds": s} or {"error": traceback}. {"case": "names"} lists them.
-{"case": "history 7"} runs the random history of that seed: {"verdict": text, "steps": [text]}; "history 7/2" does so on
-two cards. A name behind the seed takes out that guard (split_fuzz.GUARDS), and so does " without " and its name behind
-a case. With --gpus behind the folders histories are played on the GPUs there are. {"case": "writers 7"} runs one of
-split_fuzz_writers.py, {"case": "tokens 7"} one of split_fuzz_tokens.py, {"case": "prompts 1000 7"} so many prompts of
+{"case": "history 7"} runs the random history of that seed: {"verdict": text, "steps": [text]}; {"case": "tokens 7"} one
+with way tokens. With --gpus behind the folders histories are played on the GPUs there are. " without " and the name of
+one of split_guards.GUARDS behind a case takes that guard out. {"case": "prompts 1000 7"} runs so many prompts of
 split_prompts.py.
 
 ComfyUI is imported before the pack, so that what the pack does to ComfyUI's own functions shows (see `core_digest`).
@@ -27,7 +26,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 WATCHED = (
     "controlnet",
     "hooks",
@@ -58,32 +58,11 @@ def main() -> None:
 
     before = core_digest()
     _load_pack()
-    from devicebridge.tests.comfy import (  # noqa: F401 - they register themselves
-        split_cases_attachments,
-        split_cases_batches,
-        split_cases_compiler,
-        split_cases_dynamic,
-        split_cases_families,
-        split_cases_formats,
-        split_cases_forward,
-        split_cases_gguf,
-        split_cases_memory,
-        split_cases_nodes,
-        split_cases_replayed,
-        split_cases_tensor,
-        split_cases_tensor_files,
-        split_cases_tensor_nodes,
-        split_cases_tokens,
-        split_cases_traces,
-        split_cases_ways,
-        split_cases_weights,
-        split_cases_wholes,
-        split_cases_writers,
-    )
+    for path in sorted(HERE.glob("split_cases_*.py")):  # they register themselves
+        importlib.import_module(f"devicebridge.tests.comfy.{path.stem}")
     from devicebridge.tests.comfy.split_cases import CASES, Case, run_case
-    from devicebridge.tests.comfy.split_fuzz import GUARDS, ground, run_history
-    from devicebridge.tests.comfy.split_fuzz_tokens import run_tokens
-    from devicebridge.tests.comfy.split_fuzz_writers import run_writers
+    from devicebridge.tests.comfy.split_fuzz import ground, run_history
+    from devicebridge.tests.comfy.split_guards import GUARDS
     from devicebridge.tests.comfy.split_host import Host, emulated_machine, real_gpus
     from devicebridge.tests.comfy.split_prompts import faults_of, run_prompts
 
@@ -96,32 +75,24 @@ def main() -> None:
     gc.freeze()  # cases collect garbage, and the libraries' objects are none
     if not is_emulated:  # on a GPU the very first forwards of a process take other kernels, and have other bits
         with real_gpus() as machine, torch.inference_mode():
-            run_history(Host(machine, folder), 0, "", ground(is_emulated))
+            run_history(Host(machine, folder), 0, ground(is_emulated))
     for line in sys.stdin:
         name = json.loads(line)["case"]
         if name == "names":
             _answer(answers, {"names": sorted(CASES)})
         elif name.startswith("history "):
-            _, drawn, without = f"{name}  ".split(" ", 2)
-            seed, _, cards = drawn.partition("/")
-            place = ground(is_emulated, int(cards)) if cards else ground(is_emulated)
             with emulated_machine() if is_emulated else real_gpus() as machine, torch.inference_mode():
-                history = run_history(Host(machine, folder), int(seed), without.strip(), place)
-            _answer(answers, {"verdict": history.verdict, "steps": history.steps})
-        elif name.startswith("writers "):
-            _, seed, without = f"{name}  ".split(" ", 2)
-            with emulated_machine() as machine, torch.inference_mode():
-                history = run_writers(Host(machine, folder), int(seed), without.strip())
+                history = run_history(Host(machine, folder), int(name.split()[1]), ground(is_emulated))
             _answer(answers, {"verdict": history.verdict, "steps": history.steps})
         elif name.startswith("tokens "):
             with emulated_machine() as machine, torch.inference_mode():
-                history = run_tokens(Host(machine, folder), int(name.split()[1]))
+                history = run_history(Host(machine, folder), int(name.split()[1]), by_tokens=True)
             _answer(answers, {"verdict": history.verdict, "steps": history.steps})
         elif name.startswith("prompts "):
             _, number, seed = name.split()
             with emulated_machine() as machine, torch.inference_mode():
                 found = run_prompts(Host(machine, folder), int(number), int(seed))
-            _answer(answers, {**found, "faults": faults_of(found)})
+            _answer(answers, {**found, "faults": faults_of(found, tuple(found["after"]))})
         elif name == "core":
             case = Case(None)
             core_is_untouched(case)

@@ -197,11 +197,9 @@ def case_clip_names() -> None:
 def case_clip_names_leave_out_what_checkpoints_leave_out() -> None:
     """Checkpoints of SD have no projection for CLIP-L, and what ComfyUI has there is other memory at each load."""
     for family, part, is_read in (
-        ("sd15", "clip_l", False),
         ("sd2", "clip_h", False),
         ("sdxl", "clip_l", False),
         ("sdxl", "clip_g", True),
-        ("flux1", "clip_l", False),
     ):
         clip = make_clip(family)
         name, states = HostClip(clip).fingerprint, HostClip(clip).encode("a cat")[0]

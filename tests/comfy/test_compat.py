@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from devicebridge.compat import PARTS
-from devicebridge.tests.comfy.server import Server, start_server
-from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.comfy.workers import run_worker
 
 pytestmark = pytest.mark.comfy
-
-WORKER = Path(__file__).with_name("compat_worker.py")
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
 def told(comfyui: Path) -> dict[str, Any]:
-    command = [str(comfy_python(comfyui)), str(WORKER), str(comfyui)]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300, "check": False}
-    done = subprocess.run(command, cwd=comfyui, env={**os.environ, **ENVIRONMENT}, **options)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return run_worker("compat_worker.py", comfyui)[-1]
 
 
 def test_comfyui_has_all_that_the_pack_asks_at_its_start(told: dict[str, Any]) -> None:
@@ -53,42 +41,8 @@ def test_where_a_function_is_gone_its_nodes_refuse_and_look_as_before(told: dict
     assert set(told["ids"]) == {*PARTS["nodes"], "DeviceBridgeRingLseFix"}
 
 
-# ---- a server whose ComfyUI has renamed a function
-
-_RENAMES = """
-import comfy.utils
-
-comfy.utils.repeat_to_size = comfy.utils.repeat_to_batch_size
-del comfy.utils.repeat_to_batch_size
-"""
-
-
-@pytest.fixture(scope="module")
-def changed(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    base = tmp_path_factory.mktemp("changed")
-    (base / "custom_nodes" / "renames").mkdir(parents=True)
-    (base / "custom_nodes" / "renames" / "prestartup_script.py").write_text(_RENAMES, encoding="utf-8")
-    (base / "models" / "diffusion_models").mkdir(parents=True)
-    (base / "models" / "diffusion_models" / "tiny.safetensors").write_bytes(b"")
-    with start_server(comfyui, base) as server:
-        yield server
-
-
-def test_a_changed_comfyui_starts_and_its_log_names_the_nodes_that_refuse(changed: Server) -> None:
-    log = changed.log.read_text(encoding="utf-8")
-    (refused,) = re.findall(r"(DeviceBridge[\w, ]+) will not work", log)
+def test_the_node_concerned_refuses_the_log_names_it_and_another_runs(told: dict[str, Any]) -> None:
+    assert "changed what DeviceBridge relies on here: comfy.utils.repeat_to_batch_size is gone. Update" in told["said"]
+    (refused,) = re.findall(r"(DeviceBridge[\w, ]+) will not work", told["log"])
     assert refused.split(", ") == list(PARTS["split"])
-    assert {*PARTS["nodes"], "DeviceBridgeRingLseFix"} <= set(changed.get("/object_info"))
-
-
-def test_the_node_concerned_refuses_and_another_runs(changed: Server) -> None:
-    split = {"unet_name": "tiny.safetensors", "weight_dtype": "default", "devices": "auto", "balance": "memory"}
-    split |= {"split_at": "", "memory_limit_gb": "", "transport": "auto", "overlap": True, "offload": True}
-    shown = {"class_type": "PreviewAny", "inputs": {"source": ["split", 0]}}
-    refused = changed.run(
-        {"split": {"class_type": "DeviceBridgeLoadDiffusionModelSplit", "inputs": split}, "shown": shown}
-    )
-    assert refused.status == "error"
-    assert "changed what DeviceBridge relies on here: comfy.utils.repeat_to_batch_size is gone. Update" in refused.error
-    other = changed.run({"fix": {"class_type": "DeviceBridgeRingLseFix", "inputs": {"enabled": False}}})
-    assert other.status == "success", other.error
+    assert told["other"] == [None, "Off"]

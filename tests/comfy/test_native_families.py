@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from devicebridge.families.comfy.native import NativeModel
 from devicebridge.families.comfy.registry import NATIVE_MODELS
-from devicebridge.tests.comfy.native_cases import CASES, COUNTED, EIGHT, REFUSED, Case
+from devicebridge.tests.comfy.native_cases import CASES, COUNTED, REFUSED, Case
 from devicebridge.tests.comfy.workers import run_worker
 
 Results = dict[str, dict[str, str]]
@@ -86,11 +86,6 @@ def test_divided_among_cards_it_computes_the_same(results: Results, case: Case) 
     assert float(results[case.name]["tensor, other slices"]) > 5e-4
 
 
-@_named(EIGHT)
-def test_eight_cards_compute_the_same(results: Results, case: Case) -> None:
-    assert float(results["eight cards"][case.name]) < 1e-5
-
-
 @_named([each.case for each in COUNTED])
 def test_a_forecast_counts_what_cards_do_that_divide_it(results: Results, case: Case) -> None:
     sent, exchanges, products = json.loads(results["counted"][case.name])
@@ -100,11 +95,6 @@ def test_a_forecast_counts_what_cards_do_that_divide_it(results: Results, case: 
 @_named(CASES)
 def test_relay_changes_no_bit(results: Results, case: Case) -> None:
     assert results[case.name]["relay"] == "equal"
-
-
-@_named(CASES)
-def test_without_the_bridge_it_does_not_run(results: Results, case: Case) -> None:
-    assert results[case.name]["without hooks"].startswith(_MIXED_DEVICES)
 
 
 @_named([case for case in CASES if _row(case).replace_keys or _row(case).patches_between])
@@ -132,42 +122,6 @@ def test_a_build_that_ends_with_a_side_block_relays(results: Results) -> None:
     assert results["wan_vace"]["transport"] == "stream"
     assert results["wan_vace_to_the_end"]["transport"] == "relay"
     assert results["wan_vace_to_the_end"]["stream"].startswith(_MIXED_DEVICES)
-
-
-_LISTS_OF_LISTS = {"StageB", "StageC"}
-
-
-def _is_found(case: Case) -> bool:
-    row = _row(case)
-    return not (row.hooks_children or row.per_device or row.class_name in _LISTS_OF_LISTS)
-
-
-@_named([case for case in CASES if _is_found(case)])
-def test_its_blocks_are_found_without_a_row(results: Results, case: Case) -> None:
-    assert results[case.name]["searched"] == "equal"
-
-
-@_named([case for case in CASES if _row(case).per_device])
-def test_what_blocks_share_would_be_on_the_wrong_card(results: Results, case: Case) -> None:
-    """Without a row every device would be handed the object that the first has filled."""
-    assert results[case.name]["searched"].startswith(_MIXED_DEVICES)
-
-
-def test_blocks_that_are_never_called_are_noticed(results: Results) -> None:
-    found = results["unet"]["searched"]
-    assert found.startswith("RuntimeError: UNetModel did not call a single block of input_blocks, output_blocks")
-
-
-@_named([case for case in CASES if _row(case).class_name in _LISTS_OF_LISTS])
-def test_lists_of_lists_are_not_taken_for_blocks(results: Results, case: Case) -> None:
-    expected = f"RuntimeError: {case.class_name} did not call a single block of down_blocks, up_blocks"
-    assert results[case.name]["searched"].startswith(expected)
-
-
-def test_an_unknown_class_is_relayed(results: Results) -> None:
-    assert results["unknown class"]["row"] == "None"
-    assert results["unknown class"]["searched"] == "equal"
-    assert results["unknown class"]["stream"].startswith(_MIXED_DEVICES)
 
 
 def test_a_refused_class_would_be_wrong_without_an_error(results: Results) -> None:

@@ -10,6 +10,7 @@ import pytest
 from devicebridge.tests.comfy.workers import run_worker
 
 pytestmark = pytest.mark.comfy
+IS_LONG = bool(os.environ.get("LONG_TESTS"))
 _IMAGE, _MASK, _SEEN = "concat_latent_image", "concat_mask", "clip_vision_output"
 # As ComfyUI's conditioning nodes for these models give it, but for what its classes do without.
 NEEDS = {
@@ -57,8 +58,8 @@ EXPERTS: dict[str, tuple[tuple[float, float], str]] = {
 
 @pytest.fixture(scope="module")
 def found(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    is_long = str(int(bool(os.environ.get("LONG_TESTS"))))
-    return run_worker("native_reading_worker.py", comfyui, tmp_path_factory.mktemp("reading"), is_long, *NEEDS)[-1]
+    folder = tmp_path_factory.mktemp("reading")
+    return run_worker("native_reading_worker.py", comfyui, folder, str(int(IS_LONG)), *NEEDS)[-1]
 
 
 def test_as_many_tokens_are_counted_as_blocks_are_given(found: dict[str, Any]) -> None:
@@ -73,7 +74,7 @@ def test_a_model_asks_for_what_its_own_code_reads(name: str, found: dict[str, An
 
 def test_a_plan_knows_how_large_a_text_is_before_captions_are_encoded(found: dict[str, Any]) -> None:
     wrong = {name: each for name, each in found["text"].items() if each}
-    assert len(found["text"]) > 20 and not wrong, wrong
+    assert len(found["text"]) > (20 if IS_LONG else 5) and not wrong, wrong
 
 
 def test_a_model_that_does_not_run_without_its_skips_is_planned_in_words(found: dict[str, Any]) -> None:
@@ -84,7 +85,7 @@ def test_a_model_that_does_not_run_without_its_skips_is_planned_in_words(found: 
 def test_a_model_that_goes_by_the_sides_of_a_clip_is_planned_of_these_sides(found: dict[str, Any]) -> None:
     """Dancer cuts its music by them; its sample is no square."""
     others = {name: says for name, says in found["plans"].items() if name != "HunyuanDiT"}
-    assert len(others) == 4 and not any(others.values()), others
+    assert len(others) == (4 if IS_LONG else 2) and not any(others.values()), others
 
 
 def test_a_class_whose_blocks_nobody_divided_is_refused_by_its_name(found: dict[str, Any]) -> None:
@@ -118,6 +119,6 @@ def test_a_model_without_experts_refuses_one(found: dict[str, Any]) -> None:
 
 def test_published_models_are_planned_before_captions_are_encoded(found: dict[str, Any]) -> None:
     """HiDream's experts are chosen by numbers, of which a plan has none, and a UNet's blocks all differ: it says so."""
-    assert len(found["full"]) > 3
-    without = {"HiDream-I1", "SDXL", "SD 1.5"} & set(found["full"])
+    assert len(found["full"]) > 1
+    without = {name for name in found["full"] if name.startswith(("HiDream-I1", "SDXL", "SD 1.5"))}
     assert {name: fault for name, fault in found["full"].items() if fault} == dict.fromkeys(without, "NoForecast")

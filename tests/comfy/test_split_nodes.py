@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from devicebridge.tests.comfy.server import ROOT, Server
-from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.comfy.server import Server
+from devicebridge.tests.comfy.workers import run_script
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.comfy
 
 FAMILY = "flux1"
-_MAKE = """
-import runpy, sys
-runpy.run_path(sys.argv[1])["load_pack"]()
-sys.path.insert(0, sys.argv[2])
-from pathlib import Path
-from comfy.cli_args import args
-args.cpu = True
-import torch
-from safetensors.torch import save_file
-from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights, save_checkpoint
-base = Path(sys.argv[3])
-save_checkpoint(FAMILIES[sys.argv[4]], base / "diffusion_models" / "tiny.safetensors", torch.float32)
-save_file({k: v.contiguous() for k, v in lora_weights(sys.argv[4], 1).items()}, base / "loras" / "tiny.safetensors")
-"""
 
 
 @pytest.fixture(scope="module")
 def tiny_files(server: Server, comfyui: Path) -> Iterator[None]:
-    """A tiny checkpoint and a LoRA of it among the server's models; the emulation is off again at the end."""
-    for name in ("diffusion_models", "loras"):
-        (server.base / "models" / name).mkdir(parents=True, exist_ok=True)
-    arguments = [str(ROOT / "bootstrap.py"), str(comfyui), str(server.base / "models"), FAMILY]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    python = comfy_python(comfyui)
-    subprocess.run([str(python), "-c", _MAKE, *arguments], env=environment, timeout=120, check=True)
+    """A tiny checkpoint among the server's models; the emulation is off again at the end."""
+    (server.base / "models" / "diffusion_models").mkdir(parents=True, exist_ok=True)
+    file = server.base / "models" / "diffusion_models" / "tiny.safetensors"
+    done = run_script("native_job_worker.py", comfyui, server.base, "save", FAMILY, file)
+    assert done.returncode == 0, done.stderr[-3000:]
     yield
     assert server.run({"1": _node("TestCardsOff")}).status == "success"
 
@@ -108,12 +90,6 @@ def plain(server: Server, tiny_files: None) -> torch.Tensor:
     return _run(server, _graph(["load", 0], "plain", is_emulated=False))
 
 
-@pytest.fixture(scope="module")
-def with_lora(server: Server, tiny_files: None) -> torch.Tensor:
-    lora = _node("LoraLoaderModelOnly", model=["load", 0], lora_name="tiny.safetensors", strength_model=1.0)
-    return _run(server, _graph(["lora", 0], "plain_lora", is_emulated=False, lora=lora))
-
-
 def test_a_split_model_makes_the_same_latents(server: Server, plain: torch.Tensor) -> None:
     split = _split("DeviceBridgeSplitModel", ["on", 0], model=["load", 0])
     graph = _graph(["split", 0], "split", split=split)
@@ -127,44 +103,6 @@ def test_a_model_loaded_across_cards_makes_the_same_latents(server: Server, plai
         "DeviceBridgeLoadDiffusionModelSplit", ["on", 0], unet_name="tiny.safetensors", weight_dtype="default"
     )
     assert torch.equal(_run(server, _graph(["load_split", 0], "loaded", load_split=load)), plain)
-
-
-@pytest.mark.parametrize("order", ["lora first", "split first"])
-def test_the_order_of_lora_and_split_does_not_matter(
-    server: Server, plain: torch.Tensor, with_lora: torch.Tensor, order: str
-) -> None:
-    first, second = ("load", "split") if order == "split first" else ("lora", "load")
-    lora = _node(
-        "LoraLoaderModelOnly",
-        model=["split" if order == "split first" else "load", 0],
-        lora_name="tiny.safetensors",
-        strength_model=1.0,
-    )
-    split = _split("DeviceBridgeSplitModel", ["on", 0], model=["load" if order == "split first" else "lora", 0])
-    last = "lora" if order == "split first" else "split"
-    found = _run(server, _graph([last, 0], order.replace(" ", "_"), lora=lora, split=split))
-    assert torch.equal(found, with_lora)
-    assert not torch.equal(found, plain)
-
-
-def test_the_given_model_stays_as_it_was(server: Server, plain: torch.Tensor) -> None:
-    """One graph, two samplers: the split model and the loader's own, which ran before and runs after it."""
-    split = _split("DeviceBridgeSplitModel", ["on", 0], model=["load", 0])
-    graph = _graph(["split", 0], "branch_split", split=split)
-    graph["sample_plain"] = {
-        "class_type": "KSampler",
-        "inputs": graph["sample"]["inputs"] | {"model": ["load", 0], "latent_image": ["sample", 0], "denoise": 0.5},
-    }
-    graph["off"] = _node("TestCardsOff", samples=["sample_plain", 0])
-    twice = _run(server, graph)
-    alone = _graph(["load", 0], "branch_plain", is_emulated=False)
-    alone["again"] = {
-        "class_type": "KSampler",
-        "inputs": alone["sample"]["inputs"] | {"latent_image": ["sample", 0], "denoise": 0.5},
-    }
-    alone["save"]["inputs"]["samples"] = ["again", 0]
-    assert torch.equal(twice, _run(server, alone))
-    assert not torch.equal(twice, plain)
 
 
 def test_without_a_second_device_the_model_stays_whole(server: Server, plain: torch.Tensor) -> None:

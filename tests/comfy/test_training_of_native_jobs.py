@@ -16,6 +16,7 @@ import torch
 from devicebridge.runs.queue import MEMORY
 from devicebridge.runs.record import KeptJobs, read_record
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Server
+from devicebridge.tests.comfy.workers import run_script
 from devicebridge.tests.comfy_host import comfy_python
 from devicebridge.tests.workflows import from_folder, read_workflow, set_values
 from PIL import Image
@@ -34,9 +35,7 @@ OURS = (
 
 def _worker(comfyui: Path, base: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
     """A command of native_job_worker.py."""
-    whole = [comfy_python(comfyui), WORKER, comfyui, base, *command]
-    environment = {**os.environ, **ENVIRONMENT}
-    return subprocess.run(list(map(str, whole)), capture_output=True, text=True, env=environment, timeout=300)
+    return run_script(WORKER.name, comfyui, base, *command)
 
 
 def _ours(comfyui: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
@@ -195,21 +194,6 @@ def test_a_graph_trains_it_in_the_background(server: Server, images: Path) -> No
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("trained")
-def test_a_graph_trains_it_in_two_processes(server: Server, images: Path) -> None:
-    """Each with this ComfyUI in it; captions and latents are those of the run before."""
-    found = {}
-    for name, count in (("native_one", 1), ("native_two", 2)):
-        finished = server.run(_graph(images, name, accumulation=2, processes=count))
-        assert finished.status == "success", finished.error
-        folder = server.base / "output" / "devicebridge" / name
-        found[count] = load_file(folder / f"{name}.safetensors")
-    assert "rank_losses" in (folder / "events.jsonl").read_text(encoding="utf-8")
-    for name, expected in found[1].items():
-        assert torch.allclose(found[2][name], expected, rtol=1e-4, atol=1e-6), name
-
-
-@pytest.mark.long
 def test_two_ranks_encode_once_train_the_lora_of_one_process_and_draw_its_pictures(
     comfyui: Path, server: Server, checkpoint: Path, images: Path, tmp_path: Path
 ) -> None:
@@ -262,22 +246,15 @@ def test_the_command_goes_on_with_comfyuis_python_and_plans(
             marks=pytest.mark.long,
         ),
         pytest.param(
-            {"parallel": {"strategy": "fsdp"}},
-            'parallel.strategy = "fsdp" needs several processes',
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
             {"cache": {"stock_clip_type": "flux9"}},
             "cache.stock_clip_type is 'flux9'; ComfyUI knows",
             marks=pytest.mark.long,
         ),
-        pytest.param({"model": {"path": "model.gguf"}}, "a GGUF file; GGUF is not supported", marks=pytest.mark.long),
     ],
 )
 def test_what_a_job_file_names_wrongly_is_told(
     comfyui: Path, server: Server, checkpoint: Path, images: Path, tmp_path: Path, sections: Any, message: str
 ) -> None:
-    (server.base / "models" / "diffusion_models" / "model.gguf").write_bytes(b"GGUF")
     (server.base / "models" / "vae" / "empty.safetensors").touch()
     done = _worker(comfyui, server.base, "train", _job(images, tmp_path / "refused", **sections))
     assert done.returncode == 2 and message in done.stderr, done.stderr[-3000:]

@@ -1,6 +1,6 @@
 """One process with ComfyUI's Python: trains tiny CLIPs with a tiny UNet; run by test_text_encoders.py.
 
-Takes ComfyUI's folder, a folder for files, and builds: "SDXL", or "SDXL: gradients, resume" for some of its steps.
+Takes ComfyUI's folder and a folder for files.
 Prints a line of JSON per build: {"name", "steps": {step: {"fault": "" or why not, figures}}}. References are ComfyUI's
 own: the stock CLIP's CONDITIONING, its LoRA loader, the stock MODEL's sampling; for gradients differences of losses.
 """
@@ -11,7 +11,6 @@ import contextlib
 import gc
 import json
 import logging
-import runpy
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -22,47 +21,41 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-CHECKOUT, FOLDER, *NAMES = sys.argv[1:]
-sys.path[0] = CHECKOUT
-sys.argv = sys.argv[:1]
+import comfy.lora
+import comfy.model_management
+import comfy.sd
+import folder_paths
+import torch
+from devicebridge.cli.native import encoded
+from devicebridge.config.job import JobConfig, make_job
+from devicebridge.encoding.store import CacheStore
+from devicebridge.events import EventLog
+from devicebridge.jobs.build import build_trainer
+from devicebridge.jobs.encode_job import cache_job
+from devicebridge.jobs.job import check_job, run_job
+from devicebridge.nodes.captions import CacheCaptionsAndLatents
+from devicebridge.nodes.host.native import files
+from devicebridge.nodes.host.native.model import native_training
+from devicebridge.nodes.host.native.source import read_native
+from devicebridge.nodes.host.native.text import encoded as states_of
+from devicebridge.nodes.train import TrainLora
+from devicebridge.nodes.types import TrainingDataset, TrainingModel
+from devicebridge.parallel.devices import own_random_states
+from devicebridge.tests.comfy import native_steps
+from devicebridge.tests.comfy.native_forwards import endless_memory
+from devicebridge.tests.comfy.native_steps import CARDS, difference, gradients, prove, put_lora, slopes_of
+from devicebridge.tests.comfy.stock_encoders import make_clip, make_vae
+from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, save_checkpoint, small_sizes
+from devicebridge.tests.comfy.trained_families import TRAINED, made_of
+from devicebridge.tests.comfy_host import allow_folders
+from devicebridge.training.loop import Trainer
+from devicebridge.training.objective import noise_latents, predict
+from PIL import Image
+from safetensors.torch import save_file
 
-import comfy.cli_args  # noqa: E402
+import nodes as core
 
-comfy.cli_args.args.cpu = True
-runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
-
-import comfy.lora  # noqa: E402
-import comfy.model_management  # noqa: E402
-import comfy.sd  # noqa: E402
-import folder_paths  # noqa: E402
-import torch  # noqa: E402
-from devicebridge.cli.native import encoded  # noqa: E402
-from devicebridge.config.job import JobConfig, make_job  # noqa: E402
-from devicebridge.encoding.store import CacheStore  # noqa: E402
-from devicebridge.events import EventLog  # noqa: E402
-from devicebridge.jobs.build import build_trainer  # noqa: E402
-from devicebridge.jobs.encode_job import cache_job  # noqa: E402
-from devicebridge.jobs.job import check_job, run_job  # noqa: E402
-from devicebridge.nodes.captions import CacheCaptionsAndLatents  # noqa: E402
-from devicebridge.nodes.host.native import files  # noqa: E402
-from devicebridge.nodes.host.native.model import native_training  # noqa: E402
-from devicebridge.nodes.host.native.source import read_native  # noqa: E402
-from devicebridge.nodes.host.native.text import encoded as states_of  # noqa: E402
-from devicebridge.nodes.train import TrainLora  # noqa: E402
-from devicebridge.nodes.types import TrainingDataset, TrainingModel  # noqa: E402
-from devicebridge.parallel.devices import own_random_states  # noqa: E402
-from devicebridge.tests.comfy import native_steps  # noqa: E402
-from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
-from devicebridge.tests.comfy.native_steps import CARDS, difference, gradients, prove, put_lora, slopes_of  # noqa: E402
-from devicebridge.tests.comfy.stock_encoders import make_clip, make_vae  # noqa: E402
-from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, save_checkpoint, small_sizes  # noqa: E402
-from devicebridge.tests.comfy.trained_families import TRAINED, made_of  # noqa: E402
-from devicebridge.training.loop import Trainer  # noqa: E402
-from devicebridge.training.objective import noise_latents, predict  # noqa: E402
-from PIL import Image  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-
-import nodes as core  # noqa: E402
+FOLDER = sys.argv[2]
 
 _SDXL = {**TRAINED["SDXL"].unet_config, "adm_in_channels": 32 + 6 * 256}
 _SD_2 = {**TRAINED["SD 1.5"].unet_config, "use_linear_in_transformer": True}
@@ -124,6 +117,7 @@ class Bench:
                 "stock_clip": [str(self.clip_file)],
                 "stock_clip_type": "stable_diffusion",
                 "stock_vae": str(self.clip_file),
+                "caption_weights": True,  # as core's nodes read them
                 **sections.get("cache", {}),
             },
             "train": {"steps": 4, "seed": 3, **sections.get("train", {})},
@@ -134,7 +128,7 @@ class Bench:
     def ready(self, job: JobConfig) -> Iterator[JobConfig]:
         """Inside, files are what this bench has, and the captions of the job are in the cache."""
         with (
-            mock.patch.object(comfy.sd, "load_clip", lambda **given: self.clip()),
+            mock.patch.object(comfy.sd, "load_clip", lambda *files, **given: self.clip()),
             mock.patch.object(files, "_load_vae", lambda path, model_path: make_vae("sd")),
             mock.patch("devicebridge.cli.native.prepared", lambda job: contextlib.nullcontext(self.info)),
             small_sizes(self.family),
@@ -284,12 +278,7 @@ def stock_loader(bench: Bench) -> Figures:
     (before,) = core.CLIPTextEncode().encode(bench.clip(), CAPTIONS[0])
     with bench.trainer("after", {**_PLAIN, "lora": _LORA}) as trainer, torch.no_grad():
         _put_file(trainer, lora)
-        model, main_device = trainer.runner.replica_for(0)
-        tokens = _first_text(trainer)
-        ours = states_of(model.text_encoders, tokens, main_device)
-        noise = torch.randn(1, 4, 1, 8, 8, generator=torch.Generator().manual_seed(5))
-        made = noise_latents(bench.info.family, torch.zeros_like(noise), noise, torch.tensor([0.6]))
-        prediction = predict(bench.info.family, model, made.noisy, made.sigmas, tokens, None)
+        ours, made, prediction = _said(bench, trainer)
     moved = _distance(before[0][0], ours["cond"])
     error = _distance(said[0][0], ours["cond"])
     assert moved > 1e-2 and error <= 1e-4, f"states differ by {error:.2g}, the LoRA moves them by {moved:.2g}"
@@ -318,12 +307,7 @@ def started(bench: Bench) -> Figures:
         save_file(named, file := bench.folder / f"{spelling}.safetensors")
         sections = {**_PLAIN, "lora": {**larger, "start_from": str(file)}}
         with bench.trainer(f"from {spelling}", sections, None) as trainer, torch.no_grad():
-            model, main_device = trainer.runner.replica_for(0)
-            tokens = _first_text(trainer)
-            states = states_of(model.text_encoders, tokens, main_device)
-            noise = torch.randn(1, 4, 1, 8, 8, generator=torch.Generator().manual_seed(5))
-            made = noise_latents(bench.info.family, torch.zeros_like(noise), noise, torch.tensor([0.6]))
-            prediction = predict(bench.info.family, model, made.noisy, made.sigmas, tokens, None)
+            states, made, prediction = _said(bench, trainer)
         picture = native_steps.said_by_sampling(patched, made, said, bench.family.latent).view(prediction.shape)
         errors = _distance(said[0][0], states["cond"]), _distance(picture, prediction)
         assert max(errors) <= 1e-4, f"from {spelling} states and predictions differ by {errors}"
@@ -370,6 +354,9 @@ def same_from_nodes(bench: Bench) -> Figures:
     loaded = [str(bench.clip_file)], None, comfy.sd.CLIPType.STABLE_DIFFUSION, {}
     clip.patcher.cached_patcher_init = comfy.sd.load_clip_model_patcher, loaded
     folder_paths.set_output_directory(str(bench.folder / "output"))
+    folder_paths.set_user_directory(str(bench.folder / "user"))
+    (bench.folder / "user").mkdir()
+    allow_folders(bench.folder / "user", bench.folder)
     model, dataset = TrainingModel(job.model, job.split), TrainingDataset(job.data, job.evaluation)
     settings = {
         "steps": job.train.steps,
@@ -388,14 +375,15 @@ def same_from_nodes(bench: Bench) -> Figures:
         "text_encoder_learning_rate": job.optimizer.text_encoder_learning_rate,
     }
     with (
-        mock.patch.object(comfy.sd, "load_clip", lambda **given: bench.clip()),
+        mock.patch.object(comfy.sd, "load_clip", lambda *files, **given: bench.clip()),
         mock.patch.object(files, "_load_vae", lambda path, model_path: make_vae("sd")),
         mock.patch.object(files, "path_of_vae", lambda vae: str(bench.clip_file)),
         mock.patch("server.PromptServer.instance", mock.MagicMock(), create=True),
         torch.inference_mode(),  # as ComfyUI runs nodes
         small_sizes(bench.family),
     ):
-        (cached,) = _run(CacheCaptionsAndLatents, model, dataset, stock_clip=clip, stock_vae=make_vae("sd"))
+        stock = {"stock_clip": clip, "stock_vae": make_vae("sd"), "caption_weights": True}
+        (cached,) = _run(CacheCaptionsAndLatents, model, dataset, **stock)
         found, losses, *_ = _run(TrainLora, model, cached, resume=False, **settings)
         other = replace(cached, clip_files=())
         try:
@@ -422,6 +410,16 @@ def _run(node: Any, *given: Any, **settings: Any) -> tuple[Any, ...]:
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def _said(bench: Bench, trainer: Trainer) -> tuple[Mapping[str, torch.Tensor], Any, torch.Tensor]:
+    """Of the first caption the states, what the model is given beside them, and its prediction."""
+    model, main_device = trainer.runner.replica_for(0)
+    tokens = _first_text(trainer)
+    noise = torch.randn(1, 4, 1, 8, 8, generator=torch.Generator().manual_seed(5))
+    made = noise_latents(bench.info.family, torch.zeros_like(noise), noise, torch.tensor([0.6]))
+    prediction = predict(bench.info.family, model, made.noisy, made.sigmas, tokens, None)
+    return states_of(model.text_encoders, tokens, main_device), made, prediction
 
 
 def _first_text(trainer: Trainer) -> Mapping[str, torch.Tensor]:
@@ -461,19 +459,15 @@ STEPS: dict[str, Callable[[Bench], Figures]] = {
 }
 
 
-def proved(text: str) -> dict[str, Any]:
+def proved(name: str) -> dict[str, Any]:
     """Every step, each on its own."""
-    name, _, chosen = text.partition(": ")
     with endless_memory():
-        bench = Bench(name, Path(FOLDER) / name.replace("/", "-"))
-        steps = {step: STEPS[step] for step in chosen.split(", ") if step} or STEPS
-        return {"name": name, "steps": prove(name, steps, bench)}
+        return {"name": name, "steps": prove(name, STEPS, Bench(name, Path(FOLDER) / name))}
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     gc.freeze()  # jobs collect garbage often, and the libraries' objects are none
     warnings.simplefilter("ignore")
     logging.getLogger().setLevel(logging.ERROR)  # of VAEs without a file
-    for each in NAMES or BUILDS:
+    for each in BUILDS:
         print(json.dumps(proved(each)), flush=True)

@@ -34,10 +34,17 @@ class ForkHost:
         atexit.register(self.stop)
 
     def start(
-        self, script: str, *arguments: str | Path, streams: tuple[int, int, int], environment: Mapping[str, str] = {}
+        self,
+        script: str,
+        *arguments: str | Path,
+        streams: tuple[int, int, int],
+        environment: Mapping[str, str] = {},
+        has_pack: bool = False,
     ) -> int:
-        """Run a script of this folder; its process id. Streams: its standard input, output and error."""
+        """Run a script of this folder; its process id. Streams: its standard input, output and error. has_pack: whether
+        it finds the pack loaded."""
         request = {"script": script, "arguments": list(map(str, arguments)), "environment": dict(environment)}
+        request["has_pack"] = has_pack
         self._socket.settimeout(120)
         socket.send_fds(self._socket, [json.dumps(request).encode()], list(streams))
         while "started" not in (answer := self._read()):
@@ -74,14 +81,22 @@ def fork_host(comfyui: Path) -> ForkHost:
     return ForkHost(comfyui)
 
 
-def run_worker(name: str, comfyui: Path, *arguments: str | Path, timeout: float = 400) -> list[dict[str, Any]]:
-    """The lines of JSON that such a script prints, each an object; the test fails where the script does."""
+def run_script(
+    name: str, comfyui: Path, *arguments: str | Path, timeout: float = 400, has_pack: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Such a script, given ComfyUI's folder and these arguments."""
     host = fork_host(comfyui)
     with open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as log:
         streams = nothing.fileno(), printed.fileno(), log.fileno()
-        code = host.wait(host.start(name, comfyui, *arguments, streams=streams), timeout)
-        assert code == 0, _text(log)[-4000:]
-        return [json.loads(line) for line in _text(printed).splitlines() if line.startswith('{"')]
+        code = host.wait(host.start(name, comfyui, *arguments, streams=streams, has_pack=has_pack), timeout)
+        return subprocess.CompletedProcess(name, code, _text(printed), _text(log))
+
+
+def run_worker(name: str, comfyui: Path, *arguments: str | Path, timeout: float = 400) -> list[dict[str, Any]]:
+    """The lines of JSON that such a script prints, each an object; the test fails where the script does."""
+    done = run_script(name, comfyui, *arguments, timeout=timeout, has_pack=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
 
 
 def _text(file: IO[str]) -> str:

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from devicebridge.jobs.samples import samples_vae
 from devicebridge.sampling.draw import ScheduledSteps
 from devicebridge.system.stopping import Stopped
 from devicebridge.tests import comfy_stub
@@ -85,3 +86,12 @@ def test_cancel_while_a_vae_decodes_is_left_for_the_training_to_hear(
     with pytest.raises(Stopped):
         drawing.ComfyDecoding(tmp_path, mock.Mock(), has_sequence=True).decode(torch.zeros(1, 4, 1, 2, 2), home)
     assert management.processing_interrupted()
+
+
+def test_pictures_of_a_model_of_comfyuis_are_refused_where_no_vae_is_named() -> None:
+    named = SimpleNamespace(samples=SimpleNamespace(vae=""), cache=SimpleNamespace(stock_vae="vae.safetensors"))
+    plan: Any = SimpleNamespace(job=named, family=SimpleNamespace(host=object()))
+    assert samples_vae(plan) == Path("vae.safetensors")
+    named.cache.stock_vae = ""
+    with pytest.raises(ValueError, match=r"cache\.stock_vae or samples\.vae"):
+        samples_vae(plan)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -283,6 +284,17 @@ def test_where_others_code_may_run_nothing_is_replayed() -> None:
     assert graphs.num_replays == 0
     run(parallel, model, x)
     assert graphs.num_replays == len(model.blocks)
+
+
+def test_an_error_of_a_replay_ends_its_forward_alone(monkeypatch) -> None:
+    model, parallel, graphs, recorder = ready()
+    x = inputs(1)[0]
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="injected"):
+        patched.setattr(StandIn, "launch", mock.Mock(side_effect=[None, RuntimeError("injected")]))
+        run(parallel, model, x)
+    graphs.num_replays = 0
+    assert torch.equal(run(parallel, model, x), computed(parallel, model, x))
+    assert graphs.num_replays == len(model.blocks) and not graphs.fault
 
 
 def test_released_graphs_are_recorded_anew() -> None:

@@ -23,31 +23,23 @@ CODE = """
 import runpy, time
 runpy.run_path({file!r})["load_pack"]()
 from devicebridge.parallel.ranks.watch import Watch
-watch = Watch(2.0)
+watch = Watch(0.5)
 def sleep_for_ever():
     time.sleep(1000)
 with watch.doing():
-    with watch.waiting():
-        time.sleep(3)
-    for _ in range(3):
-        time.sleep(1)
-        watch.alive()
-    print("alive", flush=True)
-    {last}
-time.sleep(3)
-print("over")
+    sleep_for_ever()
 """
 
 
-@pytest.mark.parametrize(("last", "code", "output"), [("sleep_for_ever()", 1, "alive\n"), ("pass", 0, "alive\nover\n")])
-def test_work_that_takes_too_long_is_ended_where_it_is_and_waits_are_not(last: str, code: int, output: str) -> None:
-    script = CODE.format(file=str(ROOT / "bootstrap.py"), last=last)
+def test_work_that_takes_too_long_is_ended_where_it_is() -> None:
+    script = CODE.format(file=str(ROOT / "bootstrap.py"))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stdout) == (code, output), done.stderr
-    assert ("in sleep_for_ever" in done.stderr) == bool(code)
+    assert done.returncode == 1 and "in sleep_for_ever" in done.stderr, done.stderr
 
 
-def test_work_of_unknown_length_has_half_an_hour_or_what_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_sign_gives_work_its_time_anew_waits_have_none_and_unknown_lengths_half_an_hour_or_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     limits: list[float] = []
     monkeypatch.setattr(module.faulthandler, "dump_traceback_later", lambda limit_s, **options: limits.append(limit_s))
     monkeypatch.setattr(module.faulthandler, "cancel_dump_traceback_later", lambda: limits.append(0))

@@ -1,0 +1,29 @@
+"""Which tiny families of tiny_checkpoints.py are split in which way by the cases of split_cases_*.py."""
+
+from __future__ import annotations
+
+# fmt: off
+
+FAMILIES = (
+    "chroma", "cosmos_predict2", "flux1", "flux2", "hidream", "hunyuan_video", "krea2", "ltxv", "lumina2",
+    "minimax_h3", "qwen_image", "sd3", "sdxl", "wan", "wan_i2v", "wan_vace", "z_image",
+)
+SHARED = (*(name for name in FAMILIES if name != "sdxl"), "hidream_o1")
+DIVIDED = (
+    "flux1_heads", "flux2_heads", "chroma_heads", "hunyuan_video_heads", "qwen_image", "wan_heads", "wan_i2v_heads",
+    "wan_vace_heads", "ltxv", "lumina2", "z_image", "sd3", "krea2_heads", "cosmos_predict2", "hidream", "minimax_h3",
+)
+EIGHT_BITS = (  # format, family
+    *((kind, name) for kind in ("fp8", "scaled_fp8", "int8", "int8_rows") for name in ("flux1_heads", "wan_heads")),
+    ("scaled_fp8", "qwen_image"),
+)
+# fmt: on
+
+# One mechanism with every class: a case's name -> its classes, and those of a short run.
+EVERY = {
+    "family_{}": (FAMILIES, ("flux2", "wan_vace", "sdxl", "z_image", "hidream", "minimax_h3")),
+    "tensor_{}": (DIVIDED, ("wan_heads", "z_image")),
+    "tokens_{}": (SHARED, ("flux2", "wan", "hidream_o1")),
+    "replayed_{}": (DIVIDED, ("flux2_heads", "qwen_image")),
+    "tensor_{0[0]}_file_of_{0[1]}": (EIGHT_BITS, (("int8", "flux1_heads"),)),
+}
