@@ -104,12 +104,11 @@ class Bench:
         self.lora = (self.bases["trained"] / LORA).read_bytes()
 
     def cases(self, num_chance: int, seed: int) -> Iterator[Case]:
-        from devicebridge.tests import bad_files, bad_inputs, bad_names, bad_runs
+        from devicebridge.tests import bad_files, bad_inputs, bad_runs
 
         plain, trained = self.bases.values()
         yield from bad_inputs.job_key_cases()
         yield from bad_inputs.job_file_cases()
-        yield from bad_names.name_cases()
         yield from bad_files.json_cases(plain)
         yield from bad_files.weight_cases()
         yield from bad_runs.dataset_cases()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,15 @@ from devicebridge.data.image import ImageRequest
 from devicebridge.encoding.encode import fill, fill_texts
 from devicebridge.encoding.sources import FolderLatents, FolderTexts
 from devicebridge.encoding.store import CacheStore
-from devicebridge.families.spec import ModelFamily, TextEncoderSpec, Variant
+from devicebridge.families.spec import (
+    BlockList,
+    LatentSpec,
+    ModelFamily,
+    ShiftRule,
+    TextEncoderSpec,
+    TimestepSpec,
+    Variant,
+)
 
 
 def encode_captions(
@@ -40,3 +48,20 @@ def encode_images(
     *progress: Any,
 ) -> dict[ImageRequest, str]:
     return fill(requests, FolderLatents(family, variant, vae_path, "cpu", dtype), store, *progress)
+
+
+def example_family(vae_class: str, vae_config: Mapping[str, Any] | None = None, **changes: Any) -> ModelFamily:
+    """As much of a family as its VAE needs; one variant."""
+    values: dict[str, Any] = {
+        "latent": LatentSpec(4, 2),
+        "timesteps": TimestepSpec("uniform", "none", {"none": ShiftRule("none")}),
+        "variants": (Variant("small", {}, (), vae_config=vae_config or {}),),
+    }
+    names = ("transformer_class", "modelspec_architecture", "ss_base_model_version")
+    values |= dict.fromkeys(names, "")
+    values |= dict.fromkeys(("tail", "keep_full_precision", "lora_targets", "renames"), ())
+    values |= dict.fromkeys(("make_inputs", "read_prediction", "encode_latents", "decode_latents"))
+    lists = (BlockList("blocks"),)
+    return ModelFamily(
+        **{"name": "example", "title": "Example", "vae_class": vae_class, "block_lists": lists, **values, **changes}
+    )

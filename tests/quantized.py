@@ -1,9 +1,11 @@
-"""Quantizes a whole model, which the pack does layer by layer while it loads."""
+"""Whole models in 8 bits: quantized at once, which the pack does layer by layer, and taken apart to bytes."""
 
 from __future__ import annotations
 
+import torch
 from devicebridge.families.spec import ModelFamily
 from devicebridge.quantization.quantize import Quantizer, QuantizeReport, QuantizeSettings
+from devicebridge.tests.emulated import on_cpu
 from torch import nn
 
 
@@ -14,3 +16,10 @@ def apply_quantization(model: nn.Module, family: ModelFamily, settings: Quantize
         if quantizer.is_wanted(name, module):
             model.set_submodule(name, quantizer.finish(name, module))
     return quantizer.close(model)
+
+
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a tensor is made of, as bytes on the CPU."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [on_cpu(tensor).detach().contiguous().view(-1).view(torch.uint8)]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in plain_parts(getattr(tensor, name))]

@@ -6,16 +6,20 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from devicebridge.config.job import JobConfig, make_job
+from devicebridge.events import Event
 from devicebridge.families.flux2 import _SYSTEM_MESSAGE
 from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import ModelFamily
 from devicebridge.tests.toy import TINY
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder
 from PIL import Image
+
+if TYPE_CHECKING:
+    from devicebridge.jobs.resume import TrainingResult
 
 SHORT_TEXT = 64
 
@@ -91,3 +95,24 @@ def make_tiny_job(folder: Path, family_name: str = "flux2", **sections: dict[str
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section}
     return make_job(values)
+
+
+def make_cards_job(folder: Path, run: str, family_name: str = "flux2", **sections: dict[str, Any]) -> JobConfig:
+    """A job with dropout over two emulated cards, into folder/run, that saves at its end; sections replace its own."""
+    values: dict[str, dict[str, Any]] = {
+        "split": {"devices": ["lazy:0", "lazy:1"]},
+        "cache": {"folder": encoded_before(folder), "vae_device": "cpu"},
+        "lora": {"dropout": 0.3},
+        "output": {"folder": str(folder / run), "save_every_steps": 0},
+    }
+    return make_tiny_job(folder, family_name, **{**values, **sections})
+
+
+def run_steps(job: JobConfig, count: int = 1) -> TrainingResult:
+    """Train so many steps of the job and stop."""
+    from devicebridge.jobs.job import run_job  # not where a tiny model is all that is wanted
+
+    seen: list[Event] = []
+    stopped = run_job(job, on_event=seen.append, should_stop=lambda: sum(e.kind == "step" for e in seen) >= count)
+    assert (stopped.status, stopped.step) == ("stopped", count)
+    return stopped

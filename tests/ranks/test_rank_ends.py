@@ -117,22 +117,6 @@ def test_cancel_and_the_pages_stop_end_all_ranks_of_a_node(folder, private, by):
 
 
 @pytest.mark.long
-def test_what_a_failed_rank_said_reaches_the_node(folder):
-    job, _ = _job(folder, "refused", parallel={"processes": 2, "strategy": "fsdp"}, lora={"dora": True})
-    with pytest.raises(RuntimeError, match="lora.dora = true asks for norms of whole weights"):
-        run_in_processes(job, resume=False, on_event=lambda event: None)
-
-
-@pytest.mark.long
-def test_a_refusal_by_all_ranks_is_one_line_and_the_code_of_one_process(folder):
-    _, file = _job(folder, "once", parallel={"strategy": "fsdp"}, lora={"dora": True})
-    process = start_cli("train", file, "--nproc", 2)
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 2
-    assert output.count("lora.dora = true asks for norms of whole weights") == 1 and "Traceback" not in output
-
-
-@pytest.mark.long
 def test_a_stop_is_heard_while_another_rank_encodes_captions(folder):
     """The rank that is asked only waits, and the one that encodes is not asked."""
     job, file = _job(folder, "captions", cache={"folder": str(folder / "other_cache")})
@@ -170,6 +154,7 @@ def test_a_killed_rank_ends_the_job_and_leaves_its_last_save(folder):
     assert _newest(job) >= 2 and _goes_on(free)
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_tells_where_and_torchrun_starts_all_anew(folder):
     job, file = _job(folder, "sleep", steps=6, parallel={"timeout_s": 15.0})
     done = _run_faulty(file, "sleep 1 3", restarts=1)

@@ -15,9 +15,13 @@ import torch
 from devicebridge.config.job import save_job
 from devicebridge.data.samples import BatchOrder
 from devicebridge.jobs.job import check_job, run_job
+from devicebridge.jobs.rank_plans import plan_shared, shared_weights
+from devicebridge.jobs.read_job import read_job
+from devicebridge.planning.cards import Card
+from devicebridge.planning.search import HEADROOM
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.ranks.launching import ENVIRONMENT, ROOT, run_jobs
-from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_pipeline
+from devicebridge.tests.tiny_pipeline import make_tiny_job, run_steps, save_tiny_pipeline
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -27,7 +31,7 @@ pytestmark = [
 ]
 
 LONG = bool(os.environ.get("LONG_TESTS"))
-STEPS, SPLIT_AT = 20 if LONG else 10, (7, 13)
+STEPS, SPLIT_AT = 20 if LONG else 6, (7, 13)
 CARDS = [f"lazy:{index}" for index in range(4)]
 BRIEF = {"steps": 5}
 SHORT = {} if LONG else BRIEF
@@ -38,10 +42,10 @@ MACHINES = {"train": {"steps": 2}, "samples": {"prompts": ["a cat"]}}
 ON_TWO = {
     "copies": {"parallel": {"strategy": "data"}},
     "fsdp": {"parallel": {"strategy": "fsdp"}},
-    "fsdp, blocks kept": {"parallel": {"strategy": "fsdp"}, "train": {**SHORT, "gradient_checkpointing": False}},
     "pipeline in each": {"parallel": {"strategy": "pipeline"}, "split": {"devices": CARDS}, "train": SHORT},
 }
 LONG_ON_TWO = {
+    "fsdp, blocks kept": {"parallel": {"strategy": "fsdp"}, "train": {**SHORT, "gradient_checkpointing": False}},
     "fsdp, compiled": {"parallel": {"strategy": "fsdp"}, "train": {**SHORT, "compile": "auto"}},
     "tensor in each": {"parallel": {"strategy": "tensor"}, "split": {"devices": CARDS}, "train": SHORT},
     "data, a broken compiler": {"parallel": {"strategy": "data"}, "train": {**SHORT, "compile": "auto"}},
@@ -63,6 +67,17 @@ OTHERS = {
     "model": ({"model": {"path": "{folder}/other/model"}}, "model: the weights at model.path are not on rank 1 ("),
     "start": ({"lora": {"start_from": "{folder}/other.safetensors"}}, "start: the LoRA layers at lora.start_from are"),
     "encoders": ({"cache": {"text_encoders": "{folder}/other/model"}}, "do not have the same samples"),
+}
+SHORT_OTHERS = ("steps", "folders", "model", "encoders")  # which settings are compared is in test_same_job.py
+# Ranks of fsdp that are planned as cards: by name, settings and how many blocks keep their activations.
+KEPT = {
+    "recomputed": ({}, []),
+    "chosen": ({}, [2]),
+    "stopped": ({}, [2]),
+    "resumed": ({}, [3]),
+    "asked": ({"split": {"blocks_without_checkpointing": [1, 1]}}, [1]),
+    "all asked": ({"train": {"gradient_checkpointing": False}}, []),
+    "too small": ({}, [0]),
 }
 
 
@@ -126,9 +141,8 @@ def on_two(folder, alone, on_four):
     """Every strategy of two ranks; the run of four goes on, and a pipeline of one process becomes fsdp."""
     jobs = {name: _job(folder, name, **sections) for name, sections in ON_TWO.items()}
     before, _ = _job(folder, "changed", parallel={"strategy": "pipeline"}, split={"devices": CARDS[:2]})
-    steps = []
     with emulated_cards():
-        run_job(before, on_event=steps.append, should_stop=lambda: sum(e.kind == "step" for e in steps) == 3)
+        run_steps(before, 3)
     after = dataclasses.replace(before, parallel=dataclasses.replace(before.parallel, strategy="fsdp"))
     save_job(
         dataclasses.replace(after, split=dataclasses.replace(after.split, devices=("cpu",))), folder / "changed.toml"
@@ -142,10 +156,16 @@ def on_two(folder, alone, on_four):
         {"job": _job(folder, "lokr", parallel={"strategy": "fsdp"}, **LOKR)[1]},
         {"job": _job(folder, "machines", parallel={"strategy": "fsdp"}, **MACHINES)[1], "spread": True},
         *_refused(folder),
+        *_planned_as_cards(folder),
     ]
     results = run_jobs(folder, plan, count=2)
-    names = [*jobs, *["chain"] * LONG, "changed", "pictures", "lokr", "machines", *(f"other {name}" for name in OTHERS)]
+    others = [f"other {name}" for name in _others()]
+    names = [*jobs, *["chain"] * LONG, "changed", "pictures", "lokr", "machines", *others, *KEPT]
     return dict(zip(names, results, strict=True))
+
+
+def _others():
+    return OTHERS if LONG else SHORT_OTHERS
 
 
 def _refused(folder):
@@ -153,9 +173,43 @@ def _refused(folder):
     save_tiny_pipeline(folder / "other" / "model", "flux2", seed=7)
     made = run_job(_job(folder, "other", train={"steps": 1, "gradient_accumulation_steps": 1})[0])
     made.lora_path.rename(folder / "other.safetensors")
-    for name, (others, *_) in OTHERS.items():
-        file = _job(folder, f"other {name}", train={"steps": 1})[1]
+    for name in _others():
+        others, file = OTHERS[name][0], _job(folder, f"other {name}", train={"steps": 1})[1]
         yield {"job": file, "spread": True, "others": json.loads(json.dumps(others).replace("{folder}", str(folder)))}
+
+
+def _kept_job(folder, name):
+    """A stopped run goes on as the resumed one."""
+    settings, _ = KEPT[name]
+    train = {"steps": 4, "gradient_accumulation_steps": 2, **settings.get("train", {})}
+    sections = {"split": settings.get("split", {"devices": ["cpu"]}), "evaluation": {"folder": ""}}
+    name = "resumed" if name == "stopped" else name
+    return _job(folder, name, parallel={"strategy": "fsdp"}, train=train, data={"resolutions": [32]}, **sections)
+
+
+def _room_for(job, kept):
+    """Bytes of the smallest card on which so many blocks may keep their activations."""
+    split = dataclasses.replace(job.split, blocks_without_checkpointing=(kept,))
+    train = dataclasses.replace(job.train, gradient_accumulation_steps=1)
+    one = dataclasses.replace(job, split=split, train=train)
+    one = dataclasses.replace(one, optimizer=dataclasses.replace(one.optimizer, name="adamw"))
+    subject = read_job(job).subject
+    (device,) = plan_shared(one, subject, Card(torch.device("cpu"), 10**12, 10**12), 2).devices
+    return int((device.needed + max(shared_weights(one, subject).blocks)) / (1 - HEADROOM)) + 2
+
+
+def _planned_as_cards(folder):
+    """Each rank with its own room; of "recomputed" nobody knows any."""
+    files = {name: _kept_job(folder, name)[1] for name in KEPT}
+    two, three = (_room_for(_kept_job(folder, "chosen")[0], kept) for kept in (2, 3))
+    assert two < three, "a block that keeps its activations needs more"
+    yield {"job": files["recomputed"]}
+    yield {"job": files["chosen"], "rooms": [three, two]}
+    yield {"job": files["stopped"], "rooms": [two, three], "stop": 2}
+    yield {"job": files["resumed"], "rooms": [three, three], "resume": True}
+    for name in ("asked", "all asked"):
+        yield {"job": files[name], "rooms": [three, three]}
+    yield {"job": files["too small"], "rooms": [10**8, three]}
 
 
 @pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
@@ -253,13 +307,38 @@ def test_machines_that_share_no_folder_encode_each_and_have_the_same_entries(fol
     assert found["losses"] == pytest.approx(alone[0].losses[:2], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT_OTHERS)) for name in OTHERS]
+)
 def test_a_machine_that_was_asked_for_another_training_is_refused(name, folder, on_two):
     _, *texts = OTHERS[name]
     first, other = on_two[f"other {name}"]["refused"]
     told = other if name == "encoders" else first
     assert all(text in told for text in texts) and len(told) < 700
     assert not list((folder / f"other_{name}").glob("checkpoints/*"))
+
+
+@pytest.mark.parametrize("name", [name for name in KEPT if name != "all asked"])
+def test_all_ranks_keep_what_the_smallest_card_has_room_for_or_what_was_asked(name, on_two):
+    _, kept = KEPT[name]
+    assert on_two[name]["kept"] == [kept, kept]
+
+
+@pytest.mark.parametrize("name", [name for name in KEPT if name not in ("recomputed", "stopped")])
+def test_blocks_that_are_not_computed_again_train_the_same_lora_bit_for_bit(name, folder, on_two):
+    found, expected = (_lora(_kept_job(folder, each)[0], 4) for each in (name, "recomputed"))
+    assert on_two[name]["status"] == "finished" and on_two[name]["losses"] == on_two["recomputed"]["losses"]
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_the_forecast_of_a_run_counts_the_kept_activations_and_says_what_does_not_fit(on_two):
+    assert not on_two["recomputed"]["forecast"]
+    names = ("too small", "chosen", "resumed", "all asked")
+    recomputed, two, three, whole = (on_two[name]["forecast"][0] for name in names)
+    assert recomputed["kept"] == 0 < two["kept"] < three["kept"] < whole["kept"]
+    assert recomputed["weights"] == two["weights"] == whole["weights"]
+    (told,) = [line for line in on_two["too small"]["log"] if "by the forecast" in line]
+    assert "of 0.1 GB" in told and not any("by the forecast" in line for line in on_two["chosen"]["log"])
 
 
 def _may_make_networks():

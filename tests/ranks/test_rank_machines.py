@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from devicebridge.config.job import save_job
 from devicebridge.jobs.job import run_job
-from devicebridge.tests.ranks.launching import HERE, none_left, ranks_of, start_machines
-from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_dataset
+from devicebridge.tests.ranks.launching import HERE, start_machines
+from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.training.loop import checkpoint_folder
 from devicebridge.training.state import list_checkpoints
 from safetensors.torch import load_file
@@ -74,33 +72,6 @@ def test_machines_share_the_work_where_they_share_a_folder(caches, tmp_path):
     else:
         assert sum(output.count("1 caption is encoded") for output in outputs) == 6  # five captions and the empty one
         assert not other
-
-
-def test_a_stop_of_one_machine_is_heard_while_another_encodes(tmp_path):
-    job, files = _files(tmp_path, "stopped")
-    with _running(files, "captions 1 3") as started:
-        while len(found := {**ranks_of(files[0]), **ranks_of(files[1])}) < 2 or not any(_entries(tmp_path, "stopped")):
-            time.sleep(0.2)
-        found[1].send_signal(signal.SIGTERM)
-        asked = time.monotonic()
-        outputs = _ended(started)
-    assert time.monotonic() - asked < 12 and not list_checkpoints(checkpoint_folder(job))  # all captions take 18 s
-    assert [each.returncode for each in started] == [0, 0], outputs
-    assert any("captions and latents done so far are kept" in output for output in outputs)
-    assert all(none_left(file) for file in files)
-
-
-@pytest.mark.parametrize(("images", "seed"), [(5, 5), (4, 0)])
-def test_a_machine_with_other_images_is_refused_before_it_trains(images, seed, tmp_path):
-    job, files = _files(tmp_path, "other")
-    save_tiny_dataset(tmp_path / "others", num_images=images, seed=seed)
-    data = {"folders": [{"path": str(tmp_path / "others")}], "resolutions": [32]}
-    _, (_, other) = _files(tmp_path, "others", data=data)
-    with _running([files[0], other], "loads 0 0") as started:
-        outputs = _ended(started)
-    assert all(each.returncode for each in started)
-    assert any("this rank and the first one do not have the same samples" in output for output in outputs), outputs
-    assert not list_checkpoints(checkpoint_folder(job))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -16,7 +16,6 @@ from devicebridge.checkpoints.checkpoint import _say_once, read_checkpoint
 from devicebridge.checkpoints.load import load_transformer, make_empty_transformer
 from devicebridge.checkpoints.weight_file import WeightReader
 from devicebridge.families.registry import FAMILIES, find_family
-from devicebridge.families.spec import Variant
 from devicebridge.tests.toy import TINY, stack_tensors
 from safetensors.torch import save_file
 
@@ -109,18 +108,6 @@ def test_sharded_folder_from_any_of_its_paths(name, tmp_path):
 def test_a_lone_transformer_folder_has_no_pipeline(tmp_path):
     TINY["wan"].make_model().save_pretrained(tmp_path)
     assert read_checkpoint(tmp_path).pipeline_folder is None
-
-
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_the_empty_model_is_on_meta_and_rotary_tables_are_real(name, tmp_path):
-    _save_pipeline(tmp_path, name)
-    info = read_checkpoint(tmp_path)
-    empty = make_empty_transformer(info)
-    assert {p.device.type for p in empty.parameters()} == {"meta"}
-    assert {n: p.shape for n, p in empty.named_parameters()} == {
-        n: torch.Size(r.shape) for n, r in info.tensors.items()
-    }
-    assert all(not b.is_meta for b in load_transformer(info, _on_cpu, torch.bfloat16).buffers())
 
 
 # --- single files ----------------------------------------------------------------------------------------------------
@@ -524,8 +511,3 @@ def test_loading_checks_again(tmp_path):
     tensors = {name: record for name, record in info.tensors.items() if name != "proj_out.bias"}
     with pytest.raises(ValueError, match="does not fit Wan: 1 missing: proj_out.bias"):
         load_transformer(dataclasses.replace(info, tensors=tensors), _on_cpu, torch.float32)
-
-
-def test_variants_have_distinct_names():
-    names = [variant.name for family in FAMILIES.values() for variant in family.variants]
-    assert len(set(names)) == len(names) and all(isinstance(v, Variant) for f in FAMILIES.values() for v in f.variants)

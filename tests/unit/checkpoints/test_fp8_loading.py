@@ -21,7 +21,7 @@ from devicebridge.quantization.quantize import (
     QuantizeSettings,
 )
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
-from devicebridge.tests.quantized import apply_quantization
+from devicebridge.tests.quantized import apply_quantization, plain_parts
 from devicebridge.tests.toy import TINY
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,13 +35,6 @@ def _checkpoint(folder: Path, name: str) -> Any:
     index = {"_class_name": "Any", "transformer": ["diffusers", type(model).__name__]}
     (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
     return read_checkpoint(folder)
-
-
-def _parts(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors a parameter is made of, as bytes."""
-    if not hasattr(parameter, "__tensor_flatten__"):
-        return [parameter.detach().view(-1).view(torch.uint8)]
-    return [part for name in parameter.__tensor_flatten__()[0] for part in _parts(getattr(parameter, name))]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -60,7 +53,7 @@ def test_it_is_the_model_quantized_afterwards(name: str, scheme: Any, tmp_path: 
     others = {**dict(afterwards.named_parameters()), **dict(afterwards.named_buffers())}
     assert found.keys() == others.keys()
     for key, tensor in others.items():
-        assert all(torch.equal(a, b) for a, b in zip(_parts(tensor), _parts(found[key]), strict=True)), key
+        assert all(torch.equal(a, b) for a, b in zip(plain_parts(tensor), plain_parts(found[key]), strict=True)), key
         assert not found[key].requires_grad
     is_compute = [isinstance(m, FrozenLinear8) for n, m in streamed.named_modules() if quantizer.is_wanted(n, m)]
     assert set(is_compute) == {settings.is_compute}

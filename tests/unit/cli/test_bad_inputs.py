@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from devicebridge.cli.main import main
-from devicebridge.tests import bad_files, bad_inputs, bad_names, bad_runs
+from devicebridge.tests import bad_files, bad_inputs, bad_runs
 from devicebridge.tests.bad_inputs import LORA, Case, fault_of, make_base, place_copy
 
 pytestmark = [
@@ -97,7 +97,7 @@ def test_keys_of_the_job_file_are_refused_by_name(bases: dict[str, Path]) -> Non
 _GROUPS = ["JSON files", "weight files", "datasets", "checkpoints", "caches", "command lines"]
 
 
-@pytest.mark.parametrize("group", [*_GROUPS, bad_names.GROUP])
+@pytest.mark.parametrize("group", _GROUPS)
 def test_damage_is_refused_or_repaired(group: str, bases: dict[str, Path]) -> None:
     made = {
         "JSON files": lambda: bad_files.json_cases(bases["plain"]),
@@ -106,7 +106,6 @@ def test_damage_is_refused_or_repaired(group: str, bases: dict[str, Path]) -> No
         "checkpoints": lambda: bad_runs.checkpoint_cases(bases["trained"]),
         "caches": lambda: bad_runs.cache_cases(bases["trained"]),
         "command lines": bad_runs.command_cases,
-        bad_names.GROUP: bad_names.name_cases,
     }
     wanted = (case for case in made[group]() if case.verdict != "any")
     assert not list(filter(None, (_fault(case, bases) for case in _some(wanted, _NUM_OF_GROUP))))

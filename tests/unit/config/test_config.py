@@ -39,9 +39,11 @@ def _with(section, **values):
 
 
 def test_toml_round_trip(tmp_path):
+    folder = {"path": "/data/cats", "loss_weight": 0.5, "regularisation": True, "resolutions": [64]}
     job = make_job(
         _with("split", devices=["cuda:0", "cuda:1"], balance="manual", split_at=[3])
         | {"optimizer": {"name": "adamw", "options": {"betas": [0.9, 0.95], "eps": 1e-8}}, "objective": {"shift": 3.0}}
+        | {"lora": {"layers": "attention"}, "data": {"folders": [folder], "trigger_word": "ohwx"}}
     )
     save_job(job, tmp_path / "job.toml")
     assert load_job(tmp_path / "job.toml") == job
@@ -291,7 +293,7 @@ def test_names_of_any_bytes_reach_another_process(tmp_path):
 
 
 def test_a_list_without_end_is_refused_by_name_and_not_spelt_out(tmp_path: Path) -> None:
-    values = {**_VALUES_OF_LISTS, "data": {"folders": [{"path": "x"}], "resolutions": [64] * 10_001}}
+    values = {**MINIMAL, "data": {"folders": [{"path": "x"}], "resolutions": [64] * 10_001}}
     with pytest.raises(ValueError, match=r"^data\.resolutions has 10001 entries"):
         make_job(values)
     (tmp_path / "job.toml").write_text("a = [" + "1, " * 20_001 + "]")
@@ -304,19 +306,11 @@ def test_a_list_without_end_is_refused_by_name_and_not_spelt_out(tmp_path: Path)
     [("lora", "k" * 100_000, 1), ("lora", "kind", "lora" * 100_000), ("data", "resolutions", [-1] * 100)],
 )
 def test_problems_are_told_in_a_message_that_can_be_read(section: str, key: str, value: Any) -> None:
-    values = {**_VALUES_OF_LISTS, section: {**_VALUES_OF_LISTS.get(section, {}), key: value}}
+    values = {**MINIMAL, section: {**MINIMAL.get(section, {}), key: value}}
     with pytest.raises(ValueError, match=re.escape(f"{section}.{key[:100]}")) as refusal:
         make_job(values)
     assert len(str(refusal.value)) < 20_000
     assert ("and 80 more" in str(refusal.value)) == isinstance(value, list)
-
-
-_VALUES_OF_LISTS: dict[str, Any] = {
-    "model": {"path": "x"},
-    "data": {"folders": [{"path": "x"}]},
-    "train": {"steps": 1},
-    "output": {"folder": "x"},
-}
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights there")
@@ -327,3 +321,62 @@ def test_paths_that_lead_nowhere_are_left_to_whoever_reads_them(tmp_path):
     for path, end in (("loop/x", "loop/x"), ("~no_such_user_here/x", "~no_such_user_here/x")):
         (tmp_path / "job.toml").write_text(text.format(path))
         assert load_job(tmp_path / "job.toml").data.folders[0].path.endswith(end)
+
+
+# --- text encoders ----------------------------------------------------------------------------------------------------
+
+
+JOB: dict[str, dict[str, Any]] = {
+    "model": {"path": "sdxl.safetensors", "family": "comfyui"},
+    "data": {"folders": [{"path": "/images"}]},
+    "train": {"steps": 1},
+    "output": {"folder": "/run"},
+    "lora": {"text_encoder": True},
+}
+
+
+def test_a_rank_and_a_rate_of_their_own_are_those_of_the_rest_where_left_out() -> None:
+    whole = make_job({**JOB, "lora": {"text_encoder": True, "rank": 8, "alpha": 4.0}})
+    assert (whole.lora.text_rank, whole.lora.strength, whole.optimizer.text_rate) == (8, 0.5, 1e-4)
+    optimizer = {"text_encoder_learning_rate": 5e-5}
+    own = make_job({**JOB, "lora": {"text_encoder": True, "text_encoder_rank": 4}, "optimizer": optimizer})
+    assert (own.lora.text_rank, own.optimizer.text_rate) == (4, 5e-5)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "none"])
+def test_one_model_over_any_number_of_devices_is_taken(strategy: str) -> None:
+    assert make_job({**JOB, "parallel": {"strategy": strategy}, "split": {"devices": ["cuda:0", "cuda:1"]}})
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("model", {"path": "/m", "family": ""}, r'set model\.family = "comfyui" for one of these'),
+        (
+            "parallel",
+            {"strategy": "pipeline"},
+            r'parallel\.strategy = "pipeline" has copies or stages.* set it to "none"',
+        ),
+        ("parallel", {"strategy": "data"}, r'parallel\.strategy = "data" has copies'),
+        ("parallel", {"strategy": "tensor"}, r'parallel\.strategy = "tensor" has copies'),
+        ("parallel", {"strategy": "fsdp"}, r'parallel\.strategy = "fsdp" has copies'),
+        ("parallel", {"processes": 2}, r"parallel\.processes = 2 .* set it to 1"),
+        ("data", {"encoded": "/e.json"}, r"data\.encoded holds captions that are encoded already; give folders"),
+        ("data", {"folders": [{"path": "/i"}], "condition": "first-frame"}, r'data\.condition = "first-frame"'),
+        ("lora", {"text_encoder": True, "kind": "lokr"}, r'kind = "lokr" asks for another; remove one'),
+        ("lora", {"text_encoder": True, "dora": True}, r"dora asks for another; remove one"),
+        ("lora", {"text_encoder_rank": 4}, r"set text_encoder = true, or remove it"),
+        ("lora", {"targets": ["lora_te1*"]}, r"set text_encoder = true to train all layers"),
+        ("optimizer", {"name": "prodigy", "text_encoder_learning_rate": 0.5}, r"one learning rate for all"),
+    ],
+)
+def test_what_goes_with_no_text_encoder_is_refused_with_what_does(
+    section: str, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_job({**JOB, section: values})
+
+
+def test_a_rate_without_text_encoders_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"needs lora\.text_encoder = true; set it"):
+        make_job({**JOB, "lora": {}, "optimizer": {"text_encoder_learning_rate": 0.5}})

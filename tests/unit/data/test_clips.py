@@ -38,12 +38,6 @@ def test_a_tick_shows_the_last_frame_that_has_begun(count, source):
     assert shown == expected
 
 
-def test_the_same_rate_takes_every_frame_and_half_of_it_every_second():
-    assert show_at(_even(33, 16), 16) == list(range(33))
-    assert show_at(_even(33, 16), 8) == list(range(0, 33, 2))
-    assert show_at(_even(3, 8), 16) == [0, 0, 1, 1, 2, 2]
-
-
 def test_a_variable_rate_comes_out_even():
     info = ClipInfo((32, 48), 5, (0.0, 0.1, 0.3, 0.31, 0.9), 1.2)
     assert show_at(info, 10) == [0, 1, 1, 2, 3, 3, 3, 3, 3, 4, 4, 4]

@@ -61,13 +61,6 @@ def test_a_folder_becomes_samples_in_order_of_name(tmp_path):
     assert _scan(tmp_path) == samples
 
 
-def test_masks_are_left_alone_when_they_are_not_wanted(tmp_path):
-    _save(tmp_path / "a.png")
-    Image.new("L", (64, 64), 255).save(tmp_path / "a_mask.png")
-    samples = _scan(tmp_path, use_masks=False)
-    assert _names(samples) == ["a.png"] and samples[0].mask_path is None
-
-
 @pytest.mark.parametrize("kind", ["png", "jpg", "webp", "bmp", "tiff", "transparent.png", "palette.png", "16 bit.png"])
 @pytest.mark.parametrize("side", [16, 300])
 def test_pictures_of_one_colour_are_counted(kind, side, tmp_path, caplog):
@@ -305,20 +298,6 @@ def test_an_image_on_its_side_gets_the_bucket_on_its_side():
         assert choose_bucket((100, long), buckets) == choose_bucket((long, 100), buckets)[::-1]
 
 
-@pytest.mark.parametrize("suffix", ["png", "jpg"])
-def test_a_tiny_image_is_no_special_case(tmp_path, suffix):
-    _save(tmp_path / f"a.{suffix}", 5, 3)
-    sample = _scan(tmp_path)[0]
-    assert read_pixels(sample.image_request()).shape == (3, *sample.bucket)
-
-
-def test_the_pixels_are_those_of_the_middle(tmp_path):
-    values = _save(tmp_path / "a.png", 64, 100)
-    sample = _scan(tmp_path, max_aspect_ratio=1.0)[0]
-    pixels = ((read_pixels(sample.image_request()) + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
-    assert np.array_equal(pixels, values[:, 18:82])
-
-
 # --- clips -----------------------------------------------------------------------------------------------------------
 
 
@@ -460,15 +439,6 @@ def test_a_mask_of_which_the_crop_leaves_nothing_white_is_refused(tmp_path):
     assert [bool(sample.mask_path) for sample in _scan(tmp_path, max_aspect_ratio=1.0)] == [True]
 
 
-def test_a_mask_may_be_of_another_resolution_than_its_image(tmp_path):
-    small = np.random.default_rng(0).integers(0, 256, (10, 10), dtype=np.uint8)
-    Image.fromarray(small).save(tmp_path / "small.png")
-    Image.fromarray(small.repeat(7, 0).repeat(7, 1)).save(tmp_path / "large.png")
-    plan = ((64, 64), (0, 0, 64, 64))
-    one, other = (load_mask(_mask_sample(tmp_path / f"{name}.png", *plan), (8, 8)) for name in ("small", "large"))
-    torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "I;16"])
 def test_white_is_one_and_black_is_zero_in_every_kind_of_png(tmp_path, mode):
     values = np.zeros((16, 16), dtype=np.uint8)
@@ -543,13 +513,6 @@ def test_epochs_and_seeds_differ_and_buckets_are_mixed():
     sides = [samples[batch.indices[0]].bucket[0] for batch in order.batches_of(0)]
     changes = sum(a != b for a, b in zip(sides, sides[1:], strict=False))
     assert changes > 8, "39 neighbours of two kinds in random order change about 19 times"
-
-
-def test_the_order_is_uniform():
-    """Each of 4 samples should come first in about a quarter of 2000 epochs; 6 sigma is 116."""
-    order = BatchOrder(_samples({64: 4}), batch_size=1, seed=3)
-    first = np.bincount([order.batches_of(epoch)[0].indices[0] for epoch in range(2000)], minlength=4)
-    assert (abs(first - 500) < 116).all(), first
 
 
 def test_this_seed_gives_this_order_on_every_machine():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -231,3 +232,20 @@ def test_without_locks_work_is_done_all_the_same_and_one_warning_says_so(store, 
     monkeypatch.setattr(locks, "try_lock", refuse)
     assert [batch[0] for batch in _shared(store).batches()] == KEYS
     assert caplog.text.count("file system without locks") == 1
+
+
+# --- two processes that fill one cache and are killed -----------------------------------------------------------------
+
+
+SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "killed_caches.py"
+
+
+@pytest.mark.long  # one killed process is in test_claims.py
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_killed_fillers_damage_nothing_and_nothing_finished_is_computed_again():
+    command = [sys.executable, str(SCRIPT), "--kills", "4", "--samples", "14", "--seed", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["kills"] >= 4 and found["encoded"] >= found["entries_per_folder"] // 2
+    assert found["training"] == "finished"

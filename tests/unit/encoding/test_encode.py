@@ -24,16 +24,12 @@ from devicebridge.encoding.text_encoder import TextEncoder, load_text_encoder, p
 from devicebridge.encoding.text_place import TextPlace, open_text_encoder
 from devicebridge.encoding.vae import load_vae
 from devicebridge.families.spec import (
-    BlockList,
     LatentSpec,
     ModelFamily,
-    ShiftRule,
     TextEncoderSpec,
-    TimestepSpec,
-    Variant,
 )
 from devicebridge.tests.clips import save_clip
-from devicebridge.tests.encoding import encode_captions, encode_images
+from devicebridge.tests.encoding import encode_captions, encode_images, example_family
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -255,26 +251,8 @@ def _encode_latents(vae, pixels):
 
 
 def _family(encode_latents=_encode_latents, version: int = 1) -> ModelFamily:
-    return ModelFamily(
-        name="example",
-        title="Example",
-        transformer_class="",
-        vae_class="AutoencoderKL",
-        block_lists=(BlockList("blocks"),),
-        tail=(),
-        keep_full_precision=(),
-        lora_targets=(),
-        latent=LatentSpec(4, 2, normalisation_version=version),
-        timesteps=TimestepSpec("uniform", "none", {"none": ShiftRule("none")}),
-        variants=(Variant("small", {}, ()),),
-        renames=(),
-        modelspec_architecture="",
-        ss_base_model_version="",
-        make_inputs=None,
-        read_prediction=None,
-        encode_latents=encode_latents,
-        decode_latents=None,
-    )
+    latent = LatentSpec(4, 2, normalisation_version=version)
+    return example_family("AutoencoderKL", latent=latent, encode_latents=encode_latents)
 
 
 @pytest.fixture
@@ -317,13 +295,6 @@ def test_latents_are_what_the_familys_encoder_makes(vae_folder, images, tmp_path
         with torch.no_grad():
             expected = _encode_latents(vae, read_pixels(request)[None, :, None].to(dtype))[0].float()
         assert torch.equal(latents, expected)
-
-
-def test_a_second_run_loads_no_vae(vae_folder, images, tmp_path, loads):
-    store = CacheStore(tmp_path / "cache")
-    keys, _ = _encode_images(images, vae_folder, store)
-    assert _encode_images(images, vae_folder, store) == (keys, 0)
-    assert loads == [("vae", 0)]
 
 
 def test_only_what_changed_is_computed_again(vae_folder, images, tmp_path):
@@ -390,14 +361,6 @@ def test_a_vae_that_leaves_frames_out_is_refused(vae_folder, tmp_path):
     family = _family(lambda vae, pixels: _encode_latents(vae, pixels[:, :, :1]))
     with pytest.raises(RuntimeError, match=r"the VAE made 1 latent frames of 3 frames of .*a\.mp4; small needs 3"):
         _encode_images([clip], vae_folder, CacheStore(tmp_path / "cache"), family=family)
-
-
-def test_stopping_keeps_the_latents_that_are_done(vae_folder, images, tmp_path, loads):
-    store = CacheStore(tmp_path / "cache")
-    with pytest.raises(Stopped, match="stopped after 7 of 10 images"):
-        _encode_images(images, vae_folder, store, stop_after=7)
-    assert _encode_images(images, vae_folder, store)[1] == 3
-    assert loads == [("vae", 0), ("vae", 0)]
 
 
 def test_captions_that_give_no_finite_states_are_named_and_the_others_of_their_pass_kept(

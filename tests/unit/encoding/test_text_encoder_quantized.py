@@ -152,35 +152,6 @@ def test_linears_are_rounded_and_nothing_else(folders: dict[str, Path], kind: st
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("kind", ["t5", "umt5"])
-def test_what_the_class_wants_in_float32_stays_so_in_float16(folders: dict[str, Path], kind: str) -> None:
-    plain = {n: p for n, p in _load(folders, kind, "none", torch.float16).model.named_parameters()}
-    for name, parameter in _load(folders, kind, "fp8", torch.float16).model.named_parameters():
-        assert parameter.dtype == plain[name].dtype == (torch.float32 if ".wo." in name else torch.float16)
-        if not is_torchao_tensor(parameter):
-            assert torch.equal(parameter, plain[name]), name
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_an_encoder_its_family_keeps_exact_is_the_same_to_the_bit(folders: dict[str, Path], scheme: TextScheme) -> None:
-    assert SPECS["clip"].keep_full_precision == ("*",)
-    exact, found = (_load(folders, "clip", s, torch.bfloat16) for s in ("none", scheme))
-    assert not any(is_torchao_tensor(parameter) for parameter in found.model.parameters())
-    assert torch.equal(exact.encode(CAPTIONS[0]), found.encode(CAPTIONS[0]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["t5", "umt5", "qwen3"])
-def test_reading_layer_by_layer_loads_what_from_pretrained_loads(
-    folders: dict[str, Path], kind: str, dtype: torch.dtype
-) -> None:
-    exact = _load(folders, kind, "none", dtype)
-    found = _load(folders, kind, "fp8", dtype, keep_full_precision=("?*",))  # no linear is left to round
-    assert found.model.state_dict().keys() == exact.model.state_dict().keys()
-    for caption in CAPTIONS:
-        assert torch.equal(exact.encode(caption), found.encode(caption))
-
-
 @pytest.mark.parametrize("left_out", ["shared.weight", "encoder.embed_tokens.weight", None])
 def test_the_embedding_is_found_under_either_name(
     folders: dict[str, Path], tmp_path: Path, left_out: str | None
@@ -233,24 +204,6 @@ def test_a_card_never_holds_more_than_the_result_and_the_rounding_of_one_linear(
         assert held == _expected_bytes(encoder, scheme)
         largest = max(module.weight.numel() for module in encoder.model.modules() if isinstance(module, nn.Linear))
         assert held < peak.bytes <= held + 14 * largest
-
-
-@pytest.mark.parametrize("kind", ROUNDED)
-def test_no_linear_waits_in_full_precision(
-    folders: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wherever it is loaded: when one is to be rounded, those that came before have been."""
-    waiting: list[list[str]] = []
-    finish = text_weights._finish
-
-    def look(model: nn.Module, fqn: str, storage: Any) -> None:
-        finish(model, fqn, storage)
-        linears = {n: m for n, m in model.named_modules() if is_rounded(m, n, storage.kept) and not m.weight.is_meta}
-        waiting.append([name for name, linear in linears.items() if not is_torchao_tensor(linear.weight)])
-
-    monkeypatch.setattr(text_weights, "_finish", look)
-    _load(folders, kind, "int8", torch.bfloat16)
-    assert len(waiting) > 21 and not any(waiting)
 
 
 def _expected_bytes(encoder: TextEncoder, scheme: TextScheme) -> int:

@@ -9,8 +9,8 @@ import re
 import diffusers
 import pytest
 import torch
-from devicebridge.encoding.vae import find_vae, ldm_to_diffusers, load_vae, vae_fingerprint
-from devicebridge.families.spec import BlockList, LatentSpec, ModelFamily, ShiftRule, TimestepSpec, Variant
+from devicebridge.encoding.vae import find_vae, load_vae, vae_fingerprint
+from devicebridge.tests.encoding import example_family
 from safetensors.torch import save_file
 
 KL_CONFIG = {
@@ -25,32 +25,6 @@ KL_CONFIG = {
 FLUX1_CONFIG = {**KL_CONFIG, "use_quant_conv": False, "use_post_quant_conv": False}
 # The Wan conversion knows the published depth only: four levels, two residual blocks each.
 WAN_CONFIG = {"base_dim": 4, "z_dim": 4, "num_res_blocks": 2}
-
-
-def _family(vae_class: str, config: dict) -> ModelFamily:
-    def unused(*args):
-        raise AssertionError("not needed here")
-
-    return ModelFamily(
-        name="example",
-        title="Example",
-        transformer_class="",
-        vae_class=vae_class,
-        block_lists=(BlockList("blocks"),),
-        tail=(),
-        keep_full_precision=(),
-        lora_targets=(),
-        latent=LatentSpec(4, 2),
-        timesteps=TimestepSpec("uniform", "none", {"none": ShiftRule("none")}),
-        variants=(Variant("small", {}, (), vae_config=config),),
-        renames=(),
-        modelspec_architecture="",
-        ss_base_model_version="",
-        make_inputs=unused,
-        read_prediction=unused,
-        encode_latents=unused,
-        decode_latents=unused,
-    )
 
 
 CASES = {
@@ -72,7 +46,7 @@ def case(request):
     for name, buffer in vae.named_buffers():
         if "running" in name:
             buffer.uniform_(0.5, 2)
-    return request.param, _family(vae_class, config), vae
+    return request.param, example_family(vae_class, config), vae
 
 
 def _original_names(name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -154,18 +128,6 @@ def test_single_files_load_in_both_layouts(tmp_path, case, layout, dtype):
         assert torch.equal(loaded.encode(pixels).latent_dist.mode(), expected)
 
 
-def test_our_names_agree_with_diffusers_conversion():
-    """Where both know the layout, AutoencoderKL, an independent reference."""
-    from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
-
-    vae = diffusers.AutoencoderKL(**FLUX1_CONFIG)
-    original = _original_names("flux1", vae.state_dict())
-    theirs = convert_ldm_vae_checkpoint(dict(original), FLUX1_CONFIG)
-    ours = ldm_to_diffusers(original)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
 def test_incomplete_and_foreign_single_files_are_refused(tmp_path, case):
     name, family, vae = case
     tensors = _original_names(name, vae.state_dict())
@@ -185,14 +147,14 @@ def test_the_vae_of_another_family_is_refused(tmp_path):
     for name, (vae_class, config) in CASES.items():
         for other in CASES.keys() - {name}:
             with pytest.raises(ValueError, match=f"{other}.safetensors"):
-                load_vae(_family(vae_class, config), None, tmp_path / f"{other}.safetensors", torch.float32)
+                load_vae(example_family(vae_class, config), None, tmp_path / f"{other}.safetensors", torch.float32)
 
 
 def test_another_familys_folder_and_paths_without_a_vae_are_refused(tmp_path):
     vae = diffusers.AutoencoderKL(**FLUX1_CONFIG)
     vae.save_pretrained(tmp_path / "vae")
     with pytest.raises(ValueError, match="AutoencoderKL; Example needs an AutoencoderKLFlux2"):
-        load_vae(_family("AutoencoderKLFlux2", KL_CONFIG), None, tmp_path / "vae", torch.float32)
+        load_vae(example_family("AutoencoderKLFlux2", KL_CONFIG), None, tmp_path / "vae", torch.float32)
     (tmp_path / "vae" / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
     for path in (tmp_path, tmp_path / "missing", tmp_path / "vae" / "config.json"):
         with pytest.raises(ValueError, match="is no VAE; give a diffusers VAE folder"):
@@ -200,13 +162,13 @@ def test_another_familys_folder_and_paths_without_a_vae_are_refused(tmp_path):
 
 
 def test_the_fingerprint_follows_content_and_config_of_a_file_but_not_its_name(tmp_path):
-    family = _family("AutoencoderKL", FLUX1_CONFIG)
+    family = example_family("AutoencoderKL", FLUX1_CONFIG)
     save_file({"a": torch.zeros(3)}, tmp_path / "one.safetensors")
     save_file({"a": torch.zeros(3)}, tmp_path / "two.safetensors")
     save_file({"a": torch.ones(3)}, tmp_path / "three.safetensors")
     one, two, three = (vae_fingerprint(family, None, tmp_path / f"{n}.safetensors") for n in ("one", "two", "three"))
     assert one == two != three
-    other = _family("AutoencoderKL", {**FLUX1_CONFIG, "norm_num_groups": 2})
+    other = example_family("AutoencoderKL", {**FLUX1_CONFIG, "norm_num_groups": 2})
     assert vae_fingerprint(other, None, tmp_path / "one.safetensors") != one
 
 
@@ -214,7 +176,7 @@ def test_the_fingerprint_follows_content_and_config_of_a_file_but_not_its_name(t
     "error", [torch.OutOfMemoryError("no memory"), OSError(errno.EIO, "disk"), PermissionError(errno.EACCES, "locked")]
 )
 def test_what_no_other_vae_would_mend_is_raised_as_it_is(error, tmp_path, monkeypatch):
-    family = _family("AutoencoderKL", KL_CONFIG)
+    family = example_family("AutoencoderKL", KL_CONFIG)
     diffusers.AutoencoderKL(**KL_CONFIG).save_pretrained(tmp_path)
 
     def fail(*args, **kwargs):

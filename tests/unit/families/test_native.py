@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 from devicebridge.families.comfy.image import FLUX
 from devicebridge.families.comfy.native import Follows, NativeModel
 from devicebridge.families.comfy.registry import NATIVE_MODELS, find_native
+from devicebridge.families.comfy.text_sizes import usual_text
 from devicebridge.families.comfy.video import COSMOS_1, WAN_CAUSAL, WAN_MODEL
 from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import ModelFamily
@@ -67,10 +69,6 @@ def test_a_familys_native_tail_is_in_its_original_names(family: ModelFamily) -> 
         if any(name.split(".")[0] in family.tail for name in rename.diffusers)
     }
     assert set(_NATIVE[family.name].tail) == tail
-
-
-def test_the_class_itself_finds_its_row() -> None:
-    assert find_native(_flux()) is FLUX
 
 
 def test_the_name_alone_is_not_enough() -> None:
@@ -142,3 +140,26 @@ def test_a_relayed_row_cannot_overlap() -> None:
     assert not COSMOS_1.can_overlap
     assert not dataclasses.replace(WAN_MODEL, is_sequential=True).can_overlap
     assert WAN_MODEL.can_overlap
+
+
+# --- how large the text of a model is ---------------------------------------------------------------------------------
+
+
+class UNetModel(nn.Module):
+    """Its attention is in another block in each build."""
+
+    def __init__(self, label: int) -> None:
+        super().__init__()
+        inner: Any = nn.Module()
+        inner.attn2 = nn.Module()
+        inner.attn2.to_k = nn.Linear(2048, 8)
+        self.input_blocks = nn.ModuleList([nn.Conv2d(4, 4, 3), inner])
+        if label:
+            self.label_emb = nn.Sequential(nn.Sequential(nn.Linear(label, 8)))
+
+
+def test_a_unet_reads_one_window_of_clip_and_sdxls_a_pooled_text_beside_sizes() -> None:
+    shapes = {name: tuple(each.shape) for name, each in usual_text(UNetModel(2816)).items()}
+    assert sorted(shapes.values()) == [(77, 2048), (1280,)]
+    assert [tuple(each.shape) for each in usual_text(UNetModel(0)).values()] == [(77, 2048)]
+    assert usual_text(nn.Linear(2, 2)) == {}

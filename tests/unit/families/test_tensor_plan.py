@@ -66,16 +66,6 @@ def test_a_device_has_the_same_heads_of_queries_keys_and_values(build, count) ->
         assert len(keys) == shares.kv_heads[rank] == shares.count("kv_heads", groups, rank)
 
 
-@pytest.mark.parametrize("count", DEVICES)
-def test_a_gate_is_with_what_it_gates(count) -> None:
-    shares = share_heads(24, 0, 3072, _weights(LARGER_LAST, count))
-    hidden = 9216
-    for rank in range(count):
-        gate = shares.slices(("features",), hidden, rank)
-        packed = _rows(shares.slices(("features", "features"), 2 * hidden, rank))
-        assert packed == _rows(gate) + [row + hidden for row in _rows(gate)]
-
-
 def test_a_packed_layer_is_cut_part_by_part() -> None:
     shares = share_heads(4, 0, 32, (1.0, 1.0))
     assert shares.slices(("heads", "heads", "heads"), 96, 0) == [(0, 16), (32, 48), (64, 80)]

@@ -309,7 +309,9 @@ def _until(is_so: Callable[[], bool]) -> bool:
 
 
 @posix_only
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize(
+    "name", ["SIGINT", *(pytest.param(name, marks=pytest.mark.long) for name in ("SIGTERM", "SIGHUP"))]
+)
 def test_a_signal_cancels_the_prompt_and_ends_what_was_started(
     tmp_path: Path, comfyui: Path, started: subprocess.Popen[str], name: str
 ) -> None:
@@ -331,6 +333,7 @@ def test_a_signal_cancels_the_prompt_and_ends_what_was_started(
 
 
 @posix_only
+@pytest.mark.long
 def test_a_second_ctrl_c_ends_a_run_at_once_with_one_line(comfyui: Path, started: subprocess.Popen[str]) -> None:
     (comfyui / "saving").touch()
     started.send_signal(signal.SIGINT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 from devicebridge import assembly
@@ -17,27 +18,27 @@ from devicebridge.parallel.local.data_parallel import DataParallel
 from devicebridge.patches.compile_blocks import CompiledBlocks
 from devicebridge.planning.cards import Card
 from devicebridge.tests.emulated import CARDS, emulated_cards
-from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
+from devicebridge.tests.tiny_pipeline import make_cards_job, run_steps
 
 pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread", "short_texts")
 
 
-def _job(tmp_path, folder, name="flux2", **sections):
-    values = {
-        "split": {"devices": ["lazy:0", "lazy:1"]},
-        "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
-        "lora": {"dropout": 0.3},
-        "train": {"steps": 2, "batch_size": 1, "gradient_accumulation_steps": 3, "seed": 3},
-        "parallel": {"strategy": "data"},
-        "evaluation": {"folder": ""},
-        "output": {"folder": str(tmp_path / folder), "save_every_steps": 0},
-    }
-    return make_tiny_job(tmp_path, name, **{**values, **sections})
+_job = partial(
+    make_cards_job,
+    train={"steps": 2, "batch_size": 1, "gradient_accumulation_steps": 3, "seed": 3},
+    parallel={"strategy": "data"},
+    evaluation={"folder": ""},
+)
 
 
 def _run(job, **arguments):
     with emulated_cards(3):
         return run_job(job, **arguments)
+
+
+def _run_a_step(job):
+    with emulated_cards(3):
+        run_steps(job)
 
 
 @pytest.mark.parametrize(("scheme", "tolerance"), [("none", 1e-6), ("int8-compute", 1e-4)])
@@ -60,10 +61,8 @@ def test_a_run_with_dropout_resumes_bit_for_bit(tmp_path):
     straight = _run(_job(tmp_path, "straight", split=split), on_event=seen.append)
     loading = next(event.values for event in seen if event.values.get("name") == "loading")
     assert loading["placement"].endswith("blocks on each of lazy:0, lazy:1, lazy:2")
-    steps = []
     job = _job(tmp_path, "stopped", split=split)
-    stopped = _run(job, on_event=steps.append, should_stop=lambda: any(e.kind == "step" for e in steps))
-    assert stopped.step == 1
+    _run_a_step(job)
     # "auto" keeps what the run began with
     resumed = _run(dataclasses.replace(job, parallel=ParallelConfig(strategy="auto")), resume=True)
     assert resumed.losses == straight.losses
@@ -106,8 +105,7 @@ def test_the_first_of_a_shape_on_each_card_is_compiled_alone(tmp_path, monkeypat
 @pytest.mark.parametrize(("first", "second"), [("data", "pipeline"), ("none", "data")])
 def test_a_run_is_resumed_as_it_began_or_not_at_all(tmp_path, first, second):
     job = _job(tmp_path, "run", parallel={"strategy": first})
-    steps = []
-    _run(job, on_event=steps.append, should_stop=lambda: any(e.kind == "step" for e in steps))
+    _run_a_step(job)
     with pytest.raises(ValueError, match="would not be the same run"):
         _run(dataclasses.replace(job, parallel=ParallelConfig(strategy=second)), resume=True)
 
@@ -125,11 +123,11 @@ def test_what_the_planner_thinks_today_changes_no_resumed_run(tmp_path, monkeypa
     for began, today, is_copied in ((1.0, 0.02, True), (0.02, 1.0, False)):
         split = {"devices": ["lazy:0", "lazy:1"]}
         job = _job(tmp_path, f"{began}", parallel={"strategy": "auto"}, train=train, split=split)
-        steps, placed = [], []
+        placed = []
         with emulated_cards(2):
             see(began)
             assert bool(check_job(job).placement.replicas) == is_copied
-            run_job(job, on_event=steps.append, should_stop=lambda: any(e.kind == "step" for e in steps))  # noqa: B023
+            run_steps(job)
             see(today)
             assert bool(check_job(job).placement.replicas) != is_copied  # if it were chosen anew
             assert run_job(job, resume=True, on_event=placed.append).step == 2
@@ -190,7 +188,6 @@ def test_a_job_of_an_earlier_release_is_resumed_over_all_cards(tmp_path, monkeyp
     """Its checkpoints know no replicas."""
     monkeypatch.setattr(job_module, "placement_facts", lambda where: {"placement": [str(d) for d in where.devices]})
     job = _job(tmp_path, "run", parallel={"strategy": "auto"})
-    steps = []
-    _run(job, on_event=steps.append, should_stop=lambda: any(e.kind == "step" for e in steps))
+    _run_a_step(job)
     assert _run(job, resume=True).step == 2
     assert make_job({**dataclasses.asdict(job)}) == job

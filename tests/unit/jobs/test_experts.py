@@ -14,7 +14,7 @@ from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs import experts as experts_module
 from devicebridge.jobs.experts import expert_jobs, num_at_once, run_pair
 from devicebridge.jobs.job import check_job, run_job
-from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_pipeline
+from devicebridge.tests.tiny_pipeline import make_tiny_job, run_steps, save_tiny_pipeline
 from devicebridge.tests.toy import TINY
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,10 +62,7 @@ def _alone(tmp_path, folder, variant, name):
 def test_both_are_the_bytes_of_two_separate_jobs(tmp_path, together):
     """Real processes at the same time, with dropout; one has been stopped after its first step, the other is new."""
     job = _job(tmp_path, "pair")
-    stepped: list[Event] = []
-    high = expert_jobs(job, ["cpu"])[0].job
-    stopped = run_job(high, on_event=stepped.append, should_stop=lambda: any(e.kind == "step" for e in stepped))
-    assert stopped.step == 1
+    run_steps(expert_jobs(job, ["cpu"])[0].job)
     events: list[Event] = []
     result = run_pair(job, ["cpu"], resume=True, on_event=events.append)
     assert result.is_finished and list(result.experts) == ["high_noise", "low_noise"]
@@ -241,13 +238,3 @@ def test_the_command_plans_checks_and_trains_a_pair(tmp_path, capsys, scripted):
     assert "[low_noise] step 1/3: loss" in text
     scripted[0](low_noise="fail")
     assert main(["train", str(job)]) == 2 and "low_noise: its card is on fire" in capsys.readouterr().err
-
-
-def test_caches_of_a_pair_are_those_of_one(tmp_path, capsys):
-    job = tmp_path / "job.toml"
-    save_job(_job(tmp_path, "pair"), job)
-    assert main(["cache", str(job)]) == 0
-    low = expert_jobs(_job(tmp_path, "pair"), ["cpu"])[1].job
-    save_job(low, job)
-    capsys.readouterr()
-    assert main(["cache", str(job), "--verify"]) == 0  # complete for the other, too

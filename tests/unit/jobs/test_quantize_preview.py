@@ -134,11 +134,6 @@ def test_a_card_that_cannot_is_named_before_the_file_is_opened(cards: Any) -> No
         preview_model(ModelConfig("/nowhere", quantize="fp8-compute"))
 
 
-def test_a_device_that_is_none_is_named_also_where_nothing_is_quantized(models: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="abacus"):
-        preview_model(ModelConfig(models["wan"]), ["abacus:0"])
-
-
 # ---- files in 8 bits ----
 
 

@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 from devicebridge.config.job import job_keys, job_to_dict, make_job, shared_settings
-from devicebridge.jobs.ranks import differing_ranks
+from devicebridge.data.samples import Condition, Sample
+from devicebridge.encoding.store import CacheStore
+from devicebridge.jobs.comfy_entries import EncodedSample
+from devicebridge.jobs.ranks import differing_ranks, order_of
 from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.training.batches import CachedSamples
 
 # Of one machine: where files lie, which devices it has, and what each process does by itself.
 OWN = {
@@ -61,3 +65,89 @@ def test_a_difference_names_every_kind_once_with_the_first_rank_that_has_it() ->
     given[3] = ("rank 3", {"train.steps": [6], "model": ["other"]})
     (line,) = (line for line in differing_ranks(given) if line.startswith("model"))
     assert line == "model: the weights at model.path are not on rank 3 what they are on rank 0"
+
+
+# --- the samples that ranks compare before they train -----------------------------------------------------------------
+
+
+def _made_by(folder, samples):
+    return CachedSamples(CacheStore(folder), samples, use_masks=True, tokens_per_cell=1)
+
+
+@pytest.fixture
+def samples(tmp_path):
+    """Three images, two of them with one caption, the first with a mask and a reference."""
+    (tmp_path / "mask.png").write_bytes(b"a mask")
+    (tmp_path / "other.png").write_bytes(b"another")
+    cut = ((8, 8), (0, 0, 8, 8), (8, 8))
+    images = [
+        Sample(f"{number}.png", text, None, *cut, latents_key=f"k{number}", text_keys=(text,), empty_text_keys=("t0",))
+        for number, text in enumerate(("t1", "t2", "t2"))
+    ]
+    condition = Condition("reference", ("reference.png",), ((8, 8),))
+    mask = str(tmp_path / "mask.png")
+    images[0] = dataclasses.replace(images[0], mask_path=mask, condition=condition, text_keys=("t1", "c0"))
+    return _made_by(tmp_path, images)
+
+
+@pytest.fixture
+def encoded(tmp_path):
+    """Three that arrived encoded."""
+    images = [EncodedSample(f"k{number}", (text,), (8, 8, 77)) for number, text in enumerate(("t1", "t2", "t2"))]
+    return _made_by(tmp_path, images)
+
+
+def _first(**changes):
+    """Other data, whose first sample differs in this."""
+    return lambda found: dataclasses.replace(
+        found, samples=[dataclasses.replace(found.samples[0], **changes), *found.samples[1:]]
+    )
+
+
+def _other_mask(found):
+    path = found.samples[0].mask_path.replace("mask", "other")
+    return _first(mask_path=path)(found)
+
+
+OTHERS = {
+    "an image fewer": lambda found: dataclasses.replace(found, samples=found.samples[:2]),
+    "another order": lambda found: dataclasses.replace(
+        found, samples=[found.samples[1], found.samples[0], found.samples[2]]
+    ),
+    "another image": _first(latents_key="k9"),
+    "another caption": _first(text_keys=("t2", "c0")),
+    "another weight of its loss": _first(loss_weight=0.3),
+    "no mask": _first(mask_path=None),
+    "another mask": _other_mask,
+    "no reference": _first(condition=None, text_keys=("t1",)),
+    "another reference": _first(text_keys=("t1", "c1")),
+    "another text encoder": _first(text_keys=("t9", "c0")),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_ranks_with_other_samples_are_told_apart(what, samples):
+    assert order_of((OTHERS[what](samples), None)) != order_of((samples, None))
+    assert order_of((samples, OTHERS[what](samples))) != order_of((samples, samples))  # those held out as well
+
+
+def test_where_files_lie_is_no_difference(samples, tmp_path):
+    mask = tmp_path / "elsewhere.png"
+    mask.write_bytes(b"a mask")
+    condition = Condition("reference", ("/elsewhere/reference.png",), ((8, 8),))
+    moved = [dataclasses.replace(each, path=f"/elsewhere/{each.path}") for each in samples.samples]
+    moved[0] = dataclasses.replace(moved[0], mask_path=str(mask), condition=condition)
+    there = dataclasses.replace(samples, samples=moved)
+    assert order_of((there, None)) == order_of((samples, None))
+
+
+def test_masks_that_are_not_used_are_no_difference(samples):
+    unused = dataclasses.replace(samples, use_masks=False)
+    assert order_of((_other_mask(unused), None)) == order_of((unused, None)) != order_of((samples, None))
+
+
+def test_samples_that_arrived_encoded_are_told_apart(encoded):
+    assert order_of((encoded, None)) == order_of((dataclasses.replace(encoded), None))
+    for what in ("another order", "another text encoder"):
+        assert order_of((OTHERS[what](encoded), None)) != order_of((encoded, None)), what
+    assert order_of((_first(alike=(7,))(encoded), None)) != order_of((encoded, None))

@@ -20,8 +20,8 @@ from devicebridge.system.stopping import note_parent, parent_at_start
 from devicebridge.tests.ranks.launching import ROOT
 
 CODE = """
-import runpy, time
-runpy.run_path({file!r})["load_pack"]()
+import runpy, sys, time
+runpy.run_path(sys.argv[1])["load_pack"]()
 from devicebridge.parallel.ranks.watch import Watch
 watch = Watch(0.5)
 def sleep_for_ever():

@@ -1,12 +1,8 @@
-"""The ring LSE fix where nothing needs fixing, and its bookkeeping on a small module with diffusers 0.37's fault.
-
-What it does to real releases of diffusers is shown in tests/ranks/test_ring_lse.py.
-"""
+"""The ring LSE fix where nothing needs fixing, and on a small module with the faults of diffusers 0.37 to 0.39."""
 
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -23,14 +19,6 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[3]
 
 # A ring over two halves of the keys in one process; the merge and its version test are what 0.37 does.
-OTHER_RING = """class TemplatedRingAnythingAttention:
-    def forward(ctx, query):
-        pass
-
-    apply = forward
-
-
-class SeqAllToAllDim"""
 OLD_DISPATCH = """
 import torch
 
@@ -61,6 +49,11 @@ class TemplatedRingAttention(torch.autograd.Function):
             prev_out, prev_lse = out, lse
         lse = lse.squeeze(-1)
         return (out, lse) if return_lse else out
+
+class TemplatedRingAnythingAttention(TemplatedRingAttention):
+    @staticmethod
+    def forward(ctx, query, key, value, mask, return_lse, forward_op, backward_op, config=None):
+        return TemplatedRingAttention.forward(ctx, query, key, value, return_lse, forward_op, backward_op, config)
 
 def _templated_unified_attention(query, key, value, forward_op):
     out, lse = TemplatedRingAttention.apply(query, key, value, True, forward_op, None, None)
@@ -131,17 +124,6 @@ def test_changes_the_installed_diffusers_only_where_it_is_older_than_0_40_and_sa
     assert said.startswith("Active" if before != during else "Not needed")
 
 
-def test_importing_the_file_changes_nothing_and_does_not_import_diffusers():
-    code = (
-        "import importlib.util as u, sys\n"
-        f"spec = u.spec_from_file_location('bootstrap', {str(ROOT / 'bootstrap.py')!r})\n"
-        "module = u.module_from_spec(spec); spec.loader.exec_module(module); module.load_pack()\n"
-        "import devicebridge.patches.ring_lse\n"
-        "sys.exit('diffusers' in sys.modules)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
-
-
 @pytest.mark.parametrize("op", [attention, attention_with_trailing_dim])
 @pytest.mark.parametrize("is_old_torch", [False, True])
 def test_every_rank_of_lse_is_right_whatever_the_version_test_says(use_dispatch, qkv, op, is_old_torch):
@@ -151,6 +133,7 @@ def test_every_rank_of_lse_is_right_whatever_the_version_test_says(use_dispatch,
     assert apply_ring_lse_fix().startswith("Active")
     for found_out, found_lse in (
         dispatch.TemplatedRingAttention.apply(*qkv, True, op, None, None),
+        dispatch.TemplatedRingAnythingAttention.apply(*qkv, None, True, op, None, None),
         dispatch._templated_unified_attention(*qkv, op),
     ):
         torch.testing.assert_close(found_out, expected_out)
@@ -163,32 +146,12 @@ def test_removal_leaves_the_fault_as_it_was(use_dispatch, qkv):
     dispatch.is_torch_version = lambda operation, number: False
     before = snapshot(dispatch)
     apply_ring_lse_fix()
+    apply_ring_lse_fix()  # changes nothing more
     assert snapshot(dispatch) != before
     remove_ring_lse_fix()
     assert snapshot(dispatch) == before
     with pytest.raises(RuntimeError, match="must match the size of tensor"):
         dispatch.TemplatedRingAttention.apply(*qkv, True, attention, None, None)
-
-
-def test_a_second_call_changes_nothing(use_dispatch):
-    dispatch = use_dispatch(OLD_DISPATCH)
-    before = snapshot(dispatch)
-    apply_ring_lse_fix()
-    during = snapshot(dispatch)
-    apply_ring_lse_fix()
-    assert snapshot(dispatch) == during != before
-    assert remove_ring_lse_fix()
-    assert snapshot(dispatch) == before
-
-
-def test_code_that_tests_the_rank_is_right_with_the_fix(use_dispatch, qkv):
-    """As a backport has it: the version alone says nothing of that."""
-    dispatch = use_dispatch(OLD_DISPATCH.replace('is_torch_version("<", "2.9.0")', "lse.ndim == 3"))
-    expected_out, expected_lse = attention(None, *qkv)
-    apply_ring_lse_fix()
-    found_out, found_lse = dispatch._templated_unified_attention(*qkv, attention)
-    torch.testing.assert_close(found_out, expected_out)
-    torch.testing.assert_close(found_lse, expected_lse)
 
 
 def test_a_patch_on_top_is_not_torn_out(use_dispatch):
@@ -202,15 +165,6 @@ def test_a_patch_on_top_is_not_torn_out(use_dispatch):
     dispatch.TemplatedRingAttention.apply = ours
     remove_ring_lse_fix()
     assert snapshot(dispatch) == before
-
-
-def test_gradients_pass_the_exchange(use_dispatch):
-    dispatch = use_dispatch(OLD_DISPATCH)
-    apply_ring_lse_fix()
-    lse = torch.randn(2, 6, 3, requires_grad=True)
-    dispatch.SeqAllToAllDim.apply(None, lse, 1, 2).sum().backward()
-    remove_ring_lse_fix()
-    assert lse.grad is not None and lse.grad.shape == lse.shape
 
 
 def test_an_lse_of_the_wrong_shape_is_refused(use_dispatch, qkv):
@@ -230,7 +184,7 @@ def test_an_lse_of_the_wrong_shape_is_refused(use_dispatch, qkv):
     ("old", "new", "error"),
     [
         ("class SeqAllToAllDim", "class Renamed", pytest.raises(RuntimeError, match="SeqAllToAllDim")),
-        ("class SeqAllToAllDim", OTHER_RING, pytest.raises(ValueError, match="forward_op")),
+        ("mask, return_lse, forward_op", "mask, return_lse, op", pytest.raises(ValueError, match="forward_op")),
     ],
 )
 def test_a_diffusers_without_these_places_is_refused_and_left_alone(use_dispatch, old, new, error):

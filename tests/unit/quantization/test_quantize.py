@@ -49,7 +49,6 @@ from devicebridge.training.adapter import apply_lora
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 VARIANTS = {
     "fp8": QuantizeSettings("fp8"),
@@ -329,26 +328,6 @@ def train(model: nn.Module, num_steps: int) -> list[float]:
 
 
 @EVERY_VARIANT
-@pytest.mark.parametrize("dora", [False, True])
-def test_our_own_adapter_files_resume_beside_8_bits(settings, dora, tmp_path):
-    def assemble() -> tuple[nn.Module, Any]:
-        model = make_tiny()
-        apply_quantization(model, FLUX2, settings)
-        return model, apply_lora(model, FLUX2, LoraSettings(rank=3, dora=dora), seed=0)
-
-    model, handle = assemble()
-    train_b = [p for name, p in handle.parameters().items() if "lora_B" in name]
-    for index, parameter in enumerate(train_b):
-        parameter.data = 0.1 * random(*parameter.shape, seed=index)
-    train(model, num_steps=1)
-    save_file(handle.tensors(), tmp_path / "lora.safetensors")
-    again, other = assemble()
-    other.load_tensors(load_file(tmp_path / "lora.safetensors"))
-    assert contents(again) == contents(model)
-    assert train(again, num_steps=2) == train(model, num_steps=2)
-
-
-@EVERY_VARIANT
 def test_a_split_model_is_quantized_where_it_is_and_trains_the_same(settings):
     """On one emulated card and on two: the same numbers, bit for bit, for products and roundings are the same."""
 
@@ -417,26 +396,6 @@ def test_a_model_moves_to_a_card_and_back(settings):
             assert all(torch.equal(on_cpu(p.grad), expected[n]) for n, p in lora_parameters(model).items())
 
 
-@EVERY_VARIANT
-@pytest.mark.parametrize("is_reentrant", [False, True])
-def test_checkpointing_changes_no_gradient(settings, is_reentrant):
-    model, x, direction = Net(), random(48, 64).requires_grad_(True), random(48, 32, seed=2)
-    after(model, lambda: apply_quantization(model, Family(), settings), torch.float32)
-    model(x).backward(direction)
-    expected = {name: p.grad.clone() for name, p in lora_parameters(model).items()}
-    model.zero_grad()
-    checkpoint(model, x, use_reentrant=is_reentrant).backward(direction)
-    assert all(torch.equal(p.grad, expected[name]) for name, p in lora_parameters(model).items())
-
-
-@EVERY_VARIANT
-def test_modules_keep_their_mode(settings):
-    for is_training in (False, True):
-        model = Net().train(is_training)
-        apply_quantization(model, Family(), settings)
-        assert {module.training for module in model.modules()} == {is_training}
-
-
 # --- one layer at a time ---------------------------------------------------------------------------------------------
 
 
@@ -482,21 +441,6 @@ def test_what_is_stored_is_taken_as_it_is(settings, dtype, tmp_path):
     assert torch.equal(first(x), second(x))
     gradients = [{name: raw(p.grad) for name, p in lora_parameters(model).items()} for model in (first, second)]
     assert gradients[0] == gradients[1]
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_float8_file_with_one_scale_computes_plain_arithmetic(scheme):
-    settings = QuantizeSettings(scheme)
-    values = (random(96, 64) * 8).to(settings.stored_dtype)
-    stored = Stored8(values, torch.tensor(0.25).expand(96, 1).contiguous())
-    model = Net()
-    layer = Quantizer(Family(), settings).take("first", model.first, stored, torch.float32)
-    x, plain = random(48, 64, seed=2), values.float() * 0.25
-    # The weight is exact; only inputs are rounded, where products are in 8 bits.
-    least = 110 if not settings.is_compute else 31 if scheme == "fp8-compute" else 40
-    assert decibels(x @ plain.T + model.first.bias, layer(x)) > least
-    assert torch.equal(full_weight(layer), plain)
-    assert layer.bias is model.first.bias
 
 
 def test_a_type_or_a_rotation_the_scheme_cannot_use_is_refused():
@@ -599,30 +543,6 @@ def test_noise_of_every_layer_type_is_as_derived(settings):
         assert abs(report.weight_snr_db[name] - exact) < (0.011 if rows[name] <= 256 else 0.3), (name, rows)
 
 
-def test_rotation_saves_the_weights_of_rows_with_outliers():
-    """What the report is for: a class of weights with outliers reads worse in int8, and better rotated."""
-    found = {}
-    for rotation in (0, 64):
-        model = Net()
-        model.first.weight[:, 5] *= 100
-        report = apply_quantization(model, Family(), QuantizeSettings("int8-compute", rotation))
-        found[rotation] = report.weight_snr_db
-    assert found[64]["first"] > found[0]["first"] + 6
-    assert abs(found[64]["second"] - found[0]["second"]) < 6
-
-
-@pytest.mark.parametrize(
-    ("fqn", "expected"),
-    [
-        ("transformer_blocks.3.attn.to_q", "transformer_blocks.*.attn.to_q"),
-        ("blocks.0.attn1.to_out.0", "blocks.*.attn1.to_out.*"),
-        ("proj", "proj"),
-    ],
-)
-def test_layers_alike_share_a_class(fqn, expected):
-    assert layer_class(fqn) == expected
-
-
 @EVERY_VARIANT
 def test_weights_that_round_to_themselves_have_no_noise_to_report(settings):
     model = Net()
@@ -661,8 +581,9 @@ ROTATED = [QuantizeSettings("int8-compute", rotation) for rotation in (16, 256)]
 
 
 @pytest.mark.parametrize("settings", [*VARIANTS.values(), *ROTATED], **BY_NAME)
-@EVERY_FAMILY
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("flux1", torch.bfloat16), ("flux2", torch.float32), ("wan", torch.bfloat16)], ids=str
+)
 def test_planned_bytes_are_those_of_the_quantized_model(settings, name, dtype):
     family, model = FAMILIES[name], make_tiny(dtype, name)
     blocks = block_names(model, family)
@@ -674,21 +595,6 @@ def test_planned_bytes_are_those_of_the_quantized_model(settings, name, dtype):
     assert planned == found
     assert main_device == num_bytes(model) - sum(found)
     assert sum(planned) + main_device == report.bytes_after
-
-
-@EVERY_VARIANT
-def test_flux2_at_its_real_size_takes_half(settings):
-    """Half, and half of the 2.5 % outside the blocks, which stay in bfloat16; scales and rotations are below 0.1 %."""
-    import diffusers
-
-    variant = FLUX2.variants[0]
-    with torch.device("meta"):
-        model = getattr(diffusers, FLUX2.transformer_class)(**variant.transformer_config)
-    full = 2 * sum(parameter.numel() for parameter in model.parameters())
-    assert full > 60e9
-    blocks, main_device = stored_bytes(model, FLUX2, block_names(model, FLUX2), 2, settings)
-    assert len(blocks) == 56
-    assert 1.024 < (sum(blocks) + main_device) / (full / 2) < 1.03
 
 
 # --- who is refused --------------------------------------------------------------------------------------------------

@@ -414,21 +414,6 @@ def test_a_job_that_waits_is_replaced_by_the_newer_one_of_its_run_and_keeps_its_
         queue.find(first.id)
 
 
-def test_no_job_is_replaced_while_another_process_starts_those_that_wait(
-    tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("devicebridge.runs.queue._WAIT_S", 0.1)
-    queue = _queue(tmp_path)
-    first = _add(queue, "one", "cuda:0")
-    claim = take_claim(tmp_path / ".user" / MEMORY / ".lock")
-    assert claim is not None
-    with pytest.raises(Busy, match="starting other trainings"):
-        _add(queue, "one", "cuda:0")
-    claim.release()
-    assert [each.id for each in queue.jobs()] == [first.id]
-    assert _add(queue, "one", "cuda:0").id != first.id
-
-
 def test_models_on_a_card_keep_a_job_waiting_and_are_named(tmp_path: Path, started: list[str]) -> None:
     held = {"cuda:0": "ComfyUI holds models of 12.0 GB on"}
     queue = _queue(tmp_path, lambda: held)

@@ -30,7 +30,11 @@ from devicebridge.sampling.sampler import Sampler
 from devicebridge.system.stopping import Requests
 from devicebridge.tests.clips import save_clip
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, save_tiny_pipeline
+from devicebridge.tests.tiny_pipeline import (
+    make_cards_job,
+    run_steps,
+    save_tiny_pipeline,
+)
 from devicebridge.tests.toy import TINY
 from PIL import Image
 
@@ -47,8 +51,6 @@ def _job(tmp_path: Path, folder: str, name: str = "flux2", **sections: Any) -> J
     samples |= {"width": 64, "height": 32} | ({"frames": 5} if name == "wan" else {})
     values = {
         "split": {"devices": ["cpu"]},
-        "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
-        "lora": {"dropout": 0.3},
         "optimizer": {"learning_rate": 0.02},
         "train": TRAIN,
         "evaluation": {"folder": ""},
@@ -56,7 +58,7 @@ def _job(tmp_path: Path, folder: str, name: str = "flux2", **sections: Any) -> J
         "output": {"folder": str(tmp_path / folder), "save_every_steps": 0, "lora_layout": "diffusers"},
         "samples": samples | sections.pop("samples", {}),
     }
-    return make_tiny_job(tmp_path, name, **{**values, **sections})
+    return make_cards_job(tmp_path, folder, name, **{**values, **sections})
 
 
 def _run(job: JobConfig, **arguments: Any) -> TrainingResult:
@@ -252,7 +254,7 @@ def test_every_strategy_draws_the_pictures_and_writes_the_lora_of_one_card(schem
         assert path is not None
         return path.read_bytes(), _files(job) if job.samples.prompts else {}
 
-    names = list(STRATEGIES) if scheme == "none" else ["one card", "split", "weight offload"]
+    names = ["one card", "pipeline", "weight offload"] if scheme == "none" else list(STRATEGIES)
     lora, pictures = run(names[0], names[0])
     assert len(pictures) == 2 * 3 and len(set(pictures.values())) == 6
     assert run(names[0], "without", samples={"prompts": []}) == (lora, {})
@@ -310,8 +312,8 @@ def _in_second_forward_after(seen: list[Event], step: int) -> Callable[[], bool]
 
 def test_pictures_may_be_turned_on_and_off_when_a_run_is_resumed(tmp_path: Path) -> None:
     without = _job(tmp_path, "run", samples={"prompts": []})
-    seen: list[Event] = []
-    _run(without, on_event=seen.append, should_stop=lambda: any(event.kind == "step" for event in seen))
+    with emulated_cards(3):
+        run_steps(without)
     result = _run(_job(tmp_path, "run", samples={"prompts": ["another"], "every_steps": 1}), resume=True)
     assert result.step == 3
     assert sorted(_files(without)) == ["000001_0.png", "000002_0.png", "000003_0.png"]
@@ -321,7 +323,9 @@ def test_pictures_may_be_turned_on_and_off_when_a_run_is_resumed(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("tiny_weights_leave")
-@pytest.mark.parametrize("strategy", ["split", pytest.param("pipeline", marks=pytest.mark.long), "weight offload"])
+@pytest.mark.parametrize(
+    "strategy", [*(pytest.param(name, marks=pytest.mark.long) for name in ("split", "pipeline")), "weight offload"]
+)
 def test_an_error_in_a_picture_is_a_warning_and_training_goes_on(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

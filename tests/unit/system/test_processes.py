@@ -119,8 +119,13 @@ def test_a_process_is_asked_before_it_is_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
-@pytest.mark.parametrize("manner", ["obedient", "stubborn"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGSEGV])
+@pytest.mark.parametrize(
+    ("number", "manner"),
+    [
+        (signal.SIGKILL, "stubborn"),
+        *(pytest.param(each, "obedient", marks=pytest.mark.long) for each in (signal.SIGHUP, signal.SIGSEGV)),
+    ],
+)
 def test_a_process_and_its_children_end_with_us_however_we_end(tmp_path: Path, number: int, manner: str) -> None:
     pid_file = tmp_path / "pid"
     command = [sys.executable, "-c", PARENT, str(pid_file), manner]

@@ -120,9 +120,10 @@ def test_settings_that_contradict_each_other_are_refused(values, message):
         LoraSettings(**values)
 
 
-@pytest.mark.parametrize("scheme", ["none", "int8-compute"])
-@pytest.mark.parametrize("factor", [0, 4])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "factor", "scheme"),
+    [("flux1", 0, "none"), ("flux2", 4, "none"), ("wan", 0, "int8-compute"), ("wan", 4, "int8-compute")],
+)
 def test_lokr_begins_with_no_change_and_is_its_kronecker_product(name, factor, scheme):
     model, inputs = TINY[name].make_model(), TINY[name].make_inputs()
     if scheme != "none":

@@ -16,7 +16,7 @@ from devicebridge.patches.compile_blocks import CompiledBlocks
 from devicebridge.patches.lora_linear import apply_fused_lora
 from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
+from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, run_steps
 from devicebridge.training import compile_check, loop
 from devicebridge.training.compile_check import _sample, _with_short_streams, compare_forwards
 from diffusers.models.transformers.transformer_flux2 import Flux2TransformerBlock
@@ -76,9 +76,8 @@ def _run(job, **arguments):
 
 
 def _run_one_step(job):
-    seen = []
-    stopped = _run(job, on_event=seen.append, should_stop=lambda: any(event.kind == "step" for event in seen))
-    assert stopped.step == 1
+    with emulated_cards():
+        run_steps(job)
 
 
 def _instead_of_torch(monkeypatch, wrap, only=lambda index: True):
@@ -137,8 +136,13 @@ def test_right_ones_stay_and_the_comparison_leaves_no_trace(job_of, plain, monke
 
 @pytest.mark.parametrize(
     ("schedule", "only"),
-    [*((schedule, lambda index: True) for schedule in SCHEDULES), ("none", lambda index: index == 1)],
-    ids=[*SCHEDULES, "one block"],
+    [
+        ("pipeline", lambda index: True),
+        ("none", lambda index: index == 1),
+        pytest.param("none", lambda index: True, marks=pytest.mark.long),
+        pytest.param("data", lambda index: True, marks=pytest.mark.long),
+    ],
+    ids=["pipeline", "one block", "none", "data"],
 )
 def test_wrong_ones_are_given_up(job_of, plain, monkeypatch, caplog, schedule, only):
     """The run is the one without compiling, bit for bit; a gradient that one block loses is enough."""
@@ -147,15 +151,6 @@ def test_wrong_ones_are_given_up(job_of, plain, monkeypatch, caplog, schedule, o
     found = _run(job_of("given up", schedule))
     assert "blocks are no longer compiled: as torch" in caplog.text and "rounding explains" in caplog.text
     _check_same(found, expected)
-
-
-def test_a_resumed_run_compares_again(job_of, monkeypatch, caplog):
-    _instead_of_torch(monkeypatch, _as_it_is)
-    job = job_of("run", "pipeline")
-    _run_one_step(job)
-    _instead_of_torch(monkeypatch, _without_gradient)
-    assert _run(job, resume=True).step == 2
-    assert "blocks are no longer compiled" in caplog.text
 
 
 def test_dropout_and_too_little_memory_are_said(job_of, monkeypatch, caplog):
@@ -237,7 +232,7 @@ def test_a_fault_on_the_second_card_alone_is_found(job_of, monkeypatch, caplog):
     assert len(handles) == 2 and "blocks are no longer compiled" in caplog.text
 
 
-@pytest.mark.parametrize(("is_resumed", "is_one"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("is_resumed", "is_one"), [(False, False), (True, True)])
 def test_gradients_lost_inside_of_blocks_are_found(job_of, monkeypatch, caplog, is_resumed, is_one):
     """As torch 2.11 loses them in base layers: what goes around the layers still has a gradient. A single layer of the
     model is enough."""
@@ -350,11 +345,6 @@ def _compare(block, compiled, *, dtype=torch.float32):
     return comparison
 
 
-def test_the_same_is_no_fault():
-    block = Block()
-    assert _compare(block, block).difference == 0
-
-
 def test_other_rounding_is_no_fault():
     """bfloat16 as one who rounds after every operation, and as one who computes in float32 and rounds at the end."""
     block = Block(torch.bfloat16)
@@ -404,8 +394,17 @@ def test_what_one_layer_of_a_block_does_to_a_gradient_is_found(fault, name):
     assert comparison.excess > 1 and "the gradient of" in str(comparison)
 
 
-@pytest.mark.parametrize("scheme", [None, "fp8-compute", "int8-compute"])
-@pytest.mark.parametrize("name", ["attn.to_q", "attn.add_k_proj", "ff.linear_in", "attn.to_out.0"])
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [
+        (None, "attn.to_q"),
+        (None, "ff.linear_in"),
+        ("fp8-compute", "attn.add_k_proj"),
+        ("fp8-compute", "attn.to_out.0"),
+        ("int8-compute", "attn.to_q"),
+        ("int8-compute", "ff.linear_in"),
+    ],
+)
 def test_a_layer_of_a_real_block_that_loses_its_gradient_is_found(name, scheme):
     """However long the hidden states are: the norm that a block begins with makes the gradient from behind it as many
     times shorter than what passes by."""

@@ -102,15 +102,6 @@ def test_foreign_classes_are_not_restored(tmp_path):
         unpack_optimizer(torch.optim.SGD([parameter], lr=1), ({}, {"state.0.x": description}))
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("adam", "no optimizer 'adam'"), ("torch.optim.Nope", "cannot be imported"), ("os.path.join", "allow_import")],
-)
-def test_wrong_optimizer_names(name, message):
-    with pytest.raises(ValueError, match=message):
-        make_optimizer([nn.Parameter(torch.zeros(1))], OptimizerConfig(name=name))
-
-
 def test_wrong_optimizer_options_are_named():
     with pytest.raises(ValueError, match="does not take the options.*speed"):
         make_optimizer([nn.Parameter(torch.zeros(1))], OptimizerConfig(options={"speed": 3}))

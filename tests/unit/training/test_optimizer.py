@@ -1,0 +1,173 @@
+"""Optimizers: which a job may name, without running the code of other packages; sums of bfloat16; two rates."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from devicebridge.config.job import OptimizerConfig
+from devicebridge.planning.memory import optimizer_bytes
+from devicebridge.training.optimizer import (
+    AnyOptimizer,
+    KahanSum,
+    make_optimizer,
+    pack_optimizer,
+    set_learning_rate,
+    unpack_optimizer,
+)
+from torch import nn
+
+
+@pytest.fixture
+def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed module that writes a file when it is imported."""
+    (tmp_path / "foreign_module.py").write_text(
+        f"import pathlib, torch\npathlib.Path({str(tmp_path / 'was_imported')!r}).touch()\nMine = torch.optim.SGD\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "foreign_module", raising=False)
+    return tmp_path / "was_imported"
+
+
+def _make(name: str, **values: object) -> torch.optim.Optimizer:
+    return make_optimizer([nn.Parameter(torch.zeros(2, 2))], OptimizerConfig(name=name, **values))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["foreign_module.Mine", "foreign_module.Missing", "torch.hub.load", "os.path"])
+def test_naming_another_module_imports_nothing_and_says_what_would_work(foreign: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=r"torch\.optim, torchao\.optim.*optimizer\.allow_import = true"):
+        _make(name)
+    assert not foreign.exists()
+
+
+def test_another_module_is_imported_where_the_job_allows_it(foreign: Path) -> None:
+    assert isinstance(_make("foreign_module.Mine", allow_import=True), torch.optim.SGD)
+    assert foreign.exists()
+
+
+@pytest.mark.parametrize("name", ["torch.optim.SGD", "torch.optim.RAdam", "torchao.optim.AdamW4bit"])
+def test_listed_modules_are_used_by_name(name: str) -> None:
+    assert type(_make(name)).__name__ == name.rpartition(".")[2]
+
+
+def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ValueError, match="pip install --upgrade torchao"):
+        _make("adamw8bit")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("torch.optim.LBFGS", "several times"), ("torch.optim.lr_scheduler", "")]
+)
+def test_what_is_no_optimizer_for_this_loop_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _make(name)
+
+
+@pytest.mark.parametrize("name", ["", "..", ".", "nope", "a..b", "torch.optim.", "torch.optim.Adam W"])
+def test_what_is_no_dotted_name_is_refused_even_where_imports_are_allowed(name: str) -> None:
+    with pytest.raises(ValueError, match="there is no optimizer"):
+        _make(name, allow_import=True)
+
+
+def test_the_learning_rate_is_that_of_the_job_whatever_the_options_say() -> None:
+    made = _make("torch.optim.SGD", learning_rate=0.25, options={"lr": 0.5})
+    assert made.param_groups[0]["lr"] == 0.25
+
+
+# --- Kahan sums -------------------------------------------------------------------------------------------------------
+
+
+NAMES = ["adamw", "adafactor", "torch.optim.SGD"]
+
+
+def _trained(name: str, dtype: torch.dtype, *, kahan: bool) -> tuple[torch.Tensor, object]:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(32, 16, generator=generator)
+    parameter = nn.Parameter(start.to(torch.bfloat16).to(dtype))
+    config = OptimizerConfig(name=name, learning_rate=2e-4, weight_decay=0.0, kahan=kahan)
+    optimizer = make_optimizer([parameter], config)
+    for _ in range(60):
+        gradient = 1 + 0.1 * torch.randn(start.shape, generator=generator)
+        parameter.grad = gradient.to(torch.bfloat16).to(dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameter.detach().float(), optimizer
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_follow_those_of_float32_where_plain_ones_stand_still(name: str) -> None:
+    exact, _ = _trained(name, torch.float32, kahan=False)
+    plain, _ = _trained(name, torch.bfloat16, kahan=False)
+    summed, optimizer = _trained(name, torch.bfloat16, kahan=True)
+    assert isinstance(optimizer, KahanSum)
+    (rest,) = optimizer.rests
+    assert (summed - exact.to(torch.bfloat16).float()).abs().max() <= 2**-8 * exact.abs().max()
+    assert (summed + rest.float() - exact).abs().max() < 60 * 2**-17 * exact.abs().max()  # 60 times the last of 16 bits
+    assert (plain - exact).abs().mean() > 5 * (summed - exact).abs().mean()
+
+
+def test_nothing_in_float32_is_held_between_steps() -> None:
+    _, optimizer = _trained("torch.optim.SGD", torch.bfloat16, kahan=True)
+    assert isinstance(optimizer, KahanSum)
+    shadows = [each for group in optimizer.param_groups for each in group["params"]]
+    assert all(each.untyped_storage().nbytes() == 0 and each.grad is None for each in shadows)
+    assert all(each.dtype == torch.bfloat16 for each in optimizer.rests)
+
+
+def test_the_forecast_counts_what_is_kept_and_what_a_step_takes() -> None:
+    plain, whole = optimizer_bytes("adamw", "bfloat16"), optimizer_bytes("adamw", "float32")
+    kahan = optimizer_bytes("adamw", "bfloat16", kahan=True)
+    assert (kahan.state, kahan.step) == (whole.state + 2, whole.step + 8)
+    average = optimizer_bytes("adamw", "bfloat16", ema=True)
+    assert (average.state, average.step) == (plain.state + 4, plain.step)
+
+
+# --- the rate of text encoders ----------------------------------------------------------------------------------------
+
+
+def _optimizer(dtype: torch.dtype, **values: object) -> tuple[list[nn.Parameter], AnyOptimizer]:
+    """Over three parameters, of which the last two are of text encoders."""
+    settings = {"name": "torch.optim.SGD", "learning_rate": 0.5, "weight_decay": 0.0, **values}
+    parameters = [nn.Parameter(torch.zeros(2, dtype=dtype)) for _ in range(3)]
+    return parameters, make_optimizer(parameters, OptimizerConfig(**settings), 2)  # type: ignore[arg-type]
+
+
+def _moved(parameters: list[nn.Parameter], optimizer: AnyOptimizer, rate: float) -> list[float]:
+    set_learning_rate(optimizer, rate)
+    before = [float(each[0].detach()) for each in parameters]
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    return [was - float(each[0].detach()) for was, each in zip(before, parameters, strict=True)]
+
+
+@pytest.mark.parametrize(("dtype", "kahan"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_a_schedule_scales_both_rates(dtype: torch.dtype, kahan: bool) -> None:
+    parameters, optimizer = _optimizer(dtype, text_encoder_learning_rate=0.125, kahan=kahan)
+    assert _moved(parameters, optimizer, 0.5) == [0.5, 0.125, 0.125]
+    assert _moved(parameters, optimizer, 0.25) == [0.25, 0.0625, 0.0625]
+
+
+def test_without_one_there_is_one_rate_and_one_group() -> None:
+    for given in ({}, {"text_encoder_learning_rate": 0.5}):
+        parameters, optimizer = _optimizer(torch.float32, **given)
+        assert len(optimizer.param_groups) == 1
+        assert _moved(parameters, optimizer, 0.25) == [0.25, 0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    "given", [{"options": {"momentum": 0.5}}, {"name": "adamw"}, {"name": "adamw8bit"}, {"name": "adafactor"}]
+)
+def test_a_restored_optimizer_keeps_both(given: dict[str, object]) -> None:
+    values = {"text_encoder_learning_rate": 0.125, **given}
+    parameters, optimizer = _optimizer(torch.float32, **values)
+    _moved(parameters, optimizer, 0.5)
+    others, restored = _optimizer(torch.float32, **values)
+    unpack_optimizer(restored, pack_optimizer(optimizer))
+    for mine, other in zip(parameters, others, strict=True):
+        other.data.copy_(mine.detach())
+    first, *rest = found = _moved(parameters, optimizer, 0.25)
+    assert found == _moved(others, restored, 0.25) and rest[0] == rest[1] != first
