@@ -12,15 +12,14 @@ from torch import nn
 
 from .checkpoints.checkpoint import CheckpointInfo
 from .checkpoints.load import load_through_cache, load_transformer
-from .config.model import Strategy, computes_together
+from .config.model import Strategy, shares_rows
 from .execution import ExecutionPlan
 from .families.comfy.token_plans import TOKEN_PLANS
 from .families.spec import ModelFamily
 from .parallel.devices import CPU
 from .parallel.local.block_split import BlockSplit, Recompute, apply_block_split
 from .parallel.local.data_parallel import copy_model
-from .parallel.local.shard_trees import ShardTrees, Slices
-from .parallel.local.tensor_training import DividedModel
+from .parallel.local.token_training import TokenModel
 from .parallel.local.tokens import TokenParallel
 from .parallel.offload.recompute import recompute
 from .parallel.offload.weights import WeightOffload
@@ -42,10 +41,7 @@ class Assembled:
     weight_offload.remove() must be called before the model is dropped: it lets go of pinned memory.
 
     Args:
-        replicas: the same on further devices, as the placement says.
-        shards: where every block is divided: the tree of each device, the main device's first. model calls all of
-            them then, split is the first one's, and adapter is of the whole.
-        slices: of each shard, which parts of the weights it has.
+        replicas: the same on further devices, as the placement says. model calls all of them where they share out rows.
     """
 
     model: nn.Module
@@ -55,13 +51,11 @@ class Assembled:
     compiled: CompiledBlocks | None = None
     weight_offload: WeightOffload | None = None
     replicas: tuple[Assembled, ...] = ()
-    shards: tuple[Assembled, ...] = ()
-    slices: tuple[Slices, ...] = ()
 
     @property
     def parts(self) -> tuple[Assembled, ...]:
-        """What has a split of its own: this and its replicas, or the trees of all devices."""
-        return self.shards or (self, *self.replicas)
+        """What has a split of its own: this and its replicas."""
+        return self, *self.replicas
 
     @property
     def all_compiled(self) -> tuple[CompiledBlocks, ...]:
@@ -78,8 +72,6 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
         attach_adapter: adds the LoRA in place and returns its handle.
     """
     placement = plan.placement
-    if placement.shards:
-        return _assemble_divided(info, plan, attach_adapter)
     # 1. Every tensor goes from the file to its device; loading first and splitting later would need one device, or the
     #    host, to hold the whole model. A layer is quantized before the next is read, else the devices would have to
     #    hold the model in full precision first; and before LoRA exists, so that no LoRA weight can be caught by it.
@@ -106,7 +98,7 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
         tokens, devices = TOKEN_PLANS[info.family.native.class_name], placement.replicas
         rows = TokenParallel(models, devices, tokens, (1.0,) * len(devices))
         rows.attach()
-        whole = DividedModel(models, devices, rows=rows)
+        whole = TokenModel(models, devices, rows)
 
     finished: list[Assembled] = []
     try:
@@ -116,33 +108,6 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
         remove_compiled([each.compiled for each in finished if each.compiled is not None])
         raise
     return replace(finished[0], model=whole or model, quantized=quantized, replicas=tuple(finished[1:]))
-
-
-def _assemble_divided(info: CheckpointInfo, plan: ExecutionPlan, attach_adapter: AttachAdapter) -> Assembled:
-    """As above, for blocks that several devices share. A layer is cut as soon as it is rounded."""
-    devices = plan.placement.shards
-    places = {name: devices[index % len(devices)] for index, name in enumerate(plan.placement.blocks)}
-
-    def owner_of(name: str) -> torch.device:
-        return places.get(".".join(name.split(".")[:2]), devices[0])
-
-    trees = ShardTrees(info.family, devices, owner_of, plan.placement.shares)
-    quantizer = Quantizer(info.family, plan.quantize) if plan.quantize is not None else None
-    if quantizer is None:
-        whole = load_transformer(info, owner_of, plan.dtype, layer_store=trees)
-    else:
-        whole = load_through_cache(plan.quantized_cache, info, owner_of, plan.dtype, quantizer, trees)
-    quantized = quantizer.close(whole) if quantizer is not None else None
-    trees.close(plan.dtype)
-    adapter = attach_adapter(whole)  # drawn whole, so that it begins with the values of one device
-    plans = [_of_one(plan, index, plan.placement.on(device)) for index, device in enumerate(devices)]
-    shards = tuple(
-        _finish(tree, info.family, own, devices, None, attach_adapter)
-        for tree, own in zip(trees.trees, plans, strict=True)
-    )
-    model = DividedModel(trees.trees, devices, trees.shards)  # all-reduces behind each linear and the LoRA around it
-    split = shards[0].split
-    return Assembled(model, split, adapter, quantized=quantized, shards=shards, slices=trees.slices)
 
 
 def assemble_sharded(
@@ -171,8 +136,8 @@ def assemble_sharded(
 
 def _of_one(plan: ExecutionPlan, index: int, placement: Placement) -> ExecutionPlan:
     """The plan for one replica, or for the one model there is."""
-    kept = plan.kept_blocks[index : index + 1] if plan.placement.side_by_side else plan.kept_blocks
-    strategy: Strategy = "none" if computes_together(plan.strategy) else plan.strategy
+    kept = plan.kept_blocks[index : index + 1] if plan.placement.replicas else plan.kept_blocks
+    strategy: Strategy = "none" if shares_rows(plan.strategy) else plan.strategy
     return replace(plan, placement=placement, kept_blocks=kept, strategy=strategy)
 
 

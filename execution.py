@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from .config.model import Strategy, computes_together, divides_blocks, has_stages, holds_copies, shares_rows
+from .config.model import Strategy, has_stages, holds_copies, shares_rows
 from .parallel.placement import Placement
 from .quantization.quantize import QuantizeSettings
 
@@ -17,8 +17,7 @@ class ExecutionPlan:
     """How a model is loaded, placed and trained. There is no "auto" in it; devices are found, and None means no.
 
     Args:
-        placement: of every block and of the tail; with replicas, a copy of the model goes onto each of their devices;
-            with shards, a share of each block.
+        placement: of every block and of the tail; with replicas, a copy of the model goes onto each of their devices.
         dtype: of what is not quantized, and of activations.
         quantize: how the frozen linears are held; None as they are.
         quantized_cache: folder that keeps quantized weights for the next time; None for none.
@@ -47,11 +46,8 @@ class ExecutionPlan:
     def __post_init__(self) -> None:
         needs_recompute = any(self.offloaded_blocks) or self.offloads
         assert self.gradient_checkpointing or not needs_recompute, "only blocks that are computed again leave a device"
-        assert not (self.placement.side_by_side and any(self.offloaded_blocks)), "these blocks are all on their cards"
+        assert not (self.placement.replicas and any(self.offloaded_blocks)), "these blocks are all on their cards"
         assert not self.placement.replicas or holds_copies(self.strategy), "only data and tokens train replicas"
         assert self.placement.shares_rows == shares_rows(self.strategy), "only tokens shares out rows"
-        assert bool(self.placement.shards) == divides_blocks(self.strategy), "only tensor parallel trains shards"
-        assert not computes_together(self.strategy) or len({*self.kept_blocks}) < 2, (
-            "devices meet in blocks that are alike"
-        )
+        assert not shares_rows(self.strategy) or len({*self.kept_blocks}) < 2, "devices meet in blocks that are alike"
         assert (self.ahead is None) != has_stages(self.strategy), "only a pipeline runs ahead"

@@ -19,10 +19,9 @@ bf16, LoRA rank 16, batch 1, 512 x 512 pixels, one micro-batch a step. "forecast
 memory of the native job, over torch.cuda.max_memory_allocated. --tiny: the builds of the tests, on the CPU.
 
 With `--cards 2` each subject is whole and lies over so many cards. "usual split" takes one microbatch after the other
-through them; "pipeline" has them follow each other, --microbatches a step; "tensor" divides every block, where there
-is room for a second model. Seconds per sample, and of each card the peak, forecast and measured. `--card-gb 24` leaves
-a job so much of each card, lets the planner choose what to recompute and to stream, and compares its forecast with
-torch's own counters; the base is 8-bit then (--quantize):
+through them; "pipeline" has them follow each other, --microbatches a step. Seconds per sample, and of each card the
+peak, forecast and measured. `--card-gb 24` leaves a job so much of each card, lets the planner choose what to recompute
+and to stream, and compares its forecast with torch's own counters; the base is 8-bit then (--quantize):
     python benchmarks/native_training.py --cards 2 --subject sdxl z_image qwen_image flux2
     python benchmarks/native_training.py --cards 2 --card-gb 24 --subject qwen_image flux2
 
@@ -53,7 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cards", type=int, default=1)
     parser.add_argument("--card-gb", type=float, help="GB that a job may take of each card")
     parser.add_argument("--quantize", default="fp8-compute", help="of the base, with --card-gb and --together")
-    parser.add_argument("--together", nargs="+", choices=["tokens", "tensor"], help="strategies against one card")
+    parser.add_argument("--together", nargs="+", choices=["tokens"], help="strategies against one card")
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--budget-s", type=float, default=400.0)
     parser.add_argument("--out", type=Path)
@@ -345,12 +344,6 @@ def measure_on_cards(name: str) -> dict[str, Any]:
             model, main_device = trainer.runner.replica_for(0)
             runners = {"usual split": PlainAccumulation(model, main_device), "pipeline": trainer.runner}
             ways = {way: functools.partial(_run_by, trainer, runner) for way, runner in runners.items()}
-            has_room = OPTIONS.tiny or 2 * found["file_gb"] < 60 * len(CARDS)
-            if not capped and has_room:
-                try:
-                    ways["tensor"], _ = _together("tensor", subject, path, sections, cleanup, found)
-                except ValueError as error:
-                    found["cannot"] = {"tensor": first_line(error)}
             times: dict[str, list[float]] = {}
             for number in range(0 if capped else OPTIONS.rounds + 1):
                 for way in ways:

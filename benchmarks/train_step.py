@@ -18,11 +18,6 @@ Full-size models with random weights; no checkpoint is needed. All contestants o
 - "replicas m": the pack with a copy of the model on each card, m micro-batches per step dealt out; only if --ways names
   it, for the copies must fit beside the others: --subject flux1-512 --ways "usual split" "pipeline 8" "replicas 8".
 
-- "tensor": the pack with every block divided among the cards, which compute each micro-batch together, one per step;
-  only if --ways names it. To compare with the usual split at one micro-batch:
-      --subject flux2-1024 flux2-512 wan-480 --scheme bf16 fp8-compute --usual-batches 1 --warm-up 4
-      --ways "usual split" "split, one in flight" "tensor"
-
 A step is the pack's own loop: noise, copies from pinned memory, forward, loss, backward, clipping, AdamW; LoRA in
 bfloat16, rank 32, batch 1, text at full length. Seconds are per sample: a step's divided by its micro-batches. Busy is
 the share of a step in which a card runs kernels, from one step under torch.profiler, of the ways in --busy. Ratios come
@@ -51,18 +46,13 @@ from devicebridge.events import first_line  # noqa: E402
 from devicebridge.families.registry import find_family  # noqa: E402
 from devicebridge.families.spec import ModelFamily, Variant  # noqa: E402
 from devicebridge.parallel.devices import synchronize  # noqa: E402
-from devicebridge.parallel.local.block_split import apply_block_split  # noqa: E402
 from devicebridge.parallel.local.data_parallel import DataParallel, Replica  # noqa: E402
-from devicebridge.parallel.local.lora_slices import LoraSlices  # noqa: E402
 from devicebridge.parallel.local.pipeline import Pipeline  # noqa: E402
-from devicebridge.parallel.local.shard_trees import ShardTrees  # noqa: E402
-from devicebridge.parallel.local.tensor_training import DividedModel, TensorTraining  # noqa: E402
 from devicebridge.parallel.offload.activations import ActivationOffload  # noqa: E402
 from devicebridge.parallel.placement import Placement, block_names, estimate_block_flops, plan_placement  # noqa: E402
 from devicebridge.parallel.runner import PlainAccumulation, Runner  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile, remove_compiled  # noqa: E402
 from devicebridge.patches.hooks import map_tensors  # noqa: E402
-from devicebridge.training.adapter import apply_lora  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
@@ -72,7 +62,6 @@ from random_job import (  # noqa: E402
     RandomModel,
     attach_lora,
     demand_right_gradients,
-    draw_model,
     make_empty,
     make_random_job,
     make_random_model,
@@ -120,7 +109,7 @@ class Way:
 
     name: str
     num_batches: int
-    kind: Literal["1f1b", "replicas", "tensor"] | None = None
+    kind: Literal["1f1b", "replicas"] | None = None
     keep: bool = False
     compiled: bool = False
     any_size: bool = False
@@ -140,7 +129,6 @@ OURS = [
     Way("pipeline 8, compiled, keep", 8, "1f1b", keep=True, compiled=True),
     Way("pipeline 16, compiled, keep", 16, "1f1b", keep=True, compiled=True),
 ]
-DIVIDED = [Way("tensor", 1, "tensor")]
 COPIES = [
     Way("replicas 8", 8, "replicas"),
     Way("replicas 8, keep", 8, "replicas", keep=True),
@@ -212,7 +200,6 @@ class Contestant:
     job: Any
     copies: tuple[RandomModel, ...] = ()  # on further devices
     data_parallel: DataParallel | None = None
-    divided: TensorTraining | None = None  # of which the copies are the other cards' shards
     compiled: list[Any] = field(default_factory=list)  # handles, and for any size or not
     any_size: bool = False
     offload: ActivationOffload | None = None  # with the host memory it took, for the next turn
@@ -288,33 +275,6 @@ def make_replicas(
     return replace(first, copies=tuple(each.built for each in others), data_parallel=DataParallel(trained))
 
 
-def make_divided(options: argparse.Namespace, subject: Subject, config: dict[str, Any], scheme: str) -> Contestant:
-    """A share of every block on each device."""
-    family, variant = _described(subject)
-    devices = options.devices
-    names = block_names(make_empty(config, family), family)
-    owners = {name: devices[index % len(devices)] for index, name in enumerate(names)}
-
-    def owner_of(name: str) -> torch.device:
-        return owners.get(".".join(name.split(".")[:2]), devices[0])
-
-    trees = ShardTrees(family, devices, owner_of)
-    whole, report = draw_model(config, owner_of, scheme, family=family, store=trees)
-    trees.close(torch.bfloat16)
-    job = make_contestant_job(options)
-    lora = apply_lora(whole, family, job.lora, seed=job.train.seed)
-    built = []
-    for tree, device in zip(trees.trees, devices, strict=True):
-        split = apply_block_split(tree, family, Placement(names, (device,) * len(names), device))
-        built.append(RandomModel(scheme, tree, split, report, family))
-    own = [attach_lora(each, job).parameters() for each in built]
-    model = DividedModel(trees.trees, devices, trees.shards)
-    training = TensorTraining(model, LoraSlices(lora.parameters(), own, trees.slices))
-    trainer = make_trainer(built[0], lora, job, _make_data(subject, options.tiny), variant=variant, runner=training)
-    trainer.devices = tuple(devices)
-    return Contestant(built[0], trainer, job, copies=tuple(built[1:]), divided=training)
-
-
 def _make_data(subject: Subject, is_tiny: bool) -> Any:
     family, variant = _described(subject)
     generator = torch.Generator().manual_seed(1)
@@ -334,9 +294,6 @@ def _runner_of(each: Contestant, way: Way) -> Runner:
     if way.kind == "replicas":
         assert each.data_parallel is not None
         return each.data_parallel
-    if way.kind == "tensor":
-        assert each.divided is not None
-        return each.divided
     return PlainAccumulation(model, split.main_device) if way.kind is None else Pipeline(model, split.bridge)
 
 
@@ -409,7 +366,6 @@ def _allocated(device: torch.device) -> int:
 def _own(each: Contestant, device: torch.device) -> int:
     """What the contestant holds between steps: weights, LoRA and optimizer state."""
     held = [tensor for built in each.models for tensor in (*built.model.parameters(), *built.model.buffers())]
-    held += each.trainer._parameters if each.divided is not None else []
     state = each.trainer._optimizer.state.values()
     held += [value for entry in state for value in entry.values() if isinstance(value, torch.Tensor) and value.ndim]
     return sum(
@@ -543,8 +499,6 @@ def run_section(options: argparse.Namespace, name: str, scheme: str) -> dict[str
     mine = [way for way in OURS if way.name in options.ways]
     ours = contestant(placement, scheme, False) if mine else None
     entries = [(ours, way) for way in mine if ours is not None]
-    divided = make_divided(options, subject, config, scheme) if any(w.name in options.ways for w in DIVIDED) else None
-    entries += [(divided, way) for way in DIVIDED if way.name in options.ways and divided is not None]
     ways = [way for way in COPIES if way.name in options.ways]
     if ways:
         copied = make_replicas(options, subject, config, placement, scheme)
@@ -561,7 +515,7 @@ def run_section(options: argparse.Namespace, name: str, scheme: str) -> dict[str
     if compiled and elapsed_s() < options.budget_s:  # apart, beside the usual split again: blocks compile in place
         again = measure(options, [*(entry for entry in entries if entry[1].name == USUAL.name), *compiled])
         section["ways"] |= {f"{name}, again" if name == USUAL.name else name: row for name, row in again.items()}
-    del ours, divided, usual, entries, eager, compiled
+    del ours, usual, entries, eager, compiled
     release()
     if "one GPU" in options.ways and elapsed_s() < options.budget_s:
         one = replace(cut_by_time(config, subject, devices[:1]), tail=())
@@ -585,7 +539,7 @@ def parse() -> argparse.Namespace:
         "--scheme", nargs="+", choices=SCHEMES, default=["bf16", "fp8-compute"], help="fp8, int8: torchao's weight-only"
     )
     usual_names = [way.name for way in (ONE_GPU, USUAL, *OURS)]
-    names = [*usual_names, *(way.name for way in (*DIVIDED, *COPIES))]
+    names = [*usual_names, *(way.name for way in COPIES)]
     parser.add_argument("--ways", nargs="+", choices=names, default=usual_names)
     parser.add_argument("--busy", nargs="*", choices=names, default=[], help="ways to profile, which takes its time")
     parser.add_argument("--rounds", type=int, default=4, help="measured steps of each way")

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 from ..system.files import read_ordinary, write_atomically
 from .data import CacheConfig, DataConfig, EvaluationConfig
 from .data import FolderConfig as FolderConfig
-from .model import COMFYUI, ModelConfig, SplitConfig, holds_copies, is_side_by_side
+from .model import COMFYUI, ModelConfig, SplitConfig, holds_copies
 from .model import ModelScheme as ModelScheme
 from .model import ParallelConfig as ParallelConfig
 from .ranges import CONTROL, STRICT, parse_toml, problems_of, toml_bytes
@@ -101,11 +101,10 @@ class JobConfig:
                 "its own; remove one of the two"
             )
         strategy = self.parallel.requested
-        if strategy and self.split.balance != "memory" and is_side_by_side(strategy):
-            what = "all of it" if holds_copies(strategy) else "a share of each block"
+        if strategy and self.split.balance != "memory" and holds_copies(strategy):
             raise ValueError(
                 f'split.balance = "{self.split.balance}" says where to cut the model, but parallel.strategy = '
-                f'"{strategy}" puts {what} on every device; remove one of the two'
+                f'"{strategy}" puts all of it on every device; remove one of the two'
             )
         if self.optimizer.kahan and self.lora.dtype != "bfloat16":
             raise ValueError(

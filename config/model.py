@@ -111,50 +111,31 @@ class SplitConfig:
 
 
 # With a new name the type checker reports each `match` that does not know it.
-Strategy = Literal["none", "pipeline", "data", "tensor", "tokens", "fsdp", "hsdp"]
+Strategy = Literal["none", "pipeline", "data", "tokens", "fsdp", "hsdp"]
 
 
 def holds_copies(strategy: Strategy) -> bool:
     """Whether every device has a copy of the whole model."""
     match strategy:
-        case "none" | "pipeline" | "tensor" | "fsdp" | "hsdp":
+        case "none" | "pipeline" | "fsdp" | "hsdp":
             return False
         case "data" | "tokens":
             return True
 
 
-def computes_together(strategy: Strategy) -> bool:
-    """Whether all devices compute each microbatch together."""
-    return divides_blocks(strategy) or shares_rows(strategy)
-
-
 def shares_rows(strategy: Strategy) -> bool:
-    """Whether every device computes its share of the rows (tokens) of each microbatch."""
+    """Whether all devices compute each microbatch together, every one its share of the rows (tokens)."""
     match strategy:
-        case "none" | "pipeline" | "data" | "tensor" | "fsdp" | "hsdp":
+        case "none" | "pipeline" | "data" | "fsdp" | "hsdp":
             return False
         case "tokens":
             return True
 
 
-def divides_blocks(strategy: Strategy) -> bool:
-    """Whether every device has a share of each block, and all of them compute each microbatch."""
-    match strategy:
-        case "none" | "pipeline" | "data" | "tokens" | "fsdp" | "hsdp":
-            return False
-        case "tensor":
-            return True
-
-
-def is_side_by_side(strategy: Strategy) -> bool:
-    """Whether every device has all blocks, or a share of each, so that nobody cuts the model."""
-    return holds_copies(strategy) or divides_blocks(strategy)
-
-
 def has_stages(strategy: Strategy) -> bool:
     """Whether several microbatches are in one model at once, each in the stage of another device."""
     match strategy:
-        case "none" | "data" | "tensor" | "tokens" | "fsdp" | "hsdp":
+        case "none" | "data" | "tokens" | "fsdp" | "hsdp":
             return False
         case "pipeline":
             return True
@@ -164,7 +145,7 @@ def shards_weights(strategy: Strategy | None) -> bool:
     """Whether every process keeps a share of the weights, and has a block whole only while it computes it; not where
     the strategy is left open."""
     match strategy:
-        case None | "none" | "pipeline" | "data" | "tensor" | "tokens":
+        case None | "none" | "pipeline" | "data" | "tokens":
             return False
         case "fsdp" | "hsdp":
             return True
@@ -177,12 +158,11 @@ class ParallelConfig:
     Args:
         strategy: How devices share the microbatches of a step. none: one microbatch at a time, one device computing.
             pipeline: microbatches follow each other through the devices, with the same numbers. data: each device holds
-            the whole model and trains its share of them. tensor: all devices compute each microbatch together, each
-            with a share of every block; it suits steps of one microbatch and fast links. tokens: each device holds the
-            whole model, and all compute each microbatch together, each a share of its tokens; for ComfyUI's classes. It
-            halves what two cards keep of a long clip. auto takes the fastest of none, pipeline and data; tensor and
-            tokens by name only. Needs two or more GPUs of one kind, and all but tensor and tokens
-            gradient_accumulation_steps above 1. A run with data, tensor or tokens is resumed as it began. Where
+            the whole model and trains its share of them. tokens: each device holds the whole model, and all compute
+            each microbatch together, each a share of its tokens; for ComfyUI's classes. It halves what two cards keep
+            of a long clip. auto takes the fastest of none, pipeline and data; tokens by name only. Needs two or more
+            GPUs of one kind, and all but tokens gradient_accumulation_steps above 1. A run with data or tokens is
+            resumed as it began. Where
             torchrun or --nproc starts several processes, these are for the devices of each process, and the processes
             share out the microbatches. fsdp and hsdp are for several processes alone, with one device each: every
             process keeps a share of the weights (fsdp), or the processes of each machine share one copy (hsdp). Then
@@ -201,6 +181,7 @@ class ParallelConfig:
         is_free=True,
         was=("pipeline.schedule",),
         old_words={"1f1b": "pipeline", "gpipe": "pipeline", "replicas": "data"},
+        gone={"tensor": "training by tensor parallel"},
     )
     microbatches_ahead: Annotated[int, Range(0, 1000)] = setting(1, is_free=True, was=("pipeline.ahead",))
     processes: Annotated[int, Range(1, 1000)] = setting(1, is_free=True)

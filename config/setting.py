@@ -22,7 +22,12 @@ _UNSET = re.compile(r" ?Left out: (.+?)\.(?= |$)")
 
 
 def setting(
-    default: Any, *, is_free: bool = False, was: tuple[str, ...] = (), old_words: Mapping[str, str] | None = None
+    default: Any,
+    *,
+    is_free: bool = False,
+    was: tuple[str, ...] = (),
+    old_words: Mapping[str, str] | None = None,
+    gone: Mapping[str, str] | None = None,
 ) -> Any:
     """A dataclass field.
 
@@ -30,8 +35,10 @@ def setting(
         is_free: whether a resumed run may change it: it decides neither what is trained nor in which order.
         was: keys of older versions, "section.key", which still load.
         old_words: values of older versions -> today's.
+        gone: values of older versions that nothing does any more -> what there is no more; the default is taken.
     """
-    return dataclasses.field(default=default, metadata={"is_free": is_free, "was": was, "old_words": old_words or {}})
+    words = {"old_words": old_words or {}, "gone": gone or {}}
+    return dataclasses.field(default=default, metadata={"is_free": is_free, "was": was, **words})
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ class Key:
         text: all that is said of it.
         kind: its type; parts: all that the type is made of, ranges too.
         default: MISSING if it must be given.
-        is_free, was, old_words: see setting.
+        is_free, was, old_words, gone: see setting.
     """
 
     owner: type
@@ -56,6 +63,7 @@ class Key:
     is_free: bool = False
     was: tuple[str, ...] = ()
     old_words: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    gone: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def path(self) -> str:
@@ -77,6 +85,14 @@ class Key:
     def has_empty(self) -> bool:
         """Whether an empty value stands for something else."""
         return bool(_UNSET.search(self.text))
+
+    def in_todays_words(self, value: Any) -> tuple[Any, str]:
+        """A value as this version has it, and a line about one of an older version; "" for one of today's."""
+        if isinstance(value, str) and (word := self.old_words.get(value)):
+            return word, f'{self.path} = "{value}" is an older word for "{word}"; both mean the same'
+        if isinstance(value, str) and (what := self.gone.get(value)):
+            return self.default, f'{self.path} = "{value}" was asked for, but {what} is gone; "{self.default}" is taken'
+        return value, ""
 
     def text_where(self, empty: str) -> str:
         """Its text for a place where the empty value is called so: "auto", "0"; "" where there is none."""
@@ -114,9 +130,9 @@ def with_todays_names(keys: Mapping[str, Key], values: Mapping[str, Any]) -> tup
     lines = [line for key in keys.values() for old in key.was for line in _move(today, old, key)]
     for key in keys.values():
         section = today.get(key.section)
-        if isinstance(section, dict) and isinstance(old := section.get(key.name), str) and old in key.old_words:
-            section[key.name] = key.old_words[old]
-            lines.append(f'{key.path} = "{old}" is an older word for "{key.old_words[old]}"; both mean the same')
+        if isinstance(section, dict) and key.name in section:
+            section[key.name], line = key.in_todays_words(section[key.name])
+            lines += [line] * bool(line)
     gone = {old.split(".")[0] for key in keys.values() for old in key.was} - {key.section for key in keys.values()}
     return {name: each for name, each in today.items() if each != {} or name not in gone}, lines
 

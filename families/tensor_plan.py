@@ -37,8 +37,8 @@ class Divided:
         into: name of the "row" linear that takes the features of this one; "features" in parts then stands for as many
             parts as fit, two where a gate and what it gates are packed. "" if each is one part.
         sum_after: of "row": name of the module inside the block whose output is summed, where the block may compute
-            the linear without calling it, or where the outputs of several such linears are added up. The gradient of
-            that module's input is summed, too: of what trains in it nothing may be whole. "" for the linear itself.
+            the linear without calling it, or where the outputs of several such linears are added up. "" for the linear
+            itself.
     """
 
     linear: str
@@ -206,18 +206,10 @@ def share_heads(num_heads: int, num_kv_heads: int, width: int, weights: Sequence
             f"{num_heads} heads ({groups} of keys and values) cannot be divided among {len(weights)} devices; "
             f"{groups} devices at most"
         )
-    counts = proportional(groups, weights)
+    exact = [groups * weight / sum(weights) for weight in weights]
+    counts = [1] * len(exact)
+    for _ in range(groups - len(counts)):  # a rest goes to the last devices: the first has all else of the model
+        behind = max(range(len(counts)), key=lambda index: (exact[index] - counts[index], index))
+        counts[behind] += 1
     per_group = num_heads // groups
     return Shares(tuple(count * per_group for count in counts), tuple(counts), width)
-
-
-def proportional(total: int, weights: Sequence[float], most: Sequence[int] = ()) -> list[int]:
-    """Whole numbers of this sum, at least 1 and at most these, as near to the weights as can be (least squares); a rest
-    goes to the last devices, since the first has the rest of the model as well. () is no limit."""
-    exact = [total * weight / sum(weights) for weight in weights]
-    counts = [1] * len(exact)
-    for _ in range(total - len(counts)):
-        open_ones = (index for index, count in enumerate(counts) if not most or count < most[index])
-        behind = max(open_ones, key=lambda index: (exact[index] - counts[index], index))
-        counts[behind] += 1
-    return counts

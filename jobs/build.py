@@ -16,9 +16,8 @@ from ..data.samples import BatchOrder
 from ..events import EventLog
 from ..parallel.devices import reset_peaks
 from ..parallel.local.data_parallel import DataParallel, Replica
-from ..parallel.local.lora_slices import LoraSlices
 from ..parallel.local.pipeline import Pipeline
-from ..parallel.local.tensor_training import DividedModel, TensorTraining, TokenTraining
+from ..parallel.local.token_training import TokenModel, TokenTraining
 from ..parallel.ranks.across import AcrossRanks
 from ..parallel.ranks.group import ALONE, Ranks
 from ..parallel.runner import PlainAccumulation, Runner
@@ -144,12 +143,8 @@ def make_runner(strategy: Strategy, assembled: Assembled, ahead: int | None = No
         case "data":
             return DataParallel(_replicas_of(assembled))
         case "tokens":
-            assert isinstance(assembled.model, DividedModel)
+            assert isinstance(assembled.model, TokenModel)
             return TokenTraining(assembled.model, _replicas_of(assembled))
-        case "tensor":
-            assert isinstance(assembled.model, DividedModel)
-            own = [_lora_of(each).parameters() for each in assembled.shards]
-            return TensorTraining(assembled.model, LoraSlices(_lora_of(assembled).parameters(), own, assembled.slices))
 
 
 def _replicas_of(assembled: Assembled) -> list[Replica]:

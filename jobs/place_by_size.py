@@ -11,7 +11,7 @@ from torch import nn
 
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..config.job import ModelConfig, SplitConfig
-from ..config.model import Strategy, divides_blocks, holds_copies
+from ..config.model import Strategy, holds_copies
 from ..families.spec import Variant
 from ..parallel.devices import free_bytes
 from ..parallel.placement import (
@@ -23,7 +23,6 @@ from ..parallel.placement import (
     plan_manual,
     plan_placement,
     plan_replicas,
-    plan_shards,
 )
 from ..planning.dry_run import SampleText
 from ..quantization.quantize import stored_bytes
@@ -64,7 +63,7 @@ def place_by_size(
     """Which block goes where, from the sizes of weights alone.
 
     Args:
-        strategy: whether each device gets a copy of the model, or a share of each block.
+        strategy: whether each device gets a copy of the model.
     Raises: ValueError if it does not fit or the cuts are impossible.
     """
     model, family = subject.model, subject.info.family
@@ -81,8 +80,6 @@ def place_by_size(
         budgets[device] = limit
     if holds_copies(strategy):
         return plan_replicas(blocks, devices, sum(block_bytes) + main_bytes, budgets, strategy)
-    if divides_blocks(strategy):
-        return plan_shards(blocks, devices, sum(block_bytes), main_bytes, budgets)
     if split.balance == "manual":
         manual = plan_manual(blocks, list(devices), split.split_at)
         check_budgets(manual, block_bytes, main_bytes, budgets)

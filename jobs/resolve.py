@@ -2,7 +2,7 @@
 
 Nothing after this asks which devices there are, or reads a setting that may be "auto", but for cache.text_device. Where
 the cards' memory is known, the planner chooses within what the job leaves open. Elsewhere "auto" is what every machine
-can do. A run that is resumed keeps the placement it began with, shares of divided blocks included, whatever memory is
+can do. A run that is resumed keeps the placement it began with, whatever memory is
 free today: another one would draw dropout elsewhere and sum gradients in another order.
 """
 
@@ -20,22 +20,14 @@ import torch
 from torch import nn
 
 from ..config.job import JobConfig
-from ..config.model import (
-    Strategy,
-    computes_together,
-    has_stages,
-    holds_copies,
-    is_side_by_side,
-    shares_rows,
-)
+from ..config.model import Strategy, has_stages, holds_copies, shares_rows
 from ..config.setting import requested
 from ..data.samples import TrainingSample
 from ..execution import ExecutionPlan
 from ..families.comfy.native import NativeModel
 from ..families.comfy.token_plans import why_no_tokens
 from ..parallel.devices import CPU, find_device, find_devices, free_bytes
-from ..parallel.local.shard_trees import division_fault
-from ..parallel.placement import Placement, block_names
+from ..parallel.placement import Placement
 from ..planning.cards import Card, cards_of
 from ..planning.costs import ModelCosts
 from ..planning.dry_run import NoForecast
@@ -104,20 +96,19 @@ class Resolution:
     training: TrainingPlan | None
 
 
-def placement_of(facts: Mapping[str, Any]) -> Placement:
-    """Of a checkpoint: where its run has its blocks, without their names, its copies of the model and its shares."""
-    devices, replicas, shards = (
-        tuple(map(find_device, facts.get(key, ()))) for key in ("placement", "replicas", "shards")
-    )
-    return Placement(
-        ("",) * len(devices),
-        devices,
-        devices[0],
-        replicas=replicas,
-        shares_rows=facts.get("shares_rows", False),
-        shards=shards,
-        shares=tuple(facts.get("shares", ())),  # old ones divided evenly
-    )
+def placement_of(job: JobConfig, facts: Mapping[str, Any]) -> Placement | None:
+    """Of a checkpoint: where its run has its blocks, without their names, and its copies of the model. None of training
+    by tensor parallel, which is gone: checkpoints hold whole LoRAs, so such a run goes on wherever its model is."""
+    if facts.get("shards"):
+        _log.warning(
+            '%s: this run was trained by tensor parallel, which is gone; it goes on with parallel.strategy = "%s"',
+            job.output.folder,
+            job.parallel.strategy,
+        )
+        return None
+    devices, replicas = (tuple(map(find_device, facts.get(key, ()))) for key in ("placement", "replicas"))
+    is_by_rows = facts.get("shares_rows", False)
+    return Placement(("",) * len(devices), devices, devices[0], replicas=replicas, shares_rows=is_by_rows)
 
 
 def resolve(
@@ -135,7 +126,7 @@ def resolve(
         is_to_train: False for filling caches, while other processes may use the cards: nothing is forecast then.
     Raises: ValueError if nothing fits, the cuts are impossible, or the run to resume was of another strategy.
     """
-    before = None if earlier is None else placement_of(earlier)
+    before = None if earlier is None else placement_of(job, earlier)
     if job.train.cuda_graphs != "off":
         _log.warning('train.cuda_graphs = "%s" has no effect: blocks are not recorded any more', job.train.cuda_graphs)
     if requested(job.split.calibrate):
@@ -151,8 +142,8 @@ def resolve(
         optimizer=replace(job.optimizer, name=chosen.optimizer),
     )
     if training is None:
-        if computes_together(chosen.strategy):
-            _refuse_undividable(job, subject, len(machine.devices), chosen.strategy)
+        if shares_rows(chosen.strategy):
+            _refuse_without_rows(subject)
         placement = place_by_size(job.model, job.split, subject, machine.devices, strategy=chosen.strategy)
     else:
         placement = training.placement
@@ -162,7 +153,7 @@ def resolve(
         chosen = _first_of(space, placement.used_devices)
     strategy = _strategy_of(subject, space, placement, chosen.strategy)
     if strategy == "none" and not is_open(space.strategies) and space.strategies != ("none",):
-        also = "" if computes_together(space.strategies[0]) else "train.gradient_accumulation_steps above 1 and "
+        also = "" if shares_rows(space.strategies[0]) else "train.gradient_accumulation_steps above 1 and "
         _log.warning('parallel.strategy = "%s" needs %sseveral GPUs of one kind; left out', *space.strategies, also)
     tail = tuple(subject.info.family.tail) if has_stages(strategy) else ()
     execution = ExecutionPlan(
@@ -184,13 +175,13 @@ def resolve(
 def _strategy_of(subject: Subject, space: SearchSpace, placement: Placement, chosen: Strategy) -> Strategy:
     """What is chosen, as far as the model and a resumed run's placement can do it.
 
-    On a resumed run's placement copies of the model stay copies, shares of blocks stay shares, and one model stays one.
+    On a resumed run's placement copies of the model stay copies, and one model stays one.
 
     Raises: ValueError for blocks that cannot stream from host memory.
     """
     if fault := why_not_offloaded(subject.info.family.native, space):
         raise ValueError(fault)
-    if placement.strategy != (chosen if is_side_by_side(chosen) else None):
+    if placement.strategy != (chosen if holds_copies(chosen) else None):
         return placement.strategy or "none"
     if has_stages(chosen) and (fault := why_no_stages(subject.info.family.native, subject.model)):
         _log.warning("microbatches do not follow each other through the cards: %s", fault)
@@ -227,41 +218,11 @@ def search_space(job: JobConfig) -> SearchSpace:
     )
 
 
-def _undivided_settings(job: JobConfig, strategy: Strategy) -> str:
-    """The setting that goes with no block that devices compute together, and what would work; "" if there is none."""
-    kept = set(job.split.blocks_without_checkpointing)
-    alike = (
-        f"split.blocks_without_checkpointing = {list(job.split.blocks_without_checkpointing)} differs between devices, "
-        "which compute each block together; give each the same number"
-    )
-    if shares_rows(strategy):
-        return alike if len(kept) > 1 else ""
-    faults = {
-        'lora.kind = "lokr" is a product of two matrices, of which no device could have a share; use "lora"': (
-            job.lora.kind == "lokr"
-        ),
-        "lora.dora = true asks for norms of whole weights, of which each device has a share; set it to false": (
-            job.lora.dora
-        ),
-        f"lora.dropout = {job.lora.dropout} draws other random numbers on each device; set it to 0": job.lora.dropout,
-        "split.offloaded_blocks asks for blocks that stream from host memory; remove it, each device holds a share of "
-        "every block": any(job.split.offloaded_blocks),
-        alike: len(kept) > 1,
-    }
-    return next((text for text, is_asked in faults.items() if is_asked), "")
-
-
-def _refuse_undividable(job: JobConfig, subject: Subject, num_devices: int, strategy: Strategy) -> None:
-    """Raises: ValueError if so many devices cannot compute a microbatch of this model together."""
-    family, known = subject.info.family, None  # of 8-bit schemes one that goes is found
-    if requested(job.model.quantize) is not None:
-        known = job.model.quantize_settings
-    if shares_rows(strategy):
-        fault = why_no_tokens(family.native.class_name) if family.native else _NO_TOKENS_OF_DIFFUSERS
-    else:
-        fault = division_fault(subject.model, family, (1,) * num_devices, known)
-    if fault:
-        raise ValueError(f'parallel.strategy = "{strategy}" was asked for, but {fault}')
+def _refuse_without_rows(subject: Subject) -> None:
+    """Raises: ValueError if devices cannot compute a microbatch of this model together."""
+    native = subject.info.family.native
+    if fault := why_no_tokens(native.class_name) if native else _NO_TOKENS_OF_DIFFUSERS:
+        raise ValueError(f'parallel.strategy = "tokens" was asked for, but {fault}')
 
 
 def _first_of(space: SearchSpace, devices: Sequence[torch.device]) -> Setting:
@@ -271,8 +232,8 @@ def _first_of(space: SearchSpace, devices: Sequence[torch.device]) -> Setting:
 
 
 def _refuse_other_strategy(job: JobConfig, machine: Machine, before: Placement) -> None:
-    """Raises: ValueError if the job now asks by name for copies or shares of the model where the run had none, or the
-    other way round."""
+    """Raises: ValueError if the job now asks by name for copies of the model where the run had none, or the other way
+    round."""
     space = search_space(job)
     wanted = _first_of(space, machine.devices).strategy
     if not is_open(space.strategies) and _kind_of(before.strategy) != _kind_of(wanted):
@@ -286,8 +247,6 @@ def _refuse_other_strategy(job: JobConfig, machine: Machine, before: Placement) 
 def _kind_of(strategy: Strategy | None) -> str:
     """What a run must not change."""
     match strategy:
-        case "tensor":
-            return "tensor parallelism"
         case "data":
             return "data parallelism"
         case "tokens":
@@ -304,20 +263,18 @@ def _plan_as_before(
     Raises: ValueError if nothing fits.
     """
     cuts: tuple[int, ...] | None = None
-    shares: tuple[int, ...] = ()
     if before is not None:
         machine = replace(machine, devices=before.used_devices)
         if before.strategy is not None:  # which a cut of today's would contradict
             split = replace(job.split, balance="memory", split_at=())
             job = replace(job, parallel=replace(job.parallel, strategy=before.strategy), split=split)
             refuse_block_settings(job)
-            shares = before.shares or (1,) * len(before.shards)
         else:
             cuts = tuple(i for i in range(1, len(before.devices)) if before.devices[i] != before.devices[i - 1])
     if machine.cards is None:
         return None
     try:
-        training = plan_on(job, subject, machine, cuts, shares)
+        training = plan_on(job, subject, machine, cuts)
     except NoForecast as error:
         _log.warning("%s is split by size, without a forecast: %s", subject.info.family.title, error.reason)
         return None
@@ -331,21 +288,19 @@ def plan_on(
     subject: Subject,
     machine: Machine,
     cuts: tuple[int, ...] | None = None,
-    shares: tuple[int, ...] = (),
 ) -> TrainingPlan:
     """What the planner chooses on a machine whose cards' memory is known.
 
     Args:
-        cuts, shares: of the run that is resumed, as a Question has them.
+        cuts: of the run that is resumed, as a Question has them.
     Raises: ValueError if nothing fits.
     """
     assert machine.cards is not None
     if fault := why_no_forecast(subject.info.family.native):
         raise NoForecast(subject.info.family.title, fault)
     strategy = _first_of(search_space(job), [card.device for card in machine.cards]).strategy
-    if job.parallel.requested and computes_together(strategy):
-        count = min(len(machine.cards), len(block_names(subject.model, subject.info.family)))
-        _refuse_undividable(job, subject, count, strategy)
+    if shares_rows(strategy):
+        _refuse_without_rows(subject)
     model = ModelCosts(subject.info, subject.variant, subject.model)
     longest = max((size[-1] for size in subject.train), default=1)
     question = Question(
@@ -355,7 +310,6 @@ def plan_on(
         subject.largest[:2],
         subject.largest[2],
         cuts=cuts,
-        given_shares=shares,
         host_bytes=machine.host_bytes,
         picture=size_of_pictures(job, subject.info.family, subject.variant, longest),
         text=subject.text,
@@ -371,8 +325,12 @@ def refuse_block_settings(job: JobConfig) -> None:
             f"model.second_expert names {job.model.second_expert}, and one model is trained here; remove it, or give "
             "the job file to `devicebridge train`, which trains both experts"
         )
-    if strategy and computes_together(strategy) and (fault := _undivided_settings(job, strategy)):
-        raise ValueError(f'{fault}, or set parallel.strategy, which is "{strategy}", to "auto"')
+    kept = list(job.split.blocks_without_checkpointing)
+    if strategy and shares_rows(strategy) and len({*kept}) > 1:
+        raise ValueError(
+            f"split.blocks_without_checkpointing = {kept} differs between devices, which compute each block together; "
+            f'give each the same number, or set parallel.strategy, which is "{strategy}", to "auto"'
+        )
     if has_offloaded and strategy and holds_copies(strategy):
         raise ValueError(
             "split.offloaded_blocks asks for blocks that stream from host memory, and parallel.strategy = "
@@ -399,7 +357,7 @@ def _shapes_to_compile(job: JobConfig, subject: Subject, strategy: Strategy) -> 
     """Of all batches of a job, at most; None if nothing is compiled."""
     if job.train.compile == "off":
         return None
-    if computes_together(strategy):
+    if shares_rows(strategy):
         _log.warning(
             "blocks are not compiled: devices that compute a block on all of them exchange results in its middle"
         )

@@ -153,12 +153,10 @@ def find_identity(read: ReadJob) -> dict[str, Any]:
 
 
 def placement_facts(placement: Placement) -> dict[str, Any]:
-    """The device of every block, and of every replica or shard and its share, as a checkpoint keeps them."""
+    """The device of every block, and of every replica, as a checkpoint keeps them."""
     return {
         "placement": [str(device) for device in placement.devices],
         "replicas": [str(device) for device in placement.replicas],
-        "shards": [str(device) for device in placement.shards],
-        "shares": list(placement.shares),
         "shares_rows": placement.shares_rows,
     }
 

@@ -5,6 +5,7 @@ Type, range, choices, default and tooltip come from the field. A socket says onl
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -16,6 +17,7 @@ from ..config.ranges import problems_of
 from ..config.setting import Key
 from .host import io
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 AUTO = "auto"
 _EMPTY_WORDS = {AUTO: "auto", "": "Empty", 0: "0", -1: "-1"}  # what the socket shows for a setting's empty value
@@ -75,7 +77,10 @@ class Socket:
         if not isinstance(value, str):
             return value
         value = read_auto(value) if shown == AUTO and AUTO not in key.choices else value.strip()
-        return key.old_words.get(value) or next((each for each in key.choices if str(each) == value), value)
+        today, line = key.in_todays_words(value)
+        if value in key.gone:
+            _log.warning("%s", line)
+        return next((each for each in key.choices if str(each) == today), today)
 
 
 def _options_of(key: Key) -> tuple[Any, dict[str, Any]]:

@@ -187,6 +187,14 @@ class TrainLora(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, strategy: Any = None) -> bool | str:
+        """Workflows of older versions may have a strategy that is gone, of which execute tells; a link gives None."""
+        key = config.job_keys()["parallel.strategy"]
+        if strategy is None or key.in_todays_words(strategy)[0] in key.choices:
+            return True
+        return f"strategy: {strategy!r} is none of {', '.join(key.choices)}"
+
+    @classmethod
     @said_on_node
     def execute(
         cls, model: TrainingModel, dataset: TrainingDataset, resume: bool | None, **sockets: Any

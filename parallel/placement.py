@@ -34,9 +34,6 @@ class Placement:
         replicas: devices that each hold a copy of all of it, the main device first; () for one model over all devices.
             devices are those of the main device's copy then.
         shares_rows: whether the replicas compute each microbatch together, each a share of its rows.
-        shards: devices that compute every block together, the main device first. Each has a share of its weights and
-            all others; () where a block is on one device. devices are the main device for all then.
-        shares: of heads, one number for each shard, in whose proportion they are shared out; () is evenly.
     """
 
     blocks: tuple[str, ...]
@@ -45,15 +42,11 @@ class Placement:
     tail: tuple[str, ...] = ()
     replicas: tuple[torch.device, ...] = ()
     shares_rows: bool = False
-    shards: tuple[torch.device, ...] = ()
-    shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.blocks) != len(self.devices):
             raise ValueError(f"{len(self.blocks)} blocks and {len(self.devices)} devices; give one device per block")
-        assert not (self.replicas and self.shards)
-        assert not self.shares or len(self.shares) == len(self.shards)
-        assert not self.side_by_side or {self.main_device, *self.devices} == {self.side_by_side[0]} and not self.tail
+        assert not self.replicas or {self.main_device, *self.devices} == {self.replicas[0]} and not self.tail
 
     def runs(self) -> list[tuple[str, int]]:
         """Device and number of blocks, in the order in which a sample goes through them."""
@@ -64,16 +57,11 @@ class Placement:
         return list(zip(self.blocks, self.devices, strict=True))
 
     @property
-    def side_by_side(self) -> tuple[torch.device, ...]:
-        """Devices that each have all blocks, or a share of each; () where they have different ones."""
-        return self.replicas or self.shards
-
-    @property
     def strategy(self) -> Strategy | None:
         """The one that places blocks so; None where they are on different devices, or all on one."""
-        if self.replicas:
-            return "tokens" if self.shares_rows else "data"
-        return "tensor" if self.shards else None
+        if not self.replicas:
+            return None
+        return "tokens" if self.shares_rows else "data"
 
     @cached_property
     def _device_by_block(self) -> dict[str, torch.device]:
@@ -87,15 +75,15 @@ class Placement:
     @property
     def used_devices(self) -> tuple[torch.device, ...]:
         """The main device first, then the others in the order they are reached."""
-        return tuple(dict.fromkeys((self.main_device, *self.devices, *self.side_by_side)))
+        return tuple(dict.fromkeys((self.main_device, *self.devices, *self.replicas)))
 
     def on(self, device: torch.device) -> Placement:
-        """All of the model on one device: one replica's, or one tree of shards."""
+        """All of the model on one device: one replica's."""
         return Placement(self.blocks, (device,) * len(self.blocks), device)
 
     def num_blocks_on(self, device: torch.device) -> int:
         """How many blocks a device holds."""
-        return len(self.blocks) if device in self.side_by_side else self.devices.count(device)
+        return len(self.blocks) if device in self.replicas else self.devices.count(device)
 
     def device_of(self, fqn: str) -> torch.device:
         """Device of a module or parameter by its name in the model: its block's or the tail's, else the main device."""
@@ -111,9 +99,6 @@ class Placement:
         if self.replicas:
             shared = ", which share out the tokens" * self.shares_rows
             return f"all {len(self.blocks)} blocks on each of {', '.join(map(str, self.replicas))}{shared}"
-        if self.shards:
-            shares = f", {' to '.join(map(str, self.shares))}" if self.shares else ""
-            return f"each of {len(self.blocks)} blocks divided among {', '.join(map(str, self.shards))}{shares}"
         counts = {device: self.devices.count(device) for device in self.used_devices}
         return ", ".join(f"{device}: {count} blocks" for device, count in counts.items())
 
@@ -285,31 +270,6 @@ def plan_replicas(
             )
     whole, is_by_rows = (devices[0],) * len(blocks), shares_rows(strategy)
     return Placement(tuple(blocks), whole, devices[0], replicas=tuple(devices), shares_rows=is_by_rows)
-
-
-def plan_shards(
-    blocks: Sequence[str],
-    devices: Sequence[torch.device],
-    block_bytes: int,
-    main_bytes: int,
-    budget_bytes: Mapping[torch.device, int | None],
-) -> Placement:
-    """An even share of every block on each device, and all else on all of them.
-
-    Args:
-        block_bytes: of all blocks.
-    Raises: ValueError naming the first device that may not hold its share.
-    """
-    num_bytes = block_bytes // len(devices) + main_bytes
-    for device in devices:
-        limit = budget_bytes.get(device)
-        if limit is not None and num_bytes > limit:
-            raise ValueError(
-                f'parallel.strategy = "tensor" puts {num_bytes / 1e9:.2f} GB of weights on {device}, which may hold '
-                f'{limit / 1e9:.2f} GB; name another device, or set it to "auto"'
-            )
-    main_device = devices[0]
-    return Placement(tuple(blocks), (main_device,) * len(blocks), main_device, shards=tuple(devices))
 
 
 def plan_manual(blocks: Sequence[str], devices: Sequence[torch.device], split_at: Sequence[int]) -> Placement:

@@ -13,7 +13,7 @@ import functools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,15 +28,12 @@ from ..families.spec import ModelFamily, Variant, longest_text
 from ..families.token_plan import Place, segments
 from ..parallel.block_lists import parts_of_tail
 from ..parallel.local.collectives import Collective
-from ..parallel.local.shard_trees import division_fault
-from ..parallel.local.shards import find_plan
 from ..parallel.local.tokens import OneDeviceError, Rows, TokenParallel
 from ..parallel.offload.block_call import BlockCall, module_of
 from ..parallel.offload.recompute import HandOut
 from ..parallel.offload.weights import host_bytes_of
 from ..parallel.placement import block_names, blocks_with_lists, estimate_block_flops
 from ..patches.hooks import tensors_of
-from ..quantization.quantize import QuantizeSettings
 from ..quantization.weight_only import plain_parts, tensor_bytes
 from .dry_run import (
     META,
@@ -49,7 +46,6 @@ from .dry_run import (
     step_on_meta,
     voice_as_sound,
 )
-from .times import DividedBlock, divided_block
 
 
 @dataclass(frozen=True)
@@ -126,29 +122,9 @@ class ModelCosts:
         """What a step of this work holds."""
         key = work, repr(kernels)
         if key not in self._known:
-            found = self._run(work, kernels)
-            if (count := work.num_devices) > 1:
-                # Beside the slices of the LoRA that a device computes with it owns some of the whole LoRA's parameters,
-                # with their optimizer state: as many as every other.
-                whole, known = self.dry_run(replace(work, shares=(1,)), kernels), dict[int, BlockCost]()
-                for mine, every in zip(found.blocks, whole.blocks, strict=True):
-                    lora, num_trained = mine.lora + every.lora // count, every.num_trained // count
-                    known.setdefault(id(mine), replace(mine, lora=lora, num_trained=num_trained))
-                blocks = tuple(known[id(each)] for each in found.blocks)
-                found = replace(found, blocks=blocks, outer_lora=2 * found.outer_lora)
-            self._known[key] = found
-        return self._known[key]
-
-    def _run(self, work: Work, kernels: Kernels) -> StepCost:
-        with torch.inference_mode(False):  # ComfyUI runs nodes in it, and such tensors pass no gradients
-            model = make_empty_transformer(self.info)
-        return dry_run_step(model, self.info, self.variant, work, kernels)
-
-    def division_fault(self, shares: tuple[int, ...], quantize: QuantizeSettings | None) -> str:
-        """Why the blocks cannot be divided in these shares; "" if they can."""
-        key = "division", shares, quantize
-        if key not in self._known:
-            self._known[key] = division_fault(self._model, self.family, shares, quantize)
+            with torch.inference_mode(False):  # ComfyUI runs nodes in it, and such tensors pass no gradients
+                model = make_empty_transformer(self.info)
+            self._known[key] = dry_run_step(model, self.info, self.variant, work, kernels)
         return self._known[key]
 
     def block_flops(self, bucket: tuple[int, int], frames: int) -> list[float]:
@@ -157,19 +133,6 @@ class ModelCosts:
         if key not in self._known:
             tokens = self._num_tokens(bucket, frames)
             self._known[key] = estimate_block_flops(self._model, self.family, *tokens)
-        return self._known[key]
-
-    def divided(
-        self, bucket: tuple[int, int], frames: int, num_cards: int, element_size: int
-    ) -> Sequence[DividedBlock]:
-        """Of one sample, where each block is divided among cards. [num_blocks]"""
-        key = "divided", bucket, frames, num_cards, element_size
-        if key not in self._known:
-            tokens = self._num_tokens(bucket, frames)
-            self._known[key] = [
-                divided_block(block, find_plan(self.family.tensor, block), side, tokens, num_cards, element_size)
-                for block, side in blocks_with_lists(self._model, self.family)
-            ]
         return self._known[key]
 
     def key_bytes(self, bucket: tuple[int, int], frames: int, element_size: int) -> float:

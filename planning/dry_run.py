@@ -33,9 +33,6 @@ from ..config.job import LoraSettings
 from ..families.comfy.inputs import STREAM, VOICE, option_path, stream_shapes
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import CPU
-from ..parallel.local.collectives import attach_collectives
-from ..parallel.local.shard_trees import shares_in
-from ..parallel.local.shards import BlockShard, divide_block, find_plan
 from ..parallel.local.tokens import OneDeviceError
 from ..parallel.placement import block_names
 from ..quantization.kernel_choice import DeviceKernels, KernelChoice, using_kernels
@@ -82,7 +79,6 @@ class SampleText:
 class Work:
     """What a step computes; dtype is of frozen weights and computation.
 
-    shares: of the devices that each block is divided among; the last one's part runs. (1,) is one device alone.
     text: None where the model's description says how large it is.
     num_sharing: devices that share out the rows of each sample; the first one's part runs.
     """
@@ -92,14 +88,8 @@ class Work:
     dtype: torch.dtype
     quantize: QuantizeSettings | None
     lora: LoraSettings
-    shares: tuple[int, ...] = (1,)
     text: SampleText | None = None
     num_sharing: int = 1
-
-    @property
-    def num_devices(self) -> int:
-        """That each block is divided among."""
-        return len(self.shares)
 
     @property
     def streams(self) -> list[tuple[int, ...]]:
@@ -180,7 +170,7 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
 def _make_trainable(
     model: nn.Module, family: ModelFamily, work: Work, renamed: Mapping[str, str], targets: Collection[str]
 ) -> None:
-    """Divide blocks, quantize linears and attach a LoRA as a job would.
+    """Quantize linears and attach a LoRA as a job would.
 
     Args:
         renamed: what its blocks are called in the whole model.
@@ -196,12 +186,6 @@ def _make_trainable(
     for name, parameter in list(model.named_parameters()):
         dtype = work.dtype if in_float32.isdisjoint((name, *name.split("."))) else torch.float32
         put_tensor(model, name, torch.empty(parameter.shape, dtype=dtype, device=META))
-    shards: dict[str, BlockShard] = {}
-    for name in renamed if work.num_devices > 1 else ():
-        block = model.get_submodule(name)
-        plan, found = find_plan(family.tensor, block), shares_in(block, family, work.shares)
-        assert plan is not None, "shares_in has looked"
-        shards[name] = divide_block(block, plan, found, work.num_devices - 1, lambda weight, part: part.copied(weight))
     for fqn, module in list(model.named_modules()):
         if quantizer and isinstance(module, nn.Linear) and quantizer.is_wanted(whole_name(fqn), module):
             # As if a file had it in 8 bits already: rounding nothing takes longer than the rest of a dry run.
@@ -211,30 +195,6 @@ def _make_trainable(
             model.set_submodule(fqn, quantizer.take(whole_name(fqn), module, stored, module.weight.dtype))
     short = tuple(fqn for fqn, _ in model.named_modules() if whole_name(fqn) in targets)
     apply_lora(model, family, replace(work.lora, targets=short, layers=""), seed=0)
-    if shards:
-        parts = _LoneCollectives(work.num_devices, shards)
-        attach_collectives(shards, work.num_devices - 1, lambda: parts)
-
-
-class _LoneCollectives:
-    """The collectives of a rank without others: what those would send are tensors of the right size."""
-
-    def __init__(self, num_devices: int, shards: Mapping[str, BlockShard]) -> None:
-        self._num_others = num_devices - 1
-        self._widths = {
-            f"{name}.{each.name}": each.width
-            for name, shard in shards.items()
-            for each in shard.collectives
-            if each.how == "all_gather"
-        }
-
-    def all_gather(self, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-        if name in self._widths:
-            return [tensor.new_empty(*tensor.shape[:-1], self._widths[name] - tensor.shape[-1]), tensor]
-        return [*(torch.empty_like(tensor) for _ in range(self._num_others)), tensor]
-
-    def all_reduce(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return functools.reduce(torch.add, self.all_gather(rank, name, tensor))
 
 
 # ---- the step

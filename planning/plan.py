@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from ..config.model import computes_together, has_stages
+from ..config.model import has_stages, shares_rows
 from ..parallel.placement import Placement
 from ..system.progress import describe_duration
 from ..system.telling import aligned
@@ -132,10 +132,7 @@ def _place(question: Question, found: Found) -> Placement:
     names, cards = question.model.names, tuple(card.device for card in question.cards)
     whole = (cards[0],) * len(names)
     if found.setting.holds_copies:
-        return Placement(names, whole, cards[0], replicas=cards, shares_rows=found.setting.computes_together)
-    if found.setting.divides_blocks:
-        shares = question.given_shares
-        return Placement(names, whole, cards[0], shards=cards, shares=shares if len({*shares}) > 1 else ())
+        return Placement(names, whole, cards[0], replicas=cards, shares_rows=found.setting.shares_rows)
     devices = [device for device, stage in zip(cards, found.stages, strict=True) for _ in range(stage.plan.num_blocks)]
     return Placement(names, tuple(devices), cards[0])
 
@@ -150,7 +147,7 @@ def _notes(question: Question, found: Found) -> Iterator[str]:
     if space.ahead > 1 and not has_stages(chosen):
         yield f"parallel.microbatches_ahead = {space.ahead}: without effect, only a pipeline runs ahead"
     several = replace(space, accumulation=_SEVERAL)
-    if space.accumulation > 1 or computes_together(chosen) or "pipeline" not in strategies_on(several, devices):
+    if space.accumulation > 1 or shares_rows(chosen) or "pipeline" not in strategies_on(several, devices):
         return
     filled = fit(replace(question, space=several), replace(found.setting, strategy="pipeline", ahead=0))
     if filled is not None and HOST_GAIN * filled.time <= _SEVERAL * found.time:
@@ -251,7 +248,7 @@ def step_seconds(plan: TrainingPlan) -> tuple[float | None, str]:
     slowest = max(card.speed * ASSUMED_FLOPS_PER_S / card.flops_per_s for card in plan.cards)
     is_measured = any(card.measured_flops_per_s for card in plan.cards)
     source = "a matrix product measured on the cards" if is_measured else "published speeds of cards"
-    link = f", at {ASSUMED_LINK_BYTES_PER_S / 1e9:.0f} GB/s between them" if plan.setting.computes_together else ""
+    link = f", at {ASSUMED_LINK_BYTES_PER_S / 1e9:.0f} GB/s between them" if plan.setting.shares_rows else ""
     return plan.step_s * slowest, f"estimated from {source}{link}"
 
 
@@ -288,8 +285,6 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             "offload_activations": plan.setting.offloads,
             "split_at": [index for index in range(1, len(owners)) if owners[index] != owners[index - 1]],
             "replicas": [str(device) for device in plan.placement.replicas],
-            "shards": [str(device) for device in plan.placement.shards],
-            "shares": list(plan.placement.shares),
             "blocks_without_checkpointing": list(plan.uncheckpointed),
             "offloaded_blocks": list(plan.offloaded),
         },

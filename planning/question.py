@@ -11,18 +11,16 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import gcd, prod
+from math import prod
 from typing import Any, Literal
 
 import torch
 
 from ..config.job import DataConfig, LoraSettings
-from ..config.model import Strategy, computes_together, divides_blocks, has_stages, holds_copies, shares_rows
+from ..config.model import Strategy, has_stages, holds_copies, shares_rows
 from ..data.cuts import bucket_step, make_buckets, make_clip_plan
 from ..data.samples import Sample
 from ..families.spec import LatentSpec, Variant
-from ..families.tensor_plan import proportional
-from ..parallel.local.collectives import bytes_to_one
 from ..parallel.local.data_parallel import num_dealt
 from ..parallel.offload.activations import MIN_BYTES
 from ..parallel.placement import check_one_each, plan_manual
@@ -94,12 +92,8 @@ class Setting:
         return holds_copies(self.strategy)
 
     @property
-    def divides_blocks(self) -> bool:
-        return divides_blocks(self.strategy)
-
-    @property
-    def computes_together(self) -> bool:
-        return computes_together(self.strategy)
+    def shares_rows(self) -> bool:
+        return shares_rows(self.strategy)
 
     def describe(self) -> str:
         """ "fp8-compute, pipeline, 1 ahead"."""
@@ -126,7 +120,7 @@ def why_not_shared(strategy: Strategy, accumulation: int, devices: Sequence[torc
     kinds = {device.type for device in devices}
     if len(devices) < 2:
         return "there is one card"
-    if accumulation < 2 and not computes_together(strategy):
+    if accumulation < 2 and not shares_rows(strategy):
         return "there is one micro-batch in a step (train.gradient_accumulation_steps)"
     return "the devices are not cards of one kind" if len(kinds) > 1 or "cpu" in kinds else ""
 
@@ -150,9 +144,7 @@ class Question:
         cuts: first block of each further card, where a resumed run must cut as before.
         host_bytes: free host memory; None where that is not known, as for cards that are elsewhere.
         replica: which copy of the model this is about, on a card of its own.
-        share: of the cards that each block is divided among; this is about the last one. (1,) is one card alone.
         num_sharing: of copies of the model that share out the rows of each sample; this is about one of them.
-        given_shares: of a run that is resumed, of every card; () leaves them open.
         picture: height, width and frames of the sample pictures that the first copy draws between steps, if any.
         text: of one of ComfyUI's own models, what it is given of the longest caption, where that is known.
     """
@@ -166,9 +158,7 @@ class Question:
     cuts: tuple[int, ...] | None = None
     host_bytes: int | None = None
     replica: int | None = None
-    share: tuple[int, ...] = (1,)
     num_sharing: int = 1
-    given_shares: tuple[int, ...] = ()
     picture: tuple[int, int, int] | None = None
     text: SampleText | None = None
 
@@ -180,27 +170,16 @@ class Question:
     def changed(self, **changes: Any) -> Question:
         """Another question of the same model."""
         other = replace(self, **changes)
-        return other if len(other.cards) == len(self.cards) else replace(other, cuts=None, given_shares=())
+        return other if len(other.cards) == len(self.cards) else replace(other, cuts=None)
 
     def of_card(self, index: int, setting: Setting, fewest: int | None = None) -> Question:
-        """For one card that has a copy of the model or a share of every block: its micro-batches, settings and part of
-        host memory. fewest: how many blocks keep their activations; None leaves that as it is."""
+        """For one card that has a copy of the model: its micro-batches, settings and part of host memory. fewest: how
+        many blocks keep their activations; None leaves that as it is."""
         self.check_counts()
         space, count, mine = self.space, len(self.cards), slice(index, index + 1)
-        share: tuple[int, ...] = (1,)
-        accumulation, replica, num_sharing = space.accumulation, None, 1
-        if setting.holds_copies:
-            replica = index
-            if shares_rows(setting.strategy):
-                num_sharing = count
-            else:
-                accumulation = max(1, num_dealt(accumulation, count)[index])  # an idle card is planned all the same
-        else:
-            shares = self.given_shares or (1,) * count
-            # What a card takes depends on its own share, so the others' are taken for alike.
-            others = proportional(sum(shares) - shares[index], [1.0] * (count - 1))
-            unit = gcd(shares[index], *others)
-            share = tuple(each // unit for each in (*others, shares[index]))
+        accumulation, num_sharing = space.accumulation, count if setting.shares_rows else 1
+        if not setting.shares_rows:
+            accumulation = max(1, num_dealt(accumulation, count)[index])  # an idle card is planned all the same
         own = replace(
             space,
             strategies=("none",),
@@ -216,10 +195,9 @@ class Question:
             cards=self.cards[mine],
             cuts=None,
             host_bytes=None if self.host_bytes is None else self.host_bytes // count,
-            replica=replica,
-            share=share,
+            replica=index,
             num_sharing=num_sharing,
-            picture=None if replica and num_sharing == 1 else self.picture,
+            picture=None if index and not setting.shares_rows else self.picture,
         )
 
     def check_counts(self) -> None:
@@ -246,7 +224,7 @@ class Question:
         """Every candidate that these cards can do."""
         space = self.space
         ahead = sorted({space.ahead, 0}, reverse=True) if is_open(space.strategies) else [space.ahead]
-        shares, schemes = self.given_shares or (1,) * len(self.cards), self._schemes()
+        schemes = self._schemes()
         strategies = strategies_on(space, [card.device for card in self.cards])
         if is_open(strategies) and (self.bounds or any(space.offloaded)):
             # A given cut asks for a split, and only a split streams.
@@ -256,7 +234,6 @@ class Question:
             for scheme in schemes
             for optimizer in space.optimizers
             for strategy in strategies
-            if not divides_blocks(strategy) or not self.model.division_fault(shares, self.work(scheme).quantize)
             for each in (ahead if has_stages(strategy) else [0])
             for offloads in (space.offloads if space.is_checkpointing else (False,))
         ]
@@ -292,8 +269,7 @@ class Question:
     @property
     def may_stream(self) -> bool:
         """Whether it is the planner's to say which blocks stream from host memory."""
-        is_split = self.replica is None and len(self.share) == 1
-        return self.space.is_checkpointing and not self.space.offloaded and is_split
+        return self.space.is_checkpointing and not self.space.offloaded and self.replica is None
 
     @property
     def most(self) -> float:
@@ -306,24 +282,14 @@ class Question:
         """Of each block's forward of a micro-batch, by operations; its backward takes as long, for a frozen block has
         no gradients of weights. What is outside the blocks counts nothing."""
         rate = card.speed * ASSUMED_FLOPS_PER_S / SCHEME_TIMES[scheme]
-        count, batch = len(self.share), self.space.batch_size
+        batch = self.space.batch_size
         flops = [batch * each for each in self.model.block_flops(self.bucket, self.frames)]
         if (sharing := self.num_sharing) > 1:
             # Keys and values of the other cards' rows come forward, and gradients for those of its own back.
             sent = batch * self.model.key_bytes(self.bucket, self.frames, self.space.dtype.itemsize)
             copies = (1 - 1 / sharing) * sent / ASSUMED_LINK_BYTES_PER_S
             return [each / sharing / rate + copies for each in flops]
-        if count == 1:
-            return [each / rate for each in flops]
-        mine = self.share[-1] / sum(self.share)
-        found = []
-        for each, block in zip(
-            flops, self.model.divided(self.bucket, self.frames, count, self.space.dtype.itemsize), strict=True
-        ):
-            whole = batch * block.whole_flops
-            sent = bytes_to_one(batch * block.sent_bytes, block.num_exchanges, count)
-            found.append((whole + (each - whole) * mine) / rate + sent / ASSUMED_LINK_BYTES_PER_S)
-        return found
+        return [each / rate for each in flops]
 
     def work(self, scheme: str) -> Work:
         """What a micro-batch computes."""
@@ -334,7 +300,6 @@ class Question:
             dtype=space.dtype,
             quantize=None if scheme == "none" else QuantizeSettings(scheme, space.rotation),  # type: ignore[arg-type]
             lora=space.lora,
-            shares=self.share,
             text=self.text,
             num_sharing=self.num_sharing,
         )

@@ -9,7 +9,7 @@ stages that take t_k each, in seconds estimated from operations:
     one after the other   a * sum(t)
     in a pipeline         sum(t) + (a - 1) * max(max(t), sum(t) / p)     p micro-batches held by the first stage
     data parallel         max(t_k * micro-batches of card k)             the whole model on each card
-    tensor, tokens        a * max(t_k)                                   t_k with the card's share of each block
+    tokens                a * max(t_k)                                   t_k with the card's share of the rows
 
 t_k has the blocks of a stage; embedders, tail, copies between cards and the optimizer are left out. Where blocks stream
 from host memory, a stage takes as long as its copies if these take longer than its computation. Without a pipeline the
@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..config.model import has_stages, is_side_by_side
+from ..config.model import has_stages, holds_copies
 from ..parallel.local.data_parallel import num_dealt
 from ..parallel.offload.copies import NUM_SLOTS
 from .memory import DeviceForecast, Forecaster, StagePlan
@@ -168,7 +168,7 @@ def fit(question: Question, setting: Setting, most: float = 1.0, best: float = m
 
     most: see Terms. best: time of what was found before, weighed; blocks need not stream for a slower one.
     """
-    if is_side_by_side(setting.strategy):
+    if setting.holds_copies:
         return _each_card(question, setting, lambda card, each: fit(card, each, most))
     found = find_cut(question, setting, Terms(1 - HEADROOM, spares=True)) if most <= 1 else None
     found = found or find_cut(question, setting, Terms(most))
@@ -189,16 +189,16 @@ def fit(question: Question, setting: Setting, most: float = 1.0, best: float = m
 
 
 def _each_card(question: Question, setting: Setting, find: _Find) -> Found | None:
-    """Data, tensor and tokens: what is found for every card alone; None if one of them has no room."""
+    """Data and tokens: what is found for every card alone; None if one of them has no room."""
     plain, count = replace(setting, strategy="none", ahead=0), len(question.cards)
     found = [find(question.of_card(index, setting), plain) for index in range(count)]
     kept = {one.stages[0].plan.num_uncheckpointed for one in found if one is not None}
-    if setting.computes_together and None not in found and len(kept) > 1:  # all cards recompute the same blocks
+    if setting.shares_rows and None not in found and len(kept) > 1:  # all cards recompute the same blocks
         found = [find(question.of_card(index, setting, min(kept)), plain) for index in range(count)]
     fitting = [one for one in found if one is not None]
     if len(fitting) < count:
         return None
-    microbatches = [1] * count if setting.computes_together else num_dealt(question.space.accumulation, count)
+    microbatches = [1] * count if setting.shares_rows else num_dealt(question.space.accumulation, count)
     return replace(
         fitting[0],
         setting=setting,
@@ -370,8 +370,8 @@ def needed_at_least(question: Question) -> Found | None:
 
 
 def _cut(question: Question, setting: Setting, terms: Terms) -> Found | None:
-    """As find_cut; each card alone where the setting is data or tensor parallel, whose blocks never stream."""
-    if not is_side_by_side(setting.strategy):
+    """As find_cut; each card alone where each has a copy of the model, whose blocks never stream."""
+    if not setting.holds_copies:
         return find_cut(question, setting, terms)
     plain = replace(terms, streams="none")
     return _each_card(question, setting, lambda card, each: find_cut(card, each, plain))
@@ -473,7 +473,7 @@ def _choices(question: Question) -> Iterator[_Change]:
         yield _Change("split.memory_limit_gb = []", {"memory_limit_gb": ()})
     if space.split_at:
         yield _Change('split.balance = "memory"', {"split_at": ()})
-    if all(map(is_side_by_side, space.strategies)):
+    if all(map(holds_copies, space.strategies)):
         yield _Change('parallel.strategy = "auto"', {"strategies": STRATEGIES})
     if not is_open(space.schemes) and not space.schemes[0].endswith("-compute"):  # none, or one that only stores
         for scheme in [each for each in question.able_schemes if each != space.schemes[0]][:1]:

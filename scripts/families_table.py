@@ -26,7 +26,6 @@ _COLUMNS = {
     "split": ("split",),
     "pipeline": ("pipeline",),
     "data": ("data",),
-    "tensor": ("tensor",),
     "tokens": ("tokens",),
     "fsdp": ("fsdp",),
     "8-bit": ("8 bits",),
@@ -45,7 +44,7 @@ Made by `scripts/families_table.py`; do not edit. A number points to the reason 
   the same gradients, five steps lower the loss, a resumed run is the same bit for bit. The stock LoRA loader maps every
   key and draws the same.
 - **split**: one model over several cards. **pipeline**: microbatches follow each other through it. **data**: copies.
-- **tensor**: every block is divided among the cards while training; in sampling, where a column says so.
+- **tensor**: every block is divided among the cards in sampling.
 - **tokens**: every card has the model and trains its share of the tokens of each sample.
 - **fsdp**: processes share the weights, in 8 bits and compiled as well.
 - **8-bit**: the frozen weights; the LoRA stays in full precision.
@@ -89,7 +88,6 @@ def _own(families: Iterable[Any]) -> Iterator[str]:
     reasons = _Reasons()
     for family in families:
         faults = dict.fromkeys(_COLUMNS, "")
-        faults["tensor"] = "" if family.tensor else _NO_PLAN
         faults["tokens"] = "nobody has described where its tokens are"
         yield _row(family.title, [reasons.cell(fault) for fault in faults.values()])
     yield from (*reasons.lines(), "")
@@ -108,8 +106,6 @@ def _native(rows: Iterable[Any], seen: dict[str, Any]) -> Iterator[str]:
 
 
 def _of_any_class(fault: str, name: str) -> str:
-    if fault.startswith("nobody has described how the"):  # one kind of block
-        return _NO_PLAN
     fault = fault.replace(f"ComfyUI's {name}", "this class").replace(name, "this class")
     return fault.removeprefix("this class cannot be shared out by tokens: ")
 

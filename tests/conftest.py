@@ -113,7 +113,7 @@ def dry_runs_once() -> Iterator[None]:
     from devicebridge.families.spec import longest_text
     from devicebridge.planning.costs import ModelCosts
 
-    run, known = ModelCosts._run, dict[Any, Any]()
+    run, known = ModelCosts.dry_run, dict[Any, Any]()
 
     def run_once(costs: ModelCosts, work: Any, kernels: Any) -> Any:
         family, variant = costs.family, costs.variant
@@ -126,7 +126,7 @@ def dry_runs_once() -> Iterator[None]:
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelCosts, "_run", run_once)
+        patch.setattr(ModelCosts, "dry_run", run_once)
         yield
 
 

@@ -70,9 +70,6 @@ class MadeUpCosts(ModelCosts):
         block = self._blocks[work.quantize is not None]
         return StepCost(self.names, (block,) * len(self.names), 0, 0, 0, 0, 0, 0, 0)
 
-    def division_fault(self, shares: tuple[int, ...], quantize: Any) -> str:
-        return "its blocks are made up"
-
     def block_flops(self, bucket: tuple[int, int], frames: int) -> list[float]:
         return [ASSUMED_FLOPS_PER_S * unit for unit in self._units]
 

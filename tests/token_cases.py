@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from devicebridge.families.token_plan import BlockRows, TokenPlan
 from devicebridge.parallel.local.data_parallel import Replica
-from devicebridge.parallel.local.tensor_training import DividedModel, TokenTraining
+from devicebridge.parallel.local.token_training import TokenModel, TokenTraining
 from devicebridge.parallel.local.tokens import HERE, TokenParallel
 from devicebridge.parallel.offload.block_call import checkpoint_calls
 from devicebridge.parallel.offload.recompute import recompute
@@ -80,7 +80,7 @@ def make_training(toy: Toy, cards: Sequence[torch.device], plan: TokenPlan, *, r
         checkpoint = partial(_again, card) if recomputes else None
         checkpoint_calls(each.blocks, checkpoint, ())
     replicas = [Replica(each, card, tuple(each.parameters())) for each, card in zip(copies, cards, strict=True)]
-    return TokenTraining(DividedModel(copies, cards, rows=rows), replicas)
+    return TokenTraining(TokenModel(copies, cards, rows), replicas)
 
 
 def _again(card: torch.device, block: Any, *args: Any) -> Any:
@@ -97,10 +97,10 @@ def microbatches(model: nn.Module, count: int, num_image: int = 11, num_text: in
             for length, width in ((num_image, 6), (num_text, 6), (num_image, 2))
         )
 
-        def of_one(tree: nn.Module, device: torch.device) -> torch.Tensor:
-            return tree(img.to(device), txt.to(device))
+        def of_one(one: nn.Module, device: torch.device) -> torch.Tensor:
+            return one(img.to(device), txt.to(device))
 
-        found = model.through(of_one) if isinstance(model, DividedModel) else of_one(model, torch.device("cpu"))
+        found = model.through(of_one) if isinstance(model, TokenModel) else of_one(model, torch.device("cpu"))
         return (found - target.to(found.device)).square().mean() / count
 
     return [MicroBatch(lambda: None, partial(forward, index)) for index in range(count)]

@@ -23,7 +23,7 @@ from torch import nn
 
 from ..config.job import ObjectiveConfig
 from ..families.spec import ModelFamily, ShiftRule, TimestepSampling, Variant
-from ..parallel.local.tensor_training import DividedModel
+from ..parallel.local.token_training import TokenModel
 
 
 def make_generator(*position: int | float | str) -> torch.Generator:
@@ -172,7 +172,7 @@ def predict(
         del noisy, given  # packed anew in the inputs
         output = model(**inputs, return_dict=False)[0]
         return family.read_prediction(output, torch.empty(shape, device="meta"))
-    if not isinstance(model, DividedModel):
+    if not isinstance(model, TokenModel):
         return host.predict(model, noisy, sigmas, given, guidance)
 
     def of_one(tree: nn.Module, device: torch.device) -> torch.Tensor:

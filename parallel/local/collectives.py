@@ -1,35 +1,34 @@
 """Collectives between threads of one process, a thread per device, and where blocks that are divided call them.
 
-After Megatron-LM (https://arxiv.org/abs/1909.08053), whose f and g these are. Between column- and row-parallel linears
-a device has a part; everything else is computed whole by every device, with the same bits.
+After Megatron-LM (https://arxiv.org/abs/1909.08053). Between column- and row-parallel linears a device has a part;
+everything else is computed whole by every device, with the same bits.
 
-    input of a column-parallel linear     forward the input;       backward all-reduce of the gradients        (f)
-    output of a row-parallel linear       forward all-reduce;      backward the gradient, equal on all ranks   (g)
-    output of a gathered linear           forward all-gather;      backward this device's part of the gradient
-    mean square of a norm over all heads  forward all-reduce;      backward all-reduce
-    choice of a module                    forward broadcast;       backward all-reduce, to rank 0 alone
+    output of a row-parallel linear       all-reduce
+    output of a gathered linear           all-gather
+    mean square of a norm over all heads  all-reduce
+    choice of a module                    broadcast
 
-A linear and its LoRA count as one: partial sums are added up behind both. The collectives of a backward are called in
-the thread that runs it, which autograd chooses by device. Every device has one, so that none waits for itself.
+These have no backward; that of tokens' is in all_rows.py. A linear and its LoRA count as one: partial sums are added up
+behind both.
 
 Where links are slow, partial sums may travel in 8 bits (`encode`). Every rank then adds the same decoded numbers, its
-own among them, so that all ranks still have the same bits. Backwards have no use for it.
+own among them, so that all ranks still have the same bits.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from ...patches.hooks import HookSet, map_tensors
 from ..transfer import Arrivals, settle
-from .shards import BlockShard, norm_eps, norm_ratio, sum_of_squares
+from .shards import BlockShard
 
 Tensors = Sequence[torch.Tensor]
 # Tensors, the receiving rank, a place for the copies' events -> the copies, not to be used before settle(events)
@@ -282,64 +281,57 @@ def _sum(parts: Sequence[Tensors], dtype: torch.dtype) -> torch.Tensor:
     return total.to(dtype)
 
 
-class Group(Protocol):
-    """The ranks that compute a block; see Collective."""
-
-    def all_gather(self, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]: ...
-
-    def all_reduce(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor: ...
+FindGroup = Callable[[], Collective]  # of the forward that is running
 
 
-FindGroup = Callable[[], Group]  # of the forward or step that is running
-
-
-def attach_collectives(
-    shards: Mapping[str, BlockShard], rank: int, find_group: FindGroup, *, has_backward: bool = True
-) -> HookSet:
+def attach_collectives(shards: Mapping[str, BlockShard], rank: int, find_group: FindGroup) -> HookSet:
     """Attach the collectives to the blocks of one device; to be called when their linears and LoRAs are final.
 
     Args:
         shards: name of a block -> this device's part of it.
-        has_backward: whether the inputs of blocks may have gradients.
     """
     hooks = HookSet()
     for name, shard in shards.items():
-        block = shard.block
-        if has_backward:
-            inputs = _Inputs(_Place(f"{name}.input", rank, find_group))
-            for entered in shard.entered:
-                hooks.before(block.get_submodule(entered), inputs.share)
-            hooks.after(block, inputs.forget, also_on_error=True)
         for each in shard.collectives:
-            module = block.get_submodule(each.name)  # with the LoRA that was put around it
+            module = shard.block.get_submodule(each.name)  # with the LoRA that was put around it
             place = _Place(f"{name}.{each.name}", rank, find_group)
             if each.how == "norm":
                 hooks.after(module, functools.partial(_correct_norm, each.width, place))
             else:
-                hooks.after(module, functools.partial(_apply, _OF_OUTPUTS[each.how], place))
+                hooks.after(module, functools.partial(_exchange, getattr(place, each.how)))
         for of_heads in shard.arguments:
             hooks.before(of_heads.module, of_heads)
     return hooks
 
 
+@dataclass(frozen=True)
 class _Place:
     """Where in the model a device is. Args: name: the same on every device."""
 
-    def __init__(self, name: str, rank: int, find_group: FindGroup) -> None:
-        self.name, self.rank, self._find_group = name, rank, find_group
+    name: str
+    rank: int
+    find_group: FindGroup
 
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return self._find_group().all_gather(self.rank, self.name, tensor)
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.find_group().all_reduce(self.rank, self.name, tensor)
 
-    def all_reduce(self, tensor: torch.Tensor, *, is_backward: bool = False) -> torch.Tensor:
-        name = f"{self.name}, backward" if is_backward else self.name
-        return self._find_group().all_reduce(self.rank, name, tensor)
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Joined along the last dimension."""
+        return torch.cat(self.find_group().all_gather(self.rank, self.name, tensor), dim=-1)
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the first device has computed, with which all go on."""
+        return self.find_group().all_gather(self.rank, self.name, tensor)[0]
 
 
-def _apply(
-    function: Any, place: _Place, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+def _exchange(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
 ) -> Any:
-    return map_tensors(output, lambda tensor: function.apply(tensor, place))
+    return map_tensors(output, function)
 
 
 def _correct_norm(
@@ -347,94 +339,8 @@ def _correct_norm(
 ) -> torch.Tensor:
     """What an RMS norm of one device's features returned, normalised by the features of all devices instead."""
     x = args[0] if args else next(iter(kwargs.values()))
-    sums = sum_of_squares(x)
-    total = _Share.apply(_AllReduce.apply(sums, place), place)  # every device goes on with it in its own way
-    ratio = norm_ratio(sums, total, x.shape[-1], width, norm_eps(module, x.dtype))
-    return (output * ratio).to(output.dtype) if torch.is_grad_enabled() else output.mul_(ratio)
-
-
-class _Inputs:
-    """The inputs of the column-parallel linears of a block, or of a module that holds them and whose output is summed.
-    Those that are called with one tensor, as q, k and v are, share one sum of its gradients."""
-
-    def __init__(self, place: _Place) -> None:
-        self._place = place
-        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def share(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        x = args[0]
-        if not (torch.is_grad_enabled() and x.requires_grad):
-            return args, kwargs
-        if self._last is None or self._last[0] is not x:
-            self._last = x, _Share.apply(x, self._place)
-        return (self._last[1], *args[1:]), kwargs
-
-    def forget(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._last = None
-
-
-class _Share(torch.autograd.Function):
-    """f: the input of column-parallel linears."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, place: _Place) -> torch.Tensor:
-        ctx.place = place
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.place.all_reduce(grad, is_backward=True), None
-
-
-class _AllReduce(torch.autograd.Function):
-    """g: the output of a row-parallel linear."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, place: _Place) -> torch.Tensor:
-        return place.all_reduce(part)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _AllGather(torch.autograd.Function):
-    """Outputs joined along the last dimension."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, place: _Place) -> torch.Tensor:
-        parts = place.all_gather(part)
-        ctx.start = sum(each.shape[-1] for each in parts[: place.rank])
-        ctx.length = part.shape[-1]
-        return torch.cat(parts, dim=-1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.narrow(-1, ctx.start, ctx.length), None
-
-
-class _Broadcast(torch.autograd.Function):
-    """What the first device has computed. The others go on with it, so each has a part of its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, place: _Place) -> torch.Tensor:
-        ctx.place = place
-        first = place.all_gather(own)[0]
-        taken = first.view_as(first)
-        if not taken.is_floating_point():
-            ctx.mark_non_differentiable(taken)
-        return taken
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = ctx.place.all_reduce(grad, is_backward=True)
-        return total if ctx.place.rank == 0 else torch.zeros_like(total), None
-
-
-_OF_OUTPUTS: Mapping[str, Any] = {"all_reduce": _AllReduce, "all_gather": _AllGather, "broadcast": _Broadcast}
+    given = getattr(module, "eps", None)
+    eps = width * float(torch.finfo(x.dtype).eps if given is None else given)
+    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square()
+    own = torch.rsub(squares, eps, alpha=-width / x.shape[-1])  # two kernels in one
+    return output.mul_((own / (place.all_reduce(squares) + eps)).sqrt())

@@ -76,7 +76,6 @@ class BlockShard:
         arguments: of modules that are handed something of all heads.
         slices: name of each divided parameter inside the block -> its slice of the whole.
         wholes: of the same names, the whole parameters.
-        entered: modules that each device calls with the same input, and whose output it has a part of.
     """
 
     block: nn.Module
@@ -84,7 +83,6 @@ class BlockShard:
     arguments: list[HeadArguments] = field(default_factory=list)
     slices: dict[str, Slice] = field(default_factory=dict)
     wholes: dict[str, torch.Tensor] = field(default_factory=dict)
-    entered: list[str] = field(default_factory=list)
 
 
 def find_plan(plans: tuple[TensorPlan, ...], block: nn.Module) -> TensorPlan | None:
@@ -187,28 +185,6 @@ def _share(shares: Shares, parts: tuple[Unit, ...], size: int, rank: int) -> flo
     return sum(last - first for first, last in shares.slices(parts, size, rank)) / size
 
 
-def norm_ratio(sums: torch.Tensor, total: torch.Tensor, own: int, width: int, eps: float) -> torch.Tensor:
-    """What the output of an RMS norm of one device's features is multiplied with to be that of all devices' features.
-
-    Args:
-        sums, total: of squares, of this device's features and of all, float32. [..., 1]
-        own, width: how many features these are.
-    """
-    scale = width / own
-    return (torch.rsub(sums, eps * width, alpha=-scale) / (total + eps * width)).sqrt()  # rsub: two kernels in one
-
-
-def norm_eps(norm: nn.Module, dtype: torch.dtype) -> float:
-    """What the norm adds to the mean square of features of this type."""
-    eps = getattr(norm, "eps", None)
-    return float(torch.finfo(dtype).eps if eps is None else eps)
-
-
-def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
-    """Of one device's features, float32. [..., D] -> [..., 1]"""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square()
-
-
 def _parts(block: nn.Module, plan: TensorPlan, shares: Shares) -> dict[str, tuple[Unit, ...]]:
     """Name of each divided linear -> the parts its divided dimension consists of in this build."""
     linears = {name: module for name, module in block.named_modules() if hasattr(module, "in_features")}
@@ -262,8 +238,6 @@ def _divide_linear(
     length = sum(last - first for first, last in ranges)
     setattr(module, "in_features" if is_row else "out_features", length)
     around = plan.summed_in(name)
-    if not is_row and (around or name) not in shard.entered:
-        shard.entered.append(around or name)
     if divided.by == "gathered":
         shard.collectives.append(BlockCollective(name, module, "all_gather", whole))
     elif is_row and not any(each.name == around for each in shard.collectives):

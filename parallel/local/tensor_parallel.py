@@ -182,7 +182,7 @@ class TensorParallel(Bridge):
             self._hooks.around(block, functools.partial(self._compute, block))
         for rank in range(len(self._ranks)):
             shards = {str(index): (own, *others)[rank] for index, (own, others) in enumerate(self._shards.values())}
-            self._collectives.append(attach_collectives(shards, rank, self._find_group, has_backward=False))
+            self._collectives.append(attach_collectives(shards, rank, self._find_group))
 
     @property
     def hook_ids(self) -> set[int]:
@@ -257,6 +257,11 @@ class TensorParallel(Bridge):
         if not self.is_running:
             raise RuntimeError(
                 f"a block that several devices compute was called outside the model's forward; {_WAY_BLOCKS}"
+            )
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors_reached((args, kwargs))):
+            raise RuntimeError(
+                f"a gradient through {type(block).__name__} was asked for, which {', '.join(map(str, self._ranks))} "
+                f"compute together without one; {_WAY_BLOCKS}"
             )
         if not self.runs_alone:
             self.forget()

@@ -76,15 +76,7 @@ class Way:
 
 
 WAYS = {"recompute": Way(), "kept": Way((0, 1)), "8 bits": Way(scheme="int8-compute")}
-WAYS |= {"divided": Way(strategy="tensor"), "tokens": Way(strategy="tokens")}
-# Features of an MLP that two cards can have halves of, as all published sizes have.
-EVEN: dict[str, dict[str, Any]] = {
-    "flux2_heads": {"mlp_ratio": 4.0},
-    "wan_heads": {"ffn_dim": 256},
-    "ltxv": {},
-    "krea2_heads": {},
-    "cosmos_predict2": {},
-}
+WAYS["tokens"] = Way(strategy="tokens")
 
 
 def _long_voice(generator: torch.Generator, tokens: int) -> dict[str, Any]:
@@ -110,7 +102,6 @@ BUILDS = {
 
 def judge(name: str) -> dict[str, Any]:
     family, folder = BUILDS[name], Path(FOLDER) / name
-    family = dataclasses.replace(family, unet_config={**family.unet_config, **EVEN.get(name, {})})
     folder.mkdir(parents=True)
     with small_sizes(family), small_adapter(), native_training(), mock.patch.object(functional, "silu", _silu):
         path = save_checkpoint(family, folder / "model.safetensors")
@@ -124,8 +115,6 @@ def judge(name: str) -> dict[str, Any]:
         errors = {}
         costs = ModelCosts(info, info.variant)
         for title, way in WAYS.items():
-            if title == "divided" and name not in EVEN:
-                continue
             measured = _measured(info, latents, text, way)
             forecast = _forecast(costs, latents, text, way)
             errors[title] = {card: forecast[card] / measured[card] - 1 for card in forecast}
@@ -185,9 +174,7 @@ def _measured(info: Any, shape: Any, text: SampleText, way: Way) -> dict[str, in
         devices = tuple(card for card, plan in zip(CARDS, plans, strict=False) for _ in range(plan.num_blocks))
         placement = Placement(names, devices[: len(names)], CARDS[0])
         whole = (CARDS[0],) * len(names)
-        if way.strategy == "tensor":
-            placement = Placement(names, whole, CARDS[0], shards=CARDS[:2])
-        elif way.strategy == "tokens":
+        if way.strategy == "tokens":
             placement = Placement(names, whole, CARDS[0], replicas=CARDS[:2], shares_rows=True)
         plan = ExecutionPlan(
             placement=placement,
@@ -250,8 +237,7 @@ def _quantize(way: Way) -> QuantizeSettings | None:
 
 
 def _forecast(costs: ModelCosts, shape: Any, text: SampleText, way: Way) -> dict[str, int]:
-    shares, num_sharing = (1,) * (1 + (way.strategy == "tensor")), 1 + (way.strategy == "tokens")
-    work = Work(shape, 1, torch.float32, _quantize(way), LORA, shares, text, num_sharing)
+    work = Work(shape, 1, torch.float32, _quantize(way), LORA, text, 1 + (way.strategy == "tokens"))
     kernels = Kernels(device_kernels(CARDS[0]), has_fused=False, rounding=1)
     backend = Backend(workspace=0, fragmentation=0.0, context=0)
     cost = costs.dry_run(work, kernels)

@@ -20,7 +20,7 @@ from unittest import mock
 
 import comfy.supported_models
 import torch
-from devicebridge.checkpoints.load import load_transformer, make_empty_transformer
+from devicebridge.checkpoints.load import load_transformer
 from devicebridge.checkpoints.weight_file import open_weights, read_rows
 from devicebridge.encoding.comfy_data import read_conditioning
 from devicebridge.families.comfy.inputs import COND, POOLED
@@ -32,7 +32,6 @@ from devicebridge.jobs.resolve import Machine, resolve
 from devicebridge.nodes.host.native.model import native_training
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.parallel.block_lists import placed_blocks
-from devicebridge.parallel.local.shard_trees import division_fault
 from devicebridge.planning.cards import parse_cards
 from devicebridge.planning.dry_run import NoForecast
 from devicebridge.tests.comfy.full_sizes import QUICK, plan_published
@@ -119,13 +118,6 @@ def refusal(name: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def division(name: str) -> str:
-    """Why its blocks are not divided among two cards."""
-    with small_sizes(BUILDS[name]):
-        info = read(name, BUILDS[name])
-        return division_fault(make_empty_transformer(info), info.family, (1, 1), None)
 
 
 def cut_apart(name: str, family: TinyFamily) -> list[str]:
@@ -232,9 +224,7 @@ if __name__ == "__main__":
         refused |= {f"{name} of a file with sums": summed(name) for name in ("Stable Cascade C",)}
         needed = {name: needs(name) for name in NEEDS}
         experts = {" ".join(case[1:]): expert(*case) for case in EXPERTS}
-        undivided = division("PixArt")
     found = {
-        "undivided": undivided,
         "cut": cut,
         "tokens": tokens,
         "needs": needed,

@@ -44,7 +44,7 @@ from devicebridge.jobs.resolve import why_no_forecast, why_no_stages
 from devicebridge.nodes.host.native.model import native_training
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.parallel.devices import own_random_states
-from devicebridge.parallel.local import tensor_training
+from devicebridge.parallel.local import token_training
 from devicebridge.parallel.offload.in_place import InPlaceGuard
 from devicebridge.parallel.ranks.group import ALONE, Ranks
 from devicebridge.patches.compile_blocks import apply_compile
@@ -54,7 +54,7 @@ from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.weight_only import import_torchao
 from devicebridge.tests.comfy.diffusers_twins import Twin
 from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, small_sizes
-from devicebridge.tests.comfy.trained_families import DIVIDED, TRAINED, save_trained
+from devicebridge.tests.comfy.trained_families import TRAINED, save_trained
 from devicebridge.tests.emulated import emulated_cards, factories_on_cards, on_cpu
 from devicebridge.training.batches import loss_weights
 from devicebridge.training.loop import Trainer
@@ -72,7 +72,7 @@ _MORE = ("Wan 2.1 T2V, 2.2 T2V 14B", "SDXL")
 _IN_EVERY_SCHEME = ("FLUX.1", *(_MORE if _IS_LONG else ()))  # of 8 bits; the others in the plainest
 UNCOMPILED = () if _IS_LONG else _MORE
 _READ_BEHIND = ("adaln_single", "audio_adaln_single", "time_embed", "time_embed_r")  # what the tail reads comes of them
-_ROUNDED = 1e-5  # the most that divided blocks may differ by in float32
+_ROUNDED = 1e-5  # the most that shares of the rows may differ by in float32
 _SMALL = 1e-6  # of the largest gradient: what is nothing but rounding
 
 
@@ -616,7 +616,6 @@ def _refuse_other(trainer: Trainer, sections: Mapping[str, Any]) -> None:
         "none": "PlainAccumulation",
         "pipeline": "Pipeline",
         "data": "DataParallel",
-        "tensor": "TensorTraining",
         "tokens": "TokenTraining",
     }
     reason = why_no_stages(trainer.family.native, trainer.runner.replica_for(0)[0])
@@ -625,27 +624,6 @@ def _refuse_other(trainer: Trainer, sections: Mapping[str, Any]) -> None:
         devices = {parameter.device for parameter in trainer.lora.parameters().values()}
         count = len(sections["split"]["devices"])
         assert wanted != "none" or len(devices) == count, f"its LoRA is on {devices}"
-
-
-def divided(bench: Bench) -> Figures:
-    """Every block computed by three cards together, in long runs by two and four as well, and as it is usual."""
-    if (family := DIVIDED.get(bench.name)) is not None:
-        bench = Bench(bench.name, bench.folder / "divided", family=family)
-    figures: Figures = {}
-    alone = bench.first_step("on 1", _one_card())
-    for count in (2, 3, 4) if bench.is_long else (3,):
-        try:
-            figures[f"{count} cards"] = _divided_among(bench, count, alone)
-        except ValueError as error:  # no plan, or too few heads
-            if not figures or "heads" not in str(error):
-                raise
-    if bench.is_long:
-        if not why_no_forecast(bench.info.family.native):
-            assert _planned(bench, "tensor").divides_blocks
-        rounded = {"model": {"quantize": "int8"}}
-        figures["8 bits"] = _divided_among(bench, 2, bench.first_step("on 1, int8", _one_card() | rounded), rounded)
-        _resumed(bench, "tensor", _divided_sections(2), bench.run("tensor whole", _divided_sections(2)))
-    return figures
 
 
 def by_tokens(bench: Bench) -> Figures:
@@ -658,22 +636,22 @@ def by_tokens(bench: Bench) -> Figures:
     figures, is_shared = Figures(), False  # of fewer frames than cards each card computes all
     for count in (4, 3, 2):
         if bench.is_long or (count < 4 and not is_shared):
-            with mock.patch.object(tensor_training, "_log") as log:
-                figures[f"{count} cards"] = _divided_among(bench, count, alone, every, strategy="tokens")
+            with mock.patch.object(token_training, "_log") as log:
+                figures[f"{count} cards"] = _shared_among(bench, count, alone, every)
             is_shared = not log.warning.called
     assert is_shared, "two cards computed the sample whole"
     if bench.is_long:
         if not why_no_forecast(bench.info.family.native):
-            _planned(bench, "tokens")
+            _planned_by_tokens(bench)
         for what, more in _BESIDE.items():
             wanted = bench.first_step(f"{what} on 1", _one_card() | more)
-            figures[what] = _divided_among(bench, 2, wanted, more, strategy="tokens")
-        whole = bench.run("tokens whole", _divided_sections(2, "tokens"))
+            figures[what] = _shared_among(bench, 2, wanted, more)
+        whole = bench.run("tokens whole", _tokens_on(2))
         losses = bench.run("tokens alone", _one_card()).losses
         apart = max(abs(a / b - 1) for a, b in zip(whole.losses, losses, strict=True))
         figures["losses of 5 steps"] = expect(apart, 1e-3, "the difference of the losses of 5 steps")
         assert whole.lora.keys() == bench.trained.lora.keys(), "the file has other keys"
-        _resumed(bench, "by tokens", _divided_sections(2, "tokens"), whole)
+        _resumed(bench, "by tokens", _tokens_on(2), whole)
     return figures
 
 
@@ -684,35 +662,28 @@ _BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
-def _planned(bench: Bench, strategy: str) -> Any:
-    """The setting of a plan in which two cards compute each microbatch together, as was asked."""
+def _planned_by_tokens(bench: Bench) -> None:
+    """A plan in which two cards compute each microbatch together, as was asked."""
     with small_sizes(bench.family), native_training():
-        asked = bench.job(f"plan {strategy}", {"split": {}, "parallel": {"strategy": strategy}})
+        asked = bench.job("plan tokens", {"split": {}, "parallel": {"strategy": "tokens"}})
         plan = plan_job(asked, parse_cards("2x24GB"), info=bench.info)
-    assert plan.setting.strategy == strategy and len(plan.devices) == 2, plan
-    return plan.setting
+    assert plan.setting.strategy == "tokens" and len(plan.devices) == 2, plan
 
 
 def _one_card() -> dict[str, Any]:
     return {"split": {"devices": ["lazy:0"]}, **_PLAIN}
 
 
-def _divided_sections(count: int, strategy: str = "tensor") -> dict[str, Any]:
-    return {"split": {"devices": [f"lazy:{index}" for index in range(count)]}, "parallel": {"strategy": strategy}}
+def _tokens_on(count: int) -> dict[str, Any]:
+    return {"split": {"devices": [f"lazy:{index}" for index in range(count)]}, "parallel": {"strategy": "tokens"}}
 
 
-def _divided_among(
-    bench: Bench,
-    count: int,
-    alone: tuple[float, Grads],
-    sections: Mapping[str, Any] = {},
-    strategy: str = "tensor",
-) -> Any:
+def _shared_among(bench: Bench, count: int, alone: tuple[float, Grads], sections: Mapping[str, Any]) -> Any:
     """How far gradients are from those on one card. Where one card's own float32 is so far from float64 that two such
-    roundings add up to more than is allowed, float32 tells nothing: then both are compared in float64, and what was
-    divided may be twice as far from it in float32 as what one card computes."""
-    asked = {**_divided_sections(count, strategy), **sections}
-    name = f"{strategy} on {count}"
+    roundings add up to more than is allowed, float32 tells nothing: then both are compared in float64, and what several
+    cards compute may be twice as far from it in float32 as what one does."""
+    asked = {**_tokens_on(count), **sections}
+    name = f"tokens on {count}"
     loss, found = bench.first_step(name, asked, lambda trainer: _refuse_other(trainer, asked))
     expect(abs(loss / alone[0] - 1), 1e-5, "the difference of the loss")
     apart = _apart(found, alone[1])
@@ -851,7 +822,6 @@ STEPS: dict[str, Callable[[Bench], Figures]] = {
     "split": _same("split", {"split": CARDS}),
     "pipeline": in_stages,
     "data": _same("data", {"split": CARDS, "train": TWO, "parallel": {"strategy": "data"}}),
-    "tensor": divided,
     "tokens": by_tokens,
     "weight offload": _same("weights", {"split": {"devices": ["lazy:0"], "offloaded_blocks": [2]}}),
     "activation offload": _same("activations", {"split": CARDS, "train": {"offload_activations": "on"}}),

@@ -88,11 +88,6 @@ def test_a_model_that_goes_by_the_sides_of_a_clip_is_planned_of_these_sides(foun
     assert len(others) == (4 if IS_LONG else 2) and not any(others.values()), others
 
 
-def test_a_class_whose_blocks_nobody_divided_is_refused_by_its_name(found: dict[str, Any]) -> None:
-    """PixArt has a buffer that was made as a Parameter."""
-    assert "how the PixArtMSBlock of ComfyUI's PixArtMS is divided" in found["undivided"]
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_data_here_is_refused_by_its_header(name: str, found: dict[str, Any]) -> None:
     says = found["refused"][name]

@@ -134,6 +134,14 @@ def test_a_model_that_is_not_in_the_list_is_refused_before_anything_runs(server:
     assert any(error["type"] == "value_not_in_list" for error in errors)
 
 
+def test_a_strategy_that_is_gone_is_accepted_and_another_is_not(server: Server) -> None:
+    old = _example_graph(TrainLora__strategy="tensor", LoadModelForTraining__path="/nowhere/model")
+    assert "'/nowhere/model' does not exist" in server.run(old).error
+    answer = server.post("/prompt", {"prompt": _example_graph(TrainLora__strategy="elsewhere")})
+    errors = [error for node in answer["node_errors"].values() for error in node["errors"]]
+    assert [error["extra_info"]["input_name"] for error in errors] == ["strategy"]
+
+
 @pytest.mark.parametrize("scheme", ["fp8", "none"])
 def test_a_prompt_from_before_the_later_sockets_is_accepted(server: Server, scheme: str) -> None:
     """It names no rotation and no cache; the node runs, and what is refused is the model that is not there."""

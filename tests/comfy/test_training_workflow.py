@@ -123,7 +123,7 @@ def _wait_for_step(folder: Path, step: int) -> None:
 def test_the_lora_is_byte_for_byte_that_of_the_command_line(
     server: Server, comfyui: Path, graph: Any, pipeline: Path, dataset: Path, tmp_path: Path
 ) -> None:
-    finished = _succeed(server.run(graph(name="same", steps=4)))
+    finished = _succeed(server.run(graph(name="same", steps=4, strategy="tensor")))  # of an older version's workflow
     job = tmp_path / "job.toml"
     folder = tmp_path / "run"
     job.write_text(JOB.format(model=pipeline, data=dataset, steps=4, folder=folder, name="same"), encoding="utf-8")
@@ -132,6 +132,8 @@ def test_the_lora_is_byte_for_byte_that_of_the_command_line(
     ours = _run_folder(server, "same") / "same.safetensors"
     assert ours.read_bytes() == (folder / "same.safetensors").read_bytes()
     train_output = next(output for output in finished.outputs.values() if "lora" in output)
+    (line,) = [text for text in train_output["text"] if "tensor parallel" in text]
+    assert 'strategy of Train LoRA Across GPUs = "tensor"' in line and '"auto" is taken' in line
     assert train_output["lora"] == [
         {"filename": "same.safetensors", "subfolder": "devicebridge/same", "type": "output"}
     ]

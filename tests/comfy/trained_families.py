@@ -372,30 +372,6 @@ TRAINED: dict[str, TinyFamily] = {
     ),
 }
 
-
-_FLUX_1 = {"num_heads": 4, "axes_dim": [8, 12, 12]}
-_FLUX_2 = {"num_heads": 4, "axes_dim": [8, 8, 8, 8]}
-_QWEN = {"num_attention_heads": 4}
-_GROUPED = {"num_heads": 8, "num_kv_heads": 4, "encoder_num_heads": 8}
-_MORE_HEADS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("FLUX.1", "FLUX.1 Kontext", "Chroma", "HunyuanVideo", "HunyuanVideo 1.5"), _FLUX_1),
-    **dict.fromkeys(("FLUX.2", "FLUX.2 with references"), _FLUX_2),
-    **dict.fromkeys(("Qwen-Image", "Qwen-Image-Edit"), _QWEN),
-    "Lumina 2": {"n_heads": 8, "n_kv_heads": 4, "axes_dims": [4, 2, 2]},
-    **dict.fromkeys(("Cosmos-Predict2", "Anima"), {"num_heads": 4}),
-    "Krea 2": {"features": 128, "heads": 8, "kvheads": 4},
-    "ERNIE-Image": {"num_attention_heads": 4, "rope_axes_dim": (4, 4, 4)},
-    "HiDream-I1": {"num_attention_heads": 4, "attention_head_dim": 16, "axes_dims_rope": [8, 4, 4]},
-    "ACE-Step": {"num_attention_heads": 4, "inner_dim": 64},
-    **dict.fromkeys(("ACE-Step 1.5", "ACE-Step 1.5 with a reference"), _GROUPED),
-    **dict.fromkeys((name for name in TRAINED if name.startswith("Wan ")), {"num_heads": 4}),
-}
-# Builds with more heads, for what divides them among cards; the others have enough.
-DIVIDED: dict[str, TinyFamily] = {
-    name: dataclasses.replace(TRAINED[name], unet_config={**TRAINED[name].unet_config, **sizes}, is_detected=False)
-    for name, sizes in _MORE_HEADS.items()
-}
-
 # What a file says beside its weights.
 _SAYS = {"SDXL v-prediction": {"v_pred": torch.zeros(1), "ztsnr": torch.zeros(1)}}
 

@@ -20,5 +20,5 @@ def test_gradients_are_those_of_one_card(recomputes: bool, plan: TokenPlan) -> N
     training = make_training(make_toy(), CARDS, plan, recomputes=recomputes)
     found = training.run(microbatches(training.model, 3))
     assert torch.allclose(torch.stack([each.cpu() for each in found]), torch.stack(losses), rtol=1e-12)
-    for one, shared in zip(toy.parameters(), training.model.trees[0].parameters(), strict=True):
+    for one, shared in zip(toy.parameters(), training.model.copies[0].parameters(), strict=True):
         assert torch.allclose(shared.grad.cpu(), one.grad, rtol=1e-10, atol=1e-14)

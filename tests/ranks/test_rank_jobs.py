@@ -47,7 +47,6 @@ ON_TWO = {
 LONG_ON_TWO = {
     "fsdp, blocks kept": {"parallel": {"strategy": "fsdp"}, "train": {**SHORT, "gradient_checkpointing": False}},
     "fsdp, compiled": {"parallel": {"strategy": "fsdp"}, "train": {**SHORT, "compile": "auto"}},
-    "tensor in each": {"parallel": {"strategy": "tensor"}, "split": {"devices": CARDS}, "train": SHORT},
     "data, a broken compiler": {"parallel": {"strategy": "data"}, "train": {**SHORT, "compile": "auto"}},
     "fsdp, compiled and kept": {
         "parallel": {"strategy": "fsdp"},

@@ -358,7 +358,6 @@ def test_one_model_over_any_number_of_devices_is_taken(strategy: str) -> None:
             r'parallel\.strategy = "pipeline" has copies or stages.* set it to "none"',
         ),
         ("parallel", {"strategy": "data"}, r'parallel\.strategy = "data" has copies'),
-        ("parallel", {"strategy": "tensor"}, r'parallel\.strategy = "tensor" has copies'),
         ("parallel", {"strategy": "fsdp"}, r'parallel\.strategy = "fsdp" has copies'),
         ("parallel", {"processes": 2}, r"parallel\.processes = 2 .* set it to 1"),
         ("data", {"encoded": "/e.json"}, r"data\.encoded holds captions that are encoded already; give folders"),

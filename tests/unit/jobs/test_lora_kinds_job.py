@@ -97,9 +97,7 @@ def test_lokr_trains_on_copies_of_the_model(tmp_path: Path) -> None:
     assert copies.losses == pytest.approx(plain.losses, rel=1e-5)
 
 
-def test_lokr_is_refused_where_blocks_are_divided_or_the_layout_has_no_place(tmp_path: Path) -> None:
-    with emulated_cards(2), pytest.raises(ValueError, match=r'lora\.kind = "lokr" is a product of two matrices'):
-        check_job(_job(tmp_path, "a", lora=LOKR, split=CARDS, parallel={"strategy": "tensor"}))
+def test_lokr_is_refused_where_the_layout_has_no_place(tmp_path: Path) -> None:
     with emulated_cards(2), pytest.raises(ValueError, match=r'lora_layout = "both" is of plain LoRA'):
         check_job(_job(tmp_path, "a", lora=LOKR, output={"lora_layout": "both"}))
 
@@ -117,7 +115,6 @@ def test_a_run_begins_where_the_file_s_run_ended(tmp_path: Path) -> None:
         "dora": {"lora": {"dora": True}},
         "streamed": {"split": {**CARDS, "offloaded_blocks": [1, 0]}, "lora": {"dora": True}},
         "replicas": {"split": CARDS, "parallel": {"strategy": "data"}},
-        "tensor": {"split": CARDS, "parallel": {"strategy": "tensor"}},
     }
     for way, changes in ways.items():
         lora = {**changes.get("lora", {}), "start_from": str(first.lora_path)}
@@ -223,7 +220,7 @@ def _with_last(job: JobConfig) -> JobConfig:
     return dataclasses.replace(job, output=dataclasses.replace(job.output, use_ema=False))
 
 
-@pytest.mark.parametrize("strategy", ["none", "data", "tensor"])
+@pytest.mark.parametrize("strategy", ["none", "data"])
 def test_the_average_resumes_bit_for_bit(tmp_path: Path, strategy: str) -> None:
     sections: dict[str, Any] = {
         "train": {"ema_decay": 0.8, "steps": 3},

@@ -1,4 +1,4 @@
-"""Blocks with experts, of which a gate chooses one per token, divided among cards: outputs and gradients of the whole.
+"""Blocks with experts, of which a gate chooses one per token, divided among cards: outputs of the whole.
 
 The experts' partial sums are added up once, behind all of them. What the gate chooses must be the same everywhere.
 """
@@ -13,9 +13,7 @@ import pytest
 import torch
 from devicebridge.families.tensor_plan import Divided, TensorPlan, mlp_plan
 from devicebridge.parallel.local.shards import BlockShard, divide_block, shares_of
-from devicebridge.parallel.local.slices import Slice
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
-from devicebridge.parallel.local.tensor_training import DividedModel
 from devicebridge.tests.emulated import CARDS, EmulatedCards, emulated_cards, on_cpu
 from torch import nn
 from torch.nn import functional as F
@@ -109,7 +107,6 @@ def _divide(block: nn.Module, count: int, rank: int, plan: TensorPlan = PLAN) ->
 
 
 Change = Callable[[BlockShard, int], None]
-Gradients = dict[str, tuple[torch.Tensor, Slice | None]]
 
 
 def _sampled(
@@ -165,43 +162,3 @@ def test_all_cards_take_the_first_ones_choice() -> None:
         wrong = _sampled(model, 3, cards, _bend_the_second_gate, alone)
         expected = model(_input())
     assert _relative(found, expected) < 1e-5 and _relative(wrong, expected) > 0.01
-
-
-def _trained(model: Model, count: int) -> tuple[list[torch.Tensor], list[Gradients]]:
-    """Losses of each card, and its gradients by name with the slices that they are of, None for the whole."""
-    trees, shards = [], []
-    for rank in range(count):
-        tree = copy.deepcopy(model)
-        parts = {f"blocks.{index}": _divide(block, count, rank) for index, block in enumerate(tree.blocks)}
-        _ = [_bend_the_second_gate(part, rank) for part in parts.values()]
-        trees.append(tree.to(CARDS[rank]).requires_grad_(True))
-        shards.append(parts)
-    divided = DividedModel(trees, CARDS[:count], shards)
-
-    def work() -> torch.Tensor:
-        loss = divided.through(lambda tree, card: tree(_input().to(card)).square().mean())
-        loss.backward()
-        return loss
-
-    losses = [on_cpu(loss) for loss in divided.together(work)]
-    found = []
-    for tree, parts in zip(trees, shards, strict=True):
-        slices = {f"{block}.{name}": part for block, each in parts.items() for name, part in each.slices.items()}
-        names = (*dict(tree.front.named_parameters(prefix="front")), *slices)
-        found.append({name: (on_cpu(tree.get_parameter(name).grad), slices.get(name)) for name in names})
-    return losses, found
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_gradients_are_those_of_the_whole(count: int) -> None:
-    """Of what comes before, of the divided layers' slices, and through the weights that a gate gives its experts."""
-    model = _model()
-    expected = model(_input()).square().mean()
-    expected.backward()
-    whole = {name: parameter.grad for name, parameter in model.named_parameters()}
-    with emulated_cards():
-        losses, found = _trained(model, count)
-    assert all(abs(loss - expected.detach()) <= 1e-5 * expected.detach() for loss in losses)
-    for gradients in found:
-        for name, (gradient, part) in gradients.items():
-            assert _relative(gradient, whole[name] if part is None else part.of(whole[name])) < 1e-5, name

@@ -14,18 +14,18 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from devicebridge.families.tensor_plan import Divided, TensorPlan
-from devicebridge.parallel.local import collectives, tensor_parallel
+from devicebridge.parallel.local import collectives, shards, tensor_parallel
 from devicebridge.parallel.local.shards import BlockShard, divide_block, divided_bytes, find_plan, shares_of
+from devicebridge.parallel.local.slices import Slice
 from devicebridge.parallel.local.tensor_parallel import ForwardWorkers, TensorParallel
 from devicebridge.parallel.local.thread_pool import ThreadPool
-from devicebridge.tests.shard_cases import cut_as_one
 from torch import nn
 from torch.nn import functional as F
 
@@ -241,6 +241,25 @@ def test_heads_that_share_keys_and_values_stay_together(x) -> None:
     block = Fused(num_kv_heads=2)
     with pytest.raises(ValueError, match=r"4 heads \(2 of keys and values\).*2 devices at most"):
         shares_of(block, PLANS[0], (1.0, 1.0, 1.0))
+
+
+@contextlib.contextmanager
+def cut_as_one(linear: str) -> Iterator[list[tuple[Slice, Slice]]]:
+    """Inside, a packed linear is divided as if it were one part: each of two devices alike gets as many features as it
+    should, but all in a row. Yields which slices were replaced, and by what."""
+    cut, replaced = shards._cut, []
+
+    def cut_in_a_row(shard: Any, module: nn.Module, name: str, part: Slice, make: shards.Cut) -> None:
+        if name.rpartition(".")[0] == linear:
+            length = sum(last - first for first, last in part.ranges)
+            start = 0 if part.ranges[0][0] == 0 else length
+            wrong = Slice(part.dim, ((start, start + length),))
+            replaced.append((part, wrong))
+            part = wrong
+        cut(shard, module, name, part, make)
+
+    with mock.patch.object(shards, "_cut", cut_in_a_row):
+        yield replaced
 
 
 @pytest.mark.parametrize("linear", ["linear1", "linear2"])
@@ -502,6 +521,16 @@ def test_a_block_called_outside_its_forward_is_refused(x) -> None:
         model.blocks[0].attn.o(x[..., : WIDTH // 2])
     parallel.remove()
     assert model.blocks[0].attn.o(x[..., : WIDTH // 2]).shape == x.shape
+
+
+def test_a_gradient_through_a_block_is_refused(x) -> None:
+    """Each device would have a part of it."""
+    model = make_model()
+    parallel = divide(model, 2)
+    with parallel.forward():
+        model(x)
+    with pytest.raises(RuntimeError, match="a gradient .* was asked for.*way 'blocks'"), parallel.forward():
+        model(x.clone().requires_grad_(True))
 
 
 @pytest.mark.parametrize("missed", ["linear2", "attn.o", "mlp"])

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from devicebridge.families.token_plan import TokenPlan
-from devicebridge.parallel.local.tensor_training import TokenTraining
+from devicebridge.parallel.local.token_training import TokenTraining
 from devicebridge.parallel.offload.in_place import InPlaceGuard
 from devicebridge.parallel.runner import PlainAccumulation
 from devicebridge.tests.emulated import CARDS, emulated_cards, factories_on_cards, on_cpu
 from devicebridge.tests.token_cases import PLAN, WHOLE_TEXT, Block, Toy, make_toy, make_training, microbatches
+from devicebridge.training.objective import predict
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_thread_left")
@@ -28,7 +30,7 @@ def _shared(num_cards: int, count: int = 1, plan: TokenPlan = PLAN, *, recompute
     with emulated_cards(4), factories_on_cards():
         training = make_training(make_toy(), CARDS[:num_cards], plan, recomputes=recomputes)
         losses = [on_cpu(loss) for loss in training.run(microbatches(training.model, count))]
-        first, *others = training.model.trees
+        first, *others = training.model.copies
         assert all(parameter.grad is None for other in others for parameter in other.parameters())
         return losses, {name: on_cpu(each.grad).clone() for name, each in first.named_parameters()}
 
@@ -54,7 +56,7 @@ def test_copies_follow_the_first_one() -> None:
     with emulated_cards(2), factories_on_cards():
         training = make_training(make_toy(), CARDS[:2], PLAN, recomputes=True)
         training.run(microbatches(training.model, 1))
-        first, second = training.model.trees
+        first, second = training.model.copies
         with torch.no_grad():
             for each in first.parameters():
                 each.sub_(0.1 * each.grad)
@@ -71,11 +73,11 @@ def _run(training: TokenTraining, **counts: int) -> None:
 def _check(training: TokenTraining, toy: nn.Module, **counts: int) -> None:
     """A step on the copies gives the loss and the gradients of this toy on one card."""
     expected_losses, expected = _plainly(1, toy, **counts)
-    for parameter in training.model.trees[0].parameters():
+    for parameter in training.model.copies[0].parameters():
         parameter.grad = None
     losses = [on_cpu(each) for each in training.run(microbatches(training.model, 1, **counts))]
     assert torch.allclose(torch.stack(losses), torch.stack(expected_losses), rtol=1e-12)
-    for name, each in training.model.trees[0].named_parameters():
+    for name, each in training.model.copies[0].named_parameters():
         assert (on_cpu(each.grad) - expected[name]).norm() <= 1e-12 * expected[name].norm() > 0, name
 
 
@@ -138,24 +140,64 @@ def test_a_number_of_rows_that_differs_by_card_is_no_other_way_of_being_called(m
 
     with emulated_cards(2), factories_on_cards():
         training = make_training(made(), CARDS[:2], plan, recomputes=True)
-        for tree in training.model.trees:
-            for block in tree.blocks:
+        for each in training.model.copies:
+            for block in each.blocks:
                 block.forward = InPlaceGuard(block)
         for index in (6, 8):
             monkeypatch.setattr(_Counted, "index", index)
             _check(training, made(), num_image=12)
 
 
-class _Broken(nn.Module):
-    def forward(self, *args: Any) -> Any:
-        raise MemoryError("card full")
+class _Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("in the backward")
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("at", ["blocks.1.mod", "last"])
-def test_a_card_that_fails_ends_the_others(at: str) -> None:
+def test_a_card_that_fails_ends_the_others_and_the_next_step_works(at: str, where: str) -> None:
+    def fail(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if where == "forward":
+            raise MemoryError("in the forward")
+        return _Broken.apply(output)
+
     with emulated_cards(3), factories_on_cards():
         training = make_training(make_toy(), CARDS[:3], PLAN, recomputes=True)
-        training.model.trees[1].set_submodule(at, _Broken())
-        with pytest.raises(MemoryError, match="card full"):
+        handle = training.model.copies[1].get_submodule(at).register_forward_hook(fail)
+        with pytest.raises(MemoryError, match=where):
             _run(training)
         assert not training.model._rows.newest  # nothing of a step is held
+        handle.remove()
+        _check(training, make_toy())
+
+
+class _Host:
+    """Computes with a model and with its weights, as ComfyUI does."""
+
+    def predict(self, model: Any, noisy: Any, sigmas: Any, given: Any, guidance: Any) -> torch.Tensor:
+        img = noisy[:, :, 0, 0].transpose(1, 2) * sigmas * model.front.weight.mean()
+        return model(img, given["txt"]) * guidance
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_host_is_given_its_inputs_where_each_cards_weights_are(inside: bool) -> None:
+    family: Any = SimpleNamespace(host=_Host())
+    draw = torch.Generator().manual_seed(3)
+    noisy, txt = (torch.randn(size, generator=draw, dtype=torch.float64) for size in ((1, 6, 1, 1, 11), (1, 5, 6)))
+    sigmas = torch.full((1,), 0.5, dtype=torch.float64)
+    expected = predict(family, make_toy(), noisy, sigmas, {"txt": txt}, 2.0)
+    with emulated_cards(3), factories_on_cards(), torch.no_grad():
+        model = make_training(make_toy(), CARDS[:3], PLAN, recomputes=True).model
+        given = [each.to(CARDS[0]) for each in (noisy, sigmas, txt)]
+
+        def work() -> torch.Tensor:
+            return predict(family, model, given[0], given[1], {"txt": given[2]}, 2.0)
+
+        found = model.together(work) if inside else [work()]
+        assert [each.device for each in found] == list(CARDS[: 3 if inside else 1])
+        assert all(torch.allclose(on_cpu(each), expected, rtol=1e-12) for each in found)

@@ -32,8 +32,8 @@ with watch.doing():
 
 
 def test_work_that_takes_too_long_is_ended_where_it_is() -> None:
-    script = CODE.format(file=str(ROOT / "bootstrap.py"))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    command = [sys.executable, "-c", CODE, str(ROOT / "bootstrap.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1 and "in sleep_for_ever" in done.stderr, done.stderr
 
 

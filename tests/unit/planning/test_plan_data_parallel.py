@@ -13,6 +13,7 @@ from devicebridge.planning.costs import BlockCost
 from devicebridge.planning.plan import TrainingPlan, draw_plan, plan_training, plan_values
 from devicebridge.planning.question import Question
 from devicebridge.planning.search import needed_at_least, what_helps
+from devicebridge.planning.times import ASSUMED_LINK_BYTES_PER_S
 from devicebridge.tests.plans import MadeUpCosts, full_size, make_cards, make_question
 
 GB = 10**9
@@ -188,6 +189,19 @@ def test_a_strategy_that_has_nothing_to_do_is_said_to_be_without_effect(cards, a
     assert plan.setting.strategy == "none" and any(f'parallel.strategy = "{strategy}": ' in note for note in plan.notes)
     for said in (_plan("flux1", **{**given, "train": {"gradient_accumulation_steps": 4}}), _plan("flux1", cards)):
         assert not any("without effect" in note for note in said.notes)
+
+
+def test_cards_that_share_out_tokens_take_a_share_of_each_block_and_keep_as_many():
+    """By hand: a block of 1 s is half of that and 0.1 s of keys and values, three times where it is recomputed."""
+    sections = {"model": {"quantize": "none"}, "parallel": {"strategy": "tokens"}}
+    block = BlockCost(GB, 100 * MB, 25 * MB, 10 * MB, {}, 10 * MB, 2 * GB, 10 * MB, 100 * MB, 2 * GB, 2 * GB)
+    costs = MadeUpCosts(block)
+    costs.key_bytes = lambda *work: 0.2 * ASSUMED_LINK_BYTES_PER_S  # of the other card half
+    plan = plan_training(make_question(costs, make_cards(100, 20), **sections))
+    small, kept = plan.devices[1], plan.uncheckpointed
+    assert plan.placement.strategy == "tokens" and len(plan.placement.replicas) == 2
+    assert kept[0] == kept[1] > 0 and small.needed > 17 * GB
+    assert plan.step_s == pytest.approx(0.6 * (3 * 10 - kept[0]))
 
 
 @pytest.mark.parametrize(("strategy", "drawing"), [("data", [True, False]), ("tokens", [True, True])])

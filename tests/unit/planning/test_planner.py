@@ -12,7 +12,7 @@ import pytest
 import torch
 from devicebridge.cli.main import main
 from devicebridge.config.job import save_job
-from devicebridge.config.model import Strategy, computes_together, shards_weights
+from devicebridge.config.model import Strategy, shards_weights, shares_rows
 from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.job import check_job, run_job
@@ -59,7 +59,7 @@ def _helps(question: Question) -> list[str]:
 
 def test_every_strategy_is_a_candidate():
     """But those that a job must ask for: one that is left out would be chosen for nobody."""
-    asked = {each for each in get_args(Strategy) if shards_weights(each) or computes_together(each)}
+    asked = {each for each in get_args(Strategy) if shards_weights(each) or shares_rows(each)}
     assert {*STRATEGIES} == {*get_args(Strategy)} - asked
 
 

@@ -1,0 +1,150 @@
+"""Training with copies of a model on several devices, which share out the rows (tokens) of each microbatch (tokens.py).
+
+Every device has one worker, which runs the whole forward, loss and backward of a microbatch through its copy. The
+copies exchange keys and values inside their blocks, and rows behind the last one. The LoRAs are those of
+data_parallel.py. Reasons: docs/decisions/0062-training-by-tokens.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ...patches.hooks import map_tensors
+from ..runner import MicroBatch
+from ..staged_copies import copies_between
+from ..transfer import Arrivals, current_device
+from .all_rows import CountedOnce
+from .collectives import Collective
+from .data_parallel import DataParallel, Replica
+from .thread_pool import ThreadPool
+from .tokens import OneDeviceError, Rows, TokenParallel
+from .workers import Coordinator
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class TokenModel(nn.Module):
+    """Copies of a model, one per device, called as one: the output is the first device's, and the same on all.
+
+    Args:
+        copies: with their LoRAs, in the order of devices.
+        rows: which the devices share out; attached.
+    """
+
+    def __init__(self, copies: Sequence[nn.Module], devices: Sequence[torch.device], rows: TokenParallel) -> None:
+        super().__init__()
+        self.copies = nn.ModuleList(copies)
+        self.devices = tuple(devices)
+        self._rows = rows
+        self._has_said_whole = False
+        self._side_streams = copies_between(devices)
+        self._pool = ThreadPool()
+        self._local = _Local()
+        self._group: Collective | None = None
+        self._running = threading.Lock()
+
+    def through(self, call: Callable[[nn.Module, torch.device], T], *, is_one_frame: bool = False) -> T:
+        """What call(copy, device) returns on the main device, computed by all; inside `together` on this device alone.
+
+        A sample whose rows cannot be shared out, every device computes whole; the loss of the first one counts.
+        """
+        rank = self._local.rank
+        if rank is None:
+            return self.together(lambda: self.through(call, is_one_frame=is_one_frame))[0]
+        assert self._group is not None, "a rank is running"
+        model, device, plan = self.copies[rank], self.devices[rank], self._rows.plan
+        rows = Rows(rank, (is_one_frame and plan.one_frame) or plan, self._rows.shares, self._group)
+        self._rows.newest[rank] = rows
+        try:
+            with self._rows.on(rows):
+                output = call(model, device)
+        except OneDeviceError as error:  # all devices find the same, at the same place
+            del self._rows.newest[rank]
+            if rank == 0 and not self._has_said_whole:
+                self._has_said_whole = True
+                _log.warning("a sample has %s: each device computes it whole, and others like it", str(error))
+        if rank not in self._rows.newest:  # what the error held is free here
+            output = call(model, device)
+        return output if rank == 0 else map_tensors(output, CountedOnce.apply)
+
+    def together(self, work: Callable[[], T], beside: Callable[[], None] = lambda: None) -> list[T]:
+        """What work() returns in a thread per device, in which this model is that device's copy.
+
+        Args:
+            beside: one more thread's work.
+        Raises: the first exception of a thread, and the others end; RuntimeError inside another call.
+        """
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError("this model computes something already; wait for it, runs do not nest")
+        try:
+            self._group = group = Collective(len(self.devices), self._send)
+            found: dict[int, T] = {}
+
+            def carry(rank: int) -> None:
+                self._local.rank = rank
+                try:
+                    with current_device(self.devices[rank]):  # for kernels that go by it
+                        found[rank] = work()
+                    group.finish(rank)
+                finally:
+                    self._local.rank = None
+
+            def at_end(index: int) -> None:  # also of one that never began: nobody may wait for it
+                if index < len(self.devices) and index not in found:
+                    group.abort(RuntimeError(f"{self.devices[index]} has ended"))
+
+            run = Coordinator(self._pool, self.devices)
+            try:
+                run.run([*(partial(carry, rank) for rank in range(len(self.devices))), beside], at_end)
+            finally:
+                group.forget()
+            return [found[rank] for rank in range(len(self.devices))]
+        finally:
+            self._rows.newest.clear()
+            self._group = None
+            self._running.release()
+
+    def _send(self, tensors: Sequence[torch.Tensor], rank: int, arrivals: Arrivals) -> Sequence[torch.Tensor]:
+        return self._side_streams.copies(tensors, self.devices[rank], arrivals)
+
+
+class TokenTraining(DataParallel):
+    """Trains copies of a model that share out the rows of each microbatch; see Runner.
+
+    Every copy has a part of the gradients, as under data parallelism, and its loss is the first one's alone.
+
+    Args:
+        model: of the replicas' models.
+    """
+
+    num_replicas = 1
+
+    def __init__(self, model: TokenModel, replicas: Sequence[Replica]) -> None:
+        super().__init__(replicas)
+        self.model = model
+
+    def replica_for(self, index: int) -> tuple[nn.Module, torch.device]:
+        return self.model, self.devices[0]
+
+    def _losses(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
+        """After forward and backward, one microbatch after the other, into the gradients of every copy."""
+        losses: list[torch.Tensor] = []
+        prepared = [microbatches[0].prepare()] if microbatches else []
+        for index, microbatch in enumerate(microbatches):
+            given, following = prepared.pop(), microbatches[index + 1 : index + 2]
+            beside = partial(prepared.extend, (each.prepare() for each in following))  # prepared in that thread
+            losses.append(self.model.together(partial(microbatch.compute, given), beside)[0])
+            del given
+        return losses
+
+
+class _Local(threading.local):
+    rank: int | None = None  # of the device whose thread this is

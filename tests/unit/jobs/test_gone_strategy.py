@@ -1,0 +1,101 @@
+"""Runs that an older version trained by tensor parallel go on without it; and what training by tokens refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from devicebridge.config.job import JobConfig, ParallelConfig, load_job, save_job
+from devicebridge.jobs.job import check_job, run_job
+from devicebridge.jobs.resume import TrainingResult
+from devicebridge.tests.emulated import emulated_cards
+from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
+from devicebridge.training.state import list_checkpoints, load_checkpoint, save_checkpoint
+
+pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread", "short_texts")
+_CARDS = ["lazy:0", "lazy:1"]
+
+
+def _job(tmp_path: Path, folder: str, **sections: dict[str, Any]) -> JobConfig:
+    values: dict[str, dict[str, Any]] = {
+        "split": {"devices": _CARDS},
+        "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
+        "train": {"steps": 3, "batch_size": 1, "seed": 3, "gradient_accumulation_steps": 2},
+        "evaluation": {"folder": ""},
+        "output": {"folder": str(tmp_path / folder), "save_every_steps": 0},
+    }
+    return make_tiny_job(tmp_path, "flux2", **{**values, **sections})
+
+
+def _run(job: JobConfig, **arguments: Any) -> TrainingResult:
+    with emulated_cards(4):
+        return run_job(job, **arguments)
+
+
+def _as_if_by_tensor(job: JobConfig) -> None:
+    """What such a run's newest checkpoint said of itself."""
+    path = list_checkpoints(Path(job.output.folder) / "checkpoints")[-1]
+    state = load_checkpoint(path)
+    state.facts["config"]["parallel"]["strategy"] = "tensor"
+    state.facts.update(placement=["lazy:0"] * len(state.facts["placement"]), shards=_CARDS, shares=[])
+    save_checkpoint(path.parent, state, keep_last=1)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "pipeline"])
+def test_a_run_by_tensor_goes_on_over_the_same_cards(
+    tmp_path: Path, strategy: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its LoRA is whole in the checkpoint: losses and file are those of a run that was never stopped."""
+    job = replace(_job(tmp_path, "stopped"), parallel=ParallelConfig(strategy=strategy))
+    straight = _run(_job(tmp_path, "straight", parallel={"strategy": strategy}))
+    steps: list[Any] = []
+    stopped = _run(job, on_event=steps.append, should_stop=lambda: any(each.kind == "step" for each in steps))
+    assert stopped.step == 1
+    _as_if_by_tensor(job)
+    caplog.clear()
+    seen: list[Any] = []
+    resumed = _run(job, resume=True, on_event=seen.append)
+    lines = [record.getMessage() for record in caplog.records if "tensor parallel" in record.getMessage()]
+    assert len(lines) == 1 and job.output.folder in lines[0] and f'"{strategy}"' in lines[0]
+    loading = next(each.values for each in seen if each.values.get("name") == "loading")
+    assert [device for device, _ in loading["blocks"]] == _CARDS
+    assert resumed.losses == straight.losses
+    assert resumed.lora_path.read_bytes() == straight.lora_path.read_bytes()
+
+
+def test_a_job_file_that_asks_for_tensor_is_run_by_auto(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job, file = _job(tmp_path, "run"), tmp_path / "job.toml"
+    save_job(job, file)
+    file.write_text(file.read_text().replace('strategy = "auto"', 'strategy = "tensor"'))
+    read = load_job(file)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert read == job and 'parallel.strategy = "tensor"' in line and '"auto" is taken' in line
+    with emulated_cards():
+        assert check_job(read).execution.strategy == "pipeline"
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ({}, r'strategy = "tokens" was asked for, but .* the tokens of diffusers'),
+        ({"blocks_without_checkpointing": [0, 1]}, "give each the same number"),
+        ({"offloaded_blocks": [1, 1]}, 'strategy = "tokens" puts the whole model'),
+        ({"balance": "manual", "split_at": [2]}, "says where to cut the model"),
+    ],
+)
+def test_what_tokens_cannot_do_is_refused_before_anything_is_loaded(
+    tmp_path: Path, split: dict[str, Any], message: str
+) -> None:
+    with emulated_cards(), pytest.raises(ValueError, match=message):
+        check_job(_job(tmp_path, "run", split={"devices": _CARDS, **split}, parallel={"strategy": "tokens"}))
+
+
+@pytest.mark.parametrize("devices", [["lazy:0"], ["lazy:0", "cpu"]])
+def test_where_cards_cannot_compute_together_a_warning_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, devices: list[str]
+) -> None:
+    with emulated_cards():
+        plan = check_job(_job(tmp_path, "run", split={"devices": devices}, parallel={"strategy": "tokens"}))
+    assert plan.execution.strategy == "none" and plan.placement.replicas == () and "left out" in caplog.text
