@@ -11,7 +11,7 @@ import { stateName, t, tooltipOf } from './words.js'
 const DRAWN_EVERY_MS = 1000
 const SPLIT_NODES = ['DeviceBridgeSplitModel', 'DeviceBridgeLoadDiffusionModelSplit']
 // as nodes/choices.py has them
-const TEXT_LINKS = ['model', 'unet_name', 'folder', 'evaluation_folder', 'text_encoders', 'text_encoder_2', 'vae', 'text_device', 'vae_device', 'devices']
+const TEXT_LINKS = ['model', 'unet_name', 'folder', 'evaluation_folder', 'text_encoders', 'text_encoder_2', 'vae', 'text_device', 'vae_device', 'devices', 'balance']
 const BLOCKS = 'devicebridge_blocks' // property of a node: what its last run has shown
 
 export function addToNode(node) {

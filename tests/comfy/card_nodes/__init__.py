@@ -236,7 +236,25 @@ def _most_hooks() -> int:
     return max(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in modules)
 
 
+class Text:
+    """A text that is there when another node has run."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"text": ("STRING", {})}, "optional": {"after": ("*",)}}
+
+    RETURN_TYPES = ("STRING",)
+    FUNCTION = "give"
+    OUTPUT_NODE = True
+    CATEGORY = "test"
+
+    def give(self, text: str, after: Any = None) -> dict[str, Any]:
+        return {"ui": {"text": [text]}, "result": (text,)}
+
+
 NODE_CLASS_MAPPINGS = {
+    "TestText": Text,
+    "UnetLoaderGGUFMultiGPU": Text,  # as ComfyUI-MultiGPU has it: nothing may stand in for it
     "TestCardsOn": CardsOn,
     "TestCardsOff": CardsOff,
     "TestCondition": TestCondition,
