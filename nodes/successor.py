@@ -1,8 +1,7 @@
 """What stands in for nodes of ComfyUI-MultiGPU, so that workflows made with that archived pack open and run.
 
-ComfyUI asks only where no pack has the node of a workflow, so an installed ComfyUI-MultiGPU keeps its own. Every entry
-computes what the old node's MODEL, CLIP or VAE computed. Where a loader chose nothing but a device, ComfyUI's own
-chooses it now.
+ComfyUI asks only where no pack has a workflow's node, so an installed ComfyUI-MultiGPU keeps its own. What comes out
+computes what it did. Where a loader chose nothing but a device, ComfyUI's own chooses it now.
 """
 
 from __future__ import annotations
@@ -14,9 +13,14 @@ from .host import io
 from .split import LoadDiffusionModelSplit
 
 _SUFFIXES = ("MultiGPU", "DisTorchMultiGPU", "DisTorch2MultiGPU")
-_ENCODERS = {"CLIPLoader": 1, "DualCLIPLoader": 2, "TripleCLIPLoader": 3, "QuadrupleCLIPLoader": 4}
+_CLIPS: dict[str, tuple[str, ...]] = {
+    "CLIPLoader": ("clip_name", "type"),
+    "DualCLIPLoader": ("clip_name1", "clip_name2", "type"),
+    "TripleCLIPLoader": ("clip_name1", "clip_name2", "clip_name3"),
+    "QuadrupleCLIPLoader": ("clip_name1", "clip_name2", "clip_name3", "clip_name4"),
+}
 # By a loader of ComfyUI, or of ComfyUI-GGUF where that is installed: the inputs that its MultiGPU forms have as well.
-_SAME: dict[str, tuple[str, ...]] = {
+_SAME = {
     "VAELoader": ("vae_name",),
     "CLIPVisionLoader": ("clip_name",),
     "CheckpointLoaderSimple": ("ckpt_name",),
@@ -25,14 +29,8 @@ _SAME: dict[str, tuple[str, ...]] = {
     "DiffusersLoader": ("model_path",),
     "UnetLoaderGGUF": ("unet_name",),
     "UnetLoaderGGUFAdvanced": ("unet_name", "dequant_dtype", "patch_dtype", "patch_on_device"),
-    **{
-        f"{name}{kind}": (
-            *(("clip_name",) if count == 1 else (f"clip_name{number + 1}" for number in range(count))),
-            *(("type",) if count < 3 else ()),
-        )
-        for name, count in _ENCODERS.items()
-        for kind in ("", "GGUF")
-    },
+    **_CLIPS,
+    **{f"{name}GGUF": names for name, names in _CLIPS.items()},
 }
 _UNET = ("unet_name", "weight_dtype")
 _DISTORCH = (*_UNET, "compute_device", "virtual_vram_gb", "donor_device", "expert_mode_allocations")
@@ -42,19 +40,18 @@ def replacements() -> Iterator[io.NodeReplace]:
     """One for each old node that has a counterpart."""
     ours = LoadDiffusionModelSplit.define_schema()
     given = {each.id: each.default for each in ours.inputs if not each.optional and each.id not in _UNET}
-    # A picture of an old workflow keeps its bits: blocks, without overlap.
-    given |= {"way": "blocks", "overlap": False}
+    given |= {"way": "blocks", "overlap": False}  # old pictures keep their bits
+    to_balance = {"expert_mode_allocations": "balance"}
     yield _replace("UNETLoaderMultiGPU", ours.node_id, (*_UNET, "device"), given, {"device": "devices"})
     yield _replace("UNETLoaderDisTorchMultiGPU", ours.node_id, _UNET, given)
-    to_balance = {"expert_mode_allocations": "balance"}
     yield _replace("UNETLoaderDisTorch2MultiGPU", ours.node_id, _DISTORCH, given, to_balance)
     yield _replace("UNetLoaderLP", "UNETLoader", ("unet_name",), {"weight_dtype": "default"})
     for name in ("CheckpointLoaderAdvancedMultiGPU", "CheckpointLoaderAdvancedDisTorch2MultiGPU"):
         yield _replace(name, "CheckpointLoaderSimple", ("ckpt_name",), {})
     for loader, names in _SAME.items():
-        has_device = loader in ("CLIPLoader", "DualCLIPLoader")
+        more = {"device": "default"} if loader in ("CLIPLoader", "DualCLIPLoader") else {}
         for suffix in _SUFFIXES:
-            yield _replace(f"{loader}{suffix}", loader, names, {"device": "default"} if has_device else {})
+            yield _replace(f"{loader}{suffix}", loader, names, more)
 
 
 def _replace(

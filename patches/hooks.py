@@ -107,7 +107,7 @@ def parameters_on_meta() -> Iterator[None]:
     def emptied(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(emptied)
+    handle = register_module_parameter_registration_hook(emptied)  # type: ignore[arg-type]  # of torch's stub
     try:
         yield
     finally:
