@@ -1,7 +1,4 @@
-"""Which device holds how much of a model, in the words of ComfyUI-MultiGPU, as a value of "balance".
-
-Its users wrote these texts into expert_mode_allocations; its log shows them as "Full allocation string".
-"""
+"""Which device holds how much of a model: expert_mode_allocations of ComfyUI-MultiGPU, as a value of "balance"."""
 
 from __future__ import annotations
 

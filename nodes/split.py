@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from ..parallel.devices import find_device, hidden_gpus
 from . import host
+from .allocation import read_allocation
 from .choices import COMES_AND_GOES, device_options, free_memory_note, links_fit, read_devices
 from .host import io
 from .saying import said_on_node
@@ -203,8 +205,6 @@ class LoadDiffusionModelSplit(io.ComfyNode):
 
 def _only_device(sockets: dict[str, Any]) -> torch.device | None:
     """The device that holds the whole model, where devices and an allocation name no other."""
-    from ..parallel.devices import find_device
-
     balance = _read_balance(sockets)
     named = {find_device(name) for name in read_devices(sockets["devices"])}
     named |= set() if isinstance(balance, str) else set(balance.gpus)
@@ -213,9 +213,6 @@ def _only_device(sockets: dict[str, Any]) -> torch.device | None:
 
 def _read_balance(sockets: dict[str, Any]) -> Any:
     """One of its options, or an Allocation. Raises: ValueError for what is neither."""
-    from ..parallel.devices import find_device
-    from .allocation import read_allocation
-
     text = str(sockets["balance"]).strip() or _BALANCES[0]  # old workflows have an empty text
     names = read_devices(sockets["devices"])
     return text if text in _BALANCES else read_allocation(text, [*map(find_device, names)] or host.list_gpus())
@@ -231,8 +228,6 @@ def _read_request(sockets: dict[str, Any]) -> SplitRequest | None:
     chosen = find_machine(names).devices if names else named or host.list_gpus()
     cuts = read_list(sockets["split_at"], int, "split_at")
     if len(chosen) < 2 and not read_auto(sockets["devices"]) and not named:
-        from ..parallel.devices import hidden_gpus
-
         found = f"only {chosen[0]}" if chosen else "no GPU"
         _log.warning("split: this machine has %s; the model stays whole%s", found, hidden_gpus())
         return None

@@ -103,18 +103,14 @@ class SplitRequest:
             )
 
     def allotted(self, model_bytes: int) -> tuple[SplitRequest, list[int]]:
-        """The request with an allocation's limits, and the bytes that each device is to hold; [] without an allocation.
-
-        It limits devices where it leaves some of the model to host memory; else whole blocks come near enough.
-        """
+        """The request, with an allocation's limits where the host keeps a part, and bytes by device; [] without one."""
         if not isinstance(self.balance, Allocation):
             return self, []
         totals = {device: int(management.get_total_memory(device)) for device in self.devices}
         weights = self.balance.weights(model_bytes, totals)
         sizes = [weights[device] for device in self.devices]
-        if sum(sizes) == model_bytes:
-            return self, sizes
-        return replace(self, balance="memory", memory_limit_gb=tuple(max(size, 1) / GB for size in sizes)), sizes
+        limits = tuple(max(size, 1) / GB for size in sizes) if sum(sizes) < model_bytes else ()
+        return replace(self, balance="memory", memory_limit_gb=limits), sizes
 
     @property
     def limit_bytes(self) -> dict[torch.device, int]:
