@@ -14,7 +14,6 @@ from typing import Any
 
 import diffusers
 import torch
-from accelerate import init_empty_weights
 from devicebridge.checkpoints.checkpoint import CheckpointInfo, make_published_info
 from devicebridge.checkpoints.load import LayerStore
 from devicebridge.config.job import JobConfig, make_job
@@ -28,6 +27,7 @@ from devicebridge.parallel.local.block_split import BlockSplit, apply_block_spli
 from devicebridge.parallel.offload.weights import WeightOffload
 from devicebridge.parallel.placement import Placement, block_names, parameter_bytes, plan_placement
 from devicebridge.parallel.runner import PlainAccumulation, Runner
+from devicebridge.patches.hooks import parameters_on_meta
 from devicebridge.planning.cards import Card, cards_of
 from devicebridge.planning.costs import ModelCosts
 from devicebridge.planning.question import Question
@@ -144,7 +144,7 @@ def draw_model(
     Args:
         store: takes layers as they are done.
     """
-    with init_empty_weights(include_buffers=False):  # Wan's rotary tables are computed in the constructor
+    with parameters_on_meta():  # Wan's rotary tables are computed in the constructor
         model = getattr(diffusers, family.transformer_class)(**config)
     quantizer = None if scheme == "bf16" else Quantizer(family, QuantizeSettings(scheme))  # type: ignore[arg-type]
     seeds = {name: seed * 100_003 + index for index, (name, _) in enumerate(model.named_parameters())}

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from ..patches.hooks import parameters_on_meta
 from ..quantization.quantize import Quantizer, Stored8
 from ..system.stopping import alive
 from .checkpoint import CheckpointInfo
@@ -50,10 +51,8 @@ def make_unfilled_transformer(info: CheckpointInfo) -> torch.nn.Module:
     """The transformer with its parameters on meta, and real buffers and tables on the CPU."""
     if info.family.host is not None:
         return info.family.host.make(is_empty=False)
-    from accelerate import init_empty_weights
-
     # Buffers that no file holds (Wan's rotary tables) must be real; they are computed in the constructor.
-    with init_empty_weights(include_buffers=False):
+    with parameters_on_meta():
         return transformer_class(info.family).from_config(dict(info.config))
 
 

@@ -131,7 +131,6 @@ _IMPORTED = {
     "diffusers": "diffusers:FluxTransformer2DModel",
     "transformers": "transformers:T5EncoderModel",
     "peft": "peft:LoraConfig",
-    "accelerate": "accelerate:init_empty_weights",
     "safetensors": "safetensors:safe_open",
     "pydantic": "pydantic:TypeAdapter",
     "tomlkit": "tomlkit:parse",
@@ -300,7 +299,7 @@ def _missing(facts: dict[str, Any], *names: str) -> str:
     return "" if facts["devices"] else f"torch {facts['torch_build']}"
 
 
-_TRAINING = ("torch", "diffusers", "peft", "safetensors", "accelerate", "pydantic", "tomlkit")
+_TRAINING = ("torch", "diffusers", "peft", "safetensors", "pydantic", "tomlkit")
 
 
 def _accelerators(facts: dict[str, Any]) -> list[dict[str, Any]]:

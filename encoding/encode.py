@@ -213,7 +213,7 @@ def _fill(key_of: Mapping[Item, str], source: Source[Item], fill: _Fill, on_begi
 
 def _log_memory(what: str, device: torch.device | str) -> None:
     """One line with what this process holds in host memory and, of tensors, on the device."""
-    import psutil  # comes with accelerate
+    import psutil
 
     held = f"{psutil.Process().memory_info().rss / 1e9:.2f} GB"
     device = torch.device(device)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ..families.spec import TextEncoderSpec
-from ..patches.hooks import HookSet
+from ..patches.hooks import HookSet, parameters_on_meta
 from ..system.files import expect, read_json_object
 from .streamed_encoder import StreamedLayers, StreamPlan, stream_weights
 from .text_weights import (
@@ -363,7 +363,6 @@ def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:
 
     Raises: ValueError if its folder does not describe such an encoder.
     """
-    from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModel
 
     folder = folder / spec.folder
@@ -384,7 +383,7 @@ def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:
             if getattr(config, "layer_types", None):
                 config.layer_types = config.layer_types[: max(layers)]
             needs_norm = max(layers) == num_layers  # the last hidden state of the whole model is behind the norm
-        with init_empty_weights(include_buffers=False):  # rotary frequencies are buffers that no file holds
+        with parameters_on_meta():  # rotary frequencies are buffers that no file holds
             model = make(config)
     if not needs_norm:
         model.norm = torch.nn.Identity()

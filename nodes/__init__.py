@@ -11,13 +11,14 @@ from ..system.telling import EscapedLogs
 from .caption_images import ImagesToCaption, WriteCaptions
 from .captions import CacheCaptionsAndLatents
 from .dataset import DatasetFromLatents, TrainingDatasetNode
-from .host import ComfyExtension, io
+from .host import ComfyAPI, ComfyExtension, io
 from .load import LoadModelForTraining, Quantize
 from .plan import PlanTraining
 from .ring_lse import RingLseFix
 from .saying import PACK
 from .simple import TrainLoraSimple
 from .split import LoadDiffusionModelSplit, SplitModel
+from .successor import replacements
 from .train import TrainLora
 
 NODES: tuple[type[io.ComfyNode], ...] = (
@@ -41,6 +42,14 @@ _log = logging.getLogger(__name__)
 
 
 class DeviceBridgeExtension(ComfyExtension):
+    async def on_load(self) -> None:
+        """Say what stands in for another pack's nodes; a ComfyUI that asks otherwise has the nodes alone."""
+        try:
+            for each in replacements():
+                await ComfyAPI().node_replacement.register(each)
+        except (AttributeError, ImportError, TypeError) as error:
+            _log.warning("workflows of ComfyUI-MultiGPU will not open: %s", error)
+
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """The nodes; one whose part of ComfyUI has changed is there, too, and refuses to run."""
         refused = compat.refusals(compat.find_faults())

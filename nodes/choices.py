@@ -25,7 +25,7 @@ COMES_AND_GOES = {"list_upload": True}  # how comfy-cli knows such a list
 # Lists of files, folders and devices. A link may bring their text; web/js/nodes.js lets one be drawn.
 TEXT_LINKS = frozenset(
     ("model", "unet_name", "folder", "images", "evaluation_folder", "text_encoders", "text_encoder_2", "vae")
-    + ("text_device", "vae_device", "devices")
+    + ("text_device", "vae_device", "devices", "balance")
 )
 
 

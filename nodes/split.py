@@ -5,25 +5,32 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from ..parallel.devices import find_device, hidden_gpus
 from . import host
-from .choices import device_options, free_memory_note, links_fit, read_devices
+from .allocation import read_allocation
+from .choices import COMES_AND_GOES, device_options, free_memory_note, links_fit, read_devices
 from .host import io
 from .saying import said_on_node
 from .sockets import AUTO, Socket, make_inputs, read_auto, read_list
 
 if TYPE_CHECKING:
+    import torch
+
     from .host.split.plan import SplitRequest
 
 _log = logging.getLogger(__name__)
 
 
+_BALANCES = ("memory", "time", "manual")
 _FIXED = (
     io.Combo.Input(
         "balance",
-        options=["memory", "time", "manual"],
-        default="memory",
+        options=list(_BALANCES),
+        default=_BALANCES[0],
+        extra_dict=COMES_AND_GOES,
         tooltip="How the blocks are shared out: by memory, in proportion to what each GPU has; by equal computing "
-        "time, best with CFG or batches on equal GPUs; or cut where split_at says.",
+        "time, best with CFG or batches on equal GPUs; or cut where split_at says. A text linked here may be an "
+        "allocation of ComfyUI-MultiGPU, such as cuda:0,10gb;cuda:1,*.",
     ),
     Socket("split_at", "split.split_at", placeholder="12, 30", advanced=True),
     io.String.Input(
@@ -119,7 +126,7 @@ class SplitModel(io.ComfyNode):
         return io.Schema(
             node_id="DeviceBridgeSplitModel",
             display_name="Split Model Across GPUs",
-            category="DeviceBridge/inference",
+            category="advanced/multigpu",
             description="Puts some of a model's layers on each GPU and hands activations from one to the next, so "
             "that a model too large for one GPU runs without streaming weights. The result is an ordinary MODEL: "
             "samplers, LoRA loaders and ControlNet stay as they are. Put it directly after the loader.",
@@ -133,8 +140,8 @@ class SplitModel(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, devices: str = "", input_types: Any = None) -> bool | str:
-        """A device that the list does not have is refused by execute, which says what would work."""
+    def validate_inputs(cls, devices: str = "", balance: str = "", input_types: Any = None) -> bool | str:
+        """A device or balance that no list has is refused by execute, which says what would work."""
         return links_fit(cls, input_types)
 
     @classmethod
@@ -156,7 +163,7 @@ class LoadDiffusionModelSplit(io.ComfyNode):
         return io.Schema(
             node_id="DeviceBridgeLoadDiffusionModelSplit",
             display_name="Load Diffusion Model Across GPUs",
-            category="DeviceBridge/inference",
+            category="advanced/multigpu",
             description="Loads a diffusion model so that each GPU holds some of its layers; no GPU ever holds the "
             "whole model. The result is an ordinary MODEL.",
             search_aliases=["multi gpu", "two gpus", "model parallel", "unet loader", "split model"],
@@ -181,8 +188,8 @@ class LoadDiffusionModelSplit(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, devices: str = "", input_types: Any = None) -> bool | str:
-        """A device that the list does not have is refused by execute, which says what would work."""
+    def validate_inputs(cls, devices: str = "", balance: str = "", input_types: Any = None) -> bool | str:
+        """A device or balance that no list has is refused by execute, which says what would work."""
         return links_fit(cls, input_types)
 
     @classmethod
@@ -191,9 +198,24 @@ class LoadDiffusionModelSplit(io.ComfyNode):
         path = host.find_checkpoint(unet_name)
         from .host.split.model import blocks_by_card, describe_split, load_split_model
 
-        model = load_split_model(path, weight_dtype, _read_request(sockets))
+        model = load_split_model(path, weight_dtype, _only_device(sockets) or _read_request(sockets))
         host.NodeView(cls.hidden.unique_id).show_text(describe_split(model))
         return io.NodeOutput(model, ui={"blocks": blocks_by_card(model)})
+
+
+def _only_device(sockets: dict[str, Any]) -> torch.device | None:
+    """The device that holds the whole model, where devices and an allocation name no other."""
+    balance = _read_balance(sockets)
+    named = {find_device(name) for name in read_devices(sockets["devices"])}
+    named |= set() if isinstance(balance, str) else set(balance.gpus)
+    return named.pop() if len(named) == 1 else None
+
+
+def _read_balance(sockets: dict[str, Any]) -> Any:
+    """One of its options, or an Allocation. Raises: ValueError for what is neither."""
+    text = str(sockets["balance"]).strip() or _BALANCES[0]  # old workflows have an empty text
+    names = read_devices(sockets["devices"])
+    return text if text in _BALANCES else read_allocation(text, [*map(find_device, names)] or host.list_gpus())
 
 
 def _read_request(sockets: dict[str, Any]) -> SplitRequest | None:
@@ -201,22 +223,22 @@ def _read_request(sockets: dict[str, Any]) -> SplitRequest | None:
     from ..jobs.resolve import find_machine
     from .host.split.plan import SplitRequest
 
-    names = read_devices(sockets["devices"])
-    chosen = find_machine(names).devices if names else host.list_gpus()
+    names, balance = read_devices(sockets["devices"]), _read_balance(sockets)
+    named = () if isinstance(balance, str) else balance.gpus
+    chosen = find_machine(names).devices if names else named or host.list_gpus()
     cuts = read_list(sockets["split_at"], int, "split_at")
-    if len(chosen) < 2 and not read_auto(sockets["devices"]):
-        from ..parallel.devices import hidden_gpus
-
+    if len(chosen) < 2 and not read_auto(sockets["devices"]) and not named:
         found = f"only {chosen[0]}" if chosen else "no GPU"
         _log.warning("split: this machine has %s; the model stays whole%s", found, hidden_gpus())
         return None
-    if cuts and sockets["balance"] != "manual":
+    if cuts and balance != "manual":
         text = ", ".join(map(str, cuts))
         _log.warning("split: split_at %s is ignored with balance %s; it is for manual", text, sockets["balance"])
         cuts = ()
     limits = read_list(sockets["memory_limit_gb"], float, "memory_limit_gb")
-    names_as_they_are = "balance", "overlap", "offload", "verify", "exchange"
+    names_as_they_are = "overlap", "offload", "verify", "exchange"
     others: dict[str, Any] = {name: sockets[name] for name in names_as_they_are if name in sockets}
+    others["balance"] = balance
     others["shares"] = read_list(sockets.get("shares", "").replace(":", ","), float, "shares")
     transport: Any = read_auto(sockets["transport"]) or None
     way: Any = read_auto(sockets.get("way", AUTO)) or None

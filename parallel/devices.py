@@ -111,7 +111,7 @@ def total_bytes(device: torch.device) -> int | None:
 
 
 def _system_bytes() -> int:
-    import psutil  # comes with accelerate
+    import psutil
 
     return int(psutil.virtual_memory().available)
 
@@ -237,7 +237,7 @@ def has_peer_access(source: torch.device, target: torch.device) -> bool | None:
 def describe_cards() -> list[dict[str, Any]]:
     """Per card its name, title, bytes in all, used by anybody and by this process, utilisation in percent and degrees
     Celsius; None for what is not told. At the end the host's memory, under the name "host"."""
-    import psutil  # comes with accelerate
+    import psutil
 
     cards = []
     for device in available_devices():

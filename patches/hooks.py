@@ -13,10 +13,12 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -96,6 +98,20 @@ class HookSet:
 
 _AROUND = "_devicebridge_around"
 _made: weakref.WeakValueDictionary[int, Callable[..., Any]] = weakref.WeakValueDictionary()  # by id, in around_method
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Inside, modules are made with parameters that take no memory; their buffers are real."""
+
+    def emptied(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(emptied)  # type: ignore[arg-type]  # of torch's stub
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def is_made_here(value: Any) -> bool:

@@ -271,7 +271,7 @@ def _mark_of(pid: int) -> ProcessMark:
 
 def _process(pid: int) -> float | None:
     """When it started; None if it does not run."""
-    import psutil  # comes with accelerate; the guard below runs without it
+    import psutil  # the guard below runs without it
 
     try:
         process = psutil.Process(pid)

@@ -175,6 +175,7 @@ def _api() -> ModuleType:
         Input=object,
         Hidden=SimpleNamespace(unique_id="UNIQUE_ID"),
     )
+    module.ComfyAPI = object  # type: ignore[attr-defined]
     module.ComfyExtension = ComfyExtension  # type: ignore[attr-defined]
     return module
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from comfy_api.v0_0_2 import ComfyAPI as ComfyAPI
 from comfy_api.v0_0_2 import ComfyExtension as ComfyExtension
 from comfy_api.v0_0_2 import io as io
 

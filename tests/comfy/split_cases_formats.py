@@ -10,9 +10,11 @@ import comfy.model_patcher
 import comfy.sd
 import torch
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
+from devicebridge.nodes.allocation import read_allocation
 from devicebridge.nodes.host.split.model import load_split_model
 from devicebridge.nodes.host.split.model_copy import original_of
 from devicebridge.nodes.host.split.plan import SplitRequest
+from devicebridge.nodes.host.split.tree import tree_of
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, long_case, split
 from devicebridge.tests.comfy.split_host import HOME, OTHER, Host, block_devices, peaks_of
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, make_weights, small_sizes
@@ -243,5 +245,12 @@ def balances(case: Case) -> None:
         case.equal(f"{options}", host.sample(divided, NAME), reference)
         found = sum(places == {str(HOME)} for places in block_devices(divided, FAMILIES[NAME]).values())
         case.check("blocks at home", found == options.get("split_at", (found,))[0], found)
+    for text in (f"{HOME},30%;{OTHER},70%", f"{HOME},25%;{OTHER},25%;cpu,50%"):
+        divided = split(plain, balance=read_allocation(text, (HOME, OTHER)))
+        case.equal(text, host.sample(divided, NAME), reference)
+        sizes, limits = tree_of(divided.model).weight_bytes(), tree_of(divided.model).plan.limit_bytes
+        here, whole = limits.get(HOME, sizes[HOME]), sum(sizes.values())
+        case.check("near what was asked", abs(here - float(text[7:9]) / 100 * whole) < 0.1 * whole, (here, whole))
+        case.check("limits only where the host holds a part", bool(limits) == ("cpu" in text), limits)
     case.refused("a cut behind the last block", lambda: split(plain, balance="manual", split_at=(9,)), ValueError, "9")
     case.refused("the same card twice", lambda: split(plain, HOME, HOME), ValueError, "different")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.tests.comfy.server import ROOT, Messages, Server
+from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Messages, Server
 from devicebridge.tests.comfy_host import comfy_python
 from devicebridge.tests.workflows import from_folder, set_values
 from PIL import Image
@@ -92,6 +92,21 @@ print("quiet")
     environment = {**os.environ, "PYTHONPATH": str(comfyui)}
     done = subprocess.run(command, cwd=comfyui, capture_output=True, text=True, env=environment, check=False)
     assert done.stdout.strip().endswith("quiet"), done.stderr
+
+
+def test_the_nodes_load_and_a_split_runs_with_comfyuis_own_packages(comfyui: Path, tmp_path: Path) -> None:
+    """What the pack's requirements ask beside ComfyUI's is not there; "packaging" comes with torch."""
+    asked, there = (
+        set(re.findall(r"(?m)^[\w-]+", (folder / "requirements.txt").read_text(encoding="utf-8")))
+        for folder in (ROOT, comfyui)
+    )
+    absent = sorted(asked - there - {"packaging"})
+    assert {"diffusers", "peft", "torchao", "tomlkit"} <= set(absent)
+    worker = Path(__file__).with_name("own_packages_worker.py")
+    command = [str(comfy_python(comfyui)), str(worker), str(comfyui), str(tmp_path), *absent, "accelerate"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **ENVIRONMENT})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"same": True, "loaded": []}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,7 +12,7 @@ const DRAWN_EVERY_MS = 1000
 const TRAINING_NODES = ['DeviceBridgeTrainLora', 'DeviceBridgeTrainLoraSimple']
 const SPLIT_NODES = ['DeviceBridgeSplitModel', 'DeviceBridgeLoadDiffusionModelSplit']
 // as nodes/choices.py has them
-const TEXT_LINKS = ['model', 'unet_name', 'folder', 'images', 'evaluation_folder', 'text_encoders', 'text_encoder_2', 'vae', 'text_device', 'vae_device', 'devices']
+const TEXT_LINKS = ['model', 'unet_name', 'folder', 'images', 'evaluation_folder', 'text_encoders', 'text_encoder_2', 'vae', 'text_device', 'vae_device', 'devices', 'balance']
 const TEXT_HEIGHT = 90
 const ANSWERED = 'devicebridge_run' // property of a training node: the run that its last answer was of
 const BLOCKS = 'devicebridge_blocks' // property of a node: what its last run has shown

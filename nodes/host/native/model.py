@@ -32,6 +32,7 @@ from ....parallel.block_lists import hooked_modules, placed_blocks
 from ....parallel.local.tokens import HERE
 from ....parallel.offload.block_call import Checkpoint, checkpoint_calls
 from ....parallel.offload.in_place import InPlaceGuard
+from ....patches.hooks import parameters_on_meta
 from ....patches.lora import is_lora_name
 from .drawing import ComfyDecoding, ComfySteps, scheduler_of
 from .lora import read_lora
@@ -203,13 +204,11 @@ class ComfyModel:
 
 def build(config: Any, names: Mapping[str, torch.Tensor], prefix: str, device: torch.device) -> Any:
     """ComfyUI's model without weights; some classes count with numbers of their own, which are not on meta."""
-    from accelerate import init_empty_weights
-
     # Of its own, and with plain layers; copies of a model share it.
     own: Any = object.__new__(_shared_class(type(config)))  # type: ignore[arg-type]
     own.__dict__.update({name: dict(each) if type(each) is dict else each for name, each in vars(config).items()})
     own.custom_operations = plain_operations()
-    with init_empty_weights(include_buffers=False):
+    with parameters_on_meta():
         try:
             return own.get_model(dict(names), prefix, device=device)
         except RuntimeError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -84,7 +84,8 @@ def plan_blocks(diffusion_model: nn.Module, request: SplitRequest) -> BlockPlan:
     """
     layout = layout_of(diffusion_model)
     leaders, order = followers(diffusion_model, layout), execution_order(diffusion_model, layout)
-    placed, natural = _place(diffusion_model, layout, leaders, request), transport_for(diffusion_model, layout)
+    request, wanted = request.allotted(int(management.module_size(diffusion_model)))
+    placed, natural = _place(diffusion_model, layout, leaders, request, wanted), transport_for(diffusion_model, layout)
     if request.transport == "stream" and natural != "stream":
         raise ValueError(
             f"transport stream would give {layout.class_name} wrong pictures or errors ({layout.note}); use auto or "
@@ -107,10 +108,16 @@ def plan_blocks(diffusion_model: nn.Module, request: SplitRequest) -> BlockPlan:
 
 
 def _place(
-    diffusion_model: nn.Module, layout: NativeModel, leaders: Mapping[str, str], request: SplitRequest
+    diffusion_model: nn.Module,
+    layout: NativeModel,
+    leaders: Mapping[str, str],
+    request: SplitRequest,
+    wanted: Sequence[int],
 ) -> Placement:
     """The device of every block that follows no other.
 
+    Args:
+        wanted: bytes that each device is to hold; () where request says how blocks are shared out.
     Raises: ValueError for cuts that do not fit the model and, with offload off, for weights that do not fit the cards.
     """
     blocks = placed_blocks(diffusion_model, layout)
@@ -135,7 +142,7 @@ def _place(
             block_bytes=sizes,
             main_bytes=other_bytes,
             budget_bytes=budget,
-            capacity=() if is_time else list(budgets.values()),
+            capacity=() if is_time else wanted or list(budgets.values()),
         )
 
     try:

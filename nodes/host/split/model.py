@@ -66,14 +66,15 @@ def split_model(model: Any, request: SplitRequest) -> Any:
     return _with_wrappers(split)
 
 
-def load_split_model(path: Path, weight_dtype: str, request: SplitRequest | None) -> Any:
-    """Load a diffusion model file as a MODEL that never exists unsplit; request None loads it for one device.
+def load_split_model(path: Path, weight_dtype: str, place: SplitRequest | torch.device | None) -> Any:
+    """Load a diffusion model file as a MODEL that never exists unsplit, or whole on a device; None: on ComfyUI's.
 
     Raises: ValueError or RuntimeError as split_model; RuntimeError from ComfyUI for a file it does not know.
     """
     options, origin = dict(_WEIGHT_DTYPES[weight_dtype]), None
-    if request is not None:
-        options["load_device"] = request.devices[0]
+    request = place if isinstance(place, SplitRequest) else None
+    if place is not None:
+        options["load_device"] = place.devices[0] if isinstance(place, SplitRequest) else place
     if request is None or comfy.memory_management.aimdo_enabled:  # DynamicVRAM reads from the file by itself
         model = comfy.sd.load_diffusion_model(str(path), model_options=options)
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import comfy.model_management as management
@@ -20,6 +20,7 @@ from ....families.comfy.native import NativeModel, Transport
 from ....families.comfy.registry import find_native
 from ....parallel.block_lists import find_block_lists
 from ....parallel.local.collectives import Exchange
+from ...allocation import Allocation
 
 _log = logging.getLogger(__name__)
 GB = 1e9
@@ -31,7 +32,7 @@ class SplitRequest:
 
     Args:
         devices: in execution order; the first is the main device, with embedders, tail and the sampler's tensors.
-        balance: share out weights by bytes, computing time, or cut where split_at says.
+        balance: share out weights by bytes, computing time, or as an allocation says, or cut where split_at says.
         split_at: index of the first block of each device after the first; for manual.
         memory_limit_gb: decimal GB of weights each device may hold resident; () is as much as ComfyUI grants.
         transport: None takes the family's; relay is right for every model, stream for those that are known.
@@ -46,7 +47,7 @@ class SplitRequest:
     """
 
     devices: tuple[torch.device, ...]
-    balance: Literal["memory", "time", "manual"] = "memory"
+    balance: Literal["memory", "time", "manual"] | Allocation = "memory"
     split_at: tuple[int, ...] = ()
     memory_limit_gb: tuple[float, ...] = ()
     transport: Literal["stream", "relay"] | None = None
@@ -82,6 +83,14 @@ class SplitRequest:
             )
         if not all(0 < share < math.inf for share in self.shares):
             raise ValueError(f"shares {_ratio(self.shares)}: every share must be above 0; leave a card out of devices")
+        if isinstance(self.balance, Allocation):
+            said = f"balance {self.balance.text!r} gives weights to {', '.join(map(str, self.balance.gpus))}"
+            if set(self.balance.gpus) != set(self.devices):
+                raise ValueError(f"{said}, and devices are {names}")
+            if self.way in ("tokens", "tensor"):
+                raise ValueError(f"{said} by blocks, and with way {self.way} every device has all blocks")
+            if self.memory_limit_gb:
+                raise ValueError(f"{said}, and memory_limit_gb says how much, too; empty one of the two")
         if self.balance == "manual" and self.way == "tokens" and not self.shares:
             raise ValueError("balance manual with way tokens needs shares, such as 3:5: every device has all blocks")
         if self.balance == "manual" and not self.split_at and not self.shares:
@@ -92,6 +101,16 @@ class SplitRequest:
             raise ValueError(
                 f"balance manual says which blocks a device gets; with way {self.way} every device has all of them"
             )
+
+    def allotted(self, model_bytes: int) -> tuple[SplitRequest, list[int]]:
+        """The request, with an allocation's limits where the host keeps a part, and bytes by device; [] without one."""
+        if not isinstance(self.balance, Allocation):
+            return self, []
+        totals = {device: int(management.get_total_memory(device)) for device in self.devices}
+        weights = self.balance.weights(model_bytes, totals)
+        sizes = [weights[device] for device in self.devices]
+        limits = tuple(max(size, 1) / GB for size in sizes) if sum(sizes) < model_bytes else ()
+        return replace(self, balance="memory", memory_limit_gb=limits), sizes
 
     @property
     def limit_bytes(self) -> dict[torch.device, int]:

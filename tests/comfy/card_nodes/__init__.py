@@ -78,7 +78,25 @@ class TestCondition:
         return (FAMILIES[family].condition(seed),)
 
 
+class Text:
+    """A text that is there when another node has run."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"text": ("STRING", {})}, "optional": {"after": ("*",)}}
+
+    RETURN_TYPES = ("STRING",)
+    FUNCTION = "give"
+    OUTPUT_NODE = True
+    CATEGORY = "test"
+
+    def give(self, text: str, after: Any = None) -> dict[str, Any]:
+        return {"ui": {"text": [text]}, "result": (text,)}
+
+
 NODE_CLASS_MAPPINGS = {
+    "TestText": Text,
+    "UnetLoaderGGUFMultiGPU": Text,  # as ComfyUI-MultiGPU has it: nothing may stand in for it
     "TestCardsOn": CardsOn,
     "TestCardsOff": CardsOff,
     "TestCondition": TestCondition,

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from devicebridge.patches.hooks import HookSet, map_tensors
+from devicebridge.patches.hooks import HookSet, map_tensors, parameters_on_meta
 from torch import nn
 
 Named = collections.namedtuple("Named", "first second")
@@ -225,3 +225,15 @@ def test_a_hook_around_a_method_is_of_one_object_and_leaves_no_trace():
     hooks.remove()
     hooks.remove()
     assert vars(layer) == before and len(hooks) == 0
+
+
+def test_parameters_take_no_memory_inside_and_buffers_are_real() -> None:
+    with pytest.raises(KeyError), parameters_on_meta():
+        layer = nn.BatchNorm1d(4)
+        frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        layer.register_parameter("frozen", frozen)
+        raise KeyError
+    assert {str(each.device) for each in layer.parameters()} == {"meta"}
+    assert layer.weight.requires_grad and not layer.frozen.requires_grad
+    assert {str(each.device) for each in layer.buffers()} == {"cpu"}
+    assert str(nn.Linear(2, 2).weight.device) == "cpu"
