@@ -52,6 +52,18 @@ def test_the_english_texts_are_those_of_the_nodes(nodes: list[Any]) -> None:
     assert _read("en", "nodeDefs") == found
 
 
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_node_has_a_short_help_page_and_nothing_else_has_one(nodes: list[Any], language: str) -> None:
+    """Where ComfyUI's frontend looks first; where it finds none, it takes the one without a language, in English."""
+    pages = ROOT / "web" / "docs"
+    found = pages.glob("*.md") if language == "en" else pages.glob(f"*/{language}.md")
+    texts = {page.stem if language == "en" else page.parent.name: page.read_text(encoding="utf-8") for page in found}
+    assert texts.keys() == {schema.node_id for schema in nodes}
+    names = _read(language, "nodeDefs")
+    assert not [name for name, text in texts.items() if not text.startswith(f"# {names[name]['display_name']}\n")]
+    assert not [name for name, text in texts.items() if len(text.split()) > 300]
+
+
 @pytest.mark.parametrize("language", sorted(set(LANGUAGES) - {"en"}))
 def test_every_node_and_socket_is_translated(nodes: list[Any], language: str) -> None:
     found = _read(language, "nodeDefs")

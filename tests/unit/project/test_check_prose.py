@@ -42,3 +42,19 @@ def test_a_line_of_121_characters_and_a_word_without_a_noun_are_found(prose: Any
 
 def test_this_repositorys_readme_and_docs_pass(prose: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert prose.main() == 0, capsys.readouterr().out
+
+
+def test_pages_above_their_size_and_a_guide_that_begins_with_words_are_found(prose: Any, tmp_path: Path) -> None:
+    guides = tmp_path / "docs" / "guides"
+    guides.mkdir(parents=True)
+    heading = "# Words\n\n| word | meaning |\n|---|---|\n"
+    (tmp_path / "README.md").write_text("line\n" * 90)
+    (guides / "glossary.md").write_text(heading + "| a | b |\n" * 25)
+    assert prose.too_large(tmp_path) == []
+    (tmp_path / "README.md").write_text("line\n" * 91)
+    (guides / "glossary.md").write_text(heading + "| a | b |\n" * 26)
+    (guides / "long.md").write_text("# Long\n\n" + "word " * 12_000)
+    sizes = ["README.md: 91 lines", "docs/guides/*.md: 12140 words", "docs/guides/glossary.md: 26 rows"]
+    found = prose.too_large(tmp_path)
+    assert [fault.partition(",")[0] for fault in found[:3]] == sizes
+    assert found[3].startswith("docs/guides/long.md") and len(found) == 4
