@@ -45,16 +45,18 @@ def test_this_repositorys_readme_and_docs_pass(prose: Any, capsys: pytest.Captur
 
 
 def test_pages_above_their_size_and_a_guide_that_begins_with_words_are_found(prose: Any, tmp_path: Path) -> None:
-    guides = tmp_path / "docs" / "guides"
-    guides.mkdir(parents=True)
+    (tmp_path / "docs" / "guides").mkdir(parents=True)
     heading = "# Words\n\n| word | meaning |\n|---|---|\n"
     (tmp_path / "README.md").write_text("line\n" * 90)
-    (guides / "glossary.md").write_text(heading + "| a | b |\n" * 25)
+    (tmp_path / "docs" / "guides" / "glossary.md").write_text(heading + "| a | b |\n" * 25)
     assert prose.too_large(tmp_path) == []
     (tmp_path / "README.md").write_text("line\n" * 91)
-    (guides / "glossary.md").write_text(heading + "| a | b |\n" * 26)
-    (guides / "long.md").write_text("# Long\n\n" + "word " * 12_000)
-    sizes = ["README.md: 91 lines", "docs/guides/*.md: 12140 words", "docs/guides/glossary.md: 26 rows"]
-    found = prose.too_large(tmp_path)
-    assert [fault.partition(",")[0] for fault in found[:3]] == sizes
-    assert found[3].startswith("docs/guides/long.md") and len(found) == 4
+    (tmp_path / "docs" / "guides" / "glossary.md").write_text(heading + "| a | b |\n" * 26)
+    (tmp_path / "docs" / "guides" / "long.md").write_text("# Long\n\n" + "word " * 12_000)
+    words = [" ".join(fault.split()[:2]) for fault in prose.too_large(tmp_path)]
+    assert words == [
+        "README.md: 91",
+        "docs/guides/*.md: 12140",
+        "docs/guides/glossary.md: 26",
+        "docs/guides/long.md: begins",
+    ]
