@@ -70,22 +70,15 @@ def test_every_input_and_output_has_a_tooltip(object_info: dict[str, Any]) -> No
         assert info["description"], name
 
 
-def _help_places(comfyui: Path) -> list[str]:
-    """Behind the name of a node, where ComfyUI's frontend asks for its help, in order."""
-    code = "import comfyui_frontend_package as it; print(it.__path__[0], end='/static')"
-    command = [str(comfy_python(comfyui)), "-c", code]
-    root = (
-        os.environ.get("COMFYUI_FRONTEND") or subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    )
-    script = "\n".join(path.read_text(encoding="utf-8") for path in Path(root).glob("assets/*.js"))
-    places = re.findall(r"`/extensions/\$\{\w+\}/docs/\$\{\w+\.name\}([^`]*)`", script)
-    return [re.sub(r"\$\{\w+\}", "LANGUAGE", place) for place in places]
-
-
 def test_the_frontend_finds_a_help_page_in_every_language(
     comfyui: Path, server: Server, object_info: dict[str, Any]
 ) -> None:
-    assert _help_places(comfyui) == ["/LANGUAGE.md", ".md"]
+    code = "import comfyui_frontend_package as it; print(it.__path__[0], end='/static')"
+    command = [str(comfy_python(comfyui)), "-c", code]
+    folder = os.environ.get("COMFYUI_FRONTEND") or subprocess.check_output(command, text=True)
+    scripts = "\n".join(path.read_text(encoding="utf-8") for path in Path(folder).glob("assets/*.js"))
+    asked = re.findall(r"`/extensions/\$\{\w+\}/docs/\$\{\w+\.name\}([^`]*)`", scripts)
+    assert [re.sub(r"\$\{\w+\}", "LANGUAGE", place) for place in asked] == ["/LANGUAGE.md", ".md"], "in this order"
     titles = json.loads((ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8"))
     for name, info in object_info.items():
         for place, title in {"/zh.md": titles[name]["display_name"], ".md": info["display_name"]}.items():
