@@ -27,6 +27,7 @@ _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _INLINE_CODE = re.compile(r"`[^`]*`")
 # "pairs of those.", "what the cards have": say which things.
 _BARE = re.compile(r"\b(?:of those(?=[.,;:)]|$)|what (?:the|a|an|its) [a-z]+ (?:has|have)(?=[.,;:)]))", re.IGNORECASE)
+_BEGINS_WELL = re.compile(r"(?:#+ .+\n\n)+(?:\||!\[)")
 _SENTENCE_END = re.compile(r"(?<=[.!?])(?<!\.\.)(?<!e\.g\.)[)*\"]*\s+")
 
 
@@ -111,7 +112,7 @@ def too_large(root: Path) -> list[str]:
     for pattern, unit, most in MOST:
         count = sum(_count(page.read_text(encoding="utf-8"), unit) for page in root.glob(pattern))
         faults += [f"{pattern}: {count} {unit}, more than {most}"] if count > most else []
-    bare = [page for page in root.glob(GUIDES) if not re.match(r"# .+\n\n(\||!\[)", page.read_text(encoding="utf-8"))]
+    bare = [page for page in root.glob(GUIDES) if not _BEGINS_WELL.match(page.read_text(encoding="utf-8"))]
     return faults + [f"{page.relative_to(root)}: begins with neither a picture nor a table" for page in sorted(bare)]
 
 
