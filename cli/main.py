@@ -238,7 +238,7 @@ def _add_doctor(commands: Commands) -> None:
         "--bench",
         action="store_true",
         help="measure, in about a minute and without a model file, how fast GPUs and their links are, and blocks of "
-        "three models with random weights over them; prints a row for the table in the README",
+        "three models with random weights over them; prints a row for the table in docs/benchmarks.md",
     )
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print as JSON, or write it to a file")
     parser.add_argument("--python", type=Path, help=_PYTHON)

@@ -33,7 +33,7 @@ from ..parallel.local.shards import collectives_in
 from ..parallel.placement import attention_width, block_flops, native_list, products_of, tokens_seen
 from .cards import PCIE_BYTES_PER_S, MachineSpeed
 
-# A step with this scheme over one in bf16: FLUX.2-dev on two H200 at 1024², docs/guides/quantization.md.
+# A step with this scheme over one in bf16: FLUX.2-dev on two H200 at 1024², docs/benchmarks.md.
 SCHEME_TIMES: Mapping[str, float] = {"none": 1.0, "fp8-compute": 0.78, "int8-compute": 0.81, "int8": 1.16, "fp8": 1.26}
 
 # What a card of speed 1 is taken to sustain in bf16, and what reaches it over half a PCIe 4.0 slot.

@@ -5,9 +5,8 @@ A weight W [N, K] becomes q = round(W / s) with one float32 scale s per output r
 call writes the whole weight out in full precision first.
 
 torchao computes a scale in the weight's type, so the largest value of an int8 row of bfloat16 may err by a whole step.
-safetensors cannot write a torchao tensor; `values_and_scale` gives what it is made of. More traps:
-docs/guides/quantization.md and docs/internals/upstream_facts.md. What rounding loses:
-docs/decisions/0005-eight-bit-linears.md.
+safetensors cannot write a torchao tensor; `values_and_scale` gives what it is made of. More traps are in
+docs/internals/upstream_facts.md, and what rounding loses in docs/decisions/0005-eight-bit-linears.md.
 """
 
 from __future__ import annotations

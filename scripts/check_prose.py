@@ -1,8 +1,9 @@
 """Print sentences of more than 40 words in README.md and docs/, and words that stand for a noun nobody can name.
 
-Exit code 1 if there are any. Tables and code blocks are left out. A heading or a list item starts a new sentence.
-`Inline code` is one word, and of a link its text counts. `--wrap PAGES` wraps paragraphs of these pages (of all, where
-none is named) at 120 characters; how many lines are longer is a fact of check_house.py.
+Exit code 1 if there are any, if pages together are larger than MOST says, or if a guide does not begin with a picture
+or a table. Tables and code blocks are left out. A heading or a list item starts a new sentence. `Inline code` is one
+word, and of a link its text counts. `--wrap PAGES` wraps paragraphs of these pages (of all, where none is named) at 120
+characters; how many lines are longer is a fact of check_house.py.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 
 MAX_WORDS = 40
 MAX_COLUMNS = 120
+GUIDES = "docs/guides/*.md"
+MOST = (("README.md", "lines", 90), (GUIDES, "words", 12_000), ("docs/guides/glossary.md", "rows", 25))
 ROOT = Path(__file__).resolve().parents[1]
 
 _CODE_BLOCK = re.compile(r"^( *)```.*?^\1```[^\n]*$", re.MULTILINE | re.DOTALL)
@@ -24,6 +27,7 @@ _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _INLINE_CODE = re.compile(r"`[^`]*`")
 # "pairs of those.", "what the cards have": say which things.
 _BARE = re.compile(r"\b(?:of those(?=[.,;:)]|$)|what (?:the|a|an|its) [a-z]+ (?:has|have)(?=[.,;:)]))", re.IGNORECASE)
+_BEGINS_WELL = re.compile(r"(?:#+ .+\n\n)+(?:\||!\[)")
 _SENTENCE_END = re.compile(r"(?<=[.!?])(?<!\.\.)(?<!e\.g\.)[)*\"]*\s+")
 
 
@@ -102,6 +106,22 @@ def _num_words(sentence: str) -> int:
     return sum(any(letter.isalnum() for letter in word) for word in sentence.split())
 
 
+def too_large(root: Path) -> list[str]:
+    """Pages of MOST that have more than it says, and guides that begin with neither a picture nor a table."""
+    faults = []
+    for pattern, unit, most in MOST:
+        count = sum(_count(page.read_text(encoding="utf-8"), unit) for page in root.glob(pattern))
+        faults += [f"{pattern}: {count} {unit}, more than {most}"] if count > most else []
+    bare = [page for page in root.glob(GUIDES) if not _BEGINS_WELL.match(page.read_text(encoding="utf-8"))]
+    return faults + [f"{page.relative_to(root)}: begins with neither a picture nor a table" for page in sorted(bare)]
+
+
+def _count(text: str, unit: str) -> int:
+    if unit == "rows":  # of tables, without their headings
+        return len(re.findall(r"^\| ", text, re.MULTILINE)) - len(re.findall(r"^\|-", text, re.MULTILINE))
+    return len(text.split() if unit == "words" else text.splitlines())
+
+
 def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -111,7 +131,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         for page in list(map(Path, arguments[1:])) or pages():
             page.write_text(wrapped(page.read_text(encoding="utf-8")), encoding="utf-8")
         return 0
-    faults = []
+    faults = too_large(ROOT)
     for page in pages():
         text, name = page.read_text(encoding="utf-8"), page.relative_to(ROOT)
         faults += [f"{name}: {_num_words(sentence)} words: {sentence}" for sentence in long_sentences(text)]

@@ -1,6 +1,5 @@
-"""Writes what is said of settings elsewhere, from the config's fields: tables of help pages and the job file's
-reference, between markers, and the lines "#: ..." of the examples. With --check it writes nothing; exit code 1 if
-anything is out of date.
+"""Writes what is said of settings elsewhere, from the config's fields: the tables of the job file's reference, between
+markers, and the lines "#: ..." of the examples. With --check it writes nothing; exit code 1 if anything is out of date.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import json
 import re
 import runpy
 import sys
-import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,31 +23,17 @@ _TABLE = re.compile(
 )
 _SECTION = re.compile(r"^(?:# )?\[\[?([\w.]+)\]\]?")
 _KEY = re.compile(r"^(# )?(\w+) = ")
-_MOST_CHOICES = 8  # listed
 
 
 def pages() -> dict[Path, str]:
     """Every file with such a part, as it should be."""
     runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
     job = importlib.import_module("devicebridge.config.job")
-    found = {}
-    for schema in _schemas():
-        found[ROOT / "web" / "docs" / f"{schema.node_id}.md"] = list(_inputs_table(schema))
-    found[ROOT / "docs" / "guides" / "job_file.md"] = list(_keys_tables(job))
-    texts = {path: _with_table(path, lines) for path, lines in found.items()}
+    reference = ROOT / "docs" / "reference" / "job_file.md"
+    texts = {reference: _with_table(reference, list(_keys_tables(job)))}
     for path in sorted((ROOT / "examples").glob("*.toml")):
         texts[path] = _with_comments(path, job.job_keys())
     return texts
-
-
-def _schemas() -> list[Any]:
-    """Of all nodes, as ComfyUI would load them, with a stand-in for ComfyUI."""
-    import pytest
-    from devicebridge.tests import comfy_stub
-
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        comfy_stub.install(patch, Path(folder))
-        return [node.define_schema() for node in importlib.import_module("devicebridge.nodes").NODES]
 
 
 def _with_table(path: Path, lines: list[str]) -> str:
@@ -59,19 +43,6 @@ def _with_table(path: Path, lines: list[str]) -> str:
             f"{path.name} has no place for the table: <!-- settings, by ... --> and <!-- end of settings -->"
         )
     return _TABLE.sub(lambda _: "\n".join(["", *lines, "", ""]), text)
-
-
-def _inputs_table(schema: Any) -> Iterator[str]:
-    yield from ("| input | meaning | default | takes |", "|---|---|---|---|")
-    for entry in schema.inputs:
-        options = entry.options
-        kind = next((f" ({word})" for word in ("advanced", "optional") if options.get(word)), "")
-        choices = options.get("options", ())
-        takes = _listed(choices) if 0 < len(choices) <= _MOST_CHOICES else ""
-        if "min" in options:
-            takes = f"{_plain(options['min'])} to {_plain(options['max'])}"
-        default = f"`{_plain(options['default'])}`" if options.get("default", "") != "" else ""
-        yield f"| `{entry.id}`{kind} | {options['tooltip'].replace('<', '&lt;')} | {default} | {takes} |"
 
 
 def _keys_tables(job: ModuleType) -> Iterator[str]:

@@ -60,9 +60,19 @@ def test_sockets_are_as_released(object_info: dict[str, Any]) -> None:
     assert found == json.loads(GOLDEN.read_text(encoding="utf-8"))
 
 
-def test_every_node_has_a_help_page(server: Server, object_info: dict[str, Any]) -> None:
+def test_the_frontend_finds_a_help_page_in_every_language(
+    comfyui: Path, server: Server, object_info: dict[str, Any]
+) -> None:
+    code = "import comfyui_frontend_package as it; print(it.__path__[0], end='/static')"
+    command = [str(comfy_python(comfyui)), "-c", code]
+    folder = os.environ.get("COMFYUI_FRONTEND") or subprocess.check_output(command, text=True)
+    scripts = "\n".join(path.read_text(encoding="utf-8") for path in Path(folder).glob("assets/*.js"))
+    asked = re.findall(r"`/extensions/\$\{\w+\}/docs/\$\{\w+\.name\}([^`]*)`", scripts)
+    assert [re.sub(r"\$\{\w+\}", "LANGUAGE", place) for place in asked] == ["/LANGUAGE.md", ".md"], "in this order"
+    titles = json.loads((ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8"))
     for name, info in object_info.items():
-        assert server.get(f"/extensions/devicebridge/docs/{name}.md").startswith(f"# {info['display_name']}\n")
+        for place, title in {"/zh.md": titles[name]["display_name"], ".md": info["display_name"]}.items():
+            assert server.get(f"/extensions/devicebridge/docs/{name}{place}").startswith(f"# {title}\n")
 
 
 def test_the_pack_loads(server: Server) -> None:

@@ -231,7 +231,6 @@ def test_every_template_is_shown_with_its_picture_and_opens_as_what_the_suite_ru
         pictures = "[...document.querySelectorAll('[role=dialog] img')]"  # from blobs: the address tells nothing
         loaded = f"{pictures}.filter((each) => each.naturalWidth === 480).length"
         page.wait_for_function(f"(count) => {loaded} >= count", arg=len(TEMPLATES))
-        keep_picture(page, ROOT / "docs" / "images" / "templates.webp", 1000)
 
 
 def test_advanced_inputs_fold_on_the_canvas_and_every_field_of_text_has_its_name(

@@ -52,6 +52,15 @@ def test_the_english_texts_are_those_of_the_nodes(nodes: list[Any]) -> None:
     assert _read("en", "nodeDefs") == found
 
 
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_node_has_a_short_help_page(nodes: list[Any], language: str) -> None:
+    for schema in nodes:
+        name = schema.node_id if language == "en" else f"{schema.node_id}/{language}"
+        text = (ROOT / "web" / "docs" / f"{name}.md").read_text(encoding="utf-8")
+        title = _read(language, "nodeDefs")[schema.node_id]["display_name"]
+        assert text.startswith(f"# {title}\n") and len(text.split()) <= 300, name
+
+
 @pytest.mark.parametrize("language", sorted(set(LANGUAGES) - {"en"}))
 def test_every_node_and_socket_is_translated(nodes: list[Any], language: str) -> None:
     found = _read(language, "nodeDefs")

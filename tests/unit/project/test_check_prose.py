@@ -42,3 +42,13 @@ def test_a_line_of_121_characters_and_a_word_without_a_noun_are_found(prose: Any
 
 def test_this_repositorys_readme_and_docs_pass(prose: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert prose.main() == 0, capsys.readouterr().out
+
+
+def test_pages_above_their_size_and_a_guide_that_begins_with_words_are_found(prose: Any, tmp_path: Path) -> None:
+    (tmp_path / "docs" / "guides").mkdir(parents=True)
+    sizes = {"README.md": "line\n" * 91, "docs/guides/long.md": "# Long\n\n" + "word " * 12_000}
+    sizes["docs/guides/glossary.md"] = "# Words\n\n| word | meaning |\n|---|---|\n" + "| a | b |\n" * 26
+    for name, text in sizes.items():
+        (tmp_path / name).write_text(text)
+    found = [fault.split()[1:3] for fault in prose.too_large(tmp_path)]
+    assert found == [["91", "lines,"], ["12140", "words,"], ["26", "rows,"], ["begins", "with"]]

@@ -11,27 +11,22 @@ import pytest
 from devicebridge.families.comfy.registry import NATIVE_MODELS
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "docs" / "guides" / "split_models.md"
-_SPLIT = re.compile(r"^\| `(\w+)` \| .+ \| (stream|relay) \| (yes|no) \|$", re.MULTILINE)
+PAGE = ROOT / "docs" / "reference" / "split_models.md"
+_SPLIT = re.compile(r"^\| `(\w+)` \| .+ \| (stream|relay) \| (yes|no) \| (yes|no) \|$", re.MULTILINE)
 _REFUSED = re.compile(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \|$", re.MULTILINE)
 
 
-def test_every_class_is_listed_with_its_transport_and_overlap() -> None:
+def test_every_class_is_listed_with_its_transport_overlap_and_tensor() -> None:
     """Counted, since two classes share a name."""
     found = Counter(_SPLIT.findall(PAGE.read_text(encoding="utf-8").partition("## Refused")[0]))
     rows = [row for row in NATIVE_MODELS if not row.refusal]
-    assert found == Counter((row.class_name, row.transport, "yes" if row.can_overlap else "no") for row in rows)
+    facts = ((row.class_name, row.transport, row.can_overlap, bool(row.tensor)) for row in rows)
+    assert found == Counter((name, way, *("yes" if each else "no" for each in rest)) for name, way, *rest in facts)
 
 
 def test_every_refused_class_is_listed_with_a_reason() -> None:
     found = _REFUSED.findall(PAGE.read_text(encoding="utf-8").partition("## Refused")[2])
     assert sorted(found) == sorted(row.class_name for row in NATIVE_MODELS if row.refusal)
-
-
-def test_every_class_whose_blocks_can_be_divided_is_listed() -> None:
-    text = PAGE.read_text(encoding="utf-8").partition("**Classes that have tensor**:")[2].partition("\n\n")[0]
-    found = re.findall(r"`(\w+)`", text)
-    assert sorted(found) == sorted({row.class_name for row in NATIVE_MODELS if row.tensor and not row.refusal})
 
 
 @pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md"])
@@ -45,15 +40,3 @@ def test_the_number_of_models_that_train_is_true() -> None:
     rows = json.loads((ROOT / "tests" / "assets" / "native_training.json").read_text(encoding="utf-8"))
     found = re.findall(r"\[(\d+) models\]\(docs/families", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert found == [str(len(rows))]
-
-
-def test_the_number_of_classes_whose_blocks_can_be_divided_is_true() -> None:
-    count = sum(bool(row.tensor) and not row.refusal for row in NATIVE_MODELS)
-    found = re.findall(r"\[(\d+) classes\]\(docs/guides/split_models", (ROOT / "README.md").read_text(encoding="utf-8"))
-    assert found == [str(count)]
-
-
-def test_every_class_whose_blocks_cannot_be_divided_is_named() -> None:
-    text = PAGE.read_text(encoding="utf-8").partition("**Classes that have none**:")[2].partition("\n\n")[0]
-    rows = [row for row in NATIVE_MODELS if not row.tensor and not row.refusal and row.evidence == "run"]
-    assert sorted(re.findall(r"`(\w+)`", text)) == sorted(row.class_name for row in rows)
