@@ -22,7 +22,7 @@ pytestmark = pytest.mark.comfy
 
 GOLDEN = ROOT / "tests" / "assets" / "object_info.json"
 EXAMPLES = sorted(path.stem for path in (ROOT / "example_workflows").glob("*.json"))
-FILES = ("folder", "evaluation_folder", "text_encoders", "text_encoder_2", "vae")
+FILES = ("folder", "images", "evaluation_folder", "text_encoders", "text_encoder_2", "vae")
 EXAMPLE_API = ROOT / "tests" / "assets" / "train_a_LoRA_over_two_GPUs_api.json"
 
 

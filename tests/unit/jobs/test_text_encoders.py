@@ -62,7 +62,7 @@ def test_without_them_nothing_is_held() -> None:
     [
         (_info(""), ("/clip",), r"trains the CLIP of SD 1\.5, SD 2 and SDXL, and /model.* is ComfyUI's UNetModel"),
         (_info("SDXLClipModel", "concat_latent_image"), ("/clip",), "trains the CLIP of"),
-        (_info("SDXLClipModel"), (), r"name their files with cache\.stock_clip in a job file"),
+        (_info("SDXLClipModel"), (), r"name their files with cache\.stock_clip, or"),
     ],
 )
 def test_models_without_clip_and_jobs_that_do_not_name_it_are_refused(
