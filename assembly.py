@@ -77,9 +77,12 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
     #    hold the model in full precision first; and before LoRA exists, so that no LoRA weight can be caught by it.
     #    What will be in host memory leaves its card layer by layer, too, or never sees it if nothing is rounded.
     quantizer = Quantizer(info.family, plan.quantize) if plan.quantize is not None else None
+    placements = [placement.on(device) for device in placement.replicas] or [placement]
+    plans = [_of_one(plan, index, each) for index, each in enumerate(placements)]
     offload = None
     if any(plan.offloaded_blocks):
-        offload = WeightOffload(place_offloaded(placement, plan.kept_blocks, plan.offloaded_blocks), is_on_host=True)
+        places = place_offloaded(placements[0], plans[0].kept_blocks, plans[0].offloaded_blocks)
+        offload = WeightOffload(places, is_on_host=True)
     if quantizer is None:
         model = load_transformer(
             info, _first_places(info, placement, offload, plan.dtype), plan.dtype, layer_store=offload
@@ -88,9 +91,11 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
         model = load_through_cache(plan.quantized_cache, info, placement.device_of, plan.dtype, quantizer, offload)
     quantized = quantizer.close(model) if quantizer is not None else None
     #    Replicas are copied from card to card, 8-bit weights as they are; later, hooks and LoRA would be copied too.
-    models = [model, *(copy_model(model, device) for device in placement.replicas[1:])]
-    placements = [placement.on(device) for device in placement.replicas] or [placement]
-    plans = [_of_one(plan, index, placements[index]) for index in range(len(models))]
+    #    What is in host memory they have in common.
+    models, offloads = [model], [offload]
+    for device in placement.replicas[1:]:
+        models.append(copy_model(model, device) if offload is None else copy_model(model, device, offload.holds))
+        offloads.append(None if offload is None else offload.of_copy(models[-1], device))
     #    Of a recomputed block the rows are cut and gathered again, so these hooks come before checkpointing.
     whole = None
     if placement.shares_rows:
@@ -102,8 +107,8 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
 
     finished: list[Assembled] = []
     try:
-        for each, own in zip(models, plans, strict=True):
-            finished.append(_finish(each, info.family, own, placement.used_devices, offload, attach_adapter))
+        for each, own, streamed in zip(models, plans, offloads, strict=True):
+            finished.append(_finish(each, info.family, own, placement.used_devices, streamed, attach_adapter))
     except BaseException:
         remove_compiled([each.compiled for each in finished if each.compiled is not None])
         raise
@@ -136,9 +141,10 @@ def assemble_sharded(
 
 def _of_one(plan: ExecutionPlan, index: int, placement: Placement) -> ExecutionPlan:
     """The plan for one replica, or for the one model there is."""
-    kept = plan.kept_blocks[index : index + 1] if plan.placement.replicas else plan.kept_blocks
+    mine = slice(index, index + 1) if plan.placement.replicas else slice(None)
     strategy: Strategy = "none" if shares_rows(plan.strategy) else plan.strategy
-    return replace(plan, placement=placement, kept_blocks=kept, strategy=strategy)
+    kept, streamed = plan.kept_blocks[mine], plan.offloaded_blocks[mine]
+    return replace(plan, placement=placement, kept_blocks=kept, offloaded_blocks=streamed, strategy=strategy)
 
 
 def _finish(

@@ -20,6 +20,7 @@ each link, how much longer that takes than the fastest way there, and in how man
 Cases, and about how many seconds they take on two H100 with --steps 3 --rounds 1 (ComfyUI's start takes 25 more):
   wan         80  Wan 14B, 832 x 480, 33 frames, without CFG: every way over every link
   flux1       35  FLUX.1-dev at 1536 x 1536
+  qwen         ?  Qwen-Image at 1536 x 1536: nobody has run it on cards
   flux2       30  FLUX.2-dev at 1024 x 1024, half of its blocks: tensor with partial sums in 8 bits
   wan_cfg     60  Wan with CFG 5: tokens gives each card whole conditionings; in tokens_together both compute each
   wan_memory  12  one step of 81 frames: the peak of each card above its weights, tokens over one card
@@ -48,6 +49,7 @@ from native_split import (  # starts ComfyUI; torch comes after it  # isort: ski
     FLUX2_SMALL,
     KIND,
     OPTIONS,
+    QWEN_IMAGE,
     WAN_14B,
     Shape,
     Work,
@@ -398,7 +400,7 @@ def wan(models: Models) -> dict[str, Any]:
     return over_links(models, rivals | short)
 
 
-def flux1(models: Models) -> dict[str, Any]:
+def picture(models: Models) -> dict[str, Any]:
     links = _LINKS[:3]
     rivals = {"tokens": (_TOKENS, links), "tokens_4_groups": (_GROUPS, links), "tensor": (_TENSOR, links)}
     short = {"tokens_4_groups_8bit": (_SHORT, links[1:]), "blocks": (_BLOCKS, links[:1])}
@@ -460,7 +462,8 @@ def wan_shares(models: Models) -> dict[str, Any]:
 
 CASES: dict[str, tuple[Shape, Callable[[Models], dict[str, Any]]]] = {
     "wan": (WAN_14B, wan),
-    "flux1": (replace(FLUX1, latent=(16, 192, 192)), flux1),
+    "flux1": (replace(FLUX1, latent=(16, 192, 192)), picture),
+    "qwen": (replace(QWEN_IMAGE, latent=(16, 1, 192, 192)), picture),
     "flux2": (FLUX2_SMALL, flux2),
     "wan_cfg": (WAN_14B, wan_cfg),
     "wan_memory": (WAN_14B, wan_memory),

@@ -26,8 +26,9 @@ and to stream, and compares its forecast with torch's own counters; the base is 
     python benchmarks/native_training.py --cards 2 --card-gb 24 --subject qwen_image flux2
 
 `--together tokens` compares one microbatch on one card with the same on all of them, step by step in turns: the model
-in 8 bits on every card, its rows shared out. Besides seconds and peaks it tells how far loss and gradients are apart:
-    python benchmarks/native_training.py --cards 2 --together tokens --subject wan
+in 8 bits on every card, its rows shared out. Besides seconds and peaks it tells how far loss and gradients are apart.
+Each model takes two steps and then --rounds of them, and says after every part what it took:
+    python benchmarks/native_training.py --cards 2 --together tokens --subject wan --rounds 2 --budget-s 150
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ from devicebridge.jobs.encode_job import cache_job  # noqa: E402
 from devicebridge.jobs.job import check_job  # noqa: E402
 from devicebridge.nodes.host.native.model import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
-from devicebridge.parallel.devices import memory_in_use, reset_peaks, synchronize  # noqa: E402
+from devicebridge.parallel.devices import CPU, memory_in_use, reset_peaks, synchronize  # noqa: E402
 from devicebridge.parallel.offload.in_place import InPlaceGuard, put_back, taken_out  # noqa: E402
 from devicebridge.parallel.runner import PlainAccumulation, Runner  # noqa: E402
 from devicebridge.patches.attention import sound_attention  # noqa: E402
@@ -176,10 +177,14 @@ def native_trainer(subject: TinyFamily, path: Path, **sections: Any) -> Iterator
     job = make_job({key: settings.get(key, {}) | sections.get(key, {}) for key in settings | sections})
     with small_sizes(subject), native_training(), ExitStack() as cleanup:
         info = read_native(path, DTYPE)
-        cleanup.enter_context(random_weights(info))
+        start = time.perf_counter()
+        cleanup.enter_context(random_weights(info, CPU if OPTIONS.tiny else CARDS[0]))
         plan = check_job(job, info=info)
         events = cleanup.enter_context(EventLog(Path(job.output.folder)))
-        yield build_trainer(plan, {}, cache_job(plan, events), events, cleanup), plan.training
+        planned = time.perf_counter()
+        trainer = build_trainer(plan, {}, cache_job(plan, events), events, cleanup)
+        say(f"planned in {planned - start:.1f} s, loaded in {time.perf_counter() - planned:.1f} s")
+        yield trainer, plan.training
 
 
 class _WhenNeeded(CachedSamples):
@@ -366,9 +371,9 @@ def _emulation() -> AbstractContextManager[None]:
     return cards_of(make_random_job(split={"devices": list(map(str, CARDS))}))
 
 
-def _peaks_beside_forecast(trainer: Trainer, plan: TrainingPlan | None) -> dict[str, Any]:
-    """Of each card: GB in the second step at most, and what was forecast."""
-    peaks = _peaks(lambda: timed(trainer))
+def _peaks_beside_forecast(trainer: Trainer, plan: TrainingPlan | None, *, is_warm: bool = False) -> dict[str, Any]:
+    """Of each card: GB in the second step at most, and what was forecast. is_warm: whether the first was taken."""
+    peaks = _peaks(lambda: timed(trainer), is_warm=is_warm)
     forecasts = [each.allocated / 1e9 for each in plan.devices] if plan is not None else []
     over = [forecast / peak for forecast, peak in zip(forecasts, peaks, strict=False)]
     chosen = plan.setting if plan is not None else None
@@ -393,7 +398,8 @@ def measure_together(name: str) -> dict[str, Any]:
         with _emulation(), ExitStack() as cleanup:
             alone, plan = cleanup.enter_context(native_trainer(subject, path, model=model, split=split))
             wanted_loss, wanted = _loss_and_gradient(alone)
-            found["one card"] = _peaks_beside_forecast(alone, plan)
+            say(f"{name}: the first step on one card, its kernels chosen")
+            found["one card"] = _peaks_beside_forecast(alone, plan, is_warm=True)
             ways = {"one card": functools.partial(timed, alone)}
             for strategy in OPTIONS.together:
                 sections = {"model": model, "split": on_all}
@@ -401,10 +407,12 @@ def measure_together(name: str) -> dict[str, Any]:
                 found[strategy]["loss apart"] = abs(loss / wanted_loss - 1)
                 found[strategy]["gradient apart"] = float((gradient - wanted).norm() / wanted.norm())
                 say(f"{name}: {found}")  # the rest may not end in time
-            for number in range(OPTIONS.rounds + 1):
+            for number in range(OPTIONS.rounds):  # all have taken two steps
+                if number and elapsed_s() > OPTIONS.budget_s:
+                    break
                 for way in ways:
-                    taken = ways[way]()
-                    times.setdefault(way, []).extend([taken] if number else [])  # the first warms up
+                    times.setdefault(way, []).append(ways[way]())
+                say(f"{name}: { ({way: round(each[-1], 3) for way, each in times.items()}) } s")
     finally:
         path.unlink(missing_ok=True)
     found["all seconds"] = times
@@ -442,7 +450,7 @@ def _together(
     before = [each["allocated"] for each in memory_in_use(CARDS).values()]
     trainer, plan = cleanup.enter_context(native_trainer(subject, path, **own))
     first = _loss_and_gradient(trainer)
-    peaks = _peaks_beside_forecast(trainer, plan)
+    peaks = _peaks_beside_forecast(trainer, plan, is_warm=True)
     peaks["peak_gb"] = [peak - there for peak, there in zip(peaks["peak_gb"], before, strict=True)]
     found[strategy] = {key: peaks[key] for key in ("peak_gb", "forecast_gb")}
     return functools.partial(_run_by, trainer, trainer.runner), first
@@ -490,9 +498,10 @@ def _take_turns(ways: dict[str, Callable[[], float]], times: dict[str, list[floa
             found.setdefault("gb_of_a_step", {})[way] = max(taken_gb, default=0.0)
 
 
-def _peaks(step: Callable[[], float]) -> list[float]:
+def _peaks(step: Callable[[], float], *, is_warm: bool = False) -> list[float]:
     """GB of each card that the second step takes at most; [] on the CPU."""
-    step()
+    if not is_warm:
+        step()
     reset_peaks(CARDS)
     step()
     return [each["peak"] for each in memory_in_use(CARDS).values()]

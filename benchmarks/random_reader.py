@@ -19,6 +19,7 @@ import torch
 from devicebridge.checkpoints import weight_file
 from devicebridge.checkpoints.checkpoint import CheckpointInfo
 from devicebridge.families.spec import ModelFamily
+from devicebridge.parallel.devices import CPU
 from devicebridge.parallel.ranks import sharded
 from random_checkpoint import shapes_of, write_hollow
 
@@ -34,9 +35,9 @@ def write_header(folder: Path, family: ModelFamily, config: Mapping[str, Any]) -
 
 
 @contextmanager
-def random_weights(info: CheckpointInfo) -> Iterator[None]:
-    """Inside, loaders are given random weights where they open this checkpoint's file."""
-    reader = _RandomReader({record.key: record.shape for record in info.tensors.values()})
+def random_weights(info: CheckpointInfo, device: torch.device = CPU) -> Iterator[None]:
+    """Inside, loaders are given random weights where they open this checkpoint's file, as if it lay on this device."""
+    reader = _RandomReader({record.key: record.shape for record in info.tensors.values()}, device)
 
     @contextmanager
     def open_weights(file: Path, remedy: str = "") -> Iterator[_RandomReader]:
@@ -51,14 +52,14 @@ def random_weights(info: CheckpointInfo) -> Iterator[None]:
 class _RandomReader:
     """See WeightReader. Tensors with one dimension, which scale, are ones."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._shapes = shapes
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], on: torch.device) -> None:
+        self._shapes, self._on = shapes, on
         largest = max(prod(shape) for shape in shapes.values())
         count = max(largest, min(_LARGEST_BLOCK, sum(prod(shape) for shape in shapes.values())))
         device = "cuda" if torch.cuda.is_available() else "cpu"
         generator = torch.Generator(device).manual_seed(7)
         made = torch.empty(count, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=generator)
-        self._values = made.cpu()
+        self._values = made.to(on)
 
     def keys(self) -> list[str]:
         return list(self._shapes)
@@ -66,6 +67,7 @@ class _RandomReader:
     def get_tensor(self, name: str) -> torch.Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.ones(shape, dtype=torch.bfloat16)
+            return torch.ones(shape, dtype=torch.bfloat16, device=self._on)
         start = zlib.crc32(name.encode()) % (len(self._values) - prod(shape) + 1)
-        return self._values[start : start + prod(shape)].view(shape)
+        found = self._values[start : start + prod(shape)].view(shape)
+        return found if self._on == CPU else found.clone()  # what is on its card already, the loader keeps

@@ -160,9 +160,9 @@ class ParallelConfig:
             pipeline: microbatches follow each other through the devices, with the same numbers. data: each device holds
             the whole model and trains its share of them. tokens: each device holds the whole model, and all compute
             each microbatch together, each a share of its tokens; for ComfyUI's classes. It halves what two cards keep
-            of a long clip. auto takes the fastest of none, pipeline and data; tokens by name only. Needs two or more
-            GPUs of one kind, and all but tokens gradient_accumulation_steps above 1. A run with data or tokens is
-            resumed as it began. Where
+            of a long clip. auto takes the fastest of none, pipeline, data and tokens. Needs two or more GPUs of one
+            kind, and all but tokens gradient_accumulation_steps above 1. A run with data or tokens is resumed as it
+            began. Where
             torchrun or --nproc starts several processes, these are for the devices of each process, and the processes
             share out the microbatches. fsdp and hsdp are for several processes alone, with one device each: every
             process keeps a share of the weights (fsdp), or the processes of each machine share one copy (hsdp). Then

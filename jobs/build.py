@@ -128,8 +128,9 @@ def _clean_up_later(assembled: Assembled, cleanup: ExitStack) -> None:
     for each in assembled.parts:
         cleanup.callback(each.split.stop_offload)
     cleanup.callback(remove_compiled, assembled.all_compiled)
-    if assembled.weight_offload is not None:
-        cleanup.callback(assembled.weight_offload.remove)  # it holds pinned memory
+    for each in assembled.parts:
+        if each.weight_offload is not None:
+            cleanup.callback(each.weight_offload.remove)  # the first one's, which is last, holds pinned memory
 
 
 def make_runner(strategy: Strategy, assembled: Assembled, ahead: int | None = None) -> Runner:

@@ -198,7 +198,7 @@ def _resolve_as(
     """The job of one rank, with the settings of the whole job put back."""
     share = host_share * ranks.place.num_local
     is_sharded = shards_weights(strategy)
-    machine = Machine(ranks.devices, host_share=share, is_planned=not is_sharded)
+    machine = Machine(ranks.devices, host_share=share, is_planned=not is_sharded, is_alone=False)
     own = _of_one_rank(job, ranks, strategy)
     if is_sharded:
         if fault := _why_not_sharded(job, ranks):

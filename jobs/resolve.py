@@ -25,7 +25,7 @@ from ..config.setting import requested
 from ..data.samples import TrainingSample
 from ..execution import ExecutionPlan
 from ..families.comfy.native import NativeModel
-from ..families.comfy.token_plans import why_no_tokens
+from ..families.comfy.token_plans import NO_TOKENS_OF_DIFFUSERS, why_no_tokens
 from ..parallel.devices import CPU, find_device, find_devices, free_bytes
 from ..parallel.placement import Placement
 from ..planning.cards import Card, cards_of
@@ -47,10 +47,6 @@ from .place_by_size import Subject, place_by_size
 from .samples import size_of_pictures
 
 _log = logging.getLogger(__name__)
-_NO_TOKENS_OF_DIFFUSERS = (
-    "nobody has described where the tokens of diffusers' class are; train ComfyUI's class of the model, "
-    'or set it to "auto"'
-)
 
 
 @dataclass(frozen=True)
@@ -62,12 +58,14 @@ class Machine:
         named: cards that are elsewhere.
         host_share: jobs that share the host's free memory.
         is_planned: whether the planner may look at its cards; not where processes share weights, see rank_plans.py.
+        is_alone: whether no other process trains the same model.
     """
 
     devices: tuple[torch.device, ...]
     named: tuple[Card, ...] = ()
     host_share: int = 1
     is_planned: bool = True
+    is_alone: bool = True
 
     @cached_property
     def cards(self) -> tuple[Card, ...] | None:
@@ -193,8 +191,10 @@ def search_space(job: JobConfig) -> SearchSpace:
     """What a job leaves open, as candidates; the first is what every machine can do."""
     scheme, optimizer = requested(job.model.quantize), requested(job.optimizer.name)
     strategy, offload = job.parallel.requested, requested(job.train.offload_activations)
-    # with text encoders one model computes one microbatch at a time
+    # with text encoders one model computes one microbatch at a time; blocks that meet others are not compiled
     open_strategies: tuple[Strategy, ...] = ("none",) if job.lora.text_encoder else STRATEGIES
+    if job.train.compile != "off":
+        open_strategies = tuple(each for each in open_strategies if not shares_rows(each))
     return SearchSpace(
         schemes=SCHEMES if scheme is None else (scheme,),
         optimizers=OPTIMIZERS if optimizer is None else (optimizer,),
@@ -220,8 +220,8 @@ def search_space(job: JobConfig) -> SearchSpace:
 
 def _refuse_without_rows(subject: Subject) -> None:
     """Raises: ValueError if devices cannot compute a microbatch of this model together."""
-    native = subject.info.family.native
-    if fault := why_no_tokens(native.class_name) if native else _NO_TOKENS_OF_DIFFUSERS:
+    native, without = subject.info.family.native, f'{NO_TOKENS_OF_DIFFUSERS}, or set it to "auto"'
+    if fault := why_no_tokens(native.class_name) if native else without:
         raise ValueError(f'parallel.strategy = "tokens" was asked for, but {fault}')
 
 
@@ -280,6 +280,8 @@ def _plan_as_before(
         return None
     if training.warning:
         _log.warning("%s", training.warning)
+    if training.why_shared:
+        _log.info("%s", training.why_shared)
     return training
 
 
@@ -303,9 +305,12 @@ def plan_on(
         _refuse_without_rows(subject)
     model = ModelCosts(subject.info, subject.variant, subject.model)
     longest = max((size[-1] for size in subject.train), default=1)
+    space = limited(search_space(job), subject.info.family.native, subject.model)
+    if is_open(space.strategies) and not machine.is_alone:
+        space = replace(space, strategies=tuple(each for each in space.strategies if not shares_rows(each)))
     question = Question(
         model,
-        limited(search_space(job), subject.info.family.native, subject.model),
+        space,
         machine.cards[: len(model.names)],
         subject.largest[:2],
         subject.largest[2],
@@ -325,13 +330,14 @@ def refuse_block_settings(job: JobConfig) -> None:
             f"model.second_expert names {job.model.second_expert}, and one model is trained here; remove it, or give "
             "the job file to `devicebridge train`, which trains both experts"
         )
-    kept = list(job.split.blocks_without_checkpointing)
-    if strategy and shares_rows(strategy) and len({*kept}) > 1:
-        raise ValueError(
-            f"split.blocks_without_checkpointing = {kept} differs between devices, which compute each block together; "
-            f'give each the same number, or set parallel.strategy, which is "{strategy}", to "auto"'
-        )
-    if has_offloaded and strategy and holds_copies(strategy):
+    for name in ("blocks_without_checkpointing", "offloaded_blocks"):
+        counts = list(getattr(job.split, name))
+        if strategy and shares_rows(strategy) and len({*counts}) > 1:
+            raise ValueError(
+                f"split.{name} = {counts} differs between devices, which compute each block together; give each the "
+                f'same number, or set parallel.strategy, which is "{strategy}", to "auto"'
+            )
+    if has_offloaded and strategy and holds_copies(strategy) and not shares_rows(strategy):
         raise ValueError(
             "split.offloaded_blocks asks for blocks that stream from host memory, and parallel.strategy = "
             f'"{strategy}" puts the whole model on every card; remove one of the two'

@@ -140,9 +140,9 @@ _INPUTS = (
     Socket(
         "strategy",
         "parallel.strategy",
-        text="How the GPUs share a step. auto takes the fastest of none, pipeline and data, which gain with "
-        "accumulation above 1. tokens is for long clips: each GPU holds the whole model and computes a part of every "
-        "sample. fsdp and hsdp are for several processes. All need two or more GPUs of one kind.",
+        text="How the GPUs share a step. auto takes the fastest of none, pipeline, data and tokens. Pipeline and data "
+        "gain with accumulation above 1. tokens is for long clips: each GPU holds the whole model and computes a part "
+        "of every sample. fsdp and hsdp are for several processes. All need two or more GPUs of one kind.",
         optional=True,
         advanced=True,
     ),

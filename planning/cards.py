@@ -156,6 +156,11 @@ class Card:
         """Operations per second of a training; 0 if unknown."""
         return self.measured_flops_per_s or (self.kind.flops_per_s if self.kind else 0.0)
 
+    @property
+    def link_bytes_per_s(self) -> float:
+        """From another such card and to it at once, as usually built."""
+        return self.kind.link_bytes_per_s if self.kind else PCIE_BYTES_PER_S
+
 
 def parse_cards(text: str) -> list[Card]:
     """Cards that need not exist: "24GB,12GB", "24GiB, 24GiB", several alike "2x24GB", with relative speeds

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.load import make_empty_transformer
-from ..families.comfy.token_plans import TOKEN_PLANS
+from ..families.comfy.token_plans import NO_TOKENS_OF_DIFFUSERS, TOKEN_PLANS, why_no_tokens
 from ..families.spec import ModelFamily, Variant, longest_text
 from ..families.token_plan import Place, segments
 from ..parallel.block_lists import parts_of_tail
@@ -46,6 +45,7 @@ from .dry_run import (
     step_on_meta,
     voice_as_sound,
 )
+from .times import key_bytes, keys_of
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ class StepCost:
         front: what is alive when the first block is called; its inputs and constants included.
         first_inputs: of the first block.
         tail: peak of tail, loss and their backward; above the last block's output.
+        is_whole: whether cards that share out rows compute such a sample whole, each.
     """
 
     names: tuple[str, ...]
@@ -106,6 +107,7 @@ class StepCost:
     front: int
     first_inputs: int
     tail: int
+    is_whole: bool = False
 
 
 class ModelCosts:
@@ -135,17 +137,22 @@ class ModelCosts:
             self._known[key] = estimate_block_flops(self._model, self.family, *tokens)
         return self._known[key]
 
-    def key_bytes(self, bucket: tuple[int, int], frames: int, element_size: int) -> float:
-        """Of the keys and values of one block, of one sample, taken for as wide as the stream."""
-        side = blocks_with_lists(self._model, self.family)[-1][1]
-        of_picture, of_text = self._num_tokens(bucket, frames)
-        return 2.0 * (of_picture + of_text * side.is_joint) * element_size * self._width
-
     @functools.cached_property
-    def _width(self) -> int:
-        """Of the stream through the blocks."""
-        block = self._model.get_submodule(self.names[-1])
-        return statistics.mode(each.in_features for each in block.modules() if isinstance(each, nn.Linear))
+    def why_no_tokens(self) -> str:
+        """Why cards cannot share out the rows of a sample; "" if they can."""
+        return why_no_tokens(self.family.native.class_name) if self.family.native else NO_TOKENS_OF_DIFFUSERS
+
+    def key_bytes(self, bucket: tuple[int, int], frames: int, element_size: int) -> list[float]:
+        """Of the keys and values of all rows of one sample, of a model that has a token plan. [num_blocks]"""
+        key = "keys", bucket, frames, element_size
+        if key not in self._known:
+            assert self.family.native is not None, "others have no token plan"
+            keys = keys_of(self.names, TOKEN_PLANS[self.family.native.class_name]).values()
+            self._known[key] = [
+                key_bytes(block, of_block, side, self._num_tokens(bucket, frames), element_size)
+                for of_block, (block, side) in zip(keys, blocks_with_lists(self._model, self.family), strict=True)
+            ]
+        return self._known[key]  # type: ignore[no-any-return]
 
     def _num_tokens(self, bucket: tuple[int, int], frames: int) -> tuple[int, int]:
         return self.family.latent_of(self.variant).num_tokens(*bucket, frames), longest_text(self.variant)
@@ -198,8 +205,9 @@ def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work:
 
         try:
             run = measured(sharing_rows(work, short.model, info.family))  # hooks that checkpointing goes around
-        except OneDeviceError:  # every card computes such a sample whole
-            run = measured(contextlib.nullcontext())
+            is_whole = False
+        except OneDeviceError:
+            run, is_whole = measured(contextlib.nullcontext()), True
         lists = {block_list.name for block_list in info.family.block_lists}
         outer = [_sizes_of(module) for name, module in short.model.named_children() if name not in lists]
         own = [*short.model.parameters(recurse=False), *short.model.buffers(recurse=False)]
@@ -214,6 +222,7 @@ def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work:
             front=run.front,
             first_inputs=run.kinds[0].inputs,
             tail=run.meter.peak - run.tail_base,
+            is_whole=is_whole,
         )
 
 

@@ -18,8 +18,9 @@ from ..system.telling import aligned
 from .cards import Card
 from .memory import DeviceForecast
 from .question import Question, SearchSpace, Setting, is_open, strategies_on, why_not_shared
-from .search import HOST_GAIN, Found, describe_refusal, find_fastest, fit
-from .times import ASSUMED_FLOPS_PER_S, ASSUMED_LINK_BYTES_PER_S
+from .refusal import describe_refusal
+from .search import HOST_GAIN, Found, Looked, find_fastest, fit
+from .times import ASSUMED_FLOPS_PER_S
 
 _SEVERAL = 4  # micro-batches that a note speaks of
 _STEPS = 1000  # of a run, where nobody says how many
@@ -60,6 +61,7 @@ class TrainingPlan:
         host_bytes, offloaded_inputs: host memory at most, and the share of block inputs.
         step_s: of a step at this size, seconds of cards of speed 1.
         notes: settings without effect, and what would use the cards better.
+        why_shared: why the cards share out the rows of each micro-batch where nobody asked for it; "" otherwise.
         warning: why it may not fit after all, where the user has vouched for it; "" otherwise.
         bucket, frames, unit: (height, width) and video frames that were planned for, and what sides are counted in.
         variant: name of the model.
@@ -80,6 +82,7 @@ class TrainingPlan:
     frames: int
     unit: str
     variant: str
+    why_shared: str = ""
 
     @property
     def uncheckpointed(self) -> tuple[int, ...]:
@@ -116,6 +119,7 @@ def plan_training(question: Question) -> TrainingPlan:
         offloaded_inputs=found.offloaded_inputs,
         step_s=found.time,
         notes=tuple(_notes(question, found)),
+        why_shared=_why_shared(question, found, looked_at),
         alternatives=tuple(
             Alternative(setting, None if other is None else other.time / found.time, bool(other and other.is_streaming))
             for setting, other in looked_at
@@ -155,6 +159,21 @@ def _notes(question: Question, found: Found) -> Iterator[str]:
             f"one card works at a time; with train.gradient_accumulation_steps = {_SEVERAL} all do, and {_SEVERAL} "
             f"batches take at most {filled.time / found.time:.1f} times as long as this step"
         )
+
+
+def _why_shared(question: Question, found: Found, looked_at: Looked) -> str:
+    """As in TrainingPlan."""
+    if not (shares_rows(found.setting.strategy) and is_open(question.space.strategies)):
+        return ""
+    others = [each for _, each in looked_at if each is not None and not shares_rows(each.setting.strategy)]
+    if not others:
+        return "the cards share out the tokens of each micro-batch, since nothing else fits them"
+    best = min(others, key=lambda each: each.time)
+    now, then = (_real_seconds(question.cards, each.time) for each in (found, best))
+    said = f"{best.time / found.time:.1f} times as long" if now is None or then is None else _seconds(then)
+    about = "" if now is None else f"about {_seconds(now)} per step, and "
+    way = best.setting.describe() + ", one card at a time" * (best.setting.strategy == "none")
+    return f"the cards share out the tokens of each micro-batch: {about}{way} takes {said}"
 
 
 # ---- as a table
@@ -206,7 +225,7 @@ def _facts(plan: TrainingPlan, steps: int) -> list[tuple[str, str]]:
         ),
         ("host memory", f"{plan.host_bytes / 1e9:.1f} GB{pinned}"),
         *(("assumed", each) for each in _assumed(plan)),
-        *(("note", each) for each in plan.notes),
+        *(("note", each) for each in (plan.why_shared, *plan.notes) if each),
     ]
 
 
@@ -243,13 +262,19 @@ def describe_time(plan: TrainingPlan, steps: int) -> str:
 
 def step_seconds(plan: TrainingPlan) -> tuple[float | None, str]:
     """Of a step at this size, None if a card's speed is unknown; and what the estimate goes by."""
-    if not all(card.flops_per_s for card in plan.cards):
-        return None, ""
-    slowest = max(card.speed * ASSUMED_FLOPS_PER_S / card.flops_per_s for card in plan.cards)
+    seconds = _real_seconds(plan.cards, plan.step_s)
     is_measured = any(card.measured_flops_per_s for card in plan.cards)
     source = "a matrix product measured on the cards" if is_measured else "published speeds of cards"
-    link = f", at {ASSUMED_LINK_BYTES_PER_S / 1e9:.0f} GB/s between them" if plan.setting.shares_rows else ""
-    return plan.step_s * slowest, f"estimated from {source}{link}"
+    slowest = min(card.link_bytes_per_s for card in plan.cards) / 1e9
+    link = f", at {slowest:.0f} GB/s between them" if plan.setting.shares_rows else ""
+    return (None, "") if seconds is None else (seconds, f"estimated from {source}{link}")
+
+
+def _real_seconds(cards: Sequence[Card], seconds: float) -> float | None:
+    """Of seconds of cards of speed 1; None if a card's speed is unknown."""
+    if not all(card.flops_per_s for card in cards):
+        return None
+    return seconds * max(card.speed * ASSUMED_FLOPS_PER_S / card.flops_per_s for card in cards)
 
 
 def _seconds(seconds: float) -> str:
@@ -312,7 +337,7 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
         "verdict": _verdict(plan),
         "assumed": list(_assumed(plan)),
         "estimated_step_s": step_seconds(plan)[0],
-        "notes": list(plan.notes),
+        "notes": [each for each in (plan.why_shared, *plan.notes) if each],
         "alternatives": [
             {"setting": other.setting.describe(), "times_longer": other.times_longer} for other in plan.alternatives
         ],

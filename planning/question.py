@@ -35,7 +35,7 @@ from .times import ASSUMED_FLOPS_PER_S, ASSUMED_LINK_BYTES_PER_S, SCHEME_TIMES
 # What auto chooses from, in this order; where nobody plans, it takes the first. The others are by name only.
 SCHEMES: tuple[Scheme | Literal["none"], ...] = ("none", *BEST_FIRST)
 OPTIMIZERS = ("adamw", "adamw8bit")
-STRATEGIES: tuple[Strategy, ...] = ("pipeline", "none", "data")
+STRATEGIES: tuple[Strategy, ...] = ("pipeline", "none", "data", "tokens")
 OFFLOADS = (False, True)
 
 
@@ -172,9 +172,9 @@ class Question:
         other = replace(self, **changes)
         return other if len(other.cards) == len(self.cards) else replace(other, cuts=None)
 
-    def of_card(self, index: int, setting: Setting, fewest: int | None = None) -> Question:
-        """For one card that has a copy of the model: its micro-batches, settings and part of host memory. fewest: how
-        many blocks keep their activations; None leaves that as it is."""
+    def of_card(self, index: int, setting: Setting, alike: tuple[int, int] | None = None) -> Question:
+        """For one card that has a copy of the model: its micro-batches, settings and part of host memory. alike: how
+        many blocks keep their activations, and how many stream; None leaves that as it is."""
         self.check_counts()
         space, count, mine = self.space, len(self.cards), slice(index, index + 1)
         accumulation, num_sharing = space.accumulation, count if setting.shares_rows else 1
@@ -185,8 +185,8 @@ class Question:
             strategies=("none",),
             split_at=(),
             accumulation=accumulation,
-            uncheckpointed=space.uncheckpointed[mine] if fewest is None else (fewest,),
-            offloaded=space.offloaded[mine],
+            uncheckpointed=space.uncheckpointed[mine] if alike is None else alike[:1],
+            offloaded=space.offloaded[mine] if alike is None else alike[1:],
             memory_limit_gb=space.memory_limit_gb[mine],
         )
         return replace(
@@ -194,7 +194,7 @@ class Question:
             space=own,
             cards=self.cards[mine],
             cuts=None,
-            host_bytes=None if self.host_bytes is None else self.host_bytes // count,
+            host_bytes=None if self.host_bytes is None else self.host_bytes // (1 if num_sharing > 1 else count),
             replica=index,
             num_sharing=num_sharing,
             picture=None if index and not setting.shares_rows else self.picture,
@@ -229,7 +229,9 @@ class Question:
         if is_open(strategies) and (self.bounds or any(space.offloaded)):
             # A given cut asks for a split, and only a split streams.
             strategies = tuple(each for each in strategies if not holds_copies(each))
-        return [
+        if is_open(strategies) and (len({*space.uncheckpointed}) > 1 or self.model.why_no_tokens):
+            strategies = tuple(each for each in strategies if not shares_rows(each))
+        found = [
             Setting(scheme, optimizer, strategy, each, offloads)
             for scheme in schemes
             for optimizer in space.optimizers
@@ -237,6 +239,7 @@ class Question:
             for each in (ahead if has_stages(strategy) else [0])
             for offloads in (space.offloads if space.is_checkpointing else (False,))
         ]
+        return sorted(found, key=lambda setting: shares_rows(setting.strategy))  # what the others take is known then
 
     def _schemes(self) -> Sequence[str]:
         """Raises: ValueError for a scheme that the job names and that a card cannot multiply in."""
@@ -269,7 +272,8 @@ class Question:
     @property
     def may_stream(self) -> bool:
         """Whether it is the planner's to say which blocks stream from host memory."""
-        return self.space.is_checkpointing and not self.space.offloaded and self.replica is None
+        can_stream = self.num_sharing > 1 or self.replica is None
+        return self.space.is_checkpointing and not self.space.offloaded and can_stream
 
     @property
     def most(self) -> float:
@@ -278,17 +282,22 @@ class Question:
 
     # ---- seconds and bytes
 
-    def seconds(self, card: Card, scheme: str) -> list[float]:
+    def seconds(self, card: Card, scheme: str, *, is_whole: bool = False) -> list[float]:
         """Of each block's forward of a micro-batch, by operations; its backward takes as long, for a frozen block has
-        no gradients of weights. What is outside the blocks counts nothing."""
+        no gradients of weights. What is outside the blocks counts nothing.
+
+        Args:
+            is_whole: whether every card computes such a sample whole, whose rows it cannot share out.
+        """
         rate = card.speed * ASSUMED_FLOPS_PER_S / SCHEME_TIMES[scheme]
         batch = self.space.batch_size
         flops = [batch * each for each in self.model.block_flops(self.bucket, self.frames)]
-        if (sharing := self.num_sharing) > 1:
+        if (sharing := self.num_sharing) > 1 and not is_whole:
             # Keys and values of the other cards' rows come forward, and gradients for those of its own back.
-            sent = batch * self.model.key_bytes(self.bucket, self.frames, self.space.dtype.itemsize)
-            copies = (1 - 1 / sharing) * sent / ASSUMED_LINK_BYTES_PER_S
-            return [each / sharing / rate + copies for each in flops]
+            keys = self.model.key_bytes(self.bucket, self.frames, self.space.dtype.itemsize)
+            scale = card.flops_per_s / (card.speed * ASSUMED_FLOPS_PER_S) or 1.0  # to seconds of a card of speed 1
+            coming = scale * batch * (1 - 1 / sharing) / card.link_bytes_per_s
+            return [each / sharing / rate + sent * coming for each, sent in zip(flops, keys, strict=True)]
         return [each / rate for each in flops]
 
     def work(self, scheme: str) -> Work:

@@ -18,20 +18,20 @@ cut does not change the time while the cards are equally fast; then it evens out
 
 from __future__ import annotations
 
+import itertools
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
-from typing import Any, Literal, NamedTuple
+from itertools import accumulate
+from typing import Literal
 
-import torch
-
-from ..config.model import has_stages, holds_copies
+from ..config.model import has_stages, shares_rows
 from ..parallel.local.data_parallel import num_dealt
 from ..parallel.offload.copies import NUM_SLOTS
+from .dry_run import NoForecast
 from .memory import DeviceForecast, Forecaster, StagePlan
-from .question import OFFLOADS, STRATEGIES, Question, Setting, is_open
+from .question import Question, Setting, is_open
+from .times import GAIN
 
 HEADROOM = 0.05  # of a card, left free by what the planner chooses to keep; the forecast may be off by as much
 PINNED_SHARE = 0.8  # of free host memory that may be pinned; the system needs some that it can move
@@ -42,12 +42,6 @@ UNHIDDEN = 0.3
 # How many times faster a setting must be for blocks, and again for block inputs, to wait in host memory where something
 # fits without: how far copies are hidden is an estimate.
 HOST_GAIN = 1.1
-
-# What is tried where nothing fits.
-_CARD_SIZES_GB = (8, 10, 12, 16, 20, 24, 32, 40, 48, 80, 96, 141)
-_RESOLUTIONS = tuple(range(8192, 255, -64))
-_RANKS = (64, 32, 16, 8, 4)
-_MOST_CHANGES = 3
 
 
 @dataclass(frozen=True)
@@ -99,9 +93,18 @@ class Found:
         return any(stage.plan.num_offloaded for stage in self.stages)
 
     @property
+    def must_stream(self) -> bool:
+        """Whether it does not fit otherwise."""
+        return self.is_streaming and not self.has_resident
+
+    @property
     def host_bytes(self) -> int:
-        """Host memory that it takes: streamed blocks, and one layer on its way from the file or later block inputs."""
-        return sum(stage.streamed for stage in self.stages) + max(self.loading, self.offloaded_inputs)
+        """Host memory that it takes: streamed blocks, and one layer on its way from the file or later block inputs.
+
+        Cards that share out rows stream the same blocks from one place.
+        """
+        stages = self.stages[:1] if shares_rows(self.setting.strategy) else self.stages
+        return sum(stage.streamed for stage in stages) + max(self.loading, self.offloaded_inputs)
 
     def can_pin(self, host_bytes: int | None) -> bool:
         """Whether block inputs fit host memory, as far as that is known."""
@@ -123,7 +126,8 @@ def find_fastest(question: Question) -> tuple[Found | None, Looked]:
 
     A larger optimizer is preferred to a faster setting: 8-bit state is for what would not fit otherwise. Blocks that
     stream from host memory are for what would be slower otherwise, or not fit at all. Offloading of block inputs is
-    looked at where the same does not fit without, or only with streamed blocks, and has to be worth it.
+    looked at where the same does not fit without, or only with streamed blocks, and has to be worth it. Cards share
+    out rows by themselves where a step takes clearly less so than in any other way, or no other fits.
     """
     looked_at = _look(question, 1.0)
     if question.space.memory_limit_gb and all(found is None for _, found in looked_at):
@@ -131,8 +135,8 @@ def find_fastest(question: Question) -> tuple[Found | None, Looked]:
     fitting = [found for _, found in looked_at if found is not None]
     best = [
         min(those, key=lambda found: (found.setting.optimizer == "adamw8bit", _weighed(question, found)))
-        for must_stream in (False, True)
-        if (those := [each for each in fitting if (each.is_streaming and not each.has_resident) == must_stream])
+        for kind in itertools.product((False, True), repeat=2)
+        if (those := [each for each in fitting if (each.must_stream, shares_rows(each.setting.strategy)) == kind])
     ]
     return min(best, key=lambda found: _weighed(question, found), default=None), looked_at
 
@@ -148,6 +152,11 @@ def _look(question: Question, most: float) -> Looked:
             continue
         if most > 1 and setting.holds_copies and is_open(question.space.strategies):
             continue
+        if _is_ours(question, setting):  # whose dry run takes as long as another: not if no step can be short enough
+            alone = ((question.of_card(index, setting), card) for index, card in enumerate(question.cards))
+            once = max(sum(each.seconds(card, setting.scheme)) for each, card in alone)
+            if 2 * question.space.accumulation * once >= GAIN * best:
+                continue
         found = fit(question, setting, most, best)
         looked_at.append((setting, found))
         if found is not None and not found.is_streaming:
@@ -156,10 +165,16 @@ def _look(question: Question, most: float) -> Looked:
     return looked_at
 
 
+def _is_ours(question: Question, setting: Setting) -> bool:
+    """Whether cards would share out rows by the planner's choice."""
+    return shares_rows(setting.strategy) and is_open(question.space.strategies)
+
+
 def _weighed(question: Question, found: Found) -> float:
-    """Seconds, longer for what waits in host memory by the planner's choice."""
+    """Seconds, longer for what waits in host memory by the planner's choice, or for rows that are shared out so."""
     offloads = found.setting.offloads and is_open(question.space.offloads)
-    return found.time * HOST_GAIN ** (offloads + (found.is_streaming and question.may_stream))
+    weight = HOST_GAIN ** (offloads + (found.is_streaming and question.may_stream))
+    return found.time * weight / (GAIN if _is_ours(question, found.setting) else 1)
 
 
 def fit(question: Question, setting: Setting, most: float = 1.0, best: float = math.inf) -> Found | None:
@@ -169,7 +184,7 @@ def fit(question: Question, setting: Setting, most: float = 1.0, best: float = m
     most: see Terms. best: time of what was found before, weighed; blocks need not stream for a slower one.
     """
     if setting.holds_copies:
-        return _each_card(question, setting, lambda card, each: fit(card, each, most))
+        return each_card(question, setting, lambda card, each: fit(card, each, most))
     found = find_cut(question, setting, Terms(1 - HEADROOM, spares=True)) if most <= 1 else None
     found = found or find_cut(question, setting, Terms(most))
     if found is None:
@@ -188,24 +203,34 @@ def fit(question: Question, setting: Setting, most: float = 1.0, best: float = m
     return found if faster is None or found.time <= HOST_GAIN * faster.time else replace(faster, has_resident=True)
 
 
-def _each_card(question: Question, setting: Setting, find: _Find) -> Found | None:
-    """Data and tokens: what is found for every card alone; None if one of them has no room."""
+def each_card(question: Question, setting: Setting, find: _Find) -> Found | None:
+    """Data and tokens: what is found for every card alone; None if one of them has no room, or if nobody asked
+    for tokens and rows of such samples cannot be shared out."""
     plain, count = replace(setting, strategy="none", ahead=0), len(question.cards)
-    found = [find(question.of_card(index, setting), plain) for index in range(count)]
-    kept = {one.stages[0].plan.num_uncheckpointed for one in found if one is not None}
-    if setting.shares_rows and None not in found and len(kept) > 1:  # all cards recompute the same blocks
-        found = [find(question.of_card(index, setting, min(kept)), plain) for index in range(count)]
+    try:
+        found = [find(question.of_card(index, setting), plain) for index in range(count)]
+    except NoForecast:
+        if not _is_ours(question, setting):
+            raise
+        return None
+    plans = [one.stages[0].plan for one in found if one is not None]
+    kept, streamed = ([getattr(each, name) for each in plans] for name in ("num_uncheckpointed", "num_offloaded"))
+    if setting.shares_rows and None not in found and (len({*kept}) > 1 or len({*streamed}) > 1):
+        # All cards recompute the same blocks, and the same ones stream.
+        alike = min(kept), max(streamed)
+        found = [find(question.of_card(index, setting, alike), plain) for index in range(count)]
     fitting = [one for one in found if one is not None]
     if len(fitting) < count:
         return None
     microbatches = [1] * count if setting.shares_rows else num_dealt(question.space.accumulation, count)
-    return replace(
+    together = replace(
         fitting[0],
         setting=setting,
         stages=tuple(one.stages[0] for one in fitting),
         time=max(one.time for one, number in zip(fitting, microbatches, strict=True) if number),
         offloaded_inputs=sum(one.offloaded_inputs for one in fitting),
     )
+    return together if together.can_pin(question.host_bytes) and together.fits_host(question.host_bytes) else None
 
 
 def _streaming(question: Question, setting: Setting, most: float) -> Found | None:
@@ -252,7 +277,8 @@ class _CutSearch:
         self._is_by_slowest = has_stages(setting.strategy) or space.is_cut_by_time
         # In steps of about 1e-12 s: sums of such are exact, so that cuts that take equally long have equal times, in
         # whatever order their blocks are added up, and memory decides.
-        times = (question.seconds(card, setting.scheme) for card in question.cards)
+        is_whole = forecaster.cost.is_whole
+        times = (question.seconds(card, setting.scheme, is_whole=is_whole) for card in question.cards)
         self._seconds = [list(accumulate((round(s * 2**40) / 2**40 for s in card), initial=0.0)) for card in times]
 
     def best(self) -> list[Stage] | None:
@@ -346,154 +372,3 @@ class _CutSearch:
         copying = streaming + 2 * forecaster.leaving(plan) / link
         time = max(computing, copying) + UNHIDDEN * min(computing, streaming)
         return Stage(plan, found, time, found.needed / max(1, card.usable_bytes), streamed)
-
-
-# ---- where nothing fits
-
-
-def is_possible(question: Question) -> bool:
-    """Whether anything fits."""
-    return any(fit(question, setting, question.most, best=0.0) for setting in _leanest(question))
-
-
-def needed_at_least(question: Question) -> Found | None:
-    """What fits the cards and takes least of the host, which may be more than it has. Where nothing fits the cards,
-    what needs the smallest share of one, with as many blocks in host memory as may be. None if there is no such cut."""
-    if question.may_stream:
-        terms = Terms(question.most, streams="needed", least="host bytes")
-        if found := [each for setting in question.settings() if (each := _cut(question, setting, terms))]:
-            return min(found, key=lambda each: each.host_bytes)
-    unlimited = question.changed(space=replace(question.space, memory_limit_gb=()), host_bytes=None)
-    terms = Terms(math.inf, streams="all" if question.may_stream else "none")
-    found = [each for setting in _leanest(question) if (each := _cut(unlimited, setting, terms))]
-    return min(found, key=lambda each: max(stage.share for stage in each.stages), default=None)
-
-
-def _cut(question: Question, setting: Setting, terms: Terms) -> Found | None:
-    """As find_cut; each card alone where each has a copy of the model, whose blocks never stream."""
-    if not setting.holds_copies:
-        return find_cut(question, setting, terms)
-    plain = replace(terms, streams="none")
-    return _each_card(question, setting, lambda card, each: find_cut(card, each, plain))
-
-
-def _leanest(question: Question) -> list[Setting]:
-    """The settings that may need the least: where offloading is ours to choose, those without need more."""
-    every = question.settings()
-    return [each for each in every if each.offloads] or every if question.host_bytes is None else every
-
-
-def describe_refusal(question: Question) -> str:
-    """What is needed against what is there, and the changes that were computed to be enough."""
-    best, space, cards = needed_at_least(question), question.space, question.cards
-    if best is None:
-        given = f"{list(space.uncheckpointed)} and split.offloaded_blocks = {list(space.offloaded)}"
-        return (
-            f"no cut of {len(question.model.names)} blocks has split.blocks_without_checkpointing = {given}: a card "
-            "needs a block for each that it keeps or streams; give smaller numbers, or leave them out"
-        )
-    frames = f", {question.frames} frames" if question.frames > 1 else ""
-    lines = [
-        f"does not fit: at {question.bucket[1]}x{question.bucket[0]} {question.unit}{frames}, batch "
-        f"{space.batch_size}, rank {space.lora.rank}, {best.setting.describe()} the best cut needs"
-    ]
-    for card, stage in zip(cards, best.stages, strict=True):
-        needed, there, weights = stage.forecast.needed / 1e9, card.usable_bytes / 1e9, stage.forecast.weights / 1e9
-        verdict = f"{needed - there:.2f} GB are missing" if needed > there else "fits"
-        away = f" ({stage.plan.num_offloaded} in host memory)" if stage.plan.num_offloaded else ""
-        what = f"{stage.plan.num_blocks} blocks{away}, {needed:.2f} GB of {there:.2f} GB"
-        lines.append(f"  {card.name}: {what}, {verdict} (weights {weights:.2f} GB)")
-    pinned, host, free = (size / 1e9 for size in (best.offloaded_inputs, best.host_bytes, question.host_bytes or 0))
-    if not best.can_pin(question.host_bytes):
-        lines.append(f"  host memory: {pinned:.1f} GB would be pinned for block inputs, {free:.1f} GB are free")
-    elif not best.fits_host(question.host_bytes):
-        lines.append(f"  host memory: {host:.2f} GB, {free:.2f} GB are free, and a tenth is left to others")
-    if space.memory_limit_gb:
-        lines.append(f"  memory_limit_gb allows weights of {list(space.memory_limit_gb)} GB")
-    helps = what_helps(question)
-    lines.append("Each of these would make it fit:" if helps else "None of the changes that were tried makes it fit")
-    return "\n".join([*lines, *(f"  {line}" for line in helps)])
-
-
-class _Change(NamedTuple):
-    """Words for a change, and other values of a SearchSpace and a Question with it."""
-
-    text: str
-    space: Mapping[str, Any] = {}
-    others: Mapping[str, Any] = {}
-
-    def of(self, question: Question) -> Question:
-        """The question with it."""
-        return question.changed(space=replace(question.space, **self.space), **self.others)
-
-
-def what_helps(question: Question) -> list[str]:
-    """The best three single changes that make the job fit; where there is none, as many at once as it takes."""
-    single, sizes = list(_choices(question)), _sizes(question)
-    if found := list(islice(_single_changes(question, single, sizes), _MOST_CHANGES)):
-        return found
-    texts: list[str] = []
-    for change in (*single, *(ladder[-1] for ladder in sizes if ladder)):
-        texts, question = [*texts, change.text], change.of(question)
-        if len(texts) > 1 and is_possible(question):
-            return [" and ".join(texts)]
-    return []
-
-
-def _single_changes(question: Question, single: list[_Change], sizes: list[list[_Change]]) -> Iterator[str]:
-    yield from (change.text for change in single if is_possible(change.of(question)))
-    for ladder in sizes:
-        index = bisect_left(ladder, True, key=lambda change: is_possible(change.of(question)))
-        yield from [ladder[index].text] if index < len(ladder) else []
-    space, last = question.space, question.cards[-1]
-    if space.split_at or space.uncheckpointed or space.offloaded or space.memory_limit_gb:
-        return  # settings that name a value for each card
-    device = torch.device(last.device.type, max(card.device.index or 0 for card in question.cards) + 1)
-
-    def is_enough(size_gb: int) -> bool:
-        added = replace(last, device=device, usable_bytes=int(size_gb * 1e9))
-        return is_possible(question.changed(cards=(*question.cards, added)[: len(question.model.names)]))
-
-    index = bisect_left(_CARD_SIZES_GB, True, key=is_enough)
-    yield from [f"another card of {_CARD_SIZES_GB[index]} GB"] if index < len(_CARD_SIZES_GB) else []
-
-
-def _choices(question: Question) -> Iterator[_Change]:
-    """Settings that can be changed to one other, the cheapest for the result first."""
-    space = question.space
-    if not space.is_checkpointing:
-        yield _Change("train.gradient_checkpointing = true", {"is_checkpointing": True})
-    elif not is_open(space.offloads):
-        yield _Change('train.offload_activations = "auto"', {"offloads": OFFLOADS})
-    if space.uncheckpointed:
-        yield _Change("split.blocks_without_checkpointing = []", {"uncheckpointed": ()})
-    if space.offloaded:
-        yield _Change("split.offloaded_blocks = []", {"offloaded": ()})
-    if space.memory_limit_gb:
-        yield _Change("split.memory_limit_gb = []", {"memory_limit_gb": ()})
-    if space.split_at:
-        yield _Change('split.balance = "memory"', {"split_at": ()})
-    if all(map(holds_copies, space.strategies)):
-        yield _Change('parallel.strategy = "auto"', {"strategies": STRATEGIES})
-    if not is_open(space.schemes) and not space.schemes[0].endswith("-compute"):  # none, or one that only stores
-        for scheme in [each for each in question.able_schemes if each != space.schemes[0]][:1]:
-            yield _Change(f'model.quantize = "{scheme}"', {"schemes": (scheme,)})
-    if space.optimizers == ("adamw",):
-        yield _Change('optimizer.name = "adamw8bit"', {"optimizers": ("adamw8bit",)})
-    if space.batch_size > 1:
-        count = space.batch_size * space.accumulation
-        yield _Change(f"train.batch_size = 1 with accumulation = {count}", {"batch_size": 1, "accumulation": count})
-
-
-def _sizes(question: Question) -> list[list[_Change]]:
-    """Smaller resolutions, shorter clips and lower ranks, the largest first."""
-    space, variant, now = question.space, question.model.variant, question.space.resolution
-    stride, sides = question.model.family.latent_of(variant).frame_stride, [n for n in _RESOLUTIONS if n < now]
-    buckets = {n: tuple(max(64, side * n // now // 64 * 64) for side in question.bucket) for n in sides}
-    lengths = range(question.frames - stride, 0 if variant.condition == "none" else stride, -stride)
-    ranks = [rank for rank in _RANKS if rank < space.lora.rank]
-    return [
-        [_Change(f"data.resolutions = [{n}]", {"resolution": n}, {"bucket": each}) for n, each in buckets.items()],
-        [_Change(f"data.frames = [{each}]", others={"frames": each}) for each in lengths],
-        [_Change(f"lora.rank = {rank}", {"lora": replace(space.lora, rank=rank)}) for rank in ranks],
-    ]

@@ -18,7 +18,7 @@ plain sum is what a slow link was measured at.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -119,6 +119,12 @@ def key_bytes(block: nn.Module, keys: str, side: BlockList, num_tokens: tuple[in
     return 2.0 * rows * attention_width(block, side) * element_size
 
 
+def keys_of(blocks: Iterable[str], tokens: TokenPlan | None) -> dict[str, str]:
+    """By the name of a block its keys, as of BlockRows; "" where nobody described them."""
+    lists = tokens.blocks if tokens else {}
+    return {name: lists[of].keys if (of := name.rpartition(".")[0]) in lists else "" for name in blocks}
+
+
 # ---- sampling: blocks, tensor or tokens
 
 
@@ -185,8 +191,7 @@ def forward_work(
     Args:
         blocks: by name, how each is divided, if it is. tokens: where the class has rows. sent_size: as of work_of.
     """
-    side, rows = native_list(layout), tokens.blocks if tokens else {}
-    keys = {name: rows[of].keys if (of := name.rpartition(".")[0]) in rows else "" for name in blocks}
+    side, keys = native_list(layout), keys_of(blocks, tokens)
     sampled = [
         SampledBlock(model.get_submodule(name), side, how[0] if how else None, keys[name])
         for name, how in blocks.items()

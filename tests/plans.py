@@ -53,18 +53,25 @@ class MadeUpCosts(ModelCosts):
     Args:
         halved: the block where it is quantized.
         units: seconds of each block's forward on a card of speed 1, in full precision.
+        keys: bytes of the keys and values of a block.
     """
 
     largest_linear = 0  # type: ignore[assignment]
+    why_no_tokens = "its rows are made up"  # type: ignore[assignment]
 
     def __init__(
-        self, block: BlockCost, count: int = 10, halved: BlockCost | None = None, units: Sequence[float] = ()
+        self,
+        block: BlockCost,
+        count: int = 10,
+        halved: BlockCost | None = None,
+        units: Sequence[float] = (),
+        keys: float = 0.0,
     ) -> None:
         self.info = published_info()
         self.family, self.variant = self.info.family, self.info.variant  # type: ignore[assignment]
         self.names = tuple(f"transformer_blocks.{index}" for index in range(count))
         self._blocks = block, halved or block
-        self._units = units or (1.0,) * count
+        self._units, self._keys = units or (1.0,) * count, keys
 
     def dry_run(self, work: Work, kernels: Any) -> StepCost:
         block = self._blocks[work.quantize is not None]
@@ -72,6 +79,9 @@ class MadeUpCosts(ModelCosts):
 
     def block_flops(self, bucket: tuple[int, int], frames: int) -> list[float]:
         return [ASSUMED_FLOPS_PER_S * unit for unit in self._units]
+
+    def key_bytes(self, bucket: tuple[int, int], frames: int, element_size: int) -> list[float]:
+        return [self._keys] * len(self.names)
 
 
 def make_question(

@@ -71,15 +71,20 @@ def make_toy() -> Toy:
     return Toy().double()
 
 
-def make_training(toy: Toy, cards: Sequence[torch.device], plan: TokenPlan, *, recomputes: bool) -> TokenTraining:
-    """Every parameter is trained."""
-    copies = [copy.deepcopy(toy).to(card) for card in cards]
+def make_training(
+    toy: Toy, cards: Sequence[torch.device], plan: TokenPlan, *, recomputes: bool, copies: Sequence[nn.Module] = ()
+) -> TokenTraining:
+    """Every parameter is trained that needs gradients. copies: on the cards, where they are made already."""
+    copies = copies or [copy.deepcopy(toy).to(card) for card in cards]
     rows = TokenParallel(copies, cards, plan, (1.0,) * len(cards))
     rows.attach()
     for card, each in zip(cards, copies, strict=True):
         checkpoint = partial(_again, card) if recomputes else None
         checkpoint_calls(each.blocks, checkpoint, ())
-    replicas = [Replica(each, card, tuple(each.parameters())) for each, card in zip(copies, cards, strict=True)]
+    replicas = [
+        Replica(each, card, tuple(p for p in each.parameters() if p.requires_grad))
+        for each, card in zip(copies, cards, strict=True)
+    ]
     return TokenTraining(TokenModel(copies, cards, rows), replicas)
 
 

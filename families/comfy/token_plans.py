@@ -270,6 +270,11 @@ NO_TOKENS: dict[str, str] = {
 }
 
 
+NO_TOKENS_OF_DIFFUSERS = (
+    "nobody has described where the tokens of diffusers' class are; train ComfyUI's class of the model"
+)
+
+
 def why_no_tokens(class_name: str) -> str:
     """Why a class cannot be shared out by its tokens; "" if it can."""
     if class_name in TOKEN_PLANS:

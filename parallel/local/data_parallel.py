@@ -164,15 +164,23 @@ def _parts_of(num_microbatches: int, num_replicas: int) -> list[range]:
     return [range(index, num_microbatches, num_replicas) for index in range(num_replicas)]
 
 
-def copy_model(model: nn.Module, device: torch.device) -> nn.Module:
+def copy_model(
+    model: nn.Module, device: torch.device, is_shared: Callable[[torch.Tensor], bool] = lambda tensor: False
+) -> nn.Module:
     """The same model on another device, bit for bit: no file is read again and nothing is rounded again.
 
     One tensor after the other is copied; model is left alone. It has no hooks yet and nothing that refers to it.
+
+    Args:
+        is_shared: of a tensor in host memory, whether both have it.
     """
     memo: dict[int, Any] = {}
     with torch.no_grad():
         for tensor in itertools.chain(model.parameters(), model.buffers()):
-            assert tensor.device != device, "a replica shares no tensor with the model it was copied from"
+            if is_shared(tensor):
+                memo[id(tensor)] = tensor
+                continue
+            assert tensor.device != device, "a replica shares no tensor of a device with the model it was copied from"
             moved = tensor.detach().to(device)
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(moved, requires_grad=tensor.requires_grad) if is_parameter else moved

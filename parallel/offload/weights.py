@@ -11,6 +11,8 @@ In host memory are frozen tensors of 64 KiB and more; LoRA, buffers and what tra
 module has its host tensors: names, state dict and sizes are as ever. A block has one pinned buffer, since buffers per
 layer could share pages, which cannot be pinned twice.
 
+Copies of a model on several devices (tokens.py) stream one set of host tensors (`of_copy`).
+
 One thread at a time works on a device (pipeline.py), so nothing is locked. Reasons, and what a step takes:
 docs/decisions/0008-blocks-from-host-memory.md.
 """
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -72,6 +74,7 @@ class WeightOffload:
         self._blocks: dict[str, _Block] = {}
         self._waiting: dict[str, set[str]] = {}
         self._on_host: set[int] = set()
+        self._owns_host = True
         self._can_pin = True
         self._split: OffloadsWeights | None = None
         self._hooks = HookSet()
@@ -159,6 +162,20 @@ class WeightOffload:
             block.weights[-1].put(on_host)
             self._on_host.add(id(on_host))
 
+    def of_copy(self, model: nn.Module, device: torch.device) -> WeightOffload:
+        """The same blocks of a copy of the model on another device; the copy has the very tensors in host memory.
+
+        This one owns them: attach both, and remove the copy's first.
+        """
+        other = WeightOffload(dict.fromkeys(self.places, device), is_on_host=True)
+        other._on_host, other._owns_host = self._on_host, False
+        for name, block in self._blocks.items():
+            copied = model.get_submodule(name)
+            owners = dict(zip(block.module.modules(), copied.modules(), strict=True))
+            weights = [replace(weight, owner=owners[weight.owner]) for weight in block.weights]
+            other._blocks[name] = _Block(copied, CPU, block.host, weights)
+        return other
+
     # ---- on the split model
 
     def move_others(self, module: nn.Module, device: torch.device) -> None:
@@ -213,9 +230,10 @@ class WeightOffload:
     def _drop(self) -> None:
         for block in self._blocks.values():
             block.weights.clear()
-            block.host.close()
+            if self._owns_host:
+                block.host.close()
         self._blocks.clear()
-        self._on_host.clear()
+        self._on_host = set()
 
 
 class _Device:

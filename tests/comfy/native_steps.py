@@ -640,12 +640,13 @@ def by_tokens(bench: Bench) -> Figures:
                 figures[f"{count} cards"] = _shared_among(bench, count, alone, every)
             is_shared = not log.warning.called
     assert is_shared, "two cards computed the sample whole"
+    for what, more in _BESIDE.items():
+        if bench.is_long or (what == "weight offload" and bench.name == "FLUX.1"):
+            wanted = bench.first_step(f"{what} on 1", _one_card() | {**more, "split": _one_card()["split"]})
+            figures[what] = _shared_among(bench, 2, wanted, more)
     if bench.is_long:
         if not why_no_forecast(bench.info.family.native):
             _planned_by_tokens(bench)
-        for what, more in _BESIDE.items():
-            wanted = bench.first_step(f"{what} on 1", _one_card() | more)
-            figures[what] = _shared_among(bench, 2, wanted, more)
         whole = bench.run("tokens whole", _tokens_on(2))
         losses = bench.run("tokens alone", _one_card()).losses
         apart = max(abs(a / b - 1) for a, b in zip(whole.losses, losses, strict=True))
@@ -659,6 +660,7 @@ _LONGER_THAN_PROMPT = {"HiDream-O1": (3, 128, 160), "HiDream-O1 with a reference
 _BESIDE: dict[str, dict[str, Any]] = {
     "int8": {"model": {"quantize": "int8"}},
     "activation offload": {"train": {"offload_activations": "on"}},
+    "weight offload": {"split": {**CARDS, "offloaded_blocks": [2, 2]}},
 }
 
 

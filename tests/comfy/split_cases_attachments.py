@@ -132,6 +132,15 @@ def _count_in_the_sampling(model: Any, device: torch.device) -> None:
     model.add_object_patch("model_sampling", sampling)
 
 
+def _count_in_a_class(model: Any, device: torch.device) -> None:
+    calls, own = itertools.count(1), type(model.model)
+
+    def apply_model(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return own.apply_model(self, *args, **kwargs) * (1 + 0.01 * next(calls))
+
+    model.model.__class__ = type("Counting", (own,), {"apply_model": apply_model, "__module__": "a_pack.models"})
+
+
 @case
 def what_keeps_state_turns_overlap_off(case: Case) -> None:
     changes: dict[str, Change] = {
@@ -140,6 +149,7 @@ def what_keeps_state_turns_overlap_off(case: Case) -> None:
         "an injection": _count_in_an_injection,
         "a hook": _count_in_a_hook,
         "the sampling of a pack": _count_in_the_sampling,
+        "a class of a pack around the model": _count_in_a_class,
     }
     for claim, change in changes.items():
         with case.logged("devicebridge", logging.INFO) as messages:

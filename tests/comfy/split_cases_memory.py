@@ -375,3 +375,37 @@ def low_memory_with_a_scheduled_lora(case: Case) -> None:
             case.equal(f"split, clean, round {number}", host.sample(divided, NAME, cfg=3.0), clean)
             output = host.sample(plain, NAME, cfg=3.0, positive=positive)
             case.equal(f"plain, scheduled, round {number}", output, scheduled)
+
+
+@case
+def a_scheduled_lora_leaves_no_memory_pinned(case: Case) -> None:
+    """ComfyUI pins weights that it streams. A split gives those that the LoRA is written into a storage of their own,
+    and ComfyUI would unpin that one later."""
+    host, pinned, registered = case.host, dict[int, int](), list[int]()
+    hooks = comfy.hooks.create_hook_lora(dict(lora_weights(NAME, LORA)), 1.0, 1.0)
+    positive = comfy.hooks.set_hooks_for_conditioning(FAMILIES[NAME].condition(1), hooks)
+
+    def register(address: int, size: int, flags: int) -> int:
+        registered.append(address)
+        pinned[address] = size
+        return 0
+
+    cuda = mock.Mock()
+    cuda.cudaHostRegister = register
+    cuda.cudaHostUnregister = lambda address: 0 * pinned.pop(address)
+    for way in ("blocks", "tokens"):
+        divided = split(host.load(NAME), overlap=False, way=way)
+        sizes = divided.model.devicebridge_split.weight_bytes()
+        with (
+            mock.patch.object(comfy.model_management, "MAX_PINNED_MEMORY", 1 << 40),
+            mock.patch.object(torch.cuda, "cudart", lambda: cuda),
+            mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: tensor.data_ptr() in pinned),
+            host.machine.room_for(sizes[HOME] // 2, HOME),
+            host.machine.room_for(sizes[OTHER] // 2, OTHER),
+        ):
+            host.sample(divided, NAME, cfg=3.0, positive=positive)
+            host.unload_all()
+        case.check(f"{way}: some were pinned", len(registered) > 8, len(registered))
+        case.check(f"{way}: none is left", not pinned, pinned)
+        registered.clear()
+        pinned.clear()

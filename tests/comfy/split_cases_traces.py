@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from typing import Any
 
+import comfy.hooks
 import comfy.model_management
 import comfy.sd
 import comfy_extras.nodes_model_merging as merging
 import torch
+from comfy.samplers import calc_cond_batch
 from devicebridge.nodes.host.split.attachments import reason_against_overlap
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
 from devicebridge.tests.comfy.split_host import CAPACITY_BYTES, HOME, OTHER
-from devicebridge.tests.comfy.tiny_checkpoints import lora_weights
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
 from torch import nn
 
 NAME = "wan"
@@ -200,3 +203,29 @@ def gradients_and_other_wrappers_turn_overlap_off(case: Case) -> None:
     with torch.inference_mode(False), torch.enable_grad():
         reason = reason_against_overlap(divided.model, (), [], options)
     case.check("with gradients", reason == "gradients are recorded", reason)
+
+
+@case
+def a_scheduled_lora_in_the_weights_turns_overlap_off(case: Case) -> None:
+    """Conditionings without one, computed behind those that left it there: the first forward takes it out."""
+    host, left = case.host, list[bool]()
+    hooks = comfy.hooks.create_hook_lora(dict(lora_weights(NAME, 1)), 1.0, 1.0)
+    negative = comfy.hooks.set_hooks_for_conditioning(FAMILIES[NAME].condition(2), hooks)
+
+    def guide(args: dict[str, Any]) -> torch.Tensor:
+        left.append(args["model"].current_patcher.current_hooks is not None)
+        clean = [args["cond"], args["cond"]]
+        found = calc_cond_batch(args["model"], clean, args["input"], args["sigma"], args["model_options"])
+        return args["denoised"] + 0.5 * found[0] - 0.25 * found[1]
+
+    outputs = []
+    for model in (host.load(NAME, load_device=CPU), split(host.load(NAME)), split(host.load(NAME), overlap=False)):
+        model = model.clone()
+        model.set_model_sampler_post_cfg_function(guide)
+        with case.logged("devicebridge", logging.INFO) as messages:
+            outputs.append(host.sample(model, NAME, cfg=4.0, negative=negative))
+        said = [line for line in messages if "overlap is off" in line]
+        case.check("each reason is said once", len(said) == 2 * (len(outputs) == 2), said)
+    case.check("it is in the weights", all(left), left)
+    case.equal("as with overlap off", outputs[1], outputs[2])
+    case.differs("it does something", outputs[0], host.sample(host.load(NAME, load_device=CPU), NAME, cfg=4.0))

@@ -49,6 +49,7 @@ class _CardPatcher(_Patcher):
 
     _tree: Callable[[], SplitTree]
     _main: Callable[[], SplitMixin | None]  # the main card's patcher, while there is one
+    companions: tuple[Any, ...] = ()  # of the main card's, the other cards'
 
     def _unhook(self) -> None:
         """Have the main patcher take out scheduled LoRA, which it wrote into weights that are about to move."""
@@ -113,8 +114,9 @@ class _CardPatcher(_Patcher):
         weight = get_attr(self.model, key)
         is_shared = tree.executor.has_copies or tree.origin_on(self.load_device) is not None
         if is_shared and weight.device == self.offload_device and key not in self.hook_backup:
-            if key in self.pinned:  # else the old storage would stay registered with the driver
-                self.unpin_weight(key)
+            for owner in (self,) if tree.executor.has_copies else (self, *self.companions):
+                if key in owner.pinned:  # else the old storage would stay registered with the driver
+                    owner.unpin_weight(key)
             set_attr_param(self.model, key, own_copy(weight))
 
     def _without_other_objects(self, extra_memory: float) -> float:
@@ -190,7 +192,6 @@ class SplitMixin(_CardPatcher):
     """Patcher of a split model; acts on the main card and brings the other cards' patchers along."""
 
     object_patches: dict[str, Any]
-    companions: tuple[Any, ...] = ()
     _stand_ins: tuple[Any, ...] = ()  # companions of the classic model that stands in for scheduled LoRA
     _makes_stand_in = False
     _is_own_part = False

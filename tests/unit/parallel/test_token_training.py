@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.families.token_plan import TokenPlan
+from devicebridge.parallel.local.data_parallel import copy_model
 from devicebridge.parallel.local.token_training import TokenTraining
+from devicebridge.parallel.offload import weights as weights_module
 from devicebridge.parallel.offload.in_place import InPlaceGuard
+from devicebridge.parallel.offload.weights import WeightOffload
 from devicebridge.parallel.runner import PlainAccumulation
 from devicebridge.tests.emulated import CARDS, emulated_cards, factories_on_cards, on_cpu
 from devicebridge.tests.token_cases import PLAN, WHOLE_TEXT, Block, Toy, make_toy, make_training, microbatches
@@ -146,6 +150,51 @@ def test_a_number_of_rows_that_differs_by_card_is_no_other_way_of_being_called(m
         for index in (6, 8):
             monkeypatch.setattr(_Counted, "index", index)
             _check(training, made(), num_image=12)
+
+
+def _on_host(model: nn.Module) -> set[int]:
+    return {id(each) for each in model.parameters() if each.device.type == "cpu"}
+
+
+class _Split:
+    def take_weight_offload(self, offload: WeightOffload | None) -> None:
+        pass
+
+
+def test_copies_stream_one_set_of_weights_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through two slots of each card, from one place in host memory."""
+    monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1)
+
+    def run(places: Sequence[str]) -> Any:
+        toy = make_toy()
+        toy.blocks.requires_grad_(False)
+        for block in toy.blocks:
+            block.mod.requires_grad_(True)  # in the place of a LoRA
+        with emulated_cards(2), factories_on_cards():
+            first = toy.to(CARDS[0])
+            offload = WeightOffload(dict.fromkeys(places, CARDS[0]), is_on_host=True)
+            offload.begin(first, ())
+            offload.pack_all()
+            copies = [first, copy_model(first, CARDS[1], offload.holds)]
+            offloads = [offload, offload.of_copy(copies[1], CARDS[1])] if places else []
+            held = [_on_host(each) for each in copies]
+            training = make_training(toy, CARDS[:2], PLAN, recomputes=True, copies=copies)
+            for each in offloads:
+                each.attach(_Split())
+            losses = [on_cpu(each) for each in training.run(microbatches(training.model, 2))]
+            gradients = {name: on_cpu(each.grad) for name, each in first.named_parameters() if each.grad is not None}
+            copied = [each.num_copies for each in offloads]
+            for each in reversed(offloads):
+                each.remove()
+            assert [_on_host(each) for each in copies] == held
+            return losses, gradients, held, copied
+
+    losses, gradients, held, copied = run([f"blocks.{index}" for index in range(3)])
+    expected_losses, expected, on_no_host, _ = run(())
+    assert all(map(torch.equal, losses, expected_losses))
+    assert gradients.keys() == expected.keys() and all(torch.equal(gradients[n], expected[n]) for n in expected)
+    assert held[0] == held[1] and len(held[0]) == 6 and on_no_host == [set(), set()]
+    assert copied == [6, 6]
 
 
 class _Broken(torch.autograd.Function):

@@ -26,7 +26,7 @@ from devicebridge.parallel.local.tokens import HERE, OneDeviceError
 from devicebridge.parallel.offload import weights as swap_module
 from devicebridge.parallel.placement import Placement, block_names, place_offloaded
 from devicebridge.planning import dry_run as dry_run_module
-from devicebridge.planning.costs import BlockCost, ModelCosts, StepCost, dry_run_step, sharing_rows
+from devicebridge.planning.costs import BlockCost, StepCost, dry_run_step, sharing_rows
 from devicebridge.planning.dry_run import UNSEEN_CARD, Kernels, MemoryMeter, Work, step_on_meta
 from devicebridge.planning.memory import Backend, Forecaster, Optimizer, StagePlan
 from devicebridge.quantization.eight_bit import grad_input8
@@ -38,7 +38,6 @@ from devicebridge.tests.token_cases import PLAN, make_toy
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 from devicebridge.training.objective import prediction_loss
-from torch import nn
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -557,15 +556,10 @@ def test_a_sample_that_cards_cannot_share_out_is_forecast_whole(monkeypatch):
         return replace(cost, blocks=[replace(each, constants={}) for each in cost.blocks])  # known by ids
 
     monkeypatch.setattr(dry_run_module, "predict", second_is_refused)
-    assert found() == found() and next(numbers) == 3
+    shared, whole = found(), found()
+    assert replace(shared, is_whole=True) == whole and not shared.is_whole and next(numbers) == 3
     monkeypatch.setattr(dry_run_module, "predict", mock.Mock(side_effect=OneDeviceError("1 rows of txt")))
     given: Any = SimpleNamespace(host=SimpleNamespace(example=lambda *args: {}), title="x")
     info, variant = SimpleNamespace(family=given), SimpleNamespace(training_guidance=None)
     with pytest.raises(OneDeviceError):
         step_on_meta(None, info, variant, Work((1, 1, 1, 1), 1, torch.float32, None, LORA), torch.empty(1))
-
-
-def test_keys_are_as_wide_as_most_linears_of_a_block():
-    block = nn.ModuleList([nn.Linear(4, 8), nn.Linear(32, 32), nn.Linear(32, 64), nn.Linear(64, 32)])
-    given = SimpleNamespace(names=("block",), _model=nn.ModuleDict({"block": block}))
-    assert ModelCosts._width.func(given) == 32

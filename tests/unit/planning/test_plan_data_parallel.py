@@ -12,7 +12,7 @@ from devicebridge.planning.cards import Card, parse_cards
 from devicebridge.planning.costs import BlockCost
 from devicebridge.planning.plan import TrainingPlan, draw_plan, plan_training, plan_values
 from devicebridge.planning.question import Question
-from devicebridge.planning.search import needed_at_least, what_helps
+from devicebridge.planning.refusal import needed_at_least, what_helps
 from devicebridge.planning.times import ASSUMED_LINK_BYTES_PER_S
 from devicebridge.tests.plans import MadeUpCosts, full_size, make_cards, make_question
 
@@ -196,7 +196,7 @@ def test_cards_that_share_out_tokens_take_a_share_of_each_block_and_keep_as_many
     sections = {"model": {"quantize": "none"}, "parallel": {"strategy": "tokens"}}
     block = BlockCost(GB, 100 * MB, 25 * MB, 10 * MB, {}, 10 * MB, 2 * GB, 10 * MB, 100 * MB, 2 * GB, 2 * GB)
     costs = MadeUpCosts(block)
-    costs.key_bytes = lambda *work: 0.2 * ASSUMED_LINK_BYTES_PER_S  # of the other card half
+    costs.key_bytes = lambda *work: [0.2 * ASSUMED_LINK_BYTES_PER_S] * 10  # of the other card half
     plan = plan_training(make_question(costs, make_cards(100, 20), **sections))
     small, kept = plan.devices[1], plan.uncheckpointed
     assert plan.placement.strategy == "tokens" and len(plan.placement.replicas) == 2

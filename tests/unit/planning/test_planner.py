@@ -12,7 +12,7 @@ import pytest
 import torch
 from devicebridge.cli.main import main
 from devicebridge.config.job import save_job
-from devicebridge.config.model import Strategy, shards_weights, shares_rows
+from devicebridge.config.model import Strategy, shards_weights
 from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.job import check_job, run_job
@@ -32,7 +32,8 @@ from devicebridge.planning.plan import (
     step_seconds,
 )
 from devicebridge.planning.question import STRATEGIES, Question
-from devicebridge.planning.search import HOST_SHARE, UNHIDDEN, needed_at_least, what_helps
+from devicebridge.planning.refusal import needed_at_least, what_helps
+from devicebridge.planning.search import HOST_SHARE, UNHIDDEN
 from devicebridge.planning.times import SCHEME_TIMES
 from devicebridge.tests.plans import MadeUpCosts, full_size, make_cards, make_question, published_info
 from devicebridge.tests.tiny_pipeline import make_tiny_job
@@ -59,7 +60,7 @@ def _helps(question: Question) -> list[str]:
 
 def test_every_strategy_is_a_candidate():
     """But those that a job must ask for: one that is left out would be chosen for nobody."""
-    asked = {each for each in get_args(Strategy) if shards_weights(each) or shares_rows(each)}
+    asked = {each for each in get_args(Strategy) if shards_weights(each)}
     assert {*STRATEGIES} == {*get_args(Strategy)} - asked
 
 
