@@ -20,8 +20,8 @@ class Terminal:
 
     def __init__(self) -> None:
         self._line = ProgressLine(sys.stdout) if sys.stdout.isatty() else None
-        self._lines = NowAndThen(_INTERVAL_S)
-        self._paces: dict[str, StepPace] = {}  # of each of a pair
+        self._lines: dict[str, NowAndThen] = {}  # of each of a pair, as below
+        self._paces: dict[str, StepPace] = {}
 
     def __call__(self, event: Event) -> None:
         values = dict(event.values)
@@ -39,7 +39,7 @@ class Terminal:
     def _show(self, whose: str, event: Event, what: str, text: str) -> None:
         if self._line is not None:
             self._line.show(whose + what, event.step, event.total, whose + text)
-        elif self._lines.is_due(event.step, event.total):
+        elif self._lines.setdefault(whose, NowAndThen(_INTERVAL_S)).is_due(event.step, event.total):
             self._say(whose + text)
 
     def _say(self, line: str) -> None:

@@ -166,8 +166,8 @@ def _detect(path: Path, names: dict[str, torch.Tensor], prefix: str, metadata: d
     config = ask_comfyui(path, "tell what model is in", lambda: detect(dict(names), prefix, metadata=metadata))
     if config is None:
         raise ValueError(
-            f"{path} ({len(names)} tensors) holds no diffusion model that ComfyUI knows; if it should, it is "
-            "incomplete: download it again"
+            f"{path} holds no diffusion model that ComfyUI knows, but {len(names)} tensors such as "
+            f"{', '.join(list(names)[:3])}; if it should, it is incomplete: download it again"
         )
     return config
 

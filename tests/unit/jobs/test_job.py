@@ -158,7 +158,7 @@ def _interrupted(long_job, name, number):
     job = dataclasses.replace(job, output=dataclasses.replace(job.output, folder=str(folder / name)))
     save_job(job, folder / f"{name}.toml")
     process = _start_training(folder / f"{name}.toml")
-    _wait_for(process, "step 6/14")
+    _wait_for(process, "step-000004")
     if number is None:  # `| head` that has enough
         process.stdout.close()
         return folder, job, process.wait(), ""
