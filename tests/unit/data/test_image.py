@@ -376,9 +376,8 @@ def test_a_playlist_called_a_video_opens_no_other_file(tmp_path: Path, kind: str
 
 
 def test_one_module_asks_pillow_to_open_files() -> None:
-    folders = [
-        folder for folder in ROOT.iterdir() if folder.is_dir() and folder.name not in ("tests", "scripts", ".venv")
-    ]
+    others = ("tests", "scripts", ".venv")
+    folders = [folder for folder in ROOT.iterdir() if folder.is_dir() and folder.name not in others]
     files = [*ROOT.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]
     opening = re.compile(r"\bImage\.open\(|from PIL\.Image import .*\bopen\b|imread\(")
     assert [f.name for f in files if opening.search(f.read_text(encoding="utf-8"))] == ["image.py"]
