@@ -227,7 +227,7 @@ class Question:
         schemes = self._schemes()
         strategies = strategies_on(space, [card.device for card in self.cards])
         if is_open(strategies) and (self.bounds or any(space.offloaded)):
-            # A given cut asks for a split, and only a split streams.
+            # A given cut asks for a split, and by its own choice only a split streams.
             strategies = tuple(each for each in strategies if not holds_copies(each))
         if is_open(strategies) and (len({*space.uncheckpointed}) > 1 or self.model.why_no_tokens):
             strategies = tuple(each for each in strategies if not shares_rows(each))
