@@ -133,6 +133,10 @@ def find_fastest(question: Question) -> tuple[Found | None, Looked]:
     if question.space.memory_limit_gb and all(found is None for _, found in looked_at):
         looked_at = _look(question, math.inf)  # the user says what fits
     fitting = [found for _, found in looked_at if found is not None]
+    if any(found.setting.optimizer == "adamw" and not found.must_stream for found in fitting):
+        fitting = [
+            each for each in fitting if each.setting.optimizer != "adamw8bit" or not shares_rows(each.setting.strategy)
+        ]
     best = [
         min(those, key=lambda found: (found.setting.optimizer == "adamw8bit", _weighed(question, found)))
         for kind in itertools.product((False, True), repeat=2)

@@ -104,6 +104,13 @@ def test_they_do_not_for_a_tenth(travelling: float, strategy: str) -> None:
     assert _open(make_cards(100, 100), 1, keys=travelling * 24e9).setting.strategy == strategy
 
 
+def test_eight_bit_state_is_not_taken_for_the_sake_of_speed() -> None:
+    plan = plan_training(
+        _ask(make_cards(15, 15), link=1e9, optimizer={"name": "auto"}, train={"gradient_accumulation_steps": 1})
+    )
+    assert plan.setting.optimizer == "adamw"
+
+
 def test_they_do_where_nothing_else_fits() -> None:
     """A block at work takes 30 GB, or half of that where its rows are shared out; streaming does not help."""
     block = replace(BLOCK, recompute=30 * GB, backward=30 * GB)
