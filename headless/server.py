@@ -219,7 +219,9 @@ def find_comfyui(given: Path | None = None, base: Path | None = None, python: Pa
     for place in places:
         if (place / "main.py").is_file() and (place / "comfy").is_dir():
             folder = place.resolve()
-            return ComfyUI(folder, python or find_python(folder, base), (base or folder).resolve())
+            python = python or find_python(folder, base)
+            python = Path(shutil.which(str(python)) or python).absolute()  # its links stay: they make the environment
+            return ComfyUI(folder, python, (base or folder).resolve())
     raise RuntimeError(
         f"no ComfyUI was found (looked in {', '.join(map(str, places))}); name its folder with --comfyui or "
         "COMFYUI_PATH, or get one with `pip install comfy-cli` and `comfy install`, or by cloning "
@@ -254,15 +256,15 @@ def find_python(folder: Path, base: Path | None = None) -> Path:
 
 
 def python_fault(folder: Path, python: Path) -> str:
-    """Why a Python does not run this ComfyUI: packages of the requirements that it lacks; "" where none is known."""
+    """Why a Python does not run this ComfyUI: it does not start, or lacks packages; "" where none is known."""
     file = folder / "requirements.txt"
-    needed, _, _ = (file.read_text(encoding="utf-8") if file.is_file() else "").partition("#non essential")
-    names = [found[0] for line in needed.splitlines() if (found := _REQUIREMENT.match(line))]
-    wanted = [name for name in names if name not in _NOT_ASKED]
-    command = processes.python_command(_MISSING, python=python)
-    told = processes.run([*command, *wanted], timeout_s=120) if wanted else None
+    required = (file.read_text(encoding="utf-8") if file.is_file() else "").lower()
+    wanted = [name for name in _IMPORTED if name.lower().replace("_", "-") in required]  # PIL is Pillow's
+    told = processes.run(processes.python_command(_MISSING, *wanted, python=python), timeout_s=120)
+    if told is None:
+        return f"{python} does not start. Name ComfyUI's own Python with COMFYUI_PYTHON or --python"
     try:
-        missing = json.loads((told or "[]").splitlines()[-1])
+        missing = json.loads(told.splitlines()[-1])
     except (ValueError, IndexError):
         return ""
     if not missing:
@@ -273,18 +275,13 @@ def python_fault(folder: Path, python: Path) -> str:
     )
 
 
-_REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-# What no start of ComfyUI without a window depends on.
-_NOT_ASKED = ("comfyui-frontend-package", "comfyui-workflow-templates", "comfyui-embedded-docs", "torchaudio")
+# What ComfyUI imports when it starts and does not do without, each where that ComfyUI requires it.
+_IMPORTED: tuple[str, ...] = ("torch", "torchsde", "torchvision", "numpy", "einops", "transformers", "tokenizers", "av")
+_IMPORTED += ("sentencepiece", "safetensors", "aiohttp", "yaml", "PIL", "scipy", "tqdm", "psutil", "sqlalchemy")
+_IMPORTED += ("comfy_kitchen", "comfy_aimdo")
 _MISSING = """
-import json, sys
-from importlib import metadata
-def is_missing(name):
-    try:
-        metadata.distribution(name)
-    except metadata.PackageNotFoundError:
-        return True
-print(json.dumps([name for name in sys.argv[1:] if is_missing(name)]))
+import importlib.util, json
+print(json.dumps([name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]))
 """
 
 

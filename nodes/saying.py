@@ -59,9 +59,9 @@ def said_on_node(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.Node
         keeper = _Keeper()
         logging.getLogger().addHandler(keeper)
         host.NodeView.footer = ""
+        quiet_imports()
         try:
-            with quiet_imports():
-                output = execute(cls, *args, **sockets)
+            output = execute(cls, *args, **sockets)
         except Exception as error:
             if fault := import_fault(error):
                 raise RuntimeError(fault) from error

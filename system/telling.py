@@ -7,14 +7,15 @@ So whatever is printed or logged goes through `printable`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TextIO
 
-LOUD = ("torchao", "torch.utils._pytree", "diffusers")  # loggers that warn when their packages are imported
+LOUD = ("torchao", "torchao.kernel.intmm", "torch.utils._pytree")  # loggers that warn while torchao is imported
 # Control characters but tab and line feed, marks that turn the direction of a text, line separators, and half pairs:
 # bytes of a name that is no UTF-8.
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -93,17 +94,16 @@ class EscapedLogs(logging.Handler):
         record.msg, record.args = printable(record.getMessage()), ()
 
 
-@contextlib.contextmanager
-def quiet_imports() -> Iterator[None]:
-    """Inside, torchao and diffusers do not warn of kernels that nobody here asked for, as they do when imported."""
-    loggers = {each: each.level for each in map(logging.getLogger, LOUD)}
-    for each in loggers:
-        each.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for each, level in loggers.items():
-            each.setLevel(level)
+@functools.cache
+def quiet_imports() -> None:
+    """From now on torchao does not warn, while it is imported, of kernels that nobody here asked for."""
+
+    def is_no_import(_: logging.LogRecord) -> bool:
+        parts = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "torchao"]
+        return not any(getattr(getattr(each, "__spec__", None), "_initializing", False) for each in parts)
+
+    for name in LOUD:
+        logging.getLogger(name).addFilter(is_no_import)
 
 
 # ---- tables

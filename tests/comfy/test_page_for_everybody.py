@@ -199,6 +199,12 @@ _STARTING = """async () => {
   state.choice.run = 'again'
   hear({})
 }"""
+_SIMPLE = """() => {
+  const node = window.LiteGraph.createNode('DeviceBridgeTrainLoraSimple')
+  window.app.graph.add(node)
+  return String(node.id)
+}"""
+_RUNNING = _STARTING.replace("'stopped'", "'running'")
 _TELL = "([kind, detail]) => window.app.api.dispatchEvent(new CustomEvent(kind, { detail }))"
 
 
@@ -218,6 +224,11 @@ def test_the_tab_shows_what_a_node_does_before_there_is_a_run(
         page.locator(".db-working", has_text="captions 3/40").wait_for()
         page.evaluate(_TELL, ["execution_success", {}])
         page.locator(".db-working").wait_for(state="detached")
+        for end in ("reconnected", _RUNNING):  # the end was not heard; a run of the node tells more
+            page.evaluate(_TELL, ["devicebridge.event", {**told, "node": page.evaluate(_SIMPLE)}])
+            page.locator(".db-working", has_text="captions").wait_for()
+            page.evaluate(_TELL, [end, {}]) if end == "reconnected" else page.evaluate(end)
+            page.locator(".db-working").wait_for(state="detached")
         low, middle, high = page.evaluate(_AXIS)
         assert len({low, middle, high}) == 3
         page.evaluate(_STARTING)

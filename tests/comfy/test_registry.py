@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import shutil
 import struct
@@ -93,7 +94,9 @@ def test_workflows_of_the_repository_test_both_systems_and_publish_a_new_version
     assert tests["jobs"]["unit"]["strategy"]["matrix"]["os"] == ["ubuntu-latest", "windows-latest"]
     steps = publish["jobs"]["publish"]["steps"]
     assert publish[True]["push"]["paths"] == ["pyproject.toml"]  # "on" is a truth value in YAML
-    assert steps[-1]["uses"].startswith("Comfy-Org/publish-node-action@") and "version" in steps[-1]["if"]
+    assert re.fullmatch(r"Comfy-Org/publish-node-action@[0-9a-f]{40}", steps[-1]["uses"])
+    assert "version" in steps[-1]["if"]
+    assert "event.before" in steps[1]["env"]["BEFORE"] and steps[0]["with"]["fetch-depth"] == 0  # all that was pushed
 
 
 def test_the_picture_holds_the_workflow_that_it_shows() -> None:

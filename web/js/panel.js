@@ -96,7 +96,7 @@ function drawCards(place) {
 function workOfNode() {
   const { working } = state
   const node = working && app.graph.getNodeById(working.node)
-  if (!node || (node.comfyClass === 'DeviceBridgeTrainLora' && state.runs.some((run) => run.state === 'running'))) return ''
+  if (!node || (node.comfyClass.startsWith('DeviceBridgeTrainLora') && state.runs.some((run) => run.state === 'running'))) return ''
   return `${node.title}: ${phaseOf({ phase: working.phase, progress: working })}`
 }
 

@@ -159,7 +159,7 @@ export function listen() {
   isListening = true
   api.addEventListener('devicebridge.page', ({ detail }) => hear(detail))
   api.addEventListener('devicebridge.event', ({ detail }) => hearEvent(detail))
-  for (const name of ['executing', 'execution_success', 'execution_error', 'execution_interrupted']) api.addEventListener(name, rest)
+  for (const name of ['executing', 'execution_success', 'execution_error', 'execution_interrupted', 'reconnected']) api.addEventListener(name, rest)
   api.addEventListener('reconnected', refresh)
   refresh()
 }

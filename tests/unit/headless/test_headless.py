@@ -388,6 +388,10 @@ def test_comfyui_is_found_in_order(tmp_path: Path, comfyui: Path, monkeypatch: p
     monkeypatch.setenv("COMFYUI_PATH", str(other))
     assert server.find_comfyui().folder == other
     assert server.find_comfyui(comfyui).folder == comfyui
+    (other / "python").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    found = server.find_comfyui(comfyui, python=Path("other/python")).python
+    assert found == other / "python", "ComfyUI starts in its own folder; a link is a virtual environment"
 
 
 def test_comfyuis_own_python_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,9 +409,13 @@ def test_a_python_that_lacks_what_comfyui_needs_is_refused_before_the_start(
     tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _install_client(tmp_path, monkeypatch, SUCCEEDS)
-    (comfyui / "requirements.txt").write_text("SQLAlchemy-of-mars>=2\n#non essential dependencies:\nother\n")
-    with pytest.raises(RuntimeError, match="lacks SQLAlchemy-of-mars.*COMFYUI_PYTHON or --python"):
+    (comfyui / "requirements.txt").write_text("torch\nfrob-nicator>=2\nalembic-of-mars\n")
+    assert server.python_fault(comfyui, Path(sys.executable)) == "", "ComfyUI starts without alembic"
+    monkeypatch.setattr(server, "_IMPORTED", ("torch", "frob_nicator", "not_required"))
+    with pytest.raises(RuntimeError, match="lacks frob_nicator. .*COMFYUI_PYTHON or --python"):
         headless.run_workflow(_workflow(tmp_path), comfyui=comfyui, python=Path(sys.executable))
+    with pytest.raises(RuntimeError, match="none does not start.*COMFYUI_PYTHON or --python"):
+        headless.run_workflow(_workflow(tmp_path), comfyui=comfyui, python=tmp_path / "none")
     assert not (comfyui / "arguments.json").exists()
 
 

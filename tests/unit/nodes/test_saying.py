@@ -6,6 +6,7 @@ import ast
 import importlib
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -182,16 +183,24 @@ def test_a_package_that_cannot_be_imported_is_named(
         _node(nodes, body).execute()
 
 
-def test_packages_that_are_imported_while_a_node_runs_do_not_warn(
-    nodes: ModuleType, caplog: pytest.LogCaptureFixture
+def test_torchao_does_not_warn_while_it_is_imported_and_warns_afterwards(
+    nodes: ModuleType, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    loud = logging.getLogger("torchao")
+    caplog.set_level(logging.WARNING, "torchao")
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").touch()
+    loud = "import logging\nlogging.getLogger('torchao').warning('a kernel could not be loaded')\n"
+    (tmp_path / "torchao" / "part.py").write_text(loud, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with monkeypatch.context() as patch:
+        for name in [each for each in sys.modules if each.partition(".")[0] == "torchao"]:
+            patch.delitem(sys.modules, name)
 
-    def body(view: Any, output: Any) -> Any:
-        loud.warning("a kernel could not be loaded")
-        return output()
+        def body(view: Any, output: Any) -> Any:
+            importlib.import_module("torchao.part")
+            logging.getLogger("torchao").warning("while the node runs")
+            return output()
 
-    with caplog.at_level(logging.WARNING, "torchao"):
         _node(nodes, body).execute()
-        loud.warning("after it")
-    assert [record.message for record in caplog.records] == ["after it"]
+        del sys.modules["torchao.part"], sys.modules["torchao"]
+    assert [record.message for record in caplog.records] == ["while the node runs"]
