@@ -111,6 +111,8 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
             finished.append(_finish(each, info.family, own, placement.used_devices, streamed, attach_adapter))
     except BaseException:
         remove_compiled([each.compiled for each in finished if each.compiled is not None])
+        for streamed in filter(None, reversed(offloads)):  # the first one's, which is last, holds pinned memory
+            streamed.remove()
         raise
     return replace(finished[0], model=whole or model, quantized=quantized, replicas=tuple(finished[1:]))
 

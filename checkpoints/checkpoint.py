@@ -41,6 +41,7 @@ _log = logging.getLogger(__name__)
 Layout = Literal["diffusers", "original"]
 
 _LAYOUTS: tuple[Layout, ...] = ("diffusers", "original")
+OF_PAIR = re.compile(r"(high|low)[ _-]?noise", re.IGNORECASE)  # in the name of a file of one of Wan 2.2's two experts
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.")  # what ComfyUI's files carry in front of every name
 
 
@@ -239,6 +240,9 @@ def _choose_variant(info: CheckpointInfo, source: Source, wanted: Variant | None
         boundary = source.pipeline.get("boundary_ratio")  # between two experts, if the model folder names one
         if boundary is not None:
             possible = [variant for variant in possible if boundary in variant.sigma_range] or possible
+        if of_pair := OF_PAIR.search(source.path.name):
+            ending = f"-{of_pair[1].lower()}"
+            possible = [variant for variant in possible if variant.name.endswith(ending)] or possible
         in_folder = (each for each in possible if each.transformer_folder == source.folder.name)
         chosen = next(in_folder, possible[0])
         others = [variant for variant in possible if variant is not chosen]

@@ -39,6 +39,7 @@ class Subject:
         train, alone: of all samples that are trained on, and that are evaluated: what tells their batches apart.
         text: of one of ComfyUI's own models, what it is given of the longest caption, as far as that is known.
         beside_bytes: of weights that the first device holds beside the model.
+        has_empty_caption: whether a sample has one, or may be given one.
     """
 
     info: CheckpointInfo
@@ -50,6 +51,7 @@ class Subject:
     alone: frozenset[tuple[int, ...]] = frozenset()
     text: SampleText | None = None
     beside_bytes: int = 0
+    has_empty_caption: bool = False
 
 
 def place_by_size(

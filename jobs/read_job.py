@@ -78,6 +78,8 @@ class ReadJob:
             alone=sizes_of(self.eval_samples),
             text=self._longest_text(),
             beside_bytes=text_encoder_bytes(self.job),
+            has_empty_caption=self.job.data.caption_dropout > 0
+            or not all(each.caption.strip() for each in self.samples),
         )
 
     def _longest_text(self) -> SampleText | None:

@@ -306,7 +306,9 @@ def plan_on(
     model = ModelCosts(subject.info, subject.variant, subject.model)
     longest = max((size[-1] for size in subject.train), default=1)
     space = limited(search_space(job), subject.info.family.native, subject.model)
-    if is_open(space.strategies) and not machine.is_alone:
+    # With fewer rows than cards, such as of an empty caption, each computes a sample whole: more than is planned here.
+    has_others = not machine.is_alone or job.parallel.processes > 1
+    if is_open(space.strategies) and (subject.has_empty_caption or has_others):
         space = replace(space, strategies=tuple(each for each in space.strategies if not shares_rows(each)))
     question = Question(
         model,

@@ -285,11 +285,13 @@ def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:
     files = [path for path in paths if Path(path).is_file()]
     if not files or files[0] != paths[0]:
         return None  # the others are beside the first
+    if files == [model.model.path]:
+        return load_clip_files(files, "", model.model.path)
     info = model.read()
     known = known_files(info)
     if not known.clip_type:
         raise ValueError(f"{info.family.title} takes no files of text encoders here; connect its CLIP to stock_clip")
-    if len(files) != (wanted := len(known.names["text_encoders"])):
+    if len(files) != (wanted := len(known.patterns["text_encoders"])):
         raise ValueError(
             f"{info.family.title} takes {wanted} files of text encoders, and {len(files)} are chosen "
             f"({', '.join(filter(None, names))}); choose them in text_encoders and text_encoder_2, or connect "

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..runs.folders import NO_RUNS
 from . import host
 from .captions import DEFAULT_FOLDER, CacheCaptionsAndLatents
 from .choices import COMES_AND_GOES, NONE, links_fit
@@ -32,6 +33,7 @@ class _Settings(NamedTuple):
     accumulation: int = 4
 
 
+_LONGEST = 40  # characters of a word
 QUALITIES = ("quick", "normal", "thorough")
 _LARGE = 15e9  # parameters: FLUX.2-dev, Qwen-Image
 # By kind of model and quality. Two cards of 24 GB take about a day at most; rank and rate are what trainers begin with.
@@ -55,7 +57,9 @@ def kind_of(info: CheckpointInfo) -> str:
 
 def run_name(name: str, trigger_word: str, images: str) -> str:
     """What the run and the LoRA are called; web/js/nodes.js says the same."""
-    return plain_name(name) or re.sub(r"[^\w-]+", "_", trigger_word.strip() or Path(images).name).strip("_")
+    words = (re.sub(r"[^\w-]+", "_", each.strip()).strip("_")[:_LONGEST] for each in (trigger_word, Path(images).name))
+    found = plain_name(name) or next(filter(None, words), "my_lora")
+    return f"{found}_lora" if found.casefold() in NO_RUNS else found
 
 
 def _listed(id: str, names: list[str], tooltip: str) -> io.Input:
@@ -147,12 +151,14 @@ class TrainLoraSimple(io.ComfyNode):
     def execute(
         cls, model: str, images: str, trigger_word: str, quality: str, name: str = "", **stock: Any
     ) -> io.NodeOutput:
+        from ..checkpoints.checkpoint import OF_PAIR
         from ..planning.dry_run import NoForecast
 
         word = trigger_word.strip()
         (chosen,) = _run(cls, LoadModelForTraining, model=model, path="").args
         (chosen, _) = _run(cls, Quantize, model=chosen).args
-        train: dict[str, Any] = SETTINGS[kind_of(chosen.read())][QUALITIES.index(quality)]._asdict()
+        info = chosen.read()
+        train: dict[str, Any] = SETTINGS[kind_of(info)][QUALITIES.index(quality)]._asdict()
         shown = ", ".join(f"{key} {value:g}" for key, value in train.items()).replace("_", " ")
         words = {"trigger_word": word, "default_caption": word, "resolutions": str(train.pop("resolution"))}
         (dataset,) = _run(cls, TrainingDatasetNode, folder=images, evaluation_folder=NONE, **words).args
@@ -164,6 +170,8 @@ class TrainLoraSimple(io.ComfyNode):
         given |= {"text_encoders": host.OWN_PART, "vae": host.OWN_PART, "cache_folder": DEFAULT_FOLDER}
         (dataset,) = _run(cls, CacheCaptionsAndLatents, model=chosen, dataset=dataset, **given).args
         drawn = word if dataset.vae_file or "stock_vae" not in given else ""
+        if (of_pair := OF_PAIR.search(Path(model).name)) and info.variant and info.variant.boundary:
+            train["expert"] = f"{of_pair[1].lower()}_noise"  # of ComfyUI's class, which serves both
         train |= {"name": run_name(name, word, images), "sample_prompts": drawn}
         done = _run(cls, TrainLora, model=chosen, dataset=dataset, resume=None, **train)
         ui = {**done.ui, "text": (f"{quality}: {shown}", *done.ui["text"])}

@@ -223,7 +223,7 @@ class TrainLora(io.ComfyNode):
                 if run.finished is None and in_background:
                     return _start_in_background(run, info, view)
                 result = run.finished or _train(run, info, view)
-        text = "\n".join(filter(None, [run.note, describe_result(result)]))
+        text = "\n".join(filter(None, [run.note, describe_result(result, resume)]))
         view.show_text(text)
         if result.status == "stopped":
             host.cancel()
@@ -335,10 +335,11 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
     )
 
 
-def describe_result(result: TrainingResult) -> str:
-    """One or two lines for the node and the log."""
+def describe_result(result: TrainingResult, resume: bool | None) -> str:
+    """One or two lines for the node and the log. resume: as of next_run."""
     if result.status == "stopped":
-        hint = "Turn on resume and run again to continue." if result.checkpoint else "Run again to continue."
+        needs_resume = result.checkpoint and resume is False
+        hint = "Turn on resume and run again to continue." if needs_resume else "Run again to continue."
         return f"Cancelled after {result.step} steps; everything is saved. {hint}"
     text = f"{result.step} steps, last loss {result.losses[-1]:.5f}"
     if result.eval_before is not None and result.eval_after is not None:

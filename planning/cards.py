@@ -119,7 +119,9 @@ def kind_called(name: str) -> CardKind | None:
     if plain in _BY_NAME:
         return _BY_NAME[plain]
     words = name.lower().replace("-", " ").split()
-    return next((kind for kind in KINDS if kind.name.lower() in words), None)  # "H100 80GB HBM3", but no "RTX 4090 D"
+    kind = next((kind for kind in KINDS if kind.name.lower() in words), None)  # "H100 80GB HBM3", but no "RTX 4090 D"
+    is_on_bus = "pcie" in words or "mig" in words
+    return kind._replace(link_bytes_per_s=PCIE_BYTES_PER_S) if kind and is_on_bus else kind
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -25,23 +26,25 @@ class KnownFiles(NamedTuple):
     patterns: dict[str, tuple[str, ...]]
 
 
-# Variant's name -> type, patterns of the text encoders' files, pattern of the VAE's. The first one that fits counts.
-_FLUX_VAE, _FLUX_2_VAE, _WAN_VAE, _WAN_5B_VAE = "ae.s*", "flux2*vae*", "wan*2[._]1*vae*", "wan*2[._]2*vae*"
+# Variant's name -> type, stems of the text encoders' files, stem of the VAE's. The first one that fits counts.
+# Separators alone stand between its words (*), and behind it how weights are kept: other words are of other models.
+_FLUX_VAE, _FLUX_2_VAE, _WAN_VAE, _WAN_5B_VAE = "ae", "flux2*vae", "wan*2[._]1*vae", "wan*2[._]2*vae"
+_KEPT = r"([_.-](fp16|bf16|fp32|fp8\w*|fp4\w*|scaled|mixed|e4m3fn\w*|e5m2\w*))*\.(safetensors|sft)"
 _PUBLISHED = {
-    "flux2-klein-9b": ("flux2", ("qwen_3_8b*",), _FLUX_2_VAE),
-    "flux2-klein-4b": ("flux2", ("qwen_3_4b*",), _FLUX_2_VAE),
-    "flux2*": ("flux2", ("mistral_3_small_flux2*",), _FLUX_2_VAE),
-    "flux1*": ("flux", ("clip_l.s*", "t5xxl*"), _FLUX_VAE),
-    "wan2.2-ti2v-5b*": ("wan", ("umt5_xxl*",), _WAN_5B_VAE),
-    "wan*": ("wan", ("umt5_xxl*",), _WAN_VAE),
-    "comfyui-WAN22_T2V": ("wan", ("umt5_xxl*",), _WAN_5B_VAE),
-    "comfyui-WAN21_*": ("wan", ("umt5_xxl*",), _WAN_VAE),
-    "comfyui-Flux": ("flux", ("clip_l.s*", "t5xxl*"), _FLUX_VAE),
-    "comfyui-Chroma": ("chroma", ("t5xxl*",), _FLUX_VAE),
-    "comfyui-ZImage": ("lumina2", ("qwen_3_4b*",), _FLUX_VAE),
-    "comfyui-QwenImage": ("qwen_image", ("qwen_2.5_vl_7b*",), "qwen_image_vae*"),
-    "comfyui-SD3": ("sd3", ("clip_l.s*", "clip_g.s*", "t5xxl*"), "sd3*vae*"),
-    "comfyui-SDXL": ("sdxl", ("clip_l.s*", "clip_g.s*"), "sdxl*vae*"),
+    "flux2-klein-9b": ("flux2", ("qwen_3_8b",), _FLUX_2_VAE),
+    "flux2-klein-4b": ("flux2", ("qwen_3_4b",), _FLUX_2_VAE),
+    "flux2*": ("flux2", ("mistral_3_small_flux2",), _FLUX_2_VAE),
+    "flux1*": ("flux", ("clip_l", "t5xxl"), _FLUX_VAE),
+    "wan2.2-ti2v-5b*": ("wan", ("umt5_xxl",), _WAN_5B_VAE),
+    "wan*": ("wan", ("umt5_xxl",), _WAN_VAE),
+    "comfyui-WAN22_T2V": ("wan", ("umt5_xxl",), _WAN_5B_VAE),
+    "comfyui-WAN21_*": ("wan", ("umt5_xxl",), _WAN_VAE),
+    "comfyui-Flux": ("flux", ("clip_l", "t5xxl"), _FLUX_VAE),
+    "comfyui-Chroma": ("chroma", ("t5xxl",), _FLUX_VAE),
+    "comfyui-ZImage": ("lumina2", ("qwen_3_4b",), _FLUX_VAE),
+    "comfyui-QwenImage": ("qwen_image", ("qwen_2.5_vl_7b",), "qwen_image_vae"),
+    "comfyui-SD3": ("sd3", ("clip_l", "clip_g", "t5xxl"), "sd3*vae"),
+    "comfyui-SDXL": ("sdxl", ("clip_l", "clip_g"), "sdxl*vae"),
 }
 
 
@@ -59,5 +62,6 @@ def known_files(info: CheckpointInfo) -> KnownFiles:
 
 
 def _first(kind: str, pattern: str) -> str:
-    names = [name for name in list_components(kind) if fnmatchcase(Path(name).name.lower(), pattern)]
-    return min(names, key=lambda name: ("fp8" in name or "fp4" in name, name), default="")
+    fits = re.compile(pattern.replace("*", r"[\W_]*") + _KEPT)
+    names = [name for name in list_components(kind) if fits.fullmatch(Path(name).name.lower())]
+    return min(names, key=lambda name: ("fp8" in name.lower() or "fp4" in name.lower(), name), default="")

@@ -133,7 +133,9 @@ function addLoss(node) {
 function runOf(node) {
   const said = (id) => node.widgets?.find((widget) => widget.name === id)?.value?.trim?.()
   // as run_name of nodes/simple.py
-  const name = said('name') || (said('trigger_word') || said('images')?.split('/').pop())?.replace(/[^\p{L}\p{N}_-]+/gu, '_').replace(/^_+|_+$/g, '')
+  const plain = (text) => text?.replace(/[^\p{L}\p{N}_-]+/gu, '_').replace(/^_+|_+$/g, '').slice(0, 40)
+  const found = said('name')?.replace(/\.safetensors$/, '') || plain(said('trigger_word')) || plain(said('images')?.split(/[\\/]/).pop()) || 'my_lora'
+  const name = /^(cache|checkpoints|samples|tensorboard)$/i.test(found) ? `${found}_lora` : found
   const own = state.runs.filter((run) => name && (run.run === name || (run.run.startsWith(`${name}_`) && /^\d+$/.test(run.run.slice(name.length + 1)))))
   const running = own.find((run) => run.state === 'running')
   if (running) delete node.properties[ANSWERED] // its end is newer than that answer

@@ -258,6 +258,15 @@ def test_experts_of_a_pair_are_told_apart_by_boundary_and_folder(tmp_path, monke
     assert "wan2.2-t2v-a14b-high, wan2.2-t2v-a14b-low" in said[-1]
 
 
+@pytest.mark.parametrize("noise", ["high", "low"])
+def test_a_file_of_one_of_two_experts_is_told_by_its_name(noise, tmp_path, monkeypatch):
+    wan = FAMILIES["wan"]
+    file = tmp_path / f"wan2.2_t2v_{noise}_noise_14B.safetensors"
+    size = _write_header(file, _full_shapes(wan, wan.variant("wan2.1-t2v-14b").transformer_config, "diffusers"))
+    monkeypatch.setattr(os.path, "getsize", lambda _: size)
+    assert read_checkpoint(file).variant.name == f"wan2.2-t2v-a14b-{noise}"
+
+
 def test_image_to_video_is_told_from_text_to_video(tmp_path, monkeypatch):
     wan = FAMILIES["wan"]
     config = wan.variant("wan2.2-i2v-a14b-low").transformer_config

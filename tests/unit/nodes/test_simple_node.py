@@ -66,6 +66,21 @@ def test_four_choices_train_the_lora_that_the_five_nodes_train(
     assert load_file(path).keys() == lora.keys()
 
 
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (("", "ohwx dog", "dogs"), "ohwx_dog"),
+        (("", "***", "/data/my dogs"), "my_dogs"),
+        (("", "", "..."), "my_lora"),
+        (("", "Cache", "dogs"), "Cache_lora"),
+        (("", "a" * 300, "dogs"), "a" * 40),
+        (("mine.safetensors", "ohwx", "dogs"), "mine"),
+    ],
+)
+def test_a_run_is_called_by_what_can_name_a_folder(nodes: ModuleType, given: tuple[str, str, str], name: str) -> None:
+    assert nodes.simple.run_name(*given) == name
+
+
 @pytest.mark.parametrize("has_forecast", [True, False])
 def test_what_does_not_fit_is_refused_before_captions_are_encoded(
     nodes: ModuleType, simple: Any, host: comfy_stub.FakeHost, monkeypatch: pytest.MonkeyPatch, has_forecast: bool
@@ -101,10 +116,13 @@ def test_encoders_are_found_by_the_names_of_comfyuis_templates(nodes: ModuleType
             "umt5_xxl_fp8_e4m3fn_scaled",
             "umt5_xxl_fp16",
             "clip_l_hidream",
+            "T5XXL_FP8_scaled",
+            "t5xxl-unchained-f16",
             "t5xxl_fp16",
+            "qwen_3_4b-abliterated",
             "qwen_3_4b",
         ),
-        "vae": ("wan_2.1_vae", "wan2.2_vae", "ae", "flux2-vae"),
+        "vae": ("Wan2.1_VAE_upscale2x_imageonly_real_v1", "wan_2.1_vae", "wan2.2_vae", "ae", "flux2-vae"),
     }
     for kind, names in there.items():
         for name in names:

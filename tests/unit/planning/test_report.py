@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from devicebridge.planning.cards import Card, kind_called, parse_cards
+from devicebridge.planning.cards import PCIE_BYTES_PER_S, Card, kind_called, parse_cards
 from devicebridge.planning.costs import BlockCost
 from devicebridge.planning.plan import (
     TrainingPlan,
@@ -97,6 +97,8 @@ def test_cards_of_models_have_their_speeds():
 
 
 def test_what_torch_calls_a_card_is_recognised_and_its_cousins_are_not():
+    for name in ("NVIDIA H100 PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA H100 80GB HBM3 MIG 3g.40gb"):
+        assert (found := kind_called(name)) is not None and found.link_bytes_per_s == PCIE_BYTES_PER_S, name
     known = {name: kind_called(name) for name in ("NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3", "NVIDIA H200")}
     assert [kind.name for kind in known.values()] == ["RTX 4090", "H100", "H200"]
     for name in (
