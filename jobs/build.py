@@ -53,17 +53,16 @@ def build_trainer(
     events.emit("phase", name="loading", placement=plan.placement.describe(), blocks=plan.placement.runs())
     if plan.training is not None:
         parts = {device.device: parts_of(device) for device in plan.training.devices}
-        time = describe_time(plan.training, job.train.steps)
-        events.emit("forecast", devices=compare(plan.training.devices), parts=parts, pace=time and f"step: {time}")
+        pace = (time := describe_time(plan.training, job.train.steps)) and f"step: {time}"
+        events.emit("forecast", devices=compare(plan.training.devices), parts=parts, pace=pace)
     reset_peaks(plan.placement.used_devices)  # of the encoders
     assembled = _assemble(plan, ranks)
     _clean_up_later(assembled, cleanup)
     if (report := assembled.quantized) is not None:
         events.emit("quantized", summary=report.summary(), weight_snr_db=dict(report.weight_snr_db))
     lora = _lora_of(assembled)
-    if plan.start:
-        for each in (assembled, *assembled.replicas):
-            _lora_of(each).start_from(plan.start, job.lora.strength)
+    for each in assembled.parts if plan.start else ():
+        _lora_of(each).start_from(plan.start, job.lora.strength)
 
     runner = make_runner(plan.execution.strategy, assembled, plan.execution.ahead)
     if ranks.is_launched:
