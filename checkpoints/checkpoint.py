@@ -240,7 +240,7 @@ def _choose_variant(info: CheckpointInfo, source: Source, wanted: Variant | None
         boundary = source.pipeline.get("boundary_ratio")  # between two experts, if the model folder names one
         if boundary is not None:
             possible = [variant for variant in possible if boundary in variant.sigma_range] or possible
-        if of_pair := OF_PAIR.search(source.path.name):
+        if source.path.is_file() and (of_pair := OF_PAIR.search(source.path.name)):
             ending = f"-{of_pair[1].lower()}"
             possible = [variant for variant in possible if variant.name.endswith(ending)] or possible
         in_folder = (each for each in possible if each.transformer_folder == source.folder.name)

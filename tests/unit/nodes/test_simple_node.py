@@ -119,7 +119,7 @@ def test_encoders_are_found_by_the_names_of_comfyuis_templates(nodes: ModuleType
             "T5XXL_FP8_scaled",
             "t5xxl-unchained-f16",
             "t5xxl_fp16",
-            "qwen_3_4b-abliterated",
+            "qwen_3_4b_fp8_abliterated",
             "qwen_3_4b",
         ),
         "vae": ("Wan2.1_VAE_upscale2x_imageonly_real_v1", "wan_2.1_vae", "wan2.2_vae", "ae", "flux2-vae"),
