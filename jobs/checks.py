@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from ..checkpoints.checkpoint import OF_PAIR
 from ..checkpoints.fingerprint import folder_fingerprint
 from ..checkpoints.header import TensorRecord, read_header
 from ..checkpoints.model_class import refuse_absurd_sizes, with_defaults
@@ -270,7 +270,7 @@ def _which_expert(plan: JobPlan) -> str:
             'noise levels, and draws at some of them only; set it to "high_noise" or "low_noise"'
         )
     other = {"high_noise": "low", "low_noise": "high"}.get(expert)
-    if other and re.search(rf"{other}[ _-]?noise", name, re.IGNORECASE):
+    if other in map(str.lower, OF_PAIR.findall(name)):
         return f'objective.expert is "{expert}", and {name} seems to be the other one; compare the two'
     return ""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ....checkpoints.checkpoint import CheckpointInfo
+from ....checkpoints.checkpoint import OF_PAIR, CheckpointInfo
 from ....checkpoints.fingerprint import settings_fingerprint
 from ....checkpoints.header import FLOAT_TYPES, TensorRecord, read_header
 from ....checkpoints.model_class import described, differences
@@ -62,7 +62,7 @@ _OF_UNETS = 2
 # Of model_base, those that were published as two experts; a file of Wan 2.1 has the same class, and often its shapes.
 _PAIRS = ("WAN21", "WAN21_Camera", "WAN21_Vace")
 _FROM_TEXT, _FROM_IMAGES = 0.875, 0.9  # noise level where the published pairs change from high to low noise
-_EXPERT_NAMES = re.compile(r"wan[ _-]?2[._-]?2|(high|low)[ _-]?noise", re.IGNORECASE)
+_EXPERT_NAMES = re.compile(rf"wan[ _-]?2[._-]?2|{OF_PAIR.pattern}", re.IGNORECASE)
 _HALVINGS = 40
 _MOST_BLOCKS = 1000
 _MOST_READ = 2**14  # numbers of a tensor that is read to tell the model by, such as a norm's weights
