@@ -270,7 +270,7 @@ def _which_expert(plan: JobPlan) -> str:
             'noise levels, and draws at some of them only; set it to "high_noise" or "low_noise"'
         )
     other = {"high_noise": "low", "low_noise": "high"}.get(expert)
-    if other in map(str.lower, OF_PAIR.findall(name)):
+    if other and other in [each.lower() for each in OF_PAIR.findall(name)]:
         return f'objective.expert is "{expert}", and {name} seems to be the other one; compare the two'
     return ""
 
