@@ -42,6 +42,7 @@ Layout = Literal["diffusers", "original"]
 
 _LAYOUTS: tuple[Layout, ...] = ("diffusers", "original")
 OF_PAIR = re.compile(r"(high|low)[ _-]?noise", re.IGNORECASE)  # in the name of a file of one of Wan 2.2's two experts
+_WAN_21 = re.compile(r"wan[ _-]?2[._-]?1(?!4b)", re.IGNORECASE)
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.")  # what ComfyUI's files carry in front of every name
 
 
@@ -70,6 +71,7 @@ class CheckpointInfo:
     layout: Layout  # whose names the file uses
     tensors: Mapping[str, TensorRecord]  # every tensor by its diffusers name; those in 8 bits with their scales
     pipeline_folder: Path | None  # the diffusers model folder with text encoders and VAE, if the transformer is in one
+    others: tuple[Variant, ...] = ()  # which it could be as well, by all that is known
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -93,8 +95,8 @@ def read_checkpoint(path: str | Path, family: str = "", variant: str = "") -> Ch
 
     Args:
         path: model folder, transformer folder, single file, or one shard of several.
-        family, variant: "" recognises them. A variant is needed where several share their shapes and the first is not
-            meant (Wan 2.2's experts).
+        family, variant: "" recognises them. A variant is needed where several share their shapes, the file's name
+            does not tell them apart (Wan 2.2's experts), and the first is not meant.
     Raises: OtherModel if it is no transformer of these families; it says what it is instead. ValueError for a LoRA, or
         a number format that is not read.
     """
@@ -240,14 +242,16 @@ def _choose_variant(info: CheckpointInfo, source: Source, wanted: Variant | None
         boundary = source.pipeline.get("boundary_ratio")  # between two experts, if the model folder names one
         if boundary is not None:
             possible = [variant for variant in possible if boundary in variant.sigma_range] or possible
-        if source.path.is_file() and (of_pair := OF_PAIR.search(source.path.name)):
-            ending = f"-{of_pair[1].lower()}"
-            possible = [variant for variant in possible if variant.name.endswith(ending)] or possible
+        if source.path.is_file():  # a model folder may hold both
+            ending = expert_by_name(source.path).removesuffix("_noise")
+            is_21 = not ending and _WAN_21.search(source.path.name)
+            named = [v for v in possible if ending and v.name.endswith(f"-{ending}") or is_21 and not v.partner]
+            possible = named or possible
         in_folder = (each for each in possible if each.transformer_folder == source.folder.name)
         chosen = next(in_folder, possible[0])
-        others = [variant for variant in possible if variant is not chosen]
-        if others:
-            _say_once(f"{source.path} is taken for {chosen.name}; it could also be {_names(others)}, then name it")
+        info = replace(info, others=tuple(variant for variant in possible if variant is not chosen))
+        if info.others:
+            _say_once(f"{source.path} is taken for {chosen.name}; it could also be {_names(info.others)}, then name it")
     else:
         chosen = max(alike, key=lambda v: sum(configs[v.name][key] == own[key] for key in own))
         _say_once(f"{source.path} is a {info.family.title} of a size of its own; it is treated like {chosen.name}")
@@ -255,6 +259,12 @@ def _choose_variant(info: CheckpointInfo, source: Source, wanted: Variant | None
     if is_known and chosen.caution and source.pipeline.get("is_distilled") is not False:
         _say_once(f"{chosen.name}: {chosen.caution}")
     return replace(info, variant=chosen)
+
+
+def expert_by_name(path: Path) -> str:
+    """Which of Wan 2.2's experts a file is, "high_noise" or "low_noise"; "" if its name says neither, or both."""
+    said = {each.lower() for each in OF_PAIR.findall(path.name)}
+    return f"{said.pop()}_noise" if len(said) == 1 else ""
 
 
 def _with_equal_inputs(info: CheckpointInfo, config: Mapping[str, str], wanted: Variant | None) -> list[Variant]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..checkpoints.checkpoint import OF_PAIR
+from ..checkpoints.checkpoint import expert_by_name
 from ..checkpoints.fingerprint import folder_fingerprint
 from ..checkpoints.header import TensorRecord, read_header
 from ..checkpoints.model_class import refuse_absurd_sizes, with_defaults
@@ -269,8 +269,7 @@ def _which_expert(plan: JobPlan) -> str:
             f"{name} is one of Wan 2.2's two experts, and objective.expert does not say which: it is trained at all "
             'noise levels, and draws at some of them only; set it to "high_noise" or "low_noise"'
         )
-    other = {"high_noise": "low", "low_noise": "high"}.get(expert)
-    if other and other in [each.lower() for each in OF_PAIR.findall(name)]:
+    if expert and expert_by_name(Path(name)) not in ("", expert):
         return f'objective.expert is "{expert}", and {name} seems to be the other one; compare the two'
     return ""
 

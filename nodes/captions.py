@@ -303,7 +303,7 @@ def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:
 def _with_files(model: TrainingModel, sockets: dict[str, Any]) -> dict[str, Any]:
     """The sockets, with files of ComfyUI's folders where the model is a file and nobody named its encoders.
 
-    Raises: ValueError for a model that only ComfyUI builds, where one of them is not there.
+    Raises: ValueError where one of them is not there.
     """
     from .host.known_files import known_files
 
@@ -320,7 +320,7 @@ def _with_files(model: TrainingModel, sockets: dict[str, Any]) -> dict[str, Any]
             sockets = (
                 sockets | {name: first} | ({"text_encoder_2": "\n".join(others)} if name == "text_encoders" else {})
             )
-        elif model.model.family == COMFYUI:
+        else:
             looked_for = f" ({', '.join(known.patterns[name])})" if known.patterns[name] else ""
             raise ValueError(
                 f"{info.family.title} needs files in models/{name} that are not there{looked_for}; put them there, "

@@ -17,7 +17,7 @@ from .host import io
 from .load import LoadModelForTraining, Quantize
 from .plan import PlanTraining
 from .saying import said_on_node
-from .train import TrainLora, plain_name
+from .train import TrainLora, plain_name, run_folder
 
 if TYPE_CHECKING:
     from ..checkpoints.checkpoint import CheckpointInfo
@@ -60,6 +60,24 @@ def run_name(name: str, trigger_word: str, images: str) -> str:
     words = (re.sub(r"[^\w-]+", "_", each.strip()).strip("_")[:_LONGEST] for each in (trigger_word, Path(images).name))
     found = plain_name(name) or next(filter(None, words), "my_lora")
     return f"{found}_lora" if found.casefold() in NO_RUNS else found
+
+
+def expert_of(info: CheckpointInfo) -> str:
+    """Which of Wan 2.2's experts a model is that ComfyUI builds; "" for others.
+
+    Raises: ValueError for a file that may be one of several which train at other noise levels.
+    """
+    from ..checkpoints.checkpoint import expert_by_name
+
+    variant, named = info.variant, expert_by_name(info.path)
+    apart = {each.sigma_range for each in (variant, *info.others) if each}
+    if info.path.is_file() and len(apart) > 1 or variant and variant.is_expert and not named:
+        raise ValueError(
+            f"{info.path.name} may be one of Wan 2.2's two experts, which train at noise levels of their own: put "
+            "high_noise or low_noise into the file's name (wan2.1 if it is that), or take Load Model for Training "
+            "Across GPUs, which has a variant, and Train LoRA Across GPUs, which has an expert"
+        )
+    return named if variant and variant.boundary else ""
 
 
 def _listed(id: str, names: list[str], tooltip: str) -> io.Input:
@@ -151,13 +169,14 @@ class TrainLoraSimple(io.ComfyNode):
     def execute(
         cls, model: str, images: str, trigger_word: str, quality: str, name: str = "", **stock: Any
     ) -> io.NodeOutput:
-        from ..checkpoints.checkpoint import OF_PAIR
         from ..planning.dry_run import NoForecast
 
-        word = trigger_word.strip()
+        word, name = trigger_word.strip(), run_name(name, trigger_word, images)
+        run_folder(name)  # refuses it before captions are encoded
         (chosen,) = _run(cls, LoadModelForTraining, model=model, path="").args
         (chosen, _) = _run(cls, Quantize, model=chosen).args
         info = chosen.read()
+        expert = expert_of(info)
         train: dict[str, Any] = SETTINGS[kind_of(info)][QUALITIES.index(quality)]._asdict()
         shown = ", ".join(f"{key} {value:g}" for key, value in train.items()).replace("_", " ")
         words = {"trigger_word": word, "default_caption": word, "resolutions": str(train.pop("resolution"))}
@@ -170,9 +189,7 @@ class TrainLoraSimple(io.ComfyNode):
         given |= {"text_encoders": host.OWN_PART, "vae": host.OWN_PART, "cache_folder": DEFAULT_FOLDER}
         (dataset,) = _run(cls, CacheCaptionsAndLatents, model=chosen, dataset=dataset, **given).args
         drawn = word if dataset.vae_file or "stock_vae" not in given else ""
-        if (of_pair := OF_PAIR.search(Path(model).name)) and info.variant and info.variant.boundary:
-            train["expert"] = f"{of_pair[1].lower()}_noise"  # of ComfyUI's class, which serves both
-        train |= {"name": run_name(name, word, images), "sample_prompts": drawn}
+        train |= {"name": name, "sample_prompts": drawn, "expert": expert}
         done = _run(cls, TrainLora, model=chosen, dataset=dataset, resume=None, **train)
         ui = {**done.ui, "text": (f"{quality}: {shown}", *done.ui["text"])}
         return io.NodeOutput(done.args[0], done.args[3], ui=ui)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import job as config
-from ..config.ranges import LORA_ENDING
+from ..config.ranges import LORA_ENDING, check_file_name
 from ..runs.folders import NO_RUNS
 from . import host
 from .captions import DEFAULT_FOLDER, encode_prompts, encode_tokens
@@ -298,16 +298,22 @@ def training_sockets(*ids: str) -> list[Socket]:
     return [known[each] for each in ids]
 
 
+def run_folder(name: str) -> Path:
+    """Raises: ValueError for a name that is refused, or leads out of the output folder."""
+    if name.casefold() in NO_RUNS:
+        raise ValueError(f"name {name!r} is that of a folder of other files in output/devicebridge; choose another")
+    folder = host.folder_in_output(f"devicebridge/{name}", "name")
+    check_file_name(name)
+    return folder
+
+
 def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[str, Any]) -> config.JobConfig:
     """The job that these sockets describe.
 
     Raises: ValueError for a setting that is refused, a name that leads out of the output folder, or a CLIP to be
         trained whose files nobody knows.
     """
-    name = plain_name(sockets["name"])
-    if name.casefold() in NO_RUNS:
-        raise ValueError(f"name {name!r} is that of a folder of other files in output/devicebridge; choose another")
-    folder = host.folder_in_output(f"devicebridge/{name}", "name")
+    folder = run_folder(plain_name(sockets["name"]))
     read = partial(read_section, entries=_INPUTS, given=sockets)
     lora = read(config.LoraSettings)
     cache = dataset.cache or config.CacheConfig(folder=str(host.folder_in_output(DEFAULT_FOLDER, "cache")))

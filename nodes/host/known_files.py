@@ -29,7 +29,7 @@ class KnownFiles(NamedTuple):
 # Variant's name -> type, stems of the text encoders' files, stem of the VAE's. The first one that fits counts.
 # Separators alone stand between its words (*), and behind it how weights are kept: other words are of other models.
 _FLUX_VAE, _FLUX_2_VAE, _WAN_VAE, _WAN_5B_VAE = "ae", "flux2*vae", "wan*2[._]1*vae", "wan*2[._]2*vae"
-_KEPT = r"([_.-](fp16|bf16|fp32|fp8|fp4|fp8mixed|flux2|scaled|mixed|e4m3fn|e5m2))*\.(safetensors|sft)"
+_KEPT = r"([_.-](fp16|bf16|fp32|fp8(mixed)?|fp4(mixed|_flux2)?|scaled|mixed|e4m3fn|e5m2))*\.(safetensors|sft)"
 _PUBLISHED = {
     "flux2-klein-9b": ("flux2", ("qwen_3_8b",), _FLUX_2_VAE),
     "flux2-klein-4b": ("flux2", ("qwen_3_4b",), _FLUX_2_VAE),

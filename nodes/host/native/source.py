@@ -62,7 +62,7 @@ _OF_UNETS = 2
 # Of model_base, those that were published as two experts; a file of Wan 2.1 has the same class, and often its shapes.
 _PAIRS = ("WAN21", "WAN21_Camera", "WAN21_Vace")
 _FROM_TEXT, _FROM_IMAGES = 0.875, 0.9  # noise level where the published pairs change from high to low noise
-_EXPERT_NAMES = re.compile(rf"wan[ _-]?2[._-]?2|{OF_PAIR.pattern}", re.IGNORECASE)
+_WAN_22 = re.compile(r"wan[ _-]?2[._-]?2", re.IGNORECASE)
 _HALVINGS = 40
 _MOST_BLOCKS = 1000
 _MOST_READ = 2**14  # numbers of a tensor that is read to tell the model by, such as a norm's weights
@@ -430,7 +430,7 @@ def _expert_of(base: Any, beside: int, path: Path) -> tuple[float, bool]:
         is_above = float(base.model_sampling.percent_to_sigma(1 - middle)) > wanted
         low, high = (low, middle) if is_above else (middle, high)
     takes_image = bool(beside) and getattr(base.diffusion_model, "img_emb", None) is None
-    return (low + high) / 2, takes_image or _EXPERT_NAMES.search(path.name) is not None
+    return (low + high) / 2, takes_image or any(each.search(path.name) for each in (_WAN_22, OF_PAIR))
 
 
 def _unused(*args: Any) -> Any:

@@ -258,13 +258,22 @@ def test_experts_of_a_pair_are_told_apart_by_boundary_and_folder(tmp_path, monke
     assert "wan2.2-t2v-a14b-high, wan2.2-t2v-a14b-low" in said[-1]
 
 
-@pytest.mark.parametrize("noise", ["high", "low"])
-def test_a_file_of_one_of_two_experts_is_told_by_its_name(noise, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "variant", "num_others"),
+    [
+        ("wan2.2_t2v_high_noise_14B", "wan2.2-t2v-a14b-high", 0),
+        ("Wan22-lowNoise", "wan2.2-t2v-a14b-low", 0),
+        ("Wan2_1-T2V-14B_fp8", "wan2.1-t2v-14b", 0),
+        ("wan2.2_high_noise_low_noise", "wan2.1-t2v-14b", 2),
+    ],
+)
+def test_a_file_of_one_of_two_experts_is_told_by_its_name(name, variant, num_others, tmp_path, monkeypatch):
     wan = FAMILIES["wan"]
-    file = tmp_path / f"wan2.2_t2v_{noise}_noise_14B.safetensors"
+    file = tmp_path / f"{name}.safetensors"
     size = _write_header(file, _full_shapes(wan, wan.variant("wan2.1-t2v-14b").transformer_config, "diffusers"))
     monkeypatch.setattr(os.path, "getsize", lambda _: size)
-    assert read_checkpoint(file).variant.name == f"wan2.2-t2v-a14b-{noise}"
+    info = read_checkpoint(file)
+    assert (info.variant.name, len(info.others)) == (variant, num_others)
 
 
 def test_image_to_video_is_told_from_text_to_video(tmp_path, monkeypatch):

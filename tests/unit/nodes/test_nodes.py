@@ -810,14 +810,15 @@ def test_events_go_to_the_browser(
     assert data[1] == {"node": "7", "kind": "step", "step": 1, "total": 3, "values": values}
 
 
+@pytest.mark.parametrize(("resume", "hint"), [(False, "Turn on resume and run"), (None, "Run")])
 def test_cancel_ends_the_job_in_order_and_then_the_prompt(
-    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], training: Any
+    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], training: Any, resume: bool | None, hint: str
 ) -> None:
     """The host's progress bar raises on Cancel; were that to pass, a step would end half-way and nothing be saved."""
     training.cancel_at = 2
     with pytest.raises(comfy_stub.InterruptProcessingException):
-        _node(nodes, "DeviceBridgeTrainLora").execute(**sockets)
-    assert host.texts[-1] == "Cancelled after 2 steps; everything is saved. Turn on resume and run again to continue."
+        _node(nodes, "DeviceBridgeTrainLora").execute(**{**sockets, "resume": resume})
+    assert host.texts[-1] == f"Cancelled after 2 steps; everything is saved. {hint} again to continue."
     assert host.is_interrupted is False, "the request is answered and must not stop the next prompt"
 
 

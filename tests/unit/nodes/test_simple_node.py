@@ -11,7 +11,7 @@ import pytest
 import torch
 from devicebridge.tests import comfy_stub
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[3]
 MOST_VISIBLE = 6  # links among them: no page folds those
@@ -119,7 +119,8 @@ def test_encoders_are_found_by_the_names_of_comfyuis_templates(nodes: ModuleType
             "T5XXL_FP8_scaled",
             "t5xxl-unchained-f16",
             "t5xxl_fp16",
-            "qwen_3_4b_fp8_abliterated",
+            "qwen_3_4b-abliterated",
+            "qwen_3_8b_fp8_abliterated",
             "qwen_3_4b",
         ),
         "vae": ("Wan2.1_VAE_upscale2x_imageonly_real_v1", "wan_2.1_vae", "wan2.2_vae", "ae", "flux2-vae"),
@@ -129,8 +130,10 @@ def test_encoders_are_found_by_the_names_of_comfyuis_templates(nodes: ModuleType
             file = host.root / "models" / kind / f"{name}.safetensors"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch()
+    (host.root / "models/text_encoders/clip_l").mkdir()
+    (host.root / "models/text_encoders/clip_l/config.json").touch()
     found = {}
-    for variant in ("wan2.1-t2v-14b", "wan2.2-ti2v-5b", "flux1-dev", "flux2-klein-4b", "flux2-dev"):
+    for variant in ("wan2.1-t2v-14b", "wan2.2-ti2v-5b", "flux1-dev", "flux2-klein-4b", "flux2-klein-9b", "flux2-dev"):
         info = SimpleNamespace(variant=SimpleNamespace(name=variant), family=SimpleNamespace(name="own"))
         known = known_files(info)
         found[variant] = [
@@ -141,8 +144,96 @@ def test_encoders_are_found_by_the_names_of_comfyuis_templates(nodes: ModuleType
         "wan2.2-ti2v-5b": ["umt5_xxl_fp16", "wan2.2_vae"],
         "flux1-dev": ["", "t5xxl_fp16", "ae"],
         "flux2-klein-4b": ["qwen_3_4b", "flux2-vae"],
+        "flux2-klein-9b": ["", "flux2-vae"],
         "flux2-dev": ["", "flux2-vae"],
     }
+
+
+@pytest.mark.parametrize(
+    ("variant", "names", "loaded"),
+    [
+        ("comfyui-SD15", ["model"], ""),
+        ("comfyui-SDXL", ["model"], ""),
+        ("comfyui-SDXL", ["clip_l", "clip_g"], "sdxl"),
+        ("comfyui-SDXL", ["clip_l"], "takes 2"),
+        ("comfyui-SD15", ["clip_l"], "connect its CLIP"),
+    ],
+)
+def test_a_checkpoints_own_clip_or_as_many_files_as_its_class_takes(
+    nodes: ModuleType,
+    host: comfy_stub.FakeHost,
+    monkeypatch: pytest.MonkeyPatch,
+    variant: str,
+    names: list[str],
+    loaded: str,
+) -> None:
+    from devicebridge.nodes.host.native import files
+
+    paths = [str(host.root / "models/text_encoders" / f"{name}.safetensors") for name in names]
+    model = host.root / "models/text_encoders/model.safetensors"
+    save_file({"conditioner.x": torch.zeros(1)}, model)
+    for path in paths:
+        Path(path).touch()
+    monkeypatch.setattr(files, "load_clip_files", lambda paths, kind, model: (list(paths), kind))
+    family = SimpleNamespace(name="comfyui", title="ComfyUI's class")
+    info = SimpleNamespace(path=model, family=family, variant=SimpleNamespace(name=variant))
+    training = SimpleNamespace(model=SimpleNamespace(path=str(model), family="comfyui"), read=lambda: info)
+    sockets = {"text_encoders": paths[0], "text_encoder_2": "\n".join(paths[1:])}
+    if " " in loaded:
+        with pytest.raises(ValueError, match=loaded):
+            nodes.captions._clip_of_files(training, sockets)
+    else:
+        assert nodes.captions._clip_of_files(training, sockets) == (paths, loaded)
+
+
+def test_a_file_of_an_own_family_without_encoders_says_which_are_looked_for(
+    nodes: ModuleType, host: comfy_stub.FakeHost
+) -> None:
+    file = host.root / "models/diffusion_models/flux1-dev-fp8.safetensors"
+    file.touch()
+    family, variant = SimpleNamespace(name="flux1", title="FLUX.1"), SimpleNamespace(name="flux1-dev")
+    info = SimpleNamespace(path=file, family=family, variant=variant, pipeline_folder=None)
+    model = SimpleNamespace(model=SimpleNamespace(path=str(file), family=""), read=lambda: info)
+    with pytest.raises(ValueError, match=r"clip_l, t5xxl.*stock_clip"):
+        nodes.captions._with_files(model, dict.fromkeys(("text_encoders", "vae"), nodes.host.OWN_PART))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranges", "is_expert", "expert"),
+    [
+        ("wan2.2_14B", ((0.0, 1.0), (0.9, 1.0)), False, None),
+        ("flux1-dev", ((0.0, 1.0), (0.0, 1.0)), False, ""),
+        ("wan2.2_vace", ((0.0, 1.0),), True, None),
+        ("wan2.2_vace_low_noise", ((0.0, 1.0),), True, "low_noise"),
+        ("wan2.1_vace", ((0.0, 1.0),), False, ""),
+    ],
+)
+def test_a_file_that_may_be_one_of_two_experts_is_refused_or_trained_as_its_name_says(
+    nodes: ModuleType, tmp_path: Path, name: str, ranges: Any, is_expert: bool, expert: str | None
+) -> None:
+    file = tmp_path / f"{name}.safetensors"
+    file.touch()
+    boundary = 0.875 if "vace" in name else 0.0
+    one, *others = (SimpleNamespace(sigma_range=each, is_expert=is_expert, boundary=boundary) for each in ranges)
+    info = SimpleNamespace(path=file, variant=one, others=tuple(others))
+    if expert is None:
+        with pytest.raises(ValueError, match="high_noise or low_noise"):
+            nodes.simple.expert_of(info)
+    else:
+        assert nodes.simple.expert_of(info) == expert
+
+
+@pytest.mark.parametrize("name", ["../mine", "x" * 195, "optimizer"])
+def test_a_bad_name_is_refused_before_captions_are_encoded(simple: Any, host: comfy_stub.FakeHost, name: str) -> None:
+    with pytest.raises(ValueError, match="name"):
+        simple.TrainLoraSimple.execute(**_sockets(name=name))
+    assert not (host.root / "output/devicebridge/cache").exists()
+
+
+def test_the_expert_reaches_the_job(simple: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simple, "expert_of", lambda info: "low_noise")
+    with pytest.raises(ValueError, match="low_noise.* is of Wan 2.2's experts"):
+        simple.TrainLoraSimple.execute(**_sockets())
 
 
 @pytest.mark.parametrize("name", ["DeviceBridgeTrainLoraSimple.md", "DeviceBridgeTrainLoraSimple/zh.md"])
