@@ -98,10 +98,10 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
         offloads.append(None if offload is None else offload.of_copy(models[-1], device))
     #    Of a recomputed block the rows are cut and gathered again, so these hooks come before checkpointing.
     whole = None
-    if placement.shares_rows:
+    if placement.row_shares:
         assert info.family.native is not None, "others are refused"
         tokens, devices = TOKEN_PLANS[info.family.native.class_name], placement.replicas
-        rows = TokenParallel(models, devices, tokens, (1.0,) * len(devices))
+        rows = TokenParallel(models, devices, tokens, placement.row_shares)
         rows.attach()
         whole = TokenModel(models, devices, rows)
 

@@ -46,11 +46,11 @@ class ExecutionPlan:
     def __post_init__(self) -> None:
         needs_recompute = any(self.offloaded_blocks) or self.offloads
         assert self.gradient_checkpointing or not needs_recompute, "only blocks that are computed again leave a device"
-        assert not (self.placement.replicas and any(self.offloaded_blocks)) or self.placement.shares_rows, (
+        assert not (self.placement.replicas and any(self.offloaded_blocks)) or self.placement.row_shares, (
             "these blocks are all on their cards"
         )
         assert not self.placement.replicas or holds_copies(self.strategy), "only data and tokens train replicas"
-        assert self.placement.shares_rows == shares_rows(self.strategy), "only tokens shares out rows"
+        assert bool(self.placement.row_shares) == shares_rows(self.strategy), "only tokens shares out rows"
         assert not shares_rows(self.strategy) or len({*self.kept_blocks}) < 2 > len({*self.offloaded_blocks}), (
             "devices meet in blocks that are alike"
         )

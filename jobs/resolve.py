@@ -105,8 +105,9 @@ def placement_of(job: JobConfig, facts: Mapping[str, Any]) -> Placement | None:
         )
         return None
     devices, replicas = (tuple(map(find_device, facts.get(key, ()))) for key in ("placement", "replicas"))
-    is_by_rows = facts.get("shares_rows", False)
-    return Placement(("",) * len(devices), devices, devices[0], replicas=replicas, shares_rows=is_by_rows)
+    # An earlier version kept whether rows are shared out: equally.
+    shares = facts.get("row_shares", [1.0] * len(replicas) if facts.get("shares_rows") else ())
+    return Placement(("",) * len(devices), devices, devices[0], replicas=replicas, row_shares=tuple(shares))
 
 
 def resolve(

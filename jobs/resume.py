@@ -157,7 +157,7 @@ def placement_facts(placement: Placement) -> dict[str, Any]:
     return {
         "placement": [str(device) for device in placement.devices],
         "replicas": [str(device) for device in placement.replicas],
-        "shares_rows": placement.shares_rows,
+        "row_shares": list(placement.row_shares),
     }
 
 

@@ -33,7 +33,8 @@ class Placement:
         tail: fqns of the modules and parameters behind the last block that live on its device instead, for pipelines.
         replicas: devices that each hold a copy of all of it, the main device first; () for one model over all devices.
             devices are those of the main device's copy then.
-        shares_rows: whether the replicas compute each microbatch together, each a share of its rows.
+        row_shares: of replicas that compute each microbatch together: how many of its rows each has, relative to the
+            others; () if each computes microbatches of its own.
     """
 
     blocks: tuple[str, ...]
@@ -41,7 +42,7 @@ class Placement:
     main_device: torch.device
     tail: tuple[str, ...] = ()
     replicas: tuple[torch.device, ...] = ()
-    shares_rows: bool = False
+    row_shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.blocks) != len(self.devices):
@@ -61,7 +62,7 @@ class Placement:
         """The one that places blocks so; None where they are on different devices, or all on one."""
         if not self.replicas:
             return None
-        return "tokens" if self.shares_rows else "data"
+        return "tokens" if self.row_shares else "data"
 
     @cached_property
     def _device_by_block(self) -> dict[str, torch.device]:
@@ -97,10 +98,15 @@ class Placement:
     def describe(self) -> str:
         """One line for a log: "cuda:0: 20 blocks, cuda:1: 36 blocks"."""
         if self.replicas:
-            shared = ", which share out the tokens" * self.shares_rows
+            shared = f", which share out the tokens{ratio(self.row_shares)}" if self.row_shares else ""
             return f"all {len(self.blocks)} blocks on each of {', '.join(map(str, self.replicas))}{shared}"
         counts = {device: self.devices.count(device) for device in self.used_devices}
         return ", ".join(f"{device}: {count} blocks" for device, count in counts.items())
+
+
+def ratio(shares: Sequence[float]) -> str:
+    """ " 3:5" for a message; "" for equal shares."""
+    return " " + ":".join(f"{share:g}" for share in shares) if len({*shares}) > 1 else ""
 
 
 def check_one_each(name: str, values: Sequence[object], devices: Sequence[object]) -> None:
@@ -268,8 +274,8 @@ def plan_replicas(
                 f'parallel.strategy = "{strategy}" puts all {num_bytes / 1e9:.2f} GB of weights on {device}, which may '
                 f'hold {limit / 1e9:.2f} GB; set it to "auto" or "pipeline", which split the model'
             )
-    whole, is_by_rows = (devices[0],) * len(blocks), shares_rows(strategy)
-    return Placement(tuple(blocks), whole, devices[0], replicas=tuple(devices), shares_rows=is_by_rows)
+    whole, shares = (devices[0],) * len(blocks), (1.0,) * len(devices) if shares_rows(strategy) else ()
+    return Placement(tuple(blocks), whole, devices[0], replicas=tuple(devices), row_shares=shares)
 
 
 def plan_manual(blocks: Sequence[str], devices: Sequence[torch.device], split_at: Sequence[int]) -> Placement:

@@ -229,15 +229,15 @@ def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work:
 @contextlib.contextmanager
 def sharing_rows(work: Work, model: nn.Module, family: ModelFamily) -> Iterator[None]:
     """Inside, a forward is that of the first of the devices that share out the rows of each sample."""
-    if (count := work.num_sharing) == 1:
+    if not (shares := work.row_shares):
         yield
         return
     assert family.native is not None, "others are refused"
-    plan, shares = TOKEN_PLANS[family.native.class_name], (1.0,) * count
+    plan = TOKEN_PLANS[family.native.class_name]
     parallel = TokenParallel([model], [META], plan, shares)
     parallel.attach()
     now = (work.latent_shape[1] == 1 and plan.one_frame) or plan
-    with parallel.on(_LoneRows(0, now, shares, _LoneGroup(count, lambda tensors, rank, arrivals: ()))):
+    with parallel.on(_LoneRows(0, now, shares, _LoneGroup(len(shares), lambda tensors, rank, arrivals: ()))):
         yield
 
 
@@ -259,9 +259,11 @@ class _LoneRows(Rows):
         return _Longer.apply(tensor, place.dim, length)  # type: ignore[no-any-return]
 
     def share(self, segment: str, rank: int | None = None) -> tuple[int, int]:
-        """Of no rank in particular: as many rows as the largest share has."""
-        found = [super(_LoneRows, self).share(segment, each) for each in range(self.group.size)]
-        return (0, max(count for _, count in found)) if rank is None else found[rank]
+        """Of no rank in particular: as many rows as one with a share like the first may have."""
+        if rank is not None:
+            return super().share(segment, rank)
+        alike = (each for each, share in enumerate(self._shares) if share == self._shares[0])
+        return 0, max(super(_LoneRows, self).share(segment, each)[1] for each in alike)
 
     def join(self, found: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
         return self.gather(found[self.rank], place, "")

@@ -80,7 +80,7 @@ class Work:
     """What a step computes; dtype is of frozen weights and computation.
 
     text: None where the model's description says how large it is.
-    num_sharing: devices that share out the rows of each sample; the first one's part runs.
+    row_shares: of devices that share out the rows of each sample, relative to each other; the first one's part runs.
     """
 
     latent_shape: tuple[int, int, int, int]  # of one sample. [C, F, H, W]
@@ -89,7 +89,7 @@ class Work:
     quantize: QuantizeSettings | None
     lora: LoraSettings
     text: SampleText | None = None
-    num_sharing: int = 1
+    row_shares: tuple[float, ...] = ()
 
     @property
     def streams(self) -> list[tuple[int, ...]]:

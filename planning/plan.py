@@ -136,7 +136,7 @@ def _place(question: Question, found: Found) -> Placement:
     names, cards = question.model.names, tuple(card.device for card in question.cards)
     whole = (cards[0],) * len(names)
     if found.setting.holds_copies:
-        return Placement(names, whole, cards[0], replicas=cards, shares_rows=found.setting.shares_rows)
+        return Placement(names, whole, cards[0], replicas=cards, row_shares=found.setting.row_shares)
     devices = [device for device, stage in zip(cards, found.stages, strict=True) for _ in range(stage.plan.num_blocks)]
     return Placement(names, tuple(devices), cards[0])
 
@@ -310,6 +310,7 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             "offload_activations": plan.setting.offloads,
             "split_at": [index for index in range(1, len(owners)) if owners[index] != owners[index - 1]],
             "replicas": [str(device) for device in plan.placement.replicas],
+            "row_shares": list(plan.placement.row_shares),
             "blocks_without_checkpointing": list(plan.uncheckpointed),
             "offloaded_blocks": list(plan.offloaded),
         },

@@ -23,7 +23,7 @@ from ..data.samples import Sample
 from ..families.spec import LatentSpec, Variant
 from ..parallel.local.data_parallel import num_dealt
 from ..parallel.offload.activations import MIN_BYTES
-from ..parallel.placement import check_one_each, plan_manual
+from ..parallel.placement import check_one_each, plan_manual, ratio
 from ..quantization.kernel_choice import device_kernels
 from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_packages, refusal
 from .cards import Card
@@ -86,6 +86,7 @@ class Setting:
     strategy: Strategy
     ahead: int
     offloads: bool = False  # inputs of recomputed blocks wait in host memory
+    row_shares: tuple[float, ...] = ()  # of tokens: relative to each other, one per card
 
     @property
     def holds_copies(self) -> bool:
@@ -99,7 +100,7 @@ class Setting:
         """ "fp8-compute, pipeline, 1 ahead"."""
         parts = ["weights in full precision" if self.scheme == "none" else self.scheme]
         if self.strategy != "none":
-            parts.append(self.strategy + (f", {self.ahead} ahead" if self.ahead else ""))
+            parts.append(self.strategy + ratio(self.row_shares) + (f", {self.ahead} ahead" if self.ahead else ""))
         if self.optimizer == "adamw8bit":
             parts.append("adamw8bit")
         if self.offloads:
@@ -144,7 +145,8 @@ class Question:
         cuts: first block of each further card, where a resumed run must cut as before.
         host_bytes: free host memory; None where that is not known, as for cards that are elsewhere.
         replica: which copy of the model this is about, on a card of its own.
-        num_sharing: of copies of the model that share out the rows of each sample; this is about one of them.
+        row_shares: of copies of the model that share out the rows of each sample, relative to each other; this is about
+            the first of them. () if each has samples of its own.
         picture: height, width and frames of the sample pictures that the first copy draws between steps, if any.
         text: of one of ComfyUI's own models, what it is given of the longest caption, where that is known.
     """
@@ -158,7 +160,7 @@ class Question:
     cuts: tuple[int, ...] | None = None
     host_bytes: int | None = None
     replica: int | None = None
-    num_sharing: int = 1
+    row_shares: tuple[float, ...] = ()
     picture: tuple[int, int, int] | None = None
     text: SampleText | None = None
 
@@ -177,8 +179,8 @@ class Question:
         many blocks keep their activations, and how many stream; None leaves that as it is."""
         self.check_counts()
         space, count, mine = self.space, len(self.cards), slice(index, index + 1)
-        accumulation, num_sharing = space.accumulation, count if setting.shares_rows else 1
-        if not setting.shares_rows:
+        accumulation, shares = space.accumulation, setting.row_shares
+        if not shares:
             accumulation = max(1, num_dealt(accumulation, count)[index])  # an idle card is planned all the same
         own = replace(
             space,
@@ -194,10 +196,10 @@ class Question:
             space=own,
             cards=self.cards[mine],
             cuts=None,
-            host_bytes=None if self.host_bytes is None else self.host_bytes // (1 if num_sharing > 1 else count),
+            host_bytes=None if self.host_bytes is None else self.host_bytes // (1 if shares else count),
             replica=index,
-            num_sharing=num_sharing,
-            picture=None if index and not setting.shares_rows else self.picture,
+            row_shares=shares[mine] + shares[:index] + shares[index + 1 :],
+            picture=None if index and not shares else self.picture,
         )
 
     def check_counts(self) -> None:
@@ -231,13 +233,17 @@ class Question:
             strategies = tuple(each for each in strategies if not holds_copies(each))
         if is_open(strategies) and (len({*space.uncheckpointed}) > 1 or self.model.why_no_tokens):
             strategies = tuple(each for each in strategies if not shares_rows(each))
+        # By speed in quarters of the slowest card's; equal ones may fit where those do not.
+        slowest, equal = min(card.speed for card in self.cards), (1.0,) * len(self.cards)
+        row_shares = dict.fromkeys((tuple(round(4 * card.speed / slowest) / 4 for card in self.cards), equal))
         found = [
-            Setting(scheme, optimizer, strategy, each, offloads)
+            Setting(scheme, optimizer, strategy, each, offloads, shares)
             for scheme in schemes
             for optimizer in space.optimizers
             for strategy in strategies
             for each in (ahead if has_stages(strategy) else [0])
             for offloads in (space.offloads if space.is_checkpointing else (False,))
+            for shares in (row_shares if shares_rows(strategy) else ((),))
         ]
         return sorted(found, key=lambda setting: shares_rows(setting.strategy))  # what the others take is known then
 
@@ -272,7 +278,7 @@ class Question:
     @property
     def may_stream(self) -> bool:
         """Whether it is the planner's to say which blocks stream from host memory."""
-        can_stream = self.num_sharing > 1 or self.replica is None
+        can_stream = bool(self.row_shares) or self.replica is None
         return self.space.is_checkpointing and not self.space.offloaded and can_stream
 
     @property
@@ -292,12 +298,14 @@ class Question:
         rate = card.speed * ASSUMED_FLOPS_PER_S / SCHEME_TIMES[scheme]
         batch = self.space.batch_size
         flops = [batch * each for each in self.model.block_flops(self.bucket, self.frames)]
-        if (sharing := self.num_sharing) > 1 and not is_whole:
+        if self.row_shares and not is_whole:
             # Keys and values of the other cards' rows come forward, and gradients for those of its own back.
+            share = self.row_shares[0] / sum(self.row_shares)
+            most = max(1 - share, share * (len(self.row_shares) - 1))
             keys = self.model.key_bytes(self.bucket, self.frames, self.space.dtype.itemsize)
             scale = card.flops_per_s / (card.speed * ASSUMED_FLOPS_PER_S) or 1.0  # to seconds of a card of speed 1
-            coming = scale * batch * (1 - 1 / sharing) / card.link_bytes_per_s
-            return [each / sharing / rate + sent * coming for each, sent in zip(flops, keys, strict=True)]
+            coming = scale * batch * most / card.link_bytes_per_s
+            return [each * share / rate + sent * coming for each, sent in zip(flops, keys, strict=True)]
         return [each / rate for each in flops]
 
     def work(self, scheme: str) -> Work:
@@ -310,7 +318,7 @@ class Question:
             quantize=None if scheme == "none" else QuantizeSettings(scheme, space.rotation),  # type: ignore[arg-type]
             lora=space.lora,
             text=self.text,
-            num_sharing=self.num_sharing,
+            row_shares=self.row_shares,
         )
 
     def forecaster(self, setting: Setting) -> Forecaster:

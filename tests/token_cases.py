@@ -72,11 +72,17 @@ def make_toy() -> Toy:
 
 
 def make_training(
-    toy: Toy, cards: Sequence[torch.device], plan: TokenPlan, *, recomputes: bool, copies: Sequence[nn.Module] = ()
+    toy: Toy,
+    cards: Sequence[torch.device],
+    plan: TokenPlan,
+    *,
+    recomputes: bool,
+    copies: Sequence[nn.Module] = (),
+    shares: Sequence[float] = (),
 ) -> TokenTraining:
     """Every parameter is trained that needs gradients. copies: on the cards, where they are made already."""
     copies = copies or [copy.deepcopy(toy).to(card) for card in cards]
-    rows = TokenParallel(copies, cards, plan, (1.0,) * len(cards))
+    rows = TokenParallel(copies, cards, plan, shares or (1.0,) * len(cards))
     rows.attach()
     for card, each in zip(cards, copies, strict=True):
         checkpoint = partial(_again, card) if recomputes else None

@@ -175,7 +175,7 @@ def _measured(info: Any, shape: Any, text: SampleText, way: Way) -> dict[str, in
         placement = Placement(names, devices[: len(names)], CARDS[0])
         whole = (CARDS[0],) * len(names)
         if way.strategy == "tokens":
-            placement = Placement(names, whole, CARDS[0], replicas=CARDS[:2], shares_rows=True)
+            placement = Placement(names, whole, CARDS[0], replicas=CARDS[:2], row_shares=(1.0, 1.0))
         plan = ExecutionPlan(
             placement=placement,
             dtype=torch.float32,

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from devicebridge.config.job import JobConfig, ParallelConfig, load_job, save_job
 from devicebridge.jobs.job import check_job, run_job
-from devicebridge.jobs.resume import TrainingResult
+from devicebridge.jobs.resolve import placement_of
+from devicebridge.jobs.resume import TrainingResult, placement_facts
+from devicebridge.parallel.placement import Placement
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 from devicebridge.training.state import list_checkpoints, load_checkpoint, save_checkpoint
@@ -99,3 +102,17 @@ def test_where_cards_cannot_compute_together_a_warning_says_so(
     with emulated_cards():
         plan = check_job(_job(tmp_path, "run", split={"devices": devices}, parallel={"strategy": "tokens"}))
     assert plan.execution.strategy == "none" and plan.placement.replicas == () and "left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kept", "shares"),
+    [({}, (2.25, 1.0)), ({"row_shares": [1, 1]}, (1, 1)), ({"row_shares": None, "shares_rows": True}, (1, 1))],
+    ids=["unequal", "equal", "of an earlier version"],
+)
+def test_a_resumed_run_has_the_shares_that_it_had(tmp_path: Path, kept: dict[str, Any], shares: Any) -> None:
+    with emulated_cards():
+        cards = tuple(map(torch.device, _CARDS))
+        before = Placement(("a", "b"), (cards[0],) * 2, cards[0], replicas=cards, row_shares=(2.25, 1.0))
+        facts = {key: each for key, each in (placement_facts(before) | kept).items() if each is not None}
+        found = placement_of(_job(tmp_path, "run"), facts)
+    assert found is not None and found.row_shares == shares and found.strategy == "tokens"

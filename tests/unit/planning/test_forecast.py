@@ -517,7 +517,7 @@ def test_a_forward_of_one_of_several_sharing_cards_waits_for_no_other(has_gradie
     """Recomputation has no gradients in the forward. Every block attends to the keys of all rows."""
     monkeypatch.setitem(TOKEN_PLANS, "Toy", PLAN)
     family: Any = SimpleNamespace(native=SimpleNamespace(class_name="Toy"))
-    work = Work((1, 1, 1, 1), 1, torch.float64, None, LORA, num_sharing=2)
+    work = Work((1, 1, 1, 1), 1, torch.float64, None, LORA, row_shares=(1.0, 1.0))
     monkeypatch.setattr(Collective, "_from", lambda *args: pytest.fail("it waits for another card"))
     toy, shapes = make_toy().to("meta"), []
     for block in toy.blocks:
@@ -532,7 +532,7 @@ def test_a_sharing_card_is_forecast_with_the_largest_share(monkeypatch):
     """Of 10 rows two cards have 5 each, but of 5 groups the first has 2 and the second 3."""
     monkeypatch.setitem(TOKEN_PLANS, "Toy", replace(PLAN, aligned="img:2"))
     family: Any = SimpleNamespace(native=SimpleNamespace(class_name="Toy"))
-    work = Work((1, 1, 1, 1), 1, torch.float64, None, LORA, num_sharing=2)
+    work = Work((1, 1, 1, 1), 1, torch.float64, None, LORA, row_shares=(1.0, 1.0))
     with sharing_rows(work, make_toy().to("meta"), family):
         here = HERE.rows
         here.lengths |= {"img": 10, "txt": 3}

@@ -30,7 +30,7 @@ class Sharing(MadeUpCosts):
 
     def dry_run(self, work: Work, kernels: Any) -> StepCost:
         found = super().dry_run(work, kernels)
-        if work.num_sharing == 1:
+        if not work.row_shares:
             return found
         block = found.blocks[0]
         names = ("recompute", "backward")
@@ -88,8 +88,34 @@ def _open(cards: list[Card], accumulation: int, keys: float = 0.0, **sections: A
 
 def test_cards_share_out_the_rows_of_a_single_micro_batch() -> None:
     plan = _open(make_cards(100, 100), 1)
-    assert plan.setting.strategy == "tokens" and plan.placement.shares_rows and "one card at a time" in plan.why_shared
+    assert (
+        plan.setting.strategy == "tokens"
+        and plan.placement.row_shares == (1.0, 1.0)
+        and "one card at a time" in plan.why_shared
+    )
     assert plan.step_s == pytest.approx(10)  # blocks keep their activations: a forward and a backward of half
+
+
+def test_faster_cards_have_more_rows() -> None:
+    """A card of 2.3 times the other's speed has 2.25 of 3.25 rows, so the other computes 1 of 3.25 of each block."""
+    cards = make_cards(100, 100, speeds=(2.3, 1.0))
+    plan = _plan(cards, **TOKENS)
+    assert plan.placement.row_shares == (2.25, 1.0) and "2.25:1" in plan.setting.describe()
+    assert plan.step_s == pytest.approx(2 * 10 / 3.25)
+    keys = _plan(cards, keys=24e9 * 0.1, **TOKENS)  # the slower card has 2.25 of 3.25 keys of others, 0.2 s for all
+    assert keys.step_s == pytest.approx(2 * 10 * (1 / 3.25 + 0.2 * 2.25 / 3.25))
+
+
+def test_shares_are_equal_where_the_faster_card_has_too_little_memory_for_more() -> None:
+    class Activations(Sharing):
+        def dry_run(self, work: Work, kernels: Any) -> StepCost:
+            found, shares = super().dry_run(work, kernels), work.row_shares or (1.0,)
+            moving = int(30 * GB * shares[0] / sum(shares))
+            return replace(found, blocks=(replace(found.blocks[0], recompute=moving, backward=moving),) * 10)
+
+    cards = make_cards(25, 100, speeds=(2.0, 1.0))
+    plan = plan_training(make_question(Activations(BLOCK), cards, model={"quantize": "none"}, link=1e12, **TOKENS))
+    assert plan.placement.row_shares == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("accumulation", [2, 4, 8])
@@ -132,7 +158,7 @@ def test_a_sample_that_cannot_be_shared_out_is_one_cards() -> None:
 def test_rows_that_are_refused_are_left_alone_unless_they_were_asked_for() -> None:
     class Refused(Sharing):
         def dry_run(self, work: Work, kernels: Any) -> StepCost:
-            if work.num_sharing > 1:
+            if work.row_shares:
                 raise NoForecast("a model", "rows of a mask")
             return super().dry_run(work, kernels)
 
@@ -177,7 +203,7 @@ def test_the_longest_clip_is_the_last_that_fits() -> None:
     class Clips(Sharing):
         def dry_run(self, work: Work, kernels: Any) -> StepCost:
             found = super().dry_run(work, kernels)
-            frames, shared = work.latent_shape[1], work.num_sharing
+            frames, shared = work.latent_shape[1], len(work.row_shares) or 1
             longer = replace(found.blocks[0], recompute=frames * GB // shared, backward=frames * GB // shared)
             return replace(found, blocks=(longer,) * len(found.blocks))
 
