@@ -77,6 +77,7 @@ class Way:
 
 WAYS = {"recompute": Way(), "kept": Way((0, 1)), "8 bits": Way(scheme="int8-compute")}
 WAYS["tokens"] = Way(strategy="tokens")
+SHARES = (1.5, 1.0)  # of tokens
 
 
 def _long_voice(generator: torch.Generator, tokens: int) -> dict[str, Any]:
@@ -175,7 +176,7 @@ def _measured(info: Any, shape: Any, text: SampleText, way: Way) -> dict[str, in
         placement = Placement(names, devices[: len(names)], CARDS[0])
         whole = (CARDS[0],) * len(names)
         if way.strategy == "tokens":
-            placement = Placement(names, whole, CARDS[0], replicas=CARDS[:2], row_shares=(1.0, 1.0))
+            placement = Placement(names, whole, CARDS[0], replicas=CARDS[:2], row_shares=SHARES)
         plan = ExecutionPlan(
             placement=placement,
             dtype=torch.float32,
@@ -237,12 +238,12 @@ def _quantize(way: Way) -> QuantizeSettings | None:
 
 
 def _forecast(costs: ModelCosts, shape: Any, text: SampleText, way: Way) -> dict[str, int]:
-    work = Work(shape, 1, torch.float32, _quantize(way), LORA, text, 1 + (way.strategy == "tokens"))
     kernels = Kernels(device_kernels(CARDS[0]), has_fused=False, rounding=1)
     backend = Backend(workspace=0, fragmentation=0.0, context=0)
-    cost = costs.dry_run(work, kernels)
     found = {}
-    for card, plan in zip(CARDS, way.plans(len(costs.names)), strict=False):
+    for card, plan, shares in zip(CARDS, way.plans(len(costs.names)), (SHARES, SHARES[::-1]), strict=False):
+        row_shares = shares if way.strategy == "tokens" else ()
+        cost = costs.dry_run(Work(shape, 1, torch.float32, _quantize(way), LORA, text, row_shares), kernels)
         has_state = way.strategy != "tokens" or card == CARDS[0]
         forecaster = Forecaster(cost, Optimizer(state=8 * has_state, step=0), backend=backend)
         found[str(card)] = forecaster.device(str(card), plan).allocated
