@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from devicebridge.config.job import JobConfig, ParallelConfig, load_job, save_job
+from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.job import check_job, run_job
+from devicebridge.jobs.place_by_size import Subject
 from devicebridge.jobs.resolve import placement_of
 from devicebridge.jobs.resume import TrainingResult, placement_facts
 from devicebridge.parallel.placement import Placement
 from devicebridge.tests.emulated import emulated_cards
+from devicebridge.tests.plans import make_cards, make_plan_job, published_info
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 from devicebridge.training.state import list_checkpoints, load_checkpoint, save_checkpoint
+from torch import nn
 
 pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread", "short_texts")
 _CARDS = ["lazy:0", "lazy:1"]
@@ -116,3 +121,25 @@ def test_a_resumed_run_has_the_shares_that_it_had(tmp_path: Path, kept: dict[str
         facts = {key: each for key, each in (placement_facts(before) | kept).items() if each is not None}
         found = placement_of(_job(tmp_path, "run"), facts)
     assert found is not None and found.row_shares == shares and found.strategy == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("section", "has_empty_caption", "looks_at_tokens"),
+    [({}, False, True), ({}, True, False), ({"strategy": "tokens"}, True, True), ({"processes": 2}, False, False)],
+)
+def test_auto_shares_out_no_rows_of_a_job_with_samples_that_cards_compute_whole(
+    section: dict[str, Any], has_empty_caption: bool, looks_at_tokens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty caption may have one token, which two cards cannot share: each would compute the sample whole."""
+    asked: list[Any] = []
+    monkeypatch.setattr(resolve_module, "plan_training", asked.append)
+    monkeypatch.setattr(resolve_module, "_refuse_without_rows", lambda subject: None)
+    monkeypatch.setattr(resolve_module, "ModelCosts", lambda *args: SimpleNamespace(names=("a", "b")))
+    monkeypatch.setattr(resolve_module, "limited", lambda space, *args: space)
+    info = published_info()
+    assert info.variant is not None
+    size, model = (512, 512, 1), nn.Module()
+    subject = Subject(info, info.variant, model, size, False, frozenset({size}), has_empty_caption=has_empty_caption)
+    machine = resolve_module.Machine(tuple(map(torch.device, ("cuda:0", "cuda:1"))), tuple(make_cards(24, 24)))
+    resolve_module.plan_on(make_plan_job(parallel=section), subject, machine)
+    assert ("tokens" in asked[0].space.strategies) == looks_at_tokens
