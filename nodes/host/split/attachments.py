@@ -188,15 +188,11 @@ def _reasons(model: Any, unseen: tuple[str, ...], conds: list[Any], options: Map
 
 def _reasons_in(options: Mapping[str, Any]) -> Iterator[str]:
     """What transformer_options say against overlap."""
-    for name in _SEEN_ENTRIES:
-        if any(options.get(name, {}).values()):
-            yield f"{name} of another node may keep state between blocks"
-    if foreign_attention(options.get(OVERRIDE)):
-        yield "an attention override of another node may keep state between calls"
     wrappers = options.get("wrappers", {})
-    for kind in ("diffusion_model", "apply_model"):
-        if any(wrappers.get(kind, {}).values()):
-            yield f"a wrapper of another node around {kind} may keep state between them"
+    around = ["a wrapper around apply_model"] if any(wrappers.get("apply_model", {}).values()) else []
+    yield from (
+        f"{each} of another node may keep state between calls" for each in (*seen_attachments(options), *around)
+    )
     if any(functions for key, functions in wrappers.get("calc_cond_batch", {}).items() if key != KEY):
         yield "a wrapper of another node counts on conditionings coming together"
     for name, value in options.items():

@@ -276,9 +276,7 @@ def _check_auto(model: Any, request: SplitRequest) -> None:
 def _tensor_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) -> DividedPlan:
     """Raises: ValueError or RuntimeError saying why this MODEL cannot be divided, or would stream."""
     check_divisible((), model.model_options.get("transformer_options", {}), blocks.layout.patches_inside)
-    if int(management.module_size(model.model)) > sum(request.card_budgets().values()):
-        raise ValueError("the cards have no room for all weights")
-    return plan_tensor(model.model.diffusion_model, request)
+    return plan_tensor(model.model.diffusion_model, dataclasses.replace(request, offload=False))
 
 
 def _tokens_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) -> TokensPlan:
@@ -287,11 +285,7 @@ def _tokens_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) -> To
     attached = [f"the object patch of {key}" for key in model.object_patches if key.startswith(f"{ROOT}.")]
     attached += [f"the injection {key!r}" for key in model.injections if key != KEY]
     check_runnable(blocks.layout.class_name, model.model_options.get("transformer_options", {}), attached)
-    size = int(management.module_size(root))
-    for device, room in request.card_budgets().items():
-        if size > room:
-            raise ValueError(f"{device} may hold {room / GB:.3g} GB, and the whole model has {size / GB:.3g} GB")
-    plan = plan_tokens(root, request)
+    plan = plan_tokens(root, dataclasses.replace(request, offload=False))
     if plan.shares[0] * len(plan.shares) < LEAST_SHARE * sum(plan.shares):
         raise ValueError(f"{plan.main_device} is slower than the others, and computes alone what cannot be shared out")
     return dataclasses.replace(plan, may_run_alone=True)

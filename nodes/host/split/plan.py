@@ -123,6 +123,24 @@ class SplitRequest:
         return {device: min(size, limits.get(device, size)) for device, size in usable_bytes.items()}
 
 
+def find_streamed(request: SplitRequest, sizes: Mapping[torch.device, int], instead: str) -> list[str]:
+    """Devices that would hold more of these bytes of weights than they may; the log names them.
+
+    Raises: ValueError for any with offload off. instead: what works then.
+    """
+    budgets = request.card_budgets()
+    over = [
+        f"{device} would hold {size / GB:.2f} GB of weights and may hold {budgets[device] / GB:.2f} GB"
+        for device, size in sizes.items()
+        if size > budgets[device]
+    ]
+    if over and not request.offload:
+        raise ValueError(f"{'; '.join(over)}. {instead}, a smaller weight type, or turn offload on")
+    if over:
+        _log.warning("split: %s; the rest stays in host memory and is streamed at every step", "; ".join(over))
+    return over
+
+
 def _ratio(shares: Sequence[float]) -> str:
     return ":".join(f"{share:g}" for share in shares)
 
@@ -153,8 +171,8 @@ class SplitPlan:
         return self.devices[0]
 
     def device_of(self, name: str) -> torch.device:
-        """The device of a whole module or parameter, by its name in the diffusion model."""
-        raise NotImplementedError
+        """The device of a whole module or parameter, by its name in the diffusion model; copies and parts are apart."""
+        return self.main_device
 
     def share_of(self, device: torch.device) -> str:
         """What the device has of the blocks, in words."""
@@ -162,7 +180,7 @@ class SplitPlan:
 
     def num_blocks(self) -> list[tuple[str, int]]:
         """Devices and numbers of their blocks, in the order in which a forward comes to them."""
-        raise NotImplementedError
+        return [(str(device), len(self.blocks)) for device in self.devices]
 
     def describe(self) -> str:
         """How a forward runs, in a few words."""

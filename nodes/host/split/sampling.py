@@ -220,25 +220,19 @@ def _can_cut(entry: Mapping[str, Any]) -> bool:
 
 
 def _cut(entry: Mapping[str, Any], image: slice, num_images: int) -> dict[str, Any]:
-    cut = dict(entry)
-    cut["model_conds"] = {name: _cut_cond(value, image, num_images) for name, value in entry["model_conds"].items()}
-    mask = entry.get("mask")
-    if mask is not None and mask.shape[0] > 1:
-        cut["mask"] = _one(mask, image, num_images)
-    return cut
+    """A conditioning for one image; shorter batches are repeated first, as ComfyUI does."""
 
+    def one(value: Any) -> Any:
+        if isinstance(value, CONDConstant):
+            return value
+        if isinstance(value, list):
+            return [one(each) for each in value]
+        if not isinstance(value, torch.Tensor):
+            return value._copy_with(one(value.cond))
+        return value if value.shape[0] == 1 else repeat_to_batch_size(value, num_images)[image]
 
-def _cut_cond(cond: Any, image: slice, num_images: int) -> Any:
-    if isinstance(cond, CONDConstant):
-        return cond
-    if isinstance(cond, CONDList):
-        return cond._copy_with([_one(value, image, num_images) for value in cond.cond])
-    return cond._copy_with(_one(cond.cond, image, num_images))
-
-
-def _one(value: torch.Tensor, image: slice, num_images: int) -> torch.Tensor:
-    """The part of one image; shorter batches are repeated first, as ComfyUI does."""
-    return value if value.shape[0] == 1 else repeat_to_batch_size(value, num_images)[image]
+    cut = {**entry, "model_conds": {name: one(value) for name, value in entry["model_conds"].items()}}
+    return cut if cut.get("mask") is None else {**cut, "mask": one(cut["mask"])}
 
 
 # ---- verifying

@@ -46,7 +46,7 @@ from ....planning.times import LEAST_SHARE
 from ....quantization.weight_only import plain_parts
 from .attachments import OVERRIDE, ROOT, check_attention, check_runnable
 from .model_copy import RUNTIME_STATE, copy_structure
-from .plan import GB, SplitPlan, SplitRequest, layout_of
+from .plan import SplitPlan, SplitRequest, find_streamed, layout_of
 from .tree import Executor, SplitTree
 
 _log = logging.getLogger(__name__)
@@ -83,15 +83,9 @@ class TokensPlan(SplitPlan):
     groups: int = 1
     may_run_alone: bool = False
 
-    def device_of(self, name: str) -> torch.device:
-        return self.main_device  # the other devices' copies are modules of their own
-
     def share_of(self, device: torch.device) -> str:
         share = self.shares[self.devices.index(device)] / sum(self.shares)
         return f"the whole model and {share:.0%} of the tokens"
-
-    def num_blocks(self) -> list[tuple[str, int]]:
-        return [(str(device), len(self.blocks)) for device in self.devices]
 
     def describe(self) -> str:
         what = "keys and values of other cards' tokens are rounded to 8 bits, so pictures differ slightly"
@@ -117,15 +111,7 @@ def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan
             )
     tokens = TOKEN_PLANS[layout.class_name]
     size = int(management.module_size(diffusion_model))
-    over = [
-        f"{device} would hold {size / GB:.2f} GB of weights and may hold {room / GB:.2f} GB"
-        for device, room in request.card_budgets().items()
-        if size > room
-    ]
-    if over and not request.offload:
-        raise ValueError(f"{'; '.join(over)}. Use way 'blocks' or 'tensor', a smaller weight type, or turn offload on")
-    if over:
-        _log.warning("split: %s; the rest stays in host memory and is streamed at every step", "; ".join(over))
+    over = find_streamed(request, dict.fromkeys(request.devices, size), "Use way 'blocks' or 'tensor'")
     if len(over) > 1 and comfy.memory_management.aimdo_enabled:
         _log.warning("split: DynamicVRAM streams to several cards from one pinned memory that their threads share")
     blocks, devices = execution_order(diffusion_model, layout), request.devices
@@ -246,10 +232,12 @@ class TokensExecutor(Executor):
 
     def _check_unchanged(self, tree: SplitTree) -> None:
         """Raises: RowsError that names what other code did to the main card's modules, which no copy has."""
-        patched = (f"the object patch of {key}" for key in tree.patcher.object_patches if f"{key}.".startswith(_INSIDE))
+        patched = (
+            f"the object patch of {key}" for key in tree.patcher().object_patches if f"{key}.".startswith(_INSIDE)
+        )
         found = next(itertools.chain(self._unchanged.changes(tree.own_hooks), self._added_to_weights(), patched), "")
         if not (found or self._is_compared):
-            found = next(self._other_numbers(tree.patcher), "")
+            found = next(self._other_numbers(tree.patcher()), "")
             self._is_compared = not found
         if found:
             raise self._refused(found)

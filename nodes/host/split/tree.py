@@ -25,7 +25,7 @@ from ....parallel.block_lists import BlockCalls, hooked_modules
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.interleave import Interleave
 from ....patches.hooks import HookSet
-from ..compiler import Hold, hold, outside, settle
+from ..compiler import hold, outside, settle
 from .attachments import ROOT, guard_options, replaced_methods, seen_attachments, unseen_attachments, wrap_control
 from .model_copy import Origin
 from .plan import SplitPlan
@@ -138,12 +138,12 @@ class SplitTree:
         self._hidden: dict[str, dict[str, nn.Module | None]] = {}
         self._hooks = HookSet()
         self._calls: BlockCalls | None = None
-        self._patcher: Callable[[], Any] = lambda: None  # who attached
+        self.patcher: Callable[[], Any] = lambda: None  # who attached; it has one for each other card as companions
         self._attached_by: int | None = None  # its id: weak references are dead when the collector has a patcher detach
         self._unseen: dict[tuple[str, ...], tuple[str, ...]] = {}  # by the names of modules that were looked into
-        self._is_plain = False
+        self.is_plain = False  # whether forwards run plainly now
         self._is_step = False
-        self._forwards = _Forwards()
+        self._held = threading.local()  # what keeps a thread's forward outside the compiler
         self._said: set[str] = set()  # what needs saying once
         self.is_to_verify = False  # the next step
         self.advise: Callable[[SplitTree, int], None] | None = None  # at the next step, given its number of conds
@@ -258,7 +258,7 @@ class SplitTree:
     def attach(self, owner: Any) -> None:
         """Hook the tree for this patcher; the hooks of another are replaced, since one patcher is loaded at a time."""
         self._remove_hooks()
-        self._attached_by, self._patcher = id(owner), weakref.ref(owner)
+        self._attached_by, self.patcher = id(owner), weakref.ref(owner)
         self.look_again()
         self.executor.attach(owner.patches_uuid)
         self._hooks.before(self.diffusion_model, self._start)
@@ -289,15 +289,9 @@ class SplitTree:
     def end(self) -> None:
         """End what a forward of this thread left behind: torch calls no hook of ours when an interrupt unwinds one."""
         self.bridge.end()
-        if self._forwards.held is not None:
-            self._forwards.held.end()
-            self._forwards.held = None
+        if held := self._held.__dict__.pop("hold", None):
+            held.end()
         settle()
-
-    @property
-    def patcher(self) -> Any:
-        """The patcher of the main card that the tree is attached by, with one for each other card as companions."""
-        return self._patcher()
 
     @property
     def unseen(self) -> tuple[str, ...]:
@@ -312,7 +306,7 @@ class SplitTree:
         return self._look_inside(self.plan.blocks) if self.unseen else ()
 
     def _look_inside(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        if names not in self._unseen and (patcher := self._patcher()) is not None:
+        if names not in self._unseen and (patcher := self.patcher()) is not None:
             self._unseen[names] = tuple(unseen_attachments(patcher, self.diffusion_model, self.own_hooks, names))
         return self._unseen.get(names, ())
 
@@ -326,16 +320,11 @@ class SplitTree:
     def plainly(self) -> Iterator[None]:
         """Forwards inside return to the main card after every block and remember no copies: slower, and right whatever
         is attached."""
-        self._is_plain = True
+        self.is_plain = True
         try:
             yield
         finally:
-            self._is_plain = False
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether forwards run plainly now."""
-        return self._is_plain
+            self.is_plain = False
 
     def say_once(self, text: str) -> None:
         if text not in self._said:
@@ -353,7 +342,7 @@ class SplitTree:
                 self._calls.stop()
             self._calls = BlockCalls(self.diffusion_model, self.plan.blocks)
         if not self._is_step:  # run by somebody else than ComfyUI's sampler
-            self._forwards.held = hold(self.plan.devices, sys._getframe(1))
+            self._held.hold = hold(self.plan.devices, sys._getframe(1))
         kwargs = dict(kwargs)
         if isinstance(kwargs.get("control"), dict):
             kwargs["control"] = wrap_control(kwargs["control"], self.bridge)
@@ -379,16 +368,10 @@ class SplitTree:
         between += [f"another node exchanged {name}" for name in self._lists if not self._is_in_place(name)]
         if between and self.plan.transport == "stream":
             self.say_once(f"split: relay instead of stream: {between[0]}, which may do anything between two blocks")
-        is_plain = bool(between) or self._is_plain
+        is_plain = bool(between) or self.is_plain
         self.bridge.transport = "relay" if is_plain else self.plan.transport
         is_watched = is_plain or self.unseen or self.plan.layout.is_watched
         self.bridge.runs_alone = not is_watched and not seen_attachments(options)
-
-
-class _Forwards(threading.local):
-    """Of each thread: what keeps its forward outside the compiler."""
-
-    held: Hold | None = None
 
 
 class _Arguments(dict[str, Any]):
