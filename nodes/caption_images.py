@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import host
-from .host import io
+from .host import folders, io
 from .saying import said_on_node
 from .types import DatasetSocket, TrainingDataset
 
@@ -138,7 +138,7 @@ def _to_caption(dataset: TrainingDataset) -> Iterator[Path]:
         if not folder.caption:
             found = without_caption(dataclasses.replace(dataset.data, folders=(folder,)))
             if found:
-                host.refuse_writing(Path(folder.path))
+                folders.refuse_writing(Path(folder.path))
             yield from found
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from ..config.job import CacheConfig, DataConfig, EvaluationConfig, FolderConfig, job_keys
 from ..system.files import Looked
+from ..system.stopping import Stopped
 from . import host
 from .captions import CACHE_FOLDER
 from .choices import COMES_AND_GOES, NONE, file_options, links_fit, read_file
-from .host import io
+from .host import folders, io
 from .saying import said_on_node
 from .sockets import AUTO, Socket, make_inputs, read_lines, read_number_or_name, read_section
 from .types import DatasetSocket, TrainingDataset
@@ -36,8 +37,8 @@ _PLACE = "In ComfyUI's input folder."
 
 def _inputs() -> list[Socket | io.Input]:
     """Made anew each time: the lists show what is there now."""
-    folders = host.list_input_folders()
-    shown = folders or [""]
+    there = folders.list_input_folders()
+    shown = there or [""]
     ways = [NONE, *filter(None, job_keys()["data.condition"].choices)]
     return [
         Socket("folder", "data.folders.path", _IN_INPUT, options=shown, default=shown[0], extra_dict=COMES_AND_GOES),
@@ -45,7 +46,7 @@ def _inputs() -> list[Socket | io.Input]:
         Socket("resolutions", "data.resolutions", default="512"),
         Socket("caption_dropout", "data.caption_dropout", step=0.01, advanced=True),
         Socket("use_masks", "data.use_masks", advanced=True),
-        Socket("evaluation_folder", "evaluation.folder", _IN_INPUT, **file_options(NONE, lambda: folders)),
+        Socket("evaluation_folder", "evaluation.folder", _IN_INPUT, **file_options(NONE, lambda: there)),
         Socket("evaluate_every", "evaluation.every_steps", max=1_000_000, advanced=True),
         Socket("max_aspect_ratio", "data.max_aspect_ratio", max=8.0, step=0.1, advanced=True),
         Socket("bucket_step", "data.bucket_step", advanced=True),
@@ -134,32 +135,24 @@ class TrainingDatasetNode(io.ComfyNode):
         given = (folder, read_file(evaluation_folder), *(name for each in beside if each for name in read_lines(each)))
         names = [name for name in given if name]
         try:
-            return [folder_state(host.folder_in_input(name, "folder", _ask), _ask) for name in names]
-        except (ValueError, OSError, _Cancelled) as error:
+            return [folder_state(folders.folder_in_input(name, "folder", _ask), _ask) for name in names]
+        except (ValueError, OSError, Stopped) as error:
             return str(error)  # execute says it where the user sees it; here the host would only log a traceback
 
     @classmethod
     @said_on_node
     def execute(cls, previous: TrainingDataset | None = None, **sockets: Any) -> io.NodeOutput:
-        from ..encoding.encode import Stopped
-
         if previous and previous.data.encoded:
             raise ValueError("previous is a dataset that arrived encoded, which folders of images cannot be added to")
         earlier = previous.data.folders if previous else ()
-        try:
-            place = str(host.folder_in_input(sockets["folder"], "folder", _ask))
-            name = read_file(sockets["evaluation_folder"])
-            held_out = str(host.folder_in_input(name, "evaluation_folder", _ask)) if name else ""
-            beside, beside_held_out = _folders_beside(sockets, ""), _folders_beside(sockets, "evaluation_")
-        except _Cancelled:
-            host.cancel()
+        place = str(folders.folder_in_input(sockets["folder"], "folder", _ask))
+        name = read_file(sockets["evaluation_folder"])
+        held_out = str(folders.folder_in_input(name, "evaluation_folder", _ask)) if name else ""
+        beside, beside_held_out = _folders_beside(sockets, ""), _folders_beside(sockets, "evaluation_")
         read = partial(read_section, entries=_inputs(), given=sockets)
         data = read(DataConfig, folders=(*earlier, read(FolderConfig, path=place, **beside)))
         evaluation = read(EvaluationConfig, folder=held_out, **beside_held_out)
-        try:
-            host.NodeView(cls.hidden.unique_id).show_text(_describe(data, evaluation))
-        except Stopped:
-            host.cancel()
+        host.NodeView(cls.hidden.unique_id).show_text(_describe(data, evaluation))
         return io.NodeOutput(TrainingDataset(data, evaluation))
 
 
@@ -168,18 +161,15 @@ def _folders_beside(sockets: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     names = read_lines(sockets.get(f"{prefix}references", ""))
     control = sockets.get(f"{prefix}control", "").strip()
     return {
-        "references": tuple(str(host.folder_in_input(name, f"{prefix}references", _ask)) for name in names),
-        "control": str(host.folder_in_input(control, f"{prefix}control", _ask)) if control else "",
+        "references": tuple(str(folders.folder_in_input(name, f"{prefix}references", _ask)) for name in names),
+        "control": str(folders.folder_in_input(control, f"{prefix}control", _ask)) if control else "",
     }
 
 
-class _Cancelled(Exception):
-    """The user has pressed Cancel while a folder was looked through."""
-
-
 def _ask() -> None:
+    """Raises: Stopped when the user cancels while a folder is looked through."""
     if host.is_cancelled():
-        raise _Cancelled("cancelled")
+        raise Stopped("cancelled")
 
 
 def _describe(data: DataConfig, evaluation: EvaluationConfig) -> str:
@@ -212,9 +202,9 @@ def folder_state(folder: Path, ask: Callable[[], None]) -> list[tuple[str, int, 
     """
     looked = Looked(ask)
     entries = looked.entries(folder)
-    folders = [entry for entry in entries if entry.is_dir() and os.access(entry, os.R_OK | os.X_OK)]
+    inner = [entry for entry in entries if entry.is_dir() and os.access(entry, os.R_OK | os.X_OK)]
     found = []
-    for path in (*entries, *(file for entry in folders for file in looked.entries(entry))):
+    for path in (*entries, *(file for entry in inner for file in looked.entries(entry))):
         if path.is_file():
             status = path.stat()
             found.append((path.relative_to(folder).as_posix(), status.st_size, status.st_mtime_ns))
@@ -260,7 +250,7 @@ class DatasetFromLatents(io.ComfyNode):
         from ..encoding.comfy_data import read_pairs, save_encoded
         from ..encoding.store import CacheStore
 
-        folder = host.folder_in_output(cache_folder[0], "cache_folder")
+        folder = folders.folder_in_output(cache_folder[0], "cache_folder")
         pairs = list(read_pairs(latents, conditioning))
         view = host.NodeView(cls.hidden.unique_id)
 

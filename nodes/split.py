@@ -9,7 +9,7 @@ from ..parallel.devices import find_device, hidden_gpus
 from . import host
 from .allocation import read_allocation
 from .choices import COMES_AND_GOES, device_options, free_memory_note, links_fit, read_devices
-from .host import io
+from .host import folders, io
 from .saying import said_on_node
 from .sockets import AUTO, Socket, make_inputs, read_auto, read_list
 
@@ -170,7 +170,7 @@ class LoadDiffusionModelSplit(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "unet_name",
-                    options=host.list_checkpoints(),
+                    options=folders.list_checkpoints(),
                     tooltip="A diffusion model file in models/diffusion_models.",
                 ),
                 io.Combo.Input(
@@ -195,7 +195,7 @@ class LoadDiffusionModelSplit(io.ComfyNode):
     @classmethod
     @said_on_node
     def execute(cls, unet_name: str, weight_dtype: str, **sockets: Any) -> io.NodeOutput:
-        path = host.find_checkpoint(unet_name)
+        path = folders.find_checkpoint(unet_name)
         from .host.split.model import blocks_by_card, describe_split, load_split_model
 
         model = load_split_model(path, weight_dtype, _only_device(sockets) or _read_request(sockets))

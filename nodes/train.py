@@ -14,7 +14,7 @@ from ..config.ranges import LORA_ENDING
 from ..runs.folders import NO_RUNS
 from . import host
 from .captions import DEFAULT_FOLDER, encode_prompts, encode_tokens
-from .host import io
+from .host import folders, io
 from .host.page import background_queue, cards_of, own_command, refuse_cards_of_others, seen_queue
 from .saying import said_on_node
 from .sockets import Socket, make_inputs, read_lines, read_number_or_name, read_section
@@ -121,7 +121,7 @@ _INPUTS = (
         "start_from",
         "lora.start_from",
         "A name in models/loras, or a full path.",
-        read=partial(host.find_component, "loras"),
+        read=partial(folders.find_component, "loras"),
         default="",
         placeholder="my_lora.safetensors",
         optional=True,
@@ -199,20 +199,16 @@ class TrainLora(io.ComfyNode):
     def execute(
         cls, model: TrainingModel, dataset: TrainingDataset, resume: bool | None, **sockets: Any
     ) -> io.NodeOutput:
-        from ..encoding.encode import Stopped
         from ..jobs.resume import next_run
 
         job = make_job(model, dataset, sockets)
         view, in_background = JobView(cls.hidden.unique_id), sockets.get("background", False)
         with host.training_allowed():
             with model.prepared() as info:
-                try:
-                    run = next_run(job, info=info, resume=resume, should_stop=view.is_cancelled)
-                except Stopped:
-                    host.cancel()
+                run = next_run(job, info=info, resume=resume, should_stop=view.is_cancelled)
                 if run.note:
                     view.show_text(run.note)
-            host.refuse_job(run.job)
+            folders.refuse_job(run.job)
             if run.finished is None:
                 check = partial(_check, run, model, info, view, in_background=in_background)
                 if run.job.lora.text_encoder:
@@ -228,9 +224,9 @@ class TrainLora(io.ComfyNode):
         if result.status == "stopped":
             host.cancel()
         assert result.lora_path is not None
-        entry = host.output_entry(result.lora_path)
+        entry = folders.output_entry(result.lora_path)
         shown: dict[str, Any] = {"text": (text,), "lora": [entry] if entry else []}
-        if pictures := list(filter(None, map(host.output_entry, view.pictures.values()))):
+        if pictures := list(filter(None, map(folders.output_entry, view.pictures.values()))):
             shown["images"] = pictures
         if any(each["filename"].endswith(".webp") for each in pictures):
             shown["animated"] = (True,)
@@ -307,10 +303,10 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
     name = plain_name(sockets["name"])
     if name.casefold() in NO_RUNS:
         raise ValueError(f"name {name!r} is that of a folder of other files in output/devicebridge; choose another")
-    folder = host.folder_in_output(f"devicebridge/{name}", "name")
+    folder = folders.folder_in_output(f"devicebridge/{name}", "name")
     read = partial(read_section, entries=_INPUTS, given=sockets)
     lora = read(config.LoraSettings)
-    cache = dataset.cache or config.CacheConfig(folder=str(host.folder_in_output(DEFAULT_FOLDER, "cache")))
+    cache = dataset.cache or config.CacheConfig(folder=str(folders.folder_in_output(DEFAULT_FOLDER, "cache")))
     draws = bool(sockets.get("sample_prompts", "").strip())
     if lora.text_encoder:  # the files of the CLIP that is trained
         if cache.text_source and not dataset.clip_files:

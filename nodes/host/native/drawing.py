@@ -13,6 +13,7 @@ import torch
 
 from ....checkpoints.header import read_header
 from ....system.stopping import Stopped
+from ..comfy_encoders import release_models
 from ..compiler import outside
 from . import files
 
@@ -102,8 +103,5 @@ class ComfyDecoding:
                 raise Stopped("stopped while a sample picture was decoded") from error
 
     def close(self) -> None:
-        from comfy.model_management import soft_empty_cache, unload_all_models
-
         del self._vae
-        unload_all_models()
-        soft_empty_cache()
+        release_models()

@@ -15,7 +15,7 @@ from ....checkpoints.header import read_header
 from ....config.job import JobConfig
 from ....config.model import COMFYUI
 from ....families.comfy.text_sizes import CLIP_PARTS
-from ..comfy_encoders import HostClip, HostVae, HostVision, is_as_loaded
+from ..comfy_encoders import HostClip, HostVae, HostVision
 
 _log = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ def files_of_clip(clip: Any, model_path: str) -> tuple[tuple[str, ...], str]:
         model_path: of the diffusion model, whose checkpoint may hold them. Of another checkpoint they are not loaded.
     """
     init = getattr(getattr(clip, "patcher", None), "cached_patcher_init", None)
-    if init is None or not is_as_loaded(clip):
+    if init is None or clip.layer_idx is not None:  # a node behind its loader has chosen a layer
         return (), ""
     import comfy.sd
 

@@ -34,6 +34,7 @@ from ....families.spec import (
     Variant,
 )
 from ....parallel.block_lists import block_fqns, tail_modules, tail_parameters
+from ..comfy_encoders import attached_to
 from .cut_rows import follow
 from .drawing import usual_cfg
 from .files import ask_comfyui
@@ -81,10 +82,7 @@ def path_of_model(model: Any) -> Path:
     """
     import comfy.sd
 
-    attached = ("patches", "object_patches", "hook_patches", "weight_wrapper_patches", "injections")
-    found = [name for name in attached if getattr(model, name, None)]
-    found += [name for name in ("wrappers", "callbacks") if any(getattr(model, name, {}).values())]
-    if found:
+    if found := ["object_patches"] * bool(model.object_patches) + attached_to(model):
         raise ValueError(
             f"the stock MODEL has {', '.join(found)} (a LoRA's, say), and training would leave them out; connect it as "
             "it comes from its loader"
