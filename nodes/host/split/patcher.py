@@ -66,7 +66,7 @@ class _CardPatcher(_Patcher):
         self._unhook()
         with self._own_part(), cuda_device_context(device_to), outside([device_to]):
             extra_memory = self._without_other_objects(extra_memory)
-            limit = self._tree().plan.limit_bytes.get(self.load_device)
+            limit = self._tree().plan.request.limit_bytes.get(self.load_device)
             if limit is not None:
                 extra_memory = min(extra_memory, limit - self.loaded_size())
             loaded = super().partially_load(device_to, extra_memory, force_patch_weights=force_patch_weights)

@@ -114,6 +114,7 @@ class SplitRequest:
 
     @property
     def limit_bytes(self) -> dict[torch.device, int]:
+        """Weights each device may hold resident; absent is unlimited."""
         return {d: int(gb * GB) for d, gb in zip(self.devices, self.memory_limit_gb, strict=False)}
 
     def card_budgets(self) -> dict[torch.device, int]:
@@ -153,18 +154,16 @@ class SplitPlan:
         blocks: fqns inside the diffusion model, in execution order.
         devices: that are used, the main device first.
         layout: what the class is; for a class nobody described a row made from its block lists.
-        limit_bytes: weights each device may hold resident; absent is unlimited.
-        transport, overlap, verify, exchange: as in SplitRequest, decided.
+        request: what was asked for; in place of an allocation it has limits.
+        transport, overlap: as in SplitRequest, decided.
     """
 
     blocks: tuple[str, ...]
     devices: tuple[torch.device, ...]
     layout: NativeModel
-    limit_bytes: Mapping[torch.device, int]
-    verify: bool
+    request: SplitRequest
     transport: Transport = "stream"
     overlap: bool = False
-    exchange: Exchange = "full"
 
     @property
     def main_device(self) -> torch.device:
@@ -187,7 +186,7 @@ class SplitPlan:
         raise NotImplementedError
 
     def _describe_exchange(self, what: str) -> str:
-        return "" if self.exchange == "full" else f"; exchange 8-bit: {what}"
+        return "" if self.request.exchange == "full" else f"; exchange 8-bit: {what}"
 
 
 def layout_of(diffusion_model: nn.Module) -> NativeModel:

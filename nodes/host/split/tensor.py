@@ -94,8 +94,7 @@ def plan_tensor(diffusion_model: nn.Module, request: SplitRequest) -> DividedPla
     divided = {
         name: (plan, shares_of(diffusion_model.get_submodule(name), plan, evenly)) for name, plan in plans.items()
     }
-    limits, exchange = request.limit_bytes, request.exchange
-    plan = DividedPlan(blocks, request.devices, layout, limits, request.verify, exchange=exchange, divided=divided)
+    plan = DividedPlan(blocks, request.devices, layout, request, divided=divided)
     find_streamed(request, plan.bytes_on(diffusion_model), "Use more GPUs")
     return plan
 
@@ -150,7 +149,7 @@ class TensorExecutor(Executor):
             by_block,
             passed_by=layout.passed_by,
             per_device=layout.per_device,
-            exchange=plan.exchange,
+            exchange=plan.request.exchange,
         )
         self._bridge.replay(addresses_on)
         self._layers = tuple(layer for block in by_block for layer in block.modules())

@@ -117,21 +117,9 @@ def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan
     blocks, devices = execution_order(diffusion_model, layout), request.devices
     is_one_kind = len({device_title(device) for device in devices}) == 1
     measured = (1.0,) * len(devices) if is_one_kind or request.shares else machine_speed(devices).flops_per_s
-    shares = request.shares or tuple(measured)
-    limits, exchange, groups = request.limit_bytes, request.exchange, _num_groups(request)
-    return TokensPlan(
-        blocks,
-        devices,
-        layout,
-        limits,
-        request.verify,
-        "relay",
-        request.overlap,
-        exchange,
-        tokens=tokens,
-        shares=shares,
-        groups=groups,
-    )
+    shares, groups = request.shares or tuple(measured), _num_groups(request)
+    of_tokens: dict[str, Any] = {"tokens": tokens, "shares": shares, "groups": groups}
+    return TokensPlan(blocks, devices, layout, request, "relay", request.overlap, **of_tokens)
 
 
 def _num_groups(request: SplitRequest) -> int:
@@ -176,10 +164,11 @@ class TokensExecutor(Executor):
         def send(tensors: Tensors, rank: int, arrivals: Arrivals) -> Tensors:
             return copies.copies(tensors, plan.devices[rank], arrivals)
 
-        if plan.exchange == "8-bit":
+        exchange = plan.request.exchange
+        if exchange == "8-bit":
             self.tolerance = 0.1
         self._rows: dict[bool, TokenParallel] = {
-            is_one: TokenParallel(self._models, plan.devices, how, plan.shares, send, plan.groups, plan.exchange)
+            is_one: TokenParallel(self._models, plan.devices, how, plan.shares, send, plan.groups, exchange)
             for is_one, how in ((False, plan.tokens), (True, plan.tokens.one_frame))
             if how is not None
         }
@@ -328,14 +317,19 @@ class TokensExecutor(Executor):
         return outputs + [job() for job in jobs]
 
     def _compute(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The innermost forward, of every card."""
+        """The innermost forward: of every card, or of one while the others compute others."""
         tree = self._tree()
         if tree is None or tree.is_plain:
             return own(*args, **kwargs)
         given = dict(self._signature.bind(*args, **kwargs).arguments)
         given |= given.pop(self._rest, {})
         if (rank := self._wholes.rank) is not None:
-            return self._compute_whole(rank, own, given)
+            self._check_runnable(given.get(_OPTIONS) or {}, given.get("control"))
+            moved = self._given(rank, given)
+            self._wholes.meet()
+            with current_device(self._plan.devices[rank]):
+                output = own(**moved) if rank == 0 else getattr(self._models[rank], self._method)(**moved)
+            return map_tensors(output, lambda tensor: copy_to(tensor, self._plan.main_device))
         with self._running:
             try:
                 self._check_unchanged(tree)
@@ -368,15 +362,6 @@ class TokensExecutor(Executor):
                 other.remove()
         rows.attach()
         return rows
-
-    def _compute_whole(self, rank: int, own: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-        """A forward of one card, while the others compute others; what it is called with and returns is on the main."""
-        self._check_runnable(given.get(_OPTIONS) or {}, given.get("control"))
-        moved = self._given(rank, given)
-        self._wholes.meet()
-        with current_device(self._plan.devices[rank]):
-            output = own(**moved) if rank == 0 else getattr(self._models[rank], self._method)(**moved)
-        return map_tensors(output, lambda tensor: copy_to(tensor, self._plan.main_device))
 
     def _given(self, rank: int, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of the forward on a rank's device; dicts are its own."""

@@ -332,11 +332,19 @@ class SplitTree:
             _log.info(text)
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Decide how this forward travels, and whose code it may meet on its way."""
         options = kwargs.get("transformer_options") or {}
         self.executor.prepare(self, options)
         self.end()
         self.bridge.begin()  # ahead of what is decided for this forward: another thread's may be running
-        self._decide(options)
+        between = [f"another node replaced {name} of the model" for name in replaced_methods(self.diffusion_model)]
+        between += [f"another node exchanged {name}" for name in self._lists if not self._is_in_place(name)]
+        if between and self.plan.transport == "stream":
+            self.say_once(f"split: relay instead of stream: {between[0]}, which may do anything between two blocks")
+        is_plain = bool(between) or self.is_plain
+        self.bridge.transport = "relay" if is_plain else self.plan.transport
+        is_watched = is_plain or self.unseen or self.plan.layout.is_watched
+        self.bridge.runs_alone = not is_watched and not seen_attachments(options)
         if not self._is_proven:
             if self._calls is not None:
                 self._calls.stop()
@@ -361,17 +369,6 @@ class SplitTree:
             return self.bridge.move(output, self.plan.main_device) if output is not None else None
         finally:
             self.end()
-
-    def _decide(self, options: Mapping[str, Any]) -> None:
-        """How this forward travels, and whose code it may meet on its way."""
-        between = [f"another node replaced {name} of the model" for name in replaced_methods(self.diffusion_model)]
-        between += [f"another node exchanged {name}" for name in self._lists if not self._is_in_place(name)]
-        if between and self.plan.transport == "stream":
-            self.say_once(f"split: relay instead of stream: {between[0]}, which may do anything between two blocks")
-        is_plain = bool(between) or self.is_plain
-        self.bridge.transport = "relay" if is_plain else self.plan.transport
-        is_watched = is_plain or self.unseen or self.plan.layout.is_watched
-        self.bridge.runs_alone = not is_watched and not seen_attachments(options)
 
 
 class _Arguments(dict[str, Any]):
