@@ -20,7 +20,7 @@ from .host import folders, io
 from .host.comfy_encoders import HostClip, HostVae, HostVision
 from .host.native.conditions import HostConditioner
 from .saying import said_on_node
-from .sockets import AUTO, Socket, make_inputs, read_lines, read_section
+from .sockets import AUTO, LATER, Socket, make_inputs, read_lines, read_section
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
 
@@ -83,8 +83,8 @@ def _inputs() -> list[Socket | io.Input]:
         Socket("vae_device", "cache.vae_device", read=plain_device, advanced=True, **device_options(AUTO)),
         Socket("dtype", "cache.dtype", advanced=True),
         CACHE_FOLDER,
-        Socket("text_quantize", "cache.text_quantize", optional=True, advanced=True),
-        Socket("text_window_gb", "cache.text_window_gb", max=1000.0, step=0.5, optional=True, advanced=True),
+        Socket("text_quantize", "cache.text_quantize", **LATER),
+        Socket("text_window_gb", "cache.text_window_gb", max=1000.0, step=0.5, **LATER),
         io.Clip.Input(
             "stock_clip",
             display_name="stock CLIP",
@@ -102,14 +102,13 @@ def _inputs() -> list[Socket | io.Input]:
         ),
         io.Combo.Input(
             "text_encoder_2",
-            optional=True,
-            advanced=True,
+            **LATER,
             tooltip="The second file where a model has two text encoders: FLUX.1 takes clip_l and t5xxl, in any order. "
             "Without effect for others, and for diffusers folders.",
             **file_options(NONE, files),
         ),
         _STOCK_VISION,
-        Socket("caption_weights", "cache.caption_weights", optional=True, advanced=True),
+        Socket("caption_weights", "cache.caption_weights", **LATER),
     ]
 
 

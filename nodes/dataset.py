@@ -16,7 +16,7 @@ from .captions import CACHE_FOLDER
 from .choices import COMES_AND_GOES, NONE, file_options, links_fit, read_file
 from .host import folders, io
 from .saying import said_on_node
-from .sockets import AUTO, Socket, make_inputs, read_lines, read_number_or_name, read_section
+from .sockets import AUTO, LATER, Socket, make_inputs, read_lines, read_number_or_name, read_section
 from .types import DatasetSocket, TrainingDataset
 
 _TITLE = "Training Dataset"
@@ -57,28 +57,27 @@ def _inputs() -> list[Socket | io.Input]:
             "from this node.",
         ),
         Socket("frames", "data.frames", default=AUTO, optional=True),
-        Socket("fps", "data.fps", read=_read_fps, default=AUTO, optional=True, advanced=True),
-        Socket("window", "data.window", optional=True, advanced=True),
-        Socket("num_windows", "data.num_windows", optional=True, advanced=True),
+        Socket("fps", "data.fps", read=_read_fps, default=AUTO, **LATER),
+        Socket("window", "data.window", **LATER),
+        Socket("num_windows", "data.num_windows", **LATER),
         Socket("trigger_word", "data.trigger_word", placeholder="ohwx", optional=True),
         Socket(
             "caption_template",
             "data.caption_template",
             default="",
             placeholder="a photo of {trigger}, {caption}",
-            optional=True,
-            advanced=True,
+            **LATER,
         ),
-        Socket("loss_weight", "data.folders.loss_weight", step=0.01, optional=True, advanced=True),
-        Socket("regularisation", "data.folders.regularisation", optional=True, advanced=True),
-        Socket("default_caption", "data.folders.caption", optional=True, advanced=True),
-        Socket("folder_resolutions", "data.folders.resolutions", default=AUTO, optional=True, advanced=True),
-        Socket("condition", "data.condition", read=read_file, optional=True, advanced=True, options=ways, default=NONE),
+        Socket("loss_weight", "data.folders.loss_weight", step=0.01, **LATER),
+        Socket("regularisation", "data.folders.regularisation", **LATER),
+        Socket("default_caption", "data.folders.caption", **LATER),
+        Socket("folder_resolutions", "data.folders.resolutions", default=AUTO, **LATER),
+        Socket("condition", "data.condition", read=read_file, **LATER, options=ways, default=NONE),
         _references("references", "data.folders.references", "my_photos_before"),
-        Socket("control", "data.folders.control", _PLACE, default="", optional=True, advanced=True),
-        Socket("reference_megapixels", "data.reference_megapixels", max=16.0, step=0.01, optional=True, advanced=True),
+        Socket("control", "data.folders.control", _PLACE, default="", **LATER),
+        Socket("reference_megapixels", "data.reference_megapixels", max=16.0, step=0.01, **LATER),
         _references("evaluation_references", "evaluation.references", "my_held_out_before"),
-        Socket("evaluation_control", "evaluation.control", _PLACE, default="", optional=True, advanced=True),
+        Socket("evaluation_control", "evaluation.control", _PLACE, default="", **LATER),
     ]
 
 
@@ -91,8 +90,7 @@ def _references(id: str, key: str, example: str) -> Socket:
         default="",
         multiline=True,
         placeholder=f"{id}, such as: {example}",
-        optional=True,
-        advanced=True,
+        **LATER,
     )
 
 
@@ -142,17 +140,31 @@ class TrainingDatasetNode(io.ComfyNode):
     @classmethod
     @said_on_node
     def execute(cls, previous: TrainingDataset | None = None, **sockets: Any) -> io.NodeOutput:
+        from ..data.folders import scan_folders
+        from ..families.comfy.conditions import evaluation_problem
+        from ..families.spec import LatentSpec
+
         if previous and previous.data.encoded:
             raise ValueError("previous is a dataset that arrived encoded, which folders of images cannot be added to")
         earlier = previous.data.folders if previous else ()
         place = str(folders.folder_in_input(sockets["folder"], "folder", _ask))
         name = read_file(sockets["evaluation_folder"])
         held_out = str(folders.folder_in_input(name, "evaluation_folder", _ask)) if name else ""
-        beside, beside_held_out = _folders_beside(sockets, ""), _folders_beside(sockets, "evaluation_")
         read = partial(read_section, entries=_inputs(), given=sockets)
-        data = read(DataConfig, folders=(*earlier, read(FolderConfig, path=place, **beside)))
-        evaluation = read(EvaluationConfig, folder=held_out, **beside_held_out)
-        host.NodeView(cls.hidden.unique_id).show_text(_describe(data, evaluation))
+        data = read(DataConfig, folders=(*earlier, read(FolderConfig, path=place, **_folders_beside(sockets, ""))))
+        evaluation = read(EvaluationConfig, folder=held_out, **_folders_beside(sockets, "evaluation_"))
+        # Every image is read, and every clip as far as scan_folders does, so that a broken one is named at once.
+        beside = {"has_references": bool(evaluation.references), "has_control": bool(evaluation.control)}
+        if evaluation.folder and (reason := evaluation_problem(data.condition, **beside)):
+            raise ValueError(reason)
+        # No model is known here; the files are looked at as a model would that takes any clip.
+        latent = LatentSpec(channels=16, spatial_stride=16, fps=16.0)
+        samples = scan_folders(data, latent, host.is_cancelled, others=evaluation.folders)
+        num_clips = sum(bool(sample.frames) for sample in samples)
+        text = f"{len(samples)} samples per epoch" + (f" ({num_clips} of clips)" if num_clips else "")
+        if evaluation.folder:
+            text += f", {len(scan_folders(evaluation.as_data(data), latent, host.is_cancelled))} for evaluation"
+        host.NodeView(cls.hidden.unique_id).show_text(text)
         return io.NodeOutput(TrainingDataset(data, evaluation))
 
 
@@ -170,29 +182,6 @@ def _ask() -> None:
     """Raises: Stopped when the user cancels while a folder is looked through."""
     if host.is_cancelled():
         raise Stopped("cancelled")
-
-
-def _describe(data: DataConfig, evaluation: EvaluationConfig) -> str:
-    """Reads every image, and every clip as far as scan_folders does, so that a broken one is named at once.
-
-    Raises: ValueError naming everything that cannot be used; Stopped when the user cancels.
-    """
-    from ..data.folders import scan_folders
-    from ..families.comfy.conditions import evaluation_problem
-    from ..families.spec import LatentSpec
-
-    beside = {"has_references": bool(evaluation.references), "has_control": bool(evaluation.control)}
-    if evaluation.folder and (reason := evaluation_problem(data.condition, **beside)):
-        raise ValueError(reason)
-    # No model is known here; the files are looked at as a model would that takes any clip.
-    latent = LatentSpec(channels=16, spatial_stride=16, fps=16.0)
-    samples = scan_folders(data, latent, host.is_cancelled, others=evaluation.folders)
-    num_clips = sum(bool(sample.frames) for sample in samples)
-    text = f"{len(samples)} samples per epoch" + (f" ({num_clips} of clips)" if num_clips else "")
-    if evaluation.folder:
-        held_out = scan_folders(evaluation.as_data(data), latent, host.is_cancelled)
-        text += f", {len(held_out)} for evaluation"
-    return text
 
 
 def folder_state(folder: Path, ask: Callable[[], None]) -> list[tuple[str, int, int]]:

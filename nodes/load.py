@@ -16,7 +16,7 @@ from .captions import DEFAULT_FOLDER
 from .choices import device_options, free_memory_note, links_fit, read_devices
 from .host import folders, io
 from .saying import said_on_node
-from .sockets import AUTO, Socket, make_inputs, read_section, setting_names
+from .sockets import AUTO, LATER, Socket, make_inputs, read_section, setting_names
 from .types import ModelSocket, TrainingModel
 
 if TYPE_CHECKING:
@@ -165,12 +165,11 @@ _SCHEMES = [AUTO, "fp8-compute", "int8-compute", "fp8", "int8", "none"]
 _QUANTIZE_INPUTS = (
     ModelSocket.Input("model", tooltip="The model to train, from Load Model for Training Across GPUs."),
     Socket("quantize", "model.quantize", options=_SCHEMES, default=AUTO),
-    Socket("rotation", "model.rotation", optional=True, advanced=True),
+    Socket("rotation", "model.rotation", **LATER),
     io.Boolean.Input(
         "cache",
         default=False,
-        optional=True,
-        advanced=True,
+        **LATER,
         tooltip="Keep the quantized weights in ComfyUI's output folder. The next run then reads half as much and "
         "rounds nothing. They take 31 GB of disk for FLUX.2-dev.",
     ),

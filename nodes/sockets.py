@@ -20,6 +20,7 @@ from .host import io
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 AUTO = "auto"
+LATER: dict[str, Any] = {"optional": True, "advanced": True}  # of a socket that workflows of before lack, and few need
 _EMPTY_WORDS = {AUTO: "auto", "": "Empty", 0: "0", -1: "-1"}  # what the socket shows for a setting's empty value
 _KEY = re.compile(r"\b[a-z]+(?:\.[a-z_]+)+\b")
 _KINDS: dict[type, Any] = {bool: io.Boolean, int: io.Int, float: io.Float}

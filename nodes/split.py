@@ -11,7 +11,7 @@ from .allocation import read_allocation
 from .choices import COMES_AND_GOES, device_options, free_memory_note, links_fit, read_devices
 from .host import folders, io
 from .saying import said_on_node
-from .sockets import AUTO, Socket, make_inputs, read_auto, read_list
+from .sockets import AUTO, LATER, Socket, make_inputs, read_auto, read_list
 
 if TYPE_CHECKING:
     import torch
@@ -68,8 +68,7 @@ _FIXED = (
     io.Boolean.Input(
         "verify",
         default=False,
-        optional=True,
-        advanced=True,
+        **LATER,
         tooltip="Compute the first step of every run twice, the second time in the plainest form of the same way, and "
         "stop with what differs. For the first run of a new graph; costs one slow step.",
     ),
@@ -87,8 +86,7 @@ _FIXED = (
         "shares",
         default="",
         placeholder="3:5",
-        optional=True,
-        advanced=True,
+        **LATER,
         tooltip="With way tokens: how much of each picture each GPU computes, such as 3:5 for a second GPU that is "
         "faster. Empty gives equal shares to GPUs of one kind, and others shares by their measured speed.",
     ),
@@ -96,8 +94,7 @@ _FIXED = (
         "exchange",
         options=["full", "8-bit"],
         default="full",
-        optional=True,
-        advanced=True,
+        **LATER,
         tooltip="How GPUs send each other keys and values (way tokens) or partial sums (way tensor). full: as they "
         "are. 8-bit: half as much travels over slow links, and pictures change slightly: less than by 8-bit weights "
         "with way tokens, about as much with way tensor. Way blocks ignores it.",

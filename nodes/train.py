@@ -17,7 +17,7 @@ from .captions import DEFAULT_FOLDER, encode_prompts, encode_tokens
 from .host import folders, io
 from .host.page import background_queue, cards_of, own_command, refuse_cards_of_others, seen_queue
 from .saying import said_on_node
-from .sockets import Socket, make_inputs, read_lines, read_number_or_name, read_section
+from .sockets import LATER, Socket, make_inputs, read_lines, read_number_or_name, read_section
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
 
@@ -92,14 +92,13 @@ _INPUTS = (
     Socket("lora_layout", "output.lora_layout", "The lora output follows it.", advanced=True),
     Socket("lora_dtype", "output.lora_dtype", advanced=True),
     Socket("tensorboard", "output.tensorboard", default=False, advanced=True),
-    Socket("compile_blocks", "train.compile", optional=True, advanced=True),
-    Socket("offload_activations", "train.offload_activations", optional=True, advanced=True),
-    Socket("cuda_graphs", "train.cuda_graphs", optional=True, advanced=True),
+    Socket("compile_blocks", "train.compile", **LATER),
+    Socket("offload_activations", "train.offload_activations", **LATER),
+    Socket("cuda_graphs", "train.cuda_graphs", **LATER),
     io.Boolean.Input(
         "background",
         default=False,
-        optional=True,
-        advanced=True,
+        **LATER,
         tooltip="Train in a process of its own: this node is done at once, ComfyUI's queue stays free for other cards, "
         "and the training goes on if ComfyUI ends. Watch, stop and resume it in the sidebar's tab DeviceBridge. The "
         "outputs stay empty.",
@@ -113,10 +112,10 @@ _INPUTS = (
         placeholder="sample_prompts, such as: a photo of my subject on a beach",
         optional=True,
     ),
-    Socket("sample_every", "samples.every_steps", max=_MOST_STEPS, optional=True, advanced=True),
-    Socket("lora_kind", "lora.kind", optional=True, advanced=True),
-    Socket("layers", "lora.layers", optional=True, advanced=True),
-    Socket("lokr_factor", "lora.factor", optional=True, advanced=True),
+    Socket("sample_every", "samples.every_steps", max=_MOST_STEPS, **LATER),
+    Socket("lora_kind", "lora.kind", **LATER),
+    Socket("layers", "lora.layers", **LATER),
+    Socket("lokr_factor", "lora.factor", **LATER),
     Socket(
         "start_from",
         "lora.start_from",
@@ -124,18 +123,16 @@ _INPUTS = (
         read=partial(folders.find_component, "loras"),
         default="",
         placeholder="my_lora.safetensors",
-        optional=True,
-        advanced=True,
+        **LATER,
     ),
-    Socket("ema_decay", "train.ema_decay", step=0.0001, round=1e-6, optional=True, advanced=True),
-    Socket("kahan", "optimizer.kahan", optional=True, advanced=True),
+    Socket("ema_decay", "train.ema_decay", step=0.0001, round=1e-6, **LATER),
+    Socket("kahan", "optimizer.kahan", **LATER),
     Socket(
         "processes",
         "parallel.processes",
         text="Processes that train together; the devices are dealt out to them evenly. 1 trains in one process.",
         max=64,
-        optional=True,
-        advanced=True,
+        **LATER,
     ),
     Socket(
         "strategy",
@@ -143,22 +140,14 @@ _INPUTS = (
         text="How the GPUs share a step. auto takes the fastest of none, pipeline, data and tokens. Pipeline and data "
         "gain with accumulation above 1. tokens is for long clips: each GPU holds the whole model and computes a part "
         "of every sample. fsdp and hsdp are for several processes. All need two or more GPUs of one kind.",
-        optional=True,
-        advanced=True,
+        **LATER,
     ),
-    Socket("text_encoder", "lora.text_encoder", optional=True, advanced=True),
-    Socket("text_encoder_rank", "lora.text_encoder_rank", optional=True, advanced=True),
-    Socket(
-        "text_encoder_learning_rate",
-        "optimizer.text_encoder_learning_rate",
-        step=1e-6,
-        round=1e-9,
-        optional=True,
-        advanced=True,
-    ),
-    Socket("expert", "objective.expert", optional=True, advanced=True),
-    Socket("sample_steps", "samples.steps", optional=True, advanced=True),
-    Socket("sample_guidance", "samples.guidance", default=0.0, step=0.1, optional=True, advanced=True),
+    Socket("text_encoder", "lora.text_encoder", **LATER),
+    Socket("text_encoder_rank", "lora.text_encoder_rank", **LATER),
+    Socket("text_encoder_learning_rate", "optimizer.text_encoder_learning_rate", step=1e-6, round=1e-9, **LATER),
+    Socket("expert", "objective.expert", **LATER),
+    Socket("sample_steps", "samples.steps", **LATER),
+    Socket("sample_guidance", "samples.guidance", default=0.0, step=0.1, **LATER),
 )
 
 

@@ -15,7 +15,6 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,9 +66,13 @@ def add_page() -> None:
         while request.method == "POST" and len(body) <= MOST_BODY and (chunk := await request.content.readany()):
             body += chunk  # as far as it takes to see that it is too long
         name, sent = request.match_info["name"], bytes(body[: MOST_BODY + 1])
-        call = partial(_answer, api, request.method, name, request.query_string, request.headers, sent)
+
+        def answer() -> Answer:
+            with nullcontext() if name in FREE_ROUTES else _lock:
+                return api.answer(request.method, name, request.query_string, request.headers, sent)
+
         pool = _drawing if name == "picture" else None
-        return _to_response(await asyncio.get_running_loop().run_in_executor(pool, call))
+        return _to_response(await asyncio.get_running_loop().run_in_executor(pool, answer))
 
     PromptServer.instance.app.on_response_prepare.append(_note_listener)
     routes = PromptServer.instance.routes
@@ -135,11 +138,6 @@ def refuse_cards_of_others(job: JobConfig) -> None:
 
 
 # ---- requests
-
-
-def _answer(api: Api, *arguments: Any) -> Answer:
-    with nullcontext() if arguments[1] in FREE_ROUTES else _lock:
-        return api.answer(*arguments)
 
 
 def _to_response(answer: Answer) -> web.StreamResponse:

@@ -20,16 +20,6 @@ from . import files
 FLOWS = ("FLOW", "FLUX", "FLOW_COSMOS")  # kinds of prediction, as ComfyUI spells them
 
 
-def scheduler_of(kind: str) -> str:
-    """The scheduler for a kind of prediction: the one that ComfyUI's templates take for flow models, else its first."""
-    return "simple" if kind in FLOWS else "normal"
-
-
-def usual_cfg(kind: str) -> float:
-    """Of classifier-free guidance, for models that are not distilled."""
-    return 4.0 if kind in FLOWS else 7.0
-
-
 class ComfySteps:
     """Euler steps between the noise levels of a model's own sampling; see EulerSteps of families/spec.py.
 

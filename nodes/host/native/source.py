@@ -36,7 +36,7 @@ from ....families.spec import (
 from ....parallel.block_lists import block_fqns, tail_modules, tail_parameters
 from ..comfy_encoders import attached_to
 from .cut_rows import follow
-from .drawing import usual_cfg
+from .drawing import FLOWS
 from .files import ask_comfyui
 from .model import ComfyModel, build, kind_of
 
@@ -331,9 +331,10 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
 
 def _sampling(base: Any, variant: Variant) -> SamplingSpec:
     """A guidance input gets what ComfyUI gives it where a CONDITIONING says nothing. Shift: see SamplingSpec."""
-    has_input = variant.training_guidance is not None
-    of_input = 6.0 if type(base).__name__.startswith("HunyuanVideo") else 3.5
-    usual = of_input if has_input else usual_cfg(kind_of(base))
+    if variant.training_guidance is not None:
+        usual = 6.0 if type(base).__name__.startswith("HunyuanVideo") else 3.5
+    else:  # of classifier-free guidance, for models that are not distilled
+        usual = 4.0 if kind_of(base) in FLOWS else 7.0
     return SamplingSpec(_PICTURE_STEPS, usual, lambda num_tokens, steps: 1.0)
 
 
