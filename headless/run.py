@@ -6,7 +6,6 @@ import copy
 import json
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from ..system import processes
 from ..system.files import read_json_object
+from ..system.progress import NowAndThen
 from ..system.stopping import STOPPED, interrupt_on_signal
 from .server import HOST, QUIET, ROOT, find_comfy_cli, find_comfyui, python_fault, start_server, tell_lines
 
@@ -168,7 +168,7 @@ class ClientRun:
     on_progress: Callable[[str], object]
     message: str = ""
     _titles: dict[str, str] = field(default_factory=dict)
-    _last_progress_s: float = 0.0
+    _lines: NowAndThen = field(default_factory=lambda: NowAndThen(_PROGRESS_INTERVAL_S))
 
     def run(self, client: Path, workflow: Path, port: int, timeout_s: float | None) -> int:
         """Queue the workflow and follow it; returns comfy-cli's exit code, 124 after timeout_s, 130 on Ctrl-C."""
@@ -206,12 +206,9 @@ class ClientRun:
         if kind == "executing":
             self._titles[event["node"]] = event["title"]
             self.on_progress(event["title"])
-        elif kind == "progress":
-            now = time.monotonic()
-            if now - self._last_progress_s >= _PROGRESS_INTERVAL_S or event["completed"] >= event["total"]:
-                self._last_progress_s = now
-                title = self._titles.get(event["node"], event["node"])
-                self.on_progress(f"{title} {event['completed']}/{event['total']}")
+        elif kind == "progress" and self._lines.is_due(event["completed"], event["total"]):
+            title = self._titles.get(event["node"], event["node"])
+            self.on_progress(f"{title} {event['completed']}/{event['total']}")
         elif kind == "envelope" and event.get("error"):
             self.message = _describe_error(event["error"])
 

@@ -138,20 +138,6 @@ class KeptFiles:
 KEPT = KeptFiles()
 
 
-def file_state(path: str) -> list[int | str]:
-    """Equal while a file, or the files of a folder, are the same; their content is not read."""
-    if not path:
-        return []
-    place = Path(path)
-    files = sorted(place.rglob("*")) if place.is_dir() else [place]
-    found: list[int | str] = [path]
-    for file in files:
-        if file.is_file():
-            status = file.stat()
-            found += [status.st_size, status.st_mtime_ns]
-    return found
-
-
 class CacheCaptionsAndLatents(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -198,8 +184,9 @@ class CacheCaptionsAndLatents(io.ComfyNode):
             return float("nan")
         try:
             chosen = (("text_encoders", text_encoders), ("text_encoders", text_encoder_2), ("vae", vae))
-            files = [file_state(folders.find_component(kind, read_file(name))) for kind, name in chosen]
-            return [KEPT.losses(folders.folder_in_output(cache_folder, "cache_folder")), *files]
+            paths = [folders.find_component(kind, read_file(name)) for kind, name in chosen]
+            losses = KEPT.losses(folders.folder_in_output(cache_folder, "cache_folder"))
+            return [losses, *paths, *(folders.state_of(Path(path)) for path in paths if path)]
         except (ValueError, OSError) as error:
             return str(error)  # execute says it where the user sees it
 
@@ -223,8 +210,8 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         with host.training_allowed(), host.host_memory_freed(), EventLog(folder, view) as events:
             try:
                 with model.prepared() as info:
-                    plan = check_job(job, info=info, is_to_train=False, should_stop=view.is_cancelled)
-                data, held_out = cache_job(plan, events, view.is_cancelled, encoders)
+                    plan = check_job(job, info=info, is_to_train=False, should_stop=host.is_cancelled)
+                data, held_out = cache_job(plan, events, host.is_cancelled, encoders)
             except Stopped:
                 view.show_text("Cancelled. What was encoded is kept; run again to continue.")
                 raise
@@ -391,7 +378,7 @@ def encode_prompts(
     if (clip := dataset.find_clip()) is None:
         raise ValueError(_NO_CAPTIONS.format(prompts=", ".join(map(repr, missing)), gone=_GONE))
     with host.host_memory_freed(), EventLog(Path(job.cache.folder), view) as events:
-        fill_prompts(job, info, ComfyEncoders(clip), events, view.is_cancelled)
+        fill_prompts(job, info, ComfyEncoders(clip), events, host.is_cancelled)
 
 
 def encode_tokens(
@@ -409,11 +396,11 @@ def encode_tokens(
     from ..jobs.job import check_job
 
     with model.prepared(info):
-        plan = check_job(job, info=info, is_to_train=False, should_stop=view.is_cancelled)
+        plan = check_job(job, info=info, is_to_train=False, should_stop=host.is_cancelled)
     store = cache_store(job)
     if all(key in store for key in cache_entries(plan, "captions")):
         return
     if dataset.find_clip is None or (clip := dataset.find_clip()) is None:
         raise ValueError(_GONE)
     with EventLog(Path(job.cache.folder), view) as events:
-        fill_cache(plan, "captions", events, view.is_cancelled, ComfyEncoders(clip))
+        fill_cache(plan, "captions", events, host.is_cancelled, ComfyEncoders(clip))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ..config.job import CacheConfig, DataConfig, EvaluationConfig, FolderConfig, job_keys
-from ..system.files import Looked
 from ..system.stopping import Stopped
 from . import host
 from .captions import CACHE_FOLDER
@@ -133,7 +130,7 @@ class TrainingDatasetNode(io.ComfyNode):
         given = (folder, read_file(evaluation_folder), *(name for each in beside if each for name in read_lines(each)))
         names = [name for name in given if name]
         try:
-            return [folder_state(folders.folder_in_input(name, "folder", _ask), _ask) for name in names]
+            return [folders.state_of(folders.folder_in_input(name, "folder", _ask), _ask) for name in names]
         except (ValueError, OSError, Stopped) as error:
             return str(error)  # execute says it where the user sees it; here the host would only log a traceback
 
@@ -184,22 +181,6 @@ def _ask() -> None:
         raise Stopped("cancelled")
 
 
-def folder_state(folder: Path, ask: Callable[[], None]) -> list[tuple[str, int, int]]:
-    """Name, size in bytes and time of change of every file of a dataset folder, sorted: equal while nothing changed.
-
-    ask is called now and then, and raises to stop. Raises: ValueError for a folder of far more than a dataset.
-    """
-    looked = Looked(ask)
-    entries = looked.entries(folder)
-    inner = [entry for entry in entries if entry.is_dir() and os.access(entry, os.R_OK | os.X_OK)]
-    found = []
-    for path in (*entries, *(file for entry in inner for file in looked.entries(entry))):
-        if path.is_file():
-            status = path.stat()
-            found.append((path.relative_to(folder).as_posix(), status.st_size, status.st_mtime_ns))
-    return found
-
-
 class DatasetFromLatents(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -245,7 +226,7 @@ class DatasetFromLatents(io.ComfyNode):
 
         def tell(done: int) -> None:
             view.show_progress(done, len(pairs))
-            if view.is_cancelled():
+            if host.is_cancelled():
                 view.show_text("Cancelled. What was written is kept; run again to continue.")
                 host.cancel()
 

@@ -16,7 +16,7 @@ from .captions import DEFAULT_FOLDER
 from .choices import device_options, free_memory_note, links_fit, read_devices
 from .host import folders, io
 from .saying import said_on_node
-from .sockets import AUTO, LATER, Socket, make_inputs, read_section, setting_names
+from .sockets import AUTO, LATER, Socket, make_inputs, read_section
 from .types import ModelSocket, TrainingModel
 
 if TYPE_CHECKING:
@@ -203,8 +203,7 @@ class Quantize(io.ComfyNode):
 
         own = read_section(ModelConfig, _QUANTIZE_INPUTS, sockets, path=model.model.path)
         folder = folders.folder_in_output(f"{DEFAULT_FOLDER}/quantized", "cache") if sockets.get("cache") else ""
-        changes = {name: getattr(own, name) for name in setting_names(_QUANTIZE_INPUTS)}
-        changes["quantized_cache"] = str(folder)
+        changes = {"quantize": own.quantize, "rotation": own.rotation, "quantized_cache": str(folder)}
         config = dataclasses.replace(model.model, **changes)
         scheme = requested(own.quantize) or foresee_scheme(find_machine(model.split.devices))
         with model.prepared() as info:

@@ -134,11 +134,6 @@ def read_section(kind: type[T], entries: Sequence[Socket | io.Input], given: Map
         raise ValueError("\n".join(lines)) from error
 
 
-def setting_names(entries: Sequence[Socket | io.Input]) -> list[str]:
-    """Names, inside their sections, of the settings that have a socket here."""
-    return [each.key.name for each in entries if isinstance(each, Socket)]
-
-
 # ---- what is typed into text fields
 
 

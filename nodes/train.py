@@ -188,18 +188,27 @@ class TrainLora(io.ComfyNode):
     def execute(
         cls, model: TrainingModel, dataset: TrainingDataset, resume: bool | None, **sockets: Any
     ) -> io.NodeOutput:
+        from ..jobs.job import check_job
         from ..jobs.resume import next_run
 
         job = make_job(model, dataset, sockets)
         view, in_background = JobView(cls.hidden.unique_id), sockets.get("background", False)
         with host.training_allowed():
             with model.prepared() as info:
-                run = next_run(job, info=info, resume=resume, should_stop=view.is_cancelled)
+                run = next_run(job, info=info, resume=resume, should_stop=host.is_cancelled)
                 if run.note:
                     view.show_text(run.note)
             folders.refuse_job(run.job)
             if run.finished is None:
-                check = partial(_check, run, model, info, view, in_background=in_background)
+
+                def check() -> None:
+                    """Refuse before a text encoder is loaded. Other processes, and resumed runs, forecast alone."""
+                    if not in_background:
+                        refuse_cards_of_others(run.job)
+                    is_forecast = not (in_background or run.resume or run.job.parallel.processes > 1)
+                    with model.prepared(info), host.host_memory_freed():
+                        check_job(run.job, info=info, is_to_train=is_forecast, should_stop=host.is_cancelled)
+
                 if run.job.lora.text_encoder:
                     encode_tokens(dataset, model, run.job, info, view)
                 else:
@@ -222,24 +231,6 @@ class TrainLora(io.ComfyNode):
         return io.NodeOutput(result.lora, {"loss": result.losses}, result.step, str(result.lora_path), ui=shown)
 
 
-def _check(
-    run: NextRun, model: TrainingModel, info: CheckpointInfo | None, view: JobView, *, in_background: bool
-) -> None:
-    """Everything that refuses the training, before a text encoder is loaded for its prompts.
-
-    Where other processes train, or a run goes on where it was, only they know the cards: nothing is forecast here.
-
-    Raises: as check_job; RuntimeError if a training in the background uses a card that this node needs.
-    """
-    from ..jobs.job import check_job
-
-    if not in_background:
-        refuse_cards_of_others(run.job)
-    is_forecast = not (in_background or run.resume or run.job.parallel.processes > 1)
-    with model.prepared(info), host.host_memory_freed():
-        check_job(run.job, info=info, is_to_train=is_forecast, should_stop=view.is_cancelled)
-
-
 def _train(run: NextRun, info: CheckpointInfo | None, view: JobView) -> TrainingResult:
     from ..jobs.in_processes import run_in_processes
     from ..jobs.job import run_job
@@ -252,9 +243,9 @@ def _train(run: NextRun, info: CheckpointInfo | None, view: JobView) -> Training
     with host.host_memory_freed():
         if run.job.parallel.processes > 1:
             return run_in_processes(
-                run.job, resume=run.resume, on_event=view, should_stop=view.is_cancelled, native=own_command()
+                run.job, resume=run.resume, on_event=view, should_stop=host.is_cancelled, native=own_command()
             )
-        return run_job(run.job, info=info, resume=run.resume, on_event=view, should_stop=view.is_cancelled)
+        return run_job(run.job, info=info, resume=run.resume, on_event=view, should_stop=host.is_cancelled)
 
 
 def _start_in_background(run: NextRun, info: CheckpointInfo | None, view: JobView) -> io.NodeOutput:

@@ -31,7 +31,7 @@ _PREVIEW_SIDE = 512  # pixels; ComfyUI sends no more
 
 
 class NodeView:
-    """What a running node shows on itself, and whether its user has pressed Cancel.
+    """What a running node shows on itself.
 
     Nothing here raises when the user cancels: ComfyUI's own progress bar would, in the middle of a training step.
     """
@@ -79,9 +79,6 @@ class NodeView:
         node, text, footer = NodeView._last
         if node != self.node_id or footer != NodeView.footer:
             self.show_text(text if node == self.node_id else "")
-
-    def is_cancelled(self) -> bool:
-        return is_cancelled()
 
 
 def is_cancelled() -> bool:

@@ -78,7 +78,7 @@ class _Encoder:
                 f"stock_{kind.lower()} is a {_class_name(value)}, not ComfyUI's own {own.__name__}; use {loader}"
             )
         _refuse_replaced(value, kind)
-        self.stock = value
+        self.stock: Any = value
 
     release = staticmethod(release_models)
 

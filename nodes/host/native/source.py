@@ -222,10 +222,17 @@ _NO_NEXT_LEVEL = ("HunyuanImage21Refiner",)  # its extra_conds turn that input o
 
 
 def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
-    form = base.latent_format
+    form, config = base.latent_format, base.model_config.unet_config
     dims = form.latent_dimensions
-    if "audio_model" in base.model_config.unet_config:
-        return _audio_of(base)
+    if "audio_model" in config:  # cells are counted as they are, for nobody asks for pixels; ACE-Step 1's are columns
+        sides = config.get("patch_size") or 1
+        return LatentSpec(
+            channels=form.latent_channels,
+            spatial_stride=1,
+            size_multiple=1,
+            num_tokens_per_cell=1 / math.prod(sides if isinstance(sides, (tuple, list)) else (sides,)),
+            audio_rows=int(config.get("max_height") or 16) if dims == 2 else 1,
+        )
     patch = _patch_of(base.diffusion_model)
     stride = int(form.spacial_downscale_ratio)
     # Wan 2.2's 5B is known by its latents.
@@ -251,20 +258,6 @@ def _patch_of(model: Any) -> int:
         if isinstance(held, (int, tuple, list)):
             return int(held if isinstance(held, int) else held[-1])
     return _OF_UNETS
-
-
-def _audio_of(base: Any) -> LatentSpec:
-    """Cells of audio are counted as they are, for nobody asks for pixels of it; ACE-Step 1's patches are columns."""
-    form, config = base.latent_format, base.model_config.unet_config
-    patch = config.get("patch_size") or 1
-    rows = int(config.get("max_height") or 16) if form.latent_dimensions == 2 else 1
-    return LatentSpec(
-        channels=form.latent_channels,
-        spatial_stride=1,
-        size_multiple=1,
-        num_tokens_per_cell=1 / math.prod(patch if isinstance(patch, (tuple, list)) else (patch,)),
-        audio_rows=rows,
-    )
 
 
 def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFamily, Variant]:

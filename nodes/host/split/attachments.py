@@ -181,9 +181,9 @@ def _reasons(model: Any, unseen: tuple[str, ...], conds: list[Any], options: Map
         yield "the scheduled LoRA of the conditionings before is still in the weights"
     transformer_options = options.get("transformer_options", {})
     wrappers = transformer_options.get("wrappers", {})
-    found = seen_attachments(transformer_options)
-    found += ["a wrapper around apply_model"] if any(wrappers.get("apply_model", {}).values()) else []
-    yield from (f"{each} of another node may keep state between calls" for each in found)
+    seen = seen_attachments(transformer_options)
+    seen += ["a wrapper around apply_model"] if any(wrappers.get("apply_model", {}).values()) else []
+    yield from (f"{each} of another node may keep state between calls" for each in seen)
     if any(functions for key, functions in wrappers.get("calc_cond_batch", {}).items() if key != KEY):
         yield "a wrapper of another node counts on conditionings coming together"
     for name, value in transformer_options.items():

@@ -33,7 +33,7 @@ from torch import nn
 from ....parallel.local.slices import JoinedSlices
 from ..compiler import outside
 from .attachments import KEY, is_compiled
-from .model_copy import original_of, own_copy, reachable
+from .model_copy import alias, original_of, reachable
 from .tree import SplitTree, make_tree, tree_of
 
 # Mixed into ComfyUI's ModelPatcher, whose class is known only at run time.
@@ -117,7 +117,7 @@ class _CardPatcher(_Patcher):
             for owner in (self,) if tree.executor.has_copies else (self, *self.companions):
                 if key in owner.pinned:  # else the old storage would stay registered with the driver
                     owner.unpin_weight(key)
-            set_attr_param(self.model, key, own_copy(weight))
+            set_attr_param(self.model, key, alias(weight, is_copy=True))
 
     def _without_other_objects(self, extra_memory: float) -> float:
         """Take the weights off the card if it was loaded with other layers in place of the model's: ComfyUI believes

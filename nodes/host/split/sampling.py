@@ -16,7 +16,6 @@ within the executor's `tolerance`.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -66,11 +65,8 @@ def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None
     limits, minimum, problems = tree.plan.request.limit_bytes, management.minimum_inference_memory(), []
     _, activations = estimate_memory(model, noise_shape, conds)
     sizes = tree.weight_bytes()
-    # A run that is refused has no first step: what waits for one must not hold the tree, which holds it.
-    if not tree.executor.has_copies:
-        tree.advise = functools.partial(
-            _recommend_cfg_split, weights=sum(sizes.values()), working=max(activations, minimum)
-        )
+    needed, rooms = sum(sizes.values()) + max(activations, minimum), map(management.get_total_memory, sizes)
+    tree.fits_each_card = not (limits or tree.executor.has_copies) and all(room > needed for room in rooms)
     for device, size in sizes.items():
         total, free = management.get_total_memory(device), management.get_free_memory(device)
         parts = tree.executor.parts[device].values()
@@ -91,20 +87,6 @@ def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None
         raise RuntimeError(
             f"this model cannot run so, even streamed: {'; '.join(problems)}. Leave that card out of the split, use a "
             "smaller weight type, or free memory on it"
-        )
-
-
-def _recommend_cfg_split(tree: SplitTree, num_conds: int, weights: int, working: float) -> None:
-    """Say that a copy per card would be faster where that is so: with CFG, if every card holds the whole model.
-
-    How many conds a step computes is known in its first step only: samplers are given a negative one that they leave
-    out at cfg 1.
-    """
-    has_room = all(management.get_total_memory(card) > weights + working for card in tree.plan.devices)
-    if num_conds > 1 and has_room and not tree.plan.request.limit_bytes:
-        tree.say_once(
-            f"split: the whole model ({weights / GB:.2f} GB) would fit each of these cards; for CFG, ComfyUI's "
-            "'MultiGPU CFG Split' keeps a copy on each and is faster"
         )
 
 
@@ -133,9 +115,11 @@ def run_overlapped(
     tree = tree_of(model)
     if tree is None:
         return executor(model, conds, x_in, timestep, model_options)
-    advise, tree.advise = tree.advise, None
-    if advise is not None:
-        advise(tree, sum(bool(cond) for cond in conds))
+    if tree.fits_each_card and sum(map(bool, conds)) > 1:  # samplers are given a negative that they leave out at cfg 1
+        tree.say_once(
+            f"split: the whole model ({sum(tree.weight_bytes().values()) / GB:.2f} GB) would fit each of these cards; "
+            "for CFG, ComfyUI's 'MultiGPU CFG Split' keeps a copy on each and is faster"
+        )
     bring_controls_to_main(conds, tree.plan.main_device)
     parts = _parts(tree, model, conds, x_in, timestep, model_options)
 

@@ -146,7 +146,7 @@ class SplitTree:
         self._held = threading.local()  # what keeps a thread's forward outside the compiler
         self._said: set[str] = set()  # what needs saying once
         self.is_to_verify = False  # the next step
-        self.advise: Callable[[SplitTree, int], None] | None = None  # at the next step, given its number of conds
+        self.fits_each_card = False  # the whole model with what a step takes, by the last forecast
         self.loaded_layers: dict[torch.device, dict[str, int]] = {}  # of object patches, by name: what each card holds
         self._is_proven = not plan.layout.is_watched
         self.is_verified = plan.layout.evidence != "read"  # or need not be
