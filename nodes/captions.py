@@ -265,8 +265,7 @@ def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:
 
     Raises: ValueError for a family whose CLIP is not known, or another number of files than it takes.
     """
-    from .host.known_files import known_files
-    from .host.native.files import load_clip_files
+    from .host.native.files import known_files, load_clip_files
 
     names = [read_file(sockets["text_encoders"]), *map(read_file, read_lines(sockets.get("text_encoder_2") or ""))]
     paths = [folders.find_component("text_encoders", name) for name in names]
@@ -293,7 +292,7 @@ def _with_files(model: TrainingModel, sockets: dict[str, Any]) -> dict[str, Any]
 
     Raises: ValueError for a model that only ComfyUI builds, where one of them is not there.
     """
-    from .host.known_files import known_files
+    from .host.native.files import known_files
 
     asked = {name: link not in sockets and not read_file(sockets[name]) for name, link in _LINK_OF.items()}
     if Path(model.model.path).is_dir() or not any(asked.values()):

@@ -203,8 +203,8 @@ class Quantize(io.ComfyNode):
 
         own = read_section(ModelConfig, _QUANTIZE_INPUTS, sockets, path=model.model.path)
         folder = folders.folder_in_output(f"{DEFAULT_FOLDER}/quantized", "cache") if sockets.get("cache") else ""
-        changes = {"quantize": own.quantize, "rotation": own.rotation, "quantized_cache": str(folder)}
-        config = dataclasses.replace(model.model, **changes)
+        held = dataclasses.replace(model.model, quantize=own.quantize, rotation=own.rotation)
+        config = dataclasses.replace(held, quantized_cache=str(folder))
         scheme = requested(own.quantize) or foresee_scheme(find_machine(model.split.devices))
         with model.prepared() as info:
             report = preview_model(dataclasses.replace(config, quantize=scheme), model.split.devices, info).table()

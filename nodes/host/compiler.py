@@ -27,12 +27,17 @@ _log = logging.getLogger(__name__)
 
 _ALLOCATIONS, _CAPTURES = "disable_comfy_compiler", "disable_cuda_graphs"  # of comfy.cli_args.args
 _ERROR = "aimdo memory compile error"  # comfy_aimdo.malloc_graph 0.5.0 to 0.6.0
-_SPLIT = "this model on several cards"
 _CAPTURE_ERRORS = ("stream is capturing", "during capture", "while capturing")  # CUDA's and torch's
 
 
 class _Failure(RuntimeError):
-    """Says already what to switch off."""
+    """Says what to switch off."""
+
+    def __init__(self, about: str, what: str, switch: str) -> None:
+        super().__init__(
+            f"ComfyUI's own compiler does not go with {about}: {what}. Start ComfyUI with "
+            f"--{switch.replace('_', '-')}, and please report it"
+        )
 
 
 class _Switches:
@@ -43,7 +48,8 @@ class _Switches:
         self._num_inside = 0
         self._before: dict[str, bool] = {}
 
-    def enter(self) -> None:
+    @contextmanager
+    def set(self) -> Iterator[None]:
         args = _arguments()
         with self._lock:
             if self._num_inside == 0:
@@ -51,21 +57,21 @@ class _Switches:
             self._num_inside += 1
             for name in self._before:
                 setattr(args, name, True)
-
-    def leave(self) -> None:
-        args = _arguments()
-        with self._lock:
-            self._num_inside -= 1
-            for name, value in self._before.items() if self._num_inside == 0 else ():
-                if getattr(args, name):  # else somebody else has put it back meanwhile
-                    setattr(args, name, value)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_inside -= 1
+                for name, value in self._before.items() if self._num_inside == 0 else ():
+                    if getattr(args, name):  # else somebody else has put it back meanwhile
+                        setattr(args, name, value)
 
 
 _SWITCHES = _Switches()
 
 
 @contextmanager
-def outside(devices: Iterable[torch.device] = (), about: str = _SPLIT) -> Iterator[None]:
+def outside(devices: Iterable[torch.device] = (), about: str = "this model on several cards") -> Iterator[None]:
     """Inside, ComfyUI records no allocation graph and captures no block, in any thread.
 
     An allocation graph that is active in this thread already is ended first, by ComfyUI's own way of doing so: one that
@@ -76,15 +82,19 @@ def outside(devices: Iterable[torch.device] = (), about: str = _SPLIT) -> Iterat
         about: what runs, for messages.
     Raises: RuntimeError that names the launch flag if the compiler fails inside, or cannot be switched off.
     """
-    _SWITCHES.enter()
-    try:
-        _prepare(devices, about)
-        yield
-    except RuntimeError as error:
-        explain(error, about)
-        raise
-    finally:
-        _SWITCHES.leave()
+    with _SWITCHES.set():
+        try:
+            _prepare(devices, about)
+            yield
+        except _Failure:  # of an inner one
+            raise
+        except RuntimeError as error:
+            if str(error).startswith(_ERROR):
+                raise _Failure(about, f"it says {str(error)!r}", _ALLOCATIONS) from error
+            if any(words in str(error) for words in _CAPTURE_ERRORS):
+                first_line = str(error).partition("\n")[0]
+                raise _Failure(about, f"the capture of a block failed with {first_line!r}", _CAPTURES) from error
+            raise
 
 
 def _prepare(devices: Iterable[torch.device], about: str) -> None:
@@ -108,27 +118,9 @@ def _prepare(devices: Iterable[torch.device], about: str) -> None:
         return
     cleanup: Any = getattr(prefetch, "cleanup_malloc_graph", None)
     if cleanup is None:
-        raise _failure(about, "an allocation graph is active around it", _ALLOCATIONS)
+        raise _Failure(about, "an allocation graph is active around it", _ALLOCATIONS)
     _log.info("an allocation graph of ComfyUI's was active around %s; it is ended here", about)
     cleanup()
-
-
-def explain(error: RuntimeError, about: str = _SPLIT) -> None:
-    """Raises: RuntimeError that says what to switch off, if the error is of the compiler's and does not say so yet."""
-    if isinstance(error, _Failure):
-        return
-    if str(error).startswith(_ERROR):
-        raise _failure(about, f"it says {str(error)!r}", _ALLOCATIONS) from error
-    if any(words in str(error) for words in _CAPTURE_ERRORS):
-        first_line = str(error).partition("\n")[0]
-        raise _failure(about, f"the capture of a block failed with {first_line!r}", _CAPTURES) from error
-
-
-def _failure(about: str, what: str, switch: str) -> _Failure:
-    return _Failure(
-        f"ComfyUI's own compiler does not go with {about}: {what}. Start ComfyUI with "
-        f"--{switch.replace('_', '-')}, and please report it"
-    )
 
 
 def _arguments() -> Any:

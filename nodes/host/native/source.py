@@ -69,10 +69,6 @@ _MOST_BLOCKS = 1000
 _MOST_READ = 2**14  # numbers of a tensor that is read to tell the model by, such as a norm's weights
 # What a whole checkpoint says of its model beside the weights: how it predicts, and from how much noise.
 _SAYS = frozenset(("v_pred", "ztsnr", "edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min"))
-_PICKED_APART = (
-    "ComfyUI's loader cuts, joins or makes tensors of {path} while loading ({name}), which training does not do; use a "
-    "file with the model's own layout"
-)
 
 
 def path_of_model(model: Any) -> Path:
@@ -127,7 +123,10 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     assert row is not None
     tensors = ask_comfyui(path, "rename the tensors of", functools.partial(follow, config, records))
     if made := [name for name, record in tensors.items() if record is None]:
-        raise ValueError(_PICKED_APART.format(path=path, name=made[0]))
+        raise ValueError(
+            f"ComfyUI's loader cuts, joins or makes tensors of {path} while loading ({made[0]}), which training does "
+            "not do; use a file with the model's own layout"
+        )
     both = [base] if like is None else [base, like.model]
     kinds = [(type(each), type(each.diffusion_model).__name__, kind_of(each)) for each in both]
     if kinds[0] != kinds[-1]:
@@ -197,27 +196,25 @@ def _why_not(base: Any, row: NativeModel | None) -> str:
         # Classes that make channels in extra_conds, not in concat_cond, take an empty picture where none is given.
         known = base.latent_format.latent_channels + _beside(base)
         if others := int(base.diffusion_model.in_channels) - known:
-            return _OTHER_PICTURE.format(name=type(base).__name__, others=others)
+            return (
+                f"{type(base).__name__} is given {others} channels of another picture beside the noise, as SVD of its "
+                "first frame and an upscaler of the small one, and no dataset here holds such pictures; for clips from "
+                "a first frame train Wan I2V, for others a model that draws from text alone"
+            )
     if type(base).__name__ == "StableCascade_B":
         return (
             "stage B draws from what stage C has made, and no dataset here holds that; train stage C, which draws from "
             "the text"
         )
     if base.model_config.unet_config.get("meanflow") and type(base).__name__ not in _NO_NEXT_LEVEL:
-        return _NEXT_LEVEL
+        # HunyuanVideo's class with MeanFlow says the mean velocity to the sampler's next noise level.
+        return (
+            "it is distilled to jump from one noise level of the sampler to the next (time_r_in), and training has no "
+            "next one; train the model that it was distilled from, whose LoRA loads on this one, too"
+        )
     return ""
 
 
-_OTHER_PICTURE = (
-    "{name} is given {others} channels of another picture beside the noise, as SVD of its first frame and an upscaler "
-    "of the small one, and no dataset here holds such pictures; for clips from a first frame train Wan I2V, for others "
-    "a model that draws from text alone"
-)
-# HunyuanVideo's class with MeanFlow says the mean velocity to the sampler's next noise level, sample_sigmas' next one.
-_NEXT_LEVEL = (
-    "it is distilled to jump from one noise level of the sampler to the next (time_r_in), and training has no next "
-    "one; train the model that it was distilled from, whose LoRA loads on this one, too"
-)
 _NO_NEXT_LEVEL = ("HunyuanImage21Refiner",)  # its extra_conds turn that input off
 
 

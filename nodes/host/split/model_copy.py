@@ -97,7 +97,7 @@ def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
                 f"cannot split this MODEL: its module {name} ({type(module).__name__}) holds something that cannot be "
                 f"copied ({error}). Load the file with 'Load Diffusion Model Across GPUs' instead"
             ) from error
-        lists = {key: [] for key in ("weight_function", "bias_function") if key in state}
+        lists: dict[str, Any] = {key: [] for key in ("weight_function", "bias_function") if key in state}
         copies[id(module)].__dict__.update(state | lists)
     copied = copies[id(model)]
     if "current_patcher" in model.__dict__:

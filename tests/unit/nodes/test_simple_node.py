@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_refused_before_captions_are_encoded(
 
 
 def test_encoders_are_found_by_the_names_of_comfyuis_templates(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
-    from devicebridge.nodes.host.known_files import known_files
+    from devicebridge.nodes.host.native.files import known_files
 
     there = {
         "text_encoders": (
