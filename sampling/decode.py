@@ -8,7 +8,6 @@ the CPU decodes, in float32.
 from __future__ import annotations
 
 import io
-import logging
 import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +21,6 @@ from ..encoding.vae import load_vae
 from ..families.spec import HostModel, ModelFamily, Variant
 from ..parallel.devices import CPU, device_module, free_bytes, release_cached_memory
 from ..planning.dry_run import Kernels, MemoryMeter, as_on_card
-
-_log = logging.getLogger(__name__)
 
 _TILE = 512  # pixels; diffusers' tiles overlap by a quarter
 # What convolutions take besides tensors, and what the allocator loses: not measured, guesses on the safe side.

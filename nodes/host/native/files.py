@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,8 +19,6 @@ from ....config.model import COMFYUI
 from ....families.comfy.text_sizes import CLIP_PARTS
 from ..comfy_encoders import HostClip, HostVae, HostVision
 from ..folders import list_components
-
-_log = logging.getLogger(__name__)
 
 # What code raises that takes a file's tensors for granted.
 _OF_DAMAGE = (
