@@ -96,7 +96,7 @@ _OVERRIDDEN = {
         "validate_inputs(...); check_lazy_status(...)",
     },
     "split": {
-        "comfy.model_patcher:ModelPatcher": "add_object_patch(name, obj); apply_hooks(...); cleanup(); "
+        "comfy.model_patcher:ModelPatcher": "add_object_patch(name, obj); apply_hooks(...); "
         "clone(disable_dynamic, model_override, force_deepcopy); deepclone_multigpu(...); eject_model(); "
         "get_all_callbacks(call_type); get_free_memory(device); get_key_patches(filter_prefix); inject_model(); "
         "load(...); model_patches_models(); model_size(); model_state_dict_for_saving(...); "
@@ -180,7 +180,7 @@ def _fault(need: Need) -> str:
         owner = functools.reduce(getattr, owners, importlib.import_module(module))
         found = inspect.getattr_static(owner, last) if _is_own(owner, module) else None
         signature = _own_signature(found, owner, module)
-        return "" if signature is None else next(_changes(path, need, signature), "")
+        return "" if signature is None else _change(path, need, signature)
     except ImportError as error:
         return f"{module} cannot be imported ({error})"
     except AttributeError:
@@ -208,18 +208,20 @@ def _own_signature(found: object, owner: object, module: str) -> inspect.Signatu
     return signature.replace(parameters=list(signature.parameters.values())[is_bound:])
 
 
-def _changes(path: str, need: Need, signature: inspect.Signature) -> Iterator[str]:
+def _change(path: str, need: Need, signature: inspect.Signature) -> str:
+    """The first thing that has changed in how a function is called; "" for nothing."""
     ours = [name for name in need.form if name != "..." and not name.endswith("=")]
-    named = {name.rstrip("="): None for name in need.form if name.endswith("=")}
     theirs = [each.name for each in signature.parameters.values() if each.kind not in _MANY]
-    yield from (f"{path} takes {b!r} where {a!r} was" for a, b in zip(ours, theirs, strict=False) if a != b)
-    if need.is_overridden and "..." not in need.form:
-        yield from (f"{path} now also takes {name!r}" for name in theirs if name not in ours)
+    found = [f"{path} takes {b!r} where {a!r} was" for a, b in zip(ours, theirs, strict=False) if a != b]
     if not need.is_overridden:
         try:
+            named = {name.rstrip("="): None for name in need.form if name.endswith("=")}
             (signature.bind_partial if "..." in need.form else signature.bind)(*ours, **named)
         except TypeError as error:
-            yield f"{path}: {error}"
+            found.append(f"{path}: {error}")
+    elif "..." not in need.form:
+        found += [f"{path} now also takes {name!r}" for name in theirs if name not in ours]
+    return next(iter(found), "")
 
 
 def main(folder: str) -> None:
@@ -230,23 +232,18 @@ def main(folder: str) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         with contextlib.suppress(ImportError):
             importlib.import_module("comfy.options").enable_args_parsing()
-        fault = _import_fault(Path(folder))
+        fault = ""  # what keeps this Python from importing ComfyUI, which then says nothing of ComfyUI itself
+        try:
+            importlib.import_module("comfy.model_management")
+        except (ImportError, OSError) as error:
+            package = (getattr(error, "name", None) or "").partition(".")[0]
+            is_own = package == "comfy" or any(Path(folder, name).exists() for name in (package, f"{package}.py"))
+            if isinstance(error, OSError) or package and not is_own:
+                fault = f"{sys.executable} cannot import ComfyUI ({error})"
         faults = [] if fault else find_faults()
         texts = list(dict.fromkeys(text for _, text in faults))
         answer = {"version": version(), "import_fault": fault, "faults": texts, "refused": refusals(faults)}
     print(json.dumps(answer))  # noqa: T201
-
-
-def _import_fault(folder: Path) -> str:
-    """What keeps this Python from importing ComfyUI, which then says nothing of ComfyUI itself; "" for nothing."""
-    try:
-        importlib.import_module("comfy.model_management")
-    except (ImportError, OSError) as error:
-        package = (getattr(error, "name", None) or "").partition(".")[0]
-        is_own = package == "comfy" or any((folder / name).exists() for name in (package, f"{package}.py"))
-        if isinstance(error, OSError) or package and not is_own:
-            return f"{sys.executable} cannot import ComfyUI ({error})"
-    return ""
 
 
 if __name__ == "__main__":

@@ -44,7 +44,14 @@ def cache(options: argparse.Namespace) -> int:
             named, encoders[path] = stack.enter_context(with_encoders(job, plan.info))
             plans[path] = replace(plan, job=named)
         if options.verify:
-            return _verify(plans, parts)
+            num_problems = 0
+            for name, plan in plans.items():
+                verified = verify_cache(plan, parts)
+                num_problems += len(verified.problems)
+                say(verified.report())
+                if verified.problems:
+                    say(f"`devicebridge cache {name}` computes what is missing or damaged")
+            return int(num_problems > 0)
         if not options.prune:
             return _fill(plans, encoders, parts, is_anew=options.regenerate)
         for pruned in prune_caches(plans, parts):
@@ -82,14 +89,3 @@ def _fill(
                     say(str(stopped))
                     return STOPPED
     return 0
-
-
-def _verify(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> int:
-    is_clean = True
-    for name, plan in plans.items():
-        verified = verify_cache(plan, parts)
-        say(verified.report())
-        is_clean = is_clean and not verified.problems
-        if verified.problems:
-            say(f"`devicebridge cache {name}` computes what is missing or damaged")
-    return 0 if is_clean else 1

@@ -11,14 +11,12 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
 from ..system.import_faults import import_fault
 from ..system.stopping import STOPPED, note_parent
 from ..system.telling import LOUD, SaidLogs, printable, safe_output, say
 from ..version import VERSION
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # what add_subparsers returns
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,104 +69,96 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=VERSION)
     parser.add_argument("-v", "--verbose", action="store_true", help="log more, and show tracebacks")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_train, _add_check, _add_plan, _add_cache, _add_jobs, _add_run, _add_doctor):
-        add(commands)
-    return parser
+    python = "the Python that runs ComfyUI; as COMFYUI_PYTHON says, or found by itself otherwise"
 
-
-def _add_train(commands: Commands) -> None:
-    parser = commands.add_parser(
+    command = commands.add_parser(
         "train",
         help="train a LoRA from a TOML job file",
         description="Train a LoRA from a TOML job file, as those in examples. Ctrl-C saves; --resume continues.",
     )
-    parser.add_argument("job", type=Path, help="job file (TOML)")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of the job's folder")
-    parser.add_argument(
+    command.add_argument("job", type=Path, help="job file (TOML)")
+    command.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint of the job's folder"
+    )
+    command.add_argument(
         "--nproc",
         type=int,
         metavar="PROCESSES",
         help="train in so many processes of this machine, which share its devices; torchrun is started for it",
     )
-    parser.add_argument("--host-share", type=int, default=1, help=argparse.SUPPRESS)  # jobs that share host memory
-    parser.set_defaults(command=_command("jobs", "train"))
+    command.add_argument("--host-share", type=int, default=1, help=argparse.SUPPRESS)  # jobs that share host memory
+    command.set_defaults(command=_command("jobs", "train"))
 
-
-def _add_check(commands: Commands) -> None:
-    parser = commands.add_parser(
+    command = commands.add_parser(
         "check",
         help="check a job file, its model and its images without loading weights",
         description="Check a job file, its model and its images, and say what would be trained, without loading "
         "weights.",
     )
-    parser.add_argument("job", type=Path, help="job file (TOML)")
-    parser.set_defaults(command=_command("jobs", "check"))
+    command.add_argument("job", type=Path, help="job file (TOML)")
+    command.set_defaults(command=_command("jobs", "check"))
 
-
-def _add_plan(commands: Commands) -> None:
-    parser = commands.add_parser(
+    command = commands.add_parser(
         "plan",
         help="say what a job will take of every card, and how it would best use them; no weight is loaded",
         description="Forecast the memory of every card and choose cut, kept activations, and what the job leaves to "
         "auto. Reads headers and images only and needs no GPU; with --model neither job file, model nor images are "
         "needed. Exit code 2 if nothing fits, with what would help.",
     )
-    parser.add_argument("job", type=Path, nargs="?", help="job file; may be left out with --model")
-    parser.add_argument(
+    command.add_argument("job", type=Path, nargs="?", help="job file; may be left out with --model")
+    command.add_argument(
         "--model",
         default="",
         metavar="VARIANT",
         help="plan for this published model, such as flux2-dev, in place of the job's; its files need not be there",
     )
-    parser.add_argument(
+    command.add_argument(
         "--cards",
         "--card",
         metavar="SIZES",
         help='plan for these cards instead of this machine\'s: "24GB,12GB", "2x24GiB", "2x3090", or with relative '
         'speeds "2x24GB@1,12GB@0.5"',
     )
-    parser.add_argument("--nodes", "--link", "--card-link", dest="cluster", help=argparse.SUPPRESS)  # gone
-    parser.add_argument(
+    command.add_argument("--nodes", "--link", "--card-link", dest="cluster", help=argparse.SUPPRESS)  # gone
+    command.add_argument(
         "--resolution",
         type=int,
         metavar="PIXELS",
         help="in place of the job's resolutions; without a job file, or where its dataset folders are not there, the "
         "side of a square to plan for (without a job file 1024, for models of video 640, unless given)",
     )
-    parser.add_argument(
+    command.add_argument(
         "--frames",
         type=int,
         metavar="NUMBER",
         help="in place of the job's data.frames; of a square 1, or for models that are given the first frame 33, "
         "unless given",
     )
-    parser.add_argument(
+    command.add_argument(
         "--quantize",
         choices=("none", "fp8", "int8", "fp8-compute", "int8-compute", "auto"),
         help="in place of the job's model.quantize; without a job file the planner chooses",
     )
-    parser.add_argument(
+    command.add_argument(
         "--sample",
         metavar="SIZE",
         help="plan sampling with --model over several cards, not a training: the way that auto of a split takes, and "
         "about how long a step lasts; width x height, such as 1024x1024, for clips with frames, such as 832x480x33",
     )
-    parser.add_argument("--calibrate", action="store_true", help=argparse.SUPPRESS)  # without effect
-    parser.add_argument("--json", action="store_true", help="print as JSON")
-    parser.set_defaults(command=_command("jobs", "plan"))
+    command.add_argument("--calibrate", action="store_true", help=argparse.SUPPRESS)  # without effect
+    command.add_argument("--json", action="store_true", help="print as JSON")
+    command.set_defaults(command=_command("jobs", "plan"))
 
-
-def _add_cache(commands: Commands) -> None:
-    parser = commands.add_parser(
+    command = commands.add_parser(
         "cache",
         help="compute a job's captions and latents only",
         description="Compute a job's captions and latents only. Several of these may run at once for one cache, on "
         "other devices too, and share the work. What is done stays, however it ends.",
     )
-    parser.add_argument("job", type=Path, nargs="+", help="job file; several are done one after the other")
-    parser.add_argument("--only", choices=["captions", "latents", "conditions"], help="leave the other parts alone")
-    parser.add_argument("--device", help="device of text encoders and VAE, in place of the job's")
-    mode = parser.add_mutually_exclusive_group()
+    command.add_argument("job", type=Path, nargs="+", help="job file; several are done one after the other")
+    command.add_argument("--only", choices=["captions", "latents", "conditions"], help="leave the other parts alone")
+    command.add_argument("--device", help="device of text encoders and VAE, in place of the job's")
+    mode = command.add_mutually_exclusive_group()
     mode.add_argument("--regenerate", action="store_true", help="compute everything again, also what is there")
     mode.add_argument(
         "--verify",
@@ -181,40 +171,33 @@ def _add_cache(commands: Commands) -> None:
         action="store_true",
         help="compute nothing: delete from the jobs' cache folders what no sample of any of these jobs needs",
     )
-    parser.set_defaults(command=_command("cache", "cache"))
+    command.set_defaults(command=_command("cache", "cache"))
 
-
-def _add_jobs(commands: Commands) -> None:
-    parser = commands.add_parser(
+    command = commands.add_parser(
         "jobs", help="show the trainings of a ComfyUI, and its queue of those in the background"
     )
-    parser.add_argument(
+    command.add_argument(
         "folder", type=Path, nargs="?", help="the folder of the runs, output/devicebridge of a ComfyUI; found otherwise"
     )
-    parser.add_argument(
+    command.add_argument(
         "--user-directory",
         type=Path,
         metavar="FOLDER",
         help="of that ComfyUI; the folder user beside output otherwise",
     )
-    parser.add_argument("--stop", metavar="RUN", help="have a run end its step, save, and stop")
-    parser.add_argument("--all", action="store_true", help="show all runs, not the newest 200 and those under way")
-    parser.add_argument("--json", action="store_true", help="print as JSON")
-    parser.set_defaults(command=_command("queue", "jobs"))
+    command.add_argument("--stop", metavar="RUN", help="have a run end its step, save, and stop")
+    command.add_argument("--all", action="store_true", help="show all runs, not the newest 200 and those under way")
+    command.add_argument("--json", action="store_true", help="print as JSON")
+    command.set_defaults(command=_command("queue", "jobs"))
 
-
-_PYTHON = "the Python that runs ComfyUI; as COMFYUI_PYTHON says, or found by itself otherwise"
-
-
-def _add_run(commands: Commands) -> None:
-    parser = commands.add_parser("run", help="run a ComfyUI workflow file through ComfyUI, without its window")
-    parser.add_argument(
+    command = commands.add_parser("run", help="run a ComfyUI workflow file through ComfyUI, without its window")
+    command.add_argument(
         "workflow",
         type=Path,
         help="JSON file of a workflow: as ComfyUI saves it, or its API form (Export (API)); needs comfy-cli, "
         "which `pip install -e .[comfy]` brings",
     )
-    parser.add_argument(
+    command.add_argument(
         "--set",
         action="append",
         default=[],
@@ -222,28 +205,27 @@ def _add_run(commands: Commands) -> None:
         help="replace an input, such as DeviceBridgeTrainLora.steps=500; a node by its number, type or title; may be "
         "given several times",
     )
-    parser.add_argument(
+    command.add_argument(
         "--base-directory", type=Path, help="where models, input and output are, if not ComfyUI's folder"
     )
-    parser.epilog = "Flags for ComfyUI's server stand behind --, such as: devicebridge run workflow.json -- --lowvram"
-    parser.add_argument("--comfyui", type=Path, help="ComfyUI's folder; found by itself otherwise")
-    parser.add_argument("--python", type=Path, help=_PYTHON)
-    parser.add_argument("--timeout", type=float, default=None, metavar="SECONDS", help="give up after this long")
-    parser.set_defaults(command=_run)
+    command.epilog = "Flags for ComfyUI's server stand behind --, such as: devicebridge run workflow.json -- --lowvram"
+    command.add_argument("--comfyui", type=Path, help="ComfyUI's folder; found by itself otherwise")
+    command.add_argument("--python", type=Path, help=python)
+    command.add_argument("--timeout", type=float, default=None, metavar="SECONDS", help="give up after this long")
+    command.set_defaults(command=_run)
 
-
-def _add_doctor(commands: Commands) -> None:
-    parser = commands.add_parser("doctor", help="show devices, versions, and what will work here")
-    parser.add_argument(
+    command = commands.add_parser("doctor", help="show devices, versions, and what will work here")
+    command.add_argument(
         "--bench",
         action="store_true",
         help="measure, in about a minute and without a model file, how fast GPUs and their links are, and blocks of "
         "three models with random weights over them; prints a row for the table in docs/benchmarks.md",
     )
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print as JSON, or write it to a file")
-    parser.add_argument("--python", type=Path, help=_PYTHON)
-    parser.add_argument("--blocks", action="store_true", help=argparse.SUPPRESS)  # in ComfyUI's Python
-    parser.set_defaults(command=_doctor)
+    command.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print as JSON, or write it to a file")
+    command.add_argument("--python", type=Path, help=python)
+    command.add_argument("--blocks", action="store_true", help=argparse.SUPPRESS)  # in ComfyUI's Python
+    command.set_defaults(command=_doctor)
+    return parser
 
 
 def _command(module: str, name: str) -> Callable[[argparse.Namespace], int]:

@@ -46,21 +46,16 @@ def enter(jobs: Sequence[JobConfig], arguments: Sequence[str]) -> list[JobConfig
             if fault := python_fault(found.folder, found.python):
                 raise RuntimeError(fault)
         except RuntimeError as error:
-            raise ValueError(f"{_why(needing[0])}, but {error}") from error
+            why = "cache.stock_clip and stock_vae name encoders that only ComfyUI loads"
+            if needing[0].model.family == COMFYUI:
+                why = f'model.family = "{COMFYUI}" asks for a model that ComfyUI\'s own code trains'
+            raise ValueError(f"{why}, but {error}") from error
         raise SystemExit(go_on_as([*native_command(found.python, found.folder, found.base), *arguments]))
-    return [_with_files(job) if job.needs_comfyui else job for job in jobs]
-
-
-def _why(job: JobConfig) -> str:
-    if job.model.family == COMFYUI:
-        return f'model.family = "{COMFYUI}" asks for a model that ComfyUI\'s own code trains'
-    return "cache.stock_clip and stock_vae name encoders that only ComfyUI loads"
-
-
-def _with_files(job: JobConfig) -> JobConfig:
+    if not needing:
+        return list(jobs)
     from ..nodes.host.native.files import with_files
 
-    return with_files(job)
+    return [with_files(job) if job.needs_comfyui else job for job in jobs]
 
 
 def prepared(job: JobConfig) -> AbstractContextManager[CheckpointInfo | None]:

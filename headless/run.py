@@ -6,7 +6,6 @@ import copy
 import json
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from ..system import processes
 from ..system.files import read_json_object
+from ..system.progress import NowAndThen
 from ..system.stopping import STOPPED, interrupt_on_signal
 from .server import HOST, QUIET, ROOT, find_comfy_cli, find_comfyui, python_fault, start_server, tell_lines
 
@@ -139,23 +139,18 @@ def set_values(graph: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
             known = ", ".join(dict.fromkeys(str(node.get("type") or node.get("class_type")) for node in there))
             raise ValueError(f"{name}: the workflow has no node {node_name!r}; it has {known}")
         for node in nodes:
-            _set_input(node, input_name, value, name)
+            if "class_type" in node and input_name in node["inputs"]:
+                node["inputs"][input_name] = value
+                continue
+            # In the saved form: a list in the order of the widgets, and beside it, since 2026, a table by name.
+            named, listed = node.get("widgets_values_named", {}), node.get("widgets_values", [])
+            widgets = list(named) or [entry["name"] for entry in node.get("inputs", []) if "widget" in entry]
+            if input_name not in widgets or len(widgets) != len(listed):
+                raise ValueError(f"{name}: the node has no such input that can be set")
+            listed[widgets.index(input_name)] = value
+            if named:
+                named[input_name] = value
     return changed
-
-
-def _set_input(node: dict[str, Any], input_name: str, value: Any, name: str) -> None:
-    """In the saved form values are a list in the order of the widgets, and beside it, since 2026, a table by name."""
-    if "class_type" in node and input_name in node["inputs"]:
-        node["inputs"][input_name] = value
-        return
-    named = node.get("widgets_values_named", {})
-    widgets = list(named) or [entry["name"] for entry in node.get("inputs", []) if "widget" in entry]
-    values = node.get("widgets_values", [])
-    if input_name not in widgets or len(widgets) != len(values):
-        raise ValueError(f"{name}: the node has no such input that can be set")
-    values[widgets.index(input_name)] = value
-    if named:
-        named[input_name] = value
 
 
 # ---- comfy-cli: queues a workflow on a server, and what it tells is made into lines for a person
@@ -173,7 +168,7 @@ class ClientRun:
     on_progress: Callable[[str], object]
     message: str = ""
     _titles: dict[str, str] = field(default_factory=dict)
-    _last_progress_s: float = 0.0
+    _lines: NowAndThen = field(default_factory=lambda: NowAndThen(_PROGRESS_INTERVAL_S))
 
     def run(self, client: Path, workflow: Path, port: int, timeout_s: float | None) -> int:
         """Queue the workflow and follow it; returns comfy-cli's exit code, 124 after timeout_s, 130 on Ctrl-C."""
@@ -211,12 +206,9 @@ class ClientRun:
         if kind == "executing":
             self._titles[event["node"]] = event["title"]
             self.on_progress(event["title"])
-        elif kind == "progress":
-            now = time.monotonic()
-            if now - self._last_progress_s >= _PROGRESS_INTERVAL_S or event["completed"] >= event["total"]:
-                self._last_progress_s = now
-                title = self._titles.get(event["node"], event["node"])
-                self.on_progress(f"{title} {event['completed']}/{event['total']}")
+        elif kind == "progress" and self._lines.is_due(event["completed"], event["total"]):
+            title = self._titles.get(event["node"], event["node"])
+            self.on_progress(f"{title} {event['completed']}/{event['total']}")
         elif kind == "envelope" and event.get("error"):
             self.message = _describe_error(event["error"])
 
@@ -229,43 +221,27 @@ def _describe_error(error: Mapping[str, Any]) -> str:
     for entry in errors:
         hint = f" ({entry['hint']})" if entry.get("hint") else ""
         lines.append(f"node {entry.get('node_id') or '?'}: {entry.get('message', '')}{hint}")
-    for node in details.get("node_errors") or []:
-        lines += _node_lines(node) if isinstance(node, dict) else []
-    said = [str(entry["message"]) for entry in errors if entry.get("message")]
+    for node in (each for each in details.get("node_errors") or [] if isinstance(each, dict)):
+        title = str(node.get("class_type") or f"node {node.get('node_id', '?')}")
+        listed = node.get("errors")  # earlier versions of comfy-cli gave one with the node
+        for part in listed if isinstance(listed, list) else [node]:
+            said = [part.get(key) for key in ("message", "details")] if isinstance(part, dict) else [part]
+            lines.append(" ".join(map(str, filter(None, [title, *said]))))
+    known = [str(entry["message"]) for entry in errors if entry.get("message")]
     for hint in str(error.get("hint") or "").splitlines():
         is_for_programs = hint.startswith("inspect ")  # points into the JSON, which nobody sees here
-        if not is_for_programs and not any(message in hint for message in said):
+        if not is_for_programs and not any(message in hint for message in known):
             lines.append(hint)
-    if details.get("body"):
-        lines.append(str(details["body"]))
-    lines += _pack_lines(errors)
+    lines += [str(details["body"])] if details.get("body") else []
+    unknown = [entry for entry in errors if entry.get("code") == "unknown_class_type"]
+    ours = [entry for entry in unknown if "'DeviceBridge" in str(entry.get("message"))]
+    if any(name.startswith("DeviceBridge") for entry in ours for name in entry.get("suggestions") or ()):
+        lines.append(
+            f"The DeviceBridge pack of this ComfyUI has no such node; update it, or mend the name (ours: {ROOT})"
+        )
+    elif ours:
+        lines.append(
+            "This ComfyUI does not have the DeviceBridge pack in custom_nodes, or could not import it (ComfyUI's log "
+            f"says why); the pack that belongs to this command is {ROOT}"
+        )
     return "\n".join([str(error.get("message", "the workflow failed")), *lines])
-
-
-def _node_lines(node: Mapping[str, Any]) -> list[str]:
-    """A line per error of a node. The server lists them; earlier versions of comfy-cli gave one with the node."""
-    title = str(node.get("class_type") or f"node {node.get('node_id', '?')}")
-    found = node.get("errors") if isinstance(node.get("errors"), list) else [node]
-    return [
-        " ".join([title, *(str(part[key]) for key in ("message", "details") if part.get(key))])
-        if isinstance(part, dict)
-        else f"{title} {part}"
-        for part in found or ()
-    ]
-
-
-def _pack_lines(errors: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Where a node of ours is unknown: ComfyUI lacks the pack, or its suggestions show another version of it."""
-    unknown = [
-        entry
-        for entry in errors
-        if entry.get("code") == "unknown_class_type" and "'DeviceBridge" in str(entry.get("message"))
-    ]
-    if not unknown:
-        return []
-    if any(name.startswith("DeviceBridge") for entry in unknown for name in entry.get("suggestions") or ()):
-        return [f"The DeviceBridge pack of this ComfyUI has no such node; update it, or mend the name (ours: {ROOT})"]
-    return [
-        "This ComfyUI does not have the DeviceBridge pack in custom_nodes, or could not import it (ComfyUI's log says "
-        f"why); the pack that belongs to this command is {ROOT}"
-    ]

@@ -77,7 +77,15 @@ def read_allocation(text: str, devices: Sequence[torch.device]) -> Allocation:
     amounts: dict[torch.device, float | None] = {}
     units = set()
     for part in expert.removesuffix(";").split(";"):
-        device, amount, unit = _read_part(text, part)
+        name, _, value = (each.strip() for each in part.partition(","))
+        found = _VALUE.fullmatch(value)
+        if not value or found is None or not re.fullmatch(r"[a-z]{2,12}(:\d{1,3})?", name, re.ASCII):
+            raise _unread(text, part, "a part is a device, a comma, and a number with gb, mb or %, or *")
+        number, unit = float(found[1] or 0), (found[2] or "")[:1]
+        if number > 1 and not (unit or found[3]):
+            raise _unread(text, part, f"without a unit {found[1]} is a share of the device's memory, and above 1")
+        amount = None if found[3] else number * _BYTES.get(unit, 1)  # "5gb*" is the rest, as "*" is
+        device, unit = find_device(name), "bytes" if unit in _BYTES else unit or "fraction"
         if device in amounts or (amount is None and None in amounts.values()):
             raise _unread(text, part, f"{device}, or the rest, has a part already")
         amounts[device] = amount
@@ -87,19 +95,6 @@ def read_allocation(text: str, devices: Sequence[torch.device]) -> Allocation:
         why = "no GPU gets weights" if len(units) < 2 else f"it mixes {' and '.join(sorted(units))}"
         raise _unread(text, expert, why)
     return allocation
-
-
-def _read_part(text: str, part: str) -> tuple[torch.device, float | None, str]:
-    """Device, amount and unit; "5gb*" is the rest, as "*" is."""
-    name, _, value = (each.strip() for each in part.partition(","))
-    found = _VALUE.fullmatch(value)
-    if not value or found is None or not re.fullmatch(r"[a-z]{2,12}(:\d{1,3})?", name, re.ASCII):
-        raise _unread(text, part, "a part is a device, a comma, and a number with gb, mb or %, or *")
-    number, unit = float(found[1] or 0), (found[2] or "")[:1]
-    if number > 1 and not (unit or found[3]):
-        raise _unread(text, part, f"without a unit {found[1]} is a share of the device's memory, and above 1")
-    amount = None if found[3] else number * _BYTES.get(unit, 1)
-    return find_device(name), amount, "bytes" if unit in _BYTES else unit or "fraction"
 
 
 def _unread(text: str, part: str, why: str) -> ValueError:

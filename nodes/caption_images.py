@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import host
-from .host import io
+from .host import folders, io
 from .saying import said_on_node
 from .types import DatasetSocket, TrainingDataset
 
@@ -102,7 +102,7 @@ class WriteCaptions(io.ComfyNode):
     @classmethod
     @said_on_node
     def execute(cls, dataset: list[TrainingDataset], caption: Sequence[Any], file: Sequence[Any]) -> io.NodeOutput:
-        from ..data.caption_files import media_files
+        from ..data.caption_files import CaptionChanged, media_files, write_caption
 
         (found,) = dataset
         missing = {str(path): path for path in _to_caption(found)}
@@ -118,7 +118,18 @@ class WriteCaptions(io.ComfyNode):
         unknown = given.keys() - missing.keys()
         if strange := unknown and given.keys() - {str(path) for each in folders for path in media_files(each)}:
             raise ValueError(f"file {min(strange)!r} is none of this dataset; connect the files of Images to Caption")
-        written, kept = _write({missing[name]: text for name, text in given.items() if name in missing})
+        written, kept, problems = 0, 0, []
+        for name in (name for name, text in given.items() if text and name in missing):
+            try:
+                write_caption(missing[name], given[name], (None, ""))
+                written += 1
+            except CaptionChanged:  # from elsewhere meanwhile
+                kept += 1
+            except (ValueError, OSError) as error:  # all others are written
+                problems.append(f"  {missing[name]}: {error}")
+        if problems:
+            lines = "\n".join(problems)
+            raise ValueError(f"{written} captions were written, {len(problems)} could not be:\n{lines}")
         text = f"{written} captions were written, {len(missing) - written - kept} images have none"
         text += f"; {kept} got another meanwhile, which stays" if kept else ""
         host.NodeView(cls.hidden.unique_id).show_text(text)
@@ -138,28 +149,5 @@ def _to_caption(dataset: TrainingDataset) -> Iterator[Path]:
         if not folder.caption:
             found = without_caption(dataclasses.replace(dataset.data, folders=(folder,)))
             if found:
-                host.refuse_writing(Path(folder.path))
+                folders.refuse_writing(Path(folder.path))
             yield from found
-
-
-def _write(captions: dict[Path, str]) -> tuple[int, int]:
-    """How many texts were not empty and are written, and how many images got a caption from elsewhere meanwhile.
-
-    Raises: ValueError naming the images whose texts could not be, once all others are.
-    """
-    from ..data.caption_files import CaptionChanged, write_caption
-
-    texts = {path: text for path, text in captions.items() if text}
-    problems, kept = [], 0
-    for path, text in texts.items():
-        try:
-            write_caption(path, text, (None, ""))
-        except CaptionChanged:
-            kept += 1
-        except (ValueError, OSError) as error:
-            problems.append(f"  {path}: {error}")
-    if problems:
-        lines = "\n".join(problems)
-        written = len(texts) - len(problems) - kept
-        raise ValueError(f"{written} captions were written, {len(problems)} could not be:\n{lines}")
-    return len(texts) - kept, kept

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.job import CacheConfig, JobConfig, LoopConfig, OutputConfig
 from ..config.model import COMFYUI
+from ..system.stopping import Stopped
 from . import host
 from .choices import NONE, device_options, file_options, links_fit, plain_device, read_file
-from .host import io
+from .host import folders, io
+from .host.comfy_encoders import HostClip, HostVae, HostVision
+from .host.native.conditions import HostConditioner
 from .saying import said_on_node
-from .sockets import AUTO, Socket, make_inputs, read_lines, read_section
+from .sockets import AUTO, LATER, Socket, make_inputs, read_lines, read_section
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
 
@@ -51,7 +54,7 @@ _CLASS_OF = {"stock_clip": "Load CLIP", "stock_vae": "Load VAE", "stock_vision":
 
 def _inputs() -> list[Socket | io.Input]:
     """Made anew each time: the lists show what is there now."""
-    files = partial(host.list_components, "text_encoders")
+    files = partial(folders.list_components, "text_encoders")
     return [
         ModelSocket.Input("model", tooltip="The model that will be trained; it decides what is encoded how."),
         DatasetSocket.Input("dataset", tooltip="The images and captions."),
@@ -59,16 +62,16 @@ def _inputs() -> list[Socket | io.Input]:
             "text_encoders",
             "cache.text_encoders",
             "A file in models/text_encoders, which ComfyUI loads and runs, or a diffusers folder there. "
-            f"{host.OWN_PART} of a model that is one file: {_USUAL}.",
-            **file_options(host.OWN_PART, files),
+            f"{folders.OWN_PART} of a model that is one file: {_USUAL}.",
+            **file_options(folders.OWN_PART, files),
         ),
         Socket(
             "vae",
             "cache.vae",
-            f"A file or folder in models/vae. {host.OWN_PART} of a model that is one file: {_USUAL}.",
+            f"A file or folder in models/vae. {folders.OWN_PART} of a model that is one file: {_USUAL}.",
             read=read_file,
             advanced=True,
-            **file_options(host.OWN_PART, partial(host.list_components, "vae")),
+            **file_options(folders.OWN_PART, partial(folders.list_components, "vae")),
         ),
         Socket(
             "text_device",
@@ -80,8 +83,8 @@ def _inputs() -> list[Socket | io.Input]:
         Socket("vae_device", "cache.vae_device", read=plain_device, advanced=True, **device_options(AUTO)),
         Socket("dtype", "cache.dtype", advanced=True),
         CACHE_FOLDER,
-        Socket("text_quantize", "cache.text_quantize", optional=True, advanced=True),
-        Socket("text_window_gb", "cache.text_window_gb", max=1000.0, step=0.5, optional=True, advanced=True),
+        Socket("text_quantize", "cache.text_quantize", **LATER),
+        Socket("text_window_gb", "cache.text_window_gb", max=1000.0, step=0.5, **LATER),
         io.Clip.Input(
             "stock_clip",
             display_name="stock CLIP",
@@ -99,14 +102,13 @@ def _inputs() -> list[Socket | io.Input]:
         ),
         io.Combo.Input(
             "text_encoder_2",
-            optional=True,
-            advanced=True,
+            **LATER,
             tooltip="The second file where a model has two text encoders: FLUX.1 takes clip_l and t5xxl, in any order. "
             "Without effect for others, and for diffusers folders.",
             **file_options(NONE, files),
         ),
         _STOCK_VISION,
-        Socket("caption_weights", "cache.caption_weights", optional=True, advanced=True),
+        Socket("caption_weights", "cache.caption_weights", **LATER),
     ]
 
 
@@ -134,20 +136,6 @@ class KeptFiles:
 
 
 KEPT = KeptFiles()
-
-
-def file_state(path: str) -> list[int | str]:
-    """Equal while a file, or the files of a folder, are the same; their content is not read."""
-    if not path:
-        return []
-    place = Path(path)
-    files = sorted(place.rglob("*")) if place.is_dir() else [place]
-    found: list[int | str] = [path]
-    for file in files:
-        if file.is_file():
-            status = file.stat()
-            found += [status.st_size, status.st_mtime_ns]
-    return found
 
 
 class CacheCaptionsAndLatents(io.ComfyNode):
@@ -196,15 +184,15 @@ class CacheCaptionsAndLatents(io.ComfyNode):
             return float("nan")
         try:
             chosen = (("text_encoders", text_encoders), ("text_encoders", text_encoder_2), ("vae", vae))
-            files = [file_state(host.find_component(kind, read_file(name))) for kind, name in chosen]
-            return [KEPT.losses(host.folder_in_output(cache_folder, "cache_folder")), *files]
+            paths = [folders.find_component(kind, read_file(name)) for kind, name in chosen]
+            losses = KEPT.losses(folders.folder_in_output(cache_folder, "cache_folder"))
+            return [losses, *paths, *(folders.state_of(Path(path)) for path in paths if path)]
         except (ValueError, OSError) as error:
             return str(error)  # execute says it where the user sees it
 
     @classmethod
     @said_on_node
     def execute(cls, model: TrainingModel, dataset: TrainingDataset, **sockets: Any) -> io.NodeOutput:
-        from ..encoding.encode import Stopped
         from ..events import EventLog
         from ..jobs.encode_job import cache_job
         from ..jobs.job import check_job
@@ -212,7 +200,7 @@ class CacheCaptionsAndLatents(io.ComfyNode):
 
         if dataset.data.encoded:
             raise ValueError("this dataset arrived encoded; connect it to the training node directly")
-        folder = host.folder_in_output(sockets["cache_folder"], "cache_folder")
+        folder = folders.folder_in_output(sockets["cache_folder"], "cache_folder")
         given, sockets = sockets, _with_files(model, sockets)
         encoders = _comfy_encoders(model, sockets, dataset.data.condition)
         cache = read_section(CacheConfig, _inputs(), sockets, folder=str(folder), **_who_encodes(encoders, sockets))
@@ -222,11 +210,11 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         with host.training_allowed(), host.host_memory_freed(), EventLog(folder, view) as events:
             try:
                 with model.prepared() as info:
-                    plan = check_job(job, info=info, is_to_train=False, should_stop=view.is_cancelled)
-                data, held_out = cache_job(plan, events, view.is_cancelled, encoders)
+                    plan = check_job(job, info=info, is_to_train=False, should_stop=host.is_cancelled)
+                data, held_out = cache_job(plan, events, host.is_cancelled, encoders)
             except Stopped:
                 view.show_text("Cancelled. What was encoded is kept; run again to continue.")
-                host.cancel()
+                raise
         for each in filter(None, (data, held_out)):
             KEPT.remember(folder, map(each.store.path, each.keys()))
         # With what a job file needs to find the entries of stock encoders.
@@ -235,7 +223,7 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         decided = [Path(sockets[name]).name for name in _LINK_OF if sockets[name] != given[name]]
         by = f" by {' and '.join(decided)}" if decided else ""
         view.show_text("\n".join([f"{len(data.samples)} samples are encoded{by}", *lines]))
-        stock_vae, own_vae = sockets.get("stock_vae"), partial(host.find_component, "vae", read_file(sockets["vae"]))
+        stock_vae, own_vae = sockets.get("stock_vae"), partial(folders.find_component, "vae", read_file(sockets["vae"]))
         vae_file = path_of_vae(stock_vae) if stock_vae is not None else own_vae()
         clip_files, clip_type = files_of_clip(sockets.get("stock_clip"), model.model.path)
         find = remember_clip(sockets, partial(_clip_of_files, model))
@@ -258,18 +246,18 @@ def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any], condition: st
                 f"{socket} is connected, but its loader found none in its file; use another loader ({loader})"
             )
     given = sockets["stock_clip"] if "stock_clip" in sockets else _clip_of_files(model, sockets)
-    clip = None if given is None else host.HostClip(given, weighs=sockets.get("caption_weights", False))
+    clip = None if given is None else HostClip(given, weighs=sockets.get("caption_weights", False))
     stock_vae, named = sockets.get("stock_vae"), read_file(sockets["vae"])
     if stock_vae is None and named and model.model.family == COMFYUI:
-        stock_vae = load_vae(host.find_component("vae", named))
-    vae = None if stock_vae is None else host.HostVae(stock_vae)
-    vision = host.HostVision(sockets["stock_vision"]) if "stock_vision" in sockets else None
-    return ComfyEncoders(clip, vae, host.HostConditioner(clip, vae, vision) if condition else None)
+        stock_vae = load_vae(folders.find_component("vae", named))
+    vae = None if stock_vae is None else HostVae(stock_vae)
+    vision = HostVision(sockets["stock_vision"]) if "stock_vision" in sockets else None
+    return ComfyEncoders(clip, vae, HostConditioner(clip, vae, vision) if condition else None)
 
 
 def _named_clip(find: Callable[[], Any], weighs: bool) -> Any:
     """A CLIP as the cache asks it, by its name; None where it is gone."""
-    return None if (clip := find()) is None else host.HostClip(clip, weighs=weighs)
+    return None if (clip := find()) is None else HostClip(clip, weighs=weighs)
 
 
 def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:
@@ -277,11 +265,10 @@ def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:
 
     Raises: ValueError for a family whose CLIP is not known, or another number of files than it takes.
     """
-    from .host.known_files import known_files
-    from .host.native.files import load_clip_files
+    from .host.native.files import known_files, load_clip_files
 
     names = [read_file(sockets["text_encoders"]), *map(read_file, read_lines(sockets.get("text_encoder_2") or ""))]
-    paths = [host.find_component("text_encoders", name) for name in names]
+    paths = [folders.find_component("text_encoders", name) for name in names]
     files = [path for path in paths if Path(path).is_file()]
     if not files or files[0] != paths[0]:
         return None  # the others are beside the first
@@ -305,7 +292,7 @@ def _with_files(model: TrainingModel, sockets: dict[str, Any]) -> dict[str, Any]
 
     Raises: ValueError where one of them is not there.
     """
-    from .host.known_files import known_files
+    from .host.native.files import known_files
 
     asked = {name: link not in sockets and not read_file(sockets[name]) for name, link in _LINK_OF.items()}
     if Path(model.model.path).is_dir() or not any(asked.values()):
@@ -340,7 +327,7 @@ def _who_encodes(encoders: ComfyEncoders, sockets: dict[str, Any]) -> dict[str, 
     for socket, (encoder, source, link) in sources.items():
         name = read_file(sockets[socket])
         settings |= {source: encoder.fingerprint} if encoder else {}
-        settings[socket] = "" if encoder else host.find_component(socket, name)
+        settings[socket] = "" if encoder else folders.find_component(socket, name)
         if encoder and name and link in sockets:
             _log.warning("%s %r has no effect: what is connected to the node encodes in its place", socket, name)
     return settings
@@ -379,7 +366,6 @@ def encode_prompts(
         check: raises what refuses the training; called before a text encoder is loaded, if one is needed.
     Raises: ValueError where the CLIP is gone; what check raises.
     """
-    from ..encoding.encode import Stopped
     from ..events import EventLog
     from ..jobs.comfy_entries import ComfyEncoders
     from ..jobs.encode_job import fill_prompts, missing_prompts
@@ -387,14 +373,11 @@ def encode_prompts(
     missing = missing_prompts(job)
     if not missing or dataset.find_clip is None:
         return
-    try:
-        check()
-        if (clip := dataset.find_clip()) is None:
-            raise ValueError(_NO_CAPTIONS.format(prompts=", ".join(map(repr, missing)), gone=_GONE))
-        with host.host_memory_freed(), EventLog(Path(job.cache.folder), view) as events:
-            fill_prompts(job, info, ComfyEncoders(clip), events, view.is_cancelled)
-    except Stopped:
-        host.cancel()
+    check()
+    if (clip := dataset.find_clip()) is None:
+        raise ValueError(_NO_CAPTIONS.format(prompts=", ".join(map(repr, missing)), gone=_GONE))
+    with host.host_memory_freed(), EventLog(Path(job.cache.folder), view) as events:
+        fill_prompts(job, info, ComfyEncoders(clip), events, host.is_cancelled)
 
 
 def encode_tokens(
@@ -406,21 +389,17 @@ def encode_tokens(
         info: as of encode_prompts.
     Raises: ValueError where the CLIP is gone; as check_job.
     """
-    from ..encoding.encode import Stopped
     from ..events import EventLog
     from ..jobs.comfy_entries import ComfyEncoders
     from ..jobs.encode_job import cache_entries, cache_store, fill_cache
     from ..jobs.job import check_job
 
-    try:
-        with model.prepared(info):
-            plan = check_job(job, info=info, is_to_train=False, should_stop=view.is_cancelled)
-        store = cache_store(job)
-        if all(key in store for key in cache_entries(plan, "captions")):
-            return
-        if dataset.find_clip is None or (clip := dataset.find_clip()) is None:
-            raise ValueError(_GONE)
-        with EventLog(Path(job.cache.folder), view) as events:
-            fill_cache(plan, "captions", events, view.is_cancelled, ComfyEncoders(clip))
-    except Stopped:
-        host.cancel()
+    with model.prepared(info):
+        plan = check_job(job, info=info, is_to_train=False, should_stop=host.is_cancelled)
+    store = cache_store(job)
+    if all(key in store for key in cache_entries(plan, "captions")):
+        return
+    if dataset.find_clip is None or (clip := dataset.find_clip()) is None:
+        raise ValueError(_GONE)
+    with EventLog(Path(job.cache.folder), view) as events:
+        fill_cache(plan, "captions", events, host.is_cancelled, ComfyEncoders(clip))

@@ -17,7 +17,7 @@ from .host import io
 from .sockets import AUTO, read_auto, read_list
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 NONE = "[none]"
 _NAME = re.compile(r"\s*\([^()]*\)")  # what a list shows behind a device
@@ -29,21 +29,19 @@ TEXT_LINKS = frozenset(
 )
 
 
-def described_devices(devices: Sequence[torch.device]) -> list[str]:
-    """ "cuda:0 (NVIDIA GeForce RTX 4090, 24 GB)" of each."""
+def device_options(*first: str, several: bool = False, has_cpu: bool = True) -> dict[str, Any]:
+    """Options of a drop-down of devices, such as "cuda:0 (NVIDIA GeForce RTX 4090, 24 GB)".
+
+    Args:
+        several: with lists of two and of all, in order.
+    """
     from ..parallel.devices import device_title, total_bytes
 
-    lines = []
-    for device in devices:
+    gpus = []
+    for device in host.known_gpus():
         total, title = total_bytes(device), re.sub(r"\(R\)|\(TM\)|[(),]", " ", device_title(device))
         size = f", {total / 2**30:.0f} GB" if total else ""
-        lines.append(f"{device} ({' '.join(title.split())}{size})" if title or size else str(device))
-    return lines
-
-
-def device_options(*first: str, several: bool = False, has_cpu: bool = True) -> dict[str, Any]:
-    """Options of a drop-down of devices. several: with lists of two and of all, in order."""
-    gpus = described_devices(host.known_gpus())
+        gpus.append(f"{device} ({' '.join(title.split())}{size})" if title or size else str(device))
     options = [*first, *gpus]
     if several:
         pairs = [list(pair) for pair in combinations(gpus, 2)]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ..config.job import CacheConfig, DataConfig, EvaluationConfig, FolderConfig, job_keys
-from ..system.files import Looked
+from ..system.stopping import Stopped
 from . import host
 from .captions import CACHE_FOLDER
 from .choices import COMES_AND_GOES, NONE, file_options, links_fit, read_file
-from .host import io
+from .host import folders, io
 from .saying import said_on_node
-from .sockets import AUTO, Socket, make_inputs, read_lines, read_number_or_name, read_section
+from .sockets import AUTO, LATER, Socket, make_inputs, read_lines, read_number_or_name, read_section
 from .types import DatasetSocket, TrainingDataset
 
 _TITLE = "Training Dataset"
@@ -36,8 +34,8 @@ _PLACE = "In ComfyUI's input folder."
 
 def _inputs() -> list[Socket | io.Input]:
     """Made anew each time: the lists show what is there now."""
-    folders = host.list_input_folders()
-    shown = folders or [""]
+    there = folders.list_input_folders()
+    shown = there or [""]
     ways = [NONE, *filter(None, job_keys()["data.condition"].choices)]
     return [
         Socket("folder", "data.folders.path", _IN_INPUT, options=shown, default=shown[0], extra_dict=COMES_AND_GOES),
@@ -45,7 +43,7 @@ def _inputs() -> list[Socket | io.Input]:
         Socket("resolutions", "data.resolutions", default="512"),
         Socket("caption_dropout", "data.caption_dropout", step=0.01, advanced=True),
         Socket("use_masks", "data.use_masks", advanced=True),
-        Socket("evaluation_folder", "evaluation.folder", _IN_INPUT, **file_options(NONE, lambda: folders)),
+        Socket("evaluation_folder", "evaluation.folder", _IN_INPUT, **file_options(NONE, lambda: there)),
         Socket("evaluate_every", "evaluation.every_steps", max=1_000_000, advanced=True),
         Socket("max_aspect_ratio", "data.max_aspect_ratio", max=8.0, step=0.1, advanced=True),
         Socket("bucket_step", "data.bucket_step", advanced=True),
@@ -56,28 +54,27 @@ def _inputs() -> list[Socket | io.Input]:
             "from this node.",
         ),
         Socket("frames", "data.frames", default=AUTO, optional=True),
-        Socket("fps", "data.fps", read=_read_fps, default=AUTO, optional=True, advanced=True),
-        Socket("window", "data.window", optional=True, advanced=True),
-        Socket("num_windows", "data.num_windows", optional=True, advanced=True),
+        Socket("fps", "data.fps", read=_read_fps, default=AUTO, **LATER),
+        Socket("window", "data.window", **LATER),
+        Socket("num_windows", "data.num_windows", **LATER),
         Socket("trigger_word", "data.trigger_word", placeholder="ohwx", optional=True),
         Socket(
             "caption_template",
             "data.caption_template",
             default="",
             placeholder="a photo of {trigger}, {caption}",
-            optional=True,
-            advanced=True,
+            **LATER,
         ),
-        Socket("loss_weight", "data.folders.loss_weight", step=0.01, optional=True, advanced=True),
-        Socket("regularisation", "data.folders.regularisation", optional=True, advanced=True),
-        Socket("default_caption", "data.folders.caption", optional=True, advanced=True),
-        Socket("folder_resolutions", "data.folders.resolutions", default=AUTO, optional=True, advanced=True),
-        Socket("condition", "data.condition", read=read_file, optional=True, advanced=True, options=ways, default=NONE),
+        Socket("loss_weight", "data.folders.loss_weight", step=0.01, **LATER),
+        Socket("regularisation", "data.folders.regularisation", **LATER),
+        Socket("default_caption", "data.folders.caption", **LATER),
+        Socket("folder_resolutions", "data.folders.resolutions", default=AUTO, **LATER),
+        Socket("condition", "data.condition", read=read_file, **LATER, options=ways, default=NONE),
         _references("references", "data.folders.references", "my_photos_before"),
-        Socket("control", "data.folders.control", _PLACE, default="", optional=True, advanced=True),
-        Socket("reference_megapixels", "data.reference_megapixels", max=16.0, step=0.01, optional=True, advanced=True),
+        Socket("control", "data.folders.control", _PLACE, default="", **LATER),
+        Socket("reference_megapixels", "data.reference_megapixels", max=16.0, step=0.01, **LATER),
         _references("evaluation_references", "evaluation.references", "my_held_out_before"),
-        Socket("evaluation_control", "evaluation.control", _PLACE, default="", optional=True, advanced=True),
+        Socket("evaluation_control", "evaluation.control", _PLACE, default="", **LATER),
     ]
 
 
@@ -90,8 +87,7 @@ def _references(id: str, key: str, example: str) -> Socket:
         default="",
         multiline=True,
         placeholder=f"{id}, such as: {example}",
-        optional=True,
-        advanced=True,
+        **LATER,
     )
 
 
@@ -134,32 +130,38 @@ class TrainingDatasetNode(io.ComfyNode):
         given = (folder, read_file(evaluation_folder), *(name for each in beside if each for name in read_lines(each)))
         names = [name for name in given if name]
         try:
-            return [folder_state(host.folder_in_input(name, "folder", _ask), _ask) for name in names]
-        except (ValueError, OSError, _Cancelled) as error:
+            return [folders.state_of(folders.folder_in_input(name, "folder", _ask), _ask) for name in names]
+        except (ValueError, OSError, Stopped) as error:
             return str(error)  # execute says it where the user sees it; here the host would only log a traceback
 
     @classmethod
     @said_on_node
     def execute(cls, previous: TrainingDataset | None = None, **sockets: Any) -> io.NodeOutput:
-        from ..encoding.encode import Stopped
+        from ..data.folders import scan_folders
+        from ..families.comfy.conditions import evaluation_problem
+        from ..families.spec import LatentSpec
 
         if previous and previous.data.encoded:
             raise ValueError("previous is a dataset that arrived encoded, which folders of images cannot be added to")
         earlier = previous.data.folders if previous else ()
-        try:
-            place = str(host.folder_in_input(sockets["folder"], "folder", _ask))
-            name = read_file(sockets["evaluation_folder"])
-            held_out = str(host.folder_in_input(name, "evaluation_folder", _ask)) if name else ""
-            beside, beside_held_out = _folders_beside(sockets, ""), _folders_beside(sockets, "evaluation_")
-        except _Cancelled:
-            host.cancel()
+        place = str(folders.folder_in_input(sockets["folder"], "folder", _ask))
+        name = read_file(sockets["evaluation_folder"])
+        held_out = str(folders.folder_in_input(name, "evaluation_folder", _ask)) if name else ""
         read = partial(read_section, entries=_inputs(), given=sockets)
-        data = read(DataConfig, folders=(*earlier, read(FolderConfig, path=place, **beside)))
-        evaluation = read(EvaluationConfig, folder=held_out, **beside_held_out)
-        try:
-            host.NodeView(cls.hidden.unique_id).show_text(_describe(data, evaluation))
-        except Stopped:
-            host.cancel()
+        data = read(DataConfig, folders=(*earlier, read(FolderConfig, path=place, **_folders_beside(sockets, ""))))
+        evaluation = read(EvaluationConfig, folder=held_out, **_folders_beside(sockets, "evaluation_"))
+        # Every image is read, and every clip as far as scan_folders does, so that a broken one is named at once.
+        beside = {"has_references": bool(evaluation.references), "has_control": bool(evaluation.control)}
+        if evaluation.folder and (reason := evaluation_problem(data.condition, **beside)):
+            raise ValueError(reason)
+        # No model is known here; the files are looked at as a model would that takes any clip.
+        latent = LatentSpec(channels=16, spatial_stride=16, fps=16.0)
+        samples = scan_folders(data, latent, host.is_cancelled, others=evaluation.folders)
+        num_clips = sum(bool(sample.frames) for sample in samples)
+        text = f"{len(samples)} samples per epoch" + (f" ({num_clips} of clips)" if num_clips else "")
+        if evaluation.folder:
+            text += f", {len(scan_folders(evaluation.as_data(data), latent, host.is_cancelled))} for evaluation"
+        host.NodeView(cls.hidden.unique_id).show_text(text)
         return io.NodeOutput(TrainingDataset(data, evaluation))
 
 
@@ -168,57 +170,15 @@ def _folders_beside(sockets: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     names = read_lines(sockets.get(f"{prefix}references", ""))
     control = sockets.get(f"{prefix}control", "").strip()
     return {
-        "references": tuple(str(host.folder_in_input(name, f"{prefix}references", _ask)) for name in names),
-        "control": str(host.folder_in_input(control, f"{prefix}control", _ask)) if control else "",
+        "references": tuple(str(folders.folder_in_input(name, f"{prefix}references", _ask)) for name in names),
+        "control": str(folders.folder_in_input(control, f"{prefix}control", _ask)) if control else "",
     }
 
 
-class _Cancelled(Exception):
-    """The user has pressed Cancel while a folder was looked through."""
-
-
 def _ask() -> None:
+    """Raises: Stopped when the user cancels while a folder is looked through."""
     if host.is_cancelled():
-        raise _Cancelled("cancelled")
-
-
-def _describe(data: DataConfig, evaluation: EvaluationConfig) -> str:
-    """Reads every image, and every clip as far as scan_folders does, so that a broken one is named at once.
-
-    Raises: ValueError naming everything that cannot be used; Stopped when the user cancels.
-    """
-    from ..data.folders import scan_folders
-    from ..families.comfy.conditions import evaluation_problem
-    from ..families.spec import LatentSpec
-
-    beside = {"has_references": bool(evaluation.references), "has_control": bool(evaluation.control)}
-    if evaluation.folder and (reason := evaluation_problem(data.condition, **beside)):
-        raise ValueError(reason)
-    # No model is known here; the files are looked at as a model would that takes any clip.
-    latent = LatentSpec(channels=16, spatial_stride=16, fps=16.0)
-    samples = scan_folders(data, latent, host.is_cancelled, others=evaluation.folders)
-    num_clips = sum(bool(sample.frames) for sample in samples)
-    text = f"{len(samples)} samples per epoch" + (f" ({num_clips} of clips)" if num_clips else "")
-    if evaluation.folder:
-        held_out = scan_folders(evaluation.as_data(data), latent, host.is_cancelled)
-        text += f", {len(held_out)} for evaluation"
-    return text
-
-
-def folder_state(folder: Path, ask: Callable[[], None]) -> list[tuple[str, int, int]]:
-    """Name, size in bytes and time of change of every file of a dataset folder, sorted: equal while nothing changed.
-
-    ask is called now and then, and raises to stop. Raises: ValueError for a folder of far more than a dataset.
-    """
-    looked = Looked(ask)
-    entries = looked.entries(folder)
-    folders = [entry for entry in entries if entry.is_dir() and os.access(entry, os.R_OK | os.X_OK)]
-    found = []
-    for path in (*entries, *(file for entry in folders for file in looked.entries(entry))):
-        if path.is_file():
-            status = path.stat()
-            found.append((path.relative_to(folder).as_posix(), status.st_size, status.st_mtime_ns))
-    return found
+        raise Stopped("cancelled")
 
 
 class DatasetFromLatents(io.ComfyNode):
@@ -260,13 +220,13 @@ class DatasetFromLatents(io.ComfyNode):
         from ..encoding.comfy_data import read_pairs, save_encoded
         from ..encoding.store import CacheStore
 
-        folder = host.folder_in_output(cache_folder[0], "cache_folder")
+        folder = folders.folder_in_output(cache_folder[0], "cache_folder")
         pairs = list(read_pairs(latents, conditioning))
         view = host.NodeView(cls.hidden.unique_id)
 
         def tell(done: int) -> None:
             view.show_progress(done, len(pairs))
-            if view.is_cancelled():
+            if host.is_cancelled():
                 view.show_text("Cancelled. What was written is kept; run again to continue.")
                 host.cancel()
 

@@ -14,9 +14,9 @@ from ..config.setting import requested
 from . import host
 from .captions import DEFAULT_FOLDER
 from .choices import device_options, free_memory_note, links_fit, read_devices
-from .host import io
+from .host import folders, io
 from .saying import said_on_node
-from .sockets import AUTO, Socket, make_inputs, read_section, setting_names
+from .sockets import AUTO, LATER, Socket, make_inputs, read_section
 from .types import ModelSocket, TrainingModel
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class LoadModelForTraining(io.ComfyNode):
 
             config, info = _native(str(path_of_model(stock_model)), sockets, stock_model)
         else:
-            config, info = recognised(host.find_model(model, path), sockets)
+            config, info = recognised(folders.find_model(model, path), sockets)
         name = info.variant.name if info.variant else f"{info.family.title} of its own size"
         name = info.family.title if config.family else name
         text = f"{name}, {len(info.tensors)} tensors, on {', '.join(map(str, devices))}"
@@ -111,17 +111,17 @@ def _inputs() -> list[Socket | io.Input]:
     return [
         io.Combo.Input(
             "model",
-            options=[host.USE_PATH, *host.list_models()],
-            default=host.USE_PATH,
+            options=[folders.USE_PATH, *folders.list_models()],
+            default=folders.USE_PATH,
             tooltip="A file in models/diffusion_models or models/checkpoints (any shard of several), or a model folder "
-            f"in models/diffusers. {host.USE_PATH} takes the path below instead.",
+            f"in models/diffusers. {folders.USE_PATH} takes the path below instead.",
         ),
         io.String.Input(
             "path",
             default="",
             placeholder="/path/to/model",
             tooltip="Full path of a diffusers model folder or a .safetensors file. Matters only while model is "
-            f"{host.USE_PATH}.",
+            f"{folders.USE_PATH}.",
         ),
         Socket("variant", "model.variant", options=[AUTO, *variants], advanced=True),
         Socket(
@@ -165,12 +165,11 @@ _SCHEMES = [AUTO, "fp8-compute", "int8-compute", "fp8", "int8", "none"]
 _QUANTIZE_INPUTS = (
     ModelSocket.Input("model", tooltip="The model to train, from Load Model for Training Across GPUs."),
     Socket("quantize", "model.quantize", options=_SCHEMES, default=AUTO),
-    Socket("rotation", "model.rotation", optional=True, advanced=True),
+    Socket("rotation", "model.rotation", **LATER),
     io.Boolean.Input(
         "cache",
         default=False,
-        optional=True,
-        advanced=True,
+        **LATER,
         tooltip="Keep the quantized weights in ComfyUI's output folder. The next run then reads half as much and "
         "rounds nothing. They take 31 GB of disk for FLUX.2-dev.",
     ),
@@ -203,10 +202,9 @@ class Quantize(io.ComfyNode):
         from ..jobs.resolve import find_machine
 
         own = read_section(ModelConfig, _QUANTIZE_INPUTS, sockets, path=model.model.path)
-        folder = host.folder_in_output(f"{DEFAULT_FOLDER}/quantized", "cache") if sockets.get("cache") else ""
-        changes = {name: getattr(own, name) for name in setting_names(_QUANTIZE_INPUTS)}
-        changes["quantized_cache"] = str(folder)
-        config = dataclasses.replace(model.model, **changes)
+        folder = folders.folder_in_output(f"{DEFAULT_FOLDER}/quantized", "cache") if sockets.get("cache") else ""
+        held = dataclasses.replace(model.model, quantize=own.quantize, rotation=own.rotation)
+        config = dataclasses.replace(held, quantized_cache=str(folder))
         scheme = requested(own.quantize) or foresee_scheme(find_machine(model.split.devices))
         with model.prepared() as info:
             report = preview_model(dataclasses.replace(config, quantize=scheme), model.split.devices, info).table()

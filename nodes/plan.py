@@ -6,7 +6,7 @@ from typing import Any
 
 from ..config.job import LoopConfig, LoraSettings, OptimizerConfig, OutputConfig
 from . import host
-from .host import io
+from .host import folders, io
 from .saying import said_on_node
 from .sockets import make_inputs, read_section
 from .train import training_sockets
@@ -67,7 +67,6 @@ class PlanTraining(io.ComfyNode):
     def execute(cls, model: TrainingModel, dataset: TrainingDataset, cards: str, **sockets: Any) -> io.NodeOutput:
         from contextlib import nullcontext
 
-        from ..encoding.encode import Stopped
         from ..jobs.job import plan_job
         from ..planning.cards import parse_cards
         from ..planning.plan import describe_plan, describe_verdict, draw_plan, picture_of
@@ -78,17 +77,13 @@ class PlanTraining(io.ComfyNode):
             train=read_section(LoopConfig, entries, sockets, steps=1),
             lora=read_section(LoraSettings, entries, sockets),
             optimizer=read_section(OptimizerConfig, entries, sockets),
-            output=OutputConfig(folder=str(host.folder_in_output("devicebridge/plan", "plan"))),
+            output=OutputConfig(folder=str(folders.folder_in_output("devicebridge/plan", "plan"))),
         )
         known = parse_cards(cards) if cards.strip() else []
-        with nullcontext() if known else host.host_memory_freed():
-            try:
-                with model.prepared() as info:
-                    plan = plan_job(job, known, info=info, should_stop=host.is_cancelled)
-            except Stopped:
-                host.cancel()
+        with nullcontext() if known else host.host_memory_freed(), model.prepared() as info:
+            plan = plan_job(job, known, info=info, should_stop=host.is_cancelled)
         steps = sockets.get("steps", 1000)
         text = describe_plan(plan, steps)
         host.NodeView(cls.hidden.unique_id).show_text(". ".join(describe_verdict(plan, steps)))
-        shown = {"text": (text,), "images": [host.shown_picture(draw_plan(plan))]}
+        shown = {"text": (text,), "images": [folders.shown_picture(draw_plan(plan))]}
         return io.NodeOutput(text, picture_of(plan), ui=shown)

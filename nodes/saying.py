@@ -14,6 +14,7 @@ from typing import Any
 
 from ..config.job import job_keys
 from ..system.import_faults import import_fault
+from ..system.stopping import Stopped
 from ..system.telling import printable, quiet_imports
 from . import host
 from .host import io
@@ -52,7 +53,7 @@ class _Keeper(logging.Handler):
 
 
 def said_on_node(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.NodeOutput]:
-    """An execute whose warnings appear on its node, and whose errors speak of sockets."""
+    """An execute whose warnings appear on its node, whose errors speak of sockets. Stopped ends it as Cancel does."""
 
     @functools.wraps(execute)
     def inner(cls: type[io.ComfyNode], *args: Any, **sockets: Any) -> io.NodeOutput:
@@ -62,6 +63,8 @@ def said_on_node(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.Node
         quiet_imports()
         try:
             output = execute(cls, *args, **sockets)
+        except Stopped:
+            host.cancel()
         except Exception as error:
             if fault := import_fault(error):
                 raise RuntimeError(fault) from error

@@ -13,7 +13,7 @@ from . import host
 from .captions import DEFAULT_FOLDER, CacheCaptionsAndLatents
 from .choices import COMES_AND_GOES, NONE, links_fit
 from .dataset import TrainingDatasetNode
-from .host import io
+from .host import folders, io
 from .load import LoadModelForTraining, Quantize
 from .plan import PlanTraining
 from .saying import said_on_node
@@ -91,13 +91,13 @@ def _inputs() -> list[io.Input]:
     return [
         _listed(
             "model",
-            host.list_models(),
+            folders.list_models(),
             "The model to train: a file in models/diffusion_models or models/checkpoints, or a folder in "
             "models/diffusers. A file in 8 bits trains as well as one in 16.",
         ),
         _listed(
             "images",
-            host.list_input_folders(),
+            folders.list_input_folders(),
             "A folder in ComfyUI's input folder with 10 to 50 images, or clips for a video model. A caption is a .txt "
             "file of the same name. Press R after you have made the folder.",
         ),
@@ -186,7 +186,7 @@ class TrainLoraSimple(io.ComfyNode):
             with suppress(NoForecast):  # what does not fit is refused before captions are encoded
                 _run(cls, PlanTraining, model=chosen, dataset=dataset, cards="", **train)
         given = {link: each for link, each in stock.items() if each is not None}
-        given |= {"text_encoders": host.OWN_PART, "vae": host.OWN_PART, "cache_folder": DEFAULT_FOLDER}
+        given |= {"text_encoders": folders.OWN_PART, "vae": folders.OWN_PART, "cache_folder": DEFAULT_FOLDER}
         (dataset,) = _run(cls, CacheCaptionsAndLatents, model=chosen, dataset=dataset, **given).args
         drawn = word if dataset.vae_file or "stock_vae" not in given else ""
         train |= {"name": name, "sample_prompts": drawn, "expert": expert}

@@ -20,6 +20,7 @@ from .host import io
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 AUTO = "auto"
+LATER: dict[str, Any] = {"optional": True, "advanced": True}  # of a socket that workflows of before lack, and few need
 _EMPTY_WORDS = {AUTO: "auto", "": "Empty", 0: "0", -1: "-1"}  # what the socket shows for a setting's empty value
 _KEY = re.compile(r"\b[a-z]+(?:\.[a-z_]+)+\b")
 _KINDS: dict[type, Any] = {bool: io.Boolean, int: io.Int, float: io.Float}
@@ -131,11 +132,6 @@ def read_section(kind: type[T], entries: Sequence[Socket | io.Input], given: Map
             what = problem["msg"].removeprefix("Value error, ")
             lines.append(f"{place} {problem['input']!r}: {what}" if place else what)
         raise ValueError("\n".join(lines)) from error
-
-
-def setting_names(entries: Sequence[Socket | io.Input]) -> list[str]:
-    """Names, inside their sections, of the settings that have a socket here."""
-    return [each.key.name for each in entries if isinstance(each, Socket)]
 
 
 # ---- what is typed into text fields

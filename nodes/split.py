@@ -9,9 +9,9 @@ from ..parallel.devices import find_device, hidden_gpus
 from . import host
 from .allocation import read_allocation
 from .choices import COMES_AND_GOES, device_options, free_memory_note, links_fit, read_devices
-from .host import io
+from .host import folders, io
 from .saying import said_on_node
-from .sockets import AUTO, Socket, make_inputs, read_auto, read_list
+from .sockets import AUTO, LATER, Socket, make_inputs, read_auto, read_list
 
 if TYPE_CHECKING:
     import torch
@@ -68,8 +68,7 @@ _FIXED = (
     io.Boolean.Input(
         "verify",
         default=False,
-        optional=True,
-        advanced=True,
+        **LATER,
         tooltip="Compute the first step of every run twice, the second time in the plainest form of the same way, and "
         "stop with what differs. For the first run of a new graph; costs one slow step.",
     ),
@@ -87,8 +86,7 @@ _FIXED = (
         "shares",
         default="",
         placeholder="3:5",
-        optional=True,
-        advanced=True,
+        **LATER,
         tooltip="With way tokens: how much of each picture each GPU computes, such as 3:5 for a second GPU that is "
         "faster. Empty gives equal shares to GPUs of one kind, and others shares by their measured speed.",
     ),
@@ -96,8 +94,7 @@ _FIXED = (
         "exchange",
         options=["full", "8-bit"],
         default="full",
-        optional=True,
-        advanced=True,
+        **LATER,
         tooltip="How GPUs send each other keys and values (way tokens) or partial sums (way tensor). full: as they "
         "are. 8-bit: half as much travels over slow links, and pictures change slightly: less than by 8-bit weights "
         "with way tokens, about as much with way tensor. Way blocks ignores it.",
@@ -170,7 +167,7 @@ class LoadDiffusionModelSplit(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "unet_name",
-                    options=host.list_checkpoints(),
+                    options=folders.list_checkpoints(),
                     tooltip="A diffusion model file in models/diffusion_models.",
                 ),
                 io.Combo.Input(
@@ -195,7 +192,7 @@ class LoadDiffusionModelSplit(io.ComfyNode):
     @classmethod
     @said_on_node
     def execute(cls, unet_name: str, weight_dtype: str, **sockets: Any) -> io.NodeOutput:
-        path = host.find_checkpoint(unet_name)
+        path = folders.find_checkpoint(unet_name)
         from .host.split.model import blocks_by_card, describe_split, load_split_model
 
         model = load_split_model(path, weight_dtype, _only_device(sockets) or _read_request(sockets))

@@ -14,10 +14,10 @@ from ..config.ranges import LORA_ENDING, check_file_name
 from ..runs.folders import NO_RUNS
 from . import host
 from .captions import DEFAULT_FOLDER, encode_prompts, encode_tokens
-from .host import io
+from .host import folders, io
 from .host.page import background_queue, cards_of, own_command, refuse_cards_of_others, seen_queue
 from .saying import said_on_node
-from .sockets import Socket, make_inputs, read_lines, read_number_or_name, read_section
+from .sockets import LATER, Socket, make_inputs, read_lines, read_number_or_name, read_section
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
 
@@ -92,14 +92,13 @@ _INPUTS = (
     Socket("lora_layout", "output.lora_layout", "The lora output follows it.", advanced=True),
     Socket("lora_dtype", "output.lora_dtype", advanced=True),
     Socket("tensorboard", "output.tensorboard", default=False, advanced=True),
-    Socket("compile_blocks", "train.compile", optional=True, advanced=True),
-    Socket("offload_activations", "train.offload_activations", optional=True, advanced=True),
-    Socket("cuda_graphs", "train.cuda_graphs", optional=True, advanced=True),
+    Socket("compile_blocks", "train.compile", **LATER),
+    Socket("offload_activations", "train.offload_activations", **LATER),
+    Socket("cuda_graphs", "train.cuda_graphs", **LATER),
     io.Boolean.Input(
         "background",
         default=False,
-        optional=True,
-        advanced=True,
+        **LATER,
         tooltip="Train in a process of its own: this node is done at once, ComfyUI's queue stays free for other cards, "
         "and the training goes on if ComfyUI ends. Watch, stop and resume it in the sidebar's tab DeviceBridge. The "
         "outputs stay empty.",
@@ -113,29 +112,27 @@ _INPUTS = (
         placeholder="sample_prompts, such as: a photo of my subject on a beach",
         optional=True,
     ),
-    Socket("sample_every", "samples.every_steps", max=_MOST_STEPS, optional=True, advanced=True),
-    Socket("lora_kind", "lora.kind", optional=True, advanced=True),
-    Socket("layers", "lora.layers", optional=True, advanced=True),
-    Socket("lokr_factor", "lora.factor", optional=True, advanced=True),
+    Socket("sample_every", "samples.every_steps", max=_MOST_STEPS, **LATER),
+    Socket("lora_kind", "lora.kind", **LATER),
+    Socket("layers", "lora.layers", **LATER),
+    Socket("lokr_factor", "lora.factor", **LATER),
     Socket(
         "start_from",
         "lora.start_from",
         "A name in models/loras, or a full path.",
-        read=partial(host.find_component, "loras"),
+        read=partial(folders.find_component, "loras"),
         default="",
         placeholder="my_lora.safetensors",
-        optional=True,
-        advanced=True,
+        **LATER,
     ),
-    Socket("ema_decay", "train.ema_decay", step=0.0001, round=1e-6, optional=True, advanced=True),
-    Socket("kahan", "optimizer.kahan", optional=True, advanced=True),
+    Socket("ema_decay", "train.ema_decay", step=0.0001, round=1e-6, **LATER),
+    Socket("kahan", "optimizer.kahan", **LATER),
     Socket(
         "processes",
         "parallel.processes",
         text="Processes that train together; the devices are dealt out to them evenly. 1 trains in one process.",
         max=64,
-        optional=True,
-        advanced=True,
+        **LATER,
     ),
     Socket(
         "strategy",
@@ -143,22 +140,14 @@ _INPUTS = (
         text="How the GPUs share a step. auto takes the fastest of none, pipeline, data and tokens. Pipeline and data "
         "gain with accumulation above 1. tokens is for long clips: each GPU holds the whole model and computes a part "
         "of every sample. fsdp and hsdp are for several processes. All need two or more GPUs of one kind.",
-        optional=True,
-        advanced=True,
+        **LATER,
     ),
-    Socket("text_encoder", "lora.text_encoder", optional=True, advanced=True),
-    Socket("text_encoder_rank", "lora.text_encoder_rank", optional=True, advanced=True),
-    Socket(
-        "text_encoder_learning_rate",
-        "optimizer.text_encoder_learning_rate",
-        step=1e-6,
-        round=1e-9,
-        optional=True,
-        advanced=True,
-    ),
-    Socket("expert", "objective.expert", optional=True, advanced=True),
-    Socket("sample_steps", "samples.steps", optional=True, advanced=True),
-    Socket("sample_guidance", "samples.guidance", default=0.0, step=0.1, optional=True, advanced=True),
+    Socket("text_encoder", "lora.text_encoder", **LATER),
+    Socket("text_encoder_rank", "lora.text_encoder_rank", **LATER),
+    Socket("text_encoder_learning_rate", "optimizer.text_encoder_learning_rate", step=1e-6, round=1e-9, **LATER),
+    Socket("expert", "objective.expert", **LATER),
+    Socket("sample_steps", "samples.steps", **LATER),
+    Socket("sample_guidance", "samples.guidance", default=0.0, step=0.1, **LATER),
 )
 
 
@@ -199,22 +188,27 @@ class TrainLora(io.ComfyNode):
     def execute(
         cls, model: TrainingModel, dataset: TrainingDataset, resume: bool | None, **sockets: Any
     ) -> io.NodeOutput:
-        from ..encoding.encode import Stopped
+        from ..jobs.job import check_job
         from ..jobs.resume import next_run
 
         job = make_job(model, dataset, sockets)
         view, in_background = JobView(cls.hidden.unique_id), sockets.get("background", False)
         with host.training_allowed():
             with model.prepared() as info:
-                try:
-                    run = next_run(job, info=info, resume=resume, should_stop=view.is_cancelled)
-                except Stopped:
-                    host.cancel()
+                run = next_run(job, info=info, resume=resume, should_stop=host.is_cancelled)
                 if run.note:
                     view.show_text(run.note)
-            host.refuse_job(run.job)
+            folders.refuse_job(run.job)
             if run.finished is None:
-                check = partial(_check, run, model, info, view, in_background=in_background)
+
+                def check() -> None:
+                    """Refuse before a text encoder is loaded. Other processes, and resumed runs, forecast alone."""
+                    if not in_background:
+                        refuse_cards_of_others(run.job)
+                    is_forecast = not (in_background or run.resume or run.job.parallel.processes > 1)
+                    with model.prepared(info), host.host_memory_freed():
+                        check_job(run.job, info=info, is_to_train=is_forecast, should_stop=host.is_cancelled)
+
                 if run.job.lora.text_encoder:
                     encode_tokens(dataset, model, run.job, info, view)
                 else:
@@ -228,31 +222,13 @@ class TrainLora(io.ComfyNode):
         if result.status == "stopped":
             host.cancel()
         assert result.lora_path is not None
-        entry = host.output_entry(result.lora_path)
+        entry = folders.output_entry(result.lora_path)
         shown: dict[str, Any] = {"text": (text,), "lora": [entry] if entry else []}
-        if pictures := list(filter(None, map(host.output_entry, view.pictures.values()))):
+        if pictures := list(filter(None, map(folders.output_entry, view.pictures.values()))):
             shown["images"] = pictures
         if any(each["filename"].endswith(".webp") for each in pictures):
             shown["animated"] = (True,)
         return io.NodeOutput(result.lora, {"loss": result.losses}, result.step, str(result.lora_path), ui=shown)
-
-
-def _check(
-    run: NextRun, model: TrainingModel, info: CheckpointInfo | None, view: JobView, *, in_background: bool
-) -> None:
-    """Everything that refuses the training, before a text encoder is loaded for its prompts.
-
-    Where other processes train, or a run goes on where it was, only they know the cards: nothing is forecast here.
-
-    Raises: as check_job; RuntimeError if a training in the background uses a card that this node needs.
-    """
-    from ..jobs.job import check_job
-
-    if not in_background:
-        refuse_cards_of_others(run.job)
-    is_forecast = not (in_background or run.resume or run.job.parallel.processes > 1)
-    with model.prepared(info), host.host_memory_freed():
-        check_job(run.job, info=info, is_to_train=is_forecast, should_stop=view.is_cancelled)
 
 
 def _train(run: NextRun, info: CheckpointInfo | None, view: JobView) -> TrainingResult:
@@ -267,9 +243,9 @@ def _train(run: NextRun, info: CheckpointInfo | None, view: JobView) -> Training
     with host.host_memory_freed():
         if run.job.parallel.processes > 1:
             return run_in_processes(
-                run.job, resume=run.resume, on_event=view, should_stop=view.is_cancelled, native=own_command()
+                run.job, resume=run.resume, on_event=view, should_stop=host.is_cancelled, native=own_command()
             )
-        return run_job(run.job, info=info, resume=run.resume, on_event=view, should_stop=view.is_cancelled)
+        return run_job(run.job, info=info, resume=run.resume, on_event=view, should_stop=host.is_cancelled)
 
 
 def _start_in_background(run: NextRun, info: CheckpointInfo | None, view: JobView) -> io.NodeOutput:
@@ -302,7 +278,7 @@ def run_folder(name: str) -> Path:
     """Raises: ValueError for a name that is refused, or leads out of the output folder."""
     if name.casefold() in NO_RUNS:
         raise ValueError(f"name {name!r} is that of a folder of other files in output/devicebridge; choose another")
-    folder = host.folder_in_output(f"devicebridge/{name}", "name")
+    folder = folders.folder_in_output(f"devicebridge/{name}", "name")
     check_file_name(name)
     return folder
 
@@ -316,7 +292,7 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
     folder = run_folder(plain_name(sockets["name"]))
     read = partial(read_section, entries=_INPUTS, given=sockets)
     lora = read(config.LoraSettings)
-    cache = dataset.cache or config.CacheConfig(folder=str(host.folder_in_output(DEFAULT_FOLDER, "cache")))
+    cache = dataset.cache or config.CacheConfig(folder=str(folders.folder_in_output(DEFAULT_FOLDER, "cache")))
     draws = bool(sockets.get("sample_prompts", "").strip())
     if lora.text_encoder:  # the files of the CLIP that is trained
         if cache.text_source and not dataset.clip_files:

@@ -40,8 +40,7 @@ class JobView(host.NodeView):
 
     def __init__(self, node_id: str | None, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(node_id)
-        self._clock = clock
-        self._last_text_s = -_TEXT_INTERVAL_S  # the first line is never too early
+        self._texts = NowAndThen(_TEXT_INTERVAL_S, clock)
         self._pace = StepPace()
         self._terminal = ProgressLine(sys.stderr) if sys.stderr and sys.stderr.isatty() else None
         self._log_lines = NowAndThen(_LOG_INTERVAL_S, clock)
@@ -50,15 +49,7 @@ class JobView(host.NodeView):
         self._memory = ""  # every rank's peak in the last event; "" of one process, whose cards the page shows
 
     def __call__(self, event: Event) -> None:
-        host.send_event(
-            {
-                "node": self.node_id,
-                "kind": event.kind,
-                "step": event.step,
-                "total": event.total,
-                "values": dict(event.values),
-            }
-        )
+        host.send_event({"node": self.node_id, **vars(event), "values": dict(event.values)})
         if event.kind == "phase":
             self.begin_bar()
             self.show_progress(0, 1)
@@ -80,10 +71,7 @@ class JobView(host.NodeView):
         if event.kind == "sample":
             path = self.pictures[event.values["index"]] = Path(event.values["path"])
             self.show_picture(path, event.step, event.total)
-        now = self._clock()
-        is_last = event.step == event.total
-        if text and (event.kind == "phase" or is_last or now - self._last_text_s >= _TEXT_INTERVAL_S):
-            self._last_text_s = now
+        if text and (self._texts.is_due(event.step, event.total) or event.kind == "phase"):
             self.show_text(text)
 
     def _line(self, event: Event) -> str:

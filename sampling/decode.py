@@ -8,7 +8,6 @@ the CPU decodes, in float32.
 from __future__ import annotations
 
 import io
-import logging
 import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +21,6 @@ from ..encoding.vae import load_vae
 from ..families.spec import HostModel, ModelFamily, Variant
 from ..parallel.devices import CPU, device_module, free_bytes, release_cached_memory
 from ..planning.dry_run import Kernels, MemoryMeter, as_on_card
-
-_log = logging.getLogger(__name__)
 
 _TILE = 512  # pixels; diffusers' tiles overlap by a quarter
 # What convolutions take besides tensors, and what the allocator loses: not measured, guesses on the safe side.
@@ -78,19 +75,13 @@ class Decoder:
 
     def _find_place(self, vae: Any, shape: tuple[int, ...]) -> tuple[torch.device, bool]:
         """The device that decodes, and whether in tiles."""
-        for is_tiled in (False, True):
-            for device, limit in self.limits.items():
-                room = _room(device, limit)
-                if room is not None and self._needed(vae, shape, is_tiled) <= room:
-                    return device, is_tiled
+        for is_tiled in (False, True) if self.limits else ():
+            if (shape, is_tiled) not in self._needs:
+                self._needs[shape, is_tiled] = decoding_bytes(self.family, vae, shape, is_tiled=is_tiled)
+            place = _first_with_room(self.limits, self._needs[shape, is_tiled])
+            if place != CPU:
+                return place, is_tiled
         return CPU, False
-
-    def _needed(self, vae: Any, shape: tuple[int, ...], is_tiled: bool) -> int:
-        """Bytes, with what nobody can count."""
-        if (shape, is_tiled) not in self._needs:
-            held = decoding_bytes(self.family, vae, shape, is_tiled=is_tiled)
-            self._needs[shape, is_tiled] = int(held * _LOSSES) + _WORKSPACE_BYTES
-        return self._needs[shape, is_tiled]
 
 
 @dataclass(frozen=True)
@@ -110,9 +101,7 @@ class HostDecoder:
         vae = self.host.open_vae(self.path)
         try:
             shape = max((tuple(each.shape) for each in drawn), key=math.prod)
-            needed = int(vae.needed_bytes(shape) * _LOSSES) + _WORKSPACE_BYTES
-            rooms = {device: _room(device, limit) for device, limit in self.limits.items()}
-            place = next((device for device, room in rooms.items() if room is not None and needed <= room), CPU)
+            place = _first_with_room(self.limits, vae.needed_bytes(shape))
             for latents in drawn:
                 pixels = vae.decode(latents, place)
                 if not torch.isfinite(pixels).all():
@@ -123,13 +112,15 @@ class HostDecoder:
             release_cached_memory()
 
 
-def _room(device: torch.device, limit: int) -> int | None:
-    """Bytes that may still be reserved on a device; None where torch cannot tell."""
-    module: Any = device_module(device)
-    free = free_bytes(device)
-    if module is None or free is None:
-        return None
-    return min(limit - module.memory_reserved(device), free)
+def _first_with_room(limits: Mapping[torch.device, int], held: int) -> torch.device:
+    """The first device on which so many bytes, and what nobody can count, may still be reserved; else the CPU."""
+    needed = int(held * _LOSSES) + _WORKSPACE_BYTES
+    for device, limit in limits.items():
+        module: Any = device_module(device)
+        free = free_bytes(device)
+        if module is not None and free is not None and needed <= min(limit - module.memory_reserved(device), free):
+            return device
+    return CPU
 
 
 def decoding_bytes(

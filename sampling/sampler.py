@@ -150,21 +150,24 @@ class Sampler:
         """Latents of each prompt, by its index; those that are not finite left out."""
         drawn: dict[int, torch.Tensor] = {}
         for index, prompt in enumerate(self.settings.prompts):
-            conditions, shape = self._conditions(index)
+            conditions: Mapping[str, torch.Tensor] = {}
+            shape: Any = self.shape
+            if self.variant.condition != "none":  # those of a training sample, and its shape
+                batch = self.data.load([index % len(self.data.samples)], [True])
+                conditions, shape = batch.conditions, tuple(batch.latents.shape[1:])
             tokens = int(torch.Size(shape[1:]).numel() * self.family.latent_of(self.variant).num_tokens_per_cell)
             text, empty = ({**self.data.text(each), **conditions} for each in (prompt, ""))
             if self.family.host is not None:
                 empty |= negative_prompt()
-            tell = partial(self._tell, f"picture {index + 1} of {len(self.settings.prompts)}, step")
+            tell = partial(
+                self.events.emit, "progress", what=f"picture {index + 1} of {len(self.settings.prompts)}, step"
+            )
             latents = draw_latents(self._predict, self.drawing, shape, tokens, text, empty, should_stop, tell)
             if torch.isfinite(latents).all():
                 drawn[index] = latents
             else:
                 _log.warning("the sample picture of %r after step %d is not finite; none is written", prompt, step)
         return drawn
-
-    def _tell(self, what: str, done: int, total: int) -> None:
-        self.events.emit("progress", done, total, what=what)
 
     def _pictures(
         self, step: int, drawn: Mapping[int, torch.Tensor], should_stop: Callable[[], bool]
@@ -183,13 +186,6 @@ class Sampler:
                 path = self.folder / FOLDER / f"{_stem(step, index)}.{ending}"
                 write_atomically(path, content)
                 yield index, path
-
-    def _conditions(self, index: int) -> tuple[Mapping[str, torch.Tensor], Any]:
-        """What the model is given besides text, and the latents' shape; both of a training sample if it needs any."""
-        if self.variant.condition == "none":
-            return {}, self.shape
-        batch = self.data.load([index % len(self.data.samples)], [True])
-        return batch.conditions, tuple(batch.latents.shape[1:])
 
     def _predict(self, latents: torch.Tensor, sigma: torch.Tensor, text: Text) -> torch.Tensor:
         """One forward of the model that trains. See Predict."""

@@ -18,25 +18,7 @@ from comfy_api.v0_0_2 import io as io
 
 from ... import compat
 from ...data.image import opened
-from .comfy_encoders import HostClip as HostClip
-from .comfy_encoders import HostVae as HostVae
-from .comfy_encoders import HostVision as HostVision
-from .folders import OWN_PART as OWN_PART
-from .folders import USE_PATH as USE_PATH
-from .folders import find_checkpoint as find_checkpoint
-from .folders import find_component as find_component
-from .folders import find_model as find_model
-from .folders import folder_in_input as folder_in_input
-from .folders import folder_in_output as folder_in_output
-from .folders import list_checkpoints as list_checkpoints
-from .folders import list_components as list_components
-from .folders import list_input_folders as list_input_folders
-from .folders import list_models as list_models
-from .folders import output_entry as output_entry
-from .folders import refuse_job as refuse_job
-from .folders import refuse_writing as refuse_writing
-from .folders import shown_picture as shown_picture
-from .native.conditions import HostConditioner as HostConditioner
+from .comfy_encoders import release_models
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +31,7 @@ _PREVIEW_SIDE = 512  # pixels; ComfyUI sends no more
 
 
 class NodeView:
-    """What a running node shows on itself, and whether its user has pressed Cancel.
+    """What a running node shows on itself.
 
     Nothing here raises when the user cancels: ComfyUI's own progress bar would, in the middle of a training step.
     """
@@ -97,9 +79,6 @@ class NodeView:
         node, text, footer = NodeView._last
         if node != self.node_id or footer != NodeView.footer:
             self.show_text(text if node == self.node_id else "")
-
-    def is_cancelled(self) -> bool:
-        return is_cancelled()
 
 
 def is_cancelled() -> bool:
@@ -167,10 +146,9 @@ def native_model(model: ModelConfig, info: CheckpointInfo | None = None) -> Iter
 @contextmanager
 def host_memory_freed() -> Iterator[None]:
     """Take ComfyUI's own models out of device memory; it loads them again when a node needs them."""
-    from comfy.model_management import soft_empty_cache, unload_all_models
+    from comfy.model_management import soft_empty_cache
 
-    unload_all_models()
-    soft_empty_cache()
+    release_models()
     try:
         yield
     finally:

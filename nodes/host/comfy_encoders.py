@@ -61,28 +61,26 @@ _VAE_SETTINGS = (
 )
 
 
+def release_models() -> None:
+    """Take ComfyUI's models out of device memory."""
+    from comfy.model_management import soft_empty_cache, unload_all_models
+
+    unload_all_models()
+    soft_empty_cache()
+
+
 class _Encoder:
-    """An encoder that ComfyUI has loaded. Raises: ValueError if it has no name.
+    """The value of a socket called stock_<kind>. Raises: ValueError if it is not of ComfyUI's class, or has no name."""
 
-    Args:
-        value: of a socket called stock_<kind>.
-        kind: its class in comfy.sd.
-    """
-
-    def __init__(self, value: Any, kind: str) -> None:
-        import comfy.sd
-
-        if type(value) is not getattr(comfy.sd, kind):
+    def __init__(self, value: Any, kind: str, own: type, loader: str = "one of its loaders") -> None:
+        if type(value) is not own:
             raise ValueError(
-                f"stock_{kind.lower()} is a {_class_name(value)}, not ComfyUI's own {kind}; use one of its loaders"
+                f"stock_{kind.lower()} is a {_class_name(value)}, not ComfyUI's own {own.__name__}; use {loader}"
             )
         _refuse_replaced(value, kind)
+        self.stock: Any = value
 
-    def release(self) -> None:
-        from comfy.model_management import soft_empty_cache, unload_all_models
-
-        unload_all_models()
-        soft_empty_cache()
+    release = staticmethod(release_models)
 
 
 class _LiteralTokenizer:
@@ -125,8 +123,10 @@ class HostClip(_Encoder):
     """
 
     def __init__(self, clip: Any, *, weighs: bool = False) -> None:
-        super().__init__(clip, "CLIP")
-        self.stock = self.asked = clip
+        import comfy.sd
+
+        super().__init__(clip, "CLIP", comfy.sd.CLIP)
+        self.asked = clip
         if not weighs:
             self.asked = copy.copy(clip)
             self.asked.tokenizer = _LiteralTokenizer(clip.tokenizer)
@@ -145,10 +145,8 @@ class HostClip(_Encoder):
         """A CONDITIONING, as CLIPTextEncode gives it of this prompt, or of one that stands for a literal text."""
         import torch
 
-        with (
-            torch.inference_mode(),
-            outside(about="this CLIP"),
-        ):  # as ComfyUI runs its nodes; it forgets recordings behind a node only
+        # As ComfyUI runs its nodes; it forgets recordings behind a node only.
+        with torch.inference_mode(), outside(about="this CLIP"):
             return self.asked.encode_from_tokens_scheduled(self.asked.tokenize(text))
 
     def tokens(self, text: str) -> Any:
@@ -160,8 +158,9 @@ class HostVae(_Encoder):
     """A VAE socket's value, as encoding/sources.py asks for one."""
 
     def __init__(self, vae: Any) -> None:
-        super().__init__(vae, "VAE")
-        self.stock = vae
+        import comfy.sd
+
+        super().__init__(vae, "VAE", comfy.sd.VAE)
         vae.throw_exception_if_invalid()
         settings = {name: _plain(getattr(vae, name)) for name in _VAE_SETTINGS}
         settings["output_dtype"] = str(vae.vae_output_dtype())
@@ -176,36 +175,29 @@ class HostVae(_Encoder):
             return self.stock.encode(pixels)
 
 
-class HostVision:
+class HostVision(_Encoder):
     """A CLIP VISION socket's value, which only ComfyUI's conditioning nodes ask."""
 
     def __init__(self, vision: Any) -> None:
-        """Raises: ValueError if it is none of ComfyUI's own, or something was attached to it."""
         import comfy.clip_vision
 
-        if type(vision) is not comfy.clip_vision.ClipVisionModel:
-            raise ValueError(
-                f"stock_vision is a {_class_name(vision)}, not ComfyUI's own CLIP vision model; use Load CLIP Vision"
-            )
-        _refuse_replaced(vision, "VISION")
-        self.stock = vision
+        super().__init__(vision, "VISION", comfy.clip_vision.ClipVisionModel, "Load CLIP Vision")
         settings = {name: _plain(getattr(vision, name)) for name in _VISION_SETTINGS}
         self.fingerprint = _name("VISION", vision.patcher, settings)
 
 
-def is_as_loaded(clip: Any) -> bool:
-    """Whether no node behind its loader has chosen a layer of this stock CLIP."""
-    return clip.layer_idx is None
+def attached_to(patcher: Any) -> list[str]:
+    """Names of what nodes behind the loader have attached; object patches apart, which some loaders make."""
+    plain = ("patches", "hook_patches", "weight_wrapper_patches", "injections", "additional_models")
+    found = [name for name in plain if getattr(patcher, name, None)]
+    return found + [name for name in ("wrappers", "callbacks") if any(getattr(patcher, name, {}).values())]
 
 
 def _name(kind: str, patcher: Any, settings: Mapping[str, Any]) -> str:
     """Raises: ValueError if something was attached to the loaded weights."""
     from comfyui_version import __version__
 
-    attached = ("patches", "hook_patches", "weight_wrapper_patches", "injections", "additional_models")
-    found = [name for name in attached if getattr(patcher, name, None)]
-    found += [name for name in ("wrappers", "callbacks") if any(getattr(patcher, name, {}).values())]
-    if found:
+    if found := attached_to(patcher):
         raise ValueError(
             f"the {kind} has {', '.join(found)} (a LoRA's, say), which no cache key can name; connect it as it comes "
             "from its loader"

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -348,14 +348,35 @@ def _allow(path: Path) -> str:
 
 def _refuse_links_outside(path: Path, what: str, ask: Callable[[], None] = go_on) -> None:
     """Raises: ValueError for a link in this folder, or one folder below, to where nodes may not read."""
-    if not path.is_dir():
-        return
-    looked, folders = Looked(ask), _readable_folders()
-    entries = looked.entries(path)
-    inner = [entry for entry in entries if entry.is_dir() and os.access(entry, os.R_OK | os.X_OK)]
-    for entry in (*entries, *(each for folder in inner if not folder.is_symlink() for each in looked.entries(folder))):
+    folders = _readable_folders()
+    for entry in _entries(path, ask) if path.is_dir() else ():
         if entry.is_symlink() and not _is_below(entry, folders):
             _refuse(f"{what}: the link {str(entry)!r} leads to what", entry)
+
+
+def _entries(folder: Path, ask: Callable[[], None]) -> Iterator[Path]:
+    """What is in a folder, then what is in its folders. Raises: ValueError for far more than a dataset."""
+    looked = Looked(ask)
+    entries = looked.entries(folder)
+    yield from entries
+    for entry in entries:
+        if entry.is_dir() and os.access(entry, os.R_OK | os.X_OK):
+            yield from looked.entries(entry)
+
+
+def state_of(place: Path, ask: Callable[[], None] = go_on) -> list[tuple[str, int, int]]:
+    """Equal while a file, or the files of a folder and of its folders, are the same: names, bytes, times of change.
+
+    Args:
+        ask: called now and then; raises to stop.
+    Raises: ValueError for a folder of far more than a dataset.
+    """
+    found = []
+    for file in _entries(place, ask) if place.is_dir() else (place,):
+        if file.is_file():
+            status = file.stat()
+            found.append((file.relative_to(place).as_posix(), status.st_size, status.st_mtime_ns))
+    return found
 
 
 def _readable_folders() -> list[str]:

@@ -15,7 +15,6 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,6 @@ from ...runs.guard import MOST_BODY, Refused, check_origin
 from ...runs.news import News
 from ...runs.queue import Held, JobQueue, explain, native_command
 from ...runs.store import RunStore
-from ...system.files import read_json_object
 from .folders import (
     allowed_hosts,
     memory_folder,
@@ -46,7 +44,6 @@ _log = logging.getLogger(__name__)
 _EVERY_S = 1.0
 _CARDS_EVERY = 2  # turns
 _MESSAGE = "devicebridge.page"
-_MOST_NAMES, _MOST_OF_A_JOB = 20, 100_000  # the latter in bytes
 _lock = threading.Lock()  # of the store: requests come in several threads
 _drawing = ThreadPoolExecutor(4, "devicebridge-pictures")  # so that pictures keep no other request waiting
 _listeners: weakref.WeakSet[web.StreamResponse] = weakref.WeakSet()  # websockets of pages that may receive what is new
@@ -60,16 +57,24 @@ def add_page() -> None:
     queue = background_queue()
     store = queue.store
     api = Api(store, queue, Host(_loras, _cards, _free, own_datasets, own_dataset, cards_of, _names))
-    _tell_of_left_jobs()
+    if any((left := runs_folder() / ".jobs").glob("*.json")):
+        # It lay where browsers can write, so nobody knows who put its jobs there.
+        _log.warning(
+            "the jobs in %s, an earlier version's queue, are not started; queue them again, and remove it", left
+        )
 
     async def handle(request: web.Request) -> web.StreamResponse:
         body = bytearray()
         while request.method == "POST" and len(body) <= MOST_BODY and (chunk := await request.content.readany()):
             body += chunk  # as far as it takes to see that it is too long
         name, sent = request.match_info["name"], bytes(body[: MOST_BODY + 1])
-        call = partial(_answer, api, request.method, name, request.query_string, request.headers, sent)
+
+        def answer() -> Answer:
+            with nullcontext() if name in FREE_ROUTES else _lock:
+                return api.answer(request.method, name, request.query_string, request.headers, sent)
+
         pool = _drawing if name == "picture" else None
-        return _to_response(await asyncio.get_running_loop().run_in_executor(pool, call))
+        return _to_response(await asyncio.get_running_loop().run_in_executor(pool, answer))
 
     PromptServer.instance.app.on_response_prepare.append(_note_listener)
     routes = PromptServer.instance.routes
@@ -102,25 +107,6 @@ def cards_of(job: JobConfig) -> tuple[str, ...]:
     return used_devices(job, find_machine(job.split.devices).devices)
 
 
-def _tell_of_left_jobs() -> None:
-    """The queue of earlier versions lay where browsers can write, so nobody knows who put its jobs there."""
-    folder = runs_folder() / ".jobs"
-    if left := sorted(folder.glob("*.json")):
-        _log.warning(
-            "%s holds %d jobs of an earlier version's queue; they are not started: %s. Queue them again, and remove it",
-            folder,
-            len(left),
-            ", ".join(repr(_run_of(file)) for file in left[:_MOST_NAMES]),
-        )
-
-
-def _run_of(file: Path) -> str:
-    with suppress(OSError, ValueError):
-        if file.stat().st_size < _MOST_OF_A_JOB:
-            return str(read_json_object(file).get("run", file.name))
-    return file.name
-
-
 def own_command() -> list[str]:
     """The beginning of a command whose process has this ComfyUI in it, with the same folders."""
     code = Path(inspect.getfile(folder_paths)).resolve().parent
@@ -135,11 +121,6 @@ def refuse_cards_of_others(job: JobConfig) -> None:
 
 
 # ---- requests
-
-
-def _answer(api: Api, *arguments: Any) -> Answer:
-    with nullcontext() if arguments[1] in FREE_ROUTES else _lock:
-        return api.answer(*arguments)
 
 
 def _to_response(answer: Answer) -> web.StreamResponse:

@@ -248,7 +248,7 @@ def balances(case: Case) -> None:
     for text in (f"{HOME},30%;{OTHER},70%", f"{HOME},25%;{OTHER},25%;cpu,50%"):
         divided = split(plain, balance=read_allocation(text, (HOME, OTHER)))
         case.equal(text, host.sample(divided, NAME), reference)
-        sizes, limits = tree_of(divided.model).weight_bytes(), tree_of(divided.model).plan.limit_bytes
+        sizes, limits = tree_of(divided.model).weight_bytes(), tree_of(divided.model).plan.request.limit_bytes
         here, whole = limits.get(HOME, sizes[HOME]), sum(sizes.values())
         case.check("near what was asked", abs(here - float(text[7:9]) / 100 * whole) < 0.1 * whole, (here, whole))
         case.check("limits only where the host holds a part", bool(limits) == ("cpu" in text), limits)

@@ -303,7 +303,7 @@ def way_auto_takes_blocks_where_others_would_be_refused(case: Case) -> None:
         ("offload off", {"offload": False}, "offload off is"),
         ("transport", {"transport": "relay"}, "transport is"),
         ("balance", {"balance": "time"}, "balance is"),
-        ("limits", {"memory_limit_gb": (1e-6, 1e-6)}, "no room for all weights"),
+        ("limits", {"memory_limit_gb": (1e-6, 1e-6)}, "may hold"),
     ]
     with _machine(1e9, FAST_LINK):
         with case.logged("", logging.INFO) as messages:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....families.comfy.conditions import WAYS
 from ....families.comfy.inputs import NOISE_MASK
+from ..comfy_encoders import release_models
 from ..compiler import outside
 
 if TYPE_CHECKING:
@@ -110,12 +111,7 @@ class HostConditioner:
             made = Wan22FunControlToVideo.execute(**given, ref_image=image, control_video=parts.control)
         return made[0]
 
-    def release(self) -> None:
-        """Make room, as one encoder does: it is ComfyUI's memory that is freed."""
-        from comfy.model_management import soft_empty_cache, unload_all_models
-
-        unload_all_models()
-        soft_empty_cache()
+    release = staticmethod(release_models)
 
 
 def _placeholder(options: Mapping[str, Any] = {}) -> Any:

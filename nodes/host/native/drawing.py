@@ -13,20 +13,11 @@ import torch
 
 from ....checkpoints.header import read_header
 from ....system.stopping import Stopped
+from ..comfy_encoders import release_models
 from ..compiler import outside
 from . import files
 
 FLOWS = ("FLOW", "FLUX", "FLOW_COSMOS")  # kinds of prediction, as ComfyUI spells them
-
-
-def scheduler_of(kind: str) -> str:
-    """The scheduler for a kind of prediction: the one that ComfyUI's templates take for flow models, else its first."""
-    return "simple" if kind in FLOWS else "normal"
-
-
-def usual_cfg(kind: str) -> float:
-    """Of classifier-free guidance, for models that are not distilled."""
-    return 4.0 if kind in FLOWS else 7.0
 
 
 class ComfySteps:
@@ -102,8 +93,5 @@ class ComfyDecoding:
                 raise Stopped("stopped while a sample picture was decoded") from error
 
     def close(self) -> None:
-        from comfy.model_management import soft_empty_cache, unload_all_models
-
         del self._vae
-        unload_all_models()
-        soft_empty_cache()
+        release_models()

@@ -1,23 +1,24 @@
-"""Names in a job file as files of ComfyUI's folders, and the text encoders and VAE that ComfyUI makes of them."""
+"""Which files of ComfyUI's folders a job or a model means, and the text encoders and VAE that ComfyUI makes of them."""
 
 from __future__ import annotations
 
 import functools
-import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ....checkpoints.checkpoint import CheckpointInfo
 from ....checkpoints.header import read_header
 from ....config.job import JobConfig
 from ....config.model import COMFYUI
 from ....families.comfy.text_sizes import CLIP_PARTS
-from ..comfy_encoders import HostClip, HostVae, HostVision, is_as_loaded
-
-_log = logging.getLogger(__name__)
+from ..comfy_encoders import HostClip, HostVae, HostVision
+from ..folders import list_components
 
 # What code raises that takes a file's tensors for granted.
 _OF_DAMAGE = (
@@ -228,7 +229,7 @@ def files_of_clip(clip: Any, model_path: str) -> tuple[tuple[str, ...], str]:
         model_path: of the diffusion model, whose checkpoint may hold them. Of another checkpoint they are not loaded.
     """
     init = getattr(getattr(clip, "patcher", None), "cached_patcher_init", None)
-    if init is None or not is_as_loaded(clip):
+    if init is None or clip.layer_idx is not None:  # a node behind its loader has chosen a layer
         return (), ""
     import comfy.sd
 
@@ -244,3 +245,59 @@ def _there(value: Any, what: str, path: str) -> Any:
     if value is None:
         raise ValueError(f"ComfyUI finds no {what} in {path}")
     return value
+
+
+# ---- by the names that ComfyUI's own templates give them
+
+
+class KnownFiles(NamedTuple):
+    """What encodes a model's captions and images, by folder: "text_encoders" and "vae".
+
+    Args:
+        clip_type: what ComfyUI's CLIP loaders call type; "" for a model that nobody has listed.
+        names: in that folder, or a path; "" for one that is not there.
+        patterns: of the names, as they were looked for.
+    """
+
+    clip_type: str
+    names: dict[str, tuple[str, ...]]
+    patterns: dict[str, tuple[str, ...]]
+
+
+# Variant's name -> type, stems of the text encoders' files, stem of the VAE's. The first one that fits counts.
+# Separators alone stand between its words (*), and behind it how weights are kept: other words are of other models.
+_FLUX_VAE, _FLUX_2_VAE, _WAN_VAE, _WAN_5B_VAE = "ae", "flux2*vae", "wan*2[._]1*vae", "wan*2[._]2*vae"
+_KEPT = r"([_.-](fp16|bf16|fp32|fp8(mixed)?|fp4(mixed|_flux2)?|scaled|mixed|e4m3fn|e5m2))*\.(safetensors|sft)"
+_PUBLISHED = {
+    "flux2-klein-9b": ("flux2", ("qwen_3_8b",), _FLUX_2_VAE),
+    "flux2-klein-4b": ("flux2", ("qwen_3_4b",), _FLUX_2_VAE),
+    "flux2*": ("flux2", ("mistral_3_small_flux2",), _FLUX_2_VAE),
+    "flux1*": ("flux", ("clip_l", "t5xxl"), _FLUX_VAE),
+    "wan2.2-ti2v-5b*": ("wan", ("umt5_xxl",), _WAN_5B_VAE),
+    "wan*": ("wan", ("umt5_xxl",), _WAN_VAE),
+    "comfyui-WAN22_T2V": ("wan", ("umt5_xxl",), _WAN_5B_VAE),
+    "comfyui-WAN21_*": ("wan", ("umt5_xxl",), _WAN_VAE),
+    "comfyui-Flux": ("flux", ("clip_l", "t5xxl"), _FLUX_VAE),
+    "comfyui-Chroma": ("chroma", ("t5xxl",), _FLUX_VAE),
+    "comfyui-ZImage": ("lumina2", ("qwen_3_4b",), _FLUX_VAE),
+    "comfyui-QwenImage": ("qwen_image", ("qwen_2.5_vl_7b",), "qwen_image_vae"),
+    "comfyui-SD3": ("sd3", ("clip_l", "clip_g", "t5xxl"), "sd3*vae"),
+    "comfyui-SDXL": ("sdxl", ("clip_l", "clip_g"), "sdxl*vae"),
+}
+
+
+def known_files(info: CheckpointInfo) -> KnownFiles:
+    """Those in a checkpoint itself, else those in ComfyUI's folders; 16 bits before fewer where there are several."""
+    variant = info.variant.name if info.variant else info.family.name
+    clip_type, clip, vae = next((row for each, row in _PUBLISHED.items() if fnmatchcase(variant, each)), ("", (), ""))
+    patterns = {"text_encoders": clip, "vae": (vae,) if vae else ()}
+    names = {kind: tuple(_first(kind, pattern) for pattern in each) for kind, each in patterns.items()}
+    parts = parts_of(info.path) if info.family.name == COMFYUI else ()
+    own = {"clip": "text_encoders", "vae": "vae"}
+    return KnownFiles(clip_type, names | {own[part]: (str(info.path),) for part in parts}, patterns)
+
+
+def _first(kind: str, pattern: str) -> str:
+    fits = re.compile(pattern.replace("*", r"[\W_]*") + _KEPT)
+    names = [name for name in list_components(kind) if fits.fullmatch(Path(name).name.lower())]
+    return min(names, key=lambda name: ("fp8" in name.lower() or "fp4" in name.lower(), name), default="")

@@ -34,9 +34,9 @@ from ....parallel.offload.block_call import Checkpoint, checkpoint_calls
 from ....parallel.offload.in_place import InPlaceGuard
 from ....patches.hooks import parameters_on_meta
 from ....patches.lora import is_lora_name
-from .drawing import ComfyDecoding, ComfySteps, scheduler_of
+from .drawing import FLOWS, ComfyDecoding, ComfySteps
 from .lora import read_lora
-from .text import attach_text_encoders, class_of_clip, encoded, encoders_of, recompute_layers
+from .text import PARTS, attach_text_encoders, class_of_clip, encoded, recompute_layers
 
 _BASE = "_devicebridge_base"  # of a diffusion model: its BaseModel
 _FOR_ADAPTER = (("t5xxl_ids",), ("t5xxl_weights",))  # what Anima's is given beside the text
@@ -47,7 +47,7 @@ _LEAST = 1e-6  # of a share of the way from noise to data; ComfyUI gives the end
 
 
 class ComfyModel:
-    """A model of ComfyUI's, of which nothing is loaded.
+    """A model of ComfyUI's, of which nothing is loaded; HostModel says what the methods do.
 
     Args:
         config: what comfy.model_detection made of its file, with the type it computes in.
@@ -60,7 +60,7 @@ class ComfyModel:
         base = self._make_base(torch.device("meta"))
         self.sampling, self._form = base.model_sampling, base.latent_format
         self._dims = int(self._form.latent_dimensions)  # of a LATENT without batch and channels
-        self._scheduler = scheduler_of(kind_of(base))
+        self._scheduler = "simple" if kind_of(base) in FLOWS else "normal"  # as ComfyUI's templates take
         base.diffusion_model = None
         self._base = base  # its rules
 
@@ -68,10 +68,10 @@ class ComfyModel:
         return build(self._config, self._names, self._prefix, device)
 
     def make(self, *, is_empty: bool) -> nn.Module:
-        """The diffusion model; see HostModel.make."""
         base = self._make_base(torch.device("meta" if is_empty else "cpu"))
         model: nn.Module = base.diffusion_model
-        base.model_sampling.__dict__["calculate_denoised"] = _raw
+        # The last that apply_model does; in its place, what the network itself said.
+        base.model_sampling.__dict__["calculate_denoised"] = lambda sigma, output, x: output
         model.__dict__[_BASE] = base
         model.__class__ = _trained_class(type(model))  # type: ignore[arg-type]
         names = {name.removeprefix(self._prefix) for name in self._names}
@@ -151,31 +151,25 @@ class ComfyModel:
 
     @property
     def text_class(self) -> str:
-        """See HostModel.text_class."""
         return class_of_clip(self._config) if self._row.class_name == "UNetModel" else ""
 
     def attach_text_encoders(
         self, model: nn.Module, files: Sequence[str], kind: str, path: str, fingerprint: str, device: torch.device
     ) -> None:
-        """See HostModel.attach_text_encoders."""
         attach_text_encoders(model, self.text_class, files, kind, path, fingerprint, device)
 
     def euler_steps(self, steps: int) -> ComfySteps:
-        """See HostModel.euler_steps."""
         return ComfySteps(self.sampling, self._scheduler, steps)
 
     def open_vae(self, path: Path) -> ComfyDecoding:
-        """See HostModel.open_vae."""
         return ComfyDecoding(path, self._form, has_sequence=self._dims == 3)
 
     def read_lora(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """See HostModel.read_lora."""
-        return read_lora(self._make_base(torch.device("meta")), tensors, encoders_of(self.text_class))
+        return read_lora(self._make_base(torch.device("meta")), tensors, PARTS.get(self.text_class, ()))
 
     def example(
         self, batch: int, device: torch.device, text: Mapping[str, torch.Tensor] | None
     ) -> dict[str, torch.Tensor]:
-        """See HostModel.example."""
         model = self._make_base(torch.device("meta")).diffusion_model
         given = usual_text(model) if text is None else text
         tokens = next((each for name, each in given.items() if option_path(name) == _FOR_ADAPTER[0]), None)
@@ -297,11 +291,6 @@ def _is_read(name: str, value: torch.Tensor) -> bool:
     return name.startswith(WORDS) or name.startswith(OPTION) and is_number
 
 
-def _raw(sigma: torch.Tensor, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """In the place of calculate_denoised, the last that apply_model does: what the network itself said."""
-    return output
-
-
 def _plain_attention(attention: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Torch's own attention, which has a backward, in the place of whatever ComfyUI was started with."""
     return _attend(args, kwargs, has_options=True)
@@ -391,6 +380,7 @@ def native_training() -> Iterator[None]:
     import comfy.model_management as management
     import comfy_kitchen
     from comfy.ldm.modules import attention
+    from comfy_kitchen.backends.eager import adaln, rope
 
     name = getattr(attention.optimized_attention, "__name__", "")
     # Not every class hands its options on, so this one may be called. The last is of a training around this one.
@@ -398,7 +388,18 @@ def native_training() -> Iterator[None]:
         raise ValueError(
             f"ComfyUI was started with {name}, whose backward is not known; start it without that option to train"
         )
-    plain = _plain_functions(comfy_kitchen)
+    # Plain torch functions in the place of kernels without a backward; torch's own attention, too, for modules that
+    # hand no options on, such as ERNIE's. Without a GPU ComfyUI's cuts its work by free memory; a forecast has none.
+    kernels = [
+        each
+        for each in dir(comfy_kitchen)
+        if each.startswith(("apply_rope", "rms_rope")) or each in ("adaln", "rms_adaln")
+    ]
+    eager = [(comfy_kitchen, name, getattr(rope if "rope" in name else adaln, name, None)) for name in kernels]
+    names = ("optimized_attention", "optimized_attention_masked")
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("comfy.")]
+    plain = [each for each in eager if each[2] is not None]
+    plain += [(module, name, _named_attention) for module in modules for name in names if name in vars(module)]
     before = [(module, name, getattr(module, name)) for module, name, _ in plain]
     was_training = management.in_training
     try:
@@ -411,21 +412,3 @@ def native_training() -> Iterator[None]:
         management.in_training = was_training
         for module, name, function in before:
             setattr(module, name, function)
-
-
-def _plain_functions(kitchen: Any) -> list[tuple[Any, str, Any]]:
-    """Plain torch functions in the place of kernels without a backward, by module and name; torch's own attention, too.
-
-    The latter for modules that call another: ERNIE, say, hands no options on that could say so. Without a GPU ComfyUI's
-    is one that cuts its work by free memory, which no device of a forecast has.
-    """
-    from comfy_kitchen.backends.eager import adaln, rope
-
-    kernels = [
-        each for each in dir(kitchen) if each.startswith(("apply_rope", "rms_rope")) or each in ("adaln", "rms_adaln")
-    ]
-    eager = [(kitchen, name, getattr(rope if "rope" in name else adaln, name, None)) for name in kernels]
-    names = ("optimized_attention", "optimized_attention_masked")
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("comfy.")]
-    attentions = [(module, name, _named_attention) for module in modules for name in names if name in vars(module)]
-    return [each for each in eager if each[2] is not None] + attentions

@@ -34,8 +34,9 @@ from ....families.spec import (
     Variant,
 )
 from ....parallel.block_lists import block_fqns, tail_modules, tail_parameters
+from ..comfy_encoders import attached_to
 from .cut_rows import follow
-from .drawing import usual_cfg
+from .drawing import FLOWS
 from .files import ask_comfyui
 from .model import ComfyModel, build, kind_of
 
@@ -68,10 +69,6 @@ _MOST_BLOCKS = 1000
 _MOST_READ = 2**14  # numbers of a tensor that is read to tell the model by, such as a norm's weights
 # What a whole checkpoint says of its model beside the weights: how it predicts, and from how much noise.
 _SAYS = frozenset(("v_pred", "ztsnr", "edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min"))
-_PICKED_APART = (
-    "ComfyUI's loader cuts, joins or makes tensors of {path} while loading ({name}), which training does not do; use a "
-    "file with the model's own layout"
-)
 
 
 def path_of_model(model: Any) -> Path:
@@ -81,10 +78,7 @@ def path_of_model(model: Any) -> Path:
     """
     import comfy.sd
 
-    attached = ("patches", "object_patches", "hook_patches", "weight_wrapper_patches", "injections")
-    found = [name for name in attached if getattr(model, name, None)]
-    found += [name for name in ("wrappers", "callbacks") if any(getattr(model, name, {}).values())]
-    if found:
+    if found := ["object_patches"] * bool(model.object_patches) + attached_to(model):
         raise ValueError(
             f"the stock MODEL has {', '.join(found)} (a LoRA's, say), and training would leave them out; connect it as "
             "it comes from its loader"
@@ -129,7 +123,10 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     assert row is not None
     tensors = ask_comfyui(path, "rename the tensors of", functools.partial(follow, config, records))
     if made := [name for name, record in tensors.items() if record is None]:
-        raise ValueError(_PICKED_APART.format(path=path, name=made[0]))
+        raise ValueError(
+            f"ComfyUI's loader cuts, joins or makes tensors of {path} while loading ({made[0]}), which training does "
+            "not do; use a file with the model's own layout"
+        )
     both = [base] if like is None else [base, like.model]
     kinds = [(type(each), type(each.diffusion_model).__name__, kind_of(each)) for each in both]
     if kinds[0] != kinds[-1]:
@@ -199,35 +196,40 @@ def _why_not(base: Any, row: NativeModel | None) -> str:
         # Classes that make channels in extra_conds, not in concat_cond, take an empty picture where none is given.
         known = base.latent_format.latent_channels + _beside(base)
         if others := int(base.diffusion_model.in_channels) - known:
-            return _OTHER_PICTURE.format(name=type(base).__name__, others=others)
+            return (
+                f"{type(base).__name__} is given {others} channels of another picture beside the noise, as SVD of its "
+                "first frame and an upscaler of the small one, and no dataset here holds such pictures; for clips from "
+                "a first frame train Wan I2V, for others a model that draws from text alone"
+            )
     if type(base).__name__ == "StableCascade_B":
         return (
             "stage B draws from what stage C has made, and no dataset here holds that; train stage C, which draws from "
             "the text"
         )
     if base.model_config.unet_config.get("meanflow") and type(base).__name__ not in _NO_NEXT_LEVEL:
-        return _NEXT_LEVEL
+        # HunyuanVideo's class with MeanFlow says the mean velocity to the sampler's next noise level.
+        return (
+            "it is distilled to jump from one noise level of the sampler to the next (time_r_in), and training has no "
+            "next one; train the model that it was distilled from, whose LoRA loads on this one, too"
+        )
     return ""
 
 
-_OTHER_PICTURE = (
-    "{name} is given {others} channels of another picture beside the noise, as SVD of its first frame and an upscaler "
-    "of the small one, and no dataset here holds such pictures; for clips from a first frame train Wan I2V, for others "
-    "a model that draws from text alone"
-)
-# HunyuanVideo's class with MeanFlow says the mean velocity to the sampler's next noise level, sample_sigmas' next one.
-_NEXT_LEVEL = (
-    "it is distilled to jump from one noise level of the sampler to the next (time_r_in), and training has no next "
-    "one; train the model that it was distilled from, whose LoRA loads on this one, too"
-)
 _NO_NEXT_LEVEL = ("HunyuanImage21Refiner",)  # its extra_conds turn that input off
 
 
 def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
-    form = base.latent_format
+    form, config = base.latent_format, base.model_config.unet_config
     dims = form.latent_dimensions
-    if "audio_model" in base.model_config.unet_config:
-        return _audio_of(base)
+    if "audio_model" in config:  # cells are counted as they are, for nobody asks for pixels; ACE-Step 1's are columns
+        sides = config.get("patch_size") or 1
+        return LatentSpec(
+            channels=form.latent_channels,
+            spatial_stride=1,
+            size_multiple=1,
+            num_tokens_per_cell=1 / math.prod(sides if isinstance(sides, (tuple, list)) else (sides,)),
+            audio_rows=int(config.get("max_height") or 16) if dims == 2 else 1,
+        )
     patch = _patch_of(base.diffusion_model)
     stride = int(form.spacial_downscale_ratio)
     # Wan 2.2's 5B is known by its latents.
@@ -253,20 +255,6 @@ def _patch_of(model: Any) -> int:
         if isinstance(held, (int, tuple, list)):
             return int(held if isinstance(held, int) else held[-1])
     return _OF_UNETS
-
-
-def _audio_of(base: Any) -> LatentSpec:
-    """Cells of audio are counted as they are, for nobody asks for pixels of it; ACE-Step 1's patches are columns."""
-    form, config = base.latent_format, base.model_config.unet_config
-    patch = config.get("patch_size") or 1
-    rows = int(config.get("max_height") or 16) if form.latent_dimensions == 2 else 1
-    return LatentSpec(
-        channels=form.latent_channels,
-        spatial_stride=1,
-        size_multiple=1,
-        num_tokens_per_cell=1 / math.prod(patch if isinstance(patch, (tuple, list)) else (patch,)),
-        audio_rows=rows,
-    )
 
 
 def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFamily, Variant]:
@@ -333,9 +321,10 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
 
 def _sampling(base: Any, variant: Variant) -> SamplingSpec:
     """A guidance input gets what ComfyUI gives it where a CONDITIONING says nothing. Shift: see SamplingSpec."""
-    has_input = variant.training_guidance is not None
-    of_input = 6.0 if type(base).__name__.startswith("HunyuanVideo") else 3.5
-    usual = of_input if has_input else usual_cfg(kind_of(base))
+    if variant.training_guidance is not None:
+        usual = 6.0 if type(base).__name__.startswith("HunyuanVideo") else 3.5
+    else:  # of classifier-free guidance, for models that are not distilled
+        usual = 4.0 if kind_of(base) in FLOWS else 7.0
     return SamplingSpec(_PICTURE_STEPS, usual, lambda num_tokens, steps: 1.0)
 
 

@@ -23,7 +23,7 @@ from ..comfy_encoders import HostClip
 from .files import load_clip_files
 
 # ComfyUI's classes of text encoders that can be trained -> the encoders inside.
-_PARTS = {
+PARTS = {
     "SD1ClipModel": ("clip_l",),
     "SD2ClipModel": ("clip_h",),
     "SDXLClipModel": ("clip_l", "clip_g"),
@@ -35,12 +35,7 @@ def class_of_clip(config: Any) -> str:
     """What ComfyUI makes of the text encoders of a model with this config; "" where none of them can be trained."""
     target = config.clip_target({}) if hasattr(config, "clip_target") else None  # ComfyUI's base class has none
     name = getattr(getattr(target, "clip", None), "__name__", "")
-    return name if name in _PARTS else ""
-
-
-def encoders_of(wanted: str) -> tuple[str, ...]:
-    """The encoders in text encoders of this class."""
-    return _PARTS.get(wanted, ())
+    return name if name in PARTS else ""
 
 
 def refuse_other_class(clip: HostClip, wanted: str, *, is_trained: bool = True) -> None:
@@ -49,10 +44,10 @@ def refuse_other_class(clip: HostClip, wanted: str, *, is_trained: bool = True) 
     Raises: ValueError for a stock CLIP that is not of the class whose text the model is given.
     """
     found = type(clip.stock.cond_stage_model).__name__
-    if found != wanted and (is_trained or found in _PARTS):
+    if found != wanted and (is_trained or found in PARTS):
         raise ValueError(
             f"cache.stock_clip makes a {found}, and this model is given the text of a {wanted}; name the files of "
-            f"{' and '.join(_PARTS[wanted])} there, and their kind with stock_clip_type"
+            f"{' and '.join(PARTS[wanted])} there, and their kind with stock_clip_type"
         )
 
 
@@ -92,7 +87,7 @@ def encoded(stage: Any, given: Mapping[str, Tensor], device: torch.device) -> di
 
 
 def _layers(stage: nn.Module) -> list[nn.Module]:
-    parts = (getattr(stage, name) for name in _PARTS[type(stage).__name__])
+    parts = (getattr(stage, name) for name in PARTS[type(stage).__name__])
     return [layer for part in parts for layer in part.transformer.text_model.encoder.layers]
 
 

@@ -179,29 +179,20 @@ def _reasons(model: Any, unseen: tuple[str, ...], conds: list[Any], options: Map
             yield f"the class {kind.__name__} of {kind.__module__} may keep state around the model"
     if model.current_patcher.current_hooks is not None:
         yield "the scheduled LoRA of the conditionings before is still in the weights"
-    yield from _reasons_in(options.get("transformer_options", {}))
+    transformer_options = options.get("transformer_options", {})
+    wrappers = transformer_options.get("wrappers", {})
+    seen = seen_attachments(transformer_options)
+    seen += ["a wrapper around apply_model"] if any(wrappers.get("apply_model", {}).values()) else []
+    yield from (f"{each} of another node may keep state between calls" for each in seen)
+    if any(functions for key, functions in wrappers.get("calc_cond_batch", {}).items() if key != KEY):
+        yield "a wrapper of another node counts on conditionings coming together"
+    for name, value in transformer_options.items():
+        if name not in _KNOWN_ENTRIES and any(callable(part) for part in _nearby(value)):
+            yield f"transformer_options[{name!r}] of another node may keep state between blocks"
     if model.current_patcher.get_all_callbacks(CallbacksMP.ON_PREPARE_STATE):
         yield "a callback of another node counts them"
     for entry in (entry for cond in conds for entry in cond or ()):
         yield from (f"a conditioning has {name}" for name in _STATEFUL_ENTRIES if name in entry)
-
-
-def _reasons_in(options: Mapping[str, Any]) -> Iterator[str]:
-    """What transformer_options say against overlap."""
-    for name in _SEEN_ENTRIES:
-        if any(options.get(name, {}).values()):
-            yield f"{name} of another node may keep state between blocks"
-    if foreign_attention(options.get(OVERRIDE)):
-        yield "an attention override of another node may keep state between calls"
-    wrappers = options.get("wrappers", {})
-    for kind in ("diffusion_model", "apply_model"):
-        if any(wrappers.get(kind, {}).values()):
-            yield f"a wrapper of another node around {kind} may keep state between them"
-    if any(functions for key, functions in wrappers.get("calc_cond_batch", {}).items() if key != KEY):
-        yield "a wrapper of another node counts on conditionings coming together"
-    for name, value in options.items():
-        if name not in _KNOWN_ENTRIES and any(callable(part) for part in _nearby(value)):
-            yield f"transformer_options[{name!r}] of another node may keep state between blocks"
 
 
 def _nearby(value: Any) -> Iterator[Any]:
@@ -332,7 +323,12 @@ def guard_options(
         return guarded
     if "patches" in guarded:
         guarded["patches"] = {
-            name: [_patch(patch, bridge) for patch in patches] for name, patches in guarded["patches"].items()
+            # forward_timestep_embed_patch is a tuple: class of a UNet's layer, and who runs such a layer
+            name: [
+                (*each[:-1], _on_main(each[-1], bridge)) if isinstance(each, tuple) else _on_main(each, bridge)
+                for each in patches
+            ]
+            for name, patches in guarded["patches"].items()
         }
     if "patches_replace" in guarded:
         guarded["patches_replace"] = {
@@ -344,12 +340,6 @@ def guard_options(
         # Without container_function there: ComfyUI then hands over the tensors themselves.
         guarded[OVERRIDE] = _on_main(override, bridge)
     return guarded
-
-
-def _patch(patch: Any, bridge: Bridge) -> Any:
-    if isinstance(patch, tuple):  # forward_timestep_embed_patch: class of a UNet's layer, and who runs such a layer
-        return (*patch[:-1], _on_main(patch[-1], bridge))
-    return _on_main(patch, bridge)
 
 
 def _replacement(name: str, key: Any, patch: Callable[..., Any], bridge: Bridge, plan: SplitPlan) -> Callable[..., Any]:

@@ -5,7 +5,6 @@ Runs in a process of its own that has ComfyUI in it; see cli/bench.py. No model 
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import statistics
@@ -20,6 +19,9 @@ import comfy.ops
 import comfy.sample
 import comfy.sd
 import torch
+from comfy.ldm.flux.model import Flux
+from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+from comfy.ldm.wan.model import WanModel
 
 from ....events import first_line
 from ....parallel.devices import available_devices, synchronize
@@ -42,8 +44,7 @@ class Subject:
 
     name: str
     num_blocks: str
-    module: str
-    class_name: str
+    kind: Any
     kwargs: Mapping[str, Any]
     latent: tuple[int, ...]
     text: tuple[int, int]
@@ -53,26 +54,11 @@ _FLUX2: dict[str, Any] = {"in_channels": 128, "out_channels": 128, "vec_in_dim":
 _FLUX2 |= {"hidden_size": 6144, "mlp_ratio": 3.0, "num_heads": 48, "depth": 1, "depth_single_blocks": 1}
 _FLUX2 |= {"axes_dim": [32, 32, 32, 32], "theta": 2000, "patch_size": 1, "qkv_bias": False, "guidance_embed": True}
 _FLUX2 |= {"txt_ids_dims": [3], "global_modulation": True, "mlp_silu_act": True, "ops_bias": False}
+_WAN = {"model_type": "t2v", "dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 2}
 SUBJECTS = (
-    Subject("FLUX.2", "1 + 1", "comfy.ldm.flux.model", "Flux", _FLUX2, (128, 64, 64), (512, 15360)),
-    Subject(
-        "Qwen-Image",
-        "2",
-        "comfy.ldm.qwen_image.model",
-        "QwenImageTransformer2DModel",
-        {"num_layers": 2},
-        (16, 1, 128, 128),
-        (256, 3584),
-    ),
-    Subject(
-        "Wan 14B",
-        "2",
-        "comfy.ldm.wan.model",
-        "WanModel",
-        {"model_type": "t2v", "dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 2},
-        (16, 9, 60, 104),
-        (512, 4096),
-    ),
+    Subject("FLUX.2", "1 + 1", Flux, _FLUX2, (128, 64, 64), (512, 15360)),
+    Subject("Qwen-Image", "2", QwenImageTransformer2DModel, {"num_layers": 2}, (16, 1, 128, 128), (256, 3584)),
+    Subject("Wan 14B", "2", WanModel, _WAN, (16, 9, 60, 104), (512, 4096)),
 )
 
 
@@ -128,8 +114,7 @@ def measure_blocks(devices: Sequence[torch.device], subjects: Sequence[Subject] 
 
 def _load(subject: Subject, device: torch.device) -> Any:
     """A MODEL as ComfyUI's loader makes it of a file with random weights in bfloat16."""
-    kind = getattr(importlib.import_module(subject.module), subject.class_name)
-    like = kind(**subject.kwargs, device="meta", dtype=torch.bfloat16, operations=comfy.ops.disable_weight_init)
+    like = subject.kind(**subject.kwargs, device="meta", dtype=torch.bfloat16, operations=comfy.ops.disable_weight_init)
     weights = {}
     for name, each in like.state_dict().items():
         drawn = torch.empty(each.shape, dtype=each.dtype, device=device).normal_(0, 0.02)

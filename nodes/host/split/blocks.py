@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -12,7 +12,6 @@ import comfy.model_management as management
 import torch
 from torch import nn
 
-from ....families.comfy.native import NativeModel
 from ....parallel.block_lists import execution_order, followers, placed_blocks, tail_modules, transport_for
 from ....parallel.local.bridge import Bridge
 from ....parallel.placement import Placement, check_budgets, native_block_flops, plan_manual, plan_placement
@@ -84,53 +83,23 @@ def plan_blocks(diffusion_model: nn.Module, request: SplitRequest) -> BlockPlan:
     """
     layout = layout_of(diffusion_model)
     leaders, order = followers(diffusion_model, layout), execution_order(diffusion_model, layout)
-    request, wanted = request.allotted(int(management.module_size(diffusion_model)))
-    placed, natural = _place(diffusion_model, layout, leaders, request, wanted), transport_for(diffusion_model, layout)
+    blocks, natural = placed_blocks(diffusion_model, layout), transport_for(diffusion_model, layout)
     if request.transport == "stream" and natural != "stream":
         raise ValueError(
             f"transport stream would give {layout.class_name} wrong pictures or errors ({layout.note}); use auto or "
             "relay"
         )
-    transport = request.transport or natural
-    devices = tuple(placed.device_of(leaders.get(name, name)) for name in order)
-    placement = Placement(order, devices, request.devices[0])
-    return BlockPlan(
-        order,
-        placement.used_devices,
-        layout,
-        request.limit_bytes,
-        request.verify,
-        transport,
-        request.overlap and transport == "stream" and layout.can_overlap,
-        request.exchange,
-        placement=placement,
-    )
-
-
-def _place(
-    diffusion_model: nn.Module,
-    layout: NativeModel,
-    leaders: Mapping[str, str],
-    request: SplitRequest,
-    wanted: Sequence[int],
-) -> Placement:
-    """The device of every block that follows no other.
-
-    Args:
-        wanted: bytes that each device is to hold; () where request says how blocks are shared out.
-    Raises: ValueError for cuts that do not fit the model and, with offload off, for weights that do not fit the cards.
-    """
-    blocks = placed_blocks(diffusion_model, layout)
-    size_of = {name: int(management.module_size(diffusion_model.get_submodule(name))) for name in blocks}
-    for follower, leader in leaders.items():
-        size_of[leader] += int(management.module_size(diffusion_model.get_submodule(follower)))
+    model_bytes = int(management.module_size(diffusion_model))
+    request, wanted = request.allotted(model_bytes)
+    size_of = dict.fromkeys(blocks, 0)
+    for name in order:  # a block that follows another is where that one is
+        size_of[leaders.get(name, name)] += int(management.module_size(diffusion_model.get_submodule(name)))
     sizes = list(size_of.values())
-    other_bytes = int(management.module_size(diffusion_model)) - sum(sizes)  # on the main device
-    budgets = request.card_budgets()
+    other_bytes = model_bytes - sum(sizes)  # on the main device
+    budgets, is_time = request.card_budgets(), request.balance == "time"
     by_hand = plan_manual(blocks, request.devices, request.split_at) if request.balance == "manual" else None
-    is_time = request.balance == "time"
 
-    def plan(budget: Mapping[torch.device, int]) -> Placement:
+    def place(budget: Mapping[torch.device, int]) -> Placement:
         if by_hand is not None:
             check_budgets(by_hand, sizes, other_bytes, budget)
             return by_hand
@@ -146,9 +115,14 @@ def _place(
         )
 
     try:
-        return plan(budgets)
+        placed = place(budgets)
     except ValueError as error:
         if not request.offload:
             raise ValueError(f"{error}, or turn offload on") from error
         _log.warning("split: %s; what does not fit stays in host memory and is streamed at every step", error)
-        return plan({})
+        placed = place({})
+    transport = request.transport or natural
+    overlap = request.overlap and transport == "stream" and layout.can_overlap
+    devices = tuple(placed.device_of(leaders.get(name, name)) for name in order)
+    placement = Placement(order, devices, request.devices[0])
+    return BlockPlan(order, placement.used_devices, layout, request, transport, overlap, placement=placement)

@@ -24,7 +24,7 @@ from ....planning.cards import machine_speed
 from ....planning.times import CLIP_TOKENS, LEAST_SHARE, PICTURE_TOKENS, WayName, Ways, forward_work, has_guidance
 from .attachments import KEY, ROOT, check_runnable, is_compiled
 from .blocks import BlockExecutor, BlockPlan, plan_blocks
-from .model_copy import ModuleMap, Origin, check_independent, copy_structure, follow_copy, load_over_file
+from .model_copy import Origin, check_independent, copy_structure, follow_copy, load_over_file
 from .patcher import become_split
 from .plan import GB, SplitPlan, SplitRequest
 from .sampling import prepare_with_forecast, run_overlapped
@@ -51,7 +51,12 @@ def split_model(model: Any, request: SplitRequest) -> Any:
     """
     _check_splittable(model)
     plan = plan_split(model, request)
-    _unload(model)
+    # Its patchers leave their cards, so that the weights are as they were loaded.
+    parts = [model.model, *(companion.model for companion in getattr(model, "companions", ()))]
+    for loaded in list(management.current_loaded_models):
+        if loaded.model is not None and any(loaded.model.model is part for part in parts):
+            loaded.model_unload()
+            management.current_loaded_models.remove(loaded)
     copied, copies = copy_structure(model.model)
     _log_plan(make_tree(copied, plan, _way_of(plan), _origin_of(model)))
     split = model.clone(model_override=(copied, ({}, {}, {}, set())))
@@ -62,7 +67,17 @@ def split_model(model: Any, request: SplitRequest) -> Any:
     split.hook_backup = {}
     split.weight_inplace_update = False  # it would write into the storages shared with the given MODEL
     split.current_hooks = None
-    _follow_patches(split, copies, model.model)
+    # What earlier nodes attached works on the new tree, or is refused.
+    held = {id(model.model), *map(id, model.model.get_submodule(ROOT).modules())}
+    split.object_patches = {
+        key: follow_copy(value, copies, held, f"the patch of {key}") for key, value in split.object_patches.items()
+    }
+    for name, option in split.model_options.items():
+        check_independent(option, held, f"{name!r}")
+    registries = {"a wrapper": split.wrappers, "a callback": split.callbacks, "an injection": split.injections}
+    for what, registry in registries.items():
+        for kind, keyed in registry.items():
+            check_independent(keyed, held, f"{what} {kind!r}")
     return _with_wrappers(split)
 
 
@@ -164,16 +179,6 @@ def _check_splittable(model: Any) -> None:
         )
 
 
-def _unload(model: Any) -> None:
-    """Take every patcher of this model off its card, so that the weights are as they were loaded."""
-    parts = [model.model, *(companion.model for companion in getattr(model, "companions", ()))]
-    for loaded in list(management.current_loaded_models):
-        patcher = loaded.model
-        if patcher is not None and any(patcher.model is part for part in parts):
-            loaded.model_unload()
-            management.current_loaded_models.remove(loaded)
-
-
 def _origin_of(model: Any) -> Origin:
     """The incoming model's weights, while it is alive and they are unpatched in host memory."""
     base, backup = weakref.ref(model.model), model.backup
@@ -190,23 +195,6 @@ def _origin_of(model: Any) -> Origin:
             return None
 
     return find
-
-
-def _follow_patches(split: Any, copies: ModuleMap, source: nn.Module) -> None:
-    """Make what earlier nodes attached work on the new tree.
-
-    Raises: ValueError for what holds on to the old one.
-    """
-    held = {id(source), *map(id, source.get_submodule(ROOT).modules())}
-    split.object_patches = {
-        key: follow_copy(value, copies, held, f"the patch of {key}") for key, value in split.object_patches.items()
-    }
-    for name, option in split.model_options.items():
-        check_independent(option, held, f"{name!r}")
-    registries = {"a wrapper": split.wrappers, "a callback": split.callbacks, "an injection": split.injections}
-    for what, registry in registries.items():
-        for kind, keyed in registry.items():
-            check_independent(keyed, held, f"{what} {kind!r}")
 
 
 # ---- the way
@@ -276,9 +264,7 @@ def _check_auto(model: Any, request: SplitRequest) -> None:
 def _tensor_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) -> DividedPlan:
     """Raises: ValueError or RuntimeError saying why this MODEL cannot be divided, or would stream."""
     check_divisible((), model.model_options.get("transformer_options", {}), blocks.layout.patches_inside)
-    if int(management.module_size(model.model)) > sum(request.card_budgets().values()):
-        raise ValueError("the cards have no room for all weights")
-    return plan_tensor(model.model.diffusion_model, request)
+    return plan_tensor(model.model.diffusion_model, dataclasses.replace(request, offload=False))
 
 
 def _tokens_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) -> TokensPlan:
@@ -287,11 +273,7 @@ def _tokens_for_auto(model: Any, request: SplitRequest, blocks: BlockPlan) -> To
     attached = [f"the object patch of {key}" for key in model.object_patches if key.startswith(f"{ROOT}.")]
     attached += [f"the injection {key!r}" for key in model.injections if key != KEY]
     check_runnable(blocks.layout.class_name, model.model_options.get("transformer_options", {}), attached)
-    size = int(management.module_size(root))
-    for device, room in request.card_budgets().items():
-        if size > room:
-            raise ValueError(f"{device} may hold {room / GB:.3g} GB, and the whole model has {size / GB:.3g} GB")
-    plan = plan_tokens(root, request)
+    plan = plan_tokens(root, dataclasses.replace(request, offload=False))
     if plan.shares[0] * len(plan.shares) < LEAST_SHARE * sum(plan.shares):
         raise ValueError(f"{plan.main_device} is slower than the others, and computes alone what cannot be shared out")
     return dataclasses.replace(plan, may_run_alone=True)
@@ -325,7 +307,7 @@ def compare_ways(
             divided,
             num_tokens,
             tokens.tokens if tokens else None,
-            sent_size=1 if blocks.exchange == "8-bit" else 2,
+            sent_size=1 if blocks.request.exchange == "8-bit" else 2,
         ),
         machine_speed(devices),
         [placed.num_blocks_on(device) / len(placed.blocks) for device in devices],

@@ -84,49 +84,36 @@ def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
     for shared in (model.__dict__[name] for name in _SHARED_OBJECTS if name in model.__dict__):
         memo[id(shared)] = shared
     for name, module in model.named_modules():
-        _fill(copies[id(module)], module, memo, name or type(model).__name__)
+        state = {key: value for key, value in module.__dict__.items() if key not in RUNTIME_STATE}
+        name = name or type(model).__name__
+        for key, value in state.items():
+            function = value.func if isinstance(value, functools.partial) else value
+            if isinstance(function, types.FunctionType):  # methods and a partial's arguments follow, closures cannot
+                check_independent(function, memo, f"a change of {name}.{key}")
+        try:
+            state = copy.deepcopy(state, memo)
+        except (TypeError, RuntimeError, NotImplementedError, AttributeError, copy.Error) as error:
+            raise RuntimeError(
+                f"cannot split this MODEL: its module {name} ({type(module).__name__}) holds something that cannot be "
+                f"copied ({error}). Load the file with 'Load Diffusion Model Across GPUs' instead"
+            ) from error
+        lists: dict[str, Any] = {key: [] for key in ("weight_function", "bias_function") if key in state}
+        copies[id(module)].__dict__.update(state | lists)
     copied = copies[id(model)]
     if "current_patcher" in model.__dict__:
         copied.__dict__["current_patcher"] = None
     return copied, copies
 
 
-def _fill(target: nn.Module, source: nn.Module, memo: dict[int, Any], name: str) -> None:
-    state = {key: value for key, value in source.__dict__.items() if key not in RUNTIME_STATE}
-    for key, value in state.items():
-        function = value.func if isinstance(value, functools.partial) else value
-        if isinstance(function, types.FunctionType):  # bound methods and a partial's arguments follow, closures cannot
-            check_independent(function, memo, f"a change of {name}.{key}")
-    try:
-        target.__dict__.update(copy.deepcopy(state, memo))
-    except (TypeError, RuntimeError, NotImplementedError, AttributeError, copy.Error) as error:
-        raise RuntimeError(
-            f"cannot split this MODEL: its module {name} ({type(source).__name__}) holds something that cannot be "
-            f"copied ({error}). Load the file with 'Load Diffusion Model Across GPUs' instead"
-        ) from error
-    target.__dict__.update({key: [] for key in ("weight_function", "bias_function") if key in target.__dict__})
-
-
-def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Another tensor over the same storage, whatever its class makes of detach()."""
-    return _independent(tensor, tensor.detach(), torch.Tensor.detach)
-
-
-def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers in a storage of their own, whatever its class makes of detach() and clone()."""
-    return _independent(tensor, tensor.detach().clone(), torch.Tensor.clone)
-
-
-def _independent(
-    tensor: torch.Tensor, other: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """other, or what make gives where other is the tensor itself, with the tensor's attributes and lists of its own.
+def alias(tensor: torch.Tensor, *, is_copy: bool = False) -> torch.Tensor:
+    """Another tensor over the same storage, or with is_copy over one of its own, with attributes of its own.
 
     ComfyUI-GGUF's weights give themselves back from detach() and clone(). Their attributes say how the bytes are to be
     read and which LoRA is added to them, and change as a patcher loads them.
     """
+    other = tensor.detach().clone() if is_copy else tensor.detach()
     if other is tensor:
-        other = make(tensor)
+        other = torch.Tensor.clone(tensor) if is_copy else torch.Tensor.detach(tensor)
         other.__dict__.update({name: copy.copy(value) for name, value in tensor.__dict__.items()})
     return other
 

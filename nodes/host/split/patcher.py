@@ -33,7 +33,7 @@ from torch import nn
 from ....parallel.local.slices import JoinedSlices
 from ..compiler import outside
 from .attachments import KEY, is_compiled
-from .model_copy import original_of, own_copy, reachable
+from .model_copy import alias, original_of, reachable
 from .tree import SplitTree, make_tree, tree_of
 
 # Mixed into ComfyUI's ModelPatcher, whose class is known only at run time.
@@ -66,7 +66,7 @@ class _CardPatcher(_Patcher):
         self._unhook()
         with self._own_part(), cuda_device_context(device_to), outside([device_to]):
             extra_memory = self._without_other_objects(extra_memory)
-            limit = self._tree().plan.limit_bytes.get(self.load_device)
+            limit = self._tree().plan.request.limit_bytes.get(self.load_device)
             if limit is not None:
                 extra_memory = min(extra_memory, limit - self.loaded_size())
             loaded = super().partially_load(device_to, extra_memory, force_patch_weights=force_patch_weights)
@@ -117,7 +117,7 @@ class _CardPatcher(_Patcher):
             for owner in (self,) if tree.executor.has_copies else (self, *self.companions):
                 if key in owner.pinned:  # else the old storage would stay registered with the driver
                     owner.unpin_weight(key)
-            set_attr_param(self.model, key, own_copy(weight))
+            set_attr_param(self.model, key, alias(weight, is_copy=True))
 
     def _without_other_objects(self, extra_memory: float) -> float:
         """Take the weights off the card if it was loaded with other layers in place of the model's: ComfyUI believes
@@ -372,10 +372,6 @@ class SplitMixin(_CardPatcher):
     def eject_model(self) -> None:
         with self._tree().whole():
             super().eject_model()
-
-    def cleanup(self) -> None:
-        self._tree().end()  # Cancel inside a block of another card unwinds past torch's hooks
-        super().cleanup()
 
     def apply_hooks(self, *args: Any, **kwargs: Any) -> Any:
         with self._tree().whole():

@@ -114,6 +114,7 @@ class SplitRequest:
 
     @property
     def limit_bytes(self) -> dict[torch.device, int]:
+        """Weights each device may hold resident; absent is unlimited."""
         return {d: int(gb * GB) for d, gb in zip(self.devices, self.memory_limit_gb, strict=False)}
 
     def card_budgets(self) -> dict[torch.device, int]:
@@ -121,6 +122,24 @@ class SplitRequest:
         limits, kept = self.limit_bytes, management.minimum_inference_memory()
         usable_bytes = {device: int(management.get_total_memory(device) - kept) for device in self.devices}
         return {device: min(size, limits.get(device, size)) for device, size in usable_bytes.items()}
+
+
+def find_streamed(request: SplitRequest, sizes: Mapping[torch.device, int], instead: str) -> list[str]:
+    """Devices that would hold more of these bytes of weights than they may; the log names them.
+
+    Raises: ValueError for any with offload off. instead: what works then.
+    """
+    budgets = request.card_budgets()
+    over = [
+        f"{device} would hold {size / GB:.2f} GB of weights and may hold {budgets[device] / GB:.2f} GB"
+        for device, size in sizes.items()
+        if size > budgets[device]
+    ]
+    if over and not request.offload:
+        raise ValueError(f"{'; '.join(over)}. {instead}, a smaller weight type, or turn offload on")
+    if over:
+        _log.warning("split: %s; the rest stays in host memory and is streamed at every step", "; ".join(over))
+    return over
 
 
 def _ratio(shares: Sequence[float]) -> str:
@@ -135,26 +154,24 @@ class SplitPlan:
         blocks: fqns inside the diffusion model, in execution order.
         devices: that are used, the main device first.
         layout: what the class is; for a class nobody described a row made from its block lists.
-        limit_bytes: weights each device may hold resident; absent is unlimited.
-        transport, overlap, verify, exchange: as in SplitRequest, decided.
+        request: what was asked for; in place of an allocation it has limits.
+        transport, overlap: as in SplitRequest, decided.
     """
 
     blocks: tuple[str, ...]
     devices: tuple[torch.device, ...]
     layout: NativeModel
-    limit_bytes: Mapping[torch.device, int]
-    verify: bool
+    request: SplitRequest
     transport: Transport = "stream"
     overlap: bool = False
-    exchange: Exchange = "full"
 
     @property
     def main_device(self) -> torch.device:
         return self.devices[0]
 
     def device_of(self, name: str) -> torch.device:
-        """The device of a whole module or parameter, by its name in the diffusion model."""
-        raise NotImplementedError
+        """The device of a whole module or parameter, by its name in the diffusion model; copies and parts are apart."""
+        return self.main_device
 
     def share_of(self, device: torch.device) -> str:
         """What the device has of the blocks, in words."""
@@ -162,14 +179,14 @@ class SplitPlan:
 
     def num_blocks(self) -> list[tuple[str, int]]:
         """Devices and numbers of their blocks, in the order in which a forward comes to them."""
-        raise NotImplementedError
+        return [(str(device), len(self.blocks)) for device in self.devices]
 
     def describe(self) -> str:
         """How a forward runs, in a few words."""
         raise NotImplementedError
 
     def _describe_exchange(self, what: str) -> str:
-        return "" if self.exchange == "full" else f"; exchange 8-bit: {what}"
+        return "" if self.request.exchange == "full" else f"; exchange 8-bit: {what}"
 
 
 def layout_of(diffusion_model: nn.Module) -> NativeModel:

@@ -16,7 +16,6 @@ within the executor's `tolerance`.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,7 @@ from comfy.sampler_helpers import estimate_memory
 from comfy.utils import repeat_to_batch_size
 
 from .attachments import ROOT, bring_controls_to_main, is_compiled, reason_against_overlap, seen_attachments
-from .plan import GB, SplitPlan
+from .plan import GB
 from .tree import SplitTree, tree_of
 
 _log = logging.getLogger(__name__)
@@ -48,26 +47,31 @@ def prepare_with_forecast(executor: Any, model: Any, noise_shape: Any, conds: An
     """
     tree = tree_of(model.model)
     if tree is not None:
-        _refuse_whole_compile(model, tree.plan)
+        compiled = [key for key, value in model.object_patches.items() if is_compiled(value)]
+        for wrapper in model.get_wrappers(WrappersMP.APPLY_MODEL, "torch.compile"):
+            for cell in wrapper.__closure__ or ():
+                compiled += list(cell.cell_contents) if isinstance(cell.cell_contents, dict) else []
+        if ROOT in compiled:
+            raise ValueError(
+                "torch.compile of the whole model (ComfyUI's TorchCompileModel) cannot span several cards; take it "
+                f"out, or use a node behind the split that compiles single blocks, such as {ROOT}.{tree.plan.blocks[0]}"
+            )
         _forecast(model, tree, noise_shape, conds)
-        tree.is_to_verify = tree.plan.verify or not tree.is_verified
+        tree.is_to_verify = tree.plan.request.verify or not tree.is_verified
     return executor(model, noise_shape, conds, *args, **kwargs)
 
 
 def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None:
-    plan, minimum, problems = tree.plan, management.minimum_inference_memory(), []
+    limits, minimum, problems = tree.plan.request.limit_bytes, management.minimum_inference_memory(), []
     _, activations = estimate_memory(model, noise_shape, conds)
     sizes = tree.weight_bytes()
-    # A run that is refused has no first step: what waits for one must not hold the tree, which holds it.
-    if not tree.executor.has_copies:
-        tree.advise = functools.partial(
-            _recommend_cfg_split, weights=sum(sizes.values()), working=max(activations, minimum)
-        )
+    needed, rooms = sum(sizes.values()) + max(activations, minimum), map(management.get_total_memory, sizes)
+    tree.fits_each_card = not (limits or tree.executor.has_copies) and all(room > needed for room in rooms)
     for device, size in sizes.items():
         total, free = management.get_total_memory(device), management.get_free_memory(device)
         parts = tree.executor.parts[device].values()
         streamed = max((each.nbytes for part in parts for each in part.parameters()), default=0)
-        limit = f"{plan.limit_bytes[device] / GB:.2f} GB" if device in plan.limit_bytes else "none"
+        limit = f"{limits[device] / GB:.2f} GB" if device in limits else "none"
         room = f"free {free / GB:.2f} of {total / GB:.2f} GB, limit {limit}"
         needs = f"weights {size / GB:.2f} GB, activations about {activations / GB:.2f} GB"
         _log.info("split: %s %s, %s", device, needs, room)
@@ -83,32 +87,6 @@ def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None
         raise RuntimeError(
             f"this model cannot run so, even streamed: {'; '.join(problems)}. Leave that card out of the split, use a "
             "smaller weight type, or free memory on it"
-        )
-
-
-def _recommend_cfg_split(tree: SplitTree, num_conds: int, weights: int, working: float) -> None:
-    """Say that a copy per card would be faster where that is so: with CFG, if every card holds the whole model.
-
-    How many conds a step computes is known in its first step only: samplers are given a negative one that they leave
-    out at cfg 1.
-    """
-    has_room = all(management.get_total_memory(card) > weights + working for card in tree.plan.devices)
-    if num_conds > 1 and has_room and not tree.plan.limit_bytes:
-        tree.say_once(
-            f"split: the whole model ({weights / GB:.2f} GB) would fit each of these cards; for CFG, ComfyUI's "
-            "'MultiGPU CFG Split' keeps a copy on each and is faster"
-        )
-
-
-def _refuse_whole_compile(model: Any, plan: SplitPlan) -> None:
-    keys = [key for key, value in model.object_patches.items() if is_compiled(value)]
-    for wrapper in model.get_wrappers(WrappersMP.APPLY_MODEL, "torch.compile"):
-        for cell in wrapper.__closure__ or ():
-            keys += list(cell.cell_contents) if isinstance(cell.cell_contents, dict) else []
-    if ROOT in keys:
-        raise ValueError(
-            "torch.compile of the whole model (ComfyUI's TorchCompileModel) cannot span several cards; take it out, or "
-            f"use a node that compiles single blocks (such as {ROOT}.{plan.blocks[0]}) behind the split"
         )
 
 
@@ -137,9 +115,11 @@ def run_overlapped(
     tree = tree_of(model)
     if tree is None:
         return executor(model, conds, x_in, timestep, model_options)
-    advise, tree.advise = tree.advise, None
-    if advise is not None:
-        advise(tree, sum(bool(cond) for cond in conds))
+    if tree.fits_each_card and sum(map(bool, conds)) > 1:  # samplers are given a negative that they leave out at cfg 1
+        tree.say_once(
+            f"split: the whole model ({sum(tree.weight_bytes().values()) / GB:.2f} GB) would fit each of these cards; "
+            "for CFG, ComfyUI's 'MultiGPU CFG Split' keeps a copy on each and is faster"
+        )
     bring_controls_to_main(conds, tree.plan.main_device)
     parts = _parts(tree, model, conds, x_in, timestep, model_options)
 
@@ -167,8 +147,14 @@ def run_overlapped(
                 return outputs
             return compute()
         except RuntimeError as error:
-            _explain(error, tree.unseen, model_options)
-            raise
+            if "same device" not in str(error):
+                raise
+            raise RuntimeError(
+                f"a layer of this split MODEL met tensors of two devices ({error}). Attached to this MODEL: "
+                f"{_names(tree.unseen, model_options)}. What is attached inside a block must keep its tensors where "
+                "that block is: choose split_at so that its blocks are on the first device, take the node out, or use "
+                "the MODEL without the split"
+            ) from error
 
 
 def _parts(
@@ -183,7 +169,11 @@ def _parts(
     active, num_images = [index for index, cond in enumerate(conds) if cond], x_in.shape[0]
     if not tree.plan.overlap or len(active) * num_images < 2:
         return []
-    is_cut = num_images > 1 and all(_can_cut(entry) for index in active for entry in conds[index])
+    # For one image alone only conditionings are taken whose types' batching is known.
+    known = {CONDConstant, CONDCrossAttn, CONDList, CONDNoiseShape, CONDRegular}
+    values = [entry.get("model_conds", {}) for index in active for entry in conds[index]]
+    is_cut = num_images > 1 and all({*map(type, each.values())} <= known for each in values)
+    is_cut = is_cut and not any("latent_shapes" in each for each in values)
     parts: list[_Part] = []
     for index in active:
         for image in [slice(i, i + 1) for i in range(num_images)] if is_cut else [slice(None)]:
@@ -212,33 +202,20 @@ def _estimate(model: Any, part: _Part) -> float:
     return float(model.memory_required(list(part.x.shape), cond_shapes=shapes))
 
 
-def _can_cut(entry: Mapping[str, Any]) -> bool:
-    """Whether a conditioning can be taken for one image alone: only by the types whose batching is known."""
-    known = {CONDConstant, CONDCrossAttn, CONDList, CONDNoiseShape, CONDRegular}
-    values = entry.get("model_conds", {})
-    return "latent_shapes" not in values and all(type(value) in known for value in values.values())
-
-
 def _cut(entry: Mapping[str, Any], image: slice, num_images: int) -> dict[str, Any]:
-    cut = dict(entry)
-    cut["model_conds"] = {name: _cut_cond(value, image, num_images) for name, value in entry["model_conds"].items()}
-    mask = entry.get("mask")
-    if mask is not None and mask.shape[0] > 1:
-        cut["mask"] = _one(mask, image, num_images)
-    return cut
+    """A conditioning for one image; shorter batches are repeated first, as ComfyUI does."""
 
+    def one(value: Any) -> Any:
+        if isinstance(value, CONDConstant):
+            return value
+        if isinstance(value, list):
+            return [one(each) for each in value]
+        if not isinstance(value, torch.Tensor):
+            return value._copy_with(one(value.cond))
+        return value if value.shape[0] == 1 else repeat_to_batch_size(value, num_images)[image]
 
-def _cut_cond(cond: Any, image: slice, num_images: int) -> Any:
-    if isinstance(cond, CONDConstant):
-        return cond
-    if isinstance(cond, CONDList):
-        return cond._copy_with([_one(value, image, num_images) for value in cond.cond])
-    return cond._copy_with(_one(cond.cond, image, num_images))
-
-
-def _one(value: torch.Tensor, image: slice, num_images: int) -> torch.Tensor:
-    """The part of one image; shorter batches are repeated first, as ComfyUI does."""
-    return value if value.shape[0] == 1 else repeat_to_batch_size(value, num_images)[image]
+    cut = {**entry, "model_conds": {name: one(value) for name, value in entry["model_conds"].items()}}
+    return cut if cut.get("mask") is None else {**cut, "mask": one(cut["mask"])}
 
 
 # ---- verifying
@@ -309,17 +286,6 @@ def _differences(tree: SplitTree, found: Sequence[torch.Tensor], expected: Seque
         for number, (a, b) in enumerate(zip(found, expected, strict=True))
         if not bool((((a - b).abs() <= bound * b.float().std()) | (a == b) | (a.isnan() & b.isnan())).all())
     ]
-
-
-def _explain(error: RuntimeError, unseen: Sequence[str], options: Mapping[str, Any]) -> None:
-    """Raises: RuntimeError that says who may have brought tensors of two devices, if that is what the error is."""
-    if "same device" in str(error):
-        raise RuntimeError(
-            f"a layer of this split MODEL met tensors of two devices ({error}). Attached to this MODEL: "
-            f"{_names(unseen, options)}. What is attached inside a block must keep its tensors where that block is: "
-            "choose split_at so that its blocks are on the first device, take the node out, or use the MODEL without "
-            "the split"
-        ) from error
 
 
 def _names(unseen: Sequence[str], options: Mapping[str, Any]) -> str:

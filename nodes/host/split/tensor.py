@@ -8,7 +8,6 @@ depend on the weight. Of a plain LoRA one factor is sliced instead.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,10 +30,8 @@ from ....parallel.local.tensor_parallel import TensorParallel
 from ....quantization.weight_only import plain_parts
 from .attachments import KEY, OVERRIDE, ROOT, foreign_attention, is_options
 from .model_copy import Origin, copy_structure, reachable
-from .plan import GB, SplitPlan, SplitRequest, layout_of
+from .plan import SplitPlan, SplitRequest, find_streamed, layout_of
 from .tree import Executor, SplitTree
-
-_log = logging.getLogger(__name__)
 
 # Layouts of comfy_kitchen whose scales are of the whole weight or of its rows.
 _DIVISIBLE_LAYOUTS = (
@@ -51,14 +48,8 @@ class DividedPlan(SplitPlan):
 
     divided: Mapping[str, tuple[TensorPlan, Shares]]
 
-    def device_of(self, name: str) -> torch.device:
-        return self.main_device  # the other devices' parts are modules of their own
-
     def share_of(self, device: torch.device) -> str:
         return "a part of every block"
-
-    def num_blocks(self) -> list[tuple[str, int]]:
-        return [(str(device), len(self.blocks)) for device in self.devices]
 
     def describe(self) -> str:
         loss = self._describe_exchange("partial sums travel rounded to 8 bits, so pictures differ slightly")
@@ -103,18 +94,8 @@ def plan_tensor(diffusion_model: nn.Module, request: SplitRequest) -> DividedPla
     divided = {
         name: (plan, shares_of(diffusion_model.get_submodule(name), plan, evenly)) for name, plan in plans.items()
     }
-    limits, exchange = request.limit_bytes, request.exchange
-    plan = DividedPlan(blocks, request.devices, layout, limits, request.verify, exchange=exchange, divided=divided)
-    budgets = request.card_budgets()
-    over = [
-        f"{device} would hold {size / GB:.2f} GB of weights and may hold {budgets[device] / GB:.2f} GB"
-        for device, size in plan.bytes_on(diffusion_model).items()
-        if size > budgets[device]
-    ]
-    if over and not request.offload:
-        raise ValueError(f"{'; '.join(over)}. Use more GPUs or a smaller weight type, or turn offload on")
-    if over:
-        _log.warning("split: %s; the rest stays in host memory and is streamed at every step", "; ".join(over))
+    plan = DividedPlan(blocks, request.devices, layout, request, divided=divided)
+    find_streamed(request, plan.bytes_on(diffusion_model), "Use more GPUs")
     return plan
 
 
@@ -168,7 +149,7 @@ class TensorExecutor(Executor):
             by_block,
             passed_by=layout.passed_by,
             per_device=layout.per_device,
-            exchange=plan.exchange,
+            exchange=plan.request.exchange,
         )
         self._bridge.replay(addresses_on)
         self._layers = tuple(layer for block in by_block for layer in block.modules())

@@ -46,7 +46,7 @@ from ....planning.times import LEAST_SHARE
 from ....quantization.weight_only import plain_parts
 from .attachments import OVERRIDE, ROOT, check_attention, check_runnable
 from .model_copy import RUNTIME_STATE, copy_structure
-from .plan import GB, SplitPlan, SplitRequest, layout_of
+from .plan import SplitPlan, SplitRequest, find_streamed, layout_of
 from .tree import Executor, SplitTree
 
 _log = logging.getLogger(__name__)
@@ -83,15 +83,9 @@ class TokensPlan(SplitPlan):
     groups: int = 1
     may_run_alone: bool = False
 
-    def device_of(self, name: str) -> torch.device:
-        return self.main_device  # the other devices' copies are modules of their own
-
     def share_of(self, device: torch.device) -> str:
         share = self.shares[self.devices.index(device)] / sum(self.shares)
         return f"the whole model and {share:.0%} of the tokens"
-
-    def num_blocks(self) -> list[tuple[str, int]]:
-        return [(str(device), len(self.blocks)) for device in self.devices]
 
     def describe(self) -> str:
         what = "keys and values of other cards' tokens are rounded to 8 bits, so pictures differ slightly"
@@ -117,35 +111,15 @@ def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan
             )
     tokens = TOKEN_PLANS[layout.class_name]
     size = int(management.module_size(diffusion_model))
-    over = [
-        f"{device} would hold {size / GB:.2f} GB of weights and may hold {room / GB:.2f} GB"
-        for device, room in request.card_budgets().items()
-        if size > room
-    ]
-    if over and not request.offload:
-        raise ValueError(f"{'; '.join(over)}. Use way 'blocks' or 'tensor', a smaller weight type, or turn offload on")
-    if over:
-        _log.warning("split: %s; the rest stays in host memory and is streamed at every step", "; ".join(over))
+    over = find_streamed(request, dict.fromkeys(request.devices, size), "Use way 'blocks' or 'tensor'")
     if len(over) > 1 and comfy.memory_management.aimdo_enabled:
         _log.warning("split: DynamicVRAM streams to several cards from one pinned memory that their threads share")
     blocks, devices = execution_order(diffusion_model, layout), request.devices
     is_one_kind = len({device_title(device) for device in devices}) == 1
     measured = (1.0,) * len(devices) if is_one_kind or request.shares else machine_speed(devices).flops_per_s
-    shares = request.shares or tuple(measured)
-    limits, exchange, groups = request.limit_bytes, request.exchange, _num_groups(request)
-    return TokensPlan(
-        blocks,
-        devices,
-        layout,
-        limits,
-        request.verify,
-        "relay",
-        request.overlap,
-        exchange,
-        tokens=tokens,
-        shares=shares,
-        groups=groups,
-    )
+    shares, groups = request.shares or tuple(measured), _num_groups(request)
+    of_tokens: dict[str, Any] = {"tokens": tokens, "shares": shares, "groups": groups}
+    return TokensPlan(blocks, devices, layout, request, "relay", request.overlap, **of_tokens)
 
 
 def _num_groups(request: SplitRequest) -> int:
@@ -190,10 +164,11 @@ class TokensExecutor(Executor):
         def send(tensors: Tensors, rank: int, arrivals: Arrivals) -> Tensors:
             return copies.copies(tensors, plan.devices[rank], arrivals)
 
-        if plan.exchange == "8-bit":
+        exchange = plan.request.exchange
+        if exchange == "8-bit":
             self.tolerance = 0.1
         self._rows: dict[bool, TokenParallel] = {
-            is_one: TokenParallel(self._models, plan.devices, how, plan.shares, send, plan.groups, plan.exchange)
+            is_one: TokenParallel(self._models, plan.devices, how, plan.shares, send, plan.groups, exchange)
             for is_one, how in ((False, plan.tokens), (True, plan.tokens.one_frame))
             if how is not None
         }
@@ -246,10 +221,12 @@ class TokensExecutor(Executor):
 
     def _check_unchanged(self, tree: SplitTree) -> None:
         """Raises: RowsError that names what other code did to the main card's modules, which no copy has."""
-        patched = (f"the object patch of {key}" for key in tree.patcher.object_patches if f"{key}.".startswith(_INSIDE))
+        patched = (
+            f"the object patch of {key}" for key in tree.patcher().object_patches if f"{key}.".startswith(_INSIDE)
+        )
         found = next(itertools.chain(self._unchanged.changes(tree.own_hooks), self._added_to_weights(), patched), "")
         if not (found or self._is_compared):
-            found = next(self._other_numbers(tree.patcher), "")
+            found = next(self._other_numbers(tree.patcher()), "")
             self._is_compared = not found
         if found:
             raise self._refused(found)
@@ -316,12 +293,6 @@ class TokensExecutor(Executor):
         """Each card computes a whole one; what cannot be dealt to all cards is shared out by tokens."""
         size, outputs = len(self._models), list[torch.Tensor]()
 
-        def on_a_card(job: Callable[[], torch.Tensor]) -> torch.Tensor:
-            try:
-                return job()
-            finally:
-                tree.end()  # whatever it left in its thread
-
         tree.say_once(
             f"split: {size} conditionings or pictures at once, each whole on a card of its own, which holds all of its "
             "activations; overlap off computes each on all cards"
@@ -330,7 +301,7 @@ class TokensExecutor(Executor):
             try:
                 with self._running:
                     self._choose_rows(None)
-                    outputs += self._wholes.run([functools.partial(on_a_card, job) for job in jobs[:size]])
+                    outputs += self._wholes.run(jobs[:size])
             except RowsError as error:  # of what a wrapper put there just now
                 if not self._plan.may_run_alone:
                     raise
@@ -340,14 +311,19 @@ class TokensExecutor(Executor):
         return outputs + [job() for job in jobs]
 
     def _compute(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The innermost forward, of every card."""
+        """The innermost forward: of every card, or of one while the others compute others."""
         tree = self._tree()
         if tree is None or tree.is_plain:
             return own(*args, **kwargs)
         given = dict(self._signature.bind(*args, **kwargs).arguments)
         given |= given.pop(self._rest, {})
         if (rank := self._wholes.rank) is not None:
-            return self._compute_whole(rank, own, given)
+            self._check_runnable(given.get(_OPTIONS) or {}, given.get("control"))
+            moved = self._given(rank, given)
+            self._wholes.meet()
+            with current_device(self._plan.devices[rank]):
+                output = own(**moved) if rank == 0 else getattr(self._models[rank], self._method)(**moved)
+            return map_tensors(output, lambda tensor: copy_to(tensor, self._plan.main_device))
         with self._running:
             try:
                 self._check_unchanged(tree)
@@ -380,15 +356,6 @@ class TokensExecutor(Executor):
                 other.remove()
         rows.attach()
         return rows
-
-    def _compute_whole(self, rank: int, own: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-        """A forward of one card, while the others compute others; what it is called with and returns is on the main."""
-        self._check_runnable(given.get(_OPTIONS) or {}, given.get("control"))
-        moved = self._given(rank, given)
-        self._wholes.meet()
-        with current_device(self._plan.devices[rank]):
-            output = own(**moved) if rank == 0 else getattr(self._models[rank], self._method)(**moved)
-        return map_tensors(output, lambda tensor: copy_to(tensor, self._plan.main_device))
 
     def _given(self, rank: int, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of the forward on a rank's device; dicts are its own."""

@@ -9,11 +9,9 @@ lists (`main_only`). Everything else, LoRA key maps, injections, the forward, se
 from __future__ import annotations
 
 import logging
-import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partialmethod
 from typing import Any
 
@@ -25,7 +23,7 @@ from ....parallel.block_lists import BlockCalls, hooked_modules
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.interleave import Interleave
 from ....patches.hooks import HookSet
-from ..compiler import Hold, hold, outside, settle
+from ..compiler import outside
 from .attachments import ROOT, guard_options, replaced_methods, seen_attachments, unseen_attachments, wrap_control
 from .model_copy import Origin
 from .plan import SplitPlan
@@ -138,15 +136,14 @@ class SplitTree:
         self._hidden: dict[str, dict[str, nn.Module | None]] = {}
         self._hooks = HookSet()
         self._calls: BlockCalls | None = None
-        self._patcher: Callable[[], Any] = lambda: None  # who attached
+        self.patcher: Callable[[], Any] = lambda: None  # who attached; it has one for each other card as companions
         self._attached_by: int | None = None  # its id: weak references are dead when the collector has a patcher detach
         self._unseen: dict[tuple[str, ...], tuple[str, ...]] = {}  # by the names of modules that were looked into
-        self._is_plain = False
+        self.is_plain = False  # whether forwards run plainly now
         self._is_step = False
-        self._forwards = _Forwards()
         self._said: set[str] = set()  # what needs saying once
         self.is_to_verify = False  # the next step
-        self.advise: Callable[[SplitTree, int], None] | None = None  # at the next step, given its number of conds
+        self.fits_each_card = False  # the whole model with what a step takes, by the last forecast
         self.loaded_layers: dict[torch.device, dict[str, int]] = {}  # of object patches, by name: what each card holds
         self._is_proven = not plan.layout.is_watched
         self.is_verified = plan.layout.evidence != "read"  # or need not be
@@ -258,11 +255,10 @@ class SplitTree:
     def attach(self, owner: Any) -> None:
         """Hook the tree for this patcher; the hooks of another are replaced, since one patcher is loaded at a time."""
         self._remove_hooks()
-        self._attached_by, self._patcher = id(owner), weakref.ref(owner)
+        self._attached_by, self.patcher = id(owner), weakref.ref(owner)
         self.look_again()
         self.executor.attach(owner.patches_uuid)
-        self._hooks.before(self.diffusion_model, self._start)
-        self._hooks.after(self.diffusion_model, self._finish, also_on_error=True)
+        self._hooks.around(self.diffusion_model, self._run)
 
     def detach(self, owner: object) -> None:
         """Take off the hooks this patcher attached; those of another stay (a clone dies while its original runs)."""
@@ -273,31 +269,16 @@ class SplitTree:
         self._attached_by = None
         self.executor.remove()
         self._hooks.remove()
-        settle()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Forwards inside, in whatever threads, stand outside ComfyUI's compiler and leave nothing behind."""
+        """Forwards inside, in whatever threads, stand outside ComfyUI's compiler."""
         with outside(self.plan.devices):
             self._is_step = True
             try:
                 yield
             finally:
                 self._is_step = False
-                self.end()
-
-    def end(self) -> None:
-        """End what a forward of this thread left behind: torch calls no hook of ours when an interrupt unwinds one."""
-        self.bridge.end()
-        if self._forwards.held is not None:
-            self._forwards.held.end()
-            self._forwards.held = None
-        settle()
-
-    @property
-    def patcher(self) -> Any:
-        """The patcher of the main card that the tree is attached by, with one for each other card as companions."""
-        return self._patcher()
 
     @property
     def unseen(self) -> tuple[str, ...]:
@@ -312,7 +293,7 @@ class SplitTree:
         return self._look_inside(self.plan.blocks) if self.unseen else ()
 
     def _look_inside(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        if names not in self._unseen and (patcher := self._patcher()) is not None:
+        if names not in self._unseen and (patcher := self.patcher()) is not None:
             self._unseen[names] = tuple(unseen_attachments(patcher, self.diffusion_model, self.own_hooks, names))
         return self._unseen.get(names, ())
 
@@ -320,82 +301,61 @@ class SplitTree:
     def own_hooks(self) -> set[int]:
         """The numbers of the hooks of this split."""
         watching = self._calls.hook_ids if self._calls is not None else set()
-        return self.bridge.hook_ids | self._hooks.ids | watching
+        return self.bridge.hook_ids | watching
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
         """Forwards inside return to the main card after every block and remember no copies: slower, and right whatever
         is attached."""
-        self._is_plain = True
+        self.is_plain = True
         try:
             yield
         finally:
-            self._is_plain = False
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether forwards run plainly now."""
-        return self._is_plain
+            self.is_plain = False
 
     def say_once(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
             _log.info(text)
 
-    def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward of the diffusion model, all hooks of others included; outside of a step, somebody else runs it."""
+        with nullcontext() if self._is_step else outside(self.plan.devices):
+            self.executor.prepare(self, kwargs.get("transformer_options") or {})
+            self.bridge.end()
+            self.bridge.begin()  # ahead of what is decided for this forward: another thread's may be running
+            try:
+                args, kwargs = self._given(args, kwargs)
+                output = own(*args, **kwargs)
+                if self._calls is not None:
+                    self._calls.check()
+                    self._calls, self._is_proven = None, True
+                return self.bridge.move(output, self.plan.main_device)
+            finally:
+                self.bridge.end()
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments on the main card, once it is decided how this forward travels, and whose code it may meet."""
         options = kwargs.get("transformer_options") or {}
-        self.executor.prepare(self, options)
-        self.end()
-        self.bridge.begin()  # ahead of what is decided for this forward: another thread's may be running
-        self._decide(options)
-        if not self._is_proven:
-            if self._calls is not None:
-                self._calls.stop()
-            self._calls = BlockCalls(self.diffusion_model, self.plan.blocks)
-        if not self._is_step:  # run by somebody else than ComfyUI's sampler
-            self._forwards.held = hold(self.plan.devices, sys._getframe(1))
-        kwargs = dict(kwargs)
-        if isinstance(kwargs.get("control"), dict):
-            kwargs["control"] = wrap_control(kwargs["control"], self.bridge)
-        if isinstance(kwargs.get("transformer_options"), dict):
-            options, has_copies = kwargs["transformer_options"], self.executor.has_copies
-            guarded = guard_options(options, self.bridge, self.plan, has_copies=has_copies)
-            kwargs["transformer_options"] = self.executor.guard(guarded)
-        args, kwargs = self.bridge.move((args, kwargs), self.plan.main_device)
-        return args, _Arguments(kwargs)
-
-    def _finish(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        try:
-            if output is not None and self._calls is not None:
-                self._calls.check()
-                self._calls, self._is_proven = None, True
-            return self.bridge.move(output, self.plan.main_device) if output is not None else None
-        finally:
-            self.end()
-
-    def _decide(self, options: Mapping[str, Any]) -> None:
-        """How this forward travels, and whose code it may meet on its way."""
         between = [f"another node replaced {name} of the model" for name in replaced_methods(self.diffusion_model)]
         between += [f"another node exchanged {name}" for name in self._lists if not self._is_in_place(name)]
         if between and self.plan.transport == "stream":
             self.say_once(f"split: relay instead of stream: {between[0]}, which may do anything between two blocks")
-        is_plain = bool(between) or self._is_plain
+        is_plain = bool(between) or self.is_plain
         self.bridge.transport = "relay" if is_plain else self.plan.transport
         is_watched = is_plain or self.unseen or self.plan.layout.is_watched
         self.bridge.runs_alone = not is_watched and not seen_attachments(options)
-
-
-class _Forwards(threading.local):
-    """Of each thread: what keeps its forward outside the compiler."""
-
-    held: Hold | None = None
-
-
-class _Arguments(dict[str, Any]):
-    """Keyword arguments that torch holds while the forward runs; when they go, a hold whose forward is over ends."""
-
-    def __del__(self) -> None:
-        settle()
+        if not self._is_proven:
+            if self._calls is not None:
+                self._calls.stop()
+            self._calls = BlockCalls(self.diffusion_model, self.plan.blocks)
+        kwargs = dict(kwargs)
+        if isinstance(kwargs.get("control"), dict):
+            kwargs["control"] = wrap_control(kwargs["control"], self.bridge)
+        if isinstance(kwargs.get("transformer_options"), dict):
+            guarded = guard_options(options, self.bridge, self.plan, has_copies=self.executor.has_copies)
+            kwargs["transformer_options"] = self.executor.guard(guarded)
+        return self.bridge.move((args, kwargs), self.plan.main_device)
 
 
 def _containers_of(blocks: Sequence[str]) -> list[str]:

@@ -139,9 +139,7 @@ def test_text_encoders_of_comfyuis_folder_are_loaded_by_comfyui(
     loaded = []
     load = lambda files, kind, path: loaded.append((files, kind, path)) or "clip"  # noqa: E731
     monkeypatch.setattr("devicebridge.nodes.host.native.files.load_clip_files", load)
-    monkeypatch.setattr(
-        nodes.captions.host, "HostClip", lambda clip, weighs: SimpleNamespace(fingerprint=f"name of {clip}")
-    )
+    monkeypatch.setattr(nodes.captions, "HostClip", lambda clip, weighs: SimpleNamespace(fingerprint=f"name of {clip}"))
     files = [f"{name}.safetensors" for name in names]
     sockets = {"text_encoders": files[0], "vae": "[model folder]"}
     sockets |= {"text_encoder_2": files[1]} if len(files) > 1 else {}

@@ -37,11 +37,9 @@ def _image_folder(folder: Path) -> Path:
 
 def _ways(folders: ModuleType, path: Path) -> dict[str, object]:
     """Every socket that takes a full path, as a function that reads it."""
-    from devicebridge.nodes import host
-
     return {
         "dataset": lambda: folders.folder_in_input(str(path), "folder"),
-        "model": lambda: host.find_model(host.USE_PATH, str(path)),
+        "model": lambda: folders.find_model(folders.USE_PATH, str(path)),
         "vae": lambda: folders.find_component("vae", str(path)),
         "text_encoders": lambda: folders.find_component("text_encoders", str(path)),
     }

@@ -227,7 +227,7 @@ assert not torch.cuda.is_initialized()
 )
 def test_written_folders_stay_in_the_output_folder(nodes: ModuleType, name: str) -> None:
     with pytest.raises(ValueError, match="leads out of"):
-        nodes.train.host.folder_in_output(name, "name")
+        nodes.train.folders.folder_in_output(name, "name")
 
 
 def test_a_linked_folder_counts_as_what_it_leads_to(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
@@ -235,16 +235,16 @@ def test_a_linked_folder_counts_as_what_it_leads_to(nodes: ModuleType, host: com
     other_disk.mkdir()
     (host.root / "input" / "dogs").symlink_to(other_disk)
     with pytest.raises(ValueError, match=r"'dogs' is not in a folder that nodes read from"):
-        nodes.train.host.folder_in_input("dogs", "folder")
+        nodes.train.folders.folder_in_input("dogs", "folder")
     host.allow(other_disk)
-    assert nodes.train.host.folder_in_input("dogs", "folder") == host.root / "input" / "dogs"
+    assert nodes.train.folders.folder_in_input("dogs", "folder") == host.root / "input" / "dogs"
 
 
 @pytest.mark.parametrize("name", ["../secret", "../input_evil", "x/../../secret"])
 def test_relative_names_cannot_leave_the_input_folder(nodes: ModuleType, host: comfy_stub.FakeHost, name: str) -> None:
     (host.root / "secret").mkdir()
     with pytest.raises(ValueError, match="leads out of"):
-        nodes.train.host.folder_in_input(name, "folder")
+        nodes.train.folders.folder_in_input(name, "folder")
 
 
 def test_models_are_listed_from_their_folders(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
@@ -253,21 +253,21 @@ def test_models_are_listed_from_their_folders(nodes: ModuleType, host: comfy_stu
     (host.root / "models/diffusion_models/readme.txt").touch()
     (host.root / "models/diffusers/maker/b/transformer").mkdir(parents=True)
     (host.root / "models/diffusers/maker/b/model_index.json").touch()
-    assert nodes.train.host.list_models() == ["a.safetensors", "sdxl.safetensors", "maker/b"]
-    assert nodes.train.host.find_model("sdxl.safetensors", "") == host.root / "models/checkpoints/sdxl.safetensors"
-    assert nodes.train.host.find_model("maker/b", "") == host.root / "models/diffusers/maker/b"
-    assert nodes.train.host.find_model("a.safetensors", "") == host.root / "models/diffusion_models/a.safetensors"
+    assert nodes.train.folders.list_models() == ["a.safetensors", "sdxl.safetensors", "maker/b"]
+    assert nodes.train.folders.find_model("sdxl.safetensors", "") == host.root / "models/checkpoints/sdxl.safetensors"
+    assert nodes.train.folders.find_model("maker/b", "") == host.root / "models/diffusers/maker/b"
+    assert nodes.train.folders.find_model("a.safetensors", "") == host.root / "models/diffusion_models/a.safetensors"
 
 
 def test_a_model_that_is_not_there_is_named_with_what_is(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
     (host.root / "models/diffusion_models/a.safetensors").touch()
     with pytest.raises(ValueError, match=r"'b.safetensors'.*a\.safetensors"):
-        nodes.train.host.find_model("b.safetensors", "")
+        nodes.train.folders.find_model("b.safetensors", "")
     with pytest.raises(ValueError, match="path is empty"):
-        nodes.train.host.find_model("[path below]", " ")
+        nodes.train.folders.find_model("[path below]", " ")
     host.allow(Path("/nowhere"))
     with pytest.raises(ValueError, match="does not exist"):
-        nodes.train.host.find_model("[path below]", "/nowhere/model")
+        nodes.train.folders.find_model("[path below]", "/nowhere/model")
 
 
 # ---- loading ----
@@ -857,7 +857,7 @@ def _shown_and_unread(nodes: ModuleType, node: Any, sockets: dict[str, Any]) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base.Socket, "make_input", lambda socket, *ids: shown.append(socket) or make_input(socket, *ids))
         patch.setattr(module, "read_section", read_section, raising=False)
-        patch.setattr(nodes.load.host, "find_model", lambda *names: Path("/models/toy"))
+        patch.setattr(nodes.load.folders, "find_model", lambda *names: Path("/models/toy"))
         given = {**_defaults(node.define_schema()), "folder": "dogs", "resolutions": "64", **links}
         with contextlib.suppress(Exception):  # when everything is read: there is no such model
             node.execute(**given)
@@ -981,12 +981,11 @@ def test_stock_encoders_take_the_place_of_the_models_own(
 ) -> None:
     from devicebridge.jobs import encode_job
     from devicebridge.jobs import job as job_module
-    from devicebridge.nodes import host as host_module
 
     seen: list[Any] = []
     clip, vae = f"comfyui 0.33.0 CLIP {'a' * 64}", f"comfyui 0.33.0 VAE {'b' * 64}"
-    monkeypatch.setattr(host_module, "HostClip", lambda value, weighs: _Named(f"comfyui 0.33.0 CLIP {value * 64}"))
-    monkeypatch.setattr(host_module, "HostVae", lambda value: _Named(f"comfyui 0.33.0 VAE {value * 64}"))
+    monkeypatch.setattr(nodes.captions, "HostClip", lambda value, weighs: _Named(f"comfyui 0.33.0 CLIP {value * 64}"))
+    monkeypatch.setattr(nodes.captions, "HostVae", lambda value: _Named(f"comfyui 0.33.0 VAE {value * 64}"))
     monkeypatch.setattr(job_module, "check_job", lambda job, **how: job)
     monkeypatch.setattr(encode_job, "cache_job", lambda *arguments: seen.append(arguments) or (_Samples(), None))
     node = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
@@ -1013,11 +1012,10 @@ def test_prompts_that_are_no_captions_are_encoded_by_the_captions_clip_before_th
 ) -> None:
     from devicebridge.jobs import encode_job
     from devicebridge.nodes import captions
-    from devicebridge.nodes import host as host_module
     from devicebridge.nodes.view import JobView
 
     seen: list[Any] = []
-    monkeypatch.setattr(host_module, "HostClip", lambda value, weighs: _Named(value))
+    monkeypatch.setattr(nodes.captions, "HostClip", lambda value, weighs: _Named(value))
     monkeypatch.setattr(encode_job, "missing_prompts", lambda job: list(job.samples.prompts))
     monkeypatch.setattr(encode_job, "fill_prompts", lambda job, info, encoders, *rest: seen.append(encoders.clip))
     job, clip = _job(nodes, {**sockets, "sample_prompts": "a cat"}), _Link("clip")

@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_refused_before_captions_are_encoded(
 
 
 def test_encoders_are_found_by_the_names_of_comfyuis_templates(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
-    from devicebridge.nodes.host.known_files import known_files
+    from devicebridge.nodes.host.native.files import known_files
 
     there = {
         "text_encoders": (
@@ -195,7 +195,7 @@ def test_a_file_of_an_own_family_without_encoders_says_which_are_looked_for(
     info = SimpleNamespace(path=file, family=family, variant=variant, pipeline_folder=None)
     model = SimpleNamespace(model=SimpleNamespace(path=str(file), family=""), read=lambda: info)
     with pytest.raises(ValueError, match=r"clip_l, t5xxl.*stock_clip"):
-        nodes.captions._with_files(model, dict.fromkeys(("text_encoders", "vae"), nodes.host.OWN_PART))
+        nodes.captions._with_files(model, dict.fromkeys(("text_encoders", "vae"), nodes.host.folders.OWN_PART))
 
 
 @pytest.mark.parametrize(
