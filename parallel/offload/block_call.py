@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from .in_place import put_back, taken_out
+from ...patches.hooks import put_back, taken_out
 
 Checkpoint = Callable[..., Any]  # (block, *values) -> what block(*values) gives
 
@@ -40,19 +40,9 @@ class BlockCall:
         tensors, self._frame = taken_out(output)
         return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
-    def with_others(self, others: dict[str, Any]) -> BlockCall:
-        """The same call with other objects passed by."""
-        made = BlockCall(self.module, {}, ())
-        made._names, made.others = self._names, others
-        return made
-
     def whole(self, output: Any) -> Any:
         """The block's own form of what a call gave."""
         return put_back(self._frame, output if isinstance(output, tuple) else (output,))
-
-    def take_form(self, other: BlockCall) -> None:
-        """Before whole() of what another call of the same block gave."""
-        self._frame = other._frame
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
@@ -63,10 +53,10 @@ def module_of(block: nn.Module | BlockCall) -> nn.Module:
     return block.module if isinstance(block, BlockCall) else block
 
 
-def checkpoint_calls(modules: Iterable[nn.Module], checkpoint: Checkpoint | None, passed_by: Sequence[str]) -> None:
-    """Have calls of these blocks, hooks included, go through checkpoint; None lets them be made as usual."""
+def checkpoint_calls(modules: Iterable[nn.Module], checkpoint: Checkpoint, passed_by: Sequence[str]) -> None:
+    """Have calls of these blocks, hooks included, go through checkpoint."""
     for module in modules:
-        if type(module).__dict__.get("_is_intercepted") is None:
+        if "_checkpoint" not in module.__dict__:
             module.__class__ = _intercepted(type(module))  # type: ignore[arg-type]
         module.__dict__["_checkpoint"] = (checkpoint, tuple(passed_by))
 
@@ -76,12 +66,8 @@ def _intercepted(cls: type[nn.Module]) -> type[nn.Module]:
     """A subclass, since Python looks __call__ up in the class."""
 
     class Intercepted(cls):  # type: ignore[valid-type,misc]
-        _is_intercepted = True
-
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             checkpoint, passed_by = self.__dict__["_checkpoint"]
-            if checkpoint is None:
-                return super().__call__(*args, **kwargs)
             call = BlockCall(self, kwargs, passed_by)
             return call.whole(checkpoint(call, *call.values(args, kwargs)))
 

@@ -34,9 +34,9 @@ from torch.overrides import TorchFunctionMode
 from ...patches.compile_blocks import Compiler
 from ...patches.hooks import map_tensors, tensors_reached
 from ..devices import CPU, random_state, set_random_state
+from ..transfer import version_of
 from .out_of_place import LateReads, in_place, out_of_place
 
-_PLACE = torch.empty(0)  # stands where a tensor was
 _Kind = tuple[torch.dtype, int]  # of a saved tensor: type and number of dimensions
 
 
@@ -92,7 +92,7 @@ class InPlaceGuard:
         writes = self.known.get(key)
         if writes is None:
             writes = self.known[key] = self._learn(tensors, args, kwargs)
-        before = [_version(tensor) for tensor in tensors]
+        before = [version_of(tensor) for tensor in tensors]
         if self._compiled:
             # A graph in which nothing reaches an argument will do where all that is written into are made anew. Torch
             # refuses to trace what writes into a leaf of autograd, or into a view such as FSDP makes of all arguments:
@@ -111,7 +111,7 @@ class InPlaceGuard:
             needs_copies = torch.is_grad_enabled() and writes.num_copied
             with _copies(writes, type(self.block).__name__) if needs_copies else nullcontext():
                 output = self._forward(args, kwargs, copies, {index: tensors[index] for index in writes.renewed})
-        if before != [_version(tensor) for tensor in tensors]:
+        if before != [version_of(tensor) for tensor in tensors]:
             raise RuntimeError(
                 f"{type(self.block).__name__} changed an argument in place that it did not change before, so its "
                 "gradients cannot be trusted; this model cannot be trained here"
@@ -177,7 +177,8 @@ class InPlaceGuard:
             return same
 
         device = next((tensor.device for tensor in tensors), CPU)
-        with torch.enable_grad(), _same_random_numbers(device), LateReads() as reads:
+        state = random_state(device)
+        with torch.enable_grad(), LateReads() as reads:
             copies = [tensor.detach().requires_grad_(tensor.requires_grad).clone() for tensor in tensors]
             before = [copy._version for copy in copies]
             others = {index: copy for index, copy in enumerate(copies) if index not in renewed}
@@ -185,6 +186,8 @@ class InPlaceGuard:
                 output = self._forward(args, kwargs, others, {index: copies[index] for index in renewed})
             outputs = tensors_reached(output, self.passed_by)
             reads.look(outputs)
+        if state is not None:
+            set_random_state(device, state)
         changed = {index for index, copy in enumerate(copies) if copy._version != before[index]}
         written = tuple((_kind(tensor), tensor._version != version) for tensor, version in saved)
         found = Writes(frozenset(changed | renewed if reads.found else changed), renewed, written)
@@ -233,37 +236,5 @@ def _copies(writes: Writes, name: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Outside, the device's generator is where it was."""
-    state = random_state(device)
-    try:
-        yield
-    finally:
-        if state is not None:
-            set_random_state(device, state)
-
-
-def taken_out(value: Any, passed_by: Sequence[str] = ()) -> tuple[list[Tensor], Any]:
-    """Every tensor in value, in order, and value without them."""
-    tensors: list[Tensor] = []
-
-    def take(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return _PLACE
-
-    return tensors, map_tensors(value, take, passed_by)
-
-
-def put_back(frame: Any, tensors: Sequence[Tensor], passed_by: Sequence[str] = ()) -> Any:
-    """The inverse of taken_out."""
-    remaining = iter(tensors)
-    return map_tensors(frame, lambda place: next(remaining), passed_by)
-
-
 def _kind(tensor: Tensor) -> _Kind:
     return tensor.dtype, tensor.ndim
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

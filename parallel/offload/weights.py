@@ -44,7 +44,6 @@ class _Block:
     """An offloaded block."""
 
     module: nn.Module
-    found_on: torch.device  # where its weights were
     host: PinnedBuffer  # their bytes, as a slot has them
     weights: list[SlotTensor]
 
@@ -57,19 +56,16 @@ class OffloadsWeights(Protocol):
 
 
 class WeightOffload:
-    """Handle of blocks whose weights are in host memory; made by apply_weight_offload, or before a model is loaded.
+    """Handle of blocks whose weights are in host memory; made before a model is loaded.
 
-    A loader that knows it hands over every layer that is final (begin, finish); attach() makes slots and hooks.
+    The loader hands over every layer that is final (begin, finish); attach() makes slots and hooks.
 
     Args:
         places: fqn of each offloaded block -> its device, in execution order.
-        is_on_host: whether the loader puts large weights of these blocks into host memory; then remove() leaves them
-            there.
     """
 
-    def __init__(self, places: Mapping[str, torch.device], *, is_on_host: bool = False) -> None:
+    def __init__(self, places: Mapping[str, torch.device]) -> None:
         self.places = dict(places)
-        self._is_on_host = is_on_host
         self._model: nn.Module | None = None
         self._blocks: dict[str, _Block] = {}
         self._waiting: dict[str, set[str]] = {}
@@ -99,10 +95,6 @@ class WeightOffload:
         """Whether a parameter is one in host memory, where it belongs."""
         return id(parameter) in self._on_host
 
-    def found_on(self, module: nn.Module) -> torch.device | None:
-        """Where the weights of an offloaded block were found; None for another module."""
-        return next((block.found_on for block in self._blocks.values() if block.module is module), None)
-
     # ---- while a model is loaded
 
     def begin(self, model: nn.Module, layers: Collection[str]) -> None:
@@ -123,7 +115,8 @@ class WeightOffload:
         module = self._model.get_submodule(layer)
         for leaf, parameter in module._parameters.items():
             if parameter is not None and parameter.device != CPU and _can_leave(parameter):
-                module._parameters[leaf] = _moved(parameter, CPU)
+                parts = (part.to(CPU) for part in plain_parts(parameter))
+                module._parameters[leaf] = nn.Parameter(rebuilt(parameter, parts), requires_grad=False)
         self._waiting[name].discard(layer)
         if not self._waiting[name]:
             self._pack(name)
@@ -131,11 +124,6 @@ class WeightOffload:
     def takes(self, fqn: str, num_bytes: int) -> bool:
         """Whether a frozen tensor of this name and size will be in host memory."""
         return num_bytes >= SMALLEST_BYTES and self._block_of(fqn) is not None
-
-    def pack_all(self) -> None:
-        """Bring the weights of all blocks to the host."""
-        for name in self.places:
-            self._pack(name)
 
     def _block_of(self, fqn: str) -> str | None:
         """The offloaded block that a module or parameter belongs to."""
@@ -152,8 +140,7 @@ class WeightOffload:
         layouts, size = _lay_out([parameter for _, _, parameter in found])
         host = PinnedBuffer(size, device, is_wanted=self._can_pin)
         self._can_pin = self._can_pin and (host.is_pinned or device.type != "cuda" or not size)
-        found_on = CPU if self._is_on_host or not found else found[0][2].device
-        block = self._blocks[name] = _Block(module, found_on, host, [])
+        block = self._blocks[name] = _Block(module, host, [])
         for (owner, leaf, parameter), pieces in zip(found, layouts, strict=True):
             for part, piece in zip(plain_parts(parameter), pieces, strict=True):
                 piece.view(host.tensor).copy_(part)
@@ -167,13 +154,13 @@ class WeightOffload:
 
         This one owns them: attach both, and remove the copy's first.
         """
-        other = WeightOffload(dict.fromkeys(self.places, device), is_on_host=True)
+        other = WeightOffload(dict.fromkeys(self.places, device))
         other._on_host, other._owns_host = self._on_host, False
         for name, block in self._blocks.items():
             copied = model.get_submodule(name)
             owners = dict(zip(block.module.modules(), copied.modules(), strict=True))
             weights = [replace(weight, owner=owners[weight.owner]) for weight in block.weights]
-            other._blocks[name] = _Block(copied, CPU, block.host, weights)
+            other._blocks[name] = _Block(copied, block.host, weights)
         return other
 
     # ---- on the split model
@@ -206,22 +193,13 @@ class WeightOffload:
         kind = "pinned" if all(block.host.is_pinned for block in self._blocks.values()) else "not pinned"
         _log.info("%d blocks stream from host memory (%.2f GB, %s)", len(self._blocks), self.host_bytes / 1e9, kind)
 
-    @torch.no_grad()
     def remove(self) -> None:
-        """Take the hooks off and put the weights back where they were found; a second call is a no-op.
-
-        What was found in host memory stays there, no longer pinned.
-
-        Raises: torch.OutOfMemoryError if a card has no room for its weights now.
-        """
+        """Take the hooks off; the weights stay in host memory, no longer pinned. A second call is a no-op."""
         self._hooks.remove()
         synchronize(dict.fromkeys(self.places.values()))  # the last copies read memory that is given back here
         for each in self._devices:
             each.slots.close()
         self._devices.clear()
-        for block in self._blocks.values():
-            for weight in block.weights if block.found_on != CPU else ():
-                weight.put(_moved(weight.absent, block.found_on))
         self._drop()
         if self._split is not None:
             self._split.take_weight_offload(None)
@@ -315,9 +293,3 @@ def _lay_out(parameters: Sequence[nn.Parameter]) -> tuple[list[list[Piece]], int
         pieces, size = lay_out([(part.shape, part.dtype) for part in plain_parts(parameter)], size)
         layouts.append(pieces)
     return layouts, size
-
-
-def _moved(tensor: torch.Tensor, device: torch.device) -> nn.Parameter:
-    """A frozen Parameter like it on another device."""
-    parts = (part.to(device) for part in plain_parts(tensor))
-    return nn.Parameter(rebuilt(tensor, parts), requires_grad=False)
