@@ -34,11 +34,14 @@ def apply_block_split(model: nn.Module, family: ModelFamily, placement: Placemen
 def apply_weight_offload(split: BlockSplit, blocks: Sequence[str]) -> WeightOffload:
     """Have these blocks of a split model, with its LoRA, stream from host memory; remove() leaves them there."""
     offload = WeightOffload({name: device for name, device in split.placement.items() if name in set(blocks)})
-    layers = [
-        name for name, module in split.model.named_modules() if any(True for _ in module.parameters(recurse=False))
-    ]
-    offload.begin(split.model, layers)
-    for layer in layers:
-        offload.finish(layer)
+    bring_to_host(offload, split.model)
     offload.attach(split)
     return offload
+
+
+def bring_to_host(offload: WeightOffload, model: nn.Module) -> None:
+    """As a loader does, of a model that is there."""
+    layers = [name for name, module in model.named_modules() if module._parameters]
+    offload.begin(model, layers)
+    for layer in layers:
+        offload.finish(layer)

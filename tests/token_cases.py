@@ -85,8 +85,7 @@ def make_training(
     rows = TokenParallel(copies, cards, plan, shares or (1.0,) * len(cards))
     rows.attach()
     for card, each in zip(cards, copies, strict=True):
-        checkpoint = partial(_again, card) if recomputes else None
-        checkpoint_calls(each.blocks, checkpoint, ())
+        checkpoint_calls(each.blocks if recomputes else (), partial(_again, card), ())
     replicas = [
         Replica(each, card, tuple(p for p in each.parameters() if p.requires_grad))
         for each, card in zip(copies, cards, strict=True)

@@ -17,6 +17,7 @@ from devicebridge.parallel.offload.in_place import InPlaceGuard
 from devicebridge.parallel.offload.weights import WeightOffload
 from devicebridge.parallel.runner import PlainAccumulation
 from devicebridge.tests.emulated import CARDS, emulated_cards, factories_on_cards, on_cpu
+from devicebridge.tests.placed import bring_to_host
 from devicebridge.tests.token_cases import PLAN, WHOLE_TEXT, Block, Toy, make_toy, make_training, microbatches
 from devicebridge.training.objective import predict
 from torch import nn
@@ -172,9 +173,8 @@ def test_copies_stream_one_set_of_weights_with_the_same_bits(monkeypatch: pytest
             block.mod.requires_grad_(True)  # in the place of a LoRA
         with emulated_cards(2), factories_on_cards():
             first = toy.to(CARDS[0])
-            offload = WeightOffload(dict.fromkeys(places, CARDS[0]), is_on_host=True)
-            offload.begin(first, ())
-            offload.pack_all()
+            offload = WeightOffload(dict.fromkeys(places, CARDS[0]))
+            bring_to_host(offload, first)
             copies = [first, copy_model(first, CARDS[1], offload.holds)]
             offloads = [offload, offload.of_copy(copies[1], CARDS[1])] if places else []
             held = [_on_host(each) for each in copies]
