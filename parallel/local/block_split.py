@@ -73,8 +73,8 @@ class BlockSplit:
                     self._hooks.around_method(self.model, name, functools.partial(self._bring_result, index))
             for name, arguments in ({} if native is None else native.tail_arguments).items():
                 self._hooks.around_method(self.model, name, functools.partial(self._bring_arguments, arguments))
-        self._hooks.after(self.model, self._bring_output)
-        self._hooks.after(self.model, self._finish, also_on_error=True)
+        self._hooks.after(self.model, lambda *call: self.bridge.move(call[-1], self.bridge.tail_device))
+        self._hooks.after(self.model, lambda *call: self.bridge.end(), also_on_error=True)
 
     def remove(self) -> None:
         """Take the hooks off; a second call is a no-op."""
@@ -140,12 +140,6 @@ class BlockSplit:
         self.bridge.end()  # torch calls no hook of ours when KeyboardInterrupt ends a forward
         self.bridge.begin()
         return self.bridge.move((args, kwargs), self.main_device)
-
-    def _finish(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self.bridge.end()
-
-    def _bring_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        return self.bridge.move(output, self.bridge.tail_device)
 
     def _bring_result(
         self, index: int, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -165,7 +165,11 @@ class Collective:
             tensor: the same shape on all ranks; it is not changed.
         Raises: as all_gather.
         """
-        slices, is_short = self._slices(tensor), self._is_short(tensor)
+        has_rows = tensor.is_floating_point() and tensor.ndim > 0 and tensor.shape[-1] >= _SHORTEST_ROW
+        is_short = self.exchange == "8-bit" and has_rows
+        slices: Tensors = ()  # of the rows, one for each rank
+        if self.size > 2 and tensor.ndim > 1 and tensor.nbytes >= self.sliced_from_bytes:
+            slices = tensor.reshape(-1, tensor.shape[-1]).tensor_split(self.size)
         if not slices:
             sent: Tensors = encode(tensor) if is_short else (tensor,)
             self.post(rank, name, sent, as_one=is_short)
@@ -193,17 +197,6 @@ class Collective:
                 self.post(rank, name, part, to, as_one=len(part) > 1)
         return self.take(rank, name, parts[rank])
 
-    def _is_short(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor travels in 8 bits."""
-        has_rows = tensor.is_floating_point() and tensor.ndim > 0 and tensor.shape[-1] >= _SHORTEST_ROW
-        return self.exchange == "8-bit" and has_rows
-
-    def _slices(self, tensor: torch.Tensor) -> Tensors:
-        """Slices of the rows, one for each rank; () for a tensor that is reduced whole."""
-        if self.size == 2 or tensor.ndim < 2 or tensor.nbytes < self.sliced_from_bytes:
-            return ()
-        return tensor.reshape(-1, tensor.shape[-1]).tensor_split(self.size)
-
     def finish(self, rank: int) -> None:
         """This rank has ended its round; waits for nobody."""
         self.post(rank, "the end", ())
@@ -214,22 +207,18 @@ class Collective:
         message = None if self._errors else box.get()
         while message is not None and message[1] < self._rounds[rank]:  # the end of an earlier round
             message = box.get()
-        if message is None or message[0] != name or self._errors:
-            self._fail(message, name)
-        assert message is not None
+        if message is not None and message[0] != name:
+            self.abort(RuntimeError(f"the devices are at different places: one at {message[0]}, one at {name}"))
+        if message is None or self._errors:
+            error = self.error
+            assert error is not None, "None comes with an error"
+            try:
+                raise error
+            finally:
+                del error  # or its traceback would keep this frame, and this frame the error
         if message[3]:
             settle(message[3])
         return _parts(message[2][0], message[4]) if message[4] else message[2]
-
-    def _fail(self, message: _Message | None, name: str) -> None:
-        if message is not None and message[0] != name:
-            self.abort(RuntimeError(f"the devices are at different places: one at {message[0]}, one at {name}"))
-        error = self.error
-        assert error is not None, "None comes with an error"
-        try:
-            raise error
-        finally:
-            del error  # or its traceback would keep this frame, and this frame the error
 
     @property
     def error(self) -> BaseException | None:
@@ -298,7 +287,8 @@ def attach_collectives(shards: Mapping[str, BlockShard], rank: int, find_group: 
             if each.how == "norm":
                 hooks.after(module, functools.partial(_correct_norm, each.width, place))
             else:
-                hooks.after(module, functools.partial(_exchange, getattr(place, each.how)))
+                function = getattr(place, each.how)
+                hooks.after(module, lambda *call, function=function: map_tensors(call[-1], function))
         for of_heads in shard.arguments:
             hooks.before(of_heads.module, of_heads)
     return hooks
@@ -322,16 +312,6 @@ class _Place:
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the first device has computed, with which all go on."""
         return self.find_group().all_gather(self.rank, self.name, tensor)[0]
-
-
-def _exchange(
-    function: Callable[[torch.Tensor], torch.Tensor],
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: Any,
-) -> Any:
-    return map_tensors(output, function)
 
 
 def _correct_norm(

@@ -24,7 +24,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -153,7 +152,9 @@ class Handle:
         """Start copying what goes to the host."""
         for each in self._on_card():
             if not each.stays and each.host is None:
-                each.host = self._device.copy_out(_flat(each.checked()), self._ready)
+                flat, streams = _flat(each.checked()), self._device.streams
+                each.host = buffer = self._device.pool.take(flat.numel() * flat.element_size())
+                buffer.used = streams.copy(_elements(buffer, flat), flat, self._ready, buffer.used)
 
     def drop(self) -> None:
         """Let what was copied go from the card, once the copies are done."""
@@ -168,8 +169,14 @@ class Handle:
 
     def _bring_back(self) -> None:
         for each in self._inputs:
-            if each is not None and each.card is None:
-                self._device.copy_back(each)
+            if each is None or each.card is not None:
+                continue
+            assert each.host is not None
+            streams = self._device.streams
+            tensor = torch.empty_strided(each.size, each.stride, dtype=each.dtype, device=self._device.device)
+            flat, now = _flat(tensor), streams.now()  # until then its memory may be in use
+            each.host.used = streams.copy(flat, _elements(each.host, flat), now, each.host.used)
+            each.arrive(tensor)
 
     def _let_go(self) -> None:
         """Give everything away; the computing stream waits for copies from and to the card's memory.
@@ -237,22 +244,6 @@ class _Device:
             handle.follow(alive[-1])
             alive[-1].leave()
         self._queued = [weakref.ref(each) for each in (*alive[-1:], handle)]
-
-    def copy_out(self, flat: torch.Tensor, ready: Any) -> PinnedBuffer:
-        """A buffer that gets the elements, after `ready`."""
-        buffer = self.pool.take(flat.numel() * flat.element_size())
-        buffer.used = self.streams.copy(_elements(buffer, flat), flat, ready, buffer.used)
-        return buffer
-
-    def copy_back(self, each: _Input) -> None:
-        """Have the tensor on the card again."""
-        buffer = each.host
-        assert buffer is not None
-        tensor = torch.empty_strided(each.size, each.stride, dtype=each.dtype, device=self.device)
-        flat = _flat(tensor)
-        now = self.streams.now()  # until then its memory may be in use
-        buffer.used = self.streams.copy(flat, _elements(buffer, flat), now, buffer.used)
-        each.arrive(tensor)
 
 
 def _make_buffer(num_bytes: int, device: torch.device) -> PinnedBuffer:

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ...patches.hooks import HookSet, map_tensors
+from ...patches.hooks import HookSet, tensors_reached
 from ...quantization.weight_only import plain_parts, rebuilt, tensor_bytes
 from ..devices import CPU, synchronize
 from .copies import Piece, Slots, SlotTensor, lay_out
@@ -252,14 +252,7 @@ def _make_enter(device: _Device, index: int) -> Callable[..., None]:
 
 def _has_graph(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call with gradients would leave a graph behind."""
-    found: list[bool] = [parameter.requires_grad for parameter in block.parameters()]
-
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor.requires_grad)
-        return tensor
-
-    map_tensors((args, kwargs), look)
-    return any(found)
+    return any(tensor.requires_grad for tensor in (*block.parameters(), *tensors_reached((args, kwargs))))
 
 
 # ---- tensors
