@@ -175,7 +175,7 @@ def _finish(
     # 5. The hooks that bring weights come behind the bridge's, whose turn on the stage they need. LoRA is there now,
     #    and moves to the card that its offloaded layers compute on.
     if offload is not None:
-        offload.attach(split)
+        offload.attach()
     # 6. Only a block's own forward is compiled, with the LoRA in it: hooks and recomputation around it stay Python.
     #    Replicas share their blocks' code and with it torch's limit of graphs.
     compiled = None

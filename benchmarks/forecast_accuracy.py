@@ -143,7 +143,7 @@ def train(
         if plan.setting.offloads:
             built.split.offload_inputs(min_bytes=question_module.MIN_BYTES)
         if offload is not None:
-            offload.attach(built.split)
+            offload.attach()
         trainer = make_trainer(built, lora, job, make_picture_samples(config, side, is_tiny=options.tiny))
         if plan.setting.strategy == "pipeline":
             trainer.runner = Pipeline(built.model, built.split.bridge, ahead=plan.setting.ahead)

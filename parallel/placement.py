@@ -331,14 +331,9 @@ def spread_offloaded(num_blocks: int, num_kept: int, num_offloaded: int) -> tupl
     num_kept blocks keep their activations.
 
     Returns: indices within the device's blocks, rising. [num_offloaded]
-    Raises: ValueError if there are fewer blocks.
     """
     candidates = num_blocks - num_kept
-    if not 0 <= num_offloaded <= candidates:
-        raise ValueError(
-            f"{num_offloaded} of {num_blocks} blocks are to stream from host memory, but {num_kept} keep their "
-            f"activations and cannot; at most {max(0, candidates)} are left"
-        )
+    assert 0 <= num_offloaded <= candidates, "check_offloaded_blocks refuses others"
     return tuple((2 * index + 1) * candidates // (2 * num_offloaded) for index in range(num_offloaded))
 
 

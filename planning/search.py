@@ -226,9 +226,7 @@ def each_card(question: Question, setting: Setting, find: _Find) -> Found | None
     fitting = [one for one in found if one is not None]
     if len(fitting) < count:
         return None
-    microbatches = (
-        [1] * count if setting.shares_rows else [len(each) for each in dealt(question.space.accumulation, count)]
-    )
+    microbatches = [1] * count if setting.shares_rows else list(map(len, dealt(question.space.accumulation, count)))
     together = replace(
         fitting[0],
         setting=setting,

@@ -35,7 +35,7 @@ def apply_weight_offload(split: BlockSplit, blocks: Sequence[str]) -> WeightOffl
     """Have these blocks of a split model, with its LoRA, stream from host memory; remove() leaves them there."""
     offload = WeightOffload({name: device for name, device in split.placement.items() if name in set(blocks)})
     bring_to_host(offload, split.model)
-    offload.attach(split)
+    offload.attach()
     return offload
 
 

@@ -25,7 +25,6 @@ from ..block_lists import called_modules, parts_of_tail, transport_for
 from ..offload.activations import MIN_BYTES, ActivationOffload
 from ..offload.block_call import BlockCall, module_of
 from ..offload.recompute import recompute
-from ..offload.weights import WeightOffload
 from ..placement import Placement, block_names, check_kept_blocks
 from .bridge import Bridge
 
@@ -38,7 +37,6 @@ class BlockSplit:
     def __init__(self, model: nn.Module, family: ModelFamily, placement: Placement) -> None:
         self.placement = placement
         self.model = model
-        self._weights: WeightOffload | None = None
         self._called = {name: called_modules(model, family, name) for name in placement.blocks}
         self.bridge = Bridge(
             {module: device for name, device in placement.items() for module in self._called[name]},
@@ -111,15 +109,13 @@ class BlockSplit:
 
         Args:
             num_blocks: one per device, in order; () keeps none. [num_devices]
-        Raises: ValueError for another number of devices, more blocks than a device has, or blocks with weight offload.
+        Raises: ValueError for another number of devices, or more blocks than a device has.
         """
         check_kept_blocks(num_blocks, self.placement)
         kept: list[str] = []
         for device, count in zip(self.bridge.devices, num_blocks, strict=bool(num_blocks)):
             names = [name for name, place in self.placement.items() if place == device]
             kept += names[len(names) - count :]
-        blocks = frozenset(map(self.model.get_submodule, kept))
-        _refuse_both(blocks, self._weights.modules if self._weights is not None else ())
         self._kept = frozenset(module for name in kept for module in self._called[name])
 
     @property
@@ -127,14 +123,6 @@ class BlockSplit:
         """The blocks that keep their activations, with their devices: all where gradient checkpointing is off."""
         is_recomputing = getattr(self.model, "is_gradient_checkpointing", False)
         return {block: d for block, d in self.bridge.blocks.items() if block in self._kept or not is_recomputing}
-
-    def take_weight_offload(self, offload: WeightOffload | None) -> None:
-        """Leave weights in host memory where they are; None when they are back.
-
-        Raises: ValueError if one of the offloaded blocks keeps its activations.
-        """
-        _refuse_both(self._kept, offload.modules if offload is not None else ())
-        self._weights = offload
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.bridge.end()  # torch calls no hook of ours when KeyboardInterrupt ends a forward
@@ -184,13 +172,3 @@ def apply_block_split(model: nn.Module, family: ModelFamily, placement: Placemen
     split = BlockSplit(model, family, placement)
     split.attach()
     return split
-
-
-def _refuse_both(kept: frozenset[nn.Module], offloaded: Collection[nn.Module]) -> None:
-    """The graph of a kept block would hold weights that go."""
-    both = kept & frozenset(offloaded)
-    if both:
-        raise ValueError(
-            f"{len(both)} blocks are to keep their activations and to stream from host memory; lower "
-            "split.blocks_without_checkpointing or split.offloaded_blocks, each block can do one of the two"
-        )

@@ -18,7 +18,6 @@ one backward per forward, for what came back is given away. docs/decisions/0008-
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import sys
 import threading
@@ -32,8 +31,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..transfer import version_of
 from .copies import CopyStreams
 from .pinned import BufferPool, PinnedBuffer
-
-_log = logging.getLogger(__name__)
 
 MIN_BYTES = 2**20  # below, a copy costs more in launches than it frees
 NUM_WAITING = 2  # blocks whose tensors are on a card besides those of the block at work: the newest, one on its way
@@ -50,7 +47,7 @@ class ActivationOffload:
         self._min_bytes = min_bytes
         self._devices: dict[torch.device, _Device] = {}
         self._making = threading.Lock()
-        self._is_closed = self._has_said = False
+        self._is_closed = False
 
     def keep(
         self, tensors: Sequence[torch.Tensor], device: torch.device
@@ -72,12 +69,6 @@ class ActivationOffload:
         handle = Handle(inputs, on_device)
         on_device.queue(handle)
         return handle, [tensor for tensor, each in zip(tensors, inputs, strict=True) if each is None]
-
-    def say_kept_elsewhere(self, why: str) -> None:
-        """Say once that something stays on its card."""
-        if not self._has_said:
-            _log.warning("block inputs stay on their cards: %s", why)
-        self._has_said = True
 
     def close(self) -> None:
         """Free the host memory, what is in use as soon as it is not; later buffers are not kept either."""

@@ -20,7 +20,6 @@ import threading
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 from torch.autograd.function import once_differentiable
 
@@ -42,16 +41,13 @@ def recompute(
     Args:
         device: of the block and of all tensors in args.
         store: keeps args until the backward; None for autograd.
-    Raises: TypeError if the block returns something else than a tensor or a tuple of tensors.
+    Raises: TypeError if the block returns something else than a tensor or a tuple of tensors; RuntimeError under
+        autocast, without which the second forward would compute in other types.
     """
     if not torch.is_grad_enabled():
         return block(*args)
     if autocast_of(device.type) is not None:
-        if store is not None:
-            store.say_kept_elsewhere("autocast is on")
-        if isinstance(block, BlockCall):
-            raise RuntimeError("autocast is on, and ComfyUI's own models are trained without it")
-        return torch.utils.checkpoint.checkpoint(block.__call__, *args, use_reentrant=False)
+        raise RuntimeError("autocast is on, and blocks that are computed again are trained without it")
     tensors, frame = taken_out(args)
     anchor = None
     if not any(tensor.requires_grad for tensor in tensors):

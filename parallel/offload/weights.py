@@ -5,7 +5,7 @@ the other slot: the next higher in a forward, the next lower while blocks are co
 is evicted before its slot is needed. The base is frozen, so nothing is copied back. copies.py keeps order on the card.
 
 A backward never reads evicted weights: the graph of an offloaded block is made, used and dropped within one visit. A
-call that would leave a graph behind is refused: a block that keeps its activations, or runs under autocast.
+call that would leave a graph behind is refused, as of a block that keeps its activations.
 
 In host memory are frozen tensors of 64 KiB and more; LoRA, buffers and what trains stay on the card. Between visits the
 module has its host tensors: names, state dict and sizes are as ever. A block has one pinned buffer, since buffers per
@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,13 +48,6 @@ class _Block:
     weights: list[SlotTensor]
 
 
-class OffloadsWeights(Protocol):
-    """A split model whose blocks may have their weights in host memory."""
-
-    def take_weight_offload(self, offload: WeightOffload | None) -> None:
-        """Raises: ValueError if one of the offloaded blocks keeps its activations."""
-
-
 class WeightOffload:
     """Handle of blocks whose weights are in host memory; made before a model is loaded.
 
@@ -72,7 +65,6 @@ class WeightOffload:
         self._on_host: set[int] = set()
         self._owns_host = True
         self._can_pin = True
-        self._split: OffloadsWeights | None = None
         self._hooks = HookSet()
         self._devices: list[_Device] = []
 
@@ -85,11 +77,6 @@ class WeightOffload:
     def host_bytes(self) -> int:
         """Of the buffers in host memory."""
         return sum(block.host.num_bytes for block in self._blocks.values())
-
-    @property
-    def modules(self) -> frozenset[nn.Module]:
-        """The offloaded blocks."""
-        return frozenset(block.module for block in self._blocks.values())
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is one in host memory, where it belongs."""
@@ -176,14 +163,9 @@ class WeightOffload:
                 if buffer is not None and buffer.device != device:
                     owner._buffers[leaf] = buffer.to(device)
 
-    def attach(self, split: OffloadsWeights) -> None:
-        """Make the slots and have the blocks use them; LoRA that was attached to host tensors moves to its card.
-
-        Raises: ValueError if one of the blocks keeps its activations.
-        """
-        assert self._split is None and set(self._blocks) == set(self.places), "weights are brought to the host first"
-        split.take_weight_offload(self)
-        self._split = split
+    def attach(self) -> None:
+        """Make the slots and have the blocks use them; LoRA that was attached to host tensors moves to its card."""
+        assert not self._hooks and set(self._blocks) == set(self.places), "weights are brought to the host first"
         for device in dict.fromkeys(self.places.values()):
             blocks = [self._blocks[name] for name, place in self.places.items() if place == device]
             self._devices.append(_Device(device, blocks))
@@ -201,9 +183,6 @@ class WeightOffload:
             each.slots.close()
         self._devices.clear()
         self._drop()
-        if self._split is not None:
-            self._split.take_weight_offload(None)
-            self._split = None
 
     def _drop(self) -> None:
         for block in self._blocks.values():
@@ -242,8 +221,8 @@ def _make_enter(device: _Device, index: int) -> Callable[..., None]:
         if torch.is_grad_enabled() and not is_backward and _has_graph(block, args, kwargs):
             raise RuntimeError(
                 f"a {type(block).__name__} whose weights stream from host memory was called with gradients, outside of "
-                "BlockSplit.checkpoint or under autocast; its weights would be gone at the backward. Enable gradient "
-                "checkpointing with the split's checkpoint, without autocast, or keep this block's weights on its card"
+                "BlockSplit.checkpoint; its weights would be gone at the backward. Enable gradient checkpointing with "
+                "the split's checkpoint, or keep this block's weights on its card"
             )
         device.enter(index, is_backward=is_backward)
 

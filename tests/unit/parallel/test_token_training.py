@@ -157,11 +157,6 @@ def _on_host(model: nn.Module) -> set[int]:
     return {id(each) for each in model.parameters() if each.device.type == "cpu"}
 
 
-class _Split:
-    def take_weight_offload(self, offload: WeightOffload | None) -> None:
-        pass
-
-
 def test_copies_stream_one_set_of_weights_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through two slots of each card, from one place in host memory."""
     monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1)
@@ -180,7 +175,7 @@ def test_copies_stream_one_set_of_weights_with_the_same_bits(monkeypatch: pytest
             held = [_on_host(each) for each in copies]
             training = make_training(toy, CARDS[:2], PLAN, recomputes=True, copies=copies)
             for each in offloads:
-                each.attach(_Split())
+                each.attach()
             losses = [on_cpu(each) for each in training.run(microbatches(training.model, 2))]
             gradients = {name: on_cpu(each.grad) for name, each in first.named_parameters() if each.grad is not None}
             copied = [each.num_copies for each in offloads]

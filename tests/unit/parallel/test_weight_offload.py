@@ -131,8 +131,6 @@ def test_offloaded_blocks_are_spread_over_those_that_are_recomputed():
             gaps = [b - a for a, b in zip(chosen, chosen[1:], strict=False)]
             assert len(set(chosen)) == num_offloaded and min(chosen) >= 0 and max(chosen) < num_blocks
             assert not gaps or max(gaps) - min(gaps) <= 1 and min(gaps) >= 1
-    with pytest.raises(ValueError, match="at most 2 are left"):
-        spread_offloaded(5, 3, 3)
 
 
 def test_each_device_has_its_own():
@@ -349,28 +347,14 @@ def test_the_simulation_sees_a_wait_that_is_missing(broken, monkeypatch):
 # ---- what is refused, and what goes wrong
 
 
-def test_a_block_keeps_its_activations_or_streams():
-    with emulated_cards(1):
-        built = _build("flux2", CARDS[:1], kept=(2,))
-        last = built.split.placement.blocks[-1]
-        with pytest.raises(ValueError, match="each block can do one of the two"):
-            apply_weight_offload(built.split, [last])
-        offload = apply_weight_offload(built.split, list(built.split.placement.blocks[:4]))
-        with pytest.raises(ValueError, match="each block can do one of the two"):
-            built.split.keep_activations([3])
-        assert len(built.split._kept) == 2
-        offload.remove()
-        built.split.keep_activations([3])
-
-
-@pytest.mark.parametrize("how", ["no checkpointing", "autocast"])
+@pytest.mark.parametrize("how", ["no checkpointing", "kept"])
 def test_a_graph_that_would_hold_weights_is_refused(how):
-    built = _build("flux2", [CPU], offloaded=(4,), checkpointing=how == "autocast")
-    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast")
-    with autocast, pytest.raises(RuntimeError, match="was called with gradients"):
+    built = _build("flux2", [CPU], offloaded=(4,), checkpointing=how == "kept")
+    if how == "kept":
+        built.split.keep_activations([6])
+    with pytest.raises(RuntimeError, match="was called with gradients"):
         _run(built, "flux2", 1)
-    with autocast:
-        _evaluate(built, "flux2")  # nothing to remember
+    _evaluate(built, "flux2")  # nothing to remember
 
 
 @pytest.mark.parametrize("scheme", [None, "int8-compute"])
