@@ -391,21 +391,6 @@ def native_list(layout: NativeModel) -> BlockList:
     return BlockList("", layout.text_modules, layout.is_joint, layout.sample_modules, layout.routed_modules)
 
 
-def native_block_flops(
-    model: nn.Module,
-    layout: NativeModel,
-    blocks: Sequence[str],
-    num_image_tokens: int = 4096,
-    num_text_tokens: int = 512,
-) -> list[float]:
-    """As above, for blocks of one of ComfyUI's own models; if nothing is said, for a picture of 1024x1024.
-
-    The share of a block changes little with the size.
-    """
-    side = native_list(layout)
-    return [block_flops(model.get_submodule(name), side, num_image_tokens, num_text_tokens) for name in blocks]
-
-
 def block_flops(block: nn.Module, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> float:
     """Of one block's forward, as estimate_block_flops."""
     layers = products_of(block, block_list, num_image_tokens, num_text_tokens)

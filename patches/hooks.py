@@ -266,11 +266,6 @@ def _field_names(cls: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else ()
 
 
-def tensors_of(tree: Any) -> list[Tensor]:
-    """Every tensor in tuples, lists and dicts, in order; other objects are not looked into."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def change_at(value: Any, path: Sequence[str], change: Callable[[Any], Any]) -> Any:
     """The value with what lies at a path of indices, keys and attributes changed; containers are copied."""
     if not path:

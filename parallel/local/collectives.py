@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Literal
 
@@ -283,39 +282,32 @@ def attach_collectives(shards: Mapping[str, BlockShard], rank: int, find_group: 
     for name, shard in shards.items():
         for each in shard.collectives:
             module = shard.block.get_submodule(each.name)  # with the LoRA that was put around it
-            place = _Place(f"{name}.{each.name}", rank, find_group)
+            exchange = functools.partial(_exchange, find_group, rank, f"{name}.{each.name}", each.how)
             if each.how == "norm":
-                hooks.after(module, functools.partial(_correct_norm, each.width, place))
+                hooks.after(module, functools.partial(_correct_norm, each.width, exchange))
             else:
-                function = getattr(place, each.how)
-                hooks.after(module, lambda *call, function=function: map_tensors(call[-1], function))
+                hooks.after(module, lambda *call, exchange=exchange: map_tensors(call[-1], exchange))
         for of_heads in shard.arguments:
             hooks.before(of_heads.module, of_heads)
     return hooks
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where in the model a device is. Args: name: the same on every device."""
-
-    name: str
-    rank: int
-    find_group: FindGroup
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.find_group().all_reduce(self.rank, self.name, tensor)
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Joined along the last dimension."""
-        return torch.cat(self.find_group().all_gather(self.rank, self.name, tensor), dim=-1)
-
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the first device has computed, with which all go on."""
-        return self.find_group().all_gather(self.rank, self.name, tensor)[0]
+def _exchange(find_group: FindGroup, rank: int, name: str, how: str, tensor: torch.Tensor) -> torch.Tensor:
+    """What the devices make of a layer's output: joined along the features, the first one's, or the sum."""
+    group = find_group()
+    if how not in ("all_gather", "broadcast"):
+        return group.all_reduce(rank, name, tensor)
+    found = group.all_gather(rank, name, tensor)
+    return torch.cat(found, dim=-1) if how == "all_gather" else found[0]
 
 
 def _correct_norm(
-    width: int, place: _Place, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
+    width: int,
+    sum_of: Callable[[torch.Tensor], torch.Tensor],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: torch.Tensor,
 ) -> torch.Tensor:
     """What an RMS norm of one device's features returned, normalised by the features of all devices instead."""
     x = args[0] if args else next(iter(kwargs.values()))
@@ -323,4 +315,4 @@ def _correct_norm(
     eps = width * float(torch.finfo(x.dtype).eps if given is None else given)
     squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square()
     own = torch.rsub(squares, eps, alpha=-width / x.shape[-1])  # two kernels in one
-    return output.mul_((own / (place.all_reduce(squares) + eps)).sqrt())
+    return output.mul_((own / (sum_of(squares) + eps)).sqrt())

@@ -89,15 +89,10 @@ class JoinedSlices(torch.Tensor):
         if func is _aten.clone.default:
             return args[0].joined()
         if func is _aten.copy_.default and isinstance(args[1], cls) and not isinstance(args[0], cls):
-            return _copy_pieces(args[0], args[1], *args[2:], **kwargs)
+            target, source, *others = args
+            lengths = [piece.shape[source.along] for piece in source.pieces]
+            for place, piece in zip(target.split(lengths, source.along), source.pieces, strict=True):
+                place.copy_(piece, *others, **kwargs)
+            return target
         args, kwargs = tree_map_only(cls, cls.joined, (args, kwargs))  # also inside lists
         return func(*args, **kwargs)
-
-
-def _copy_pieces(target: torch.Tensor, source: JoinedSlices, non_blocking: bool = False) -> torch.Tensor:
-    start = 0
-    for piece in source.pieces:
-        length = piece.shape[source.along]
-        target.narrow(source.along, start, length).copy_(piece, non_blocking=non_blocking)
-        start += length
-    return target

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...patches.compile_blocks import AUGMENTED
-from ...patches.hooks import map_tensors, tensors_of
+from ...patches.hooks import map_tensors, tensors_reached
 
 _local = threading.local()  # reads: the LateReads of this thread, if any
 
@@ -68,7 +68,7 @@ class LateReads(TorchDispatchMode):
 
     def look(self, value: Any) -> None:
         """Note it if there is such a tensor in value."""
-        self.found = self.found or any(_address(tensor) in self._left for tensor in tensors_of(value))
+        self.found = self.found or any(_address(tensor) in self._left for tensor in tensors_reached(value))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._left:

@@ -20,8 +20,9 @@ docs/decisions/0008-blocks-from-host-memory.md.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,7 +172,7 @@ class WeightOffload:
             self._devices.append(_Device(device, blocks))
             for index, block in enumerate(blocks):
                 self.move_others(block.module, device)
-                self._hooks.just_before(block.module, _make_enter(self._devices[-1], index))
+                self._hooks.just_before(block.module, torch.compiler.disable(partial(_enter, self._devices[-1], index)))
         kind = "pinned" if all(block.host.is_pinned for block in self._blocks.values()) else "not pinned"
         _log.info("%d blocks stream from host memory (%.2f GB, %s)", len(self._blocks), self.host_bytes / 1e9, kind)
 
@@ -215,18 +216,15 @@ class _Device:
             self.slots.load(other, ahead, self.blocks[ahead].host.tensor)
 
 
-def _make_enter(device: _Device, index: int) -> Callable[..., None]:
-    def enter(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        is_backward = is_recomputing()
-        if torch.is_grad_enabled() and not is_backward and _has_graph(block, args, kwargs):
-            raise RuntimeError(
-                f"a {type(block).__name__} whose weights stream from host memory was called with gradients, outside of "
-                "BlockSplit.checkpoint; its weights would be gone at the backward. Enable gradient checkpointing with "
-                "the split's checkpoint, or keep this block's weights on its card"
-            )
-        device.enter(index, is_backward=is_backward)
-
-    return torch.compiler.disable(enter)  # type: ignore[no-any-return]
+def _enter(device: _Device, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    is_backward = is_recomputing()
+    if torch.is_grad_enabled() and not is_backward and _has_graph(block, args, kwargs):
+        raise RuntimeError(
+            f"a {type(block).__name__} whose weights stream from host memory was called with gradients, outside of "
+            "BlockSplit.checkpoint; its weights would be gone at the backward. Enable gradient checkpointing with the "
+            "split's checkpoint, or keep this block's weights on its card"
+        )
+    device.enter(index, is_backward=is_backward)
 
 
 def _has_graph(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -15,7 +15,8 @@ from torch import nn
 from ....families.comfy.native import NativeModel
 from ....parallel.block_lists import execution_order, followers, placed_blocks, tail_modules, transport_for
 from ....parallel.local.bridge import Bridge
-from ....parallel.placement import Placement, check_budgets, native_block_flops, plan_manual, plan_placement
+from ....parallel.placement import Placement, block_flops, check_budgets, native_list, plan_manual, plan_placement
+from ....planning.times import NUM_TEXT_TOKENS, PICTURE_TOKENS
 from .plan import SplitPlan, SplitRequest, layout_of
 from .tree import Executor, SplitTree
 
@@ -128,7 +129,10 @@ def _place(
     other_bytes = int(management.module_size(diffusion_model)) - sum(sizes)  # on the main device
     budgets = request.card_budgets()
     by_hand = plan_manual(blocks, request.devices, request.split_at) if request.balance == "manual" else None
-    is_time = request.balance == "time"
+    is_time, costs = request.balance == "time", list[float](sizes)
+    if is_time:  # a block's share changes little with the size of what is sampled
+        of_blocks, side = map(diffusion_model.get_submodule, blocks), native_list(layout)
+        costs = [block_flops(block, side, PICTURE_TOKENS, NUM_TEXT_TOKENS) for block in of_blocks]
 
     def plan(budget: Mapping[torch.device, int]) -> Placement:
         if by_hand is not None:
@@ -137,7 +141,7 @@ def _place(
         return plan_placement(
             blocks,
             request.devices,
-            block_cost=native_block_flops(diffusion_model, layout, blocks) if is_time else sizes,
+            block_cost=costs,
             main_cost=0.0 if is_time else other_bytes,
             block_bytes=sizes,
             main_bytes=other_bytes,
