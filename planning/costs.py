@@ -28,8 +28,7 @@ from ..families.token_plan import Place, segments
 from ..parallel.block_lists import parts_of_tail
 from ..parallel.local.collectives import Collective
 from ..parallel.local.tokens import OneDeviceError, Rows, TokenParallel
-from ..parallel.offload.block_call import BlockCall, module_of
-from ..parallel.offload.recompute import HandOut
+from ..parallel.offload.recompute import BlockCall, HandOut, module_of
 from ..parallel.offload.weights import host_bytes_of
 from ..parallel.placement import block_names, blocks_with_lists, estimate_block_flops
 from ..patches.hooks import tensors_reached

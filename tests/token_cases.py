@@ -12,8 +12,7 @@ from devicebridge.families.token_plan import BlockRows, TokenPlan
 from devicebridge.parallel.local.data_parallel import Replica
 from devicebridge.parallel.local.token_training import TokenModel, TokenTraining
 from devicebridge.parallel.local.tokens import HERE, TokenParallel
-from devicebridge.parallel.offload.block_call import checkpoint_calls
-from devicebridge.parallel.offload.recompute import recompute
+from devicebridge.parallel.offload.recompute import checkpoint_calls, recompute
 from devicebridge.parallel.runner import MicroBatch
 from torch import nn
 

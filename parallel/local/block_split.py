@@ -23,8 +23,7 @@ from ...families.spec import ModelFamily
 from ...patches.hooks import HookSet
 from ..block_lists import called_modules, parts_of_tail, transport_for
 from ..offload.activations import MIN_BYTES, ActivationOffload
-from ..offload.block_call import BlockCall, module_of
-from ..offload.recompute import recompute
+from ..offload.recompute import BlockCall, module_of, recompute
 from ..placement import Placement, block_names, check_kept_blocks
 from .bridge import Bridge
 

@@ -33,7 +33,7 @@ from torch import nn
 
 from ...patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors, tensors_reached
 from ..transfer import SideStreams, Versioned, copy_to, device_switch, is_everywhere, version_of
-from .thread_pool import ThreadPool
+from .workers import ThreadPool
 
 T = TypeVar("T")
 Transport = Literal["stream", "relay"]

@@ -28,8 +28,7 @@ from ..devices import CPU
 from ..runner import MicroBatch
 from ..transfer import current_device
 from .schedule import Prefetch, StageOrder, Work
-from .thread_pool import ThreadPool
-from .workers import Coordinator
+from .workers import Coordinator, ThreadPool
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from .all_rows import CountedOnce
 from .collectives import Collective
 from .data_parallel import DataParallel, Replica
 from .tensor_parallel import ForwardWorkers
-from .thread_pool import ThreadPool
 from .tokens import OneDeviceError, Rows, TokenParallel
+from .workers import ThreadPool
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from devicebridge.parallel.local.tensor_parallel import ForwardWorkers
 from devicebridge.parallel.local.graph_recorder import GraphRecorder
-from devicebridge.parallel.local.thread_pool import ThreadPool
+from devicebridge.parallel.local.workers import ThreadPool
 from devicebridge.parallel.transfer import SideStreams
 
 cards = [torch.device("cuda", index) for index in range(2)]

@@ -6,8 +6,7 @@ import weakref
 
 import pytest
 import torch
-from devicebridge.parallel.offload.block_call import BlockCall, checkpoint_calls, module_of
-from devicebridge.parallel.offload.recompute import recompute
+from devicebridge.parallel.offload.recompute import BlockCall, checkpoint_calls, module_of, recompute
 from torch import nn
 
 CPU = torch.device("cpu")
