@@ -29,8 +29,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..transfer import version_of
-from .copies import CopyStreams
-from .pinned import BufferPool, PinnedBuffer
+from .copies import BufferPool, CopyStreams, PinnedBuffer
 
 MIN_BYTES = 2**20  # below, a copy costs more in launches than it frees
 NUM_WAITING = 2  # blocks whose tensors are on a card besides those of the block at work: the newest, one on its way

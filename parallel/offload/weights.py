@@ -31,8 +31,7 @@ from torch import nn
 from ...patches.hooks import HookSet, tensors_reached
 from ...quantization.weight_only import plain_parts, rebuilt, tensor_bytes
 from ..devices import CPU, synchronize
-from .copies import Piece, Slots, SlotTensor, lay_out
-from .pinned import PinnedBuffer
+from .copies import Piece, PinnedBuffer, Slots, SlotTensor, lay_out
 from .recompute import is_recomputing
 
 _log = logging.getLogger(__name__)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from devicebridge.parallel.local.graphs import RECORDED_AFTER
-from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
-from devicebridge.parallel.local.slices import Slice
+from devicebridge.parallel.local.shards import Slice, divide_block, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.unit.parallel.test_graphs import where
 from devicebridge.tests.unit.parallel.test_tensor_parallel import PLANS, WIDTH, Fused, Separate, make_model

@@ -10,7 +10,7 @@ import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.local.pipeline import Pipeline
-from devicebridge.parallel.offload import activations, pinned
+from devicebridge.parallel.offload import activations, copies
 from devicebridge.parallel.offload.activations import ActivationOffload
 from devicebridge.parallel.offload.recompute import recompute
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
@@ -274,7 +274,7 @@ def test_autocast_is_refused():
 def no_driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(pinned, "_forget_last_error", lambda device: None)
+    monkeypatch.setattr(copies, "_forget_last_error", lambda device: None)
 
 
 def test_memory_that_cannot_be_pinned_is_refused(monkeypatch, no_driver):
@@ -301,7 +301,7 @@ def test_pinned_memory_is_whole_pages_and_unregistered_once(monkeypatch, no_driv
             return 0
 
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
-    buffer = pinned.PinnedBuffer(5000, torch.device("cuda:0"))
+    buffer = copies.PinnedBuffer(5000, torch.device("cuda:0"))
     buffer.tensor.view(torch.float32).fill_(1.0)
     buffer.close()
     del buffer
@@ -414,7 +414,7 @@ def test_what_is_dropped_on_its_way_waits_for_the_copy(records_streams):
 def test_buffers_of_several_sizes_take_no_more_than_the_largest_at_once():
     """In whatever order sizes come: what is too small makes room for what is larger, which serves the small."""
     for sizes in ((100, 25, 60, 100, 10), (10, 25, 60, 100, 45), (25, 100, 25, 60)):
-        buffers = pinned.BufferPool(lambda num_bytes: pinned.PinnedBuffer(num_bytes, CPU))
+        buffers = copies.BufferPool(lambda num_bytes: copies.PinnedBuffer(num_bytes, CPU))
         for size in sizes:
             held = [buffers.take(size * 1000) for _ in range(4)]
             assert all(buffer.num_bytes >= size * 1000 for buffer in held)
