@@ -82,7 +82,7 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
     offload = None
     if any(plan.offloaded_blocks):
         places = place_offloaded(placements[0], plans[0].kept_blocks, plans[0].offloaded_blocks)
-        offload = WeightOffload(places, is_on_host=True)
+        offload = WeightOffload(places)
     if quantizer is None:
         model = load_transformer(
             info, _first_places(info, placement, offload, plan.dtype), plan.dtype, layer_store=offload
@@ -160,7 +160,7 @@ def _finish(
 ) -> Assembled:
     """What every replica goes through once its weights are in place; all_devices: of all of them."""
     # 2. The bridge comes before everything that may call the model or look at devices.
-    split = apply_block_split(model, family, plan.placement, offload)
+    split = apply_block_split(model, family, plan.placement)
     split.recompute = recompute
     # 3. LoRA goes onto the final base layers: PEFT picks its layer class, device and dtype from what it finds there.
     adapter = attach_adapter(model)
@@ -175,7 +175,7 @@ def _finish(
     # 5. The hooks that bring weights come behind the bridge's, whose turn on the stage they need. LoRA is there now,
     #    and moves to the card that its offloaded layers compute on.
     if offload is not None:
-        offload.attach(split)
+        offload.attach()
     # 6. Only a block's own forward is compiled, with the LoRA in it: hooks and recomputation around it stay Python.
     #    Replicas share their blocks' code and with it torch's limit of graphs.
     compiled = None

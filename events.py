@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,14 @@ class EventLog:
         self._file = (folder / "events.jsonl").open("ab", buffering=0)
         self._is_whole = True  # its last line
         self._has_warned = False
-        self._scalars = _make_scalar_writer(folder / "tensorboard") if tensorboard else None
+        self._scalars: SummaryWriter | None = None
+        try:
+            if tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._scalars = SummaryWriter(str(folder / "tensorboard"))
+        except Exception as error:  # whatever its import raises, or a full disk
+            _log.warning("TensorBoard scalars are not written: %s", import_fault(error) or error)
 
     def __enter__(self) -> EventLog:
         return self
@@ -113,16 +121,12 @@ class EventTail:
             file.seek(self._offset)
             lines, _, _ = file.read().rpartition(b"\n")
         self._offset += len(lines) + bool(lines)
-        return [event for line in lines.splitlines() if (event := _event_of(line)) is not None]
-
-
-def _event_of(line: bytes) -> Event | None:
-    """None for a line that a full disk has cut short."""
-    try:
-        values = json.loads(line)
-    except ValueError:
-        return None
-    return Event(values.pop("kind"), values.pop("step"), values.pop("total"), values)
+        found = []
+        for line in lines.splitlines():
+            with suppress(json.JSONDecodeError):  # a line that a full disk has cut short
+                values = json.loads(line)
+                found.append(Event(values.pop("kind"), values.pop("step"), values.pop("total"), values))
+        return found
 
 
 class NoEvents(EventLog):
@@ -136,16 +140,6 @@ class NoEvents(EventLog):
 
     def emit(self, kind: str, step: int = 0, total: int = 0, **values: Any) -> None:
         """Nobody hears it."""
-
-
-def _make_scalar_writer(folder: Path) -> SummaryWriter | None:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(str(folder))
-    except Exception as error:  # whatever its import raises, or a full disk
-        _log.warning("TensorBoard scalars are not written: %s", import_fault(error) or error)
-        return None
 
 
 def first_line(error: BaseException) -> str:

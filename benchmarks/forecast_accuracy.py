@@ -133,7 +133,7 @@ def train(
     with watched(options) as peaks:
         scheme = "bf16" if plan.setting.scheme == "none" else plan.setting.scheme
         places = place_offloaded(plan.placement, plan.uncheckpointed, plan.offloaded)
-        offload = WeightOffload(places, is_on_host=True) if places else None
+        offload = WeightOffload(places) if places else None
         built = make_random_model(config, plan.placement, scheme, offload=offload)
         plain = replace(job.train, gradient_checkpointing=False, offload_activations="off")
         lora = attach_lora(built, replace(job, train=plain))
@@ -143,7 +143,7 @@ def train(
         if plan.setting.offloads:
             built.split.offload_inputs(min_bytes=question_module.MIN_BYTES)
         if offload is not None:
-            offload.attach(built.split)
+            offload.attach()
         trainer = make_trainer(built, lora, job, make_picture_samples(config, side, is_tiny=options.tiny))
         if plan.setting.strategy == "pipeline":
             trainer.runner = Pipeline(built.model, built.split.bridge, ahead=plan.setting.ahead)

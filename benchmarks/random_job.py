@@ -123,7 +123,7 @@ def make_random_model(
         offload: takes the layers of its blocks to the host as they are done; to be attached when the LoRA is.
     """
     model, report = draw_model(config, placement.device_of, scheme, seed=seed, fill=fill, family=family, store=offload)
-    split = apply_block_split(model.requires_grad_(False), family, placement, offload)
+    split = apply_block_split(model.requires_grad_(False), family, placement)
     return RandomModel(scheme, model, split, report, family)
 
 

@@ -32,13 +32,13 @@ import torch  # noqa: E402
 from devicebridge.config.job import JobConfig  # noqa: E402
 from devicebridge.events import first_line  # noqa: E402
 from devicebridge.parallel.devices import release_cached_memory  # noqa: E402
-from devicebridge.parallel.local.block_split import apply_weight_offload  # noqa: E402
 from devicebridge.parallel.local.data_parallel import DataParallel, Replica  # noqa: E402
 from devicebridge.parallel.local.pipeline import Pipeline  # noqa: E402
 from devicebridge.parallel.placement import place_offloaded  # noqa: E402
 from devicebridge.parallel.runner import Runner  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings, refusal  # noqa: E402
+from devicebridge.tests.placed import apply_weight_offload, place  # noqa: E402
 from devicebridge.training.batches import CachedSamples  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
@@ -144,6 +144,7 @@ def train(
         if way.swapped_share:
             placed = built.split.placement
             counts = [int(way.swapped_share * placed.num_blocks_on(device)) for device in built.devices]
+            stack.callback(place, built.model, placed)
             stack.callback(apply_weight_offload(built.split, list(place_offloaded(placed, (), counts))).remove)
         if way.offloads:
             built.split.offload_inputs(min_bytes=1)

@@ -36,7 +36,6 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 import torch  # noqa: E402
 from devicebridge.config.job import JobConfig  # noqa: E402
 from devicebridge.parallel.devices import available_devices, reset_peaks, synchronize  # noqa: E402
-from devicebridge.parallel.local.block_split import apply_weight_offload  # noqa: E402
 from devicebridge.parallel.local.pipeline import Pipeline  # noqa: E402
 from devicebridge.parallel.offload import weights as weights_module  # noqa: E402
 from devicebridge.parallel.offload.weights import WeightOffload  # noqa: E402
@@ -45,6 +44,7 @@ from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
 from devicebridge.planning.plan import TrainingPlan, plan_training  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.tests.emulated import CARDS  # noqa: E402
+from devicebridge.tests.placed import apply_weight_offload, place  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from provenance import describe_run, print_or_write, say, write_json  # noqa: E402
 from random_job import (  # noqa: E402
@@ -132,6 +132,7 @@ def offloaded_as(split: Any, plan: TrainingPlan) -> Iterator[WeightOffload | Non
     finally:
         if offload is not None:
             offload.remove()
+            place(split.model, placement)
 
 
 # ---- what is measured

@@ -27,8 +27,7 @@ from torch import nn
 from ..checkpoints.load import find_owner
 from ..checkpoints.weight_file import open_weights
 from ..parallel.devices import synchronize
-from ..parallel.offload.copies import NUM_SLOTS, Slot, Slots, SlotTensor, lay_out
-from ..parallel.offload.pinned import PinnedBuffer
+from ..parallel.offload.copies import NUM_SLOTS, PinnedBuffer, Slot, Slots, SlotTensor, lay_out
 from ..patches.hooks import HookSet, map_tensors
 from .text_weights import Sources, Storage, layer_list, read_weights, refuse_eight_bit, weight_dtypes
 

@@ -98,12 +98,7 @@ def called_modules(model: nn.Module, family: ModelFamily, name: str) -> tuple[nn
 
 def tail_modules(model: nn.Module, native: NativeModel) -> tuple[nn.Module, ...]:
     """The modules of the tail that this build has; lists stand for their members."""
-    found = (_find(model, name) for name in native.tail)
-    return tuple(
-        chain.from_iterable(
-            module if isinstance(module, nn.ModuleList) else (module,) for module in found if module is not None
-        )
-    )
+    return tuple(module for name in native.tail for _, module in members(model, name))
 
 
 def tail_parameters(model: nn.Module, native: NativeModel) -> tuple[str, ...]:

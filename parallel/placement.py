@@ -331,14 +331,9 @@ def spread_offloaded(num_blocks: int, num_kept: int, num_offloaded: int) -> tupl
     num_kept blocks keep their activations.
 
     Returns: indices within the device's blocks, rising. [num_offloaded]
-    Raises: ValueError if there are fewer blocks.
     """
     candidates = num_blocks - num_kept
-    if not 0 <= num_offloaded <= candidates:
-        raise ValueError(
-            f"{num_offloaded} of {num_blocks} blocks are to stream from host memory, but {num_kept} keep their "
-            f"activations and cannot; at most {max(0, candidates)} are left"
-        )
+    assert 0 <= num_offloaded <= candidates, "check_offloaded_blocks refuses others"
     return tuple((2 * index + 1) * candidates // (2 * num_offloaded) for index in range(num_offloaded))
 
 
@@ -394,21 +389,6 @@ def blocks_with_lists(model: nn.Module, family: ModelFamily) -> list[tuple[nn.Mo
 def native_list(layout: NativeModel) -> BlockList:
     """What the linears of a block of one of ComfyUI's own models run over."""
     return BlockList("", layout.text_modules, layout.is_joint, layout.sample_modules, layout.routed_modules)
-
-
-def native_block_flops(
-    model: nn.Module,
-    layout: NativeModel,
-    blocks: Sequence[str],
-    num_image_tokens: int = 4096,
-    num_text_tokens: int = 512,
-) -> list[float]:
-    """As above, for blocks of one of ComfyUI's own models; if nothing is said, for a picture of 1024x1024.
-
-    The share of a block changes little with the size.
-    """
-    side = native_list(layout)
-    return [block_flops(model.get_submodule(name), side, num_image_tokens, num_text_tokens) for name in blocks]
 
 
 def block_flops(block: nn.Module, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .devices import has_peer_access
-from .offload.pinned import PinnedBuffer
+from .offload.copies import PinnedBuffer
 from .transfer import Arrivals, CurrentStreams, Pair, SideStreams, module_with_streams
 
 PIECE_BYTES = 2**23  # large enough that the copy takes longer than its launch, small enough that two of them overlap

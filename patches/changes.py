@@ -139,7 +139,9 @@ class Unchanged:
                     weight, address = seen.weights.get(key, _NEW)
                     if value is weight() and address == _address(value) or key in self._ignored:
                         continue
-                    if address == _META and _is_filled_in(value):
+                    # ComfyUI puts zeros in the place of a weight without numbers.
+                    is_plain = type(value) is nn.Parameter and not value.is_meta
+                    if address == _META and is_plain and not bool(value.any()):
                         seen.weights[key] = _weight(value)
                     else:
                         yield f"the replaced {key} of {name}"
@@ -211,11 +213,6 @@ def _address(value: Any) -> int:
     if isinstance(value, Tensor) and value.is_meta:
         return _META
     return value.data_ptr() if type(value) is nn.Parameter or type(value) is Tensor else 0
-
-
-def _is_filled_in(value: Any) -> bool:
-    """Whether this is what ComfyUI puts in the place of a weight without numbers: zeros."""
-    return type(value) is nn.Parameter and not value.is_meta and not bool(value.any())
 
 
 def _weight(value: Tensor | None) -> _Weight:

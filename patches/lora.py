@@ -68,8 +68,8 @@ def matches_any(fqn: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(fqn, pattern) for pattern in patterns)
 
 
-def place_lora_with_base(model: nn.Module) -> int:
-    """Move every LoRA module to the device of the layer it adapts; returns how many were moved.
+def place_lora_with_base(model: nn.Module) -> None:
+    """Move every LoRA module to the device of the layer it adapts.
 
     The adapted layer is the module that holds the LoRA module, and its device that of its first weight outside LoRA. A
     holder without such a weight is left alone. Parameter objects, which an optimizer may hold, stay the same wherever
@@ -77,7 +77,6 @@ def place_lora_with_base(model: nn.Module) -> int:
 
     Raises: RuntimeError if either side is on meta, where moving would invent or lose weights.
     """
-    num_moved = 0
     for name, owner in list(model.named_modules()):
         if is_lora_name(name):
             continue
@@ -95,8 +94,6 @@ def place_lora_with_base(model: nn.Module) -> int:
                 )
             if stray:
                 module.to(device)
-                num_moved += 1
-    return num_moved
 
 
 def is_torchao_tensor(tensor: Tensor) -> bool:

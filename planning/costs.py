@@ -28,11 +28,10 @@ from ..families.token_plan import Place, segments
 from ..parallel.block_lists import parts_of_tail
 from ..parallel.local.collectives import Collective
 from ..parallel.local.tokens import OneDeviceError, Rows, TokenParallel
-from ..parallel.offload.block_call import BlockCall, module_of
-from ..parallel.offload.recompute import HandOut
+from ..parallel.offload.recompute import BlockCall, HandOut, module_of
 from ..parallel.offload.weights import host_bytes_of
 from ..parallel.placement import block_names, blocks_with_lists, estimate_block_flops
-from ..patches.hooks import tensors_of
+from ..patches.hooks import tensors_reached
 from ..quantization.weight_only import plain_parts, tensor_bytes
 from .dry_run import (
     META,
@@ -307,12 +306,12 @@ class _Run:
                 with torch.no_grad():
                     block(*args)  # what its in-place guard has to learn of such a call, no later one does again
             before = {id(tensor) for tensor in self._before}
-            streams = [tensor for tensor in tensors_of(args) if id(tensor) not in before]
-            constants = {id(tensor): tensor for tensor in tensors_of(args) if id(tensor) in before}
+            streams = [tensor for tensor in tensors_reached(args) if id(tensor) not in before]
+            constants = {id(tensor): tensor for tensor in tensors_reached(args) if id(tensor) in before}
             self._constants |= constants
             sizes = {name: self.meter.size(tensor) for name, tensor in constants.items()}
             self.kinds[kind] = _dry_run_block(self.meter, block, args, sizes, streams)
-        self._before = tensors_of(args)
+        self._before = tensors_reached(args)
         self._num_calls += 1
         with torch.no_grad():
             outputs = block(*args)
@@ -356,18 +355,18 @@ def _dry_run_block(
     with torch.no_grad():
         outputs = block(*args)
     forward, size = meter.peak - base, meter.live - base
-    grads = [torch.empty_like(tensor) for tensor in tensors_of(outputs)]
+    grads = [torch.empty_like(tensor) for tensor in tensors_reached(outputs)]
     del outputs
     gradient = meter.live - base
     meter.start()
-    seed = HandOut.apply(grads, *tensors_of(block(*args)))
+    seed = HandOut.apply(grads, *tensors_reached(block(*args)))
     top = meter.peak - base
     kept = meter.live - base - gradient
     meter.start()
     seed.backward()
     backward = meter.peak - base
     _forget_gradients(block, args)
-    outputs = tensors_of(block(*args))
+    outputs = tensors_reached(block(*args))
     grads = [torch.empty_like(tensor) for tensor in outputs]  # which parallel/offload/recompute.py holds meanwhile
     seed = HandOut.apply(list(grads), *outputs)
     del outputs
@@ -394,7 +393,7 @@ def _dry_run_block(
 
 
 def _forget_gradients(block: nn.Module | BlockCall, args: Any) -> None:
-    for tensor in (*tensors_of(args), *block.parameters()):
+    for tensor in (*tensors_reached(args), *block.parameters()):
         tensor.grad = None
 
 

@@ -21,7 +21,7 @@ from ..config.model import Strategy, has_stages, holds_copies, shares_rows
 from ..data.cuts import bucket_step, make_buckets, make_clip_plan
 from ..data.samples import Sample
 from ..families.spec import LatentSpec, Variant
-from ..parallel.local.data_parallel import num_dealt
+from ..parallel.local.data_parallel import dealt
 from ..parallel.offload.activations import MIN_BYTES
 from ..parallel.placement import check_one_each, plan_manual, ratio
 from ..quantization.kernel_choice import device_kernels
@@ -181,7 +181,7 @@ class Question:
         space, count, mine = self.space, len(self.cards), slice(index, index + 1)
         accumulation, shares = space.accumulation, setting.row_shares
         if not shares:
-            accumulation = max(1, num_dealt(accumulation, count)[index])  # an idle card is planned all the same
+            accumulation = max(1, len(dealt(accumulation, count)[index]))  # an idle card is planned all the same
         own = replace(
             space,
             strategies=("none",),

@@ -26,7 +26,7 @@ from itertools import accumulate
 from typing import Literal
 
 from ..config.model import has_stages, shares_rows
-from ..parallel.local.data_parallel import num_dealt
+from ..parallel.local.data_parallel import dealt
 from ..parallel.offload.copies import NUM_SLOTS
 from .dry_run import NoForecast
 from .memory import DeviceForecast, Forecaster, StagePlan
@@ -226,7 +226,7 @@ def each_card(question: Question, setting: Setting, find: _Find) -> Found | None
     fitting = [one for one in found if one is not None]
     if len(fitting) < count:
         return None
-    microbatches = [1] * count if setting.shares_rows else num_dealt(question.space.accumulation, count)
+    microbatches = [1] * count if setting.shares_rows else list(map(len, dealt(question.space.accumulation, count)))
     together = replace(
         fitting[0],
         setting=setting,

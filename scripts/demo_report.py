@@ -29,10 +29,10 @@ from devicebridge.families.spec import ModelFamily
 from devicebridge.jobs.checked_job import JobPlan
 from devicebridge.jobs.encode_job import cache_store
 from devicebridge.jobs.job import check_job
-from devicebridge.parallel.local.block_split import apply_block_split
 from devicebridge.parallel.placement import Placement, block_names, plan_manual
 from devicebridge.scripts.demo_pictures import sample_images, save_image_grid, to_images
 from devicebridge.tests.emulated import CARDS, emulated_cards
+from devicebridge.tests.placed import apply_block_split
 from torch import nn
 
 if TYPE_CHECKING:

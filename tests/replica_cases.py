@@ -9,10 +9,10 @@ import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import ModelFamily
-from devicebridge.parallel.local.block_split import apply_block_split
 from devicebridge.parallel.local.data_parallel import Replica, copy_model
 from devicebridge.parallel.placement import Placement, block_names
 from devicebridge.quantization.quantize import Quantizer, QuantizeSettings
+from devicebridge.tests.placed import apply_block_split
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 from torch import nn

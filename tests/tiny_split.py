@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel.local.block_split import BlockSplit, apply_block_split
+from devicebridge.parallel.local.block_split import BlockSplit
 from devicebridge.parallel.placement import Placement, block_names, plan_manual
 from devicebridge.parallel.runner import MicroBatch
 from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS
+from devicebridge.tests.placed import apply_block_split
 from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import LoraHandle, apply_lora

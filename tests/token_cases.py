@@ -12,8 +12,7 @@ from devicebridge.families.token_plan import BlockRows, TokenPlan
 from devicebridge.parallel.local.data_parallel import Replica
 from devicebridge.parallel.local.token_training import TokenModel, TokenTraining
 from devicebridge.parallel.local.tokens import HERE, TokenParallel
-from devicebridge.parallel.offload.block_call import checkpoint_calls
-from devicebridge.parallel.offload.recompute import recompute
+from devicebridge.parallel.offload.recompute import checkpoint_calls, recompute
 from devicebridge.parallel.runner import MicroBatch
 from torch import nn
 
@@ -85,8 +84,7 @@ def make_training(
     rows = TokenParallel(copies, cards, plan, shares or (1.0,) * len(cards))
     rows.attach()
     for card, each in zip(cards, copies, strict=True):
-        checkpoint = partial(_again, card) if recomputes else None
-        checkpoint_calls(each.blocks, checkpoint, ())
+        checkpoint_calls(each.blocks if recomputes else (), partial(_again, card), ())
     replicas = [
         Replica(each, card, tuple(p for p in each.parameters() if p.requires_grad))
         for each, card in zip(copies, cards, strict=True)

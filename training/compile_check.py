@@ -28,7 +28,7 @@ from ..parallel.devices import release_cached_memory, reset_peaks
 from ..parallel.ranks.group import RankLost
 from ..patches.attention import sound_attention
 from ..patches.compile_blocks import Arguments, Forward, remove_compiled
-from ..patches.hooks import map_tensors, tensors_of
+from ..patches.hooks import map_tensors, tensors_reached
 from ..system.stopping import alive
 from .loop import Trainer
 
@@ -178,7 +178,7 @@ def compare_forwards(
     Raises: UncompiledFailed where plain raises anything but torch.cuda.OutOfMemoryError.
     """
     with torch.no_grad(), _blaming_the_uncompiled():
-        sizes = [output.shape for output in tensors_of(plain(*arguments[0], **arguments[1]))]
+        sizes = [output.shape for output in tensors_reached(plain(*arguments[0], **arguments[1]))]
     with _without_zeros(list(trained.values())):
         tries = (_compare_once(compiled, plain, arguments, trained, sizes) for _ in range(_NUM_TRIES))
         comparison = next(tries)
@@ -253,7 +253,7 @@ def _results(
         directions: gradients of the outputs that have one; drawn if empty.
     """
     own = map_tensors(arguments, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
-    inputs, outputs = tensors_of(own), tensors_of(forward(*own[0], **own[1]))
+    inputs, outputs = tensors_reached(own), tensors_reached(forward(*own[0], **own[1]))
     found = {f"output {index}": _added(output, inputs) for index, output in enumerate(outputs)}
     outputs = [output for output in outputs if output.requires_grad]
     if not outputs:

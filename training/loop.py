@@ -331,15 +331,15 @@ class Trainer:
 
         sample, run = self.train_data.samples[chosen.indices[0]], self._num_runs
         size = (len(chosen.indices), any(chosen.captions_dropped), sample.bucket, sample.num_frames, *sample.alike)
-        is_alone, is_new = partial(self._is_new, device, run), partial(self._is_first, run, size)
-        return MicroBatch(prepare, forward, is_alone, f"{step} {index}", is_new)
 
-    def _is_new(self, device: torch.device, run: int, batch: NoisyBatch) -> bool:
-        """Whether no batch of this shape went through this copy before this run; compiled blocks care."""
-        shapes = (device, batch.noisy.shape, *sorted((name, states.shape) for name, states in batch.text.items()))
-        return self._is_first(run, shapes)
+        def is_alone(batch: NoisyBatch) -> bool:
+            shapes = (device, batch.noisy.shape, *sorted((name, states.shape) for name, states in batch.text.items()))
+            return self._is_first(run, shapes)
+
+        return MicroBatch(prepare, forward, is_alone, f"{step} {index}", partial(self._is_first, run, size))
 
     def _is_first(self, run: int, shapes: tuple[Any, ...]) -> bool:
+        """Whether no batch of this shape went through this copy before this run; compiled blocks care."""
         return bool(self.compiled) and self._first_run.setdefault(shapes, run) == run
 
     def _noisy(self, batch: LoadedBatch, quantiles: torch.Tensor, generator: torch.Generator) -> NoisyBatch:

@@ -1,7 +1,7 @@
 """One model over several devices: every block computes where its weights are.
 
-A BlockSplit keeps the weights where the placement says, and starts and ends the bridge's forward around the model's
-own. How activations reach the blocks is the bridge's matter (bridge.py).
+Whoever loads the model puts its weights where the placement says. A BlockSplit starts and ends the bridge's forward
+around the model's own. How activations reach the blocks is the bridge's matter (bridge.py).
 
 Gradient checkpointing should go through `BlockSplit.checkpoint`, which first brings the arguments to the block's
 device. That saves the copies of the recomputation, and the recomputation (recompute.py) puts back the random state of
@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
-import threading
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,16 +21,11 @@ from torch import nn
 
 from ...families.spec import ModelFamily
 from ...patches.hooks import HookSet
-from ...patches.lora import is_lora_name, place_lora_with_base
 from ..block_lists import called_modules, parts_of_tail, transport_for
 from ..offload.activations import MIN_BYTES, ActivationOffload
-from ..offload.block_call import BlockCall, module_of
-from ..offload.recompute import recompute
-from ..offload.weights import WeightOffload
+from ..offload.recompute import BlockCall, module_of, recompute
 from ..placement import Placement, block_names, check_kept_blocks
 from .bridge import Bridge
-
-_log = logging.getLogger(__name__)
 
 Recompute = Callable[[nn.Module | BlockCall, tuple[Any, ...], torch.device, ActivationOffload | None], Any]
 
@@ -40,12 +33,9 @@ Recompute = Callable[[nn.Module | BlockCall, tuple[Any, ...], torch.device, Acti
 class BlockSplit:
     """Handle of a model split over devices; made by apply_block_split."""
 
-    def __init__(
-        self, model: nn.Module, family: ModelFamily, placement: Placement, weights: WeightOffload | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, family: ModelFamily, placement: Placement) -> None:
         self.placement = placement
         self.model = model
-        self._weights = weights
         self._called = {name: called_modules(model, family, name) for name in placement.blocks}
         self.bridge = Bridge(
             {module: device for name, device in placement.items() for module in self._called[name]},
@@ -56,14 +46,6 @@ class BlockSplit:
             passed_by=() if family.native is None else family.native.passed_by,
         )
         self._family = family
-        self._residents = _residents(model, placement)
-        found_on = (lambda module: None) if weights is None else weights.found_on
-        self._found_on = [
-            (module, found_on(module) or next((tensor.device for tensor in _tensors(module)), None))
-            for module, _ in self._residents
-        ]
-        self._placing = threading.Lock()
-        self._checked_in_run = -1
         self._kept: frozenset[nn.Module] = frozenset()
         self.offload: ActivationOffload | None = None
         self.recompute: Recompute = recompute
@@ -74,12 +56,7 @@ class BlockSplit:
         return self.placement.main_device
 
     def attach(self) -> None:
-        """Move every module to its device and register the hooks."""
-        for module, device in self._residents:
-            if self._weights is not None and module in self._weights.modules:
-                self._weights.move_others(module, device)
-            else:
-                _move_module(module, device)
+        """Register the hooks."""
         self._hooks.before(self.model, self._start)
         self.bridge.attach()
         if self.bridge.tail_device != self.main_device:
@@ -93,21 +70,15 @@ class BlockSplit:
                     self._hooks.around_method(self.model, name, functools.partial(self._bring_result, index))
             for name, arguments in ({} if native is None else native.tail_arguments).items():
                 self._hooks.around_method(self.model, name, functools.partial(self._bring_arguments, arguments))
-        self._hooks.after(self.model, self._bring_output)
-        self._hooks.after(self.model, self._finish, also_on_error=True)
+        self._hooks.after(self.model, lambda *call: self.bridge.move(call[-1], self.bridge.tail_device))
+        self._hooks.after(self.model, lambda *call: self.bridge.end(), also_on_error=True)
 
     def remove(self) -> None:
-        """Take the hooks off and move every module back to where it was found; a second call is a no-op."""
-        if not self._hooks:
-            return
-        if self._weights is not None:
-            self._weights.remove()
+        """Take the hooks off; a second call is a no-op."""
         self._hooks.remove()
         self.bridge.remove()
         self.bridge.end()
         self.stop_offload()
-        for module, device in self._found_on:
-            _move_module(module, device)
 
     def checkpoint(self, block: nn.Module | BlockCall, *args: Any) -> Any:
         """Run a block without keeping its activations; for diffusers' enable_gradient_checkpointing.
@@ -137,15 +108,13 @@ class BlockSplit:
 
         Args:
             num_blocks: one per device, in order; () keeps none. [num_devices]
-        Raises: ValueError for another number of devices, more blocks than a device has, or blocks with weight offload.
+        Raises: ValueError for another number of devices, or more blocks than a device has.
         """
         check_kept_blocks(num_blocks, self.placement)
         kept: list[str] = []
         for device, count in zip(self.bridge.devices, num_blocks, strict=bool(num_blocks)):
             names = [name for name, place in self.placement.items() if place == device]
             kept += names[len(names) - count :]
-        blocks = frozenset(map(self.model.get_submodule, kept))
-        _refuse_both(blocks, self._weights.modules if self._weights is not None else ())
         self._kept = frozenset(module for name in kept for module in self._called[name])
 
     @property
@@ -154,27 +123,10 @@ class BlockSplit:
         is_recomputing = getattr(self.model, "is_gradient_checkpointing", False)
         return {block: d for block, d in self.bridge.blocks.items() if block in self._kept or not is_recomputing}
 
-    def take_weight_offload(self, offload: WeightOffload | None) -> None:
-        """Leave weights in host memory where they are; None when they are back.
-
-        Raises: ValueError if one of the offloaded blocks keeps its activations.
-        """
-        _refuse_both(self._kept, offload.modules if offload is not None else ())
-        self._weights = offload
-
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.bridge.traffic is None or self._checked_in_run != self.bridge.num_runs:
-            self._checked_in_run = self.bridge.num_runs  # once for all forwards of an interleaved run
-            self._check_residents()
         self.bridge.end()  # torch calls no hook of ours when KeyboardInterrupt ends a forward
         self.bridge.begin()
         return self.bridge.move((args, kwargs), self.main_device)
-
-    def _finish(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self.bridge.end()
-
-    def _bring_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        return self.bridge.move(output, self.bridge.tail_device)
 
     def _bring_result(
         self, index: int, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -201,43 +153,13 @@ class BlockSplit:
         brought = {name: self.bridge.move(kwargs[name], self.bridge.tail_device) for name in names if name in kwargs}
         return own(*args, **{**kwargs, **brought})
 
-    def _check_residents(self) -> None:
-        """Bring LoRA weights that were injected or loaded elsewhere to the layer they adapt.
 
-        Raises: RuntimeError if a weight of the base is not where the placement put it.
-        """
-        is_on_host = (lambda parameter: False) if self._weights is None else self._weights.holds
-        residents = ((p, device) for module, device in self._residents for p in module.parameters())
-        if all(p.device == device or is_on_host(p) for p, device in residents):
-            return
-        with self._placing:
-            if self._weights is None:  # else the layer they adapt may be in host memory
-                moved = place_lora_with_base(self.model)
-                _log.info("moved %d LoRA modules to the device of the layer they adapt", moved)
-            for name, parameter in self.model.named_parameters():
-                expected = self.placement.device_of(name)
-                if is_on_host(parameter):
-                    continue
-                if parameter.device != expected and is_lora_name(name):
-                    parameter.data = parameter.data.to(expected)
-                elif parameter.device != expected:
-                    raise RuntimeError(
-                        f"{name} belongs on {expected} and was found on {parameter.device}: the model was moved after "
-                        "it was split. Call remove() on the split before moving the model, and split it again"
-                    )
-
-
-def apply_block_split(
-    model: nn.Module, family: ModelFamily, placement: Placement, weights: WeightOffload | None = None
-) -> BlockSplit:
-    """Put each block on its device, everything else on the main device, and hook the model: one forward runs over all.
+def apply_block_split(model: nn.Module, family: ModelFamily, placement: Placement) -> BlockSplit:
+    """Hook a model whose blocks are where the placement says, the rest on the main device: one forward runs over all.
 
     The model is used as before, from the main device or any other; its output is on the placement's tail device. Works
-    under autograd, gradient checkpointing and no_grad, and from several threads at once. handle.remove() restores the
-    model as it was found, places included.
+    under autograd, gradient checkpointing and no_grad, and from several threads at once.
 
-    Args:
-        weights: holds those that were brought to host memory already and stay there; attach it afterwards.
     Raises: ValueError if the placement names other blocks than the model has.
     """
     expected = block_names(model, family)
@@ -246,99 +168,6 @@ def apply_block_split(
             f"the placement is for {len(placement.blocks)} blocks ({placement.blocks[0]} ...), this "
             f"{type(model).__name__} has {len(expected)} ({expected[0]} ...); plan it for this model"
         )
-    split = BlockSplit(model, family, placement, weights)
+    split = BlockSplit(model, family, placement)
     split.attach()
     return split
-
-
-def apply_weight_offload(split: BlockSplit, blocks: Sequence[str]) -> WeightOffload:
-    """Keep the weights of these blocks in host memory; they pass through two slots per device when they compute.
-
-    The model computes the same numbers, in training with gradient checkpointing (BlockSplit.checkpoint) and without
-    gradients, through a pipeline as well. Its LoRA is attached before. handle.remove() brings the weights back.
-
-    Args:
-        blocks: fqns, of the split's placement.
-    Raises: ValueError if one of them keeps its activations.
-    """
-    offload = WeightOffload({name: device for name, device in split.placement.items() if name in set(blocks)})
-    offload.begin(split.model, ())
-    try:
-        offload.pack_all()
-        offload.attach(split)
-    except BaseException:
-        offload.remove()
-        raise
-    return offload
-
-
-def _refuse_both(kept: frozenset[nn.Module], offloaded: Collection[nn.Module]) -> None:
-    """The graph of a kept block would hold weights that go."""
-    both = kept & frozenset(offloaded)
-    if both:
-        raise ValueError(
-            f"{len(both)} blocks are to keep their activations and to stream from host memory; lower "
-            "split.blocks_without_checkpointing or split.offloaded_blocks, each block can do one of the two"
-        )
-
-
-def _residents(model: nn.Module, placement: Placement) -> list[tuple[nn.Module, torch.device]]:
-    """Modules that together hold every parameter and buffer of the model, each with its device."""
-    found: list[tuple[nn.Module, torch.device]] = []
-    parts = {*placement.blocks, *placement.tail}
-
-    def visit(module: nn.Module, name: str) -> None:
-        if name in parts or not any(part.startswith(f"{name}." if name else "") for part in parts):
-            found.append((module, placement.device_of(name)))
-            return
-        inside = f"{name}." if name else ""
-        places = [(leaf, placement.device_of(inside + leaf)) for leaf in (*module._parameters, *module._buffers)]
-        for device in dict.fromkeys((placement.device_of(name), *(place for _, place in places))):
-            there = {leaf for leaf, place in places if place == device}
-            found.append((_OwnTensors(module, there), device))
-        for child_name, child in module.named_children():
-            visit(child, inside + child_name)
-
-    visit(model, "")
-    return found
-
-
-class _OwnTensors(nn.Module):
-    """Stands for parameters and buffers a module holds itself, not its children's; shares them, owns nothing."""
-
-    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
-        super().__init__()
-        self.__dict__["_parameters"] = _Some(module._parameters, names)
-        self.__dict__["_buffers"] = _Some(module._buffers, names)
-
-
-class _Some(MutableMapping[str, Any]):
-    """Entries of a dict, in that dict."""
-
-    def __init__(self, whole: dict[str, Any], names: Collection[str]) -> None:
-        self._whole, self._names = whole, names
-
-    def __getitem__(self, name: str) -> Any:
-        return self._whole[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._whole[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._whole[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._whole if name in self._names)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    return itertools.chain(module.parameters(), module.buffers())
-
-
-def _move_module(module: nn.Module, device: torch.device | None) -> None:
-    """None for a module without tensors."""
-    if device is not None and any(tensor.device != device for tensor in _tensors(module)):
-        module.to(device)

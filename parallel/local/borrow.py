@@ -92,7 +92,11 @@ class Borrowed:
             return tree
         if id(tree) not in self._copies:
             with Versioned():
-                copy = _copy_in_shape(tree, self._device)
+                if tree.is_contiguous() or 0 in tree.stride():
+                    copy = copy_to(tree, self._device)
+                else:  # a view, with its strides: a sum over others is rounded otherwise
+                    copy = torch.empty_strided(tree.size(), tree.stride(), dtype=tree.dtype, device=self._device)
+                    copy.copy_(tree, non_blocking=tree.device.type == self._device.type != "cpu")
             self._copies[id(tree)] = tree, copy, copy._version
             self._sources[id(copy)] = tree
         return self._copies[id(tree)][1]
@@ -104,11 +108,3 @@ class Borrowed:
         self._containers.append((caller, borrowed, first))
         self._sources[id(borrowed)] = caller
         return borrowed
-
-
-def _copy_in_shape(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy with the strides of the tensor, which may be a view: a sum over other strides is rounded otherwise."""
-    if tensor.is_contiguous() or 0 in tensor.stride():
-        return copy_to(tensor, device)
-    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-    return copy.copy_(tensor, non_blocking=tensor.device.type == device.type != "cpu")

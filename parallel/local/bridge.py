@@ -33,7 +33,7 @@ from torch import nn
 
 from ...patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors, tensors_reached
 from ..transfer import SideStreams, Versioned, copy_to, device_switch, is_everywhere, version_of
-from .thread_pool import ThreadPool
+from .workers import ThreadPool
 
 T = TypeVar("T")
 Transport = Literal["stream", "relay"]
@@ -94,7 +94,6 @@ class Bridge:
         self.runs_alone = True  # what changes no tensor in place that was copied
         # Of interleaved runs:
         self.traffic: Traffic | None = None
-        self.num_runs = 0
         self.side_streams = SideStreams()
         self.pool = ThreadPool()
         self._hooks = HookSet()
@@ -190,7 +189,6 @@ class Bridge:
             raise RuntimeError("this model runs interleaved forwards already; wait for them, runs do not nest")
         try:
             self.traffic = traffic
-            self.num_runs += 1
             yield
         finally:
             self.traffic = None

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Literal
 
@@ -165,7 +164,11 @@ class Collective:
             tensor: the same shape on all ranks; it is not changed.
         Raises: as all_gather.
         """
-        slices, is_short = self._slices(tensor), self._is_short(tensor)
+        has_rows = tensor.is_floating_point() and tensor.ndim > 0 and tensor.shape[-1] >= _SHORTEST_ROW
+        is_short = self.exchange == "8-bit" and has_rows
+        slices: Tensors = ()  # of the rows, one for each rank
+        if self.size > 2 and tensor.ndim > 1 and tensor.nbytes >= self.sliced_from_bytes:
+            slices = tensor.reshape(-1, tensor.shape[-1]).tensor_split(self.size)
         if not slices:
             sent: Tensors = encode(tensor) if is_short else (tensor,)
             self.post(rank, name, sent, as_one=is_short)
@@ -193,17 +196,6 @@ class Collective:
                 self.post(rank, name, part, to, as_one=len(part) > 1)
         return self.take(rank, name, parts[rank])
 
-    def _is_short(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor travels in 8 bits."""
-        has_rows = tensor.is_floating_point() and tensor.ndim > 0 and tensor.shape[-1] >= _SHORTEST_ROW
-        return self.exchange == "8-bit" and has_rows
-
-    def _slices(self, tensor: torch.Tensor) -> Tensors:
-        """Slices of the rows, one for each rank; () for a tensor that is reduced whole."""
-        if self.size == 2 or tensor.ndim < 2 or tensor.nbytes < self.sliced_from_bytes:
-            return ()
-        return tensor.reshape(-1, tensor.shape[-1]).tensor_split(self.size)
-
     def finish(self, rank: int) -> None:
         """This rank has ended its round; waits for nobody."""
         self.post(rank, "the end", ())
@@ -214,22 +206,18 @@ class Collective:
         message = None if self._errors else box.get()
         while message is not None and message[1] < self._rounds[rank]:  # the end of an earlier round
             message = box.get()
-        if message is None or message[0] != name or self._errors:
-            self._fail(message, name)
-        assert message is not None
+        if message is not None and message[0] != name:
+            self.abort(RuntimeError(f"the devices are at different places: one at {message[0]}, one at {name}"))
+        if message is None or self._errors:
+            error = self.error
+            assert error is not None, "None comes with an error"
+            try:
+                raise error
+            finally:
+                del error  # or its traceback would keep this frame, and this frame the error
         if message[3]:
             settle(message[3])
         return _parts(message[2][0], message[4]) if message[4] else message[2]
-
-    def _fail(self, message: _Message | None, name: str) -> None:
-        if message is not None and message[0] != name:
-            self.abort(RuntimeError(f"the devices are at different places: one at {message[0]}, one at {name}"))
-        error = self.error
-        assert error is not None, "None comes with an error"
-        try:
-            raise error
-        finally:
-            del error  # or its traceback would keep this frame, and this frame the error
 
     @property
     def error(self) -> BaseException | None:
@@ -294,48 +282,32 @@ def attach_collectives(shards: Mapping[str, BlockShard], rank: int, find_group: 
     for name, shard in shards.items():
         for each in shard.collectives:
             module = shard.block.get_submodule(each.name)  # with the LoRA that was put around it
-            place = _Place(f"{name}.{each.name}", rank, find_group)
+            exchange = functools.partial(_exchange, find_group, rank, f"{name}.{each.name}", each.how)
             if each.how == "norm":
-                hooks.after(module, functools.partial(_correct_norm, each.width, place))
+                hooks.after(module, functools.partial(_correct_norm, each.width, exchange))
             else:
-                hooks.after(module, functools.partial(_exchange, getattr(place, each.how)))
+                hooks.after(module, lambda *call, exchange=exchange: map_tensors(call[-1], exchange))
         for of_heads in shard.arguments:
             hooks.before(of_heads.module, of_heads)
     return hooks
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where in the model a device is. Args: name: the same on every device."""
-
-    name: str
-    rank: int
-    find_group: FindGroup
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.find_group().all_reduce(self.rank, self.name, tensor)
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Joined along the last dimension."""
-        return torch.cat(self.find_group().all_gather(self.rank, self.name, tensor), dim=-1)
-
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the first device has computed, with which all go on."""
-        return self.find_group().all_gather(self.rank, self.name, tensor)[0]
-
-
-def _exchange(
-    function: Callable[[torch.Tensor], torch.Tensor],
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: Any,
-) -> Any:
-    return map_tensors(output, function)
+def _exchange(find_group: FindGroup, rank: int, name: str, how: str, tensor: torch.Tensor) -> torch.Tensor:
+    """What the devices make of a layer's output: joined along the features, the first one's, or the sum."""
+    group = find_group()
+    if how not in ("all_gather", "broadcast"):
+        return group.all_reduce(rank, name, tensor)
+    found = group.all_gather(rank, name, tensor)
+    return torch.cat(found, dim=-1) if how == "all_gather" else found[0]
 
 
 def _correct_norm(
-    width: int, place: _Place, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
+    width: int,
+    sum_of: Callable[[torch.Tensor], torch.Tensor],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: torch.Tensor,
 ) -> torch.Tensor:
     """What an RMS norm of one device's features returned, normalised by the features of all devices instead."""
     x = args[0] if args else next(iter(kwargs.values()))
@@ -343,4 +315,4 @@ def _correct_norm(
     eps = width * float(torch.finfo(x.dtype).eps if given is None else given)
     squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square()
     own = torch.rsub(squares, eps, alpha=-width / x.shape[-1])  # two kernels in one
-    return output.mul_((own / (place.all_reduce(squares) + eps)).sqrt())
+    return output.mul_((own / (sum_of(squares) + eps)).sqrt())

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,8 +28,7 @@ from ..devices import CPU
 from ..runner import MicroBatch
 from ..transfer import current_device
 from .schedule import Prefetch, StageOrder, Work
-from .thread_pool import ThreadPool
-from .workers import Coordinator
+from .workers import Coordinator, ThreadPool
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class DataParallel:
 
     def _losses(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
         """After forward and backward, into the gradients of every replica."""
-        parts = _parts_of(len(microbatches), len(self._replicas))
+        parts = dealt(len(microbatches), len(self._replicas))
         run = Coordinator(self._pool, self.devices)
         order = StageOrder(run, [[Work(False, index) for index in indices] for indices in parts])
 
@@ -136,7 +135,8 @@ class DataParallel:
         main_device, *others = self._replicas
         flat = torch.cat([parameter.detach().flatten() for parameter in main_device.parameters])
         for replica in others:
-            _for_each_part(flat.to(replica.device), replica.parameters, lambda parameter, part: parameter.copy_(part))
+            for parameter, part in _parts(flat.to(replica.device), replica.parameters):
+                parameter.copy_(part)
 
     def _drop_gradients(self) -> None:
         """Of all but the first."""
@@ -151,16 +151,12 @@ class DataParallel:
             gradients = {index: each.grad for index, each in enumerate(replica.parameters) if each.grad is not None}
             if gradients:
                 flat = torch.cat([gradient.flatten() for gradient in gradients.values()]).to(main_device.device)
-                _for_each_part(flat, [main_device.parameters[index] for index in gradients], _add_gradient)
+                for parameter, part in _parts(flat, [main_device.parameters[index] for index in gradients]):
+                    parameter.grad = part.clone() if parameter.grad is None else parameter.grad.add_(part)
 
 
-def num_dealt(num_microbatches: int, num_replicas: int) -> list[int]:
-    """How many microbatches of a step each replica computes. [num_replicas]"""
-    return [len(indices) for indices in _parts_of(num_microbatches, num_replicas)]
-
-
-def _parts_of(num_microbatches: int, num_replicas: int) -> list[range]:
-    """Which ones each replica computes. [num_replicas]"""
+def dealt(num_microbatches: int, num_replicas: int) -> list[range]:
+    """Which microbatches of a step each replica computes. [num_replicas]"""
     return [range(index, num_microbatches, num_replicas) for index in range(num_replicas)]
 
 
@@ -187,17 +183,7 @@ def copy_model(
     return copy.deepcopy(model, memo)  # finds every tensor copied already
 
 
-def _add_gradient(parameter: nn.Parameter, part: torch.Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = part.clone()
-    else:
-        parameter.grad.add_(part)
-
-
-def _for_each_part(
-    flat: torch.Tensor, parameters: Sequence[nn.Parameter], use: Callable[[nn.Parameter, torch.Tensor], object]
-) -> None:
-    """Call use(parameter, its part of the flat buffer) for each."""
+def _parts(flat: torch.Tensor, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Each parameter with its part of the flat buffer."""
     parts = flat.split([parameter.numel() for parameter in parameters])
-    for parameter, part in zip(parameters, parts, strict=True):
-        use(parameter, part.view(parameter.shape))
+    return ((each, part.view(each.shape)) for each, part in zip(parameters, parts, strict=True))

@@ -115,23 +115,20 @@ class Pipeline(OneModel):
         for stage, device in reversed(list(enumerate(self.bridge.devices))):
             flight.order.begin(stage, Work(True, flight.index), flight.is_alone)
             settle(flight.arrivals, device)
-            starts = [border.start for border in flight.borders if border.stage == stage and border.has_gradient]
+            own = (border for border in flight.borders if border.stage == stage)
+            # A tensor that the later device had no use for has no gradient.
+            starts = [border.start for border in own if border.goes_to is None or border.gradients]
             with current_device(device):  # for kernels that go by it
                 if starts:
                     torch.autograd.backward(starts)
                     starts.clear()
-                self._send_back(flight, stage)
+                for border in flight.borders:  # gradients of what arrived on this stage go to where it came from
+                    if border.arrived is not None and border.goes_to == stage:
+                        gradient = self.bridge.side_streams.copy(border.arrived, border.start.device, flight.arrivals)
+                        border.gradients.append(gradient)
+                        border.arrived = None
             flight.borders = [border for border in flight.borders if border.stage != stage]
             flight.order.finish(stage)
-
-    def _send_back(self, flight: _Flight, stage: int) -> None:
-        """The gradients of what arrived on this stage, to where it came from."""
-        for border in flight.borders:
-            if border.arrived is None or border.goes_to != stage:
-                continue
-            gradient = self.bridge.side_streams.copy(border.arrived, border.start.device, flight.arrivals)
-            border.gradients.append(gradient)
-            border.arrived = None
 
     # ---- what the bridge asks where a forward crosses
 
@@ -191,11 +188,6 @@ class _Border:
     goes_to: int | None = None
     gradients: list[torch.Tensor] = field(default_factory=list)
     arrived: torch.Tensor | None = None
-
-    @property
-    def has_gradient(self) -> bool:
-        """Not for a tensor that the later device had no use for."""
-        return self.goes_to is None or bool(self.gradients)
 
 
 class _Arrival(torch.autograd.Function):

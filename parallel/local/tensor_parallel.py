@@ -33,8 +33,7 @@ from .collectives import Collective, Exchange, Send, Tensors, attach_collectives
 from .graph_recorder import GraphRecorder, can_record
 from .graphs import OPTIONS, Addresses, Call, Graphs, Work, same_bits
 from .shards import BlockShard
-from .thread_pool import Task, ThreadPool
-from .workers import ThreadState
+from .workers import Task, ThreadPool, ThreadState
 
 _TOLERANCE = 0.02  # of a block's output, between devices of different kinds, which round differently
 _WAY_BLOCKS = "use the model with whole blocks on each device (way 'blocks')"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,9 +24,9 @@ from ..transfer import Arrivals, current_device
 from .all_rows import CountedOnce
 from .collectives import Collective
 from .data_parallel import DataParallel, Replica
-from .thread_pool import ThreadPool
+from .tensor_parallel import ForwardWorkers
 from .tokens import OneDeviceError, Rows, TokenParallel
-from .workers import Coordinator
+from .workers import ThreadPool
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -75,39 +76,30 @@ class TokenModel(nn.Module):
             output = call(model, device)
         return output if rank == 0 else map_tensors(output, CountedOnce.apply)
 
-    def together(self, work: Callable[[], T], beside: Callable[[], None] = lambda: None) -> list[T]:
+    def together(self, work: Callable[[], T]) -> list[T]:
         """What work() returns in a thread per device, in which this model is that device's copy.
 
-        Args:
-            beside: one more thread's work.
         Raises: the first exception of a thread, and the others end; RuntimeError inside another call.
         """
         if not self._running.acquire(blocking=False):
             raise RuntimeError("this model computes something already; wait for it, runs do not nest")
-        try:
-            self._group = group = Collective(len(self.devices), self._send)
-            found: dict[int, T] = {}
 
-            def carry(rank: int) -> None:
-                self._local.rank = rank
-                try:
-                    with current_device(self.devices[rank]):  # for kernels that go by it
-                        found[rank] = work()
-                    group.finish(rank)
-                finally:
-                    self._local.rank = None
-
-            def at_end(index: int) -> None:  # also of one that never began: nobody may wait for it
-                if index < len(self.devices) and index not in found:
-                    group.abort(RuntimeError(f"{self.devices[index]} has ended"))
-
-            run = Coordinator(self._pool, self.devices)
+        def carry(rank: int) -> T:
+            self._local.rank = rank
             try:
-                run.run([*(partial(carry, rank) for rank in range(len(self.devices))), beside], at_end)
+                with current_device(self.devices[rank]):  # for kernels that go by it
+                    return work()
             finally:
-                group.forget()
-            return [found[rank] for rank in range(len(self.devices))]
+                self._local.rank = None
+
+        workers = None
+        try:
+            workers = ForwardWorkers(self._pool, self.devices, self._send)
+            self._group = workers.collective
+            return workers.run(self, [partial(carry, rank) for rank in range(len(self.devices))])
         finally:
+            if workers is not None:
+                workers.close()
             self._rows.newest.clear()
             self._group = None
             self._running.release()
@@ -137,12 +129,13 @@ class TokenTraining(DataParallel):
     def _losses(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
         """After forward and backward, one microbatch after the other, into the gradients of every copy."""
         losses: list[torch.Tensor] = []
-        prepared = [microbatches[0].prepare()] if microbatches else []
-        for index, microbatch in enumerate(microbatches):
-            given, following = prepared.pop(), microbatches[index + 1 : index + 2]
-            beside = partial(prepared.extend, (each.prepare() for each in following))  # prepared in that thread
-            losses.append(self.model.together(partial(microbatch.compute, given), beside)[0])
-            del given
+        with ThreadPoolExecutor(1) as host:  # prepares the next one meanwhile
+            coming = [host.submit(each.prepare) for each in microbatches[:1]]
+            for index, microbatch in enumerate(microbatches):
+                given = coming.pop().result()
+                coming += [host.submit(each.prepare) for each in microbatches[index + 1 : index + 2]]
+                losses.append(self.model.together(partial(microbatch.compute, given))[0])
+                del given
         return losses
 
 

@@ -31,7 +31,7 @@ from .all_rows import Layout, all_rows
 from .collectives import Collective, Exchange, Send
 from .heads import Gathered, find_heads
 from .tensor_parallel import ForwardWorkers
-from .thread_pool import ThreadPool
+from .workers import ThreadPool
 
 Call = Callable[..., Any]
 
@@ -92,22 +92,18 @@ class Rows:
         length = self.lengths[segment]
         if segment in self.plan.whole:
             return 0, length
-        step, total, rank = self._group_length(segment), sum(self._shares), self.rank if rank is None else rank
+        step, named = 1, dict(each.partition(":")[::2] for each in self.plan.aligned.split())
+        if segment in named:
+            first, per_group = next(iter(named.items()))
+            groups = self.lengths.get(first, 1) // int(per_group or 1)
+            if groups > 1 and length != 1:
+                if length % groups:
+                    raise OneDeviceError(f"{length} rows of {segment} are no whole groups of {groups}")
+                step = length // groups  # rows that stay on one rank
+        total, rank = sum(self._shares), self.rank if rank is None else rank
         ends = [round(length // step * each / total) * step for each in itertools.accumulate(self._shares, initial=0)]
         ends[-1] = length
         return ends[rank], ends[rank + 1] - ends[rank]
-
-    def _group_length(self, segment: str) -> int:
-        """Rows that stay on one rank."""
-        if segment not in (named := dict(each.partition(":")[::2] for each in self.plan.aligned.split())):
-            return 1
-        first, per_group = next(iter(named.items()))
-        groups = self.lengths.get(first, 1) // int(per_group or 1)
-        if groups < 2 or self.lengths[segment] == 1:
-            return 1
-        if self.lengths[segment] % groups:
-            raise OneDeviceError(f"{self.lengths[segment]} rows of {segment} are no whole groups of {groups}")
-        return self.lengths[segment] // groups
 
     def local(self, axis: str) -> int:
         """Rows that this rank has of an axis."""

@@ -13,9 +13,8 @@ from typing import TypeVar
 
 import torch
 
-from .thread_pool import ThreadPool
 from .tokens import HERE
-from .workers import Coordinator
+from .workers import Coordinator, ThreadPool
 
 T = TypeVar("T")
 

@@ -18,23 +18,18 @@ one backward per forward, for what came back is given away. docs/decisions/0008-
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..transfer import version_of
-from .copies import CopyStreams
-from .pinned import BufferPool, PinnedBuffer
-
-_log = logging.getLogger(__name__)
+from .copies import BufferPool, CopyStreams, PinnedBuffer
 
 MIN_BYTES = 2**20  # below, a copy costs more in launches than it frees
 NUM_WAITING = 2  # blocks whose tensors are on a card besides those of the block at work: the newest, one on its way
@@ -51,7 +46,7 @@ class ActivationOffload:
         self._min_bytes = min_bytes
         self._devices: dict[torch.device, _Device] = {}
         self._making = threading.Lock()
-        self._is_closed = self._has_said = False
+        self._is_closed = False
 
     def keep(
         self, tensors: Sequence[torch.Tensor], device: torch.device
@@ -73,12 +68,6 @@ class ActivationOffload:
         handle = Handle(inputs, on_device)
         on_device.queue(handle)
         return handle, [tensor for tensor, each in zip(tensors, inputs, strict=True) if each is None]
-
-    def say_kept_elsewhere(self, why: str) -> None:
-        """Say once that something stays on its card."""
-        if not self._has_said:
-            _log.warning("block inputs stay on their cards: %s", why)
-        self._has_said = True
 
     def close(self) -> None:
         """Free the host memory, what is in use as soon as it is not; later buffers are not kept either."""
@@ -153,7 +142,9 @@ class Handle:
         """Start copying what goes to the host."""
         for each in self._on_card():
             if not each.stays and each.host is None:
-                each.host = self._device.copy_out(_flat(each.checked()), self._ready)
+                flat, streams = _flat(each.checked()), self._device.streams
+                each.host = buffer = self._device.pool.take(flat.numel() * flat.element_size())
+                buffer.used = streams.copy(_elements(buffer, flat), flat, self._ready, buffer.used)
 
     def drop(self) -> None:
         """Let what was copied go from the card, once the copies are done."""
@@ -168,8 +159,14 @@ class Handle:
 
     def _bring_back(self) -> None:
         for each in self._inputs:
-            if each is not None and each.card is None:
-                self._device.copy_back(each)
+            if each is None or each.card is not None:
+                continue
+            assert each.host is not None
+            streams = self._device.streams
+            tensor = torch.empty_strided(each.size, each.stride, dtype=each.dtype, device=self._device.device)
+            flat, now = _flat(tensor), streams.now()  # until then its memory may be in use
+            each.host.used = streams.copy(flat, _elements(each.host, flat), now, each.host.used)
+            each.arrive(tensor)
 
     def _let_go(self) -> None:
         """Give everything away; the computing stream waits for copies from and to the card's memory.
@@ -237,22 +234,6 @@ class _Device:
             handle.follow(alive[-1])
             alive[-1].leave()
         self._queued = [weakref.ref(each) for each in (*alive[-1:], handle)]
-
-    def copy_out(self, flat: torch.Tensor, ready: Any) -> PinnedBuffer:
-        """A buffer that gets the elements, after `ready`."""
-        buffer = self.pool.take(flat.numel() * flat.element_size())
-        buffer.used = self.streams.copy(_elements(buffer, flat), flat, ready, buffer.used)
-        return buffer
-
-    def copy_back(self, each: _Input) -> None:
-        """Have the tensor on the card again."""
-        buffer = each.host
-        assert buffer is not None
-        tensor = torch.empty_strided(each.size, each.stride, dtype=each.dtype, device=self.device)
-        flat = _flat(tensor)
-        now = self.streams.now()  # until then its memory may be in use
-        buffer.used = self.streams.copy(flat, _elements(buffer, flat), now, buffer.used)
-        each.arrive(tensor)
 
 
 def _make_buffer(num_bytes: int, device: torch.device) -> PinnedBuffer:

@@ -6,8 +6,8 @@ Inference code may write into what a block is called with, and into what an oper
 nothing, and the gradients are wrong. Here each block is watched once per way of being called: one or two forwards more,
 whose graphs are dropped. From then on
 
-- an argument that it writes into by x += y alone is one whose assignments make new tensors (out_of_place.py), which
-  takes no copy. That was tried while watching: nothing was written, nobody read what was left behind, and the output
+- an argument that it writes into by x += y alone is one whose assignments make new tensors, which takes no
+  copy. That was tried while watching: nothing was written, nobody read what was left behind, and the output
   had the same bits;
 - of other arguments that it writes into it gets copies;
 - of what autograd saves those tensors are copied that are written to later. The others keep their version: if it has
@@ -19,7 +19,9 @@ of ComfyUI's classes rests on it, too.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -30,13 +32,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...patches.compile_blocks import Compiler
+from ...patches.compile_blocks import AUGMENTED, Compiler
 from ...patches.hooks import map_tensors, tensors_reached
 from ..devices import CPU, random_state, set_random_state
-from .out_of_place import LateReads, in_place, out_of_place
+from ..transfer import version_of
 
-_PLACE = torch.empty(0)  # stands where a tensor was
 _Kind = tuple[torch.dtype, int]  # of a saved tensor: type and number of dimensions
 
 
@@ -92,7 +94,7 @@ class InPlaceGuard:
         writes = self.known.get(key)
         if writes is None:
             writes = self.known[key] = self._learn(tensors, args, kwargs)
-        before = [_version(tensor) for tensor in tensors]
+        before = [version_of(tensor) for tensor in tensors]
         if self._compiled:
             # A graph in which nothing reaches an argument will do where all that is written into are made anew. Torch
             # refuses to trace what writes into a leaf of autograd, or into a view such as FSDP makes of all arguments:
@@ -111,7 +113,7 @@ class InPlaceGuard:
             needs_copies = torch.is_grad_enabled() and writes.num_copied
             with _copies(writes, type(self.block).__name__) if needs_copies else nullcontext():
                 output = self._forward(args, kwargs, copies, {index: tensors[index] for index in writes.renewed})
-        if before != [_version(tensor) for tensor in tensors]:
+        if before != [version_of(tensor) for tensor in tensors]:
             raise RuntimeError(
                 f"{type(self.block).__name__} changed an argument in place that it did not change before, so its "
                 "gradients cannot be trusted; this model cannot be trained here"
@@ -177,7 +179,8 @@ class InPlaceGuard:
             return same
 
         device = next((tensor.device for tensor in tensors), CPU)
-        with torch.enable_grad(), _same_random_numbers(device), LateReads() as reads:
+        state = random_state(device)
+        with torch.enable_grad(), LateReads() as reads:
             copies = [tensor.detach().requires_grad_(tensor.requires_grad).clone() for tensor in tensors]
             before = [copy._version for copy in copies]
             others = {index: copy for index, copy in enumerate(copies) if index not in renewed}
@@ -185,6 +188,8 @@ class InPlaceGuard:
                 output = self._forward(args, kwargs, others, {index: copies[index] for index in renewed})
             outputs = tensors_reached(output, self.passed_by)
             reads.look(outputs)
+        if state is not None:
+            set_random_state(device, state)
         changed = {index for index, copy in enumerate(copies) if copy._version != before[index]}
         written = tuple((_kind(tensor), tensor._version != version) for tensor, version in saved)
         found = Writes(frozenset(changed | renewed if reads.found else changed), renewed, written)
@@ -233,37 +238,95 @@ def _copies(writes: Writes, name: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Outside, the device's generator is where it was."""
-    state = random_state(device)
-    try:
-        yield
-    finally:
-        if state is not None:
-            set_random_state(device, state)
-
-
-def taken_out(value: Any, passed_by: Sequence[str] = ()) -> tuple[list[Tensor], Any]:
-    """Every tensor in value, in order, and value without them."""
-    tensors: list[Tensor] = []
-
-    def take(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return _PLACE
-
-    return tensors, map_tensors(value, take, passed_by)
-
-
-def put_back(frame: Any, tensors: Sequence[Tensor], passed_by: Sequence[str] = ()) -> Any:
-    """The inverse of taken_out."""
-    remaining = iter(tensors)
-    return map_tensors(frame, lambda place: next(remaining), passed_by)
-
-
 def _kind(tensor: Tensor) -> _Kind:
     return tensor.dtype, tensor.ndim
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+# ---- arguments that x += y leaves as they are: the sum is a new tensor there, which the name x stands for. That is the
+# same as long as nobody looks at the old tensor, or at a view of it, afterwards.
+
+_local = threading.local()  # reads: the LateReads of this thread, if any
+
+
+def out_of_place(tensor: Tensor) -> Tensor:
+    """A view of a tensor whose +=, -=, *= and /= make another such tensor. Operations on it give ordinary ones."""
+    view = tensor.view_as(tensor)
+    view.__class__ = _kind_like(getattr(type(tensor), "_is_like", type(tensor)))
+    return view
+
+
+def in_place(value: Any, given: dict[int, Tensor]) -> Any:
+    """A block's output with ordinary tensors.
+
+    Args:
+        given: id of what out_of_place returned -> what it is a view of, which takes its place.
+    """
+
+    def ordinary(tensor: Tensor) -> Tensor:
+        original = given.get(id(tensor))
+        if original is None and (cls := getattr(type(tensor), "_is_like", None)) is not None:
+            tensor.__class__ = cls
+        return tensor if original is None else original
+
+    return map_tensors(value, ordinary)
+
+
+class LateReads(TorchDispatchMode):
+    """While entered, notes whether an operation of this thread is given what an assignment to another name has left
+    behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+        self._left: dict[int, Tensor] = {}  # address of a storage -> a tensor in it, so that no other takes its place
+
+    def __enter__(self) -> LateReads:
+        self._before, _local.reads = getattr(_local, "reads", None), self
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _local.reads = self._before
+
+    def leave(self, tensor: Tensor) -> None:
+        """From now on nobody may read this."""
+        self._left[_address(tensor)] = tensor
+
+    def look(self, value: Any) -> None:
+        """Note it if there is such a tensor in value."""
+        self.found = self.found or any(_address(tensor) in self._left for tensor in tensors_reached(value))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._left:
+            self.look((args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@functools.cache
+def _kind_like(cls: type[Tensor]) -> type[Tensor]:
+    named = {f"__{augmented.__name__}__": operation for augmented, operation in AUGMENTED.items()}
+    members = {name: _assignment(name, operation) for name, operation in named.items()}
+    plain = {"__torch_function__": torch._C._disabled_torch_function_impl, "_is_like": cls}
+    return type(f"OutOfPlace{cls.__name__}", (cls,), {**members, **plain})
+
+
+def _assignment(name: str, operation: Callable[..., Tensor]) -> Callable[[Tensor, Any], Tensor]:
+    """The method of an augmented assignment: the type stays, as does the shape."""
+
+    def assign(tensor: Tensor, other: Any) -> Tensor:
+        made = operation(tensor, other)
+        if made.dtype is not tensor.dtype and torch.can_cast(made.dtype, tensor.dtype):
+            made = made.to(tensor.dtype)
+        if made.dtype is not tensor.dtype or made.shape != tensor.shape:
+            return getattr(Tensor, name)(tensor, other)  # type: ignore[no-any-return]  # raises what it would raise
+        made.__class__ = type(tensor)
+        reads: LateReads | None = getattr(_local, "reads", None)
+        if reads is not None:
+            reads.leave(tensor)
+        return made
+
+    return assign

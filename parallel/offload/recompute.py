@@ -16,25 +16,22 @@ Until the backward autograd keeps the arguments, or a store does (activations.py
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ...patches.hooks import map_tensors
+from ...patches.hooks import put_back, taken_out
 from ..devices import random_state, set_random_state
 from ..local.workers import autocast_of
 from ..transfer import version_of
 from .activations import ActivationOffload
-from .block_call import BlockCall, module_of
 
 _local = threading.local()  # is_recomputing, of a thread that is
-PLACE = torch.empty(0)  # stands where a tensor was
 
 
 def recompute(
@@ -45,23 +42,14 @@ def recompute(
     Args:
         device: of the block and of all tensors in args.
         store: keeps args until the backward; None for autograd.
-    Raises: TypeError if the block returns something else than a tensor or a tuple of tensors.
+    Raises: TypeError if the block returns something else than a tensor or a tuple of tensors; RuntimeError under
+        autocast, without which the second forward would compute in other types.
     """
     if not torch.is_grad_enabled():
         return block(*args)
     if autocast_of(device.type) is not None:
-        if store is not None:
-            store.say_kept_elsewhere("autocast is on")
-        if isinstance(block, BlockCall):
-            raise RuntimeError("autocast is on, and ComfyUI's own models are trained without it")
-        return torch.utils.checkpoint.checkpoint(block.__call__, *args, use_reentrant=False)
-    tensors: list[torch.Tensor] = []
-
-    def take(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor)
-        return PLACE
-
-    frame = map_tensors(args, take)
+        raise RuntimeError("autocast is on, and blocks that are computed again are trained without it")
+    tensors, frame = taken_out(args)
     anchor = None
     if not any(tensor.requires_grad for tensor in tensors):
         if not any(parameter.requires_grad for parameter in block.parameters()):
@@ -89,7 +77,7 @@ class _Recomputed(torch.autograd.Function):
         ctx.block, ctx.frame, ctx.device = block, frame, device
         ctx.set_materialize_grads(False)
         before, versions = random_state(device), [version_of(tensor) for tensor in tensors]
-        output = block(*fill(frame, tensors))
+        output = block(*put_back(frame, tensors))
         if versions != [version_of(tensor) for tensor in tensors]:
             raise RuntimeError(
                 f"{type(module_of(block)).__name__} changes what it is called with in place, so it cannot be computed "
@@ -98,7 +86,9 @@ class _Recomputed(torch.autograd.Function):
         ctx.needs_grad = [tensor.requires_grad for tensor in tensors]
         ctx.handle, others = (None, tensors) if store is None else store.keep(tensors, device)
         ctx.save_for_backward(*others)
-        ctx.random = before if has_drawn(device, before) else None
+        after = random_state(device)
+        has_drawn = before is not None and after is not None and not torch.equal(before, after)
+        ctx.random = before if has_drawn else None
         if not all(isinstance(part, torch.Tensor) for part in (output if isinstance(output, tuple) else (output,))):
             raise TypeError(
                 f"{type(module_of(block)).__name__} returns {type(output).__name__} with something else than tensors; "
@@ -111,11 +101,21 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors if ctx.handle is None else ctx.handle.fetch(ctx.saved_tensors)
         inputs = [tensor.detach().requires_grad_(flag) for tensor, flag in zip(saved, ctx.needs_grad, strict=True)]
-        with torch.enable_grad(), second_forward(ctx.device, ctx.random):
-            output = ctx.block(*fill(ctx.frame, inputs))
-            outputs = output if isinstance(output, tuple) else (output,)
-            seed = seed_of(outputs, grads)
-        del output, outputs  # nobody needs what the block returns
+        now = None if ctx.random is None else random_state(ctx.device)
+        if ctx.random is not None:
+            set_random_state(ctx.device, ctx.random)
+        _local.is_recomputing = True
+        try:
+            with torch.enable_grad():
+                output = ctx.block(*put_back(ctx.frame, inputs))
+                outputs = output if isinstance(output, tuple) else (output,)
+                pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+                seed = HandOut.apply([g for _, g in pairs], *(o for o, _ in pairs)) if pairs else None
+        finally:
+            _local.is_recomputing = False
+            if now is not None:
+                set_random_state(ctx.device, now)
+        del output, outputs, pairs  # nobody needs what the block returns
         if seed is not None:
             torch.autograd.backward([seed], [seed.detach()])  # any value: nobody reads it
         return (None, None, None, None, None, *(tensor.grad for tensor in inputs))
@@ -139,34 +139,72 @@ class HandOut(torch.autograd.Function):
         return None, *handed
 
 
-def seed_of(outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """What a backward begins at that is given these gradients of a block's outputs; None if none of them has any."""
-    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
-    return HandOut.apply([g for _, g in pairs], *(o for o, _ in pairs)) if pairs else None  # type: ignore[no-any-return]
+# ---- calls that a model makes with keywords, and whose result is no plain tuple, in the form block(*values)
+
+Checkpoint = Callable[..., Any]  # (block, *values) -> what block(*values) gives
 
 
-def has_drawn(device: torch.device, before: torch.Tensor | None) -> bool:
-    """Whether the device's generator has gone on. Args: before: its state then; None if it has none."""
-    after = random_state(device)
-    return before is not None and after is not None and not torch.equal(before, after)
+class BlockCall:
+    """One call of a block, to be made any number of times with values that it does not hold: autograd holds the call
+    until a whole backward has ended.
+
+    Args:
+        passed_by: names of keyword arguments that are no values, but the same objects in every call.
+    """
+
+    def __init__(self, module: nn.Module, kwargs: dict[str, Any], passed_by: Sequence[str]) -> None:
+        self.module = module
+        self._names = tuple(name for name in kwargs if name not in passed_by)
+        self.others = {name: kwargs[name] for name in kwargs if name in passed_by}
+        self._frame: Any = None  # of the output
+
+    def values(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """What it is called with, of the model's own call."""
+        return *args, *(kwargs[name] for name in self._names)
+
+    def __call__(self, *values: Any) -> Any:
+        cut = len(values) - len(self._names)
+        named = dict(zip(self._names, values[cut:], strict=True))
+        own: Any = getattr(self.module, "own_call", self.module)
+        output = own(*values[:cut], **named, **self.others)
+        tensors, self._frame = taken_out(output)
+        return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+    def whole(self, output: Any) -> Any:
+        """The block's own form of what a call gave."""
+        return put_back(self._frame, output if isinstance(output, tuple) else (output,))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.module.parameters()
 
 
-def fill(frame: Any, tensors: Any) -> Any:
-    """The arguments, with these tensors in their places."""
-    remaining = iter(tensors)
-    return map_tensors(frame, lambda place: next(remaining))
+def module_of(block: nn.Module | BlockCall) -> nn.Module:
+    """The block that is called."""
+    return block.module if isinstance(block, BlockCall) else block
 
 
-@contextmanager
-def second_forward(device: torch.device, state: torch.Tensor | None) -> Iterator[None]:
-    """Inside, is_recomputing, and the device's generator has this state, if any; outside, nothing has happened."""
-    now = None if state is None else random_state(device)
-    if state is not None:
-        set_random_state(device, state)
-    _local.is_recomputing = True
-    try:
-        yield
-    finally:
-        _local.is_recomputing = False
-        if now is not None:
-            set_random_state(device, now)
+def checkpoint_calls(modules: Iterable[nn.Module], checkpoint: Checkpoint, passed_by: Sequence[str]) -> None:
+    """Have calls of these blocks, hooks included, go through checkpoint."""
+    for module in modules:
+        if "_checkpoint" not in module.__dict__:
+            module.__class__ = _intercepted(type(module))  # type: ignore[arg-type]
+        module.__dict__["_checkpoint"] = (checkpoint, tuple(passed_by))
+
+
+@functools.cache
+def _intercepted(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass, since Python looks __call__ up in the class."""
+
+    class Intercepted(cls):  # type: ignore[valid-type,misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            checkpoint, passed_by = self.__dict__["_checkpoint"]
+            call = BlockCall(self, kwargs, passed_by)
+            return call.whole(checkpoint(call, *call.values(args, kwargs)))
+
+        def own_call(self, *args: Any, **kwargs: Any) -> Any:
+            """With all hooks, also one around it that was there before."""
+            return super().__call__(*args, **kwargs)
+
+    Intercepted.__name__, Intercepted.__qualname__ = cls.__name__, cls.__qualname__
+    Intercepted.__module__ = cls.__module__
+    return Intercepted

@@ -5,7 +5,7 @@ the other slot: the next higher in a forward, the next lower while blocks are co
 is evicted before its slot is needed. The base is frozen, so nothing is copied back. copies.py keeps order on the card.
 
 A backward never reads evicted weights: the graph of an offloaded block is made, used and dropped within one visit. A
-call that would leave a graph behind is refused: a block that keeps its activations, or runs under autocast.
+call that would leave a graph behind is refused, as of a block that keeps its activations.
 
 In host memory are frozen tensors of 64 KiB and more; LoRA, buffers and what trains stay on the card. Between visits the
 module has its host tensors: names, state dict and sizes are as ever. A block has one pinned buffer, since buffers per
@@ -20,18 +20,18 @@ docs/decisions/0008-blocks-from-host-memory.md.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...patches.hooks import HookSet, map_tensors
+from ...patches.hooks import HookSet, tensors_reached
 from ...quantization.weight_only import plain_parts, rebuilt, tensor_bytes
 from ..devices import CPU, synchronize
-from .copies import Piece, Slots, SlotTensor, lay_out
-from .pinned import PinnedBuffer
+from .copies import Piece, PinnedBuffer, Slots, SlotTensor, lay_out
 from .recompute import is_recomputing
 
 _log = logging.getLogger(__name__)
@@ -44,39 +44,27 @@ class _Block:
     """An offloaded block."""
 
     module: nn.Module
-    found_on: torch.device  # where its weights were
     host: PinnedBuffer  # their bytes, as a slot has them
     weights: list[SlotTensor]
 
 
-class OffloadsWeights(Protocol):
-    """A split model whose blocks may have their weights in host memory."""
-
-    def take_weight_offload(self, offload: WeightOffload | None) -> None:
-        """Raises: ValueError if one of the offloaded blocks keeps its activations."""
-
-
 class WeightOffload:
-    """Handle of blocks whose weights are in host memory; made by apply_weight_offload, or before a model is loaded.
+    """Handle of blocks whose weights are in host memory; made before a model is loaded.
 
-    A loader that knows it hands over every layer that is final (begin, finish); attach() makes slots and hooks.
+    The loader hands over every layer that is final (begin, finish); attach() makes slots and hooks.
 
     Args:
         places: fqn of each offloaded block -> its device, in execution order.
-        is_on_host: whether the loader puts large weights of these blocks into host memory; then remove() leaves them
-            there.
     """
 
-    def __init__(self, places: Mapping[str, torch.device], *, is_on_host: bool = False) -> None:
+    def __init__(self, places: Mapping[str, torch.device]) -> None:
         self.places = dict(places)
-        self._is_on_host = is_on_host
         self._model: nn.Module | None = None
         self._blocks: dict[str, _Block] = {}
         self._waiting: dict[str, set[str]] = {}
         self._on_host: set[int] = set()
         self._owns_host = True
         self._can_pin = True
-        self._split: OffloadsWeights | None = None
         self._hooks = HookSet()
         self._devices: list[_Device] = []
 
@@ -90,18 +78,9 @@ class WeightOffload:
         """Of the buffers in host memory."""
         return sum(block.host.num_bytes for block in self._blocks.values())
 
-    @property
-    def modules(self) -> frozenset[nn.Module]:
-        """The offloaded blocks."""
-        return frozenset(block.module for block in self._blocks.values())
-
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is one in host memory, where it belongs."""
         return id(parameter) in self._on_host
-
-    def found_on(self, module: nn.Module) -> torch.device | None:
-        """Where the weights of an offloaded block were found; None for another module."""
-        return next((block.found_on for block in self._blocks.values() if block.module is module), None)
 
     # ---- while a model is loaded
 
@@ -123,7 +102,8 @@ class WeightOffload:
         module = self._model.get_submodule(layer)
         for leaf, parameter in module._parameters.items():
             if parameter is not None and parameter.device != CPU and _can_leave(parameter):
-                module._parameters[leaf] = _moved(parameter, CPU)
+                parts = (part.to(CPU) for part in plain_parts(parameter))
+                module._parameters[leaf] = nn.Parameter(rebuilt(parameter, parts), requires_grad=False)
         self._waiting[name].discard(layer)
         if not self._waiting[name]:
             self._pack(name)
@@ -131,11 +111,6 @@ class WeightOffload:
     def takes(self, fqn: str, num_bytes: int) -> bool:
         """Whether a frozen tensor of this name and size will be in host memory."""
         return num_bytes >= SMALLEST_BYTES and self._block_of(fqn) is not None
-
-    def pack_all(self) -> None:
-        """Bring the weights of all blocks to the host."""
-        for name in self.places:
-            self._pack(name)
 
     def _block_of(self, fqn: str) -> str | None:
         """The offloaded block that a module or parameter belongs to."""
@@ -152,8 +127,7 @@ class WeightOffload:
         layouts, size = _lay_out([parameter for _, _, parameter in found])
         host = PinnedBuffer(size, device, is_wanted=self._can_pin)
         self._can_pin = self._can_pin and (host.is_pinned or device.type != "cuda" or not size)
-        found_on = CPU if self._is_on_host or not found else found[0][2].device
-        block = self._blocks[name] = _Block(module, found_on, host, [])
+        block = self._blocks[name] = _Block(module, host, [])
         for (owner, leaf, parameter), pieces in zip(found, layouts, strict=True):
             for part, piece in zip(plain_parts(parameter), pieces, strict=True):
                 piece.view(host.tensor).copy_(part)
@@ -167,13 +141,13 @@ class WeightOffload:
 
         This one owns them: attach both, and remove the copy's first.
         """
-        other = WeightOffload(dict.fromkeys(self.places, device), is_on_host=True)
+        other = WeightOffload(dict.fromkeys(self.places, device))
         other._on_host, other._owns_host = self._on_host, False
         for name, block in self._blocks.items():
             copied = model.get_submodule(name)
             owners = dict(zip(block.module.modules(), copied.modules(), strict=True))
             weights = [replace(weight, owner=owners[weight.owner]) for weight in block.weights]
-            other._blocks[name] = _Block(copied, CPU, block.host, weights)
+            other._blocks[name] = _Block(copied, block.host, weights)
         return other
 
     # ---- on the split model
@@ -189,43 +163,26 @@ class WeightOffload:
                 if buffer is not None and buffer.device != device:
                     owner._buffers[leaf] = buffer.to(device)
 
-    def attach(self, split: OffloadsWeights) -> None:
-        """Make the slots and have the blocks use them; LoRA that was attached to host tensors moves to its card.
-
-        Raises: ValueError if one of the blocks keeps its activations.
-        """
-        assert self._split is None and set(self._blocks) == set(self.places), "weights are brought to the host first"
-        split.take_weight_offload(self)
-        self._split = split
+    def attach(self) -> None:
+        """Make the slots and have the blocks use them; LoRA that was attached to host tensors moves to its card."""
+        assert not self._hooks and set(self._blocks) == set(self.places), "weights are brought to the host first"
         for device in dict.fromkeys(self.places.values()):
             blocks = [self._blocks[name] for name, place in self.places.items() if place == device]
             self._devices.append(_Device(device, blocks))
             for index, block in enumerate(blocks):
                 self.move_others(block.module, device)
-                self._hooks.just_before(block.module, _make_enter(self._devices[-1], index))
+                self._hooks.just_before(block.module, torch.compiler.disable(partial(_enter, self._devices[-1], index)))
         kind = "pinned" if all(block.host.is_pinned for block in self._blocks.values()) else "not pinned"
         _log.info("%d blocks stream from host memory (%.2f GB, %s)", len(self._blocks), self.host_bytes / 1e9, kind)
 
-    @torch.no_grad()
     def remove(self) -> None:
-        """Take the hooks off and put the weights back where they were found; a second call is a no-op.
-
-        What was found in host memory stays there, no longer pinned.
-
-        Raises: torch.OutOfMemoryError if a card has no room for its weights now.
-        """
+        """Take the hooks off; the weights stay in host memory, no longer pinned. A second call is a no-op."""
         self._hooks.remove()
         synchronize(dict.fromkeys(self.places.values()))  # the last copies read memory that is given back here
         for each in self._devices:
             each.slots.close()
         self._devices.clear()
-        for block in self._blocks.values():
-            for weight in block.weights if block.found_on != CPU else ():
-                weight.put(_moved(weight.absent, block.found_on))
         self._drop()
-        if self._split is not None:
-            self._split.take_weight_offload(None)
-            self._split = None
 
     def _drop(self) -> None:
         for block in self._blocks.values():
@@ -258,30 +215,20 @@ class _Device:
             self.slots.load(other, ahead, self.blocks[ahead].host.tensor)
 
 
-def _make_enter(device: _Device, index: int) -> Callable[..., None]:
-    def enter(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        is_backward = is_recomputing()
-        if torch.is_grad_enabled() and not is_backward and _has_graph(block, args, kwargs):
-            raise RuntimeError(
-                f"a {type(block).__name__} whose weights stream from host memory was called with gradients, outside of "
-                "BlockSplit.checkpoint or under autocast; its weights would be gone at the backward. Enable gradient "
-                "checkpointing with the split's checkpoint, without autocast, or keep this block's weights on its card"
-            )
-        device.enter(index, is_backward=is_backward)
-
-    return torch.compiler.disable(enter)  # type: ignore[no-any-return]
+def _enter(device: _Device, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    is_backward = is_recomputing()
+    if torch.is_grad_enabled() and not is_backward and _has_graph(block, args, kwargs):
+        raise RuntimeError(
+            f"a {type(block).__name__} whose weights stream from host memory was called with gradients, outside of "
+            "BlockSplit.checkpoint; its weights would be gone at the backward. Enable gradient checkpointing with the "
+            "split's checkpoint, or keep this block's weights on its card"
+        )
+    device.enter(index, is_backward=is_backward)
 
 
 def _has_graph(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call with gradients would leave a graph behind."""
-    found: list[bool] = [parameter.requires_grad for parameter in block.parameters()]
-
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor.requires_grad)
-        return tensor
-
-    map_tensors((args, kwargs), look)
-    return any(found)
+    return any(tensor.requires_grad for tensor in (*block.parameters(), *tensors_reached((args, kwargs))))
 
 
 # ---- tensors
@@ -315,9 +262,3 @@ def _lay_out(parameters: Sequence[nn.Parameter]) -> tuple[list[list[Piece]], int
         pieces, size = lay_out([(part.shape, part.dtype) for part in plain_parts(parameter)], size)
         layouts.append(pieces)
     return layouts, size
-
-
-def _moved(tensor: torch.Tensor, device: torch.device) -> nn.Parameter:
-    """A frozen Parameter like it on another device."""
-    parts = (part.to(device) for part in plain_parts(tensor))
-    return nn.Parameter(rebuilt(tensor, parts), requires_grad=False)

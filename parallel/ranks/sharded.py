@@ -36,7 +36,7 @@ from ...quantization.quantize import Quantizer, QuantizeSettings
 from ...system.stopping import alive
 from ..block_lists import called_modules, execution_order
 from ..offload.activations import ActivationOffload
-from ..offload.block_call import BlockCall
+from ..offload.recompute import BlockCall
 from ..placement import block_names
 
 _META = torch.device("meta")

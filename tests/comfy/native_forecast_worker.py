@@ -28,7 +28,7 @@ from devicebridge.families.comfy.registry import find_native
 from devicebridge.jobs.build import make_runner
 from devicebridge.nodes.host.native.model import _plain_attention, native_training
 from devicebridge.nodes.host.native.source import read_native
-from devicebridge.parallel.placement import Placement, block_names, native_block_flops
+from devicebridge.parallel.placement import Placement, block_flops, block_names, native_list
 from devicebridge.parallel.runner import MicroBatch
 from devicebridge.planning.costs import ModelCosts
 from devicebridge.planning.dry_run import Kernels, SampleText, Work
@@ -158,7 +158,9 @@ def operations_of_ltx2() -> float:
     model(streams, (level.to("meta"),) * 2, text, None, 25, options)
     row = find_native(LTXAVModel)
     assert row is not None
-    return native_block_flops(model, row, ["transformer_blocks.0"], 16 * 16 * 24, 512)[0] / counted[0] - 1
+    return (
+        block_flops(model.get_submodule("transformer_blocks.0"), native_list(row), 16 * 16 * 24, 512) / counted[0] - 1
+    )
 
 
 def _silu(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:

@@ -29,7 +29,7 @@ from comfy.quant_ops import QuantizedTensor
 from devicebridge.nodes.host.split.model import load_split_model
 from devicebridge.nodes.host.split.plan import SplitRequest
 from devicebridge.nodes.host.split.tree import tree_of
-from devicebridge.parallel.local.slices import JoinedSlices
+from devicebridge.parallel.local.shards import JoinedSlices
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, long_case
 from devicebridge.tests.comfy.split_cases_formats import quantised_checkpoint, scaled_checkpoint
 from devicebridge.tests.comfy.split_cases_tensor import near, tensor

@@ -8,7 +8,7 @@ from typing import Any
 
 import comfy.patcher_extension
 import torch
-from devicebridge.patches.hooks import tensors_of
+from devicebridge.patches.hooks import tensors_reached
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_cases_replayed import bridge_of, replayed
 from devicebridge.tests.comfy.split_cases_tensor import near, tensor
@@ -54,7 +54,7 @@ def _compare(case: Case, name: str, changes: dict[str, _Change], ways: Sequence[
 
 def _write(value: Any, factor: float) -> None:
     """Into every tensor in a value."""
-    for each in tensors_of(value):
+    for each in tensors_reached(value):
         if each.is_floating_point():
             each.mul_(factor)
 

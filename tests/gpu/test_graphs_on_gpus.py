@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from devicebridge.parallel.local.graphs import RECORDED_AFTER
-from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
-from devicebridge.parallel.local.slices import Slice
+from devicebridge.parallel.local.shards import Slice, divide_block, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.unit.parallel.test_graphs import where
 from devicebridge.tests.unit.parallel.test_tensor_parallel import PLANS, WIDTH, Fused, Separate, make_model
@@ -30,7 +29,7 @@ import torch
 from torch import nn
 from devicebridge.parallel.local.tensor_parallel import ForwardWorkers
 from devicebridge.parallel.local.graph_recorder import GraphRecorder
-from devicebridge.parallel.local.thread_pool import ThreadPool
+from devicebridge.parallel.local.workers import ThreadPool
 from devicebridge.parallel.transfer import SideStreams
 
 cards = [torch.device("cuda", index) for index in range(2)]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs.job import run_job
-from devicebridge.parallel.local.block_split import apply_block_split, apply_weight_offload
 from devicebridge.parallel.offload import weights as weights_module
 from devicebridge.parallel.placement import block_names, plan_manual
+from devicebridge.tests.placed import apply_block_split, apply_weight_offload, place
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.unit.parallel.test_weight_offload import CHAIN, Chain
 
@@ -170,4 +170,5 @@ def test_copies_and_kernels_of_large_blocks_wait_for_each_other():
     assert all(torch.equal(a, b) and a.abs().sum() > 0 for a, b in zip(found, expected, strict=True))
     assert swap.num_copies == 6 + 4 + 5 * 8
     swap.remove()
+    place(model, split.placement)
     assert all(torch.equal(a, b) for a, b in zip(steps(), expected, strict=True))

@@ -30,8 +30,8 @@ from ....families.comfy.text_sizes import usual_text
 from ....families.spec import TEXT_ENCODERS
 from ....parallel.block_lists import hooked_modules, placed_blocks
 from ....parallel.local.tokens import HERE
-from ....parallel.offload.block_call import Checkpoint, checkpoint_calls
 from ....parallel.offload.in_place import InPlaceGuard
+from ....parallel.offload.recompute import Checkpoint, checkpoint_calls
 from ....patches.hooks import parameters_on_meta
 from ....patches.lora import is_lora_name
 from .drawing import FLOWS, ComfyDecoding, ComfySteps

@@ -16,9 +16,8 @@ from torch.nn import functional as F
 from ....encoding.comfy_data import token_lists
 from ....families.comfy.inputs import COND, POOLED, is_tokens
 from ....families.spec import TEXT_ENCODERS
-from ....parallel.offload.block_call import checkpoint_calls
 from ....parallel.offload.in_place import InPlaceGuard
-from ....parallel.offload.recompute import recompute
+from ....parallel.offload.recompute import checkpoint_calls, recompute
 from ..comfy_encoders import HostClip
 from .files import load_clip_files
 

@@ -14,7 +14,8 @@ from torch import nn
 
 from ....parallel.block_lists import execution_order, followers, placed_blocks, tail_modules, transport_for
 from ....parallel.local.bridge import Bridge
-from ....parallel.placement import Placement, check_budgets, native_block_flops, plan_manual, plan_placement
+from ....parallel.placement import Placement, block_flops, check_budgets, native_list, plan_manual, plan_placement
+from ....planning.times import NUM_TEXT_TOKENS, PICTURE_TOKENS
 from .plan import SplitPlan, SplitRequest, layout_of
 from .tree import Executor, SplitTree
 
@@ -98,6 +99,10 @@ def plan_blocks(diffusion_model: nn.Module, request: SplitRequest) -> BlockPlan:
     other_bytes = model_bytes - sum(sizes)  # on the main device
     budgets, is_time = request.card_budgets(), request.balance == "time"
     by_hand = plan_manual(blocks, request.devices, request.split_at) if request.balance == "manual" else None
+    costs: list[float] = list(sizes)
+    if is_time:  # a block's share changes little with the size of what is sampled
+        of_blocks, side = map(diffusion_model.get_submodule, blocks), native_list(layout)
+        costs = [block_flops(block, side, PICTURE_TOKENS, NUM_TEXT_TOKENS) for block in of_blocks]
 
     def place(budget: Mapping[torch.device, int]) -> Placement:
         if by_hand is not None:
@@ -106,7 +111,7 @@ def plan_blocks(diffusion_model: nn.Module, request: SplitRequest) -> BlockPlan:
         return plan_placement(
             blocks,
             request.devices,
-            block_cost=native_block_flops(diffusion_model, layout, blocks) if is_time else sizes,
+            block_cost=costs,
             main_cost=0.0 if is_time else other_bytes,
             block_bytes=sizes,
             main_bytes=other_bytes,

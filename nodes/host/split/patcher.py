@@ -30,7 +30,7 @@ from comfy.utils import get_attr, set_attr, set_attr_param
 from comfy.weight_adapter.bypass import BypassForwardHook
 from torch import nn
 
-from ....parallel.local.slices import JoinedSlices
+from ....parallel.local.shards import JoinedSlices
 from ..compiler import outside
 from .attachments import KEY, is_compiled
 from .model_copy import alias, original_of, reachable

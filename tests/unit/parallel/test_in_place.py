@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devicebridge.parallel.offload.block_call import checkpoint_calls
-from devicebridge.parallel.offload.in_place import InPlaceGuard, put_back, taken_out
-from devicebridge.parallel.offload.recompute import recompute
+from devicebridge.parallel.offload.in_place import InPlaceGuard
+from devicebridge.parallel.offload.recompute import checkpoint_calls, recompute
 from devicebridge.patches.compile_blocks import Compiler
+from devicebridge.patches.hooks import put_back, taken_out
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

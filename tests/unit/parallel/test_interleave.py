@@ -17,11 +17,11 @@ import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.local import workers as workers_module
-from devicebridge.parallel.local.block_split import apply_block_split
 from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.parallel.local.interleave import Interleave
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, on_cpu
+from devicebridge.tests.placed import apply_block_split
 from devicebridge.tests.streams import Clock, SimulatedMachine
 from devicebridge.tests.toy import TINY
 from torch import nn

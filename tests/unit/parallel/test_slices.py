@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from devicebridge.parallel.local.slices import JoinedSlices, Slice
+from devicebridge.parallel.local.shards import JoinedSlices, Slice
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -22,10 +22,9 @@ import pytest
 import torch
 from devicebridge.families.tensor_plan import Divided, TensorPlan
 from devicebridge.parallel.local import collectives, shards, tensor_parallel
-from devicebridge.parallel.local.shards import BlockShard, divide_block, divided_bytes, find_plan, shares_of
-from devicebridge.parallel.local.slices import Slice
+from devicebridge.parallel.local.shards import BlockShard, Slice, divide_block, divided_bytes, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import ForwardWorkers, TensorParallel
-from devicebridge.parallel.local.thread_pool import ThreadPool
+from devicebridge.parallel.local.workers import ThreadPool
 from torch import nn
 from torch.nn import functional as F
 

@@ -17,6 +17,7 @@ from devicebridge.parallel.offload.in_place import InPlaceGuard
 from devicebridge.parallel.offload.weights import WeightOffload
 from devicebridge.parallel.runner import PlainAccumulation
 from devicebridge.tests.emulated import CARDS, emulated_cards, factories_on_cards, on_cpu
+from devicebridge.tests.placed import bring_to_host
 from devicebridge.tests.token_cases import PLAN, WHOLE_TEXT, Block, Toy, make_toy, make_training, microbatches
 from devicebridge.training.objective import predict
 from torch import nn
@@ -156,11 +157,6 @@ def _on_host(model: nn.Module) -> set[int]:
     return {id(each) for each in model.parameters() if each.device.type == "cpu"}
 
 
-class _Split:
-    def take_weight_offload(self, offload: WeightOffload | None) -> None:
-        pass
-
-
 def test_copies_stream_one_set_of_weights_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through two slots of each card, from one place in host memory."""
     monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1)
@@ -172,15 +168,14 @@ def test_copies_stream_one_set_of_weights_with_the_same_bits(monkeypatch: pytest
             block.mod.requires_grad_(True)  # in the place of a LoRA
         with emulated_cards(2), factories_on_cards():
             first = toy.to(CARDS[0])
-            offload = WeightOffload(dict.fromkeys(places, CARDS[0]), is_on_host=True)
-            offload.begin(first, ())
-            offload.pack_all()
+            offload = WeightOffload(dict.fromkeys(places, CARDS[0]))
+            bring_to_host(offload, first)
             copies = [first, copy_model(first, CARDS[1], offload.holds)]
             offloads = [offload, offload.of_copy(copies[1], CARDS[1])] if places else []
             held = [_on_host(each) for each in copies]
             training = make_training(toy, CARDS[:2], PLAN, recomputes=True, copies=copies)
             for each in offloads:
-                each.attach(_Split())
+                each.attach()
             losses = [on_cpu(each) for each in training.run(microbatches(training.model, 2))]
             gradients = {name: on_cpu(each.grad) for name, each in first.named_parameters() if each.grad is not None}
             copied = [each.num_copies for each in offloads]

@@ -10,8 +10,7 @@ from functools import partial
 import pytest
 import torch
 from devicebridge.parallel.local import workers as workers_module
-from devicebridge.parallel.local.thread_pool import ThreadPool
-from devicebridge.parallel.local.workers import Coordinator, Stopped
+from devicebridge.parallel.local.workers import Coordinator, Stopped, ThreadPool
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 CPU = torch.device("cpu")

@@ -11,13 +11,13 @@ from devicebridge.config.job import LoraSettings
 from devicebridge.families.comfy.registry import NATIVE_MODELS
 from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import BlockList
-from devicebridge.parallel.local.block_split import apply_block_split
 from devicebridge.parallel.offload.in_place import InPlaceGuard
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.patches import compile_blocks
 from devicebridge.patches.compile_blocks import apply_compile, compile_fault, compile_if_possible
 from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS
+from devicebridge.tests.placed import apply_block_split
 from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora

@@ -112,14 +112,11 @@ def test_lora_follows_the_layer_it_adapts(use_dora):
         model.image[0].to_out.to(CARDS[1])
         model.image[0].norm_q.to(CARDS[1])
 
-        moved = place_lora_with_base(model)
-
-        assert moved == (6 if use_dora else 5)
+        place_lora_with_base(model)
         for name, parameter in lora_parameters(model).items():
             owner = model.get_submodule(name.partition(".lora_")[0])
             assert parameter.device == owner.base_layer.weight.device, name
         assert isinstance(model.image[0].to_q.lora_A["default"].weight.data, EmulatedTensor)
-        assert place_lora_with_base(model) == 0
         x = model.embed(ids)
         for block, card in ((model.joint[0], CARDS[0]), (model.joint[1], CARDS[1]), (model.image[0], CARDS[1])):
             x = block(x.to(card))
@@ -129,7 +126,7 @@ def test_lora_follows_the_layer_it_adapts(use_dora):
 def test_parameters_in_place_keep_their_identity():
     model = attach(Model())
     before = {name: id(parameter) for name, parameter in lora_parameters(model).items()}
-    assert place_lora_with_base(model) == 0
+    place_lora_with_base(model)
     assert {name: id(parameter) for name, parameter in lora_parameters(model).items()} == before
 
 
@@ -144,4 +141,4 @@ def test_meta_on_one_side_is_refused(part):
 def test_a_model_wholly_on_meta_is_left_alone():
     with torch.device("meta"):
         model = attach(Model())
-    assert place_lora_with_base(model) == 0
+    place_lora_with_base(model)

@@ -15,7 +15,7 @@ from devicebridge.families.spec import BlockList
 from devicebridge.families.token_plan import BlockRows, TokenPlan
 from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
-from devicebridge.parallel.placement import native_block_flops
+from devicebridge.parallel.placement import block_flops, native_list
 from devicebridge.planning import times as work_module
 from devicebridge.planning.times import divided_block, forward_work, has_guidance, key_bytes
 from devicebridge.tests.emulated import CARDS, emulated_cards
@@ -110,10 +110,10 @@ def test_where_text_is_beside_the_stream_layers_see_the_picture_alone(joint, tok
 def test_attention_is_as_wide_as_what_runs_over_tokens() -> None:
     """Not as a narrow layer of modulation, or one of the text."""
     block = Separate()
-    before = native_block_flops(Model([block]), LAYOUT, ["blocks.0"], 4096)
+    before = block_flops(block, native_list(LAYOUT), 4096, 512)
     block.modulation, block.txt_in = nn.Linear(2, WIDTH), nn.Linear(4, WIDTH)
-    after = native_block_flops(Model([block]), LAYOUT, ["blocks.0"], 4096)
-    assert after[0] == before[0] + 2 * 2 * WIDTH + 2 * 512 * 4 * WIDTH
+    after = block_flops(block, native_list(LAYOUT), 4096, 512)
+    assert after == before + 2 * 2 * WIDTH + 2 * 512 * 4 * WIDTH
 
 
 def test_guidance_is_a_number_where_the_model_says_so() -> None:

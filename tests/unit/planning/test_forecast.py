@@ -20,7 +20,6 @@ from devicebridge.checkpoints.checkpoint import CheckpointInfo
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.comfy.token_plans import TOKEN_PLANS
 from devicebridge.families.registry import find_family
-from devicebridge.parallel.local.block_split import apply_block_split, apply_weight_offload
 from devicebridge.parallel.local.collectives import Collective
 from devicebridge.parallel.local.tokens import HERE, OneDeviceError
 from devicebridge.parallel.offload import weights as swap_module
@@ -33,6 +32,7 @@ from devicebridge.quantization.eight_bit import grad_input8
 from devicebridge.quantization.kernel_choice import DeviceKernels, device_kernels, using_kernels
 from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes
+from devicebridge.tests.placed import apply_block_split, apply_weight_offload
 from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.token_cases import PLAN, make_toy
 from devicebridge.tests.toy import TINY

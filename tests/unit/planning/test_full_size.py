@@ -13,10 +13,10 @@ import pytest
 import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel.local.block_split import apply_block_split
 from devicebridge.parallel.offload import recompute
 from devicebridge.parallel.placement import block_names, parameter_bytes, plan_placement
 from devicebridge.tests.emulated import device_module
+from devicebridge.tests.placed import apply_block_split
 from devicebridge.training.adapter import apply_lora
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode

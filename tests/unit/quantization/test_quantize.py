@@ -17,7 +17,6 @@ import pytest
 import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel.local.block_split import apply_block_split
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.patches.lora import (
     TRAINABLE_DTYPES,
@@ -43,6 +42,7 @@ from devicebridge.quantization.quantize import (
 )
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.noise import decibels
+from devicebridge.tests.placed import apply_block_split
 from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora

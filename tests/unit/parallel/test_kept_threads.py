@@ -8,7 +8,7 @@ import threading
 import weakref
 
 import pytest
-from devicebridge.parallel.local.thread_pool import ThreadPool
+from devicebridge.parallel.local.workers import ThreadPool
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 

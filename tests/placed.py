@@ -1,0 +1,47 @@
+"""Models that were made on one device, with their weights where a loader would have put them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from devicebridge.families.spec import ModelFamily
+from devicebridge.parallel.local import block_split
+from devicebridge.parallel.local.block_split import BlockSplit
+from devicebridge.parallel.offload.weights import WeightOffload
+from devicebridge.parallel.placement import Placement
+from torch import nn
+
+
+def place(model: nn.Module, placement: Placement) -> None:
+    """Move every parameter and buffer to its device, in place."""
+    for name, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            for leaf, tensor in held.items():
+                device = placement.device_of(f"{name}.{leaf}" if name else leaf)
+                if tensor is None or tensor.device == device:
+                    continue
+                moved = tensor.detach().to(device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                held[leaf] = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved  # type: ignore[assignment]
+
+
+def apply_block_split(model: nn.Module, family: ModelFamily, placement: Placement) -> BlockSplit:
+    """As the pack's, of a model that may be anywhere."""
+    place(model, placement)
+    return block_split.apply_block_split(model, family, placement)
+
+
+def apply_weight_offload(split: BlockSplit, blocks: Sequence[str]) -> WeightOffload:
+    """Have these blocks of a split model, with its LoRA, stream from host memory; remove() leaves them there."""
+    offload = WeightOffload({name: device for name, device in split.placement.items() if name in set(blocks)})
+    bring_to_host(offload, split.model)
+    offload.attach()
+    return offload
+
+
+def bring_to_host(offload: WeightOffload, model: nn.Module) -> None:
+    """As a loader does, of a model that is there."""
+    layers = [name for name, module in model.named_modules() if module._parameters]
+    offload.begin(model, layers)
+    for layer in layers:
+        offload.finish(layer)
