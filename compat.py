@@ -180,7 +180,6 @@ def _fault(need: Need) -> str:
         owner = functools.reduce(getattr, owners, importlib.import_module(module))
         found = inspect.getattr_static(owner, last) if _is_own(owner, module) else None
         signature = _own_signature(found, owner, module)
-        return "" if signature is None else _change(path, need, signature)
     except ImportError as error:
         return f"{module} cannot be imported ({error})"
     except AttributeError:
@@ -188,6 +187,20 @@ def _fault(need: Need) -> str:
     except Exception as error:  # what other packs put there may fail when it is looked at
         _log.debug("%s cannot be examined (%s: %s)", path, type(error).__name__, error)
         return ""
+    if signature is None:
+        return ""
+    ours = [name for name in need.form if name != "..." and not name.endswith("=")]
+    theirs = [each.name for each in signature.parameters.values() if each.kind not in _MANY]
+    changes = [f"{path} takes {b!r} where {a!r} was" for a, b in zip(ours, theirs, strict=False) if a != b]
+    if not need.is_overridden:
+        try:
+            named = {name.rstrip("="): None for name in need.form if name.endswith("=")}
+            (signature.bind_partial if "..." in need.form else signature.bind)(*ours, **named)
+        except TypeError as error:
+            changes.append(f"{path}: {error}")
+    elif "..." not in need.form:
+        changes += [f"{path} now also takes {name!r}" for name in theirs if name not in ours]
+    return next(iter(changes), "")
 
 
 def _is_own(found: object, module: str) -> bool:
@@ -206,22 +219,6 @@ def _own_signature(found: object, owner: object, module: str) -> inspect.Signatu
     signature = inspect.signature(function)
     is_bound = isinstance(owner, type) and not isinstance(found, staticmethod)
     return signature.replace(parameters=list(signature.parameters.values())[is_bound:])
-
-
-def _change(path: str, need: Need, signature: inspect.Signature) -> str:
-    """The first thing that has changed in how a function is called; "" for nothing."""
-    ours = [name for name in need.form if name != "..." and not name.endswith("=")]
-    theirs = [each.name for each in signature.parameters.values() if each.kind not in _MANY]
-    found = [f"{path} takes {b!r} where {a!r} was" for a, b in zip(ours, theirs, strict=False) if a != b]
-    if not need.is_overridden:
-        try:
-            named = {name.rstrip("="): None for name in need.form if name.endswith("=")}
-            (signature.bind_partial if "..." in need.form else signature.bind)(*ours, **named)
-        except TypeError as error:
-            found.append(f"{path}: {error}")
-    elif "..." not in need.form:
-        found += [f"{path} now also takes {name!r}" for name in theirs if name not in ours]
-    return next(iter(found), "")
 
 
 def main(folder: str) -> None:

@@ -31,11 +31,6 @@ from .native import encoded, encoded_once, enter, prepared
 from .plan_request import PlanRequest, make_request
 from .terminal import Terminal
 
-ONE_MODEL = (
-    'model.family = "comfyui", cache.stock_clip and cache.stock_vae work where one model is trained; remove '
-    "model.second_expert, or take the encoders of a diffusers folder"
-)
-
 
 def train(options: argparse.Namespace) -> int:
     place, job = find_place(), load_job(options.job)
@@ -46,7 +41,10 @@ def train(options: argparse.Namespace) -> int:
     if place is None:
         refuse_other_launcher()
     if job.needs_comfyui and job.model.second_expert:
-        raise ValueError(ONE_MODEL)
+        raise ValueError(
+            'model.family = "comfyui", cache.stock_clip and cache.stock_vae work where one model is trained; remove '
+            "model.second_expert, or take the encoders of a diffusers folder"
+        )
     (job,) = enter([job], options.arguments)
     if place is not None:
         return as_rank(place, lambda should_stop: _train_rank(options, job, place, should_stop))

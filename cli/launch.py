@@ -81,34 +81,27 @@ def as_rank(place: RankPlace, train: Callable[[Callable[[], bool]], int]) -> int
             if place.rank == 0:
                 say(f"devicebridge: {stopped}")
         except Exception as error:
-            _end(place, error, known)
+            is_foreseen = isinstance(error, (ValueError, RuntimeError, OSError)) and not _is_of_a_device(error)
+            # Where a job is refused, the command that started all ends as it would alone: torchrun would add a
+            # traceback of its own to every code but 0.
+            if known is not None and (isinstance(error, ValueError) or getattr(error, "is_refusal", False)):
+                known.say_code(2)
+                if not isinstance(error, RankFailed) and known.is_first_to_say(str(error)):
+                    say(f"devicebridge: {error}", sys.stderr)
+                sys.stdout.flush()
+                os._exit(0)
+            if not (isinstance(error, RankFailed) and place.rank):  # the rank that it comes from tells it
+                say(f"devicebridge: rank {place.rank}: {error}", sys.stderr)
+            if not is_foreseen:
+                say("".join(traceback.format_exception(error)), sys.stderr)
+            if not isinstance(error, (RankFailed, RankLost)):
+                record_error(error)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(2 if is_foreseen else 1)
     if known is not None and place.rank == 0:
         known.say_code(code)
     return 0
-
-
-def _end(place: RankPlace, error: Exception, known: Launch | None) -> None:
-    """Tell what went wrong on this rank, with a traceback where nobody foresaw it, and end the process.
-
-    Where a job is refused, the command that started all ends as it would alone: torchrun would add a traceback of its
-    own to every code but 0.
-    """
-    is_foreseen = isinstance(error, (ValueError, RuntimeError, OSError)) and not _is_of_a_device(error)
-    if known is not None and (isinstance(error, ValueError) or getattr(error, "is_refusal", False)):
-        known.say_code(2)
-        if not isinstance(error, RankFailed) and known.is_first_to_say(str(error)):
-            say(f"devicebridge: {error}", sys.stderr)
-        sys.stdout.flush()
-        os._exit(0)
-    if not (isinstance(error, RankFailed) and place.rank):  # the rank that it comes from tells it
-        say(f"devicebridge: rank {place.rank}: {error}", sys.stderr)
-    if not is_foreseen:
-        say("".join(traceback.format_exception(error)), sys.stderr)
-    if not isinstance(error, (RankFailed, RankLost)):
-        record_error(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(2 if is_foreseen else 1)
 
 
 def _is_of_a_device(error: BaseException) -> bool:

@@ -23,7 +23,18 @@ def jobs(options: argparse.Namespace) -> int:
     store = RunStore(folder.resolve())
     queue = JobQueue(store, user / MEMORY)
     if options.stop:
-        _stop(store, queue, options.stop)
+        run = options.stop
+        if queue.stop_before_its_record(run):
+            return 0
+        try:
+            place, record = store.find(run), store.record(run)
+        except NotThere as error:
+            known = ", ".join(store.ids()) or "none"
+            raise ValueError(f"there is no run {run!r} in {store.root}; found: {known}") from error
+        if record is None or record.state != "running":
+            raise ValueError(f"{run} is not under way")
+        Requests(place).ask("stop")
+        say(f"{run} ends its step and saves")
         return 0
     runs = store.ids() if options.all else store.shown()
     left_out = len(store.ids()) - len(runs)
@@ -59,22 +70,6 @@ def _find_root(given: Path | None) -> Path:
     if not given.is_dir():
         raise ValueError(f"{given} is no folder; name the one that holds the runs, output/devicebridge of a ComfyUI")
     return given.absolute()  # not yet without links: ComfyUI's user folder lies beside output, not where that leads
-
-
-def _stop(store: RunStore, queue: JobQueue, run: str) -> None:
-    """Raises: ValueError if no such run is under way."""
-    if queue.stop_before_its_record(run):
-        return
-    try:
-        folder, record = store.find(run), store.record(run)
-    except NotThere as error:
-        raise ValueError(
-            f"there is no run {run!r} in {store.root}; found: {', '.join(store.ids()) or 'none'}"
-        ) from error
-    if record is None or record.state != "running":
-        raise ValueError(f"{run} is not under way")
-    Requests(folder).ask("stop")
-    say(f"{run} ends its step and saves")
 
 
 def _describe(run: dict[str, Any]) -> str:

@@ -293,16 +293,14 @@ def _is_read(name: str, value: torch.Tensor) -> bool:
 
 def _plain_attention(attention: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Torch's own attention, which has a backward, in the place of whatever ComfyUI was started with."""
-    return _attend(args, kwargs, has_options=True)
+    return _named_attention(*args, has_options=True, **kwargs)
 
 
-def _named_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """The same for what classes call by name; where they hand options on, it leads to the one above."""
-    return _attend(args, kwargs, has_options=False)
+def _named_attention(*args: Any, has_options: bool = False, **kwargs: Any) -> torch.Tensor:
+    """The same for what classes call by name; where they hand options on, it leads to the one above.
 
-
-def _attend(args: tuple[Any, ...], kwargs: dict[str, Any], *, has_options: bool) -> torch.Tensor:
-    """To the keys of all devices that share out the rows of this forward, once per attention."""
+    To the keys of all devices that share out the rows of this forward, once per attention.
+    """
     from comfy.ldm.modules.attention import attention_pytorch
 
     parallel = HERE.parallel

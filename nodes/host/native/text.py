@@ -67,7 +67,16 @@ def attach_text_encoders(
     name.release()
     stage = clip.cond_stage_model
     stage.reset_clip_options()
-    _make_trainable(stage)
+    # Plain layers in the place of ComfyUI's, whose forwards look for Cancel and convert weights at every call.
+    for part, module in stage.named_modules():
+        plain = next((each for each in _PLAIN if isinstance(module, each)), None)
+        if plain is not None and all(each.is_floating_point() for each in module.parameters()):
+            module.__class__ = _PLAIN[plain]
+        elif any(key in module._parameters for key in ("weight", "bias")):
+            raise ValueError(
+                f"{part} of the text encoders is a {type(module).__name__} in {module.weight.dtype}, which is not "
+                "trained; name files in 16 or 32 bits with cache.stock_clip"
+            )
     for layer in _layers(stage):
         layer.forward = InPlaceGuard(layer)
     model.add_module(TEXT_ENCODERS, stage.to(device=device, dtype=torch.float32).eval())
@@ -90,29 +99,15 @@ def _layers(stage: nn.Module) -> list[nn.Module]:
     return [layer for part in parts for layer in part.transformer.text_model.encoder.layers]
 
 
-def _make_trainable(stage: nn.Module) -> None:
-    """Plain layers in the place of ComfyUI's, whose forwards look for Cancel and convert weights at every call.
-
-    Raises: ValueError for weights that are held otherwise.
-    """
-    plain: dict[type[nn.Module], type[nn.Module]] = {
-        nn.Linear: nn.Linear,
-        nn.LayerNorm: nn.LayerNorm,
-        nn.Embedding: _Embedding,
-    }
-    for name, module in stage.named_modules():
-        kind = next((each for each in plain if isinstance(module, each)), None)
-        if kind is not None and all(each.is_floating_point() for each in module.parameters()):
-            module.__class__ = plain[kind]
-        elif any(key in module._parameters for key in ("weight", "bias")):
-            raise ValueError(
-                f"{name} of the text encoders is a {type(module).__name__} in {module.weight.dtype}, which is not "
-                "trained; name files in 16 or 32 bits with cache.stock_clip"
-            )
-
-
 class _Embedding(nn.Embedding):
     """Called as ComfyUI's, with the type of the result."""
 
     def forward(self, tokens: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         return F.embedding(tokens, self.weight).to(out_dtype or self.weight.dtype)
+
+
+_PLAIN: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: nn.Linear,
+    nn.LayerNorm: nn.LayerNorm,
+    nn.Embedding: _Embedding,
+}

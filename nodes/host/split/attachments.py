@@ -91,18 +91,14 @@ def unseen_attachments(
     for name, module in diffusion_model.named_modules():
         if not name or is_compiled(module) or not is_within(name):
             continue
-        if _has_own_forward(module):
+        forward = module.__dict__.get("forward")
+        while _is_comfy_bypass(forward):
+            forward = forward.__self__.original_forward
+        is_of_class = getattr(forward, "__func__", None) is type(module).forward  # put back by whoever replaced it
+        if forward is not None and not is_of_class:
             yield f"the replaced forward of {name}"
         if not own_hooks.issuperset((*module._forward_hooks, *module._forward_pre_hooks)):
             yield f"a hook on {name}"
-
-
-def _has_own_forward(module: nn.Module) -> bool:
-    forward = module.__dict__.get("forward")
-    while _is_comfy_bypass(forward):
-        forward = forward.__self__.original_forward  # type: ignore[union-attr]
-    is_of_class = getattr(forward, "__func__", None) is type(module).forward  # put back by whoever replaced it
-    return forward is not None and not is_of_class
 
 
 def _is_comfy_bypass(function: Any) -> bool:

@@ -182,8 +182,16 @@ def _parts(
             parts.append(_Part(index, only, x_in[image], timestep[image]))
 
     def has_room() -> bool:
+        """As ComfyUI expects each part to need memory beside the weights."""
         free = model.current_patcher.get_free_memory(x_in.device)
-        return all(_estimate(model, part) < free for part in parts)
+        for part in parts:
+            shapes: dict[str, list[Any]] = defaultdict(list)
+            for entry in part.conds[part.index]:
+                for name, value in entry.get("model_conds", {}).items():
+                    shapes[name].append(value.size())
+            if model.memory_required(list(part.x.shape), cond_shapes=shapes) >= free:
+                return False
+        return True
 
     reason = reason_against_overlap(model, tree.unseen, conds, options)
     reason = reason or tree.executor.reason_against_parts(tree, len(parts), has_room)
@@ -191,15 +199,6 @@ def _parts(
         tree.say_once(f"split: overlap is off: {reason}")
         return []
     return parts
-
-
-def _estimate(model: Any, part: _Part) -> float:
-    """Bytes that ComfyUI expects one part to need beside the weights."""
-    shapes: dict[str, list[Any]] = defaultdict(list)
-    for entry in part.conds[part.index]:
-        for name, value in entry.get("model_conds", {}).items():
-            shapes[name].append(value.size())
-    return float(model.memory_required(list(part.x.shape), cond_shapes=shapes))
 
 
 def _cut(entry: Mapping[str, Any], image: slice, num_images: int) -> dict[str, Any]:

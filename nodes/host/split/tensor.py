@@ -314,9 +314,6 @@ class SlicedPatch(WeightAdapterBase):
         moved = management.cast_to_device(plain, weight.device, weight.dtype, copy=True)
         return part.copied(comfy.lora.calculate_weight(patches, moved, key, intermediate_dtype, original_weight))
 
-    def calculate_shape(self, key: str) -> None:
-        """It changes no shape."""
-
 
 def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
     """A slice of a weight in the weight's own format, without a copy: of 8-bit weights only scales of rows are copied.
