@@ -215,7 +215,12 @@ def list_files(
     named = [entry for entry in entries if entry.suffix.lower() in media_suffixes() and entry.exists()]
     odd = [entry for entry in named if not entry.is_file() and not entry.is_dir()]  # pipes and devices
     _warn_of_unused(root, odd, "are no ordinary files and are not used: %s; put images in their place")
-    _check_masks(root, images, masks)
+    stems = {_stem(image) for image in images}
+    for image in images:
+        if _stem(image).endswith(_MASK_ENDS) and _without_mask_end(_stem(image)) in stems:
+            raise ValueError(f"{image} looks like a mask, which must be a PNG; save it as {image.stem}.png")
+    message = "masks not used: %s; _mask.png and -masklabel.png are endings of masks, and there is no image for them"
+    _warn_of_unused(root, [mask for stem, mask in masks.items() if stem not in stems], message)
     if not images:
         others = "".join(f"; {line}" for line in LeftOut(set(), ask).of_dataset(root, (), set(), latent.is_video))
         raise ValueError(
@@ -237,17 +242,6 @@ def _warn_of_unused(root: Path, unused: Iterable[Path], message: str) -> None:
     names = [entry.name for entry in unused]
     if names:
         _log.warning(f"%s: %d {message}", root, len(names), _names(names))
-
-
-def _check_masks(root: Path, images: Sequence[Path], masks: dict[str, Path]) -> None:
-    """Raises: ValueError for a mask that is no PNG; warns of masks without an image."""
-    stems = {_stem(image) for image in images}
-    for image in images:
-        if _stem(image).endswith(_MASK_ENDS) and _without_mask_end(_stem(image)) in stems:
-            raise ValueError(f"{image} looks like a mask, which must be a PNG; save it as {image.stem}.png")
-    orphans = [mask for stem, mask in masks.items() if stem not in stems]
-    message = "masks not used: %s; _mask.png and -masklabel.png are endings of masks, and there is no image for them"
-    _warn_of_unused(root, orphans, message)
 
 
 def _stem(path: Path) -> str:

@@ -175,7 +175,14 @@ def shared_in_batch(latents: Mapping[str, torch.Tensor], text: Mapping[str, torc
 
     Of noise masks LTX-2 asks the first sample's alone whether it has a noise level per frame or per place.
     """
-    shared = {name: each for name, each in {**latents, **text}.items() if _must_be_equal(name, each)}
+    shared = {}
+    for name, tensor in {**latents, **text}.items():
+        path, is_number = option_path(name), not tensor.ndim and tensor.dtype in _NUMBERS.values()
+        # Numbers, strings, what has no batch, and what says how guides are attended to
+        is_shared = bool(path) and (is_number or not name.startswith(OPTION) or path[0] == GUIDE_ATTENTION)
+        # LTX-Video's guides mark places that are not there by numbers below zero.
+        if bool((tensor < 0).any()) if name == NOISE_MASK else is_shared:
+            shared[name] = tensor
     if NOISE_MASK in latents:
         frames = fit_mask(latents[NOISE_MASK], _sides(latents[SAMPLES]))[0].flatten(1)
         rounded = [frames.to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
@@ -183,15 +190,6 @@ def shared_in_batch(latents: Mapping[str, torch.Tensor], text: Mapping[str, torc
         varies = torch.stack([(each.amin(1) != each.amax(1)).any() for each in rounded])
         shared[f"{NOISE_MASK}.varies"] = varies
     return shared
-
-
-def _must_be_equal(name: str, tensor: torch.Tensor) -> bool:
-    """Numbers, strings, what has no batch, what says how guides are attended to, and a noise mask with places that are
-    not there, which LTX-Video's guides mark by numbers below zero."""
-    if name == NOISE_MASK:
-        return bool((tensor < 0).any())
-    path, is_number = option_path(name), not tensor.ndim and tensor.dtype in _NUMBERS.values()
-    return bool(path) and (is_number or not name.startswith(OPTION) or path[0] == GUIDE_ATTENTION)
 
 
 def _sides(samples: torch.Tensor) -> tuple[int, ...]:
@@ -295,28 +293,26 @@ def _settle_mask(sample: Entry, text: Entry, what: str) -> None:
             f"{what}: its CONDITIONING has {', '.join(guided)}, but its LATENT has no noise_mask; connect the latent "
             "of the node that added the guide"
         )
-    if mask is not None and mask.isfinite().all() and not (fit_mask(mask, _sides(sample[SAMPLES])) > 0).any():
+    if mask is None:
+        return
+    samples, sides = sample[SAMPLES], _sides(sample[SAMPLES])
+    is_denoised = fit_mask(mask, sides) > 0
+    if mask.isfinite().all() and not is_denoised.any():
         raise ValueError(
             f"{what}: its noise_mask is zero in every cell of the latent, so that sampling denoises nothing of it, and "
             "there is nothing to learn; leave places to denoise, such as all frames after the first, or a larger spot"
         )
-    if mask is not None and _is_empty(sample[SAMPLES], mask):
+    where = is_denoised.expand(samples.shape[0], *sides)
+    values = [one.reshape(sides)[places] for one, places in zip(samples, where, strict=True)]  # of each channel
+    if all(each.numel() > 1 and bool((each == each[0]).all()) for each in values):
         raise ValueError(
             f"{what}: its samples are empty where its noise_mask denoises, so there is nothing to learn: such a latent "
             "is made to begin a sampling with. Encode the whole clip with VAE Encode, and put the mask on that latent "
             "by LTXVImgToVideoInplace, LTXVAddGuide or Set Latent Noise Mask; folders with Wan 2.2's 5B take "
             'data.condition = "first-frame"'
         )
-    if mask is not None and not guided and bool((mask == 1).all()):
+    if not guided and bool((mask == 1).all()):
         del sample[NOISE_MASK]
-
-
-def _is_empty(samples: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Whether all places that are denoised hold the same number, of each channel."""
-    sides = _sides(samples)
-    is_denoised = (fit_mask(mask, sides) > 0).expand(samples.shape[0], *sides)
-    values = [one.reshape(sides)[where] for one, where in zip(samples, is_denoised, strict=True)]
-    return all(each.numel() > 1 and bool((each == each[0]).all()) for each in values)
 
 
 def _describe(value: Any) -> str:

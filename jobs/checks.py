@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from ..checkpoints.checkpoint import expert_by_name
 from ..checkpoints.fingerprint import folder_fingerprint
 from ..checkpoints.header import TensorRecord, read_header
 from ..checkpoints.model_class import refuse_absurd_sizes, with_defaults
+from ..checkpoints.model_files import first
 from ..checkpoints.weight_file import find_zero_weights, refuse_zeros
 from ..config.job import JobConfig, OptimizerConfig, job_keys, values_at
 from ..config.model import has_stages
@@ -37,7 +39,7 @@ from .read_job import ReadJob
 from .samples import check_samples, describe_expert
 
 _log = logging.getLogger(__name__)
-_MAX_NAMES = 5  # spelt out in a message
+_names = partial(first, most=5)  # for a message
 _OURS = ("output.folder", "cache.folder", "model.quantized_cache")
 _FILES_ONLY = ("data.folders.path", "data.folders.references", "evaluation.folder", "evaluation.references")
 _REPEATS: tuple[str, ...] = ("data.resolutions", "data.folders.resolutions", "data.frames", "evaluation.quantiles")
@@ -188,11 +190,10 @@ def _check_encoders(plan: JobPlan) -> None:
     if not cache.has_stock_text:
         folder = component_folder(plan, cache.text_encoders, "text_encoders")
         dtype = getattr(torch, cache.dtype)
+        check_text_device(cache.text_device, plan.variant.text_encoders, folder, dtype, cache.text_quantize)
         for spec in plan.variant.text_encoders:
             _check_config(folder / spec.folder)
             refuse_zeros(folder / spec.folder, _read_headers(folder / spec.folder))
-        check_text_device(cache.text_device, plan.variant.text_encoders, folder, dtype, cache.text_quantize)
-        for spec in plan.variant.text_encoders:
             check_encoder(spec, folder, _text_width(plan, spec))
             folder_fingerprint(folder / spec.folder)
             folder_fingerprint(folder / spec.tokenizer_folder)
@@ -328,12 +329,6 @@ def _zero_weights(plan: JobPlan) -> str:
         f"{len(zeros)} of {len(plan.info.tensors)} weights in {plan.info.path} are all zeros: {_names(zeros)}; "
         "download the model again, unless it was made so"
     )
-
-
-def _names(names: Iterable[str]) -> str:
-    names = list(names)
-    rest = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 # ---- settings without effect ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,18 +17,13 @@ from ..data.image import ImageRequest
 from ..data.samples import Condition, Sample, TrainingSample, Wanted
 from ..encoding.comfy_data import store_of_encoded
 from ..encoding.comfy_sources import ComfyConditions
-from ..encoding.encode import (
-    NONE_OUTDATED,
-    fill,
-    fill_texts,
-    never,
-    text_entries,
-)
+from ..encoding.encode import NONE_OUTDATED, fill, never
 from ..encoding.key import comfy_text_key
 from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, TextSource
 from ..encoding.store import CacheStore, Stamp
 from ..events import EventLog, Listener, NoEvents
 from ..families.comfy.conditions import WAYS
+from ..families.comfy.inputs import read_latents, read_text
 from ..families.registry import COMFYUI
 from ..parallel.devices import find_device, random_states, release_cached_memory, restore_random_states
 from ..system.progress import Pace
@@ -74,11 +70,14 @@ def cache_job(
         refuse_missing(plan.encoded, store)
         release_cached_memory()  # of a job before: its model's hooks hold it in a circle
         return _cached(plan, plan.encoded), None
-    texts: dict[str, str] = fill_cache(plan, "captions", events, should_stop, encoders)
+    texts: dict[str, tuple[str, ...]] = fill_cache(plan, "captions", events, should_stop, encoders)
     latent_keys: dict[ImageRequest, str] = fill_cache(plan, "latents", events, should_stop, encoders)
     conditions: dict[Wanted, str] = fill_cache(plan, "conditions", events, should_stop, encoders)
     if settings.text_source:
-        refuse_unfit_texts(caption_reader(plan), store, texts, _sharing(plan))
+        alike: set[str] = set()  # captions whose entries may share a batch
+        if plan.job.train.batch_size > 1 and not _has_own_texts(plan):
+            alike = {sample.caption for sample in plan.samples} | ({""} if plan.job.data.caption_dropout else set())
+        refuse_unfit_texts(caption_reader(plan), store, {text: key for text, (key,) in texts.items()}, alike)
     if settings.latent_source:
         refuse_unfit_latents(comfy_reader(plan), store, latent_keys)
     if conditions:
@@ -90,13 +89,13 @@ def cache_job(
 
         Raises: what fill_cache raises; RuntimeError where the device has no room beside the model.
         """
-        captions = [caption for caption, other in texts.items() if other == key]
+        captions = [caption for caption, keys in texts.items() if key in keys]
         requests = [request for request, other in latent_keys.items() if other == key]
         wanted = [each for each, other in conditions.items() if other == key]
         states = random_states(plan.placement.used_devices)
         try:
-            if captions:
-                fill_texts(captions[:1], _text_sources(plan, encoders), store)
+            for source in _text_sources(plan, encoders) if captions else ():
+                fill(captions[:1], source, store)
             if requests:
                 fill(requests[:1], _latent_source(plan, encoders), store)
             if wanted:
@@ -152,23 +151,23 @@ def fill_prompts(
 
 
 def text_keys(
-    caption: str, condition: Condition | None, texts: Mapping[str, str], conditions: Mapping[Wanted, str]
+    caption: str, condition: Condition | None, texts: Mapping[str, tuple[str, ...]], conditions: Mapping[Wanted, str]
 ) -> tuple[str, ...]:
     """The entries that a sample's text is read from, with this caption; () if there are none."""
     if condition is None:
-        return (texts[caption],)
+        return texts[caption]
     made = conditions.get((caption, condition))
     if made is None:
         return ()
-    return (made,) if WAYS[condition.way].reads_text else (texts[caption], made)
+    return (made,) if WAYS[condition.way].reads_text else (*texts[caption], made)
 
 
 def _cached(plan: JobPlan, samples: Sequence[TrainingSample]) -> CachedSamples:
     readers: dict[str, Any] = {}
     if plan.encoded or plan.job.cache.text_source:
-        readers["read_text"] = comfy_reader(plan).read_text
+        readers["read_text"] = partial(read_text, comfy_reader(plan).comfy)
     if plan.encoded or plan.job.cache.latent_source:
-        readers["read_latents"] = comfy_reader(plan).read_latents
+        readers["read_latents"] = partial(read_latents, comfy_reader(plan).comfy)
     return CachedSamples(
         cache_store(plan.job),
         samples,
@@ -187,12 +186,13 @@ def fill_cache(
     encoders: ComfyEncoders = NO_ENCODERS,
     *,
     outdated: Mapping[str, Stamp] = NONE_OUTDATED,
-) -> dict[Any, str]:
+) -> dict[Any, Any]:
     """Compute what this part of the cache does not hold yet; text encoders or VAE are freed before this returns.
 
     Args:
         outdated: entries that are computed again while they have these stamps, from CacheStore.stamps.
-    Returns: the entry of each caption, or image request; {} for a dataset that arrived encoded.
+    Returns: the entries of each caption, one of every text encoder, or the entry of each image request or condition; {}
+        for a dataset that arrived encoded.
     Raises: Stopped when should_stop() became true; OSError naming the file if the folder cannot be written; ValueError
         naming the images that cannot be read. What was done stays in the cache.
     """
@@ -204,7 +204,9 @@ def fill_cache(
     options: dict[str, Any] = {"outdated": outdated, "on_begin": pace.restart}
     tell = tell_progress(events, pace)
     if part == "captions":
-        return fill_texts(_captions(plan), _text_sources(plan, encoders), store, tell, should_stop, **options)
+        captions, sources = _captions(plan), _text_sources(plan, encoders)
+        made = [fill(captions, source, store, tell, should_stop, **options) for source in sources]
+        return {caption: tuple(keys[caption] for keys in made) for caption in captions}
     if part == "conditions":
         return fill(wanted, _condition_source(plan, encoders), store, tell, should_stop, **options)
     requests = [each.image_request() for each in (*plan.samples, *plan.eval_samples)]
@@ -247,8 +249,8 @@ def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
         keys = [each.text_keys if part == "captions" else (each.latents_key,) for each in plan.encoded]
         return {key: f"{part} of sample {number}" for number, (key,) in enumerate(keys, start=1)}
     if part == "captions":
-        entries = text_entries(_captions(plan), _text_sources(plan))
-        return {key: f"caption {textwrap.shorten(caption, 80)!r}" for caption, keys in entries.items() for key in keys}
+        entries = [source.keys_of(_captions(plan)).items() for source in _text_sources(plan)]
+        return {key: f"caption {textwrap.shorten(caption, 80)!r}" for each in entries for caption, key in each}
     if part == "conditions":
         wanted = wanted_conditions(plan.job, plan.samples, plan.eval_samples)
         made = _condition_source(plan).keys_of(wanted) if wanted else {}
@@ -271,13 +273,6 @@ def _has_own_texts(plan: JobPlan) -> bool:
     """Whether the texts of samples are in the entries of their conditions."""
     way = WAYS.get(plan.job.data.condition)
     return way is not None and way.reads_text
-
-
-def _sharing(plan: JobPlan) -> set[str]:
-    """Captions whose entries may share a batch."""
-    if plan.job.train.batch_size == 1 or _has_own_texts(plan):
-        return set()
-    return {sample.caption for sample in plan.samples} | ({""} if plan.job.data.caption_dropout else set())
 
 
 def wanted_conditions(job: JobConfig, samples: Iterable[Sample], held_out: Iterable[Sample] = ()) -> list[Wanted]:

@@ -145,10 +145,16 @@ def run_pair(
             ]
             done: list[JobProcess] = []
             for at_a_time in [[caches], trainings] if at_once > 1 else [[caches], *([each] for each in trainings)]:
-                if all(each.is_finished for each in done):
-                    run_all(at_a_time, should_stop)
-                    done += at_a_time
-                    _raise_first(at_a_time)
+                if not all(each.is_finished for each in done):
+                    continue
+                run_all(at_a_time, should_stop)
+                done += at_a_time
+                if failed := next((each for each in at_a_time if each.error), None):
+                    steps = {each.name: each.result().step for each in at_a_time if not each.error}
+                    saved = (
+                        f"; {name} was stopped and saved after step {step}" for name, step in steps.items() if step
+                    )
+                    raise RuntimeError(f"{failed.name}: {failed.error}{''.join(saved)}")
         return PairResult({each.name: each.result() for each in done[1:]}, all(each.is_finished for each in done))
 
 
@@ -162,12 +168,3 @@ def _write(job: JobConfig, private: Path) -> Path:
     for each in (folder / file.name, file):
         save_for_process(job, each)
     return file
-
-
-def _raise_first(processes: Sequence[JobProcess]) -> None:
-    """Raises: RuntimeError of the process that failed first, with where the other stands."""
-    failed = next((each for each in processes if each.error), None)
-    if failed is not None:
-        steps = {each.name: each.result().step for each in processes if not each.error}
-        others = "".join(f"; {name} was stopped and saved after step {step}" for name, step in steps.items() if step)
-        raise RuntimeError(f"{failed.name}: {failed.error}{others}")

@@ -234,14 +234,14 @@ class SamplingForecast:
         rows.append(["one card", *(f"{self.one_card(n):.2g}" for n in self.counts), "1", *sizes])
         for way in _WAYS if len(self.cards) > 1 else ():
             seconds = [getattr(self.ways().seconds(count), way) for count in self.counts]
-            gain, held = f"{self.one_card(1) / seconds[0]:.2g}", [self._held(way, bits) for bits in _BITS]
-            if seconds[0] < math.inf:
-                rows.append([way, *(f"{each:.2g}" for each in seconds), gain, *held])
+            if seconds[0] == math.inf:
+                continue
+            rows.append([way, *(f"{each:.2g}" for each in seconds), f"{self.one_card(1) / seconds[0]:.2g}"])
+            for bits in _BITS:
+                own = sorted({round(size / 1e9, 1) for size in self.held_bytes(way, bits)}, reverse=True)
+                no_room = " (no room)" * (not self.has_room(way, bits))
+                rows[-1].append(" and ".join(f"{size:.1f}" for size in own) + no_room)
         return rows
-
-    def _held(self, way: WayName, bits: int) -> str:
-        sizes = sorted({round(size / 1e9, 1) for size in self.held_bytes(way, bits)}, reverse=True)
-        return " and ".join(f"{size:.1f}" for size in sizes) + " (no room)" * (not self.has_room(way, bits))
 
     def values(self) -> dict[str, Any]:
         """The same, for JSON."""

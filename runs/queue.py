@@ -191,7 +191,7 @@ class JobQueue:
         except (OSError, ValueError) as error:
             queue = {"id": "", "run": _QUEUE, "devices": [], "state": "failed", "why": str(error), "is_resumed": False}
             return [queue]
-        held = self.held() if _has_waiting(jobs) else {}
+        held = self.held() if any(job.state == "waiting" for job in jobs) else {}
         for job in jobs:
             why = job.message if job.state != "waiting" else explain(job.devices, held)
             values = {"id": job.id, "run": job.run, "devices": list(job.devices), "state": job.state, "why": why}
@@ -223,10 +223,9 @@ class JobQueue:
             if not is_ours:
                 return []
             changed = [job.run for job in self.jobs() if job.state == "starting" and self._follow(job)]
-            held = dict(self.held()) if _has_waiting(self.jobs()) else {}
-            for job in self.jobs():
-                if job.state != "waiting":
-                    continue
+            waiting = [job for job in self.jobs() if job.state == "waiting"]
+            held = dict(self.held()) if waiting else {}
+            for job in waiting:
                 if not explain(job.devices, held):
                     self._start(job)
                     changed.append(job.run)
@@ -295,8 +294,11 @@ class JobQueue:
             self._remove(job)
             return True
         log = self.kept.file(folder).with_suffix(".log")
-        if _is_alive(job.process, log):
+        if job.process is not None and job.process.is_alive(log):
             return False
+        with contextlib.suppress(OSError):  # a kill may have kept us from noting a process, which holds its log
+            if job.process is None and is_locked(log):
+                return False
         if job.is_stopped:
             self._remove(job)
         else:
@@ -327,22 +329,9 @@ class JobQueue:
         self._save([each for each in self._all() if each.id != job.id])
 
 
-def _is_alive(process: ProcessMark | None, log: Path) -> bool:
-    """Whether a process that was started runs; also one that a kill kept us from noting, which holds its log."""
-    if process is not None:
-        return process.is_alive(log)
-    with contextlib.suppress(OSError):
-        return is_locked(log)
-    return False
-
-
 def _real(path: Path) -> str:
     """To compare: without links, and without case where the system takes none for another name."""
     return os.path.normcase(os.path.realpath(path))
-
-
-def _has_waiting(jobs: Sequence[QueuedJob]) -> bool:
-    return any(job.state == "waiting" for job in jobs)
 
 
 def train_command(job: JobConfig, file: Path, native: Sequence[str], *, resume: bool) -> list[str]:
