@@ -431,10 +431,7 @@ def _to_image(frame: Any, pixel_aspect: Any) -> PilImage:
 
 
 def _turn(image: PilImage, frame: Any) -> PilImage:
-    """Turn and mirror as the display matrix says: column, row -> a column + c row, b column + d row.
-
-    Raises: ValueError for any other angle than quarter turns.
-    """
+    """Turn and mirror as the display matrix says: column, row -> a column + c row, b column + d row."""
     from PIL import Image
 
     stored = frame.side_data.get("DISPLAYMATRIX")

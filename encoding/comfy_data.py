@@ -231,7 +231,16 @@ def read_pairs(latents: Sequence[Any], conditioning: Sequence[Any]) -> Iterator[
         raise ValueError(f"found {len(latents)} latents and {len(conditioning)} conditionings; give as many of each")
     for number, (latent, texts) in enumerate(zip(latents, conditioning, strict=True), start=1):
         what = f"entry {number} of {len(latents)}"
-        samples = _read_latent(latent, what)
+        if not isinstance(latent, Mapping) or "samples" not in latent:
+            raise ValueError(f'{what}: a LATENT is {{"samples": tensor}}, found {_describe(latent)}')
+        extra = sorted(name for name in latent.keys() - {"samples", *_LATENT_NOTES} if latent[name] is not None)
+        if extra:
+            raise ValueError(f"{what}: its LATENT has {', '.join(extra)}, which training does not read; take it out")
+        samples = read_samples(latent["samples"], what)
+        if (mask := latent.get(NOISE_MASK)) is not None:
+            masks = _read_masks(mask, samples[0][SAMPLES].shape, what)
+            for index, sample in enumerate(samples):
+                sample[NOISE_MASK] = masks[index % len(masks)].clone()
         if not isinstance(texts, (list, tuple)) or len(texts) != len(samples):
             raise ValueError(
                 f"{what}: a latent of {len(samples)} samples needs a conditioning of as many items, found "
@@ -246,26 +255,11 @@ def read_pairs(latents: Sequence[Any], conditioning: Sequence[Any]) -> Iterator[
             yield sample, text
 
 
-def _read_latent(latent: Any, what: str) -> list[Entry]:
-    if not isinstance(latent, Mapping) or "samples" not in latent:
-        raise ValueError(f'{what}: a LATENT is {{"samples": tensor}}, found {_describe(latent)}')
-    extra = sorted(name for name in latent.keys() - {"samples", *_LATENT_NOTES} if latent[name] is not None)
-    if extra:
-        raise ValueError(f"{what}: its LATENT has {', '.join(extra)}, which training does not read; take it out")
-    samples = read_samples(latent["samples"], what)
-    if (mask := latent.get(NOISE_MASK)) is None:
-        return samples
-    masks = _read_masks(mask, samples[0][SAMPLES].shape, what)
-    return [{**sample, NOISE_MASK: masks[index % len(masks)].clone()} for index, sample in enumerate(samples)]
-
-
 def _read_masks(mask: Any, shape: torch.Size, what: str) -> torch.Tensor:
     """A noise mask as samplers read it, which begin again with the first where a batch has more samples.
 
     Args:
-        shape: of one sample.
-    Raises: ValueError if it is none.
-    """
+        shape: of one sample."""
     if _is_nested(mask):
         raise ValueError(f"{what}: {MASK_WITH_SOUND}")
     if not isinstance(mask, torch.Tensor) or mask.ndim < 2 or not mask.numel():
@@ -283,10 +277,7 @@ def _read_masks(mask: Any, shape: torch.Size, what: str) -> torch.Tensor:
 
 
 def _settle_mask(sample: Entry, text: Entry, what: str) -> None:
-    """Leave out a noise mask that changes nothing: a sampler denoises everything without one.
-
-    Raises: ValueError for one that leaves nothing to learn, and for guides without any.
-    """
+    """Leave out a noise mask that changes nothing: a sampler denoises everything without one."""
     mask, guided = sample.get(NOISE_MASK), sorted({option_path(name)[0] for name in text if option_path(name)} & GUIDES)
     if mask is None and guided:
         raise ValueError(

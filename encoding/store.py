@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..checkpoints.header import FileHeader, read_file_header
-from ..system.files import TEMPORARY_SUFFIX, save_tensors_atomically, what_helps
+from ..system.files import TEMPORARY_SUFFIX, tensors_as_bytes, what_helps, write_atomically
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +113,7 @@ class CacheStore:
         plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
         path = self.path(key)
         try:
-            save_tensors_atomically(path, plain, {_KEY_NAME: key, _CHECKSUM: _checksum(plain, key)})
+            write_atomically(path, tensors_as_bytes(plain, {_KEY_NAME: key, _CHECKSUM: _checksum(plain, key)}))
         except OSError as error:
             # Windows refuses to replace a file that someone has open; that someone has the same entry.
             if not (os.name == "nt" and isinstance(error, PermissionError) and key in self):

@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from ..checkpoints.model_class import refuse_absurd_sizes
+from ..checkpoints.weight_file import refuse_zeros
 from ..families.spec import TextEncoderSpec
 from ..patches.hooks import HookSet, parameters_on_meta
 from ..system.files import expect, read_json_object
@@ -303,6 +305,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{folder} has no config.json; give a diffusers model folder that has its text encoders")
     config = read_json_object(file)
+    refuse_absurd_sizes(file, config)
     if "quantization_config" in config:
         raise ValueError(f"the text encoder in {folder} is quantized; {WHAT_WORKS}")
     return config
@@ -333,7 +336,7 @@ def check_encoder(spec: TextEncoderSpec, folder: str | Path, width: int | None) 
     """
     folder = Path(folder)
     model: Any = make_empty_encoder(spec, folder)
-    _find_sources(spec, model, folder / spec.folder)
+    refuse_zeros(folder / spec.folder, _find_sources(spec, model, folder / spec.folder))
     found = model.config.hidden_size * max(1, len(spec.layers))
     if width is not None and found != width:
         raise ValueError(

@@ -20,7 +20,6 @@ from ..encoding.comfy_sources import (
     ComfyClip,
     ComfyConditioner,
     ComfyConditions,
-    ComfyLatents,
     ComfyTexts,
     ComfyTokens,
     ComfyVae,
@@ -79,16 +78,10 @@ def comfy_texts(
         of_tokens: whether the encoders compute in every step, so that only what they are given is kept.
     Raises: ValueError if another CLIP is given than is named.
     """
-    _refuse_other(settings.text_source, encoders.clip, "text_source")
+    refuse_other(settings.text_source, encoders.clip, "text_source")
     source = ComfyTokens if of_tokens else ComfyTexts
     keeps_all, weighs = reader.comfy.reads_all, settings.caption_weights
     return source(settings.text_source, reader.text_problem, encoders.clip, keeps_all=keeps_all, weighs=weighs)
-
-
-def comfy_latents(settings: CacheConfig, reader: ComfyReader, encoders: ComfyEncoders) -> ComfyLatents:
-    """As comfy_texts, for settings.latent_source."""
-    _refuse_other(settings.latent_source, encoders.vae, "latent_source")
-    return ComfyLatents(settings.latent_source, reader.latents_problem, encoders.vae)
 
 
 def comfy_conditions(job: JobConfig, reader: ComfyReader, encoders: ComfyEncoders) -> ComfyConditions:
@@ -130,7 +123,8 @@ def refuse_unfit_conditions(
             )
 
 
-def _refuse_other(named: str, given: ComfyClip | ComfyVae | None, key: str) -> None:
+def refuse_other(named: str, given: ComfyClip | ComfyVae | None, key: str) -> None:
+    """Raises: ValueError if another encoder is given than cache.<key> names."""
     if given is not None and given.fingerprint != named:
         raise ValueError(f"cache.{key} names {named!r}, but the encoder given is {given.fingerprint!r}; give that one")
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,12 +16,13 @@ from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..config.job import JobConfig
 from ..data.image import ImageRequest
 from ..data.samples import Condition, Sample, TrainingSample, Wanted
+from ..encoding.claims import living_keys
 from ..encoding.comfy_data import store_of_encoded
-from ..encoding.comfy_sources import ComfyConditions
+from ..encoding.comfy_sources import ComfyConditions, ComfyLatents
 from ..encoding.encode import NONE_OUTDATED, fill, never
 from ..encoding.key import comfy_text_key
 from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, TextSource
-from ..encoding.store import CacheStore, Stamp
+from ..encoding.store import CacheStore, Stamp, State
 from ..events import EventLog, Listener, NoEvents
 from ..families.comfy.conditions import WAYS
 from ..families.comfy.inputs import read_latents, read_text
@@ -33,10 +35,10 @@ from .comfy_entries import (
     NO_ENCODERS,
     ComfyEncoders,
     comfy_conditions,
-    comfy_latents,
     comfy_texts,
     make_comfy_reader,
     refuse_missing,
+    refuse_other,
     refuse_unfit_conditions,
     refuse_unfit_latents,
     refuse_unfit_texts,
@@ -237,7 +239,8 @@ def _refuse_unnamed(is_asked: bool) -> None:
 def _latent_source(plan: JobPlan, encoders: ComfyEncoders = NO_ENCODERS) -> LatentSource:
     settings = plan.job.cache
     if settings.latent_source:
-        return comfy_latents(settings, comfy_reader(plan), encoders)
+        refuse_other(settings.latent_source, encoders.vae, "latent_source")
+        return ComfyLatents(settings.latent_source, comfy_reader(plan).latents_problem, encoders.vae)
     _refuse_unnamed(settings.has_stock_latents)
     device = find_device(settings.vae_device) if settings.vae_device else plan.placement.main_device
     return FolderLatents(plan.family, plan.variant, vae_path(plan), device, getattr(torch, settings.dtype))
@@ -294,3 +297,95 @@ def tell_progress(events: EventLog, pace: Pace) -> Callable[[int, int, str], Non
         events.emit("progress", done, total, what=what, per_second=pace.per_second, left_s=pace.left_s(total))
 
     return tell
+
+
+# ---- reading all of a cache, and deleting what nobody needs
+
+
+_MAX_NAMES = 20  # of a kind that a report spells out
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A job's entries as they were found.
+
+    Args:
+        counts: per part of the cache, entries by state.
+        problems: one line per entry that is not whole.
+    """
+
+    folder: Path
+    counts: Mapping[CachePart, Mapping[State, int]]
+    problems: Sequence[str]
+
+    def report(self) -> str:
+        """Counts, and the first of the entries that are not whole."""
+        lines = [f"cache: {self.folder}"]
+        for part, counts in self.counts.items():
+            missing, damaged = counts.get("missing", 0), counts.get("damaged", 0)
+            lines.append(f"{part}: {counts.get('whole', 0)} entries whole, {missing} missing, {damaged} damaged")
+        lines += self.problems[:_MAX_NAMES]
+        if len(self.problems) > _MAX_NAMES:
+            lines.append(f"and {len(self.problems) - _MAX_NAMES} more")
+        return "\n".join(lines)
+
+
+@dataclass
+class Pruned:
+    """What pruning one folder did; bytes are those of the deleted files."""
+
+    folder: Path
+    kept: int = 0
+    spared: int = 0
+    deleted: int = 0
+    num_bytes: int = 0
+    jobs: list[str] = field(default_factory=list)
+
+    def report(self) -> str:
+        size = f"{self.num_bytes} bytes ({self.num_bytes / 1e9:.2f} GB)"
+        jobs = self.jobs[0] if len(self.jobs) == 1 else f"any of {', '.join(self.jobs)}"
+        needed = f"{self.kept} entries that {jobs} may need are kept"
+        if self.spared:
+            needed += f", and {self.spared} that a run under way may need"
+        return f"cache: {self.folder}\n{self.deleted} entries deleted, {size}; {needed}"
+
+
+def verify_cache(plan: JobPlan, parts: Sequence[CachePart]) -> Verified:
+    """Read every entry the job needs and compare checksums; damaged ones are removed for the next run to compute."""
+    store = cache_store(plan.job)
+    counts: dict[CachePart, Counter[State]] = {part: Counter() for part in parts}
+    problems = []
+    for part in parts:
+        for key, what in cache_entries(plan, part).items():
+            state = store.check(key)
+            counts[part][state] += 1
+            if state != "whole":
+                problems.append(f"{state}: {what}" + (f" ({store.path(key)})" if state == "damaged" else ""))
+    return Verified(store.folder, counts, problems)
+
+
+def prune_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> list[Pruned]:
+    """Delete from the jobs' folders what neither they nor a run under way needs, and what killed processes have left.
+
+    Args:
+        plans: by a name for the report. An entry is needed if any of the jobs needs it.
+        parts: all parts of the cache, because an entry's name does not tell which it belongs to.
+    Raises: OSError naming the file if one cannot be deleted.
+    """
+    needed = {key for plan in plans.values() for part in parts for key in cache_entries(plan, part)}
+    pruned: dict[Path, Pruned] = {}
+    for name, plan in plans.items():
+        folder = cache_store(plan.job).folder.resolve()
+        pruned.setdefault(folder, Pruned(folder)).jobs.append(name)
+    for folder, result in pruned.items():
+        store = CacheStore(folder)
+        living = living_keys(store)  # before the entries are looked at
+        for key in list(store.keys()):
+            if key in needed:
+                result.kept += 1
+            elif living is None or key in living:
+                result.spared += 1
+            else:
+                result.num_bytes += store.remove(key)
+                result.deleted += 1
+    return list(pruned.values())
