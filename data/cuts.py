@@ -87,15 +87,11 @@ class ClipPlan:
                 f"its {info.num_frames} frames ({rate}) are fewer than {self.lengths[0]}, the shortest clip requested; "
                 "add a length to data.frames, or take it out of the dataset (with data.frames = [1] one frame is used)"
             )
-        return [tuple(shown[start : start + length]) for start in self._starts(len(shown) - length)]
-
-    def _starts(self, spare: int) -> list[int]:
-        if self.window == "start":
-            return [0]
-        if self.window == "centre":
-            return [spare // 2]
-        last = self.num_windows - 1
-        return list(dict.fromkeys((2 * index * spare + last) // (2 * last) for index in range(self.num_windows)))
+        spare, last = len(shown) - length, self.num_windows - 1
+        starts = [0] if self.window == "start" else [spare // 2]
+        if self.window == "uniform":
+            starts = [(2 * index * spare + last) // (2 * last) for index in range(self.num_windows)]
+        return [tuple(shown[start : start + length]) for start in dict.fromkeys(starts)]
 
 
 def show_at(info: ClipInfo, fps: float | None) -> list[int]:

@@ -151,23 +151,19 @@ def _tensors_of(path: str, value: Any) -> Entry:
         return {f"{OPTION}{path}": torch.tensor(value, dtype=_NUMBERS[type(value)])}
     if isinstance(value, str):
         return {f"{WORDS}{path}": torch.tensor(list(value.encode()), dtype=torch.uint8)} if value else {}
+    if isinstance(value, (list, tuple)):
+        parts = {str(index): each for index, each in enumerate(value)}
+    elif isinstance(value, Mapping):
+        parts = {str(name): each for name, each in value.items() if each is not None}
+    else:
+        parts = {name: each for name in _SEEN if (each := getattr(value, name, None)) is not None}
     found: Entry = {}
-    for name, part in _parts_of(value).items():
+    for name, part in parts.items():
         tensors = {} if "." in name else _tensors_of(f"{path}.{name}", part)
         if not tensors:
             return {}
         found |= tensors
     return found
-
-
-def _parts_of(value: Any) -> Mapping[str, Any]:
-    """By index or name; {} for what is neither list, dict nor CLIP vision output."""
-    if isinstance(value, (list, tuple)):
-        return {str(index): each for index, each in enumerate(value)}
-    if isinstance(value, Mapping):
-        return {str(name): each for name, each in value.items() if each is not None}
-    seen = {name: getattr(value, name, None) for name in _SEEN}
-    return {name: each for name, each in seen.items() if each is not None}
 
 
 def shared_in_batch(latents: Mapping[str, torch.Tensor], text: Mapping[str, torch.Tensor]) -> Entry:

@@ -272,24 +272,20 @@ def forecast_size(
     states = spec.max_length * width * dtype.itemsize
     # T5 hands its table of relative positions from layer to layer, with a row for every head.
     tables = 1 + (num_heads if spec.kind == "last_hidden_state" else 0)
+    # What all linears of a layer give, the widest once more for its activation function; the scores of attention and
+    # their softmax, which T5 has in float32. 8-bit weights are written out for their product, by way of float32.
+    linears = [module for module in layers[0].modules() if isinstance(module, nn.Linear)]
+    widths = [linear.out_features for linear in linears]
+    unpacked = 0 if scheme == "none" else max(linear.weight.numel() for linear in linears) * (4 + dtype.itemsize)
+    scores = num_heads * spec.max_length**2 * (4 + 2 * dtype.itemsize)
     return EncoderSize(
         whole=sum(held.values()),
         rest=sum(num_bytes for name, num_bytes in held.items() if not name.startswith(f"{prefix}.")),
         layer=max(buffers),
         layers=sum(buffers),
-        working=_working_bytes(layers[0], spec.max_length, num_heads, dtype, scheme),
+        working=spec.max_length * dtype.itemsize * (sum(widths) + max(widths)) + scores + unpacked,
         caption=states * (_STATES_PER_CAPTION + len(spec.layers)) + tables * spec.max_length**2 * dtype.itemsize,
     )
-
-
-def _working_bytes(layer: nn.Module, tokens: int, num_heads: int, dtype: torch.dtype, scheme: TextScheme) -> int:
-    """What all linears of a layer give, the widest once more for its activation function; the scores of attention and
-    their softmax, which T5 has in float32. 8-bit weights are written out for their product, by way of float32."""
-    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-    widths = [linear.out_features for linear in linears]
-    unpacked = 0 if scheme == "none" else max(linear.weight.numel() for linear in linears) * (4 + dtype.itemsize)
-    scores = num_heads * tokens * tokens * (4 + 2 * dtype.itemsize)
-    return tokens * dtype.itemsize * (sum(widths) + max(widths)) + scores + unpacked
 
 
 def _config_number(model: nn.Module, *names: str) -> int:

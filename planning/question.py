@@ -312,7 +312,11 @@ class Question:
     def forecaster(self, setting: Setting) -> Forecaster:
         """Adds up what any cut needs."""
         space, has_context = self.space, all(card.has_context for card in self.cards)
-        work, kernels, picture = self.work(setting.scheme), self._kernels(setting.scheme), None
+        work, picture, first = self.work(setting.scheme), None, self.cards[0]
+        # Kernels are those of the first card; only 8-bit products ask it for what it has, which compiles one there.
+        kernels = Kernels(first.eight_bit or UNSEEN_CARD)
+        if first.eight_bit is None and first.has_context and setting.scheme.endswith("-compute"):
+            kernels = Kernels(device_kernels(first.device))
         cost = self.model.dry_run(work, kernels)
         if self.picture is not None:
             shape = self.model.latent_shape(self.picture[:2], self.picture[2])
@@ -336,13 +340,6 @@ class Question:
             largest_layer=0 if setting.scheme == "none" else self.model.largest_linear * space.dtype.itemsize,
             picture=picture,
         )
-
-    def _kernels(self, scheme: str) -> Kernels:
-        """Those of the first card; only 8-bit products ask a card for what it has, which compiles a kernel there."""
-        first = self.cards[0]
-        if first.eight_bit is None and first.has_context and scheme.endswith("-compute"):
-            return Kernels(device_kernels(first.device))
-        return Kernels(first.eight_bit or UNSEEN_CARD)
 
 
 def make_square(config: DataConfig, variant: Variant, latent: LatentSpec) -> Sample:

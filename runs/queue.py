@@ -302,7 +302,13 @@ class JobQueue:
         if job.is_stopped:
             self._remove(job)
         else:
-            self._change(job, state="failed", message=_last_words(log, job.id) if job.process else _CUT_SHORT)
+            text = ""
+            with contextlib.suppress(OSError), log.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_LOG))
+                text = file.read().decode("utf-8", "replace")
+            errors = errors_in(text.rpartition(_BEGINS.format(job.id))[2])
+            last = errors[-1] if errors else f"its process ended and said nothing; see {log}"
+            self._change(job, state="failed", message=last if job.process else _CUT_SHORT)
         return True
 
     def _all(self) -> list[QueuedJob]:
@@ -350,18 +356,6 @@ def explain(devices: Sequence[str], held: Held) -> str:
     if not taken:
         return ""
     return f"{'; '.join(dict.fromkeys(taken))}. Wait until it is free, free it, or choose other cards"
-
-
-def _last_words(log: Path, job: str) -> str:
-    """What the process of a job said last of an error."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_LOG))
-            text = file.read().decode("utf-8", "replace")
-    except OSError:
-        text = ""
-    errors = errors_in(text.rpartition(_BEGINS.format(job))[2])
-    return errors[-1] if errors else "its process ended and said nothing; see " + str(log)
 
 
 def _read(values: Mapping[str, Any], what: str) -> QueuedJob:
