@@ -5,12 +5,12 @@ docs/internals/events.md lists kinds and values.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _log = logging.getLogger(__name__)
+_CHUNK = 1 << 22  # bytes of the file that are read at a time
+_MOST_LINE = 1 << 24  # bytes; what is longer is no event
 
 
 @dataclass(frozen=True)
@@ -107,26 +109,30 @@ class EventLog:
 
 
 class EventTail:
-    """Hears what another process appends to an events.jsonl from now on."""
+    """Hears what another process appends to an events.jsonl, from now on or, from_start, from its beginning."""
 
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / "events.jsonl"
-        self._offset = self._file.stat().st_size if self._file.exists() else 0
+    def __init__(self, folder: Path, *, from_start: bool = False) -> None:
+        self.file, self._rest = folder / "events.jsonl", b""
+        self.offset = self.file.stat().st_size if self.file.exists() and not from_start else 0
 
     def new(self) -> list[Event]:
         """What was written since the last call, whole lines alone."""
-        if not self._file.exists():
+        if not self.file.exists():
             return []
-        with self._file.open("rb") as file:
-            file.seek(self._offset)
-            lines, _, _ = file.read().rpartition(b"\n")
-        self._offset += len(lines) + bool(lines)
-        found = []
-        for line in lines.splitlines():
-            with suppress(json.JSONDecodeError):  # a line that a full disk has cut short
-                values = json.loads(line)
-                found.append(Event(values.pop("kind"), values.pop("step"), values.pop("total"), values))
-        return found
+        return [Event(values.pop("kind"), values.pop("step"), values.pop("total"), values) for values in self.values()]
+
+    def values(self) -> Iterator[dict[str, Any]]:
+        """The same as anybody's JSON; lines that are no object, or far too long for an event, are left out."""
+        with self.file.open("rb") as file:
+            file.seek(self.offset)
+            while chunk := file.read(_CHUNK):
+                self.offset += len(chunk)
+                *lines, self._rest = (self._rest + chunk).split(b"\n")
+                for line in lines:
+                    with contextlib.suppress(ValueError, RecursionError):  # cut short; brackets inside brackets
+                        if isinstance(values := json.loads(line), dict):
+                            yield values
+                self._rest = self._rest if len(self._rest) < _MOST_LINE else b""
 
 
 class NoEvents(EventLog):

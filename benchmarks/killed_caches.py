@@ -154,8 +154,7 @@ class _Trial:
             os._exit(code)
 
     def _check(self, workers: list[Worker]) -> None:
-        from devicebridge.jobs.cache_upkeep import prune_caches, verify_cache
-        from devicebridge.jobs.encode_job import CACHE_PARTS
+        from devicebridge.jobs.encode_job import CACHE_PARTS, prune_caches, verify_cache
 
         verified = verify_cache(self.plan, CACHE_PARTS)
         assert not verified.problems, verified.report()

@@ -14,6 +14,7 @@ import os
 import runpy
 import sys
 import tempfile
+from bisect import bisect_left
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,13 +57,22 @@ from devicebridge.planning.costs import ModelCosts  # noqa: E402
 from devicebridge.planning.dry_run import SampleText  # noqa: E402
 from devicebridge.planning.plan import describe_plan, plan_training  # noqa: E402
 from devicebridge.planning.question import Question  # noqa: E402
-from devicebridge.planning.refusal import longest_clip  # noqa: E402
+from devicebridge.planning.refusal import is_possible  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, small_sizes  # noqa: E402
 from provenance import print_or_write, say  # noqa: E402
 from random_checkpoint import write_hollow  # noqa: E402
 
 _WAN_14B = {**FAMILIES["wan"].unet_config, "dim": 5120, "num_heads": 40, "ffn_dim": 13824, "num_layers": 40}
 WAN = TinyFamily("WAN21_T2V", _WAN_14B, (16, 13, 60, 104), (512, 4096), ())
+_MOST_STRIDES = 512  # of a clip: two minutes of Wan
+
+
+def longest_clip(question: Question) -> int:
+    """Frames of the longest clip that fits the cards at the question's height and width; 0 if none does."""
+    stride = question.model.family.latent_of(question.model.variant).frame_stride
+    lengths = range(1, stride * _MOST_STRIDES + 2, stride)
+    index = bisect_left(lengths, True, key=lambda frames: not is_possible(question.changed(frames=frames)))
+    return lengths[index - 1] if index else 0
 
 
 def question_of(info: CheckpointInfo, costs: ModelCosts, cards: str, scheme: str, strategy: str) -> Question:

@@ -268,10 +268,7 @@ def expert_by_name(path: Path) -> str:
 
 
 def _with_equal_inputs(info: CheckpointInfo, config: Mapping[str, str], wanted: Variant | None) -> list[Variant]:
-    """The family's variants that are given a condition beside the noise, if this model takes one; else the others.
-
-    Raises: ValueError if there are none, or the requested variant is not among them.
-    """
+    """The family's variants that are given a condition beside the noise, if this model takes one; else the others."""
     num_in, num_out = config.get("in_channels"), config.get("out_channels", "null")
     takes_condition = num_out not in ("null", num_in)
     alike = [v for v in info.family.variants if v.encodes_condition == takes_condition]

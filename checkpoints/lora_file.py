@@ -253,10 +253,7 @@ def _named(prefix: str, layer: Layer) -> dict[str, torch.Tensor]:
 
 
 def _by_module(tensors: Mapping[str, torch.Tensor], rank: int, strength: float = 1.0) -> dict[str, Layer]:
-    """By module, with the strength multiplied into B.
-
-    Raises: ValueError for other tensors than a LoRA's, or another rank.
-    """
+    """By module, with the strength multiplied into B."""
     layers: dict[str, Layer] = {}
     for name, tensor in tensors.items():
         kind = next((kind for kind in (A, B, DORA) if name.endswith(f".{kind}")), None)
@@ -271,35 +268,27 @@ def _by_module(tensors: Mapping[str, torch.Tensor], rank: int, strength: float =
 
 
 def _original_layers(family: ModelFamily, layers: Mapping[str, Layer]) -> dict[str, tuple[Layer, int]]:
-    """The layers as the original has them, by its names, and how many were stacked in each.
-
-    Raises: as check_original_layout.
-    """
+    """The layers as the original has them, by its names, and how many were stacked in each."""
     check_original_layout(family, layers, any(DORA in layer for layer in layers.values()))
     found: dict[str, tuple[Layer, int]] = {}
     for stack in originals_of(layers, family.renames).values():
         present = {member: layers[member] for member in stack.members if member in layers}
-        fused = swap_halves(_fuse(stack, present), stack)
+        member, layer = next(iter(present.items()))
+        fused = dict(layer)
+        if len(stack.members) > 1:
+            unit = layer[B].shape[0] // stack.proportions[stack.members.index(member)]
+            blocks = [
+                present[member][B] if member in present else layer[B].new_zeros(unit * proportion, 0)
+                for member, proportion in zip(stack.members, stack.proportions, strict=True)
+            ]
+            fused = {A: torch.cat([each[A] for each in present.values()]), B: torch.block_diag(*blocks)}
+            if all(DORA in each for each in present.values()):
+                fused[DORA] = torch.cat([each[DORA].reshape(-1) for each in present.values()])
+        fused = swap_halves(fused, stack)
         if DORA in fused:
             fused[DORA] = fused[DORA].reshape(-1, 1)
         found[stack.original] = fused, len(present)
     return found
-
-
-def _fuse(stack: Stack, present: Mapping[str, Layer]) -> Layer:
-    """The LoRAs of a stack's members as one."""
-    member, layer = next(iter(present.items()))
-    if len(stack.members) == 1:
-        return dict(layer)
-    unit = layer[B].shape[0] // stack.proportions[stack.members.index(member)]
-    blocks = [
-        present[member][B] if member in present else layer[B].new_zeros(unit * proportion, 0)
-        for member, proportion in zip(stack.members, stack.proportions, strict=True)
-    ]
-    fused = {A: torch.cat([layer[A] for layer in present.values()]), B: torch.block_diag(*blocks)}
-    if all(DORA in layer for layer in present.values()):
-        fused[DORA] = torch.cat([layer[DORA].reshape(-1) for layer in present.values()])
-    return fused
 
 
 def swap_halves(layer: Layer, stack: Stack) -> Layer:

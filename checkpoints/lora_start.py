@@ -130,10 +130,7 @@ def read_start(
 def _grouped(path: Path, tensors: Iterable[str]) -> tuple[dict[str, Names], list[str]]:
     """The names of each layer's tensors by the name of the layer in the file, and the names of no such tensor.
 
-    Diffusers' come first, for PEFT's magnitude is the trained one.
-
-    Raises: ValueError for a tensor that is there in two spellings.
-    """
+    Diffusers' come first, for PEFT's magnitude is the trained one."""
     layers: dict[str, Names] = {}
     others = []
     for name in sorted(tensors, key=lambda name: not name.startswith("transformer.")):
@@ -237,10 +234,7 @@ class _Strength(NamedTuple):
 def _with_metadata(
     path: Path, metadata: Mapping[str, str], tensors: dict[str, Tensor], names: Mapping[str, Names]
 ) -> dict[str, Tensor]:
-    """With the strength in them that is in metadata alone.
-
-    Raises: ValueError where metadata says otherwise than the tensors.
-    """
+    """With the strength in them that is in metadata alone."""
     strengths = _read_strengths(path, metadata, list(names))
     multiplied = {}
     for layer, own in names.items():
@@ -281,10 +275,7 @@ def _number(text: str | None) -> float:
 
 
 def _read_strengths(file: Path, metadata: Mapping[str, str], layers: Sequence[str]) -> dict[str, _Strength]:
-    """What is said of each of a file's layers, by their names in the file; {} where nothing is.
-
-    Raises: ValueError for metadata that is damaged, leaves layers out, or speaks of other weights than the model's.
-    """
+    """What is said of each of a file's layers, by their names in the file; {} where nothing is."""
     model, beside = _PEFT_FILES
     source, found = f"{file}: {_METADATA}", {}
     if metadata.get(_METADATA):
@@ -399,10 +390,7 @@ def _read_layers(
 
 
 def _cut(name: str, layer: Layer, stack: Stack) -> dict[str, Layer]:
-    """The members' own parts.
-
-    Raises: ValueError for LoKr of a stack.
-    """
+    """The members' own parts."""
     if B not in layer and (len(stack.members) > 1 or stack.swap_halves):
         raise ValueError(f"LoKr of {name} cannot be cut into {', '.join(stack.members)}; give plain LoRA")
     layer = swap_halves(layer, stack)

@@ -104,10 +104,7 @@ def _described(record: TensorRecord, fingerprints: Mapping[Path, str]) -> Any:
 
 
 def _read_entry(entry: Path, key: str) -> dict[str, TensorRecord]:
-    """The 8-bit weights of an entry by name.
-
-    Raises: one of FOREIGN if it is not whole and ours.
-    """
+    """The 8-bit weights of an entry by name."""
     index = json.loads((entry / _INDEX).read_text(encoding="utf-8"))
     if index["key"] != key or index["checksum"] != _checksum(index):
         raise ValueError("its index is damaged, or of another model or of other settings")

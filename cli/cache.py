@@ -12,10 +12,9 @@ from ..config.job import JobConfig, load_job
 from ..encoding.encode import NONE_OUTDATED, Stopped
 from ..encoding.text_place import text_device_on
 from ..events import EventLog
-from ..jobs.cache_upkeep import prune_caches, verify_cache
 from ..jobs.checked_job import JobPlan
 from ..jobs.comfy_entries import ComfyEncoders
-from ..jobs.encode_job import CACHE_PARTS, CachePart, cache_store, fill_cache
+from ..jobs.encode_job import CACHE_PARTS, CachePart, cache_store, fill_cache, prune_caches, verify_cache
 from ..jobs.job import check_job
 from ..system.stopping import STOPPED, Requests, stop_on_signal
 from ..system.telling import say

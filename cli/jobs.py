@@ -13,7 +13,7 @@ from dataclasses import replace
 from ..config.job import JobConfig, load_job
 from ..config.model import shards_weights
 from ..encoding.encode import Stopped
-from ..jobs.experts import expert_jobs, num_at_once, run_pair
+from ..jobs.in_processes import expert_jobs, num_at_once, run_pair
 from ..jobs.job import check_job, plan_job, run_job
 from ..jobs.lora_output import describe_file
 from ..jobs.quantize_preview import preview_model

@@ -116,39 +116,23 @@ Strategy = Literal["none", "pipeline", "data", "tokens", "fsdp", "hsdp"]
 
 def holds_copies(strategy: Strategy) -> bool:
     """Whether every device has a copy of the whole model."""
-    match strategy:
-        case "none" | "pipeline" | "fsdp" | "hsdp":
-            return False
-        case "data" | "tokens":
-            return True
+    return strategy in ("data", "tokens")
 
 
 def shares_rows(strategy: Strategy) -> bool:
     """Whether all devices compute each microbatch together, every one its share of the rows (tokens)."""
-    match strategy:
-        case "none" | "pipeline" | "data" | "fsdp" | "hsdp":
-            return False
-        case "tokens":
-            return True
+    return strategy == "tokens"
 
 
 def has_stages(strategy: Strategy) -> bool:
     """Whether several microbatches are in one model at once, each in the stage of another device."""
-    match strategy:
-        case "none" | "data" | "tokens" | "fsdp" | "hsdp":
-            return False
-        case "pipeline":
-            return True
+    return strategy == "pipeline"
 
 
 def shards_weights(strategy: Strategy | None) -> bool:
     """Whether every process keeps a share of the weights, and has a block whole only while it computes it; not where
     the strategy is left open."""
-    match strategy:
-        case None | "none" | "pipeline" | "data" | "tokens":
-            return False
-        case "fsdp" | "hsdp":
-            return True
+    return strategy in ("fsdp", "hsdp")
 
 
 @dataclass(frozen=True, config=STRICT)

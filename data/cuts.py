@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ..checkpoints.model_files import first
 from ..config.job import DataConfig, FolderConfig
 from ..families.spec import LatentSpec
 from .video import ClipInfo
@@ -62,7 +63,6 @@ def aspect(size: tuple[int, int]) -> float:
 
 
 _TOLERANCE_S = 0.0015  # containers round times, WebM to milliseconds
-_NUM_NAMED = 3  # lengths that an error spells out
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,11 @@ class ClipPlan:
                 f"its {info.num_frames} frames ({rate}) are fewer than {self.lengths[0]}, the shortest clip requested; "
                 "add a length to data.frames, or take it out of the dataset (with data.frames = [1] one frame is used)"
             )
-        return [tuple(shown[start : start + length]) for start in self._starts(len(shown) - length)]
-
-    def _starts(self, spare: int) -> list[int]:
-        if self.window == "start":
-            return [0]
-        if self.window == "centre":
-            return [spare // 2]
-        last = self.num_windows - 1
-        return list(dict.fromkeys((2 * index * spare + last) // (2 * last) for index in range(self.num_windows)))
+        spare, last = len(shown) - length, self.num_windows - 1
+        starts = [0] if self.window == "start" else [spare // 2]
+        if self.window == "uniform":
+            starts = [(2 * index * spare + last) // (2 * last) for index in range(self.num_windows)]
+        return [tuple(shown[start : start + length]) for start in dict.fromkeys(starts)]
 
 
 def show_at(info: ClipInfo, fps: float | None) -> list[int]:
@@ -124,15 +120,12 @@ def make_clip_plan(config: DataConfig, latent: LatentSpec) -> ClipPlan:
     if wrong:
         nearest = sorted({near for n in wrong for near in (n - (n - 1) % stride, n + stride - (n - 1) % stride)})
         raise ValueError(
-            f"data.frames has {_names(wrong)}, but this model takes {stride}n + 1 frames; nearest are {_names(nearest)}"
+            f"data.frames has {first(map(str, wrong), most=6)}, but this model takes {stride}n + 1 frames; nearest are "
+            f"{first(map(str, nearest), most=6)}"
         )
     lengths = tuple(length for length in frames if length > 1) or (1,)
     fps = None if config.fps == "source" else float(config.fps) or latent.fps
     return ClipPlan(lengths, fps, config.window, config.num_windows)
-
-
-def _names(lengths: Sequence[int]) -> str:
-    return ", ".join(map(str, lengths[: 2 * _NUM_NAMED]))
 
 
 _PLACE = "[trigger]"  # in caption files, as other trainers have it

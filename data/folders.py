@@ -37,10 +37,10 @@ from .cuts import (
     make_clip_plan,
     plan_crop,
 )
-from .image import look_at
+from .image import ImageRequest, look_at
 from .left_out import LeftOut
-from .pairs import Pair, Partners, find_pair, find_partners, make_condition, refuse_other_shape
-from .samples import Sample, is_in_alpha, load_mask, read_mask
+from .pairs import Pair, Partners, find_pair, find_partners, refuse_other_shape
+from .samples import Condition, Sample, is_in_alpha, load_mask, read_mask
 from .video import CLIP_SUFFIXES, ClipInfo, is_clip, media_suffixes, probe_clip
 
 _log = logging.getLogger(__name__)
@@ -77,14 +77,17 @@ class _Picture:
         assert self.size is not None
         bucket = choose_bucket(self.size, buckets)
         resize, crop = plan_crop(self.size, bucket)
-        mask = str(self.mask) if self.mask else None
-        made = [
-            Sample(str(self.path), caption, mask, resize, crop, bucket, frames, loss_weight) for frames in self.cuts
-        ]
-        if not condition:
-            return made
-        make = partial(make_condition, condition, WAYS[condition], self.pair)
-        return [replace(each, condition=make(each.image_request())) for each in made]
+        mask, pair, made = str(self.mask) if self.mask else None, self.pair, []
+        for frames in self.cuts:
+            beside = None
+            if condition:
+                own, references = ImageRequest(str(self.path), resize, crop, frames), tuple(map(str, pair.references))
+                control = replace(own, path=str(pair.control)) if pair.control else None
+                way = WAYS[condition]
+                clip = own if way.takes_first_frame or way.takes_control and way.sees else None  # which sees its start
+                beside = Condition(condition, references, pair.sizes, control, clip)
+            made.append(Sample(str(self.path), caption, mask, resize, crop, bucket, frames, loss_weight, beside))
+        return made
 
 
 def scan_folders(
@@ -215,7 +218,12 @@ def list_files(
     named = [entry for entry in entries if entry.suffix.lower() in media_suffixes() and entry.exists()]
     odd = [entry for entry in named if not entry.is_file() and not entry.is_dir()]  # pipes and devices
     _warn_of_unused(root, odd, "are no ordinary files and are not used: %s; put images in their place")
-    _check_masks(root, images, masks)
+    stems = {_stem(image) for image in images}
+    for image in images:
+        if _stem(image).endswith(_MASK_ENDS) and _without_mask_end(_stem(image)) in stems:
+            raise ValueError(f"{image} looks like a mask, which must be a PNG; save it as {image.stem}.png")
+    message = "masks not used: %s; _mask.png and -masklabel.png are endings of masks, and there is no image for them"
+    _warn_of_unused(root, [mask for stem, mask in masks.items() if stem not in stems], message)
     if not images:
         others = "".join(f"; {line}" for line in LeftOut(set(), ask).of_dataset(root, (), set(), latent.is_video))
         raise ValueError(
@@ -237,17 +245,6 @@ def _warn_of_unused(root: Path, unused: Iterable[Path], message: str) -> None:
     names = [entry.name for entry in unused]
     if names:
         _log.warning(f"%s: %d {message}", root, len(names), _names(names))
-
-
-def _check_masks(root: Path, images: Sequence[Path], masks: dict[str, Path]) -> None:
-    """Raises: ValueError for a mask that is no PNG; warns of masks without an image."""
-    stems = {_stem(image) for image in images}
-    for image in images:
-        if _stem(image).endswith(_MASK_ENDS) and _without_mask_end(_stem(image)) in stems:
-            raise ValueError(f"{image} looks like a mask, which must be a PNG; save it as {image.stem}.png")
-    orphans = [mask for stem, mask in masks.items() if stem not in stems]
-    message = "masks not used: %s; _mask.png and -masklabel.png are endings of masks, and there is no image for them"
-    _warn_of_unused(root, orphans, message)
 
 
 def _stem(path: Path) -> str:
@@ -314,10 +311,7 @@ def _inspect(
 def _read_clip(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[ClipInfo | None, _Cuts]:
     """What the clip is, and the frames of each sample made of it; None and one sample without frames for an image.
 
-    For a model that makes images, an animation is its first frame, unless its name says video.
-
-    Raises: ValueError naming a clip that cannot be used.
-    """
+    For a model that makes images, an animation is its first frame, unless its name says video."""
     is_by_name = path.is_dir() or path.suffix.lower() in CLIP_SUFFIXES
     if not (is_by_name or latent.is_video) or not is_clip(path):
         return None, ((),)

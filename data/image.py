@@ -168,21 +168,16 @@ def image_fingerprint(path: str | Path) -> str:
     Raises: OSError if it cannot be read.
     """
     content = file_fingerprint(path)
-    return settings_fingerprint([content, _TURNING_VERSION]) if _was_misread(path) else content
-
-
-def _was_misread(path: str | Path) -> bool:
-    """Whether it is an uncompressed TIFF to be turned by a quarter, of a kind whose rows were once cut wrongly."""
     with open(path, "rb") as data:
-        if data.read(2) not in (b"II", b"MM"):
-            return False
-    try:
-        with opened(path) as opened_file:
+        may_be_tiff = data.read(2) in (b"II", b"MM")
+    if may_be_tiff:
+        with suppress(*broken_image()), opened(path) as opened_file:
+            # An uncompressed TIFF to be turned by a quarter, of a kind whose rows were once cut wrongly.
             file: Any = opened_file
             is_mapped = file.mode in _MAPPED and len(file.tile) == 1 and file.tile[0][0] == "raw"
-            return is_mapped and file.format == "TIFF" and file.getexif().get(_ORIENTATION, 1) in _QUARTER_TURNS
-    except broken_image():
-        return False
+            if is_mapped and file.format == "TIFF" and file.getexif().get(_ORIENTATION, 1) in _QUARTER_TURNS:
+                return settings_fingerprint([content, _TURNING_VERSION])
+    return content
 
 
 def _exif_of_header(image: PilImage, path: Path) -> Any:

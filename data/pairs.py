@@ -17,8 +17,7 @@ from ..config.job import FolderConfig
 from ..families.comfy.conditions import ConditionWay
 from ..system.files import Looked
 from .cuts import aspect
-from .image import ImageRequest, image_suffixes, read_size
-from .samples import Condition
+from .image import image_suffixes, read_size
 from .video import CLIP_SUFFIXES, ClipInfo, is_clip, probe_clip
 
 _SHAPE_TOLERANCE = 0.02  # an image and what it follows may differ by this much in aspect ratio: sizes get rounded
@@ -128,14 +127,3 @@ def refuse_other_shape(path: Path, size: tuple[int, int], clip: ClipInfo | None,
     other = info.size if info else read_size(control)
     if abs(math.log(aspect(other) / aspect(size))) > _SHAPE_TOLERANCE:
         raise ValueError(f"{control}: is {other[1]}x{other[0]}, but {path} is {size[1]}x{size[0]}; one shape is needed")
-
-
-def make_condition(name: str, way: ConditionWay, pair: Pair, request: ImageRequest) -> Condition:
-    """Of one sample.
-
-    Args:
-        name: of the way. request: the sample's own pixels.
-    """
-    control = pair.control and ImageRequest(str(pair.control), request.resize, request.crop, request.frames)
-    references = tuple(str(file) for file in pair.references)
-    return Condition(name, references, pair.sizes, control or None, request if way.shows_clip else None)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,46 +23,6 @@ from ..checkpoints.fingerprint import settings_fingerprint
 from ..system.stopping import alive
 from .image import ImageRequest, broken_image, opened, upright
 from .video import media_fingerprint
-
-
-class TrainingSample(Protocol):
-    """What batches are made of: an image or clip with its caption, or a sample that arrived encoded."""
-
-    @property
-    def latents_key(self) -> str:
-        """Cache entry of its latents; "" until the job's cache is filled."""
-        ...
-
-    @property
-    def text_keys(self) -> tuple[str, ...]:
-        """Cache entries of its text, of which later ones count over earlier ones."""
-        ...
-
-    @property
-    def empty_text_keys(self) -> tuple[str, ...]:
-        """The same where its caption is dropped; () if it never is."""
-        ...
-
-    @property
-    def mask_path(self) -> str | None: ...
-
-    @property
-    def loss_weight(self) -> float: ...
-
-    @property
-    def bucket(self) -> tuple[int, ...]:
-        """Samples of one bucket and length can share a batch."""
-        ...
-
-    @property
-    def num_frames(self) -> int:
-        """Video frames; 1 for an image."""
-        ...
-
-    @property
-    def alike(self) -> tuple[int, ...]:
-        """What else must be equal in a batch."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -97,7 +57,8 @@ Wanted = tuple[str, Condition]  # a caption, and what is beside it
 
 @dataclass(frozen=True)
 class Sample:
-    """One image, or one window of a clip, as it is trained on."""
+    """One image, or one window of a clip, as it is trained on. Samples that share bucket, num_frames and alike can
+    share a batch."""
 
     path: str  # image, video file, or folder of images
     caption: str
@@ -108,9 +69,9 @@ class Sample:
     frames: tuple[int, ...] = ()  # of a clip, which of its frames; () for an image
     loss_weight: float = 1.0
     condition: Condition | None = None
-    latents_key: str = ""
-    text_keys: tuple[str, ...] = ()
-    empty_text_keys: tuple[str, ...] = ()
+    latents_key: str = ""  # cache entry of its latents; "" until the job's cache is filled
+    text_keys: tuple[str, ...] = ()  # cache entries of its text, of which later ones count over earlier ones
+    empty_text_keys: tuple[str, ...] = ()  # the same where its caption is dropped; () if it never is
 
     @property
     def alike(self) -> tuple[int, ...]:
@@ -125,6 +86,34 @@ class Sample:
     def image_request(self) -> ImageRequest:
         """The pixels to encode; equal for samples that differ in caption or mask only."""
         return ImageRequest(self.path, self.resize, self.crop, self.frames)
+
+
+@dataclass(frozen=True)
+class EncodedSample:
+    """One sample of a dataset that arrived encoded.
+
+    Args:
+        latents_key, text_keys, empty_text_keys: as of Sample.
+        bucket: latent sides and text tokens. alike: what else its CONDITIONING says, and how long its sound is, as a
+            number. Samples that share both can share a batch.
+        num_frames: video frames that its latents stand for. has_sound: as a stream, or as a voice to speak with.
+        sound: shape of that stream; () without one. has_mask: whether its LATENT has a noise mask.
+    """
+
+    latents_key: str
+    text_keys: tuple[str, ...]
+    bucket: tuple[int, ...]
+    num_frames: int = 1
+    mask_path: None = None
+    loss_weight: float = 1.0
+    empty_text_keys: tuple[str, ...] = ()
+    alike: tuple[int, ...] = ()
+    has_sound: bool = False
+    sound: tuple[int, ...] = ()
+    has_mask: bool = False
+
+
+TrainingSample = Sample | EncodedSample
 
 
 def dataset_fingerprint(samples: Sequence[Sample]) -> str:

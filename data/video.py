@@ -48,6 +48,7 @@ from .image import (
     read_size,
     refuse_too_large,
     to_rgb,
+    upright,
 )
 
 if TYPE_CHECKING:
@@ -177,13 +178,14 @@ def media_fingerprint(path: str | Path) -> str:
 
 def sequence_files(folder: Path) -> list[Path]:
     """The images of a folder as the frames of a clip: 2 comes before 10."""
+
+    def natural(file: Path) -> tuple[Any, ...]:
+        """A key that compares runs of digits as numbers."""
+        parts = re.findall(r"[0-9]+|[^0-9]+", file.stem)
+        return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts], file.name
+
     files = (file for file in Looked().entries(folder) if file.suffix.lower() in image_suffixes())
-    return sorted(files, key=lambda file: (_natural(file.stem), file.name))
-
-
-def _natural(name: str) -> list[Any]:
-    """A key that compares runs of digits as numbers."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.findall(r"[0-9]+|[^0-9]+", name)]
+    return sorted(files, key=natural)
 
 
 def _images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
@@ -252,13 +254,11 @@ def _animation_frames(path: Path) -> Iterator[tuple[Any, float]]:
 
 
 def _probe_animation(path: Path) -> ClipInfo:
-    from PIL import ImageOps
-
     times: list[float] = []
     end, size = 0.0, (0, 0)
     for file, duration in _animation_frames(path):
         if not times:
-            width, height = ImageOps.exif_transpose(file).size
+            width, height = upright(file).size
             size = (height, width)
         times.append(end)
         end += duration
@@ -266,11 +266,9 @@ def _probe_animation(path: Path) -> ClipInfo:
 
 
 def _animation_images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
-    from PIL import ImageOps
-
     for index, (file, _) in enumerate(_animation_frames(path)):
         if index in wanted:
-            yield to_rgb(ImageOps.exif_transpose(file))
+            yield to_rgb(upright(file))
         if index >= wanted[-1]:
             return
 
@@ -433,10 +431,7 @@ def _to_image(frame: Any, pixel_aspect: Any) -> PilImage:
 
 
 def _turn(image: PilImage, frame: Any) -> PilImage:
-    """Turn and mirror as the display matrix says: column, row -> a column + c row, b column + d row.
-
-    Raises: ValueError for any other angle than quarter turns.
-    """
+    """Turn and mirror as the display matrix says: column, row -> a column + c row, b column + d row."""
     from PIL import Image
 
     stored = frame.side_data.get("DISPLAYMATRIX")

@@ -22,10 +22,9 @@ import json
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 from ..system.files import expect, read_json_object, remove_leftovers, write_atomically
 from ..system.locks import Claim, NoLocks, open_lock, take_claim
@@ -34,7 +33,7 @@ from .store import CacheStore, unwritable
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2  # how often work that others have claimed is looked at, once nothing else remains
-_OLD_S = 60.0
+_OLD_S = 60.0  # after which no writer without a claim is at work on a temporary file: writing takes a moment
 _FOLDER = ".claims"
 _SUFFIX = ".lock"
 
@@ -74,7 +73,11 @@ class Claims:
     def remove_left(self) -> None:
         """Remove what killed processes have left: lock files nobody holds, and temporary files of their entries."""
         locks = {path.name.removesuffix(_SUFFIX) for path in self.folder.glob(f"*{_SUFFIX}")}
-        old = {key for key, path in self._store.temporary_files() if _is_old(path)}
+        old = set()
+        for key, path in self._store.temporary_files():
+            with contextlib.suppress(FileNotFoundError):  # it has got its name just now
+                if time.time() - path.stat().st_mtime > _OLD_S:
+                    old.add(key)
         for key in locks | old:
             claim = self.take(key)
             if claim is None:
@@ -84,68 +87,53 @@ class Claims:
             claim.release()
 
 
-@dataclass(frozen=True)
-class Shared:
-    """Entries to compute, shared with whoever else fills the same store."""
+def claimed_batches(
+    claims: Claims,
+    keys: Iterable[str],
+    size: int,
+    is_done: Callable[[str], bool],
+    on_found: Callable[[], None],
+    stop_if_asked: Callable[[], None],
+) -> Generator[list[str], None, None]:
+    """Entries to compute and store now, up to `size` at a time, shared with whoever else fills the same store; they are
+    claimed until the next are requested. Ends when every entry is done, by whomever, or was handed out.
 
-    claims: Claims
-    keys: Iterable[str]  # the entries, in the order to compute them
-    is_done: Callable[[str], bool]  # whether an entry needs no computing any more; called while it is claimed
-    on_found: Callable[[], None]  # called for every entry that turned out to be done already
-    stop_if_asked: Callable[[], None]  # called before every batch and while waiting for others; raises to stop
-
-    def batches(self, size: int = 1) -> Generator[list[str], None, None]:
-        """Entries to compute and store now, up to `size` at a time; they are claimed until the next are requested.
-
-        Ends when every entry is done, by whomever, or was handed out.
-        """
-        remaining = list(self.keys)
-        num_told = 0
-        while remaining:
-            queue, remaining, has_worked = iter(remaining), [], False
-            while batch := self._claim(queue, size, remaining):
-                has_worked = True
-                try:
+    Args:
+        keys: the entries, in the order to compute them.
+        is_done: whether an entry needs no computing any more; called while it is claimed.
+        on_found: called for every entry that turned out to be done already.
+        stop_if_asked: called before every batch and while waiting for others; raises to stop.
+    """
+    remaining = list(keys)
+    num_told = 0
+    while remaining:
+        queue, remaining, has_worked = deque(remaining), [], False
+        while queue:
+            batch: dict[str, Claim] = {}
+            try:
+                while queue and len(batch) < size:
+                    key = queue.popleft()
+                    claim = claims.take(key)
+                    if claim is None:
+                        remaining.append(key)
+                    elif is_done(key):
+                        claim.release()
+                        on_found()
+                    else:
+                        batch[key] = claim
+                if batch:
+                    has_worked = True
                     yield list(batch)
-                finally:
-                    _release(batch)
-                self.stop_if_asked()
-            if remaining and not has_worked:
-                if len(remaining) != num_told:
-                    num_told = len(remaining)
-                    logger.info("waiting for %d entries that other processes are computing", num_told)
-                self.stop_if_asked()
-                time.sleep(POLL_S)
-
-    def _claim(self, queue: Iterator[str], size: int, held_by_others: list[str]) -> dict[str, Claim]:
-        """The next entries that are neither done nor claimed; appends to held_by_others."""
-        batch: dict[str, Claim] = {}
-        try:
-            while len(batch) < size and (key := next(queue, None)) is not None:
-                claim = self.claims.take(key)
-                if claim is None:
-                    held_by_others.append(key)
-                elif self.is_done(key):
+            finally:
+                for claim in batch.values():
                     claim.release()
-                    self.on_found()
-                else:
-                    batch[key] = claim
-        except BaseException:
-            _release(batch)
-            raise
-        return batch
-
-
-def _is_old(temporary: Path) -> bool:
-    """Whether no writer without a claim can be at work on a file: writing takes a moment."""
-    with contextlib.suppress(FileNotFoundError):  # it has got its name just now
-        return time.time() - temporary.stat().st_mtime > _OLD_S
-    return False
-
-
-def _release(claims: dict[str, Claim]) -> None:
-    for claim in claims.values():
-        claim.release()
+            stop_if_asked()
+        if remaining and not has_worked:
+            if len(remaining) != num_told:
+                num_told = len(remaining)
+                logger.info("waiting for %d entries that other processes are computing", num_told)
+            stop_if_asked()
+            time.sleep(POLL_S)
 
 
 _RUNS, _LIST = ".runs", ".json"

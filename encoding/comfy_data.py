@@ -151,8 +151,14 @@ def _tensors_of(path: str, value: Any) -> Entry:
         return {f"{OPTION}{path}": torch.tensor(value, dtype=_NUMBERS[type(value)])}
     if isinstance(value, str):
         return {f"{WORDS}{path}": torch.tensor(list(value.encode()), dtype=torch.uint8)} if value else {}
+    if isinstance(value, (list, tuple)):
+        parts = {str(index): each for index, each in enumerate(value)}
+    elif isinstance(value, Mapping):
+        parts = {str(name): each for name, each in value.items() if each is not None}
+    else:
+        parts = {name: each for name in _SEEN if (each := getattr(value, name, None)) is not None}
     found: Entry = {}
-    for name, part in _parts_of(value).items():
+    for name, part in parts.items():
         tensors = {} if "." in name else _tensors_of(f"{path}.{name}", part)
         if not tensors:
             return {}
@@ -160,22 +166,19 @@ def _tensors_of(path: str, value: Any) -> Entry:
     return found
 
 
-def _parts_of(value: Any) -> Mapping[str, Any]:
-    """By index or name; {} for what is neither list, dict nor CLIP vision output."""
-    if isinstance(value, (list, tuple)):
-        return {str(index): each for index, each in enumerate(value)}
-    if isinstance(value, Mapping):
-        return {str(name): each for name, each in value.items() if each is not None}
-    seen = {name: getattr(value, name, None) for name in _SEEN}
-    return {name: each for name, each in seen.items() if each is not None}
-
-
 def shared_in_batch(latents: Mapping[str, torch.Tensor], text: Mapping[str, torch.Tensor]) -> Entry:
     """What of a sample the model is given once for all samples of a batch, so that it must be equal in them.
 
     Of noise masks LTX-2 asks the first sample's alone whether it has a noise level per frame or per place.
     """
-    shared = {name: each for name, each in {**latents, **text}.items() if _must_be_equal(name, each)}
+    shared = {}
+    for name, tensor in {**latents, **text}.items():
+        path, is_number = option_path(name), not tensor.ndim and tensor.dtype in _NUMBERS.values()
+        # Numbers, strings, what has no batch, and what says how guides are attended to
+        is_shared = bool(path) and (is_number or not name.startswith(OPTION) or path[0] == GUIDE_ATTENTION)
+        # LTX-Video's guides mark places that are not there by numbers below zero.
+        if bool((tensor < 0).any()) if name == NOISE_MASK else is_shared:
+            shared[name] = tensor
     if NOISE_MASK in latents:
         frames = fit_mask(latents[NOISE_MASK], _sides(latents[SAMPLES]))[0].flatten(1)
         rounded = [frames.to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
@@ -183,15 +186,6 @@ def shared_in_batch(latents: Mapping[str, torch.Tensor], text: Mapping[str, torc
         varies = torch.stack([(each.amin(1) != each.amax(1)).any() for each in rounded])
         shared[f"{NOISE_MASK}.varies"] = varies
     return shared
-
-
-def _must_be_equal(name: str, tensor: torch.Tensor) -> bool:
-    """Numbers, strings, what has no batch, what says how guides are attended to, and a noise mask with places that are
-    not there, which LTX-Video's guides mark by numbers below zero."""
-    if name == NOISE_MASK:
-        return bool((tensor < 0).any())
-    path, is_number = option_path(name), not tensor.ndim and tensor.dtype in _NUMBERS.values()
-    return bool(path) and (is_number or not name.startswith(OPTION) or path[0] == GUIDE_ATTENTION)
 
 
 def _sides(samples: torch.Tensor) -> tuple[int, ...]:
@@ -233,7 +227,16 @@ def read_pairs(latents: Sequence[Any], conditioning: Sequence[Any]) -> Iterator[
         raise ValueError(f"found {len(latents)} latents and {len(conditioning)} conditionings; give as many of each")
     for number, (latent, texts) in enumerate(zip(latents, conditioning, strict=True), start=1):
         what = f"entry {number} of {len(latents)}"
-        samples = _read_latent(latent, what)
+        if not isinstance(latent, Mapping) or "samples" not in latent:
+            raise ValueError(f'{what}: a LATENT is {{"samples": tensor}}, found {_describe(latent)}')
+        extra = sorted(name for name in latent.keys() - {"samples", *_LATENT_NOTES} if latent[name] is not None)
+        if extra:
+            raise ValueError(f"{what}: its LATENT has {', '.join(extra)}, which training does not read; take it out")
+        samples = read_samples(latent["samples"], what)
+        if (mask := latent.get(NOISE_MASK)) is not None:
+            masks = _read_masks(mask, samples[0][SAMPLES].shape, what)
+            for index, sample in enumerate(samples):
+                sample[NOISE_MASK] = masks[index % len(masks)].clone()
         if not isinstance(texts, (list, tuple)) or len(texts) != len(samples):
             raise ValueError(
                 f"{what}: a latent of {len(samples)} samples needs a conditioning of as many items, found "
@@ -248,26 +251,11 @@ def read_pairs(latents: Sequence[Any], conditioning: Sequence[Any]) -> Iterator[
             yield sample, text
 
 
-def _read_latent(latent: Any, what: str) -> list[Entry]:
-    if not isinstance(latent, Mapping) or "samples" not in latent:
-        raise ValueError(f'{what}: a LATENT is {{"samples": tensor}}, found {_describe(latent)}')
-    extra = sorted(name for name in latent.keys() - {"samples", *_LATENT_NOTES} if latent[name] is not None)
-    if extra:
-        raise ValueError(f"{what}: its LATENT has {', '.join(extra)}, which training does not read; take it out")
-    samples = read_samples(latent["samples"], what)
-    if (mask := latent.get(NOISE_MASK)) is None:
-        return samples
-    masks = _read_masks(mask, samples[0][SAMPLES].shape, what)
-    return [{**sample, NOISE_MASK: masks[index % len(masks)].clone()} for index, sample in enumerate(samples)]
-
-
 def _read_masks(mask: Any, shape: torch.Size, what: str) -> torch.Tensor:
     """A noise mask as samplers read it, which begin again with the first where a batch has more samples.
 
     Args:
-        shape: of one sample.
-    Raises: ValueError if it is none.
-    """
+        shape: of one sample."""
     if _is_nested(mask):
         raise ValueError(f"{what}: {MASK_WITH_SOUND}")
     if not isinstance(mask, torch.Tensor) or mask.ndim < 2 or not mask.numel():
@@ -285,38 +273,33 @@ def _read_masks(mask: Any, shape: torch.Size, what: str) -> torch.Tensor:
 
 
 def _settle_mask(sample: Entry, text: Entry, what: str) -> None:
-    """Leave out a noise mask that changes nothing: a sampler denoises everything without one.
-
-    Raises: ValueError for one that leaves nothing to learn, and for guides without any.
-    """
+    """Leave out a noise mask that changes nothing: a sampler denoises everything without one."""
     mask, guided = sample.get(NOISE_MASK), sorted({option_path(name)[0] for name in text if option_path(name)} & GUIDES)
     if mask is None and guided:
         raise ValueError(
             f"{what}: its CONDITIONING has {', '.join(guided)}, but its LATENT has no noise_mask; connect the latent "
             "of the node that added the guide"
         )
-    if mask is not None and mask.isfinite().all() and not (fit_mask(mask, _sides(sample[SAMPLES])) > 0).any():
+    if mask is None:
+        return
+    samples, sides = sample[SAMPLES], _sides(sample[SAMPLES])
+    is_denoised = fit_mask(mask, sides) > 0
+    if mask.isfinite().all() and not is_denoised.any():
         raise ValueError(
             f"{what}: its noise_mask is zero in every cell of the latent, so that sampling denoises nothing of it, and "
             "there is nothing to learn; leave places to denoise, such as all frames after the first, or a larger spot"
         )
-    if mask is not None and _is_empty(sample[SAMPLES], mask):
+    where = is_denoised.expand(samples.shape[0], *sides)
+    values = [one.reshape(sides)[places] for one, places in zip(samples, where, strict=True)]  # of each channel
+    if all(each.numel() > 1 and bool((each == each[0]).all()) for each in values):
         raise ValueError(
             f"{what}: its samples are empty where its noise_mask denoises, so there is nothing to learn: such a latent "
             "is made to begin a sampling with. Encode the whole clip with VAE Encode, and put the mask on that latent "
             "by LTXVImgToVideoInplace, LTXVAddGuide or Set Latent Noise Mask; folders with Wan 2.2's 5B take "
             'data.condition = "first-frame"'
         )
-    if mask is not None and not guided and bool((mask == 1).all()):
+    if not guided and bool((mask == 1).all()):
         del sample[NOISE_MASK]
-
-
-def _is_empty(samples: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Whether all places that are denoised hold the same number, of each channel."""
-    sides = _sides(samples)
-    is_denoised = (fit_mask(mask, sides) > 0).expand(samples.shape[0], *sides)
-    values = [one.reshape(sides)[where] for one, where in zip(samples, is_denoised, strict=True)]
-    return all(each.numel() > 1 and bool((each == each[0]).all()) for each in values)
 
 
 def _describe(value: Any) -> str:

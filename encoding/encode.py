@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ..system.stopping import Stopped, never
-from .claims import Claims, Shared
-from .key import joint_key
-from .sources import Item, Source, TextSource
+from .claims import Claims, claimed_batches
+from .sources import Entry, Item, Source
 from .store import CacheStore, Stamp
 
 logger = logging.getLogger(__name__)
@@ -36,56 +34,6 @@ NONE_OUTDATED: Mapping[str, Stamp] = MappingProxyType({})
 
 def _say_nothing(*progress: Any) -> None:
     pass
-
-
-@dataclass
-class _Fill:
-    """A store being filled: counts what is done and asks before each step whether to go on."""
-
-    store: CacheStore
-    total: int
-    what: str  # is counted
-    on_progress: OnProgress
-    should_stop: ShouldStop
-    outdated: Mapping[str, Stamp]  # entries that count as missing while they have these stamps
-    done: int = 0
-
-    def add(self, count: int = 1) -> None:
-        self.done += count
-        self.on_progress(self.done, self.total, self.what)
-
-    def stop_if_asked(self) -> None:
-        if self.should_stop():
-            raise Stopped(f"stopped after {self.done} of {self.total} {self.what}; these are kept")
-
-    def is_done(self, key: str) -> bool:
-        return key in self.store and (key not in self.outdated or self.store.stamp(key) != self.outdated[key])
-
-    def missing(self, keys: Mapping[str, Item]) -> dict[str, Item]:
-        """Those to compute; the others are counted."""
-        missing = {key: value for key, value in keys.items() if not self.is_done(key)}
-        self.add(len(keys) - len(missing))
-        return missing
-
-    @contextmanager
-    def shared(self, keys: Mapping[str, object], size: int = 1) -> Iterator[Iterator[list[str]]]:
-        """Batches of keys that this process should compute, each claimed until the next; see claims.py."""
-        self.stop_if_asked()
-        shared = Shared(Claims(self.store), keys, self.is_done, self.add, self.stop_if_asked)
-        with closing(shared.batches(size)) as batches:
-            yield batches
-
-    def put(self, key: str, entry: Mapping[str, torch.Tensor]) -> None:
-        self.store.put(key, entry)
-        self.add()
-
-    def link(self, parts_of: Mapping[str, Sequence[str]]) -> None:
-        """Have an entry that holds the tensors of all its parts, for each of these."""
-        missing = [key for key in parts_of if key not in self.store]
-        shared = Shared(Claims(self.store), missing, self.store.__contains__, _say_nothing, self.stop_if_asked)
-        with closing(shared.batches()) as batches:
-            for (key,) in batches:
-                self.store.link(key, parts_of[key])
 
 
 @contextmanager
@@ -136,79 +84,64 @@ def fill(
         here; RuntimeError naming the items whose entries are not finite; OSError naming the file if the store cannot be
         written. What was encoded until then is in the store.
     """
-    key_of = source.keys_of(items)
-    progress = _Fill(store, len(set(key_of.values())), source.what, on_progress, should_stop, outdated)
-    _fill(key_of, source, progress, on_begin)
+    key_of, done = source.keys_of(items), 0
+    items_of = {key: item for item, key in key_of.items()}
+
+    def is_done(key: str) -> bool:
+        return key in store and (key not in outdated or store.stamp(key) != outdated[key])
+
+    def add(count: int = 1) -> None:
+        nonlocal done
+        done += count
+        on_progress(done, len(items_of), source.what)
+
+    def stop_if_asked() -> None:
+        if should_stop():
+            raise Stopped(f"stopped after {done} of {len(items_of)} {source.what}; these are kept")
+
+    missing = {key: item for key, item in items_of.items() if not is_done(key)}
+    add(len(items_of) - len(missing))
+    if not missing:
+        return key_of
+    source.plan(list(missing.values()))
+    unreadable: list[str] = []
+    with _in_use(source, f"{len(missing)} {source.what}", on_begin) as load:
+        stop_if_asked()
+        shared = claimed_batches(Claims(store), missing, source.batch_size, is_done, add, stop_if_asked)
+        with closing(shared) as batches:
+            for batch in batches:
+                for key, entry in _encode(source, {key: missing[key] for key in batch}, load, unreadable):
+                    store.put(key, entry)
+                    add()
+    if unreadable:
+        raise ValueError("\n".join([*unreadable, f"all other {source.what} are encoded and kept"]))
     return key_of
 
 
-def fill_texts(
-    captions: Iterable[str],
-    sources: Sequence[TextSource],
-    store: CacheStore,
-    on_progress: OnProgress = _say_nothing,
-    should_stop: ShouldStop = never,
-    *,
-    outdated: Mapping[str, Stamp] = NONE_OUTDATED,
-    on_begin: Callable[[], None] = _say_nothing,
-) -> dict[str, str]:
-    """fill() by every text encoder of a model. One is in memory at a time.
+def _encode(
+    source: Source[Item], batch: Mapping[str, Item], load: Callable[[], None], unreadable: list[str]
+) -> Iterator[tuple[str, Entry]]:
+    """The entries of a batch; adds to unreadable.
 
-    Returns: caption -> key of an entry with the tensors of all sources.
+    Raises: RuntimeError naming those that must not be kept, behind the others.
     """
-    captions = list(dict.fromkeys(captions))
-    keys = [source.keys_of(captions) for source in sources]
-    total = sum(len(set(each.values())) for each in keys)
-    progress = _Fill(store, total, sources[0].what, on_progress, should_stop, outdated)
-    for source, key_of in zip(sources, keys, strict=True):
-        _fill(key_of, source, progress, on_begin)
-    if len(sources) == 1:
-        return keys[0]
-    parts = {caption: [key_of[caption] for key_of in keys] for caption in captions}
-    progress.link({joint_key(each): each for each in parts.values()})
-    return {caption: joint_key(each) for caption, each in parts.items()}
-
-
-def text_entries(captions: Iterable[str], sources: Sequence[TextSource]) -> dict[str, list[str]]:
-    """caption -> keys of all entries that fill_texts makes of it; no weight is loaded."""
-    captions = list(captions)
-    keys = [source.keys_of(captions) for source in sources]
-    parts = {caption: [key_of[caption] for key_of in keys] for caption in keys[0]}
-    return {caption: each if len(each) == 1 else [*each, joint_key(each)] for caption, each in parts.items()}
-
-
-def _fill(key_of: Mapping[Item, str], source: Source[Item], fill: _Fill, on_begin: Callable[[], None]) -> None:
-    missing = fill.missing({key: item for item, key in key_of.items()})
-    if not missing:
+    given = {}
+    for key, item in batch.items():
+        try:
+            given[key] = source.read(item)
+        except ValueError as error:  # broken since the dataset was looked at
+            unreadable.append(str(error))
+    if not given:
         return
-    source.plan(list(missing.values()))
-    unreadable = []
-    what = f"{len(missing)} {source.what}"
-    with _in_use(source, what, on_begin) as load, fill.shared(missing, source.batch_size) as batches:
-        for batch in batches:
-            given = {}
-            for key in batch:
-                try:
-                    given[key] = source.read(missing[key])
-                except ValueError as error:  # broken since the dataset was looked at
-                    unreadable.append(str(error))
-            if not given:
-                continue
-            load()
-            try:
-                entries = source.encode_batch(list(given.values()))
-            except ValueError as error:
-                raise ValueError("\n".join([*unreadable, str(error)])) from error
-            problems = []
-            for key, entry in zip(given, entries, strict=True):
-                if problem := source.problem_of(entry, given[key]):
-                    problems.append(problem)
-                else:
-                    fill.put(key, entry)
-            if problems:
-                raise RuntimeError("\n".join([*problems, f"all {source.what} encoded until then are kept"]))
-    if unreadable:
-        raise ValueError("\n".join([*unreadable, f"all other {source.what} are encoded and kept"]))
+    load()
+    try:
+        entries = source.encode_batch(list(given.values()))
+    except ValueError as error:
+        raise ValueError("\n".join([*unreadable, str(error)])) from error
+    found = {key: (entry, source.problem_of(entry, given[key])) for key, entry in zip(given, entries, strict=True)}
+    yield from ((key, entry) for key, (entry, problem) in found.items() if not problem)
+    if problems := [problem for _, problem in found.values() if problem]:
+        raise RuntimeError("\n".join([*problems, f"all {source.what} encoded until then are kept"]))
 
 
 def _log_memory(what: str, device: torch.device | str) -> None:

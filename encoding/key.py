@@ -71,11 +71,6 @@ def text_key(
     )
 
 
-def joint_key(parts: list[str]) -> str:
-    """Key of the entry that holds several encoders' results for one caption."""
-    return settings_fingerprint({"what": "joint", "parts": parts})
-
-
 @dataclass(frozen=True)
 class LatentSettings:
     """What decides a VAE's latents besides the image."""

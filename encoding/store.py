@@ -9,25 +9,22 @@ question, see claims.py.) Four defects are distinguished from a whole entry:
     another entry's file      the key in the header is not the file's name: seen by `in` and by get
     a file with flipped bytes the checksum in the header does not match: seen by get, which reads everything
 
-All four are misses; the entry is computed again and written over. A link is an entry without tensors that names other
-entries and reads as the union of their tensors: a caption seen by two text encoders is one entry to the training
-loop, yet changing one encoder leaves the other's work in place.
+All four are misses; the entry is computed again and written over.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..checkpoints.header import FileHeader, read_file_header
-from ..system.files import TEMPORARY_SUFFIX, save_tensors_atomically, what_helps
+from ..system.files import TEMPORARY_SUFFIX, tensors_as_bytes, what_helps, write_atomically
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +36,6 @@ Stamp = tuple[int, int]  # number and time of a file; every writing makes a new 
 
 _CHECKSUM = "checksum"
 _KEY_NAME = "key"
-_PARTS = "parts"
 _SUFFIX = ".safetensors"
 _KEY = re.compile(r"[0-9a-f]{3,}")
 
@@ -70,47 +66,22 @@ class CacheStore:
                 yield key
 
     def __contains__(self, key: str) -> bool:
-        """Whether the entry, and every entry it links to, is there with its full length; reads the headers only."""
-        header = _read_header(self.path(key))
-        return header is not None and all(part in self for part in _parts(header))
+        """Whether the entry is there with its full length; reads the header only."""
+        return _read_header(self.path(key)) is not None
 
     def get(self, key: str) -> dict[str, torch.Tensor] | None:
         """The entry's tensors on the CPU, or None for a miss. Reads the whole file and checks it."""
         path = self.path(key)
         header = _read_header(path)
-        if header is None:
-            return None
-        parts = _parts(header)
-        if not parts:
-            return _read_checked(path, header)
-        found: dict[str, torch.Tensor] = {}
-        for part in parts:
-            tensors = self.get(part)
-            if tensors is None:
-                return None
-            assert not found.keys() & tensors.keys(), f"two cached parts share a name: {sorted(tensors)}"
-            found.update(tensors)
-        return found
+        return None if header is None else _read_checked(path, header.metadata)
 
     def shapes(self, key: str) -> dict[str, tuple[int, ...]]:
         """Shapes of the entry's tensors by name, from its header; {} for a miss."""
         header = _read_header(self.path(key))
-        if header is None:
-            return {}
-        if parts := _parts(header):
-            return {name: shape for part in parts for name, shape in self.shapes(part).items()}
-        with open(self.path(key), "rb") as file:
-            return {name: entry.shape for name, entry in read_file_header(file).tensors.items()}
-
-    def with_parts(self, keys: Iterable[str]) -> set[str]:
-        """These entries and those they link to; reads headers only."""
-        found = set(keys)
-        for key in list(found):
-            found.update(_parts(_read_header(self.path(key)) or {}))
-        return found
+        return {} if header is None else {name: entry.shape for name, entry in header.tensors.items()}
 
     def check(self, key: str) -> State:
-        """What this entry is, read whole; the entries it links to are not followed.
+        """What this entry is, read whole.
 
         A damaged one is removed where that is allowed, so that `in` does not call it whole and it is computed again.
         """
@@ -118,7 +89,7 @@ class CacheStore:
         header = _read_header(path)
         if header is None:
             return "damaged" if path.exists() else "missing"
-        return "whole" if _parts(header) or _read_checked(path, header) is not None else "damaged"
+        return "damaged" if _read_checked(path, header.metadata) is None else "whole"
 
     def stamp(self, key: str) -> Stamp | None:
         """What tells one writing of an entry from the next, whatever the clock says; None if it is not there."""
@@ -138,16 +109,15 @@ class CacheStore:
         Raises: ValueError for an entry without tensors; OSError naming the file if the disk refuses.
         """
         if not tensors:
-            raise ValueError(f"cache entry {key} has no tensors; link() is for entries made of others")
+            raise ValueError(f"cache entry {key} has no tensors")
         plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-        self._save(key, plain, {_KEY_NAME: key, _CHECKSUM: _checksum(plain, key)})
-
-    def link(self, key: str, parts: Sequence[str]) -> None:
-        """Make `key` an entry that holds the tensors of these entries; their tensor names must differ."""
-        if not parts or key in parts:
-            raise ValueError(f"cache entry {key} must link to other entries, not to {list(parts)}")
-        listed = json.dumps(list(parts))
-        self._save(key, {}, {_KEY_NAME: key, _PARTS: listed, _CHECKSUM: _checksum({}, key + listed)})
+        path = self.path(key)
+        try:
+            write_atomically(path, tensors_as_bytes(plain, {_KEY_NAME: key, _CHECKSUM: _checksum(plain, key)}))
+        except OSError as error:
+            # Windows refuses to replace a file that someone has open; that someone has the same entry.
+            if not (os.name == "nt" and isinstance(error, PermissionError) and key in self):
+                raise unwritable(path, error) from error
 
     def remove(self, key: str) -> int:
         """Delete an entry; returns its bytes, 0 if it is not there."""
@@ -175,16 +145,6 @@ class CacheStore:
             if _KEY.fullmatch(key):
                 yield key, path
 
-    def _save(self, key: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-        path = self.path(key)
-        try:
-            save_tensors_atomically(path, tensors, metadata)
-        except OSError as error:
-            # Windows refuses to replace a file that someone has open; that someone has the same entry.
-            if os.name == "nt" and isinstance(error, PermissionError) and key in self:
-                return
-            raise unwritable(path, error) from error
-
 
 def unwritable(path: Path, error: OSError) -> OSError:
     """The same error with the file's name, which a failed write() does not give, and with what would help."""
@@ -195,9 +155,10 @@ def unwritable(path: Path, error: OSError) -> OSError:
     )
 
 
-def _read_header(path: Path) -> dict[str, str] | None:
-    """The metadata of an entry whose length is right and whose name is its own, else None."""
-    header = None
+def _read_header(path: Path) -> FileHeader | None:
+    """Of an entry whose length is right and whose name is its own, else None. Entries that were written before their
+    key was in them are read as well."""
+    header, key = None, path.name.removesuffix(_SUFFIX)
     try:
         if path.is_file() or not os.path.lexists(path):  # opening a pipe would keep us waiting
             with open(path, "rb") as file:
@@ -206,48 +167,29 @@ def _read_header(path: Path) -> dict[str, str] | None:
         return None
     except ValueError:  # not JSON, or not a safetensors header
         pass
-    if header is None or not _is_ours(header, path.name.removesuffix(_SUFFIX)):
+    names = {_CHECKSUM} if header is None or _KEY_NAME not in header.metadata else {_CHECKSUM, _KEY_NAME}
+    is_ours = header is not None and header.tensors and header.metadata.keys() == names
+    if header is None or not is_ours or header.metadata.get(_KEY_NAME, key) != key:
         logger.warning("cache entry %s is torn, foreign or another one's, and will be computed again", path)
         return None
-    return dict(header.metadata)
+    return header
 
 
-def _is_ours(header: FileHeader, key: str) -> bool:
-    """Entries that were written before their key was in them are read as well."""
-    metadata = header.metadata
-    if metadata.get(_KEY_NAME, key) != key or not metadata.keys() <= {_KEY_NAME, _CHECKSUM, _PARTS}:
-        return False
-    if _PARTS in metadata:
-        listed = metadata[_PARTS]
-        return not header.tensors and metadata.get(_CHECKSUM) == _checksum({}, metadata.get(_KEY_NAME, "") + listed)
-    return bool(header.tensors) and _CHECKSUM in metadata
-
-
-def _read_tensors(path: Path) -> dict[str, torch.Tensor] | None:
+def _read_checked(path: Path, metadata: Mapping[str, str]) -> dict[str, torch.Tensor] | None:
+    """The tensors of an entry if they are those that were written, else None, and the file is removed."""
     from ..checkpoints.weight_file import load_tensors
 
-    try:
-        return load_tensors(path)
-    except (ValueError, FileNotFoundError):  # a flipped byte in the header; or another process deleted it just now
-        return None
-
-
-def _read_checked(path: Path, header: Mapping[str, str]) -> dict[str, torch.Tensor] | None:
-    """The tensors of an entry if they are those that were written, else None, and the file is removed."""
-    tensors = _read_tensors(path)
-    if tensors is not None and _checksum(tensors, header.get(_KEY_NAME, "")) == header[_CHECKSUM]:
-        return tensors
-    header_now = _read_header(path)
-    if header_now is not None and header_now != header:  # written anew between the two reads, by --regenerate say
-        return _read_checked(path, header_now)
+    with contextlib.suppress(ValueError, FileNotFoundError):  # a flipped byte in the header; deleted just now
+        tensors = load_tensors(path)
+        if _checksum(tensors, metadata.get(_KEY_NAME, "")) == metadata[_CHECKSUM]:
+            return tensors
+    now = _read_header(path)
+    if now is not None and now.metadata != metadata:  # written anew between the two reads, by --regenerate say
+        return _read_checked(path, now.metadata)
     logger.warning("cache entry %s is damaged (checksum differs) and will be computed again", path)
     with contextlib.suppress(OSError):  # else `in` would keep calling it whole; where it cannot go, put writes over it
         path.unlink()
     return None
-
-
-def _parts(header: Mapping[str, str]) -> list[str]:
-    return json.loads(header[_PARTS]) if _PARTS in header else []
 
 
 def _checksum(tensors: Mapping[str, torch.Tensor], text: str = "") -> str:

@@ -15,21 +15,20 @@ docs/decisions/0008-blocks-from-host-memory.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..checkpoints.load import find_owner
-from ..checkpoints.weight_file import open_weights
+from ..checkpoints.weight_file import read_records
 from ..parallel.devices import synchronize
 from ..parallel.offload.copies import NUM_SLOTS, PinnedBuffer, Slot, Slots, SlotTensor, lay_out
 from ..patches.hooks import HookSet, map_tensors
-from .text_weights import Sources, Storage, layer_list, read_weights, refuse_eight_bit, weight_dtypes
+from .text_weights import Sources, Storage, layer_list, read_weights, weight_dtypes
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,10 @@ class StreamPlan:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer's tensors, the file and name there of each, and the size of a buffer for them."""
+    """A layer's tensors by name, where each lies, and the size of a buffer for them."""
 
-    tensors: Sequence[SlotTensor]
-    sources: Sequence[tuple[Path, str]]
+    tensors: Mapping[str, SlotTensor]
+    sources: Sources
     num_bytes: int
 
 
@@ -62,7 +61,6 @@ def stream_weights(model: nn.Module, sources: Sources, storage: Storage, plan: S
     prefix, modules = layer_list(model)
     rest = {name: source for name, source in sources.items() if not name.startswith(f"{prefix}.")}
     streamed = {name: source for name, source in sources.items() if name not in rest}
-    refuse_eight_bit({key: file for file, key in streamed.values()})
     read_weights(model, rest, storage)
     dtypes = weight_dtypes(model, streamed, storage.dtype)
     layers = []
@@ -71,11 +69,11 @@ def stream_weights(model: nn.Module, sources: Sources, storage: Storage, plan: S
         owners = [find_owner(model, name) for name in names]
         absent = [getattr(owner, leaf) for owner, leaf in owners]
         pieces, size = lay_out((tensor.shape, dtypes[name]) for tensor, name in zip(absent, names, strict=True))
-        tensors = [
-            SlotTensor(owner, leaf, tensor, (piece,))
-            for (owner, leaf), tensor, piece in zip(owners, absent, pieces, strict=True)
-        ]
-        layers.append(_Layer(tensors, [streamed[name] for name in names], size))
+        tensors = {
+            name: SlotTensor(owner, leaf, tensor, (piece,))
+            for name, (owner, leaf), tensor, piece in zip(names, owners, absent, pieces, strict=True)
+        }
+        layers.append(_Layer(tensors, {name: streamed[name] for name in names}, size))
     return StreamedLayers(modules, layers, storage.device, plan)
 
 
@@ -90,7 +88,7 @@ class StreamedLayers:
         self._device = device
         self._layers = layers
         largest = max(layer.num_bytes for layer in layers)
-        self._slots = Slots([layer.tensors for layer in layers], largest, device)
+        self._slots = Slots([list(layer.tensors.values()) for layer in layers], largest, device)
         self._host = _HostLayers(layers, plan.keeps_host_copy, device)
         self._finished: list[Any] = []  # outputs of the layer that is computing, one per caption but the last
         self._hooks = HookSet()
@@ -238,15 +236,8 @@ class _HostLayers:
         buffer = self.buffers[number]
         if not self._keeps and buffer.used is not None:
             buffer.used.synchronize()
-        for file in dict.fromkeys(file for file, _ in layer.sources):
-            with open_weights(file) as reader:
-                for tensor, source in zip(layer.tensors, layer.sources, strict=True):
-                    if source[0] == file:
-                        _fill(buffer, tensor, source, reader.get_tensor(source[1]))
+        for name, found in read_records(layer.sources):
+            (piece,) = layer.tensors[name].pieces
+            assert found.shape == piece.shape, name  # refuse_other_shapes has looked
+            piece.view(buffer.tensor).copy_(found)
         return buffer
-
-
-def _fill(buffer: PinnedBuffer, tensor: SlotTensor, source: tuple[Path, str], found: torch.Tensor) -> None:
-    (piece,) = tensor.pieces
-    assert found.shape == piece.shape, source  # refuse_other_shapes has looked
-    piece.view(buffer.tensor).copy_(found)

@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from ..checkpoints.model_class import refuse_absurd_sizes
+from ..checkpoints.weight_file import refuse_zeros
 from ..families.spec import TextEncoderSpec
 from ..patches.hooks import HookSet, parameters_on_meta
 from ..system.files import expect, read_json_object
@@ -40,6 +42,7 @@ from .text_weights import (
     language_model_sources,
     layer_list,
     read_weights,
+    refuse_eight_bit,
     refuse_other_shapes,
 )
 
@@ -102,8 +105,7 @@ class TextEncoder:
 
     def _encode_together(self, texts: Sequence[str]) -> list[torch.Tensor]:
         with torch.inference_mode():
-            found = _ENCODE[self.spec.kind](self, texts)
-            return [states if self.stream is None else states.to("cpu") for states in found]
+            return [states if self.stream is None else states.to("cpu") for states in _encode(self, texts)]
 
     def problem_of(self, states: torch.Tensor, text: str) -> str:
         """Why these states must not be used, and what would help; "" if they may be."""
@@ -185,10 +187,21 @@ def refuse_streamed_scheme(scheme: TextScheme) -> None:
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def _encode_chat(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
-    """[S, L * D] each, as the encode_prompt of Flux2Pipeline and Flux2KleinPipeline."""
-    states = _layer_outputs(encoder, _tokenize(encoder, texts))
-    return (torch.cat([state[index] for state in states], dim=-1) for index in range(len(texts)))
+def _encode(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
+    """By kind: chat_hidden_states [S, L * D], as the encode_prompt of Flux2Pipeline and Flux2KleinPipeline; pooled [D],
+    as FluxPipeline._get_clip_prompt_embeds; last_hidden_state [S, D], as FluxPipeline._get_t5_prompt_embeds and, with
+    zero_padding, as WanPipeline's."""
+    tokens = _tokenize(encoder, texts)
+    if encoder.spec.kind == "chat_hidden_states":
+        found = _layer_outputs(encoder, tokens)
+        return [torch.cat([state[index] for state in found], dim=-1) for index in range(len(texts))]
+    if not encoder.spec.zero_padding:
+        output = encoder.model.forward(input_ids=tokens["input_ids"])
+        return output.pooler_output if encoder.spec.kind == "pooled" else output.last_hidden_state
+    states = encoder.model.forward(**tokens).last_hidden_state.clone()
+    for state, length in zip(states, tokens["attention_mask"].sum(dim=1), strict=True):
+        state[int(length) :] = 0
+    return states
 
 
 def _layer_outputs(encoder: TextEncoder, tokens: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -212,25 +225,6 @@ def _layer_outputs(encoder: TextEncoder, tokens: Mapping[str, torch.Tensor]) -> 
     if len(layers) in found:
         found[len(layers)] = output.last_hidden_state
     return [found[number] for number in encoder.spec.layers]
-
-
-def _encode_last(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
-    """[S, D] each; see FluxPipeline._get_t5_prompt_embeds and, with zero_padding, WanPipeline._get_t5_prompt_embeds."""
-    tokens = _tokenize(encoder, texts)
-    if not encoder.spec.zero_padding:
-        return iter(encoder.model.forward(input_ids=tokens["input_ids"]).last_hidden_state)
-    states = encoder.model.forward(**tokens).last_hidden_state.clone()
-    for state, length in zip(states, tokens["attention_mask"].sum(dim=1), strict=True):
-        state[int(length) :] = 0
-    return iter(states)
-
-
-def _encode_pooled(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
-    """[D] each; see FluxPipeline._get_clip_prompt_embeds."""
-    return iter(encoder.model.forward(input_ids=_tokenize(encoder, texts)["input_ids"]).pooler_output)
-
-
-_ENCODE = {"chat_hidden_states": _encode_chat, "last_hidden_state": _encode_last, "pooled": _encode_pooled}
 
 
 def _tokenize(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -311,6 +305,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{folder} has no config.json; give a diffusers model folder that has its text encoders")
     config = read_json_object(file)
+    refuse_absurd_sizes(file, config)
     if "quantization_config" in config:
         raise ValueError(f"the text encoder in {folder} is quantized; {WHAT_WORKS}")
     return config
@@ -341,7 +336,7 @@ def check_encoder(spec: TextEncoderSpec, folder: str | Path, width: int | None) 
     """
     folder = Path(folder)
     model: Any = make_empty_encoder(spec, folder)
-    _find_sources(spec, model, folder / spec.folder)
+    refuse_zeros(folder / spec.folder, _find_sources(spec, model, folder / spec.folder))
     found = model.config.hidden_size * max(1, len(spec.layers))
     if width is not None and found != width:
         raise ValueError(
@@ -351,10 +346,11 @@ def check_encoder(spec: TextEncoderSpec, folder: str | Path, width: int | None) 
 
 
 def _find_sources(spec: TextEncoderSpec, model: torch.nn.Module, folder: Path) -> Sources:
-    """Where the tensors of an empty encoder are. Raises: ValueError if one is missing or of another shape."""
+    """Where tensors of an empty encoder are. Raises: ValueError if one is missing, in 8 bits or of another shape."""
     find = language_model_sources if spec.kind == "chat_hidden_states" else encoder_sources
     sources = find(model, folder)
     refuse_other_shapes(model, sources, folder)
+    refuse_eight_bit(sources)
     return sources
 
 

@@ -29,9 +29,10 @@ from ..parallel.offload.copies import NUM_SLOTS, lay_out
 from .streamed_encoder import StreamPlan
 from .text_encoder import TextEncoder, load_text_encoder, make_empty_encoder, refuse_streamed_scheme
 from .text_weights import (
+    WHAT_WORKS,
     TextScheme,
     applied_scheme,
-    check_text_encoders,
+    check_scheme,
     is_rounded,
     layer_list,
     tied_names,
@@ -132,17 +133,23 @@ def check_text_device(
     dtype: torch.dtype,
     quantize: TextScheme = "none",
 ) -> None:
-    """Refuse what planning or loading would refuse later, memory excepted; reads configs and files' headers only.
+    """Refuse what planning or loading would refuse later, memory and what the folder holds excepted.
 
-    Raises: ValueError as parse_text_device, for a stream without a card or of 8-bit weights; both kinds that
-        check_text_encoders raises.
+    Raises: ValueError as parse_text_device, for a stream without a card or of 8-bit weights, or a single file; as
+        check_scheme.
     """
     wanted = parse_text_device(setting)
     is_streamed = wanted.mode == "stream"
     device = _emptiest_card(wanted) if is_streamed else wanted.device
-    check_text_encoders(specs, folder, device or CPU, dtype, quantize)
-    for spec in specs if is_streamed else ():
-        refuse_streamed_scheme(applied_scheme(spec, quantize))
+    if Path(folder).is_file():
+        raise ValueError(
+            f"text encoders were given as {folder}, a single file without config and tokenizer; give a diffusers model "
+            f"folder that has them. For the encoder in it: {WHAT_WORKS}"
+        )
+    for scheme in (applied_scheme(spec, quantize) for spec in specs):
+        check_scheme(scheme, device or CPU, dtype)
+        if is_streamed:
+            refuse_streamed_scheme(scheme)
 
 
 def plan_text_place(
@@ -247,7 +254,14 @@ def forecast_size(
     """What this encoder takes, from its config. Raises: ValueError as make_empty_encoder."""
     model = make_empty_encoder(spec, Path(folder))
     prefix, layers = layer_list(model)
-    held = _held_bytes(model, dtype, scheme, spec.keep_full_precision)
+    named = dict(model.named_parameters())
+    for tied in tied_names(model):  # which count once
+        named.pop(tied, None)
+    types = weight_dtypes(model, named, dtype)
+    held = {name: parameter.numel() * types[name].itemsize for name, parameter in named.items()}
+    for fqn, module in model.named_modules() if scheme != "none" else ():
+        if is_rounded(module, fqn, spec.keep_full_precision):  # values in 8 bits, and a scale per row
+            held[f"{fqn}.weight"] = module.weight.numel() + 5 * module.weight.shape[0]
     buffers, tensors = [], model.state_dict().items()
     for index in range(len(layers)):
         shapes = {name: tensor.shape for name, tensor in tensors if name.startswith(f"{prefix}.{index}.")}
@@ -258,37 +272,20 @@ def forecast_size(
     states = spec.max_length * width * dtype.itemsize
     # T5 hands its table of relative positions from layer to layer, with a row for every head.
     tables = 1 + (num_heads if spec.kind == "last_hidden_state" else 0)
+    # What all linears of a layer give, the widest once more for its activation function; the scores of attention and
+    # their softmax, which T5 has in float32. 8-bit weights are written out for their product, by way of float32.
+    linears = [module for module in layers[0].modules() if isinstance(module, nn.Linear)]
+    widths = [linear.out_features for linear in linears]
+    unpacked = 0 if scheme == "none" else max(linear.weight.numel() for linear in linears) * (4 + dtype.itemsize)
+    scores = num_heads * spec.max_length**2 * (4 + 2 * dtype.itemsize)
     return EncoderSize(
         whole=sum(held.values()),
         rest=sum(num_bytes for name, num_bytes in held.items() if not name.startswith(f"{prefix}.")),
         layer=max(buffers),
         layers=sum(buffers),
-        working=_working_bytes(layers[0], spec.max_length, num_heads, dtype, scheme),
+        working=spec.max_length * dtype.itemsize * (sum(widths) + max(widths)) + scores + unpacked,
         caption=states * (_STATES_PER_CAPTION + len(spec.layers)) + tables * spec.max_length**2 * dtype.itemsize,
     )
-
-
-def _working_bytes(layer: nn.Module, tokens: int, num_heads: int, dtype: torch.dtype, scheme: TextScheme) -> int:
-    """What all linears of a layer give, the widest once more for its activation function; the scores of attention and
-    their softmax, which T5 has in float32. 8-bit weights are written out for their product, by way of float32."""
-    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-    widths = [linear.out_features for linear in linears]
-    unpacked = 0 if scheme == "none" else max(linear.weight.numel() for linear in linears) * (4 + dtype.itemsize)
-    scores = num_heads * tokens * tokens * (4 + 2 * dtype.itemsize)
-    return tokens * dtype.itemsize * (sum(widths) + max(widths)) + scores + unpacked
-
-
-def _held_bytes(model: nn.Module, dtype: torch.dtype, scheme: TextScheme, kept: tuple[str, ...]) -> dict[str, int]:
-    """Bytes of each parameter as it is held, tied ones once."""
-    named = dict(model.named_parameters())
-    for tied in tied_names(model):
-        named.pop(tied, None)
-    dtypes = weight_dtypes(model, named, dtype)
-    held = {name: parameter.numel() * dtypes[name].itemsize for name, parameter in named.items()}
-    for fqn, module in model.named_modules() if scheme != "none" else ():
-        if is_rounded(module, fqn, kept):  # values in 8 bits, and a scale per row
-            held[f"{fqn}.weight"] = module.weight.numel() + 5 * module.weight.shape[0]
-    return held
 
 
 def _config_number(model: nn.Module, *names: str) -> int:

@@ -24,10 +24,10 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import nn
 
-from ..checkpoints.header import read_header, read_weight_map
+from ..checkpoints.header import TensorRecord, read_header, read_weight_map
 from ..checkpoints.load import find_owner, put_tensor
 from ..checkpoints.model_files import first
-from ..checkpoints.weight_file import TORCH_TYPES, open_weights
+from ..checkpoints.weight_file import TORCH_TYPES, read_records
 from ..families.spec import TextEncoderSpec
 from ..patches.lora import matches_any
 from ..quantization.weight_only import convert, has_float8, import_torchao
@@ -35,7 +35,7 @@ from ..quantization.weight_only import convert, has_float8, import_torchao
 logger = logging.getLogger(__name__)
 
 TextScheme = Literal["none", "fp8", "int8"]
-Sources = Mapping[str, tuple[Path, str]]  # name in the model -> file, name in the file
+Sources = Mapping[str, TensorRecord]  # by name in the model
 
 _CLIP_PREFIX = "text_model."
 _EMBEDDING = "embed_tokens.weight"
@@ -59,28 +59,6 @@ class Storage:
 def applied_scheme(spec: TextEncoderSpec, scheme: TextScheme) -> TextScheme:
     """What the scheme means for this encoder: "none" where its family keeps all of it in full precision."""
     return "none" if "*" in spec.keep_full_precision else scheme
-
-
-def check_text_encoders(
-    specs: Sequence[TextEncoderSpec],
-    folder: str | Path,
-    device: torch.device,
-    dtype: torch.dtype,
-    scheme: TextScheme,
-) -> None:
-    """Refuse what loading would refuse later; reads the files' headers only.
-
-    Raises: ValueError for a single file, missing files, or weights in 8 bits; as check_scheme.
-    """
-    folder = Path(folder)
-    if folder.is_file():
-        raise ValueError(
-            f"text encoders were given as {folder}, a single file without config and tokenizer; give a diffusers model "
-            f"folder that has them. For the encoder in it: {WHAT_WORKS}"
-        )
-    for spec in specs:
-        refuse_eight_bit(weight_files(folder / spec.folder))
-        check_scheme(applied_scheme(spec, scheme), device, dtype)
 
 
 def check_scheme(scheme: TextScheme, device: torch.device, dtype: torch.dtype) -> None:
@@ -111,36 +89,36 @@ def check_scheme(scheme: TextScheme, device: torch.device, dtype: torch.dtype) -
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def weight_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> safetensors file, from the index or from the one file there is.
+def weight_records(folder: Path) -> dict[str, TensorRecord]:
+    """Every tensor by its name, of the files that the index names or of the one file there is.
 
-    Raises: ValueError if there is neither, or a file of the index is missing.
+    Raises: ValueError if there is neither, or a file of the index is missing, or lacks a tensor.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards = read_weight_map(index)
         if lost := sorted(file for file in set(shards.values()) if not (folder / file).is_file()):
             raise ValueError(f"{folder} lacks {len(lost)} of the encoder's files: {first(lost)}; download them too")
-        return {name: folder / file for name, file in shards.items()}
-    file = folder / "model.safetensors"
-    if not file.is_file():
+        found = {file: read_header(folder / file).records() for file in set(shards.values())}
+        for name, file in shards.items():
+            if name not in found[file]:
+                raise ValueError(
+                    f"{folder / file} lacks {name}, which the index places in it; download the folder again"
+                )
+        return {name: found[file][name] for name, file in shards.items()}
+    single = folder / "model.safetensors"
+    if not single.is_file():
         raise ValueError(f"{folder} has neither model.safetensors nor its index; other weight formats are not read")
-    with open_weights(file) as reader:
-        return dict.fromkeys(reader.keys(), file)
+    return read_header(single).records()
 
 
-def refuse_eight_bit(files: Mapping[str, Path]) -> None:
-    """Raises: ValueError naming a tensor that a file lacks, or has in 8 bits or an unknown type, and what works."""
-    for file in sorted(set(files.values())):
-        with open_weights(file) as reader:
-            wanted = [key for key in files if files[key] == file]
-            if lost := sorted(key for key in wanted if key not in reader.header.tensors):
-                raise ValueError(f"{file} lacks {lost[0]}, which the index places in it; download the folder again")
-            types = {key: reader.header.tensors[key].dtype for key in wanted}
-        if unknown := sorted(key for key, dtype in types.items() if dtype not in TORCH_TYPES):
-            raise ValueError(f"{file} has {unknown[0]} of type {types[unknown[0]]}, which nobody reads; {WHAT_WORKS}")
-        if low := sorted(key for key, dtype in types.items() if dtype in _EIGHT_BIT):
-            raise ValueError(f"{file} is in 8 bits already ({low[0]} is {types[low[0]]}); {WHAT_WORKS}")
+def refuse_eight_bit(sources: Sources) -> None:
+    """Raises: ValueError naming a tensor in 8 bits or of an unknown type, and what works."""
+    for record in sources.values():
+        if record.dtype not in TORCH_TYPES:
+            raise ValueError(f"{record.file} has {record.key} of type {record.dtype}, which nobody reads; {WHAT_WORKS}")
+        if record.dtype in _EIGHT_BIT:
+            raise ValueError(f"{record.file} is in 8 bits already ({record.key} is {record.dtype}); {WHAT_WORKS}")
 
 
 def language_model_sources(model: nn.Module, folder: Path) -> Sources:
@@ -150,12 +128,12 @@ def language_model_sources(model: nn.Module, folder: Path) -> Sources:
 
     Raises: ValueError if one is missing.
     """
-    files, names = weight_files(folder), list(model.state_dict())
+    records, names = weight_records(folder), list(model.state_dict())
     missing = sorted(names)
-    for prefix in sorted(key.removesuffix(_EMBEDDING) for key in files if key.endswith(_EMBEDDING)):
-        missing = sorted(name for name in names if prefix + name not in files)
+    for prefix in sorted(key.removesuffix(_EMBEDDING) for key in records if key.endswith(_EMBEDDING)):
+        missing = sorted(name for name in names if prefix + name not in records)
         if not missing:
-            return {name: (files[prefix + name], prefix + name) for name in names}
+            return {name: records[prefix + name] for name in names}
     raise ValueError(f"{folder} does not hold the language model its config describes; missing {first(missing)}")
 
 
@@ -166,16 +144,16 @@ def encoder_sources(model: nn.Module, folder: Path) -> Sources:
 
     Raises: ValueError if one is missing.
     """
-    files, names = weight_files(folder), dict.fromkeys(model.state_dict())
+    records, names = weight_records(folder), dict.fromkeys(model.state_dict())
     for tied, twin in tied_names(model).items():
-        names.pop(twin if tied in files else tied, None)
+        names.pop(twin if tied in records else tied, None)
     keys = {}
     for name in names:
         spellings = (name, f"{_CLIP_PREFIX}{name}", name.removeprefix(_CLIP_PREFIX))
-        keys[name] = next((key for key in spellings if key in files), "")
+        keys[name] = next((key for key in spellings if key in records), "")
     if missing := sorted(name for name, key in keys.items() if not key):
         raise ValueError(f"{folder} lacks weights of its {type(model).__name__}: {first(missing)}")
-    return {name: (files[key], key) for name, key in keys.items()}
+    return {name: records[key] for name, key in keys.items()}
 
 
 def refuse_other_shapes(model: nn.Module, sources: Sources, folder: Path) -> None:
@@ -184,18 +162,15 @@ def refuse_other_shapes(model: nn.Module, sources: Sources, folder: Path) -> Non
     Raises: ValueError naming the file and the tensors that are not as the folder's config.json describes them.
     """
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    headers = {file: read_header(file).tensors for file in sorted({file for file, _ in sources.values()})}
-    for file, tensors in headers.items():
-        inside = {name: key for name, (place, key) in sources.items() if place == file}
-        found = [
-            f"{key} is {list(tensors[key].shape)} and should be {list(wanted[name])}"
-            for name, key in inside.items()
-            if key in tensors and tensors[key].shape != wanted[name] and tensors[key].dtype not in _EIGHT_BIT
-        ]  # weights in 8 bits are refused for that
-        if found:
-            raise ValueError(
-                f"{file} does not fit {folder / 'config.json'}: {first(found)}; use the folder published with the model"
-            )
+    wrong: dict[Path, list[str]] = {}
+    for name, record in sources.items():
+        if record.shape != wanted[name] and record.dtype not in _EIGHT_BIT:  # which are refused for that
+            said = f"{record.key} is {list(record.shape)} and should be {list(wanted[name])}"
+            wrong.setdefault(record.file, []).append(said)
+    for file, found in wrong.items():
+        raise ValueError(
+            f"{file} does not fit {folder / 'config.json'}: {first(found)}; use the folder published with the model"
+        )
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -220,20 +195,20 @@ def read_weights(model: nn.Module, sources: Sources, storage: Storage) -> None:
 
     Without a scheme, weights on the CPU that need no other type are not copied: the system pages them in from the file.
 
-    Raises: ValueError if a file is in 8 bits; both before anything is read. RuntimeError as check_scheme does.
+    Raises: as check_scheme, before anything is read.
     """
     check_scheme(storage.scheme, storage.device, storage.dtype)
-    refuse_eight_bit({key: file for file, key in sources.values()})
     waiting = Counter(name.rpartition(".")[0] for name in sources)
     dtypes = weight_dtypes(model, sources, storage.dtype)
-    for file in sorted({file for file, _ in sources.values()}):
-        with open_weights(file) as reader:
-            for name, key in [(name, key) for name, (place, key) in sources.items() if place == file]:
-                _place(model, name, reader.get_tensor(key), storage, dtypes[name])
-                owner = name.rpartition(".")[0]
-                waiting[owner] -= 1
-                if not waiting[owner]:
-                    _finish(model, owner, storage)
+    for name, tensor in read_records(sources):
+        # A tensor that shares the file's memory would keep the whole file mapped beside the 8-bit weights.
+        put_tensor(model, name, tensor.to(storage.device, dtypes[name], copy=storage.scheme != "none"))
+        del tensor  # the only reference is the model's, which goes where its module is rounded
+        owner = name.rpartition(".")[0]
+        waiting[owner] -= 1
+        module = model.get_submodule(owner)
+        if not waiting[owner] and storage.scheme != "none" and is_rounded(module, owner, storage.kept):
+            model.set_submodule(owner, convert(module, storage.scheme))
     for tied, twin in tied_names(model).items():
         read, other = (tied, twin) if tied in sources else (twin, tied)
         module, leaf = find_owner(model, other)
@@ -247,19 +222,6 @@ def read_weights(model: nn.Module, sources: Sources, storage: Storage) -> None:
         held_gb = sum(linear.weight.numel() + 4 * linear.out_features for linear in rounded) / 1e9
         message = "%d of %d linears of %s are held in %s: %.2f GB instead of %.2f"
         logger.info(message, len(rounded), len(linears), type(model).__name__, storage.scheme, held_gb, full_gb)
-
-
-def _place(model: nn.Module, name: str, tensor: torch.Tensor, storage: Storage, dtype: torch.dtype) -> None:
-    """The only reference to the tensor is the model's once this returns."""
-    # A tensor that shares the file's memory would keep the whole file mapped beside the 8-bit weights.
-    put_tensor(model, name, tensor.to(storage.device, dtype, copy=storage.scheme != "none"))
-
-
-def _finish(model: nn.Module, fqn: str, storage: Storage) -> None:
-    """Round a module whose tensors are all there, if it is one to round."""
-    module = model.get_submodule(fqn)
-    if storage.scheme != "none" and is_rounded(module, fqn, storage.kept):
-        model.set_submodule(fqn, convert(module, storage.scheme))
 
 
 def is_rounded(module: nn.Module, fqn: str, kept: Sequence[str]) -> TypeGuard[nn.Linear]:

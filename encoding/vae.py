@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from ..checkpoints.fingerprint import file_fingerprint, folder_fingerprint, settings_fingerprint
-from ..checkpoints.model_class import refuse_other_kinds, shapes_of_class
-from ..checkpoints.weight_file import open_weights
+from ..checkpoints.header import read_header
+from ..checkpoints.model_class import refuse_absurd_sizes, refuse_other_kinds, shapes_of_class
+from ..checkpoints.weight_file import open_weights, refuse_zeros
 from ..families.spec import ModelFamily, Variant
 from ..system.files import read_json_object
 
-Shapes = Mapping[str, tuple[int, ...]]
 _WHAT_WORKS = "give the VAE file or folder published with the model"
 _LATENT_CHANNELS = ("latent_channels", "z_dim")  # what VAEs' configs call them
 
@@ -76,17 +76,21 @@ def find_vae(path: str | Path) -> Path:
     )
 
 
-def check_vae(family: ModelFamily, variant: Variant | None, path: str | Path, shapes: Shapes, channels: int) -> None:
-    """Refuse a VAE that load_vae would refuse, or that makes other latents than the model takes; reads no weights.
+def check_vae(family: ModelFamily, variant: Variant | None, path: str | Path, channels: int) -> None:
+    """Refuse a VAE that load_vae would refuse, or that makes other latents than the model takes.
 
     Args:
-        shapes: of the tensors of all its files, by name.
         channels: of the VAE's own latents, as the model needs them.
     Raises: ValueError.
     """
     source = find_vae(path)
+    config = _folder_config(family, source) if source.is_dir() else {}
+    inside = sorted(file for file in source.glob("*.safetensors") if not file.name.startswith("."))
+    headers = [read_header(file) for file in (inside if source.is_dir() else [source])]
+    records = {name: record for header in headers for name, record in header.records().items()}
+    refuse_zeros(source, records)
+    shapes = {name: record.shape for name, record in records.items()}
     if source.is_dir():
-        config = _folder_config(family, source)
         if not shapes:
             raise ValueError(f"{source} has no safetensors file; {_WHAT_WORKS}")
         plain = {name: value for name, value in config.items() if not name.startswith("_")}
@@ -124,6 +128,7 @@ def _config_of(family: ModelFamily, variant: Variant | None) -> Mapping[str, Any
 
 def _folder_config(family: ModelFamily, folder: Path) -> dict[str, Any]:
     config = read_json_object(folder / "config.json")
+    refuse_absurd_sizes(folder / "config.json", config)
     found = config.get("_class_name")
     if found != family.vae_class:
         raise ValueError(f"{folder} is an {found}; {family.title} needs an {family.vae_class}")

@@ -10,13 +10,14 @@ import torch
 
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..config.job import JobConfig
-from ..data.samples import Sample, TrainingSample
+from ..data.samples import EncodedSample, Sample, TrainingSample
 from ..execution import ExecutionPlan
+from ..families.comfy.inputs import ComfyReader
 from ..families.spec import ModelFamily, Variant
 from ..parallel.placement import Placement
 from ..planning.plan import TrainingPlan
 from ..training.objective import NoiseSchedule
-from .comfy_entries import ComfyReader, EncodedSample, make_comfy_reader, resolution_of
+from .comfy_entries import make_comfy_reader, resolution_of
 
 
 @dataclass(frozen=True)

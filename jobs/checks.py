@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,21 +16,20 @@ from torch import nn
 
 from ..checkpoints.checkpoint import expert_by_name
 from ..checkpoints.fingerprint import folder_fingerprint
-from ..checkpoints.header import TensorRecord, read_header
-from ..checkpoints.model_class import refuse_absurd_sizes, with_defaults
+from ..checkpoints.model_class import with_defaults
+from ..checkpoints.model_files import first
 from ..checkpoints.weight_file import find_zero_weights, refuse_zeros
 from ..config.job import JobConfig, OptimizerConfig, job_keys, values_at
 from ..config.model import has_stages
 from ..data.video import media_fingerprint, sequence_files
 from ..encoding.text_encoder import check_encoder
 from ..encoding.text_place import check_text_device
-from ..encoding.vae import check_vae, find_vae
+from ..encoding.vae import check_vae
 from ..families.spec import TextEncoderSpec
 from ..parallel.devices import CPU, find_device
 from ..parallel.placement import check_kept_blocks, check_offloaded_blocks
 from ..quantization.quantize import check_packages, refusal
 from ..runs.folders import NO_RUNS
-from ..system.files import read_json_object
 from ..training.optimizer import make_optimizer
 from .checked_job import JobPlan, comfy_reader, component_folder, vae_path
 from .comfy_entries import refuse_condition
@@ -37,7 +37,7 @@ from .read_job import ReadJob
 from .samples import check_samples, describe_expert
 
 _log = logging.getLogger(__name__)
-_MAX_NAMES = 5  # spelt out in a message
+_names = partial(first, most=5)  # for a message
 _OURS = ("output.folder", "cache.folder", "model.quantized_cache")
 _FILES_ONLY = ("data.folders.path", "data.folders.references", "evaluation.folder", "evaluation.references")
 _REPEATS: tuple[str, ...] = ("data.resolutions", "data.folders.resolutions", "data.frames", "evaluation.quantiles")
@@ -188,9 +188,6 @@ def _check_encoders(plan: JobPlan) -> None:
     if not cache.has_stock_text:
         folder = component_folder(plan, cache.text_encoders, "text_encoders")
         dtype = getattr(torch, cache.dtype)
-        for spec in plan.variant.text_encoders:
-            _check_config(folder / spec.folder)
-            refuse_zeros(folder / spec.folder, _read_headers(folder / spec.folder))
         check_text_device(cache.text_device, plan.variant.text_encoders, folder, dtype, cache.text_quantize)
         for spec in plan.variant.text_encoders:
             check_encoder(spec, folder, _text_width(plan, spec))
@@ -202,18 +199,12 @@ def _check_encoders(plan: JobPlan) -> None:
 
 def _check_vae(plan: JobPlan, path: Path) -> None:
     """Raises: ValueError naming a VAE of another family, of other latents than the model takes, or a file cut short."""
-    source = find_vae(path)
-    if source.is_dir():
-        _check_config(source)
-    records = _read_headers(source) if source.is_dir() else read_header(source).records()
-    refuse_zeros(source, records)
-    shapes = {name: record.shape for name, record in records.items()}
     family, config, published = plan.family, plan.info.config, plan.variant.vae_config
     cells = family.comfy.cells_per_token if family.comfy else 1
     own = published.get("latent_channels") or published.get("z_dim")
     patch = family.latent_of(plan.variant).channels // own if own else 1
     channels = (config.get("out_channels") or config["in_channels"]) // cells // patch  # before they are packed
-    check_vae(family, plan.variant, source, shapes, channels)
+    check_vae(family, plan.variant, path, channels)
 
 
 def _text_width(plan: JobPlan, spec: TextEncoderSpec) -> int | None:
@@ -223,19 +214,6 @@ def _text_width(plan: JobPlan, spec: TextEncoderSpec) -> int | None:
     if spec.output not in keys:
         return None
     return int(with_defaults(plan.family, plan.info.config)[keys[spec.output]])
-
-
-def _check_config(folder: Path) -> None:
-    """Raises: ValueError for a size that no model has."""
-    file = folder / "config.json"
-    if file.is_file():  # whoever loads it says so otherwise
-        refuse_absurd_sizes(file, read_json_object(file))
-
-
-def _read_headers(folder: Path) -> dict[str, TensorRecord]:
-    """Raises: ValueError naming a file that is cut short."""
-    files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("."))
-    return {name: record for file in files for name, record in read_header(file).records().items()}
 
 
 # ---- what its user hardly meant ----
@@ -328,12 +306,6 @@ def _zero_weights(plan: JobPlan) -> str:
         f"{len(zeros)} of {len(plan.info.tensors)} weights in {plan.info.path} are all zeros: {_names(zeros)}; "
         "download the model again, unless it was made so"
     )
-
-
-def _names(names: Iterable[str]) -> str:
-    names = list(names)
-    rest = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 # ---- settings without effect ----

@@ -6,24 +6,20 @@ earlier (the job's cache.text_source and latent_source name it), and a dataset t
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from ..checkpoints.fingerprint import settings_fingerprint
 from ..config.job import CacheConfig, JobConfig
 from ..data.image import ImageRequest
-from ..data.samples import Wanted
+from ..data.samples import EncodedSample, Wanted
 from ..encoding.comfy_data import EncodedPair, load_encoded
 from ..encoding.comfy_sources import (
     ComfyClip,
     ComfyConditioner,
     ComfyConditions,
-    ComfyLatents,
     ComfyTexts,
     ComfyTokens,
     ComfyVae,
@@ -36,14 +32,11 @@ from ..families.comfy.inputs import (
     NOISE_MASK,
     SAMPLES,
     VOICE,
-    latents_problem,
+    ComfyReader,
     num_tokens,
     option_path,
-    read_latents,
-    read_text,
-    text_problem,
 )
-from ..families.spec import ComfyInputs, LatentSpec, ModelFamily, Variant
+from ..families.spec import LatentSpec, ModelFamily, Variant
 
 _MAX_NAMES = 5  # problems spelt out in a message
 
@@ -58,36 +51,6 @@ class ComfyEncoders:
 
 
 NO_ENCODERS = ComfyEncoders()
-
-
-@dataclass(frozen=True)
-class ComfyReader:
-    """What a model asks of entries that ComfyUI's encoders made, and how it reads them.
-
-    Args:
-        config: of the transformer. title: of the model, for messages.
-    """
-
-    comfy: ComfyInputs
-    config: Mapping[str, Any]
-    latent: LatentSpec
-    title: str
-
-    def text_problem(self, shapes: Shapes) -> str:
-        """Why text of these shapes does not fit; "" if it does."""
-        return text_problem(self.comfy, self.config, self.title, shapes)
-
-    def latents_problem(self, shapes: Shapes, num_frames: int = 0) -> str:
-        """The same for latents, made of so many video frames; 0 if nobody knows."""
-        return latents_problem(self.comfy, self.config, self.latent, self.title, shapes, num_frames)
-
-    @property
-    def read_text(self) -> Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]:
-        return functools.partial(read_text, self.comfy)
-
-    @property
-    def read_latents(self) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
-        return functools.partial(read_latents, self.comfy)
 
 
 def make_comfy_reader(family: ModelFamily, variant: Variant, config: Mapping[str, Any]) -> ComfyReader:
@@ -115,16 +78,10 @@ def comfy_texts(
         of_tokens: whether the encoders compute in every step, so that only what they are given is kept.
     Raises: ValueError if another CLIP is given than is named.
     """
-    _refuse_other(settings.text_source, encoders.clip, "text_source")
+    refuse_other(settings.text_source, encoders.clip, "text_source")
     source = ComfyTokens if of_tokens else ComfyTexts
     keeps_all, weighs = reader.comfy.reads_all, settings.caption_weights
     return source(settings.text_source, reader.text_problem, encoders.clip, keeps_all=keeps_all, weighs=weighs)
-
-
-def comfy_latents(settings: CacheConfig, reader: ComfyReader, encoders: ComfyEncoders) -> ComfyLatents:
-    """As comfy_texts, for settings.latent_source."""
-    _refuse_other(settings.latent_source, encoders.vae, "latent_source")
-    return ComfyLatents(settings.latent_source, reader.latents_problem, encoders.vae)
 
 
 def comfy_conditions(job: JobConfig, reader: ComfyReader, encoders: ComfyEncoders) -> ComfyConditions:
@@ -166,7 +123,8 @@ def refuse_unfit_conditions(
             )
 
 
-def _refuse_other(named: str, given: ComfyClip | ComfyVae | None, key: str) -> None:
+def refuse_other(named: str, given: ComfyClip | ComfyVae | None, key: str) -> None:
+    """Raises: ValueError if another encoder is given than cache.<key> names."""
     if given is not None and given.fingerprint != named:
         raise ValueError(f"cache.{key} names {named!r}, but the encoder given is {given.fingerprint!r}; give that one")
 
@@ -202,30 +160,6 @@ def refuse_unfit_latents(reader: ComfyReader, store: CacheStore, keys: Mapping[I
     for request, key in keys.items():
         if reason := reader.latents_problem(store.shapes(key), len(request.frames) or 1):
             raise ValueError(f"ComfyUI's VAE does not fit: of {request.path}, {reason}")
-
-
-@dataclass(frozen=True)
-class EncodedSample:
-    """One sample of a dataset that arrived encoded.
-
-    Args:
-        bucket: latent sides and text tokens. alike: what else its CONDITIONING says, and how long its sound is, as a
-            number. Samples that share both can share a batch.
-        num_frames: video frames that its latents stand for. has_sound: as a stream, or as a voice to speak with.
-        sound: shape of that stream; () without one. has_mask: whether its LATENT has a noise mask.
-    """
-
-    latents_key: str
-    text_keys: tuple[str, ...]
-    bucket: tuple[int, ...]
-    num_frames: int = 1
-    mask_path: None = None
-    loss_weight: float = 1.0
-    empty_text_keys: tuple[str, ...] = ()
-    alike: tuple[int, ...] = ()
-    has_sound: bool = False
-    sound: tuple[int, ...] = ()
-    has_mask: bool = False
 
 
 def read_encoded_samples(path: str, reader: ComfyReader) -> tuple[EncodedSample, ...]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,20 +16,16 @@ from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..config.job import JobConfig
 from ..data.image import ImageRequest
 from ..data.samples import Condition, Sample, TrainingSample, Wanted
+from ..encoding.claims import living_keys
 from ..encoding.comfy_data import store_of_encoded
-from ..encoding.comfy_sources import ComfyConditions
-from ..encoding.encode import (
-    NONE_OUTDATED,
-    fill,
-    fill_texts,
-    never,
-    text_entries,
-)
+from ..encoding.comfy_sources import ComfyConditions, ComfyLatents
+from ..encoding.encode import NONE_OUTDATED, fill, never
 from ..encoding.key import comfy_text_key
 from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, TextSource
-from ..encoding.store import CacheStore, Stamp
+from ..encoding.store import CacheStore, Stamp, State
 from ..events import EventLog, Listener, NoEvents
 from ..families.comfy.conditions import WAYS
+from ..families.comfy.inputs import read_latents, read_text
 from ..families.registry import COMFYUI
 from ..parallel.devices import find_device, random_states, release_cached_memory, restore_random_states
 from ..system.progress import Pace
@@ -37,10 +35,10 @@ from .comfy_entries import (
     NO_ENCODERS,
     ComfyEncoders,
     comfy_conditions,
-    comfy_latents,
     comfy_texts,
     make_comfy_reader,
     refuse_missing,
+    refuse_other,
     refuse_unfit_conditions,
     refuse_unfit_latents,
     refuse_unfit_texts,
@@ -74,11 +72,14 @@ def cache_job(
         refuse_missing(plan.encoded, store)
         release_cached_memory()  # of a job before: its model's hooks hold it in a circle
         return _cached(plan, plan.encoded), None
-    texts: dict[str, str] = fill_cache(plan, "captions", events, should_stop, encoders)
+    texts: dict[str, tuple[str, ...]] = fill_cache(plan, "captions", events, should_stop, encoders)
     latent_keys: dict[ImageRequest, str] = fill_cache(plan, "latents", events, should_stop, encoders)
     conditions: dict[Wanted, str] = fill_cache(plan, "conditions", events, should_stop, encoders)
     if settings.text_source:
-        refuse_unfit_texts(caption_reader(plan), store, texts, _sharing(plan))
+        alike: set[str] = set()  # captions whose entries may share a batch
+        if plan.job.train.batch_size > 1 and not _has_own_texts(plan):
+            alike = {sample.caption for sample in plan.samples} | ({""} if plan.job.data.caption_dropout else set())
+        refuse_unfit_texts(caption_reader(plan), store, {text: key for text, (key,) in texts.items()}, alike)
     if settings.latent_source:
         refuse_unfit_latents(comfy_reader(plan), store, latent_keys)
     if conditions:
@@ -90,13 +91,13 @@ def cache_job(
 
         Raises: what fill_cache raises; RuntimeError where the device has no room beside the model.
         """
-        captions = [caption for caption, other in texts.items() if other == key]
+        captions = [caption for caption, keys in texts.items() if key in keys]
         requests = [request for request, other in latent_keys.items() if other == key]
         wanted = [each for each, other in conditions.items() if other == key]
         states = random_states(plan.placement.used_devices)
         try:
-            if captions:
-                fill_texts(captions[:1], _text_sources(plan, encoders), store)
+            for source in _text_sources(plan, encoders) if captions else ():
+                fill(captions[:1], source, store)
             if requests:
                 fill(requests[:1], _latent_source(plan, encoders), store)
             if wanted:
@@ -152,23 +153,23 @@ def fill_prompts(
 
 
 def text_keys(
-    caption: str, condition: Condition | None, texts: Mapping[str, str], conditions: Mapping[Wanted, str]
+    caption: str, condition: Condition | None, texts: Mapping[str, tuple[str, ...]], conditions: Mapping[Wanted, str]
 ) -> tuple[str, ...]:
     """The entries that a sample's text is read from, with this caption; () if there are none."""
     if condition is None:
-        return (texts[caption],)
+        return texts[caption]
     made = conditions.get((caption, condition))
     if made is None:
         return ()
-    return (made,) if WAYS[condition.way].reads_text else (texts[caption], made)
+    return (made,) if WAYS[condition.way].reads_text else (*texts[caption], made)
 
 
 def _cached(plan: JobPlan, samples: Sequence[TrainingSample]) -> CachedSamples:
     readers: dict[str, Any] = {}
     if plan.encoded or plan.job.cache.text_source:
-        readers["read_text"] = comfy_reader(plan).read_text
+        readers["read_text"] = partial(read_text, comfy_reader(plan).comfy)
     if plan.encoded or plan.job.cache.latent_source:
-        readers["read_latents"] = comfy_reader(plan).read_latents
+        readers["read_latents"] = partial(read_latents, comfy_reader(plan).comfy)
     return CachedSamples(
         cache_store(plan.job),
         samples,
@@ -187,12 +188,13 @@ def fill_cache(
     encoders: ComfyEncoders = NO_ENCODERS,
     *,
     outdated: Mapping[str, Stamp] = NONE_OUTDATED,
-) -> dict[Any, str]:
+) -> dict[Any, Any]:
     """Compute what this part of the cache does not hold yet; text encoders or VAE are freed before this returns.
 
     Args:
         outdated: entries that are computed again while they have these stamps, from CacheStore.stamps.
-    Returns: the entry of each caption, or image request; {} for a dataset that arrived encoded.
+    Returns: the entries of each caption, one of every text encoder, or the entry of each image request or condition; {}
+        for a dataset that arrived encoded.
     Raises: Stopped when should_stop() became true; OSError naming the file if the folder cannot be written; ValueError
         naming the images that cannot be read. What was done stays in the cache.
     """
@@ -204,7 +206,9 @@ def fill_cache(
     options: dict[str, Any] = {"outdated": outdated, "on_begin": pace.restart}
     tell = tell_progress(events, pace)
     if part == "captions":
-        return fill_texts(_captions(plan), _text_sources(plan, encoders), store, tell, should_stop, **options)
+        captions, sources = _captions(plan), _text_sources(plan, encoders)
+        made = [fill(captions, source, store, tell, should_stop, **options) for source in sources]
+        return {caption: tuple(keys[caption] for keys in made) for caption in captions}
     if part == "conditions":
         return fill(wanted, _condition_source(plan, encoders), store, tell, should_stop, **options)
     requests = [each.image_request() for each in (*plan.samples, *plan.eval_samples)]
@@ -235,7 +239,8 @@ def _refuse_unnamed(is_asked: bool) -> None:
 def _latent_source(plan: JobPlan, encoders: ComfyEncoders = NO_ENCODERS) -> LatentSource:
     settings = plan.job.cache
     if settings.latent_source:
-        return comfy_latents(settings, comfy_reader(plan), encoders)
+        refuse_other(settings.latent_source, encoders.vae, "latent_source")
+        return ComfyLatents(settings.latent_source, comfy_reader(plan).latents_problem, encoders.vae)
     _refuse_unnamed(settings.has_stock_latents)
     device = find_device(settings.vae_device) if settings.vae_device else plan.placement.main_device
     return FolderLatents(plan.family, plan.variant, vae_path(plan), device, getattr(torch, settings.dtype))
@@ -247,8 +252,8 @@ def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
         keys = [each.text_keys if part == "captions" else (each.latents_key,) for each in plan.encoded]
         return {key: f"{part} of sample {number}" for number, (key,) in enumerate(keys, start=1)}
     if part == "captions":
-        entries = text_entries(_captions(plan), _text_sources(plan))
-        return {key: f"caption {textwrap.shorten(caption, 80)!r}" for caption, keys in entries.items() for key in keys}
+        entries = [source.keys_of(_captions(plan)).items() for source in _text_sources(plan)]
+        return {key: f"caption {textwrap.shorten(caption, 80)!r}" for each in entries for caption, key in each}
     if part == "conditions":
         wanted = wanted_conditions(plan.job, plan.samples, plan.eval_samples)
         made = _condition_source(plan).keys_of(wanted) if wanted else {}
@@ -273,13 +278,6 @@ def _has_own_texts(plan: JobPlan) -> bool:
     return way is not None and way.reads_text
 
 
-def _sharing(plan: JobPlan) -> set[str]:
-    """Captions whose entries may share a batch."""
-    if plan.job.train.batch_size == 1 or _has_own_texts(plan):
-        return set()
-    return {sample.caption for sample in plan.samples} | ({""} if plan.job.data.caption_dropout else set())
-
-
 def wanted_conditions(job: JobConfig, samples: Iterable[Sample], held_out: Iterable[Sample] = ()) -> list[Wanted]:
     """Every caption with the files beside it that a run may read; of held-out samples no caption is dropped."""
     dropped = [""] if job.data.caption_dropout else []
@@ -299,3 +297,95 @@ def tell_progress(events: EventLog, pace: Pace) -> Callable[[int, int, str], Non
         events.emit("progress", done, total, what=what, per_second=pace.per_second, left_s=pace.left_s(total))
 
     return tell
+
+
+# ---- reading all of a cache, and deleting what nobody needs
+
+
+_MAX_NAMES = 20  # of a kind that a report spells out
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A job's entries as they were found.
+
+    Args:
+        counts: per part of the cache, entries by state.
+        problems: one line per entry that is not whole.
+    """
+
+    folder: Path
+    counts: Mapping[CachePart, Mapping[State, int]]
+    problems: Sequence[str]
+
+    def report(self) -> str:
+        """Counts, and the first of the entries that are not whole."""
+        lines = [f"cache: {self.folder}"]
+        for part, counts in self.counts.items():
+            missing, damaged = counts.get("missing", 0), counts.get("damaged", 0)
+            lines.append(f"{part}: {counts.get('whole', 0)} entries whole, {missing} missing, {damaged} damaged")
+        lines += self.problems[:_MAX_NAMES]
+        if len(self.problems) > _MAX_NAMES:
+            lines.append(f"and {len(self.problems) - _MAX_NAMES} more")
+        return "\n".join(lines)
+
+
+@dataclass
+class Pruned:
+    """What pruning one folder did; bytes are those of the deleted files."""
+
+    folder: Path
+    kept: int = 0
+    spared: int = 0
+    deleted: int = 0
+    num_bytes: int = 0
+    jobs: list[str] = field(default_factory=list)
+
+    def report(self) -> str:
+        size = f"{self.num_bytes} bytes ({self.num_bytes / 1e9:.2f} GB)"
+        jobs = self.jobs[0] if len(self.jobs) == 1 else f"any of {', '.join(self.jobs)}"
+        needed = f"{self.kept} entries that {jobs} may need are kept"
+        if self.spared:
+            needed += f", and {self.spared} that a run under way may need"
+        return f"cache: {self.folder}\n{self.deleted} entries deleted, {size}; {needed}"
+
+
+def verify_cache(plan: JobPlan, parts: Sequence[CachePart]) -> Verified:
+    """Read every entry the job needs and compare checksums; damaged ones are removed for the next run to compute."""
+    store = cache_store(plan.job)
+    counts: dict[CachePart, Counter[State]] = {part: Counter() for part in parts}
+    problems = []
+    for part in parts:
+        for key, what in cache_entries(plan, part).items():
+            state = store.check(key)
+            counts[part][state] += 1
+            if state != "whole":
+                problems.append(f"{state}: {what}" + (f" ({store.path(key)})" if state == "damaged" else ""))
+    return Verified(store.folder, counts, problems)
+
+
+def prune_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> list[Pruned]:
+    """Delete from the jobs' folders what neither they nor a run under way needs, and what killed processes have left.
+
+    Args:
+        plans: by a name for the report. An entry is needed if any of the jobs needs it.
+        parts: all parts of the cache, because an entry's name does not tell which it belongs to.
+    Raises: OSError naming the file if one cannot be deleted.
+    """
+    needed = {key for plan in plans.values() for part in parts for key in cache_entries(plan, part)}
+    pruned: dict[Path, Pruned] = {}
+    for name, plan in plans.items():
+        folder = cache_store(plan.job).folder.resolve()
+        pruned.setdefault(folder, Pruned(folder)).jobs.append(name)
+    for folder, result in pruned.items():
+        store = CacheStore(folder)
+        living = living_keys(store)  # before the entries are looked at
+        for key in list(store.keys()):
+            if key in needed:
+                result.kept += 1
+            elif living is None or key in living:
+                result.spared += 1
+            else:
+                result.num_bytes += store.remove(key)
+                result.deleted += 1
+    return list(pruned.values())

@@ -38,11 +38,8 @@ from .lora_output import lora_file_tensors, save_lora, warn_of_losses
 from .rank_plans import resolve_here
 from .ranks import (
     cached_once,
-    device_names,
-    entries_of,
     is_placed_anew,
     locked_folder,
-    rank_facts,
     refuse_other_jobs,
     state_for_all,
     unless_stopped,
@@ -198,8 +195,9 @@ def run_job(
             plan = ranks.together(
                 lambda: _resolve_and_check(read, facts, host_share, is_new=state is None, ranks=ranks)
             )
-        identity |= placement_facts(plan.placement) | rank_facts(ranks)
-        devices = device_names(ranks, used_devices(plan.job, plan.placement.used_devices))
+        identity |= placement_facts(plan.placement) | ({"ranks": ranks.count} if ranks.is_launched else {})
+        own_devices = list(used_devices(plan.job, plan.placement.used_devices))
+        devices = tuple(dict.fromkeys(name for each in ranks.gather(own_devices) for name in each))
         with (
             EventLog(folder, on_event, tensorboard=job.output.tensorboard) if ranks.is_first else NoEvents() as events,
             recorded_run(folder, given, devices) if ranks.is_first else nullcontext(Recording()) as recording,
@@ -231,7 +229,7 @@ def _train(
             hint = "captions and latents done so far are kept; start the job again to continue"
             events.emit("stopped", hint=hint)
             return TrainingResult("stopped", resume_hint=hint)
-        needs(entries_of(data))
+        needs({key for samples in filter(None, data) for key in samples.keys()})  # noqa: SIM118 - no mapping
         cleanup.enter_context(ranks.doing(is_long=True))  # around steps, pictures and saves, which have other limits
         trainer = build_trainer(plan, identity, data, events, cleanup, ranks)
         with own_random_states(trainer.devices, plan.job.train.seed):  # dropout draws from them

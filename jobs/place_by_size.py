@@ -46,7 +46,6 @@ class Subject:
     variant: Variant
     model: nn.Module
     largest: tuple[int, int, int]
-    is_encoded: bool
     train: frozenset[tuple[int, ...]]
     alone: frozenset[tuple[int, ...]] = frozenset()
     text: SampleText | None = None

@@ -5,7 +5,6 @@ All comes from the checkpoint's header.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,8 +15,8 @@ from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..checkpoints.load import make_empty_transformer
 from ..checkpoints.quantized_files import stays_in_8_bits
 from ..config.job import ModelConfig, ModelScheme
+from ..planning.cards import able_schemes
 from ..quantization.quantize import (
-    BEST_FIRST,
     KEPT,
     NOT_LINEAR,
     QUANTIZED,
@@ -25,8 +24,6 @@ from ..quantization.quantize import (
     LayerGroup,
     Quantizer,
     QuantizeSettings,
-    Scheme,
-    check_packages,
     layer_class,
     refusal,
     stored_linear_bytes,
@@ -91,27 +88,9 @@ def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB"
 
 
-def choose_scheme(devices: Sequence[torch.device]) -> Scheme:
-    """The fastest scheme that all these devices can compute in and whose packages are installed.
-
-    8-bit products are no faster than others on a CPU.
-
-    Raises: RuntimeError if there is none, with what the weight-only schemes lack.
-    """
-    has_cpu = any(device.type == "cpu" for device in devices)
-    settings = (QuantizeSettings(s) for s in BEST_FIRST)
-    able = [each for each in settings if not (has_cpu and each.is_compute) and not refusal(each, devices)]
-    for each in able[:-1]:
-        with contextlib.suppress(RuntimeError):
-            check_packages(each)
-            return each.scheme
-    check_packages(able[-1])
-    return able[-1].scheme
-
-
 def foresee_scheme(machine: Machine) -> ModelScheme:
     """What "auto" will most likely be on this machine: as resolve.py, none where nothing is planned."""
-    return "none" if machine.cards is None else choose_scheme(machine.devices)
+    return next(iter(able_schemes(machine.cards)), "none") if machine.cards else "none"
 
 
 def preview_model(

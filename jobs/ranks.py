@@ -19,6 +19,7 @@ from ..config.job import JobConfig, shared_settings
 from ..encoding.encode import Stopped
 from ..parallel.ranks.group import Ranks, joined
 from ..parallel.ranks.place import RankPlace, own_devices
+from ..runs.record import run_lock
 from ..system.files import tensors_as_bytes
 from ..system.stopping import Requests
 from ..training.batches import CachedSamples
@@ -26,7 +27,6 @@ from ..training.state import TrainingState
 from ..version import VERSION
 from .resolve import find_machine
 from .resume import find_state
-from .run_lock import run_lock
 
 T = TypeVar("T")
 Data = tuple[CachedSamples, CachedSamples | None]
@@ -161,16 +161,6 @@ def is_placed_anew(state: TrainingState, ranks: Ranks) -> bool:
     return ranks.is_launched or bool(state.facts.get("ranks"))
 
 
-def rank_facts(ranks: Ranks) -> dict[str, Any]:
-    """What a checkpoint keeps of how many processes trained; {} for a process by itself."""
-    return {"ranks": ranks.count} if ranks.is_launched else {}
-
-
-def device_names(ranks: Ranks, own: tuple[str, ...]) -> tuple[str, ...]:
-    """The devices of all ranks, for the record of the run."""
-    return tuple(dict.fromkeys(name for each in ranks.gather(list(own)) for name in each))
-
-
 # ---- captions and latents
 
 
@@ -203,11 +193,6 @@ def cached_once(is_encoded: bool, ranks: Ranks, work: Callable[[], Data]) -> Dat
 
     ranks.together(refuse)
     return found
-
-
-def entries_of(data: Iterable[CachedSamples | None]) -> set[str]:
-    """Every entry that a run reads."""
-    return {key for samples in data if samples is not None for key in samples.keys()}  # noqa: SIM118 - no mapping
 
 
 def order_of(data: Iterable[CachedSamples | None]) -> str:

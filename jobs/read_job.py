@@ -18,7 +18,7 @@ from ..checkpoints.lora_file import check_lokr_layout, check_lora_layout, is_of_
 from ..checkpoints.lora_start import read_start, refuse_start
 from ..config.job import JobConfig
 from ..data.folders import scan_folders
-from ..data.samples import Sample
+from ..data.samples import EncodedSample, Sample
 from ..encoding.encode import never
 from ..encoding.key import comfy_text_key
 from ..families.comfy.conditions import evaluation_problem, vision_problem, way_problem
@@ -30,7 +30,6 @@ from ..planning.question import make_square
 from ..training.adapter import find_targets
 from .comfy_entries import (
     NO_ENCODERS,
-    EncodedSample,
     comfy_conditions,
     make_comfy_reader,
     read_encoded_samples,
@@ -73,7 +72,6 @@ class ReadJob:
             self.variant,
             self.model,
             largest=self._largest(),
-            is_encoded=bool(self.encoded),
             train=sizes_of(self.encoded or self.samples),
             alone=sizes_of(self.eval_samples),
             text=self._longest_text(),
@@ -94,7 +92,7 @@ class ReadJob:
             made = comfy_conditions(self.job, reader, NO_ENCODERS).keys_of(wanted) if wanted else {}
             for sample in (*self.samples, *self.eval_samples):
                 own = comfy_text_key(sample.caption, source, keeps_all=True, weighs=self.job.cache.caption_weights)
-                texts.append(text_keys(sample.caption, sample.condition, {sample.caption: own}, made))
+                texts.append(text_keys(sample.caption, sample.condition, {sample.caption: (own,)}, made))
         sizes = {}
         for keys in dict.fromkeys(texts):
             shapes = [store.shapes(key) for key in keys]

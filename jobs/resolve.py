@@ -174,15 +174,15 @@ def resolve(
 def _strategy_of(subject: Subject, space: SearchSpace, placement: Placement, chosen: Strategy) -> Strategy:
     """What is chosen, as far as the model and a resumed run's placement can do it.
 
-    On a resumed run's placement copies of the model stay copies, and one model stays one.
-
-    Raises: ValueError for blocks that cannot stream from host memory.
-    """
-    if fault := why_not_offloaded(subject.info.family.native, space):
-        raise ValueError(fault)
+    On a resumed run's placement copies of the model stay copies, and one model stays one."""
+    native = subject.info.family.native
+    if native is not None and native.hooks_children and any(space.offloaded):
+        raise ValueError(
+            f"split.offloaded_blocks asks for blocks that {native.class_name} never calls; leave the setting out"
+        )
     if placement.strategy != (chosen if holds_copies(chosen) else None):
         return placement.strategy or "none"
-    if has_stages(chosen) and (fault := why_no_stages(subject.info.family.native, subject.model)):
+    if has_stages(chosen) and (fault := why_no_stages(native, subject.model)):
         _log.warning("microbatches do not follow each other through the cards: %s", fault)
         return "none"
     return chosen
@@ -259,10 +259,7 @@ def _kind_of(strategy: Strategy | None) -> str:
 def _plan_as_before(
     job: JobConfig, subject: Subject, machine: Machine, before: Placement | None
 ) -> TrainingPlan | None:
-    """What the planner chooses here, placed as the run that is resumed; None where it does not know a device's memory.
-
-    Raises: ValueError if nothing fits.
-    """
+    """What the planner chooses, placed as the run that is resumed; None where it does not know a device's memory."""
     cuts: tuple[int, ...] | None = None
     if before is not None:
         machine = replace(machine, devices=before.used_devices)
@@ -411,13 +408,6 @@ def why_no_stages(native: NativeModel | None, model: nn.Module) -> str:
         if not is_there:
             return f"{native.class_name} has no {name}, by which its last card would get what it computes with"
     return ""
-
-
-def why_not_offloaded(native: NativeModel | None, space: SearchSpace) -> str:
-    """Why no block can stream from host memory, if that was asked; "" for nothing."""
-    if native is None or not native.hooks_children or not any(space.offloaded):
-        return ""
-    return f"split.offloaded_blocks asks for blocks that {native.class_name} never calls; leave the setting out"
 
 
 def why_no_forecast(native: NativeModel | None) -> str:

@@ -227,10 +227,7 @@ def step_on_meta(model: Any, info: CheckpointInfo, variant: Variant, work: Work,
 
 
 def _make_given(info: CheckpointInfo, variant: Variant, work: Work, latents: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Text and conditions of the sizes that training has.
-
-    Raises: ValueError for a config that says no width of the text.
-    """
+    """Text and conditions of the sizes that training has."""
     batch, device = work.batch_size, latents.device
     if info.family.host is not None:
         given = info.family.host.example(batch, device, None if work.text is None else work.text.tensors)

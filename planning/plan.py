@@ -104,6 +104,13 @@ def plan_training(question: Question) -> TrainingPlan:
     if found is None:
         raise ValueError(describe_refusal(question))
     devices = tuple(stage.forecast for stage in found.stages)
+    names, cards = question.model.names, tuple(card.device for card in question.cards)
+    if found.setting.holds_copies:
+        whole, shares = (cards[0],) * len(names), found.setting.row_shares
+        placement = Placement(names, whole, cards[0], replicas=cards, row_shares=shares)
+    else:
+        owners = (card for card, stage in zip(cards, found.stages, strict=True) for _ in range(stage.plan.num_blocks))
+        placement = Placement(names, tuple(owners), cards[0])
     over = [
         f"{card.name} {device.needed / 1e9:.2f} GB of {card.usable_bytes / 1e9:.2f} GB"
         for card, device in zip(question.cards, devices, strict=True)
@@ -112,7 +119,7 @@ def plan_training(question: Question) -> TrainingPlan:
     return TrainingPlan(
         space=question.space,
         cards=question.cards,
-        placement=_place(question, found),
+        placement=placement,
         setting=found.setting,
         devices=devices,
         host_bytes=found.host_bytes,
@@ -130,15 +137,6 @@ def plan_training(question: Question) -> TrainingPlan:
         unit=question.unit,
         variant=question.model.variant.name,
     )
-
-
-def _place(question: Question, found: Found) -> Placement:
-    names, cards = question.model.names, tuple(card.device for card in question.cards)
-    whole = (cards[0],) * len(names)
-    if found.setting.holds_copies:
-        return Placement(names, whole, cards[0], replicas=cards, row_shares=found.setting.row_shares)
-    devices = [device for device, stage in zip(cards, found.stages, strict=True) for _ in range(stage.plan.num_blocks)]
-    return Placement(names, tuple(devices), cards[0])
 
 
 def _notes(question: Question, found: Found) -> Iterator[str]:

@@ -6,7 +6,6 @@ Question; they share the ModelCosts, which runs each dry run once.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +24,9 @@ from ..parallel.local.data_parallel import dealt
 from ..parallel.offload.activations import MIN_BYTES
 from ..parallel.placement import check_one_each, plan_manual, ratio
 from ..quantization.kernel_choice import device_kernels
-from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_packages, refusal
-from .cards import Card
-from .costs import ModelCosts, StepCost
+from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, refusal
+from .cards import Card, able_schemes
+from .costs import ModelCosts
 from .dry_run import UNSEEN_CARD, Kernels, SampleText, Work
 from .memory import Backend, Forecaster, Optimizer, optimizer_bytes
 from .times import ASSUMED_FLOPS_PER_S, ASSUMED_LINK_BYTES_PER_S, SCHEME_TIMES
@@ -250,7 +249,7 @@ class Question:
     def _schemes(self) -> Sequence[str]:
         """Raises: ValueError for a scheme that the job names and that a card cannot multiply in."""
         if is_open(self.space.schemes):
-            able = self.able_schemes
+            able = able_schemes(self.cards)
             faster = [scheme for scheme in able if SCHEME_TIMES[scheme] < 1]
             return ["none", *(faster or able)]  # a scheme that only stores is slower; for cards without 8-bit products
         for scheme, card in itertools.product(BEST_FIRST, self.cards):
@@ -258,22 +257,11 @@ class Question:
                 continue
             if card.has_context and (why := refusal(QuantizeSettings(scheme), [each.device for each in self.cards])):
                 raise ValueError(why)
-            kind, works = f" ({card.kind.name})" if card.kind else "", next(iter(self.able_schemes), "none")
+            kind, works = f" ({card.kind.name})" if card.kind else "", next(iter(able_schemes(self.cards)), "none")
             raise ValueError(
                 f"{scheme} was asked for, but {card.name}{kind} has no products in it; use {works} instead"
             )
         return self.space.schemes
-
-    @property
-    def able_schemes(self) -> list[Scheme]:
-        """8-bit schemes that every card and the packages installed here can do, the fastest first."""
-        refused = frozenset().union(*(card.refuses for card in self.cards))
-        able: list[Scheme] = []
-        for scheme in (each for each in BEST_FIRST if each not in refused):
-            with contextlib.suppress(RuntimeError):
-                check_packages(QuantizeSettings(scheme))
-                able.append(scheme)
-        return able
 
     @property
     def may_stream(self) -> bool:
@@ -324,7 +312,17 @@ class Question:
     def forecaster(self, setting: Setting) -> Forecaster:
         """Adds up what any cut needs."""
         space, has_context = self.space, all(card.has_context for card in self.cards)
-        cost = self.model.dry_run(self.work(setting.scheme), self._kernels(setting.scheme))
+        work, picture, first = self.work(setting.scheme), None, self.cards[0]
+        # Kernels are those of the first card; only 8-bit products ask it for what it has, which compiles one there.
+        kernels = Kernels(first.eight_bit or UNSEEN_CARD)
+        if first.eight_bit is None and first.has_context and setting.scheme.endswith("-compute"):
+            kernels = Kernels(device_kernels(first.device))
+        cost = self.model.dry_run(work, kernels)
+        if self.picture is not None:
+            shape = self.model.latent_shape(self.picture[:2], self.picture[2])
+            if prod(shape) > work.batch_size * prod(work.latent_shape):  # else a forward of training takes as much
+                text = None if work.text is None else work.text.without_streams
+                picture = self.model.dry_run(replace(work, latent_shape=shape, batch_size=1, text=text), kernels)
         optimizer = optimizer_bytes(setting.optimizer, space.lora.dtype, kahan=space.kahan, ema=space.has_ema)
         if self.replica is not None:
             # With data parallel its state is on the first card. All hold a flat copy of the gradients for a moment,
@@ -340,24 +338,8 @@ class Question:
             MIN_BYTES if setting.offloads else None,
             backend=Backend(context=0) if has_context else Backend(),
             largest_layer=0 if setting.scheme == "none" else self.model.largest_linear * space.dtype.itemsize,
-            picture=None if self.picture is None else self._picture_cost(*self.picture, setting.scheme),
+            picture=picture,
         )
-
-    def _picture_cost(self, height: int, width: int, frames: int, scheme: str) -> StepCost | None:
-        """Of drawing a sample picture; None where a forward of training takes as much."""
-        shape, work = self.model.latent_shape((height, width), frames), self.work(scheme)
-        if prod(shape) <= work.batch_size * prod(work.latent_shape):
-            return None
-        text = None if work.text is None else work.text.without_streams
-        alone = replace(work, latent_shape=shape, batch_size=1, text=text)
-        return self.model.dry_run(alone, self._kernels(scheme))
-
-    def _kernels(self, scheme: str) -> Kernels:
-        """Those of the first card; only 8-bit products ask a card for what it has, which compiles a kernel there."""
-        first = self.cards[0]
-        if first.eight_bit is None and first.has_context and scheme.endswith("-compute"):
-            return Kernels(device_kernels(first.device))
-        return Kernels(first.eight_bit or UNSEEN_CARD)
 
 
 def make_square(config: DataConfig, variant: Variant, latent: LatentSpec) -> Sample:

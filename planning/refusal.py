@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..config.model import holds_copies, shares_rows
+from .cards import able_schemes
 from .question import OFFLOADS, STRATEGIES, Question, Setting, is_open
 from .search import Found, Terms, each_card, find_cut, fit
 
@@ -20,7 +21,6 @@ _CARD_SIZES_GB = (8, 10, 12, 16, 20, 24, 32, 40, 48, 80, 96, 141)
 _RESOLUTIONS = tuple(range(8192, 255, -64))
 _RANKS = (64, 32, 16, 8, 4)
 _MOST_CHANGES = 3
-_MOST_STRIDES = 512  # of a clip: two minutes of Wan
 
 
 def is_possible(question: Question) -> bool:
@@ -87,14 +87,6 @@ def describe_refusal(question: Question) -> str:
     return "\n".join([*lines, *(f"  {line}" for line in helps)])
 
 
-def longest_clip(question: Question) -> int:
-    """Frames of the longest clip that fits the cards at the question's height and width; 0 if none does."""
-    stride = question.model.family.latent_of(question.model.variant).frame_stride
-    lengths = range(1, stride * _MOST_STRIDES + 2, stride)
-    index = bisect_left(lengths, True, key=lambda frames: not is_possible(question.changed(frames=frames)))
-    return lengths[index - 1] if index else 0
-
-
 class _Change(NamedTuple):
     """Words for a change, and other values of a SearchSpace and a Question with it."""
 
@@ -156,7 +148,7 @@ def _choices(question: Question) -> Iterator[_Change]:
     if all(map(holds_copies, space.strategies)):
         yield _Change('parallel.strategy = "auto"', {"strategies": STRATEGIES})
     if not is_open(space.schemes) and not space.schemes[0].endswith("-compute"):  # none, or one that only stores
-        for scheme in [each for each in question.able_schemes if each != space.schemes[0]][:1]:
+        for scheme in [each for each in able_schemes(question.cards) if each != space.schemes[0]][:1]:
             yield _Change(f'model.quantize = "{scheme}"', {"schemes": (scheme,)})
     if space.optimizers == ("adamw",):
         yield _Change('optimizer.name = "adamw8bit"', {"optimizers": ("adamw8bit",)})

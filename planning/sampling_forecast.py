@@ -80,21 +80,6 @@ class SampledModel:
         """Of a file whose blocks are stored in so many bits."""
         return self.block_bytes * bits / 16 + self.other_bytes
 
-    @property
-    def has_cfg(self) -> bool:
-        """Whether it may be run twice in a step, for CFG."""
-        return self.variant.training_guidance is None
-
-    @property
-    def keeps_nothing(self) -> bool:
-        """As of NativeModel; a class that diffusers builds keeps nothing."""
-        return self.family.native is None or self.family.native.keeps_nothing
-
-    @property
-    def usual_tokens(self) -> int:
-        """Of the picture or clip that auto of a split goes by, as it knows no size yet."""
-        return CLIP_TOKENS if self.family.latent_of(self.variant).is_video else PICTURE_TOKENS
-
     def can_divide(self, num_cards: int) -> bool:
         try:
             for each in self.blocks:
@@ -149,7 +134,7 @@ class SamplingForecast:
     @property
     def counts(self) -> tuple[int, ...]:
         """Forwards of a step: one, and two with CFG."""
-        return (1, 2) if self.model.has_cfg else (1,)
+        return (1, 2) if self.model.variant.training_guidance is None else (1,)
 
     def one_card(self, num_forwards: int) -> float:
         """Seconds of a step of the fastest card alone, whether it has room or not."""
@@ -173,7 +158,7 @@ class SamplingForecast:
     def ways(self, bits: int | None = None) -> Ways:
         """Those that auto would look at with weights stored in so many bits; None: of any room. There are several
         cards."""
-        count, rooms = len(self.cards), [card.usable_bytes for card in self.cards]
+        count, rooms, native = len(self.cards), [card.usable_bytes for card in self.cards], self.model.family.native
         # As a split plans them: blocks by memory, heads evenly, rows by speed.
         can_divide = self.model.can_divide(count) and (bits is None or self.has_room("blocks", bits))
         can_share = all(each.keys for each in self.model.blocks) and (bits is None or self.has_room("tokens", bits))
@@ -185,13 +170,15 @@ class SamplingForecast:
             can_overlap=True,
             crossings=count,
             token_shares=self.machine.flops_per_s if can_share else (),
-            can_deal=self.model.keeps_nothing,  # with the node's overlap, which is on by default
+            can_deal=native is None or native.keeps_nothing,  # with the node's overlap, which is on by default
             groups=groups_for(min(self.machine.flops_per_s), self.machine.bytes_per_s or 1.0),
         )
 
     def taken(self, bits: int) -> WayName:
         """What way auto would take: that of the usual size, whatever is sampled then."""
-        usual = work_of(self.model.blocks, (self.model.usual_tokens, NUM_TEXT_TOKENS), len(self.cards))
+        is_video = self.model.family.latent_of(self.model.variant).is_video
+        num_tokens = CLIP_TOKENS if is_video else PICTURE_TOKENS, NUM_TEXT_TOKENS
+        usual = work_of(self.model.blocks, num_tokens, len(self.cards))
         return replace(self.ways(bits), work=usual).fastest(self.counts)
 
     # ---- in words
@@ -234,14 +221,14 @@ class SamplingForecast:
         rows.append(["one card", *(f"{self.one_card(n):.2g}" for n in self.counts), "1", *sizes])
         for way in _WAYS if len(self.cards) > 1 else ():
             seconds = [getattr(self.ways().seconds(count), way) for count in self.counts]
-            gain, held = f"{self.one_card(1) / seconds[0]:.2g}", [self._held(way, bits) for bits in _BITS]
-            if seconds[0] < math.inf:
-                rows.append([way, *(f"{each:.2g}" for each in seconds), gain, *held])
+            if seconds[0] == math.inf:
+                continue
+            rows.append([way, *(f"{each:.2g}" for each in seconds), f"{self.one_card(1) / seconds[0]:.2g}"])
+            for bits in _BITS:
+                own = sorted({round(size / 1e9, 1) for size in self.held_bytes(way, bits)}, reverse=True)
+                no_room = " (no room)" * (not self.has_room(way, bits))
+                rows[-1].append(" and ".join(f"{size:.1f}" for size in own) + no_room)
         return rows
-
-    def _held(self, way: WayName, bits: int) -> str:
-        sizes = sorted({round(size / 1e9, 1) for size in self.held_bytes(way, bits)}, reverse=True)
-        return " and ".join(f"{size:.1f}" for size in sizes) + " (no room)" * (not self.has_room(way, bits))
 
     def values(self) -> dict[str, Any]:
         """The same, for JSON."""

@@ -58,60 +58,11 @@ _FEW_ROWS = ("-", "a")  # keys that stay where they are; sound beside a clip
 WayName = Literal["blocks", "tensor", "tokens"]
 
 
-@dataclass(frozen=True)
-class DividedBlock:
-    """What cards cannot share of a block's forward that they divide, and what they exchange.
-
-    Args:
-        whole_flops: of layers that every card computes whole.
-        sent_bytes: of partial sums that a card sends each other card, in num_exchanges.
-        width: of the stream through the block.
-    """
-
-    whole_flops: float
-    sent_bytes: float = 0.0
-    num_exchanges: int = 0
-    width: int = 0
-
-
-def divided_block(
-    block: nn.Module,
-    plan: TensorPlan | None,
-    side: BlockList,
-    num_tokens: tuple[int, int],
-    num_cards: int,
-    element_size: int,
-) -> DividedBlock:
-    """By sizes; works on meta tensors. num_tokens: of the picture and of the text, of one sample."""
-    products = products_of(block, side, *num_tokens)
-    if plan is None:
-        return DividedBlock(sum(products.values()))
-    sums: dict[str, float] = {}  # by where they are added up: several linears may share a sum
-    whole_flops, width = 0.0, 0
-    for name, module in block.named_modules():
-        linear: Any = module
-        divided = plan.find(name) if name in products else None
-        at = plan.summed_in(name) or name
-        tokens = tokens_seen(at, side, *num_tokens)
-        if divided is None:
-            whole_flops += products.get(name, 0.0)
-        elif divided.by == "row":
-            sums[at] = element_size * linear.out_features * tokens
-            width = max(width, linear.out_features)
-        elif divided.by == "gathered":
-            sums[f"{name}, gathered"] = element_size * linear.out_features * tokens / num_cards
-        if plan.is_norm(name) and module._parameters:
-            sums[f"{name}, squares"] = _SQUARE_BYTES * tokens
-        if plan.is_decided(name):
-            sums[f"{name}, choices"] = _CHOICE_BYTES * tokens
-    return DividedBlock(whole_flops, sum(sums.values()), len(collectives_in(block, plan)), width)
-
-
 def key_bytes(block: nn.Module, keys: str, side: BlockList, num_tokens: tuple[int, int], element_size: int) -> float:
     """Of keys and values of all rows, in all attentions of a block that gather them. Works on meta tensors.
 
     Args:
-        keys: as of BlockRows. num_tokens: as of divided_block.
+        keys: as of BlockRows. num_tokens: of the picture and of the text, of one sample.
     """
     axes = (axis for place in places(keys) for axis in place.axis.split("/") if axis not in _FEW_ROWS)
     texts = (side.is_joint or not _TEXT_ROWS.isdisjoint(segments(axis)) for axis in axes)
@@ -133,7 +84,8 @@ class ForwardWork:
     """One forward.
 
     Args:
-        flops: of all blocks. whole_flops, sent_bytes, num_exchanges: as of a DividedBlock, of all of them.
+        flops: of all blocks. whole_flops: of layers that every card computes whole where the cards divide blocks.
+        sent_bytes: of partial sums that a card then sends each other card, in num_exchanges.
         stream_bytes: of activations between two blocks.
         key_bytes: of keys and values of all rows, in all attentions.
     """
@@ -159,23 +111,43 @@ class SampledBlock:
 def work_of(
     blocks: Sequence[SampledBlock], num_tokens: tuple[int, int], num_cards: int, sent_size: int = _SIXTEEN_BITS
 ) -> ForwardWork:
-    """Of a forward, in half precision.
+    """Of a forward, in half precision. By sizes; works on meta tensors.
 
     Args:
-        num_tokens: of the picture and of the text. sent_size: bytes of a number that cards send: of partial
-            sums, or of keys and values.
+        num_tokens: of the picture and of the text, of one sample. sent_size: bytes of a number that cards send: of
+            partial sums, or of keys and values.
     """
-    parts = [divided_block(each.block, each.plan, each.side, num_tokens, num_cards, sent_size) for each in blocks]
-    width = max(part.width or attention_width(each.block, each.side) for part, each in zip(parts, blocks, strict=True))
+    flops = whole_flops = all_keys = sent_bytes = 0.0
+    num_exchanges, most_width = 0, 0
+    for each in blocks:
+        block, plan, side = each.block, each.plan, each.side
+        flops += block_flops(block, side, *num_tokens)
+        all_keys += key_bytes(block, each.keys, side, num_tokens, sent_size)
+        products, width = products_of(block, side, *num_tokens), 0
+        sums: dict[str, float] = {}  # by where they are added up: several linears may share a sum
+        for name, module in block.named_modules() if plan else ():
+            assert plan is not None
+            linear: Any = module
+            divided = plan.find(name) if name in products else None
+            at = plan.summed_in(name) or name
+            tokens = tokens_seen(at, side, *num_tokens)
+            if divided is None:
+                whole_flops += products.get(name, 0.0)
+            elif divided.by == "row":
+                sums[at] = sent_size * linear.out_features * tokens
+                width = max(width, linear.out_features)
+            elif divided.by == "gathered":
+                sums[f"{name}, gathered"] = sent_size * linear.out_features * tokens / num_cards
+            if plan.is_norm(name) and module._parameters:
+                sums[f"{name}, squares"] = _SQUARE_BYTES * tokens
+            if plan.is_decided(name):
+                sums[f"{name}, choices"] = _CHOICE_BYTES * tokens
+        whole_flops += 0.0 if plan else sum(products.values())
+        num_exchanges += len(collectives_in(block, plan)) if plan else 0
+        sent_bytes += sum(sums.values())
+        most_width = max(most_width, width or attention_width(block, side))
     rows = num_tokens[0] + num_tokens[1] * any(each.side.is_joint for each in blocks)
-    return ForwardWork(
-        flops=sum(block_flops(each.block, each.side, *num_tokens) for each in blocks),
-        sent_bytes=sum(each.sent_bytes for each in parts),
-        stream_bytes=_SIXTEEN_BITS * width * rows,
-        num_exchanges=sum(each.num_exchanges for each in parts),
-        whole_flops=sum(each.whole_flops for each in parts),
-        key_bytes=sum(key_bytes(each.block, each.keys, each.side, num_tokens, sent_size) for each in blocks),
-    )
+    return ForwardWork(flops, sent_bytes, _SIXTEEN_BITS * most_width * rows, num_exchanges, whole_flops, all_keys)
 
 
 def forward_work(

@@ -1,7 +1,7 @@
 """The folders of runs below one folder, found again without listing all of them.
 
 A folder is listed again only where its time has changed. So thousands of runs that have ended cost a look at the time
-of each of their folders; a glance looks at a part of them.
+of each of their folders.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 _DEPTH = 3
 _MARKS = {"run.json", "checkpoints"}
 NO_RUNS = {"cache", "checkpoints", "samples", "tensorboard"}  # folders that are no run, whatever they hold
-_GLANCE = 250  # folders: so many of the newest, and as many of the others
+
 _UNSETTLED_NS = 3_000_000_000  # in which two changes may have one time, on the disks with the coarsest
 
 
@@ -41,27 +41,14 @@ class RunFolders:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._known = {"": _Folder()}
-        self._newest: list[str] = []  # all that are known; [] after a change
-        self._runs: list[str] = []  # of these
         self._changed: set[str] = set()
-        self._next = 0  # of the others, in a glance
 
-    def names(self, *, glance: bool = False) -> list[str]:
-        """Of all runs, the newest first.
-
-        Args:
-            glance: do not look at every folder, but at the root, at the newest, and by turns at some of the others.
-        """
-        looked = self._in_order()  # but for those that the look at the root finds, and has looked at
-        self._look("")
-        if glance and len(looked) > 2 * _GLANCE:
-            end = self._next + _GLANCE
-            looked, others = looked[:_GLANCE], looked[_GLANCE:]
-            looked, self._next = looked + others[self._next : end], end if end < len(others) else 0
-        for name in looked:
+    def names(self) -> list[str]:
+        """Of all runs, the newest first."""
+        for name in list(self._known):  # what a look finds, it has looked at
             self._look(name)
-        self._in_order()
-        return list(self._runs)
+        runs = ((known.changed, name) for name, known in self._known.items() if known.is_run)
+        return [name for _, name in sorted(runs, reverse=True)]
 
     def __contains__(self, run: str) -> bool:
         """Whether it was there at the last look."""
@@ -82,12 +69,6 @@ class RunFolders:
         """Runs whose folders were found new or changed since the last call."""
         found, self._changed = self._changed, set()
         return found
-
-    def _in_order(self) -> list[str]:
-        if not self._newest:
-            self._newest = sorted(self._known, key=lambda name: (self._known[name].changed, name), reverse=True)
-            self._runs = [name for name in self._newest if self._known[name].is_run]
-        return self._newest
 
     def _look(self, name: str) -> None:
         """See what a known folder holds now, where it may have changed."""
@@ -112,9 +93,7 @@ class RunFolders:
             self._forget(name)
             return
         is_settled = abs(time.time_ns() - status.st_mtime_ns) > _UNSETTLED_NS
-        self._known[name] = found = _Folder(status.st_mtime_ns, is_settled, is_run, frozenset(inside))
-        if (found.changed, is_run) != (known.changed, known.is_run):
-            self._newest = []
+        self._known[name] = _Folder(status.st_mtime_ns, is_settled, is_run, frozenset(inside))
         if is_run:
             self._changed.add(name)
         for gone in known.inside - inside:
@@ -124,8 +103,6 @@ class RunFolders:
             self._look(new)
 
     def _forget(self, name: str) -> None:
-        known = self._known.pop(name, _Folder())
-        self._newest = []
-        for each in known.inside:
+        for each in self._known.pop(name, _Folder()).inside:
             self._forget(each)
         self._known.setdefault("", _Folder())

@@ -6,6 +6,7 @@ the page is loaded (DNS rebinding), and both are that name. So names that the se
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import re
@@ -72,7 +73,10 @@ def check_origin(headers: Mapping[str, str], names: Callable[[], Collection[str]
     # the name. Its Referer counts beside Sec-Fetch-Site only, which browsers send by https and to this machine itself.
     name = found[1].strip("[]").removesuffix(".").lower()
     page = headers.get("Origin", headers.get("Referer", "") if "Sec-Fetch-Site" in headers else "")
-    if name == "localhost" or name.endswith(".localhost") or _is_address(name):
+    if name == "localhost" or name.endswith(".localhost"):
+        return
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name)
         return
     if page.startswith("https:") and _is_same(page, hosts[0]):
         return
@@ -82,14 +86,6 @@ def check_origin(headers: Mapping[str, str], names: Callable[[], Collection[str]
             f"ComfyUI was reached under the name {name}, which it does not know. If that name is yours, allow it in "
             f'devicebridge.toml in ComfyUI\'s user folder: allowed_hosts = ["{name}"]',
         )
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _is_same(origin: str, host: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -10,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..events import EventTail
 from ..system.files import is_number
 from ..system.progress import StepPace
 
-_CHUNK = 1 << 22  # bytes of the file that are read at a time
-_MOST_LINE = 1 << 24  # bytes; what is longer is no event
 _MOST_BLOCKS = 10_000  # of a model
 _RANK = re.compile(r"rank [0-9]+ ")  # before a card's name where several processes train
 Point = tuple[float, ...]
@@ -44,26 +42,21 @@ class Progress:
     memory: Mapping[str, Any] = field(default_factory=dict)
     blocks: Sequence[Any] = ()
     samples: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    _offset: int = 0
-    _rest: bytes = b""
     _pace: StepPace = field(default_factory=StepPace)
+
+    def __post_init__(self) -> None:
+        self._tail = EventTail(self.path.parent, from_start=True)
 
     def update(self) -> bool:
         """Read what was written since the last call; whether there was anything. A file that is gone tells nothing."""
         try:
             size = self.path.stat().st_size
-            if size < self._offset:  # another run in the same place
+            if size < self._tail.offset:  # another run in the same place
                 self.__init__(self.path)  # type: ignore[misc]
-            if size == self._offset:
+            if size == self._tail.offset:
                 return False
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                while chunk := file.read(_CHUNK):
-                    self._offset += len(chunk)
-                    *lines, self._rest = (self._rest + chunk).split(b"\n")
-                    for line in lines:
-                        self._hear(line)
-                    self._rest = self._rest if len(self._rest) < _MOST_LINE else b""
+            for event in self._tail.values():
+                self._hear(event)
             return True
         except OSError:
             return False
@@ -82,13 +75,7 @@ class Progress:
         """Seconds to the end at that pace."""
         return None if self.step_s is None else self.step_s * max(0, self.total - self.step)
 
-    def _hear(self, line: bytes) -> None:
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):  # of a killed run; of brackets inside brackets inside brackets
-            return
-        if not isinstance(event, dict):
-            return
+    def _hear(self, event: Mapping[str, Any]) -> None:
         kind, step = event.get("kind"), event.get("step", 0)
         if "expert" in event or not _is_count(step):  # experts write their own
             return

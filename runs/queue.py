@@ -191,7 +191,7 @@ class JobQueue:
         except (OSError, ValueError) as error:
             queue = {"id": "", "run": _QUEUE, "devices": [], "state": "failed", "why": str(error), "is_resumed": False}
             return [queue]
-        held = self.held() if _has_waiting(jobs) else {}
+        held = self.held() if any(job.state == "waiting" for job in jobs) else {}
         for job in jobs:
             why = job.message if job.state != "waiting" else explain(job.devices, held)
             values = {"id": job.id, "run": job.run, "devices": list(job.devices), "state": job.state, "why": why}
@@ -223,10 +223,9 @@ class JobQueue:
             if not is_ours:
                 return []
             changed = [job.run for job in self.jobs() if job.state == "starting" and self._follow(job)]
-            held = dict(self.held()) if _has_waiting(self.jobs()) else {}
-            for job in self.jobs():
-                if job.state != "waiting":
-                    continue
+            waiting = [job for job in self.jobs() if job.state == "waiting"]
+            held = dict(self.held()) if waiting else {}
+            for job in waiting:
                 if not explain(job.devices, held):
                     self._start(job)
                     changed.append(job.run)
@@ -295,12 +294,21 @@ class JobQueue:
             self._remove(job)
             return True
         log = self.kept.file(folder).with_suffix(".log")
-        if _is_alive(job.process, log):
+        if job.process is not None and job.process.is_alive(log):
             return False
+        with contextlib.suppress(OSError):  # a kill may have kept us from noting a process, which holds its log
+            if job.process is None and is_locked(log):
+                return False
         if job.is_stopped:
             self._remove(job)
         else:
-            self._change(job, state="failed", message=_last_words(log, job.id) if job.process else _CUT_SHORT)
+            text = ""
+            with contextlib.suppress(OSError), log.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_LOG))
+                text = file.read().decode("utf-8", "replace")
+            errors = errors_in(text.rpartition(_BEGINS.format(job.id))[2])
+            last = errors[-1] if errors else f"its process ended and said nothing; see {log}"
+            self._change(job, state="failed", message=last if job.process else _CUT_SHORT)
         return True
 
     def _all(self) -> list[QueuedJob]:
@@ -327,22 +335,9 @@ class JobQueue:
         self._save([each for each in self._all() if each.id != job.id])
 
 
-def _is_alive(process: ProcessMark | None, log: Path) -> bool:
-    """Whether a process that was started runs; also one that a kill kept us from noting, which holds its log."""
-    if process is not None:
-        return process.is_alive(log)
-    with contextlib.suppress(OSError):
-        return is_locked(log)
-    return False
-
-
 def _real(path: Path) -> str:
     """To compare: without links, and without case where the system takes none for another name."""
     return os.path.normcase(os.path.realpath(path))
-
-
-def _has_waiting(jobs: Sequence[QueuedJob]) -> bool:
-    return any(job.state == "waiting" for job in jobs)
 
 
 def train_command(job: JobConfig, file: Path, native: Sequence[str], *, resume: bool) -> list[str]:
@@ -361,18 +356,6 @@ def explain(devices: Sequence[str], held: Held) -> str:
     if not taken:
         return ""
     return f"{'; '.join(dict.fromkeys(taken))}. Wait until it is free, free it, or choose other cards"
-
-
-def _last_words(log: Path, job: str) -> str:
-    """What the process of a job said last of an error."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_LOG))
-            text = file.read().decode("utf-8", "replace")
-    except OSError:
-        text = ""
-    errors = errors_in(text.rpartition(_BEGINS.format(job))[2])
-    return errors[-1] if errors else "its process ended and said nothing; see " + str(log)
 
 
 def _read(values: Mapping[str, Any], what: str) -> QueuedJob:

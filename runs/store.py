@@ -62,28 +62,22 @@ class RunStore:
         """Names of all runs, relative to the root with "/", the newest first."""
         return self._folders.names()
 
-    def shown(self, *, glance: bool = False) -> list[str]:
-        """The newest 200, and those that are under way.
-
-        Args:
-            glance: without a look at each of thousands; old ones that change are seen later, by turns.
-        """
-        return list(dict.fromkeys([*self._folders.names(glance=glance)[:_MOST_SHOWN], *self.running()]))
+    def shown(self) -> list[str]:
+        """The newest 200, and those that are under way."""
+        return list(dict.fromkeys([*self.ids()[:_MOST_SHOWN], *self.running()]))
 
     def running(self) -> list[str]:
         """Of the runs that were there at the last look at all those under way."""
-        self._may_run = {run for run in self._may_run | self._folders.take_changed() if self._is_running(run)}
+        for run in self._may_run | self._folders.take_changed():
+            self._may_run.discard(run)
+            if (stamp := self._stamp(run)) is None or self._ended.get(run) == stamp:
+                continue
+            record = self.record(run) if may_run(self.root / run) else None  # of thousands few are read as JSON
+            if record is not None and record.status == "running":
+                self._may_run.add(run)
+            else:
+                self._ended[run] = stamp
         return sorted(self._may_run)
-
-    def _is_running(self, run: str) -> bool:
-        stamp = self._stamp(run)
-        if stamp is None or self._ended.get(run) == stamp:
-            return False
-        record = self.record(run) if may_run(self.root / run) else None  # of thousands few are read as JSON
-        if record is not None and record.status == "running":
-            return True
-        self._ended[run] = stamp
-        return False
 
     def _stamp(self, run: str) -> _Stamp | None:
         """What tells its record from the next; None if it has none."""

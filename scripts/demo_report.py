@@ -22,7 +22,7 @@ from devicebridge.checkpoints.lora_start import read_start
 from devicebridge.cli.main import set_up_logging
 from devicebridge.config.job import load_job
 from devicebridge.data.image import read_pixels
-from devicebridge.encoding.encode import fill_texts
+from devicebridge.encoding.encode import fill
 from devicebridge.encoding.sources import FolderTexts
 from devicebridge.encoding.vae import load_vae
 from devicebridge.families.spec import ModelFamily
@@ -171,10 +171,8 @@ def read_text(plan: JobPlan, caption: str) -> dict[str, torch.Tensor]:
     assert folder is not None
     dtype = getattr(torch, settings.dtype)
     sources = [FolderTexts(spec, folder, CPU, dtype) for spec in plan.variant.text_encoders]
-    keys = fill_texts([caption], sources, store)
-    entry = store.get(keys[caption])
-    assert entry is not None
-    return {name: states[None] for name, states in entry.items()}
+    entries = [store.get(fill([caption], source, store)[caption]) or {} for source in sources]
+    return {name: states[None] for entry in entries for name, states in entry.items()}
 
 
 def main(run: Path) -> None:

@@ -80,16 +80,6 @@ def write_atomically(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def save_tensors_atomically(
-    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
-) -> None:
-    """Replace `path` by a safetensors file; missing folders are made.
-
-    Raises: OSError naming the file if the disk refuses; the old file is then still there.
-    """
-    write_atomically(path, tensors_as_bytes(tensors, metadata))
-
-
 def tensors_as_bytes(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
     """A safetensors file of these.
 

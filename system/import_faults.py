@@ -8,6 +8,7 @@ Run as a program it imports what it is given, "module:attribute" each, and print
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -59,20 +60,18 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 def _package_of(error: BaseException) -> str:
     """The package whose import an error ended; "" if it ended none."""
-    if isinstance(error, ModuleNotFoundError) and error.name and _is_away(error.name):
-        return error.name.partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        missing = error.name.partition(".")[0]
+        with contextlib.suppress(ImportError, ValueError):
+            if importlib.util.find_spec(missing) is not None:
+                missing = ""
+        if missing:
+            return missing
     modules = [name for name, code in _frames(error.__traceback__) if code == "<module>"]
     packages = [name.partition(".")[0] for name in modules]
     if isinstance(error, ImportError) and error.name:
         packages.insert(0, error.name.partition(".")[0])  # of a name that another version has
     return next((name for name in reversed(packages) if name not in _STANDARD), "")
-
-
-def _is_away(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module.partition(".")[0]) is None
-    except (ImportError, ValueError):
-        return True
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[tuple[str, str]]:

@@ -96,7 +96,13 @@ def _try_claim(path: Path) -> Claim | None:
             file = closing.enter_context(open_lock(path))
             if not try_lock(file):
                 return None
-            if _still_has_name(file, path):
+            try:
+                has_its_name = os.path.samestat(os.fstat(file.fileno()), path.stat())
+            except OSError as error:
+                if error.errno not in _GONE:
+                    raise
+                has_its_name = False
+            if has_its_name:
                 closing.pop_all()
                 return Claim(path, file, was_left)
     raise NoLocks(errno.EOPNOTSUPP, "an open file is not identified by its number")
@@ -114,15 +120,6 @@ def open_lock(path: Path) -> IO[bytes]:
             if getattr(error, "winerror", None) not in _BEING_REMOVED or not tries_left:
                 raise
         time.sleep(_TRY_AGAIN_S)
-
-
-def _still_has_name(file: IO[bytes], path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except OSError as error:
-        if error.errno not in _GONE:
-            raise
-        return False
 
 
 @contextmanager

@@ -85,14 +85,15 @@ def place_copy(base: Path, place: Path) -> None:
 
 
 def _write_job(folder: Path, values: Mapping[str, Any]) -> None:
+    """Sections that are none come first in TOML, else they would be keys of the section before."""
     import tomlkit
 
-    plain = {name: {key: each for key, each in section.items() if each is not None} for name, section in values.items()}
+    ordered = sorted(values.items(), key=lambda item: isinstance(item[1], dict))
+    plain = {
+        name: {key: each for key, each in section.items() if each is not None} if isinstance(section, dict) else section
+        for name, section in ordered
+    }
     (folder / "job.toml").write_text(tomlkit.dumps(plain), encoding="utf-8")
-
-
-def _read_values(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "job.json").read_text())
 
 
 # --- job keys --------------------------------------------------------------------------------------------------------
@@ -102,7 +103,8 @@ def job_key_cases() -> Iterator[Case]:
     """Every key of the job file with values of every wrong kind, and beyond its range."""
     for key in job_keys().values():
         for label, value, verdict in _wrong_values(key):
-            yield Case("job keys", f"{key.path} = {label}", _setter(key, value), _names_of(key, value), verdict)
+            spoil = set_key(key.section, key.name, value)
+            yield Case("job keys", f"{key.path} = {label}", spoil, _names_of(key, value), verdict)
     for section in dict.fromkeys(key.section for key in job_keys().values()):
         yield Case("job keys", f"{section} unknown key", set_key(section, "nonsense", 1), (f"{section}.", "nonsense"))
         yield Case("job keys", f"{section} is a number", set_key("", section, 3), (section.split(".")[0],))
@@ -110,7 +112,8 @@ def job_key_cases() -> Iterator[Case]:
     for key in job_keys().values():
         if key.path == "data.resolutions":  # the default is work for minutes
             continue
-        yield Case("job keys", f"{key.path} missing", _remover(key), (key.section, key.name, "data"), "any")
+        spoil = set_key(key.section, key.name)
+        yield Case("job keys", f"{key.path} missing", spoil, (key.section, key.name, "data"), "any")
 
 
 def _names_of(key: Key, value: Any) -> tuple[str, ...]:
@@ -174,41 +177,21 @@ def _wrong_paths() -> Iterator[tuple[str, Any, Verdict]]:
         yield text, text, "any"
 
 
-def _setter(key: Key, value: Any) -> Spoil:
-    return set_key(key.section, key.name, value)
+_MISSING = object()
 
 
-def set_key(section: str, name: str, value: Any) -> Spoil:
+def set_key(section: str, name: str, value: Any = _MISSING) -> Spoil:
+    """Without a value the key is left out."""
+
     def spoil(folder: Path) -> None:
-        values = _read_values(folder)
-        _add_odd_files(folder)
-        _section(values, section)[name] = copy.deepcopy(value)
-        _write_job(folder, values) if all(isinstance(each, dict) for each in values.values()) else _dump(folder, values)
-
-    return spoil
-
-
-def _dump(folder: Path, values: Mapping[str, Any]) -> None:
-    """Sections that are none come first in TOML, else they would be keys of the section before."""
-    import tomlkit
-
-    ordered = dict(sorted(values.items(), key=lambda item: isinstance(item[1], dict)))
-    plain = {
-        name: {key: each for key, each in section.items() if each is not None} if isinstance(section, dict) else section
-        for name, section in ordered.items()
-    }
-    (folder / "job.toml").write_text(tomlkit.dumps(plain), encoding="utf-8")
-
-
-def _add_odd_files(folder: Path) -> None:
-    os.mkfifo(folder / "pipe")
-    (folder / "loop").symlink_to(folder / "loop")
-
-
-def _remover(key: Key) -> Spoil:
-    def spoil(folder: Path) -> None:
-        values = _read_values(folder)
-        _section(values, key.section).pop(key.name, None)
+        values = json.loads((folder / "job.json").read_text())
+        keys = _section(values, section)
+        if value is _MISSING:
+            keys.pop(name, None)
+        else:
+            os.mkfifo(folder / "pipe")
+            (folder / "loop").symlink_to(folder / "loop")
+            keys[name] = copy.deepcopy(value)
         _write_job(folder, values)
 
     return spoil

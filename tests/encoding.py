@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from devicebridge.data.image import ImageRequest
-from devicebridge.encoding.encode import fill, fill_texts
+from devicebridge.encoding.encode import fill
 from devicebridge.encoding.sources import FolderLatents, FolderTexts
 from devicebridge.encoding.store import CacheStore
 from devicebridge.families.spec import (
@@ -33,9 +33,11 @@ def encode_captions(
     quantize: Any = "none",
     window_bytes: int = 0,
     **options: Any,
-) -> dict[str, str]:
+) -> dict[str, Any]:
+    """The entries of each caption, one of every encoder; of one encoder alone its entry."""
     sources = [FolderTexts(spec, folder, device, dtype, quantize, window_bytes) for spec in specs]
-    return fill_texts(captions, sources, store, *progress, **options)
+    first, *others = [fill(captions, source, store, *progress, **options) for source in sources]
+    return {caption: (key, *(keys[caption] for keys in others)) if others else key for caption, key in first.items()}
 
 
 def encode_images(

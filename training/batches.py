@@ -58,7 +58,7 @@ class CachedSamples:
         read_latents, read_text: an entry as normalised latents [C, F, H, W], and as the text that make_inputs reads.
         gives_first_latents: whether the model is given the first latent frame, which the loss then leaves out.
         recompute: makes an entry that is gone, in the middle of a run; None where nobody can.
-        prompt_keys: entries of texts that pictures are drawn of; the empty one is among them.
+        prompt_keys: entries of each text that pictures are drawn of; the empty one is among them.
         read: entries that were read ahead, by key, until somebody asks for them.
     """
 
@@ -70,15 +70,13 @@ class CachedSamples:
     read_text: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict
     gives_first_latents: bool = False
     recompute: Callable[[str], None] | None = None
-    prompt_keys: Mapping[str, str] = field(default_factory=dict)
+    prompt_keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     read: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict, compare=False)
 
     def keys(self) -> set[str]:
         """All entries that may be read."""
-        of_samples = {
-            key for each in self.samples for key in (each.latents_key, *each.text_keys, *each.empty_text_keys)
-        }
-        return self.store.with_parts({*of_samples, *self.prompt_keys.values()})
+        of_samples = ((each.latents_key, *each.text_keys, *each.empty_text_keys) for each in self.samples)
+        return {key for keys in (*of_samples, *self.prompt_keys.values()) for key in keys}
 
     def name_of(self, index: int) -> str:
         """A sample, for a message."""
@@ -86,7 +84,7 @@ class CachedSamples:
 
     def text(self, prompt: str) -> Mapping[str, torch.Tensor]:
         """What the text encoders left of one prompt, as a batch of one."""
-        return join_texts([self.read_text(self._entry(self.prompt_keys[prompt]))])
+        return join_texts([self._read_text(self.prompt_keys[prompt])])
 
     def not_finite(self, index: int, drop_caption: bool, dtype: torch.dtype) -> str:
         """What of a sample is not finite in this type; "" if all is."""
@@ -178,7 +176,7 @@ class CachedSamples:
 
     def _gone(self, key: str) -> str:
         of = [self.name_of(index) for index, each in enumerate(self.samples) if each.latents_key == key]
-        of += [f"the prompt {shorten(prompt, 80)!r}" for prompt, other in self.prompt_keys.items() if other == key]
+        of += [f"the prompt {shorten(prompt, 80)!r}" for prompt, keys in self.prompt_keys.items() if key in keys]
         texts = [(*each.text_keys, *each.empty_text_keys) for each in self.samples]
         of += [f"the text of {self.name_of(index)}" for index, keys in enumerate(texts) if key in keys]
         return f"cache entry {self.store.path(key)} of {of[0]} was deleted or damaged since this run began"

@@ -38,11 +38,6 @@ class ConditionWay:
     reads_text: bool = False
     sees: bool = False
 
-    @property
-    def shows_clip(self) -> bool:
-        """Whether what is made depends on the first frame of the sample itself."""
-        return self.takes_first_frame or self.takes_control and self.sees
-
 
 WAYS: dict[str, ConditionWay] = {
     "reference": ConditionWay("Flux", least=1, most=10),

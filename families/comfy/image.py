@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from . import image_plans
+from . import block_plans
 from .native import NativeModel
 
 _SELF_ATTENTION = ("attn1_patch", "attn1_output_patch")
@@ -19,7 +19,7 @@ FLUX = NativeModel(
     patches_inside=_SELF_ATTENTION,
     note="FLUX.1 and FLUX.2; FLUX.2 passes modulation as dataclasses, and blocks change img and txt in place",
     fused_attention=("single_blocks.*.linear1", "single_blocks.*.linear2"),
-    tensor=image_plans.FLUX,
+    tensor=block_plans.FLUX,
 )
 
 CHROMA = dataclasses.replace(
@@ -40,7 +40,7 @@ QWEN_IMAGE = NativeModel(
     patches_between={"double_block": ("img", "txt", "x")},
     patches_inside=("attn1_patch",),
     note="blocks return text first; with references at timestep zero their modulation has twice the batch",
-    tensor=image_plans.QWEN_IMAGE,
+    tensor=block_plans.QWEN_IMAGE,
 )
 
 SD3 = NativeModel(
@@ -51,7 +51,7 @@ SD3 = NativeModel(
     replace_keys={"double_block": "joint_blocks"},
     control_keys=("output",),
     note="SD3 and SD3.5; the last block returns no context",
-    tensor=image_plans.SD3,
+    tensor=block_plans.SD3,
 )
 
 NEXT_DIT = NativeModel(
@@ -62,7 +62,7 @@ NEXT_DIT = NativeModel(
     patches_between={"double_block": ("img", "img_input", "txt", "pe", "vec", "x")},
     front_parameters=("x_pad_token", "cap_pad_token", "siglip_pad_token"),
     note="Lumina 2 and Z-Image; the refiners stay on the main device; a patch may write to its img and txt in place",
-    tensor=image_plans.NEXT_DIT,
+    tensor=block_plans.NEXT_DIT,
 )
 
 OMNIGEN_2 = NativeModel(
@@ -72,7 +72,7 @@ OMNIGEN_2 = NativeModel(
     tail=("norm_out",),
     front_parameters=("image_index_embedding",),
     note="the three refiners, two blocks each, stay on the main device",
-    tensor=image_plans.OMNIGEN_2,
+    tensor=block_plans.OMNIGEN_2,
     sample_modules=("*norm?.linear",),
 )
 
@@ -85,7 +85,7 @@ PIXEL_DIT = NativeModel(
     front_parameters=("y_pos_embedding",),
     ends_on_main_device=True,
     in_place=("pixel_blocks.0", "pixel_blocks.1"),
-    tensor=image_plans.PIXEL_DIT,
+    tensor=block_plans.PIXEL_DIT,
     text_modules=("attn.*_y", "mlp_y.*"),
     is_joint=False,
 )
@@ -140,7 +140,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         module="comfy.ldm.lens.model",
         patches_inside=(),
         note="blocks return text first, as Qwen-Image's do",
-        tensor=image_plans.LENS,
+        tensor=block_plans.LENS,
         is_joint=False,
     ),
     SD3,
@@ -187,7 +187,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         tail=("final_layer",),
         transport="relay",
         note="before every block that layer's text states are joined to the stream, and they are on the main device",
-        tensor=image_plans.HIDREAM,
+        tensor=block_plans.HIDREAM,
         no_forecast="its experts are chosen by the numbers that they compute with",
         text_modules=("*_t", "*.ff_t.*"),
         routed_modules={"*.experts.*": 0.5},  # two of four
@@ -200,7 +200,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         front_parameters=("positional_encoding", "register_tokens"),
         replace_keys={"double_block": "double_layers", "single_block": "single_layers"},
         note="the final modulation is applied to the stream outside any module",
-        tensor=image_plans.AURA_FLOW,
+        tensor=block_plans.AURA_FLOW,
         text_modules=("mlpC.*",),
     ),
     NativeModel(
@@ -218,7 +218,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         module="comfy.ldm.boogu.model",
         block_lists=("double_stream_layers", "single_stream_layers"),
         note="OmniGen 2 with double blocks before the single ones; the refiners stay on the main device",
-        tensor=image_plans.BOOGU,
+        tensor=block_plans.BOOGU,
         text_modules=("instruct_*", "*.instruct_*"),
     ),
     NativeModel(
@@ -228,7 +228,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         tail=("norm_out", "proj_out"),
         replace_keys={"double_block": "double_blocks"},
         note="nothing but the stream between blocks",
-        tensor=image_plans.JOY_IMAGE,
+        tensor=block_plans.JOY_IMAGE,
         is_joint=False,
     ),
     NativeModel(
@@ -238,7 +238,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         tail=("last",),
         patches_inside=_SELF_ATTENTION,
         note="the text fusion's own blocks stay on the main device",
-        tensor=image_plans.KREA_2,
+        tensor=block_plans.KREA_2,
     ),
     NativeModel(
         class_name="ErnieImageModel",
@@ -246,7 +246,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         block_lists=("layers",),
         tail=("final_norm", "final_linear"),
         note="one modulation, a list of tensors, for all blocks",
-        tensor=image_plans.ERNIE_IMAGE,
+        tensor=block_plans.ERNIE_IMAGE,
     ),
     NativeModel(
         class_name="Ideogram4Transformer2DModel",
@@ -254,7 +254,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         block_lists=("layers",),
         tail=("final_layer",),
         note="one packed sequence of text and image",
-        tensor=image_plans.IDEOGRAM_4,
+        tensor=block_plans.IDEOGRAM_4,
     ),
     NativeModel(
         class_name="HiDreamO1Transformer",
@@ -298,7 +298,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         replace_keys={"double_block": "blocks"},
         control_keys=("output",),
         note="HunyuanDiT; a ControlNet is added to a skip, and the two are on different cards otherwise",
-        tensor=image_plans.HUNYUAN_DIT,
+        tensor=block_plans.HUNYUAN_DIT,
         text_modules=("attn2.kv_proj",),
         is_joint=False,
     ),

@@ -8,6 +8,7 @@ done when they are read, so one entry serves every model, and is bit for bit wha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -145,99 +146,105 @@ def num_tokens(comfy: ComfyInputs, shapes: Mapping[str, Shape]) -> int:
     return max(shapes[COND][0], comfy.min_tokens)
 
 
-def text_problem(comfy: ComfyInputs, config: Mapping[str, Any], title: str, shapes: Mapping[str, Shape]) -> str:
-    """Why an entry of these shapes cannot condition the model with this config; "" if it can."""
-    options = sorted({path[0] for path in map(option_path, shapes) if path})
-    if comfy.reads_all:
-        for name in options:
-            if name in comfy.refused:
-                return f"its CONDITIONING has {name}, {comfy.refused[name]}"
-        missing = [name for name in comfy.needs if name not in options]
-        if missing[:1] == [VISION]:
-            return (
-                f"its CONDITIONING has no {VISION}, which the image embedder of {title} reads; name its CLIP vision "
-                "model with cache.stock_vision, or put CLIP Vision Encode (CLIPVisionEncode) into the graph"
-            )
-        return f"its CONDITIONING has no {missing[0]}, which {title} is given beside the noise" if missing else ""
-    if extra := sorted(name for name in options if name not in WITHOUT_EFFECT):
-        return (
-            f"its CONDITIONING has {', '.join(extra)}, which training of {title} does not read; take out what adds it"
-        )
-    width, found = config[comfy.width], shapes[COND][-1]
-    if found != width:
-        return f"its states are {found} wide, but {title} takes {width}; connect the CLIP that belongs to the model"
-    if not comfy.pooled:
-        return f"it has a pooled_output, which {title}'s text encoder does not make" if POOLED in shapes else ""
-    if POOLED not in shapes:
-        return f"it has no pooled_output, which {title} needs; connect the CLIP that belongs to the model"
-    width, found = config[comfy.pooled_width], shapes[POOLED][-1]
-    return f"its pooled_output is {found} wide, but {title} takes {width}" if found != width else ""
-
-
 _KINDS = {2: "an image, [channels, height, width]", 3: "a video, [channels, frames, height, width]"}
 _AUDIO = {1: "audio, [channels, time]", 2: "audio, [channels, height, time]"}
 
 
-def _sound_problem(comfy: ComfyInputs, title: str, shapes: Mapping[str, Shape]) -> str:
-    """Why further streams of these shapes do not fit; "" if they do, or there are none."""
-    others = [shape for name, shape in shapes.items() if name.startswith(MORE_SAMPLES)]
-    if not others:
-        return ""
-    if not comfy.sound:
-        return f"it has {len(others) + 1} streams, but {title} takes one; give it what was encoded of one alone"
-    channels, bins = comfy.sound
-    if len(others) > 1 or len(others[0]) != 3 or (others[0][0], others[0][2]) != (channels, bins):
-        return (
-            f"beside the video it has {', '.join(str(list(shape)) for shape in others)}, but {title} takes one stream "
-            f"of sound, {[channels, 'time', bins]}; encode it with LTXV Audio VAE Encode"
-        )
-    return ""
+@dataclass(frozen=True)
+class ComfyReader:
+    """What a model asks of entries that ComfyUI's encoders made.
 
-
-def latents_problem(
-    comfy: ComfyInputs,
-    config: Mapping[str, Any],
-    latent: LatentSpec,
-    title: str,
-    shapes: Mapping[str, Shape],
-    num_frames: int = 0,
-) -> str:
-    """Why latents of these shapes cannot be trained on with this config; "" if they can.
-
-    num_frames: video frames that they were made of; 0 if nobody knows.
+    Args:
+        config: of the transformer. title: of the model, for messages.
     """
-    if NOISE_MASK in shapes and not comfy.reads_all:
-        return f"it has a noise_mask, which training of {title} does not read; take it out"
-    if NOISE_MASK in shapes and (latent.audio_rows or any(name.startswith(MORE_SAMPLES) for name in shapes)):
-        return MASK_WITH_SOUND
-    channels, *sides = shapes[SAMPLES]
-    if len(sides) != comfy.latent_dims:
-        kind = _AUDIO[comfy.latent_dims] if latent.audio_rows else _KINDS[comfy.latent_dims]
-        return (
-            f"its shape is {[channels, *sides]}, but {title}'s VAE makes that of {kind}; connect the VAE that belongs "
-            "to the model"
-        )
-    if reason := _sound_problem(comfy, title, shapes):
-        return reason
-    wanted = config["in_channels"] // comfy.cells_per_token
-    if channels != wanted:
-        return f"it has {channels} channels, but {title} takes {wanted}; connect the VAE that belongs to the model"
-    if num_frames and comfy.latent_dims == 3 and sides[0] != latent.num_latent_frames(num_frames):
-        return (
-            f"it has {sides[0]} latent frames of {num_frames} frames, but {title} takes "
-            f"{latent.num_latent_frames(num_frames)}; connect the VAE that belongs to the model"
-        )
-    if latent.audio_rows:
-        if sides[:-1] in ([], [latent.audio_rows]):
+
+    comfy: ComfyInputs
+    config: Mapping[str, Any]
+    latent: LatentSpec
+    title: str
+
+    def text_problem(self, shapes: Mapping[str, Shape]) -> str:
+        """Why an entry of these shapes cannot condition the model; "" if it can."""
+        comfy, config, title = self.comfy, self.config, self.title
+        options = sorted({path[0] for path in map(option_path, shapes) if path})
+        if comfy.reads_all:
+            for name in options:
+                if name in comfy.refused:
+                    return f"its CONDITIONING has {name}, {comfy.refused[name]}"
+            missing = [name for name in comfy.needs if name not in options]
+            if missing[:1] == [VISION]:
+                return (
+                    f"its CONDITIONING has no {VISION}, which the image embedder of {title} reads; name its CLIP "
+                    "vision model with cache.stock_vision, or put CLIP Vision Encode (CLIPVisionEncode) into the graph"
+                )
+            return f"its CONDITIONING has no {missing[0]}, which {title} is given beside the noise" if missing else ""
+        if extra := ", ".join(name for name in options if name not in WITHOUT_EFFECT):
+            return f"its CONDITIONING has {extra}, which training of {title} does not read; take out what adds it"
+        width, found = config[comfy.width], shapes[COND][-1]
+        if found != width:
+            return f"its states are {found} wide, but {title} takes {width}; connect the CLIP that belongs to the model"
+        if not comfy.pooled:
+            return f"it has a pooled_output, which {title}'s text encoder does not make" if POOLED in shapes else ""
+        if POOLED not in shapes:
+            return f"it has no pooled_output, which {title} needs; connect the CLIP that belongs to the model"
+        width, found = config[comfy.pooled_width], shapes[POOLED][-1]
+        return f"its pooled_output is {found} wide, but {title} takes {width}" if found != width else ""
+
+    def _sound_problem(self, shapes: Mapping[str, Shape]) -> str:
+        """Why further streams of these shapes do not fit; "" if they do, or there are none."""
+        others = [shape for name, shape in shapes.items() if name.startswith(MORE_SAMPLES)]
+        if not others:
             return ""
-        return (
-            f"it is {sides[0]} high, but {title}'s VAE makes {latent.audio_rows} rows of audio; connect the VAE that "
-            "belongs to the model"
-        )
-    multiple = latent.size_multiple // latent.spatial_stride
-    if any(side % multiple for side in sides[-2:]):
-        return (
-            f"it is {sides[-2]} high and {sides[-1]} wide, but {title} takes multiples of {multiple}; make the image's "
-            f"sides multiples of {latent.size_multiple} pixels"
-        )
-    return ""
+        if not self.comfy.sound:
+            return (
+                f"it has {len(others) + 1} streams, but {self.title} takes one; give it what was encoded of one alone"
+            )
+        channels, bins = self.comfy.sound
+        if len(others) > 1 or len(others[0]) != 3 or (others[0][0], others[0][2]) != (channels, bins):
+            return (
+                f"beside the video it has {', '.join(str(list(shape)) for shape in others)}, but {self.title} takes "
+                f"one stream of sound, {[channels, 'time', bins]}; encode it with LTXV Audio VAE Encode"
+            )
+        return ""
+
+    def latents_problem(self, shapes: Mapping[str, Shape], num_frames: int = 0) -> str:
+        """Why latents of these shapes cannot be trained on; "" if they can.
+
+        num_frames: video frames that they were made of; 0 if nobody knows.
+        """
+        comfy, latent, title = self.comfy, self.latent, self.title
+        if NOISE_MASK in shapes and not comfy.reads_all:
+            return f"it has a noise_mask, which training of {title} does not read; take it out"
+        if NOISE_MASK in shapes and (latent.audio_rows or any(name.startswith(MORE_SAMPLES) for name in shapes)):
+            return MASK_WITH_SOUND
+        channels, *sides = shapes[SAMPLES]
+        if len(sides) != comfy.latent_dims:
+            kind = _AUDIO[comfy.latent_dims] if latent.audio_rows else _KINDS[comfy.latent_dims]
+            return (
+                f"its shape is {[channels, *sides]}, but {title}'s VAE makes that of {kind}; connect the VAE that "
+                "belongs to the model"
+            )
+        if reason := self._sound_problem(shapes):
+            return reason
+        wanted = self.config["in_channels"] // comfy.cells_per_token
+        if channels != wanted:
+            return f"it has {channels} channels, but {title} takes {wanted}; connect the VAE that belongs to the model"
+        if num_frames and comfy.latent_dims == 3 and sides[0] != latent.num_latent_frames(num_frames):
+            return (
+                f"it has {sides[0]} latent frames of {num_frames} frames, but {title} takes "
+                f"{latent.num_latent_frames(num_frames)}; connect the VAE that belongs to the model"
+            )
+        if latent.audio_rows:
+            if sides[:-1] in ([], [latent.audio_rows]):
+                return ""
+            return (
+                f"it is {sides[0]} high, but {title}'s VAE makes {latent.audio_rows} rows of audio; connect the VAE "
+                "that belongs to the model"
+            )
+        multiple = latent.size_multiple // latent.spatial_stride
+        if any(side % multiple for side in sides[-2:]):
+            return (
+                f"it is {sides[-2]} high and {sides[-1]} wide, but {title} takes multiples of {multiple}; make the "
+                f"image's sides multiples of {latent.size_multiple} pixels"
+            )
+        return ""

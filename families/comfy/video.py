@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from . import video_plans
+from . import block_plans
 from .image import FLUX
 from .native import Follows, NativeModel
 
@@ -19,7 +19,7 @@ WAN_MODEL = NativeModel(
     text_modules=("cross_attn.k*", "cross_attn.v*"),
     is_joint=False,
     note="Wan 2.1 and 2.2, text and image to video; modulation is a parameter of the block itself",
-    tensor=video_plans.WAN,
+    tensor=block_plans.WAN,
     fps=16,
 )
 
@@ -54,7 +54,7 @@ LTXV = NativeModel(
     tail_arguments={"_process_output": ("grid_mask",)},
     front_parameters=("keyframes_abs_pos_embedding",),
     replace_keys={"double_block": "transformer_blocks"},
-    tensor=video_plans.LTX,
+    tensor=block_plans.LTX,
     fps=25,  # the frame_rate that its positions are scaled by, unless a CONDITIONING says another
     note="the tail mixes a free parameter with the stream; a guide mask is an object with tensors in slots",
 )
@@ -72,7 +72,7 @@ COSMOS_PREDICT_2 = NativeModel(
     tail=("final_layer",),
     patches_inside=("attn1_patch", "attn2_patch", "mlp_patch"),
     note="extra positions are an argument of every block; the forward leaves its embeddings on the model, unread",
-    tensor=video_plans.COSMOS_PREDICT_2,
+    tensor=block_plans.COSMOS_PREDICT_2,
     text_modules=("cross_attn.[kv]_proj",),
     is_joint=False,
 )
@@ -84,7 +84,7 @@ COSMOS_1 = NativeModel(
     tail=("final_layer",),
     transport="relay",
     note="blocks are in a ModuleDict; extra positions are added to the stream in place before each",
-    tensor=video_plans.COSMOS_1,
+    tensor=block_plans.COSMOS_1,
     text_modules=("blocks.1.block.attn.to_[kv].0",),
     is_joint=False,
 )
@@ -161,7 +161,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         tail=("final_layer",),
         replace_keys={"double_block": "blocks"},
         note="text, references, audio and video are rows of one sequence, which blocks change in place; batch 1 only",
-        tensor=video_plans.MINIMAX_H3,
+        tensor=block_plans.MINIMAX_H3,
     ),
     NativeModel(
         class_name="NaDiT",
@@ -172,7 +172,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         is_sequential=True,
         per_device=("cache",),
         note="SeedVR 2; blocks share window indices, rotary tables and repeated modulation through an object",
-        tensor=video_plans.SEEDVR_2,
+        tensor=block_plans.SEEDVR_2,
         text_modules=("*.txt", "*.txt.*"),
         is_joint=False,
     ),
@@ -192,7 +192,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         replace_keys={"double_block": "blocks"},
         front_parameters=("pos_frequencies",),
         note="the last block leaves the text alone",
-        tensor=video_plans.MOCHI,
+        tensor=block_plans.MOCHI,
         text_modules=("attn.*_y", "mlp_y.*"),
         is_joint=False,
     ),
@@ -203,7 +203,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         tail=("out_layer",),
         replace_keys={"double_block": "visual_transformer_blocks"},
         note="the two text blocks stay on the main device",
-        tensor=video_plans.KANDINSKY_5,
+        tensor=block_plans.KANDINSKY_5,
         text_modules=("cross_attention.to_key", "cross_attention.to_value"),
         is_joint=False,
     ),
@@ -232,7 +232,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         block_lists=("blocks",),
         tail=("norm_final", "norm_out", "proj_out"),
         note="nothing but the stream between blocks",
-        tensor=video_plans.COG_VIDEO_X,
+        tensor=block_plans.COG_VIDEO_X,
         sample_modules=("norm?.linear",),
     ),
 )

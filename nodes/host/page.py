@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 import folder_paths
 
 from ...config.job import JobConfig
-from ...runs.api import PREFIX, Answer, Api, Host
+from ...runs.api import PREFIX, Answer, Api, Host, News
 from ...runs.datasets import FREE_ROUTES
 from ...runs.guard import MOST_BODY, Refused, check_origin
-from ...runs.news import News
 from ...runs.queue import Held, JobQueue, explain, native_command
 from ...runs.store import RunStore
 from .folders import (

@@ -425,7 +425,7 @@ def _said(bench: Bench, trainer: Trainer) -> tuple[Mapping[str, torch.Tensor], A
 def _first_text(trainer: Trainer) -> Mapping[str, torch.Tensor]:
     """Tokens of the first caption."""
     data = trainer.train_data
-    return replace(data, prompt_keys={"": data.samples[0].text_keys[0]}).text("")
+    return replace(data, prompt_keys={"": data.samples[0].text_keys}).text("")
 
 
 def _put_file(trainer: Trainer, lora: Mapping[str, torch.Tensor]) -> None:

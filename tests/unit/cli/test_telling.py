@@ -90,8 +90,7 @@ def test_what_a_run_in_a_folder_of_odd_bytes_has_written_is_read_back(
     own = dataclasses.replace(job, output=dataclasses.replace(job.output, folder=str(run)))
     save_job(own, tmp_path / "job.toml")
     assert main(["train", str(tmp_path / "job.toml")]) == 0 and load_job(tmp_path / "job.toml") == own
-    told = EventTail(run)
-    told._offset = 0
+    told = EventTail(run, from_start=True)
     assert [event.values["path"] for event in told.new() if event.kind == "saved"][-1] == str(run / "lora.safetensors")
     record = read_record(run)
     assert record is not None and record.job == json.loads(json.dumps(job_to_dict(own)))
@@ -130,8 +129,7 @@ def test_a_full_disk_for_events_costs_lines_of_it_and_nothing_else(
         events._file = Filling()  # type: ignore[assignment]
         for step in range(4):
             events.emit("step", step, 4, loss=0.5, learning_rate=0.1, elapsed_s=1.0)
-    tail = EventTail(tmp_path)
-    tail._offset = 0
+    tail = EventTail(tmp_path, from_start=True)
     assert heard == [0, 1, 2, 3] and [event.step for event in tail.new()] == [2, 3]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     progress = RunStore(tmp_path.parent).progress(tmp_path.name)

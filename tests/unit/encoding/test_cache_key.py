@@ -18,14 +18,13 @@ from devicebridge.data.image import ImageRequest
 from devicebridge.data.samples import Condition
 from devicebridge.encoding import key as key_module
 from devicebridge.encoding.comfy_sources import ComfyConditions, ComfyLatents, ComfyTexts, ComfyTokens
-from devicebridge.encoding.encode import fill, fill_texts
+from devicebridge.encoding.encode import fill
 from devicebridge.encoding.key import (
     LatentSettings,
     comfy_latent_key,
     comfy_text_key,
     comfy_token_key,
     content_key,
-    joint_key,
     latent_key,
     text_key,
 )
@@ -152,10 +151,6 @@ def test_caches_of_images_and_clips_stay_valid():
         "3de9f6a5fd0a48969ab91c06f860db5a1650a610cd5315d9780d944499e80f78",
         "807bfe6cb5caecc4dbc820a0c6d20bee5222f3f10e79fd4fa22a59b2071937f5",
     ]
-
-
-def test_joint_keys_tell_parts_and_their_order():
-    assert len({joint_key(["ab", "cd"]), joint_key(["cd", "ab"]), joint_key(["ab"]), joint_key(["abcd"])}) == 4
 
 
 def test_what_stock_encoders_make_has_keys_of_its_own(monkeypatch):
@@ -288,7 +283,6 @@ def test_folders_without_a_model_are_refused(tmp_path):
 WRITTEN = {
     "16169bbaff7a3ddac3f8": "bb9be1209c88fdc3",
     "4dd4cdc6b2af63f4397d": "e56d721f6d8b49c8",
-    "524b8fee28734cef4ec7": "208d1a8054267697",
     "7c05f81db0d3fccf2b74": "d927d18dea81bdc5",
     "8a4004c22108d9934161": "7ba16db24976938d",
     "c7d249a39b29ffc33873": "186ad53da71f0fd3",
@@ -332,11 +326,11 @@ def test_entries_have_the_names_and_bytes_that_earlier_versions_wrote(tmp_path: 
 
     texts, tokens = (source(clip.fingerprint, fits, clip) for source in (ComfyTexts, ComfyTokens))
     weighing = ComfyTexts(clip.fingerprint, fits, clip, keeps_all=True, weighs=True)
-    fill_texts(["a cat", "a (red:1.3) dog"], [texts], store)
-    fill_texts(["a (red:1.3) dog"], [weighing], store)
-    fill_texts(["a cat"], [tokens], store)
+    fill(["a cat", "a (red:1.3) dog"], texts, store)
+    fill(["a (red:1.3) dog"], weighing, store)
+    fill(["a cat"], tokens, store)
     other = _Encoders("comfyui-clip:" + "c" * 64)
-    fill_texts(["a cat"], [ComfyTexts(other.fingerprint, fits, other), tokens], store)
+    fill(["a cat"], ComfyTexts(other.fingerprint, fits, other), store)
     fill([ImageRequest(path, (12, 8), (2, 0, 8, 8))], ComfyLatents(vae.fingerprint, fits, vae), store)
     for way, captions, megapixels in (("reference", ("a cat", ""), 0.5), ("qwen-image-edit", ("a (big) cat",), 1.0)):
         source = ComfyConditions(way, ("enc",), fits, megapixels, _Encoders())

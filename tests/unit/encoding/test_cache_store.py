@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from devicebridge.checkpoints import weight_file
 from devicebridge.encoding import store as store_module
 from devicebridge.encoding.store import CacheStore
 from devicebridge.system import files
@@ -56,28 +57,22 @@ def test_what_get_returns_is_independent_of_the_file(tmp_path):
     assert _same(found, _tensors())
 
 
-@pytest.mark.parametrize("kind", ["entry", "link"])
-def test_no_flipped_bit_passes(kind, tmp_path):
+def test_no_flipped_bit_passes(tmp_path):
     store = CacheStore(tmp_path)
     store.put(KEY, {"states": torch.arange(6, dtype=torch.float32)})
-    if kind == "link":
-        store.link(OTHER, [KEY])
-    path = store.path(OTHER if kind == "link" else KEY)
+    path = store.path(KEY)
     whole = path.read_bytes()
     for position in range(8 * len(whole)):
         data = bytearray(whole)
         data[position // 8] ^= 1 << position % 8
         path.write_bytes(data)
-        assert store.get(OTHER if kind == "link" else KEY) is None, f"bit {position}"
+        assert store.get(KEY) is None, f"bit {position}"
 
 
-@pytest.mark.parametrize("kind", ["entry", "link"])
-def test_entries_that_changed_names_are_misses(kind, tmp_path):
-    store, keys = CacheStore(tmp_path), ["12" * 32, "34" * 32]
-    for index, key in enumerate([KEY, OTHER]):
+def test_entries_that_changed_names_are_misses(tmp_path):
+    store, keys = CacheStore(tmp_path), [KEY, OTHER]
+    for index, key in enumerate(keys):
         store.put(key, {"states": torch.full((2,), float(index))})
-        store.link(keys[index], [key])
-    keys = keys if kind == "link" else [KEY, OTHER]
     first, second = (store.path(key).read_bytes() for key in keys)
     store.path(keys[0]).write_bytes(second)
     store.path(keys[1]).write_bytes(first)
@@ -85,13 +80,10 @@ def test_entries_that_changed_names_are_misses(kind, tmp_path):
 
 
 def test_entries_from_before_their_key_was_in_them_are_read(tmp_path):
-    store, joint = CacheStore(tmp_path), "ef" * 32
+    store = CacheStore(tmp_path)
     old = store_module._checksum(_tensors())
-    files.save_tensors_atomically(store.path(KEY), _tensors(), {"checksum": old})
-    listed = f'["{KEY}"]'
-    metadata = {"parts": listed, "checksum": store_module._checksum({}, listed)}
-    files.save_tensors_atomically(store.path(joint), {}, metadata)
-    assert _same(store.get(KEY), _tensors()) and _same(store.get(joint), _tensors())
+    files.write_atomically(store.path(KEY), files.tensors_as_bytes(_tensors(), {"checksum": old}))
+    assert _same(store.get(KEY), _tensors())
 
 
 def test_bytes_after_the_end_and_foreign_safetensors_are_misses(tmp_path):
@@ -102,17 +94,6 @@ def test_bytes_after_the_end_and_foreign_safetensors_are_misses(tmp_path):
     assert KEY not in store
     save_file({"states": torch.zeros(2)}, store.path(KEY))
     assert KEY not in store and store.get(KEY) is None
-
-
-def test_a_link_reads_as_its_parts_and_falls_with_them(tmp_path):
-    store, joint = CacheStore(tmp_path), "ef" * 32
-    store.put(KEY, {"states": torch.ones(2)})
-    store.link(joint, [KEY, OTHER])
-    assert joint not in store and store.get(joint) is None
-    store.put(OTHER, {"pooled": torch.zeros(3)})
-    assert joint in store and _same(store.get(joint), {"states": torch.ones(2), "pooled": torch.zeros(3)})
-    store.path(KEY).write_bytes(b"torn")
-    assert joint not in store and store.get(joint) is None
 
 
 def test_keys_cannot_leave_the_folder(tmp_path):
@@ -183,14 +164,13 @@ def test_content_is_flushed_before_the_rename_and_the_folder_after(tmp_path, mon
 
 
 def test_check_tells_whole_missing_and_damaged_and_a_damaged_entry_is_a_miss_afterwards(tmp_path):
-    store, joint = CacheStore(tmp_path), "ef" * 32
+    store = CacheStore(tmp_path)
     assert store.check(KEY) == "missing" and store.stamp(KEY) is None and store.stamps() == {}
     store.put(KEY, _tensors())
-    store.link(joint, [KEY])
-    assert store.check(KEY) == store.check(joint) == "whole" and store.stamps().keys() == {KEY, joint}
+    assert store.check(KEY) == "whole" and store.stamps().keys() == {KEY}
     whole = store.path(KEY).read_bytes()
     store.path(KEY).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert store.check(joint) == "whole", "what it links to is checked on its own"
+
     assert store.check(KEY) == "damaged" and KEY not in store and store.check(KEY) == "missing"
     store.path(KEY).write_bytes(whole[:-1])
     assert store.check(KEY) == "damaged"
@@ -227,14 +207,14 @@ def test_an_entry_that_is_written_anew_while_it_is_read_is_neither_damaged_nor_r
     """--regenerate on another device gives other last bits, between reading the header and reading the tensors."""
     store = CacheStore(tmp_path)
     store.put(KEY, {"x": torch.zeros(3)})
-    real = store_module._read_tensors
+    real = weight_file.load_tensors
 
     def write_first(path):
-        monkeypatch.setattr(store_module, "_read_tensors", real)
+        monkeypatch.setattr(weight_file, "load_tensors", real)
         store.put(KEY, {"x": torch.ones(3)})
         return real(path)
 
     for read in (lambda: store.get(KEY)["x"].tolist() == [1, 1, 1], lambda: store.check(KEY) == "whole"):
         store.put(KEY, {"x": torch.zeros(3)})
-        monkeypatch.setattr(store_module, "_read_tensors", write_first)
+        monkeypatch.setattr(weight_file, "load_tensors", write_first)
         assert read() and KEY in store

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from devicebridge.encoding import claims as claims_module
-from devicebridge.encoding.claims import Claims, Shared
+from devicebridge.encoding.claims import Claims, claimed_batches
 from devicebridge.encoding.store import CacheStore
 from devicebridge.system import locks
 from devicebridge.system.locks import NoLocks
@@ -39,9 +39,9 @@ def store(tmp_path):
     return CacheStore(tmp_path / "cache")
 
 
-def _shared(store, keys=KEYS, found=None, stop=lambda: None):
+def _batches(store, keys=KEYS, found=None, stop=lambda: None, size=1):
     on_found = (lambda: None) if found is None else (lambda: found.append(1))
-    return Shared(Claims(store), keys, lambda key: key in store, on_found, stop)
+    return claimed_batches(Claims(store), keys, size, lambda key: key in store, on_found, stop)
 
 
 def _hold_elsewhere(store, key):
@@ -95,7 +95,7 @@ def test_what_others_have_is_left_for_later_and_taken_over_when_they_die(store, 
     process = _hold_elsewhere(store, KEYS[3])
     order = []
     try:
-        for batch in _shared(store, KEYS[:6]).batches():
+        for batch in _batches(store, KEYS[:6]):
             order += batch
             store.put(batch[0], {"x": torch.ones(1)})
             if len(order) == 5:
@@ -116,7 +116,7 @@ def test_waiting_for_others_can_be_stopped(store, monkeypatch):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        next(_shared(store, KEYS[:1], stop=stop).batches())
+        next(_batches(store, KEYS[:1], stop=stop))
     claim.release()
 
 
@@ -127,7 +127,7 @@ def test_several_at_once_compute_every_entry_once(store, monkeypatch, size):
     computed, found = [], []
 
     def work():
-        for batch in _shared(store, found=found).batches(size):
+        for batch in _batches(store, found=found, size=size):
             assert len(batch) <= size
             for key in batch:
                 computed.append(key)
@@ -144,7 +144,7 @@ def test_several_at_once_compute_every_entry_once(store, monkeypatch, size):
 
 
 def test_leaving_early_or_by_an_error_gives_claims_back(store):
-    batches = _shared(store).batches(5)
+    batches = _batches(store, size=5)
     assert next(batches) == KEYS[:5] and Claims(store).take(KEYS[4]) is None
     batches.close()
     claim = Claims(store).take(KEYS[4])
@@ -220,8 +220,8 @@ def test_a_lock_file_that_is_being_removed_is_opened_again_on_windows(store, mon
 
 
 def test_where_an_open_file_cannot_be_told_by_its_number_nothing_waits_for_ever(store, monkeypatch, caplog):
-    monkeypatch.setattr(locks, "_still_has_name", lambda file, path: False)
-    assert [batch[0] for batch in _shared(store, KEYS[:2]).batches()] == KEYS[:2]
+    monkeypatch.setattr(locks.os.path, "samestat", lambda status, other: False)
+    assert [batch[0] for batch in _batches(store, KEYS[:2])] == KEYS[:2]
     assert caplog.text.count("file system without locks") == 1
 
 
@@ -230,7 +230,7 @@ def test_without_locks_work_is_done_all_the_same_and_one_warning_says_so(store, 
         raise NoLocks(95, "Operation not supported")
 
     monkeypatch.setattr(locks, "try_lock", refuse)
-    assert [batch[0] for batch in _shared(store).batches()] == KEYS
+    assert [batch[0] for batch in _batches(store)] == KEYS
     assert caplog.text.count("file system without locks") == 1
 
 

@@ -14,7 +14,7 @@ from devicebridge.encoding.comfy_data import (
     store_of_encoded,
 )
 from devicebridge.encoding.store import CacheStore
-from devicebridge.families.comfy.inputs import fit_mask, latents_problem, option_path, text_problem
+from devicebridge.families.comfy.inputs import ComfyReader, fit_mask, option_path
 from devicebridge.families.spec import ComfyInputs, LatentSpec
 
 STATES = torch.randn(1, 5, 8)
@@ -132,20 +132,24 @@ def test_what_cannot_be_kept_for_a_native_model_is_refused(options):
         read_conditioning(_conditioning(**options), "it", keeps_all=True)
 
 
+def _problem(native, shapes):
+    return ComfyReader(native, {}, LatentSpec(4, 8), "Wan").text_problem(shapes)
+
+
 def test_a_model_that_is_given_an_image_beside_the_noise_asks_for_it():
     native = ComfyInputs("cond", "", lambda samples: samples, reads_all=True, needs=("concat_latent_image",))
     shapes = {"cond": (5, 8), "option.width": ()}
-    problem = text_problem(native, {}, "Wan", shapes)
+    problem = _problem(native, shapes)
     assert problem == "its CONDITIONING has no concat_latent_image, which Wan is given beside the noise"
-    assert not text_problem(native, {}, "Wan", {**shapes, "option.concat_latent_image": (16, 3, 4, 4)})
+    assert not _problem(native, {**shapes, "option.concat_latent_image": (16, 3, 4, 4)})
 
 
 def test_an_image_embedder_asks_for_clip_vision_and_says_what_gives_it():
     native = ComfyInputs("cond", "", lambda samples: samples, reads_all=True, needs=("clip_vision_output",))
-    problem = text_problem(native, {}, "Wan", {"cond": (5, 8), "option.concat_latent_image": (16, 3, 4, 4)})
+    problem = _problem(native, {"cond": (5, 8), "option.concat_latent_image": (16, 3, 4, 4)})
     assert "no clip_vision_output, which the image embedder of Wan reads" in problem
     assert "cache.stock_vision" in problem and "CLIPVisionEncode" in problem
-    assert not text_problem(native, {}, "Wan", {"cond": (5, 8), "option.clip_vision_output.image_embeds": (4,)})
+    assert not _problem(native, {"cond": (5, 8), "option.clip_vision_output.image_embeds": (4,)})
 
 
 def test_the_guidance_node_is_named():
@@ -332,9 +336,9 @@ def test_a_noise_mask_is_resized_as_samplers_do_and_models_of_other_families_ref
     assert torch.equal(fit_mask(exact, (3, 2, 2)), exact)
     ours = ComfyInputs("states", "width", lambda samples: samples, latent_dims=3)
     shapes = {"samples": (4, 3, 2, 2), "noise_mask": (1, 3, 1, 1)}
-    assert "noise_mask, which training of Wan does not read" in latents_problem(
-        ours, {}, LatentSpec(4, 8), "Wan", shapes
-    )
+    assert "noise_mask, which training of Wan does not read" in ComfyReader(
+        ours, {}, LatentSpec(4, 8), "Wan"
+    ).latents_problem(shapes)
 
 
 # --- datasets that arrive encoded -------------------------------------------------------------------------------------

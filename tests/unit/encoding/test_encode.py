@@ -107,8 +107,8 @@ def test_entries_hold_every_encoders_states(encoders, tmp_path):
     store = CacheStore(tmp_path / "cache")
     keys, computed = _encode(CAPTIONS, encoders, store, dtype=torch.bfloat16)
     assert computed == 30 and list(keys) == CAPTIONS and len(set(keys.values())) == 10
-    for caption, key in keys.items():
-        entry = store.get(key)
+    for caption, own in keys.items():
+        entry = {name: states for key in own for name, states in store.get(key).items()}
         assert {name: tuple(states.shape) for name, states in entry.items()} == {
             "pooled": (16,),
             "text_states": (24, 16),
@@ -193,7 +193,7 @@ def test_the_pace_is_measured_from_when_an_encoder_begins(encoders, tmp_path):
     store, note = CacheStore(tmp_path / "cache"), lambda done, total, what: events.append(done)
     options = {"on_begin": lambda: events.append("begins")}
     encode_captions(CAPTIONS[:3], (CLIP, T5), encoders, "cpu", torch.float32, store, note, **options)
-    assert events == [0, "begins", 1, 2, 3, 3, "begins", 4, 5, 6]
+    assert events == [0, "begins", 1, 2, 3] * 2
 
 
 def test_a_changed_weight_recomputes_that_encoder_only(encoders, tmp_path, loads):
@@ -205,9 +205,10 @@ def test_a_changed_weight_recomputes_that_encoder_only(encoders, tmp_path, loads
     save_file(tensors, file, metadata={"format": "pt"})
     after, computed = _encode(CAPTIONS, encoders, store)
     assert computed == 10 and [name for name, _ in loads[3:]] == [T5.folder]
-    assert not set(before.values()) & set(after.values())
-    old, new = store.get(before[CAPTIONS[0]]), store.get(after[CAPTIONS[0]])
-    assert torch.equal(old["pooled"], new["pooled"]) and not torch.equal(old["text_states"], new["text_states"])
+    places = [[old == new for old, new in zip(before[each], after[each], strict=True)] for each in CAPTIONS]
+    assert places == [[spec is not T5 for spec in SPECS]] * len(CAPTIONS)
+    (old,), (new,) = (store.get(keys[CAPTIONS[0]][SPECS.index(T5)]).values() for keys in (before, after))
+    assert not torch.equal(old, new)
 
 
 def test_another_type_tokenizer_or_template_computes_again(encoders, tmp_path):
@@ -226,10 +227,10 @@ def test_another_type_tokenizer_or_template_computes_again(encoders, tmp_path):
     assert _encode(captions, encoders, store, specs=(QWEN3,))[1] == 2
 
 
-@pytest.mark.parametrize("stop_after", [0, 4, 13])
+@pytest.mark.parametrize("stop_after", [0, 4])
 def test_stopping_keeps_what_is_done_and_frees_the_encoder(encoders, tmp_path, loads, stop_after):
     store = CacheStore(tmp_path / "cache")
-    with pytest.raises(Stopped, match=f"stopped after {stop_after} of 30 captions; these are kept"):
+    with pytest.raises(Stopped, match=f"stopped after {stop_after} of 10 captions; these are kept"):
         _encode(CAPTIONS, encoders, store, stop_after=stop_after)
     assert len(list(store.folder.rglob("*.safetensors"))) == stop_after
     _, computed = _encode(CAPTIONS, encoders, store)

@@ -13,7 +13,7 @@ from devicebridge.data.image import ImageRequest
 from devicebridge.encoding.claims import Claims
 from devicebridge.encoding.comfy_data import read_tokens, token_lists
 from devicebridge.encoding.comfy_sources import ComfyLatents, ComfyTexts, ComfyTokens
-from devicebridge.encoding.encode import Stopped, fill, fill_texts, text_entries
+from devicebridge.encoding.encode import Stopped, fill
 from devicebridge.encoding.store import CacheStore
 from PIL import Image
 
@@ -71,12 +71,12 @@ def _fits(shapes, num_frames=0):
 
 
 def _texts(clip, problem=_fits, name=NAME):
-    return [ComfyTexts(name, problem, clip)]
+    return ComfyTexts(name, problem, clip)
 
 
 def test_texts_are_kept_as_they_came_and_encoded_once(tmp_path):
     store, clip, done = CacheStore(tmp_path), StubClip(), []
-    keys = fill_texts(CAPTIONS, _texts(clip), store, lambda *count: done.append(count))
+    keys = fill(CAPTIONS, _texts(clip), store, lambda *count: done.append(count))
     assert sorted(clip.texts) == sorted(set(CAPTIONS)) and clip.released == 1
     assert done[0][:2] == (0, 4) and done[-1] == (4, 4, "captions")
     for caption, key in keys.items():
@@ -87,29 +87,29 @@ def test_texts_are_kept_as_they_came_and_encoded_once(tmp_path):
         )
 
     again = StubClip()
-    assert fill_texts(CAPTIONS, _texts(again), store) == keys and not again.texts and not again.released
+    assert fill(CAPTIONS, _texts(again), store) == keys and not again.texts and not again.released
     edited = StubClip()
-    fill_texts([*CAPTIONS[:-1], "a blue bird"], _texts(edited), store)
+    fill([*CAPTIONS[:-1], "a blue bird"], _texts(edited), store)
     assert edited.texts == ["a blue bird"]
 
 
 def test_another_clip_has_other_entries_and_a_known_name_finds_them(tmp_path):
     store = CacheStore(tmp_path)
-    keys = fill_texts(CAPTIONS, _texts(StubClip()), store)
-    assert fill_texts(CAPTIONS, _texts(None), store) == keys
-    other = text_entries(CAPTIONS, _texts(None, name=NAME.replace("a" * 64, "c" * 64)))
-    assert not {key for entries in other.values() for key in entries} & set(keys.values())
+    keys = fill(CAPTIONS, _texts(StubClip()), store)
+    assert fill(CAPTIONS, _texts(None), store) == keys
+    other = _texts(None, name=NAME.replace("a" * 64, "c" * 64)).keys_of(CAPTIONS)
+    assert not set(other.values()) & set(keys.values())
     with pytest.raises(ValueError, match="1 captions are not in the cache, and cache.text_source says"):
-        fill_texts([*CAPTIONS, "new"], _texts(None), store)
+        fill([*CAPTIONS, "new"], _texts(None), store)
 
 
 def test_stopping_keeps_what_is_done_and_gives_every_claim_back(tmp_path):
     store, clip = CacheStore(tmp_path), StubClip()
     with pytest.raises(Stopped):
-        fill_texts(CAPTIONS, _texts(clip), store, should_stop=lambda: len(clip.texts) >= 2)
+        fill(CAPTIONS, _texts(clip), store, should_stop=lambda: len(clip.texts) >= 2)
     assert len(list(store.keys())) == 2 and clip.released == 1
     rest = StubClip()
-    keys = fill_texts(CAPTIONS, _texts(rest), store)
+    keys = fill(CAPTIONS, _texts(rest), store)
     assert len(rest.texts) == 2 and set(rest.texts).isdisjoint(clip.texts)
     claims = Claims(store)
     for key in keys.values():
@@ -126,7 +126,7 @@ def test_a_clip_of_another_model_is_refused_at_its_first_caption(tmp_path):
         return "it is too wide"
 
     with pytest.raises(ValueError, match="the stock CLIP does not fit: of the caption .*, it is too wide"):
-        fill_texts(CAPTIONS, _texts(clip, problem), store)
+        fill(CAPTIONS, _texts(clip, problem), store)
     assert len(clip.texts) == 1 and not list(store.keys()) and clip.released == 1
 
 
@@ -138,16 +138,14 @@ def test_states_that_are_not_finite_cost_the_others_of_their_batch_nothing(tmp_p
     store, clip, encode = CacheStore(tmp_path), StubClip(), StubClip.encode
     clip.encode = lambda text: [[encode(clip, text)[0][0] / (text != "a dog"), {}]]
     with pytest.raises(RuntimeError, match="^the states of 'a dog' are not finite.*\nall captions .* are kept$"):
-        fill_texts(CAPTIONS, [_InFours(NAME, _fits, clip)], store)
+        fill(CAPTIONS, _InFours(NAME, _fits, clip), store)
     assert len(list(store.keys())) == 3 and clip.released == 1
 
 
 def test_captions_that_pull_in_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="textual inversion"):
-        fill_texts(
-            ["a cat, embedding:bad_hands"], [ComfyTexts(NAME, _fits, StubClip(), weighs=True)], CacheStore(tmp_path)
-        )
-    assert fill_texts(["a cat, embedding:bad_hands"], _texts(StubClip()), CacheStore(tmp_path))
+        fill(["a cat, embedding:bad_hands"], ComfyTexts(NAME, _fits, StubClip(), weighs=True), CacheStore(tmp_path))
+    assert fill(["a cat, embedding:bad_hands"], _texts(StubClip()), CacheStore(tmp_path))
 
 
 @pytest.fixture
@@ -245,7 +243,7 @@ def test_where_encoders_train_their_tokens_are_kept_in_the_place_of_states(tmp_p
     problem = {"problem": lambda shapes: "", "clip": clip}
     states, tokens = ComfyTexts(NAME, **problem), ComfyTokens(NAME, **problem)
     store = CacheStore(tmp_path)
-    keys = fill_texts(["a cat"], [tokens], store)
+    keys = fill(["a cat"], tokens, store)
     assert keys["a cat"] != states.key_of("a cat") and not clip.texts
     entry = store.get(keys["a cat"])
     batch = {name: torch.stack([tensor, tensor]) for name, tensor in entry.items()}

@@ -275,9 +275,11 @@ def test_host_memory_holds_all_layers_or_two(folders: dict[str, Path]) -> None:
 
 
 def test_files_are_read_once_or_every_pass(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[Path] = []
-    original = streamed_encoder.open_weights
-    monkeypatch.setattr(streamed_encoder, "open_weights", lambda file: [opened.append(file), original(file)][1])
+    opened: list[Any] = []
+    original = streamed_encoder.read_records
+    monkeypatch.setattr(
+        streamed_encoder, "read_records", lambda records: [opened.append(records), original(records)][1]
+    )
     for keeps, expected in ((True, NUM_LAYERS), (False, 3 * NUM_LAYERS)):
         opened.clear()
         encoder = _stream(folders["t5"], "t5", StreamPlan(2, keeps))

@@ -14,7 +14,7 @@ import transformers
 from devicebridge.encoding import text_encoder
 from devicebridge.encoding.streamed_encoder import StreamPlan
 from devicebridge.encoding.text_encoder import load_text_encoder, prepare_text, render_chat
-from devicebridge.encoding.text_weights import refuse_eight_bit, weight_files
+from devicebridge.encoding.text_weights import refuse_eight_bit, weight_records
 from devicebridge.families.spec import TextEncoderSpec
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder
 from packaging.version import Version
@@ -234,7 +234,7 @@ def test_shards_that_are_missing_are_named(folders, tmp_path):
     for name in ("one", "two"):
         save_file({"a": torch.ones(1)}, index.parent / f"{name}.safetensors")
     with pytest.raises(ValueError, match=r"two\.safetensors lacks b, .*the index"):
-        refuse_eight_bit(weight_files(index.parent))
+        refuse_eight_bit(weight_records(index.parent))
 
 
 def _copy_without_weights(source, target):

@@ -16,8 +16,9 @@ import torch
 from devicebridge.encoding import text_weights
 from devicebridge.encoding.encode import Stopped
 from devicebridge.encoding.store import CacheStore
-from devicebridge.encoding.text_encoder import TextEncoder, load_text_encoder
-from devicebridge.encoding.text_weights import TextScheme, check_scheme, check_text_encoders, is_rounded
+from devicebridge.encoding.text_encoder import TextEncoder, check_encoder, load_text_encoder
+from devicebridge.encoding.text_place import check_text_device
+from devicebridge.encoding.text_weights import TextScheme, check_scheme, is_rounded
 from devicebridge.events import EventLog
 from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import TextEncoderSpec
@@ -280,7 +281,7 @@ def test_missing_torchao_is_said_before_anything_is_read(
     monkeypatch.setattr(weight_only, "version", _no_torchao)
     job = make_tiny_job(tmp_path, cache={"text_quantize": "fp8"})
     with monkeypatch.context() as patch:
-        patch.setattr(text_weights, "_place", None)
+        patch.setattr(text_weights, "put_tensor", None)
         with pytest.raises(RuntimeError, match='cache.text_quantize = "fp8".* torchao .*none is installed; .* "none"'):
             check_job(job)
         with pytest.raises(RuntimeError, match="torchao"):
@@ -328,7 +329,7 @@ def test_encoders_in_8_bits_already_are_refused_with_what_works(
     with pytest.raises(ValueError, match=message):
         load_text_encoder(SPECS[kind], folder, CPU, torch.float32, scheme)
     with pytest.raises(ValueError, match=message):
-        check_text_encoders((SPECS[kind],), folder, CPU, torch.float32, scheme)
+        check_encoder(SPECS[kind], folder, None)
 
 
 def test_a_single_file_and_a_quantized_config_are_refused_with_what_works(
@@ -336,7 +337,7 @@ def test_a_single_file_and_a_quantized_config_are_refused_with_what_works(
 ) -> None:
     single = folders["t5"] / "text_encoder" / "model.safetensors"
     with pytest.raises(ValueError, match="a single file without config and tokenizer; .*bfloat16.*text_quantize"):
-        check_text_encoders((SPECS["t5"],), single, CPU, torch.bfloat16, "none")
+        check_text_device("cpu", (SPECS["t5"],), single, torch.bfloat16)
     with pytest.raises(ValueError, match="a single file"):
         check_job(make_tiny_job(tmp_path, cache={"text_encoders": str(single)}))
     folder, tensors = _copy(folders["t5"], tmp_path / "copy")

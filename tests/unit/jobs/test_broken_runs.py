@@ -12,8 +12,7 @@ import pytest
 import torch
 from devicebridge.encoding.claims import living_run
 from devicebridge.encoding.store import CacheStore
-from devicebridge.jobs.cache_upkeep import prune_caches
-from devicebridge.jobs.encode_job import CACHE_PARTS, cache_entries
+from devicebridge.jobs.encode_job import CACHE_PARTS, cache_entries, prune_caches
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.system import files
 from devicebridge.tests.tiny_pipeline import make_tiny_job

@@ -18,7 +18,6 @@ from devicebridge.events import EventLog
 from devicebridge.families.comfy.inputs import read_latents, read_text
 from devicebridge.families.registry import find_family
 from devicebridge.jobs import build
-from devicebridge.jobs.cache_upkeep import prune_caches, verify_cache
 from devicebridge.jobs.comfy_entries import ComfyEncoders
 from devicebridge.jobs.encode_job import (
     CACHE_PARTS,
@@ -26,6 +25,8 @@ from devicebridge.jobs.encode_job import (
     cache_store,
     fill_prompts,
     missing_prompts,
+    prune_caches,
+    verify_cache,
     wanted_conditions,
 )
 from devicebridge.jobs.job import check_job, run_job

@@ -11,8 +11,8 @@ from devicebridge.cli.main import main
 from devicebridge.config.job import save_job
 from devicebridge.events import Event
 from devicebridge.families.registry import FAMILIES
-from devicebridge.jobs import experts as experts_module
-from devicebridge.jobs.experts import expert_jobs, num_at_once, run_pair
+from devicebridge.jobs import in_processes as experts_module
+from devicebridge.jobs.in_processes import expert_jobs, num_at_once, run_pair
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.tests.tiny_pipeline import make_tiny_job, run_steps, save_tiny_pipeline
 from devicebridge.tests.toy import TINY

@@ -49,7 +49,7 @@ def test_calibrate_is_taken_and_one_line_says_that_it_has_no_effect(
     info = make_published_info("flux2-klein-4b")
     assert info.variant is not None
     job = make_plan_job(split={"calibrate": value, "memory_limit_gb": [1000]})
-    subject = Subject(info, info.variant, make_empty_transformer(info), (512, 512, 1), False, frozenset())
+    subject = Subject(info, info.variant, make_empty_transformer(info), (512, 512, 1), frozenset())
     resolve(job, subject, Machine((torch.device("cpu"),)), is_to_train=False)
     assert sum("split.calibrate" in record.getMessage() for record in caplog.records) == count
 
@@ -65,7 +65,7 @@ def test_a_unet_is_split_by_size_and_no_pipeline_is_tried(caplog: pytest.LogCapt
     for native in (None, row):
         family = dataclasses.replace(info.family, native=native)
         own = dataclasses.replace(info, family=family)
-        subject = Subject(own, info.variant, make_empty_transformer(info), (512, 512, 1), False, frozenset())
+        subject = Subject(own, info.variant, make_empty_transformer(info), (512, 512, 1), frozenset())
         with emulated_cards():
             cards = [dataclasses.replace(c, device=d) for c, d in zip(parse_cards("2x24GB"), CARDS, strict=False)]
             found.append(resolve(job, subject, Machine(CARDS[:2], tuple(cards))))

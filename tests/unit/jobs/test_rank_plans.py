@@ -33,7 +33,7 @@ def subject() -> Subject:
     info = dataclasses.replace(published, config={**published.config, "num_layers": 4, "num_single_layers": 24})
     size = (512, 512, 1)
     assert info.variant is not None
-    return Subject(info, info.variant, make_empty_transformer(info), size, is_encoded=False, train=frozenset({size}))
+    return Subject(info, info.variant, make_empty_transformer(info), size, train=frozenset({size}))
 
 
 def _job(scheme: str = "fp8-compute", **sections: dict) -> JobConfig:

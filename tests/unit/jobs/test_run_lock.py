@@ -11,9 +11,9 @@ import uuid
 from pathlib import Path
 
 import pytest
-from devicebridge.jobs.experts import run_pair
+from devicebridge.jobs.in_processes import run_pair
 from devicebridge.jobs.job import run_job
-from devicebridge.jobs.run_lock import run_lock
+from devicebridge.runs.record import run_lock
 from devicebridge.system import locks
 from devicebridge.system.locks import NoLocks
 from devicebridge.tests.tiny_pipeline import make_tiny_job
@@ -24,7 +24,7 @@ _HOLD = """
 import runpy, sys, time
 runpy.run_path(sys.argv[1])["load_pack"]()
 from pathlib import Path
-from devicebridge.jobs.run_lock import run_lock
+from devicebridge.runs.record import run_lock
 
 with run_lock(Path(sys.argv[2])):
     print("held", flush=True)

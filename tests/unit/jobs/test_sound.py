@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.config.job import LoraSettings
+from devicebridge.data.samples import EncodedSample
 from devicebridge.encoding import store as store_module
 from devicebridge.encoding.comfy_data import load_encoded, read_pairs, read_samples, save_encoded
 from devicebridge.encoding.store import CacheStore
-from devicebridge.families.comfy.inputs import stream_shapes
+from devicebridge.families.comfy.inputs import ComfyReader, read_latents, read_text, stream_shapes
 from devicebridge.families.spec import ComfyInputs, LatentSpec
 from devicebridge.jobs import read_job
 from devicebridge.jobs.comfy_entries import (
-    ComfyReader,
-    EncodedSample,
     read_encoded_samples,
     refuse_batches_with_sound,
     resolution_of,
@@ -67,7 +67,8 @@ def _load(folder: Path, samples: Any, reader: ComfyReader, count: int) -> Any:
     """All of a dataset as one batch."""
     path = _save(folder, samples, _conditioning(count))
     found = read_encoded_samples(str(path), reader)
-    data = CachedSamples(CacheStore(folder), found, False, 1.0, reader.read_latents, reader.read_text)
+    readers = partial(read_latents, reader.comfy), partial(read_text, reader.comfy)
+    data = CachedSamples(CacheStore(folder), found, False, 1.0, *readers)
     return data.load(range(count), [False] * count)
 
 

@@ -17,7 +17,7 @@ from devicebridge.parallel.local.shards import divide_block, find_plan, shares_o
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.parallel.placement import block_flops, native_list
 from devicebridge.planning import times as work_module
-from devicebridge.planning.times import divided_block, forward_work, has_guidance, key_bytes
+from devicebridge.planning.times import SampledBlock, forward_work, has_guidance, key_bytes, work_of
 from devicebridge.tests.emulated import CARDS, emulated_cards
 from devicebridge.tests.toy import TINY
 from devicebridge.tests.unit.parallel.test_tensor_experts import PLAN, Block
@@ -67,7 +67,7 @@ def test_exchanges_are_those_of_a_divided_block(name: str) -> None:
         for block in getattr(model, block_list.name):
             plan = find_plan(family.tensor, block)
             assert plan is not None
-            count = divided_block(block, plan, block_list, (TOKENS, TOKENS), 2, 4).num_exchanges
+            count = work_of([SampledBlock(block, block_list, plan)], (TOKENS, TOKENS), 2, 4).num_exchanges
             shard = divide_block(copy.deepcopy(block), plan, shares_of(block, plan, (1, 1)), 0)
             assert count == len(shard.collectives) > 0
 

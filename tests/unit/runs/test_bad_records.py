@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from devicebridge.cli.queue import jobs
-from devicebridge.runs.api import Api, Host
-from devicebridge.runs.news import News
+from devicebridge.runs.api import Api, Host, News
 from devicebridge.runs.queue import JobQueue
 from devicebridge.runs.store import RunStore
 from devicebridge.system import processes

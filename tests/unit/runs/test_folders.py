@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from devicebridge.cli.main import main
-from devicebridge.runs.api import Api, Host
-from devicebridge.runs.news import News
+from devicebridge.runs.api import Api, Host, News
 from devicebridge.runs.queue import JobQueue
 from devicebridge.runs.store import NotThere, RunStore
 from devicebridge.system.processes import own_mark

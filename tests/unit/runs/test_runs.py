@@ -20,11 +20,10 @@ from devicebridge.cli.main import main
 from devicebridge.config.job import make_job
 from devicebridge.events import Event, EventLog, EventTail
 from devicebridge.jobs.job import run_job
-from devicebridge.jobs.run_lock import run_lock
-from devicebridge.runs.news import News
+from devicebridge.runs.api import News
 from devicebridge.runs.progress import Progress, thinned
 from devicebridge.runs.queue import MEMORY, JobQueue, explain, nothing_held
-from devicebridge.runs.record import read_record, recorded_run
+from devicebridge.runs.record import read_record, recorded_run, run_lock
 from devicebridge.runs.store import Busy, NotThere, RunStore, list_checkpoints
 from devicebridge.system.locks import is_locked, take_claim
 from devicebridge.system.processes import ProcessMark, own_mark, start_detached
