@@ -146,9 +146,8 @@ class Gathered:
                     keys, values = (each.dtype for each in own)
                     found = decode(found[0], found[1], found[2], keys), decode(found[3], found[4], None, values)
                 pairs.append(found)
-            joined = [(rows.join([k for k, _ in pairs], of_keys), rows.join([v for _, v in pairs], of_values))]
-            del pairs, found  # the parts, while the joined ones are attended to
-            yield joined.pop()
+            del found
+            yield _joined(rows, pairs, of_keys, of_values)
 
     def attend(
         self,
@@ -163,7 +162,8 @@ class Gathered:
         Args:
             on_keys: is called with the keys of all heads.
         """
-        heads, arriving = self._heads, self._arriving
+        # A generator that has not ended holds this, which must not hold it: the keys would wait for the collector.
+        heads, arriving, self._arriving = self._heads, self._arriving, ()
         if on_keys is not None:
             arriving = list(arriving)
             keys = [each for each, _ in arriving]
@@ -193,3 +193,12 @@ class Gathered:
             outputs.append(func(queries, *pair, *rest, **named))
             del pair  # while the next one comes
         return torch.cat(outputs, heads.output_dim)
+
+
+def _joined(rows: RankRows, pairs: list[Any], of_keys: Place, of_values: Place) -> Pair:
+    """All rows of a group. Each rank's keys are let go before values are joined; pairs is empty then."""
+    keys, values = map(list, zip(*pairs, strict=True))
+    pairs.clear()
+    joined = rows.join(keys, of_keys)
+    keys.clear()
+    return joined, rows.join(values, of_values)

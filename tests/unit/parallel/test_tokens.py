@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -414,6 +416,25 @@ def test_in_8_bits_a_ranks_own_rows_stay_exact_and_the_result_is_near(layout: st
     assert 0 < float((coded[0].narrow(dim, *others) - keys[0].narrow(dim, *others)).abs().max()) < 0.02
     for a, b in zip(short, full, strict=True):
         assert 0 < float((a - b).norm() / b.norm()) < 0.005
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_keys_of_a_block_are_let_go_without_the_collector(groups: int) -> None:
+    class Kept(Headed):
+        def forward(self, x: torch.Tensor, attend: Any, mask: torch.Tensor | None = None) -> torch.Tensor:
+            q, k, v = (each.contiguous() for each in self.qkv(x).chunk(3, -1))
+            seen.extend(map(weakref.ref, (k, v)))
+            return x + self.out(attend(heads_one_by_one, q, k, v, self.heads))
+
+    seen: list[weakref.ref[torch.Tensor]] = []
+    model = HeadedModel(4, "flat").double().requires_grad_(False)
+    model.blocks = nn.ModuleList(Kept(4, "flat").double().requires_grad_(False) for _ in range(2))
+    gc.disable()
+    try:
+        headed(model, (1, 1), groups)
+        assert len(seen) == 8 and not any(each() is not None for each in seen)
+    finally:
+        gc.enable()
 
 
 def test_what_channels_have_in_common_costs_no_precision() -> None:
