@@ -10,6 +10,7 @@ comes with it: what a channel has in common would take the precision from where 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -25,18 +26,23 @@ _BLOCK = 12 * 5120 + 2 * 14040  # width and rows of Wan 14B, as in groups_for
 # Of a block's time, from where four groups gain. They take 4 to 8 %, as kernels of fewer heads leave more of a card
 # idle at their end, and hide about half of the transfer (measured on two H200).
 _LEAST_SHARE = 0.15
+_LAUNCH_S = 2e-3  # of a block, for each group: the host launches them for all cards (1.1 ms on two H200)
 
 
-def groups_for(flops_per_s: float, bytes_per_s: float, exchange: Exchange = "full") -> int:
+def groups_for(flops_per_s: float, bytes_per_s: float, exchange: Exchange = "full", block_s: float = math.inf) -> int:
     """In how many groups of heads keys and values are to travel.
 
     A row sends 2 * bytes * width, and takes a block 24 * width**2 + 4 * rows * width operations. So the transfer takes
     this share of the computing: flops_per_s / bytes_per_s * bytes / (12 * width + 2 * rows). Longer clips compute more,
     and smaller models less: Wan stands for all.
+
+    Args:
+        block_s: seconds that a card computes of a block. Cards that are faster than the host wait for each group.
     """
     num_bytes = 1 if exchange == "8-bit" else 2
     share = flops_per_s / bytes_per_s * num_bytes / _BLOCK
-    return _NUM_GROUPS if share > _LEAST_SHARE else 1
+    most = next((num for num in (_NUM_GROUPS, 2) if num * _LAUNCH_S <= block_s), 1)
+    return most if share > _LEAST_SHARE else 1
 
 
 class Heads(NamedTuple):
@@ -146,8 +152,14 @@ class Gathered:
                     keys, values = (each.dtype for each in own)
                     found = decode(found[0], found[1], found[2], keys), decode(found[3], found[4], None, values)
                 pairs.append(found)
-            del found
-            yield _joined(rows, pairs, of_keys, of_values)
+            keys_of_ranks, values_of_ranks = map(list, zip(*pairs, strict=True))
+            del pairs, found
+            # What was joined is let go: these parts before the values are joined, and the rest while it is attended to.
+            joined = [rows.join(keys_of_ranks, of_keys)]
+            keys_of_ranks.clear()
+            joined.append(rows.join(values_of_ranks, of_values))
+            del values_of_ranks
+            yield joined.pop(0), joined.pop()
 
     def attend(
         self,
@@ -193,12 +205,3 @@ class Gathered:
             outputs.append(func(queries, *pair, *rest, **named))
             del pair  # while the next one comes
         return torch.cat(outputs, heads.output_dim)
-
-
-def _joined(rows: RankRows, pairs: list[Any], of_keys: Place, of_values: Place) -> Pair:
-    """All rows of a group. Each rank's keys are let go before values are joined; pairs is empty then."""
-    keys, values = map(list, zip(*pairs, strict=True))
-    pairs.clear()
-    joined = rows.join(keys, of_keys)
-    keys.clear()
-    return joined, rows.join(values, of_values)
