@@ -21,12 +21,14 @@ from .collectives import Collective, Exchange, decode, encode
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys, values
 
-_NUM_GROUPS = 4  # the transfer of the first one is not hidden
+_NUM_GROUPS, _FEW_GROUPS = 4, 2  # the transfer of the first one is not hidden
 _BLOCK = 12 * 5120 + 2 * 14040  # width and rows of Wan 14B, as in groups_for
 # Of a block's time, from where four groups gain. They take 4 to 8 %, as kernels of fewer heads leave more of a card
 # idle at their end, and hide about half of the transfer (measured on two H200).
 _LEAST_SHARE = 0.15
-_LAUNCH_S = 2e-3  # of a block, for each group: the host launches them for all cards (1.1 ms on two H200)
+# A card computes a block for so long at least, or the host launches too much for four groups: each takes it about 1 ms
+# for two H200, on hosts of 32 cores.
+_LONG_S = 8e-3
 
 
 def groups_for(flops_per_s: float, bytes_per_s: float, exchange: Exchange = "full", block_s: float = math.inf) -> int:
@@ -41,8 +43,9 @@ def groups_for(flops_per_s: float, bytes_per_s: float, exchange: Exchange = "ful
     """
     num_bytes = 1 if exchange == "8-bit" else 2
     share = flops_per_s / bytes_per_s * num_bytes / _BLOCK
-    most = next((num for num in (_NUM_GROUPS, 2) if num * _LAUNCH_S <= block_s), 1)
-    return most if share > _LEAST_SHARE else 1
+    if share <= _LEAST_SHARE:
+        return 1
+    return _NUM_GROUPS if block_s >= _LONG_S else _FEW_GROUPS
 
 
 class Heads(NamedTuple):
