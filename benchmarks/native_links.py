@@ -7,15 +7,13 @@ where figures mean nothing. Two cards of 80 GB hold what a case needs. A shape's
 card, once for all of its cases that follow each other. One card, tokens and blocks share them there. Nothing is
 evicted.
 
-Links: "direct" is the real one. On a slower one a copy is followed by a wait on the receiving stream (SlowLink). So
-each direction carries so many bytes per second, and both at once. A wait counts the card's cycles, whose frequency
-falls with load; it is measured in every turn and corrected for the next. `link_gb_per_s` says what a turn had.
-`links` says what the pack's own measurement finds while the cards rest.
+Links: "direct" is the real one, the others are simulated (slow_link.py). `link_gb_per_s` says what a turn had. `links`
+says what the pack's own measurement finds while the cards rest.
 
-Rivals: one_gpu; blocks, tensor, tokens; tokens_4_groups, where keys and values travel in 4 groups of heads; with _8bit
-what travels in 8 bits; behind @ the link. Settings that this checkout lacks are named and left out. The first rival of
-each way has a turn of two steps that does not count, FLUX with tensor one of seven. `ways` has the choice of auto for
-each link, how much longer that takes than the fastest way there, and in how many groups tokens would send.
+Rivals: one_gpu; blocks, tensor, tokens; tokens_4_groups and _2_, where keys and values travel in groups of heads; with
+_8bit what travels in 8 bits; behind @ the link. Settings that this checkout lacks are named and left out. The first
+rival of each way has a turn of two steps that does not count, FLUX with tensor one of seven. `ways` has for each link
+the choice of auto, in how many groups tokens would send, and how much longer that takes than the fastest there.
 
 Cases, and about how many seconds they take on two H100 with --steps 3 --rounds 1 (ComfyUI's start takes 25 more):
   wan         80  Wan 14B, 832 x 480, 33 frames, without CFG: every way over every link
@@ -35,7 +33,6 @@ import logging
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -47,7 +44,6 @@ from native_split import (  # starts ComfyUI; torch comes after it  # isort: ski
     CARDS,
     FLUX1,
     FLUX2_SMALL,
-    KIND,
     OPTIONS,
     QWEN_IMAGE,
     WAN_14B,
@@ -75,98 +71,15 @@ from devicebridge.nodes.host.split import tensor as tensor_module
 from devicebridge.nodes.host.split import tokens as tokens_module
 from devicebridge.nodes.host.split.plan import SplitRequest
 from devicebridge.nodes.host.split.tree import tree_of
-from devicebridge.parallel.exchange_speed import exchange_speed
 from devicebridge.parallel.local import tensor_parallel
 from devicebridge.parallel.local.shards import divide_block
 from devicebridge.parallel.local.tokens import HERE
-from devicebridge.parallel.transfer import Arrivals, SideStreams
 from devicebridge.planning.cards import machine_speed
+from slow_link import LINKS, SlowLink, link_name
 
-_LINKS = (0.0, 39.0, 20.0, 10.0)  # GB/s each way at once; 0 is the real one
 _REQUESTED = {each.name for each in dataclasses.fields(SplitRequest)}
-_WATCHED = 8  # of so many waits one is timed
 _RECORDED_BY = 7  # steps, where cards wait for the host
 _ONE = "one_gpu"
-
-
-# ---- links
-
-
-class SlowLink(SideStreams):
-    """Copies that take as long as over a slower link; those of one direction follow each other.
-
-    gb_per_s: decimal GB that each card sends at the same time; 0 is as fast as it can.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gb_per_s, self.direct_gb_per_s = 0.0, float("inf")
-        self._hz: dict[torch.device, float] = {}
-        self._waits: Counter[torch.device] = Counter()
-        self._timed: list[tuple[torch.device, float, Any, Any]] = []  # the card, seconds as wanted, two events
-
-    def calibrate(self) -> dict[str, float]:
-        """Measure this machine's link and clocks; the speed that the pack finds for each slower link."""
-        if KIND != "cuda":
-            return {}
-        for card in CARDS:
-            with torch.cuda.device(card):
-                for cycles in (10**6, 10**8):
-                    synchronize()
-                    start = time.perf_counter()
-                    torch.cuda._sleep(cycles)
-                    synchronize()
-                self._hz[card] = cycles / (time.perf_counter() - start)
-        self.direct_gb_per_s = exchange_speed(*CARDS[:2], self) / 1e9
-        found = {}
-        for self.gb_per_s in _LINKS:
-            found[_link_name(self.gb_per_s)] = exchange_speed(*CARDS[:2], self) / 1e9
-        self.gb_per_s = 0.0
-        self._timed.clear()
-        return found
-
-    def copies(self, tensors: Sequence[torch.Tensor], device: torch.device, arrivals: Arrivals) -> list[torch.Tensor]:
-        made = super().copies(tensors, device, arrivals)
-        pair = tensors[0].device, device
-        slower = self._slower_by()
-        if not slower or pair not in self.pairs:
-            return made
-        seconds = sum(tensor.nbytes for tensor in tensors) * slower / 1e9
-        # torch has the receiving stream wait for the copy, and the next copy for the receiving stream.
-        with torch.cuda.stream(self.pairs[pair][1]):
-            self._waits[device] += 1
-            is_timed = self._waits[device] % _WATCHED == 0
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * is_timed)]
-            for event in events[:1]:
-                event.record()
-            torch.cuda._sleep(int(seconds * self._hz[device]))
-            for event in events[1:]:
-                event.record()
-        if events:
-            self._timed.append((device, seconds, *events))
-        arrivals[pair] = self.pairs[pair][1].record_event()
-        return made
-
-    def _slower_by(self) -> float:
-        """Seconds by which a GB takes longer than over the real link."""
-        return max(0.0, 1 / self.gb_per_s - 1 / self.direct_gb_per_s) if self.gb_per_s else 0.0
-
-    def seen_gb_per_s(self) -> dict[str, float]:
-        """What each card was sent per second since the last time; corrects the clocks. The cards must be idle."""
-        ratios: dict[torch.device, list[float]] = {}
-        for card, wanted, first, last in self._timed:
-            ratios.setdefault(card, []).append(first.elapsed_time(last) / 1e3 / wanted)
-        self._timed.clear()
-        seen = {}
-        for card, each in ratios.items():
-            ratio = sum(each) / len(each)
-            self._hz[card] /= min(max(ratio, 0.5), 2.0)
-            seen[str(card)] = 1 / (1 / self.direct_gb_per_s + ratio * self._slower_by())
-        return seen
-
-
-def _link_name(gb_per_s: float) -> str:
-    return f"{gb_per_s:g}" if gb_per_s else "direct"
 
 
 # ---- models
@@ -180,7 +93,7 @@ class Models:
     """
 
     def __init__(self, shape: Shape) -> None:
-        self.shape, self.link = shape, SlowLink()
+        self.shape, self.link = shape, SlowLink(CARDS)
         self.speeds = self.link.calibrate()
         self.machine = machine_speed(CARDS)
         self.one = load(shape, on=CARDS[0])
@@ -358,25 +271,26 @@ def race(models: Models, rivals: Mapping[str, Rival], **work: Any) -> dict[str, 
 def over_links(models: Models, rivals: Mapping[str, tuple[Rival, Sequence[float]]], **work: Any) -> dict[str, Any]:
     """A race of rivals, each over several links, and what auto would take over each."""
     each_link = {
-        f"{name}@{_link_name(gb_per_s)}": replace(rival, gb_per_s=gb_per_s)
+        f"{name}@{link_name(gb_per_s)}": replace(rival, gb_per_s=gb_per_s)
         for name, (rival, links) in rivals.items()
         for gb_per_s in links
     }
     report = race(models, each_link, **work)
     report["ways"] = {}
     for gb_per_s in dict.fromkeys(rival.gb_per_s for rival in each_link.values()):
-        seconds: dict[str, float] = {}
+        chosen = models.chosen(gb_per_s)
+        taken, seconds = (chosen["auto_takes"], chosen["groups_of_tokens"]), dict[str, float]()
+        at_auto: float | None = None
         for name, rival in each_link.items():
             # Blocks send little: what they take over the real link stands for all.
             at_link = rival.gb_per_s == gb_per_s or rival.way == "blocks"
             if name in report and at_link and "exchange" not in rival.settings:
-                found = report[name]["s_per_step_median"]
-                seconds[rival.way] = min(found, seconds.get(rival.way, found))
-        chosen = models.chosen(gb_per_s)
-        way = chosen["auto_takes"]
-        over_best = seconds[way] / min(seconds.values()) if way in seconds else None
-        report["ways"][_link_name(gb_per_s)] = chosen | {"s_per_step": seconds, "auto_over_best": over_best}
-        say(f"    {_link_name(gb_per_s)}: auto takes {way}, {over_best} times the fastest of {seconds}")
+                seconds[name.partition("@")[0]] = found = report[name]["s_per_step_median"]
+                if (rival.way, rival.settings.get("groups", taken[1])) == taken:
+                    at_auto = found
+        over_best = at_auto / min(seconds.values()) if at_auto else None
+        report["ways"][link_name(gb_per_s)] = chosen | {"s_per_step": seconds, "auto_over_best": over_best}
+        say(f"    {link_name(gb_per_s)}: auto takes {taken}, {over_best} times the fastest of {seconds}")
     if any(report.get(f"{name}_equals_{_ONE}", True) is not True for name in each_link if name.startswith("tokens@")):
         job = Work(models.shape, steps=2, **work)
         first, second = (sample(models.one, replace(job, batch=batch)).latents[:1] for batch in (1, 2))
@@ -389,32 +303,33 @@ def over_links(models: Models, rivals: Mapping[str, tuple[Rival, Sequence[float]
 
 
 _TOKENS, _TENSOR, _BLOCKS = Rival("tokens", settings={"groups": 1}), Rival("tensor"), Rival("blocks")
-_GROUPS = Rival("tokens", settings={"groups": 4})
+_PAIR, _GROUPS = (Rival("tokens", settings={"groups": groups}) for groups in (2, 4))
 _SHORT = Rival("tokens", settings={"groups": 4, "exchange": "8-bit"})
 _SHORT_SUMS = Rival("tensor", settings={"exchange": "8-bit"})
 
 
 def wan(models: Models) -> dict[str, Any]:
-    rivals = {"tokens": (_TOKENS, _LINKS), "tokens_4_groups": (_GROUPS, _LINKS), "tensor": (_TENSOR, _LINKS)}
-    short = {"tokens_4_groups_8bit": (_SHORT, _LINKS[1:]), "blocks": (_BLOCKS, _LINKS[:1])}
+    rivals = {"tokens": (_TOKENS, LINKS), "tokens_4_groups": (_GROUPS, LINKS), "tensor": (_TENSOR, LINKS)}
+    short = {"tokens_4_groups_8bit": (_SHORT, LINKS[1:]), "blocks": (_BLOCKS, LINKS[:1])}
     return over_links(models, rivals | short)
 
 
 def picture(models: Models) -> dict[str, Any]:
-    links = _LINKS[:3]
+    links = LINKS[:3]
     rivals = {"tokens": (_TOKENS, links), "tokens_4_groups": (_GROUPS, links), "tensor": (_TENSOR, links)}
     short = {"tokens_4_groups_8bit": (_SHORT, links[1:]), "blocks": (_BLOCKS, links[:1])}
-    return over_links(models, rivals | short)
+    return over_links(models, rivals | {"tokens_2_groups": (_PAIR, links)} | short)
 
 
 def flux2(models: Models) -> dict[str, Any]:
-    links = _LINKS[:3]
+    links = LINKS[:3]
     rivals = {"tensor": (_TENSOR, links), "tensor_8bit": (_SHORT_SUMS, links), "tokens": (_TOKENS, links)}
-    return over_links(models, rivals | {"tokens_4_groups": (_GROUPS, links[1:]), "blocks": (_BLOCKS, links[:1])})
+    groups = {"tokens_2_groups": (_PAIR, links[1:]), "tokens_4_groups": (_GROUPS, links[1:])}
+    return over_links(models, rivals | groups | {"blocks": (_BLOCKS, links[:1])})
 
 
 def wan_cfg(models: Models) -> dict[str, Any]:
-    links = _LINKS[0], _LINKS[2]
+    links = LINKS[0], LINKS[2]
     together = Rival("tokens", settings={"overlap": False})
     rivals = {"tokens": (_TOKENS, links), "tokens_together": (together, links), "tensor": (_TENSOR, links)}
     report = over_links(models, rivals | {"blocks": (_BLOCKS, links[:1])}, cfg=5.0)
@@ -431,16 +346,21 @@ def wan_memory(models: Models) -> dict[str, Any]:
     short = Work(replace(models.shape, latent=(16, 3, 60, 104)), steps=1)
     long = Work(replace(models.shape, latent=(16, 21, 60, 104)), steps=1)
     report: dict[str, Any] = {}
-    for name, model in {_ONE: models.one, "tokens": models.split("tokens")}.items():
-        sample(model, short)
-        turn = sample(model, long)
+    tokens = models.split("tokens")
+    rivals = {_ONE: (models.one, Rival()), "tokens": (tokens, _TOKENS), "tokens_4_groups": (tokens, _GROUPS)}
+    for name, (model, rival) in rivals.items():
+        with set_for(model, rival, models.link):
+            sample(model, short)
+            turn = sample(model, long)
         above = [peak - before for before, peak in zip(turn.before_gb, turn.peak_gb, strict=False)]
         report[name] = {"peak_above_weights_gb": above, "step_with_its_end_s": turn.until_first_step_s}
         report[f"{name}_latents"] = turn.latents
-    report["equal"] = _difference(report.pop(f"{_ONE}_latents"), report.pop("tokens_latents"))
-    peaks = {name: max(report[name]["peak_above_weights_gb"], default=0.0) for name in (_ONE, "tokens")}
-    report["tokens_over_one_gpu"] = peaks["tokens"] / peaks[_ONE] if peaks[_ONE] else None
-    say(f"    peak above the weights in GB: {peaks}; {report['tokens_over_one_gpu']} of one card")
+    own = report.pop(f"{_ONE}_latents")
+    peaks = {name: max(report[name]["peak_above_weights_gb"], default=0.0) for name in rivals}
+    for name in tuple(rivals)[1:]:
+        report[name]["equal"] = _difference(own, report.pop(f"{name}_latents"))
+        report[f"{name}_over_{_ONE}"] = peaks[name] / peaks[_ONE] if peaks[_ONE] else None
+    say(f"    peak above the weights in GB: {peaks}; tokens {report['tokens_over_one_gpu']} of one card")
     return report
 
 

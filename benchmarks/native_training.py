@@ -27,8 +27,11 @@ and to stream, and compares its forecast with torch's own counters; the base is 
 
 `--together tokens` compares one microbatch on one card with the same on all of them, step by step in turns: the model
 in 8 bits on every card, its rows shared out. Besides seconds and peaks it tells how far loss and gradients are apart.
-Each model takes two steps and then --rounds of them, and says after every part what it took:
+Each model takes two steps and then --rounds of them, and says after every part what it took. `activations_gb` is a
+step's peak above what lay on a card before it. --links simulates slower ones, GB/s each way (slow_link.py). --losses
+trains so many steps on one card, together, and on one card from another start of the LoRA, and compares the losses:
     python benchmarks/native_training.py --cards 2 --together tokens --subject wan --rounds 2 --budget-s 150
+    python benchmarks/native_training.py --cards 2 --together tokens --subject wan_4_blocks --losses 100
 """
 
 from __future__ import annotations
@@ -54,6 +57,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--card-gb", type=float, help="GB that a job may take of each card")
     parser.add_argument("--quantize", default="fp8-compute", help="of the base, with --card-gb and --together")
     parser.add_argument("--together", nargs="+", choices=["tokens"], help="strategies against one card")
+    parser.add_argument("--links", nargs="+", type=float, default=[], help="GB/s of slower links, with --together")
+    parser.add_argument("--losses", type=int, default=0, help="steps whose losses are compared, with --together")
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--budget-s", type=float, default=400.0)
     parser.add_argument("--out", type=Path)
@@ -103,7 +108,7 @@ from devicebridge.patches.attention import sound_attention  # noqa: E402
 from devicebridge.patches.compile_blocks import CompiledBlocks, apply_compile  # noqa: E402
 from devicebridge.patches.hooks import put_back, taken_out  # noqa: E402
 from devicebridge.planning.plan import TrainingPlan  # noqa: E402
-from devicebridge.tests.comfy.native_headers import SDXL, Z_IMAGE  # noqa: E402
+from devicebridge.tests.comfy.full_sizes import SDXL, Z_IMAGE  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, small_sizes  # noqa: E402
 from devicebridge.tests.emulated import on_cpu  # noqa: E402
 from devicebridge.training.batches import CachedSamples  # noqa: E402
@@ -122,6 +127,7 @@ from random_job import (  # noqa: E402
     plan_devices,
 )
 from random_reader import random_weights  # noqa: E402
+from slow_link import SlowLink, link_name  # noqa: E402
 
 DEVICE = torch.device("cpu" if OPTIONS.tiny else "cuda:0")
 DTYPE = "float32" if OPTIONS.tiny else "bfloat16"
@@ -148,6 +154,7 @@ SUBJECTS = {
     "sdxl": TinyFamily("SDXL", _SDXL, (4, 64, 64), (77, 2048), (), pooled=1280),
     "qwen_image": TinyFamily("QwenImage", _QWEN, (16, 1, 64, 64), (512, 3584), ()),
     "wan": TinyFamily("WAN21_T2V", _WAN_14B, (16, 13, 60, 104), (512, 4096), ()),  # 832x480, 49 frames
+    "wan_4_blocks": TinyFamily("WAN21_T2V", {**_WAN_14B, "num_layers": 4}, (16, 5, 60, 104), (512, 4096), ()),  # 17
 }
 
 
@@ -374,11 +381,16 @@ def _emulation() -> AbstractContextManager[None]:
 
 def _peaks_beside_forecast(trainer: Trainer, plan: TrainingPlan | None, *, is_warm: bool = False) -> dict[str, Any]:
     """Of each card: GB in the second step at most, and what was forecast. is_warm: whether the first was taken."""
-    peaks = _peaks(lambda: timed(trainer), is_warm=is_warm)
+    seen = _held_and_peaks(lambda: timed(trainer), is_warm=is_warm)
+    peaks = [peak for _, peak in seen]
     forecasts = [each.allocated / 1e9 for each in plan.devices] if plan is not None else []
     over = [forecast / peak for forecast, peak in zip(forecasts, peaks, strict=False)]
     chosen = plan.setting if plan is not None else None
-    return {"peak_gb": peaks, "forecast_gb": forecasts, "forecast over peak": over, "plan": str(chosen)}
+    activations = [peak - held for held, peak in seen]
+    return {
+        **{"peak_gb": peaks, "forecast_gb": forecasts, "forecast over peak": over},
+        **{"activations_gb": activations, "plan": str(chosen)},
+    }
 
 
 def _run_by(trainer: Trainer, runner: Runner) -> float:
@@ -404,10 +416,16 @@ def measure_together(name: str) -> dict[str, Any]:
             ways = {"one card": functools.partial(timed, alone)}
             for strategy in OPTIONS.together:
                 sections = {"model": model, "split": on_all}
-                ways[strategy], (loss, gradient) = _together(strategy, subject, path, sections, cleanup, found)
+                trainer, (loss, gradient) = _together(strategy, subject, path, sections, cleanup, found)
                 found[strategy]["loss apart"] = abs(loss / wanted_loss - 1)
                 found[strategy]["gradient apart"] = float((gradient - wanted).norm() / wanted.norm())
                 say(f"{name}: {found}")  # the rest may not end in time
+                link = SlowLink(CARDS)
+                link.calibrate()
+                trainer.runner.model._side_streams = link
+                for gb_per_s in (0.0, *OPTIONS.links):
+                    way = f"{strategy}@{link_name(gb_per_s)}" if gb_per_s else strategy
+                    ways[way] = functools.partial(_over_link, trainer, link, gb_per_s, way, found)
             for number in range(OPTIONS.rounds):  # all have taken two steps
                 if number and elapsed_s() > OPTIONS.budget_s:
                     break
@@ -445,16 +463,75 @@ def _together(
     sections: dict[str, Any],
     cleanup: ExitStack,
     found: dict[str, Any],
-) -> tuple[Callable[[], float], tuple[float, torch.Tensor]]:
+) -> tuple[Trainer, tuple[float, torch.Tensor]]:
     """One microbatch a step, which all cards compute together, beside another model; and its first step."""
-    own = {**sections, "parallel": {"strategy": strategy}, "train": {"steps": 1000}}
+    own = {**sections, "parallel": {"strategy": strategy}}
     before = [each["allocated"] for each in memory_in_use(CARDS).values()]
     trainer, plan = cleanup.enter_context(native_trainer(subject, path, **own))
     first = _loss_and_gradient(trainer)
     peaks = _peaks_beside_forecast(trainer, plan, is_warm=True)
     peaks["peak_gb"] = [peak - there for peak, there in zip(peaks["peak_gb"], before, strict=True)]
-    found[strategy] = {key: peaks[key] for key in ("peak_gb", "forecast_gb")}
-    return functools.partial(_run_by, trainer, trainer.runner), first
+    found[strategy] = {key: peaks[key] for key in ("peak_gb", "forecast_gb", "activations_gb")}
+    whole = max(found["one card"]["activations_gb"], default=0.0)
+    found[strategy]["activations over one card"] = [each / whole for each in peaks["activations_gb"]]
+    return trainer, first
+
+
+def _over_link(trainer: Trainer, link: SlowLink, gb_per_s: float, way: str, found: dict[str, Any]) -> float:
+    """Seconds of a step with what travels as slow as that."""
+    link.gb_per_s = gb_per_s
+    try:
+        return timed(trainer)
+    finally:
+        link.gb_per_s, seen = 0.0, link.seen_gb_per_s() if gb_per_s else {}
+        found.setdefault("link_gb_per_s", {})[way] = seen
+
+
+def measure_losses(name: str) -> dict[str, Any]:
+    """The losses of so many steps, and how far those of each way are from one card's, of their mean."""
+    subject = FAMILIES["wan"] if OPTIONS.tiny else SUBJECTS[name]
+    path = OPTIONS.folder / name / "model.safetensors"
+    found: dict[str, Any] = {"file_gb": write_model(subject, path)}
+    losses: dict[str, torch.Tensor] = {}
+    try:
+        for way in ("one card", "one card again", *OPTIONS.together, "one card, another LoRA"):
+            devices = CARDS if way in OPTIONS.together else CARDS[:1]
+            sections: dict[str, dict[str, Any]] = {
+                "model": {} if OPTIONS.tiny else {"quantize": OPTIONS.quantize},
+                "split": {"devices": list(map(str, devices)), "blocks_without_checkpointing": [0] * len(devices)},
+                "parallel": {"strategy": way} if way in OPTIONS.together else {},
+            }
+            with _emulation(), native_trainer(subject, path, **sections) as (trainer, _):
+                if way.endswith("another LoRA"):
+                    _start_elsewhere(trainer)
+                losses[way] = torch.tensor([_loss_of_step(trainer) for _ in range(OPTIONS.losses)]).double()
+            say(f"{name}: {way}: {losses[way][:10].mean():.5f}, at the end {losses[way][-10:].mean():.5f}")
+    finally:
+        path.unlink(missing_ok=True)
+    one = losses["one card"]
+    found["losses"] = {way: each.tolist() for way, each in losses.items()}
+    found["apart"] = {
+        way: {
+            "step by step": float((each - one).abs().mean() / one.mean()),
+            "mean of all": float(each.mean() / one.mean() - 1),
+            "mean of the last ten": float(each[-10:].mean() / one[-10:].mean() - 1),
+        }
+        for way, each in losses.items()
+    }
+    return found
+
+
+def _start_elsewhere(trainer: Trainer) -> None:
+    """A LoRA drawn alike, of other numbers: what it multiplies first has its columns in another order."""
+    with torch.no_grad():
+        for parameter in trainer.lora.parameters().values():
+            parameter.copy_(parameter.flip(-1))
+
+
+def _loss_of_step(trainer: Trainer) -> float:
+    loss = trainer.train_step(2e-4)
+    trainer.step += 1
+    return loss
 
 
 def _add_compiled(ways: dict[str, Callable[[], float]], way: str, trainer: Trainer, cleanup: ExitStack) -> None:
@@ -501,11 +578,17 @@ def _take_turns(ways: dict[str, Callable[[], float]], times: dict[str, list[floa
 
 def _peaks(step: Callable[[], float], *, is_warm: bool = False) -> list[float]:
     """GB of each card that the second step takes at most; [] on the CPU."""
+    return [peak for _, peak in _held_and_peaks(step, is_warm=is_warm)]
+
+
+def _held_and_peaks(step: Callable[[], float], *, is_warm: bool) -> list[tuple[float, float]]:
+    """GB of each card before the second step, and at most in it."""
     if not is_warm:
         step()
     reset_peaks(CARDS)
+    held = [each["allocated"] for each in memory_in_use(CARDS).values()]
     step()
-    return [each["peak"] for each in memory_in_use(CARDS).values()]
+    return [(before, each["peak"]) for before, each in zip(held, memory_in_use(CARDS).values(), strict=True)]
 
 
 def _without(trainer: Trainer) -> float:
@@ -536,7 +619,8 @@ def main() -> None:
             say(f"{name}: no time left")
             continue
         try:
-            ways = measure_together if OPTIONS.together else measure if OPTIONS.cards == 1 else measure_on_cards
+            together = measure_losses if OPTIONS.losses else measure_together
+            ways = together if OPTIONS.together else measure if OPTIONS.cards == 1 else measure_on_cards
             report["subjects"][name] = ways(name)
         except Exception as error:
             traceback.print_exc()

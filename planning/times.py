@@ -87,7 +87,7 @@ class ForwardWork:
         flops: of all blocks. whole_flops: of layers that every card computes whole where the cards divide blocks.
         sent_bytes: of partial sums that a card then sends each other card, in num_exchanges.
         stream_bytes: of activations between two blocks.
-        key_bytes: of keys and values of all rows, in all attentions.
+        key_bytes: of keys and values of all rows, in all attentions. num_blocks: 0 for not known.
     """
 
     flops: float
@@ -96,6 +96,12 @@ class ForwardWork:
     num_exchanges: int
     whole_flops: float = 0.0
     key_bytes: float = 0.0
+    num_blocks: int = 0
+
+    def block_s(self, machine: MachineSpeed) -> float:
+        """Seconds that the slowest card computes of a block whose rows the cards share equally."""
+        flops = self.flops / max(self.num_blocks, 1) / len(machine.flops_per_s)
+        return flops / (min(machine.flops_per_s) * BLOCK_RATE)
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,8 @@ def work_of(
         sent_bytes += sum(sums.values())
         most_width = max(most_width, width or attention_width(block, side))
     rows = num_tokens[0] + num_tokens[1] * any(each.side.is_joint for each in blocks)
-    return ForwardWork(flops, sent_bytes, _SIXTEEN_BITS * most_width * rows, num_exchanges, whole_flops, all_keys)
+    stream, num_blocks = _SIXTEEN_BITS * most_width * rows, len(blocks)
+    return ForwardWork(flops, sent_bytes, stream, num_exchanges, whole_flops, all_keys, num_blocks)
 
 
 def forward_work(

@@ -10,6 +10,7 @@ comes with it: what a channel has in common would take the precision from where 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -20,23 +21,31 @@ from .collectives import Collective, Exchange, decode, encode
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys, values
 
-_NUM_GROUPS = 4  # the transfer of the first one is not hidden
+_NUM_GROUPS, _FEW_GROUPS = 4, 2  # the transfer of the first one is not hidden
 _BLOCK = 12 * 5120 + 2 * 14040  # width and rows of Wan 14B, as in groups_for
 # Of a block's time, from where four groups gain. They take 4 to 8 %, as kernels of fewer heads leave more of a card
 # idle at their end, and hide about half of the transfer (measured on two H200).
 _LEAST_SHARE = 0.15
+# A card computes a block for so long at least, or the host launches too much for four groups: each takes it about 1 ms
+# for two H200, on hosts of 32 cores.
+_LONG_S = 8e-3
 
 
-def groups_for(flops_per_s: float, bytes_per_s: float, exchange: Exchange = "full") -> int:
+def groups_for(flops_per_s: float, bytes_per_s: float, exchange: Exchange = "full", block_s: float = math.inf) -> int:
     """In how many groups of heads keys and values are to travel.
 
     A row sends 2 * bytes * width, and takes a block 24 * width**2 + 4 * rows * width operations. So the transfer takes
     this share of the computing: flops_per_s / bytes_per_s * bytes / (12 * width + 2 * rows). Longer clips compute more,
     and smaller models less: Wan stands for all.
+
+    Args:
+        block_s: seconds that a card computes of a block. Cards that are faster than the host wait for each group.
     """
     num_bytes = 1 if exchange == "8-bit" else 2
     share = flops_per_s / bytes_per_s * num_bytes / _BLOCK
-    return _NUM_GROUPS if share > _LEAST_SHARE else 1
+    if share <= _LEAST_SHARE:
+        return 1
+    return _NUM_GROUPS if block_s >= _LONG_S else _FEW_GROUPS
 
 
 class Heads(NamedTuple):
@@ -146,9 +155,14 @@ class Gathered:
                     keys, values = (each.dtype for each in own)
                     found = decode(found[0], found[1], found[2], keys), decode(found[3], found[4], None, values)
                 pairs.append(found)
-            joined = [(rows.join([k for k, _ in pairs], of_keys), rows.join([v for _, v in pairs], of_values))]
-            del pairs, found  # the parts, while the joined ones are attended to
-            yield joined.pop()
+            keys_of_ranks, values_of_ranks = map(list, zip(*pairs, strict=True))
+            del pairs, found
+            # What was joined is let go: these parts before the values are joined, and the rest while it is attended to.
+            joined = [rows.join(keys_of_ranks, of_keys)]
+            keys_of_ranks.clear()
+            joined.append(rows.join(values_of_ranks, of_values))
+            del values_of_ranks
+            yield joined.pop(0), joined.pop()
 
     def attend(
         self,
@@ -163,7 +177,8 @@ class Gathered:
         Args:
             on_keys: is called with the keys of all heads.
         """
-        heads, arriving = self._heads, self._arriving
+        # A generator that has not ended holds this, which must not hold it: the keys would wait for the collector.
+        heads, arriving, self._arriving = self._heads, self._arriving, ()
         if on_keys is not None:
             arriving = list(arriving)
             keys = [each for each, _ in arriving]

@@ -18,10 +18,9 @@ from comfy.patcher_extension import WrappersMP
 from torch import nn
 
 from ....events import first_line
-from ....families.comfy.video import VIDEO_MODELS
 from ....parallel.transfer import module_with_streams
 from ....planning.cards import machine_speed
-from ....planning.times import CLIP_TOKENS, LEAST_SHARE, PICTURE_TOKENS, WayName, Ways, forward_work, has_guidance
+from ....planning.times import LEAST_SHARE, WayName, Ways, forward_work, has_guidance
 from .attachments import KEY, ROOT, check_runnable, is_compiled
 from .blocks import BlockExecutor, BlockPlan, plan_blocks
 from .model_copy import Origin, check_independent, copy_structure, follow_copy, load_over_file
@@ -29,7 +28,7 @@ from .patcher import become_split
 from .plan import GB, SplitPlan, SplitRequest
 from .sampling import prepare_with_forecast, run_overlapped
 from .tensor import DividedPlan, TensorExecutor, check_divisible, plan_tensor
-from .tokens import TokensExecutor, TokensPlan, plan_tokens
+from .tokens import TokensExecutor, TokensPlan, plan_tokens, usual_tokens
 from .tree import SplitTree, Way, make_tree, tree_of
 
 _log = logging.getLogger(__name__)
@@ -227,7 +226,7 @@ def plan_split(model: Any, request: SplitRequest) -> SplitPlan:
                 refusals[way] = first_line(error)
         if len(plans) == 1:
             raise ValueError("; ".join(f"not {way}: {reason}" for way, reason in refusals.items()))
-        num_tokens = CLIP_TOKENS if blocks.layout in VIDEO_MODELS else PICTURE_TOKENS
+        num_tokens = usual_tokens(blocks.layout)
         tensor, tokens = plans.get("tensor"), plans.get("tokens")
         ways = compare_ways(root, blocks, tensor, num_tokens, tokens)  # type: ignore[arg-type]
     except (ValueError, RuntimeError) as error:

@@ -27,7 +27,9 @@ import torch
 from torch import nn
 
 from ....events import first_line
+from ....families.comfy.native import NativeModel
 from ....families.comfy.token_plans import TOKEN_PLANS, why_no_tokens
+from ....families.comfy.video import VIDEO_MODELS
 from ....families.token_plan import TokenPlan
 from ....parallel.block_lists import execution_order
 from ....parallel.devices import device_title
@@ -42,7 +44,7 @@ from ....parallel.transfer import Arrivals, copy_to, current_device, is_everywhe
 from ....patches.changes import Unchanged, code_of, foreign_methods
 from ....patches.hooks import HookSet, is_made_here, map_tensors
 from ....planning.cards import machine_speed
-from ....planning.times import LEAST_SHARE
+from ....planning.times import CLIP_TOKENS, LEAST_SHARE, PICTURE_TOKENS, ForwardWork, forward_work
 from ....quantization.weight_only import plain_parts
 from .attachments import OVERRIDE, ROOT, check_attention, check_runnable
 from .model_copy import RUNTIME_STATE, copy_structure
@@ -117,12 +119,18 @@ def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan
     blocks, devices = execution_order(diffusion_model, layout), request.devices
     is_one_kind = len({device_title(device) for device in devices}) == 1
     measured = (1.0,) * len(devices) if is_one_kind or request.shares else machine_speed(devices).flops_per_s
-    shares, groups = request.shares or tuple(measured), _num_groups(request)
+    work = forward_work(diffusion_model, layout, dict.fromkeys(blocks), usual_tokens(layout))
+    shares, groups = request.shares or tuple(measured), _num_groups(request, work)
     of_tokens: dict[str, Any] = {"tokens": tokens, "shares": shares, "groups": groups}
     return TokensPlan(blocks, devices, layout, request, "relay", request.overlap, **of_tokens)
 
 
-def _num_groups(request: SplitRequest) -> int:
+def usual_tokens(layout: NativeModel) -> int:
+    """Of a picture or clip; a split is planned before its size is known."""
+    return CLIP_TOKENS if layout in VIDEO_MODELS else PICTURE_TOKENS
+
+
+def _num_groups(request: SplitRequest, work: ForwardWork) -> int:
     """Of heads, in which keys and values travel: by the cards and links as they were measured."""
     if module_with_streams(*request.devices[:2]) is None:
         return 1  # they cannot copy beside what they compute
@@ -132,7 +140,7 @@ def _num_groups(request: SplitRequest) -> int:
         _log.info("split: the link is not measured: %s", first_line(error))
         return 1
     assert speed.bytes_per_s is not None, "there are several cards"
-    return groups_for(min(speed.flops_per_s), speed.bytes_per_s, request.exchange)
+    return groups_for(min(speed.flops_per_s), speed.bytes_per_s, request.exchange, work.block_s(speed))
 
 
 class TokensExecutor(Executor):
