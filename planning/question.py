@@ -198,7 +198,7 @@ class Question:
             host_bytes=None if self.host_bytes is None else self.host_bytes // (1 if shares else count),
             replica=index,
             row_shares=shares[mine] + shares[:index] + shares[index + 1 :],
-            picture=None if index and not shares else self.picture,
+            picture=None if index and not setting.shares_rows else self.picture,
         )
 
     def check_counts(self) -> None:
