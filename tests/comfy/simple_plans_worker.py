@@ -35,10 +35,7 @@ from devicebridge.nodes.simple import SETTINGS, kind_of  # noqa: E402
 from devicebridge.planning.cards import parse_cards  # noqa: E402
 from devicebridge.planning.dry_run import NoForecast  # noqa: E402
 from devicebridge.planning.plan import describe_verdict, step_seconds  # noqa: E402
-from devicebridge.tests.comfy.full_sizes import (
-    _FILES,
-    _write_sparse,
-)
+from devicebridge.tests.comfy.full_sizes import _FILES, _write_sparse  # noqa: E402
 
 FAMILIES = {"FLUX.2": "FLUX.2", "Z-Image": "Z-Image", "Qwen-Image": "Qwen-Image", "Wan": "Wan 2.1, 2.2 14B"}
 FAMILIES |= {"SDXL": "SDXL"}  # by the names of full_sizes.py
