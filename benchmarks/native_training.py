@@ -103,10 +103,10 @@ from devicebridge.nodes.host.native.model import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.devices import CPU, memory_in_use, reset_peaks, synchronize  # noqa: E402
 from devicebridge.parallel.offload.in_place import InPlaceGuard  # noqa: E402
+from devicebridge.parallel.offload.recompute import put_back, taken_out  # noqa: E402
 from devicebridge.parallel.runner import PlainAccumulation, Runner  # noqa: E402
 from devicebridge.patches.attention import sound_attention  # noqa: E402
 from devicebridge.patches.compile_blocks import CompiledBlocks, apply_compile  # noqa: E402
-from devicebridge.patches.hooks import put_back, taken_out  # noqa: E402
 from devicebridge.planning.plan import TrainingPlan  # noqa: E402
 from devicebridge.tests.comfy.full_sizes import SDXL, Z_IMAGE  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, small_sizes  # noqa: E402

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import partial
 from itertools import chain
 
 import torch
@@ -170,13 +169,10 @@ class BlockCalls:
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         """Start watching; blocks are fqns."""
         self._model = type(model).__name__
-        self._calls = dict.fromkeys(blocks, 0)
+        self._calls = Counter(dict.fromkeys(blocks, 0))
         self._hooks = HookSet()
         for name in blocks:
-            self._hooks.just_before(model.get_submodule(name), partial(self._count, name))
-
-    def _count(self, name: str, *call: object) -> None:
-        self._calls[name] += 1
+            self._hooks.just_before(model.get_submodule(name), lambda *call, name=name: self._calls.update((name,)))
 
     @property
     def hook_ids(self) -> set[int]:

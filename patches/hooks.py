@@ -13,11 +13,11 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, empty, nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -31,7 +31,6 @@ AroundHook = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
 
 # The types of most of what holds no tensor; told apart quickly, since hooks run per block.
 PLAIN = frozenset({bool, int, float, str, type(None)})
-_PLACE = empty(0)  # stands where a tensor was
 
 
 class HookSet:
@@ -185,23 +184,6 @@ def tensors_reached(value: Any, passed_by: Collection[Any] = frozenset()) -> lis
 
     map_tensors(value, note, passed_by)
     return found
-
-
-def taken_out(value: Any, passed_by: Collection[Any] = frozenset()) -> tuple[list[Tensor], Any]:
-    """Every tensor in value, in order, and value without them."""
-    tensors: list[Tensor] = []
-
-    def take(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return _PLACE
-
-    return tensors, map_tensors(value, take, passed_by)
-
-
-def put_back(frame: Any, tensors: Iterable[Tensor], passed_by: Collection[Any] = frozenset()) -> Any:
-    """The inverse of taken_out."""
-    remaining = iter(tensors)
-    return map_tensors(frame, lambda place: next(remaining), passed_by)
 
 
 def _map_closure(

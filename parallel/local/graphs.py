@@ -267,14 +267,20 @@ class Graphs:
         graph.output, work = likes[0], []
         for card, like, part, call, options in zip(graph.cards, likes, parts, calls, watched, strict=True):
             card.outputs = [*tensors_reached(like)]
-            work.append(partial(card.compute, part, _call_with(call, card.inputs, options)))
+            left = iter(card.inputs)
+            args, named = map_tensors(_arguments_of(call), lambda _, left=left: next(left))  # type: ignore[misc]
+            named = {**named, OPTIONS: options} if OPTIONS in call[1] else named
+            work.append(partial(card.compute, part, (args, named)))
         graph.replay = self._recording.record(run, work)
         for card, shared, found in zip(graph.cards, graph.key[1], wrote, strict=True):
             if any(shared.count(shared[index]) > 1 for index in card.written):
                 raise RuntimeError("it writes into memory that it is given twice")
             if not found <= set(card.written):
                 raise RuntimeError("it writes into what it is given, and torch does not see it")
-        graph.reads = _keys_read(watched)
+        read = {name: dict.get(watched[0], name, _MISSING) for each in watched for name in each.read}
+        if any(each.written for each in watched) or tensors_reached(list(read.values())):
+            raise RuntimeError(f"it changes the {OPTIONS}, or reads tensors there")
+        graph.reads = {name: _option_key(value) for name, value in read.items()}
         graph.replay()
         for card, tree, tensors in zip(graph.cards, expected, given, strict=True):
             outputs = [card.inputs[each] if isinstance(each, int) else each for each in card.outputs]
@@ -343,13 +349,6 @@ def _arguments_of(call: Call) -> Call:
 
 def _options_of(call: Call) -> dict[Any, Any]:
     return call[1].get(OPTIONS) or {}
-
-
-def _call_with(call: Call, tensors: Sequence[torch.Tensor], options: dict[Any, Any]) -> Call:
-    """The call with these tensors, and with these options if it has any."""
-    left = iter(tensors)
-    args, named = map_tensors(_arguments_of(call), lambda _: next(left))
-    return args, {**named, OPTIONS: options} if OPTIONS in call[1] else named
 
 
 def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
@@ -439,17 +438,6 @@ class WatchedOptions(dict[Any, Any]):
         raise RuntimeError(f"it takes things out of the {OPTIONS}, or puts several in")
 
     pop = popitem = setdefault = update = clear = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
-
-
-def _keys_read(watched: Sequence[WatchedOptions]) -> dict[Any, Any]:
-    """Of the options that any of these was asked for, the first one's keys.
-
-    Raises: RuntimeError if something was written there, or tensors were read.
-    """
-    read = {name: dict.get(watched[0], name, _MISSING) for each in watched for name in each.read}
-    if any(each.written for each in watched) or tensors_reached(list(read.values())):
-        raise RuntimeError(f"it changes the {OPTIONS}, or reads tensors there")
-    return {name: _option_key(value) for name, value in read.items()}
 
 
 def _option_key(value: Any) -> Any:

@@ -25,13 +25,14 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ...patches.hooks import put_back, taken_out
+from ...patches.hooks import map_tensors
 from ..devices import random_state, set_random_state
 from ..local.workers import autocast_of
 from ..transfer import version_of
 from .activations import ActivationOffload
 
 _local = threading.local()  # is_recomputing, of a thread that is
+_PLACE = torch.empty(0)  # stands where a tensor was
 
 
 def recompute(
@@ -137,6 +138,23 @@ class HandOut(torch.autograd.Function):
         handed = tuple(ctx.grads)
         ctx.grads.clear()
         return None, *handed
+
+
+def taken_out(value: Any, passed_by: Sequence[str] = ()) -> tuple[list[torch.Tensor], Any]:
+    """Every tensor in value, in order, and value without them."""
+    tensors: list[torch.Tensor] = []
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return _PLACE
+
+    return tensors, map_tensors(value, take, passed_by)
+
+
+def put_back(frame: Any, tensors: Iterable[torch.Tensor], passed_by: Sequence[str] = ()) -> Any:
+    """The inverse of taken_out."""
+    remaining = iter(tensors)
+    return map_tensors(frame, lambda place: next(remaining), passed_by)
 
 
 # ---- calls that a model makes with keywords, and whose result is no plain tuple, in the form block(*values)

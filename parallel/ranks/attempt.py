@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,15 @@ def agreed_attempt(
         own_stop: whether this process was asked to stop.
     Raises: Stopped if a rank was asked to stop before all had come; RuntimeError if not all ranks come in time.
     """
-    pause = partial(_pause, time.monotonic() + limit_s, own_stop)
+    deadline = time.monotonic() + limit_s
+
+    def pause(why: str) -> None:
+        if own_stop():
+            raise _stopped()
+        if time.monotonic() > deadline:
+            raise RuntimeError(why)
+        time.sleep(_POLL_S)
+
     return _numbered(store, place, pause) if place.rank == 0 else _asked_for(store, place, pause)
 
 
@@ -43,7 +51,18 @@ def _numbered(store: Any, place: RankPlace, pause: Pause) -> int:
     """Of the first rank: a new number, when every other one has heard it."""
     attempt = int(store.add("attempts", 1))
     try:
-        while waiting := _not_heard(store, attempt, range(1, place.num_ranks)):
+        while True:
+            names = {rank: _read(store, f"asks {rank}") for rank in range(1, place.num_ranks)}  # of the newest askers
+            for rank, name in names.items():
+                if name == _STOP:
+                    store.set(f"asks {rank}", "")  # of this start alone
+                elif name:
+                    store.set(f"answer {name}", str(attempt))
+            if _STOP in names.values() or _read(store, f"met {attempt}") == _STOP:
+                raise _stopped()
+            waiting = [r for r, name in names.items() if not name or not _read(store, f"heard {attempt} {name}")]
+            if not waiting:
+                break
             pause(f"ranks {waiting} have not come")
     except Stopped:
         _decided(store, attempt, _STOP)
@@ -51,22 +70,6 @@ def _numbered(store: Any, place: RankPlace, pause: Pause) -> int:
     if _decided(store, attempt, _ALL) == _STOP:
         raise _stopped()
     return attempt
-
-
-def _not_heard(store: Any, attempt: int, others: Sequence[int]) -> list[int]:
-    """Those whose newest asker has not heard the number; each is told it.
-
-    Raises: Stopped if one was asked to stop.
-    """
-    names = {rank: _read(store, f"asks {rank}") for rank in others}
-    for rank, name in names.items():
-        if name == _STOP:
-            store.set(f"asks {rank}", "")  # of this start alone
-        elif name:
-            store.set(f"answer {name}", str(attempt))
-    if _STOP in names.values() or _read(store, f"met {attempt}") == _STOP:
-        raise _stopped()
-    return [rank for rank, name in names.items() if not name or not _read(store, f"heard {attempt} {name}")]
 
 
 def _asked_for(store: Any, place: RankPlace, pause: Pause) -> int:
@@ -100,14 +103,6 @@ def _awaited(store: Any, key: str, pause: Callable[[], None]) -> str:
     while not store.check([key]):
         pause()
     return _read(store, key)
-
-
-def _pause(deadline: float, own_stop: Callable[[], bool], why: str) -> None:
-    if own_stop():
-        raise _stopped()
-    if time.monotonic() > deadline:
-        raise RuntimeError(why)
-    time.sleep(_POLL_S)
 
 
 def _stopped() -> Stopped:

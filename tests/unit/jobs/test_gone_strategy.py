@@ -139,7 +139,7 @@ def test_auto_shares_out_no_rows_of_a_job_with_samples_that_cards_compute_whole(
     info = published_info()
     assert info.variant is not None
     size, model = (512, 512, 1), nn.Module()
-    subject = Subject(info, info.variant, model, size, False, frozenset({size}), has_empty_caption=has_empty_caption)
+    subject = Subject(info, info.variant, model, size, frozenset({size}), has_empty_caption=has_empty_caption)
     machine = resolve_module.Machine(tuple(map(torch.device, ("cuda:0", "cuda:1"))), tuple(make_cards(24, 24)))
     resolve_module.plan_on(make_plan_job(parallel=section), subject, machine)
     assert ("tokens" in asked[0].space.strategies) == looks_at_tokens

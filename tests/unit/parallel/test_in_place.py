@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from devicebridge.parallel.offload.in_place import InPlaceGuard
-from devicebridge.parallel.offload.recompute import checkpoint_calls, recompute
+from devicebridge.parallel.offload.recompute import checkpoint_calls, put_back, recompute, taken_out
 from devicebridge.patches.compile_blocks import Compiler
-from devicebridge.patches.hooks import put_back, taken_out
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
