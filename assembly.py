@@ -14,7 +14,7 @@ from .checkpoints.checkpoint import CheckpointInfo
 from .checkpoints.load import load_through_cache, load_transformer
 from .config.model import Strategy, shares_rows
 from .execution import ExecutionPlan
-from .families.comfy.token_plans import TOKEN_PLANS
+from .families.comfy.token_plans import plan_of
 from .families.spec import ModelFamily
 from .parallel.devices import CPU
 from .parallel.local.block_split import BlockSplit, Recompute, apply_block_split
@@ -99,11 +99,12 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
     #    Of a recomputed block the rows are cut and gathered again, so these hooks come before checkpointing.
     whole = None
     if placement.row_shares:
-        assert info.family.native is not None, "others are refused"
-        tokens, devices = TOKEN_PLANS[info.family.native.class_name], placement.replicas
+        native, devices = info.family.native, placement.replicas
+        tokens = plan_of(native) if native else None
+        assert native is not None and tokens is not None, "others are refused"
         rows = TokenParallel(models, devices, tokens, placement.row_shares)
         rows.attach()
-        whole = TokenModel(models, devices, rows)
+        whole = TokenModel(models, devices, rows, is_derived=tokens is native.derived_tokens)
 
     finished: list[Assembled] = []
     try:

@@ -225,6 +225,16 @@ def _make_parser() -> argparse.ArgumentParser:
     command.add_argument("--python", type=Path, help=python)
     command.add_argument("--blocks", action="store_true", help=argparse.SUPPRESS)  # in ComfyUI's Python
     command.set_defaults(command=_doctor)
+
+    command = commands.add_parser(
+        "examine",
+        help="show where the blocks and tokens of a model's class are",
+        description="Load a diffusion model, derive where its blocks and tokens are, prove that by small pictures, and "
+        "print it as rows of families/comfy. A split by tokens then takes it.",
+    )
+    command.add_argument("file", type=Path, help="file of a diffusion model")
+    command.add_argument("--python", type=Path, help=python)
+    command.set_defaults(command=_command("examine", "examine"))
     return parser
 
 

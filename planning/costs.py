@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.load import make_empty_transformer
-from ..families.comfy.token_plans import NO_TOKENS_OF_DIFFUSERS, TOKEN_PLANS, why_no_tokens
+from ..families.comfy.token_plans import NO_TOKENS_OF_DIFFUSERS, plan_of, why_no_tokens
 from ..families.spec import ModelFamily, Variant, longest_text
 from ..families.token_plan import Place, segments
 from ..parallel.block_lists import parts_of_tail
@@ -139,14 +139,22 @@ class ModelCosts:
     @functools.cached_property
     def why_no_tokens(self) -> str:
         """Why cards cannot share out the rows of a sample; "" if they can."""
-        return why_no_tokens(self.family.native.class_name) if self.family.native else NO_TOKENS_OF_DIFFUSERS
+        native = self.family.native
+        return why_no_tokens(native.class_name, native.derived_tokens) if native else NO_TOKENS_OF_DIFFUSERS
+
+    @property
+    def why_no_tokens_by_auto(self) -> str:
+        """The same, and rows that were derived for some inputs, which a later sample may not have."""
+        has_derived = self.family.native is not None and self.family.native.derived_tokens is not None
+        return self.why_no_tokens or ("its rows were derived" if has_derived else "")
 
     def key_bytes(self, bucket: tuple[int, int], frames: int, element_size: int) -> list[float]:
         """Of the keys and values of all rows of one sample, of a model that has a token plan. [num_blocks]"""
         key = "keys", bucket, frames, element_size
         if key not in self._known:
-            assert self.family.native is not None, "others have no token plan"
-            keys = keys_of(self.names, TOKEN_PLANS[self.family.native.class_name]).values()
+            plan = plan_of(self.family.native) if self.family.native else None
+            assert plan is not None, "others have no token plan"
+            keys = keys_of(self.names, plan).values()
             self._known[key] = [
                 key_bytes(block, of_block, side, self._num_tokens(bucket, frames), element_size)
                 for of_block, (block, side) in zip(keys, blocks_with_lists(self._model, self.family), strict=True)
@@ -231,8 +239,8 @@ def sharing_rows(work: Work, model: nn.Module, family: ModelFamily) -> Iterator[
     if not (shares := work.row_shares):
         yield
         return
-    assert family.native is not None, "others are refused"
-    plan = TOKEN_PLANS[family.native.class_name]
+    plan = plan_of(family.native) if family.native else None
+    assert plan is not None, "others are refused"
     parallel = TokenParallel([model], [META], plan, shares)
     parallel.attach()
     now = (work.latent_shape[1] == 1 and plan.one_frame) or plan

@@ -230,7 +230,7 @@ class Question:
         if is_open(strategies) and (self.bounds or any(space.offloaded)):
             # A given cut asks for a split, and by its own choice only a split streams.
             strategies = tuple(each for each in strategies if not holds_copies(each))
-        if is_open(strategies) and (len({*space.uncheckpointed}) > 1 or self.model.why_no_tokens):
+        if is_open(strategies) and (len({*space.uncheckpointed}) > 1 or self.model.why_no_tokens_by_auto):
             strategies = tuple(each for each in strategies if not shares_rows(each))
         # By speed in quarters of the slowest card's; equal ones may fit where those do not.
         slowest, equal = min(card.speed for card in self.cards), (1.0,) * len(self.cards)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.load import make_empty_transformer
-from ..families.comfy.token_plans import TOKEN_PLANS
+from ..families.comfy.token_plans import plan_of
 from ..families.spec import ModelFamily, Variant
 from ..parallel.local.heads import groups_for
 from ..parallel.local.shards import find_plan, shares_of
@@ -61,7 +61,7 @@ class SampledModel:
         """Raises: ValueError as block_names."""
         model, family = make_empty_transformer(info), info.family
         names = block_names(model, family)
-        rows = TOKEN_PLANS.get(family.native.class_name) if family.native else None
+        rows = plan_of(family.native) if family.native else None
         # Of families that diffusers builds text is a stream of the blocks, or attended to.
         own = "=txt+img" if any(each.is_joint for each in family.block_lists) else "=x"
 

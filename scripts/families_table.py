@@ -52,7 +52,9 @@ Made by `scripts/families_table.py`; do not edit. A number points to the reason 
 - **offload**: weights, and what is kept for the backward, in host memory.
 - **forecast**: memory and time are said before weights are loaded.
 
-Splits and divided blocks for sampling have a guide of their own: [split models](guides/split_models.md).
+Splits and divided blocks for sampling have a guide of their own: [split models](guides/split_models.md). A class in no
+table is split by blocks. *derived*: where its tokens are is found and proved on your machine, or refused, as
+[for models that no list has](guides/split_models.md#models-that-no-list-has).
 """
 
 
@@ -125,12 +127,18 @@ def _first_fault(faults: dict[str, str], steps: Iterable[str]) -> str:
 def _others(rows: Iterable[Any], seen: dict[str, Any]) -> Iterator[str]:
     trained = {model["class"] for model in seen.values()}
     yield "## Split for sampling, and not trained\n"
-    yield from _heading("class", ["module", "split", "tensor", "train"])
-    reasons = _Reasons()
+    yield from _heading("class", ["module", "split", "tensor", "tokens", "train"])
+    plans = importlib.import_module("devicebridge.families.comfy.token_plans")
+    reasons, no_tokens, written = _Reasons(), plans.NO_TOKENS, plans.TOKEN_PLANS
     for row in rows:
         if row.class_name not in trained:
             why_not = row.refusal or row.untrained or _NOT_COMPARED
-            cells = [reasons.cell(each) for each in (row.refusal, _undivided(row), why_not)]
+            cells = [
+                reasons.cell(each)
+                for each in (row.refusal, _undivided(row), no_tokens.get(row.class_name, ""), why_not)
+            ]
+            if not (row.refusal or row.class_name in no_tokens or row.class_name in written):
+                cells[2] = "derived"
             yield _row(f"`{row.class_name}`", [f"`{row.module}`", *cells])
     yield from ("", *reasons.lines())
 

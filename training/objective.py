@@ -179,7 +179,8 @@ def predict(
         there = {name: each.to(device) for name, each in given.items()}
         return host.predict(tree, noisy.to(device), sigmas.to(device), there, guidance)
 
-    return model.through(of_one, is_one_frame=noisy.shape[2] == 1)
+    size = noisy.shape, tuple((name, each.shape) for name, each in sorted(given.items()))
+    return model.through(of_one, is_one_frame=noisy.shape[2] == 1, size=size)
 
 
 # ---- a loss that grows without end

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..tensor_plan import TensorPlan
+from ..token_plan import TokenPlan
 
 Transport = Literal["stream", "relay"]
 # "run": tests build the class from an installed ComfyUI. "outside": it is in no ComfyUI that the tests have; its public
@@ -114,6 +115,10 @@ class NativeModel:
     methods: tuple[str, ...] = (
         "preprocess_text_embeds",
     )  # of the model, called before a forward if there; use weights
+    # Where its rows (tokens) are, as derived and proved on this machine for a class without a written plan, with the
+    # signatures of the inputs that it was proved for (nodes/host/split/deriving.py).
+    derived_tokens: TokenPlan | None = None
+    derived_inputs: tuple[str, ...] = ()
     # The row was written for a base class of which this class replaces methods. Nobody read those, so its first forward
     # should be watched like an unknown class's.
     is_derived: bool = False

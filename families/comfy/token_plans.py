@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..token_plan import BlockRows, TokenPlan
+from .native import NativeModel
 
 
 def _one(
@@ -275,9 +276,14 @@ NO_TOKENS_OF_DIFFUSERS = (
 )
 
 
-def why_no_tokens(class_name: str) -> str:
+def plan_of(native: NativeModel) -> TokenPlan | None:
+    """Where the rows of a class are: as written, else as derived."""
+    return TOKEN_PLANS.get(native.class_name) or native.derived_tokens
+
+
+def why_no_tokens(class_name: str, derived: TokenPlan | None = None) -> str:
     """Why a class cannot be shared out by its tokens; "" if it can."""
-    if class_name in TOKEN_PLANS:
+    if class_name in TOKEN_PLANS or derived is not None:
         return ""
     reason = NO_TOKENS.get(class_name, "nobody has described where its tokens are")
     return f"{class_name} cannot be shared out by tokens: {reason}"

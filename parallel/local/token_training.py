@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -25,7 +25,8 @@ from .all_rows import CountedOnce
 from .collectives import Collective
 from .data_parallel import DataParallel, Replica
 from .tensor_parallel import ForwardWorkers
-from .tokens import OneDeviceError, Rows, TokenParallel
+from .tokens import OneDeviceError, Rows, RowsError, TokenParallel
+from .watching import apart
 from .workers import ThreadPool
 
 _log = logging.getLogger(__name__)
@@ -38,28 +39,67 @@ class TokenModel(nn.Module):
     Args:
         copies: with their LoRAs, in the order of devices.
         rows: which the devices share out; attached.
+        is_derived: whether nobody wrote the plan of the rows. Then the first sample of each size is also computed
+            whole, and compared: code may do something else where there are more rows.
     """
 
-    def __init__(self, copies: Sequence[nn.Module], devices: Sequence[torch.device], rows: TokenParallel) -> None:
+    def __init__(
+        self,
+        copies: Sequence[nn.Module],
+        devices: Sequence[torch.device],
+        rows: TokenParallel,
+        *,
+        is_derived: bool = False,
+    ) -> None:
         super().__init__()
         self.copies = nn.ModuleList(copies)
         self.devices = tuple(devices)
         self._rows = rows
         self._has_said_whole = False
+        self._is_derived = is_derived
+        self._compared: dict[int, set[Hashable]] = {rank: set() for rank in range(len(copies))}
         self._side_streams = copies_between(devices)
         self._pool = ThreadPool()
         self._local = _Local()
         self._group: Collective | None = None
         self._running = threading.Lock()
 
-    def through(self, call: Callable[[nn.Module, torch.device], T], *, is_one_frame: bool = False) -> T:
+    def through(
+        self, call: Callable[[nn.Module, torch.device], T], *, is_one_frame: bool = False, size: Hashable = None
+    ) -> T:
         """What call(copy, device) returns on the main device, computed by all; inside `together` on this device alone.
 
         A sample whose rows cannot be shared out, every device computes whole; the loss of the first one counts.
+
+        Args:
+            size: of the sample.
+        Raises: RowsError where derived rows have another result than one device.
         """
         rank = self._local.rank
         if rank is None:
-            return self.together(lambda: self.through(call, is_one_frame=is_one_frame))[0]
+            return self.together(lambda: self.through(call, is_one_frame=is_one_frame, size=size))[0]
+        if self._is_derived and size not in self._compared[rank]:
+            self._compared[rank].add(size)
+            self._compare(rank, call, is_one_frame=is_one_frame)
+        return self._through(rank, call, is_one_frame=is_one_frame)
+
+    def _compare(self, rank: int, call: Callable[[nn.Module, torch.device], T], *, is_one_frame: bool) -> None:
+        model, was_training = self.copies[rank], self.copies[rank].training
+        model.eval()  # without dropout
+        try:
+            with torch.no_grad():
+                found = self._through(rank, call, is_one_frame=is_one_frame)
+                far = apart(found, call(model, self.devices[rank]))
+        finally:
+            model.train(was_training)
+        if far > 1:
+            raise RowsError(
+                f"the tokens of {type(model).__name__} cannot be shared out: by rows that were derived a sample of "
+                f"this size differs from one device's {far:.3g} times as much as rounding may; set parallel.strategy "
+                'to "auto"'
+            )
+
+    def _through(self, rank: int, call: Callable[[nn.Module, torch.device], T], *, is_one_frame: bool) -> T:
         assert self._group is not None, "a rank is running"
         model, device, plan = self.copies[rank], self.devices[rank], self._rows.plan
         rows = Rows(rank, (is_one_frame and plan.one_frame) or plan, self._rows.shares, self._group)

@@ -26,7 +26,7 @@ from devicebridge.execution import ExecutionPlan
 from devicebridge.families.comfy.inputs import STREAM
 from devicebridge.families.comfy.registry import find_native
 from devicebridge.jobs.build import make_runner
-from devicebridge.nodes.host.native.model import _plain_attention, native_training
+from devicebridge.nodes.host.native.model import native_training, plain_attention
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.parallel.placement import Placement, block_flops, block_names, native_list
 from devicebridge.parallel.runner import MicroBatch
@@ -154,7 +154,7 @@ def operations_of_ltx2() -> float:
 
     model.transformer_blocks[0].forward = forward
     streams, level = [torch.empty(1, *each, device="meta") for each in ((128, 16, 16, 24), (8, 126, 16))], torch.ones(1)
-    text, options = torch.empty(1, 512, 7680, device="meta"), {"optimized_attention_override": _plain_attention}
+    text, options = torch.empty(1, 512, 7680, device="meta"), {"optimized_attention_override": plain_attention}
     model(streams, (level.to("meta"),) * 2, text, None, 25, options)
     row = find_native(LTXAVModel)
     assert row is not None

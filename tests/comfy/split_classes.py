@@ -17,6 +17,10 @@ EIGHT_BITS = (  # format, family
     *((kind, name) for kind in ("fp8", "scaled_fp8", "int8", "int8_rows") for name in ("flux1_heads", "wan_heads")),
     ("scaled_fp8", "qwen_image"),
 )
+DERIVED = (
+    "flux1_heads", "chroma_heads", "qwen_image", "lumina2", "wan_heads", "ltxv", "hunyuan_video_heads", "sd3",
+    "krea2_heads", "cosmos_predict2",
+)
 # fmt: on
 
 # One mechanism with every class: a case's name -> its classes, and those of a short run.
@@ -24,6 +28,7 @@ EVERY = {
     "family_{}": (FAMILIES, ("flux2", "wan_vace", "sdxl", "z_image", "hidream", "minimax_h3")),
     "tensor_{}": (DIVIDED, ("wan_heads", "z_image")),
     "tokens_{}": (SHARED, ("flux2", "wan", "hidream_o1")),
+    "derived_{}": (DERIVED, ("flux1_heads", "wan_heads")),
     "replayed_{}": (DIVIDED, ("flux2_heads", "qwen_image")),
     "tensor_{0[0]}_file_of_{0[1]}": (EIGHT_BITS, (("int8", "flux1_heads"),)),
 }

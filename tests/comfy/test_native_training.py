@@ -62,6 +62,25 @@ def test_a_class_does_what_is_said_of_it(name: str, found: dict[str, Any]) -> No
     assert found[name] == known
 
 
+_DERIVED = ("Chroma", "Qwen-Image", "Wan 2.1 T2V, 2.2 T2V 14B", "LTX-Video", "HunyuanVideo", "SD 3.5", "Krea 2")
+_OTHER_INPUTS = ("Lumina 2", "Cosmos-Predict2")  # than examine shows: a prompt's length as a number, a frame's rate
+
+
+@pytest.mark.parametrize("name", ["FLUX.1", *(pytest.param(e, marks=pytest.mark.long) for e in _DERIVED)])
+def test_derived_rows_are_trained_as_written_ones(name: str, comfyui: Path, tmp_path: Path) -> None:
+    """A class whose tokens nobody described, after its file was examined: gradients are those of one card."""
+    (found,) = run_worker("native_training_worker.py", comfyui, tmp_path, f"derived {name}", timeout=300)
+    assert found["steps"]["tokens"]["fault"] == "", found
+    assert found["steps"]["tokens"]["3 cards"] < 1e-5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", _OTHER_INPUTS)
+def test_derived_rows_refuse_inputs_that_they_do_not_know(name: str, comfyui: Path, tmp_path: Path) -> None:
+    (found,) = run_worker("native_training_worker.py", comfyui, tmp_path, f"derived {name}", timeout=300)
+    assert "RowsError" in found["steps"]["tokens"]["fault"] and "other inputs" in found["steps"]["tokens"]["fault"]
+
+
 @pytest.mark.parametrize("name", EACH)
 def test_what_can_be_trained_is_trained_right(name: str, found: dict[str, Any]) -> None:
     faults = {step: found[name]["faults"][step] for step in NEEDED}

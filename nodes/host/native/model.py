@@ -29,11 +29,12 @@ from ....families.comfy.native import NativeModel
 from ....families.comfy.text_sizes import usual_text
 from ....families.spec import TEXT_ENCODERS
 from ....parallel.block_lists import hooked_modules, placed_blocks
-from ....parallel.local.tokens import HERE
+from ....parallel.local.tokens import HERE, RowsError
 from ....parallel.offload.in_place import InPlaceGuard
 from ....parallel.offload.recompute import Checkpoint, checkpoint_calls
-from ....patches.hooks import parameters_on_meta
+from ....patches.hooks import HookSet, parameters_on_meta
 from ....patches.lora import is_lora_name
+from ..split.shown_inputs import Innermost, ShownInputs
 from .drawing import FLOWS, ComfyDecoding, ComfySteps
 from .lora import read_lora
 from .text import PARTS, attach_text_encoders, class_of_clip, encoded, recompute_layers
@@ -142,10 +143,11 @@ class ComfyModel:
         sides = noisy.shape[5 - self._dims :]
         x = noisy.flatten(1).unsqueeze(1) if shapes else noisy.reshape(*noisy.shape[:2], *sides)
         inputs = _conditions(base, x, shapes or [x.shape], given, guidance)
-        options = {"cond_or_uncond": [0], "sigmas": sigmas, "optimized_attention_override": _plain_attention}
+        options = {"cond_or_uncond": [0], "sigmas": sigmas, "optimized_attention_override": plain_attention}
         if self._row.forgets_if_patched:
             options["patches_replace"] = {"dit": {"of no block": None}}
-        output = base.apply_model(x, sigmas, transformer_options=options, **inputs)
+        with _known_inputs(model, self._row):
+            output = base.apply_model(x, sigmas, transformer_options=options, **inputs)
         made: torch.Tensor = output.reshape(noisy.shape)
         return made
 
@@ -265,6 +267,29 @@ class _Said(dict[str, Any]):
             raise AttributeError(name) from error
 
 
+@contextmanager
+def _known_inputs(model: nn.Module, row: NativeModel) -> Iterator[None]:
+    """Inside, a forward that devices share out by derived rows raises RowsError unless these know such inputs."""
+    if row.derived_tokens is None or HERE.parallel is None:
+        yield
+        return
+    innermost, hooks = Innermost(model), HookSet()
+
+    def check(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if ShownInputs(innermost.arguments(args, kwargs)).signature not in row.derived_inputs:
+            raise RowsError(
+                f"where the tokens of {row.class_name} are was proved for other inputs than this sample has, such as "
+                'one sample without references; set parallel.strategy to "auto", or train.batch_size to 1'
+            )
+        return own(*args, **kwargs)
+
+    hooks.around_method(model, innermost.method, check)
+    try:
+        yield
+    finally:
+        hooks.remove()
+
+
 def _joined(parts: Any) -> Any:
     """Parts by name or index as one option."""
     if not isinstance(parts, dict):
@@ -291,7 +316,7 @@ def _is_read(name: str, value: torch.Tensor) -> bool:
     return name.startswith(WORDS) or name.startswith(OPTION) and is_number
 
 
-def _plain_attention(attention: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+def plain_attention(attention: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Torch's own attention, which has a backward, in the place of whatever ComfyUI was started with."""
     return _named_attention(*args, has_options=True, **kwargs)
 

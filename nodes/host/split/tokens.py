@@ -9,15 +9,12 @@ around it run once, on the main card.
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import logging
-import sys
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +25,7 @@ from torch import nn
 
 from ....events import first_line
 from ....families.comfy.native import NativeModel
-from ....families.comfy.token_plans import TOKEN_PLANS, why_no_tokens
+from ....families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS, why_no_tokens
 from ....families.comfy.video import VIDEO_MODELS
 from ....families.token_plan import TokenPlan
 from ....parallel.block_lists import execution_order
@@ -37,28 +34,27 @@ from ....parallel.local.bridge import Bridge
 from ....parallel.local.collectives import Tensors
 from ....parallel.local.heads import groups_for
 from ....parallel.local.residuals import Residuals
-from ....parallel.local.tokens import HERE, OneDeviceError, RowsError, TokenParallel
+from ....parallel.local.tokens import OneDeviceError, RowsError, TokenParallel
 from ....parallel.local.wholes import Wholes
 from ....parallel.staged_copies import copies_between
 from ....parallel.transfer import Arrivals, copy_to, current_device, is_everywhere, module_with_streams
 from ....patches.changes import Unchanged, code_of, foreign_methods
 from ....patches.hooks import HookSet, is_made_here, map_tensors
 from ....planning.cards import machine_speed
+from ....planning.derived_rows import DerivedRows
 from ....planning.times import CLIP_TOKENS, LEAST_SHARE, PICTURE_TOKENS, ForwardWork, forward_work
 from ....quantization.weight_only import plain_parts
 from .attachments import OVERRIDE, ROOT, check_attention, check_runnable
+from .deriving import Cards, Deriving, copied, rows_of
+from .leading import home_of, led_by_name
 from .model_copy import RUNTIME_STATE, copy_structure
 from .plan import SplitPlan, SplitRequest, find_streamed, layout_of
+from .shown_inputs import Innermost
 from .tree import Executor, SplitTree
 
 _log = logging.getLogger(__name__)
 _OPTIONS = "transformer_options"
 _FUNCTIONS = frozenset(("wrappers", "callbacks", "patches", "patches_replace", "model_patcher", OVERRIDE))
-# By these names ComfyUI's classes call attention.
-_ATTENTION = ("optimized_attention", "optimized_attention_masked", "attention_pytorch", "attention_basic")
-_CHOOSES_ATTENTION = "optimized_attention_for_device"
-# What leads attention to us by name, in any thread: how many forwards need it at a place, and ComfyUI's function there.
-_LEADING, _num_led, _own = threading.Lock(), Counter[tuple[Any, str]](), dict[tuple[Any, str], Any]()
 _INSIDE = f"{ROOT}."
 # Modules of other code that are known: layers, whatever holds their weights.
 _KNOWN_LAYERS = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.modules.conv._ConvNd)
@@ -75,15 +71,18 @@ _MAY_CHANGE = RUNTIME_STATE.union(
 class TokensPlan(SplitPlan):
     """
     Args:
-        tokens: where the class has rows. shares: relative shares of the rows, by device.
+        tokens: where the class has rows; of a class that nobody described a derived plan, or an empty one.
+        shares: relative shares of the rows, by device.
         groups: of heads, in which keys and values travel.
         may_run_alone: whether the main card computes what is refused by tokens, as nobody asked for them by name.
+        derived: where derived plans are kept; None for a class with a written one.
     """
 
     tokens: TokenPlan
     shares: tuple[float, ...]
     groups: int = 1
     may_run_alone: bool = False
+    derived: DerivedRows | None = None
 
     def share_of(self, device: torch.device) -> str:
         share = self.shares[self.devices.index(device)] / sum(self.shares)
@@ -102,16 +101,19 @@ def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan
         a card cannot hold it.
     """
     layout = layout_of(diffusion_model)
-    if reason := why_no_tokens(layout.class_name):
-        raise ValueError(f"{reason}. Use way 'blocks' or 'tensor'")
+    if reason := NO_TOKENS.get(layout.class_name, ""):
+        raise ValueError(f"{layout.class_name} cannot be shared out by tokens: {reason}. Use way 'blocks' or 'tensor'")
+    tokens, derived = TOKEN_PLANS.get(layout.class_name), None
+    if tokens is None:
+        tokens, derived = _kept_rows(diffusion_model, layout.class_name)
+    known = (*_KNOWN_MODULES, home_of(type(diffusion_model))) if derived else _KNOWN_MODULES
     for name, module in diffusion_model.named_modules():
         code = type(module).__module__
-        if not code.startswith(_KNOWN_MODULES) and not isinstance(module, _KNOWN_LAYERS):
+        if not f"{code}.".startswith(known) and not isinstance(module, _KNOWN_LAYERS):
             raise ValueError(
                 f"{name} of this MODEL is a {type(module).__name__} of {code}, which may read across tokens. Use way "
                 "'blocks', or take out the node that put it there"
             )
-    tokens = TOKEN_PLANS[layout.class_name]
     size = int(management.module_size(diffusion_model))
     over = find_streamed(request, dict.fromkeys(request.devices, size), "Use way 'blocks' or 'tensor'")
     if len(over) > 1 and comfy.memory_management.aimdo_enabled:
@@ -121,13 +123,23 @@ def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan
     measured = (1.0,) * len(devices) if is_one_kind or request.shares else machine_speed(devices).flops_per_s
     work = forward_work(diffusion_model, layout, dict.fromkeys(blocks), usual_tokens(layout))
     shares, groups = request.shares or tuple(measured), _num_groups(request, work)
-    of_tokens: dict[str, Any] = {"tokens": tokens, "shares": shares, "groups": groups}
+    of_tokens: dict[str, Any] = {"tokens": tokens, "shares": shares, "groups": groups, "derived": derived}
     return TokensPlan(blocks, devices, layout, request, "relay", request.overlap, **of_tokens)
 
 
 def usual_tokens(layout: NativeModel) -> int:
     """Of a picture or clip; a split is planned before its size is known."""
     return CLIP_TOKENS if layout in VIDEO_MODELS else PICTURE_TOKENS
+
+
+def _kept_rows(diffusion_model: nn.Module, name: str) -> tuple[TokenPlan, DerivedRows]:
+    """A derived plan of a class without a written one, empty where the first step has to derive it."""
+    derived = rows_of(diffusion_model)
+    verdicts = list(derived.verdicts().values())
+    plan = next((each.row.plan for each in verdicts if each.row is not None), None)
+    if plan is None and verdicts:
+        _log.warning("split: %s, and inputs that were tried are refused: %s", why_no_tokens(name), verdicts[0].refused)
+    return plan or TokenPlan({}), derived
 
 
 def _num_groups(request: SplitRequest, work: ForwardWork) -> int:
@@ -162,11 +174,8 @@ class TokensExecutor(Executor):
         self.parts |= {device: {"": copy_structure(root)[0]} for device in plan.devices[1:]}
         self.bridge = Bridge(dict.fromkeys(tree.called_modules(), plan.main_device), plan.main_device)
         self._models = [root, *(self.parts[device][""] for device in plan.devices[1:])]
-        # Of classes that call wrappers, these are around _forward.
-        self._method = "_forward" if hasattr(type(root), "_forward") else "forward"
-        self._signature = inspect.signature(getattr(root, self._method))
-        of_kinds = self._signature.parameters.values()
-        self._rest = next((each.name for each in of_kinds if each.kind is each.VAR_KEYWORD), "")
+        self._innermost = Innermost(root)
+        self._method = self._innermost.method
         copies = copies_between(plan.devices)
 
         def send(tensors: Tensors, rank: int, arrivals: Arrivals) -> Tensors:
@@ -175,11 +184,17 @@ class TokensExecutor(Executor):
         exchange = plan.request.exchange
         if exchange == "8-bit":
             self.tolerance = 0.1
-        self._rows: dict[bool, TokenParallel] = {
-            is_one: TokenParallel(self._models, plan.devices, how, plan.shares, send, plan.groups, exchange)
-            for is_one, how in ((False, plan.tokens), (True, plan.tokens.one_frame))
-            if how is not None
-        }
+
+        def make(how: TokenPlan) -> TokenParallel:
+            return TokenParallel(self._models, plan.devices, how, plan.shares, send, plan.groups, exchange)
+
+        written = () if plan.derived else ((False, plan.tokens), (True, plan.tokens.one_frame))
+        self._rows: dict[bool, TokenParallel] = {is_one: make(how) for is_one, how in written if how is not None}
+        self._send = send
+        self._deriving: Deriving | None = None
+        if plan.derived is not None:
+            how = f"{plan.shares} {exchange}"
+            self._deriving = Deriving(plan.derived, plan.layout.class_name, make, how)
         self._hooks = HookSet()
         self._may_change = _MAY_CHANGE.union(plan.layout.remembers)
         self._unchanged = Unchanged(root, self._may_change)
@@ -209,6 +224,8 @@ class TokensExecutor(Executor):
         self._hooks.remove()
         for rows in self._rows.values():
             rows.remove()
+        if self._deriving is not None:
+            self._deriving.remove()
 
     def prepare(self, tree: SplitTree, options: Mapping[str, Any]) -> None:
         if self._wholes.rank is not None:
@@ -282,7 +299,7 @@ class TokensExecutor(Executor):
             return f"{num_parts} conditionings or pictures are fewer than the {size} cards, so that all compute each"
         if min(shares) * size < LEAST_SHARE * sum(shares):
             return "one card is much slower than the others, or was given less, so that all compute each picture"
-        if not layout.keeps_nothing:
+        if not layout.keeps_nothing or self._deriving is not None:
             return f"{layout.class_name} may keep something from one conditioning for the next"
         if not has_room():
             return "a card may lack the memory for a whole conditioning, so that all compute each"
@@ -323,8 +340,7 @@ class TokensExecutor(Executor):
         tree = self._tree()
         if tree is None or tree.is_plain:
             return own(*args, **kwargs)
-        given = dict(self._signature.bind(*args, **kwargs).arguments)
-        given |= given.pop(self._rest, {})
+        given = self._innermost.arguments(args, kwargs)
         if (rank := self._wholes.rank) is not None:
             self._check_runnable(given.get(_OPTIONS) or {}, given.get("control"))
             moved = self._given(rank, given)
@@ -336,13 +352,9 @@ class TokensExecutor(Executor):
             try:
                 self._check_unchanged(tree)
                 self._check_runnable(given.get(_OPTIONS) or {}, given.get("control"))
-                rows = self._choose_rows(next(iter(given.values())))
-                calls = [
-                    functools.partial(self._run, rank, rows, own if rank == 0 else None, self._given(rank, given))
-                    for rank in range(len(self._models))
-                ]
-                with nullcontext() if rows.plan.passes_options else led_by_name(self._models[0]):
-                    return rows.run(calls)[0]
+                if self._deriving is not None:
+                    return self._compute_derived(self._deriving, own, given)
+                return self._compute_by(self._choose_rows(next(iter(given.values()))), own, given)
             except OneDeviceError as error:
                 tree.say_once(f"split: one card computes such a forward: {error}")
             except RowsError as error:
@@ -350,6 +362,26 @@ class TokensExecutor(Executor):
                     raise
                 self._say_alone(tree, error)
             return own(*args, **kwargs)
+
+    def _compute_by(self, rows: TokenParallel, own: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+        calls = [
+            functools.partial(self._run, rank, rows, own if rank == 0 else None, self._given(rank, given))
+            for rank in range(len(self._models))
+        ]
+        with nullcontext() if rows.plan.passes_options else led_by_name(self._models[0]):
+            return rows.run(calls)[0]
+
+    def _compute_derived(self, deriving: Deriving, own: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+        """By derived rows, and the first time at this size by one card as well."""
+        forwards = [own, *(getattr(model, self._method) for model in self._models[1:])]
+        cards = Cards(self._models, forwards, self._plan.devices, self._plan.layout.block_lists, self._send)
+        rows = deriving.choose(given, cards)
+        if deriving.is_compared(given):
+            return self._compute_by(rows, own, given)
+        found = self._compute_by(rows, own, copied(given))
+        expected = own(**copied(given))
+        deriving.compare(given, found, expected, self.tolerance)
+        return expected
 
     @staticmethod
     def _say_alone(tree: SplitTree, refusal: RowsError) -> None:
@@ -420,40 +452,3 @@ def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and (
         torch.equal(one.to(two.dtype), two) or (is_cast and torch.equal(two.to(one.dtype), one))
     )
-
-
-@contextmanager
-def led_by_name(model: nn.Module) -> Iterator[None]:
-    """Inside, what this class's modules call attention goes through the forward that the thread is a rank of, if any.
-
-    Several may be inside at once; the last one puts ComfyUI's functions back.
-    """
-    named = {type(each).__module__ for each in model.modules()}
-    modules = [sys.modules[name] for name in named if name.startswith("comfy.ldm.") and name in sys.modules]
-    places = [(each, name) for each in modules for name in (*_ATTENTION, _CHOOSES_ATTENTION) if hasattr(each, name)]
-    with _LEADING:
-        for module, name in places:
-            if not _num_led[module, name]:
-                _own[module, name] = function = getattr(module, name)
-                choice = lambda *args, choose=function, **kwargs: _led(choose(*args, **kwargs))  # noqa: E731
-                setattr(module, name, choice if name == _CHOOSES_ATTENTION else _led(function))
-            _num_led[module, name] += 1
-    try:
-        yield
-    finally:
-        with _LEADING:
-            for module, name in places:
-                _num_led[module, name] -= 1
-                if not _num_led[module, name]:
-                    setattr(module, name, _own.pop((module, name)))
-
-
-def _led(function: Callable[..., Any]) -> Callable[..., Any]:
-    def attend(*args: Any, **kwargs: Any) -> Any:
-        parallel = HERE.parallel
-        if parallel is None or parallel.plan.passes_options:  # then the override of its options leads to us
-            return function(*args, **kwargs)
-        check_attention(function)
-        return parallel.attend(function, *args, **kwargs)
-
-    return attend

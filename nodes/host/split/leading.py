@@ -1,0 +1,64 @@
+"""Attention that a class calls by its name, led to the forward that a thread is a rank of."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ....parallel.local.tokens import HERE
+from .attachments import check_attention
+
+# By these names ComfyUI's classes call attention.
+_ATTENTION = ("optimized_attention", "optimized_attention_masked", "attention_pytorch", "attention_basic")
+_CHOOSES_ATTENTION = "optimized_attention_for_device"
+# What leads attention to us by name, in any thread: how many forwards need it at a place, and ComfyUI's function there.
+_LEADING, _num_led, _own = threading.Lock(), Counter[tuple[Any, str]](), dict[tuple[Any, str], Any]()
+
+
+def home_of(kind: type) -> str:
+    """The package that a class is defined in, else its module, as the beginning of the names of modules there."""
+    return f"{kind.__module__.rpartition('.')[0] or kind.__module__}."
+
+
+@contextmanager
+def led_by_name(model: nn.Module) -> Iterator[None]:
+    """Inside, what this class's modules call attention goes through the forward that the thread is a rank of, if any.
+
+    Several may be inside at once; the last one puts ComfyUI's functions back.
+    """
+    named = {type(each).__module__ for each in model.modules()}
+    homes = ("comfy.ldm.", home_of(type(model)))
+    modules = [sys.modules[name] for name in named if f"{name}.".startswith(homes) and name in sys.modules]
+    places = [(each, name) for each in modules for name in (*_ATTENTION, _CHOOSES_ATTENTION) if hasattr(each, name)]
+    with _LEADING:
+        for module, name in places:
+            if not _num_led[module, name]:
+                _own[module, name] = function = getattr(module, name)
+                choice = lambda *args, choose=function, **kwargs: _led(choose(*args, **kwargs))  # noqa: E731
+                setattr(module, name, choice if name == _CHOOSES_ATTENTION else _led(function))
+            _num_led[module, name] += 1
+    try:
+        yield
+    finally:
+        with _LEADING:
+            for module, name in places:
+                _num_led[module, name] -= 1
+                if not _num_led[module, name]:
+                    setattr(module, name, _own.pop((module, name)))
+
+
+def _led(function: Callable[..., Any]) -> Callable[..., Any]:
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        parallel = HERE.parallel
+        if parallel is None or parallel.plan.passes_options:  # then the override of its options leads to us
+            return function(*args, **kwargs)
+        check_attention(function)
+        return parallel.attend(function, *args, **kwargs)
+
+    return attend

@@ -1,0 +1,225 @@
+"""What one forward of a model shows of its blocks: how long everything is that they take, return and attend to.
+
+Several such forwards, of pictures and texts of several sizes, tell which lengths belong together (deriving.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...patches.hooks import HookSet, attributes_of, tensors_reached
+from ..block_lists import members
+
+_NEAR = {torch.float32: 2e-5, torch.float64: 1e-9}  # of the largest value; kernels are chosen by the number of rows
+_NEAR_IN_HALF = 0.02  # of a standard deviation
+PASSED_BY = ("transformer_options", "control", "patches", "cache")  # what blocks and host share by name
+
+
+class Spot(NamedTuple):
+    """Where a length was seen.
+
+    Args:
+        kind: "in" and "out" of blocks; "number" is an argument that is one; "keys" of an attention; "between" and
+            "tail" are modules that are called between blocks and behind them.
+        where: the list of blocks, or the module.
+        path: inside its arguments or output; of keys the attending module inside the block.
+        dim: counted from the front, and -1 for the last one; of keys the number of the attention in its module.
+    """
+
+    kind: str
+    where: str
+    path: str
+    dim: int
+
+
+@dataclass
+class Notes:
+    """Of one forward.
+
+    Args:
+        lengths: of the first block of a list that has such a spot.
+        keys: of all attentions, in order, with whether it was called by name, and handed transformer_options.
+        masks: (list, module) of attention with a mask; the value says whether it lies in an argument of the block.
+        has_options: whether each attention inside blocks was handed transformer_options.
+        calls: of blocks, by list. ends: paths in what the last block of a list returned.
+    """
+
+    lengths: dict[Spot, int] = field(default_factory=dict)
+    keys: list[tuple[torch.Tensor, bool, bool]] = field(default_factory=list)
+    masks: dict[tuple[str, str], bool] = field(default_factory=dict)
+    has_options: bool = True
+    calls: Counter[str] = field(default_factory=Counter)
+    ends: dict[str, set[str]] = field(default_factory=dict)
+
+    def keys_seen(self, *, by_options: bool) -> list[torch.Tensor]:
+        """Of those attentions that transformer_options, or their names, lead to us."""
+        return [keys for keys, is_named, has_options in self.keys if (has_options if by_options else is_named)]
+
+
+class Watch:
+    """Notes a forward of a model. Its attention has to be led to `attend`; see TokenParallel.
+
+    Args:
+        lists: of blocks, by name.
+    """
+
+    rows = None  # as of a TokenParallel outside of a forward by rows
+
+    def __init__(self, model: nn.Module, lists: Sequence[str]) -> None:
+        self.notes = Notes()
+        self._hooks = HookSet()
+        self._stack: list[tuple[str, str]] = []  # lists of the blocks being computed, and modules in them
+        self._storages: list[set[int]] = []  # of their arguments
+        self._attentions: Counter[tuple[str, str]] = Counter()  # of the block being computed
+        self._since: list[tuple[str, Any]] = []  # modules called since the last block, with their first argument
+        self._is_inside, self._had_options = False, False
+        inner: set[int] = set()
+        for name in lists:
+            for _, block in members(model, name):
+                inner |= set(map(id, block.modules()))
+                self._watch_block(name, block)
+        for name, module in model.named_modules():
+            if name and id(module) not in inner and name not in lists:
+                self._hooks.just_before(module, partial(self._note_call, name))
+
+    def stop(self) -> Notes:
+        """Take the hooks off; what was seen."""
+        self._hooks.remove()
+        if self._since and isinstance(self._since[0][1], torch.Tensor):
+            self._note("tail", *self._since[0])
+        return self.notes
+
+    # ---- blocks
+
+    def _watch_block(self, name: str, block: nn.Module) -> None:
+        own: Any = type(block).forward
+        self._hooks.just_before(block, partial(self._enter, name, inspect.signature(own.__get__(block))))
+        self._hooks.after(block, partial(self._leave, name))
+        for inner, module in block.named_modules():
+            if inner:
+                self._hooks.just_before(module, lambda *call, place=(name, inner): self._stack.append(place))
+                self._hooks.after(module, lambda *call: self._stack.pop() and None)
+
+    def _enter(self, name: str, signature: inspect.Signature, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.notes.calls and self._since and isinstance(self._since[0][1], torch.Tensor):
+            self._note("between", *self._since[0])
+        self._since.clear()
+        self._attentions.clear()
+        self.notes.calls[name] += 1
+        self._stack.append((name, ""))
+        given = signature.bind(*args, **kwargs).arguments
+        found = [value for _, value in _leaves(given) if isinstance(value, torch.Tensor)]
+        self._storages.append({_storage(each) for each in found})
+        self._note("in", name, given)
+
+    def _leave(self, name: str, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._stack.pop()
+        self._storages.pop()
+        self._note("out", name, output)
+        self.notes.ends[name] = {path for path, _ in _leaves(output)}
+
+    def _note_call(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._stack:
+            self._since.append((name, args[0] if args else None))
+        else:
+            self._since.clear()
+
+    def _note(self, kind: str, where: str, value: Any) -> None:
+        for path, leaf in _leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                for dim, length in enumerate(leaf.shape):
+                    last = dim - leaf.ndim if dim == leaf.ndim - 1 else dim
+                    self.notes.lengths.setdefault(Spot(kind, where, path, last), length)
+            elif kind == "in":
+                self.notes.lengths.setdefault(Spot("number", where, path, 0), leaf)
+
+    # ---- attention
+
+    def attend(self, func: Callable[..., torch.Tensor], q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        """What func gives, which the class calls by its name."""
+        q, k, v = (each if isinstance(each, torch.Tensor) else each.take() for each in (q, k, v))
+        self._is_inside, self._had_options = True, False
+        try:
+            output = func(q, k, v, *args, **kwargs)
+        finally:
+            self._is_inside = False
+        self._attended(k, [*args, *(kwargs.get(name) for name in ("mask", "attn_mask"))], True, self._had_options)
+        return output
+
+    def override(self, func: Callable[..., torch.Tensor], q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        """The same, of attention that is handed transformer_options with this as their override."""
+        if self._is_inside:
+            self._had_options = True
+            return func(q, k, v, *args, **kwargs)
+        output = func(q, k, v, *args, **kwargs)
+        self._attended(k, [*args, *(kwargs.get(name) for name in ("mask", "attn_mask"))], False, True)
+        return output
+
+    def _attended(self, k: torch.Tensor, others: Sequence[Any], is_named: bool, has_options: bool) -> None:
+        self.notes.keys.append((k.detach().clone(), is_named, has_options))
+        if not self._stack:
+            return
+        place = self._stack[-1]
+        self._attentions[place] += 1
+        self.notes.lengths.setdefault(Spot("keys", *place, self._attentions[place]), k.shape[-2])
+        self.notes.has_options &= has_options
+        for mask in (each for each in others if isinstance(each, torch.Tensor)):
+            is_given = _storage(mask) in self._storages[-1]
+            self.notes.masks[place] = self.notes.masks.get(place, True) and is_given
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Paths of tensors and whole numbers, as families/token_plan.py writes them."""
+    if isinstance(value, torch.Tensor) or type(value) is int:
+        yield path, value
+        return
+    if isinstance(value, Mapping):
+        parts = {name: each for name, each in value.items() if name not in PASSED_BY}
+    elif isinstance(value, (tuple, list)):
+        parts = dict(enumerate(value))
+    else:
+        parts = {name: getattr(value, name, None) for name in attributes_of(value)}
+    for name, each in parts.items():
+        yield from _leaves(each, f"{path}.{name}".lstrip("."))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """A number that views of a tensor have in common, or the tensor's own where it has no memory."""
+    try:
+        return int(tensor.untyped_storage().data_ptr()) or id(tensor)
+    except RuntimeError:
+        return id(tensor)
+
+
+def apart(found: Any, expected: Any, tolerance: float = 0.0) -> float:
+    """How far two results are apart, as a share of what may be: above 1 they differ. NaN differs.
+
+    Args:
+        tolerance: of a standard deviation; 0 takes what the type of number allows.
+    """
+    pairs = list(zip(tensors_reached(found), tensors_reached(expected), strict=False))
+    if len(pairs) != len(tensors_reached(expected)) or len(pairs) != len(tensors_reached(found)):
+        return float("inf")
+    worst = 0.0
+    for a, b in pairs:
+        if a.shape != b.shape:
+            return float("inf")
+        one, other = a.to(b.device).double(), b.double()
+        spread = float(other.std()) if other.numel() > 1 else float(other.abs().max())
+        if tolerance or b.dtype not in _NEAR:
+            bound = (tolerance or _NEAR_IN_HALF) * spread
+        else:
+            bound = _NEAR[b.dtype] * float(other.abs().max())
+        off = float((one - other).abs().max())
+        worst = max(worst, off / bound if bound else float("inf") * (off > 0)) if off == off and off else worst
+        if off != off:
+            return float("inf")
+    return worst

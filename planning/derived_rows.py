@@ -1,0 +1,115 @@
+"""Rows of tokens that were derived and proved on this machine, kept beside the speeds of its cards.
+
+A file belongs to one class as its source and ComfyUI's version have it, and to one structure. An entry belongs to one
+signature of inputs, since a derived row knows only inputs that it was shown.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+
+from ..checkpoints.fingerprint import settings_fingerprint
+from ..events import first_line
+from ..families.token_plan import BlockRows, TokenPlan
+from ..system.files import user_cache_folder, write_atomically
+
+_log = logging.getLogger(__name__)
+_VERSION = 1  # of the proof; raise it when more has to be proved
+_Row = Annotated[str, pydantic.Field(pattern=r"^[\w.=@+?/~: -]*$", max_length=4000)]
+_STRICT = pydantic.ConfigDict(extra="forbid")
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+class KeptBlocks:
+    """BlockRows of a derived row."""
+
+    rows: _Row
+    keys: _Row
+    counts: _Row = ""
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+class KeptRow:
+    """A TokenPlan that was derived."""
+
+    blocks: dict[_Row, KeptBlocks]
+    out: _Row = ""
+    tail: _Row = ""
+    own: tuple[_Row, ...] = ()
+    whole: tuple[_Row, ...] = ()
+    between: _Row = ""
+    aligned: _Row = ""
+    cuts_masks: bool = False
+    passes_options: bool = True
+
+    @classmethod
+    def of(cls, plan: TokenPlan) -> KeptRow:
+        blocks = {name: KeptBlocks(each.rows, each.keys, each.counts) for name, each in plan.blocks.items()}
+        return cls(blocks, **{name: getattr(plan, name) for name in _FIELDS})
+
+    @property
+    def plan(self) -> TokenPlan:
+        blocks = {name: BlockRows(each.rows, each.keys, each.counts) for name, each in self.blocks.items()}
+        return TokenPlan(blocks, **{name: getattr(self, name) for name in _FIELDS})
+
+
+_FIELDS = ("out", "tail", "own", "whole", "between", "aligned", "cuts_masks", "passes_options")
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+class Verdict:
+    """What became of one signature of inputs.
+
+    Args:
+        row: None where none was proved; refused says why.
+        sizes: of inputs of which a whole step was compared with one card's.
+        has_gradients: whether its gradients were compared, too.
+    """
+
+    row: KeptRow | None
+    refused: str = ""
+    sizes: tuple[str, ...] = ()
+    has_gradients: bool = False
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+class _File:
+    key: dict[str, Any]
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+
+
+class DerivedRows:
+    """The file of one class. Args: key: everything that its rows depend on but the inputs."""
+
+    def __init__(self, key: Mapping[str, Any]) -> None:
+        self._key = json.loads(json.dumps({**key, "version": _VERSION}))
+
+    @property
+    def path(self) -> Path:
+        return user_cache_folder() / "calibration" / f"rows-{settings_fingerprint(self._key)[:24]}.json"
+
+    def verdicts(self) -> dict[str, Verdict]:
+        """By signature of inputs; {} where nothing is kept, or nothing that can be used."""
+        try:
+            found = pydantic.TypeAdapter(_File).validate_json(self.path.read_bytes())
+            return dict(found.verdicts) if found.key == self._key else {}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            _log.warning("%s cannot be used (%s); its rows are derived again", self.path, first_line(error))
+            return {}
+
+    def keep(self, signature: str, verdict: Verdict) -> None:
+        """Beside what is there for other inputs."""
+        held = _File(self._key, {**self.verdicts(), signature: verdict})
+        try:
+            write_atomically(self.path, json.dumps(asdict(held), indent=2).encode("utf-8"))
+        except OSError as error:
+            _log.warning("a derived row is not kept: %s", error)

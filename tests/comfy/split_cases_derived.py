@@ -1,0 +1,307 @@
+"""Classes that nobody described: their rows are derived, proved, kept and used, or refused by name.
+
+The exam takes the written rows of ten classes out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import logging
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from devicebridge.families.comfy import registry, token_plans
+from devicebridge.nodes.host.native.model import native_training, plain_attention
+from devicebridge.nodes.host.split import deriving
+from devicebridge.nodes.host.split.attachments import OVERRIDE
+from devicebridge.nodes.host.split.derived_gradients import gradient_fault, gradients_of
+from devicebridge.nodes.host.split.deriving import Cards, find_rows
+from devicebridge.nodes.host.split.examine import examine
+from devicebridge.nodes.host.split.model import describe_split
+from devicebridge.nodes.host.split.shown_inputs import ShownInputs, sizes_of
+from devicebridge.parallel.block_lists import find_block_lists
+from devicebridge.parallel.local import token_training, watching
+from devicebridge.parallel.local.token_training import TokenModel
+from devicebridge.parallel.local.tokens import RowsError, TokenParallel
+from devicebridge.planning.derived_rows import KeptRow, Verdict
+from devicebridge.tests.comfy.derived_classes import (
+    MUTATIONS,
+    SEEN_LATER,
+    TEXT,
+    UNSEEN,
+    Mutated,
+    filled,
+    in_bfloat16,
+)
+from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
+from devicebridge.tests.comfy.native_cases import rand, with_heads
+from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, split
+from devicebridge.tests.comfy.split_cases_tensor import near
+from devicebridge.tests.comfy.split_cases_ways import FAST_LINK, _machine, _way_of
+from devicebridge.tests.comfy.split_classes import DERIVED
+from devicebridge.tests.comfy.split_host import Host
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, small_sizes
+from torch import nn
+
+NEAR = 1e-5
+
+
+@contextlib.contextmanager
+def nobody_described() -> Iterator[None]:
+    """No class has a row, and nothing was derived on this machine."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(token_plans.TOKEN_PLANS, clear=True),
+        mock.patch.dict(registry._BY_CLASS, clear=True),
+        mock.patch.dict("os.environ", {"DEVICEBRIDGE_CACHE": folder}),
+    ):
+        yield
+
+
+def _exam(name: str, case: Case) -> None:
+    host = case.host
+    unsplit = host.load(name, load_device=CPU)
+    reference, guided = host.sample(unsplit, name), host.sample(unsplit, name, cfg=4.0)
+    with nobody_described():
+        case.equal("by blocks", host.sample(split(host.load(name)), name), reference)
+        host.unload_all()
+        shared = split(host.load(name), way="tokens")
+        with mock.patch.object(deriving, "find_rows", wraps=deriving.find_rows) as found:
+            near(case, "by tokens", host.sample(shared, name), reference, NEAR)
+            case.check("derived once", found.call_count == 1, found.call_count)
+            near(case, "again", host.sample(shared, name), reference, NEAR)
+            near(case, "with guidance", host.sample(shared, name, cfg=4.0), guided, NEAR)
+            host.unload_all()
+            count = found.call_count
+            shared = split(host.load(name), way="tokens")
+            near(case, "of another loading", host.sample(shared, name), reference, NEAR)
+            case.check("kept", found.call_count == count, found.call_count)
+        case.check("said", "of the tokens" in describe_split(shared), describe_split(shared))
+
+
+for _name in DERIVED:
+    CASES[f"derived_{_name}"] = functools.partial(_exam, _name)
+
+
+# ---- on the CPU: one forward, and the candidates
+
+
+def _cards(model: nn.Module, count: int = 2) -> Cards:
+    models = [model, *(copy.deepcopy(model) for _ in range(count - 1))]
+    method = "_forward" if hasattr(type(model), "_forward") else "forward"
+    forwards = [getattr(each, method) for each in models]
+    return Cards(models, forwards, [CPU] * count, find_block_lists(model), lambda tensors, rank, arrivals: tensors)
+
+
+def _given(height: int = 12, width: int = 16, text: int = 9) -> dict[str, Any]:
+    """Of the classes in derived_classes.py."""
+    x, context = rand(1, 4, height, width), rand(1, text, TEXT)
+    return {"x": x, "timestep": torch.tensor([0.4]), "context": context, "transformer_options": {}}
+
+
+@case
+def derived_mutations(case: Case) -> None:
+    """What no rows may be derived for is refused, each in words of its own; without its change the class has rows."""
+    plan = find_rows(_cards(filled(Mutated())), _given())
+    case.check("unchanged it has rows", set(plan.blocks) == {"blocks"}, plan)
+    for name, mutation in MUTATIONS.items():
+        case.refused(name, functools.partial(find_rows, _cards(filled(Mutated(mutation))), _given()), RowsError)
+        for half in in_long_runs(in_bfloat16):
+            made = _cards(half(filled(Mutated(mutation))))
+            case.refused(f"{name} in half", functools.partial(find_rows, made, half(_given())), RowsError)
+    for half in in_long_runs(in_bfloat16):
+        plan = find_rows(_cards(half(filled(UNSEEN["flux3"]()))), half(_given()))
+        case.check("in half it has rows", len(plan.blocks) == 3, plan)
+    case.check("enough of them", len(MUTATIONS) > 20, len(MUTATIONS))
+    # Without what refuses it, each of these would have rows.
+    shown_by = {"keys": ("_keys_differ", lambda *keys: (0, "")), "the row before, in": ("apart", lambda *results: 0.0)}
+    for beginning, (guard, blind) in shown_by.items():
+        with mock.patch.object(deriving, guard, blind):
+            for name in (each for each in MUTATIONS if each.startswith(f"{beginning} ")):
+                plan = find_rows(_cards(filled(Mutated(MUTATIONS[name]))), _given())
+                case.check(f"{name}: without {guard}", bool(plan.blocks), plan)
+
+
+# What a row of plain inputs does not know.
+_REFERENCES = ("control", "ref_latents", "ref_latents_method", "ref_latent", "guiding_frame_index", "keyframe_idxs")
+_OWN = (*_REFERENCES, "attention_mask", "denoise_mask", "transformer_options")
+_NATIVE = ("chroma", "qwen_image", "lumina2", "ltxv", "hunyuan_video", "sd3", "krea2", "cosmos_predict2")
+
+
+def _native(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A build of a class, and what its innermost forward is given."""
+    built = with_heads(next(each for each in NATIVE_CASES if each.name == name))
+    model, given = built.build(), {key: value for key, value in built.inputs().items() if key not in _OWN}
+    method = "_forward" if hasattr(type(model), "_forward") else "forward"
+    own, seen = getattr(model, method), dict[str, Any]()
+    if name == "ltxv":
+        given["attention_mask"] = None
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(own).bind(*args, **kwargs)
+        seen.update({key: value for key, value in bound.arguments.items() if key != "kwargs"}, **bound.kwargs)
+        return own(*args, **kwargs)
+
+    with mock.patch.object(model, method, note):
+        model(**given, transformer_options={"sigmas": torch.tensor([0.5])})
+    return model, seen
+
+
+@case
+def derived_gradients(case: Case) -> None:
+    """Results and gradients of derived rows are those of one card; gradients counted on every card are not."""
+    with torch.inference_mode(False), torch.no_grad():  # as a training has it
+        _compare_gradients(case)
+
+
+def _compare_gradients(case: Case) -> None:
+    made = {name: functools.partial(_native, name) for name in ("flux1", "wan", *in_long_runs(*_NATIVE))}
+    made |= {name: lambda make=make: (filled(make()), _given()) for name, make in UNSEEN.items()}
+    for name, make in made.items():
+        model, given = make()
+        cards = _cards(model)
+        with mock.patch.dict(watching._NEAR, {torch.float32: 1e-6}):
+            plan = find_rows(cards, given)
+        case.check(f"{name}: nothing differs", not gradient_fault(cards, plan, given))
+        small = ShownInputs(given).at(sizes_of(2, has_lists=True)[0])
+        with native_training():
+            expected, found = (gradients_of(cards, each, small) for each in (None, plan))
+        apart = max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True) if b.ndim > 2)
+        case.check(f"{name}: gradients", apart < 1e-6, apart)
+    _compare_sizes(case)
+    with mock.patch.object(token_training, "map_tensors", lambda output, change: output):
+        case.check("counted twice", "differ" in gradient_fault(cards, plan, given))
+
+
+def _compare_sizes(case: Case) -> None:
+    """A training sees what no small picture shows in the first sample of a size where it is."""
+    cards = _cards(filled(Mutated(SEEN_LATER)))
+    rows = TokenParallel(cards.models, cards.devices, find_rows(cards, _given()), (1.0, 1.0))
+    rows.attach()
+    model = TokenModel(cards.models, cards.devices, rows, is_derived=True)
+    for size, is_refused in ((12, False), (32, True)):
+        given = _given(size, size)
+
+        def forward(one: nn.Module, device: torch.device, given: dict[str, Any] = given) -> torch.Tensor:
+            return one(**{**given, "transformer_options": {OVERRIDE: plain_attention}})
+
+        def act(size: int = size, forward: Any = forward) -> Any:
+            with native_training():
+                return model.through(forward, size=size)
+
+        if is_refused:
+            case.refused(f"{size}", act, RowsError, "of this size")
+        else:
+            case.check(f"{size}", bool(act().isfinite().all()))
+    rows.remove()
+
+
+def _unseen(host: Host, model: nn.Module) -> Any:
+    """A MODEL of this class, as a loader gives it."""
+    loaded = host.load("flux1")
+    loaded.model.diffusion_model = filled(model)
+    return loaded
+
+
+@contextlib.contextmanager
+def _on(model: Any, device: torch.device) -> Iterator[None]:
+    with mock.patch.object(model, "load_device", device):
+        yield
+
+
+@case
+def derived_unseen(case: Case) -> None:
+    """Two classes that nobody here has seen: by blocks the same bits, by tokens near, each by ComfyUI's sampler."""
+    host, only = case.host, dict(in_long_runs(*UNSEEN.items())) or {"flux3": UNSEEN["flux3"]}
+    for name, make in only.items():
+        model = make(channels=16, text=48)
+        with _on(unsplit := _unseen(host, model), CPU):
+            reference = host.sample(unsplit, "flux1", steps=1)
+        host.unload_all()
+        with nobody_described():
+            case.equal(f"{name}: by blocks", host.sample(split(_unseen(host, model)), "flux1", steps=1), reference)
+            host.unload_all()
+            for way, taken in ((None, "blocks"), ("tokens", "tokens"), (None, "tokens")):
+                with _machine(1e9, FAST_LINK), case.logged("", logging.INFO) as said:
+                    found = split(_unseen(host, model), way=way)
+                case.check(f"{name}: {way} takes {taken}", _way_of(found) == taken, said)
+                does_without = any("one run with way 'tokens'" in line for line in said)
+                case.check(f"{name}: it says why", does_without == (taken == "blocks"), said)
+                if way:
+                    near(case, f"{name}: by tokens", host.sample(found, "flux1", steps=1), reference, 1e-6)
+                    near(case, f"{name}: again", host.sample(found, "flux1", steps=1), reference, 1e-6)
+                    host.unload_all()
+
+
+@case
+def derived_sizes(case: Case) -> None:
+    """What no small picture shows is seen in the first step of a size where it is, and the row is one no more."""
+    host = case.host
+    with nobody_described():
+        shared = split(_unseen(host, Mutated(SEEN_LATER, channels=16, text=48)), way="tokens")
+        sample = functools.partial(host.sample, shared, "flux1")
+        small = sample()
+        case.check("small ones are computed", bool(small.isfinite().all()))
+        larger = functools.partial(sample, latent=(16, 16, 16))
+        case.refused("a larger one", larger, RuntimeError, "of this size", "way 'blocks'")
+        case.refused("a small one, too", sample, RuntimeError, "of this size", "way 'blocks'")
+        host.unload_all()
+        again = split(_unseen(host, Mutated(SEEN_LATER, channels=16, text=48)), way="tokens")
+        refused = functools.partial(host.sample, again, "flux1")
+        case.refused("of another loading", refused, RuntimeError, "of this size", "way 'blocks'")
+        with _machine(1e9, FAST_LINK):
+            by_auto = split(_unseen(host, Mutated(SEEN_LATER, channels=16, text=48)), way=None)
+        case.check("auto takes another way", _way_of(by_auto) != "tokens", _way_of(by_auto))
+
+
+@case
+def derived_rows_are_kept(case: Case) -> None:
+    """By source, structure and kind of inputs; what is no such file is derived again."""
+    model = filled(Mutated())
+    with nobody_described():
+        rows, kinds = deriving.rows_of(model), ShownInputs(_given())
+        rows.keep(kinds.signature, Verdict(KeptRow.of(find_rows(_cards(model), _given()))))
+        case.check("kept", deriving.rows_of(model).verdicts().keys() == {kinds.signature}, rows.path)
+        case.check("as it was", rows.verdicts()[kinds.signature].row.plan == find_rows(_cards(model), _given()))
+        others = {"wider": Mutated(text=80), "deeper": Mutated()}
+        others["deeper"].blocks.append(copy.deepcopy(others["deeper"].blocks[0]))
+        for what, other in others.items():
+            case.check(f"not for a {what} one", not deriving.rows_of(other).verdicts())
+        sizes = ShownInputs(_given(24, 32, 40))
+        case.check("sizes are of one kind", (sizes.signature, sizes.size != kinds.size) == (kinds.signature, True))
+        masked = ShownInputs({**_given(), "attention_mask": torch.ones(1, 9)})
+        case.check("another input is not", masked.signature != kinds.signature)
+        for spoilt in (b"{}", b"[", rows.path.read_bytes().replace(b"img=img@1", b"__import__('os')")):
+            rows.path.write_bytes(spoilt)
+            case.check("what is spoilt is not used", not rows.verdicts(), spoilt[:30])
+
+
+@case
+def derived_examine(case: Case) -> None:
+    """`devicebridge examine FILE` says the row as it is written, and a split takes it without deriving again."""
+    host, name = case.host, "flux1"
+    reference = host.sample(host.load(name, load_device=CPU), name)
+    host.unload_all()
+    for each in (name, *in_long_runs("sd3", "lumina2", "ltxv")):
+        with nobody_described(), small_sizes(FAMILIES[each]):
+            said = examine(host.checkpoint(each))
+        kind = FAMILIES[each].config_class
+        case.check(f"{kind}: a row", "TokenPlan(" in said and "NativeModel(" in said, said)
+        host.unload_all()
+    with nobody_described(), small_sizes(FAMILIES[name]):
+        said = examine(host.checkpoint(name))
+        host.unload_all()
+        plan = split(host.load(name), way="tokens").model.devicebridge_split.plan
+        case.check("a split has it", deriving.written(plan.tokens) in said, plan)
+    with mock.patch.dict(token_plans.TOKEN_PLANS, {"Flux": plan.tokens}):
+        near(case, "used as a written one", host.sample(split(host.load(name), way="tokens"), name), reference, NEAR)
+    host.unload_all()
+    with small_sizes(FAMILIES["sdxl"]):
+        said = examine(host.checkpoint("sdxl"))
+    case.check("one that has none", "convolutions" in said and "TokenPlan" not in said, said)
