@@ -162,6 +162,10 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         replace_keys={"double_block": "blocks"},
         note="text, references, audio and video are rows of one sequence, which blocks change in place; batch 1 only",
         tensor=block_plans.MINIMAX_H3,
+        fps=24,
+        clip_steps=(17, 5, 2, 5),
+        reads_level=True,
+        takes_one=True,
     ),
     NativeModel(
         class_name="NaDiT",

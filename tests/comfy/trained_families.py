@@ -249,6 +249,31 @@ def _unprocessed(generator: torch.Generator, tokens: int) -> dict[str, Any]:
     return {"frame_rate": 24.0, "unprocessed_ltxav_embeds": True, "ref_audio": {"tokens": tokens_of_sound}}
 
 
+def _keyframes(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As MiniMax H3's text encoder, Image to Video and Add Guide with a sound give them: a first and a last frame."""
+    first, last = (torch.randn(1, 24, 1, 4, 6, generator=generator) for _ in range(2))
+    sound = torch.randn(1, 32, 2, 1, generator=generator)
+    frames = [
+        {"resolved_frame_index": 0, "latent": first}, {"resolved_frame_index": 4, "latent": last, "audio_latent": sound}
+    ]
+    return {"minimax_token_tags": (torch.arange(tokens) > 2).long(), "minimax_keyframes": frames}
+
+
+def _several_references(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As MiniMax H3 Reference to Video gives them: a picture, a video with its sound, a sound."""
+    picture, video = (torch.randn(1, 24, *sides, generator=generator) for sides in ((1, 4, 4), (2, 4, 6)))
+    sounds = [torch.randn(1, 32, 2, length, generator=generator) for length in (1, 2)]
+    video_sides = {"latent_t": 2, "latent_h": 4, "latent_w": 6, "ref_audio_t": 1}
+    return {
+        "minimax_token_tags": (torch.arange(tokens) > 2).long(),
+        "minimax_refs": [
+            {"kind": "image", "latent_h": 4, "latent_w": 4, "latent": picture},
+            {"kind": "video_audio", **video_sides, "latent": video, "audio_latent": sounds[0]},
+            {"kind": "audio", "ref_audio_t": 2, "audio_latent": sounds[1]},
+        ],
+    }
+
+
 def _kept_first_frame() -> torch.Tensor:
     """As Wan22ImageToVideoLatent gives it, and a corner that is noised less; samplers make it larger."""
     mask = torch.ones(1, 1, 2, 2, 2)
@@ -360,6 +385,11 @@ TRAINED: dict[str, TinyFamily] = {
     "LTX-2": _LTX_2_WITH_SOUND, "LTX-2 without sound": dataclasses.replace(_LTX_2_WITH_SOUND, sound=()),
     "LTX-2.3 with a voice": dataclasses.replace(
         _LTX_2_WITH_SOUND, unet_config=_LTX_2_3, context=(6, 96), options=_unprocessed
+    ),
+    "MiniMax H3": made_of("minimax_h3", options=_keyframes),
+    "MiniMax H3 pruned, with references": made_of(
+        "minimax_h3", unet_config={**FAMILIES["minimax_h3"].unet_config, "adaln_curve_grid": 9},
+        options=_several_references,
     ),
     "ACE-Step": TinyFamily(
         "ACEStep", _ACE_STEP, (8, 16, 6), (6, 12), ("transformer_blocks",), is_detected=False, options=_lyrics
