@@ -324,7 +324,7 @@ def _renew(node: Node) -> None:
     names = {node: made, old: made}
     if others:
         with node.graph.inserting_after(made):
-            names[whole] = node.graph.call_function(torch.slice_scatter, (whole, made, 0, rows.start, rows.stop))
+            names[whole] = node.graph.call_function(torch.slice_scatter, (whole, made, *rows))
         names[whole].meta = dict(whole.meta)
         made.meta[_ROWS] = names[whole], rows
     for name, new in names.items():
@@ -332,11 +332,15 @@ def _renew(node: Node) -> None:
 
 
 def _rows_of(node: Node) -> tuple[Any, Any]:
-    """The tensor of which this node is x[a:b], and that slice; None, None where it is no such rows."""
+    """The tensor of which this node is rows such as x[:, a:b], and their dimension, first and end; else None, None."""
     if _ROWS in node.meta:
         return node.meta[_ROWS]  # type: ignore[no-any-return]
-    is_rows = node.target is operator.getitem and isinstance(node.args[1], slice) and node.args[1].step is None
-    return (node.args[0], node.args[1]) if is_rows else (None, None)
+    places: Any = node.args[1] if node.target is operator.getitem else None
+    parts = places if isinstance(places, tuple) else (places,)
+    cut = [dim for dim, each in enumerate(parts) if each != slice(None)]
+    if len(cut) != 1 or not isinstance(rows := parts[cut[0]], slice) or rows.step is not None:
+        return None, None
+    return node.args[0], (cut[0], rows.start, rows.stop)
 
 
 def _value(node: Any) -> Any:

@@ -29,6 +29,7 @@ import comfy.samplers
 import comfy.sd
 import devicebridge.patches.lora
 import torch
+from comfy.ldm.modules.attention import attention_pytorch
 from comfy.nested_tensor import NestedTensor
 from comfy_extras import nodes_train
 from devicebridge.config.job import JobConfig, make_job
@@ -157,7 +158,11 @@ class Bench:
     def stock(self) -> Any:
         """The MODEL as ComfyUI's own loader gives it."""
         with small_sizes(self.family):
-            return comfy.sd.load_diffusion_model(str(self.path))
+            patcher = comfy.sd.load_diffusion_model(str(self.path))
+        if self.family.has_bool_masks:  # ComfyUI's attention for CPUs adds them to the scores, as if they were numbers
+            options = patcher.model_options["transformer_options"]
+            options["optimized_attention_override"] = lambda own, *args, **more: attention_pytorch(*args, **more)
+        return patcher
 
     @cached_property
     def in_float64(self) -> Bench:
@@ -557,7 +562,7 @@ def said_by_sampling(
     like = torch.zeros_like(noisy)
     mask = _prepared_mask(noise_mask, like)
     conds = comfy.samplers.process_conds(base, like, conds, noisy.device, like, mask, seed=0, latent_shapes=shapes)
-    (denoised,) = comfy.samplers.calc_cond_batch(base, [conds["positive"]], noisy, sigma, {})
+    (denoised,) = comfy.samplers.calc_cond_batch(base, [conds["positive"]], noisy, sigma, patcher.model_options)
     sampling = base.model_sampling
     at = [sampling.calculate_denoised(sigma, torch.full_like(noisy, value), noisy) for value in (0.0, 1.0)]
     return (denoised - at[0]) / (at[1] - at[0])

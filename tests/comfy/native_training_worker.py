@@ -1,7 +1,8 @@
 """One process with ComfyUI's Python: trains tiny models of ComfyUI's own classes; run by test_native_training.py.
 
 Takes ComfyUI's folder, a folder for files, and names of trained_families.TRAINED and other_families.ROWS, or none for
-all. Prints a line of JSON per name: {"name", "class", "seconds", "steps": {step: {"fault": "" or why not, figures}}}.
+all. Prints a line of JSON per name: {"name", "class", "seconds", "steps": {step: {"fault": "" or why not, figures}}},
+or {"name", "missing": class of comfy.supported_models}.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import comfy.supported_models
 from devicebridge.tests.comfy.native_forwards import endless_memory
 from devicebridge.tests.comfy.native_steps import STEPS, Bench, one_line, prove, steps_of
 from devicebridge.tests.comfy.other_families import BUILDS, other_sizes
@@ -24,6 +26,8 @@ FOLDER, *NAMES = sys.argv[2:]
 
 def proved(name: str) -> dict[str, Any]:
     """Every step, each on its own."""
+    if not hasattr(comfy.supported_models, BUILDS[name].config_class):
+        return {"name": name, "missing": BUILDS[name].config_class}
     begin = time.process_time()
     with small_adapter(), endless_memory(), other_sizes():
         try:

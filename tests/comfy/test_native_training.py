@@ -47,6 +47,7 @@ def found(lines: list[dict[str, Any]]) -> dict[str, Any]:
             "faults": {step: each["fault"] for step, each in result["steps"].items()},
         }
         for result in lines
+        if "missing" not in result
     }
     if UPDATED:
         known = json.loads(KNOWN.read_text(encoding="utf-8"))
@@ -54,17 +55,23 @@ def found(lines: list[dict[str, Any]]) -> dict[str, Any]:
     return models
 
 
+def _faults(name: str, found: dict[str, Any]) -> dict[str, Any]:
+    if name not in found:
+        pytest.skip(f"the ComfyUI of these tests has no class of {name}")
+    return found[name]  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("name", EACH)
 def test_a_class_does_what_is_said_of_it(name: str, found: dict[str, Any]) -> None:
     known = json.loads(KNOWN.read_text(encoding="utf-8"))[name]
     if name in UNCOMPILED:
         del known["faults"]["compiled"]
-    assert found[name] == known
+    assert _faults(name, found) == known
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_what_can_be_trained_is_trained_right(name: str, found: dict[str, Any]) -> None:
-    faults = {step: found[name]["faults"][step] for step in NEEDED}
+    faults = {step: _faults(name, found)["faults"][step] for step in NEEDED}
     assert not any(faults.values()), faults
 
 
@@ -74,5 +81,5 @@ def test_blocks_of_flux_that_add_in_place_take_no_copies(name: str, lines: list[
     assert figures["copied"] == 0 and figures["renewed"] == 2
 
 
-def test_no_class_is_left_out(request: pytest.FixtureRequest, found: dict[str, Any]) -> None:
-    assert tuple(found) == names_that_run(request)
+def test_no_class_is_left_out(request: pytest.FixtureRequest, lines: list[dict[str, Any]]) -> None:
+    assert tuple(each["name"] for each in lines) == names_that_run(request)

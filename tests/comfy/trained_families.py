@@ -44,6 +44,10 @@ _ERNIE = {
 _ANIMA = {**FAMILIES["cosmos_predict2"].unet_config, "image_model": "anima", "crossattn_emb_channels": 48}
 
 
+_QWEN_IMAGE_21 = {
+    "image_model": "qwen_image21", "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
+    "context_in_dim": 24, "axes_dims_rope": (4, 6, 6),
+}
 _ACE_STEP = {
     "audio_model": "ace", "in_channels": 8, "out_channels": 8, "num_layers": 4, "attention_head_dim": 16,
     "num_attention_heads": 2, "inner_dim": 32, "max_position": 64, "mlp_ratio": 2.5, "patch_size": [16, 1],
@@ -117,6 +121,12 @@ def _references(generator: torch.Generator, tokens: int) -> dict[str, Any]:
 def _edited(generator: torch.Generator, tokens: int) -> dict[str, Any]:
     """As TextEncodeQwenImageEditPlus gives them."""
     return {"reference_latents": [torch.randn(1, 16, 1, *sides, generator=generator) for sides in ((4, 6), (8, 4))]}
+
+
+def _edited_in_text(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As TextEncodeQwenImageEditPlus gives them of Qwen-Image 2.1: where in the text each reference belongs."""
+    latents = [torch.randn(1, 64, *sides, generator=generator) for sides in ((2, 3), (3, 2))]
+    return {"reference_latents": latents, "image_slots": [2, 4]}
 
 
 def _omni(generator: torch.Generator, tokens: int) -> dict[str, Any]:
@@ -363,6 +373,14 @@ TRAINED: dict[str, TinyFamily] = {
     "LTX-Video with guides": made_of("ltxv", latent=(128, 4, 4, 4), options=_guides, noise_mask=_guided),
     "FLUX.2 with references": made_of("flux2", options=_references),
     "Qwen-Image-Edit": made_of("qwen_image", options=_edited),
+    "Qwen-Image 2.1": TinyFamily(
+        "QwenImage21", _QWEN_IMAGE_21, (64, 4, 6), (6, 24), ("transformer_blocks",), is_detected=False, is_calm=True,
+        has_bool_masks=True,
+    ),
+    "Qwen-Image 2.1 edit": TinyFamily(
+        "QwenImage21", {**_QWEN_IMAGE_21, "fused_mlp": False}, (64, 4, 6), (6, 24), ("transformer_blocks",),
+        is_detected=False, options=_edited_in_text, is_calm=True, has_bool_masks=True,
+    ),
     "Z-Image Omni": made_of(
         "z_image", unet_config={**FAMILIES["z_image"].unet_config, "n_layers": 2, "siglip_feat_dim": 24}, options=_omni
     ),

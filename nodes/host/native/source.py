@@ -59,7 +59,7 @@ _SOUND = {"LTXAV": (8, 0, 16), "MiniMaxH3": (32, 2, 0)}
 # Where models hold how many cells of a latent a token is wide. Those that are packed call by this name how their
 # autoencoder packs, and a token is a cell; a UNet has no name for it, and halves its sides.
 _PATCH_NAMES = ("patch_size", "patch_spatial", "patch")
-_PACKED = ("Ideogram4Transformer2DModel", "LensTransformer2DModel")
+_PACKED = ("Ideogram4Transformer2DModel", "LensTransformer2DModel", "QwenImage21Transformer2DModel")
 _OF_UNETS = 2
 # Of model_base, those that were published as two experts; a file of Wan 2.1 has the same class, and often its shapes.
 _PAIRS = ("WAN21", "WAN21_Camera", "WAN21_Vace")
@@ -175,6 +175,8 @@ def trained_row(row: NativeModel) -> NativeModel:
 
     What they compute depends on no block before them, so nothing of it has a gradient.
     """
+    if row.forgets_if_patched:  # so nothing of one microbatch is there for the next
+        row = replace(row, is_sequential=False)
     if not row.follows:
         return row
     optional = tuple(name for name in row.optional if name in row.main_lists)

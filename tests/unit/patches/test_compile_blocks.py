@@ -291,6 +291,7 @@ class _Packed(nn.Module):
         other = h.sin()
         for first, last, row in segments:
             x[first:last].addcmul_(other[first:last], self.gate[row])
+        x[:, 1:].mul_(h[:, 1:])
         return x * h
 
 
