@@ -120,8 +120,8 @@ def make_clip_plan(config: DataConfig, latent: LatentSpec) -> ClipPlan:
         shorter = {latent.nearest_length(length) for length in wrong}
         nearest = sorted(shorter | {latent.nearest_length(n + latent.frame_stride) for n in wrong})
         raise ValueError(
-            f"data.frames has {first(map(str, wrong), most=6)}, but this model takes {latent.clip_rule} frames; nearest "
-            f"are {first(map(str, nearest), most=6)}"
+            f"data.frames has {first(map(str, wrong), most=6)}, but this model takes {latent.clip_rule} frames; "
+            f"nearest are {first(map(str, nearest), most=6)}"
         )
     lengths = tuple(length for length in frames if length > 1) or (1,)
     fps = None if config.fps == "source" else float(config.fps) or latent.fps

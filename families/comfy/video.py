@@ -227,6 +227,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         tail=("out_layer.norm", "out_layer.out_layer", "audio_outLayer"),
         replace_keys={"double_block": "visual_blocks"},
         is_sequential=True,  # a step cache in transformer_options counts the forwards
+        untrained="its modulation takes weights out of its layers and computes with them, and would leave a LoRA out",
         evidence="outside",
         note="blocks take and return video and audio; the text blocks stay on the main device and are never called",
     ),

@@ -1,6 +1,6 @@
 """Tiny models of ComfyUI's own classes, trained in a real ComfyUI. What each of them can is kept in
-tests/assets/native_training.json, of which docs/families.md is made. UPDATE_GOLDEN=1 writes it anew, which takes long;
-UPDATE_GOLDEN="Krea 2;Anima" writes these rows."""
+tests/assets/native_training.json, of which docs/families.md is made; "newer" there is written by hand.
+UPDATE_GOLDEN=1 writes it anew, which takes long; UPDATE_GOLDEN="Krea 2;Anima" writes these rows."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def found(lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
     if UPDATED:
         known = json.loads(KNOWN.read_text(encoding="utf-8"))
+        models = {name: {**known[name], **model} for name, model in models.items()}
         KNOWN.write_text(json.dumps({**known, **models}, indent=1) + "\n", encoding="utf-8")
     return models
 
@@ -66,7 +67,7 @@ def test_a_class_does_what_is_said_of_it(name: str, found: dict[str, Any]) -> No
     known = json.loads(KNOWN.read_text(encoding="utf-8"))[name]
     if name in UNCOMPILED:
         del known["faults"]["compiled"]
-    assert _faults(name, found) == known
+    assert _faults(name, found).items() <= known.items()
 
 
 @pytest.mark.parametrize("name", EACH)
