@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -368,6 +368,24 @@ def _trained_class(cls: type[nn.Module]) -> type[nn.Module]:
 def kind_of(base: Any) -> str:
     """What it predicts, as ComfyUI spells it: "FLOW", "EPS"."""
     return str(base.model_type).rpartition(".")[2]
+
+
+def _empty_streams(form: Any, frames: int) -> tuple[tuple[int, ...], ...]:
+    """Sides of what ComfyUI's sampler makes of an empty latent of so many latent frames: one stream, or several."""
+    fix = getattr(form, "fix_empty_latent", None)
+    one = torch.empty(1, form.latent_channels, *(frames, 2, 2)[3 - form.latent_dimensions :])
+    made = one if fix is None else fix(one)
+    return tuple(tuple(each.shape[1:]) for each in (made.unbind() if getattr(made, "is_nested", False) else (made,)))
+
+
+def channels_of(form: Any) -> int:
+    """Of the first stream of the latents of this format."""
+    return _empty_streams(form, 1)[0][0]
+
+
+def silence_of(form: Any) -> Callable[[int], tuple[int, ...]] | None:
+    """See ComfyInputs."""
+    return (lambda frames: _empty_streams(form, frames)[1]) if len(_empty_streams(form, 1)) > 1 else None
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from ....parallel.block_lists import block_fqns, tail_modules, tail_parameters
 from ..comfy_encoders import attached_to
 from .drawing import FLOWS
 from .files import ask_comfyui
-from .model import ComfyModel, build, kind_of
+from .model import ComfyModel, build, channels_of, kind_of, silence_of
 
 _log = logging.getLogger(__name__)
 _PICTURE_STEPS = 20
@@ -144,7 +144,7 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     if left := sorted(tensors.keys() - kept.keys()):
         _log.warning("%s: %d tensors have no place in this %s: %s", path, len(left), row.class_name, first(left))
     family, variant = _family_of(path, base, row, ComfyModel(config, names, prefix, row))
-    facts = {"in_channels": _channels(base.latent_format), "class": row.class_name, "dtype": dtype}
+    facts = {"in_channels": channels_of(base.latent_format), "class": row.class_name, "dtype": dtype}
     facts["shapes"] = settings_fingerprint({name: list(record.shape) for name, record in kept.items()})
     return CheckpointInfo(path, family, variant, facts, "original", kept, None)
 
@@ -191,7 +191,7 @@ def _why_not(base: Any, row: NativeModel | None) -> str:
         return row.refusal or row.untrained
     if row.per_device or row.remembers and not row.forgets_if_patched or row.is_watched:
         return "its blocks share what they compute, or add to others, and nobody has compared its gradients"
-    if (kind := kind_of(base)).startswith("IMG_TO_IMG") or kind.endswith("_AV") and not _silence(base.latent_format):
+    if (kind := kind_of(base)).startswith("IMG_TO_IMG") or kind.endswith("_AV") and not silence_of(base.latent_format):
         return f"a model of type {kind} needs more than a caption and one latent"
     if base.latent_format.latent_dimensions not in (2, 3) and type(base).__name__ not in _OF_AUDIO:
         return "its latents are neither pictures nor videos, and nobody has compared its gradients"
@@ -238,7 +238,7 @@ def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
     # Wan 2.2's 5B is known by its latents.
     fps = (24.0 if type(form).__name__ == "Wan22" else row.fps) if dims == 3 else 0.0
     made = LatentSpec(
-        channels=_channels(form),
+        channels=channels_of(form),
         spatial_stride=stride,
         frame_stride=int(form.temporal_downscale_ratio) if dims == 3 else 1,
         size_multiple=stride * patch,
@@ -251,23 +251,6 @@ def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
     frames, *steps = row.clip_steps
     longer = tuple(steps[0] + frames * n for n in range(1, len(_CLIPS)))
     return replace(made, frame_stride=frames, clip_steps=tuple(steps), frame_lengths=(1, *longer))  # type: ignore[arg-type]
-
-
-def _empty_streams(form: Any, frames: int) -> tuple[tuple[int, ...], ...]:
-    """Sides of what ComfyUI's sampler makes of an empty latent of so many latent frames: one stream, or several."""
-    fix = getattr(form, "fix_empty_latent", None)
-    one = torch.empty(1, form.latent_channels, *(frames, 2, 2)[3 - form.latent_dimensions :])
-    made = one if fix is None else fix(one)
-    return tuple(tuple(each.shape[1:]) for each in (made.unbind() if getattr(made, "is_nested", False) else (made,)))
-
-
-def _channels(form: Any) -> int:
-    return _empty_streams(form, 1)[0][0]
-
-
-def _silence(form: Any) -> Callable[[int], tuple[int, ...]] | None:
-    """See ComfyInputs."""
-    return (lambda frames: _empty_streams(form, frames)[1]) if len(_empty_streams(form, 1)) > 1 else None
 
 
 def _patch_of(model: Any) -> int:
@@ -291,7 +274,7 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
     boundary, is_expert = _expert_of(base, beside, path)
     variant = Variant(
         name=f"comfyui-{type(base.model_config).__name__}",
-        transformer_config={"in_channels": _channels(form)},
+        transformer_config={"in_channels": channels_of(form)},
         text_encoders=(),
         training_guidance=1.0 if base.model_config.unet_config.get("guidance_embed") else None,
         boundary=boundary,
@@ -330,7 +313,7 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
             latent_dims=dims,
             refused=_REFUSED.get(type(base).__name__, {}),
             sound=_SOUND.get(type(base).__name__, ()),
-            silence=_silence(form),
+            silence=silence_of(form),
             reads_all=True,
             needs=_needs(base, beside),
             beside=beside,
@@ -339,7 +322,7 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
         host=host,
         prediction_target=kind_of(base),
         tensor=row.tensor,
-        sampling=None if _silence(form) else _sampling(base, variant),  # a picture of it has a sound as well
+        sampling=None if silence_of(form) else _sampling(base, variant),  # a picture of it has a sound as well
     )
     return family, variant
 

@@ -15,7 +15,7 @@ from devicebridge.data.samples import EncodedSample
 from devicebridge.encoding import store as store_module
 from devicebridge.encoding.comfy_data import load_encoded, read_pairs, read_samples, save_encoded
 from devicebridge.encoding.store import CacheStore
-from devicebridge.families.comfy.inputs import ComfyReader, read_latents, read_text, stream_shapes
+from devicebridge.families.comfy.inputs import ComfyReader, read_latents, read_text, stream_shapes, with_silence
 from devicebridge.families.spec import ComfyInputs, LatentSpec
 from devicebridge.jobs import read_job
 from devicebridge.jobs.comfy_entries import (
@@ -114,8 +114,8 @@ def test_a_video_that_needs_a_sound_gets_one_of_which_no_loss_is_counted(tmp_pat
     needs = _reader(sound=(8, 0, 16), silence=lambda frames: (8, 3 * frames, 16))
     video = torch.randn(1, *VIDEO)
     (sample,) = found = read_encoded_samples(str(_save(tmp_path, video, _conditioning())), needs)
-    readers = {"add_silence": needs.add_silence}
-    data = CachedSamples(CacheStore(tmp_path), found, False, 1.0, needs.read_latents, needs.read_text, **readers)
+    readers = (partial(each, needs.comfy) for each in (read_latents, read_text, with_silence))
+    data = CachedSamples(CacheStore(tmp_path), found, False, 1.0, *readers)
     batch = data.load([0], [False])
     assert stream_shapes(batch.conditions) == [VIDEO, (8, 6, 16)]
     assert torch.equal(batch.latents[0, 0, 0, 0, : video.numel()], 2 * video.flatten())
