@@ -7,7 +7,7 @@ videos 3 frames. Parts that are large by construction and have nothing to do wit
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +59,11 @@ class Case:
     def model_class(self) -> type[nn.Module]:
         found: type[nn.Module] = getattr(importlib.import_module(self.module), self.class_name)
         return found
+
+    @property
+    def is_there(self) -> bool:
+        """Whether this ComfyUI has the class."""
+        return importlib.util.find_spec(self.module.rpartition(".")[0]) is not None
 
     def build(self) -> nn.Module:
         """A new model on the CPU with the same weights every time; its layers are those of ComfyUI that do not cast."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import importlib.util
+import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -575,10 +575,7 @@ def main() -> None:
     from devicebridge.tests.comfy.native_cases import CASES, COUNTED, NEWER, REFUSED
 
     with torch.inference_mode(), endless_memory():
-        cases = (
-            *CASES,
-            *(case for case in NEWER if importlib.util.find_spec(case.module.rpartition(".")[0]) is not None),
-        )
+        cases = (*CASES, *(case for case in NEWER if case.is_there))
         results = {case.name: _Runs(case, _row_of(case)).results() for case in cases}
         results["counted"] = {each.case.name: _counted(each) for each in COUNTED}
         results |= {case.name: _refused(case) for case in REFUSED}
