@@ -115,13 +115,13 @@ def make_clip_plan(config: DataConfig, latent: LatentSpec) -> ClipPlan:
     frames = sorted(set(config.frames or latent.frame_lengths))
     if not latent.is_video and frames != [1]:
         raise ValueError(f"data.frames is {frames}, but this model makes images only; leave it out")
-    stride = latent.frame_stride
-    wrong = [length for length in frames if (length - 1) % stride]
+    wrong = [length for length in frames if not latent.is_length(length)]
     if wrong:
-        nearest = sorted({near for n in wrong for near in (n - (n - 1) % stride, n + stride - (n - 1) % stride)})
+        shorter = {latent.nearest_length(length) for length in wrong}
+        nearest = sorted(shorter | {latent.nearest_length(n + latent.frame_stride) for n in wrong})
         raise ValueError(
-            f"data.frames has {first(map(str, wrong), most=6)}, but this model takes {stride}n + 1 frames; nearest are "
-            f"{first(map(str, nearest), most=6)}"
+            f"data.frames has {first(map(str, wrong), most=6)}, but this model takes {latent.clip_rule} frames; "
+            f"nearest are {first(map(str, nearest), most=6)}"
         )
     lengths = tuple(length for length in frames if length > 1) or (1,)
     fps = None if config.fps == "source" else float(config.fps) or latent.fps

@@ -47,12 +47,15 @@ class LatentSpec:
 
     channels: int  # C of a normalised latent as it is cached, [C, F, H, W]
     spatial_stride: int  # pixels per latent cell along height and width, packing included
-    frame_stride: int = 1  # video frames per latent frame after the first; 1 for image families
+    frame_stride: int = 1  # video frames by which clips grow; 1 for image families
+    # Of the shortest clip its video frames and latent frames, and latent frames by which clips grow. One frame is one
+    # latent frame always.
+    clip_steps: tuple[int, int, int] = (1, 1, 1)
     size_multiple: int = 16  # height and width in pixels must be multiples of this
     normalisation_version: int = 1  # part of the cache key; raise it when encode_latents changes its result
     num_tokens_per_cell: float = 1.0  # transformer tokens per latent cell (1/4 where the model packs 2x2 cells itself)
     fps: float = 0.0  # frames per second of the videos the model was trained on; 0 for image families
-    frame_lengths: tuple[int, ...] = (1,)  # of clips if the user names none, in video frames: frame_stride * n + 1
+    frame_lengths: tuple[int, ...] = (1,)  # of clips if the user names none, in video frames
     # Of audio, which has no picture's sides: the height of its latents, whose width is time; 0 for pictures and videos.
     audio_rows: int = 0
 
@@ -61,13 +64,30 @@ class LatentSpec:
         """Whether the model makes videos; such a model makes images as well."""
         return self.fps > 0
 
+    @property
+    def clip_rule(self) -> str:
+        """Which lengths clips have: "4n + 1"."""
+        return f"{self.frame_stride}n + {self.clip_steps[0]}"
+
+    def is_length(self, frames: int) -> bool:
+        """Whether the model takes clips of so many video frames."""
+        first = self.clip_steps[0]
+        return frames == 1 or frames >= first and not (frames - first) % self.frame_stride
+
+    def nearest_length(self, frames: int) -> int:
+        """The longest clip that the model takes and that is no longer than so many video frames."""
+        first = self.clip_steps[0]
+        return frames - (frames - first) % self.frame_stride if frames >= first else 1
+
     def num_latent_frames(self, frames: int) -> int:
         """Latent frames of so many video frames."""
-        return 1 + (frames - 1) // self.frame_stride
+        first, latents, growth = self.clip_steps
+        return 1 if frames == 1 else latents + (frames - first) // self.frame_stride * growth
 
     def num_frames(self, latent_frames: int) -> int:
         """Video frames that so many latent frames stand for."""
-        return 1 + (latent_frames - 1) * self.frame_stride
+        first, latents, growth = self.clip_steps
+        return 1 if latent_frames == 1 else first + (latent_frames - latents) // growth * self.frame_stride
 
     def num_tokens(self, height: int, width: int, frames: int = 1) -> int:
         """Image tokens of one sample; height and width in pixels, frames in video frames."""
@@ -222,7 +242,10 @@ class ComfyInputs:
     min_tokens: int = 0  # shorter texts get rows of zeros in front, up to this number of tokens
     # Of a LATENT without batch and channels: 1 for audio's [T], 2 for [H, W], 3 for [F, H, W].
     latent_dims: Literal[1, 2, 3] = 2
-    sound: tuple[int, ...] = ()  # channels and bins of the sound [C, T, bins] that goes with a video; () without
+    sound: tuple[int, ...] = ()  # sides of the sound that goes with a video, 0 for its length; () without
+    # Latent frames of a video -> sides of the sound that the model must be given beside it; None if it needs none.
+    # Training then noises zeros, and counts no loss of them.
+    silence: Callable[[int], tuple[int, ...]] | None = None
     # Whether the model reads all that a CONDITIONING says, rather than states and pooled_output; then width is "".
     reads_all: bool = False
     needs: tuple[str, ...] = ()  # options without which such a model would be given nothing in their place
@@ -289,13 +312,14 @@ class HostModel(Protocol):
         latents: torch.Tensor,
         noise: torch.Tensor,
         times: torch.Tensor,
-        noise_mask: torch.Tensor | None = None,
+        given: Mapping[str, torch.Tensor] = {},
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Noisy latents, what the network should say of them, and their sigmas, float32.
 
         Args:
             latents, noise: float32. [B, C, F, H, W]    times: 0..1, 1 is noise. [B]
-            noise_mask: 1 where sampling denoises all; what it leaves is put in as it does. [B, 1 or C, F, H, W]
+            given: of families/comfy/inputs.py. A noise mask is 1 where sampling denoises all; what it leaves is put in
+                as it does, [B, 1 or C, F, H, W]. Streams say how packed latents are taken apart.
         """
 
     def predict(

@@ -25,7 +25,7 @@ from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, TextSou
 from ..encoding.store import CacheStore, Stamp, State
 from ..events import EventLog, Listener, NoEvents
 from ..families.comfy.conditions import WAYS
-from ..families.comfy.inputs import read_latents, read_text
+from ..families.comfy.inputs import read_latents, read_text, with_silence
 from ..families.registry import COMFYUI
 from ..parallel.devices import find_device, random_states, release_cached_memory, restore_random_states
 from ..system.progress import Pace
@@ -170,6 +170,7 @@ def _cached(plan: JobPlan, samples: Sequence[TrainingSample]) -> CachedSamples:
         readers["read_text"] = partial(read_text, comfy_reader(plan).comfy)
     if plan.encoded or plan.job.cache.latent_source:
         readers["read_latents"] = partial(read_latents, comfy_reader(plan).comfy)
+        readers["add_silence"] = partial(with_silence, comfy_reader(plan).comfy)
     return CachedSamples(
         cache_store(plan.job),
         samples,

@@ -159,6 +159,11 @@ def read_job(
             "with Dataset from Latents and Conditioning, of VAE Encode Audio and the model's text encode node "
             "(data.encoded)"
         )
+    if info.family.native is not None and info.family.native.takes_one and job.train.batch_size > 1:
+        raise ValueError(
+            f"train.batch_size is {job.train.batch_size}, but {info.family.title} computes one sample at a time; set "
+            "batch_size 1 (gradient_accumulation_steps does the same)"
+        )
     refuse_text_encoders(job, info)
     if not has_data:
         return ReadJob(job, info, variant, model, targets, (make_square(job.data, variant, latent),))

@@ -243,6 +243,7 @@ AUGMENTED: dict[Any, Any] = {  # what x += y and the like compute
     operator.imul: torch.mul,
     operator.itruediv: torch.true_divide,
 }
+_ROWS = "devicebridge_rows"  # in a node's meta: of which tensor it is some rows, and which
 _METHODS: dict[Any, Any] = {f"{name}_": name for name in ("add", "sub", "mul", "div", "addcmul", "addcdiv")}
 
 
@@ -274,9 +275,8 @@ class OutOfPlace:
             written = [at for at, each in enumerate(map(_storage, places)) if each in targets and names[each] == 1]
             end = _output(module.graph)
             end.args = ((*end.args[0], *(places[at] for at in written)),)
-        nodes = list(module.graph.nodes)
-        for at, node in enumerate(nodes):
-            _renew(node, nodes[:at], nodes[at + 1 :])
+        for node in list(module.graph.nodes):
+            _renew(node)
         module.recompile()
         compiled = backend(module, inputs, **options)
 
@@ -301,23 +301,46 @@ def _operation(node: Node) -> Any:
     return (AUGMENTED if node.op == "call_function" else _METHODS).get(node.target)
 
 
-def _renew(node: Node, before: Sequence[Node], behind: Sequence[Node]) -> None:
-    """Have an assignment make a new tensor, if no other name of the old one is read behind it."""
+def _renew(node: Node) -> None:
+    """Have an assignment make a new tensor, if no other name of the old one is read behind it; of rows of a tensor that
+    is read behind it, a new one of all rows as well."""
     operation = _operation(node)
     old = node.args[0] if operation is not None and node.args else None
     storage = _storage(old)
     if not isinstance(old, Node) or storage is None:
         return
-    others = {each for each in before if each is not old and _storage(each) == storage}
-    if any(others.intersection(each.all_input_nodes) for each in behind):
+    nodes = list(node.graph.nodes)
+    at = nodes.index(node)
+    behind = {*nodes[at + 1 :]}
+    read = {name for each in behind for name in each.all_input_nodes}
+    others = {each for each in nodes[:at] if each is not old and _storage(each) == storage} & read
+    whole, rows = _rows_of(old)
+    if others - {whole}:
         return
     node.target = operation
     with node.graph.inserting_after(node):  # the type stays; a tensor of this type is not copied
         made = node.graph.call_method("to", (node, _value(old).dtype))
     made.meta = dict(node.meta)
-    readers = {*behind}
-    for name in (node, old):
-        name.replace_all_uses_with(made, delete_user_cb=readers.__contains__)
+    names = {node: made, old: made}
+    if others:
+        with node.graph.inserting_after(made):
+            names[whole] = node.graph.call_function(torch.slice_scatter, (whole, made, *rows))
+        names[whole].meta = dict(whole.meta)
+        made.meta[_ROWS] = names[whole], rows
+    for name, new in names.items():
+        name.replace_all_uses_with(new, delete_user_cb=behind.__contains__)
+
+
+def _rows_of(node: Node) -> tuple[Any, Any]:
+    """The tensor of which this node is rows such as x[:, a:b], and their dimension, first and end; else None, None."""
+    if _ROWS in node.meta:
+        return node.meta[_ROWS]  # type: ignore[no-any-return]
+    places: Any = node.args[1] if node.target is operator.getitem else None
+    parts = places if isinstance(places, tuple) else (places,)
+    cut = [dim for dim, each in enumerate(parts) if each != slice(None)]
+    if len(cut) != 1 or not isinstance(rows := parts[cut[0]], slice) or rows.step is not None:
+        return None, None
+    return node.args[0], (cut[0], rows.start, rows.stop)
 
 
 def _value(node: Any) -> Any:

@@ -42,7 +42,7 @@ from .dry_run import (
     as_on_card,
     shorten,
     step_on_meta,
-    voice_as_sound,
+    with_sound,
 )
 from .times import key_bytes, keys_of
 
@@ -184,7 +184,7 @@ def latent_shape_of(
     channels = latent.channels * info.config.get("in_channels", published) // published
     if rows := latent.audio_rows:
         return channels, 1, rows, max(1, height * width // rows)
-    return channels, 1 + (frames - 1) // latent.frame_stride, height, width
+    return channels, latent.num_latent_frames(frames), height, width
 
 
 # ---- the dry run
@@ -197,7 +197,7 @@ def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work:
         NoForecast for one of ComfyUI's classes that does not run so.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        work = voice_as_sound(info.family, work)
+        work = with_sound(info.family, work)
         short = shorten(model, info.family, work)
         short.model.train()
 

@@ -104,17 +104,27 @@ class Work:
         return self.batch_size, *sides
 
 
-def voice_as_sound(family: ModelFamily, work: Work) -> Work:
-    """For what runs without numbers, by which LTX-2 places a reference of sound: as much more sound of its own."""
-    tensors = {} if work.text is None else work.text.tensors
-    voices = [name for name in tensors if option_path(name)[:1] == (VOICE,)]
-    if not voices or family.comfy is None or not family.comfy.sound:
+def with_sound(family: ModelFamily, work: Work) -> Work:
+    """With the sound that the model must be given.
+
+    Without numbers, by which LTX-2 places a reference of sound, that is as much more sound of its own.
+    """
+    comfy, tensors = family.comfy, {} if work.text is None else work.text.tensors
+    if comfy is None or not comfy.sound:
         return work
-    channels, bins = family.comfy.sound
-    own = tensors.get(f"{STREAM}1", torch.empty(0, channels, 0, bins))
-    longer = torch.empty(0, channels, own.shape[2] + max(len(tensors[name]) for name in voices), bins)
+    voices = [name for name in tensors if option_path(name)[:1] == (VOICE,)]
+    own = tensors.get(f"{STREAM}1")
+    if own is None and comfy.silence is not None:
+        own = torch.empty(0, *comfy.silence(work.latent_shape[1]))
+    if voices:
+        own = torch.empty(0, *comfy.sound) if own is None else own
+        sides = list(own.shape)
+        sides[1 + comfy.sound.index(0)] += max(len(tensors[name]) for name in voices)
+        own = torch.empty(sides)
+    if own is None:
+        return work
     others = {name: each for name, each in tensors.items() if name not in voices}
-    return replace(work, text=SampleText({**others, f"{STREAM}1": longer}))
+    return replace(work, text=SampleText({**others, f"{STREAM}1": own}))
 
 
 @dataclass(frozen=True)
@@ -230,9 +240,10 @@ def _make_given(info: CheckpointInfo, variant: Variant, work: Work, latents: tor
     """Text and conditions of the sizes that training has."""
     batch, device = work.batch_size, latents.device
     if info.family.host is not None:
-        given = info.family.host.example(batch, device, None if work.text is None else work.text.tensors)
+        text = {} if work.text is None else work.text.without_streams.tensors
+        given = info.family.host.example(batch, device, text or None)
         return given | {f"{STREAM}{n}": latents.new_empty(batch, 0, *each) for n, each in enumerate(work.streams)}
-    text = {}
+    states = {}
     for encoder in variant.text_encoders:
         keys = _POOLED_WIDTHS if encoder.kind == "pooled" else _TEXT_WIDTHS
         width = next((info.config[key] for key in keys if info.config.get(key)), None)
@@ -242,13 +253,13 @@ def _make_given(info: CheckpointInfo, variant: Variant, work: Work, latents: tor
                 "Add the key's name to planning/dry_run.py"
             )
         shape = (batch, width) if encoder.kind == "pooled" else (batch, encoder.max_length, width)
-        text[encoder.output] = torch.randn(shape, dtype=work.dtype, device=device)
+        states[encoder.output] = torch.randn(shape, dtype=work.dtype, device=device)
     if variant.condition == "first_frame":
         size = batch, info.config["in_channels"] - latents.shape[1], *latents.shape[2:]
-        text["image_condition"] = latents.new_empty(size, dtype=work.dtype)
+        states["image_condition"] = latents.new_empty(size, dtype=work.dtype)
     if variant.condition == "first_latents":
-        text["first_latents"] = latents[:, :, :1].to(work.dtype, copy=True)
-    return text
+        states["first_latents"] = latents[:, :, :1].to(work.dtype, copy=True)
+    return states
 
 
 # ---- the meter

@@ -354,7 +354,7 @@ def make_square(config: DataConfig, variant: Variant, latent: LatentSpec) -> Sam
     if needs_clips and frames == 1:
         raise ValueError(
             f"{variant.name} is given the first frame, so in one frame nothing is left to learn; give --frames "
-            f"{max(latent.frame_lengths)}, or another length of {latent.frame_stride}n + 1"
+            f"{max(latent.frame_lengths)}, or another length of {latent.clip_rule}"
         )
     (size,) = make_buckets(config.largest_resolution, bucket_step(config, latent), 1.0)
     return Sample("a square", "", None, size, (0, 0, *size), size, tuple(range(frames)) if frames > 1 else ())

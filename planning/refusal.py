@@ -160,9 +160,10 @@ def _choices(question: Question) -> Iterator[_Change]:
 def _sizes(question: Question) -> list[list[_Change]]:
     """Smaller resolutions, shorter clips and lower ranks, the largest first."""
     space, variant, now = question.space, question.model.variant, question.space.resolution
-    stride, sides = question.model.family.latent_of(variant).frame_stride, [n for n in _RESOLUTIONS if n < now]
+    latent, sides = question.model.family.latent_of(variant), [n for n in _RESOLUTIONS if n < now]
     buckets = {n: tuple(max(64, side * n // now // 64 * 64) for side in question.bucket) for n in sides}
-    lengths = range(question.frames - stride, 0 if variant.condition == "none" else stride, -stride)
+    shortest = 1 if variant.condition == "none" else 2
+    lengths = [n for n in range(question.frames - 1, shortest - 1, -1) if latent.is_length(n)]
     ranks = [rank for rank in _RANKS if rank < space.lora.rank]
     return [
         [_Change(f"data.resolutions = [{n}]", {"resolution": n}, {"bucket": each}) for n, each in buckets.items()],

@@ -144,10 +144,9 @@ def picture_size(
             )
     if num_frames > 1 and not latent.is_video:
         raise ValueError(f"samples.frames = {num_frames} was set, and {variant.name} makes pictures; leave it out")
-    if (num_frames - 1) % latent.frame_stride:
-        near = latent.num_frames(latent.num_latent_frames(num_frames))
+    if not latent.is_length(num_frames):
         raise ValueError(
-            f"samples.frames = {num_frames} was set, and clips of {variant.name} have {latent.frame_stride}n + 1 "
-            f"frames; {near} works"
+            f"samples.frames = {num_frames} was set, and clips of {variant.name} have {latent.clip_rule} frames; "
+            f"{latent.nearest_length(num_frames)} works"
         )
     return height, width, num_frames

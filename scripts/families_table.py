@@ -51,6 +51,8 @@ Made by `scripts/families_table.py`; do not edit. A number points to the reason 
 - **compile**: blocks by torch.compile.
 - **offload**: weights, and what is kept for the backward, in host memory.
 - **forecast**: memory and time are said before weights are loaded.
+- **newer**: the model came after ComfyUI 0.33.0. It was trained beside that version, from its public source; tests run
+  where ComfyUI has it.
 
 Splits and divided blocks for sampling have a guide of their own: [split models](guides/split_models.md). A class in no
 table is split by blocks. *derived*: where its tokens are is found and proved on your machine, or refused, as
@@ -103,7 +105,8 @@ def _native(rows: Iterable[Any], seen: dict[str, Any]) -> Iterator[str]:
         faults = [_first_fault(model["faults"], steps) for steps in _COLUMNS.values()]
         faults = [_of_any_class(fault, model["class"]) for fault in faults]
         cells = [reasons.cell(fault) for fault in (*faults, _undivided(by_class[model["class"]]))]
-        yield _row(name, [f"`{model['class']}`", *cells])
+        newer = " (newer)" if model.get("newer") else ""
+        yield _row(name, [f"`{model['class']}`{newer}", *cells])
     yield from ("", *reasons.lines(), "")
 
 

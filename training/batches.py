@@ -56,6 +56,7 @@ class CachedSamples:
         use_masks: whether masks of samples that have one weigh the loss.
         tokens_per_cell: image tokens per latent cell.
         read_latents, read_text: an entry as normalised latents [C, F, H, W], and as the text that make_inputs reads.
+        add_silence: an entry of latents with the sound that the model must be given, of which no loss is counted.
         gives_first_latents: whether the model is given the first latent frame, which the loss then leaves out.
         recompute: makes an entry that is gone, in the middle of a run; None where nobody can.
         prompt_keys: entries of each text that pictures are drawn of; the empty one is among them.
@@ -68,6 +69,7 @@ class CachedSamples:
     tokens_per_cell: float
     read_latents: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] = operator.itemgetter(_LATENTS)  # of our own VAE
     read_text: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict
+    add_silence: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict
     gives_first_latents: bool = False
     recompute: Callable[[str], None] | None = None
     prompt_keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -119,7 +121,8 @@ class CachedSamples:
 
         Raises: RuntimeError if an entry is gone from the cache, or its text states are of another length than others.
         """
-        entries = [self._entry(self.samples[i].latents_key) for i in indices]
+        stored = [self._entry(self.samples[i].latents_key) for i in indices]
+        entries = [self.add_silence(entry) for entry in stored]
         latents = _stacked([self.read_latents(entry) for entry in entries])
         names = [name for name in entries[0] if name not in (_LATENTS, NOISE_MASK) and not is_samples(name)]
         conditions = {name: _stacked([entry[name] for entry in entries]) for name in names}
@@ -148,7 +151,8 @@ class CachedSamples:
             mask = denoised if mask is None else denoised * mask
         factors = [sample.loss_weight for sample in samples]
         of_samples = None if all(each == 1 for each in factors) else torch.tensor(factors)
-        weights = loss_weights(of_samples, conditions)
+        is_silent = all(len(entry) > len(own) for entry, own in zip(entries, stored, strict=True))
+        weights = loss_weights(of_samples, conditions, is_silent=is_silent)
         return LoadedBatch(latents, text, mask, num_tokens, conditions, weights)
 
     def read_ahead(self, batch: Batch) -> None:
@@ -182,16 +186,23 @@ class CachedSamples:
         return f"cache entry {self.store.path(key)} of {of[0]} was deleted or damaged since this run began"
 
 
-def loss_weights(of_samples: torch.Tensor | None, given: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+def loss_weights(
+    of_samples: torch.Tensor | None, given: Mapping[str, torch.Tensor], *, is_silent: bool = False
+) -> torch.Tensor | None:
     """Weights of a batch's losses, of those of its samples, [B], or None; given: how packed latents are taken apart.
 
     The loss of several streams is the sum of each stream's mean, as LTX-2's own trainer has it: in the mean of all
     values a video would leave its sound a few hundredths.
+
+    Args:
+        is_silent: whether the samples have no sound of their own, so that the first stream alone counts.
     """
     sizes = [math.prod(shape) for shape in stream_shapes(given)]
     if not sizes:
         return of_samples
-    factors = torch.cat([torch.full((size,), sum(sizes) / size) for size in sizes]).view(1, 1, 1, 1, -1)
+    counted = [1.0, *([0.0 if is_silent else 1.0] * (len(sizes) - 1))]
+    each = [torch.full((size,), sum(sizes) / size * count) for size, count in zip(sizes, counted, strict=True)]
+    factors = torch.cat(each).view(1, 1, 1, 1, -1)
     return factors if of_samples is None else of_samples.view(-1, 1, 1, 1, 1) * factors
 
 

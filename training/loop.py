@@ -21,7 +21,7 @@ from torch import nn
 from ..config.job import JobConfig, job_to_dict
 from ..data.samples import Batch, BatchOrder
 from ..events import EventLog, first_line
-from ..families.comfy.inputs import NOISE_MASK, is_tokens
+from ..families.comfy.inputs import is_tokens
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import memory_in_use, random_states, restore_random_states
 from ..parallel.ranks.across import AcrossRanks, fingerprint
@@ -346,7 +346,7 @@ class Trainer:
         """One batch at these quantiles, with noise from the generator; still on the host."""
         noise = torch.randn(batch.latents.shape, generator=generator)
         times = self.schedule.sigmas(quantiles, batch.num_tokens)
-        made = noise_latents(self.family, batch.latents, noise, times, batch.conditions.get(NOISE_MASK))
+        made = noise_latents(self.family, batch.latents, noise, times, batch.conditions)
 
         def pinned(tensor: torch.Tensor) -> torch.Tensor:
             """In memory that a GPU reads by itself, so that the host need not wait for it."""

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ..config.job import ObjectiveConfig
+from ..families.comfy.inputs import NOISE_MASK
 from ..families.spec import ModelFamily, ShiftRule, TimestepSampling, Variant
 from ..parallel.local.token_training import TokenModel
 
@@ -111,15 +112,15 @@ def noise_latents(
     latents: torch.Tensor,
     noise: torch.Tensor,
     times: torch.Tensor,
-    noise_mask: torch.Tensor | None = None,
+    given: Mapping[str, torch.Tensor] = {},
 ) -> NoisyLatents:
     """What a sample is trained on: clean latents and noise, both float32 [B, C, F, H, W], at times in 0..1. [B]
 
-    noise_mask: of one of ComfyUI's own models; see HostModel.add_noise.
+    given: conditions of one of ComfyUI's own models; see HostModel.add_noise.
     """
     if family.host is not None:
-        return NoisyLatents(*family.host.add_noise(latents, noise, times, noise_mask))
-    assert noise_mask is None, "only ComfyUI's own models read a noise mask"
+        return NoisyLatents(*family.host.add_noise(latents, noise, times, given))
+    assert NOISE_MASK not in given, "only ComfyUI's own models read a noise mask"
     return NoisyLatents(add_noise(latents, noise, times), noise - latents, times)
 
 

@@ -207,6 +207,23 @@ JOY_IMAGE = (
     ),
 )
 
+# comfy/ldm/qwen_image21/model.py, newer than 0.33.0; gate and what it gates are one layer or two
+QWEN_IMAGE_21 = (
+    TensorPlan(
+        linears=(
+            Divided("attn.to_[qkv]", "column", HEADS),
+            Divided("attn.to_out.0", "row", HEADS),
+            Divided("img_mlp.gate_up", "column", FEATURES, into="img_mlp.out"),
+            Divided("img_mlp.gate_layer", "column", FEATURES),
+            Divided("img_mlp.proj", "column", FEATURES),
+            Divided("img_mlp.out", "row", FEATURES, sum_after="img_mlp"),
+        ),
+        num_heads="attn.heads",
+        width="attn.to_out.0.in_features",
+        attributes={"attn.heads": "heads"},
+    ),
+)
+
 # comfy/ldm/krea2/model.py; the gate is one number per feature of every head of queries
 KREA_2 = (
     TensorPlan(

@@ -126,6 +126,8 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         is_sequential=True,
         evidence="outside",
         remembers=("prefix_cache",),
+        forgets_if_patched=True,
+        tensor=block_plans.QWEN_IMAGE_21,
         note="blocks are handed an attention function that holds masks, or keys and values kept from the first step",
     ),
     dataclasses.replace(
@@ -265,6 +267,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         is_sequential=True,
         remembers=("_kv_cache_entries", "_visual_cache"),
         forgets_if_patched=True,
+        ends_on_main_device=True,
         has_out=True,
         reads_first=("reference_latents",),
         # No plan for divided blocks: they return keys and values, of which a card would have some heads only.

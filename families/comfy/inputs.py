@@ -102,6 +102,16 @@ def read_latents(comfy: ComfyInputs, entry: Mapping[str, torch.Tensor]) -> torch
     return comfy.normalise(first.view(channels, *[1] * (3 - len(sides)), *sides))
 
 
+def with_silence(comfy: ComfyInputs, entry: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """An entry of latents with zeros for the sound that the model must be given, where it has none."""
+    import torch
+
+    sound = f"{MORE_SAMPLES}1"
+    if comfy.silence is None or sound in entry:
+        return entry
+    return {**entry, sound: torch.zeros(comfy.silence(entry[SAMPLES].shape[1]))}
+
+
 def streams_of(entries: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """What says in a batch how its packed latents are taken apart; {} for latents of one stream. See STREAM."""
     import torch
@@ -199,11 +209,12 @@ class ComfyReader:
             return (
                 f"it has {len(others) + 1} streams, but {self.title} takes one; give it what was encoded of one alone"
             )
-        channels, bins = self.comfy.sound
-        if len(others) > 1 or len(others[0]) != 3 or (others[0][0], others[0][2]) != (channels, bins):
+        sound = self.comfy.sound
+        known = [tuple(side and own for side, own in zip(sound, shape, strict=False)) for shape in others]
+        if known != [sound] or len(others[0]) != len(sound):
             return (
                 f"beside the video it has {', '.join(str(list(shape)) for shape in others)}, but {self.title} takes "
-                f"one stream of sound, {[channels, 'time', bins]}; encode it with LTXV Audio VAE Encode"
+                f"one stream of sound, {[side or 'time' for side in sound]}; encode it with the audio VAE of the model"
             )
         return ""
 

@@ -111,6 +111,10 @@ class NativeModel:
     ends_on_main_device: bool = False  # whether its forward computes behind the blocks, outside of any module
     has_out: bool = False  # whether its blocks name tensors to write into (out=), which autograd refuses
     in_place: tuple[str, ...] = ()  # modules that are called between blocks and write into what they are given
+    # As LatentSpec has them: frames by which its clips grow, then clip_steps. () where its latent format says all.
+    clip_steps: tuple[int, ...] = ()
+    reads_level: bool = False  # whether it reads the noise level as a number, which no tensor without numbers has
+    takes_one: bool = False  # whether a forward takes one sample alone
     fps: float = 0.0  # of the clips that it is trained on where nobody says otherwise; 0 for a class that makes images
     methods: tuple[str, ...] = (
         "preprocess_text_embeds",

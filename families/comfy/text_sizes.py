@@ -22,6 +22,8 @@ _READERS: dict[str, tuple[str, str]] = {
     "WanModel": ("text_embedding.0", ""),
     "MiniTrainDIT": ("blocks.0.cross_attn.k_proj", ""),
     "ErnieImageModel": ("text_proj", ""),
+    "QwenImage21Transformer2DModel": ("txt_in.in_layer", ""),
+    "MiniMaxH3Model": ("condition_proj", ""),
 }
 
 # What a checkpoint's tensors of its text encoders begin with, as ComfyUI looks for them.

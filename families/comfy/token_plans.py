@@ -34,13 +34,35 @@ def _ltx_guides(rows: Any, mask: Any) -> Any:
 def _after_prompt(rows: Any, attention: Any) -> Any:
     """HiDream-O1's function, whose first ar_len rows, the prompt's, attend to each other alone; the first rank has
     them."""
-    names = attention.__code__.co_freevars
-    if rows.has_first(attention.__closure__[names.index("ar_len")].cell_contents, "x"):
-        return attention
-    cells = zip(names, attention.__closure__, strict=True)
-    closure = tuple(types.CellType(0) if name == "ar_len" else cell for name, cell in cells)
+    ar_len = attention.__closure__[attention.__code__.co_freevars.index("ar_len")].cell_contents
+    return attention if rows.has_first(ar_len, "x") else _with_variable(attention, "ar_len", 0)
+
+
+def _block_causal(rows: Any, attention: Any) -> Any:
+    """Qwen-Image 2.1's function: rows of a text attend to those before them, a picture's to its own and all before it.
+
+    segments: (start, end, mask) of all rows, which become one of the rank's rows with a mask against all.
+    """
+    segments = attention.__closure__[attention.__code__.co_freevars.index("segments")].cell_contents
+    first, count = rows.share("x")
+    mask = None
+    if first < segments[-1][0]:
+        device = next(each for *_, each in segments if each is not None).device
+        mask = torch.zeros(count, rows.lengths["x"], dtype=torch.bool, device=device)
+        for start, end, own in segments:
+            begin, until = max(start, first), min(end, first + count)
+            if begin < until:
+                seen = True if own is None else own[begin - start : until - start]
+                mask[begin - first : until - first, :end] = seen
+    return _with_variable(attention, "segments", [(0, count, mask)])
+
+
+def _with_variable(function: Any, name: str, value: Any) -> Any:
+    """A function with another value of a variable that it has from around it."""
+    cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
+    closure = tuple(types.CellType(value) if own == name else cell for own, cell in cells)
     return types.FunctionType(
-        attention.__code__, attention.__globals__, attention.__name__, attention.__defaults__, closure
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
     )
 
 
@@ -99,6 +121,7 @@ QWEN_IMAGE = _one(
     control="img",
     cuts_masks=True,
 )
+QWEN_IMAGE_21 = _one("x=x@1 pe=x@1", "attn=x", "transformer_blocks", "prefix_len=x", changes={"attn_fn": _block_causal})
 LENS = _one(
     "hidden_states=img@1 encoder_hidden_states=txt@1 freqs_cis=img+txt@2 attention_mask=img+txt@3",
     "attn=img+txt",
@@ -227,6 +250,7 @@ TOKEN_PLANS: dict[str, TokenPlan] = {
     "AnimateWanModel": WAN_ANIMATE,
     "WanDancerModel": WAN_DANCER,
     **dict.fromkeys(("QwenImageTransformer2DModel", "MageFlowTransformer2DModel"), QWEN_IMAGE),
+    "QwenImage21Transformer2DModel": QWEN_IMAGE_21,
     "LensTransformer2DModel": LENS,
     "OpenAISignatureMMDITWrapper": SD3,
     **dict.fromkeys(("NextDiT", "NextDiTPixelSpace"), NEXT_DIT),

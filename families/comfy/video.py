@@ -162,6 +162,10 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         replace_keys={"double_block": "blocks"},
         note="text, references, audio and video are rows of one sequence, which blocks change in place; batch 1 only",
         tensor=block_plans.MINIMAX_H3,
+        fps=24,
+        clip_steps=(17, 5, 2, 5),
+        reads_level=True,
+        takes_one=True,
     ),
     NativeModel(
         class_name="NaDiT",
@@ -223,6 +227,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         tail=("out_layer.norm", "out_layer.out_layer", "audio_outLayer"),
         replace_keys={"double_block": "visual_blocks"},
         is_sequential=True,  # a step cache in transformer_options counts the forwards
+        untrained="its modulation takes weights out of its layers and computes with them, and would leave a LoRA out",
         evidence="outside",
         note="blocks take and return video and audio; the text blocks stay on the main device and are never called",
     ),

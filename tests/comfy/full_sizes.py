@@ -72,6 +72,7 @@ _HIDREAM = {
     "text_emb_dim": 2048,
 }
 _QWEN = {"image_model": "qwen_image", "in_channels": 64, "num_layers": 60}
+_H3_PRUNED = {"image_model": "minimax_h3", "adaln_curve_grid": 1025, "time_embed_dim": 32}  # its modulation
 _KREA_2_TEXT = 12 * 2560  # twelve layers of Qwen3-VL 4B
 # Name -> class of comfy.supported_models, arguments of the model, and how wide its text encoders make text and pooled.
 _FILES: Mapping[str, tuple[str, Mapping[str, Any], int, int]] = {
@@ -93,6 +94,8 @@ _FILES: Mapping[str, tuple[str, Mapping[str, Any], int, int]] = {
     "Krea 2": ("Krea2", {"image_model": "krea2"}, _KREA_2_TEXT, 0),
     "ERNIE-Image": ("ErnieImage", {"image_model": "ernie"}, 3072, 0), "HiDream-I1": ("HiDream", _HIDREAM, 4096, 2048),
     "LTX-2": ("LTXAV", {"image_model": "ltxav"}, 3840, 0),
+    "MiniMax H3": ("MiniMaxH3", {"image_model": "minimax_h3"}, 5120, 0),
+    "MiniMax H3 pruned": ("MiniMaxH3", _H3_PRUNED, 5120, 0),
 }
 
 

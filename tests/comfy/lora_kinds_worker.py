@@ -1,11 +1,11 @@
 """One process with ComfyUI's Python: LoRA kinds on tiny models of ComfyUI's own classes; run by test_lora_kinds.py.
 
-Takes ComfyUI's folder, a folder for files and names of tiny_checkpoints.FAMILIES. Prints one line of JSON per name.
+Takes ComfyUI's folder, a folder for files and names of BUILDS. Prints one line of JSON per name, {} for a class that
+this ComfyUI lacks.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections.abc import Mapping
@@ -15,24 +15,27 @@ from typing import Any
 
 import comfy.lora
 import comfy.sd
+import comfy.supported_models
 import torch
 from devicebridge.checkpoints.load import load_transformer
 from devicebridge.checkpoints.lora_start import read_start
 from devicebridge.config.job import LoraSettings, make_job
 from devicebridge.encoding.comfy_data import read_pairs, save_encoded
 from devicebridge.encoding.store import CacheStore
-from devicebridge.families.comfy.inputs import COND
+from devicebridge.families.comfy.inputs import COND, read_latents, streams_of
 from devicebridge.jobs.job import run_job
 from devicebridge.jobs.lora_output import lora_file_tensors
 from devicebridge.nodes.host.native.model import native_training
 from devicebridge.nodes.host.native.source import read_native
+from devicebridge.tests.comfy.native_steps import _sample, cards_of
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint, small_sizes
-from devicebridge.tests.emulated import emulated_cards
+from devicebridge.tests.comfy.trained_families import TRAINED
 from devicebridge.training.adapter import apply_lora, find_targets
 from safetensors.torch import save_file
 
 FOLDER, *NAMES = sys.argv[2:]
 
+BUILDS = FAMILIES | {"qwen_image_21": TRAINED["Qwen-Image 2.1 edit"]}
 KINDS: dict[str, dict[str, Any]] = {
     "lokr": {"kind": "lokr", "rank": 2, "alpha": 2.0},
     "dora": {"dora": True, "rank": 2, "alpha": 2.0},
@@ -52,7 +55,9 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def examine(name: str) -> dict[str, Any]:
-    family, folder = FAMILIES[name], Path(FOLDER) / name
+    family, folder = BUILDS[name], Path(FOLDER) / name
+    if not hasattr(comfy.supported_models, family.config_class):
+        return {}
     folder.mkdir(parents=True)
     with small_sizes(family), native_training():
         path = save_checkpoint(family, folder / "model.safetensors")
@@ -100,12 +105,13 @@ def _trained(kind: str, family: Any, info: Any, path: Path, folder: Path) -> dic
     """A LoRA of this kind in every way of training; and its file, which the stock loader reads."""
     folder /= kind
     generator = torch.Generator().manual_seed(3)
-    latents = [{"samples": torch.randn(1, *family.latent, generator=generator)} for _ in range(2)]
+    latents = [{"samples": _sample(family, generator)} for _ in range(2)]
     encoded = save_encoded(read_pairs(latents, [family.condition(s) for s in (1, 2)]), CacheStore(folder / "cache"))
     results = {}
     for way, sections in WAYS[kind].items():
-        with emulated_cards() if "split" in sections else contextlib.nullcontext():
-            results[way] = run_job(_job(path, encoded, folder / way, {"lora": KINDS[kind], **sections}), info=info)
+        job = _job(path, encoded, folder / way, {"lora": KINDS[kind], **sections})
+        with cards_of(job):
+            results[way] = run_job(job, info=info)
     trained = results["plain"]
     assert trained.lora_path is not None
     stock = _stock(path)
@@ -187,13 +193,10 @@ def _patched(info: Any, stock: Any, mapped: Mapping[Any, Any]) -> torch.nn.Modul
 
 @torch.no_grad()
 def _prediction(family: Any, info: Any, model: torch.nn.Module) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(9)
-    latent = torch.randn(1, *family.latent, generator=generator)
-    latent = latent if latent.ndim == 5 else latent.unsqueeze(2)
-    (_, text) = next(
-        iter(read_pairs([{"samples": latent[:, :, 0] if len(family.latent) == 3 else latent}], [family.condition(1)]))
-    )
-    given = {name: each.unsqueeze(0) for name, each in text.items()}
+    samples = {"samples": _sample(family, torch.Generator().manual_seed(9))}
+    sample, text = next(iter(read_pairs([samples], [family.condition(1)])))
+    latent = read_latents(info.family.comfy, sample).unsqueeze(0)
+    given = {name: each.unsqueeze(0) for name, each in text.items()} | streams_of([sample])
     assert COND in given
     model.eval()
     return info.family.host.predict(model, latent, torch.tensor([0.5]), given, info.variant.training_guidance)
@@ -223,7 +226,28 @@ def _spellings(info: Any) -> dict[str, dict[str, torch.Tensor]]:
     spellings = {"comfyui": comfyui, "kohya": kohya, "metadata": comfyui | alphas}
     if info.family.transformer_class == "Flux":
         spellings["diffusers"] = _diffusers_flux(found)
+    if info.family.transformer_class.startswith("QwenImage"):
+        spellings["SimpleTuner"] = {n.replace("diffusion_model.", "transformer."): t for n, t in comfyui.items()}
+        lycoris = {n.replace("lora_unet_", "lycoris_"): each for n, each in kohya.items()}
+        spellings["SimpleTuner, LyCORIS"] = lycoris
+    if info.family.transformer_class == "MiniMaxH3Model":
+        spellings["SimpleTuner"] = _joined_qkv(found, comfyui)
     return spellings
+
+
+def _joined_qkv(
+    found: Mapping[str, tuple[torch.Tensor, torch.Tensor]], comfyui: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """As SimpleTuner writes MiniMax H3's: q, k and v were apart, and are one layer of three times the rank."""
+    tensors = {}
+    for name, (down, up) in found.items():
+        layer = f"diffusion_model.{name}"
+        tensors |= {each: tensor for each, tensor in comfyui.items() if each.startswith(f"{layer}.")}
+        if name.endswith("qkv_proj"):
+            tensors[f"{layer}.lora_A.weight"] = torch.cat([down, 2 * down, -down])
+            tensors[f"{layer}.lora_B.weight"] = torch.block_diag(*up.chunk(3))
+        tensors[f"{layer}.alpha"] = torch.tensor(float(len(tensors[f"{layer}.lora_A.weight"])))
+    return tensors
 
 
 def _diffusers_flux(found: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ videos 3 frames. Parts that are large by construction and have nothing to do wit
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +59,11 @@ class Case:
     def model_class(self) -> type[nn.Module]:
         found: type[nn.Module] = getattr(importlib.import_module(self.module), self.class_name)
         return found
+
+    @property
+    def is_there(self) -> bool:
+        """Whether this ComfyUI has the class."""
+        return importlib.util.find_spec(self.module.rpartition(".")[0]) is not None
 
     def build(self) -> nn.Module:
         """A new model on the CPU with the same weights every time; its layers are those of ComfyUI that do not cast."""
@@ -1025,8 +1030,22 @@ MINIMAX_MUSIC_LONG = dataclasses.replace(
     runs_once=False,
 )
 
+# Of classes that ComfyUI 0.33.0 lacks. Its prompt's rows are written anew, and the others' after them.
+QWEN_IMAGE_21 = Case(
+    "qwen_image_2.1", "comfy.ldm.qwen_image21.model", "QwenImage21Transformer2DModel",
+    {
+        "in_channels": 4, "out_channels": 4, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 2,
+        "context_in_dim": 12, "axes_dims_rope": (4, 6, 6), "mlp_ratio": 2,
+    },
+    lambda: {
+        "x": rand(2, 4, 4, 6), "timestep": steps(), "context": rand(2, 6, 12), "ref_latents": [rand(2, 4, 2, 3)],
+        "image_slots": [2], "transformer_options": {"patches_replace": {"dit": {"of no block": None}}},
+    },
+)
+
 REFUSED = (WAN_ANIMATE_2, WAN_CAUSAL)
-CASES = tuple(value for value in list(globals().values()) if isinstance(value, Case) and value not in REFUSED)
+NEWER = (QWEN_IMAGE_21,)
+CASES = tuple(value for value in list(globals().values()) if isinstance(value, Case) and value not in REFUSED + NEWER)
 
 # ------------------------------------------------------------------------------------------- heads for several cards
 _FLUX_HEADS = {"num_heads": 4, "axes_dim": [2, 2, 4]}
@@ -1057,6 +1076,7 @@ _MORE_HEADS: dict[str, dict[str, Any]] = {
     "seedvr2": {"heads": 4}, "ace_step_1.5": {"num_heads": 8, "num_kv_heads": 4, "encoder_num_heads": 8},
     "stable_audio": {"num_heads": 8, "embed_dim": 256, "cond_token_dim": 128},
     "stable_audio_3": {"num_heads": 4, "embed_dim": 128},
+    "qwen_image_2.1": {"num_attention_heads": 4},
 }
 # Inputs as wide as such a build.
 _THEIR_INPUTS: dict[str, Callable[[], Inputs]] = {

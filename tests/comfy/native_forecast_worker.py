@@ -97,6 +97,7 @@ BUILDS = {
     "vace": dataclasses.replace(TRAINED["Wan VACE"], options=_controlled),
     "dancer": TRAINED["Wan Dancer"],
     "ltx2": dataclasses.replace(TRAINED["LTX-2"], sound=(8, 60, 16)),
+    "h3": dataclasses.replace(FAMILIES["minimax_h3"], sound=(32, 2, 30)),
     "voice": dataclasses.replace(TRAINED["LTX-2"], sound=(), options=_long_voice),
 }
 
@@ -198,8 +199,8 @@ def _measured(info: Any, shape: Any, text: SampleText, way: Way) -> dict[str, in
         streams = _streams(shape, text)
         sides = (1, 1, 1, sum(map(math.prod, streams))) if streams else shape
         clean, noise = (torch.randn(1, *sides, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
-        noised = noise_latents(info.family, clean, noise, torch.tensor([0.5]))
         first, given_streams = CARDS[0], {f"{STREAM}{n}": torch.empty(1, 0, *each) for n, each in enumerate(streams)}
+        noised = noise_latents(info.family, clean, noise, torch.tensor([0.5]), given_streams)
         runner = make_runner(way.strategy, made)
 
         def loss(nothing: None) -> torch.Tensor:

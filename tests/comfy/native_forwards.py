@@ -572,10 +572,11 @@ def _derived_classes() -> dict[str, str]:
 
 def main() -> None:
     from devicebridge.families.comfy.registry import NATIVE_MODELS, find_native
-    from devicebridge.tests.comfy.native_cases import CASES, COUNTED, REFUSED
+    from devicebridge.tests.comfy.native_cases import CASES, COUNTED, NEWER, REFUSED
 
     with torch.inference_mode(), endless_memory():
-        results = {case.name: _Runs(case, _row_of(case)).results() for case in CASES}
+        cases = (*CASES, *(case for case in NEWER if case.is_there))
+        results = {case.name: _Runs(case, _row_of(case)).results() for case in cases}
         results["counted"] = {each.case.name: _counted(each) for each in COUNTED}
         results |= {case.name: _refused(case) for case in REFUSED}
     results["derived"] = _derived_classes()

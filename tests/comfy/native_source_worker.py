@@ -1,6 +1,7 @@
 """One process with ComfyUI's Python: a tiny FLUX.2 in every number format, read for training. Prints one line of JSON:
 
-{"missing": {format: minus the linears that do not hold the file's own 8 bits}, "wrong": {format: weights that are not
+{"silent": losses and a length,
+"missing": {format: minus the linears that do not hold the file's own 8 bits}, "wrong": {format: weights that are not
 W = q * s where they are dequantized}, "refused": {what: message}, "node": {file: class that Load Model for Training
 makes of it, without a MODEL connected}}.
 """
@@ -117,6 +118,21 @@ def _first_sample_alone() -> str:
         return _refusal(lambda: list(trainer.accumulate(1)))
 
 
+def _one_at_a_time() -> str:
+    """Of MiniMax H3, which computes one sample."""
+    bench = Bench("MiniMax H3", Path(FOLDER) / "h3")
+    return _refusal(lambda: bench.run("two", {"train": {"batch_size": 2}}))
+
+
+def _silent() -> list[float]:
+    """Losses of two steps of MiniMax H3 on clips without sound, and how long the sound was that they were given."""
+    family = dataclasses.replace(TRAINED["MiniMax H3"], sound=())
+    bench = Bench("MiniMax H3", Path(FOLDER) / "silent", family=family)
+    losses = bench.run("silent", {"train": {"steps": 2}}).losses
+    assert bench.info.family.comfy is not None and bench.info.family.comfy.silence is not None
+    return [*losses, bench.info.family.comfy.silence(family.latent[1])[-1]]
+
+
 def _incomplete() -> dict[str, str]:
     """Of a whole file less some of its tensors, or with other ones."""
     weights, layer = make_weights(FAMILIES["flux2"]), "double_blocks.1.img_attn.proj.weight"
@@ -157,7 +173,7 @@ def _refused() -> dict[str, str]:
     with_lora, _ = comfy.sd.load_lora_for_models(stock, None, dict(lora_weights("flux2", 1)), 1.0, 0.0)
     said["lora"] = _refusal(lambda: path_of_model(with_lora))
     said["meanflow"], said["meanflow refiner"] = _distilled("HunyuanVideo15"), _distilled("HunyuanImage21Refiner")
-    said["first sample alone"] = _first_sample_alone()
+    said["first sample alone"], said["one at a time"] = _first_sample_alone(), _one_at_a_time()
     stock.cached_patcher_init = None
     said["other loader"] = _refusal(lambda: path_of_model(stock))
     return said
@@ -183,6 +199,7 @@ if __name__ == "__main__":
             "missing": {form: each[0] for form, each in looked.items()},
             "wrong": {form: each[1] for form, each in looked.items()},
             "refused": _refused(),
+            "silent": _silent(),
             "node": {name: _of_node(name) for name in NODE},
         }
     print(json.dumps(answer), flush=True)

@@ -29,13 +29,14 @@ import comfy.samplers
 import comfy.sd
 import devicebridge.patches.lora
 import torch
+from comfy.ldm.modules.attention import attention_pytorch
 from comfy.nested_tensor import NestedTensor
 from comfy_extras import nodes_train
 from devicebridge.config.job import JobConfig, make_job
 from devicebridge.encoding.comfy_data import read_pairs, save_encoded
 from devicebridge.encoding.store import CacheStore
 from devicebridge.events import EventLog
-from devicebridge.families.comfy.inputs import NOISE_MASK, fit_mask, read_latents, read_text, streams_of
+from devicebridge.families.comfy.inputs import NOISE_MASK, fit_mask, read_latents, read_text, streams_of, with_silence
 from devicebridge.jobs.build import build_trainer
 from devicebridge.jobs.checked_job import JobPlan
 from devicebridge.jobs.encode_job import cache_job
@@ -157,7 +158,11 @@ class Bench:
     def stock(self) -> Any:
         """The MODEL as ComfyUI's own loader gives it."""
         with small_sizes(self.family):
-            return comfy.sd.load_diffusion_model(str(self.path))
+            patcher = comfy.sd.load_diffusion_model(str(self.path))
+        if self.family.has_bool_masks:  # ComfyUI's attention for CPUs adds them to the scores, as if they were numbers
+            options = patcher.model_options["transformer_options"]
+            options["optimized_attention_override"] = lambda own, *args, **more: attention_pytorch(*args, **more)
+        return patcher
 
     @cached_property
     def in_float64(self) -> Bench:
@@ -209,6 +214,7 @@ class Bench:
         family = self.info.family
         pairs = read_pairs([self.family.latent_of(self.samples[index])], [self.conditions[index]])
         latents, text = next(iter(pairs))
+        is_silent = len(latents) < len(latents := dict(with_silence(family.comfy, latents)))
         streams = streams_of([latents])
         clean = read_latents(family.comfy, latents)[None]
         if noise is None:
@@ -217,12 +223,12 @@ class Bench:
         mask = None
         if NOISE_MASK in latents:
             mask = batch[NOISE_MASK] = fit_mask(latents[NOISE_MASK], clean.shape[2:])[None]
-        made = noise_latents(family, clean, noise.view(clean.shape), torch.tensor([1 - percent]), mask)
+        made = noise_latents(family, clean, noise.view(clean.shape), torch.tensor([1 - percent]), batch | streams)
         model, _ = trainer.runner.replica_for(0)
         has_input = self.info.variant.training_guidance is not None
         said = predict(family, model, made.noisy, made.sigmas, batch | streams, guidance if has_input else None)
         weight = None if mask is None else mask.clamp(0, 1)
-        return prediction_loss(said, made.target, weight, loss_weights(None, streams)), said, made
+        return prediction_loss(said, made.target, weight, loss_weights(None, streams, is_silent=is_silent)), said, made
 
 
 @contextlib.contextmanager
@@ -362,6 +368,8 @@ def loss_is_cores(bench: Bench) -> Figures:
     loss would be."""
     if bench.family.noise_mask is not None:
         return _loss_is_masked_samplings(bench)
+    if bench.info.family.prediction_target == "FLOW_AV":
+        return _loss_is_samplings(bench) | _loss_is_two_velocities(bench)
     try:
         core = _core_step(bench, backward=False)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
@@ -402,6 +410,51 @@ def _loss_is_masked_samplings(bench: Bench) -> Figures:
         "input": expect(float(apart), 1e-5, "the difference of what the model is given"),
         "difference": expect(abs(float(loss) / expected - 1), 1e-5, "the difference from sampling's loss"),
     }
+
+
+def _loss_is_two_velocities(bench: Bench) -> Figures:
+    """A step of a stock sampler carries the sound of MiniMax H3 on the video's levels. What it makes of both streams is
+    told apart by the published shifts: each stream's own noise level, and the velocity from its data to its noise."""
+    video, sound = bench.samples[0].unbind()
+    size = video.numel()
+    noise = torch.randn(1, size + sound.numel(), generator=torch.Generator().manual_seed(6))
+    with bench.trainer("loss", _PLAIN) as trainer, torch.no_grad():
+        put_lora(trainer, {n: torch.zeros_like(t) for n, t in trainer.lora.tensors().items()})
+        loss, _, made = bench.prediction(trainer, 0, _PERCENT, noise, guidance=None)
+    noises = noise[0, :size].view(video.shape), noise[0, size:].view(sound.shape)
+    level = float(made.sigmas[0])
+    base = level / (12 - 11 * level)
+    of_sound = 3 * base / (1 + 2 * base)
+    _, denoised = _denoised_once(bench, NestedTensor(noises), made.sigmas)
+    found = denoised[0, 0, :size].view(video.shape), denoised[0, 0, size:].view(sound.shape) / 4
+    expected = 0.0
+    for data, its_noise, its_data, its_level in zip((video, sound), noises, found, (level, of_sound), strict=True):
+        noisy = (1 - its_level) * data + its_level * its_noise
+        expected += float(((noisy - its_data) / its_level - (its_noise - data)).square().mean())
+    return {"of both streams": expect(abs(float(loss) / expected - 1), 1e-4, "the difference from a sampler's loss")}
+
+
+def _denoised_once(bench: Bench, noise: Any, sigmas: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step of the stock MODEL's sampler from this noise level: what its model is given, and the data it makes."""
+    seen: list[torch.Tensor] = []
+
+    def watch(apply: Any, given: Any) -> torch.Tensor:
+        seen[:] = given["input"], apply(given["input"], given["timestep"], **given["c"])
+        return seen[1]
+
+    def step(model: Any, x: torch.Tensor, levels: torch.Tensor, extra_args: Any, **more: Any) -> torch.Tensor:
+        return model(x, levels[:1], **extra_args)
+
+    patcher = bench.stock()
+    patcher.set_model_unet_function_wrapper(watch)
+    with small_sizes(bench.family):
+        comfy.samplers.sample(
+            *(patcher, noise, bench.conditions[0], [], 1.0, torch.device("cpu"), comfy.samplers.KSAMPLER(step)),
+            *(torch.tensor([float(sigmas[0]), 0.0]), patcher.model_options),
+            latent_image=bench.samples[0],
+            seed=0,
+        )
+    return seen[0], seen[1]
 
 
 def _sampled_once(bench: Bench, noise: torch.Tensor, sigmas: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -508,8 +561,8 @@ def said_by_sampling(
     conds = {"positive": comfy.sampler_helpers.convert_cond(condition)}
     like = torch.zeros_like(noisy)
     mask = _prepared_mask(noise_mask, like)
-    conds = comfy.samplers.process_conds(base, like, conds, noisy.device, like, mask, latent_shapes=shapes)
-    (denoised,) = comfy.samplers.calc_cond_batch(base, [conds["positive"]], noisy, sigma, {})
+    conds = comfy.samplers.process_conds(base, like, conds, noisy.device, like, mask, seed=0, latent_shapes=shapes)
+    (denoised,) = comfy.samplers.calc_cond_batch(base, [conds["positive"]], noisy, sigma, patcher.model_options)
     sampling = base.model_sampling
     at = [sampling.calculate_denoised(sigma, torch.full_like(noisy, value), noisy) for value in (0.0, 1.0)]
     return (denoised - at[0]) / (at[1] - at[0])

@@ -2,7 +2,8 @@
 
 Takes ComfyUI's folder, a folder for files, and names of trained_families.TRAINED and other_families.ROWS, or none for
 all. "derived NAME" is such a model of a class whose tokens nobody described, trained by tokens alone. Prints a line of
-JSON per name: {"name", "class", "seconds", "steps": {step: {"fault": "" or why not, figures}}}.
+JSON per name: {"name", "class", "seconds", "steps": {step: {"fault": "" or why not, figures}}}, or {"name", "missing":
+class of comfy.supported_models}.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import comfy.supported_models
 from devicebridge.families.comfy import token_plans
 from devicebridge.families.comfy.token_plans import plan_of
 from devicebridge.nodes.host.split.examine import examine
@@ -46,6 +48,8 @@ def derived(name: str) -> dict[str, Any]:
 
 def proved(name: str) -> dict[str, Any]:
     """Every step, each on its own."""
+    if not hasattr(comfy.supported_models, BUILDS[name].config_class):
+        return {"name": name, "missing": BUILDS[name].config_class}
     begin = time.process_time()
     with small_adapter(), endless_memory(), other_sizes():
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
 import logging
 import threading
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from devicebridge.parallel.local.heads import Gathered
 from devicebridge.parallel.local.residuals import Residuals as TokenResiduals
 from devicebridge.parallel.local.tokens import HERE, OneDeviceError, TokenParallel
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
-from devicebridge.tests.comfy.native_cases import with_heads
+from devicebridge.tests.comfy.native_cases import QWEN_IMAGE_21, with_heads
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, long_case, split
 from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
 from devicebridge.tests.comfy.split_cases_tensor import _failing_meeting, clones_in_turn, near
@@ -735,3 +736,19 @@ def tokens_every_class(case: Case) -> None:
                 continue
             case.check(f"{native.name} {way}: equal", worst < _PIXELS.get(native.class_name, 1e-6), worst)
             case.check(f"{native.name} {way}: keys of one card", bool(keys) and _in_order(keys, whole), len(keys))
+
+
+@long_case
+def tokens_of_a_causal_condition(case: Case) -> None:
+    """Qwen-Image 2.1's: a prompt's rows see those before them. ComfyUI's attention for CPUs adds masks of truth values
+    to the scores, so torch's is in its place."""
+    built = with_heads(QWEN_IMAGE_21)
+    if not built.is_there:
+        case.check(f"skipped: this ComfyUI has no {built.class_name}", True)
+        return
+    plan, model = TOKEN_PLANS[built.class_name], built.build()
+    with mock.patch.object(importlib.import_module(built.module), "optimized_attention", attention.attention_pytorch):
+        expected, _ = _whole(model, plan, built.inputs())
+        for way in _WAYS:
+            worst = max(_apart(each, expected) for each in _by_tokens(model, plan, built.inputs, *way)[0])
+            case.check(f"{way}: equal", worst < (0.01 if way[2] == "8-bit" else 1e-6), worst)

@@ -20,7 +20,8 @@ def _found(name: str, comfyui: Path, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    ["flux2_heads"] + [pytest.param(name, marks=pytest.mark.long) for name in (*FORECAST, "ltx2", "voice", *BESIDE)],
+    ["flux2_heads"]
+    + [pytest.param(name, marks=pytest.mark.long) for name in (*FORECAST, "ltx2", "voice", "h3", *BESIDE)],
 )
 def test_the_forecast_is_what_emulated_cards_hold(name: str, comfyui: Path, tmp_path: Path) -> None:
     found = _found(name, comfyui, tmp_path)

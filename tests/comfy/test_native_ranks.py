@@ -66,7 +66,7 @@ def found(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     if UPDATED and not any(ENDED in each for each in faults.values()):
         known = json.loads(KNOWN.read_text(encoding="utf-8"))
         kept = known if STEPS else {}
-        merged = {name: _in_order({**kept.get(name, {}), **steps}) for name, steps in faults.items()}
+        merged = {name: _in_order({**kept.get(name, {}), **steps}) for name, steps in faults.items() if steps}
         KNOWN.write_text(json.dumps({**known, **merged}, indent=1) + "\n", encoding="utf-8")
     return faults
 
@@ -75,6 +75,8 @@ def found(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def test_processes_that_share_the_weights_compute_what_one_does(name: str, found: dict[str, dict[str, str]]) -> None:
     """Loss and gradients of a step. In long runs likewise in 8 bits and with compiled blocks, and the losses of a job
     that stops and goes on."""
+    if not found[name]:
+        pytest.skip(f"the ComfyUI of these tests has no class of {name}")
     known = json.loads(KNOWN.read_text(encoding="utf-8"))[name]
     assert ENDED not in found[name], found[name][ENDED]
     assert found[name] == {step: known[step] for step in found[name]}

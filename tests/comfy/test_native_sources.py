@@ -35,6 +35,7 @@ def test_a_file_in_8_bits_is_kept_as_it_is_or_dequantized_exactly(form: str, fou
             "first sample alone",
             "reference_latents is read of the first sample of a batch alone; set train.batch_size to 1",
         ),
+        ("one at a time", "train.batch_size is 2, but ComfyUI's MiniMaxH3Model computes one sample at a time"),
         ("other loader", "GGUF files and other packs' loaders cannot be trained"),
     ],
 )
@@ -59,6 +60,12 @@ def test_an_incomplete_file_is_refused_by_what_is_missing(what: str, named: tupl
     said = found["refused"][what]
     assert "part.safetensors" in said
     assert [each for each in named if each not in said] == [], said
+
+
+def test_clips_without_sound_train_a_model_that_needs_one(found: Any) -> None:
+    *losses, length = found["silent"]
+    assert len(losses) == 2 and all(0 < each < 100 for each in losses)
+    assert length == 8  # of five frames at 24 per second, at 40 per second
 
 
 def test_a_model_that_turns_the_next_noise_level_off_is_not_refused_for_it(found: Any) -> None:

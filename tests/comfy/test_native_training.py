@@ -1,6 +1,6 @@
 """Tiny models of ComfyUI's own classes, trained in a real ComfyUI. What each of them can is kept in
-tests/assets/native_training.json, of which docs/families.md is made. UPDATE_GOLDEN=1 writes it anew, which takes long;
-UPDATE_GOLDEN="Krea 2;Anima" writes these rows."""
+tests/assets/native_training.json, of which docs/families.md is made; "newer" there is written by hand.
+UPDATE_GOLDEN=1 writes it anew, which takes long; UPDATE_GOLDEN="Krea 2;Anima" writes these rows."""
 
 from __future__ import annotations
 
@@ -47,11 +47,19 @@ def found(lines: list[dict[str, Any]]) -> dict[str, Any]:
             "faults": {step: each["fault"] for step, each in result["steps"].items()},
         }
         for result in lines
+        if "missing" not in result
     }
     if UPDATED:
         known = json.loads(KNOWN.read_text(encoding="utf-8"))
+        models = {name: {**known[name], **model} for name, model in models.items()}
         KNOWN.write_text(json.dumps({**known, **models}, indent=1) + "\n", encoding="utf-8")
     return models
+
+
+def _faults(name: str, found: dict[str, Any]) -> dict[str, Any]:
+    if name not in found:
+        pytest.skip(f"the ComfyUI of these tests has no class of {name}")
+    return found[name]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -59,7 +67,7 @@ def test_a_class_does_what_is_said_of_it(name: str, found: dict[str, Any]) -> No
     known = json.loads(KNOWN.read_text(encoding="utf-8"))[name]
     if name in UNCOMPILED:
         del known["faults"]["compiled"]
-    assert found[name] == known
+    assert _faults(name, found).items() <= known.items()
 
 
 _DERIVED = ("Chroma", "Qwen-Image", "Wan 2.1 T2V, 2.2 T2V 14B", "LTX-Video", "HunyuanVideo", "SD 3.5", "Krea 2")
@@ -83,7 +91,7 @@ def test_derived_rows_refuse_inputs_that_they_do_not_know(name: str, comfyui: Pa
 
 @pytest.mark.parametrize("name", EACH)
 def test_what_can_be_trained_is_trained_right(name: str, found: dict[str, Any]) -> None:
-    faults = {step: found[name]["faults"][step] for step in NEEDED}
+    faults = {step: _faults(name, found)["faults"][step] for step in NEEDED}
     assert not any(faults.values()), faults
 
 
@@ -93,5 +101,5 @@ def test_blocks_of_flux_that_add_in_place_take_no_copies(name: str, lines: list[
     assert figures["copied"] == 0 and figures["renewed"] == 2
 
 
-def test_no_class_is_left_out(request: pytest.FixtureRequest, found: dict[str, Any]) -> None:
-    assert tuple(found) == names_that_run(request)
+def test_no_class_is_left_out(request: pytest.FixtureRequest, lines: list[dict[str, Any]]) -> None:
+    assert tuple(each["name"] for each in lines) == names_that_run(request)

@@ -45,6 +45,7 @@ class TinyFamily:
         noise_mask: of a LATENT, as its node makes it; None for none.
         is_calm: whether the linears of its modulation are drawn as others are. Else they give tens where one is usual,
             and of some gradients float32 keeps four digits.
+        has_bool_masks: whether its attention has masks of truth values.
         as_published: of the model's weights, what a file has where ComfyUI's loader changes them.
     """
 
@@ -60,6 +61,7 @@ class TinyFamily:
     options: Callable[[torch.Generator, int], dict[str, Any]] = lambda generator, tokens: {}
     noise_mask: Callable[[], torch.Tensor] | None = None
     is_calm: bool = False
+    has_bool_masks: bool = False
     as_published: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda weights: weights
 
     def condition(self, seed: int, tokens: int | None = None) -> Condition:

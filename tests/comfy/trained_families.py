@@ -44,6 +44,15 @@ _ERNIE = {
 _ANIMA = {**FAMILIES["cosmos_predict2"].unet_config, "image_model": "anima", "crossattn_emb_channels": 48}
 
 
+_QWEN_IMAGE_21 = {
+    "image_model": "qwen_image21", "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 4,
+    "context_in_dim": 24, "axes_dims_rope": (4, 6, 6),
+}
+# Its padding is zeros that nothing sees, or tokens that are learned; the former only shifts positions.
+_MING_IMAGE = {
+    **{name: value for name, value in FAMILIES["z_image"].unet_config.items() if name != "pad_tokens_multiple"},
+    "image_model": "ming_image", "n_layers": 2, "masked_pad_multiple": 32,
+}
 _ACE_STEP = {
     "audio_model": "ace", "in_channels": 8, "out_channels": 8, "num_layers": 4, "attention_head_dim": 16,
     "num_attention_heads": 2, "inner_dim": 32, "max_position": 64, "mlp_ratio": 2.5, "patch_size": [16, 1],
@@ -69,6 +78,10 @@ _LTX_2_3 = {
     **_LTX_2, "caption_proj_before_connector": True, "caption_projection_first_linear": False,
     "cross_attention_adaln": True, "apply_gated_attention": True,
 }
+
+
+# Without biases in the video's feed-forward, and with an embedding of frames that are given.
+_LTX_2_5 = {**_LTX_2_3, "ff_bias": False, "use_keyframes_abs_pos_embedding": True}
 
 
 class Output:
@@ -117,6 +130,23 @@ def _references(generator: torch.Generator, tokens: int) -> dict[str, Any]:
 def _edited(generator: torch.Generator, tokens: int) -> dict[str, Any]:
     """As TextEncodeQwenImageEditPlus gives them."""
     return {"reference_latents": [torch.randn(1, 16, 1, *sides, generator=generator) for sides in ((4, 6), (8, 4))]}
+
+
+def _edited_in_text(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As TextEncodeQwenImageEditPlus gives them of Qwen-Image 2.1: where in the text each reference belongs."""
+    latents = [torch.randn(1, 64, *sides, generator=generator) for sides in ((2, 3), (3, 2))]
+    return {"reference_latents": latents, "image_slots": [2, 4]}
+
+
+def _direct_context(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As Ming-Image's text encoder gives it: states that are as wide as the model."""
+    return {"direct_context": torch.randn(1, 3, 256, generator=generator)}
+
+
+def _more_frames(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As TextEncodeMingImageEdit gives them beside that: two references as clean frames."""
+    latents = [torch.randn(1, 16, 1, 8, 8, generator=generator) for _ in range(2)]
+    return {**_direct_context(generator, tokens), "reference_latents": latents}
 
 
 def _omni(generator: torch.Generator, tokens: int) -> dict[str, Any]:
@@ -249,6 +279,36 @@ def _unprocessed(generator: torch.Generator, tokens: int) -> dict[str, Any]:
     return {"frame_rate": 24.0, "unprocessed_ltxav_embeds": True, "ref_audio": {"tokens": tokens_of_sound}}
 
 
+def _unprocessed_text(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As LTX-2.5's text encoder gives it."""
+    return {"frame_rate": 24.0, "unprocessed_ltxav_embeds": True}
+
+
+def _keyframes(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As MiniMax H3's text encoder, Image to Video and Add Guide with a sound give them: a first and a last frame."""
+    first, last = (torch.randn(1, 24, 1, 4, 6, generator=generator) for _ in range(2))
+    sound = torch.randn(1, 32, 2, 1, generator=generator)
+    frames = [
+        {"resolved_frame_index": 0, "latent": first}, {"resolved_frame_index": 4, "latent": last, "audio_latent": sound}
+    ]
+    return {"minimax_token_tags": (torch.arange(tokens) > 2).long(), "minimax_keyframes": frames}
+
+
+def _several_references(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As MiniMax H3 Reference to Video gives them: a picture, a video with its sound, a sound."""
+    picture, video = (torch.randn(1, 24, *sides, generator=generator) for sides in ((1, 4, 4), (2, 4, 6)))
+    sounds = [torch.randn(1, 32, 2, length, generator=generator) for length in (1, 2)]
+    video_sides = {"latent_t": 2, "latent_h": 4, "latent_w": 6, "ref_audio_t": 1}
+    return {
+        "minimax_token_tags": (torch.arange(tokens) > 2).long(),
+        "minimax_refs": [
+            {"kind": "image", "latent_h": 4, "latent_w": 4, "latent": picture},
+            {"kind": "video_audio", **video_sides, "latent": video, "audio_latent": sounds[0]},
+            {"kind": "audio", "ref_audio_t": 2, "audio_latent": sounds[1]},
+        ],
+    }
+
+
 def _kept_first_frame() -> torch.Tensor:
     """As Wan22ImageToVideoLatent gives it, and a corner that is noised less; samplers make it larger."""
     mask = torch.ones(1, 1, 2, 2, 2)
@@ -338,8 +398,22 @@ TRAINED: dict[str, TinyFamily] = {
     "LTX-Video with guides": made_of("ltxv", latent=(128, 4, 4, 4), options=_guides, noise_mask=_guided),
     "FLUX.2 with references": made_of("flux2", options=_references),
     "Qwen-Image-Edit": made_of("qwen_image", options=_edited),
+    "Qwen-Image 2.1": TinyFamily(
+        "QwenImage21", _QWEN_IMAGE_21, (64, 4, 6), (6, 24), ("transformer_blocks",), is_detected=False, is_calm=True,
+        has_bool_masks=True,
+    ),
+    "Qwen-Image 2.1 edit": TinyFamily(
+        "QwenImage21", {**_QWEN_IMAGE_21, "fused_mlp": False}, (64, 4, 6), (6, 24), ("transformer_blocks",),
+        is_detected=False, options=_edited_in_text, is_calm=True, has_bool_masks=True,
+    ),
     "Z-Image Omni": made_of(
         "z_image", unet_config={**FAMILIES["z_image"].unet_config, "n_layers": 2, "siglip_feat_dim": 24}, options=_omni
+    ),
+    "Ming-Image": made_of(
+        "z_image", config_class="MingImage", unet_config=_MING_IMAGE, latent=(16, 1, 8, 8), options=_direct_context
+    ),
+    "Ming-Image edit": made_of(
+        "z_image", config_class="MingImage", unet_config=_MING_IMAGE, latent=(16, 1, 8, 8), options=_more_frames
     ),
     "Wan VACE": made_of("wan_vace", options=_controlled),
     "Wan 2.1 Fun Control": _wan("WAN21_FunControl2V", _fun_control, model_type="i2v", in_dim=48),
@@ -360,6 +434,12 @@ TRAINED: dict[str, TinyFamily] = {
     "LTX-2": _LTX_2_WITH_SOUND, "LTX-2 without sound": dataclasses.replace(_LTX_2_WITH_SOUND, sound=()),
     "LTX-2.3 with a voice": dataclasses.replace(
         _LTX_2_WITH_SOUND, unet_config=_LTX_2_3, context=(6, 96), options=_unprocessed
+    ),
+    "LTX-2.5": dataclasses.replace(_LTX_2_WITH_SOUND, unet_config=_LTX_2_5, context=(6, 96), options=_unprocessed_text),
+    "MiniMax H3": made_of("minimax_h3", options=_keyframes),
+    "MiniMax H3 pruned, with references": made_of(
+        "minimax_h3", unet_config={**FAMILIES["minimax_h3"].unet_config, "adaln_curve_grid": 9},
+        options=_several_references,
     ),
     "ACE-Step": TinyFamily(
         "ACEStep", _ACE_STEP, (8, 16, 6), (6, 12), ("transformer_blocks",), is_detected=False, options=_lyrics

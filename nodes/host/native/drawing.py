@@ -17,7 +17,7 @@ from ..comfy_encoders import release_models
 from ..compiler import outside
 from . import files
 
-FLOWS = ("FLOW", "FLUX", "FLOW_COSMOS")  # kinds of prediction, as ComfyUI spells them
+FLOWS = ("FLOW", "FLUX", "FLOW_COSMOS", "FLOW_AV")  # kinds of prediction, as ComfyUI spells them
 
 
 class ComfySteps:

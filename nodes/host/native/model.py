@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from .text import PARTS, attach_text_encoders, class_of_clip, encoded, recompute
 _BASE = "_devicebridge_base"  # of a diffusion model: its BaseModel
 _FOR_ADAPTER = (("t5xxl_ids",), ("t5xxl_weights",))  # what Anima's is given beside the text
 _LAST_OF_ADAPTER = "llm_adapter.out_proj.weight"
+_COUNTED = (("attention_mask",), ("minimax_token_tags",))  # options that models count or list
 _LEAST_ADAPTED = 512  # tokens that it makes
 _WITH_BACKWARD = tuple(f"attention_{each}" for each in ("pytorch", "basic", "split", "sub_quad", "xformers"))
 _LEAST = 1e-6  # of a share of the way from noise to data; ComfyUI gives the ends other numbers
@@ -94,7 +96,7 @@ class ComfyModel:
         latents: torch.Tensor,
         noise: torch.Tensor,
         times: torch.Tensor,
-        noise_mask: torch.Tensor | None = None,
+        given: Mapping[str, torch.Tensor] = {},
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Noise by the model's own rule; the target is what calculate_denoised, which is affine, makes the data of.
 
@@ -103,16 +105,38 @@ class ComfyModel:
         """
         steps = (min(max(1 - float(time), _LEAST), 1 - _LEAST) for time in times)
         sigmas = torch.tensor([float(self.sampling.percent_to_sigma(step)) for step in steps])
-        wide, clean = sigmas.double(), latents.double()
-        noisy = self.sampling.noise_scaling(wide, noise.double(), clean, False)
-        denoised = functools.partial(self.sampling.calculate_denoised, wide, model_input=noisy)
-        at_zero, at_one = (denoised(model_output=torch.full_like(clean, value)) for value in (0.0, 1.0))
+        wide, clean, noise_mask = sigmas.double(), latents.double(), given.get(NOISE_MASK)
+        sizes = [math.prod(shape) for shape in stream_shapes(given)] or [clean.shape[-1]]
+        parts = noise.double().split(sizes, -1), clean.split(sizes, -1)
+        made = list(map(self._noised, self._levels(wide, len(sizes)), *parts))
+        noisy, target = (torch.cat(each, dim=-1) for each in zip(*made, strict=True))
         if noise_mask is not None:
             kept = self._base.scale_latent_inpaint(
                 x=noisy, sigma=wide, noise=noise.double(), latent_image=clean, denoise_mask=noise_mask
             )
             noisy = noisy * noise_mask + kept * (1 - noise_mask)
-        return noisy.float(), ((clean - at_zero) / (at_one - at_zero)).float(), sigmas
+        return noisy.float(), target.float(), sigmas
+
+    def _noised(self, sigmas: torch.Tensor, noise: torch.Tensor, clean: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """A stream, noisy, and what the network should say of it."""
+        noisy = self.sampling.noise_scaling(sigmas, noise, clean, False)
+        denoised = functools.partial(self.sampling.calculate_denoised, sigmas, model_input=noisy)
+        at_zero, at_one = (denoised(model_output=torch.full_like(clean, value)) for value in (0.0, 1.0))
+        return noisy, (clean - at_zero) / (at_one - at_zero)
+
+    def _levels(self, sigmas: torch.Tensor, num_streams: int) -> list[torch.Tensor]:
+        """The noise levels of each stream, [B]: the sound of MiniMax H3 has a shift of its own.
+
+        Its sampler carries the sound scaled onto the video's levels. The model undoes that, so the network is given
+        what these levels make, and says the sound's own velocity. A loss of what is carried would weigh the sound by up
+        to the square of that scale.
+        """
+        own: Any = getattr(self.sampling, "shift", None)
+        of_sound: Any = getattr(self.sampling, "audio_shift", None)
+        if num_streams == 1 or of_sound is None:
+            return [sigmas] * num_streams
+        unshifted = sigmas / (own + (1 - own) * sigmas)
+        return [sigmas, of_sound * unshifted / (1 + (of_sound - 1) * unshifted)]
 
     def predict(
         self,
@@ -135,6 +159,8 @@ class ComfyModel:
             if len(noisy) > 1 and any(option_path(each)[:1] == (name,) for each in given):
                 raise ValueError(f"{name} is read of the first sample of a batch alone; set train.batch_size to 1")
         base = model.__dict__[_BASE]
+        if sigmas.is_meta and self._row.reads_level:
+            sigmas = torch.full(sigmas.shape, 0.5)
         if any(map(is_tokens, given)):
             given = encoded(getattr(model, TEXT_ENCODERS), given, noisy.device)
         base.model_sampling.to(noisy.device)
@@ -192,8 +218,8 @@ class ComfyModel:
             if device.type == "meta" and path[:1] == (VOICE,):
                 continue  # LTX-2 places its reference of sound by numbers that it reads
             stacked = torch.stack([each] * batch)  # each sample its own copy, as a batch is
-            # Numbers and strings are read; Z-Image and others count the tokens of a mask. What is on meta stays there.
-            is_counted = _is_read(name, stacked) or path == ("attention_mask",)
+            # Numbers and strings are read, as some options are; Z-Image counts the tokens of a mask.
+            is_counted = _is_read(name, stacked) or path in _COUNTED
             found[name] = stacked if is_counted else stacked.to(device)
         return found
 
@@ -367,6 +393,24 @@ def _trained_class(cls: type[nn.Module]) -> type[nn.Module]:
 def kind_of(base: Any) -> str:
     """What it predicts, as ComfyUI spells it: "FLOW", "EPS"."""
     return str(base.model_type).rpartition(".")[2]
+
+
+def _empty_streams(form: Any, frames: int) -> tuple[tuple[int, ...], ...]:
+    """Sides of what ComfyUI's sampler makes of an empty latent of so many latent frames: one stream, or several."""
+    fix = getattr(form, "fix_empty_latent", None)
+    one = torch.empty(1, form.latent_channels, *(frames, 2, 2)[3 - form.latent_dimensions :])
+    made = one if fix is None else fix(one)
+    return tuple(tuple(each.shape[1:]) for each in (made.unbind() if getattr(made, "is_nested", False) else (made,)))
+
+
+def channels_of(form: Any) -> int:
+    """Of the first stream of the latents of this format."""
+    return _empty_streams(form, 1)[0][0]
+
+
+def silence_of(form: Any) -> Callable[[int], tuple[int, ...]] | None:
+    """See ComfyInputs."""
+    return (lambda frames: _empty_streams(form, frames)[1]) if len(_empty_streams(form, 1)) > 1 else None
 
 
 @functools.cache

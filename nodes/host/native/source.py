@@ -40,7 +40,7 @@ from ....parallel.block_lists import block_fqns, tail_modules, tail_parameters
 from ..comfy_encoders import attached_to
 from .drawing import FLOWS
 from .files import ask_comfyui
-from .model import ComfyModel, build, kind_of
+from .model import ComfyModel, build, channels_of, kind_of, silence_of
 
 _log = logging.getLogger(__name__)
 _PICTURE_STEPS = 20
@@ -56,11 +56,12 @@ _REFUSED = {
     },
 }
 _OF_AUDIO = ("ACEStep15",)  # models whose latents have no sides but time
-_SOUND = {"LTXAV": (8, 16)}  # channels and bins of the sound beside a video, which its class holds as numbers
+# Sides of the sound beside a video, 0 for its length, which model classes hold as numbers.
+_SOUND = {"LTXAV": (8, 0, 16), "MiniMaxH3": (32, 2, 0)}
 # Where models hold how many cells of a latent a token is wide. Those that are packed call by this name how their
 # autoencoder packs, and a token is a cell; a UNet has no name for it, and halves its sides.
 _PATCH_NAMES = ("patch_size", "patch_spatial", "patch")
-_PACKED = ("Ideogram4Transformer2DModel", "LensTransformer2DModel")
+_PACKED = ("Ideogram4Transformer2DModel", "LensTransformer2DModel", "QwenImage21Transformer2DModel")
 _OF_UNETS = 2
 # Of model_base, those that were published as two experts; a file of Wan 2.1 has the same class, and often its shapes.
 _PAIRS = ("WAN21", "WAN21_Camera", "WAN21_Vace")
@@ -146,7 +147,7 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     if left := sorted(tensors.keys() - kept.keys()):
         _log.warning("%s: %d tensors have no place in this %s: %s", path, len(left), row.class_name, first(left))
     family, variant = _family_of(path, base, row, ComfyModel(config, names, prefix, row))
-    facts = {"in_channels": base.latent_format.latent_channels, "class": row.class_name, "dtype": dtype}
+    facts = {"in_channels": channels_of(base.latent_format), "class": row.class_name, "dtype": dtype}
     facts["shapes"] = settings_fingerprint({name: list(record.shape) for name, record in kept.items()})
     return CheckpointInfo(path, family, variant, facts, "original", kept, None)
 
@@ -177,6 +178,8 @@ def trained_row(row: NativeModel) -> NativeModel:
 
     What they compute depends on no block before them, so nothing of it has a gradient.
     """
+    if row.forgets_if_patched:  # so nothing of one microbatch is there for the next
+        row = replace(row, is_sequential=False)
     if not row.follows:
         return row
     optional = tuple(name for name in row.optional if name in row.main_lists)
@@ -205,7 +208,7 @@ def _why_not(base: Any, row: NativeModel | None) -> str:
         return row.refusal or row.untrained
     if row.per_device or row.remembers and not row.forgets_if_patched or row.is_watched:
         return "its blocks share what they compute, or add to others, and nobody has compared its gradients"
-    if (kind := kind_of(base)).startswith("IMG_TO_IMG") or kind.endswith("_AV"):
+    if (kind := kind_of(base)).startswith("IMG_TO_IMG") or kind.endswith("_AV") and not silence_of(base.latent_format):
         return f"a model of type {kind} needs more than a caption and one latent"
     if base.latent_format.latent_dimensions not in (2, 3) and type(base).__name__ not in _OF_AUDIO:
         return "its latents are neither pictures nor videos, and nobody has compared its gradients"
@@ -251,8 +254,8 @@ def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
     stride = int(form.spacial_downscale_ratio)
     # Wan 2.2's 5B is known by its latents.
     fps = (24.0 if type(form).__name__ == "Wan22" else row.fps) if dims == 3 else 0.0
-    return LatentSpec(
-        channels=form.latent_channels,
+    made = LatentSpec(
+        channels=channels_of(form),
         spatial_stride=stride,
         frame_stride=int(form.temporal_downscale_ratio) if dims == 3 else 1,
         size_multiple=stride * patch,
@@ -260,6 +263,11 @@ def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
         fps=fps,
         frame_lengths=_CLIPS if fps else (1,),
     )
+    if not row.clip_steps:
+        return made
+    frames, *steps = row.clip_steps
+    longer = tuple(steps[0] + frames * n for n in range(1, len(_CLIPS)))
+    return replace(made, frame_stride=frames, clip_steps=tuple(steps), frame_lengths=(1, *longer))  # type: ignore[arg-type]
 
 
 def _patch_of(model: Any) -> int:
@@ -277,14 +285,13 @@ def _patch_of(model: Any) -> int:
 def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFamily, Variant]:
     model, form = base.diffusion_model, base.latent_format
     dims = form.latent_dimensions
-    latent = _latent_of(base, row)
     # ComfyUI's own range has the model's shift in it; a shift of ours would come on top.
     timesteps = TimestepSpec("uniform", "none", {"none": ShiftRule("none")})
     beside = _beside(base)
     boundary, is_expert = _expert_of(base, beside, path)
     variant = Variant(
         name=f"comfyui-{type(base.model_config).__name__}",
-        transformer_config={"in_channels": form.latent_channels},
+        transformer_config={"in_channels": channels_of(form)},
         text_encoders=(),
         training_guidance=1.0 if base.model_config.unet_config.get("guidance_embed") else None,
         boundary=boundary,
@@ -306,7 +313,7 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
         read_by_tail=row.read_by_tail,
         keep_full_precision=(*_outside(model, every), *(f"{name}.*.{p}" for name in every for p in row.sample_modules)),
         lora_targets=tuple(f"{name}.*" for name in lists),
-        latent=latent,
+        latent=_latent_of(base, row),
         timesteps=timesteps,
         variants=(variant,),
         renames=(),
@@ -323,6 +330,7 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
             latent_dims=dims,
             refused=_REFUSED.get(type(base).__name__, {}),
             sound=_SOUND.get(type(base).__name__, ()),
+            silence=silence_of(form),
             reads_all=True,
             needs=_needs(base, beside),
             beside=beside,
@@ -331,7 +339,7 @@ def _family_of(path: Path, base: Any, row: NativeModel, host: ComfyModel) -> tup
         host=host,
         prediction_target=kind_of(base),
         tensor=row.tensor,
-        sampling=_sampling(base, variant),
+        sampling=None if silence_of(form) else _sampling(base, variant),  # a picture of it has a sound as well
     )
     return family, variant
 

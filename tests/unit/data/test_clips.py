@@ -8,6 +8,7 @@ import pytest
 from devicebridge.config.job import DataConfig, FolderConfig
 from devicebridge.data.cuts import is_slower, make_clip_plan, show_at
 from devicebridge.data.video import ClipInfo, probe_clip
+from devicebridge.families.spec import LatentSpec
 from devicebridge.families.wan import WAN
 from devicebridge.tests.clips import plain_frames, save_video
 
@@ -102,6 +103,17 @@ def test_the_rate_is_the_models_the_users_or_the_clips_own():
     assert _plan(fps="source").cut(info)[0][:3] == (0, 1, 2)
     (five_b,) = (variant for variant in WAN.variants if variant.name == "wan2.2-ti2v-5b")
     assert make_clip_plan(DataConfig(FOLDER), WAN.latent_of(five_b)).cut(info)[0][:3] == (0, 2, 4)
+
+
+def test_clips_may_grow_by_several_latent_frames_at_once() -> None:
+    """MiniMax H3's 17n + 5 video frames are 5n + 2 latent frames, and one is one."""
+    latent = LatentSpec(24, 16, frame_stride=17, clip_steps=(5, 2, 5), fps=24)
+    lengths = [n for n in range(1, 80) if latent.is_length(n)]
+    assert lengths == [1, 5, 22, 39, 56, 73]
+    cells = [latent.num_latent_frames(n) for n in lengths]
+    assert cells == [1, 2, 7, 12, 17, 22] and [latent.num_frames(n) for n in cells] == lengths
+    with pytest.raises(ValueError, match=r"data\.frames has 4, 30, .*nearest are 1, 5, 22, 39"):
+        make_clip_plan(DataConfig(FOLDER, frames=(4, 30)), latent)
 
 
 @pytest.mark.parametrize("length, nearest", [(32, "29, 33"), (80, "77, 81"), (2, "1, 5")])

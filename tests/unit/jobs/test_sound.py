@@ -15,7 +15,7 @@ from devicebridge.data.samples import EncodedSample
 from devicebridge.encoding import store as store_module
 from devicebridge.encoding.comfy_data import load_encoded, read_pairs, read_samples, save_encoded
 from devicebridge.encoding.store import CacheStore
-from devicebridge.families.comfy.inputs import ComfyReader, read_latents, read_text, stream_shapes
+from devicebridge.families.comfy.inputs import ComfyReader, read_latents, read_text, stream_shapes, with_silence
 from devicebridge.families.spec import ComfyInputs, LatentSpec
 from devicebridge.jobs import read_job
 from devicebridge.jobs.comfy_entries import (
@@ -23,7 +23,7 @@ from devicebridge.jobs.comfy_entries import (
     refuse_batches_with_sound,
     resolution_of,
 )
-from devicebridge.planning.dry_run import SampleText, Work, step_on_meta, voice_as_sound
+from devicebridge.planning.dry_run import SampleText, Work, step_on_meta, with_sound
 from devicebridge.training.batches import CachedSamples, loss_weights
 from devicebridge.training.objective import prediction_loss
 from torch import nn
@@ -51,7 +51,7 @@ def _reader(dims: Any = 3, rows: int = 0, channels: int = 4, **more: Any) -> Com
     return ComfyReader(comfy, {"in_channels": channels}, latent, "a model")
 
 
-LTX = _reader(sound=(8, 16))
+LTX = _reader(sound=(8, 0, 16))
 
 
 def _conditioning(count: int = 1, **options: Any) -> list[Any]:
@@ -107,6 +107,28 @@ def test_weights_of_samples_and_of_streams_are_multiplied():
     assert loss_weights(None, {"cond": torch.ones(1)}) is None
     found = loss_weights(torch.tensor([1.0, 0.5]), given).flatten(1)
     assert torch.allclose(found, torch.tensor([[4 / 3, 4 / 3, 4 / 3, 4], [2 / 3, 2 / 3, 2 / 3, 2]]))
+
+
+def test_a_video_that_needs_a_sound_gets_one_of_which_no_loss_is_counted(tmp_path: Path) -> None:
+    """And one that has a sound keeps it; a plan reckons with the same."""
+    needs = _reader(sound=(8, 0, 16), silence=lambda frames: (8, 3 * frames, 16))
+    video = torch.randn(1, *VIDEO)
+    (sample,) = found = read_encoded_samples(str(_save(tmp_path, video, _conditioning())), needs)
+    readers = (partial(each, needs.comfy) for each in (read_latents, read_text, with_silence))
+    data = CachedSamples(CacheStore(tmp_path), found, False, 1.0, *readers)
+    batch = data.load([0], [False])
+    assert stream_shapes(batch.conditions) == [VIDEO, (8, 6, 16)]
+    assert torch.equal(batch.latents[0, 0, 0, 0, : video.numel()], 2 * video.flatten())
+    said = torch.randn(batch.latents.shape)
+    expected = (said - batch.latents).square()[..., : video.numel()].mean()
+    loss = prediction_loss(said, batch.latents, weights=batch.weights)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    (heard,) = read_encoded_samples(str(_save(tmp_path, Nested(video, torch.ones(1, *SOUND)), _conditioning())), needs)
+    with_sound_of_its_own = dataclasses.replace(data, samples=[heard]).load([0], [False])
+    assert torch.equal(with_sound_of_its_own.weights, loss_weights(None, with_sound_of_its_own.conditions))  # type: ignore[arg-type]
+    family: Any = SimpleNamespace(comfy=needs.comfy)
+    work = Work((4, 3, 4, 5), 1, torch.float32, None, LoraSettings())
+    assert with_sound(family, work).streams == [(4, 3, 4, 5), (8, 9, 16)] and sample.sound == ()
 
 
 def test_samples_with_sounds_of_other_lengths_share_no_batch(tmp_path):
@@ -188,7 +210,7 @@ def test_a_dry_run_takes_a_voice_for_as_much_more_sound():
 
     def streams(tensors: dict[str, torch.Tensor], family: Any = family) -> list[Any]:
         work = Work((4, 3, 4, 5), 1, torch.float32, None, LoraSettings(), text=SampleText(tensors))
-        return voice_as_sound(family, work).streams
+        return with_sound(family, work).streams
 
     assert streams(voice) == [(4, 3, 4, 5), (8, 3, 16)]
     assert streams({**voice, "stream.1": torch.empty(0, 8, 5, 16)})[1] == (8, 8, 16)

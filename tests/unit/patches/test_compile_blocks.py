@@ -275,3 +275,45 @@ def test_a_class_that_fsdp_has_added_to_is_still_its_makers() -> None:
 
     found = [compile_blocks._is_of_others(each) for each in (Own, as_fsdp(Own), nn.Linear, as_fsdp(nn.Linear))]
     assert found == [True, True, False, False]
+
+
+class _Packed(nn.Module):
+    """Writes into rows of what a norm gave, as MiniMax H3's blocks do, and into rows of its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(4), nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x: torch.Tensor, segments: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
+        h = self.norm(x)
+        for first, last, row in segments:
+            h[first:last].mul_(1 + self.gate[row]).add_(self.gate[1 - row])
+        other = h.sin()
+        for first, last, row in segments:
+            x[first:last].addcmul_(other[first:last], self.gate[row])
+        x[:, 1:].mul_(h[:, 1:])
+        return x * h
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_rows_that_are_written_into_become_new_tensors(keeps: bool) -> None:
+    """Autograd refuses the graph as it is: what is written into was saved."""
+    torch.manual_seed(2)
+    torch._dynamo.reset()
+    module, x = _Packed().double(), torch.randn(6, 4, dtype=torch.float64)
+    segments = ((0, 2, 1), (2, 6, 0), (1, 3, 1))
+    given = [x.clone() for _ in range(2)]
+    compiled = torch.compile(module, backend=compile_blocks.OutOfPlace("aot_eager", keeps_arguments=keeps))
+    with torch.no_grad():
+        expected = module(given[0], segments)
+    y = compiled(given[1], segments)
+    torch.testing.assert_close(y, expected)
+    if keeps:
+        torch.testing.assert_close(given[1], given[0])
+    y.square().sum().backward()
+    length, losses = module.gate.grad.norm(), []
+    with torch.no_grad():
+        for sign in (1, -2):  # there, and to the other side
+            module.gate.add_(sign * 1e-5 * module.gate.grad / length)
+            losses.append(float(module(x.clone(), segments).square().sum()))
+    assert (losses[0] - losses[1]) / 2e-5 == pytest.approx(float(length), rel=1e-6)
