@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ....checkpoints.checkpoint import OF_PAIR, CheckpointInfo
 from ....checkpoints.fingerprint import settings_fingerprint
@@ -24,7 +23,6 @@ from ....checkpoints.weight_file import TORCH_TYPES, read_records
 from ....families.comfy.conditions import VISION
 from ....families.comfy.native import NativeModel
 from ....families.comfy.registry import find_native
-from ....families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS
 from ....families.registry import COMFYUI
 from ....families.spec import (
     BlockList,
@@ -124,6 +122,8 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     if reason := _why_not(base, row):
         raise ValueError(f"{type(base.diffusion_model).__name__} cannot be trained here: {reason}")
     assert row is not None
+    from ..split.deriving import with_derived_tokens  # which brings ComfyUI
+
     row = with_derived_tokens(row, base.diffusion_model)
     tensors = ask_comfyui(path, "rename the tensors of", functools.partial(follow, config, records))
     if made := [name for name, record in tensors.items() if record is None]:
@@ -184,20 +184,6 @@ def trained_row(row: NativeModel) -> NativeModel:
         return row
     optional = tuple(name for name in row.optional if name in row.main_lists)
     return replace(row, block_lists=row.main_lists, optional=optional, follows={}, transport="relay")
-
-
-def with_derived_tokens(row: NativeModel, model: nn.Module) -> NativeModel:
-    """The row with what was derived and proved on this machine, gradients among it, where no plan is written."""
-    if row.class_name in TOKEN_PLANS or row.class_name in NO_TOKENS:
-        return row
-    from ..split.deriving import rows_of  # which brings ComfyUI
-
-    proved = {kind: each for kind, each in rows_of(model).verdicts().items() if each.has_gradients and each.row}
-    first = next(iter(proved.values()), None)
-    if first is None or first.row is None:
-        return row
-    alike = tuple(kind for kind, each in proved.items() if each.row == first.row)
-    return replace(row, derived_tokens=first.row.plan, derived_inputs=alike)
 
 
 def _why_not(base: Any, row: NativeModel | None) -> str:

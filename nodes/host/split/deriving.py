@@ -29,7 +29,8 @@ from torch import nn
 
 from ....checkpoints.fingerprint import settings_fingerprint
 from ....events import first_line
-from ....families.comfy.token_plans import why_no_tokens
+from ....families.comfy.native import NativeModel
+from ....families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS, why_no_tokens
 from ....families.token_plan import TokenPlan
 from ....parallel.block_lists import members
 from ....parallel.local.collectives import Send
@@ -300,6 +301,18 @@ def rows_of(model: nn.Module) -> DerivedRows:
             "torch": torch.__version__,
         }
     )
+
+
+def with_derived_tokens(row: NativeModel, model: nn.Module) -> NativeModel:
+    """The row with what was derived and proved on this machine, gradients among it, where no plan is written."""
+    if row.class_name in TOKEN_PLANS or row.class_name in NO_TOKENS:
+        return row
+    proved = {kind: each for kind, each in rows_of(model).verdicts().items() if each.has_gradients and each.row}
+    first = next(iter(proved.values()), None)
+    if first is None or first.row is None:
+        return row
+    alike = tuple(kind for kind, each in proved.items() if each.row == first.row)
+    return replace(row, derived_tokens=first.row.plan, derived_inputs=alike)
 
 
 def _modules_of(kinds: Collection[type], known: tuple[str, ...]) -> list[str]:
