@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.checkpoints import quantized_files
 from devicebridge.checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from devicebridge.checkpoints.header import TensorRecord
 from devicebridge.checkpoints.load import load_transformer
 from devicebridge.checkpoints.quantized_files import dequantize
 from devicebridge.families.registry import FAMILIES
+from devicebridge.quantization import stored
 from devicebridge.quantization.eight_bit import make_rotation
 from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings, full_weight
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
@@ -233,9 +233,9 @@ def test_kept_bytes_reach_the_device_they_belong_to(tmp_path: Path, caplog: pyte
                 values = on_cpu(stored.weight).float() * on_cpu(stored.scale)
                 assert torch.equal(values.bfloat16(), plain.get_submodule(name).weight), name
     num_others = info.num_quantized - report.num_quantized
-    said = [record.getMessage() for record in caplog.records if "kept in 8 bits" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "kept as they are" in record.getMessage()]
     assert len(said) == 1
-    assert said[0].endswith(f"{report.num_quantized} kept in 8 bits, {num_others} dequantized") and num_others > 0
+    assert said[0].endswith(f"{report.num_quantized} kept as they are, {num_others} dequantized") and num_others > 0
 
 
 def test_shards_whose_scales_lie_in_another_file(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_dequantizing_in_pieces_is_dequantizing_at_once(monkeypatch: pytest.Monk
     values = torch.randn(10, 6, 2, 1).to(torch.float8_e5m2)
     scale = torch.rand(10) + 0.1
     expected = (values.float() * scale.view(10, 1, 1, 1)).half()
-    monkeypatch.setattr(quantized_files, "_PIECE", 36)
+    monkeypatch.setattr(stored, "_PIECE", 36)
     assert torch.equal(dequantize(values, scale, record, torch.float16), expected)
     assert torch.equal(dequantize(values[:, 0, 0, 0], scale, record, torch.float16), expected[:, 0, 0, 0])
     assert torch.equal(dequantize(values, None, record, torch.float32), values.float())

@@ -383,7 +383,7 @@ def test_auto_is_left_to_the_plan(nodes: ModuleType, model: Any, monkeypatch: py
 
     found, report = _quantized(nodes, model, "auto")
     assert found.model.quantize == "auto" and report.startswith("none: all weights"), "as training on a CPU"
-    monkeypatch.setattr(quantize_preview, "foresee_scheme", lambda machine: "int8-compute")
+    monkeypatch.setattr(quantize_preview, "foresee_scheme", lambda machine, info: "int8-compute")
     found, report = _quantized(nodes, model, "auto")
     assert found.model.quantize == "auto" and report.startswith("int8-compute: ")
     assert report.endswith("auto: the training's plan decides, and takes int8-compute on these devices if it fits")
