@@ -136,8 +136,14 @@ def write_gguf(
     settings: Mapping[str, Any] | None = None,
     version: int = 3,
 ) -> Path:
-    """A file of plain tensors, and of packed ones given as kind, stored shape and blocks."""
-    said = {"general.architecture": "flux", **(settings or {})}
+    """A file of plain tensors, and of packed ones given as kind, stored shape and blocks.
+
+    Tensors with more than four sides are folded, as ComfyUI-GGUF's converter does.
+    """
+    folded = {n: each for n, each in tensors.items() if isinstance(each, torch.Tensor) and each.ndim > 4}
+    tensors = {**tensors, **{name: each.flatten(1) for name, each in folded.items()}}
+    sides = {f"comfy.gguf.orig_shape.{name}": tuple(each.shape) for name, each in folded.items()}
+    said = {"general.architecture": "flux", **sides, **(settings or {})}
     head, infos, data = b"".join(setting(name, each) for name, each in said.items()), b"", b""
     for name, given in tensors.items():
         if isinstance(given, torch.Tensor):

@@ -20,6 +20,7 @@ from devicebridge.quantization import stored
 from devicebridge.quantization.eight_bit import make_rotation
 from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings, full_weight
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
+from devicebridge.tests.gguf_files import pack, write_gguf
 from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY, stack_tensors
 from safetensors.torch import save_file
@@ -308,6 +309,30 @@ def test_int8_rotated_by_comfyui_is_rotated_back_and_rounded_again(tmp_path: Pat
     settings = QuantizeSettings("int8")
     expected = Quantizer(info.family, settings).finish(name, exact.get_submodule(name))
     assert torch.equal(rounded.get_submodule(name).weight.qdata, expected.weight.qdata)
+
+
+@pytest.mark.parametrize("name", ["flux1", "wan"])
+def test_a_gguf_file_is_the_model_that_its_plain_weights_are(name: str, tmp_path: Path) -> None:
+    """Under its maker's names, so that rows of q, k and v are cut from one packed matrix, and halves change places."""
+    written, meaning = {}, {}
+    for number, (key, tensor) in enumerate(_tensors(name, "original").items()):
+        written[f"model.diffusion_model.{key}"], meaning[key] = pack(
+            key, tensor, ("Q8_0", "Q4_1")[number // 2 % 2], number
+        )
+    info = read_checkpoint(write_gguf(tmp_path / "model.gguf", written))
+    assert info.family.name == name and {"Q8_0", "Q4_1"} == info.quantized_types.keys()
+    plain = _write_plain(tmp_path / "plain.safetensors", meaning)
+    exact = load_transformer(plain, _on_cpu, torch.float32)
+    _assert_equal(load_transformer(info, _on_cpu, torch.float32), exact)
+    quantizer = Quantizer(info.family, QuantizeSettings("stored"))
+    model = load_transformer(info, _on_cpu, torch.float32, quantizer)
+    assert quantizer.close(model).num_taken > 5
+    for fqn, module in exact.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            assert torch.equal(full_weight(model.get_submodule(fqn)), module.weight), fqn
+    with torch.no_grad():
+        found, expected = (each(**TINY[name].make_inputs(), return_dict=False)[0] for each in (model, exact))
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
