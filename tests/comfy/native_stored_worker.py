@@ -16,8 +16,11 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
+import comfy.lora
 import comfy.quant_ops
+import comfy.sd
 import torch
 from devicebridge.config.job import JobConfig, LoraSettings
 from devicebridge.nodes.host.native.model import native_training
@@ -27,6 +30,7 @@ from devicebridge.planning.dry_run import Kernels, Work
 from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.quantization.stored import PACKINGS, restore
+from devicebridge.tests.comfy import native_steps
 from devicebridge.tests.comfy.native_forwards import endless_memory
 from devicebridge.tests.comfy.native_steps import (
     STEPS,
@@ -48,6 +52,15 @@ FOLDER, *NAMES = sys.argv[2:]
 Tensors = dict[str, torch.Tensor]
 # ComfyUI multiplies int8 with activations that it rounds to 8 bits; all else it makes plain.
 STOCK_ERROR, STOCK_ERROR_INT8 = 1e-5, 0.02
+
+
+# Trainers and the keys that they write: prefix, names of both factors, whether there is an alpha.
+LAYOUTS = {
+    "diffusion-pipe, ai-toolkit, ComfyUI": ("diffusion_model.", "lora_A", "lora_B", False),
+    "kohya, musubi": ("lora_unet_", "lora_down", "lora_up", True),
+    "PEFT, diffusers, ai-toolkit": ("transformer.", "lora_A", "lora_B", False),
+    "OneTrainer": ("lora_transformer_", "lora_down", "lora_up", True),
+}
 
 
 class Form(NamedTuple):
@@ -226,6 +239,54 @@ def counted(bench: StoredBench) -> Figures:
     return {"bytes": forecast, "plain": sum(4 * math.prod(each.shape) for each in bench.info.tensors.values())}
 
 
+def starts(bench: StoredBench) -> Figures:
+    """LoRA files by the keys of several trainers: before the first step the model says what the stock MODEL with the
+    same file loaded says; two steps are finite, and each file has every key of ComfyUI's in the end."""
+    return {name: _started(bench, name, *layout) for name, layout in LAYOUTS.items()}
+
+
+def _started(bench: StoredBench, name: str, prefix: str, down: str, up: str, has_alpha: bool) -> float | None:
+    patcher = bench.stock()
+    places = comfy.lora.model_lora_keys_unet(patcher.model, {})
+    shapes = {key: each.shape for key, each in patcher.model.named_parameters()}
+    generator = torch.Generator().manual_seed(5)
+    lora: Tensors = {}
+    seen: set[str] = set()  # some places have two names
+    for key, place in places.items():
+        target, rows = (place, None) if isinstance(place, str) else (place[0], place[1])
+        is_inside = target.removeprefix("diffusion_model.").startswith(bench.family.block_lists)
+        if not key.startswith(prefix) or not is_inside or len(shapes[target]) != 2 or repr(place) in seen:
+            continue
+        seen.add(repr(place))
+        count = shapes[target][0] if rows is None else rows[2]
+        sizes = {down: (3, shapes[target][1]), up: (count, 3)}
+        lora |= {f"{key}.{n}.weight": torch.randn(*s, generator=generator) / s[1] ** 0.5 / 2 for n, s in sizes.items()}
+        if has_alpha:
+            lora[f"{key}.alpha"] = torch.tensor(1.5)
+    if not lora:
+        return None  # ComfyUI knows no such keys of this class
+    assert len(lora) > 20, f"{len(lora)} tensors"
+    save_file(lora, path := bench.folder / f"{name.split()[0]}.safetensors")
+    sections = {"lora": {"rank": 16, "alpha": 16.0, "targets": ["*"], "start_from": str(path)}}
+    with (
+        mock.patch.object(native_steps, "put_lora"),
+        bench.trainer(f"start {name}", {**sections, "train": {"gradient_checkpointing": False}}) as trainer,
+        torch.no_grad(),
+    ):
+        _, ours, made = bench.prediction(trainer, 0, 0.4, guidance=None)
+        put_lora(trainer, {n: torch.zeros_like(each) for n, each in trainer.lora.tensors().items()})
+        _, before, _ = bench.prediction(trainer, 0, 0.4, guidance=None)
+    patched, _ = comfy.sd.load_lora_for_models(patcher, None, dict(lora), 1.0, 0)
+    said = said_by_sampling(patched, made, bench.conditions[0], bench.family.latent)
+    assert (ours - before).norm() > 1e-2 * before.norm(), "the LoRA does nothing"
+    apart = float((said.view(ours.shape) - ours).norm() / (ours - before).norm())
+    result = bench.run(f"steps {name}", {**sections, "train": {"steps": 2}})
+    assert all(map(math.isfinite, result.losses))
+    found = comfy.lora.load_lora(dict(result.lora), comfy.lora.model_lora_keys_unet(patcher.model, {}))
+    assert len(found) == sum(key.endswith("lora_A.weight") for key in result.lora)
+    return expect(apart, 2e-3, f"the difference of {name} from the stock loader")
+
+
 STORED_STEPS: dict[str, Callable[[Any], Figures]] = {
     "kept": kept,
     "dequantized": dequantized,
@@ -234,6 +295,7 @@ STORED_STEPS: dict[str, Callable[[Any], Figures]] = {
     **{name: STEPS[name] for name in ("recompute", "split", "pipeline", "data", "weight offload", "5 steps", "resume")},
     "tokens": STEPS["tokens"],
     "counted": counted,
+    "starts": starts,
 }
 
 

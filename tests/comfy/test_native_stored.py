@@ -39,3 +39,5 @@ def test_a_base_trains_as_its_file_has_it(name: str, found: dict[str, dict[str, 
     assert {step: each["fault"] for step, each in steps.items()} == dict.fromkeys(steps, "")
     assert set(steps["kept"]["kinds"]) == KINDS[name] and steps["kept"]["linears"] > 10
     assert steps["counted"]["bytes"] < steps["counted"]["plain"]
+    started = [layout for layout, error in steps["starts"].items() if isinstance(error, float)]
+    assert len(started) >= (2 if "Z-Image" in name else 4), steps["starts"]

@@ -88,11 +88,11 @@ def find_file(key: str, name: str, kinds: Sequence[str]) -> Path:
 
 
 def _find_encoder(key: str, name: str, kind: str) -> str:
-    """As find_file; "" for none. Raises: ValueError for a safetensors file, too, that is cut short."""
+    """As find_file; "" for none. Raises: ValueError for a file that is cut short, too, and for GGUF."""
     if not name:
         return ""
     path = find_file(key, name, (kind,))
-    if path.suffix == ".safetensors":
+    if path.suffix in (".safetensors", ".gguf"):
         read_header(path)
     return str(path)
 
