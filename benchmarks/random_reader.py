@@ -40,7 +40,7 @@ def random_weights(info: CheckpointInfo, device: torch.device = CPU) -> Iterator
     reader = _RandomReader({record.key: record.shape for record in info.tensors.values()}, device)
 
     @contextmanager
-    def open_weights(file: Path, remedy: str = "") -> Iterator[_RandomReader]:
+    def open_weights(file: Path, remedy: str = "", *, is_model: bool = False) -> Iterator[_RandomReader]:
         yield reader
 
     with ExitStack() as stack:

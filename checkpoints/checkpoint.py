@@ -1,9 +1,10 @@
 """A transformer's checkpoint, recognised from its header: which family, which variant, under whose names.
 
-Recognised are a diffusers model folder or transformer folder, sharded or not, and a single safetensors file or any one
-of a set of shards, under the makers' names or diffusers', with or without the prefix ComfyUI's files carry. Recognition
-uses names and shapes only, offline. A diffusers folder brings its own config, so any size works there; elsewhere the
-shapes must be those of a published variant. Weights in 8 bits are recognised too (quantized_files.py says which).
+Recognised are a diffusers model folder or transformer folder, sharded or not, a single safetensors or GGUF file and any
+one of a set of shards, under the makers' names or diffusers', with or without the prefix ComfyUI's files carry.
+Recognition uses names and shapes only, offline. A diffusers folder brings its own config, so any size works there;
+elsewhere the shapes must be those of a published variant. Quantized weights are recognised too (quantized_files.py says
+which).
 
 Nothing is guessed: every tensor of the file must have a place in the model and the other way round.
 """
@@ -23,7 +24,7 @@ from typing import Any, Literal
 from ..families.naming import any_of, find_by_original
 from ..families.registry import FAMILIES, find_family, find_variant
 from ..families.spec import ModelFamily, Variant
-from .header import TensorRecord, read_header
+from .header import TensorRecord, read_model_header
 from .model_class import (
     described,
     differences,
@@ -81,12 +82,16 @@ class CheckpointInfo:
 
     @property
     def quantized_types(self) -> dict[str, int]:
-        """How many tensors are in 8 bits, by type ("float8_e4m3fn", "float8_e5m2", "int8"); {} for a plain file."""
-        return dict(Counter(TYPE_NAMES[record.dtype] for record in self.tensors.values() if record.is_quantized))
+        """How many tensors are quantized, by type ("float8_e4m3fn", "int8", GGUF's "Q4_K"); {} for a plain file."""
+        return dict(
+            Counter(
+                TYPE_NAMES.get(record.dtype, record.dtype) for record in self.tensors.values() if record.is_quantized
+            )
+        )
 
     @property
     def num_quantized(self) -> int:
-        """How many tensors are in 8 bits."""
+        """How many tensors are quantized."""
         return sum(self.quantized_types.values())
 
 
@@ -103,7 +108,7 @@ def read_checkpoint(path: str | Path, family: str = "", variant: str = "") -> Ch
     families = (find_family(family),) if family else tuple(FAMILIES.values())
     wanted = find_variant(variant, families)[1] if variant else None
     source = find_source(Path(path).expanduser(), wanted)
-    headers = [read_header(file) for file in source.files]
+    headers = [read_model_header(file) for file in source.files]
     records = {name: record for header in headers for name, record in header.records().items()}
     refuse_lora(source.path, records)
     for prefix in _PREFIXES:  # what else a bundled file holds (VAE, text encoders) goes

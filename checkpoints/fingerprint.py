@@ -18,7 +18,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .header import read_file_header
+from .gguf_header import GGUF_ENDING
+from .header import read_open_header
 
 if TYPE_CHECKING:
     import torch
@@ -55,8 +56,8 @@ def file_fingerprint(path: str | Path) -> str:
     path = Path(path)
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if path.suffix == ".safetensors" and size > _WHOLE_FILE_BYTES:
-            header = read_file_header(file)
+        if path.suffix in (".safetensors", GGUF_ENDING) and size > _WHOLE_FILE_BYTES:
+            header = read_open_header(file)
             digest = hashlib.sha256(f"sampled {size} ".encode() + header.text)
             for entry in sorted(header.tensors.values(), key=lambda entry: entry[2:]):
                 start, end = header.data_start + entry.start, header.data_start + entry.end

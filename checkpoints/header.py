@@ -1,5 +1,7 @@
 """The header of a safetensors file, checked: names, shapes and types of its tensors, read without touching the weights.
 
+A model may be a GGUF file (gguf_header.py), which gives the same.
+
 A file is 8 bytes of header length, the header as JSON, then the tensors without a gap between them. What breaks one of
 these rules is refused with the file's name, and a file of another kind by what it is.
 """
@@ -13,7 +15,9 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from ..quantization.stored import PACKINGS, ROWS
 from ..system.files import expect, parse_json_object, read_json_object
+from .gguf_header import GGUF_ENDING, MAGIC, read_gguf_header
 
 AGAIN = "download it again"  # what helps against a damaged file that was made elsewhere
 FILE_ENDINGS = (".safetensors", ".sft")
@@ -31,7 +35,7 @@ _NUM_BYTES = {  # of one element; of types that are not listed (4 and 6 bits) si
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
-_GGUF = "a GGUF file; GGUF is not supported, use the bf16 safetensors file"
+_GGUF = "a GGUF file, which is read for the model that is trained alone; use a .safetensors file"
 _PICKLE = "a pickle; pickles are not read, convert it to safetensors"
 _SAVED = "a pickle (saved by torch.save); pickles are not read, convert it to safetensors"
 _WEB_PAGE = f"a web page, not the file itself; {AGAIN}"
@@ -47,12 +51,17 @@ _FIRST_BYTES = {  # of files that are called safetensors and are not
 
 
 class TensorEntry(NamedTuple):
-    """One tensor of a file: its type as safetensors spells it, and its bytes, counted from the data's start."""
+    """One tensor of a file: its type as safetensors spells it, and its bytes, counted from the data's start.
+
+    packing: of a GGUF file, how its weights are packed; "" for numbers. Its dtype is the same where rows are whole
+        blocks, and read as bytes; else F32, as which it is read.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     start: int
     end: int
+    packing: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class TensorRecord:
     file: Path
     key: str  # its name in the file
     shape: tuple[int, ...]  # after rows were cut out
-    dtype: str  # as safetensors spells it, e.g. "BF16"
+    dtype: str  # as safetensors spells it, e.g. "BF16", or GGUF, e.g. "Q4_K"
     rows: tuple[int, int] | None = None  # start and end of the rows that are taken
     swap_halves: bool = False  # whether the two halves of dim 0 change places
     pieces: tuple[tuple[int, int], ...] = ()  # starts and ends of several runs of rows that are taken, in their order
@@ -73,7 +82,12 @@ class TensorRecord:
 
     @property
     def is_quantized(self) -> bool:
-        return self.dtype in EIGHT_BIT_TYPES
+        return self.dtype in EIGHT_BIT_TYPES or self.dtype in PACKINGS
+
+    @property
+    def packing(self) -> str:
+        """How GGUF packs its rows; ROWS for a number per weight."""
+        return self.dtype if self.dtype in PACKINGS else ROWS
 
     def cut(self, start: int, end: int) -> TensorRecord:
         """Rows start to end alone, with their scales."""
@@ -101,8 +115,31 @@ class FileHeader:
         return {key: TensorRecord(self.file, key, entry.shape, entry.dtype) for key, entry in self.tensors.items()}
 
 
+def read_model_header(file: Path) -> FileHeader:
+    """As read_header, and of a GGUF file by its first bytes. Raises: as read_header."""
+    refuse_no_file(file)
+    with open(file, "rb") as stream:
+        return read_open_header(stream)
+
+
+def read_open_header(stream: IO[bytes], remedy: str = AGAIN) -> FileHeader:
+    """Of an open file of a model. Raises: as read_header."""
+    file = Path(stream.name)
+    if stream.read(len(MAGIC)) != MAGIC and file.suffix != GGUF_ENDING:
+        stream.seek(0)
+        return read_file_header(stream, remedy)
+    found = read_gguf_header(stream, remedy)
+    tensors = {}
+    for name, (kind, shape, start, end) in found.tensors.items():
+        packing = kind if kind in PACKINGS else ""
+        is_whole = not packing or len(shape) > 1 and prod(shape[1:]) % PACKINGS[packing].values == 0
+        tensors[name] = TensorEntry(kind if is_whole else "F32", shape, start, end, packing)
+    stream.seek(0)
+    return FileHeader(file, tensors, found.texts, stream.read(found.num_bytes), found.num_bytes)
+
+
 def read_header(file: Path) -> FileHeader:
-    """The header of a file of weights.
+    """The header of a safetensors file.
 
     Raises: ValueError if it is something else, cut short or damaged; it says what was found.
     """

@@ -1,6 +1,6 @@
 """A transformer read tensor by tensor onto the devices it will live on.
 
-A layer of a file in 8 bits keeps its weight if it is to be quantized anyway and the scheme can multiply with that type;
+A layer of a quantized file keeps its weight if it is to be quantized anyway and the scheme can multiply with that type;
 all others are dequantized.
 
 Number types follow diffusers' from_pretrained, so that both give equal models. Weights become the requested type, but
@@ -22,11 +22,12 @@ import torch
 
 from ..patches.hooks import parameters_on_meta
 from ..quantization.quantize import Quantizer, Stored8
+from ..quantization.stored import ROWS
 from ..system.stopping import alive
 from .checkpoint import CheckpointInfo
 from .model_class import described, differences, transformer_class
 from .quantized_cache import FOREIGN, QuantizedWriter, open_cached
-from .quantized_files import dequantize, read_scales, stays_in_8_bits
+from .quantized_files import dequantize, file_format, is_kept, read_scales
 from .weight_file import by_file, read_records
 
 _log = logging.getLogger(__name__)
@@ -42,18 +43,27 @@ class LayerStore(Protocol):
 def make_empty_transformer(info: CheckpointInfo) -> torch.nn.Module:
     """The transformer on meta, buffers included: sizes without weights, for planning."""
     if info.family.host is not None:
-        return info.family.host.make(is_empty=True)
+        return _with_formats(info.family.host.make(is_empty=True), info)
     with torch.device("meta"):
-        return transformer_class(info.family).from_config(dict(info.config))
+        return _with_formats(transformer_class(info.family).from_config(dict(info.config)), info)
 
 
 def make_unfilled_transformer(info: CheckpointInfo) -> torch.nn.Module:
     """The transformer with its parameters on meta, and real buffers and tables on the CPU."""
     if info.family.host is not None:
-        return info.family.host.make(is_empty=False)
+        return _with_formats(info.family.host.make(is_empty=False), info)
     # Buffers that no file holds (Wan's rotary tables) must be real; they are computed in the constructor.
     with parameters_on_meta():
-        return transformer_class(info.family).from_config(dict(info.config))
+        return _with_formats(transformer_class(info.family).from_config(dict(info.config)), info)
+
+
+def _with_formats(model: torch.nn.Module, info: CheckpointInfo) -> torch.nn.Module:
+    """Every linear with the format that its weight has in the file, which forecasts and loading go by."""
+    for name, module in model.named_modules():
+        record = info.tensors.get(f"{name}.weight")
+        if isinstance(module, torch.nn.Linear) and record is not None and (known := file_format(record)) is not None:
+            module.file_format = known  # type: ignore[assignment]
+    return model
 
 
 def load_transformer(
@@ -147,7 +157,7 @@ class _Loader:
                 self._finish_layer_of(name)
         if self.info.num_quantized:
             found = ", ".join(f"{count} {kind}" for kind, count in self.info.quantized_types.items())
-            message = "read %s tensors for %s: %d kept in 8 bits, %d dequantized"
+            message = "read %s tensors for %s: %d kept as they are, %d dequantized"
             _log.info(message, found, self.info.path, self._num_taken, self._num_dequantized)
 
     def _place(self, name: str, tensor: torch.Tensor) -> None:
@@ -156,14 +166,16 @@ class _Loader:
         device, dtype = self.device_of(name), self._dtype_of(name)
         record = self.info.tensors[name]
         if leaf == "weight" and self._is_taken(layer):
-            rows = self._scales.get(name, torch.ones(1)).reshape(-1, 1).expand(tensor.shape[0], 1).contiguous()
-            self._taken[layer] = Stored8(tensor.to(device, copy=True), rows.to(device, copy=True), record.rotation)
+            given = self._scales.get(name, torch.ones(1)).reshape(-1, 1)
+            rows = given.expand(tensor.shape[0], 1) if record.packing == ROWS else torch.empty(tensor.shape[0], 0)
+            values, scale = tensor.to(device, copy=True), rows.contiguous().to(device, copy=True)
+            block = record.convrot or record.rotation
+            self._taken[layer] = Stored8(values, scale, block, bool(record.convrot), record.packing)
             self._num_taken += 1
         elif record.is_quantized:
-            scale = self._scales.get(name)
             self._num_dequantized += 1
-            scale = None if scale is None else scale.to(device)
-            put_tensor(self.model, name, dequantize(tensor.to(device), scale, record, dtype))
+            own = None if name not in self._scales else self._scales[name].to(device)
+            put_tensor(self.model, name, dequantize(tensor.to(device), own, record, dtype))
         else:
             put_tensor(self.model, name, tensor.to(device, dtype, copy=True))
 
@@ -191,7 +203,7 @@ class _Loader:
         """Whether a layer's weight stays as the file has it."""
         if self.quantizer is None or layer not in self._wanted:
             return False
-        return stays_in_8_bits(self.info.tensors[f"{layer}.weight"], self.quantizer.can_take)
+        return is_kept(self.info.tensors[f"{layer}.weight"], self.quantizer.settings)
 
     def _dtype_of(self, name: str) -> torch.dtype:
         # diffusers' own test for which weights stay float32: a dotted part of the name, not a piece of text

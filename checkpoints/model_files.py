@@ -94,7 +94,10 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
         raise ValueError(f"{folder} holds {len(sets)} models: {first(file.name for file in found)}; name one of them")
     others = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf")]
     if others:
-        raise ValueError(f"{folder} holds {first(others)}, which is not read; only safetensors files are")
+        raise ValueError(
+            f"{folder} holds {first(others)}, which is not read; only safetensors files are, and a .gguf file that is "
+            "named itself"
+        )
     raise ValueError(
         f"{folder} holds no transformer weights; give a diffusers model folder (with model_index.json), its "
         "transformer folder, or a .safetensors file"

@@ -1,4 +1,4 @@
-"""8-bit weights as checkpoint files hold them: which tensor is whose scale, and what the numbers mean.
+"""Quantized weights as checkpoint files hold them: which tensor is whose scale, and what the numbers mean.
 
 W = q * s, with q in float8 (e4m3fn, e5m2) or int8, and s one number for the tensor or one per row. Files differ in
 where s is written and how the type is said:
@@ -8,24 +8,27 @@ where s is written and how the type is said:
                                   or _quantization_metadata in the header say {"format": ...} of each layer
     plain casts                   float8 weights, often of norms and biases too, without any scale: s = 1
     our own cache                 X.weight, X.weight_scale, the rotation in its index (quantized_cache.py)
+    GGUF                          X.weight, in blocks with their scales (gguf_header.py); nothing else of X
 
 Files are often mixed: a float8 tensor that nothing announces is a plain cast, even in a file with scales. Scales of
-activations are not read. ComfyUI's int8 files may be rotated ("convrot") with other signs than ours, so such a weight
-is rotated back where it is dequantized. 4-bit and block-scaled formats are refused by name. Nothing is guessed: a scale
-without its weight, of odd size, twice, or not positive is an error that names the tensor.
+activations are not read. ComfyUI's int8 files may be rotated ("convrot") with other signs than ours. Other 4-bit and
+block-scaled formats are refused by name. Nothing is guessed: a scale without its weight, of odd size, twice, or not
+positive is an error that names the tensor.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..quantization.eight_bit import make_rotation, rotate
+from ..quantization.eight_bit import make_rotation
+from ..quantization.quantize import FileFormat, QuantizeSettings, is_taken
+from ..quantization.stored import ROWS, make_convrot, restore
 from ..system.files import expect, parse_json_object
 from .header import FLOAT_TYPES, TensorRecord
 from .model_files import describe_other
@@ -54,7 +57,6 @@ _WHAT_WORKS = (
     "float8 and int8 with one scale per tensor or per row are read; use such a file, or the bf16 file "
     '(quantize = "fp8" converts it while loading)'
 )
-_PIECE = 2**26  # weights in float32 at a time: 256 MiB
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def _format_fault(record: TensorRecord, found: LayerFormat | None) -> str:
 
 
 def _scale_fault(record: TensorRecord, scale: TensorRecord) -> str:
-    if not record.is_quantized:
+    if not record.is_quantized or record.packing != ROWS:
         return f"has the scale {scale.key}, but {record.key} is {record.dtype} and not in 8 bits"
     if scale.dtype not in FLOAT_TYPES:
         return f"holds quantized weights in mxfp8 or another format with scales in {scale.dtype} ({scale.key})"
@@ -178,9 +180,19 @@ def _scale_fault(record: TensorRecord, scale: TensorRecord) -> str:
     return ""
 
 
-def stays_in_8_bits(record: TensorRecord, can_take: Callable[[torch.dtype], bool]) -> bool:
-    """Whether a weight can stay as the file has it; can_take says which types a scheme multiplies with."""
-    return record.is_quantized and not record.convrot and can_take(TORCH_TYPES[record.dtype])
+def file_format(record: TensorRecord) -> FileFormat | None:
+    """How a file holds a linear's weight; None for one that is not quantized."""
+    if not record.is_quantized or len(record.shape) != 2:
+        return None
+    return FileFormat(
+        TORCH_TYPES[record.dtype], record.convrot or record.rotation, bool(record.convrot), record.packing
+    )
+
+
+def is_kept(record: TensorRecord, settings: QuantizeSettings) -> bool:
+    """Whether a linear's weight stays as the file has it."""
+    known = file_format(record)
+    return known is not None and is_taken(known, settings)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -205,34 +217,21 @@ def read_scales(tensors: Mapping[str, TensorRecord]) -> dict[str, torch.Tensor]:
     return scales
 
 
-@torch.no_grad()
 def dequantize(
     values: torch.Tensor, scale: torch.Tensor | None, record: TensorRecord, dtype: torch.dtype
 ) -> torch.Tensor:
     """values * scale, rotated back, computed in float32 and rounded once, on the device of values.
 
-    Some rows at a time, so that beside values and result the device holds 256 MiB or one row.
+    Some rows at a time (quantization/stored.py).
 
     Args:
-        values: 8-bit, of any shape.
+        values: 8-bit, of any shape, or packed rows.
         scale: float32 [N] or [1] on the same device; None for 1.
+    Returns: of the record's shape, but for rows that were left out.
     """
-    flat = values.reshape(values.shape[0], -1) if values.ndim > 1 else values.reshape(-1, 1)
-    result = torch.empty(flat.shape, dtype=dtype, device=values.device)
-    scale = None if scale is None else scale.reshape(-1, 1).expand(flat.shape[0], 1)
-    matrix = None
-    if record.convrot:  # ComfyUI's: a Hadamard matrix whose rows all have the same sum, divided by sqrt(block)
-        matrix = seed = 1.0 - 2.0 * torch.eye(4).flip(1)
-        while matrix.shape[0] < record.convrot:
-            matrix = torch.kron(matrix, seed)
-        matrix = (matrix / record.convrot**0.5).to(values.device).t()
-    elif record.rotation:
-        matrix = make_rotation(record.rotation).to(values.device).t()
-    height = max(1, _PIECE // max(1, flat.shape[1]))
-    for start in range(0, flat.shape[0], height):
-        rows = slice(start, start + height)
-        piece = flat[rows].float()
-        if scale is not None:
-            piece = piece * scale[rows]
-        result[rows] = piece if matrix is None else rotate(piece, matrix)
-    return result.reshape(values.shape)
+    flat = values.flatten(1) if values.ndim > 1 else values.reshape(-1, 1)
+    block = record.convrot or record.rotation
+    matrix = (make_convrot if record.convrot else make_rotation)(block).to(values.device) if block else None
+    scale = None if scale is None else scale.reshape(-1, 1)
+    plain = restore(flat, scale, matrix, record.packing, dtype)
+    return plain.reshape(values.shape if record.packing == ROWS else (values.shape[0], *record.shape[1:]))

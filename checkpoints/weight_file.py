@@ -1,4 +1,4 @@
-"""Weights in a safetensors file, tensor by tensor, also where the file is larger than the machine's memory.
+"""Weights in a safetensors or GGUF file, tensor by tensor, also where the file is larger than the machine's memory.
 
 A file is mapped into memory, which costs nothing and is as fast as the disk. The safetensors library asks for a mapping
 with memory behind every page. Linux refuses one that is larger than the sum of memory and swap: the 64 GB of FLUX.2 in
@@ -17,7 +17,8 @@ from typing import IO
 
 import torch
 
-from .header import AGAIN, FileHeader, TensorEntry, TensorRecord, read_file_header, refuse_no_file
+from ..quantization.stored import PACKINGS, restore
+from .header import AGAIN, FileHeader, TensorEntry, TensorRecord, read_file_header, read_open_header, refuse_no_file
 
 _MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of Linux; Python has the name since 3.13
 TORCH_TYPES = {
@@ -37,6 +38,7 @@ TORCH_TYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
     "C64": torch.complex64,
+    **dict.fromkeys(PACKINGS, torch.uint8),
 }
 
 
@@ -73,7 +75,7 @@ class WeightReader:
         return {name: self.get_tensor(name) for name in self.header.tensors}
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """On the CPU; rows that nobody looks at are not read."""
+        """On the CPU; rows that nobody looks at are not read. What is packed in whole rows has a row of bytes each."""
         entry = self.header.tensors[name]
         if entry.end == entry.start:
             return _typed(self.header, name, entry, torch.empty(0, dtype=torch.uint8))
@@ -101,21 +103,25 @@ def _mapped(stream: IO[bytes]) -> mmap.mmap:
 
 
 @contextmanager
-def open_weights(file: Path, remedy: str = AGAIN) -> Iterator[WeightReader]:
-    """Open a safetensors file for reading onto the CPU.
+def open_weights(file: Path, remedy: str = AGAIN, *, is_model: bool = False) -> Iterator[WeightReader]:
+    """Open a safetensors file for reading onto the CPU; of a model also a GGUF file.
 
     Raises: ValueError naming the file if it is something else, cut short or damaged; OSError if it cannot be opened.
     """
     if file.exists():  # else opening it says that it is not there
         refuse_no_file(file)
     with open(file, "rb") as stream:
-        header = read_file_header(stream, remedy)
+        header = (read_open_header if is_model else read_file_header)(stream, remedy)
         yield WeightReader(header, _mapped(stream))
 
 
 def _typed(header: FileHeader, name: str, entry: TensorEntry, content: torch.Tensor) -> torch.Tensor:
     if entry.dtype not in TORCH_TYPES:
         raise ValueError(f"{name} of {header.file} has type {entry.dtype}, not one of {', '.join(TORCH_TYPES)}")
+    if entry.packing == entry.dtype:
+        return content.view(entry.shape[0], -1)
+    if entry.packing:
+        return restore(content[None], None, None, entry.packing, torch.float32).reshape(entry.shape)
     return content.view(TORCH_TYPES[entry.dtype]).reshape(entry.shape)
 
 
@@ -130,7 +136,7 @@ def by_file(records: Mapping[str, TensorRecord]) -> dict[Path, dict[str, TensorR
 def read_records(records: Mapping[str, TensorRecord]) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors as the files have them, rows in the model's order; file by file, one at a time."""
     for file, of_file in by_file(records).items():
-        with open_weights(file) as reader:
+        with open_weights(file, is_model=True) as reader:
             for name, record in of_file.items():
                 yield name, _read(reader, record)  # and hold nothing of it here
 
@@ -168,7 +174,7 @@ def find_zero_weights(records: Mapping[str, TensorRecord]) -> list[str]:
     found = []
     for file, inside in by_file(records).items():
         try:
-            with open_weights(file) as reader:
+            with open_weights(file, is_model=True) as reader:
                 for name, record in inside.items():
                     if len(record.shape) < 2:
                         continue

@@ -136,7 +136,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--quantize",
-        choices=("none", "fp8", "int8", "fp8-compute", "int8-compute", "auto"),
+        choices=("none", "fp8", "int8", "fp8-compute", "int8-compute", "stored", "auto"),
         help="in place of the job's model.quantize; without a job file the planner chooses",
     )
     command.add_argument(

@@ -12,7 +12,7 @@ from .setting import requested, setting
 if TYPE_CHECKING:
     from ..quantization.quantize import QuantizeSettings
 
-ModelScheme = Literal["none", "fp8", "int8", "fp8-compute", "int8-compute", "auto"]
+ModelScheme = Literal["none", "fp8", "int8", "fp8-compute", "int8-compute", "stored", "auto"]
 _BlockCount = Annotated[int, Range(0, 10_000)]
 COMFYUI = "comfyui"  # as model.family: one of ComfyUI's own classes, whichever ComfyUI finds in the file
 
@@ -22,8 +22,8 @@ class ModelConfig:
     """What to train.
 
     Args:
-        path: The model: a diffusers folder, a .safetensors file, or one shard of several. With family comfyui one
-            .safetensors file, or its name in ComfyUI's models/diffusion_models or models/checkpoints.
+        path: The model: a diffusers folder, a .safetensors or .gguf file, or one shard of several. With family comfyui
+            one such file, or its name in ComfyUI's models/diffusion_models or models/checkpoints.
         family: Model family, such as flux2. Left out: what the file is recognised as. comfyui trains any model that
             ComfyUI itself can build, with ComfyUI's own code; it needs a ComfyUI on this machine.
         variant: Which published model it is. Left out: what the file is recognised as. Name it if that fails, or where
@@ -32,10 +32,11 @@ class ModelConfig:
             One folder may hold both. Without it the model at path is trained alone.
         dtype: Number type of the frozen weights and of the computation. float32 takes twice the memory and is for
             comparisons.
-        quantize: How the frozen linear layers are held; the LoRA keeps its precision. All but none take half the memory
-            of 16 bits. fp8 and int8 only store in 8 bits. fp8-compute and int8-compute also multiply in 8 bits.
-            fp8-compute (RTX 40 or newer) and int8-compute (RTX 20 or newer) are faster and a little noisier. auto takes
-            what suits the devices.
+        quantize: How the frozen linear layers are held; the LoRA keeps its precision. 8 bits take half the memory of
+            16. fp8 and int8 only store in 8 bits. fp8-compute and int8-compute also multiply in 8 bits. fp8-compute
+            (RTX 40 or newer) and int8-compute (RTX 20 or newer) are faster and a little noisier. stored keeps a
+            quantized file (GGUF, fp8, int8) as it is and rounds nothing. auto takes what suits the devices and the
+            file; none holds 16 bits.
         rotation: For int8-compute: outliers are spread over blocks of so many values; 0 does not rotate. Wider blocks
             spread better and take a little more time.
         quantized_cache: Folder that keeps the quantized weights. The next run then reads half as much and rounds

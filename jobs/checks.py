@@ -28,7 +28,7 @@ from ..encoding.vae import check_vae
 from ..families.spec import TextEncoderSpec
 from ..parallel.devices import CPU, find_device
 from ..parallel.placement import check_kept_blocks, check_offloaded_blocks
-from ..quantization.quantize import check_packages, refusal
+from ..quantization.quantize import NOTHING_STORED, check_packages, refusal
 from ..runs.folders import NO_RUNS
 from ..training.optimizer import make_optimizer
 from .checked_job import JobPlan, comfy_reader, component_folder, vae_path
@@ -84,6 +84,8 @@ def check_tools(plan: JobPlan) -> None:
     settings = job.model.quantize_settings
     if settings is not None:
         check_packages(settings)
+        if settings.scheme == "stored" and not plan.info.num_quantized:
+            raise ValueError(NOTHING_STORED)
         reason = refusal(settings, placement.used_devices)
         if reason:
             raise ValueError(reason)

@@ -13,12 +13,13 @@ from torch import nn
 
 from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..checkpoints.load import make_empty_transformer
-from ..checkpoints.quantized_files import stays_in_8_bits
+from ..checkpoints.quantized_files import is_kept
 from ..config.job import ModelConfig, ModelScheme
 from ..planning.cards import able_schemes
 from ..quantization.quantize import (
     KEPT,
     NOT_LINEAR,
+    NOTHING_STORED,
     QUANTIZED,
     GroupTotals,
     LayerGroup,
@@ -51,12 +52,17 @@ class QuantizePreview(GroupTotals):
     num_stored: Mapping[str, int] = field(default_factory=dict)
     num_taken: int = 0
 
+    @property
+    def _how(self) -> str:
+        is_stored = self.settings is not None and self.settings.scheme == "stored"
+        return "as the file has them" if is_stored else "in 8 bits"
+
     def summary(self) -> str:
         """One line, sizes in decimal GB."""
         if self.settings is None:
             return f"none: all weights in {self.dtype}, {_gb(self.bytes_before)}"
         return (
-            f"{self.settings.scheme}: {len(self.groups[QUANTIZED].names)} linears in 8 bits, "
+            f"{self.settings.scheme}: {len(self.groups[QUANTIZED].names)} linears {self._how}, "
             f"{self.bytes_before / 1e9:.2f} -> {_gb(self.bytes_after)} of weights"
         )
 
@@ -80,7 +86,7 @@ class QuantizePreview(GroupTotals):
             if again := sum(self.num_stored.values()) - self.num_taken:
                 rounded = ", linears to quantize are rounded again" if self.settings else ""
                 does.append(f"{again} become {self.dtype}{rounded}")
-            lines.append(f"the file holds tensors in 8 bits already ({types}): {', '.join(does)}")
+            lines.append(f"the file holds quantized tensors ({types}): {', '.join(does)}")
         return "\n".join(lines)
 
 
@@ -88,9 +94,9 @@ def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB"
 
 
-def foresee_scheme(machine: Machine) -> ModelScheme:
+def foresee_scheme(machine: Machine, info: CheckpointInfo) -> ModelScheme:
     """What "auto" will most likely be on this machine: as resolve.py, none where nothing is planned."""
-    return next(iter(able_schemes(machine.cards)), "none") if machine.cards else "none"
+    return next(iter(able_schemes(machine.cards, info.quantized_types)), "none") if machine.cards else "none"
 
 
 def preview_model(
@@ -110,13 +116,15 @@ def preview_model(
     info = info or read_checkpoint(config.path, config.family, config.variant)
     quantizer = Quantizer(info.family, settings) if settings else None
     groups = _sort(make_empty_transformer(info), quantizer, getattr(torch, config.dtype).itemsize)
+    if settings and settings.scheme == "stored" and not groups[QUANTIZED].names:
+        raise ValueError(NOTHING_STORED)
     weights = [info.tensors[f"{name}.weight"] for name in groups[QUANTIZED].names]
     return QuantizePreview(
         settings=settings,
         dtype=config.dtype,
         groups=groups,
         num_stored=info.quantized_types,
-        num_taken=sum(stays_in_8_bits(record, quantizer.can_take) for record in weights) if quantizer else 0,
+        num_taken=sum(is_kept(record, settings) for record in weights) if settings else 0,
     )
 
 

@@ -252,6 +252,7 @@ def _why_not_sharded(job: JobConfig, ranks: Ranks) -> str:
         f'model.quantize = "{scheme}" makes tensors of torchao, which cannot be cut; use "{scheme}-compute"': (
             scheme in ("fp8", "int8")
         ),
+        'model.quantize = "stored" keeps rows that are not cut; use "int8-compute" or "none"': scheme == "stored",
         "lora.dora = true asks for norms of whole weights; set it to false": job.lora.dora,
         'train.offload_activations = "on" is for blocks that stay on their device; set it to "off"': (
             requested(job.train.offload_activations) == "on"

@@ -120,7 +120,7 @@ def _inputs() -> list[Socket | io.Input]:
             "path",
             default="",
             placeholder="/path/to/model",
-            tooltip="Full path of a diffusers model folder or a .safetensors file. Matters only while model is "
+            tooltip="Full path of a diffusers model folder, a .safetensors or .gguf file. Matters only while model is "
             f"{folders.USE_PATH}.",
         ),
         Socket("variant", "model.variant", options=[AUTO, *variants], advanced=True),
@@ -161,7 +161,7 @@ def _read_split(sockets: dict[str, Any]) -> tuple[SplitConfig, tuple[torch.devic
     return split, found
 
 
-_SCHEMES = [AUTO, "fp8-compute", "int8-compute", "fp8", "int8", "none"]
+_SCHEMES = [AUTO, "fp8-compute", "int8-compute", "fp8", "int8", "none", "stored"]
 _QUANTIZE_INPUTS = (
     ModelSocket.Input("model", tooltip="The model to train, from Load Model for Training Across GPUs."),
     Socket("quantize", "model.quantize", options=_SCHEMES, default=AUTO),
@@ -183,10 +183,10 @@ class Quantize(io.ComfyNode):
             node_id="DeviceBridgeQuantize",
             display_name=_QUANTIZE_TITLE,
             category="DeviceBridge/training",
-            description="Holds the model's frozen linear layers in 8 bits while a LoRA is trained on top, and can "
-            "multiply in 8 bits too. LoRA weights, norms and embeddings keep their precision. Shows what is "
-            "quantized and the memory it takes.",
-            search_aliases=["fp8", "float8", "int8", "8 bit", "torchao"],
+            description="Holds the model's frozen linear layers in 8 bits, or as a quantized file has them, while a "
+            "LoRA is trained on top, and can multiply in 8 bits too. LoRA weights, norms and embeddings keep their "
+            "precision. Shows what is quantized and the memory it takes.",
+            search_aliases=["fp8", "float8", "int8", "8 bit", "torchao", "gguf"],
             inputs=make_inputs(_QUANTIZE_INPUTS, _QUANTIZE_TITLE),
             outputs=[
                 ModelSocket.Output("quantized", display_name="model", tooltip="The same model, to be quantized."),
@@ -198,6 +198,7 @@ class Quantize(io.ComfyNode):
     @classmethod
     @said_on_node
     def execute(cls, model: TrainingModel, **sockets: Any) -> io.NodeOutput:
+        from ..checkpoints.checkpoint import read_checkpoint
         from ..jobs.quantize_preview import foresee_scheme, preview_model
         from ..jobs.resolve import find_machine
 
@@ -205,8 +206,9 @@ class Quantize(io.ComfyNode):
         folder = folders.folder_in_output(f"{DEFAULT_FOLDER}/quantized", "cache") if sockets.get("cache") else ""
         held = dataclasses.replace(model.model, quantize=own.quantize, rotation=own.rotation)
         config = dataclasses.replace(held, quantized_cache=str(folder))
-        scheme = requested(own.quantize) or foresee_scheme(find_machine(model.split.devices))
-        with model.prepared() as info:
+        with model.prepared() as native:
+            info = native or read_checkpoint(config.path, config.family, config.variant)
+            scheme = requested(own.quantize) or foresee_scheme(find_machine(model.split.devices), info)
             report = preview_model(dataclasses.replace(config, quantize=scheme), model.split.devices, info).table()
         if own.quantize != scheme:
             report += f"\nauto: the training's plan decides, and takes {scheme} on these devices if it fits"

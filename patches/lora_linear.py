@@ -123,7 +123,7 @@ class _LoraLinear(torch.autograd.Function):
         ctx.save_for_backward(rows, low, a, b)
         ctx.base, ctx.scaling = base, scaling
         if isinstance(base, FrozenLinear8):
-            out = linear8(rows, base.weight, base.scale, base.bias, base.rotation)
+            out = linear8(rows, base.weight, base.scale, base.bias, base.rotation, base.packing)
         else:
             out = F.linear(rows, base.weight, base.bias)
         return out.addmm_(low, b.to(rows.dtype).t())
@@ -138,8 +138,10 @@ class _LoraLinear(torch.autograd.Function):
         grad_x = grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
             base = ctx.base
-            is_frozen8 = isinstance(base, FrozenLinear8)
-            grad_x = grad_input8(g, base.weight, base.scale, base.rotation) if is_frozen8 else g @ base.weight
+            if isinstance(base, FrozenLinear8):
+                grad_x = grad_input8(g, base.weight, base.scale, base.rotation, base.packing)
+            else:
+                grad_x = g @ base.weight
             grad_x.addmm_(grad_low, a.to(g.dtype))
         if ctx.needs_input_grad[1]:
             grad_a = (grad_low.t() @ rows).to(a.dtype)

@@ -36,7 +36,7 @@ from ..parallel.devices import CPU
 from ..parallel.local.tokens import OneDeviceError
 from ..parallel.placement import block_names
 from ..quantization.kernel_choice import DeviceKernels, KernelChoice, using_kernels
-from ..quantization.quantize import Quantizer, QuantizeSettings, Stored8
+from ..quantization.quantize import Quantizer, QuantizeSettings, empty_stored
 from ..training.adapter import apply_lora, find_targets
 from ..training.objective import predict, prediction_loss
 
@@ -154,7 +154,8 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
         inner = [(leaf, f"{name}.{leaf}", module) for leaf, module in block.named_modules()]
         shapes = tuple((leaf, tuple(tensor.shape)) for leaf, tensor in block.named_parameters())
         adapted = tuple(leaf for leaf, fqn, _ in inner if fqn in targets)
-        rounded = tuple(leaf for leaf, fqn, m in inner if quantizer is not None and quantizer.is_wanted(fqn, m))
+        wanted = ((leaf, m) for leaf, fqn, m in inner if quantizer is not None and quantizer.is_wanted(fqn, m))
+        rounded = tuple((leaf, getattr(m, "file_format", None)) for leaf, m in wanted)
         alike = name.rpartition(".")[0], type(block), shapes, adapted, rounded
         kind_of.append(known.setdefault(alike, len(known)))
     calls: list[int] = []
@@ -199,9 +200,7 @@ def _make_trainable(
     for fqn, module in list(model.named_modules()):
         if quantizer and isinstance(module, nn.Linear) and quantizer.is_wanted(whole_name(fqn), module):
             # As if a file had it in 8 bits already: rounding nothing takes longer than the rest of a dry run.
-            values = torch.empty(module.weight.shape, dtype=quantizer.settings.stored_dtype, device=META)
-            scale = torch.empty((module.out_features, 1), dtype=torch.float32, device=META)
-            stored = Stored8(values, scale, quantizer.settings.rotation_of(module.in_features))
+            stored = empty_stored(module, quantizer.settings)
             model.set_submodule(fqn, quantizer.take(whole_name(fqn), module, stored, module.weight.dtype))
     short = tuple(fqn for fqn, _ in model.named_modules() if whole_name(fqn) in targets)
     apply_lora(model, family, replace(work.lora, targets=short, layers=""), seed=0)

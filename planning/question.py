@@ -246,10 +246,15 @@ class Question:
         ]
         return sorted(found, key=lambda setting: shares_rows(setting.strategy))  # what the others take is known then
 
+    @property
+    def able_schemes(self) -> list[Scheme]:
+        """Schemes that these cards can do and that suit the model's file, the best first."""
+        return able_schemes(self.cards, self.model.info.quantized_types)
+
     def _schemes(self) -> Sequence[str]:
         """Raises: ValueError for a scheme that the job names and that a card cannot multiply in."""
         if is_open(self.space.schemes):
-            able = able_schemes(self.cards)
+            able = self.able_schemes
             faster = [scheme for scheme in able if SCHEME_TIMES[scheme] < 1]
             return ["none", *(faster or able)]  # a scheme that only stores is slower; for cards without 8-bit products
         for scheme, card in itertools.product(BEST_FIRST, self.cards):
@@ -257,7 +262,7 @@ class Question:
                 continue
             if card.has_context and (why := refusal(QuantizeSettings(scheme), [each.device for each in self.cards])):
                 raise ValueError(why)
-            kind, works = f" ({card.kind.name})" if card.kind else "", next(iter(able_schemes(self.cards)), "none")
+            kind, works = f" ({card.kind.name})" if card.kind else "", next(iter(self.able_schemes), "none")
             raise ValueError(
                 f"{scheme} was asked for, but {card.name}{kind} has no products in it; use {works} instead"
             )
@@ -313,6 +318,7 @@ class Question:
         """Adds up what any cut needs."""
         space, has_context = self.space, all(card.has_context for card in self.cards)
         work, picture, first = self.work(setting.scheme), None, self.cards[0]
+        is_rounded = setting.scheme not in ("none", "stored")
         # Kernels are those of the first card; only 8-bit products ask it for what it has, which compiles one there.
         kernels = Kernels(first.eight_bit or UNSEEN_CARD)
         if first.eight_bit is None and first.has_context and setting.scheme.endswith("-compute"):
@@ -337,7 +343,7 @@ class Question:
             setting.ahead,
             MIN_BYTES if setting.offloads else None,
             backend=Backend(context=0) if has_context else Backend(),
-            largest_layer=0 if setting.scheme == "none" else self.model.largest_linear * space.dtype.itemsize,
+            largest_layer=self.model.largest_linear * space.dtype.itemsize if is_rounded else 0,
             picture=picture,
         )
 

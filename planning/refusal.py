@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..config.model import holds_copies, shares_rows
-from .cards import able_schemes
 from .question import OFFLOADS, STRATEGIES, Question, Setting, is_open
 from .search import Found, Terms, each_card, find_cut, fit
 
@@ -148,7 +147,7 @@ def _choices(question: Question) -> Iterator[_Change]:
     if all(map(holds_copies, space.strategies)):
         yield _Change('parallel.strategy = "auto"', {"strategies": STRATEGIES})
     if not is_open(space.schemes) and not space.schemes[0].endswith("-compute"):  # none, or one that only stores
-        for scheme in [each for each in able_schemes(question.cards) if each != space.schemes[0]][:1]:
+        for scheme in [each for each in question.able_schemes if each != space.schemes[0]][:1]:
             yield _Change(f'model.quantize = "{scheme}"', {"schemes": (scheme,)})
     if space.optimizers == ("adamw",):
         yield _Change('optimizer.name = "adamw8bit"', {"optimizers": ("adamw8bit",)})

@@ -1,5 +1,8 @@
 """8-bit products for frozen linears that pass gradients on: 8-bit weights, 8-bit products forwards and backwards.
 
+A weight that stays as its file has it may be multiplied plainly (stored.py): made plain in the forward, and again in
+the backward, a piece at a time.
+
 Legend: M rows (tokens of the whole batch), K in_features, N out_features, B width of a rotated block. A weight W [N, K]
 is stored as q in 8 bits with a float32 scale s per output row, W = s * q. Every call rounds rows of x to a with scales
 t, and rows of gy * s to h with scales u:
@@ -33,10 +36,12 @@ from torch.nn import functional as F
 from . import eight_bit_kernels as kernels
 from .eight_bit_kernels import LARGEST, MAX_INT8_TERMS, SMALLEST_AMAX
 from .kernel_choice import KernelChoice, choose_kernels, kernels_for, slice_weights
+from .stored import PACKINGS, columns, make_convrot, restore
 
 ROTATIONS = (16, 64, 256)
 MAX_PLAIN_ROWS = 16
 _MULTIPLE = 16  # of K and N
+_WIDEST_BLOCK = max(packed.values for packed in PACKINGS.values())
 _PIECE = 2**26  # weights dequantized at a time: 128 MiB in bfloat16
 # wgmma keeps about 14 bits of a running float8 sum; over n / 32 additions that truncates about n / 2^20 of it, which
 # stays below the rounding of float8 itself up to here. Longer sums move to float32 registers on the way.
@@ -116,15 +121,18 @@ def make_rotation(block: int) -> Tensor:
     return torch.tensor(entries) / math.sqrt(block)
 
 
-def rotation_for(weight: Tensor, dtype: torch.dtype, block: int) -> Tensor | None:
+def rotation_for(weight: Tensor, dtype: torch.dtype, block: int, *, is_comfys: bool = False) -> Tensor | None:
     """make_rotation on a weight's device; None for block 0.
 
     Args:
         weight: [N, K]    dtype: that it is, or will be, stored in.
+        is_comfys: whether ComfyUI has rotated it, by another matrix.
     Raises: ValueError for float8, and for blocks that do not divide K.
     """
     if not block:
         return None
+    if is_comfys:
+        return make_convrot(block).to(weight.device)
     if dtype is not torch.int8:
         raise ValueError("float8, which gains nothing by it, was requested with a rotation; use 0, or int8-compute")
     in_features = weight.shape[1]
@@ -144,43 +152,51 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 # ---- products
 
 
-def linear8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, rotation: Tensor | None) -> Tensor:
+def linear8(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, rotation: Tensor | None, packing: str = ""
+) -> Tensor:
     """x @ (weight * scale).T + bias in 8 bits where size and device allow, else plainly; without autograd.
 
     Args:
         x: [M, K]    weight: 8-bit, row-major. [N, K]    scale: float32. [N, 1]    bias: [N]    rotation: [B, B]
+        packing: as the weight is stored (stored.py), to be multiplied in x's type; "" for products in 8 bits.
     Returns: [M, N] in x's dtype.
     """
+    height = max(1, _PIECE // x.shape[1])
+    slices = [slice(start, start + height) for start in range(0, weight.shape[0], height)]
+    if packing:
+        return _with_bias([F.linear(x, restore(weight[s], scale[s], rotation, packing, x.dtype)) for s in slices], bias)
     choice = kernels_for(x, weight.dtype)
     if choice.forward == "dequantize" or not _fits(x, weight, terms=weight.shape[1]):
         x = x if rotation is None else rotate(x, rotation)
-        height = max(1, _PIECE // weight.shape[1])
-        pieces = [
-            F.linear(x, dequantize(weight[start : start + height], scale[start : start + height], x.dtype))
-            for start in range(0, weight.shape[0], height)
-        ]
-        return _joined(pieces) if bias is None else (_joined(pieces) + bias).to(x.dtype)
+        return _with_bias([F.linear(x, dequantize(weight[s], scale[s], x.dtype)) for s in slices], bias)
     a, a_scale = _quantize(x, weight.dtype, choice, rotation=rotation)
     return _product(a, a_scale, weight.t(), scale, bias, x.dtype, choice)
 
 
-def grad_input8(grad: Tensor, weight: Tensor, scale: Tensor, rotation: Tensor | None) -> Tensor:
+def _with_bias(pieces: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    return _joined(pieces) if bias is None else (_joined(pieces) + bias).to(pieces[0].dtype)
+
+
+def grad_input8(grad: Tensor, weight: Tensor, scale: Tensor, rotation: Tensor | None, packing: str = "") -> Tensor:
     """grad @ (weight * scale) in 8 bits where size and device allow, else plainly.
 
     Args:
         grad: [M, N]    weight: 8-bit, row-major. [N, K]    scale: float32. [N, 1]    rotation: [B, B]
+        packing: as in linear8.
     Returns: [M, K] in grad's dtype.
     """
+    # By slices of weight's columns: each gives columns of the result, so no sum is split and rounded between.
+    width = max(1, _PIECE // weight.shape[0])
+    if packing:
+        block = _WIDEST_BLOCK if rotation is None else max(_WIDEST_BLOCK, rotation.shape[0])
+        width, end = max(1, width // block) * block, num_inputs(weight, packing)
+        parts = (columns(weight, start, min(start + width, end), packing) for start in range(0, end, width))
+        return _joined([grad @ restore(part, scale, rotation, packing, grad.dtype) for part in parts])
     choice = kernels_for(grad, weight.dtype)
     if choice.grad_input == "dequantize" or not _fits(grad, weight, terms=weight.shape[0]):
-        # By slices of weight's columns: each gives columns of the result, so no sum is split and rounded between.
-        width = max(1, _PIECE // weight.shape[0])
-        found = _joined(
-            [
-                grad @ dequantize(weight[:, start : start + width], scale, grad.dtype)
-                for start in range(0, weight.shape[1], width)
-            ]
-        )
+        starts = range(0, weight.shape[1], width)
+        found = _joined([grad @ dequantize(weight[:, s : s + width], scale, grad.dtype) for s in starts])
     else:
         h, h_scale = _quantize(grad, weight.dtype, choice, multiplier=scale.view(-1))
         if choice.grad_input == "triton":
@@ -188,6 +204,12 @@ def grad_input8(grad: Tensor, weight: Tensor, scale: Tensor, rotation: Tensor | 
         else:
             found = _grad_input_by_slices(h, h_scale, weight, grad.dtype, choice)
     return found if rotation is None else rotate(found, rotation.t())
+
+
+def num_inputs(weight: Tensor, packing: str) -> int:
+    """in_features of a stored weight."""
+    packed = PACKINGS.get(packing)
+    return weight.shape[1] if packed is None else weight.shape[1] // packed.num_bytes * packed.values
 
 
 def _fits(x: Tensor, weight: Tensor, *, terms: int) -> bool:
@@ -206,7 +228,7 @@ def _quantize(
     if not choice.has_triton:
         return quantize_rows(x, dtype, rotation=rotation, **first)
     widest = choice.widest_rotation if x.element_size() <= 2 else kernels.ROTATION_OF_EVERY_CARD
-    if rotation is not None and rotation.shape[0] > widest:
+    if rotation is not None and not ROTATIONS[0] <= rotation.shape[0] <= widest:
         x = rotate(x, rotation)
     elif rotation is not None:
         first["rotation"] = rotation
@@ -291,19 +313,23 @@ def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 # ---- under torch.compile
 
 
-def compiled_linear8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, rotation: Tensor | None) -> Tensor:
+def compiled_linear8(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, rotation: Tensor | None, packing: str = ""
+) -> Tensor:
     """linear8 as the compiler sees it: where it can, rounding x joins the kernel that made x."""
-    if not (_has_rowwise_products(x.device, weight.dtype) and _fits(x, weight, terms=weight.shape[1])):
-        return _linear8_op(x, weight, scale, bias, rotation)
+    if packing or not (_has_rowwise_products(x.device, weight.dtype) and _fits(x, weight, terms=weight.shape[1])):
+        return _linear8_op(x, weight, scale, bias, rotation, packing)
     a, a_scale = quantize_rows(x, weight.dtype)
     out = _scaled_product(a, a_scale, weight.t(), scale.t(), x.dtype)
     return out if bias is None else out + bias
 
 
-def compiled_grad_input8(grad: Tensor, weight: Tensor, scale: Tensor, rotation: Tensor | None) -> Tensor:
+def compiled_grad_input8(
+    grad: Tensor, weight: Tensor, scale: Tensor, rotation: Tensor | None, packing: str = ""
+) -> Tensor:
     """grad_input8 as the compiler sees it: where it can, rounding grad joins the kernel that made grad."""
-    if not (_has_rowwise_products(grad.device, weight.dtype) and _fits(grad, weight, terms=weight.shape[0])):
-        return _grad_input8_op(grad, weight, scale, rotation)
+    if packing or not (_has_rowwise_products(grad.device, weight.dtype) and _fits(grad, weight, terms=weight.shape[0])):
+        return _grad_input8_op(grad, weight, scale, rotation, packing)
     h, h_scale = quantize_rows(grad, weight.dtype, multiplier=scale.view(-1))
     num_out, num_in = weight.shape
     width = _slice_width(grad.device, num_out, num_in)
@@ -347,6 +373,8 @@ def _turned(weight: Tensor, start: int, width: int, after: Tensor) -> Tensor:
 
 _linear8_op = _make_op("linear8", linear8, lambda x, weight, *others: x.new_empty((x.shape[0], weight.shape[0])))
 _grad_input8_op = _make_op(
-    "grad_input8", grad_input8, lambda grad, weight, *others: grad.new_empty((grad.shape[0], weight.shape[1]))
+    "grad_input8",
+    grad_input8,
+    lambda grad, weight, *others: grad.new_empty((grad.shape[0], num_inputs(weight, others[-1]))),
 )
 _turned_op = _make_op("turned", _turned, lambda weight, start, width, after: weight.new_empty((width, weight.shape[0])))

@@ -1,4 +1,4 @@
-"""A frozen linear in 8 bits that passes gradients on; the arithmetic is in quantization/eight_bit.py."""
+"""A frozen linear in few bits that passes gradients on; the arithmetic is in quantization/eight_bit.py."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from .eight_bit import (
     dequantize,
     grad_input8,
     linear8,
+    num_inputs,
     quantize_weight,
     rotate,
     rotation_for,
 )
+from .stored import restore
 
 ComputeScheme = Literal["fp8-compute", "int8-compute"]
 COMPUTE_SCHEMES: Mapping[ComputeScheme, torch.dtype] = {"fp8-compute": torch.float8_e4m3fn, "int8-compute": torch.int8}
@@ -30,14 +32,14 @@ class _Linear8(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, rotation: Tensor | None
+        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, rotation: Tensor | None, packing: str
     ) -> Tensor:
-        ctx.frozen = weight, scale, rotation
+        ctx.frozen = weight, scale, rotation, packing
         ctx.version = None if torch.compiler.is_compiling() or weight.is_inference() else weight._version
         ctx.bias_dtype = None if bias is None else bias.dtype
         if torch.compiler.is_compiling():
-            return compiled_linear8(x, weight, scale, bias, rotation)
-        return linear8(x, weight, scale, bias, rotation)
+            return compiled_linear8(x, weight, scale, bias, rotation, packing)
+        return linear8(x, weight, scale, bias, rotation, packing)
 
     @staticmethod
     @once_differentiable
@@ -49,11 +51,13 @@ class _Linear8(torch.autograd.Function):
             grad_x = (compiled_grad_input8 if torch.compiler.is_compiling() else grad_input8)(grad, *ctx.frozen)
         if ctx.needs_input_grad[3]:
             grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, None, None, grad_bias, None
+        return grad_x, None, None, grad_bias, None, None
 
 
 class FrozenLinear8(nn.Linear):
-    """A frozen linear in 8 bits: takes nn.Linear's place, multiplies in 8 bits and passes gradients to its input.
+    """A frozen linear in 8 bits, or as a file packs it: takes nn.Linear's place and passes gradients to its input.
+
+    It multiplies in 8 bits, or in x's type what is made plain anew for every product (packing).
 
     An nn.Linear by class, because PEFT, family patterns and hosts find linears that way. PEFT then attaches its plain
     LoRA layer, which takes device and dtype from weight.device and compute_dtype (from PEFT 0.19 on).
@@ -61,20 +65,29 @@ class FrozenLinear8(nn.Linear):
     The output is in x's dtype, under autocast in autocast's. `.to(dtype)` changes compute_dtype and bias alone.
 
     Args:
-        weight: float8_e4m3fn or int8. [N, K]    scale: float32 buffer. [N, 1]    bias: taken over and frozen. [N]
+        weight: 8-bit [N, K], or packed [N, bytes].    bias: taken over and frozen. [N]
+        scale: float32 buffer [N, 1], of a packed weight [N, 0].
         compute_dtype: type of what is attached to the layer, a LoRA for one; products follow x.
         rotation: float32 buffer, absent when nothing is rotated, so that a rotated state dict does not fit an unrotated
             layer by accident. [B, B]
+        packing: how a weight that is multiplied plainly is stored (stored.py); "" for products in 8 bits.
     """
 
     scale: Tensor
     rotation: Tensor | None
 
     def __init__(
-        self, weight: Tensor, scale: Tensor, bias: Tensor | None, compute_dtype: torch.dtype, rotation: Tensor | None
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        compute_dtype: torch.dtype,
+        rotation: Tensor | None,
+        packing: str = "",
     ) -> None:
         nn.Module.__init__(self)  # nn.Linear's would allocate and draw a full weight
-        self.out_features, self.in_features = weight.shape
+        self.out_features, self.in_features = weight.shape[0], num_inputs(weight, packing)
+        self.packing = packing
         self.compute_dtype = compute_dtype
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("scale", scale)
@@ -101,7 +114,9 @@ class FrozenLinear8(nn.Linear):
         return cls(values, scale, linear.bias, weight.dtype, matrix)
 
     @property
-    def scheme(self) -> ComputeScheme:
+    def scheme(self) -> str:
+        if self.packing:
+            return "stored"
         return "int8-compute" if self.weight.dtype is torch.int8 else "fp8-compute"
 
     @property
@@ -118,6 +133,9 @@ class FrozenLinear8(nn.Linear):
     def dequantize(self) -> Tensor:
         """The weight the layer computes with, in compute_dtype; the size of the whole unrounded weight. [N, K]"""
         device = self.weight.device  # of a block that streams the weight may rest in host memory, and not the scale
+        if self.packing:
+            rotation = None if self.rotation is None else self.rotation.to(device)
+            return restore(self.weight, self.scale.to(device), rotation, self.packing, self.compute_dtype)
         weight = dequantize(self.weight, self.scale.to(device), self.compute_dtype)
         return weight if self.rotation is None else rotate(weight, self.rotation.to(device).t())
 
@@ -135,13 +153,16 @@ class FrozenLinear8(nn.Linear):
         return self._multiply(input)
 
     def _multiply(self, x: Tensor) -> Tensor:
+        if x.dtype not in _FULL_DTYPES:  # by some model's own code, to the type that the weight has
+            raise RuntimeError(f"a frozen linear was given {x.dtype}; cast its input to what the model computes in")
         rows = x.reshape(-1, self.in_features)
-        out = _Linear8.apply(rows, self.weight, self.scale, self.bias, self.rotation)
+        out = _Linear8.apply(rows, self.weight, self.scale, self.bias, self.rotation, self.packing)
         return out.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         rotation = f", rotation={self.rotation_block}" if self.rotation_block else ""
-        return f"{super().extra_repr()}, scheme={self.scheme}{rotation}"
+        packing = f", packing={self.packing}" if self.packing else ""
+        return f"{super().extra_repr()}, scheme={self.scheme}{rotation}{packing}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenLinear8:
         """Let `.to`, `.half` and the like move everything, and change the type only of what may change it."""

@@ -2,9 +2,10 @@
 
     fp8, int8                    stored in 8 bits, multiplied in full precision (weight_only.py)
     fp8-compute, int8-compute    stored and multiplied in 8 bits, forwards and backwards (eight_bit.py)
+    stored                       as the file has each layer, GGUF among them; multiplied in full precision (stored.py)
 
-In full precision stay what the family names in keep_full_precision, and every module that is no nn.Linear. LoRA is
-attached afterwards.
+In full precision stay what the family names in keep_full_precision, and every module that is no nn.Linear. With stored,
+which rounds nothing, it is what the file has so, and what is outside the blocks. LoRA is attached afterwards.
 
 A loader hands over each layer as it arrives, so that one layer at a time is in full precision. Nothing can be undone.
 """
@@ -26,20 +27,27 @@ from torch import Tensor, nn
 from ..families.spec import ModelFamily
 from ..patches.lora import is_torchao_tensor, matches_any
 from . import kernel_choice, weight_only
-from .eight_bit import ROTATIONS, make_rotation, rotate, rotation_for
+from .eight_bit import ROTATIONS, make_rotation, num_inputs, rotate, rotation_for
 from .frozen_linear import COMPUTE_SCHEMES, FrozenLinear8
-from .weight_only import tensor_bytes
+from .stored import PACKINGS, ROWS, has_finite_scales
+from .weight_only import WEIGHT_ONLY, tensor_bytes
 
 _log = logging.getLogger(__name__)
 
-Scheme = Literal["fp8", "int8", "fp8-compute", "int8-compute"]
-SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
+Scheme = Literal["fp8", "int8", "fp8-compute", "int8-compute", "stored"]
+SCHEMES: tuple[Scheme, ...] = tuple(scheme for scheme in get_args(Scheme) if scheme != "stored")  # that round
 
-# The fastest first; the last works wherever torch does.
+# Those that round, the fastest first; the last works wherever torch does.
 BEST_FIRST: tuple[Scheme, ...] = ("fp8-compute", "int8-compute", "fp8", "int8")
 QUANTIZED = "quantized"
-KEPT = "kept in full precision by the family"
+KEPT = "kept in full precision"
 NOT_LINEAR = "not a linear layer"
+NOTHING_STORED = (
+    'quantize = "stored" keeps quantized linears as their file has them, and this file has none in its blocks; use '
+    '"auto" or "none"'
+)
+# Of a float8, without its sign: the smallest that is no number.
+_NAN_BITS = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 _NUM_SAMPLED_ROWS = 256  # of a weight, to measure its noise by
 _OLDEST_PEFT = "0.19"  # older releases create a LoRA in the base weight's type, and float8 would round it
 
@@ -57,13 +65,15 @@ class QuantizeSettings:
     rotation: int = 64
 
     def __post_init__(self) -> None:
-        if self.scheme not in SCHEMES:
-            raise ValueError(f"there is no scheme {self.scheme!r}; the schemes are {', '.join(SCHEMES)}")
+        if self.scheme not in get_args(Scheme):
+            raise ValueError(f"there is no scheme {self.scheme!r}; the schemes are {', '.join(get_args(Scheme))}")
         if self.rotation not in (0, *ROTATIONS):
             raise ValueError(f"rotation {self.rotation} was requested; use one of {[0, *ROTATIONS]}")
 
     @property
     def stored_dtype(self) -> torch.dtype:
+        """Of what is rounded."""
+        assert self.scheme != "stored"
         return torch.float8_e4m3fn if self.scheme.startswith("fp8") else torch.int8
 
     @property
@@ -80,16 +90,30 @@ class QuantizeSettings:
 
 @dataclass(frozen=True)
 class Stored8:
-    """A linear's weight in 8 bits as files hold it: W = weight * scale, its columns rotated back in blocks.
+    """A linear's weight as files hold it: W = weight * scale, its columns rotated back in blocks; or packed.
 
     Args:
-        weight: float8_e4m3fn or int8. [N, K]    scale: float32, on the same device. [N, 1]
+        weight: 8-bit [N, K], or packed [N, bytes] (stored.py).    scale: float32, on the same device. [N, 1]; [N, 0]
         rotation: block of the rotation (eight_bit.py) that the weight was rounded after, 0 for none.
+        is_comfys: whether that rotation is ComfyUI's.
+        packing: of stored.PACKINGS, or ROWS.
     """
 
     weight: Tensor
     scale: Tensor
     rotation: int = 0
+    is_comfys: bool = False
+    packing: str = ROWS
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """How a file holds a linear's weight; see Stored8. On a model's linear it is the attribute file_format."""
+
+    dtype: torch.dtype
+    rotation: int
+    is_comfys: bool
+    packing: str
 
 
 class Quantizer:
@@ -107,8 +131,8 @@ class Quantizer:
         self._noise: dict[str, list[Tensor]] = defaultdict(list)  # layer class -> [signal, noise] per layer
 
     def is_wanted(self, fqn: str, module: nn.Module) -> bool:
-        """Whether a module is one to quantize: a linear that the family does not keep."""
-        return _treatment(fqn, module, self._family) == QUANTIZED
+        """Whether a module is one to quantize: a linear that the family does not keep, or that the file has so."""
+        return _treatment(fqn, module, self._family, self.settings) == QUANTIZED
 
     def finish(self, fqn: str, module: nn.Module) -> nn.Module:
         """Round a module whose tensors have their final values and places; returns it, or what takes its place.
@@ -131,10 +155,6 @@ class Quantizer:
         self._noise[layer_class(fqn)].append(sampled_noise(exact, stored.weight, stored.scale, stored.rotation))
         return done
 
-    def can_take(self, stored_dtype: torch.dtype) -> bool:
-        """Whether an 8-bit weight of this type can be kept as it is."""
-        return stored_dtype is self.settings.stored_dtype
-
     def take(self, fqn: str, module: nn.Linear, stored: Stored8, dtype: torch.dtype) -> nn.Module:
         """Use a weight that is in 8 bits already; returns what takes the module's place.
 
@@ -142,31 +162,30 @@ class Quantizer:
             module: its bias is in place and stays; its weight is not read and may be on meta.
             stored: on the layer's device, taken over without a copy.
             dtype: that the layer computes in, and that the weight would have in full precision.
-        Raises: ValueError for a rotated weight that this scheme cannot multiply with.
+        Raises: ValueError for a rotated weight that this scheme cannot multiply with, or one that is not finite.
         """
-        assert self.is_wanted(fqn, module) and self.can_take(stored.weight.dtype), (fqn, stored.weight.dtype)
-        if stored.weight.dtype is torch.float8_e4m3fn and stored.weight.device.type != "meta":  # int8 has no NaN
-            height = max(1, 2**26 // max(1, stored.weight.shape[1]))
-            if any(((bits & 0x7F) == 0x7F).any() for bits in stored.weight.view(torch.uint8).split(height)):
-                raise ValueError(f"the weight of {fqn} holds NaN; the checkpoint is damaged, load another")
-        assert stored.weight.shape == (module.out_features, module.in_features), (fqn, stored.weight.shape)
-        if stored.rotation and self.settings.scheme != "int8-compute":
+        scheme, kind = self.settings.scheme, stored.weight.dtype
+        assert self.is_wanted(fqn, module) and (scheme == "stored" or kind is self.settings.stored_dtype), (fqn, kind)
+        if stored.weight.device.type != "meta":
+            _refuse_unsound(fqn, stored)
+        width = num_inputs(stored.weight, stored.packing)
+        assert (stored.weight.shape[0], width) == (module.out_features, module.in_features), (fqn, stored.weight.shape)
+        if stored.rotation and scheme not in ("int8-compute", "stored"):
             raise ValueError(
-                f"the weight of {fqn} is stored rotated, which {self.settings.scheme} cannot multiply with; use "
-                "int8-compute"
+                f"the weight of {fqn} is stored rotated, which {scheme} cannot multiply with; use int8-compute"
             )
         others = sum(tensor_bytes(p) for name, p in module.named_parameters(recurse=False) if name != "weight")
-        self._bytes_before[fqn] = stored.weight.numel() * dtype.itemsize + others
+        self._bytes_before[fqn] = module.weight.numel() * dtype.itemsize + others
         self._num_taken += 1
-        self._num_unrotated += bool(self.settings.rotation_of(stored.weight.shape[1])) and not stored.rotation
-        if not self.settings.is_compute:
-            scheme: Any = self.settings.scheme
-            return weight_only.adopt(module, scheme, stored.weight, stored.scale, dtype)
-        rotation = rotation_for(stored.weight, stored.weight.dtype, stored.rotation)
-        return FrozenLinear8(stored.weight.contiguous(), stored.scale, module.bias, dtype, rotation)
+        self._num_unrotated += bool(self.settings.rotation_of(width)) and not stored.rotation
+        if scheme in WEIGHT_ONLY:
+            return weight_only.adopt(module, scheme, stored.weight, stored.scale, dtype)  # type: ignore[arg-type]
+        rotation = rotation_for(stored.weight, kind, stored.rotation, is_comfys=stored.is_comfys)
+        packing = stored.packing if scheme == "stored" else ""
+        return FrozenLinear8(stored.weight.contiguous(), stored.scale, module.bias, dtype, rotation, packing)
 
     def store(self, module: nn.Module) -> Stored8:
-        """The 8-bit weight of a converted layer, without a copy; the inverse of take."""
+        """The 8-bit weight of a layer that was rounded here, without a copy; the inverse of take."""
         if isinstance(module, FrozenLinear8):
             return Stored8(module.weight.detach(), module.scale, module.rotation_block)
         return Stored8(*weight_only.values_and_scale(module.weight))
@@ -179,7 +198,9 @@ class Quantizer:
         modules: dict[str, dict[str, nn.Module]] = {QUANTIZED: {}, KEPT: {}, NOT_LINEAR: {}}
         for name, module in model.named_modules():  # those that hold parameters themselves
             if any(True for _ in module.parameters(recurse=False)):
-                modules[_treatment(name, module, self._family)][name] = module
+                modules[_treatment(name, module, self._family, self.settings)][name] = module
+        if not modules[QUANTIZED] and self.settings.scheme == "stored":
+            raise ValueError(NOTHING_STORED)
         if not modules[QUANTIZED]:
             raise ValueError(
                 f"{self.settings.scheme} was requested, but {self._family.title} keeps every linear of this "
@@ -199,20 +220,50 @@ class Quantizer:
         return report
 
 
+def _refuse_unsound(fqn: str, stored: Stored8) -> None:
+    """Raises: ValueError for NaN or infinity among a weight's numbers or scales."""
+    if stored.packing != ROWS:
+        is_sound = has_finite_scales(stored.weight, stored.packing)
+    else:
+        nan = _NAN_BITS.get(stored.weight.dtype, 0x80)
+        height = max(1, 2**26 // max(1, stored.weight.shape[1]))
+        pieces = stored.weight.view(torch.uint8).split(height) if nan < 0x80 else ()  # int8 has no NaN
+        is_sound = not any(((bits & 0x7F) >= nan).any() for bits in pieces)
+    if not is_sound:
+        raise ValueError(f"the weight of {fqn} holds NaN; the checkpoint is damaged, load another")
+
+
 def check_packages(settings: QuantizeSettings) -> None:
     """Raises: RuntimeError if a package that a scheme needs is missing or too old."""
-    if not settings.is_compute:
+    if settings.scheme in WEIGHT_ONLY:
         weight_only.import_torchao()
         return
     try:
         found = version("peft")
     except PackageNotFoundError:
         return  # then nobody attaches a LoRA with it
-    if settings.scheme == "fp8-compute" and Version(found) < Version(_OLDEST_PEFT):
+    if settings.scheme in ("fp8-compute", "stored") and Version(found) < Version(_OLDEST_PEFT):
         raise RuntimeError(
-            f"fp8-compute needs peft {_OLDEST_PEFT} or newer and found {found}, which would round the LoRA to float8; "
-            "update peft, or use int8-compute"
+            f"{settings.scheme} needs peft {_OLDEST_PEFT} or newer and found {found}, which would round the LoRA to "
+            "float8; update peft, or use int8-compute"
         )
+
+
+def auto_schemes(types: Mapping[str, int], able: Sequence[Scheme]) -> list[Scheme]:
+    """What "auto" chooses from beside full precision, the best first: where it can, what rounds nothing again.
+
+    Args:
+        types: how many tensors of the model's file are quantized, by type (CheckpointInfo.quantized_types).
+        able: what devices and packages can do, of BEST_FIRST, in its order.
+    """
+    if not types:
+        return list(able)
+    most = max(types, key=types.__getitem__)
+    if most in PACKINGS:
+        return ["stored"]
+    faster = [scheme for scheme in able if scheme in COMPUTE_SCHEMES]
+    same = [scheme for scheme in faster if f"torch.{most}" == str(QuantizeSettings(scheme).stored_dtype)]
+    return [*(same or faster), "stored"]
 
 
 def refusal(settings: QuantizeSettings, devices: Iterable[torch.device]) -> str:
@@ -230,7 +281,7 @@ def refusal(settings: QuantizeSettings, devices: Iterable[torch.device]) -> str:
 def _device_fault(scheme: Scheme, device: torch.device) -> str:
     if scheme in COMPUTE_SCHEMES:
         return kernel_choice.fault(COMPUTE_SCHEMES[scheme], device)  # type: ignore[index]
-    return "" if scheme == "int8" or weight_only.has_float8(device) else "there is no float8 to convert to and from"
+    return "" if scheme != "fp8" or weight_only.has_float8(device) else "there is no float8 to convert to and from"
 
 
 def stored_bytes(
@@ -241,7 +292,7 @@ def stored_bytes(
     rest = 0
     for name, module in model.named_modules():
         size = sum(parameter.numel() for parameter in module.parameters(recurse=False)) * element_size
-        if size and _treatment(name, module, family) == QUANTIZED:
+        if size and _treatment(name, module, family, settings) == QUANTIZED:
             assert isinstance(module, nn.Linear)
             size += stored_linear_bytes(module, settings) - module.weight.numel() * element_size
         block = ".".join(name.split(".")[:2])
@@ -253,9 +304,31 @@ def stored_bytes(
 
 
 def stored_linear_bytes(linear: nn.Linear, settings: QuantizeSettings) -> int:
-    """Bytes of a linear's weight once quantized: a byte per weight, its scales, what else the scheme keeps."""
-    per_row = 5 if settings.scheme == "int8" else 4  # torchao's int8 keeps a zero point per row beside the scale
-    return linear.weight.numel() + per_row * linear.out_features + 4 * settings.rotation_of(linear.in_features) ** 2
+    """Bytes of a linear's weight once quantized: its numbers, its scales, what else the scheme keeps."""
+    stored = empty_stored(linear, settings)
+    zero_points = linear.out_features if settings.scheme == "int8" else 0  # torchao's int8 has one per row
+    return stored.weight.nbytes + stored.scale.nbytes + zero_points + 4 * stored.rotation**2
+
+
+def empty_stored(linear: nn.Linear, settings: QuantizeSettings) -> Stored8:
+    """What a linear's weight will be once quantized, on meta."""
+    rows, width = linear.out_features, linear.in_features
+    known: FileFormat | None = getattr(linear, "file_format", None)
+    if known is None or not is_taken(known, settings):
+        values = torch.empty((rows, width), dtype=settings.stored_dtype, device="meta")
+        return Stored8(values, torch.empty((rows, 1), device="meta"), settings.rotation_of(width))
+    packed = PACKINGS.get(known.packing)
+    width = width if packed is None else packed.row_bytes(width)
+    values = torch.empty((rows, width), dtype=known.dtype, device="meta")
+    scale = torch.empty((rows, 1 if packed is None else 0), device="meta")
+    return Stored8(values, scale, known.rotation, known.is_comfys, known.packing)
+
+
+def is_taken(known: FileFormat, settings: QuantizeSettings) -> bool:
+    """Whether a linear's weight can stay as its file has it: of any kind where nothing is to be rounded."""
+    if settings.scheme == "stored":
+        return True
+    return known.dtype is settings.stored_dtype and (not known.is_comfys or settings.scheme == "int8-compute")
 
 
 def full_weight(linear: nn.Module) -> Tensor:
@@ -266,9 +339,13 @@ def full_weight(linear: nn.Module) -> Tensor:
     return weight.dequantize() if is_torchao_tensor(weight) else weight
 
 
-def _treatment(fqn: str, module: nn.Module, family: ModelFamily) -> str:
+def _treatment(fqn: str, module: nn.Module, family: ModelFamily, settings: QuantizeSettings) -> str:
     if not isinstance(module, nn.Linear):
         return NOT_LINEAR
+    if settings.scheme == "stored":
+        is_inside = any(fqn.startswith(f"{each.name}.") for each in family.block_lists)
+        is_stored = isinstance(module, FrozenLinear8) or hasattr(module, "file_format")
+        return QUANTIZED if is_inside and is_stored else KEPT
     parts = fqn.split(".")
     lineage = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
     return KEPT if any(matches_any(name, family.keep_full_precision) for name in lineage) else QUANTIZED

@@ -215,7 +215,18 @@ def list_models() -> list[str]:
     """Names of files in models/diffusion_models and models/checkpoints, then of folders in models/diffusers."""
     names = [name for kind in _OF_MODELS for name in sorted(folder_paths.get_filename_list(kind))]
     files = [name for name in names if name.endswith((".safetensors", ".sft"))]
-    return list(dict.fromkeys([*files, *sorted(_diffusers_folders())]))
+    return list(dict.fromkeys([*files, *_gguf_files(), *sorted(_diffusers_folders())]))
+
+
+def _gguf_files() -> list[str]:
+    """Names of those in models/diffusion_models, whose own list of endings lacks this one."""
+    return sorted(
+        os.path.relpath(os.path.join(folder, name), base)
+        for base in folder_paths.get_folder_paths("diffusion_models")
+        for folder, _, files in os.walk(base, followlinks=True)
+        for name in files
+        if name.endswith(".gguf")
+    )
 
 
 def list_checkpoints() -> list[str]:
@@ -226,8 +237,13 @@ def list_checkpoints() -> list[str]:
 def find_checkpoint(name: str) -> Path:
     """The file of a name of list_checkpoints.
 
-    Raises: ValueError if there is no such file.
+    Raises: ValueError if there is no such file, or ComfyUI's own loader does not read it.
     """
+    if name.endswith(".gguf"):
+        raise ValueError(
+            f"{name!r} is a GGUF file, which ComfyUI itself does not load; take ComfyUI-GGUF's Unet Loader, and "
+            "put Split Model Across GPUs behind"
+        )
     found = folder_paths.get_full_path("diffusion_models", name)
     if found is None:
         raise ValueError(

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ...checkpoints.checkpoint import CheckpointInfo
 from ...checkpoints.load import make_unfilled_transformer, put_tensor
 from ...checkpoints.model_class import described, differences
-from ...checkpoints.quantized_files import dequantize, read_scales, stays_in_8_bits
+from ...checkpoints.quantized_files import dequantize, is_kept, read_scales
 from ...checkpoints.weight_file import WeightReader, by_file, open_weights, read_records, read_rows
 from ...quantization.eight_bit import quantize_weight, rotation_for
 from ...quantization.frozen_linear import FrozenLinear8, refuse_merge
@@ -108,8 +108,10 @@ class _Filler:
                 assert isinstance(linear, nn.Linear)
                 rows, width = linear.weight.shape
                 kind, is_taken = settings.stored_dtype, self._is_taken(name)
-                block = self._info.tensors[f"{name}.weight"].rotation if is_taken else settings.rotation_of(width)
-                rotation = rotation_for(torch.empty(0, width, device=self._device), kind, block)
+                record = self._info.tensors[f"{name}.weight"]
+                block = (record.convrot or record.rotation) if is_taken else settings.rotation_of(width)
+                is_comfys, like = is_taken and bool(record.convrot), torch.empty(0, width, device=self._device)
+                rotation = rotation_for(like, kind, block, is_comfys=is_comfys)
                 weight = torch.empty(rows, width, dtype=kind, device=_META)
                 scale = torch.empty(rows, 1, device=self._device)
                 dtype = self._dtype_of(f"{name}.weight")
@@ -124,7 +126,7 @@ class _Filler:
         """Read this process's rows, a tensor at a time."""
         parameters = dict(self._model.named_parameters())
         for file, records in by_file(self._info.tensors).items():
-            with open_weights(file) as reader:
+            with open_weights(file, is_model=True) as reader:
                 for name in records:
                     alive()
                     found: Any = parameters.get(name)
@@ -184,7 +186,7 @@ class _Filler:
     def _is_taken(self, linear: str) -> bool:
         """Whether the file has a linear's weight in 8 bits as it will be held."""
         assert self._quantizer is not None
-        return stays_in_8_bits(self._info.tensors[f"{linear}.weight"], self._quantizer.can_take)
+        return is_kept(self._info.tensors[f"{linear}.weight"], self._quantizer.settings)
 
     def _owner(self, name: str) -> nn.Module:
         return self._model.get_submodule(name.rpartition(".")[0])

@@ -245,6 +245,7 @@ def test_the_command_goes_on_with_comfyuis_python_and_plans(
             "empty.safetensors (0 bytes) is not a safetensors file",
             marks=pytest.mark.long,
         ),
+        ({"cache": {"stock_vae": "packed.gguf"}}, "packed.gguf is a GGUF file"),
         pytest.param(
             {"cache": {"stock_clip_type": "flux9"}},
             "cache.stock_clip_type is 'flux9'; ComfyUI knows",
@@ -255,6 +256,7 @@ def test_the_command_goes_on_with_comfyuis_python_and_plans(
 def test_what_a_job_file_names_wrongly_is_told(
     comfyui: Path, server: Server, checkpoint: Path, images: Path, tmp_path: Path, sections: Any, message: str
 ) -> None:
-    (server.base / "models" / "vae" / "empty.safetensors").touch()
+    for name in ("empty.safetensors", "packed.gguf"):
+        (server.base / "models" / "vae" / name).touch()
     done = _worker(comfyui, server.base, "train", _job(images, tmp_path / "refused", **sections))
     assert done.returncode == 2 and message in done.stderr, done.stderr[-3000:]

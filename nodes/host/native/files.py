@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....checkpoints.checkpoint import CheckpointInfo
-from ....checkpoints.header import read_header
+from ....checkpoints.header import read_header, read_model_header
 from ....config.job import JobConfig
 from ....config.model import COMFYUI
 from ....families.comfy.text_sizes import CLIP_PARTS
@@ -88,18 +88,18 @@ def find_file(key: str, name: str, kinds: Sequence[str]) -> Path:
 
 
 def _find_encoder(key: str, name: str, kind: str) -> str:
-    """As find_file; "" for none. Raises: ValueError for a safetensors file, too, that is cut short."""
+    """As find_file; "" for none. Raises: ValueError for a file that is cut short, too, and for GGUF."""
     if not name:
         return ""
     path = find_file(key, name, (kind,))
-    if path.suffix == ".safetensors":
+    if path.suffix in (".safetensors", ".gguf"):
         read_header(path)
     return str(path)
 
 
 def parts_of(path: Path) -> Iterator[str]:
     """Which of "clip" and "vae" a checkpoint holds beside its diffusion model."""
-    names = read_header(path).tensors
+    names = read_model_header(path).tensors
     for part, prefixes in {"clip": CLIP_PARTS, "vae": _VAE_PARTS}.items():
         if any(name.startswith(prefixes) for name in names):
             yield part

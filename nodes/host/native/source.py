@@ -15,7 +15,7 @@ import torch
 
 from ....checkpoints.checkpoint import OF_PAIR, CheckpointInfo
 from ....checkpoints.fingerprint import settings_fingerprint
-from ....checkpoints.header import FLOAT_TYPES, TensorRecord, read_header
+from ....checkpoints.header import FLOAT_TYPES, TensorRecord, read_model_header
 from ....checkpoints.model_class import described, differences
 from ....checkpoints.model_files import first
 from ....checkpoints.quantized_files import pair_scales, read_formats
@@ -87,8 +87,8 @@ def path_of_model(model: Any) -> Path:
     init = getattr(model, "cached_patcher_init", None)
     if init is None or init[0] not in (comfy.sd.load_diffusion_model, comfy.sd.load_checkpoint_guess_config):
         raise ValueError(
-            "this MODEL does not come from Load Diffusion Model or Load Checkpoint; GGUF files and other packs' "
-            "loaders cannot be trained, use a .safetensors file and one of these two"
+            "this MODEL does not come from Load Diffusion Model or Load Checkpoint, and what other packs' loaders make "
+            "cannot be trained; choose the file itself, which may be GGUF, in Load Model for Training Across GPUs"
         )
     return Path(init[1][0])
 
@@ -101,7 +101,7 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
         like: the stock MODEL that was loaded from it, which must be the same.
     Raises: ValueError for a file that ComfyUI does not know, or a class that cannot be trained here.
     """
-    header = read_header(path)
+    header = read_model_header(path)
     everything = header.records()
     prefixes = ("model.diffusion_model.", "diffusion_model.")
     prefix = next((each for each in prefixes if any(name.startswith(each) for name in everything)), "")

@@ -435,8 +435,8 @@ DAMAGED = {
     "zip.safetensors": (lambda: b"PK\x03\x04" + bytes(99), "is a pickle .saved by torch.save.; pickles are not read"),
     "lfs.safetensors": (lambda: b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
     "page.safetensors": (lambda: b"<!DOCTYPE html><html>", "is a web page"),
-    "gguf.safetensors": (lambda: b"GGUF" + bytes(99), "is a GGUF file"),
-    "model.gguf": (lambda: b"GGUF" + bytes(99), "is a GGUF file; GGUF is not supported, use the bf16"),
+    "gguf.safetensors": (lambda: b"GGUF" + bytes(99), "is no whole GGUF file: it is of version 0"),
+    "model.gguf": (lambda: b"GGUF" + bytes(99), "is no whole GGUF file: it is of version 0"),
     "model.pt": (lambda: b"PK", "is a pickle; pickles are not read, convert it to safetensors"),
     "model.ckpt": (lambda: b"", "is a pickle; pickles are not read"),
 }

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.checkpoints import quantized_files
 from devicebridge.checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from devicebridge.checkpoints.header import TensorRecord
 from devicebridge.checkpoints.load import load_transformer
 from devicebridge.checkpoints.quantized_files import dequantize
 from devicebridge.families.registry import FAMILIES
+from devicebridge.quantization import stored
 from devicebridge.quantization.eight_bit import make_rotation
 from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings, full_weight
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
+from devicebridge.tests.gguf_files import pack, write_gguf
 from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY, stack_tensors
 from safetensors.torch import save_file
@@ -233,9 +234,9 @@ def test_kept_bytes_reach_the_device_they_belong_to(tmp_path: Path, caplog: pyte
                 values = on_cpu(stored.weight).float() * on_cpu(stored.scale)
                 assert torch.equal(values.bfloat16(), plain.get_submodule(name).weight), name
     num_others = info.num_quantized - report.num_quantized
-    said = [record.getMessage() for record in caplog.records if "kept in 8 bits" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "kept as they are" in record.getMessage()]
     assert len(said) == 1
-    assert said[0].endswith(f"{report.num_quantized} kept in 8 bits, {num_others} dequantized") and num_others > 0
+    assert said[0].endswith(f"{report.num_quantized} kept as they are, {num_others} dequantized") and num_others > 0
 
 
 def test_shards_whose_scales_lie_in_another_file(tmp_path: Path) -> None:
@@ -257,7 +258,7 @@ def test_dequantizing_in_pieces_is_dequantizing_at_once(monkeypatch: pytest.Monk
     values = torch.randn(10, 6, 2, 1).to(torch.float8_e5m2)
     scale = torch.rand(10) + 0.1
     expected = (values.float() * scale.view(10, 1, 1, 1)).half()
-    monkeypatch.setattr(quantized_files, "_PIECE", 36)
+    monkeypatch.setattr(stored, "_PIECE", 36)
     assert torch.equal(dequantize(values, scale, record, torch.float16), expected)
     assert torch.equal(dequantize(values[:, 0, 0, 0], scale, record, torch.float16), expected[:, 0, 0, 0])
     assert torch.equal(dequantize(values, None, record, torch.float32), values.float())
@@ -308,6 +309,30 @@ def test_int8_rotated_by_comfyui_is_rotated_back_and_rounded_again(tmp_path: Pat
     settings = QuantizeSettings("int8")
     expected = Quantizer(info.family, settings).finish(name, exact.get_submodule(name))
     assert torch.equal(rounded.get_submodule(name).weight.qdata, expected.weight.qdata)
+
+
+@pytest.mark.parametrize("name", ["flux1", "wan"])
+def test_a_gguf_file_is_the_model_that_its_plain_weights_are(name: str, tmp_path: Path) -> None:
+    """Under its maker's names, so that rows of q, k and v are cut from one packed matrix, and halves change places."""
+    written, meaning = {}, {}
+    for number, (key, tensor) in enumerate(_tensors(name, "original").items()):
+        written[f"model.diffusion_model.{key}"], meaning[key] = pack(
+            key, tensor, ("Q8_0", "Q4_1")[number // 2 % 2], number
+        )
+    info = read_checkpoint(write_gguf(tmp_path / "model.gguf", written))
+    assert info.family.name == name and {"Q8_0", "Q4_1"} == info.quantized_types.keys()
+    plain = _write_plain(tmp_path / "plain.safetensors", meaning)
+    exact = load_transformer(plain, _on_cpu, torch.float32)
+    _assert_equal(load_transformer(info, _on_cpu, torch.float32), exact)
+    quantizer = Quantizer(info.family, QuantizeSettings("stored"))
+    model = load_transformer(info, _on_cpu, torch.float32, quantizer)
+    assert quantizer.close(model).num_taken > 5
+    for fqn, module in exact.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            assert torch.equal(full_weight(model.get_submodule(fqn)), module.weight), fqn
+    with torch.no_grad():
+        found, expected = (each(**TINY[name].make_inputs(), return_dict=False)[0] for each in (model, exact))
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

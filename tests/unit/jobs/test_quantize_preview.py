@@ -164,7 +164,7 @@ def test_layers_that_stay_as_the_file_has_them_are_counted(stored: str) -> None:
     preview = preview_model(ModelConfig(stored, quantize="fp8-compute"), CPU)
     count = sum(name.startswith("single_") for name in preview.groups[QUANTIZED].names)
     assert preview.num_taken == count > 0
-    assert f"in 8 bits already ({count} in float8_e4m3fn): {count} kept as they are" in preview.table()
+    assert f"quantized tensors ({count} in float8_e4m3fn): {count} kept as they are" in preview.table()
 
 
 def test_layers_in_another_type_are_rounded_again_and_said_to_be(stored: str) -> None:

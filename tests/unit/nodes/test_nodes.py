@@ -251,9 +251,15 @@ def test_models_are_listed_from_their_folders(nodes: ModuleType, host: comfy_stu
     (host.root / "models/diffusion_models/a.safetensors").touch()
     (host.root / "models/checkpoints/sdxl.safetensors").touch()
     (host.root / "models/diffusion_models/readme.txt").touch()
+    (host.root / "models/diffusion_models/maker").mkdir()
+    (host.root / "models/diffusion_models/maker/a-Q4_K_S.gguf").touch()
     (host.root / "models/diffusers/maker/b/transformer").mkdir(parents=True)
     (host.root / "models/diffusers/maker/b/model_index.json").touch()
-    assert nodes.train.folders.list_models() == ["a.safetensors", "sdxl.safetensors", "maker/b"]
+    packed = str(Path("maker/a-Q4_K_S.gguf"))
+    assert nodes.train.folders.list_models() == ["a.safetensors", "sdxl.safetensors", packed, "maker/b"]
+    assert nodes.train.folders.find_model(packed, "") == host.root / "models/diffusion_models" / packed
+    with pytest.raises(ValueError, match="a-Q4_K_S.gguf.*ComfyUI-GGUF.*Split Model Across GPUs"):  # to sample from it
+        nodes.train.folders.find_checkpoint(packed)
     assert nodes.train.folders.find_model("sdxl.safetensors", "") == host.root / "models/checkpoints/sdxl.safetensors"
     assert nodes.train.folders.find_model("maker/b", "") == host.root / "models/diffusers/maker/b"
     assert nodes.train.folders.find_model("a.safetensors", "") == host.root / "models/diffusion_models/a.safetensors"
@@ -383,7 +389,7 @@ def test_auto_is_left_to_the_plan(nodes: ModuleType, model: Any, monkeypatch: py
 
     found, report = _quantized(nodes, model, "auto")
     assert found.model.quantize == "auto" and report.startswith("none: all weights"), "as training on a CPU"
-    monkeypatch.setattr(quantize_preview, "foresee_scheme", lambda machine: "int8-compute")
+    monkeypatch.setattr(quantize_preview, "foresee_scheme", lambda machine, info: "int8-compute")
     found, report = _quantized(nodes, model, "auto")
     assert found.model.quantize == "auto" and report.startswith("int8-compute: ")
     assert report.endswith("auto: the training's plan decides, and takes int8-compute on these devices if it fits")

@@ -31,15 +31,18 @@ from devicebridge.quantization.quantize import (
     NOT_LINEAR,
     QUANTIZED,
     SCHEMES,
+    FileFormat,
     Quantizer,
     QuantizeSettings,
     Stored8,
     check_packages,
     full_weight,
+    is_taken,
     layer_class,
     refusal,
     stored_bytes,
 )
+from devicebridge.quantization.stored import ROWS
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.noise import decibels
 from devicebridge.tests.placed import apply_block_split
@@ -426,7 +429,6 @@ def test_what_is_stored_is_taken_as_it_is(settings, dtype, tmp_path):
         module = second.get_submodule(name)
         module.weight = nn.Parameter(module.weight.to("meta"), requires_grad=False)
         stored = Stored8(tensors[f"{name}.weight"], tensors[f"{name}.scale"], rotations[name])
-        assert quantizer.can_take(stored.weight.dtype)
         taken = quantizer.take(name, module, stored, dtype)
         assert quantizer.store(taken).weight.data_ptr() == stored.weight.data_ptr()
         assert is_eight_bit(taken, settings)
@@ -443,13 +445,16 @@ def test_what_is_stored_is_taken_as_it_is(settings, dtype, tmp_path):
     assert gradients[0] == gradients[1]
 
 
+KINDS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+
+
 def test_a_type_or_a_rotation_the_scheme_cannot_use_is_refused():
     rows = torch.ones(96, 1)
     for settings in VARIANTS.values():
         quantizer = Quantizer(Family(), settings)
         other = torch.int8 if settings.stored_dtype is torch.float8_e4m3fn else torch.float8_e4m3fn
-        assert quantizer.can_take(settings.stored_dtype) and not quantizer.can_take(other)
-        assert not quantizer.can_take(torch.float8_e5m2) and not quantizer.can_take(torch.bfloat16)
+        taken = [kind for kind in KINDS if is_taken(FileFormat(kind, 0, False, ROWS), settings)]
+        assert taken == [settings.stored_dtype]
         rotated = Stored8(torch.zeros(96, 64, dtype=settings.stored_dtype), rows, rotation=64)
         if settings.scheme == "int8-compute":
             assert quantizer.take("first", Net().first, rotated, torch.float32).rotation_block == 64

@@ -1,0 +1,186 @@
+"""Weights as files hold them in few bits, made plain again a piece at a time: what a frozen layer and a loader share.
+
+Three kinds: a number in 8 bits per weight with a scale per row; the same, its columns rotated in blocks; blocks of GGUF
+("packed"), each a run of weights of one row with its own scales. All arithmetic is float32, rounded once to what is
+asked for, so that a layer which computes with them has the bits of a model that was made plain while loading.
+
+A packed weight is uint8, a row of the weight per row: [N, K / values * num_bytes] (see Packing). The layouts of a block
+are those of ggml-common.h (MIT), its formulas those of ggml-quants.c; nothing else of a file says how to read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROWS = "rows"  # in the place of a packing: a number per weight, with a scale per row
+_PIECE = 2**24  # weights in float32 at a time: 64 MiB, and as much again for what they are made of
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How GGUF packs weights.
+
+    Args:
+        values: of a block, all of one row. num_bytes: of a block.
+        halves: where its float16 scales begin.
+        unpack: blocks [B, num_bytes] -> float32 [B, values].
+    """
+
+    values: int
+    num_bytes: int
+    halves: tuple[int, ...]
+    unpack: Callable[[Tensor], Tensor]
+
+    def row_bytes(self, width: int) -> int:
+        """Of a row of so many weights, which are whole blocks."""
+        assert width % self.values == 0, (width, self.values)
+        return width // self.values * self.num_bytes
+
+
+def _half(blocks: Tensor, start: int) -> Tensor:
+    """A float16 number of each block. [B, 1] float32"""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """The low halves of all bytes, then the high ones. [..., n] -> [..., 2 n]"""
+    return torch.cat([packed & 15, packed >> 4], -1)
+
+
+def _bits(packed: Tensor, count: int) -> Tensor:
+    """Bit 0 of every byte, then bit 1 and so on. [B, n] -> [B, count, n]"""
+    return torch.stack([(packed >> bit) & 1 for bit in range(count)], 1)
+
+
+def _fifth_bits(packed: Tensor) -> Tensor:
+    """32 bits that lie in 4 bytes, each as a 16. [B, 4] -> [B, 32]"""
+    return _bits(packed, 8).transpose(1, 2).flatten(1) << 4
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    return _half(blocks, 0) * (_nibbles(blocks[:, 2:]).float() - 8)
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    return _half(blocks, 0) * _nibbles(blocks[:, 4:]).float() + _half(blocks, 2)
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    return _half(blocks, 0) * ((_nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])).float() - 16)
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    numbers = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    return _half(blocks, 0) * numbers.float() + _half(blocks, 2)
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return _half(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8).float()
+
+
+def _sixes(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima of the eight parts of a block, 6 bits each in 12 bytes, with the block's own. [B, 8, 1] each"""
+    first, second, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat([first & 63, (rest & 15) | ((first >> 6) << 4)], 1)
+    minima = torch.cat([second & 63, (rest >> 4) | ((second >> 6) << 4)], 1)
+    return (_half(blocks, 0) * scales.float())[..., None], (_half(blocks, 2) * minima.float())[..., None]
+
+
+def _parts_of_32(packed: Tensor) -> Tensor:
+    """Numbers of parts 0 and 1 are in the halves of 32 bytes, of 2 and 3 in the next. [B, 128] -> [B, 8, 32]"""
+    return _nibbles(packed.unflatten(1, (4, 32))).reshape(-1, 8, 32)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    scales, minima = _sixes(blocks)
+    return (scales * _parts_of_32(blocks[:, 16:]).float() - minima).flatten(1)
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    scales, minima = _sixes(blocks)
+    numbers = _parts_of_32(blocks[:, 48:]) | (_bits(blocks[:, 16:48], 8) << 4)
+    return (scales * numbers.float() - minima).flatten(1)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    low = _nibbles(blocks[:, :128].unflatten(1, (2, 64)))  # [B, 2, 128]
+    pairs = blocks[:, 128:192].unflatten(1, (2, 32))
+    high = torch.cat([(pairs >> shift) & 3 for shift in (0, 2, 4, 6)], 2)  # [B, 2, 128]
+    numbers = (low | (high << 4)).float() - 32
+    scales = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
+    return (scales[..., None] * numbers.reshape(-1, 16, 16)).flatten(1)
+
+
+# By GGUF's names. What is not here is refused by checkpoints/gguf_header.py.
+PACKINGS: Mapping[str, Packing] = {
+    "Q4_0": Packing(32, 18, (0,), _q4_0),
+    "Q4_1": Packing(32, 20, (0, 2), _q4_1),
+    "Q5_0": Packing(32, 22, (0,), _q5_0),
+    "Q5_1": Packing(32, 24, (0, 2), _q5_1),
+    "Q8_0": Packing(32, 34, (0,), _q8_0),
+    "Q4_K": Packing(256, 144, (0, 2), _q4_k),
+    "Q5_K": Packing(256, 176, (0, 2), _q5_k),
+    "Q6_K": Packing(256, 210, (208,), _q6_k),
+}
+
+
+def make_convrot(block: int) -> Tensor:
+    """ComfyUI's rotation: a symmetric Hadamard matrix whose rows all have the same sum, over sqrt(block). [B, B]
+
+    Args:
+        block: a power of 4.
+    """
+    matrix = seed = 1.0 - 2.0 * torch.eye(4).flip(1)
+    while matrix.shape[0] < block:
+        matrix = torch.kron(matrix, seed)
+    return matrix / block**0.5
+
+
+@torch.no_grad()
+def restore(values: Tensor, scale: Tensor | None, rotation: Tensor | None, packing: str, dtype: torch.dtype) -> Tensor:
+    """Plain weights, computed in float32 and rounded once. Some rows at a time: float32 copies take 64 MiB or one row.
+
+    Args:
+        values: 8-bit [N, K], or packed [N, bytes].
+        scale: float32 [N, 1] or [1, 1] on the same device; None for 1. Not read of what is packed.
+        rotation: that the rows were rounded after. [B, B]
+        packing: one of PACKINGS, or ROWS.
+    Returns: [N, K].
+    """
+    packed = None if packing == ROWS else PACKINGS[packing]
+    rows = values.shape[0]
+    width = values.shape[1] if packed is None else values.shape[1] // packed.num_bytes * packed.values
+    result = torch.empty((rows, width), dtype=dtype, device=values.device)
+    scale = None if scale is None or packed is not None else scale.expand(rows, 1)
+    height = max(1, _PIECE // max(1, width))
+    for start in range(0, rows, height):
+        own = slice(start, start + height)
+        if packed is not None:
+            piece = packed.unpack(values[own].reshape(-1, packed.num_bytes)).reshape(-1, width)
+        else:
+            piece = values[own].float()
+            piece = piece if scale is None else piece * scale[own]
+        if rotation is not None:
+            piece = (piece.reshape(-1, rotation.shape[0]) @ rotation.to(piece.dtype).t()).reshape(piece.shape)
+        result[own] = piece
+    return result
+
+
+def columns(values: Tensor, start: int, end: int, packing: str) -> Tensor:
+    """Columns of a weight, as restore takes them; both are a multiple of what a block holds, or the end. [N, ...]"""
+    if packing == ROWS:
+        return values[:, start:end]
+    packed = PACKINGS[packing]
+    assert start % packed.values == 0, (start, packing)
+    return values[:, start // packed.values * packed.num_bytes : -(-end // packed.values) * packed.num_bytes]
+
+
+def has_finite_scales(values: Tensor, packing: str) -> bool:
+    """Whether every scale of a packed weight is finite."""
+    packed = PACKINGS[packing]
+    blocks = values.reshape(-1, packed.num_bytes)
+    return all(bool(_half(blocks, start).isfinite().all()) for start in packed.halves)

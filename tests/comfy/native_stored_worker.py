@@ -1,0 +1,308 @@
+"""One process with ComfyUI's Python: tiny models in quantized files, which train as the files have them; run by
+test_native_stored.py.
+
+Takes ComfyUI's folder, a folder for files, and names of FORMS. Prints a line of JSON per name: {"name", "steps": {step:
+{"fault": "" or why not, figures}}}. The reference of each is the same model with plain weights, in a file of float32.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import comfy.lora
+import comfy.quant_ops
+import comfy.sd
+import torch
+from devicebridge.config.job import JobConfig, LoraSettings
+from devicebridge.nodes.host.native.model import native_training
+from devicebridge.patches.lora import is_lora_name
+from devicebridge.planning.costs import ModelCosts
+from devicebridge.planning.dry_run import Kernels, Work
+from devicebridge.quantization.frozen_linear import FrozenLinear8
+from devicebridge.quantization.quantize import QuantizeSettings
+from devicebridge.quantization.stored import PACKINGS, restore
+from devicebridge.tests.comfy import native_steps
+from devicebridge.tests.comfy.native_forwards import endless_memory
+from devicebridge.tests.comfy.native_steps import (
+    STEPS,
+    Bench,
+    Figures,
+    difference,
+    expect,
+    prove,
+    put_lora,
+    said_by_sampling,
+)
+from devicebridge.tests.comfy.quantized_layers import FORMATS
+from devicebridge.tests.comfy.tiny_checkpoints import make_weights, small_sizes
+from devicebridge.tests.comfy.trained_families import TRAINED
+from devicebridge.tests.gguf_files import random_blocks, write_gguf
+from safetensors.torch import save_file
+
+FOLDER, *NAMES = sys.argv[2:]
+Tensors = dict[str, torch.Tensor]
+# ComfyUI multiplies int8 with activations that it rounds to 8 bits; all else it makes plain.
+STOCK_ERROR, STOCK_ERROR_INT8 = 1e-5, 0.02
+
+
+# Trainers and the keys that they write: prefix, names of both factors, whether there is an alpha.
+LAYOUTS = {
+    "diffusion-pipe, ai-toolkit, ComfyUI": ("diffusion_model.", "lora_A", "lora_B", False),
+    "kohya, musubi": ("lora_unet_", "lora_down", "lora_up", True),
+    "PEFT, diffusers, ai-toolkit": ("transformer.", "lora_A", "lora_B", False),
+    "OneTrainer": ("lora_transformer_", "lora_down", "lora_up", True),
+}
+
+
+class Form(NamedTuple):
+    """model: of TRAINED. kinds: of GGUF or of quantized_layers.FORMATS, for the matrices of the blocks in turn; "plain"
+    leaves one in bfloat16."""
+
+    model: str
+    kinds: tuple[str, ...]
+
+
+FORMS = {
+    "GGUF Q8_0": Form("FLUX.1", ("Q8_0",)),
+    "GGUF mixed": Form("FLUX.1", ("Q4_K", "Q6_K", "Q5_K", "plain", "Q4_0", "Q5_1")),
+    "GGUF of Z-Image": Form("Z-Image", ("Q8_0", "Q5_0")),
+    "int8 convrot": Form("FLUX.1", ("int8_convrot_16",)),
+    "scaled fp8": Form("FLUX.1", ("fp8",)),
+    "mixed": Form("FLUX.1", ("fp8", "plain", "int8_rows", "e5m2", "int8_convrot_16")),
+}
+
+
+def _save_gguf(
+    path: Path, weights: Mapping[str, torch.Tensor], kinds: tuple[str, ...], lists: tuple[str, ...]
+) -> Tensors:
+    """Returns what every tensor means."""
+    written: dict[str, Any] = {}
+    meant: Tensors = {}
+    number = 0
+    for name, weight in weights.items():
+        written[name] = meant[name] = weight.contiguous()
+        if weight.ndim != 2 or not name.endswith(".weight"):
+            continue
+        fitting = [kind for kind in kinds if kind == "plain" or weight.shape[1] % PACKINGS[kind].values == 0]
+        kind, number = fitting[number % len(fitting)] if fitting else "plain", number + 1
+        if kind == "plain":
+            written[name] = weight.bfloat16()
+            meant[name] = written[name].float()
+            continue
+        data, shape = random_blocks(kind, tuple(weight.shape), number), tuple(weight.shape)
+        values = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(shape[0], -1)
+        plain = restore(values, None, None, kind, torch.float32)  # its bits: unit/checkpoints/test_gguf.py
+        factor = 2.0 ** round(float(torch.log2(weight.std() / plain.std())))  # exact in float16
+        data = _scaled(data, kind, factor)
+        values = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(shape[0], -1)
+        written[name], meant[name] = (kind, shape, data), restore(values, None, None, kind, torch.float32)
+    write_gguf(path, written)
+    return meant
+
+
+def _scaled(data: bytes, kind: str, factor: float) -> bytes:
+    packed = PACKINGS[kind]
+    blocks = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, packed.num_bytes)
+    for start in packed.halves:
+        half = blocks[:, start : start + 2].contiguous().view(torch.float16) * factor
+        blocks[:, start : start + 2] = half.view(torch.uint8)
+    return blocks.numpy().tobytes()
+
+
+def _save_comfys(
+    path: Path, weights: Mapping[str, torch.Tensor], kinds: tuple[str, ...], lists: tuple[str, ...]
+) -> Tensors:
+    """By ComfyUI's own code, and what its own code takes every tensor for."""
+    written: Tensors = {}
+    meant: Tensors = {}
+    number = 0
+    for name, weight in weights.items():
+        written[name] = meant[name] = weight.contiguous()
+        if weight.ndim != 2 or not name.endswith(".weight") or not name.startswith(lists):
+            continue
+        kind, number = kinds[number % len(kinds)], number + 1
+        if kind == "plain":
+            written[name] = weight.bfloat16()
+            meant[name] = written[name].float()
+            continue
+        layout, form, arguments, more = FORMATS[kind]
+        values, params = comfy.quant_ops.get_layout_class(layout).quantize(weight, **arguments)
+        note = {"format": form, **({"convrot": True} if "convrot" in arguments else {}), **more}
+        layer = name.removesuffix(".weight")
+        written |= {
+            name: values,
+            f"{layer}.weight_scale": params.scale.contiguous(),
+            f"{layer}.comfy_quant": torch.tensor(list(json.dumps(note).encode()), dtype=torch.uint8),
+        }
+        meant[name] = comfy.quant_ops.get_layout_class(layout).dequantize(values, params).float().contiguous()
+    save_file(written, path)
+    return meant
+
+
+class StoredBench(Bench):
+    """Of the quantized file, held as it is; twin: of the plain one."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        form = FORMS[name]
+        family, is_gguf = TRAINED[form.model], name.startswith("GGUF")
+        folder.mkdir(parents=True)
+        file = folder / ("base.gguf" if is_gguf else "base.safetensors")
+        save = _save_gguf if is_gguf else _save_comfys
+        meant = save(file, family.as_published(make_weights(family)), form.kinds, family.block_lists)
+        save_file(meant, folder / "plain.safetensors")
+        self.is_gguf = is_gguf
+        super().__init__(form.model, folder / "stored", file)
+        self.is_long = False
+        self.twin = Bench(form.model, folder / "twin", folder / "plain.safetensors")
+
+    def job(self, name: str, sections: Mapping[str, Any]) -> JobConfig:
+        return super().job(name, {**sections, "model": {"quantize": "stored", **sections.get("model", {})}})
+
+    def stock(self) -> Any:
+        """Of the plain file: ComfyUI itself reads no GGUF, and rounds anew what a LoRA was added to."""
+        return self.twin.stock()
+
+    @cached_property
+    def packings(self) -> list[str]:
+        """Of the linears that are held as the file has them, of the first step."""
+        found: list[str] = []
+
+        def look(trainer: Any) -> None:
+            model, _ = trainer.runner.replica_for(0)
+            kept = [each for each in model.modules() if isinstance(each, FrozenLinear8)]
+            assert all(each.scheme == "stored" for each in kept)
+            tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+            self.held_bytes = sum(each.nbytes for name, each in tensors.items() if not is_lora_name(name))
+            found.extend(f"{each.packing} {each.weight.dtype} {each.rotation_block}" for each in kept)
+            dtypes = {p.dtype for n, p in model.named_parameters() if is_lora_name(n)}
+            assert dtypes == {torch.float32}, dtypes
+
+        self.kept_step = self.first_step("kept", {"train": {"gradient_checkpointing": False}}, look)
+        return found
+
+
+def kept(bench: StoredBench) -> Figures:
+    """Loss and gradients are those of the plain weights; the base is held as it is."""
+    kinds = sorted(set(bench.packings))
+    (loss, found), (wanted_loss, wanted) = bench.kept_step, bench.twin.plain
+    return {
+        "linears": len(bench.packings),
+        "kinds": kinds,
+        "loss": expect(abs(loss / wanted_loss - 1), 1e-5, "the difference of the loss"),
+        "gradients": expect(difference(found, wanted), 1e-4, "the difference of the gradients"),
+    }
+
+
+def dequantized(bench: StoredBench) -> Figures:
+    """With quantize "none" the whole file is made plain while loading: the twin's bits."""
+    loss, found = bench.first_step("none", {"model": {"quantize": "none"}, "train": {"gradient_checkpointing": False}})
+    wanted_loss, wanted = bench.twin.plain
+    assert loss == wanted_loss and found.keys() == wanted.keys()
+    return {"gradients": expect(difference(found, wanted), 1e-6, "the difference of the gradients")}
+
+
+def stock_forward(bench: StoredBench) -> Figures:
+    """What training computes before its first step, beside the stock MODEL of the same file; of GGUF nothing."""
+    if bench.is_gguf:
+        return {}
+    with bench.trainer("forward", {"train": {"gradient_checkpointing": False}}) as trainer, torch.no_grad():
+        put_lora(trainer, {name: torch.zeros_like(each) for name, each in trainer.lora.tensors().items()})
+        _, ours, made = bench.prediction(trainer, 0, 0.4, guidance=None)
+    family = bench.family
+    sampled = said_by_sampling.__wrapped__  # ComfyUI's quantized tensors want no inference mode
+    with torch.no_grad():
+        said = sampled(Bench.stock(bench), made, bench.conditions[0], family.latent, family.sound)
+    error = float((said.view(ours.shape) - ours).norm() / ours.norm())
+    limit = STOCK_ERROR_INT8 if any("int8" in kind for kind in bench.packings) else STOCK_ERROR
+    return {"error": expect(error, limit, "the difference from the stock MODEL")}
+
+
+def counted(bench: StoredBench) -> Figures:
+    """The forecast's bytes of weights are those of the model that is loaded."""
+    bench.packings  # noqa: B018
+    lora = LoraSettings(rank=2, alpha=2.0)
+    settings = QuantizeSettings("stored")
+    work = Work((16, 1, 8, 8), 1, torch.float32, settings, lora)
+    with small_sizes(bench.family), native_training():
+        cost = ModelCosts(bench.info, bench.info.variant).dry_run(work, Kernels(rounding=1))
+    forecast = cost.outer_weights + sum(block.weights for block in cost.blocks)
+    assert forecast == bench.held_bytes, f"{forecast} bytes in the place of {bench.held_bytes}"
+    return {"bytes": forecast, "plain": sum(4 * math.prod(each.shape) for each in bench.info.tensors.values())}
+
+
+def starts(bench: StoredBench) -> Figures:
+    """LoRA files by the keys of several trainers: before the first step the model says what the stock MODEL with the
+    same file loaded says; two steps are finite, and each file has every key of ComfyUI's in the end."""
+    return {name: _started(bench, name, *layout) for name, layout in LAYOUTS.items()}
+
+
+def _started(bench: StoredBench, name: str, prefix: str, down: str, up: str, has_alpha: bool) -> float | None:
+    patcher = bench.stock()
+    places = comfy.lora.model_lora_keys_unet(patcher.model, {})
+    shapes = {key: each.shape for key, each in patcher.model.named_parameters()}
+    generator = torch.Generator().manual_seed(5)
+    lora: Tensors = {}
+    seen: set[str] = set()  # some places have two names
+    for key, place in places.items():
+        target, rows = (place, None) if isinstance(place, str) else (place[0], place[1])
+        is_inside = target.removeprefix("diffusion_model.").startswith(bench.family.block_lists)
+        if not key.startswith(prefix) or not is_inside or len(shapes[target]) != 2 or repr(place) in seen:
+            continue
+        seen.add(repr(place))
+        count = shapes[target][0] if rows is None else rows[2]
+        sizes = {down: (3, shapes[target][1]), up: (count, 3)}
+        lora |= {f"{key}.{n}.weight": torch.randn(*s, generator=generator) / s[1] ** 0.5 / 2 for n, s in sizes.items()}
+        if has_alpha:
+            lora[f"{key}.alpha"] = torch.tensor(1.5)
+    if not lora:
+        return None  # ComfyUI knows no such keys of this class
+    assert len(lora) > 20, f"{len(lora)} tensors"
+    save_file(lora, path := bench.folder / f"{name.split()[0]}.safetensors")
+    sections = {"lora": {"rank": 16, "alpha": 16.0, "targets": ["*"], "start_from": str(path)}}
+    with (
+        mock.patch.object(native_steps, "put_lora"),
+        bench.trainer(f"start {name}", {**sections, "train": {"gradient_checkpointing": False}}) as trainer,
+        torch.no_grad(),
+    ):
+        _, ours, made = bench.prediction(trainer, 0, 0.4, guidance=None)
+        put_lora(trainer, {n: torch.zeros_like(each) for n, each in trainer.lora.tensors().items()})
+        _, before, _ = bench.prediction(trainer, 0, 0.4, guidance=None)
+    patched, _ = comfy.sd.load_lora_for_models(patcher, None, dict(lora), 1.0, 0)
+    said = said_by_sampling(patched, made, bench.conditions[0], bench.family.latent)
+    assert (ours - before).norm() > 1e-2 * before.norm(), "the LoRA does nothing"
+    apart = float((said.view(ours.shape) - ours).norm() / (ours - before).norm())
+    result = bench.run(f"steps {name}", {**sections, "train": {"steps": 2}})
+    assert all(map(math.isfinite, result.losses))
+    found = comfy.lora.load_lora(dict(result.lora), comfy.lora.model_lora_keys_unet(patcher.model, {}))
+    assert len(found) == sum(key.endswith("lora_A.weight") for key in result.lora)
+    return expect(apart, 2e-3, f"the difference of {name} from the stock loader")
+
+
+STORED_STEPS: dict[str, Callable[[Any], Figures]] = {
+    "kept": kept,
+    "dequantized": dequantized,
+    "stock forward": stock_forward,
+    "stock LoRA": STEPS["stock LoRA"],
+    **{name: STEPS[name] for name in ("recompute", "split", "pipeline", "data", "weight offload", "5 steps", "resume")},
+    "tokens": STEPS["tokens"],
+    "counted": counted,
+    "starts": starts,
+}
+
+
+if __name__ == "__main__":
+    gc.freeze()
+    warnings.simplefilter("ignore")
+    for each in NAMES or FORMS:
+        with endless_memory():
+            bench = StoredBench(each, Path(FOLDER) / each.replace(" ", "_"))
+            print(json.dumps({"name": each, "steps": prove(each, STORED_STEPS, bench)}), flush=True)
