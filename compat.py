@@ -96,7 +96,7 @@ _OVERRIDDEN = {
         "validate_inputs(...); check_lazy_status(...)",
     },
     "split": {
-        "comfy.model_patcher:ModelPatcher": "add_object_patch(name, obj); apply_hooks(...); "
+        "comfy.model_patcher:ModelPatcher": "add_object_patch(name, obj); apply_hooks(...); cleanup(); "
         "clone(disable_dynamic, model_override, force_deepcopy); deepclone_multigpu(...); eject_model(); "
         "get_all_callbacks(call_type); get_free_memory(device); get_key_patches(filter_prefix); inject_model(); "
         "load(...); model_patches_models(); model_size(); model_state_dict_for_saving(...); "

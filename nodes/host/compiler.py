@@ -9,6 +9,9 @@ in docs/internals/upstream_facts.md.
 The host has two switches, which it reads whenever a forward begins. `outside` sets those that are there and puts back
 what they were. They are the process's: while one of ours computes, nobody else's forward is recorded. What is recorded
 already stays valid. A host without switches and graphs is left as it is.
+
+torch runs no hook behind a forward that Cancel unwinds, for that is no Exception. `hold` is for forwards that only
+hooks stand around: it ends when it is told to, and otherwise when somebody asks and the forward has left its thread.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -27,17 +31,12 @@ _log = logging.getLogger(__name__)
 
 _ALLOCATIONS, _CAPTURES = "disable_comfy_compiler", "disable_cuda_graphs"  # of comfy.cli_args.args
 _ERROR = "aimdo memory compile error"  # comfy_aimdo.malloc_graph 0.5.0 to 0.6.0
+_SPLIT = "this model on several cards"
 _CAPTURE_ERRORS = ("stream is capturing", "during capture", "while capturing")  # CUDA's and torch's
 
 
 class _Failure(RuntimeError):
-    """Says what to switch off."""
-
-    def __init__(self, about: str, what: str, switch: str) -> None:
-        super().__init__(
-            f"ComfyUI's own compiler does not go with {about}: {what}. Start ComfyUI with "
-            f"--{switch.replace('_', '-')}, and please report it"
-        )
+    """Says already what to switch off."""
 
 
 class _Switches:
@@ -48,8 +47,8 @@ class _Switches:
         self._num_inside = 0
         self._before: dict[str, bool] = {}
 
-    @contextmanager
-    def set(self) -> Iterator[None]:
+    def enter(self) -> None:
+        settle()
         args = _arguments()
         with self._lock:
             if self._num_inside == 0:
@@ -57,21 +56,47 @@ class _Switches:
             self._num_inside += 1
             for name in self._before:
                 setattr(args, name, True)
+
+    def leave(self) -> None:
+        args = _arguments()
+        with self._lock:
+            self._num_inside -= 1
+            for name, value in self._before.items() if self._num_inside == 0 else ():
+                if getattr(args, name):  # else somebody else has put it back meanwhile
+                    setattr(args, name, value)
+
+
+class Hold:
+    """A stay outside ComfyUI's compiler that ends once: by `end`, or by `settle` when its forward is over."""
+
+    def __init__(self, frame: types.FrameType) -> None:
+        self._thread = threading.get_ident()
+        self._frame = id(frame), frame.f_code  # the frame itself would keep its tensors; ids are used again
+        _SWITCHES.enter()
+        _HELD.append(self)
+
+    def end(self) -> None:
         try:
-            yield
-        finally:
-            with self._lock:
-                self._num_inside -= 1
-                for name, value in self._before.items() if self._num_inside == 0 else ():
-                    if getattr(args, name):  # else somebody else has put it back meanwhile
-                        setattr(args, name, value)
+            _HELD.remove(self)
+        except ValueError:  # it has ended
+            return
+        _SWITCHES.leave()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the frame is no longer in its thread's stack."""
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and (id(frame), frame.f_code) != self._frame:
+            frame = frame.f_back
+        return frame is None
 
 
 _SWITCHES = _Switches()
+_HELD: list[Hold] = []
 
 
 @contextmanager
-def outside(devices: Iterable[torch.device] = (), about: str = "this model on several cards") -> Iterator[None]:
+def outside(devices: Iterable[torch.device] = (), about: str = _SPLIT) -> Iterator[None]:
     """Inside, ComfyUI records no allocation graph and captures no block, in any thread.
 
     An allocation graph that is active in this thread already is ended first, by ComfyUI's own way of doing so: one that
@@ -82,19 +107,38 @@ def outside(devices: Iterable[torch.device] = (), about: str = "this model on se
         about: what runs, for messages.
     Raises: RuntimeError that names the launch flag if the compiler fails inside, or cannot be switched off.
     """
-    with _SWITCHES.set():
-        try:
-            _prepare(devices, about)
-            yield
-        except _Failure:  # of an inner one
-            raise
-        except RuntimeError as error:
-            if str(error).startswith(_ERROR):
-                raise _Failure(about, f"it says {str(error)!r}", _ALLOCATIONS) from error
-            if any(words in str(error) for words in _CAPTURE_ERRORS):
-                first_line = str(error).partition("\n")[0]
-                raise _Failure(about, f"the capture of a block failed with {first_line!r}", _CAPTURES) from error
-            raise
+    _SWITCHES.enter()
+    try:
+        _prepare(devices, about)
+        yield
+    except RuntimeError as error:
+        explain(error, about)
+        raise
+    finally:
+        _SWITCHES.leave()
+        settle()
+
+
+def hold(devices: Iterable[torch.device], frame: types.FrameType) -> Hold:
+    """Like `outside`, for a forward over several cards that only hooks stand around.
+
+    Args:
+        frame: of this thread, left when the forward is over, also when it fails.
+    Raises: RuntimeError if the compiler cannot be switched off.
+    """
+    held = Hold(frame)
+    try:
+        _prepare(devices, _SPLIT)
+    except BaseException:
+        held.end()
+        raise
+    return held
+
+
+def settle() -> None:
+    """End every hold whose forward is over, whatever its thread."""
+    for held in [each for each in list(_HELD) if each.is_over]:
+        held.end()
 
 
 def _prepare(devices: Iterable[torch.device], about: str) -> None:
@@ -118,9 +162,27 @@ def _prepare(devices: Iterable[torch.device], about: str) -> None:
         return
     cleanup: Any = getattr(prefetch, "cleanup_malloc_graph", None)
     if cleanup is None:
-        raise _Failure(about, "an allocation graph is active around it", _ALLOCATIONS)
+        raise _failure(about, "an allocation graph is active around it", _ALLOCATIONS)
     _log.info("an allocation graph of ComfyUI's was active around %s; it is ended here", about)
     cleanup()
+
+
+def explain(error: RuntimeError, about: str = _SPLIT) -> None:
+    """Raises: RuntimeError that says what to switch off, if the error is of the compiler's and does not say so yet."""
+    if isinstance(error, _Failure):
+        return
+    if str(error).startswith(_ERROR):
+        raise _failure(about, f"it says {str(error)!r}", _ALLOCATIONS) from error
+    if any(words in str(error) for words in _CAPTURE_ERRORS):
+        first_line = str(error).partition("\n")[0]
+        raise _failure(about, f"the capture of a block failed with {first_line!r}", _CAPTURES) from error
+
+
+def _failure(about: str, what: str, switch: str) -> _Failure:
+    return _Failure(
+        f"ComfyUI's own compiler does not go with {about}: {what}. Start ComfyUI with "
+        f"--{switch.replace('_', '-')}, and please report it"
+    )
 
 
 def _arguments() -> Any:

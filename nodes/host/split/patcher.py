@@ -373,6 +373,10 @@ class SplitMixin(_CardPatcher):
         with self._tree().whole():
             super().eject_model()
 
+    def cleanup(self) -> None:
+        self._tree().end()  # Cancel inside a block of another card unwinds past torch's hooks
+        super().cleanup()
+
     def apply_hooks(self, *args: Any, **kwargs: Any) -> Any:
         with self._tree().whole():
             return super().apply_hooks(*args, **kwargs)

@@ -9,9 +9,11 @@ lists (`main_only`). Everything else, LoRA key maps, injections, the forward, se
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partialmethod
 from typing import Any
 
@@ -23,7 +25,7 @@ from ....parallel.block_lists import BlockCalls, hooked_modules
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.interleave import Interleave
 from ....patches.hooks import HookSet
-from ..compiler import outside
+from ..compiler import hold, outside, settle
 from .attachments import ROOT, guard_options, replaced_methods, seen_attachments, unseen_attachments, wrap_control
 from .model_copy import Origin
 from .plan import SplitPlan
@@ -141,6 +143,7 @@ class SplitTree:
         self._unseen: dict[tuple[str, ...], tuple[str, ...]] = {}  # by the names of modules that were looked into
         self.is_plain = False  # whether forwards run plainly now
         self._is_step = False
+        self._held = threading.local()  # what keeps a thread's forward outside the compiler
         self._said: set[str] = set()  # what needs saying once
         self.is_to_verify = False  # the next step
         self.fits_each_card = False  # the whole model with what a step takes, by the last forecast
@@ -258,7 +261,8 @@ class SplitTree:
         self._attached_by, self.patcher = id(owner), weakref.ref(owner)
         self.look_again()
         self.executor.attach(owner.patches_uuid)
-        self._hooks.around(self.diffusion_model, self._run)
+        self._hooks.before(self.diffusion_model, self._start)
+        self._hooks.after(self.diffusion_model, self._finish, also_on_error=True)
 
     def detach(self, owner: object) -> None:
         """Take off the hooks this patcher attached; those of another stay (a clone dies while its original runs)."""
@@ -269,16 +273,25 @@ class SplitTree:
         self._attached_by = None
         self.executor.remove()
         self._hooks.remove()
+        settle()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Forwards inside, in whatever threads, stand outside ComfyUI's compiler."""
+        """Forwards inside, in whatever threads, stand outside ComfyUI's compiler and leave nothing behind."""
         with outside(self.plan.devices):
             self._is_step = True
             try:
                 yield
             finally:
                 self._is_step = False
+                self.end()
+
+    def end(self) -> None:
+        """End what a forward of this thread left behind: torch calls no hook of ours when an interrupt unwinds one."""
+        self.bridge.end()
+        if held := self._held.__dict__.pop("hold", None):
+            held.end()
+        settle()
 
     @property
     def unseen(self) -> tuple[str, ...]:
@@ -318,25 +331,12 @@ class SplitTree:
             self._said.add(text)
             _log.info(text)
 
-    def _run(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward of the diffusion model, all hooks of others included; outside of a step, somebody else runs it."""
-        with nullcontext() if self._is_step else outside(self.plan.devices):
-            self.executor.prepare(self, kwargs.get("transformer_options") or {})
-            self.bridge.end()
-            self.bridge.begin()  # ahead of what is decided for this forward: another thread's may be running
-            try:
-                args, kwargs = self._given(args, kwargs)
-                output = own(*args, **kwargs)
-                if self._calls is not None:
-                    self._calls.check()
-                    self._calls, self._is_proven = None, True
-                return self.bridge.move(output, self.plan.main_device)
-            finally:
-                self.bridge.end()
-
-    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments on the main card, once it is decided how this forward travels, and whose code it may meet."""
+    def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Decide how this forward travels, and whose code it may meet on its way."""
         options = kwargs.get("transformer_options") or {}
+        self.executor.prepare(self, options)
+        self.end()
+        self.bridge.begin()  # ahead of what is decided for this forward: another thread's may be running
         between = [f"another node replaced {name} of the model" for name in replaced_methods(self.diffusion_model)]
         between += [f"another node exchanged {name}" for name in self._lists if not self._is_in_place(name)]
         if between and self.plan.transport == "stream":
@@ -349,13 +349,33 @@ class SplitTree:
             if self._calls is not None:
                 self._calls.stop()
             self._calls = BlockCalls(self.diffusion_model, self.plan.blocks)
+        if not self._is_step:  # run by somebody else than ComfyUI's sampler
+            self._held.hold = hold(self.plan.devices, sys._getframe(1))
         kwargs = dict(kwargs)
         if isinstance(kwargs.get("control"), dict):
             kwargs["control"] = wrap_control(kwargs["control"], self.bridge)
         if isinstance(kwargs.get("transformer_options"), dict):
-            guarded = guard_options(options, self.bridge, self.plan, has_copies=self.executor.has_copies)
+            options, has_copies = kwargs["transformer_options"], self.executor.has_copies
+            guarded = guard_options(options, self.bridge, self.plan, has_copies=has_copies)
             kwargs["transformer_options"] = self.executor.guard(guarded)
-        return self.bridge.move((args, kwargs), self.plan.main_device)
+        args, kwargs = self.bridge.move((args, kwargs), self.plan.main_device)
+        return args, _Arguments(kwargs)
+
+    def _finish(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        try:
+            if output is not None and self._calls is not None:
+                self._calls.check()
+                self._calls, self._is_proven = None, True
+            return self.bridge.move(output, self.plan.main_device) if output is not None else None
+        finally:
+            self.end()
+
+
+class _Arguments(dict[str, Any]):
+    """Keyword arguments that torch holds while the forward runs; when they go, a hold whose forward is over ends."""
+
+    def __del__(self) -> None:
+        settle()
 
 
 def _containers_of(blocks: Sequence[str]) -> list[str]:
