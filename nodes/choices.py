@@ -10,14 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import host
 from .host import io
 from .sockets import AUTO, read_auto, read_list
-
-if TYPE_CHECKING:
-    pass
 
 NONE = "[none]"
 _NAME = re.compile(r"\s*\([^()]*\)")  # what a list shows behind a device

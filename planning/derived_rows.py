@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, field
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,13 +69,11 @@ class Verdict:
 
     Args:
         row: None where none was proved; refused says why.
-        sizes: of inputs of which a whole step was compared with one card's.
         has_gradients: whether its gradients were compared, too.
     """
 
     row: KeptRow | None
-    refused: str = ""
-    sizes: tuple[str, ...] = ()
+    refused: Annotated[str, pydantic.Field(max_length=4000)] = ""
     has_gradients: bool = False
 
 
@@ -99,6 +97,8 @@ class DerivedRows:
         """By signature of inputs; {} where nothing is kept, or nothing that can be used."""
         try:
             found = pydantic.TypeAdapter(_File).validate_json(self.path.read_bytes())
+            for each in found.verdicts.values():
+                _ = each.row is None or each.row.plan  # is refused for places that are none
             return dict(found.verdicts) if found.key == self._key else {}
         except FileNotFoundError:
             return {}
@@ -107,8 +107,14 @@ class DerivedRows:
             return {}
 
     def keep(self, signature: str, verdict: Verdict) -> None:
-        """Beside what is there for other inputs."""
-        held = _File(self._key, {**self.verdicts(), signature: verdict})
+        """Beside what is there for other inputs. What was refused stays so, and so do compared gradients of a row."""
+        there = self.verdicts()
+        if (before := there.get(signature)) is not None:
+            has_gradients = verdict.has_gradients or (before.row == verdict.row and before.has_gradients)
+            verdict = before if before.row is None else replace(verdict, has_gradients=has_gradients)
+        if verdict == before:
+            return
+        held = _File(self._key, {**there, signature: verdict})
         try:
             write_atomically(self.path, json.dumps(asdict(held), indent=2).encode("utf-8"))
         except OSError as error:

@@ -65,15 +65,12 @@ class Notes:
 
 
 class Watch:
-    """Notes a forward of a model. Its attention has to be led to `attend`; see TokenParallel.
-
-    Args:
-        lists: of blocks, by name.
-    """
+    """Notes a forward of a model, from `begin` to `stop`. Its attention has to be led to `attend`."""
 
     rows = None  # as of a TokenParallel outside of a forward by rows
 
-    def __init__(self, model: nn.Module, lists: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self.notes = Notes()
         self._hooks = HookSet()
         self._stack: list[tuple[str, str]] = []  # lists of the blocks being computed, and modules in them
@@ -81,7 +78,10 @@ class Watch:
         self._attentions: Counter[tuple[str, str]] = Counter()  # of the block being computed
         self._since: list[tuple[str, Any]] = []  # modules called since the last block, with their first argument
         self._is_inside, self._had_options = False, False
-        inner: set[int] = set()
+
+    def begin(self, lists: Sequence[str]) -> None:
+        """Hook the model. Args: lists: of blocks, by name."""
+        model, inner = self._model, set[int]()
         for name in lists:
             for _, block in members(model, name):
                 inner |= set(map(id, block.modules()))

@@ -19,6 +19,7 @@ of ComfyUI's classes rests on it, too.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -180,7 +181,9 @@ class InPlaceGuard:
 
         device = next((tensor.device for tensor in tensors), CPU)
         state = random_state(device)
-        with torch.enable_grad(), LateReads() as reads:
+        with torch.enable_grad(), LateReads() as reads, contextlib.ExitStack() as at_end:
+            if state is not None:
+                at_end.callback(set_random_state, device, state)  # also where memory ends, or Cancel comes
             copies = [tensor.detach().requires_grad_(tensor.requires_grad).clone() for tensor in tensors]
             before = [copy._version for copy in copies]
             others = {index: copy for index, copy in enumerate(copies) if index not in renewed}
@@ -188,8 +191,6 @@ class InPlaceGuard:
                 output = self._forward(args, kwargs, others, {index: copies[index] for index in renewed})
             outputs = tensors_reached(output, self.passed_by)
             reads.look(outputs)
-        if state is not None:
-            set_random_state(device, state)
         changed = {index for index, copy in enumerate(copies) if copy._version != before[index]}
         written = tuple((_kind(tensor), tensor._version != version) for tensor, version in saved)
         found = Writes(frozenset(changed | renewed if reads.found else changed), renewed, written)

@@ -234,6 +234,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "the number of rows": Mutation(mix=lambda x: x * (1 + 0.3 * torch.tensor(float(x.shape[1])).log())),
 }
+LATE = 0.9  # a timestep
 SEEN_LATER = Mutation(mix=MUTATIONS["the row before"].mix, from_rows=60)  # no small picture shows it
 
 
@@ -277,3 +278,32 @@ class Mutated(_Model):
         for block in self.blocks:
             img, txt = block(img, txt, pe, vec[..., :WIDTH], options)
         return img
+
+
+class Late(Mutated):
+    """Mixes rows behind the first steps alone."""
+
+    def forward(self, x: torch.Tensor, timestep: torch.Tensor, context: torch.Tensor, **given: Any) -> torch.Tensor:
+        options = {**(given.pop("transformer_options", None) or {}), "now": float(timestep.max())}
+        return super().forward(x, timestep, context, transformer_options=options, **given)
+
+    def of_blocks(self, img: Rows, txt: Rows, vec: Any, at: Any, text_at: Any, options: Any) -> Rows:
+        pe = torch.cat([text_at, at], 1).sin().repeat(1, 1, WIDTH // at.shape[-1])
+        for block in self.blocks:
+            img, txt = block(img + img.roll(1, 1) * (options["now"] < LATE), txt, pe, vec[..., :WIDTH], options)
+        return img
+
+
+class Keeping(Mutated):
+    """Keeps something of every forward."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.register_buffer("kept", torch.zeros(3))
+        self._texts: dict[str, Any] = {"of": []}
+
+    def forward(self, x: torch.Tensor, timestep: torch.Tensor, context: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.kept.fill_(7)
+        self.kept = self.kept + 1
+        self._texts["of"].append(context)
+        return super().forward(x, timestep, context, **kwargs)

@@ -12,6 +12,7 @@ import inspect
 import logging
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -35,6 +36,8 @@ from devicebridge.tests.comfy.derived_classes import (
     SEEN_LATER,
     TEXT,
     UNSEEN,
+    Keeping,
+    Late,
     Mutated,
     filled,
     in_bfloat16,
@@ -81,7 +84,9 @@ def _exam(name: str, case: Case) -> None:
             count = found.call_count
             shared = split(host.load(name), way="tokens")
             near(case, "of another loading", host.sample(shared, name), reference, NEAR)
-            case.check("kept", found.call_count == count, found.call_count)
+            case.check(
+                "proved again, the kept one first", found.call_args.args[2] is not None, found.call_count - count
+            )
         case.check("said", "of the tokens" in describe_split(shared), describe_split(shared))
 
 
@@ -119,6 +124,13 @@ def derived_mutations(case: Case) -> None:
         plan = find_rows(_cards(half(filled(UNSEEN["flux3"]()))), half(_given()))
         case.check("in half it has rows", len(plan.blocks) == 3, plan)
     case.check("enough of them", len(MUTATIONS) > 20, len(MUTATIONS))
+    hiding, keeping = filled(Mutated(MUTATIONS["the row before, in the last block"])), filled(Keeping())
+    hiding.out.weight.data.zero_()
+    hiding.out.bias.data.zero_()
+    case.refused("a result of zeros", functools.partial(find_rows, _cards(hiding), _given()), RowsError, "hides")
+    find_rows(_cards(keeping), _given())
+    left = (keeping.kept.tolist(), keeping._texts, dict(keeping.named_buffers()).keys())
+    case.check("nothing is left of small forwards", left == ([0.0] * 3, {"of": []}, {"kept"}), left)
     # Without what refuses it, each of these would have rows.
     shown_by = {"keys": ("_keys_differ", lambda *keys: (0, "")), "the row before, in": ("apart", lambda *results: 0.0)}
     for beginning, (guard, blind) in shown_by.items():
@@ -252,6 +264,9 @@ def derived_sizes(case: Case) -> None:
         case.refused("a larger one", larger, RuntimeError, "of this size", "way 'blocks'")
         case.refused("a small one, too", sample, RuntimeError, "of this size", "way 'blocks'")
         host.unload_all()
+        late = split(_unseen(host, Late(channels=16, text=48)), way="tokens")
+        case.refused("late steps", functools.partial(host.sample, late, "flux1"), RuntimeError, "of this size")
+        host.unload_all()
         again = split(_unseen(host, Mutated(SEEN_LATER, channels=16, text=48)), way="tokens")
         refused = functools.partial(host.sample, again, "flux1")
         case.refused("of another loading", refused, RuntimeError, "of this size", "way 'blocks'")
@@ -268,6 +283,12 @@ def derived_rows_are_kept(case: Case) -> None:
         rows, kinds = deriving.rows_of(model), ShownInputs(_given())
         rows.keep(kinds.signature, Verdict(KeptRow.of(find_rows(_cards(model), _given()))))
         case.check("kept", deriving.rows_of(model).verdicts().keys() == {kinds.signature}, rows.path)
+        rows.keep(kinds.signature, replace(rows.verdicts()[kinds.signature], has_gradients=True))
+        rows.keep(kinds.signature, replace(rows.verdicts()[kinds.signature], has_gradients=False))
+        case.check("compared gradients stay so", rows.verdicts()[kinds.signature].has_gradients)
+        rows.keep("other", Verdict(None, "differs"))
+        rows.keep("other", rows.verdicts()[kinds.signature])
+        case.check("what was refused stays so", rows.verdicts()["other"].refused == "differs")
         case.check("as it was", rows.verdicts()[kinds.signature].row.plan == find_rows(_cards(model), _given()))
         others = {"wider": Mutated(text=80), "deeper": Mutated()}
         others["deeper"].blocks.append(copy.deepcopy(others["deeper"].blocks[0]))

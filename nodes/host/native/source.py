@@ -79,7 +79,8 @@ def path_of_model(model: Any) -> Path:
     """
     import comfy.sd
 
-    if found := ["object_patches"] * bool(model.object_patches) + attached_to(model):
+    found = ["object_patches"] * bool(model.object_patches) + attached_to(model)
+    if found := [each for each in found if each != "additional_models"]:  # copies on other cards
         raise ValueError(
             f"the stock MODEL has {', '.join(found)} (a LoRA's, say), and training would leave them out; connect it as "
             "it comes from its loader"

@@ -3,8 +3,11 @@
 At the first inputs of a kind the main card computes some small forwards of random numbers, as whole ones, and notes
 what its blocks are given (parallel/local/watching.py). Candidates (parallel/local/deriving.py) are then computed by all
 cards. The first one holds whose results, and the keys of all its attentions, row by row, are those of one card, for
-all shares and sizes that are tried. Keys are compared since attention shows no wrong order. A whole step at the user's
-own size is compared beside that, once for each size: code may do something else where there are more rows.
+all shares and sizes that are tried. Keys are compared since attention shows no wrong order. Whole steps at the user's
+own size are compared beside that, in each third of a run: code may do something else for more rows, or late.
+
+All of this is done again whenever weights were loaded or patched, since a weight of zeros hides what it multiplies.
+What was kept is the candidate that is tried first.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from ....parallel.local.deriving import derive, written
 from ....parallel.local.tokens import HERE, RowsError, TokenParallel
 from ....parallel.local.watching import Notes, Watch, apart
 from ....parallel.transfer import copy_to
-from ....patches.hooks import PLAIN, map_tensors
+from ....patches.hooks import PLAIN, map_tensors, tensors_reached
 from ....planning.derived_rows import DerivedRows, KeptRow, Verdict
 from .attachments import OVERRIDE, check_attention
 from .leading import home_of, led_by_name
@@ -71,10 +74,11 @@ class Cards:
 
     def whole(self, given: Mapping[str, Any]) -> tuple[Any, Notes]:
         """A forward of the first card alone, and what it showed."""
-        watch: Any = Watch(self.models[0], self.lists)
+        watch: Any = Watch(self.models[0])
         watch.plan = _NO_PLAN
         before, HERE.parallel = HERE.parallel, watch
         try:
+            watch.begin(self.lists)
             with led_by_name(self.models[0]):
                 output = self.forwards[0](**_with_override(copied(given), watch.override))
         finally:
@@ -179,11 +183,11 @@ def _keys_differ(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
     return 0, ""
 
 
-def find_rows(cards: Cards, given: Mapping[str, Any]) -> TokenPlan:
+def find_rows(cards: Cards, given: Mapping[str, Any], kept: TokenPlan | None = None) -> TokenPlan:
     """The first candidate that is proved. The model is left as it was.
 
     Args:
-        given: arguments of a forward, on the main card.
+        given: arguments of a forward, on the main card. kept: what is tried first.
     Raises: RowsError that says what differed.
     """
     with left_as_it_was(cards.models):
@@ -192,7 +196,7 @@ def find_rows(cards: Cards, given: Mapping[str, Any]) -> TokenPlan:
         weights = {
             name: sum(weight.nbytes for block in each for weight in block.parameters()) for name, each in blocks.items()
         }
-        candidates = derive(shown, cards.lists, weights)
+        candidates = ([] if kept is None else [kept]) + derive(shown, cards.lists, weights)
         if not candidates:
             raise RowsError(_why_none(shown[0], cards.lists))
         faults = []
@@ -250,6 +254,10 @@ def _forwards_of(cards: Cards, inputs: ShownInputs, sizes: Mapping[str, Size]) -
         output, notes = cards.whole(given)
         shown.append(notes)
         proofs.append(Proof(what, given, output, notes))
+    for each in proofs:
+        keys = [keys.movedim(-2, 0) for keys, *_ in each.notes.keys if keys.shape[-2] > 1]
+        if any(bool((of == of[:1]).all()) for of in (*keys, *(one.flatten() for one in tensors_reached(each.output)))):
+            raise RowsError("of a small picture of random numbers its result or keys are all alike, which hides faults")
     again, notes = cards.whole(proofs[0].given)
     first, second = ([keys for keys, *_ in each.keys] for each in (shown[0], notes))
     if apart(again, proofs[0].output) > 1 or _keys_differ(second, first)[1]:
@@ -259,10 +267,20 @@ def _forwards_of(cards: Cards, inputs: ShownInputs, sizes: Mapping[str, Size]) -
 
 @contextmanager
 def left_as_it_was(models: Sequence[nn.Module]) -> Iterator[None]:
-    """What forwards write into modules beside weights is put back."""
+    """What forwards write into modules beside weights is put back: attributes, buffers, and what is in either."""
     modules = [module for model in models for module in model.modules()]
     before = [{name: each for name, each in vars(module).items() if _is_state(name)} for module in modules]
-    filled = [(each, copy.copy(each)) for held in before for each in held.values() if type(each) in (dict, list)]
+    filled, numbers = list[tuple[Any, Any]](), list[tuple[torch.Tensor, torch.Tensor]]()
+    waiting: list[Any] = [each for held in before for each in held.values()]
+    while waiting:
+        match each := waiting.pop():
+            case dict() | list() if type(each) in (dict, list):
+                filled.append((each, copy.copy(each)))
+                waiting += each.values() if isinstance(each, dict) else each
+            case tuple():
+                waiting += each
+            case torch.Tensor() if not isinstance(each, nn.Parameter) and each.device.type != "meta":
+                numbers.append((each, each.clone()))
     try:
         yield
     finally:
@@ -273,10 +291,15 @@ def left_as_it_was(models: Sequence[nn.Module]) -> Iterator[None]:
         for container, contents in filled:
             container.clear()
             (container.update if isinstance(container, dict) else container.extend)(contents)
+        for tensor, own in numbers:
+            tensor.copy_(own)
+
+
+_OF_TORCH = frozenset(vars(nn.Module())) - {"_buffers"}
 
 
 def _is_state(name: str) -> bool:
-    return not name.startswith("_") and name not in RUNTIME_STATE
+    return name not in _OF_TORCH and name not in RUNTIME_STATE
 
 
 # ---- kept
@@ -354,70 +377,74 @@ def _plain_attributes(module: nn.Module, *, is_own: bool) -> dict[str, Any]:
 
 
 class Deriving:
-    """The rows of a class by kind of inputs: kept ones, else derived at the first forward with such inputs.
+    """The rows of a class by kind of inputs, derived and proved at the first forward with such inputs.
 
     Args:
         rows: where they are kept. name: of the class. make: a TokenParallel of a plan, of the cards' copies.
-        how: what a comparison of whole steps depends on beside the inputs, such as the shares.
     """
 
-    def __init__(self, rows: DerivedRows, name: str, make: Callable[[TokenPlan], TokenParallel], how: str) -> None:
-        self._rows, self._name, self._make, self._how = rows, name, make, how
+    def __init__(self, rows: DerivedRows, name: str, make: Callable[[TokenPlan], TokenParallel]) -> None:
+        self._rows, self._name, self._make = rows, name, make
         self._made: dict[str, TokenParallel] = {}
-        self._verdicts = rows.verdicts()
+        self._compared: set[tuple[str, str]] = set()  # kinds and sizes of inputs
+        self._refused = {kind: each.refused for kind, each in rows.verdicts().items() if each.row is None}
+
+    def forget(self) -> None:
+        """Prove all anew: weights are others."""
+        self.remove()
+        self._made.clear()
+        self._compared.clear()
 
     def choose(self, given: Mapping[str, Any], cards: Cards) -> TokenParallel:
         """The rows for these arguments of a forward, attached, and no others. Raises: RowsError for unproved ones."""
         signature = inputs_of(given).signature
-        if signature not in self._verdicts:
-            for other in self._made.values():
-                other.remove()
+        if signature in self._refused:
+            raise RowsError(self.refusal(self._refused[signature]))
+        if signature not in self._made:
+            self.remove()
+            kept = self._rows.verdicts().get(signature)
             _log.info("split: nobody has described %s; its tokens are derived, and compared with one card", self._name)
             try:
-                plan = find_rows(cards, given)
-                self._keep(signature, Verdict(KeptRow.of(plan)))
-                _log.info("split: derived and proved: %s", written(plan))
+                plan = find_rows(cards, given, None if kept is None or kept.row is None else kept.row.plan)
             except RowsError as error:
-                self._keep(signature, Verdict(None, str(error)[:2000]))
-        verdict = self._verdicts[signature]
-        if verdict.row is None:
-            raise RowsError(self.refusal(verdict.refused))
-        if signature not in self._made:
-            self._made[signature] = self._make(verdict.row.plan)
+                raise RowsError(self.refusal(str(error))) from None
+            self._rows.keep(signature, Verdict(KeptRow.of(plan)))
+            self._made[signature] = self._make(plan)
+            _log.info("split: derived and proved: %s", written(plan))
         for name, other in self._made.items():
             if name != signature:
                 other.remove()
         self._made[signature].attach()
         return self._made[signature]
 
-    def _keep(self, signature: str, verdict: Verdict) -> None:
-        self._verdicts[signature] = verdict
-        self._rows.keep(signature, verdict)
-
     def refusal(self, why: str) -> str:
+        """Words for a node."""
         return f"{why_no_tokens(self._name)}, and with these inputs: {why}. Use way 'blocks' in the split node"
 
     def is_compared(self, given: Mapping[str, Any]) -> bool:
-        """Whether a whole step of this size was compared with one card's."""
+        """Whether a whole step of this size was compared with one card's, with these weights."""
         inputs = inputs_of(given)
-        return f"{inputs.size} {self._how}" in self._verdicts[inputs.signature].sizes
+        return (inputs.signature, inputs.size) in self._compared
 
     def compare(self, given: Mapping[str, Any], found: Any, expected: Any, tolerance: float) -> None:
-        """Keep that a whole step is one card's. Raises: RowsError where it is not; then its row is no longer one."""
+        """Note that a whole step is one card's. Raises: RowsError where it is not; such inputs stay refused."""
         inputs = inputs_of(given)
-        verdict = self._verdicts[inputs.signature]
         if (far := apart(found, expected, tolerance)) > 1:
-            why = f"its first step of this size differs from one card's {far:.3g} times as much as rounding may"
-            self._keep(inputs.signature, Verdict(None, why))
+            why = f"a step of this size differs from one card's {far:.3g} times as much as rounding may"
+            why += f" ({self._rows.path} keeps that)"
+            self._refused[inputs.signature] = why
+            self._rows.keep(inputs.signature, Verdict(None, why))
             raise RowsError(self.refusal(why))
-        self._keep(inputs.signature, replace(verdict, sizes=(*verdict.sizes, f"{inputs.size} {self._how}")))
+        self._compared.add((inputs.signature, inputs.size))
 
     def remove(self) -> None:
+        """Take the rows off the cards' copies."""
         for rows in self._made.values():
             rows.remove()
 
 
 def inputs_of(given: Mapping[str, Any]) -> ShownInputs:
+    """The inputs of a forward. Raises: RowsError where they have no latents."""
     try:
         return ShownInputs(given)
     except ValueError as error:

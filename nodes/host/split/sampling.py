@@ -116,6 +116,7 @@ def run_overlapped(
     if tree is None:
         return executor(model, conds, x_in, timestep, model_options)
     if tree.fits_each_card and sum(map(bool, conds)) > 1:  # samplers are given a negative that they leave out at cfg 1
+        tree.fits_each_card = False  # once for each forecast
         tree.say_once(
             f"split: the whole model ({sum(tree.weight_bytes().values()) / GB:.2f} GB) would fit each of these cards; "
             "for CFG, ComfyUI's 'MultiGPU CFG Split' keeps a copy on each and is faster"

@@ -99,13 +99,18 @@ class ShownInputs:
 
     @property
     def size(self) -> str:
-        """Of these very inputs."""
-        found = [
+        """Of these very inputs: all lengths and numbers, whose conditionings they are, and how far a run is."""
+        found: list[Any] = [
             [path, list(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf]
             for path, leaf in _leaves(self._given)
-            if isinstance(leaf, (torch.Tensor, int))
+            if isinstance(leaf, (torch.Tensor, int, float))
         ]
-        return settings_fingerprint(found)[:24]
+        options = self._given.get(_OPTIONS) or {}
+        now, steps = options.get("sigmas"), options.get("sample_sigmas")
+        if isinstance(now, torch.Tensor) and isinstance(steps, torch.Tensor) and now.numel() and steps.numel():
+            index = int((steps.to(now) > now.flatten()[0]).sum())
+            found.append([3 * index // steps.numel(), index >= steps.numel() - 2])
+        return settings_fingerprint([*found, list(options.get("cond_or_uncond") or ())])[:24]
 
     def _kind(self, leaf: Any) -> list[Any]:
         if isinstance(leaf, torch.Tensor):

@@ -193,8 +193,7 @@ class TokensExecutor(Executor):
         self._send = send
         self._deriving: Deriving | None = None
         if plan.derived is not None:
-            how = f"{plan.shares} {exchange}"
-            self._deriving = Deriving(plan.derived, plan.layout.class_name, make, how)
+            self._deriving = Deriving(plan.derived, plan.layout.class_name, make)
         self._hooks = HookSet()
         self._may_change = _MAY_CHANGE.union(plan.layout.remembers)
         self._unchanged = Unchanged(root, self._may_change)
@@ -207,6 +206,8 @@ class TokensExecutor(Executor):
     def attach(self, patches_uuid: object) -> None:
         self._unchanged.note_weights()  # ComfyUI attaches whenever it has moved or patched weights
         self._is_compared = False
+        if self._deriving is not None:
+            self._deriving.forget()
         self._take_method()
 
     def _take_method(self) -> bool:
@@ -378,15 +379,20 @@ class TokensExecutor(Executor):
             return rows.run(calls)[0]
 
     def _compute_derived(self, deriving: Deriving, own: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-        """By derived rows, and the first time at this size by one card as well."""
+        """By derived rows, and in each third of a run the first time at this size by one card as well."""
         forwards = [own, *(getattr(model, self._method) for model in self._models[1:])]
         cards = Cards(self._models, forwards, self._plan.devices, self._plan.layout.block_lists, self._send)
         rows = deriving.choose(given, cards)
         if deriving.is_compared(given):
             return self._compute_by(rows, own, given)
-        found = self._compute_by(rows, own, copied(given))
+        try:
+            found = self._compute_by(rows, own, copied(given))
+        except (management.InterruptProcessingException, torch.OutOfMemoryError, RowsError):
+            raise
+        except Exception as error:  # of rows that nobody wrote, anything may come
+            raise RowsError(deriving.refusal(first_line(error))) from error
         expected = own(**copied(given))
-        deriving.compare(given, found, expected, self.tolerance)
+        deriving.compare(given, found, expected, self.tolerance if self._plan.request.exchange == "8-bit" else 0.0)
         return expected
 
     @staticmethod

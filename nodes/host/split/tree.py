@@ -314,7 +314,7 @@ class SplitTree:
     def own_hooks(self) -> set[int]:
         """The numbers of the hooks of this split."""
         watching = self._calls.hook_ids if self._calls is not None else set()
-        return self.bridge.hook_ids | watching
+        return self.bridge.hook_ids | self._hooks.ids | watching
 
     @contextmanager
     def plainly(self) -> Iterator[None]:

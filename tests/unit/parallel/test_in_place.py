@@ -417,6 +417,19 @@ def test_watching_draws_no_random_numbers():
         assert torch.equal(plain, guarded)
 
 
+class Interrupted(Dropping):
+    def forward(self, x, scale):
+        super().forward(x, scale)
+        raise KeyboardInterrupt
+
+
+def test_watching_that_is_interrupted_leaves_the_random_numbers_as_they_were():
+    block, before = _guarded(Interrupted), torch.get_rng_state()
+    with pytest.raises(KeyboardInterrupt):
+        _gradients(block)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 class Sharing(Pure):
     """Reads and changes an object that is the same for all blocks."""
 
