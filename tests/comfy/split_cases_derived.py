@@ -277,6 +277,9 @@ def derived_rows_are_kept(case: Case) -> None:
         case.check("sizes are of one kind", (sizes.signature, sizes.size != kinds.size) == (kinds.signature, True))
         masked = ShownInputs({**_given(), "attention_mask": torch.ones(1, 9)})
         case.check("another input is not", masked.signature != kinds.signature)
+        values = (0.0, 0.3, 0.4, torch.half, torch.int)
+        unlike = {ShownInputs({**_given(), "strength": each}).signature for each in values}
+        case.check("nor a strength of zero, nor another type", len(unlike) == len(values) - 1, unlike)
         for spoilt in (b"{}", b"[", rows.path.read_bytes().replace(b"img=img@1", b"__import__('os')")):
             rows.path.write_bytes(spoilt)
             case.check("what is spoilt is not used", not rows.verdicts(), spoilt[:30])

@@ -57,20 +57,16 @@ def gradients_of(cards: Cards, plan: TokenPlan | None, given: Mapping[str, Any])
 
         def own(tensor: torch.Tensor) -> torch.Tensor:
             made = tensor.detach().to(cards.devices[index]).clone()
-            if made.is_floating_point() and made.ndim > 1:
-                leaves.append(made.requires_grad_())
-            return made
-
-        def branch(tensor: torch.Tensor) -> torch.Tensor:
-            """What a forward may write into, as it may not into what gradients are asked of."""
-            return tensor * 1 if tensor.requires_grad else tensor
+            if not made.is_floating_point() or made.ndim < 2:
+                return made
+            leaves.append(made.requires_grad_())
+            return made * 1  # a forward may write into it, as it may not into what gradients are asked of
 
         made = {name: map_tensors(value, own, FUNCTIONS) for name, value in given.items()}
         made[OPTIONS] = {**(made.get(OPTIONS) or {}), OVERRIDE: plain_attention}
         # What a forward writes into a tensor that it has kept would be lost for its backward.
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept):
-            branched = {name: map_tensors(value, branch, FUNCTIONS) for name, value in made.items()}
-            outputs = tensors_reached(cards.forwards[index](**branched))
+            outputs = tensors_reached(cards.forwards[index](**made))
         # Every number counts otherwise.
         counts = [torch.linspace(-1, 1, each.numel(), device=each.device).reshape(each.shape) for each in outputs]
         return torch.stack([(each * count).sum() for each, count in zip(outputs, counts, strict=True)]).sum()

@@ -213,7 +213,7 @@ def small_forwards(cards: Cards, given: Mapping[str, Any]) -> list[Proof]:
 
     Raises: RowsError where the class computes none of the sizes, or draws or remembers something.
     """
-    inputs, reasons = inputs_of(given), list[str]()
+    inputs, reasons = ShownInputs(given), list[str]()
     for unit, has_lists in itertools.product(_UNITS, (True, False)):
         try:
             small = inputs.small(unit, has_lists=has_lists)
@@ -236,25 +236,19 @@ def small_forwards(cards: Cards, given: Mapping[str, Any]) -> list[Proof]:
 @contextmanager
 def left_as_it_was(models: Sequence[nn.Module]) -> Iterator[None]:
     """What forwards write into modules beside weights is put back."""
-    before = [
-        (module, name, value, copy.copy(value) if type(value) in (dict, list) else None)
-        for model in models
-        for module in model.modules()
-        for name, value in _state_of(module).items()
-    ]
-    names = {(id(module), name) for module, name, *_ in before}
+    before = [(module, _state_of(module)) for model in models for module in model.modules()]
+    filled = [each for _, state in before for each in state.values() if type(each) in (dict, list)]
+    contents = [copy.copy(each) for each in filled]
     try:
         yield
     finally:
-        for module in (module for model in models for module in model.modules()):
-            for name in _state_of(module):
-                if (id(module), name) not in names:
-                    del module.__dict__[name]
-        for module, name, value, contents in before:
-            module.__dict__[name] = value
-            if contents is not None:
-                value.clear()
-                (value.update if isinstance(value, dict) else value.extend)(contents)
+        for module, state in before:
+            for name in _state_of(module).keys() - state.keys():
+                del module.__dict__[name]
+            module.__dict__.update(state)
+        for each, held in zip(filled, contents, strict=True):
+            each.clear()
+            (each.update if isinstance(each, dict) else each.extend)(held)
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:
@@ -292,7 +286,7 @@ def rows_of(model: nn.Module) -> DerivedRows:
 
 @functools.cache
 def _source(modules: Collection[str]) -> str:
-    """A hash of all source beside these modules, and of ComfyUI's models; without a file no other process has it."""
+    """A hash of the source beside these modules, and of ComfyUI's models. No other process has that of lost files."""
     ops = Path(comfy.ops.__file__).resolve()
     try:
         folders = {Path(str(sys.modules[name].__file__)).resolve(strict=True).parent for name in modules}
@@ -340,7 +334,7 @@ class Deriving:
             tolerance: of a standard deviation.
         Raises: RowsError for rows that are not proved, or are no longer.
         """
-        inputs = inputs_of(given)
+        inputs = ShownInputs(given)
         if inputs.signature not in self._verdicts:
             _log.info("split: nobody has described %s; its tokens are derived, and compared with one card", self._name)
             try:
@@ -366,10 +360,3 @@ class Deriving:
     def _keep(self, inputs: ShownInputs, verdict: Verdict) -> None:
         self._verdicts[inputs.signature] = verdict
         self._rows.keep(inputs.signature, verdict)
-
-
-def inputs_of(given: Mapping[str, Any]) -> ShownInputs:
-    try:
-        return ShownInputs(given)
-    except ValueError as error:
-        raise RowsError(str(error)) from None

@@ -27,11 +27,11 @@ from ....parallel.local.tokens import RowsError
 from ....patches.hooks import HookSet
 from ....planning.derived_rows import Verdict
 from .derived_gradients import gradient_fault
-from .deriving import Cards, copied, find_rows, inputs_of, rows_of
+from .deriving import Cards, copied, find_rows, rows_of
 from .model import load_split_model
 from .model_copy import copy_structure
 from .plan import layout_of
-from .shown_inputs import Innermost
+from .shown_inputs import Innermost, ShownInputs
 
 _TEXT, _SIDE, _FRAMES = 9, 16, 3  # tokens, cells
 _MADE_UP = {COND: 1009, POOLED: 2003}  # widths that no model has, until a layer says which it reads
@@ -95,7 +95,7 @@ def _verdicts(model: Any, lists: tuple[str, ...]) -> dict[str, Verdict]:
 
     def look(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = copied(innermost.arguments(args, kwargs))  # the class writes into its options
-        signature = inputs_of(given).signature
+        signature = ShownInputs(given).signature
         own(*args, **kwargs)
         if signature not in found:
             device = next(each.device for each in given.values() if isinstance(each, torch.Tensor))

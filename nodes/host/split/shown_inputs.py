@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from ....checkpoints.fingerprint import settings_fingerprint
+from ....parallel.local.tokens import RowsError
 from ....parallel.local.watching import PASSED_BY, leaves
 from ....patches.hooks import PLAIN, map_tensors, tensors_reached
 from .attachments import OVERRIDE
@@ -26,6 +28,7 @@ FUNCTIONS = frozenset(("wrappers", "callbacks", "patches", "patches_replace", "m
 _OF_A_STEP = FUNCTIONS.union(
     ("cond_or_uncond", "uuids", "sigmas", "sample_sigmas", "prefetch_dynamic_vbars", "multigpu_thread_device")
 )
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _FRAMES, _MORE_FRAMES = 3, 4
 _TEXT, _LONGER_TEXT = 5, 7
 _ROWS, _COLUMNS = (3, 4), (5, 7)  # in units: no two products are the same
@@ -36,6 +39,7 @@ class Size(NamedTuple):
 
     Args:
         has_lists: whether what is as long as there are cells or frames has a number for each.
+        level: of the numbers of a sample, such as its noise: a class may compute something else at a low one.
     """
 
     has_lists: bool
@@ -43,6 +47,7 @@ class Size(NamedTuple):
     width: int
     frames: int = _FRAMES
     text: int = _TEXT
+    level: float = 1.0
 
 
 class Innermost:
@@ -61,7 +66,7 @@ class Innermost:
 
 
 class ShownInputs:
-    """Args: given: arguments of the class's forward by name, the latents first."""
+    """Args: given: arguments of the class's forward by name, the latents first. Raises: RowsError where none are."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self._given = dict(given)
@@ -71,7 +76,7 @@ class ShownInputs:
         self._leaves = list(leaves(shown))
         latents = tensors_reached(next(iter(given.values())))
         if not latents or latents[0].ndim < 3:
-            raise ValueError("the first argument of its forward holds no latents")
+            raise RowsError("the first argument of its forward holds no latents")
         self._cells: tuple[int, ...] = tuple(latents[0].shape[2:])
         found = [each for _, each in self._leaves if isinstance(each, torch.Tensor)]
         states = [given.get("context"), *(each for each in found[1:] if each.ndim == 3 and each.is_floating_point())]
@@ -83,9 +88,8 @@ class ShownInputs:
     @property
     def signature(self) -> str:
         """Of the kind of inputs."""
-        return settings_fingerprint(sorted(([path, *self._kind(path, leaf)] for path, leaf in self._leaves), key=str))[
-            :24
-        ]
+        kinds = ([path, *self._kind(path, leaf)] for path, leaf in self._leaves)
+        return settings_fingerprint(sorted(kinds, key=str))[:24]
 
     @property
     def size(self) -> str:
@@ -101,8 +105,10 @@ class ShownInputs:
         if self._is_length(path, leaf):
             return ["the text's length"]
         if isinstance(leaf, float):
-            return ["float"]
-        return ["value", leaf] if type(leaf) in PLAIN else ["object", f"{type(leaf).__module__}.{type(leaf).__name__}"]
+            return ["float", leaf > 0, leaf < 0]  # a class may leave out what has no strength
+        if type(leaf) in PLAIN:
+            return ["value", leaf]
+        return ["object", f"{type(leaf).__module__}.{type(leaf).__name__}", _ADDRESS.sub("", repr(leaf))]
 
     def _is_length(self, name: str, value: Any) -> bool:
         return name in self._given and type(value) is int and value == self._text > 1
@@ -112,15 +118,15 @@ class ShownInputs:
     def small(self, unit: int, *, has_lists: bool) -> dict[str, dict[str, Any]]:
         """Inputs of this kind, of random numbers as large as these: a base, and some that differ in one length each.
 
-        Values are those given where they are no floats.
+        Values are those given where they are no floats. The wider and the higher one are at lower levels of noise.
 
         Args:
             unit: of cells, of which a class may want whole ones. has_lists: as of a Size.
         """
         (rows, more_rows), (columns, more_columns) = ([unit * each for each in of] for of in (_ROWS, _COLUMNS))
         base = Size(has_lists, rows, columns)
-        sizes = {"a small picture": base, "a wider one": base._replace(width=more_columns)}
-        sizes["a higher one"] = base._replace(height=more_rows)
+        sizes = {"a small picture": base, "a wider one": base._replace(width=more_columns, level=0.5)}
+        sizes["a higher one"] = base._replace(height=more_rows, level=0.0625)
         sizes |= {"a longer text": base._replace(text=_LONGER_TEXT)} if self._text > 1 else {}
         sizes |= {"more frames": base._replace(frames=_MORE_FRAMES)} if self._is_clip else {}
         return {what: self._at(size) for what, size in sizes.items()}
@@ -142,7 +148,7 @@ class ShownInputs:
                 along = torch.linspace(0, tensor.shape[dim] - 1, length, device=tensor.device).round().long()
                 tensor = tensor.index_select(dim, along)
         if not tensor.is_floating_point() or (not is_latents and tensor.ndim < 3):
-            return tensor.clone()
+            return tensor * size.level if tensor.is_floating_point() and tensor.ndim == 1 else tensor.clone()
         numbers = tensor.float()
         scale = float(numbers.std()) or 1.0
         noise = torch.randn(tensor.shape, generator=generator).to(tensor.device) * scale
