@@ -129,16 +129,13 @@ class ShownInputs:
         sizes["a higher one"] = base._replace(height=more_rows, level=0.0625)
         sizes |= {"a longer text": base._replace(text=_LONGER_TEXT)} if self._text > 1 else {}
         sizes |= {"more frames": base._replace(frames=_MORE_FRAMES)} if self._is_clip else {}
-        return {what: self._at(size) for what, size in sizes.items()}
-
-    def _at(self, size: Size) -> dict[str, Any]:
-        generator, latents = torch.Generator().manual_seed(0), next(iter(self._given))
-        return {
-            name: size.text
-            if self._is_length(name, value)
-            else map_tensors(value, partial(self._tensor, size, generator, name == latents), FUNCTIONS | PASSED_BY)
-            for name, value in self._given.items()
-        }
+        found, latents = dict[str, dict[str, Any]](), next(iter(self._given))
+        for what, size in sizes.items():
+            sized, found[what] = partial(self._tensor, size, torch.Generator().manual_seed(0)), {}
+            for name, value in self._given.items():
+                made = map_tensors(value, partial(sized, name == latents), FUNCTIONS | PASSED_BY)
+                found[what][name] = size.text if self._is_length(name, value) else made
+        return found
 
     def _tensor(self, size: Size, generator: torch.Generator, is_latents: bool, tensor: torch.Tensor) -> torch.Tensor:
         lengths = list(tensor.shape)

@@ -340,7 +340,9 @@ class TokensExecutor(Executor):
                 if self._deriving is not None:
                     cards, by_rows = functools.partial(self._cards, own), functools.partial(self._compute_by, own)
                     return self._deriving.compute(given, own, cards, by_rows, self.tolerance)
-                return self._compute_by(own, self._plan_for(next(iter(given.values()))), given)
+                latents, tokens = next(iter(given.values())), self._plan.tokens
+                is_one = isinstance(latents, torch.Tensor) and latents.ndim == 5 and latents.shape[2] == 1
+                return self._compute_by(own, (is_one and tokens.one_frame) or tokens, given)
             except OneDeviceError as error:
                 tree.say_once(f"split: one card computes such a forward: {error}")
             except RowsError as error:
@@ -368,11 +370,6 @@ class TokensExecutor(Executor):
     @staticmethod
     def _say_alone(tree: SplitTree, refusal: RowsError) -> None:
         tree.say_once(f"split: way auto took tokens, and now the first card computes alone: {refusal}")
-
-    def _plan_for(self, latents: Any) -> TokenPlan:
-        """For latents of this shape."""
-        is_one = isinstance(latents, torch.Tensor) and latents.ndim == 5 and latents.shape[2] == 1
-        return (is_one and self._plan.tokens.one_frame) or self._plan.tokens
 
     def _attach(self, plan: TokenPlan) -> TokenParallel:
         """The rows of this plan, and no others."""
