@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, field, replace
 from pathlib import Path
@@ -17,50 +18,19 @@ import pydantic
 
 from ..checkpoints.fingerprint import settings_fingerprint
 from ..events import first_line
-from ..families.token_plan import BlockRows, TokenPlan
+from ..families.token_plan import TokenPlan
 from ..system.files import user_cache_folder, write_atomically
 
 _log = logging.getLogger(__name__)
 _VERSION = 1  # of the proof; raise it when more has to be proved
-_Row = Annotated[str, pydantic.Field(pattern=r"^[\w.=@+?/~: -]*$", max_length=4000)]
+_NAMES = re.compile(r'[\w.=@+?/~:" {}\[\],-]{0,40000}')  # and paths of arguments, as JSON
 _STRICT = pydantic.ConfigDict(extra="forbid")
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
-class KeptBlocks:
-    """BlockRows of a derived row."""
-
-    rows: _Row
-    keys: _Row
-    counts: _Row = ""
-
-
-@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
-class KeptRow:
-    """A TokenPlan that was derived."""
-
-    blocks: dict[_Row, KeptBlocks]
-    out: _Row = ""
-    tail: _Row = ""
-    own: tuple[_Row, ...] = ()
-    whole: tuple[_Row, ...] = ()
-    between: _Row = ""
-    aligned: _Row = ""
-    cuts_masks: bool = False
-    passes_options: bool = True
-
-    @classmethod
-    def of(cls, plan: TokenPlan) -> KeptRow:
-        blocks = {name: KeptBlocks(each.rows, each.keys, each.counts) for name, each in plan.blocks.items()}
-        return cls(blocks, **{name: getattr(plan, name) for name in _FIELDS})
-
-    @property
-    def plan(self) -> TokenPlan:
-        blocks = {name: BlockRows(each.rows, each.keys, each.counts) for name, each in self.blocks.items()}
-        return TokenPlan(blocks, **{name: getattr(self, name) for name in _FIELDS})
-
-
-_FIELDS = ("out", "tail", "own", "whole", "between", "aligned", "cuts_masks", "passes_options")
+def _of_names(plan: TokenPlan) -> TokenPlan:
+    if not _NAMES.fullmatch(json.dumps(asdict(plan))):
+        raise ValueError("a row holds something else than names")
+    return plan
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
@@ -72,7 +42,7 @@ class Verdict:
         has_gradients: whether its gradients were compared, too.
     """
 
-    row: KeptRow | None
+    row: Annotated[TokenPlan, pydantic.AfterValidator(_of_names)] | None
     refused: Annotated[str, pydantic.Field(max_length=4000)] = ""
     has_gradients: bool = False
 
@@ -97,8 +67,6 @@ class DerivedRows:
         """By signature of inputs; {} where nothing is kept, or nothing that can be used."""
         try:
             found = pydantic.TypeAdapter(_File).validate_json(self.path.read_bytes())
-            for each in found.verdicts.values():
-                _ = each.row is None or each.row.plan  # is refused for places that are none
             return dict(found.verdicts) if found.key == self._key else {}
         except FileNotFoundError:
             return {}

@@ -2,72 +2,20 @@
 
 The lengths of a spot in all forwards are its axis. What blocks take and return is a stream; sums of streams are joint
 axes, whose order nothing shows: each is a candidate. What else has a stream's lengths is cut, and keys with them are
-gathered. A candidate is a guess, however likely: proving.py says whether it holds.
+gathered. A candidate is a guess, however likely: nodes/host/split/deriving.py says whether it holds.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 
 from ...families.token_plan import BlockRows, TokenPlan
 from .watching import Notes, Spot
 
 Axis = tuple[int, ...]  # lengths in all forwards
 _MOST = 48  # candidates; those further down never held where all were tried
-
-
-@dataclass(frozen=True)
-class _Guess:
-    """What nothing shows.
-
-    Args:
-        end: where rows come together: behind the last block, the same with the text's rows left, or at the tail.
-        order: of the segments of joint axes.
-        whole: streams that every rank has all rows of.
-    """
-
-    end: str = "all"
-    order: int = 0
-    whole: tuple[str, ...] = ()
-    has_counts: bool = False
-    has_between: bool = False
-    cuts_masks: bool = False
-
-
-@dataclass
-class _Seen:
-    """All forwards, by axis.
-
-    Args:
-        lists: in the order in which a forward calls them.
-        moving: spots whose length is not the same in all forwards.
-        streams: names of axes that blocks take and return. groups: of axes whose rows belong to one of a stream.
-    """
-
-    lists: tuple[str, ...]
-    axes: dict[Spot, Axis]
-    moving: list[Spot]
-    streams: dict[Axis, str] = field(default_factory=dict)
-    groups: dict[Axis, str] = field(default_factory=dict)
-    aligned: str = ""
-
-    def named(self, axis: Axis, order: int = 0) -> str:
-        """ "txt+img" of an axis of two streams; "" of one that is none."""
-        if name := self.streams.get(axis) or self.groups.get(axis):
-            return name
-        sums = self.sums(axis)
-        return sums[min(order, len(sums) - 1)] if sums else ""
-
-    def sums(self, axis: Axis) -> list[str]:
-        """Orders of streams whose lengths add up to this."""
-        return [
-            "+".join(self.streams[each] for each in parts)
-            for count in (2, 3)
-            for parts in itertools.permutations(self.streams, count)
-            if tuple(map(sum, zip(*parts, strict=True))) == axis
-        ]
 
 
 def derive(forwards: Sequence[Notes], lists: Sequence[str], weights: dict[str, int]) -> list[TokenPlan]:
@@ -83,135 +31,134 @@ def derive(forwards: Sequence[Notes], lists: Sequence[str], weights: dict[str, i
         kept = tuple(called[first:])  # small lists before the main ones may stay whole
         if found and sum(weights[name] for name in kept) * 2 < total:
             break
-        found += _candidates(_see(forwards, kept), forwards)
+        found += _Seen(forwards, kept).candidates()
     return [plan for index, plan in enumerate(found) if plan not in found[:index]][:_MOST]
 
 
-def _see(forwards: Sequence[Notes], lists: tuple[str, ...]) -> _Seen:
-    spots = [spot for spot in forwards[0].lengths if all(spot in each.lengths for each in forwards)]
-    axes = {spot: tuple(each.lengths[spot] for each in forwards) for spot in spots}
-    seen = _Seen(lists, axes, [spot for spot in spots if len(set(axes[spot])) > 1])
-    taken = {axes[spot] for spot in seen.moving if spot.kind == "in"}
-    for spot in seen.moving:
-        is_stream = spot.kind == "out" and spot.where in lists and spot.dim != -1 and axes[spot] in taken
-        # Of frames, rows and columns the frames are an axis.
-        is_first = not any(each[:3] == spot[:3] and -1 != each.dim < spot.dim for each in seen.moving)
-        if is_stream and is_first and not seen.sums(axes[spot]):
-            seen.streams.setdefault(axes[spot], _name_of(axes[spot], seen))
-    _find_groups(seen)
-    return seen
+class _Seen:
+    """All forwards, by axis. Args: lists: in the order in which a forward calls them."""
 
+    def __init__(self, forwards: Sequence[Notes], lists: tuple[str, ...]) -> None:
+        self._forwards, self._lists = forwards, lists
+        spots = [spot for spot in forwards[0].lengths if all(spot in each.lengths for each in forwards)]
+        axes = {spot: tuple(each.lengths[spot] for each in forwards) for spot in spots}
+        self._axes = {spot: axis for spot, axis in axes.items() if len(set(axis)) > 1}  # of those that change
+        self._keys = sorted((spot for spot in spots if spot.kind == "keys"), key=lambda spot: spot.dim)
+        self._streams: dict[Axis, str] = {}  # names of axes that blocks take and return
+        taken = {axis for spot, axis in self._axes.items() if spot.kind == "in"}
+        for spot, axis in self._axes.items():
+            is_stream = spot.kind == "out" and spot.where in lists and spot.dim != -1 and axis in taken
+            # Of frames, rows and columns the frames are an axis.
+            is_first = not any(each[:3] == spot[:3] and -1 != each.dim < spot.dim for each in self._axes)
+            if is_stream and is_first and axis not in self._streams and not self._sums(axis):
+                self._streams[axis] = self._name_of(axis)
+        self._find_groups()
 
-def _name_of(axis: Axis, seen: _Seen) -> str:
-    """The name of the first argument with that axis, such as "img", or of its list of blocks."""
-    taken = set(seen.streams.values())
-    mine = [spot for spot in seen.moving if spot.kind == "in" and spot.where in seen.lists and seen.axes[spot] == axis]
-    names = [spot.path.replace(".", "_") for spot in mine[:1]]
-    names += [spot.where.rpartition(".")[2].partition("_")[0] for spot in mine[:1]]
-    return next((name for name in names if name.isidentifier() and name not in taken), f"s{len(taken)}")
+    def _sums(self, axis: Axis) -> list[str]:
+        """Orders of streams whose lengths add up to this."""
+        return [
+            "+".join(self._streams[each] for each in parts)
+            for count in (2, 3)
+            for parts in itertools.permutations(self._streams, count)
+            if tuple(map(sum, zip(*parts, strict=True))) == axis
+        ]
 
+    def _name_of(self, axis: Axis) -> str:
+        """The name of the first argument with that axis, such as "img", or of its list of blocks."""
+        taken = set(self._streams.values())
+        alike = (spot for spot, each in self._axes.items() if each == axis and spot.kind == "in")
+        spot = next((spot for spot in alike if spot.where in self._lists), None)
+        names = [spot.path.replace(".", "_"), spot.where.rpartition(".")[2].partition("_")[0]] if spot else []
+        return next((name for name in names if name.isidentifier() and name not in taken), f"s{len(taken)}")
 
-def _find_groups(seen: _Seen) -> None:
-    """Axes whose rows come in whole groups: positions of a grid of frames, or one row of modulation for a frame's."""
-    inside = [spot for spot in seen.moving if spot.kind in ("in", "keys") and spot.dim != -1]
-    for axis in {seen.axes[spot]: None for spot in inside if seen.axes[spot] not in seen.streams}:
-        if seen.sums(axis):
-            continue
-        for stream, name in seen.streams.items():
-            if all(a % b == 0 for a, b in zip(axis, stream, strict=True)):
-                seen.groups[axis], seen.aligned = "rows", f"{name} rows"
-            elif all(a % b == 0 for a, b in zip(stream, axis, strict=True)) and any(
-                seen.axes[spot] == axis and spot.kind == "in" and spot.dim == 1 for spot in seen.moving
-            ):
-                seen.groups[axis], seen.aligned = "groups", f"groups {name}"
+    def _find_groups(self) -> None:
+        """Axes whose rows come in whole groups: positions of a grid of frames, or a row of modulation for a frame's."""
+        self._groups, self._aligned = dict[Axis, str](), ""
+        inside = [spot for spot in self._axes if spot.kind in ("in", "keys") and spot.dim != -1]
+        for axis in dict.fromkeys(self._axes[spot] for spot in inside):
+            if axis in self._streams or self._sums(axis):
+                continue
+            is_given = any(self._axes[spot] == axis and spot.kind == "in" and spot.dim == 1 for spot in inside)
+            for stream, name in self._streams.items():
+                if all(a % b == 0 for a, b in zip(axis, stream, strict=True)):
+                    self._groups[axis], self._aligned = "rows", f"{name} rows"
+                elif is_given and all(a % b == 0 for a, b in zip(stream, axis, strict=True)):
+                    self._groups[axis], self._aligned = "groups", f"groups {name}"
 
+    def _named(self, spot: Spot, order: int) -> str:
+        """ "txt+img" of an axis of two streams; "" of one that is none, or does not change."""
+        axis = self._axes.get(spot, ())
+        sums = self._sums(axis) or [""]
+        return self._streams.get(axis) or self._groups.get(axis) or sums[min(order, len(sums) - 1)]
 
-def _candidates(seen: _Seen, forwards: Sequence[Notes]) -> Iterator[TokenPlan]:
-    if not seen.streams:
-        return
-    texts = tuple(name for axis, name in seen.streams.items() if axis[0] == axis[1])
-    orders = max((len(seen.sums(seen.axes[spot])) for spot in seen.moving), default=0) or 1
-    # A mask that attention makes by the length it sees would be one of this rank's rows, so it must be an argument.
-    masks = {place: given for each in forwards for place, given in each.masks.items() if place[0] in seen.lists}
-    counts = any(spot.kind == "number" and spot.where in seen.lists for spot in seen.moving)
-    between = _calls(seen, "between")
-    tail = _calls(seen, "tail").partition(" ")[0]
-    passes_options = all(each.has_options for each in forwards)
-    for has_between, cuts_masks, has_counts, whole, end, order in itertools.product(
-        (False, True) if between else (False,),
-        (False, True) if masks and all(masks.values()) else (False,),
-        (False, True) if counts else (False,),
-        ((), texts) if texts else ((),),
-        ("tail", "all", "own") if between else ("all", "own", "tail"),
-        range(orders),
-    ):
-        guess = _Guess(end, order, whole, has_counts, has_between, cuts_masks)
-        out = _out_of(seen, order, forwards[0].ends[seen.lists[-1]])
-        if (end == "own" and "+" not in out) or (end == "tail" and not tail) or not (out or end == "tail"):
-            continue
-        blocks = {name: _rows_of(seen, name, guess) for name in seen.lists}
-        if any(not rows.keys for rows in blocks.values()):
-            continue  # no attention was seen there, so nothing would say whose keys its rows lack
-        yield TokenPlan(
-            blocks,
-            out="" if end == "tail" else out,
-            tail=tail if end == "tail" else "",
-            own=texts if end == "own" else (),
-            whole=whole,
-            between=between if has_between else "",
-            aligned=seen.aligned,
-            cuts_masks=cuts_masks,
-            passes_options=passes_options,
-        )
+    def candidates(self) -> Iterator[TokenPlan]:
+        if not self._streams:
+            return
+        texts = tuple(name for axis, name in self._streams.items() if axis[0] == axis[1])
+        # A mask that attention makes by the length it sees would be one of this rank's rows, so it must be an argument.
+        masks = [given for each in self._forwards for place, given in each.masks.items() if place[0] in self._lists]
+        between, tail = self._calls("between"), self._calls("tail").partition(" ")[0]
+        for gaps, cuts_masks, has_counts, whole, end, order in itertools.product(
+            ("", between) if between else ("",),
+            (False, True) if masks and all(masks) else (False,),
+            (False, True)
+            if any(spot.kind == "number" and spot.where in self._lists for spot in self._axes)
+            else (False,),
+            ((), texts) if texts else ((),),
+            ("tail", "all", "own") if between else ("all", "own", "tail"),  # own: the text's rows stay
+            range(max(len(self._sums(axis)) for axis in self._axes.values()) or 1),
+        ):
+            out = self._out(order)
+            if (end == "own" and "+" not in out) or (end == "tail" and not tail) or not (out or end == "tail"):
+                continue
+            blocks = {
+                name: self._rows_of(name, order, cuts_masks=cuts_masks, has_counts=has_counts) for name in self._lists
+            }
+            if any(not rows.keys for rows in blocks.values()):
+                continue  # no attention was seen there, so nothing would say whose keys its rows lack
+            yield TokenPlan(
+                blocks,
+                out="" if end == "tail" else out,
+                tail=tail if end == "tail" else "",
+                own=texts if end == "own" else (),
+                whole=whole,
+                between=gaps,
+                aligned=self._aligned,
+                cuts_masks=cuts_masks,
+                passes_options=all(each.has_options for each in self._forwards),
+            )
 
+    def _calls(self, kind: str) -> str:
+        """Modules between or behind blocks whose first argument is a stream."""
+        spots = {spot: axis for spot, axis in self._axes.items() if spot.kind == kind and spot.dim != -1}
+        named = ((spot, self._streams.get(axis)) for spot, axis in spots.items())
+        return " ".join(dict.fromkeys(f"{spot.where}={name}@{spot.dim}" for spot, name in named if name))
 
-def _calls(seen: _Seen, kind: str) -> str:
-    """Modules between or behind blocks whose first argument is a stream."""
-    found = (
-        f"{spot.where}={seen.streams[seen.axes[spot]]}@{spot.dim}"
-        for spot in seen.moving
-        if spot.kind == kind and spot.dim != -1 and seen.axes[spot] in seen.streams
-    )
-    return " ".join(dict.fromkeys(found))
+    def _out(self, order: int) -> str:
+        """Where rows are in what the last block returns; earlier blocks may return more."""
+        last, found = self._lists[-1], dict[str, str]()
+        for spot in self._axes:
+            is_returned = spot[:2] == ("out", last) and spot.path in self._forwards[0].ends[last]
+            if is_returned and spot.dim != -1 and (name := self._named(spot, order)):
+                found.setdefault(spot.path, f"{spot.path}={name}@{spot.dim}")
+        return " ".join(found.values())
 
-
-def _out_of(seen: _Seen, order: int, returned: Collection[str]) -> str:
-    """Where rows are in what the last block returns. returned: paths in it; earlier blocks may return more."""
-    found: dict[str, str] = {}
-    for spot in seen.moving:
-        is_returned = spot.kind == "out" and spot.where == seen.lists[-1] and spot.path in returned
-        if is_returned and spot.dim != -1 and (name := seen.named(seen.axes[spot], order)):
-            found.setdefault(spot.path, f"{spot.path}={name}@{spot.dim}")
-    return " ".join(found.values())
-
-
-def _rows_of(seen: _Seen, name: str, guess: _Guess) -> BlockRows:
-    rows: dict[str, str] = {}
-    keys: dict[str, list[str]] = {}
-    mine = [spot for spot in seen.axes if spot.where == name]
-    for spot in sorted((each for each in mine if each.kind == "keys"), key=lambda each: each.dim):
-        axis = seen.named(seen.axes[spot], guess.order) if spot in seen.moving else ""
-        keys.setdefault(spot.path, []).append(axis or "-")
-    moving = [spot for spot in mine if spot.kind == "in" and spot in seen.moving]
-    for spot in moving:
-        axis = seen.named(seen.axes[spot], guess.order)
-        last = Spot(*spot[:3], -1)
-        is_mask = spot.dim == -1 or (last in moving and seen.named(seen.axes[last], guess.order))
-        if axis and (guess.cuts_masks or not is_mask):
-            dim = spot.dim
-            if dim == -1:  # behind all others
-                dim = 1 + max((each.dim for each in seen.axes if each[:3] == spot[:3]), default=-1)
-            rows.setdefault(spot.path, f"{spot.path}={axis}@{dim}")
-    counts = [spot for spot in seen.moving if spot.kind == "number" and spot.where == name] if guess.has_counts else []
-    numbers = {spot.path.partition(".")[0]: f"{next(iter(seen.streams.values()))}" for spot in counts}
-    # The block's own axes would hold for a module in it that is not named.
-    if "" not in keys or all(set(each) == {"-"} for each in keys.values()):
-        keys = {path: each for path, each in keys.items() if set(each) != {"-"}}
-    return BlockRows(
-        " ".join(rows.values()),
-        " ".join(f"{path}={'/'.join(each if len({*each}) > 1 else each[:1])}" for path, each in keys.items()),
-        " ".join(f"{path}={axis}" for path, axis in numbers.items()),
-    )
+    def _rows_of(self, name: str, order: int, *, cuts_masks: bool, has_counts: bool) -> BlockRows:
+        rows, keys = dict[str, str](), dict[str, list[str]]()
+        for spot in (each for each in self._keys if each.where == name):
+            keys.setdefault(spot.path, []).append(self._named(spot, order) or "-")
+        for spot in (each for each in self._axes if each[:2] == ("in", name)):
+            axis = self._named(spot, order)
+            is_mask = spot.dim == -1 or self._named(spot._replace(dim=-1), order)
+            if axis and (cuts_masks or not is_mask):
+                rows.setdefault(spot.path, f"{spot.path}={axis}@{spot.dim}")
+        numbers = [spot.path for spot in self._axes if has_counts and spot[:2] == ("number", name)]
+        counts = dict.fromkeys(f"{path.partition('.')[0]}={next(iter(self._streams.values()))}" for path in numbers)
+        # The block's own axes would hold for a module in it that is not named.
+        if "" not in keys or all(set(each) == {"-"} for each in keys.values()):
+            keys = {path: each for path, each in keys.items() if set(each) != {"-"}}
+        named = (f"{path}={'/'.join(each if len({*each}) > 1 else each[:1])}" for path, each in keys.items())
+        return BlockRows(" ".join(rows.values()), " ".join(named), " ".join(counts))
 
 
 def written(plan: TokenPlan) -> str:
@@ -220,7 +167,6 @@ def written(plan: TokenPlan) -> str:
     for name, rows in plan.blocks.items():
         counts = f", counts={rows.counts!r}" if rows.counts else ""
         blocks.append(f'        "{name}": BlockRows({rows.rows!r}, {rows.keys!r}{counts}),')
-    fields = ("out", "tail", "own", "whole", "between", "aligned", "cuts_masks", "passes_options")
-    plain = TokenPlan({})
-    said = [f"    {each}={getattr(plan, each)!r}," for each in fields if getattr(plan, each) != getattr(plain, each)]
+    others = [(each.name, getattr(plan, each.name), each.default) for each in fields(plan) if each.name != "blocks"]
+    said = [f"    {name}={value!r}," for name, value, default in others if value != default]
     return "\n".join(["TokenPlan(", "    {", *blocks, "    },", *said, ")"]).replace("'", '"')

@@ -79,8 +79,8 @@ class TokenModel(nn.Module):
         if rank is None:
             return self.together(lambda: self.through(call, is_one_frame=is_one_frame, size=size))[0]
         if self._is_derived and size not in self._compared[rank]:
-            self._compared[rank].add(size)
             self._compare(rank, call, is_one_frame=is_one_frame)
+            self._compared[rank].add(size)  # not of one that ran out of memory
         return self._through(rank, call, is_one_frame=is_one_frame)
 
     def _compare(self, rank: int, call: Callable[[nn.Module, torch.device], T], *, is_one_frame: bool) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...families.token_plan import TokenPlan
 from ...patches.hooks import HookSet, attributes_of, tensors_reached
 from ..block_lists import members
 
 _NEAR = {torch.float32: 2e-5, torch.float64: 1e-9}  # of the largest value; kernels are chosen by the number of rows
 _NEAR_IN_HALF = 0.02  # of a standard deviation
-PASSED_BY = ("transformer_options", "control", "patches", "cache")  # what blocks and host share by name
+PASSED_BY = frozenset(("transformer_options", "control", "patches", "cache"))  # what blocks and host share by name
 
 
 class Spot(NamedTuple):
@@ -65,27 +66,40 @@ class Notes:
 
 
 class Watch:
-    """Notes a forward of a model, from `begin` to `stop`. Its attention has to be led to `attend`."""
+    """Notes a forward of a model. Its attention has to be led to `attend` and `override`; see TokenParallel.
+
+    Args:
+        lists: of blocks, by name.
+    """
 
     rows = None  # as of a TokenParallel outside of a forward by rows
+    plan = TokenPlan({}, passes_options=False)
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, lists: Sequence[str]) -> None:
         self.notes = Notes()
         self._hooks = HookSet()
         self._stack: list[tuple[str, str]] = []  # lists of the blocks being computed, and modules in them
-        self._storages: list[set[int]] = []  # of their arguments
-        self._attentions: Counter[tuple[str, str]] = Counter()  # of the block being computed
+        self._storages: set[int] = set()  # of the arguments of the block being computed
+        self._attentions: Counter[tuple[str, str]] = Counter()  # of that block
         self._since: list[tuple[str, Any]] = []  # modules called since the last block, with their first argument
-        self._is_inside, self._had_options = False, False
+        self._named: list[bool] = []  # whether attention that was called by name was handed transformer_options
+        try:
+            self._hook(model, lists)
+        except BaseException:
+            self._hooks.remove()
+            raise
 
-    def begin(self, lists: Sequence[str]) -> None:
-        """Hook the model. Args: lists: of blocks, by name."""
-        model, inner = self._model, set[int]()
+    def _hook(self, model: nn.Module, lists: Sequence[str]) -> None:
+        inner: set[int] = set()
         for name in lists:
             for _, block in members(model, name):
-                inner |= set(map(id, block.modules()))
-                self._watch_block(name, block)
+                own: Any = type(block).forward
+                for path, module in block.named_modules():
+                    inner.add(id(module))
+                    self._hooks.just_before(module, lambda *call, place=(name, path): self._stack.append(place))
+                    self._hooks.after(module, lambda *call: self._stack.pop() and None)
+                self._hooks.just_before(block, partial(self._enter, name, inspect.signature(own.__get__(block))))
+                self._hooks.after(block, partial(self._leave, name))
         for name, module in model.named_modules():
             if name and id(module) not in inner and name not in lists:
                 self._hooks.just_before(module, partial(self._note_call, name))
@@ -93,52 +107,38 @@ class Watch:
     def stop(self) -> Notes:
         """Take the hooks off; what was seen."""
         self._hooks.remove()
-        if self._since and isinstance(self._since[0][1], torch.Tensor):
-            self._note("tail", *self._since[0])
+        self._note_since("tail")
         return self.notes
 
-    # ---- blocks
-
-    def _watch_block(self, name: str, block: nn.Module) -> None:
-        own: Any = type(block).forward
-        self._hooks.just_before(block, partial(self._enter, name, inspect.signature(own.__get__(block))))
-        self._hooks.after(block, partial(self._leave, name))
-        for inner, module in block.named_modules():
-            if inner:
-                self._hooks.just_before(module, lambda *call, place=(name, inner): self._stack.append(place))
-                self._hooks.after(module, lambda *call: self._stack.pop() and None)
-
     def _enter(self, name: str, signature: inspect.Signature, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.notes.calls and self._since and isinstance(self._since[0][1], torch.Tensor):
-            self._note("between", *self._since[0])
-        self._since.clear()
+        self._note_since("between")
         self._attentions.clear()
         self.notes.calls[name] += 1
-        self._stack.append((name, ""))
         given = signature.bind(*args, **kwargs).arguments
-        found = [value for _, value in _leaves(given) if isinstance(value, torch.Tensor)]
-        self._storages.append({_storage(each) for each in found})
+        self._storages = {_storage(each) for _, each in leaves(given, PASSED_BY) if isinstance(each, torch.Tensor)}
         self._note("in", name, given)
 
     def _leave(self, name: str, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._stack.pop()
-        self._storages.pop()
         self._note("out", name, output)
-        self.notes.ends[name] = {path for path, _ in _leaves(output)}
+        self.notes.ends[name] = {path for path, _ in leaves(output, PASSED_BY)}
 
     def _note_call(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._stack:
             self._since.append((name, args[0] if args else None))
-        else:
-            self._since.clear()
+
+    def _note_since(self, kind: str) -> None:
+        """The outermost module behind a block."""
+        if self.notes.calls and self._since and isinstance(self._since[0][1], torch.Tensor):
+            self._note(kind, *self._since[0])
+        self._since.clear()
 
     def _note(self, kind: str, where: str, value: Any) -> None:
-        for path, leaf in _leaves(value):
+        for path, leaf in leaves(value, PASSED_BY):
             if isinstance(leaf, torch.Tensor):
                 for dim, length in enumerate(leaf.shape):
                     last = dim - leaf.ndim if dim == leaf.ndim - 1 else dim
                     self.notes.lengths.setdefault(Spot(kind, where, path, last), length)
-            elif kind == "in":
+            elif kind == "in" and type(leaf) is int:
                 self.notes.lengths.setdefault(Spot("number", where, path, 0), leaf)
 
     # ---- attention
@@ -146,22 +146,21 @@ class Watch:
     def attend(self, func: Callable[..., torch.Tensor], q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
         """What func gives, which the class calls by its name."""
         q, k, v = (each if isinstance(each, torch.Tensor) else each.take() for each in (q, k, v))
-        self._is_inside, self._had_options = True, False
+        self._named.append(False)
         try:
             output = func(q, k, v, *args, **kwargs)
         finally:
-            self._is_inside = False
-        self._attended(k, [*args, *(kwargs.get(name) for name in ("mask", "attn_mask"))], True, self._had_options)
+            has_options = self._named.pop()
+        self._attended(k, (*args, kwargs.get("mask"), kwargs.get("attn_mask")), True, has_options)
         return output
 
     def override(self, func: Callable[..., torch.Tensor], q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
         """The same, of attention that is handed transformer_options with this as their override."""
-        if self._is_inside:
-            self._had_options = True
-            return func(q, k, v, *args, **kwargs)
-        output = func(q, k, v, *args, **kwargs)
-        self._attended(k, [*args, *(kwargs.get(name) for name in ("mask", "attn_mask"))], False, True)
-        return output
+        if self._named:
+            self._named[-1] = True
+        else:
+            self._attended(k, (*args, kwargs.get("mask"), kwargs.get("attn_mask")), False, True)
+        return func(q, k, v, *args, **kwargs)
 
     def _attended(self, k: torch.Tensor, others: Sequence[Any], is_named: bool, has_options: bool) -> None:
         self.notes.keys.append((k.detach().clone(), is_named, has_options))
@@ -172,23 +171,23 @@ class Watch:
         self.notes.lengths.setdefault(Spot("keys", *place, self._attentions[place]), k.shape[-2])
         self.notes.has_options &= has_options
         for mask in (each for each in others if isinstance(each, torch.Tensor)):
-            is_given = _storage(mask) in self._storages[-1]
+            is_given = _storage(mask) in self._storages
             self.notes.masks[place] = self.notes.masks.get(place, True) and is_given
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Paths of tensors and whole numbers, as families/token_plan.py writes them."""
-    if isinstance(value, torch.Tensor) or type(value) is int:
-        yield path, value
-        return
+def leaves(value: Any, passed_by: Collection[Any] = frozenset(), path: str = "") -> Iterator[tuple[str, Any]]:
+    """What is no container inside value, by paths such as "x.0"; not what dicts hold under the keys in passed_by."""
     if isinstance(value, Mapping):
-        parts = {name: each for name, each in value.items() if name not in PASSED_BY}
+        parts = {name: each for name, each in value.items() if name not in passed_by}
     elif isinstance(value, (tuple, list)):
         parts = dict(enumerate(value))
+    elif not isinstance(value, torch.Tensor) and (names := attributes_of(value)):
+        parts = {name: getattr(value, name, None) for name in names}
     else:
-        parts = {name: getattr(value, name, None) for name in attributes_of(value)}
+        yield path, value
+        return
     for name, each in parts.items():
-        yield from _leaves(each, f"{path}.{name}".lstrip("."))
+        yield from leaves(each, passed_by, f"{path}.{name}".lstrip("."))
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -205,21 +204,15 @@ def apart(found: Any, expected: Any, tolerance: float = 0.0) -> float:
     Args:
         tolerance: of a standard deviation; 0 takes what the type of number allows.
     """
-    pairs = list(zip(tensors_reached(found), tensors_reached(expected), strict=False))
-    if len(pairs) != len(tensors_reached(expected)) or len(pairs) != len(tensors_reached(found)):
+    pairs = tensors_reached(found), tensors_reached(expected)
+    if [each.shape for each in pairs[0]] != [each.shape for each in pairs[1]]:
         return float("inf")
     worst = 0.0
-    for a, b in pairs:
-        if a.shape != b.shape:
-            return float("inf")
-        one, other = a.to(b.device).double(), b.double()
-        spread = float(other.std()) if other.numel() > 1 else float(other.abs().max())
-        if tolerance or b.dtype not in _NEAR:
-            bound = (tolerance or _NEAR_IN_HALF) * spread
-        else:
-            bound = _NEAR[b.dtype] * float(other.abs().max())
-        off = float((one - other).abs().max())
-        worst = max(worst, off / bound if bound else float("inf") * (off > 0)) if off == off and off else worst
-        if off != off:
-            return float("inf")
+    for a, b in zip(*pairs, strict=True):
+        other, is_near = b.double(), not tolerance and b.dtype in _NEAR
+        off, largest = float((a.to(b.device).double() - other).abs().max()), float(other.abs().max())
+        spread = float(other.std()) if other.numel() > 1 else largest
+        bound = _NEAR[b.dtype] * largest if is_near else (tolerance or _NEAR_IN_HALF) * spread
+        if off:
+            worst = max(worst, off / bound if bound and off == off else float("inf"))
     return worst

@@ -164,13 +164,15 @@ class Mutation:
 
     Args:
         order: of keys and values. mix: of what comes out. mask: for so many rows. from_rows: in larger forwards alone.
-        is_last_alone: whether only the last block does it. is_hidden: whether attention is not ComfyUI's.
+        until: at no higher noise. is_last_alone: whether only the last block does it.
+        is_hidden: whether attention is not ComfyUI's.
     """
 
     order: Callable[[Rows, Rows], tuple[Rows, Rows]] | None = None
     mix: Callable[[Rows], Rows] | None = None
     mask: Callable[[int], torch.Tensor] | None = None
     from_rows: int = 0
+    until: float = 1.0
     is_last_alone: bool = False
     is_hidden: bool = False
 
@@ -214,6 +216,7 @@ MUTATIONS: dict[str, Mutation] = {
     "the row before": Mutation(mix=lambda x: x + 0.3 * x.roll(1, 1)),
     "the row behind": Mutation(mix=lambda x: x + 0.3 * x.roll(-1, 1)),
     "the row before, in the last block": Mutation(mix=lambda x: x + 0.3 * x.roll(1, 1), is_last_alone=True),
+    "the row before, at little noise": Mutation(mix=lambda x: x + 0.3 * x.roll(1, 1), until=0.1),
     "attention that nobody sees": Mutation(is_hidden=True),
     "the mean of all rows": Mutation(mix=lambda x: x - x.mean(**_ALONG)),
     "the largest of all rows": Mutation(mix=lambda x: x + x.amax(**_ALONG)),
@@ -234,7 +237,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "the number of rows": Mutation(mix=lambda x: x * (1 + 0.3 * torch.tensor(float(x.shape[1])).log())),
 }
-LATE = 0.9  # a timestep
+LATE = 0.51, 0.99  # timesteps of which no small picture is
 SEEN_LATER = Mutation(mix=MUTATIONS["the row before"].mix, from_rows=60)  # no small picture shows it
 
 
@@ -248,7 +251,7 @@ class _Mutant(nn.Module):
         both = torch.cat([txt, img], 1)
         q, k, v = (self.qkv(F.layer_norm(both, both.shape[-1:])) + pe.repeat(1, 1, 3)).chunk(3, -1)
         change, mask = self.mutation, None
-        is_on = both.shape[1] >= change.from_rows
+        is_on = both.shape[1] >= change.from_rows and getattr(self, "_noise", 0.0) <= change.until
         if change.order is not None:
             k, v = change.order(k, v)
         if change.mask is not None:
@@ -272,6 +275,14 @@ class Mutated(_Model):
         super().__init__(**sizes)
         front = Mutation() if mutation.is_last_alone else mutation
         self.blocks = nn.ModuleList(map(_Mutant, (front, front, mutation)))
+        self._tells_noise = mutation.until < 1
+
+    def forward(
+        self, x: torch.Tensor, timestep: torch.Tensor, context: torch.Tensor, transformer_options: Any = None, **_: Any
+    ) -> torch.Tensor:
+        for block in self.blocks if self._tells_noise else ():
+            block._noise = float(timestep.max())
+        return super().forward(x, timestep, context, transformer_options)
 
     def of_blocks(self, img: Rows, txt: Rows, vec: Any, at: Any, text_at: Any, options: Any) -> Rows:
         pe = torch.cat([text_at, at], 1).sin().repeat(1, 1, WIDTH // at.shape[-1])
@@ -281,7 +292,7 @@ class Mutated(_Model):
 
 
 class Late(Mutated):
-    """Mixes rows behind the first steps alone."""
+    """Mixes rows between the first and the last steps alone."""
 
     def forward(self, x: torch.Tensor, timestep: torch.Tensor, context: torch.Tensor, **given: Any) -> torch.Tensor:
         options = {**(given.pop("transformer_options", None) or {}), "now": float(timestep.max())}
@@ -289,8 +300,9 @@ class Late(Mutated):
 
     def of_blocks(self, img: Rows, txt: Rows, vec: Any, at: Any, text_at: Any, options: Any) -> Rows:
         pe = torch.cat([text_at, at], 1).sin().repeat(1, 1, WIDTH // at.shape[-1])
+        is_late = LATE[0] < options["now"] < LATE[1]
         for block in self.blocks:
-            img, txt = block(img + img.roll(1, 1) * (options["now"] < LATE), txt, pe, vec[..., :WIDTH], options)
+            img, txt = block(img + img.roll(1, 1) * is_late, txt, pe, vec[..., :WIDTH], options)
         return img
 
 

@@ -6,13 +6,11 @@ gets is made of the same rows.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import comfy.model_management as management
 import torch
-from torch import nn
 
 from ....events import first_line
 from ....families.token_plan import TokenPlan
@@ -22,8 +20,8 @@ from ....parallel.local.watching import apart
 from ....patches.hooks import map_tensors, tensors_reached
 from ..native.model import native_training, plain_attention
 from .attachments import OVERRIDE
-from .deriving import FUNCTIONS, OPTIONS, UNITS, Cards, inputs_of, left_as_it_was
-from .shown_inputs import sizes_of
+from .deriving import Cards, left_as_it_was, small_forwards
+from .shown_inputs import FUNCTIONS, OPTIONS
 
 
 def gradient_fault(cards: Cards, plan: TokenPlan, given: Mapping[str, Any]) -> str:
@@ -32,23 +30,19 @@ def gradient_fault(cards: Cards, plan: TokenPlan, given: Mapping[str, Any]) -> s
     Args:
         given: arguments of a forward.
     """
-    reasons = []
-    with native_training(), left_as_it_was(cards.models):
-        for size in (sizes_of(unit, has_lists=each)[0] for unit, each in itertools.product(UNITS, (True, False))):
-            small = inputs_of(given).at(size)
-            try:
-                expected = gradients_of(cards, None, small)
-                found = gradients_of(cards, plan, small)
-            except (management.InterruptProcessingException, torch.OutOfMemoryError):
-                raise
-            except Exception as error:  # a class may compute what has no backward
-                reasons.append(first_line(error))
-                continue
-            if not any(float(each.abs().max()) for each in expected):
-                return "nothing that it is given has a gradient"
-            far = apart(found, expected)
-            return "" if far <= 1 else f"gradients differ {far:.3g} times as much as rounding may"
-    return reasons[0]
+    with left_as_it_was(cards.models):
+        small = small_forwards(cards, given)[0].given
+        try:
+            with native_training():
+                expected, found = (gradients_of(cards, each, small) for each in (None, plan))
+        except (management.InterruptProcessingException, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a class may compute what has no backward
+            return first_line(error)
+    if not any(float(each.abs().max()) for each in expected):
+        return "nothing that it is given has a gradient"
+    far = apart(found, expected)
+    return "" if far <= 1 else f"gradients differ {far:.3g} times as much as rounding may"
 
 
 def gradients_of(cards: Cards, plan: TokenPlan | None, given: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -56,46 +50,37 @@ def gradients_of(cards: Cards, plan: TokenPlan | None, given: Mapping[str, Any])
 
     Not of a number for each sample, such as its timestep: all rows add up to it, and nearly cancel each other.
     """
-    rows = TokenParallel(cards.models, cards.devices, plan or TokenPlan({}), (1.0,) * len(cards.models))
     found: dict[int, list[torch.Tensor]] = {}
 
-    def of_card(index: int, model: nn.Module | None = None, device: torch.device | None = None) -> torch.Tensor:
-        leaves: list[torch.Tensor] = []
+    def of_card(index: int) -> torch.Tensor:
+        leaves = found.setdefault(index, [])
 
         def own(tensor: torch.Tensor) -> torch.Tensor:
             made = tensor.detach().to(cards.devices[index]).clone()
-            if made.is_floating_point() and made.ndim > 1:
-                leaves.append(made.requires_grad_())
-            return made
-
-        def branch(tensor: torch.Tensor) -> torch.Tensor:
-            """What a forward may write into, as it may not into what gradients are asked of."""
-            return tensor * 1 if tensor.requires_grad else tensor
+            if not made.is_floating_point() or made.ndim < 2:
+                return made
+            leaves.append(made.requires_grad_())
+            return made * 1  # a forward may write into it, as it may not into what gradients are asked of
 
         made = {name: map_tensors(value, own, FUNCTIONS) for name, value in given.items()}
         made[OPTIONS] = {**(made.get(OPTIONS) or {}), OVERRIDE: plain_attention}
-        found[index] = leaves
         # What a forward writes into a tensor that it has kept would be lost for its backward.
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept):
-            branched = {name: map_tensors(value, branch, FUNCTIONS) for name, value in made.items()}
-            outputs = tensors_reached(cards.forwards[index](**branched))
+            outputs = tensors_reached(cards.forwards[index](**made))
         # Every number counts otherwise.
         counts = [torch.linspace(-1, 1, each.numel(), device=each.device).reshape(each.shape) for each in outputs]
         return torch.stack([(each * count).sum() for each, count in zip(outputs, counts, strict=True)]).sum()
 
     if plan is None:
         of_card(0).backward()
-        return [_gradient(each) for each in found[0]]
-    rows.attach()
-    whole = TokenModel(cards.models, cards.devices, rows)
-    indices = {id(model): index for index, model in enumerate(cards.models)}
-    try:
-        whole.together(lambda: whole.through(lambda model, device: of_card(indices[id(model)])).backward())
-    finally:
-        rows.remove()
-    of_cards = [[_gradient(each).to(cards.devices[0]) for each in found[index]] for index in sorted(found)]
-    return [torch.stack(each).sum(0) for each in zip(*of_cards, strict=True)]
-
-
-def _gradient(leaf: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    else:
+        rows = TokenParallel(cards.models, cards.devices, plan, (1.0,) * len(cards.models))
+        rows.attach()
+        whole, indices = TokenModel(cards.models, cards.devices, rows), list(map(id, cards.models))
+        try:
+            whole.together(lambda: whole.through(lambda model, device: of_card(indices.index(id(model)))).backward())
+        finally:
+            rows.remove()
+    device, of_cards = cards.devices[0], [leaves for _, leaves in sorted(found.items())]
+    gradients = [[torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in each] for each in of_cards]
+    return [torch.stack([part.to(device) for part in each]).sum(0) for each in zip(*gradients, strict=True)]

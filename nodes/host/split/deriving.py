@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import comfy.model_management as management
+import comfy.ops
 import comfyui_version
 import torch
 from torch import nn
@@ -42,19 +43,19 @@ from ....parallel.local.tokens import HERE, RowsError, TokenParallel
 from ....parallel.local.watching import Notes, Watch, apart
 from ....parallel.transfer import copy_to
 from ....patches.hooks import PLAIN, map_tensors, tensors_reached
-from ....planning.derived_rows import DerivedRows, KeptRow, Verdict
+from ....planning.derived_rows import DerivedRows, Verdict
 from .attachments import OVERRIDE, check_attention
 from .leading import home_of, led_by_name
 from .model_copy import RUNTIME_STATE
-from .shown_inputs import ShownInputs, Size, sizes_of
+from .shown_inputs import FUNCTIONS, OPTIONS, ShownInputs
 
 _log = logging.getLogger(__name__)
-OPTIONS = "transformer_options"
-UNITS = (2, 4, 8, 16)  # cells that a class may want whole
+_UNITS = (2, 4, 8, 16)  # cells that a class may want whole
 _NEAR_KEYS = {torch.float32: 1e-4, torch.float64: 1e-8}  # of the largest value
 _NEAR_KEYS_IN_HALF = 0.05
-FUNCTIONS = frozenset(("wrappers", "callbacks", "patches", "patches_replace", "model_patcher", OVERRIDE))
-_NO_PLAN = TokenPlan({}, passes_options=False)
+# Of layers, whatever holds their weights and casts them.
+_OF_LAYERS = frozenset(("in_features", "out_features", "normalized_shape", "eps", "num_embeddings", "embedding_dim"))
+_OF_LAYERS |= frozenset(("kernel_size", "stride", "padding", "dilation", "groups", "num_groups"))
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,9 @@ class Cards:
 
     def whole(self, given: Mapping[str, Any]) -> tuple[Any, Notes]:
         """A forward of the first card alone, and what it showed."""
-        watch: Any = Watch(self.models[0])
-        watch.plan = _NO_PLAN
+        watch: Any = Watch(self.models[0], self.lists)
         before, HERE.parallel = HERE.parallel, watch
         try:
-            watch.begin(self.lists)
             with led_by_name(self.models[0]):
                 output = self.forwards[0](**_with_override(copied(given), watch.override))
         finally:
@@ -97,7 +96,7 @@ class Cards:
             return rows.attend(func, *args, **kwargs)
 
         def run(rank: int) -> Any:
-            own = map_tensors(copied(given), lambda tensor: copy_to(tensor, self.devices[rank]))
+            own = copied(given, self.devices[rank])
             return self.forwards[rank](**(_with_override(own, attend) if plan.passes_options else own))
 
         rows.attach()
@@ -126,13 +125,13 @@ class _Noted(TokenParallel):
 
 
 def _with_override(given: dict[str, Any], override: Callable[..., Any]) -> dict[str, Any]:
-    options = {**(given.get(OPTIONS) or {}), OVERRIDE: override}
-    return {**given, OPTIONS: options}
+    return {**given, OPTIONS: {**(given.get(OPTIONS) or {}), OVERRIDE: override}}
 
 
-def copied(given: Mapping[str, Any]) -> dict[str, Any]:
+def copied(given: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
     """With containers and tensors of its own: a forward may write into either."""
-    own = {name: map_tensors(value, torch.clone, FUNCTIONS) for name, value in given.items()}
+    change = torch.clone if device is None else lambda tensor: copy_to(tensor.clone(), device)
+    own = {name: map_tensors(value, change, FUNCTIONS) for name, value in given.items()}
     return {name: dict(value) if isinstance(value, dict) else value for name, value in own.items()}
 
 
@@ -159,11 +158,10 @@ class Proof:
         whole = self.notes.keys_seen(by_options=plan.passes_options)
         for rank, (output, found) in enumerate(zip(outputs, keys, strict=True)):
             number, fault = _keys_differ(found, whole)
+            if not fault and (far := apart(output, self.output)) > 1:
+                number, fault = len(whole) + 1, f"the result differs {far:.3g} times as much as rounding may"
             if fault:
                 return number, f"{self.what}: {fault}, on card {rank + 1}"
-            if (far := apart(output, self.output)) > 1:
-                differs = f"the result of card {rank + 1} differs {far:.3g} times as much as rounding may"
-                return len(whole) + 1, f"{self.what}: {differs}"
         return 0, ""
 
 
@@ -174,12 +172,9 @@ def _keys_differ(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
     for number, (keys, whole) in enumerate(zip(found, expected, strict=True), start=1):
         if keys.shape != whole.shape:
             return number, f"attention {number} has {keys.shape[-2]} keys, and on one card {whole.shape[-2]}"
-        bound = _NEAR_KEYS.get(whole.dtype, _NEAR_KEYS_IN_HALF)
-        off = (keys.to(whole.device).double() - whole.double()).abs().amax(-1)
-        limit = bound * float(whole.double().abs().max())
-        if not float(off.max()) <= limit:
-            row = int((off > limit).reshape(-1, off.shape[-1]).any(0).int().argmax())
-            return number, f"the keys of attention {number} are not those of one card in its order, first in row {row}"
+        limit = _NEAR_KEYS.get(whole.dtype, _NEAR_KEYS_IN_HALF) * float(whole.double().abs().max())
+        if not float((keys.to(whole.device).double() - whole.double()).abs().max()) <= limit:
+            return number, f"the keys of attention {number} are not those of one card in its order"
     return 0, ""
 
 
@@ -191,17 +186,24 @@ def find_rows(cards: Cards, given: Mapping[str, Any], kept: TokenPlan | None = N
     Raises: RowsError that says what differed.
     """
     with left_as_it_was(cards.models):
-        shown, proofs = _small_forwards(cards, given)
-        blocks = {name: [block for _, block in members(cards.models[0], name)] for name in cards.lists}
-        weights = {
-            name: sum(weight.nbytes for block in each for weight in block.parameters()) for name, each in blocks.items()
-        }
-        candidates = ([] if kept is None else [kept]) + derive(shown, cards.lists, weights)
+        proofs, count = small_forwards(cards, given), len(cards.models)
+        notes, weights = proofs[0].notes, dict[str, int]()
+        for name in cards.lists:
+            blocks = members(cards.models[0], name)
+            weights[name] = sum(weight.nbytes for _, block in blocks for weight in block.parameters())
+        candidates = ([] if kept is None else [kept]) + derive([each.notes for each in proofs], cards.lists, weights)
+        if not candidates and not notes.calls:
+            raise RowsError(f"its blocks in {', '.join(cards.lists)} are never called")
+        if not candidates and not notes.keys:
+            raise RowsError("no attention of its blocks was seen, so nobody can give it the keys of other cards")
         if not candidates:
-            raise RowsError(_why_none(shown[0], cards.lists))
+            raise RowsError("nothing that its blocks take and return has tokens that attention was seen to read")
+        uneven = [tuple(3.0 if rank == high else 2.0 for rank in range(count)) for high in (count - 1, 0)]
+        trials = [(proofs[0], shares) for shares in ((1.0,) * count, *uneven)]
+        trials += [(each, uneven[0]) for each in proofs[1:]]
         faults = []
         for plan in candidates:
-            tried = ((number, *each.fault(cards, plan, of)) for number, (each, of) in enumerate(_trials(cards, proofs)))
+            tried = ((number, *each.fault(cards, plan, shares)) for number, (each, shares) in enumerate(trials))
             if (fault := next((each for each in tried if each[-1]), None)) is None:
                 return plan
             faults.append(fault)
@@ -209,97 +211,69 @@ def find_rows(cards: Cards, given: Mapping[str, Any], kept: TokenPlan | None = N
     raise RowsError(f"{len(faults)} ways of sharing out its tokens were tried; of the best one {furthest}")
 
 
-def _why_none(notes: Notes, lists: Sequence[str]) -> str:
-    if not notes.calls:
-        return f"its blocks in {', '.join(lists)} are never called"
-    if not notes.keys:
-        return "no attention of its blocks was seen, so nobody can give it the keys of other cards"
-    return "nothing that its blocks take and return has tokens that attention was seen to read"
-
-
-def _trials(cards: Cards, proofs: Sequence[Proof]) -> Iterator[tuple[Proof, Sequence[float]]]:
-    """Even and uneven shares, in all sizes."""
-    count = len(cards.models)
-    uneven = [tuple(3.0 if rank == high else 2.0 for rank in range(count)) for high in (count - 1, 0)]
-    for shares in ((1.0,) * count, *uneven):
-        yield proofs[0], shares
-    for each in proofs[1:]:
-        yield each, uneven[0]
-
-
-def _small_forwards(cards: Cards, given: Mapping[str, Any]) -> tuple[list[Notes], list[Proof]]:
-    """What whole forwards of several sizes show, and the same as proofs.
+def small_forwards(cards: Cards, given: Mapping[str, Any]) -> list[Proof]:
+    """Whole forwards of several sizes, and what they show.
 
     Raises: RowsError where the class computes none of the sizes, or draws or remembers something.
     """
-    inputs, reasons = inputs_of(given), list[str]()
-    for unit, has_lists in itertools.product(UNITS, (True, False)):
-        base, wider, higher, longer, more = sizes_of(unit, has_lists=has_lists)
-        sizes = {"a small picture": base, "a wider one": wider, "a higher one": higher}
-        sizes |= {"a longer text": longer} if inputs.has_text else {}
-        sizes |= {"more frames": more} if inputs.is_clip else {}
+    inputs, reasons = ShownInputs(given), list[str]()
+    for unit, has_lists in itertools.product(_UNITS, (True, False)):
         try:
-            return _forwards_of(cards, inputs, sizes)
-        except (management.InterruptProcessingException, torch.OutOfMemoryError, RowsError):
+            small = inputs.small(unit, has_lists=has_lists)
+            proofs = [Proof(what, each, *cards.whole(each)) for what, each in small.items()]
+            again, notes = cards.whole(proofs[0].given)
+        except (management.InterruptProcessingException, torch.OutOfMemoryError):
             raise
-        except Exception as error:
+        except Exception as error:  # a class may want whole units, or no lists
             reasons.append(first_line(error))
+            continue
+        for each in proofs:
+            keys = [keys.movedim(-2, 0) for keys, *_ in each.notes.keys if keys.shape[-2] > 1]
+            if any(bool((of == of[:1]).all()) for of in (*keys, *map(torch.flatten, tensors_reached(each.output)))):
+                raise RowsError("the result or keys of a small picture are all alike, which hides faults")
+        first, second = ([keys for keys, *_ in each.keys] for each in (proofs[0].notes, notes))
+        if apart(again, proofs[0].output) > 1 or _keys_differ(second, first)[1]:
+            raise RowsError(
+                "the same small picture computed twice differs, so it draws random numbers or keeps something"
+            )
+        return proofs
     raise RowsError(f"it computes no small picture that could be looked at: {reasons[0]}")
-
-
-def _forwards_of(cards: Cards, inputs: ShownInputs, sizes: Mapping[str, Size]) -> tuple[list[Notes], list[Proof]]:
-    shown, proofs = [], []
-    for what, size in sizes.items():
-        given = inputs.at(size)
-        output, notes = cards.whole(given)
-        shown.append(notes)
-        proofs.append(Proof(what, given, output, notes))
-    for each in proofs:
-        keys = [keys.movedim(-2, 0) for keys, *_ in each.notes.keys if keys.shape[-2] > 1]
-        if any(bool((of == of[:1]).all()) for of in (*keys, *(one.flatten() for one in tensors_reached(each.output)))):
-            raise RowsError("of a small picture of random numbers its result or keys are all alike, which hides faults")
-    again, notes = cards.whole(proofs[0].given)
-    first, second = ([keys for keys, *_ in each.keys] for each in (shown[0], notes))
-    if apart(again, proofs[0].output) > 1 or _keys_differ(second, first)[1]:
-        raise RowsError("the same small picture computed twice differs, so it draws random numbers or keeps something")
-    return shown, proofs
 
 
 @contextmanager
 def left_as_it_was(models: Sequence[nn.Module]) -> Iterator[None]:
     """What forwards write into modules beside weights is put back: attributes, buffers, and what is in either."""
-    modules = [module for model in models for module in model.modules()]
-    before = [{name: each for name, each in vars(module).items() if _is_state(name)} for module in modules]
-    filled, numbers = list[tuple[Any, Any]](), list[tuple[torch.Tensor, torch.Tensor]]()
-    waiting: list[Any] = [each for held in before for each in held.values()]
+    before = [(module, _state_of(module)) for model in models for module in model.modules()]
+    filled, numbers = list[Any](), list[torch.Tensor]()
+    waiting: list[Any] = [each for _, state in before for each in state.values()]
     while waiting:
-        match each := waiting.pop():
-            case dict() | list() if type(each) in (dict, list):
-                filled.append((each, copy.copy(each)))
-                waiting += each.values() if isinstance(each, dict) else each
-            case tuple():
-                waiting += each
-            case torch.Tensor() if not isinstance(each, nn.Parameter) and each.device.type != "meta":
-                numbers.append((each, each.clone()))
+        each = waiting.pop()
+        if type(each) in (dict, list):
+            filled.append(each)
+        if type(each) in (dict, list, tuple):
+            waiting += each.values() if isinstance(each, dict) else each
+        elif isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter) and each.device.type != "meta":
+            numbers.append(each)
+    contents, copies = [copy.copy(each) for each in filled], [each.clone() for each in numbers]
     try:
         yield
     finally:
-        for module, held in zip(modules, before, strict=True):
-            for name in [each for each in vars(module) if _is_state(each) and each not in held]:
+        for module, state in before:
+            for name in _state_of(module).keys() - state.keys():
                 del module.__dict__[name]
-            module.__dict__.update(held)
-        for container, contents in filled:
-            container.clear()
-            (container.update if isinstance(container, dict) else container.extend)(contents)
-        for tensor, own in numbers:
+            module.__dict__.update(state)
+        for each, held in zip(filled, contents, strict=True):
+            each.clear()
+            (each.update if isinstance(each, dict) else each.extend)(held)
+        for tensor, own in zip(numbers, copies, strict=True):
             tensor.copy_(own)
 
 
+def _state_of(module: nn.Module) -> dict[str, Any]:
+    return {name: each for name, each in vars(module).items() if name not in _OF_TORCH and name not in RUNTIME_STATE}
+
+
 _OF_TORCH = frozenset(vars(nn.Module())) - {"_buffers"}
-
-
-def _is_state(name: str) -> bool:
-    return name not in _OF_TORCH and name not in RUNTIME_STATE
 
 
 # ---- kept
@@ -307,18 +281,23 @@ def _is_state(name: str) -> bool:
 
 def rows_of(model: nn.Module) -> DerivedRows:
     """The file of this class as its source is now, and of this structure."""
-    home = (home_of(type(model)), "comfy.ldm.")
-    kinds = {type(module) for module in model.modules()}
-    sources = {name: _source(name) for name in _modules_of(kinds, home)}
-    structure = [
-        [name, type(module).__name__, _plain_attributes(module, is_own=f"{type(module).__module__}.".startswith(home))]
-        for name, module in model.named_modules()
-    ]
+    structure, homes, modules = [], (home_of(type(model)), "comfy.ldm."), set[str]()
+    for name, module in model.named_modules():
+        code = type(module).__module__
+        is_own = f"{code}.".startswith(homes)
+        modules |= {code} if is_own else set()
+        told = {
+            key: repr(value)
+            for key, value in sorted(_state_of(module).items())
+            if (is_own or key in _OF_LAYERS) and key != "training"
+            if type(value) in PLAIN or type(value) in (tuple, list)
+        }
+        structure.append([name, type(module).__name__, told])
     shapes = [[name, list(each.shape)] for name, each in model.named_parameters()]
     return DerivedRows(
         {
             "class": f"{type(model).__module__}.{type(model).__qualname__}",
-            "source": settings_fingerprint(sources),
+            "source": _source(frozenset(modules)),
             "structure": settings_fingerprint([structure, shapes]),
             "comfyui": comfyui_version.__version__,
             "torch": torch.__version__,
@@ -326,126 +305,94 @@ def rows_of(model: nn.Module) -> DerivedRows:
     )
 
 
+@functools.cache
+def _source(modules: Collection[str]) -> str:
+    """A hash of the source beside these modules, and of ComfyUI's models. No other process has that of lost files."""
+    ops = Path(comfy.ops.__file__).resolve()
+    try:
+        folders = {Path(str(sys.modules[name].__file__)).resolve(strict=True).parent for name in modules}
+        files = {ops, *ops.parent.joinpath("ldm").rglob("*.py"), *(each for of in folders for each in of.glob("*.py"))}
+        return settings_fingerprint(sorted(hashlib.sha256(each.read_bytes()).hexdigest() for each in files))
+    except (OSError, AttributeError, KeyError):
+        return uuid.uuid4().hex
+
+
 def with_derived_tokens(row: NativeModel, model: nn.Module) -> NativeModel:
     """The row with what was derived and proved on this machine, gradients among it, where no plan is written."""
     if row.class_name in TOKEN_PLANS or row.class_name in NO_TOKENS:
         return row
     proved = {kind: each for kind, each in rows_of(model).verdicts().items() if each.has_gradients and each.row}
-    first = next(iter(proved.values()), None)
-    if first is None or first.row is None:
-        return row
-    alike = tuple(kind for kind, each in proved.items() if each.row == first.row)
-    return replace(row, derived_tokens=first.row.plan, derived_inputs=alike)
-
-
-def _modules_of(kinds: Collection[type], known: tuple[str, ...]) -> list[str]:
-    """Modules of source that these classes' code is in, and those of ComfyUI's models and their own that it names."""
-    waiting = [kind.__module__ for kind in kinds if f"{kind.__module__}.".startswith(known)]
-    found = {"comfy.ldm.modules.attention", "comfy.ldm.common_dit", "comfy.ops"}
-    while waiting:
-        name = waiting.pop()
-        if name in found or name not in sys.modules:
-            continue
-        found.add(name)
-        beside = {str(getattr(each, "__module__", "")) for each in list(vars(sys.modules[name]).values())}
-        waiting += [each for each in beside if f"{each}.".startswith(known)]
-    return sorted(found)
-
-
-# Of layers, whatever holds their weights and casts them.
-_OF_LAYERS = frozenset(("in_features", "out_features", "normalized_shape", "eps", "num_embeddings", "embedding_dim"))
-_OF_LAYERS |= frozenset(("kernel_size", "stride", "padding", "dilation", "groups", "num_groups"))
-
-
-@functools.cache
-def _source(name: str) -> str:
-    """A hash of a module's file; of one without a file a name that no other process has."""
-    try:
-        return hashlib.sha256(Path(str(sys.modules[name].__file__)).read_bytes()).hexdigest()
-    except (OSError, AttributeError, KeyError):
-        return uuid.uuid4().hex
-
-
-def _plain_attributes(module: nn.Module, *, is_own: bool) -> dict[str, Any]:
-    """What says how a module computes, such as a number of heads. is_own: whether the class is of the model's code."""
-    return {
-        name: repr(value)
-        for name, value in sorted(vars(module).items())
-        if (is_own or name in _OF_LAYERS) and _is_state(name) and name != "training"
-        if type(value) in PLAIN or type(value) in (tuple, list)
-    }
+    first = next((each.row for each in proved.values()), None)
+    alike = tuple(kind for kind, each in proved.items() if each.row == first)
+    return replace(row, derived_tokens=first, derived_inputs=alike)
 
 
 class Deriving:
     """The rows of a class by kind of inputs, derived and proved at the first forward with such inputs.
 
     Args:
-        rows: where they are kept. name: of the class. make: a TokenParallel of a plan, of the cards' copies.
+        rows: where they are kept. name: of the class.
     """
 
-    def __init__(self, rows: DerivedRows, name: str, make: Callable[[TokenPlan], TokenParallel]) -> None:
-        self._rows, self._name, self._make = rows, name, make
-        self._made: dict[str, TokenParallel] = {}
+    def __init__(self, rows: DerivedRows, name: str) -> None:
+        self._rows, self._name = rows, name
+        self._proved: dict[str, TokenPlan] = {}
         self._compared: set[tuple[str, str]] = set()  # kinds and sizes of inputs
         self._refused = {kind: each.refused for kind, each in rows.verdicts().items() if each.row is None}
 
     def forget(self) -> None:
         """Prove all anew: weights are others."""
-        self.remove()
-        self._made.clear()
+        self._proved.clear()
         self._compared.clear()
 
-    def choose(self, given: Mapping[str, Any], cards: Cards) -> TokenParallel:
-        """The rows for these arguments of a forward, attached, and no others. Raises: RowsError for unproved ones."""
-        signature = inputs_of(given).signature
-        if signature in self._refused:
-            raise RowsError(self.refusal(self._refused[signature]))
-        if signature not in self._made:
-            self.remove()
-            kept = self._rows.verdicts().get(signature)
+    def compute(
+        self,
+        given: Mapping[str, Any],
+        own: Callable[..., Any],
+        cards: Callable[[], Cards],
+        by_rows: Callable[[TokenPlan, Mapping[str, Any]], Any],
+        tolerance: float,
+    ) -> Any:
+        """A forward by derived rows; the first one of its size in each third of a run is one card's, and both are
+        compared.
+
+        Args:
+            own: the main card's forward. by_rows: what the main card has of a forward by a plan.
+            cards: that derive rows; none of this split are attached then.
+            tolerance: of a standard deviation; 0 takes what the type of number allows.
+        Raises: RowsError for rows that are not proved, or are no longer.
+        """
+        inputs = ShownInputs(given)
+        kind, size = inputs.signature, (inputs.signature, inputs.size)
+        if kind in self._refused:
+            raise self._refusal(self._refused[kind])
+        if kind not in self._proved:
             _log.info("split: nobody has described %s; its tokens are derived, and compared with one card", self._name)
+            kept = self._rows.verdicts().get(kind)
             try:
-                plan = find_rows(cards, given, None if kept is None or kept.row is None else kept.row.plan)
+                self._proved[kind] = plan = find_rows(cards(), given, None if kept is None else kept.row)
             except RowsError as error:
-                raise RowsError(self.refusal(str(error))) from None
-            self._rows.keep(signature, Verdict(KeptRow.of(plan)))
-            self._made[signature] = self._make(plan)
+                raise self._refusal(str(error)) from None
+            self._rows.keep(kind, Verdict(plan))
             _log.info("split: derived and proved: %s", written(plan))
-        for name, other in self._made.items():
-            if name != signature:
-                other.remove()
-        self._made[signature].attach()
-        return self._made[signature]
-
-    def refusal(self, why: str) -> str:
-        """Words for a node."""
-        return f"{why_no_tokens(self._name)}, and with these inputs: {why}. Use way 'blocks' in the split node"
-
-    def is_compared(self, given: Mapping[str, Any]) -> bool:
-        """Whether a whole step of this size was compared with one card's, with these weights."""
-        inputs = inputs_of(given)
-        return (inputs.signature, inputs.size) in self._compared
-
-    def compare(self, given: Mapping[str, Any], found: Any, expected: Any, tolerance: float) -> None:
-        """Note that a whole step is one card's. Raises: RowsError where it is not; such inputs stay refused."""
-        inputs = inputs_of(given)
+        if size in self._compared:
+            return by_rows(self._proved[kind], given)
+        try:
+            found = by_rows(self._proved[kind], copied(given))
+        except (management.InterruptProcessingException, torch.OutOfMemoryError, RowsError):
+            raise
+        except Exception as error:  # of rows that nobody wrote, anything may come
+            raise self._refusal(first_line(error)) from error
+        expected = own(**copied(given))
         if (far := apart(found, expected, tolerance)) > 1:
             why = f"a step of this size differs from one card's {far:.3g} times as much as rounding may"
-            why += f" ({self._rows.path} keeps that)"
-            self._refused[inputs.signature] = why
-            self._rows.keep(inputs.signature, Verdict(None, why))
-            raise RowsError(self.refusal(why))
-        self._compared.add((inputs.signature, inputs.size))
+            self._refused[kind] = why = f"{why} ({self._rows.path} keeps that)"
+            self._rows.keep(kind, Verdict(None, why))
+            raise self._refusal(why)
+        self._compared.add(size)
+        return expected
 
-    def remove(self) -> None:
-        """Take the rows off the cards' copies."""
-        for rows in self._made.values():
-            rows.remove()
-
-
-def inputs_of(given: Mapping[str, Any]) -> ShownInputs:
-    """The inputs of a forward. Raises: RowsError where they have no latents."""
-    try:
-        return ShownInputs(given)
-    except ValueError as error:
-        raise RowsError(str(error)) from None
+    def _refusal(self, why: str) -> RowsError:
+        return RowsError(
+            f"{why_no_tokens(self._name)}, and with these inputs: {why}. Use way 'blocks' in the split node"
+        )

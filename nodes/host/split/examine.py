@@ -9,10 +9,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import comfy.model_management as management
 import comfy.sample
@@ -23,20 +22,19 @@ from ....families.comfy.inputs import COND, POOLED
 from ....families.comfy.registry import find_native
 from ....families.comfy.text_sizes import usual_text
 from ....families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS
-from ....families.token_plan import TokenPlan
 from ....parallel.local.deriving import written
 from ....parallel.local.tokens import RowsError
 from ....patches.hooks import HookSet
-from ....planning.derived_rows import KeptRow, Verdict
+from ....planning.derived_rows import Verdict
 from .derived_gradients import gradient_fault
-from .deriving import Cards, copied, find_rows, inputs_of, rows_of
+from .deriving import Cards, copied, find_rows, rows_of
 from .model import load_split_model
 from .model_copy import copy_structure
 from .plan import layout_of
-from .shown_inputs import Innermost
+from .shown_inputs import Innermost, ShownInputs
 
 _TEXT, _SIDE, _FRAMES = 9, 16, 3  # tokens, cells
-_STATES, _POOLED = 1009, 2003  # widths that no model has, until a layer says which it reads
+_MADE_UP = {COND: 1009, POOLED: 2003}  # widths that no model has, until a layer says which it reads
 _MOST_TRIES = 6
 
 
@@ -47,22 +45,6 @@ class _Width(Exception):  # no error: it ends a forward whose text has another w
 
 class _Done(Exception):
     pass
-
-
-class _Kind(NamedTuple):
-    """Of inputs: whether the text has states that are pooled, or a mask; frames of latents that have any."""
-
-    has_pooled: bool
-    has_mask: bool
-    frames: int
-
-
-@dataclass(frozen=True)
-class _Found:
-    """Args: row: None where none was proved; why says so, and where there is one why gradients were not."""
-
-    row: TokenPlan | None
-    why: str
 
 
 def examine(path: Path) -> str:
@@ -76,16 +58,17 @@ def examine(path: Path) -> str:
     if reason := NO_TOKENS.get(layout.class_name):
         return f"{name} cannot be shared out by tokens: {reason}"
     kept = rows_of(root)  # before a forward leaves anything on the model
-    found = _Examination(model, layout.block_lists).run()
+    found = _verdicts(model, layout.block_lists)
     rows = dict.fromkeys(written(each.row) for each in found.values() if each.row is not None)
     if not rows:
-        return f"{name} cannot be shared out by tokens: {next(iter(found.values())).why}"
-    for signature, each in found.items() if layout.class_name not in TOKEN_PLANS else ():
-        if each.row is not None:
-            kept.keep(signature, Verdict(KeptRow.of(each.row), has_gradients=not each.why))
-    without = next((each.why for each in found.values() if each.row is not None and each.why), "")
+        return f"{name} cannot be shared out by tokens: {next(iter(found.values())).refused}"
+    is_written = layout.class_name in TOKEN_PLANS
+    for signature, each in found.items():
+        if each.row is not None and not is_written:
+            kept.keep(signature, each)
+    without = next((each.refused for each in found.values() if each.row is not None and each.refused), "")
     lines = [
-        f"# {name}: {'has a written row' if layout.class_name in TOKEN_PLANS else 'nobody has described its tokens'}.",
+        f"# {name}: {'has a written row' if is_written else 'nobody has described its tokens'}.",
         "# Derived from small pictures, and proved for inputs of these kinds alone: results and keys are one card's.",
         f"# Gradients: {without or 'those of one card'}.",
         *(f'"{name}": {each},' for each in rows),
@@ -98,73 +81,55 @@ def examine(path: Path) -> str:
     return "\n".join(lines)
 
 
-class _Examination:
-    """Args: model: a MODEL that is nowhere loaded. lists: of its blocks."""
+def _verdicts(model: Any, lists: tuple[str, ...]) -> dict[str, Verdict]:
+    """By signature of inputs. A row whose gradients differ is refused for trainings alone.
 
-    def __init__(self, model: Any, lists: tuple[str, ...]) -> None:
-        self._model, self._lists = model, lists
-        self._root: nn.Module = model.model.diffusion_model
-        self._innermost, self._copied = Innermost(self._root), copy_structure(self._root)[0]
-        usual = usual_text(self._root)
-        made_up = {COND: _STATES, POOLED: _POOLED}
-        self._widths = {each: usual[each].shape[-1] if each in usual else made_up[each] for each in made_up}
-        self._found: dict[str, _Found] = {}
+    Args:
+        model: a MODEL that is nowhere loaded. lists: of its blocks.
+    Raises: what the first forward raises where none of them could be computed.
+    """
+    root: nn.Module = model.model.diffusion_model
+    innermost, copy, usual = Innermost(root), copy_structure(root)[0], usual_text(root)
+    widths = {each: usual[each].shape[-1] if each in usual else made_up for each, made_up in _MADE_UP.items()}
+    found, errors, hooks = dict[str, Verdict](), list[Exception](), HookSet()
 
-    def run(self) -> dict[str, _Found]:
-        """By signature of inputs. Raises: what the first forward raises where none of them could be computed."""
-        hooks, errors = HookSet(), list[Exception]()
-        hooks.around_method(self._root, self._innermost.method, self._look)
-        has_frames = self._model.model.latent_format.latent_dimensions == 3
-        try:
-            for kind in itertools.starmap(
-                _Kind, itertools.product((True, False), (False, True), (_FRAMES, 1) if has_frames else (1,))
-            ):
-                try:
-                    self._try(kind)
-                except (management.InterruptProcessingException, torch.OutOfMemoryError):
-                    raise
-                except Exception as error:  # a class may need a mask, or refuse one
-                    errors.append(error)
-        finally:
-            hooks.remove()
-        if not self._found:
-            raise errors[0]
-        return self._found
-
-    def _try(self, kind: _Kind) -> None:
-        for _ in range(_MOST_TRIES):
-            try:
-                with torch.no_grad(), _widths_checked(self._root, self._widths):
-                    _sample(self._model, self._widths, kind)
-            except _Width as wrong:
-                sizes = self._widths.items()
-                self._widths = {each: wrong.wanted if width == wrong.found else width for each, width in sizes}
-            except _Done:
-                return
-        raise RuntimeError(f"no text was found that {type(self._root).__name__} reads")
-
-    def _look(self, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = copied(self._innermost.arguments(args, kwargs))  # the class writes into its options
-        signature = inputs_of(given).signature
+    def look(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = copied(innermost.arguments(args, kwargs))  # the class writes into its options
+        signature = ShownInputs(given).signature
         own(*args, **kwargs)
-        if signature not in self._found:
+        if signature not in found:
             device = next(each.device for each in given.values() if isinstance(each, torch.Tensor))
-            self._copied.to(device)
-            forwards = own, getattr(self._copied, self._innermost.method)
-            send = lambda tensors, rank, arrivals: tensors  # noqa: E731
-            cards = Cards((self._root, self._copied), forwards, (device, device), self._lists, send)
+            forwards = own, getattr(copy.to(device), innermost.method)
+            cards = Cards((root, copy), forwards, (device, device), lists, lambda tensors, rank, arrivals: tensors)
             try:
                 row = find_rows(cards, given)
-                self._found[signature] = _Found(row, gradient_fault(cards, row, given))
+                why = gradient_fault(cards, row, given)
+                found[signature] = Verdict(row, why, has_gradients=not why)
             except RowsError as error:
-                self._found[signature] = _Found(None, str(error))
+                found[signature] = Verdict(None, str(error))
         raise _Done
+
+    hooks.around_method(root, innermost.method, look)
+    frames = (_FRAMES, 1) if model.model.latent_format.latent_dimensions == 3 else (1,)
+    try:
+        for has_pooled, has_mask, count in itertools.product((True, False), (False, True), frames):
+            try:
+                _sample(model, widths, has_pooled=has_pooled, has_mask=has_mask, frames=count)
+            except (management.InterruptProcessingException, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # a class may need a mask, or refuse one
+                errors.append(error)
+    finally:
+        hooks.remove()
+    if not found:
+        raise errors[0]
+    return found
 
 
 @contextmanager
 def _widths_checked(root: nn.Module, widths: Mapping[str, int]) -> Iterator[None]:
     """Inside, a layer that is given a made-up width says which one it reads."""
-    hooks, made_up = HookSet(), {_STATES, _POOLED}.intersection(widths.values())
+    hooks, made_up = HookSet(), set(_MADE_UP.values()).intersection(widths.values())
 
     def check(wanted: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         x = args[0] if args else None
@@ -172,24 +137,32 @@ def _widths_checked(root: nn.Module, widths: Mapping[str, int]) -> Iterator[None
             raise _Width(x.shape[-1], wanted)
 
     for module in root.modules():
-        shape: Any = getattr(module, "normalized_shape", ())
-        if isinstance(module, nn.Linear) or shape:
-            hooks.just_before(
-                module, partial(check, module.in_features if isinstance(module, nn.Linear) else shape[-1])
-            )
+        shape: Any = (module.in_features,) if isinstance(module, nn.Linear) else getattr(module, "normalized_shape", ())
+        if shape:
+            hooks.just_before(module, partial(check, shape[-1]))
     try:
         yield
     finally:
         hooks.remove()
 
 
-def _sample(model: Any, widths: Mapping[str, int], kind: _Kind) -> None:
-    """One step of ComfyUI's sampler, whose forward is looked at."""
-    form = model.model.latent_format
-    cells = {1: (_SIDE * _SIDE,), 2: (_SIDE, _SIDE), 3: (kind.frames, _SIDE, _SIDE)}[form.latent_dimensions]
+def _sample(model: Any, widths: dict[str, int], *, has_pooled: bool, has_mask: bool, frames: int) -> None:
+    """One step of ComfyUI's sampler, whose forward is looked at; widths become those that layers read."""
+    form, root = model.model.latent_format, model.model.diffusion_model
+    cells = {1: (_SIDE * _SIDE,), 2: (_SIDE, _SIDE), 3: (frames, _SIDE, _SIDE)}[form.latent_dimensions]
     latent = torch.zeros(1, form.latent_channels, *cells)
-    options = {"attention_mask": torch.ones(1, _TEXT, dtype=torch.long)} if kind.has_mask else {}
-    options |= {"pooled_output": torch.randn(1, widths[POOLED])} if kind.has_pooled else {}
-    text = [[torch.randn(1, _TEXT, widths[COND]), options]]
     noise = comfy.sample.prepare_noise(latent, 0)
-    comfy.sample.sample(model, noise, 1, 1.0, "euler", "simple", text, text, latent, disable_pbar=True, seed=0)
+    for _ in range(_MOST_TRIES):
+        options = {"attention_mask": torch.ones(1, _TEXT, dtype=torch.long)} if has_mask else {}
+        options |= {"pooled_output": torch.randn(1, widths[POOLED])} if has_pooled else {}
+        text = [[torch.randn(1, _TEXT, widths[COND]), options]]
+        try:
+            with torch.no_grad(), _widths_checked(root, widths):
+                comfy.sample.sample(
+                    model, noise, 1, 1.0, "euler", "simple", text, text, latent, disable_pbar=True, seed=0
+                )
+        except _Width as wrong:
+            widths |= {each: wrong.wanted for each, width in widths.items() if width == wrong.found}
+        except _Done:
+            return
+    raise RuntimeError(f"no text was found that {type(root).__name__} reads")

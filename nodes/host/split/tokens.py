@@ -45,16 +45,14 @@ from ....planning.derived_rows import DerivedRows
 from ....planning.times import CLIP_TOKENS, LEAST_SHARE, PICTURE_TOKENS, ForwardWork, forward_work
 from ....quantization.weight_only import plain_parts
 from .attachments import OVERRIDE, ROOT, check_attention, check_runnable
-from .deriving import Cards, Deriving, copied, rows_of
+from .deriving import Cards, Deriving, rows_of
 from .leading import home_of, led_by_name
 from .model_copy import RUNTIME_STATE, copy_structure
 from .plan import SplitPlan, SplitRequest, find_streamed, layout_of
-from .shown_inputs import Innermost
+from .shown_inputs import FUNCTIONS, OPTIONS, Innermost
 from .tree import Executor, SplitTree
 
 _log = logging.getLogger(__name__)
-_OPTIONS = "transformer_options"
-_FUNCTIONS = frozenset(("wrappers", "callbacks", "patches", "patches_replace", "model_patcher", OVERRIDE))
 _INSIDE = f"{ROOT}."
 # Modules of other code that are known: layers, whatever holds their weights.
 _KNOWN_LAYERS = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.modules.conv._ConvNd)
@@ -105,7 +103,12 @@ def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan
         raise ValueError(f"{layout.class_name} cannot be shared out by tokens: {reason}. Use way 'blocks' or 'tensor'")
     tokens, derived = TOKEN_PLANS.get(layout.class_name), None
     if tokens is None:
-        tokens, derived = _kept_rows(diffusion_model, layout.class_name)
+        derived = rows_of(diffusion_model)
+        verdicts = list(derived.verdicts().values())
+        tokens = next((each.row for each in verdicts if each.row is not None), TokenPlan({}))
+        if verdicts and not tokens.blocks:
+            why = f"{why_no_tokens(layout.class_name)}, and inputs that were tried are refused"
+            _log.warning("split: %s: %s", why, verdicts[0].refused)
     known = (*_KNOWN_MODULES, home_of(type(diffusion_model))) if derived else _KNOWN_MODULES
     for name, module in diffusion_model.named_modules():
         code = type(module).__module__
@@ -130,16 +133,6 @@ def plan_tokens(diffusion_model: nn.Module, request: SplitRequest) -> TokensPlan
 def usual_tokens(layout: NativeModel) -> int:
     """Of a picture or clip; a split is planned before its size is known."""
     return CLIP_TOKENS if layout in VIDEO_MODELS else PICTURE_TOKENS
-
-
-def _kept_rows(diffusion_model: nn.Module, name: str) -> tuple[TokenPlan, DerivedRows]:
-    """A derived plan of a class without a written one, empty where the first step has to derive it."""
-    derived = rows_of(diffusion_model)
-    verdicts = list(derived.verdicts().values())
-    plan = next((each.row.plan for each in verdicts if each.row is not None), None)
-    if plan is None and verdicts:
-        _log.warning("split: %s, and inputs that were tried are refused: %s", why_no_tokens(name), verdicts[0].refused)
-    return plan or TokenPlan({}), derived
 
 
 def _num_groups(request: SplitRequest, work: ForwardWork) -> int:
@@ -181,19 +174,14 @@ class TokensExecutor(Executor):
         def send(tensors: Tensors, rank: int, arrivals: Arrivals) -> Tensors:
             return copies.copies(tensors, plan.devices[rank], arrivals)
 
-        exchange = plan.request.exchange
-        if exchange == "8-bit":
+        if plan.request.exchange == "8-bit":
             self.tolerance = 0.1
 
-        def make(how: TokenPlan) -> TokenParallel:
-            return TokenParallel(self._models, plan.devices, how, plan.shares, send, plan.groups, exchange)
-
-        written = () if plan.derived else ((False, plan.tokens), (True, plan.tokens.one_frame))
-        self._rows: dict[bool, TokenParallel] = {is_one: make(how) for is_one, how in written if how is not None}
         self._send = send
+        self._rows: dict[int, TokenParallel] = {}  # by the id of their plan, which they hold
         self._deriving: Deriving | None = None
         if plan.derived is not None:
-            self._deriving = Deriving(plan.derived, plan.layout.class_name, make)
+            self._deriving = Deriving(plan.derived, plan.layout.class_name)
         self._hooks = HookSet()
         self._may_change = _MAY_CHANGE.union(plan.layout.remembers)
         self._unchanged = Unchanged(root, self._may_change)
@@ -208,6 +196,7 @@ class TokensExecutor(Executor):
         self._is_compared = False
         if self._deriving is not None:
             self._deriving.forget()
+            self._rows.clear()
         self._take_method()
 
     def _take_method(self) -> bool:
@@ -225,8 +214,6 @@ class TokensExecutor(Executor):
         self._hooks.remove()
         for rows in self._rows.values():
             rows.remove()
-        if self._deriving is not None:
-            self._deriving.remove()
 
     def prepare(self, tree: SplitTree, options: Mapping[str, Any]) -> None:
         if self._wholes.rank is not None:
@@ -319,12 +306,6 @@ class TokensExecutor(Executor):
         """Each card computes a whole one; what cannot be dealt to all cards is shared out by tokens."""
         size, outputs = len(self._models), list[torch.Tensor]()
 
-        def on_a_card(job: Callable[[], torch.Tensor]) -> torch.Tensor:
-            try:
-                return job()
-            finally:
-                tree.end()  # whatever it left in its thread
-
         tree.say_once(
             f"split: {size} conditionings or pictures at once, each whole on a card of its own, which holds all of its "
             "activations; overlap off computes each on all cards"
@@ -332,8 +313,8 @@ class TokensExecutor(Executor):
         while len(jobs) >= size:
             try:
                 with self._running:
-                    self._choose_rows(None)
-                    outputs += self._wholes.run([functools.partial(on_a_card, job) for job in jobs[:size]])
+                    self._attach(self._plan.tokens)
+                    outputs += self._wholes.run(jobs[:size])
             except RowsError as error:  # of what a wrapper put there just now
                 if not self._plan.may_run_alone:
                     raise
@@ -349,7 +330,7 @@ class TokensExecutor(Executor):
             return own(*args, **kwargs)
         given = self._innermost.arguments(args, kwargs)
         if (rank := self._wholes.rank) is not None:
-            self._check_runnable(given.get(_OPTIONS) or {}, given.get("control"))
+            self._check_runnable(given.get(OPTIONS) or {}, given.get("control"))
             moved = self._given(rank, given)
             self._wholes.meet()
             with current_device(self._plan.devices[rank]):
@@ -358,10 +339,14 @@ class TokensExecutor(Executor):
         with self._running:
             try:
                 self._check_unchanged(tree)
-                self._check_runnable(given.get(_OPTIONS) or {}, given.get("control"))
+                self._check_runnable(given.get(OPTIONS) or {}, given.get("control"))
                 if self._deriving is not None:
-                    return self._compute_derived(self._deriving, own, given)
-                return self._compute_by(self._choose_rows(next(iter(given.values()))), own, given)
+                    cards, by_rows = functools.partial(self._cards, own), functools.partial(self._compute_by, own)
+                    tolerance = self.tolerance if self._plan.request.exchange == "8-bit" else 0.0
+                    return self._deriving.compute(given, own, cards, by_rows, tolerance)
+                latents, tokens = next(iter(given.values())), self._plan.tokens
+                is_one = isinstance(latents, torch.Tensor) and latents.ndim == 5 and latents.shape[2] == 1
+                return self._compute_by(own, (is_one and tokens.one_frame) or tokens, given)
             except OneDeviceError as error:
                 tree.say_once(f"split: one card computes such a forward: {error}")
             except RowsError as error:
@@ -370,44 +355,37 @@ class TokensExecutor(Executor):
                 self._say_alone(tree, error)
             return own(*args, **kwargs)
 
-    def _compute_by(self, rows: TokenParallel, own: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    def _compute_by(self, own: Callable[..., Any], plan: TokenPlan, given: Mapping[str, Any]) -> Any:
+        rows = self._attach(plan)
         calls = [
             functools.partial(self._run, rank, rows, own if rank == 0 else None, self._given(rank, given))
             for rank in range(len(self._models))
         ]
-        with nullcontext() if rows.plan.passes_options else led_by_name(self._models[0]):
+        with nullcontext() if plan.passes_options else led_by_name(self._models[0]):
             return rows.run(calls)[0]
 
-    def _compute_derived(self, deriving: Deriving, own: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-        """By derived rows, and in each third of a run the first time at this size by one card as well."""
+    def _cards(self, own: Callable[..., Any]) -> Cards:
+        """For forwards by other rows than those of this split."""
+        for rows in self._rows.values():
+            rows.remove()
         forwards = [own, *(getattr(model, self._method) for model in self._models[1:])]
-        cards = Cards(self._models, forwards, self._plan.devices, self._plan.layout.block_lists, self._send)
-        rows = deriving.choose(given, cards)
-        if deriving.is_compared(given):
-            return self._compute_by(rows, own, given)
-        try:
-            found = self._compute_by(rows, own, copied(given))
-        except (management.InterruptProcessingException, torch.OutOfMemoryError, RowsError):
-            raise
-        except Exception as error:  # of rows that nobody wrote, anything may come
-            raise RowsError(deriving.refusal(first_line(error))) from error
-        expected = own(**copied(given))
-        deriving.compare(given, found, expected, self.tolerance if self._plan.request.exchange == "8-bit" else 0.0)
-        return expected
+        return Cards(self._models, forwards, self._plan.devices, self._plan.layout.block_lists, self._send)
 
     @staticmethod
     def _say_alone(tree: SplitTree, refusal: RowsError) -> None:
         tree.say_once(f"split: way auto took tokens, and now the first card computes alone: {refusal}")
 
-    def _choose_rows(self, latents: Any) -> TokenParallel:
-        """For latents of this shape, attached."""
-        is_one = isinstance(latents, torch.Tensor) and latents.ndim == 5 and latents.shape[2] == 1
-        rows = self._rows.get(is_one, self._rows[False])
-        for other in self._rows.values():
-            if other is not rows:
+    def _attach(self, plan: TokenPlan) -> TokenParallel:
+        """The rows of this plan, and no others."""
+        if id(plan) not in self._rows:
+            held, exchange = self._plan, self._plan.request.exchange
+            how = held.devices, plan, held.shares, self._send, held.groups, exchange
+            self._rows[id(plan)] = TokenParallel(self._models, *how)
+        for of, other in self._rows.items():
+            if of != id(plan):
                 other.remove()
-        rows.attach()
-        return rows
+        self._rows[id(plan)].attach()
+        return self._rows[id(plan)]
 
     def _given(self, rank: int, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of the forward on a rank's device; dicts are its own."""
@@ -416,9 +394,9 @@ class TokensExecutor(Executor):
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if rank == 0 or is_everywhere(tensor) else copy_to(tensor, device)
 
-        moved = {name: map_tensors(value, move, _FUNCTIONS) for name, value in given.items()}
-        if isinstance(moved.get(_OPTIONS), dict):
-            moved[_OPTIONS] = dict(moved[_OPTIONS])
+        moved = {name: map_tensors(value, move, FUNCTIONS) for name, value in given.items()}
+        if isinstance(moved.get(OPTIONS), dict):
+            moved[OPTIONS] = dict(moved[OPTIONS])
         if isinstance(control := given.get("control"), dict):
             moved["control"] = {
                 name: [None if each is None else move(each) for each in residuals]
@@ -435,7 +413,7 @@ class TokensExecutor(Executor):
                 name: Residuals(each, here, rows.plan.control) for name, each in given["control"].items()
             }
         if rows.plan.passes_options:
-            options = given.setdefault(_OPTIONS, {})
+            options = given.setdefault(OPTIONS, {})
             chosen = options.get(OVERRIDE)
 
             def attend(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
