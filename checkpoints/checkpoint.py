@@ -43,6 +43,8 @@ Layout = Literal["diffusers", "original"]
 
 _LAYOUTS: tuple[Layout, ...] = ("diffusers", "original")
 OF_PAIR = re.compile(r"(high|low)[ _-]?noise", re.IGNORECASE)  # in the name of a file of one of Wan 2.2's two experts
+WAN_22 = re.compile(r"wan[ _-]?v?2[ ._-]?2", re.IGNORECASE)
+_OF_22 = re.compile(r"[-_](HIGH|LOW)(?=[-_.])")  # the same in names that say Wan 2.2
 _WAN_21 = re.compile(r"wan[ _-]?2[._-]?1(?!4b)", re.IGNORECASE)
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.")  # what ComfyUI's files carry in front of every name
 
@@ -249,7 +251,7 @@ def _choose_variant(info: CheckpointInfo, source: Source, wanted: Variant | None
             possible = [variant for variant in possible if boundary in variant.sigma_range] or possible
         if source.path.is_file():  # a model folder may hold both
             ending = expert_by_name(source.path).removesuffix("_noise")
-            is_21 = not ending and _WAN_21.search(source.path.name)
+            is_21 = not ending and _WAN_21.search(source.path.name) and not WAN_22.search(source.path.name)
             named = [v for v in possible if ending and v.name.endswith(f"-{ending}") or is_21 and not v.partner]
             possible = named or possible
         in_folder = (each for each in possible if each.transformer_folder == source.folder.name)
@@ -268,7 +270,8 @@ def _choose_variant(info: CheckpointInfo, source: Source, wanted: Variant | None
 
 def expert_by_name(path: Path) -> str:
     """Which of Wan 2.2's experts a file is, "high_noise" or "low_noise"; "" if its name says neither, or both."""
-    said = {each.lower() for each in OF_PAIR.findall(path.name)}
+    named = OF_PAIR.findall(path.name) or WAN_22.search(path.name) and _OF_22.findall(path.name) or ()
+    said = {each.lower() for each in named}
     return f"{said.pop()}_noise" if len(said) == 1 else ""
 
 

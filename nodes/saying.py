@@ -68,8 +68,8 @@ def said_on_node(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.Node
         except Exception as error:
             if fault := import_fault(error):
                 raise RuntimeError(fault) from error
-            if type(error) in (ValueError, RuntimeError):
-                error.args = (in_sockets(str(error)),)
+            if isinstance(error, (ValueError, RuntimeError)) and [*map(type, error.args)] == [str]:
+                error.args = (in_sockets(error.args[0]),)
             raise
         else:
             if keeper.texts:  # also in the node's output, which a reload of the page brings back

@@ -12,6 +12,7 @@ model which compiles anew for every shape ends with an error instead of spending
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 import logging
@@ -253,7 +254,8 @@ class OutOfPlace:
     Inference code writes into tensors that an operation was given before. Autograd refuses that, and torch.compile
     traces through autograd, so such a block fails to compile though a graph could keep both values. Here the assignment
     becomes an operation that makes a tensor, before autograd sees the graph, and what reads x afterwards reads that. It
-    stays what it was where a view of x, or what x is a view of, is read afterwards.
+    stays what it was where a view of x, or what x is a view of, is read afterwards. Rows x[a:b] are renewed together
+    with x, unless another write to the same storage has to stay, such as x[0] = y or one by out=.
 
     What is written into an argument never reaches it then. A caller that reads it there, or a block that returns its
     argument, needs keeps_arguments: the graph computes with a copy of such an argument, which is written into when the
@@ -267,16 +269,24 @@ class OutOfPlace:
         backend = torch._dynamo.lookup_backend(self._backend) if isinstance(self._backend, str) else self._backend
         num_outputs = len(_output(module.graph).args[0])
         written: list[int] = []
+        nodes = module.graph.nodes
+        assigned = Counter(_storage(node.args[0]) for node in nodes if _operation(node) is not None and node.args)
+        kept = {  # of which no rows are renewed: there are other writes, or nobody can tell
+            storage
+            for node in nodes
+            if (storage := _storage(node)) is not None
+            and (_value(node).is_inference() or _value(node)._version > assigned[storage])
+        }
         if self._keeps_arguments:  # have the graph return those it writes into, too; one that has two names stays out
             places = list(module.graph.find_nodes(op="placeholder"))
-            assigned = [node for node in module.graph.nodes if _operation(node) is not None and node.args]
-            targets = {_storage(node.args[0]) for node in assigned} - {None}
+            targets = assigned.keys() - {None}
             names = Counter(map(_storage, places))
             written = [at for at, each in enumerate(map(_storage, places)) if each in targets and names[each] == 1]
             end = _output(module.graph)
             end.args = ((*end.args[0], *(places[at] for at in written)),)
-        for node in list(module.graph.nodes):
-            _renew(node)
+        while torn := _renew_all(copy.deepcopy(module.graph), kept):
+            kept |= torn
+        _renew_all(module.graph, kept)
         module.recompile()
         compiled = backend(module, inputs, **options)
 
@@ -301,22 +311,38 @@ def _operation(node: Node) -> Any:
     return (AUGMENTED if node.op == "call_function" else _METHODS).get(node.target)
 
 
-def _renew(node: Node) -> None:
+def _renew_all(graph: Graph, kept: set[int]) -> set[int]:
+    """Have assignments make new tensors, in place, but not those to rows of storages in `kept`.
+
+    Returns: a storage that has to be in `kept`, too, if there is one: a later write would reach the renewed rows, or
+    the new tensor of all rows, alone.
+    """
+    apart: set[int] = set()
+    for node in list(graph.nodes):
+        storage, new = _renew(node, kept)
+        if storage in apart and not new:
+            return {storage}
+        if new > 1:
+            apart.add(storage)
+    return set()
+
+
+def _renew(node: Node, kept: set[int]) -> tuple[int, int]:
     """Have an assignment make a new tensor, if no other name of the old one is read behind it; of rows of a tensor that
-    is read behind it, a new one of all rows as well."""
+    is read behind it, a new one of all rows as well. Returns the storage, 0 of other nodes, and how many are new."""
     operation = _operation(node)
     old = node.args[0] if operation is not None and node.args else None
     storage = _storage(old)
     if not isinstance(old, Node) or storage is None:
-        return
+        return 0, 0
     nodes = list(node.graph.nodes)
     at = nodes.index(node)
     behind = {*nodes[at + 1 :]}
     read = {name for each in behind for name in each.all_input_nodes}
     others = {each for each in nodes[:at] if each is not old and _storage(each) == storage} & read
     whole, rows = _rows_of(old)
-    if others - {whole}:
-        return
+    if others - {whole} or others and storage in kept:
+        return storage, 0
     node.target = operation
     with node.graph.inserting_after(node):  # the type stays; a tensor of this type is not copied
         made = node.graph.call_method("to", (node, _value(old).dtype))
@@ -329,6 +355,7 @@ def _renew(node: Node) -> None:
         made.meta[_ROWS] = names[whole], rows
     for name, new in names.items():
         name.replace_all_uses_with(new, delete_user_cb=behind.__contains__)
+    return storage, 2 if others else 1
 
 
 def _rows_of(node: Node) -> tuple[Any, Any]:

@@ -51,8 +51,9 @@ Made by `scripts/families_table.py`; do not edit. A number points to the reason 
 - **compile**: blocks by torch.compile.
 - **offload**: weights, and what is kept for the backward, in host memory.
 - **forecast**: memory and time are said before weights are loaded.
-- **newer**: the model came after ComfyUI 0.33.0. It was trained beside that version, from its public source; tests run
-  where ComfyUI has it.
+- **newer**: the model came after ComfyUI 0.33.0. No released version that has it was run. What ran was 0.33.0 with the
+  model's public source put in by hand and altered: no fused kernels, no prefix cache, no Fun control, stand-ins for
+  latent formats and detection. Tests run where ComfyUI has the class. README's number of models leaves these rows out.
 
 Splits and divided blocks for sampling have a guide of their own: [split models](guides/split_models.md). A class in no
 table is split by blocks. *derived*: where its tokens are is found and proved on your machine, or refused, as

@@ -101,9 +101,11 @@ class Rows:
                     raise OneDeviceError(f"{length} rows of {segment} are no whole groups of {groups}")
                 step = length // groups  # rows that stay on one rank
         total, rank = sum(self._shares), self.rank if rank is None else rank
-        ends = [round(length // step * each / total) * step for each in itertools.accumulate(self._shares, initial=0)]
-        ends[-1] = length
-        return ends[rank], ends[rank + 1] - ends[rank]
+        number, size = length // step, len(self._shares)
+        ends = [round(number * each / total) for each in itertools.accumulate(self._shares, initial=0)]
+        for at in range(1, size if number >= size else 0):  # one each, at least
+            ends[at] = min(max(ends[at], ends[at - 1] + 1), number - size + at)
+        return ends[rank] * step, (ends[rank + 1] - ends[rank]) * step
 
     def local(self, axis: str) -> int:
         """Rows that this rank has of an axis."""

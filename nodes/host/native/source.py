@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ....checkpoints.checkpoint import OF_PAIR, CheckpointInfo
+from ....checkpoints.checkpoint import OF_PAIR, WAN_22, CheckpointInfo
 from ....checkpoints.fingerprint import settings_fingerprint
 from ....checkpoints.header import FLOAT_TYPES, TensorRecord, read_model_header
 from ....checkpoints.model_class import described, differences
@@ -64,7 +63,6 @@ _OF_UNETS = 2
 # Of model_base, those that were published as two experts; a file of Wan 2.1 has the same class, and often its shapes.
 _PAIRS = ("WAN21", "WAN21_Camera", "WAN21_Vace")
 _FROM_TEXT, _FROM_IMAGES = 0.875, 0.9  # noise level where the published pairs change from high to low noise
-_WAN_22 = re.compile(r"wan[ _-]?2[._-]?2", re.IGNORECASE)
 _HALVINGS = 40
 _MOST_BLOCKS = 1000
 _MOST_READ = 2**14  # numbers of a tensor that is read to tell the model by, such as a norm's weights
@@ -488,7 +486,7 @@ def _expert_of(base: Any, beside: int, path: Path) -> tuple[float, bool]:
         is_above = float(base.model_sampling.percent_to_sigma(1 - middle)) > wanted
         low, high = (low, middle) if is_above else (middle, high)
     takes_image = bool(beside) and getattr(base.diffusion_model, "img_emb", None) is None
-    return (low + high) / 2, takes_image or any(each.search(path.name) for each in (_WAN_22, OF_PAIR))
+    return (low + high) / 2, takes_image or any(each.search(path.name) for each in (WAN_22, OF_PAIR))
 
 
 def _unused(*args: Any) -> Any:

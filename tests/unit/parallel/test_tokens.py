@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -113,7 +114,7 @@ def shared(
         rows.remove()
 
 
-@pytest.mark.parametrize("shares", [(1, 1), (3, 5), (1, 1, 1), (2, 3, 3, 1)])
+@pytest.mark.parametrize("shares", [(1, 1), (3, 5), (1, 100), (1, 1, 1), (2, 3, 3, 1)])
 def test_every_rank_has_the_result_of_one_card(toy: Toy, shares: tuple[int, ...]) -> None:
     expected = toy(**inputs(), attend=whole)
     for output in shared(toy, shares):
@@ -140,7 +141,7 @@ def test_a_mask_of_another_size_is_refused(toy: Toy) -> None:
         ((11, 1), (1, 1), "1 rows of txt for 2 devices"),
         ((1, 5), (1, 1), "1 rows of img for 2 devices"),
         ((11, 2), (1, 1, 1), "2 rows of txt for 3 devices"),
-        ((11, 5), (1, 100), "11 rows of img for 2 devices"),
+        ((11, 2), (1, 1, 100), "2 rows of txt for 3 devices"),
     ],
 )
 def test_a_rank_without_rows_is_told(toy: Toy, counts: tuple[int, int], shares: tuple[int, ...], words: str) -> None:
@@ -474,16 +475,25 @@ def rows_of(rank: int, shares: Sequence[float] = (3, 5), **plan: Any) -> Rows:
     return here
 
 
-def test_shares_cover_all_rows_once() -> None:
-    for shares in ((1, 1), (3, 5), (1, 100), (1, 1, 1), (0.3, 0.4, 0.3)):
-        for length in (0, 1, 2, 7, 64):
+def test_shares_cover_all_rows_once_and_each_rank_has_some() -> None:
+    for shares in ((1, 1), (3, 5), (1, 100), (1, 1, 1), (0.3, 0.4, 0.3), (3.5, 1), (8, 1), (100, 1, 1, 100), (1,) * 8):
+        for length, groups in itertools.product((0, 1, 2, 3, 4, 7, 8, 9, 64), (1, 2, 3)):
             parts = []
             for rank in range(len(shares)):
-                here = rows_of(rank, shares)
-                here.lengths["img"] = length
+                here = rows_of(rank, shares, aligned="e img")
+                here.lengths = {"img": length * groups, "e": length}
                 parts.append(here.share("img"))
+                if length > 1:
+                    assert parts[-1] == tuple(groups * each for each in here.share("e"))
+            length *= groups
             assert parts[0][0] == 0 and sum(count for _, count in parts) == length
-            assert all(a[0] + a[1] == b[0] for a, b in zip(parts, parts[1:], strict=False))
+            assert all(a[0] + a[1] == b[0] for a, b in itertools.pairwise(parts))
+            counts = [count for _, count in parts]
+            if length >= groups * len(shares):
+                assert min(counts) >= groups
+            if len({*shares}) == 1 and length > groups:
+                starts = [round(length // groups * rank / len(shares)) * groups for rank in range(len(shares))]
+                assert [first for first, _ in parts] == starts
 
 
 def test_aligned_shares_end_with_a_group() -> None:
