@@ -272,7 +272,7 @@ def _plan_as_before(
     if machine.cards is None:
         return None
     try:
-        training = plan_on(job, subject, machine, cuts)
+        training = plan_on(job, subject, machine, cuts, () if before is None else before.row_shares)
     except NoForecast as error:
         _log.warning("%s is split by size, without a forecast: %s", subject.info.family.title, error.reason)
         return None
@@ -288,11 +288,12 @@ def plan_on(
     subject: Subject,
     machine: Machine,
     cuts: tuple[int, ...] | None = None,
+    kept_shares: tuple[float, ...] = (),
 ) -> TrainingPlan:
     """What the planner chooses on a machine whose cards' memory is known.
 
     Args:
-        cuts: of the run that is resumed, as a Question has them.
+        cuts, kept_shares: of the run that is resumed, as a Question has them.
     Raises: ValueError if nothing fits.
     """
     assert machine.cards is not None
@@ -315,6 +316,7 @@ def plan_on(
         subject.largest[:2],
         subject.largest[2],
         cuts=cuts,
+        kept_shares=kept_shares,
         host_bytes=machine.host_bytes,
         picture=size_of_pictures(job, subject.info.family, subject.variant, longest),
         text=subject.text,

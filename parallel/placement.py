@@ -7,6 +7,7 @@ forward. The first is the main device: it also holds the embedders and the tail.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,6 +48,14 @@ class Placement:
     def __post_init__(self) -> None:
         if len(self.blocks) != len(self.devices):
             raise ValueError(f"{len(self.blocks)} blocks and {len(self.devices)} devices; give one device per block")
+        if self.row_shares and (
+            len(self.row_shares) != len(self.replicas)
+            or not all(isinstance(each, int | float) and 0 < each < math.inf for each in self.row_shares)
+        ):
+            raise ValueError(
+                f"the shares of the tokens are {list(self.row_shares)} for {', '.join(map(str, self.replicas))}; they "
+                "are positive numbers, one per device"
+            )
         assert not self.replicas or {self.main_device, *self.devices} == {self.replicas[0]} and not self.tail
 
     def runs(self) -> list[tuple[str, int]]:

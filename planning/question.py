@@ -142,6 +142,7 @@ class Question:
         frames: of video.
         link: bytes per second from pinned host memory to a card, and about as many back.
         cuts: first block of each further card, where a resumed run must cut as before.
+        kept_shares: of the tokens, by card, where a resumed run must share them out as before.
         host_bytes: free host memory; None where that is not known, as for cards that are elsewhere.
         replica: which copy of the model this is about, on a card of its own.
         row_shares: of copies of the model that share out the rows of each sample, relative to each other; this is about
@@ -157,6 +158,7 @@ class Question:
     frames: int = 1
     link: float = ASSUMED_LINK_BYTES_PER_S
     cuts: tuple[int, ...] | None = None
+    kept_shares: tuple[float, ...] = ()
     host_bytes: int | None = None
     replica: int | None = None
     row_shares: tuple[float, ...] = ()
@@ -171,7 +173,7 @@ class Question:
     def changed(self, **changes: Any) -> Question:
         """Another question of the same model."""
         other = replace(self, **changes)
-        return other if len(other.cards) == len(self.cards) else replace(other, cuts=None)
+        return other if len(other.cards) == len(self.cards) else replace(other, cuts=None, kept_shares=())
 
     def of_card(self, index: int, setting: Setting, alike: tuple[int, int] | None = None) -> Question:
         """For one card that has a copy of the model: its micro-batches, settings and part of host memory. alike: how
@@ -234,7 +236,8 @@ class Question:
             strategies = tuple(each for each in strategies if not shares_rows(each))
         # By speed in quarters of the slowest card's; equal ones may fit where those do not.
         slowest, equal = min(card.speed for card in self.cards), (1.0,) * len(self.cards)
-        row_shares = dict.fromkeys((tuple(round(4 * card.speed / slowest) / 4 for card in self.cards), equal))
+        by_speed = tuple(round(4 * card.speed / slowest) / 4 for card in self.cards)
+        row_shares = (self.kept_shares,) if self.kept_shares else dict.fromkeys((by_speed, equal))
         found = [
             Setting(scheme, optimizer, strategy, each, offloads, shares)
             for scheme in schemes

@@ -49,7 +49,8 @@ WITHOUT_EFFECT = frozenset({"attention_mask"})
 
 MASK_WITH_SOUND = (
     "it has a noise_mask, which is read for pictures and videos alone, not for sound; take out the node that adds it "
-    "(LTXVImgToVideoInplace, say), or train the video without its sound (without Concat AV Latent)"
+    "(LTXVImgToVideoInplace, say), or train the video without its sound (without Concat AV Latent); MiniMax H3, which "
+    "computes a sound beside every video, is given frames by Add Guide for MiniMax H3 (MiniMaxH3AddGuide) instead"
 )
 
 Shape = tuple[int, ...]
@@ -226,7 +227,8 @@ class ComfyReader:
         comfy, latent, title = self.comfy, self.latent, self.title
         if NOISE_MASK in shapes and not comfy.reads_all:
             return f"it has a noise_mask, which training of {title} does not read; take it out"
-        if NOISE_MASK in shapes and (latent.audio_rows or any(name.startswith(MORE_SAMPLES) for name in shapes)):
+        has_sound = latent.audio_rows or comfy.silence or any(name.startswith(MORE_SAMPLES) for name in shapes)
+        if NOISE_MASK in shapes and has_sound:
             return MASK_WITH_SOUND
         channels, *sides = shapes[SAMPLES]
         if len(sides) != comfy.latent_dims:

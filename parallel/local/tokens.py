@@ -259,9 +259,19 @@ class TokenParallel:
         self.on_keys: Callable[[str, torch.Tensor], None] | None = None  # called on the main device with gathered keys
 
     def attach(self) -> None:
-        """Hook the modules; a second call is a no-op. Raises: AttributeError for a module that a model lacks."""
+        """Hook the modules; a second call is a no-op.
+
+        Raises: AttributeError for a module that a model lacks; nothing is hooked then.
+        """
         if self._hooks:
             return
+        try:
+            self._attach()
+        except BaseException:
+            self.remove()
+            raise
+
+    def _attach(self) -> None:
         for rank, model in enumerate(self._modules):
             blocks = {name: list(members(model, name)) for name in self.plan.blocks}
             ordered = [block for each in blocks.values() for _, block in each]

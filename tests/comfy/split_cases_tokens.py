@@ -474,6 +474,10 @@ def tokens_two_at_once(case: Case) -> None:
     case.check("what is no rank is passed on", _apart(models[1](**built.inputs()), expected) == 0)
     second.close()
     case.check("ComfyUI's own is back", ernie.optimized_attention is own)
+    with mock.patch.object(ernie, "optimized_attention", own):
+        with led_by_name(models[0]):
+            ernie.optimized_attention = others = functools.partial(own)
+        case.check("what another node has set stays", ernie.optimized_attention is others)
 
 
 @case

@@ -17,8 +17,9 @@ from .attachments import check_attention
 # By these names ComfyUI's classes call attention.
 _ATTENTION = ("optimized_attention", "optimized_attention_masked", "attention_pytorch", "attention_basic")
 _CHOOSES_ATTENTION = "optimized_attention_for_device"
-# What leads attention to us by name, in any thread: how many forwards need it at a place, and ComfyUI's function there.
-_LEADING, _num_led, _own = threading.Lock(), Counter[tuple[Any, str]](), dict[tuple[Any, str], Any]()
+# What leads attention to us by name, in any thread: how many forwards need it at a place, ComfyUI's function there, and
+# ours in its place.
+_LEADING, _num_led, _own = threading.Lock(), Counter[tuple[Any, str]](), dict[tuple[Any, str], tuple[Any, Any]]()
 
 
 def home_of(kind: type) -> str:
@@ -30,7 +31,7 @@ def home_of(kind: type) -> str:
 def led_by_name(model: nn.Module) -> Iterator[None]:
     """Inside, what this class's modules call attention goes through the forward that the thread is a rank of, if any.
 
-    Several may be inside at once; the last one puts ComfyUI's functions back.
+    Several may be inside at once; the last one puts ComfyUI's functions back, but where other code has set its own.
     """
     named = {type(each).__module__ for each in model.modules()}
     homes = ("comfy.ldm.", home_of(type(model)))
@@ -39,9 +40,11 @@ def led_by_name(model: nn.Module) -> Iterator[None]:
     with _LEADING:
         for module, name in places:
             if not _num_led[module, name]:
-                _own[module, name] = function = getattr(module, name)
+                function = getattr(module, name)
                 choice = lambda *args, choose=function, **kwargs: _led(choose(*args, **kwargs))  # noqa: E731
-                setattr(module, name, choice if name == _CHOOSES_ATTENTION else _led(function))
+                ours = choice if name == _CHOOSES_ATTENTION else _led(function)
+                _own[module, name] = function, ours
+                setattr(module, name, ours)
             _num_led[module, name] += 1
     try:
         yield
@@ -50,7 +53,9 @@ def led_by_name(model: nn.Module) -> Iterator[None]:
             for module, name in places:
                 _num_led[module, name] -= 1
                 if not _num_led[module, name]:
-                    setattr(module, name, _own.pop((module, name)))
+                    function, ours = _own.pop((module, name))
+                    if getattr(module, name, None) is ours:
+                        setattr(module, name, function)
 
 
 def _led(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,8 +16,11 @@ from devicebridge.jobs.place_by_size import Subject
 from devicebridge.jobs.resolve import placement_of
 from devicebridge.jobs.resume import TrainingResult, placement_facts
 from devicebridge.parallel.placement import Placement
+from devicebridge.planning.costs import BlockCost, StepCost
+from devicebridge.planning.dry_run import Work
+from devicebridge.planning.plan import TrainingPlan
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.plans import make_cards, make_plan_job, published_info
+from devicebridge.tests.plans import GB, MadeUpCosts, make_cards, make_plan_job, published_info
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 from devicebridge.training.state import list_checkpoints, load_checkpoint, save_checkpoint
 from torch import nn
@@ -121,6 +124,46 @@ def test_a_resumed_run_has_the_shares_that_it_had(tmp_path: Path, kept: dict[str
         facts = {key: each for key, each in (placement_facts(before) | kept).items() if each is not None}
         found = placement_of(_job(tmp_path, "run"), facts)
     assert found is not None and found.row_shares == shares and found.strategy == "tokens"
+
+
+@pytest.mark.parametrize("shares", [[1.0], [1.0, 0.0], [1.0, float("inf")], [1.0, float("nan")], [1.0, "1"]])
+def test_shares_that_no_run_has_are_refused(tmp_path: Path, shares: list[Any]) -> None:
+    facts = {"placement": ["lazy:0"], "replicas": _CARDS, "row_shares": shares}
+    with emulated_cards(), pytest.raises(ValueError) as error:
+        placement_of(_job(tmp_path, "run"), facts)
+    assert str(shares) in str(error.value) and "lazy:0, lazy:1" in str(error.value)
+
+
+class _Activations(MadeUpCosts):
+    """Each block takes as much more as the first card has of the rows."""
+
+    def dry_run(self, work: Work, kernels: Any) -> StepCost:
+        found, shares = super().dry_run(work, kernels), work.row_shares
+        moving = int(30 * GB * shares[0] / sum(shares))
+        return replace(found, blocks=(replace(found.blocks[0], recompute=moving, backward=moving),) * 10)
+
+
+def test_a_resumed_run_is_planned_for_the_shares_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By cards of unequal speed as by cards of equal speed, where the run shared out its rows equally."""
+    block = BlockCost(GB, GB // 10, GB // 40, GB // 100, {}, GB, GB, GB, GB, GB, GB)
+    monkeypatch.setattr(resolve_module, "_refuse_without_rows", lambda subject: None)
+    monkeypatch.setattr(resolve_module, "ModelCosts", lambda *args: _Activations(block))
+    info, size, cards = published_info(), (512, 512, 1), tuple(map(torch.device, ("cuda:0", "cuda:1")))
+    assert info.variant is not None
+    subject = Subject(info, info.variant, nn.Module(), size, frozenset({size}))
+    before = Placement(("a",), cards[:1], cards[0], replicas=cards, row_shares=(1.0, 1.0))
+
+    def plan(speeds: tuple[float, ...], before: Placement | None) -> TrainingPlan:
+        machine = resolve_module.Machine(cards, tuple(make_cards(100, 22, speeds=speeds)))
+        job = make_plan_job(parallel={"strategy": "tokens"}, model={"quantize": "none"})
+        found = resolve_module._plan_as_before(job, subject, machine, before)
+        assert found is not None
+        return found
+
+    resumed, new, equal = plan((2.0, 1.0), before), plan((2.0, 1.0), None), plan((1.0, 1.0), None)
+    assert resumed.placement.row_shares == (1.0, 1.0) and new.placement.row_shares == (2.0, 1.0)
+    assert [each.needed for each in resumed.devices] == [each.needed for each in equal.devices]
+    assert resumed.offloaded == equal.offloaded != new.offloaded
 
 
 @pytest.mark.parametrize(

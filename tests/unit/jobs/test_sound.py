@@ -168,6 +168,16 @@ def test_a_noise_mask_beside_a_sound_is_refused_with_what_helps(tmp_path, is_nes
         read_encoded_samples(str(path), LTX)
 
 
+def test_a_noise_mask_of_a_video_that_will_be_given_silence_is_refused_too(tmp_path: Path) -> None:
+    """Silence is added as a batch is read, where the mask has the video's sides and the latents are packed."""
+    kept = torch.tensor([0.0, *[1.0] * 6]).view(1, 1, 7, 1, 1)
+    latent = {"samples": torch.randn(1, 4, 7, 2, 3), "noise_mask": kept}
+    path = str(save_encoded(read_pairs([latent], [_conditioning()]), CacheStore(tmp_path)))
+    assert len(read_encoded_samples(path, LTX)) == 1
+    with pytest.raises(ValueError, match=r"noise_mask.*MiniMaxH3AddGuide"):
+        read_encoded_samples(path, _reader(sound=(8, 0, 16), silence=lambda frames: (8, 3 * frames, 16)))
+
+
 def test_a_plan_looks_for_a_noise_mask_in_the_list_and_reads_one_entry_at_most(tmp_path, monkeypatch):
     plain, kept = torch.randn(3, *VIDEO), torch.tensor([0.0, 1.0]).view(1, 1, 2, 1, 1)
     pairs = list(read_pairs([{"samples": plain}], [_conditioning(3)]))

@@ -247,6 +247,20 @@ def test_keys_come_in_the_order_of_one_card(toy: Toy) -> None:
     assert all(torch.allclose(k, one) for (_, k), one in zip(keys, expected, strict=True))
 
 
+def test_an_error_while_hooks_are_attached_leaves_none(toy: Toy) -> None:
+    models = [copy.deepcopy(toy) for _ in range(2)]
+    block, models[1].singles[1] = models[1].singles[1], nn.Identity()  # without what the plan names in it
+    rows = TokenParallel(models, [CPU, CPU], PLAN, (3, 5), lambda tensors, rank, arrivals: tensors)
+    with pytest.raises(AttributeError):
+        rows.attach()
+    assert all(type(each) in (Double, Single) for each in (*models[0].doubles, *models[0].singles))
+    models[1].singles[1] = block
+    rows.attach()
+    calls = [functools.partial(model, **inputs(), attend=rows.attend) for model in models]
+    expected = toy(**inputs(), attend=whole)
+    assert all(torch.allclose(each, expected, rtol=1e-12, atol=1e-12) for each in rows.run(calls))
+
+
 def test_attention_that_goes_past_us_is_an_error(toy: Toy) -> None:
     models = [copy.deepcopy(toy) for _ in range(2)]
     rows = TokenParallel(models, [CPU, CPU], PLAN, (1, 1), lambda tensors, rank, arrivals: tensors)
