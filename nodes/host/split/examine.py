@@ -31,7 +31,7 @@ from ....planning.derived_rows import KeptRow, Verdict
 from .derived_gradients import gradient_fault
 from .deriving import Cards, copied, find_rows, inputs_of, rows_of
 from .model import load_split_model
-from .model_copy import copy_structure
+from .model_copy import alias, copy_structure
 from .plan import layout_of
 from .shown_inputs import Innermost
 
@@ -149,7 +149,7 @@ class _Examination:
         own(*args, **kwargs)
         if signature not in self._found:
             device = next(each.device for each in given.values() if isinstance(each, torch.Tensor))
-            self._copied.to(device)
+            _load_as(self._copied, self._root)
             forwards = own, getattr(self._copied, self._innermost.method)
             send = lambda tensors, rank, arrivals: tensors  # noqa: E731
             cards = Cards((self._root, self._copied), forwards, (device, device), self._lists, send)
@@ -159,6 +159,16 @@ class _Examination:
             except RowsError as error:
                 self._found[signature] = _Found(None, str(error))
         raise _Done
+
+
+def _load_as(copied: nn.Module, loaded: nn.Module) -> None:
+    """Have a copy's weights over the storages that ComfyUI has loaded, on the card or for streaming: they are there
+    once."""
+    for mine, theirs in zip(copied.modules(), loaded.modules(), strict=True):
+        mine.__dict__.update({name: each for name, each in vars(theirs).items() if name.startswith("comfy_")})
+        mine._buffers.update(theirs._buffers)
+        for name, each in theirs._parameters.items():
+            mine._parameters[name] = None if each is None else nn.Parameter(alias(each), requires_grad=False)
 
 
 @contextmanager
