@@ -266,27 +266,24 @@ class TokenParallel:
         if self._hooks:
             return
         try:
-            self._attach()
+            for rank, model in enumerate(self._modules):
+                blocks = {name: list(members(model, name)) for name in self.plan.blocks}
+                ordered = [block for each in blocks.values() for _, block in each]
+                if not ordered:
+                    raise AttributeError(f"{type(model).__name__} has none of the blocks {', '.join(self.plan.blocks)}")
+                for list_name in self.plan.blocks:
+                    for name, block in blocks[list_name]:
+                        is_last = block is ordered[-1] and not self.plan.tail
+                        self._hook_block((rank, list_name, name), block, is_first=block is ordered[0], is_last=is_last)
+                for place in places(self.plan.tail):
+                    for _, module in members(model, ".".join(place.path)):
+                        self._hooks.around(module, functools.partial(self._tail, place))
+                for place in places(self.plan.between):
+                    for name, module in members(model, ".".join(place.path)):
+                        self._hooks.around(module, functools.partial(self._between, name, place))
         except BaseException:
             self.remove()
             raise
-
-    def _attach(self) -> None:
-        for rank, model in enumerate(self._modules):
-            blocks = {name: list(members(model, name)) for name in self.plan.blocks}
-            ordered = [block for each in blocks.values() for _, block in each]
-            if not ordered:
-                raise AttributeError(f"{type(model).__name__} has none of the blocks {', '.join(self.plan.blocks)}")
-            for list_name in self.plan.blocks:
-                for name, block in blocks[list_name]:
-                    is_last = block is ordered[-1] and not self.plan.tail
-                    self._hook_block((rank, list_name, name), block, is_first=block is ordered[0], is_last=is_last)
-            for place in places(self.plan.tail):
-                for _, module in members(model, ".".join(place.path)):
-                    self._hooks.around(module, functools.partial(self._tail, place))
-            for place in places(self.plan.between):
-                for name, module in members(model, ".".join(place.path)):
-                    self._hooks.around(module, functools.partial(self._between, name, place))
 
     def remove(self) -> None:
         self._hooks.remove()

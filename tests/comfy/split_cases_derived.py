@@ -317,8 +317,28 @@ def derived_examine(case: Case) -> None:
         kind = FAMILIES[each].config_class
         case.check(f"{kind}: a row", "TokenPlan(" in said and "NativeModel(" in said, said)
         host.unload_all()
-    with nobody_described(), small_sizes(FAMILIES[name]):
+    are_one, devices, management = [], set[str](), deriving.management
+
+    def find_and_write(cards: Cards, given: Any) -> Any:
+        for one, other in zip(*(model.parameters() for model in cards.models), strict=True):
+            before = one.clone()
+            devices.add(one.device.type)
+            one.zero_()
+            are_one.append(not bool(other.any()))
+            one.copy_(before)
+        return find_rows(cards, given)
+
+    as_a_command = torch.inference_mode(False), mock.patch(f"{examine.__module__}.find_rows", find_and_write)
+    with contextlib.ExitStack() as stack:
+        for each in (nobody_described(), small_sizes(FAMILIES[name]), *as_a_command):
+            stack.enter_context(each)
         said = examine(host.checkpoint(name))
+        case.check("gradients too", "those of one card" in said and devices == {"lazy"}, [devices, said])
+        host.unload_all()
+        with mock.patch.object(management, "vram_state", management.VRAMState.NO_VRAM):
+            streamed = examine(host.checkpoint(name))
+        case.check("and where weights stream", streamed == said and "cpu" in devices, [devices, streamed])
+        case.check("a card has the weights once", all(are_one), are_one)
         host.unload_all()
         plan = split(host.load(name), way="tokens").model.devicebridge_split.plan
         case.check("a split has it", deriving.written(plan.tokens) in said, plan)

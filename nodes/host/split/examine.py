@@ -29,7 +29,7 @@ from ....planning.derived_rows import Verdict
 from .derived_gradients import gradient_fault
 from .deriving import Cards, copied, find_rows, rows_of
 from .model import load_split_model
-from .model_copy import copy_structure
+from .model_copy import alias, copy_structure
 from .plan import layout_of
 from .shown_inputs import Innermost, ShownInputs
 
@@ -99,7 +99,8 @@ def _verdicts(model: Any, lists: tuple[str, ...]) -> dict[str, Verdict]:
         own(*args, **kwargs)
         if signature not in found:
             device = next(each.device for each in given.values() if isinstance(each, torch.Tensor))
-            forwards = own, getattr(copy.to(device), innermost.method)
+            _load_as(copy, root)
+            forwards = own, getattr(copy, innermost.method)
             cards = Cards((root, copy), forwards, (device, device), lists, lambda tensors, rank, arrivals: tensors)
             try:
                 row = find_rows(cards, given)
@@ -124,6 +125,16 @@ def _verdicts(model: Any, lists: tuple[str, ...]) -> dict[str, Verdict]:
     if not found:
         raise errors[0]
     return found
+
+
+def _load_as(copied: nn.Module, loaded: nn.Module) -> None:
+    """Have a copy's weights over the storages that ComfyUI has loaded, on the card or for streaming: they are there
+    once."""
+    for mine, theirs in zip(copied.modules(), loaded.modules(), strict=True):
+        mine.__dict__.update({name: each for name, each in vars(theirs).items() if name.startswith("comfy_")})
+        mine._buffers.update(theirs._buffers)
+        for name, each in theirs._parameters.items():
+            mine._parameters[name] = None if each is None else nn.Parameter(alias(each), requires_grad=False)
 
 
 @contextmanager
