@@ -32,36 +32,27 @@ REST = {"train": {"steps": 1000, "gradient_accumulation_steps": 4}, "output": {"
 REST["cache"] = {"stock_clip": ["clip"], "stock_clip_type": "minimax", "stock_vae": "vae"}
 NOTE = json.dumps({"format": "int8_tensorwise"}).encode()
 
-
-def write_hollow(path: Path) -> int:
-    """Returns the number of bytes of its tensors."""
-    model = (
-        MiniMaxH3(dict(_FILES["MiniMax H3 pruned"][1])).get_model({}, "", device=torch.device("meta")).diffusion_model
-    )
-    notes, rest, header, end = {}, {}, {}, 0
-    for name, shape in ((name, tuple(each.shape)) for name, each in model.state_dict().items()):
-        is_rounded = len(shape) == 2 and "blocks." in name
-        rest[name] = ("I8" if is_rounded else "BF16", shape, math.prod(shape) * (1 if is_rounded else 2))
-        if is_rounded:
-            notes[name.removesuffix("weight") + "comfy_quant"] = ("U8", (len(NOTE),), len(NOTE))
-            rest[f"{name}_scale"] = ("F32", (shape[0], 1), 4 * shape[0])
-    for name, (kind, shape, size) in (notes | rest).items():
-        header[name], end = {"dtype": kind, "shape": shape, "data_offsets": [end, end + size]}, end + size
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + NOTE * len(notes))
-    os.truncate(path, 8 + len(text) + end)
-    return end
-
+config = MiniMaxH3(dict(_FILES["MiniMax H3 pruned"][1]))
+model = config.get_model({}, "", device=torch.device("meta")).diffusion_model
+notes, rest, header, end = {}, {}, {}, 0
+for name, shape in ((name, tuple(each.shape)) for name, each in model.state_dict().items()):
+    is_rounded = len(shape) == 2 and "blocks." in name
+    rest[name] = ("I8" if is_rounded else "BF16", shape, math.prod(shape) * (1 if is_rounded else 2))
+    if is_rounded:
+        notes[name.removesuffix("weight") + "comfy_quant"] = ("U8", (len(NOTE),), len(NOTE))
+        rest[f"{name}_scale"] = ("F32", (shape[0], 1), 4 * shape[0])
+for name, (kind, shape, size) in (notes | rest).items():
+    header[name], end = {"dtype": kind, "shape": shape, "data_offsets": [end, end + size]}, end + size
+text = json.dumps(header).encode()
 
 with tempfile.TemporaryDirectory() as folder, native_training():
     path = Path(folder) / "minimax_h3_pruned_int8.safetensors"
-    print(f"{write_hollow(path) / 1e9:.1f} GB")
+    path.write_bytes(len(text).to_bytes(8, "little") + text + NOTE * len(notes))
+    os.truncate(path, 8 + len(text) + end)
     info = read_native(path, "bfloat16")
+    print(f"{end / 1e9:.1f} GB")
     for cards, (side, frames) in itertools.product(("2x3090", "2x4090"), CASES):
-        sections = {
-            "model": {"path": str(path), "family": "comfyui", "quantize": "auto"},
-            "data": {"folders": [{"path": "clips"}], "resolutions": [side], "frames": [frames]},
-            **REST,
-        }
-        plan = plan_job(make_job(sections), parse_cards(cards), info=info, has_data=False)
+        data = {"folders": [{"path": "clips"}], "resolutions": [side], "frames": [frames]}
+        job = make_job({"model": {"path": str(path), "family": "comfyui", "quantize": "auto"}, "data": data, **REST})
+        plan = plan_job(job, parse_cards(cards), info=info, has_data=False)
         print(f"\n{cards}, {side} squared, {frames} frames\n{describe_plan(plan).partition(CUT)[0]}")
