@@ -197,11 +197,12 @@ def read_file_header(stream: IO[bytes], remedy: str = AGAIN) -> FileHeader:
 
 def _entry(file: str, name: str, entry: Any, remedy: str) -> TensorEntry:
     try:
-        found = TensorEntry(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+        start, end = entry["data_offsets"]
+        found = TensorEntry(entry["dtype"], tuple(entry["shape"]), start, end)
         numbers = [*found.shape, found.start, found.end]
         is_sound = isinstance(found.dtype, str) and all(type(each) is int and 0 <= each < 2**63 for each in numbers)
         is_sound = is_sound and prod(side for side in found.shape if side) < 2**63  # as tensors count, also empty ones
-    except (KeyError, TypeError, IndexError):
+    except (KeyError, TypeError, ValueError):
         is_sound = False
     if not is_sound:
         raise ValueError(f"{file} is not a safetensors file: its entry {name!r} is malformed; {remedy}")

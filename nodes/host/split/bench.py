@@ -5,6 +5,7 @@ Runs in a process of its own that has ComfyUI in it; see cli/bench.py. No model 
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import statistics
@@ -19,9 +20,6 @@ import comfy.ops
 import comfy.sample
 import comfy.sd
 import torch
-from comfy.ldm.flux.model import Flux
-from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
-from comfy.ldm.wan.model import WanModel
 
 from ....events import first_line
 from ....parallel.devices import available_devices, synchronize
@@ -44,7 +42,8 @@ class Subject:
 
     name: str
     num_blocks: str
-    kind: Any
+    module: str
+    class_name: str
     kwargs: Mapping[str, Any]
     latent: tuple[int, ...]
     text: tuple[int, int]
@@ -55,10 +54,11 @@ _FLUX2 |= {"hidden_size": 6144, "mlp_ratio": 3.0, "num_heads": 48, "depth": 1, "
 _FLUX2 |= {"axes_dim": [32, 32, 32, 32], "theta": 2000, "patch_size": 1, "qkv_bias": False, "guidance_embed": True}
 _FLUX2 |= {"txt_ids_dims": [3], "global_modulation": True, "mlp_silu_act": True, "ops_bias": False}
 _WAN = {"model_type": "t2v", "dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 2}
+_QWEN = "comfy.ldm.qwen_image.model"
 SUBJECTS = (
-    Subject("FLUX.2", "1 + 1", Flux, _FLUX2, (128, 64, 64), (512, 15360)),
-    Subject("Qwen-Image", "2", QwenImageTransformer2DModel, {"num_layers": 2}, (16, 1, 128, 128), (256, 3584)),
-    Subject("Wan 14B", "2", WanModel, _WAN, (16, 9, 60, 104), (512, 4096)),
+    Subject("FLUX.2", "1 + 1", "comfy.ldm.flux.model", "Flux", _FLUX2, (128, 64, 64), (512, 15360)),
+    Subject("Qwen-Image", "2", _QWEN, "QwenImageTransformer2DModel", {"num_layers": 2}, (16, 1, 128, 128), (256, 3584)),
+    Subject("Wan 14B", "2", "comfy.ldm.wan.model", "WanModel", _WAN, (16, 9, 60, 104), (512, 4096)),
 )
 
 
@@ -114,7 +114,8 @@ def measure_blocks(devices: Sequence[torch.device], subjects: Sequence[Subject] 
 
 def _load(subject: Subject, device: torch.device) -> Any:
     """A MODEL as ComfyUI's loader makes it of a file with random weights in bfloat16."""
-    like = subject.kind(**subject.kwargs, device="meta", dtype=torch.bfloat16, operations=comfy.ops.disable_weight_init)
+    kind = getattr(importlib.import_module(subject.module), subject.class_name)
+    like = kind(**subject.kwargs, device="meta", dtype=torch.bfloat16, operations=comfy.ops.disable_weight_init)
     weights = {}
     for name, each in like.state_dict().items():
         drawn = torch.empty(each.shape, dtype=each.dtype, device=device).normal_(0, 0.02)
