@@ -44,7 +44,7 @@ from devicebridge.tests.comfy.derived_classes import (
 )
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
 from devicebridge.tests.comfy.native_cases import rand, with_heads
-from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, split
+from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, long_case, split
 from devicebridge.tests.comfy.split_cases_tensor import near
 from devicebridge.tests.comfy.split_cases_ways import FAST_LINK, _machine, _way_of
 from devicebridge.tests.comfy.split_classes import DERIVED
@@ -226,7 +226,7 @@ def _on(model: Any, device: torch.device) -> Iterator[None]:
         yield
 
 
-@case
+@long_case
 def derived_unseen(case: Case) -> None:
     """Two classes that nobody here has seen: by blocks the same bits, by tokens near, each by ComfyUI's sampler."""
     host, only = case.host, dict(in_long_runs(*UNSEEN.items())) or {"flux3": UNSEEN["flux3"]}

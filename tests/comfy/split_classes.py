@@ -28,7 +28,7 @@ EVERY = {
     "family_{}": (FAMILIES, ("flux2", "wan_vace", "sdxl", "z_image", "hidream", "minimax_h3")),
     "tensor_{}": (DIVIDED, ("wan_heads", "z_image")),
     "tokens_{}": (SHARED, ("flux2", "wan", "hidream_o1")),
-    "derived_{}": (DERIVED, ("flux1_heads", "wan_heads")),
+    "derived_{}": (DERIVED, ("flux1_heads",)),
     "replayed_{}": (DIVIDED, ("flux2_heads", "qwen_image")),
     "tensor_{0[0]}_file_of_{0[1]}": (EIGHT_BITS, (("int8", "flux1_heads"),)),
 }
