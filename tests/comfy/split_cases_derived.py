@@ -82,6 +82,12 @@ def _exam(name: str, case: Case) -> None:
             near(case, "with guidance", host.sample(shared, name, cfg=4.0), guided, NEAR)
             host.unload_all()
             count = found.call_count
+            near(case, "loaded again", host.sample(shared, name), reference, NEAR)
+            case.check("still proved", found.call_count == count, found.call_count)
+            host.sample(host.lora(shared, name), name)
+            case.check("proved again with a LoRA", found.call_count == count + 1, found.call_count)
+            host.unload_all()
+            count = found.call_count
             shared = split(host.load(name), way="tokens")
             near(case, "of another loading", host.sample(shared, name), reference, NEAR)
             case.check("proved again", found.call_count > count, found.call_count)

@@ -6,7 +6,7 @@ cards. The first one holds whose results, and the keys of all its attentions, ro
 all shares and sizes that are tried. Keys are compared since attention shows no wrong order. Whole steps at the user's
 own size are compared beside that, in each third of a run: code may do something else for more rows, or late.
 
-All of this is done again whenever weights were loaded or patched, since a weight of zeros hides what it multiplies.
+All of this is done for every split and every set of patches, since a weight of zeros hides what it multiplies.
 What was kept is the candidate that is tried first.
 """
 
@@ -341,7 +341,7 @@ class Deriving:
         self._refused = {kind: each.refused for kind, each in rows.verdicts().items() if each.row is None}
 
     def forget(self) -> None:
-        """Prove all anew: weights are others."""
+        """Prove all anew: patches are others."""
         self._proved.clear()
         self._compared.clear()
 

@@ -180,6 +180,7 @@ class TokensExecutor(Executor):
         self._send = send
         self._rows: dict[int, TokenParallel] = {}  # by the id of their plan, which they hold
         self._deriving: Deriving | None = None
+        self._proved_for: object = None  # ComfyUI's number of the patches
         if plan.derived is not None:
             self._deriving = Deriving(plan.derived, plan.layout.class_name)
         self._hooks = HookSet()
@@ -194,7 +195,8 @@ class TokensExecutor(Executor):
     def attach(self, patches_uuid: object) -> None:
         self._unchanged.note_weights()  # ComfyUI attaches whenever it has moved or patched weights
         self._is_compared = False
-        if self._deriving is not None:
+        if self._deriving is not None and patches_uuid != self._proved_for:
+            self._proved_for = patches_uuid
             self._deriving.forget()
             self._rows.clear()
         self._take_method()
