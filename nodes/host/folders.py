@@ -391,7 +391,7 @@ def state_of(place: Path, ask: Callable[[], None] = go_on) -> list[tuple[str, in
     for file in _entries(place, ask) if place.is_dir() else (place,):
         if file.is_file():
             status = file.stat()
-            found.append((str(file), status.st_size, status.st_mtime_ns))
+            found.append((file.relative_to(place).as_posix(), status.st_size, status.st_mtime_ns))
     return found
 
 

@@ -41,13 +41,13 @@ from ....parallel.transfer import current_device
 from ....patches.changes import code_of, foreign_methods
 from ....patches.hooks import is_made_here
 from .model_copy import reachable
+from .shown_inputs import OVERRIDE
 
 if TYPE_CHECKING:
     from .plan import SplitPlan
 
 ROOT = "diffusion_model"
 KEY = "devicebridge.split"
-OVERRIDE = "optimized_attention_override"
 
 _STATEFUL_ENTRIES = ("control", "gligen", "hooks", "default", "additional_models")
 _SEEN_ENTRIES = ("patches", "patches_replace")

@@ -20,9 +20,9 @@ from ....checkpoints.fingerprint import settings_fingerprint
 from ....parallel.local.tokens import RowsError
 from ....parallel.local.watching import PASSED_BY, leaves
 from ....patches.hooks import PLAIN, map_tensors, tensors_reached
-from .attachments import OVERRIDE
 
 OPTIONS = "transformer_options"
+OVERRIDE = "optimized_attention_override"  # of transformer_options
 FUNCTIONS = frozenset(("wrappers", "callbacks", "patches", "patches_replace", "model_patcher", OVERRIDE))  # no tensors
 # Entries of transformer_options that say when and for whom a forward is, and those that a forward by rows refuses.
 _OF_A_STEP = FUNCTIONS.union(

@@ -308,6 +308,12 @@ class TokensExecutor(Executor):
         """Each card computes a whole one; what cannot be dealt to all cards is shared out by tokens."""
         size, outputs = len(self._models), list[torch.Tensor]()
 
+        def on_a_card(job: Callable[[], torch.Tensor]) -> torch.Tensor:
+            try:
+                return job()
+            finally:
+                tree.end()  # whatever it left in its thread
+
         tree.say_once(
             f"split: {size} conditionings or pictures at once, each whole on a card of its own, which holds all of its "
             "activations; overlap off computes each on all cards"
@@ -316,7 +322,7 @@ class TokensExecutor(Executor):
             try:
                 with self._running:
                     self._attach(self._plan.tokens)
-                    outputs += self._wholes.run(jobs[:size])
+                    outputs += self._wholes.run([functools.partial(on_a_card, job) for job in jobs[:size]])
             except RowsError as error:  # of what a wrapper put there just now
                 if not self._plan.may_run_alone:
                     raise

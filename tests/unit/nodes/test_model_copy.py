@@ -237,7 +237,7 @@ def test_a_weight_that_gives_itself_back_is_another_tensor_over_the_same_storage
 
 def test_an_own_copy_of_a_weight_that_gives_itself_back_has_its_own_storage(model_copy: ModuleType) -> None:
     for weight in (_packed(), torch.arange(4.0)):
-        own = model_copy.own_copy(weight)
+        own = model_copy.alias(weight, is_copy=True)
         assert type(own) is type(weight)
         assert vars(own) == vars(weight)
         own.zero_()
