@@ -107,15 +107,16 @@ class Placement:
     def describe(self) -> str:
         """One line for a log: "cuda:0: 20 blocks, cuda:1: 36 blocks"."""
         if self.replicas:
-            shared = f", which share out the tokens{ratio(self.row_shares)}" if self.row_shares else ""
+            shared = ", which share out the tokens" * bool(self.row_shares)
+            shared += f" {ratio(self.row_shares)}" * (len({*self.row_shares}) > 1)
             return f"all {len(self.blocks)} blocks on each of {', '.join(map(str, self.replicas))}{shared}"
         counts = {device: self.devices.count(device) for device in self.used_devices}
         return ", ".join(f"{device}: {count} blocks" for device, count in counts.items())
 
 
 def ratio(shares: Sequence[float]) -> str:
-    """ " 3:5" for a message; "" for equal shares."""
-    return " " + ":".join(f"{share:g}" for share in shares) if len({*shares}) > 1 else ""
+    """ "3:5" for a message."""
+    return ":".join(f"{share:g}" for share in shares)
 
 
 def check_one_each(name: str, values: Sequence[object], devices: Sequence[object]) -> None:

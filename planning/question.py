@@ -99,7 +99,8 @@ class Setting:
         """ "fp8-compute, pipeline, 1 ahead"."""
         parts = ["weights in full precision" if self.scheme == "none" else self.scheme]
         if self.strategy != "none":
-            parts.append(self.strategy + ratio(self.row_shares) + (f", {self.ahead} ahead" if self.ahead else ""))
+            shares = f" {ratio(self.row_shares)}" if len({*self.row_shares}) > 1 else ""
+            parts.append(self.strategy + shares + (f", {self.ahead} ahead" if self.ahead else ""))
         if self.optimizer == "adamw8bit":
             parts.append("adamw8bit")
         if self.offloads:

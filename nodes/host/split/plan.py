@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,6 +20,7 @@ from ....families.comfy.native import NativeModel, Transport
 from ....families.comfy.registry import find_native
 from ....parallel.block_lists import find_block_lists
 from ....parallel.local.collectives import Exchange
+from ....parallel.placement import ratio
 from ...allocation import Allocation
 
 _log = logging.getLogger(__name__)
@@ -78,11 +79,11 @@ class SplitRequest:
             raise ValueError(f"shares are of way tokens, and way is {self.way or 'auto'}; set way to tokens")
         if self.shares and len(self.shares) != len(self.devices):
             raise ValueError(
-                f"shares {_ratio(self.shares)} are {len(self.shares)} for {len(self.devices)} devices ({names}); give "
+                f"shares {ratio(self.shares)} are {len(self.shares)} for {len(self.devices)} devices ({names}); give "
                 "one per device, such as 3:5 for two"
             )
         if not all(0 < share < math.inf for share in self.shares):
-            raise ValueError(f"shares {_ratio(self.shares)}: every share must be above 0; leave a card out of devices")
+            raise ValueError(f"shares {ratio(self.shares)}: every share must be above 0; leave a card out of devices")
         if isinstance(self.balance, Allocation):
             said = f"balance {self.balance.text!r} gives weights to {', '.join(map(str, self.balance.gpus))}"
             if set(self.balance.gpus) != set(self.devices):
@@ -140,10 +141,6 @@ def find_streamed(request: SplitRequest, sizes: Mapping[torch.device, int], inst
     if over:
         _log.warning("split: %s; the rest stays in host memory and is streamed at every step", "; ".join(over))
     return over
-
-
-def _ratio(shares: Sequence[float]) -> str:
-    return ":".join(f"{share:g}" for share in shares)
 
 
 @dataclass(frozen=True)
