@@ -59,9 +59,6 @@ class Case:
     base: Literal["plain", "trained"] = "plain"
 
 
-# --- the folders that are copied -------------------------------------------------------------------------------------
-
-
 def make_base(folder: Path) -> Path:
     """A folder "plain" with a job, its model and images; paths in the job are relative, so that it can be copied."""
     plain = folder / "plain"
@@ -94,9 +91,6 @@ def _write_job(folder: Path, values: Mapping[str, Any]) -> None:
         for name, section in ordered
     }
     (folder / "job.toml").write_text(tomlkit.dumps(plain), encoding="utf-8")
-
-
-# --- job keys --------------------------------------------------------------------------------------------------------
 
 
 def job_key_cases() -> Iterator[Case]:
@@ -236,9 +230,6 @@ def job_file_cases() -> Iterator[Case]:
         yield Case("job files", name, at("job.toml", spoil), ("job.toml",))
 
 
-# --- files that are damaged ------------------------------------------------------------------------------------------
-
-
 def writer(name: str, data: bytes) -> Spoil:
     return lambda folder: void((folder / name).write_bytes(data))
 
@@ -282,9 +273,6 @@ NO_OBJECT: dict[str, bytes] = {
     "a name twice": b'{"a": 1, "a": 2}',
     "NUL": b"\0" * 64,
 }
-
-
-# --- verdicts --------------------------------------------------------------------------------------------------------
 
 
 _OBEYED = re.compile("[\x00-\x08\x0e-\x1f\x7f\u202e]")  # by a terminal, but for what moves a line of progress

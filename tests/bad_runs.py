@@ -26,8 +26,6 @@ from devicebridge.tests.bad_inputs import (
     writer,
 )
 
-# --- datasets --------------------------------------------------------------------------------------------------------
-
 
 def dataset_cases() -> Iterator[Case]:
     """Images, masks and captions that cannot be used, and folders of them."""
@@ -182,8 +180,6 @@ def _odd_names(folder: Path) -> None:
         shutil.copy(image, folder / "data" / name)
 
 
-# --- checkpoints and caches ------------------------------------------------------------------------------------------
-
 _STATE_FILES = ("adapter.safetensors", "optimizer.safetensors", "random.safetensors")
 NEWEST = "run/checkpoints/step-000002"
 
@@ -307,9 +303,6 @@ def flipped(place: int, bit: int = 0) -> Spoil:
     return spoil
 
 
-# --- command lines ---------------------------------------------------------------------------------------------------
-
-
 def command_cases() -> Iterator[Case]:
     """Arguments that mean nothing. argparse's own refusals have exit code 2 and the word "usage"."""
     for arguments, names in _COMMANDS:
@@ -378,9 +371,6 @@ _COMMANDS: list[tuple[Sequence[str], tuple[str, ...]]] = [
     (("doctor", "x"), ("usage",)),
     (("-v",), ("usage",)),
 ]
-
-
-# --- chance ----------------------------------------------------------------------------------------------------------
 
 
 def random_cases(trained: Path, number: int, seed: int) -> Iterator[Case]:

@@ -58,8 +58,6 @@ def _ask() -> dict[str, Any]:
     }
 
 
-# ---- one line of the list
-
 # What no ComfyUI has: each must be found out.
 WRONG = (
     "comfy.utils.no_such_function",
@@ -120,9 +118,6 @@ def _is_set_on_objects(owner: Any, name: str) -> bool:
 
 def _annotations(owner: type) -> set[str]:
     return {name for cls in owner.__mro__ for name in vars(cls).get("__annotations__", ())}
-
-
-# ---- our own functions
 
 
 def _overrides_that_differ() -> Iterator[str]:

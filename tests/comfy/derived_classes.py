@@ -155,9 +155,6 @@ def in_bfloat16(value: Any) -> Any:
     return value.bfloat16()
 
 
-# ---- changed so that no rows may be derived
-
-
 @dataclass(frozen=True)
 class Mutation:
     """What a block does beside what it should.

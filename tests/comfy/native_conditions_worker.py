@@ -26,11 +26,7 @@ from comfy_extras.nodes_zimage import TextEncodeZImageOmni
 from devicebridge.config.data import DataConfig, FolderConfig
 from devicebridge.config.job import make_job
 from devicebridge.data.folders import scan_folders
-from devicebridge.encoding.comfy_data import (
-    read_conditioning,
-    read_pairs,
-    save_encoded,
-)
+from devicebridge.encoding.comfy_data import read_conditioning, read_pairs, save_encoded
 from devicebridge.encoding.comfy_sources import ComfyConditions
 from devicebridge.encoding.encode import fill
 from devicebridge.encoding.store import CacheStore
@@ -57,9 +53,6 @@ ROOT = Path(FOLDER)
 SIDES = (32, 48)
 WIDE = (32, 64)  # the latents of Wan 2.2's 5B stand for 16 pixels each, and it takes them by two
 GIVEN = ("FLUX.2 with references", "Qwen-Image-Edit", "Z-Image Omni", "Wan VACE", "Wan 2.2 Fun Control", "Wan 2.2 S2V")
-
-
-# ---- what the model is given
 
 
 def given(name: str) -> str:
@@ -91,9 +84,6 @@ def same(ours: Any, theirs: Any) -> bool:
     if isinstance(theirs, (list, tuple)):
         return len(ours) == len(theirs) and all(map(same, ours, theirs))
     return type(ours) is type(theirs) and bool(ours == theirs)
-
-
-# ---- what is made of files
 
 
 class Clip:
@@ -242,9 +232,6 @@ def fault(compare: Callable[[str], str], name: str) -> str:
         return compare(name)
     except Exception as error:
         return repr(error)
-
-
-# ---- trained
 
 
 class States(Clip):

@@ -38,13 +38,7 @@ from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.comfy.native_steps import no_autocast_on_cards
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint, small_sizes
 from devicebridge.tests.comfy.trained_families import TRAINED, small_adapter
-from devicebridge.tests.emulated import (
-    CARDS,
-    EmulatedTensor,
-    emulated_cards,
-    factories_on_cards,
-    live_bytes,
-)
+from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, factories_on_cards, live_bytes
 from devicebridge.training.adapter import apply_lora
 from devicebridge.training.batches import loss_weights
 from devicebridge.training.objective import noise_latents, predict, prediction_loss

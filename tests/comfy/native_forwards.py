@@ -485,12 +485,7 @@ class _Runs:
         }
 
     def split(
-        self,
-        transport: Transport,
-        num_cards: int,
-        *,
-        row: NativeModel | None = None,
-        patched: bool = False,
+        self, transport: Transport, num_cards: int, *, row: NativeModel | None = None, patched: bool = False
     ) -> str:
         from devicebridge.tests.emulated import emulated_cards, factories_on_cards
 

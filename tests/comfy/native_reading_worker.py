@@ -224,13 +224,6 @@ if __name__ == "__main__":
         refused |= {f"{name} of a file with sums": summed(name) for name in ("Stable Cascade C",)}
         needed = {name: needs(name) for name in NEEDS}
         experts = {" ".join(case[1:]): expert(*case) for case in EXPERTS}
-    found = {
-        "cut": cut,
-        "tokens": tokens,
-        "needs": needed,
-        "text": texts,
-        "plans": plans,
-        "refused": refused,
-    }
+    found = {"cut": cut, "tokens": tokens, "needs": needed, "text": texts, "plans": plans, "refused": refused}
     found |= {"full": full, "experts": experts}
     print(json.dumps(found), flush=True)

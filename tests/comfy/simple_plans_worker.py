@@ -39,10 +39,7 @@ from devicebridge.tests.comfy.full_sizes import _FILES, _write_sparse  # noqa: E
 
 FAMILIES = {"FLUX.2": "FLUX.2", "Z-Image": "Z-Image", "Qwen-Image": "Qwen-Image", "Wan": "Wan 2.1, 2.2 14B"}
 FAMILIES |= {"SDXL": "SDXL"}  # by the names of full_sizes.py
-NAMED = {
-    "text_source": f"comfyui 0.33.0 CLIP {'a' * 64}",
-    "latent_source": f"comfyui 0.33.0 VAE {'a' * 64}",
-}
+NAMED = {"text_source": f"comfyui 0.33.0 CLIP {'a' * 64}", "latent_source": f"comfyui 0.33.0 VAE {'a' * 64}"}
 
 
 def recognised_as(name: str) -> tuple[ModelConfig, CheckpointInfo]:

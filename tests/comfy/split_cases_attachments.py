@@ -72,9 +72,6 @@ def _noise(*shape: int, device: torch.device = CPU, seed: int = 3) -> torch.Tens
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(device)
 
 
-# ---- state from call to call: overlap must stay off
-
-
 def _counting(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, each call a little stronger than the one before."""
     return functools.wraps(function)(_counted(function, itertools.count(1)))
@@ -183,9 +180,6 @@ def what_keeps_no_state_leaves_overlap_on(case: Case) -> None:
             host.sample(change(split(host.load("flux1"))), "flux1", cfg=4.0)
         case.check(claim, not any("overlap is off" in line for line in messages), messages)
         host.unload_all()
-
-
-# ---- what is written in place
 
 
 @case
@@ -308,9 +302,6 @@ def a_controlnet_that_takes_entries_out(case: Case) -> None:
         model.set_model_double_block_patch(patch)
 
     _compare(case, "z_image", "z_image", change)
-
-
-# ---- parts of the model replaced
 
 
 @case
@@ -462,9 +453,6 @@ def control_lora(case: Case) -> None:
         divided = split(host.load("sdxl"), balance="manual", split_at=(first,))
         case.equal(f"cut at {first}", sample(divided), reference)
         host.unload_all()
-
-
-# ---- the switch that compares
 
 
 @case

@@ -99,9 +99,6 @@ for _name in DERIVED:
     CASES[f"derived_{_name}"] = functools.partial(_exam, _name)
 
 
-# ---- on the CPU: one forward, and the candidates
-
-
 def _cards(model: nn.Module, count: int = 2) -> Cards:
     models = [model, *(copy.deepcopy(model) for _ in range(count - 1))]
     method = "_forward" if hasattr(type(model), "_forward") else "forward"

@@ -57,9 +57,6 @@ def _noise(*shape: int, device: torch.device, seed: int = 3) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(device)
 
 
-# ---- ControlNets
-
-
 class Residuals(comfy.controlnet.ControlBase):
     """A ControlNet that needs no model: the same residuals at every step, on the device it is asked from."""
 
@@ -137,9 +134,6 @@ def a_real_controlnet(case: Case) -> None:
         outputs[device] = host.sample(model, "flux1", cfg=3.0, positive=positive)
         case.differs("it does something", outputs[device], host.sample(model, "flux1", cfg=3.0))
     case.equal("as unsplit", outputs[HOME], outputs[CPU])
-
-
-# ---- patches between and around blocks
 
 
 @long_case
@@ -257,9 +251,6 @@ def rope_options(case: Case) -> None:
     _compare(case, "flux1", "flux1", lambda model, device: model.set_model_rope_options(1.5, 0.0, 0.7, 2.0, 1.0, 0.0))
 
 
-# ---- around the forward
-
-
 @case
 def function_wrapper(case: Case) -> None:
     def change(model: Any, device: torch.device) -> None:
@@ -302,9 +293,6 @@ def injections_and_callbacks(case: Case) -> None:
     seen_before = {name: list(counts) for name, counts in seen.items()}
     host.sample(split(host.load("flux1")), "flux1")
     case.check("another MODEL has none of it", seen == seen_before, seen)
-
-
-# ---- transport, classes, compiling
 
 
 @case

@@ -611,8 +611,6 @@ def tokens_many_prompts(case: Case) -> None:
     case.check("prompts were cancelled and failed", ended["was cancelled"] and ended["failed"], ended)
 
 
-# ---- every class, on the CPU: the result, and the order of keys, which no result shows
-
 _WAYS: tuple[tuple[tuple[int, ...], int, Any], ...] = (  # shares, groups of heads, exchange
     *((shares, 1, "full") for shares in ((1, 1), (3, 5), (2, 3, 3), (1, 1, 1, 1), (4, 3, 5, 4))),
     ((1, 1, 1), 4, "full"),

@@ -229,12 +229,7 @@ def _in_words(options: dict[str, Any]) -> str:
 
 
 def _disturb(
-    host: Host,
-    drawn: random.Random,
-    ground: Ground,
-    history: History,
-    stack: contextlib.ExitStack,
-    may_be_tight: bool,
+    host: Host, drawn: random.Random, ground: Ground, history: History, stack: contextlib.ExitStack, may_be_tight: bool
 ) -> None:
     kind = drawn.choice(("nothing", "nothing", "free", "unload", "tight"))
     card = drawn.choice(ground.cards)

@@ -65,9 +65,6 @@ def _shapes(name: str) -> Mapping[str, tuple[int, ...]]:
 _SHAPES: dict[str, Mapping[str, tuple[int, ...]]] = {}
 
 
-# ---- weights
-
-
 def _adapter(setting: Setting, layer: str, kind: str) -> dict[str, torch.Tensor]:
     rows, columns = _shapes(setting.name)[f"{layer}.weight"]
     base = f"diffusion_model.{layer}"
@@ -122,9 +119,6 @@ def merge(model: Any, setting: Setting) -> Any:
     """ModelMergeSimple with a second MODEL of the same file that has a LoRA."""
     other = setting.host.lora(setting.host.load(setting.name, load_device=setting.device), setting.name, 5)
     return merging.ModelMergeSimple().merge(model, other, setting.random.choice((0.25, 0.5)))[0]
-
-
-# ---- between and inside blocks
 
 
 def _scaled(output: Any, factor: float) -> Any:
@@ -230,9 +224,6 @@ def attention(model: Any, setting: Setting) -> Any:
     return model
 
 
-# ---- around the forward
-
-
 def function_wrapper(model: Any, setting: Setting) -> Any:
     model = model.clone()
     bias = 0.1 * setting.noise(1)
@@ -277,9 +268,6 @@ def sampler_functions(model: Any, setting: Setting) -> Any:
     model.set_model_sampler_cfg_function(lambda args: args["uncond"] + 2.0 * (args["cond"] - args["uncond"]))
     model.set_model_sampler_post_cfg_function(lambda args: args["denoised"] * 0.9 + args["input"] * 0.1)
     return model
-
-
-# ---- parts replaced
 
 
 def object_patch(model: Any, setting: Setting) -> Any:

@@ -196,11 +196,7 @@ def case_clip_names() -> None:
 
 def case_clip_names_leave_out_what_checkpoints_leave_out() -> None:
     """Checkpoints of SD have no projection for CLIP-L, and what ComfyUI has there is other memory at each load."""
-    for family, part, is_read in (
-        ("sd2", "clip_h", False),
-        ("sdxl", "clip_l", False),
-        ("sdxl", "clip_g", True),
-    ):
+    for family, part, is_read in (("sd2", "clip_h", False), ("sdxl", "clip_l", False), ("sdxl", "clip_g", True)):
         clip = make_clip(family)
         name, states = HostClip(clip).fingerprint, HostClip(clip).encode("a cat")[0]
         getattr(clip.cond_stage_model, part).transformer.text_projection.weight.data += 1

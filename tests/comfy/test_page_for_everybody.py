@@ -43,9 +43,6 @@ def settings(server: Server) -> Iterator[None]:
     server.post("/api/settings/Comfy.ColorPalette", "dark")
 
 
-# ---- a new user
-
-
 def _put_stand_ins(models: Path, pipeline: Path) -> list[Path]:
     """Tiny models under the names that the template's lists say; as diffusers' folders, which tell their sizes."""
     model = models / "diffusers" / "flux2_dev_fp8mixed.safetensors"
@@ -84,10 +81,7 @@ def _open_template(page: Any, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("template", "word", "clicks", "run"),
-    [
-        pytest.param(TEMPLATE, "", 3, "my_lora", marks=pytest.mark.long),
-        ("simple_training_FLUX.2", "cat", 4, "cat"),
-    ],
+    [pytest.param(TEMPLATE, "", 3, "my_lora", marks=pytest.mark.long), ("simple_training_FLUX.2", "cat", 4, "cat")],
 )
 def test_a_new_user_is_few_clicks_and_no_typed_path_from_the_first_training_step(
     chromium: str, server: Server, tmp_path: Path, template: str, word: str, clicks: int, run: str
@@ -234,9 +228,6 @@ def test_the_tab_shows_what_a_node_does_before_there_is_a_run(
         page.evaluate(_STARTING)
         page.locator(".db-run .db-buttons", has_text="starting").wait_for()
         assert page.locator(".db-run").get_by_role("button", name="Resume").count() == 0
-
-
-# ---- a panel with everything in it
 
 
 @contextmanager
@@ -419,9 +410,6 @@ def test_a_run_of_elsewhere_is_resumed_by_whoever_has_seen_its_folders(
         (job,) = server.get("/devicebridge/state")["jobs"]
     assert server.post("/devicebridge/queue", {"job": job["id"], "what": "remove"}) == {"jobs": []}
     shutil.rmtree(run)
-
-
-# ---- what it costs
 
 
 @pytest.mark.long

@@ -131,8 +131,6 @@ def test_the_log_says_what_each_card_gets_before_and_what_it_has_left_at_loading
     assert log.index("gets 5 blocks") < log.index("activations about") < log.index("Requested to load Flux")
 
 
-# ---- workflows of ComfyUI-MultiGPU, written for this test from its node definitions
-
 _DISTORCH = {"virtual_vram_gb": 4.0, "donor_device": "cpu", "expert_mode_allocations": "", "eject_models": True}
 OLD_WORKFLOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "second card": ("UNETLoaderMultiGPU", {"device": "lazy:1"}),

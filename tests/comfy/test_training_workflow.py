@@ -264,9 +264,6 @@ def test_the_same_graph_run_again_gives_its_lora_and_a_changed_one_a_new_run(ser
     assert len(_steps(_run_folder(server, "again"))) == 2 and len(_steps(_run_folder(server, "again_2"))) == 2
 
 
-# ---- without a browser ----
-
-
 @pytest.fixture
 def _comfy_cli() -> None:
     if shutil.which("comfy") is None:

@@ -87,8 +87,7 @@ def _off(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "is_dynamic"),
-    [*((scheme, False) for scheme in MOST_DIFFERENCE), ("none", True), ("fp8-compute", True)],
+    ("scheme", "is_dynamic"), [*((scheme, False) for scheme in MOST_DIFFERENCE), ("none", True), ("fp8-compute", True)]
 )
 def test_gradients_are_those_of_uncompiled_blocks(scheme, is_dynamic):
     family = FAMILIES["flux2"]

@@ -16,15 +16,7 @@ from devicebridge.config.job import save_job
 from devicebridge.jobs.in_processes import run_in_processes
 from devicebridge.jobs.job import run_job
 from devicebridge.system.stopping import Requests
-from devicebridge.tests.ranks.launching import (
-    ENVIRONMENT,
-    HERE,
-    none_left,
-    ranks_of,
-    read_until,
-    start_cli,
-    torchrun,
-)
+from devicebridge.tests.ranks.launching import ENVIRONMENT, HERE, none_left, ranks_of, read_until, start_cli, torchrun
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.training.loop import checkpoint_folder
 from devicebridge.training.state import list_checkpoints

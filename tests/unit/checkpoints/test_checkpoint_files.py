@@ -55,9 +55,6 @@ def tiny_variants(monkeypatch):
         monkeypatch.setitem(FAMILIES, name, dataclasses.replace(family, variants=(variant,)))
 
 
-# --- diffusers folders -----------------------------------------------------------------------------------------------
-
-
 def _save_pipeline(folder, name, dtype=torch.float32, index=None, **options):
     model = TINY[name].make_model().to(dtype)
     model.save_pretrained(folder / "transformer", **options)
@@ -108,9 +105,6 @@ def test_sharded_folder_from_any_of_its_paths(name, tmp_path):
 def test_a_lone_transformer_folder_has_no_pipeline(tmp_path):
     TINY["wan"].make_model().save_pretrained(tmp_path)
     assert read_checkpoint(tmp_path).pipeline_folder is None
-
-
-# --- single files ----------------------------------------------------------------------------------------------------
 
 
 def _prefixed(tensors, prefix):
@@ -187,9 +181,6 @@ def test_published_models_are_recognised_by_their_header(family_name, variant_na
     )
 
 
-# --- how it is read --------------------------------------------------------------------------------------------------
-
-
 def test_one_tensor_at_a_time_goes_to_its_device(tmp_path, monkeypatch):
     _save_pipeline(tmp_path, "flux1")
     events, alive = [], []
@@ -224,9 +215,6 @@ def test_a_file_replaced_after_loading_changes_nothing(tmp_path):
     with open(file, "r+b") as stream:
         stream.write(data)
     _assert_same_model(model, expected)
-
-
-# --- which variant ---------------------------------------------------------------------------------------------------
 
 
 def _write_full_folder(folder, family, config, monkeypatch):
@@ -356,9 +344,6 @@ def test_distilled_models_are_warned_of_once(tmp_path, monkeypatch, caplog):
             _say_once.cache_clear()
         assert read_checkpoint(tmp_path).variant == klein
         assert sum("undoes its distillation" in record.getMessage() for record in caplog.records) == count
-
-
-# --- refusals --------------------------------------------------------------------------------------------------------
 
 
 def _flux1_file(folder, change):

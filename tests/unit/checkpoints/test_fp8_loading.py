@@ -15,11 +15,7 @@ from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.placement import block_names, parameter_bytes, plan_placement
 from devicebridge.quantization import eight_bit, quantize, weight_only
 from devicebridge.quantization.frozen_linear import FrozenLinear8
-from devicebridge.quantization.quantize import (
-    SCHEMES,
-    Quantizer,
-    QuantizeSettings,
-)
+from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
 from devicebridge.tests.quantized import apply_quantization, plain_parts
 from devicebridge.tests.toy import TINY

@@ -89,10 +89,7 @@ REFUSED: dict[str, tuple[Callable[[], bytes], tuple[str, ...]]] = {
     "a type of later years": (lambda: _whole(_one(99)), ("x.weight", "type 99")),
     "other versions": (lambda: b"GGUF" + struct.pack("<IQQ", 1, 0, 0), ("version 1",)),
     "other byte order": (lambda: b"GGUF" + struct.pack(">IQQ", 3, 0, 0), ("version 50331648",)),
-    "one of several": (
-        lambda: _whole(_one(0), settings=setting("split.count", 2)),
-        ("one of 2 files",),
-    ),
+    "one of several": (lambda: _whole(_one(0), settings=setting("split.count", 2)), ("one of 2 files",)),
     "settings without end": (lambda: _header(0, b"", 2**60), (str(2**60), "settings")),
     "tensors without end": (lambda: _header(2**60), (str(2**60), "tensors")),
     "a text without end": (lambda: _header(0, struct.pack("<Q", 2**62), 1), ("text",)),

@@ -108,9 +108,6 @@ def test_refusals():
         lora_to_original(family, {"transformer_blocks.0.attn.to_q.weight": torch.zeros(2, 2)}, ALPHA, 2)
 
 
-# --- names, at full size ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_names_and_shapes_are_those_that_were_reviewed(name):
     """lora_keys_<family>.json holds what ComfyUI v0.33.0 was seen to map, at full size: modules and [out, in]."""
@@ -131,9 +128,6 @@ def test_stacks_of_the_default_targets_are_whole():
         check_original_layout(FAMILIES[name], modules, dora=True)
         members = [m for s in originals_of(modules, FAMILIES[name].renames).values() for m in s.members]
         assert sorted(members) == sorted(modules)
-
-
-# --- LoRA of text encoders by the names of kohya's trainer ------------------------------------------------------------
 
 
 _LAYER = "transformer.text_model.encoder.layers.3.self_attn.q_proj"

@@ -229,9 +229,6 @@ def _differences(found, case):
     return differing
 
 
-# --- diffusers --------------------------------------------------------------------------------------------------------
-
-
 def _load_in_diffusers(case):
     """The linears' weights, by fqn, with the file's LoRA merged by PEFT."""
     model = _make_model(case.name)
@@ -261,8 +258,6 @@ def test_diffusers_applies_every_weight_as_trained_or_we_say_that_it_does_not(ca
         with pytest.raises(ValueError, match="Invalid adapter checkpoint|should be empty|Invalid LoRA"):
             _load_in_diffusers(case)
 
-
-# --- ComfyUI ----------------------------------------------------------------------------------------------------------
 
 # Its own detection builds the native model, its own loader patches it, its own arithmetic applies the patches.
 _ASK_COMFYUI = """
@@ -395,9 +390,6 @@ def test_comfyui_applies_every_weight_as_trained_or_we_say_that_it_does_not(case
 
 def _owner(name, parameter):
     return _model(name).get_submodule(parameter.removesuffix(".weight"))
-
-
-# --- ComfyUI, at full size --------------------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -105,11 +105,7 @@ WRITTEN: dict[str, tuple[dict[str, Tensor], dict[str, str] | None, float]] = {
         4,
     ),
     "of no component": (_lora(f"diffusion_model.{LAYER}"), _adapter(r=4, lora_alpha=16), 4),
-    "in both, alike": (
-        _lora(f"diffusion_model.{LAYER}", alpha=torch.tensor(ALPHA)),
-        _adapter(r=4, lora_alpha=16),
-        4,
-    ),
+    "in both, alike": (_lora(f"diffusion_model.{LAYER}", alpha=torch.tensor(ALPHA)), _adapter(r=4, lora_alpha=16), 4),
     "1 of all, under names of another": (
         _lora(f"diffusion_model.{LAYER}"),
         _adapter(**{"transformer.r": 4, "transformer.lora_alpha": 4}),
@@ -135,11 +131,7 @@ WRITTEN: dict[str, tuple[dict[str, Tensor], dict[str, str] | None, float]] = {
         {"ss_network_alpha": "16", "ss_network_dim": "4"},
         2 / RANK,
     ),
-    "kohya's multiplied in": (
-        _lora(f"diffusion_model.{LAYER}"),
-        {"ss_network_alpha": "16", "ss_network_dim": "4"},
-        1,
-    ),
+    "kohya's multiplied in": (_lora(f"diffusion_model.{LAYER}"), {"ss_network_alpha": "16", "ss_network_dim": "4"}, 1),
 }
 
 

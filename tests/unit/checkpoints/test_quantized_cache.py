@@ -128,9 +128,6 @@ def test_without_a_quantizer_a_cached_model_is_dequantized(tmp_path: Path) -> No
         assert (found[name] - exact).norm() <= 0.012 * exact.norm(), name
 
 
-# --- what is an entry's name -----------------------------------------------------------------------------------------
-
-
 def test_another_model_scheme_rotation_dtype_or_pattern_misses(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     info = _checkpoint(tmp_path)
@@ -176,9 +173,6 @@ def test_a_checkpoint_in_8_bits_is_not_copied(
     expected = _load(folder, info, INT8)
     assert len(_entries(folder)) == 1
     _assert_same(_load(folder, info, INT8), expected)
-
-
-# --- damage ----------------------------------------------------------------------------------------------------------
 
 
 def _edit_index(**changes: Any) -> Callable[[Path], None]:
@@ -270,9 +264,6 @@ def test_an_entry_that_is_deleted_while_it_is_opened(
     monkeypatch.setattr(load, "open_cached", open_and_lose)
     _assert_same(_load(folder, info), expected)
     assert "cannot be read and are rounded again" in caplog.text and _entries(folder) == [entry]
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -335,8 +335,6 @@ def test_a_gguf_file_is_the_model_that_its_plain_weights_are(name: str, tmp_path
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
-
 QKV = "blocks.0.self_attn.q"
 
 

@@ -15,13 +15,7 @@ import pytest
 import torch
 from devicebridge.checkpoints import weight_file
 from devicebridge.checkpoints.header import FileHeader, TensorRecord, read_file_header
-from devicebridge.checkpoints.weight_file import (
-    TORCH_TYPES,
-    load_tensors,
-    open_weights,
-    read_records,
-    read_rows,
-)
+from devicebridge.checkpoints.weight_file import TORCH_TYPES, load_tensors, open_weights, read_records, read_rows
 from safetensors.torch import save_file
 
 MMAP = mmap.mmap

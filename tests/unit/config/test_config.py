@@ -323,9 +323,6 @@ def test_paths_that_lead_nowhere_are_left_to_whoever_reads_them(tmp_path):
         assert load_job(tmp_path / "job.toml").data.folders[0].path.endswith(end)
 
 
-# --- text encoders ----------------------------------------------------------------------------------------------------
-
-
 JOB: dict[str, dict[str, Any]] = {
     "model": {"path": "sdxl.safetensors", "family": "comfyui"},
     "data": {"folders": [{"path": "/images"}]},

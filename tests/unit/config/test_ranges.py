@@ -135,9 +135,6 @@ def test_options_that_train_nothing_are_refused(options: dict[str, Any], message
         OptimizerConfig(options=options)
 
 
-# --- names and paths -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("key", ["model.path", "output.folder"])
 @pytest.mark.parametrize("value", ["", "  "])
 def test_an_empty_path_is_named(key: str, value: str) -> None:
@@ -146,14 +143,10 @@ def test_an_empty_path_is_named(key: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key",
-    ["model.path", "model.quantized_cache", "output.folder", "cache.folder", "cache.vae", "evaluation.folder"],
+    "key", ["model.path", "model.quantized_cache", "output.folder", "cache.folder", "cache.vae", "evaluation.folder"]
 )
 def test_a_path_with_nul_or_a_part_too_long_is_named(key: str, tmp_path: Path) -> None:
-    for value, message in (
-        ("/a\\u0000b", "x00"),
-        (f"/runs/{'x' * 256}", "256 bytes.*255; choose a shorter name"),
-    ):
+    for value, message in (("/a\\u0000b", "x00"), (f"/runs/{'x' * 256}", "256 bytes.*255; choose a shorter name")):
         section, name = key.split(".")
         lines = {"model": 'path = "m"', "train": "steps = 1", "output": 'folder = "o"', "cache": "", "evaluation": ""}
         lines[section] = f'{name} = "{value}"' + ("" if name in ("path", "folder") else f"\n{lines[section]}")

@@ -24,9 +24,6 @@ def _plan(**settings):
     return make_clip_plan(DataConfig(FOLDER, **settings), WAN.latent)
 
 
-# --- which frames ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count, source", [(1, 16), (33, 16), (49, 24), (60, 30), (10, 8), (7, 23.976), (100, 59.94)])
 def test_a_tick_shows_the_last_frame_that_has_begun(count, source):
     rate = Fraction(source).limit_denominator(1001)
@@ -60,9 +57,6 @@ def test_slow_clips_are_told():
     assert is_slower(_even(20, 12), 16)
     assert not is_slower(_even(20, 15), 16)
     assert not is_slower(_even(20, 12), None) and not is_slower(ClipInfo((32, 48), 5), 16)
-
-
-# --- how many, and from where ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count, length", [(17, 17), (32, 17), (33, 33), (48, 33), (80, 33), (81, 81), (500, 81)])

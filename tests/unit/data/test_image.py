@@ -234,9 +234,6 @@ def test_crops_outside_the_image_are_refused():
             ImageRequest("x.png", (8, 8), crop)
 
 
-# --- only the formats we name are opened, whatever a file is called ---------------------------------------------------
-
-
 ROOT = Path(__file__).resolve().parents[3]
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
 

@@ -41,9 +41,6 @@ def _names(samples):
     return [sample.path.replace("\\", "/").rsplit("/", 1)[-1] for sample in samples]
 
 
-# --- folders ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_folder_becomes_samples_in_order_of_name(tmp_path):
     for name in ("b.png", "a.JPG", "d.webp", "c.jpeg", "e.bmp"):
         _save(tmp_path / name)
@@ -220,9 +217,6 @@ def test_small_images_are_upscaled_with_one_warning(tmp_path, caplog):
     assert "2 of 3 images" in record.getMessage() and "a.png, c.png" in record.getMessage()
 
 
-# --- EXIF, buckets, crops --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
 def test_a_turned_photo_is_cut_as_it_is_looked_at(tmp_path, orientation, suffix):
@@ -296,9 +290,6 @@ def test_an_image_on_its_side_gets_the_bucket_on_its_side():
     buckets = make_buckets(128, 16, 3.0)
     for long in range(100, 300, 3):
         assert choose_bucket((100, long), buckets) == choose_bucket((long, 100), buckets)[::-1]
-
-
-# --- clips -----------------------------------------------------------------------------------------------------------
 
 
 def _scan_clips(*folders, **options):
@@ -406,9 +397,6 @@ def test_slow_clips_hdr_and_missing_captions_are_warned_of(tmp_path, caplog):
     assert "1 of 4 clips have fewer than 16 frames per second, so frames come twice: slow.gif" in second
 
 
-# --- masks -----------------------------------------------------------------------------------------------------------
-
-
 def _mask_sample(path, resize, crop):
     return Sample("", "", str(path), resize, crop, crop[2:])
 
@@ -464,9 +452,6 @@ def test_a_mask_follows_the_crop_of_its_image(tmp_path):
     assert sample.crop == (0, 48, 64, 64)
     assert load_mask(sample, (8, 8))[0, 0, 0].tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
     assert values.shape == (64, 160, 3)
-
-
-# --- order -----------------------------------------------------------------------------------------------------------
 
 
 def _samples(counts):
@@ -562,9 +547,6 @@ def test_a_position_of_another_dataset_is_refused():
         BatchOrder([], batch_size=2, seed=0)
 
 
-# --- fingerprint -----------------------------------------------------------------------------------------------------
-
-
 def _fill(folder):
     folder.mkdir()
     for index in range(3):
@@ -611,9 +593,6 @@ def test_the_fingerprint_follows_the_frames_that_are_used(tmp_path):
     files = sorted((folder / "d.e").iterdir())
     files[0].write_bytes(files[1].read_bytes())
     assert dataset_fingerprint(_scan_clips(folder)) != found[0]
-
-
-# --- settings of a folder --------------------------------------------------------------------------------------------
 
 
 def _captions(root, text, **options):

@@ -36,9 +36,6 @@ def _check_colours(pixels, frames, tolerance=4):
     assert np.abs(middle_colours(pixels) - expected).max() <= tolerance
 
 
-# --- the right frames ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_format_gives_the_frames_asked_for(tmp_path, name):
     path = save_clip(tmp_path / name, NUM_FRAMES, fps=10)
@@ -151,8 +148,6 @@ def test_a_folder_is_known_by_its_images_in_their_order_and_not_by_their_names(t
     assert media_fingerprint(save_sequence(tmp_path / "b", frames[::-1])) != first
 
 
-# --- upright, in the right colours -----------------------------------------------------------------------------------
-
 CORNERS = np.zeros((32, 48, 3), dtype=np.uint8)
 CORNERS[:16, :24], CORNERS[:16, 24:], CORNERS[16:, :24], CORNERS[16:, 24:] = COLOURS[:4]
 MATRICES = {  # matrix -> numbers of the colours at top left, top right, bottom left, bottom right
@@ -224,9 +219,6 @@ def test_transparency_is_laid_on_white(tmp_path):
     webm = save_video(tmp_path / "a.webm", frames, pixel_format="yuva420p")
     for path in (webm, save_animation(tmp_path / "a.webp", frames, [50] * 3)):
         assert np.abs(middle_colours(_read(path, 0, 1, 2)) - expected).max() <= 4, path
-
-
-# --- what cannot be read ---------------------------------------------------------------------------------------------
 
 
 def _cut(path, keep):

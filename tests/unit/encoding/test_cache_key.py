@@ -276,9 +276,6 @@ def test_folders_without_a_model_are_refused(tmp_path):
         folder_fingerprint(tmp_path)
 
 
-# --- caches of earlier versions stay valid ----------------------------------------------------------------------------
-
-
 # Beginnings of names, and of the SHA-256 of the files' bytes, as version 0.1 of November 2026 wrote them.
 WRITTEN = {
     "16169bbaff7a3ddac3f8": "bb9be1209c88fdc3",

@@ -234,9 +234,6 @@ def test_without_locks_work_is_done_all_the_same_and_one_warning_says_so(store, 
     assert caplog.text.count("file system without locks") == 1
 
 
-# --- two processes that fill one cache and are killed -----------------------------------------------------------------
-
-
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "killed_caches.py"
 
 

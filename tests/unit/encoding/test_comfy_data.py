@@ -341,9 +341,6 @@ def test_a_noise_mask_is_resized_as_samplers_do_and_models_of_other_families_ref
     ).latents_problem(shapes)
 
 
-# --- datasets that arrive encoded -------------------------------------------------------------------------------------
-
-
 def _pairs(count=3, seed=0):
     generator = torch.Generator().manual_seed(seed)
     text = {"cond": torch.randn(5, 8, generator=generator), "pooled_output": torch.randn(4, generator=generator)}

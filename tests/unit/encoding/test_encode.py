@@ -23,11 +23,7 @@ from devicebridge.encoding.streamed_encoder import StreamPlan
 from devicebridge.encoding.text_encoder import TextEncoder, load_text_encoder, prepare_text
 from devicebridge.encoding.text_place import TextPlace, open_text_encoder
 from devicebridge.encoding.vae import load_vae
-from devicebridge.families.spec import (
-    LatentSpec,
-    ModelFamily,
-    TextEncoderSpec,
-)
+from devicebridge.families.spec import LatentSpec, ModelFamily, TextEncoderSpec
 from devicebridge.tests.clips import save_clip
 from devicebridge.tests.encoding import encode_captions, encode_images, example_family
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder
@@ -241,9 +237,6 @@ def test_stopping_keeps_what_is_done_and_frees_the_encoder(encoders, tmp_path, l
 def test_folders_that_are_missing_are_named(encoders, tmp_path):
     with pytest.raises(ValueError, match=r"elsewhere.*text_encoder is not a folder"):
         _encode(CAPTIONS, tmp_path / "elsewhere", CacheStore(tmp_path / "cache"))
-
-
-# --- images ----------------------------------------------------------------------------------------------------------
 
 
 def _encode_latents(vae, pixels):

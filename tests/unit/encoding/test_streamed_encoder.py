@@ -63,9 +63,6 @@ def _copies(encoder: TextEncoder) -> int:
     return encoder.stream.num_copies
 
 
-# --- bits ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kind", "keeps_host_copy", "dtype"),
     [
@@ -102,9 +99,6 @@ def test_captions_go_through_a_layer_one_by_one(folders: dict[str, Path]) -> Non
     encoder.close()
 
 
-# --- passes ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_layer_that_would_mix_captions_is_an_error() -> None:
     """An argument whose batch is not where we look for it would make two captions of one."""
     unknown = streamed_encoder._caption((), {"other": torch.ones(3, 2, 4, 8)}, 0, 2)[1]["other"]
@@ -137,9 +131,6 @@ def test_equal_captions_are_computed_once(folders: dict[str, Path]) -> None:
     first, _, again = encoder.encode_batch(["a cat", "a dog", "a cat"])
     assert torch.equal(first, again) and encoder.plan_batches(["a", "b", "a"]) == [["a", "b"]]
     encoder.close()
-
-
-# --- card ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -260,9 +251,6 @@ def _nth(steps: list[tuple[str, int]], kind: str, number: int) -> int:
     return [position for position, step in enumerate(steps) if step[0] == kind][number]
 
 
-# --- host ------------------------------------------------------------------------------------------------------------
-
-
 def test_host_memory_holds_all_layers_or_two(folders: dict[str, Path]) -> None:
     size = forecast_size(SPECS["t5"], folders["t5"], torch.float32)
     for keeps, expected in ((True, size.layers), (False, NUM_SLOTS * size.layer)):
@@ -328,9 +316,6 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     assert not copies.PinnedBuffer(1000, torch.device("cuda", 0), is_wanted=False).is_pinned
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("broken_layer", "keeps_host_copy"), [(0, True), (1, False), (4, True), (NUM_LAYERS - 1, False)]
 )
@@ -391,9 +376,6 @@ def test_files_in_8_bits_are_refused(folders: dict[str, Path], tmp_path: Path) -
     folder = _copy_with(folders["t5"], tmp_path / "copy", narrow)
     with pytest.raises(ValueError, match="in 8 bits already"):
         _stream(folder, "t5", StreamPlan(2))
-
-
-# --- cache -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("_views_allowed")

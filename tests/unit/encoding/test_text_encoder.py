@@ -149,12 +149,7 @@ def _assert_equal(ours, theirs, dtype):
 
 @pytest.mark.parametrize(
     ("layers", "dtype"),
-    [
-        ((1, 2, 3), torch.float32),
-        ((1, 2, 3), torch.bfloat16),
-        ((1, 2, 4), torch.float16),
-        ((3, 1), torch.float32),
-    ],
+    [((1, 2, 3), torch.float32), ((1, 2, 3), torch.bfloat16), ((1, 2, 4), torch.float16), ((3, 1), torch.float32)],
 )
 def test_mistral3_equals_flux2_pipeline(folders, layers, dtype):
     spec = dataclasses.replace(MISTRAL3, layers=layers)

@@ -78,9 +78,6 @@ def _load(
     return load_text_encoder(dataclasses.replace(SPECS[kind], **changes), folders[kind], CPU, dtype, scheme)
 
 
-# --- quality ---------------------------------------------------------------------------------------------------------
-
-
 def _int8_step(weight: np.ndarray) -> np.ndarray:
     """A row's 255 steps span twice its largest value, which lies half-way between two of them."""
     step = np.abs(weight).max(axis=1, keepdims=True) / 127.5
@@ -137,9 +134,6 @@ def test_states_are_those_of_the_rounded_weights_and_no_noisier_than_these(
         assert decibels(exact.encode(caption), found.encode(caption)) > bound_db
 
 
-# --- what is rounded -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("kind", ROUNDED)
 def test_linears_are_rounded_and_nothing_else(folders: dict[str, Path], kind: str, scheme: TextScheme) -> None:
@@ -175,9 +169,6 @@ def _copy(source: Path, target: Path) -> tuple[Path, dict[str, torch.Tensor]]:
             if file.suffix != ".safetensors":
                 (target / folder / file.name).write_bytes(file.read_bytes())
     return target, load_file(source / "text_encoder" / "model.safetensors")
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
 
 
 class _Peak(TorchDispatchMode):
@@ -248,9 +239,6 @@ def test_after_caching_the_card_is_empty(
         assert found is not None and decibels(expected, found[SPECS["qwen3"].output]) > 100
 
 
-# --- cache -----------------------------------------------------------------------------------------------------------
-
-
 def test_an_exact_encoder_keeps_its_entries_whatever_the_scheme(folders: dict[str, Path], tmp_path: Path) -> None:
     store = CacheStore(tmp_path)
     keys = _encode(folders["clip"], store)
@@ -266,9 +254,6 @@ def test_a_job_encodes_in_the_scheme_it_names(tmp_path: Path) -> None:
     expected = load_text_encoder(spec, tmp_path / "model", CPU, torch.bfloat16, "int8").encode(caption)
     entry = data.store.get(data.samples[0].text_keys[0])
     assert entry is not None and torch.equal(entry[spec.output], expected)
-
-
-# --- refusals --------------------------------------------------------------------------------------------------------
 
 
 def _no_torchao(name: str) -> str:

@@ -63,9 +63,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         yield have
 
 
-# --- settings --------------------------------------------------------------------------------------------------------
-
-
 def test_settings_are_understood() -> None:
     assert parse_text_device("cpu") == TextDevice("resident", CPU)
     assert parse_text_device(CPU) == TextDevice("resident", CPU)
@@ -94,9 +91,6 @@ def test_a_setting_is_confined_to_a_device_of_several_processes() -> None:
         found = [text_device_on(setting, "lazy:1") for setting in ("cpu", "lazy:0", "stream", "stream:lazy:0", "auto")]
         assert found == ["lazy:1", "lazy:1", "stream:lazy:1", "stream:lazy:1", "auto:lazy:1"]
         assert text_device_on("auto", "cpu") == text_device_on("stream", "cpu") == "cpu"
-
-
-# --- choice ----------------------------------------------------------------------------------------------------------
 
 
 def _plan(folders: dict[str, Path], setting: str, scheme: Any = "none", window: int = 0) -> TextPlace:
@@ -199,9 +193,6 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(
     with pytest.raises(ValueError, match="streamed"):
         check_text_device("stream", specs, folders["t5"], torch.bfloat16, "int8")
     check_text_device("stream", (SPECS["clip"],), folders["clip"], torch.bfloat16, "int8")  # stays exact anyway
-
-
-# --- forecast --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

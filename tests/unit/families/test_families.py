@@ -46,9 +46,6 @@ def _matches(name, patterns):
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-# --- the pipelines, run with a transformer that records its inputs --------------------------------------------------
-
-
 def _scheduler():
     return diffusers.FlowMatchEulerDiscreteScheduler(shift=1.0)
 
@@ -167,9 +164,6 @@ def test_inputs_and_predictions_are_those_of_the_pipeline(kind):
     assert torch.allclose(latents - step, unpack(final, latents), atol=1e-5)
 
 
-# --- latents ---------------------------------------------------------------------------------------------------------
-
-
 def _pixels(name):
     frames = 5 if name == "wan" else 1
     return torch.rand(2, 3, frames, 16, 24, generator=torch.Generator().manual_seed(5)) * 2 - 1
@@ -262,9 +256,6 @@ def _listed(value):
     return list(value) if isinstance(value, tuple) else value
 
 
-# --- image-to-video --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_frames", [1, 5, 9])
 @torch.no_grad()
 def test_the_first_frame_is_given_as_by_the_image_to_video_pipeline(num_frames):
@@ -330,9 +321,6 @@ def test_channels_of_image_to_video_are_those_of_latents_mask_and_condition():
         assert variant.condition == "first_frame" and variant.transformer_config["out_channels"] == 16
     (high, low) = (FAMILIES["wan"].variant(f"wan2.2-i2v-a14b-{kind}").sigma_range for kind in ("high", "low"))
     assert (high, low) == ((0.9, 1.0), (0.0, 0.9))
-
-
-# --- published sizes -------------------------------------------------------------------------------------------------
 
 
 def test_every_published_variant_is_listed_once():
@@ -405,9 +393,6 @@ def test_block_lists_run_in_order_and_their_linears_see_the_tokens_described(nam
             assert shape[1] == (num_text if _matches(fqn, block.text_modules) else expected), fqn
 
 
-# --- noise and guidance ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_tokens", [256, 1024, 2304, 4096])
 def test_resolution_shifts_are_the_pipelines_formulas(num_tokens):
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
@@ -432,9 +417,6 @@ def test_defaults_that_trainers_agree_on():
     high, low = (wan.variant(f"wan2.2-t2v-a14b-{part}") for part in ("high", "low"))
     assert (*low.sigma_range, high.sigma_range[1]) == (0.0, 0.875, 1.0) and high.sigma_range[0] == 0.875
     assert low.transformer_folder == "transformer_2"
-
-
-# --- text ------------------------------------------------------------------------------------------------------------
 
 
 def _default(function, name):

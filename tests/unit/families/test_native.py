@@ -142,9 +142,6 @@ def test_a_relayed_row_cannot_overlap() -> None:
     assert WAN_MODEL.can_overlap
 
 
-# --- how large the text of a model is ---------------------------------------------------------------------------------
-
-
 class UNetModel(nn.Module):
     """Its attention is in another block in each build."""
 

@@ -57,9 +57,7 @@ def _saved(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "error",
-    [RuntimeError("the card fell off"), KeyError("ours")],
-    ids=lambda error: type(error).__name__,
+    "error", [RuntimeError("the card fell off"), KeyError("ours")], ids=lambda error: type(error).__name__
 )
 def test_what_is_done_is_saved_whatever_breaks_and_the_run_goes_on_bit_for_bit(error, straight, tmp_path, caplog):
     job = _job(tmp_path)
@@ -108,9 +106,6 @@ def test_a_run_that_breaks_before_its_first_step_says_that_nothing_is_saved(tmp_
     monkeypatch.setattr(loop_module.Trainer, "train_step", lambda self, rate: _raise(RuntimeError("no card")))
     with pytest.raises(RuntimeError, match="no card\nNo step was done yet"):
         run_job(_job(tmp_path))
-
-
-# --- data ------------------------------------------------------------------------------------------------------------
 
 
 def _entries(job):
@@ -238,9 +233,6 @@ def test_a_mask_that_is_deleted_in_the_middle_of_a_run_is_named_after_saving(tmp
         run_job(job, on_event=_after_step(2, lambda: [mask.unlink() for mask in masks]))
 
 
-# --- disk ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("file", "number", "message"),
     [
@@ -269,9 +261,6 @@ def test_a_full_disk_is_told_with_the_file_and_what_helps(file, number, message,
         assert _saved(tmp_path) == ["step-000002"]
     assert not [path for path in (tmp_path / "run").rglob("*.tmp") if path.exists()]
     assert run_job(job, resume=True).lora_path.read_bytes() == straight
-
-
-# --- weights ---------------------------------------------------------------------------------------------------------
 
 
 def _spoil_weights(value):

@@ -183,9 +183,6 @@ def test_an_edited_caption_or_image_is_one_entry_and_a_renamed_file_none(job, tm
     assert main(["cache", moved]) == 0 and _counts(calls) == (0, 1)
 
 
-# --- what goes wrong -------------------------------------------------------------------------------------------------
-
-
 def test_broken_files_of_the_dataset_are_all_named_before_anything_is_computed(job, tmp_path, capsys):
     data = tmp_path / "data"
     whole = (data / "image_1.png").read_bytes()

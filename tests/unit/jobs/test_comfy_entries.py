@@ -264,9 +264,6 @@ def test_what_conditions_held_out_samples_shares_no_batch_and_drops_no_caption(t
     assert wanted[-1] == (kept.caption, kept.condition) and wanted[-2][0] == ""
 
 
-# ---- datasets that arrived encoded ----
-
-
 def _lists(filled):
     """The filled job's samples as ComfyUI would hand them on, in the job's order."""
     data, _ = _fill(filled, ComfyEncoders())

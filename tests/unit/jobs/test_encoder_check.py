@@ -42,9 +42,6 @@ def _copy(made: dict[str, Path], name: str, tmp_path: Path, **sections: Any) -> 
     return make_tiny_job(tmp_path / name, name, **sections)
 
 
-# --- files of a model and a dataset ----------------------------------------------------------------------------------
-
-
 def _config(part: str, **changes: object) -> Spoil:
     def spoil(folder: Path) -> None:
         file = folder / "model" / part / "config.json"
@@ -205,9 +202,6 @@ def test_sizes_of_published_models_are_taken() -> None:
     refuse_absurd_sizes(Path("config.json"), {"rope_theta": 1_000_000_000, "vocab_size": 262_208, "eps": 1e-6})
 
 
-# --- settings --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("other", ["flux1", "wan"])
 def test_a_vae_of_another_family_is_refused(made: dict[str, Path], tmp_path: Path, other: str) -> None:
     vae = made[other] / "model" / "vae"
@@ -272,9 +266,6 @@ def test_a_device_of_an_encoder_that_is_none_is_named_with_its_key(
 ) -> None:
     with pytest.raises(ValueError, match=rf"cache\.{key} = '{value}': "):
         check_job(_copy(made, "flux2", tmp_path, cache={key: value}))
-
-
-# --- cautions --------------------------------------------------------------------------------------------------------
 
 
 def _said(job: JobConfig, caplog: pytest.LogCaptureFixture) -> list[str]:

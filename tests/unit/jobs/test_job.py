@@ -321,9 +321,7 @@ def test_a_job_stopped_at_once_leaves_nothing_in_the_way(tmp_path):
     job = make_tiny_job(tmp_path)
     phases = []
     stopped = run_job(
-        job,
-        on_event=lambda event: phases.append(event.values.get("name")),
-        should_stop=lambda: "training" in phases,
+        job, on_event=lambda event: phases.append(event.values.get("name")), should_stop=lambda: "training" in phases
     )
     assert (stopped.status, stopped.step, stopped.checkpoint) == ("stopped", 0, None)
     assert run_job(job).status == "finished"

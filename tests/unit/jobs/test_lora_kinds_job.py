@@ -55,9 +55,6 @@ def _bytes(result: TrainingResult) -> bytes:
     return result.lora_path.read_bytes()
 
 
-# ---- LoKr
-
-
 @pytest.mark.parametrize(
     ("scheme", "name"),
     [
@@ -102,9 +99,6 @@ def test_lokr_is_refused_where_the_layout_has_no_place(tmp_path: Path) -> None:
         check_job(_job(tmp_path, "a", lora=LOKR, output={"lora_layout": "both"}))
 
 
-# ---- starting from a file
-
-
 def test_a_run_begins_where_the_file_s_run_ended(tmp_path: Path) -> None:
     """The loss of held-out samples is the same before the first step as it was behind the last one."""
     short = {"evaluation": {"folder": str(tmp_path / "held_out"), "quantiles": [0.3]}, "train": {"steps": 2}}
@@ -142,8 +136,6 @@ def test_a_file_that_does_not_fit_is_refused_before_weights_are_loaded(tmp_path:
     with emulated_cards(1), pytest.raises(ValueError, match=r"set lora\.rank to 4 or more"):
         check_job(_job(tmp_path, "again", lora={"rank": 2, "start_from": str(first.lora_path)}))
 
-
-# ---- optimizers
 
 OPTIMIZERS = [
     {"name": "adamw"},
@@ -187,9 +179,6 @@ def test_every_optimizer_by_name_trains_and_resumes_bit_for_bit(
 def test_kahan_is_refused_where_nothing_is_rounded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"optimizer\.kahan is for a LoRA that is held in bfloat16"):
         _job(tmp_path, "a", optimizer={"kahan": True})
-
-
-# ---- the average
 
 
 def test_the_average_is_that_of_the_checkpoints_and_in_the_file_if_asked(tmp_path: Path) -> None:
@@ -256,9 +245,6 @@ def test_pictures_are_drawn_with_the_average_if_asked(
     (found,) = drawn
     averages = [torch.equal(tensor, saved[f"ema.{name}"]) for name, tensor in found.items()]
     assert all(averages) if use_ema else not all(averages)
-
-
-# ---- data
 
 
 def test_a_folder_s_loss_weight_is_the_factor_of_its_gradients(tmp_path: Path) -> None:

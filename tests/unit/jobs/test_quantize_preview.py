@@ -76,9 +76,6 @@ def test_a_model_that_is_left_alone_is_measured_in_bytes_only(models: dict[str, 
     assert preview.summary() == f"none: all weights in bfloat16, {2 * numel / 1e9:.2f} GB"
 
 
-# ---- which scheme ----
-
-
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes cuda:0, cuda:1, ... cards of the given compute capabilities."""
@@ -143,9 +140,6 @@ def test_a_card_that_cannot_is_named_before_the_file_is_opened(cards: Any) -> No
         preview_model(ModelConfig("/nowhere", quantize="fp8-compute"))
 
 
-# ---- files in 8 bits ----
-
-
 @pytest.fixture(scope="module")
 def stored(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """The tiny FLUX.2 with the linears of its single blocks in float8, with a scale each."""
@@ -173,9 +167,6 @@ def test_layers_in_another_type_are_rounded_again_and_said_to_be(stored: str) ->
     assert "become bfloat16, linears to quantize are rounded again" in preview.table()
     table = preview_model(ModelConfig(stored), CPU).table()
     assert "become bfloat16" in table and "rounded again" not in table
-
-
-# ---- the command line ----
 
 
 def test_check_prints_the_report_and_none_prints_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

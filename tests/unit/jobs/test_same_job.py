@@ -67,9 +67,6 @@ def test_a_difference_names_every_kind_once_with_the_first_rank_that_has_it() ->
     assert line == "model: the weights at model.path are not on rank 3 what they are on rank 0"
 
 
-# --- the samples that ranks compare before they train -----------------------------------------------------------------
-
-
 def _made_by(folder, samples):
     return CachedSamples(CacheStore(folder), samples, use_masks=True, tokens_per_cell=1)
 

@@ -18,11 +18,7 @@ from devicebridge.encoding.store import CacheStore
 from devicebridge.families.comfy.inputs import ComfyReader, read_latents, read_text, stream_shapes, with_silence
 from devicebridge.families.spec import ComfyInputs, LatentSpec
 from devicebridge.jobs import read_job
-from devicebridge.jobs.comfy_entries import (
-    read_encoded_samples,
-    refuse_batches_with_sound,
-    resolution_of,
-)
+from devicebridge.jobs.comfy_entries import read_encoded_samples, refuse_batches_with_sound, resolution_of
 from devicebridge.planning.dry_run import SampleText, Work, step_on_meta, with_sound
 from devicebridge.training.batches import CachedSamples, loss_weights
 from devicebridge.training.objective import prediction_loss

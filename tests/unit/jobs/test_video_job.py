@@ -186,9 +186,6 @@ def test_what_is_given_reaches_the_pipeline_whose_loss_is_on_the_last_device(tmp
     assert all(torch.equal(found.lora[name], tensor) for name, tensor in plain.lora.items())
 
 
-# --- ComfyUI's VAE ---------------------------------------------------------------------------------------------------
-
-
 class HostLike:
     """A diffusers VAE in the clothes of ComfyUI's: [F, height, width, 3] in 0..1 -> plain samples [1, C, F', H, W]."""
 
@@ -235,10 +232,7 @@ def test_clips_of_a_stock_vae_are_trained_on_as_those_of_the_models_own(tmp_path
         file.unlink()
     own_job, encoders = _stock_job(tmp_path, **settings)
     stock_job, _ = _stock_job(
-        tmp_path,
-        **settings,
-        cache={"latent_source": HostLike.fingerprint},
-        output={"folder": str(tmp_path / "stock")},
+        tmp_path, **settings, cache={"latent_source": HostLike.fingerprint}, output={"folder": str(tmp_path / "stock")}
     )
     stock, own = _cached(stock_job, encoders), _cached(own_job, ComfyEncoders())
     assert encoders.vae.num_encoded == len(stock.samples) == len(own.samples) >= 3

@@ -36,9 +36,6 @@ def tiny_weights_leave(monkeypatch):
     monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1024)
 
 
-# ---- loading
-
-
 @pytest.fixture
 def info(tmp_path):
     model = TINY["flux2"].make_model(num_layers=1, num_single_layers=6).to(torch.bfloat16)
@@ -121,9 +118,6 @@ def test_offloaded_blocks_are_never_on_their_card_together(info, scheme, monkeyp
             assert lora and all(p.device in CARDS and p.requires_grad for p in lora)
             built.weight_offload.remove()
             del built, found, lora
-
-
-# ---- jobs
 
 
 def _job(tmp_path, folder, swapped=None, *, family="flux2", **sections):

@@ -106,9 +106,6 @@ def test_a_folder_is_empty_where_nothing_can_be_chosen(nodes: ModuleType) -> Non
     assert _input(nodes, "TrainingDatasetNode", "folder").options["options"] == [""]
 
 
-# ---- files of ComfyUI's own folders
-
-
 @pytest.fixture
 def model(nodes: ModuleType, tmp_path: Path) -> Any:
     from devicebridge.config.job import ModelConfig, SplitConfig
@@ -168,9 +165,6 @@ def test_a_diffusers_folder_of_text_encoders_stays_the_models_own(
     assert nodes.captions._who_encodes(encoders, sockets)["text_encoders"] == str(folder)
 
 
-# ---- when ComfyUI runs a node again
-
-
 def test_the_cache_node_runs_again_only_where_something_is_gone_or_changed(
     nodes: ModuleType, host: comfy_stub.FakeHost
 ) -> None:
@@ -193,9 +187,6 @@ def test_the_cache_node_runs_again_only_where_something_is_gone_or_changed(
     assert gone != before and fingerprint() == gone
     vae.write_bytes(b"12")
     assert fingerprint() != gone
-
-
-# ---- links that bring a text
 
 
 @pytest.mark.parametrize(

@@ -284,9 +284,6 @@ def test_a_finder_of_modules_that_fails_leaves_the_needs_unjudged(host: Host, mo
     assert _texts((_need("other", "read()"), _need("names", "lost()"))) == ["fake_host.names.lost is gone"]
 
 
-# ---- what is refused
-
-
 def test_each_node_is_refused_for_its_own_parts_only(host: Host) -> None:
     *edit, told = CHANGES["a parameter removed"]
     host(_changed(*edit))

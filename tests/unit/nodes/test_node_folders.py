@@ -189,9 +189,6 @@ def test_names_that_no_file_system_takes_are_refused(folders: ModuleType, name: 
             read(name, "folder")
 
 
-# --- folders that are no dataset -------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def crowded(host: comfy_stub.FakeHost, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with more than anybody looks at."""
@@ -267,9 +264,6 @@ def test_a_resolution_that_would_take_forever_is_refused_by_its_socket(
     settings = {entry.id: entry.options.get("default") for entry in node.define_schema().inputs}
     with pytest.raises(ValueError, match=r"resolutions.*99999999.*from 1 to 8192"):
         node.execute(**{**settings, "folder": "dogs", "resolutions": "512, 99999999"})
-
-
-# ---- jobs that no socket was read for
 
 
 @pytest.fixture

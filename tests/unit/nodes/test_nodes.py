@@ -65,9 +65,6 @@ def _node(nodes: ModuleType, node_id: str) -> Any:
     return next(node for node in nodes.NODES if node.define_schema().node_id == node_id)
 
 
-# ---- sockets ----
-
-
 def test_every_listed_id_builds_its_schema(nodes: ModuleType) -> None:
     assert list(_schemas(nodes)) == NODE_IDS
 
@@ -219,9 +216,6 @@ assert not torch.cuda.is_initialized()
     assert done.returncode == 0, done.stderr
 
 
-# ---- names and paths ----
-
-
 @pytest.mark.parametrize(
     "name", ["../elsewhere", "../output_evil", "a/../../output2/b", "a/../../b", "/etc", ".", "", "a/.."]
 )
@@ -276,9 +270,6 @@ def test_a_model_that_is_not_there_is_named_with_what_is(nodes: ModuleType, host
         nodes.train.folders.find_model("[path below]", "/nowhere/model")
 
 
-# ---- loading ----
-
-
 def test_a_refused_model_is_refused_in_the_words_of_the_node(
     nodes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,9 +322,6 @@ def test_split_settings_are_read(nodes: ModuleType) -> None:
         _split(nodes, "auto", "manual", "12, x", "")
     with pytest.raises(ValueError, match="split_at"):
         _split(nodes, "auto", "manual", "", "")
-
-
-# ---- quantizing ----
 
 
 @pytest.fixture
@@ -393,9 +381,6 @@ def test_auto_is_left_to_the_plan(nodes: ModuleType, model: Any, monkeypatch: py
     found, report = _quantized(nodes, model, "auto")
     assert found.model.quantize == "auto" and report.startswith("int8-compute: ")
     assert report.endswith("auto: the training's plan decides, and takes int8-compute on these devices if it fits")
-
-
-# ---- datasets ----
 
 
 def _make_images(folder: Path, count: int = 2) -> Path:
@@ -539,9 +524,6 @@ def test_changed_files_change_the_datasets_fingerprint(nodes: ModuleType, host: 
     assert node.fingerprint_inputs(folder="dogs", evaluation_folder="", repeats=1) == before
     (folder / "0.txt").write_text("another caption", encoding="utf-8")
     assert node.fingerprint_inputs(folder="dogs", evaluation_folder="", repeats=1) != before
-
-
-# ---- training ----
 
 
 @pytest.fixture
@@ -837,9 +819,6 @@ def test_cancel_in_the_last_step_keeps_the_result(
     assert host.is_interrupted is True, "the host still has to stop before the next node"
 
 
-# ---- settings that nobody reads ----
-
-
 def test_every_setting_on_a_node_is_read(nodes: ModuleType, sockets: dict[str, Any]) -> None:
     """A node reads the sections and lists that it asks for; a socket of others would be shown and change nothing."""
     found = {node.define_schema().node_id: _shown_and_unread(nodes, node, sockets) for node in nodes.NODES}
@@ -869,9 +848,6 @@ def _shown_and_unread(nodes: ModuleType, node: Any, sockets: dict[str, Any]) -> 
             node.execute(**given)
     read = {*names, *listed, *re.findall(r'sockets\["(\w+)"\]', inspect.getsource(module))}
     return len(shown), [f"{e.id} ({e.key.path})" for e in shown if e.id not in read]
-
-
-# ---- planning ----
 
 
 def test_the_plan_node_shows_the_plan_of_the_job(
@@ -907,9 +883,6 @@ def test_the_plan_node_shows_the_plan_of_the_job(
     assert (job.model, job.split, job.data) == (model.model, model.split, data)
     assert [(card.total_bytes, card.speed) for card in named] == [(24 * 10**9, 1.0), (12 * 10**9, 0.5)]
     assert own == [] and calls == [] and later_calls, "ComfyUI lets go of its models only for a plan of its own cards"
-
-
-# ---- caching ----
 
 
 def test_the_cache_node_hands_its_settings_on(
@@ -1158,9 +1131,6 @@ def test_lists_become_a_dataset_that_only_the_training_node_takes(
     assert list((host.root / "output" / "another").rglob("*.safetensors")) and "kept" in host.texts[-1]
 
 
-# ---- the fix ----
-
-
 def test_the_fix_is_applied_and_taken_away(nodes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     from devicebridge.patches import ring_lse
 
@@ -1171,9 +1141,6 @@ def test_the_fix_is_applied_and_taken_away(nodes: ModuleType, monkeypatch: pytes
     assert node.execute(enabled=False).args == (None, "Off")
     assert node.execute(enabled=True, anything="x").args == ("x", "Active: because")
     assert node.execute(enabled=False).args[1] == "Taken away"
-
-
-# ---- words ----
 
 
 @pytest.mark.parametrize(

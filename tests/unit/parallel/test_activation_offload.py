@@ -71,9 +71,6 @@ def test_numbers_are_those_without(name, num_cards, kind, kept):
     assert len(found[3]) > len(expected[3])
 
 
-# ---- how much goes
-
-
 class _Block(nn.Module):
     """Reads a stream, which it changes, and a table, which it does not."""
 
@@ -306,9 +303,6 @@ def test_pinned_memory_is_whole_pages_and_unregistered_once(monkeypatch, no_driv
     buffer.close()
     del buffer
     assert calls == [(calls[1], 8192), calls[1]]
-
-
-# ---- on streams
 
 
 class _Watch(Clock):

@@ -599,9 +599,6 @@ def test_compiled_blocks_stay_compiled_under_hooks_on_their_wrappers() -> None:
     assert len(graphs) in (1, 2)  # one per class of block, or per block; never one per forward
 
 
-# ---- other people's code
-
-
 def _weakening(block, entry):
     """The block, writing into one of its arguments before it computes."""
     forward = type(block).forward

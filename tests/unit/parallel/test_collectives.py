@@ -192,9 +192,6 @@ def test_an_error_between_the_parts_of_slices_and_their_sums_ends_it_for_all(fai
     assert {str(error) for error in _together(3, work)} == {"card full"}
 
 
-# ---- 8 bits
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("shape", "run"), [((2, 5, 256), None), ((3, 40), None), ((2, 3, 4, 8), None), ((4, 24), 8)])
 def test_8_bits_are_off_by_half_a_step_of_their_scale(shape, run, dtype) -> None:

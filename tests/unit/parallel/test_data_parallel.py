@@ -138,9 +138,6 @@ def test_micro_batches_are_dealt_in_turns():
     assert [list(map(len, dealt(count, 3))) for count in (7, 2)] == [[3, 2, 2], [1, 1, 0]]
 
 
-# ---- threads, with models of one linear
-
-
 def _linear(card):
     torch.manual_seed(0)
     model = nn.Linear(4, 4).to(card)

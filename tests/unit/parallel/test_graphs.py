@@ -18,15 +18,7 @@ import torch
 from devicebridge.parallel.local.graphs import RECORDED_AFTER, Graphs
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.stand_in_recorder import StandIn, replaying
-from devicebridge.tests.unit.parallel.test_tensor_parallel import (
-    PLANS,
-    WIDTH,
-    Fused,
-    Separate,
-    divide,
-    make_model,
-    run,
-)
+from devicebridge.tests.unit.parallel.test_tensor_parallel import PLANS, WIDTH, Fused, Separate, divide, make_model, run
 from torch import nn
 from torch.overrides import TorchFunctionMode
 

@@ -110,11 +110,7 @@ Change = Callable[[BlockShard, int], None]
 
 
 def _sampled(
-    model: Model,
-    count: int,
-    cards: EmulatedCards,
-    change: Change = lambda shard, rank: None,
-    plan: TensorPlan = PLAN,
+    model: Model, count: int, cards: EmulatedCards, change: Change = lambda shard, rank: None, plan: TensorPlan = PLAN
 ) -> torch.Tensor:
     """The output, computed by so many cards. change: is made to each card's part of a block."""
     model, shards = copy.deepcopy(model).requires_grad_(False), {}

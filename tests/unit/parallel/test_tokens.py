@@ -294,9 +294,6 @@ def test_rows_of_another_number_are_refused(toy: Toy) -> None:
         shared(toy, (1, 1), plan)
 
 
-# ---- groups of heads, and 8 bits
-
-
 def heads_one_by_one(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -478,9 +475,6 @@ def test_fewer_groups_are_taken_where_the_host_launches_for_longer_than_a_card_c
     these takes a card 13, 4.8 and 4 ms."""
     assert [groups_for(744e12, 20e9, block_s=each) for each in (13e-3, 4.8e-3, 4e-3)] == [4, 2, 2]
     assert groups_for(744e12, 182e9, block_s=13e-3) == 1
-
-
-# ---- one rank's rows
 
 
 def rows_of(rank: int, shares: Sequence[float] = (3, 5), **plan: Any) -> Rows:

@@ -119,9 +119,6 @@ def _assert_equal(found, expected):
     assert all(torch.equal(a, b) for a, b in zip(found[2], expected[2], strict=True))
 
 
-# ---- which blocks
-
-
 def test_offloaded_blocks_are_spread_over_those_that_are_recomputed():
     assert spread_offloaded(8, 0, 8) == tuple(range(8)) and spread_offloaded(8, 2, 0) == ()
     assert spread_offloaded(9, 0, 3) == (1, 4, 7) and spread_offloaded(12, 3, 3) == (1, 4, 7)
@@ -137,9 +134,6 @@ def test_each_device_has_its_own():
     placement = plan_manual(tuple(f"blocks.{i}" for i in range(7)), [HOME, NEXT], [3])
     places = place_offloaded(placement, (1, 0), (1, 4))
     assert places == {"blocks.1": HOME, **{f"blocks.{i}": NEXT for i in (3, 4, 5, 6)}}
-
-
-# ---- numbers
 
 
 @pytest.mark.parametrize(
@@ -190,9 +184,6 @@ def test_dora_is_exported_from_weights_in_host_memory():
             exported.append({n: on_cpu(t) for n, t in built.lora.tensors_for_comfyui().items()})
     assert exported[0].keys() == exported[1].keys() and any("dora_scale" in name for name in exported[0])
     assert all(torch.equal(tensor, exported[1][name]) for name, tensor in exported[0].items())
-
-
-# ---- copies
 
 
 def _fewest(accesses):
@@ -344,9 +335,6 @@ def test_the_simulation_sees_a_wait_that_is_missing(broken, monkeypatch):
     assert _time_of_a_step(6.0)[1] > 0
 
 
-# ---- what is refused, and what goes wrong
-
-
 @pytest.mark.parametrize("how", ["no checkpointing", "kept"])
 def test_a_graph_that_would_hold_weights_is_refused(how):
     built = _build("flux2", [CPU], offloaded=(4,), checkpointing=how == "kept")
@@ -431,9 +419,6 @@ def test_memory_that_cannot_be_pinned_is_asked_for_once(monkeypatch):
     assert asked == [True, False, False]
 
 
-# ---- places
-
-
 def test_remove_leaves_the_model_as_it_was():
     with emulated_cards(2):
         built = _build("flux2", CARDS[:2])
@@ -450,9 +435,6 @@ def test_remove_leaves_the_model_as_it_was():
         assert all(torch.equal(a, b) for a, b in zip(_evaluate(built, "flux2"), expected, strict=True))
         built.split.remove()
         assert all(not module._forward_pre_hooks for module in built.model.modules())
-
-
-# ---- compiled
 
 
 class _Block(nn.Module):

@@ -153,9 +153,6 @@ def test_of_a_single_sample_the_strides_are_the_outputs_to_the_letter():
     assert same.stride() == out.stride() and same.data_ptr() == grad.data_ptr() and torch.equal(same, grad)
 
 
-# ---- what the comparison says
-
-
 def _judge(inputs, out, grad, found, mask=None, scale=None):
     return attention._is_right(found, grad, *[each.detach() for each in inputs], out, mask, scale)
 
@@ -219,9 +216,6 @@ def test_a_plan_left_behind_is_found_though_the_first_gradient_is_zero_for_half_
     half[:, :, : S // 2 + 4] = 0
     with pytest.raises(RuntimeError, match="wrong gradient"):
         _call(attention._backward, inputs, out, mask, half)
-
-
-# ---- while it is on
 
 
 def _kernel():

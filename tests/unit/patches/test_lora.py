@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devicebridge.patches.lora import (
-    is_lora_name,
-    lora_parameters,
-    place_lora_with_base,
-    resolve_targets,
-)
+from devicebridge.patches.lora import is_lora_name, lora_parameters, place_lora_with_base, resolve_targets
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, on_cpu
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn

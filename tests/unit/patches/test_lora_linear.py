@@ -234,9 +234,6 @@ def test_training_uses_it(name: str) -> None:
     )
 
 
-# --- LoKr computed without its weight ---------------------------------------------------------------------------------
-
-
 # out_features, in_features, rank, factor; some with a full second matrix, some with a factorised one, none square
 SIZES = [(24, 36, 2, -1), (24, 36, 16, -1), (30, 8, 2, 2), (64, 96, 4, 8), (7, 11, 2, -1)]
 

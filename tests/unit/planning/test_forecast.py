@@ -48,9 +48,6 @@ LORA = LoraSettings(rank=4, alpha=4.0)
 NO_OVERHEAD = Backend(workspace=0, fragmentation=0.0, context=0)
 
 
-# ---- what emulated cards hold
-
-
 class _Peaks:
     def __init__(self) -> None:
         self.of = dict.fromkeys(CARDS[:2], 0)
@@ -237,9 +234,6 @@ def test_forecast_with_offloaded_inputs_is_what_emulated_cards_hold(monkeypatch)
     assert saved > 0.05 * plain[CARDS[1]] and plain[CARDS[1]] - measured[CARDS[1]] > 0.9 * saved
 
 
-# ---- what two H200 held
-
-
 _RUN = ROOT / "benchmarks" / "results" / "eight_bit_training_2xh200_2026-11-21.json"
 _SLICE_OF_H200 = 150_000_000_000 // 256  # about; its memory decides how much of a weight is transposed at a time
 
@@ -272,9 +266,6 @@ def test_forecast_is_what_two_cards_held(scheme, side):
         above, really = device.allocated / 1e9 - resident, measured[device.device] - resident
         assert device.allocated / 1e9 == pytest.approx(measured[device.device], rel=0.009)
         assert 0.99 < above / really < 1.07, (device.device, above, really)
-
-
-# ---- the arithmetic
 
 
 def _block(**changes: Any) -> BlockCost:
@@ -398,9 +389,6 @@ def test_a_run_of_equal_blocks_is_looked_at_by_its_ends():
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Forecaster, "_ends_of_runs", lambda self, start, end, kept: list(range(start, end)))
                 assert forecaster.device("a", plan).allocated == short
-
-
-# ---- the meter
 
 
 def test_the_meter_counts_storages_once_and_forgets_them():

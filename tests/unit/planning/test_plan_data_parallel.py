@@ -37,9 +37,6 @@ def _times_longer(plan: TrainingPlan, strategy: str) -> float | None:
     return min((time for time in times if time is not None), default=None)
 
 
-# ---- full-size models
-
-
 @pytest.mark.parametrize("scheme", ["fp8-compute", "int8-compute"])
 def test_two_cards_of_24_gb_each_take_all_of_flux1_in_8_bits(scheme):
     plan = _plan("flux1", model={"quantize": scheme})
@@ -112,9 +109,6 @@ def test_it_is_shown_as_it_is():
     setting = plan_values(plan)["setting"]
     assert setting["replicas"] == ["cuda:0", "cuda:1"] and setting["split_at"] == []
     assert draw_plan(plan).height > 100
-
-
-# ---- made-up costs
 
 
 def _made_up(cards: list[Card], **sections: dict[str, Any]) -> TrainingPlan:

@@ -79,9 +79,6 @@ def test_seconds_are_shared_work_and_what_travels_or_streams(streamed: int) -> N
     assert _plan(make_cards(100, 100), **given).step_s == pytest.approx(3 * expected)
 
 
-# ---- by the planner's choice
-
-
 def _open(cards: list[Card], accumulation: int, keys: float = 0.0, **sections: Any) -> TrainingPlan:
     return _plan(cards, keys=keys, train={"gradient_accumulation_steps": accumulation}, **sections)
 

@@ -64,9 +64,6 @@ def test_every_strategy_is_a_candidate():
     assert {*STRATEGIES} == {*get_args(Strategy)} - asked
 
 
-# ---- full-size FLUX.2
-
-
 def test_two_cards_of_24_gb_take_flux2_in_8_bits():
     plan = _plan("24GB,24GB")
     assert all(device.needed <= 0.95 * 24 * GB for device in plan.devices)
@@ -246,9 +243,6 @@ def test_host_memory_is_a_limit_too():
     _plan("24GB,24GB", host_bytes=0)  # nothing streams
 
 
-# ---- made-up costs
-
-
 def _made_up(
     cards: list[Card],
     units: list[float],
@@ -368,9 +362,6 @@ def test_a_slower_scheme_in_memory_loses_against_a_faster_one_from_the_host(monk
         assert plan.setting.scheme == scheme and any(plan.offloaded) == is_streaming
 
 
-# ---- block inputs in host memory: 0.5 GB a block
-
-
 def _ask_offloading(*sizes_gb: float, link: float = 1e12, **changes: Any) -> Question:
     """Without blocks that stream from there, too."""
     cards = make_cards(*sizes_gb)
@@ -453,9 +444,6 @@ def test_operations_are_the_default_times():
     assert question.seconds(card, "fp8-compute")[0] < 1.0
 
 
-# ---- cards, optimizers, words
-
-
 def test_cards_are_read_as_written():
     cards = parse_cards("24GB, 12GiB@0.5")
     assert [card.total_bytes for card in cards] == [24 * GB, 12 * 2**30]
@@ -517,9 +505,6 @@ def test_forecast_and_measured_stand_side_by_side():
     json.dumps(compared)
 
 
-# ---- jobs
-
-
 def _known_cards(monkeypatch: pytest.MonkeyPatch, *sizes: int, first_speed: float = 1.0) -> None:
     """As if the job's devices were cards of these sizes, in bytes; only the first's speed is not 1."""
 
@@ -533,11 +518,7 @@ def _known_cards(monkeypatch: pytest.MonkeyPatch, *sizes: int, first_speed: floa
 def test_every_job_is_planned_before_it_loads(tmp_path, monkeypatch):
     from devicebridge.tests.emulated import emulated_cards
 
-    two = {
-        "split": {"devices": ["lazy:0", "lazy:1"]},
-        "cache": {"vae_device": "cpu"},
-        "train": {"steps": 2},
-    }
+    two = {"split": {"devices": ["lazy:0", "lazy:1"]}, "cache": {"vae_device": "cpu"}, "train": {"steps": 2}}
     with emulated_cards():
         _known_cards(monkeypatch, 10**9, 10**9)
         job = make_tiny_job(tmp_path, **two, evaluation={"folder": ""}, optimizer={"name": "auto"})
@@ -557,11 +538,7 @@ def test_every_job_is_planned_before_it_loads(tmp_path, monkeypatch):
 def test_kept_blocks_change_no_loss_and_a_resumed_run_keeps_its_cut(tmp_path, monkeypatch):
     from devicebridge.tests.emulated import emulated_cards
 
-    two = {
-        "split": {"devices": ["lazy:0", "lazy:1"]},
-        "cache": {"vae_device": "cpu"},
-        "evaluation": {"folder": ""},
-    }
+    two = {"split": {"devices": ["lazy:0", "lazy:1"]}, "cache": {"vae_device": "cpu"}, "evaluation": {"folder": ""}}
     losses = {}
     with emulated_cards():
         for name, kept in (("none", [0, 0]), ("some", [1, 2])):

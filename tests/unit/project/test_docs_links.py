@@ -9,9 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 HOME = "https://github.com/devicebridge/ComfyUI-DeviceBridge/blob/main/"
-PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("web/docs/**/*.md")],
-)
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("web/docs/**/*.md")])
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 

@@ -81,9 +81,6 @@ def damages(draw: Any) -> Any:
     return damage
 
 
-# --- job files -------------------------------------------------------------------------------------------------------
-
-
 @stable
 @given(st.sampled_from(sorted(job_keys())), ANY)
 def test_any_value_of_any_key_makes_a_job_or_is_refused_with_its_section(key: str, value: Any) -> None:
@@ -134,8 +131,6 @@ def test_any_bytes_are_an_object_or_refused_as_none(data: bytes) -> None:
         assert isinstance(found, dict)
 
 
-# --- headers ---------------------------------------------------------------------------------------------------------
-
 ENTRY = st.fixed_dictionaries(
     {},
     optional={
@@ -179,9 +174,6 @@ def test_any_damage_to_weights_is_refused_with_the_file_or_leaves_a_sound_file(f
             assert "x.safetensors" in str(error)
         else:
             assert _same(read, load(data)), SafetensorError
-
-
-# --- checkpoints and cache entries -----------------------------------------------------------------------------------
 
 
 def _state(adapter: dict[str, torch.Tensor], facts: dict[str, Any]) -> TrainingState:

@@ -18,11 +18,7 @@ import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.placement import block_names, plan_manual
-from devicebridge.patches.lora import (
-    TRAINABLE_DTYPES,
-    is_torchao_tensor,
-    lora_parameters,
-)
+from devicebridge.patches.lora import TRAINABLE_DTYPES, is_torchao_tensor, lora_parameters
 from devicebridge.quantization import quantize, weight_only
 from devicebridge.quantization.eight_bit import make_rotation, rotate
 from devicebridge.quantization.frozen_linear import FrozenLinear8, refuse_merge
@@ -157,9 +153,6 @@ def lora_trains(model: nn.Module) -> bool:
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     plain = all(not is_torchao_tensor(p) and p.dtype in TRAINABLE_DTYPES for p in lora.values())
     return bool(lora) and plain and trained == lora.keys()
-
-
-# --- LoRA's histories ------------------------------------------------------------------------------------------------
 
 
 def attach(model: nn.Module, name: str = "default", dtype: torch.dtype = torch.float32, **options: Any) -> None:
@@ -300,8 +293,6 @@ def test_merging_is_refused_and_changes_nothing(settings, is_safe):
     assert contents(model) == held
 
 
-# --- whole transformers ----------------------------------------------------------------------------------------------
-
 FLUX2 = FAMILIES["flux2"]
 
 
@@ -360,9 +351,6 @@ def test_a_split_model_is_quantized_where_it_is_and_trains_the_same(settings):
     assert all(torch.equal(two[name], gradient) and gradient.abs().sum() > 0 for name, gradient in one.items())
 
 
-# --- what survives ---------------------------------------------------------------------------------------------------
-
-
 @EVERY_VARIANT
 def test_state_dicts_and_copies_carry_the_8_bit_model(settings):
     model, x = Net(), random(48, 64)
@@ -397,9 +385,6 @@ def test_a_model_moves_to_a_card_and_back(settings):
             assert all(is_eight_bit(model.get_submodule(name).get_base_layer(), settings) for name in TARGETS)
             model(x.to(device)).backward(direction.to(device))
             assert all(torch.equal(on_cpu(p.grad), expected[n]) for n, p in lora_parameters(model).items())
-
-
-# --- one layer at a time ---------------------------------------------------------------------------------------------
 
 
 def finish_all(model: nn.Module, quantizer: Quantizer, skip: str = "") -> None:
@@ -489,9 +474,6 @@ def test_closing_catches_a_layer_that_was_left_out(settings):
     quantizer.close(model)
 
 
-# --- noise -----------------------------------------------------------------------------------------------------------
-
-
 def row_loss(rows: torch.Tensor, settings: QuantizeSettings, largest: float = 127.0) -> float:
     """Energy that rounding costs these rows, as a part of theirs. int8: step^2 / 12 a value, step = amax / largest."""
     if settings.stored_dtype is torch.float8_e4m3fn:
@@ -555,9 +537,6 @@ def test_weights_that_round_to_themselves_have_no_noise_to_report(settings):
     assert "first" not in apply_quantization(model, Family(), settings).weight_snr_db
 
 
-# --- bytes -----------------------------------------------------------------------------------------------------------
-
-
 @EVERY_VARIANT
 def test_the_report_accounts_for_every_layer_and_byte(settings):
     model = make_tiny()
@@ -600,9 +579,6 @@ def test_planned_bytes_are_those_of_the_quantized_model(settings, name, dtype):
     assert planned == found
     assert main_device == num_bytes(model) - sum(found)
     assert sum(planned) + main_device == report.bytes_after
-
-
-# --- who is refused --------------------------------------------------------------------------------------------------
 
 
 @EVERY_VARIANT

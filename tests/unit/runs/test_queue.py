@@ -226,9 +226,6 @@ def test_two_stores_that_are_remembered_in_one_place_keep_to_their_own_jobs(
     assert one.kept.find(tmp_path / "runs" / "c") is None
 
 
-# ---- what a run is resumed from
-
-
 class Page:
     """The page's requests for one run, whose record says what the last caller of record() gave."""
 

@@ -64,9 +64,6 @@ def gone() -> ProcessMark:
     return ProcessMark(process.pid, time.time(), own_mark().host)
 
 
-# ---- events
-
-
 def test_a_resumed_run_replaces_the_steps_that_were_given_up(tmp_path: Path) -> None:
     _write_events(tmp_path, *(_step(step, 1.0) for step in range(1, 6)), _step(3, 0.5), _step(4, 0.25))
     progress = Progress(tmp_path / "events.jsonl")
@@ -126,9 +123,6 @@ def test_a_thinned_curve_keeps_its_mean_and_its_last_point() -> None:
     sizes = [11] * (len(thin) - 2) + [1000 - 11 * (len(thin) - 2)]
     assert sum(size * value for size, (_, value) in zip(sizes, thin, strict=False)) == sum(range(1, 1001))
     assert thinned(points[:50], 100) == points[:50]
-
-
-# ---- records
 
 
 def test_a_run_is_running_then_finished_and_failed_with_its_reason(tmp_path: Path) -> None:
@@ -236,9 +230,6 @@ def _wait(is_true: Any, timeout_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-# ---- a whole job
-
-
 def test_a_run_saves_and_stops_as_it_is_asked_and_the_store_shows_it(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     steps: list[int] = []
@@ -272,9 +263,6 @@ def test_a_run_saves_and_stops_as_it_is_asked_and_the_store_shows_it(tmp_path: P
     assert not list((tmp_path / "run").glob("*_now"))
     assert run_job(job, resume=True).status == "finished"
     assert store.summary("run")["state"] == "finished"
-
-
-# ---- the store
 
 
 @pytest.fixture
@@ -329,9 +317,6 @@ def test_a_checkpoint_is_deleted_but_never_the_newest_of_a_running_training(stor
     assert [each.step for each in list_checkpoints(run)] == [2]
     store.delete_checkpoint("a", 2)
     assert list_checkpoints(run) == [] and not list((run / "checkpoints").iterdir())
-
-
-# ---- the queue
 
 
 @pytest.fixture
@@ -491,9 +476,6 @@ def test_what_is_asked_is_written_over_no_link(tmp_path: Path) -> None:
     assert requests.take("stop") and not requests.is_asked("stop")
 
 
-# ---- news
-
-
 def test_news_are_told_once_and_hold_what_is_new_only(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     news = News(store, _queue(tmp_path))
@@ -526,9 +508,6 @@ def test_a_crash_is_news(tmp_path: Path, gone: ProcessMark) -> None:
         (run / "run.json").write_text(json.dumps(values))
         (found,) = news.gather()["runs"]
         assert found["state"] == "crashed" and found["can_resume"]
-
-
-# ---- the terminal
 
 
 def test_the_command_shows_runs_and_queue_and_stops_a_run(

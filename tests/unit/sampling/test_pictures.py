@@ -30,11 +30,7 @@ from devicebridge.sampling.sampler import Sampler
 from devicebridge.system.stopping import Requests
 from devicebridge.tests.clips import save_clip
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.tiny_pipeline import (
-    make_cards_job,
-    run_steps,
-    save_tiny_pipeline,
-)
+from devicebridge.tests.tiny_pipeline import make_cards_job, run_steps, save_tiny_pipeline
 from devicebridge.tests.toy import TINY
 from PIL import Image
 
@@ -83,9 +79,6 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Tensor]]:
 def _files(job: JobConfig) -> dict[str, bytes]:
     folder = Path(job.output.folder) / "samples"
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-
-
-# ---- against diffusers
 
 
 class _MakersGrid(diffusers.FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
@@ -220,8 +213,6 @@ def test_image_to_video_starts_from_the_first_frame_of_a_training_clip(
         check_job(_job(tmp_path, "run", "wan", data=data, model={"variant": "wan2.2-ti2v-5b-i2v"}))
 
 
-# ---- the same on any cards, and nothing of the LoRA's business
-
 TWO = {"devices": ["lazy:0", "lazy:1"]}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "one card": {"split": {"devices": ["lazy:1"]}},
@@ -316,9 +307,6 @@ def test_pictures_may_be_turned_on_and_off_when_a_run_is_resumed(tmp_path: Path)
     assert sorted(_files(without)) == ["000001_0.png", "000002_0.png", "000003_0.png"]
 
 
-# ---- what goes wrong
-
-
 @pytest.mark.usefixtures("tiny_weights_leave")
 @pytest.mark.parametrize(
     "strategy", [*(pytest.param(name, marks=pytest.mark.long) for name in ("split", "pipeline")), "weight offload"]
@@ -405,9 +393,6 @@ def test_a_vae_that_is_gone_is_a_warning_too(
     with caplog.at_level(logging.WARNING):
         assert _run(job, on_event=remove).status == "finished"
     assert "no sample pictures after step 3" in caplog.text and "is no VAE" in caplog.text
-
-
-# ---- when
 
 
 def test_decoding_may_take_half_an_hour_and_drawing_may_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,9 +35,6 @@ def test_lengths_that_differ_are_refused() -> None:
         join_texts(_states(3, 2))
 
 
-# ---- noise masks
-
-
 def _cached(
     folder: Path, latents: list[dict[str, torch.Tensor]], texts: list[dict[str, torch.Tensor]]
 ) -> CachedSamples:
@@ -72,9 +69,6 @@ def test_without_a_noise_mask_nothing_is_given_and_nothing_weighed(tmp_path: Pat
     cached = _cached(tmp_path, [{"samples": torch.randn(4, 3, 2, 2)}], [{"cond": torch.randn(5, 8)}])
     batch = cached.load([0], [False])
     assert batch.mask is None and not batch.conditions
-
-
-# ---- reading ahead
 
 
 class _Counted(CacheStore):

@@ -172,9 +172,6 @@ def test_a_checkpoint_goes_under_another_name_so_that_no_half_is_listed(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["step-000006"]  # swept
 
 
-# --- a run ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run of six steps with checkpoints of the fourth and sixth, and the bytes of its LoRA."""
@@ -221,17 +218,9 @@ def test_a_run_of_the_version_before_is_resumed(job, finished):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        (
-            "adapter",
-            lambda key, t: t[:1] if "lora_A" in key else t,
-            r".*is float32 \[1, \d+\], not float32 \[4",
-        ),
+        ("adapter", lambda key, t: t[:1] if "lora_A" in key else t, r".*is float32 \[1, \d+\], not float32 \[4"),
         ("adapter", lambda key, t: t.double(), r".*is float64"),
-        (
-            "optimizer",
-            lambda key, t: t[:1] if key.endswith("exp_avg") else t,
-            r".*exp_avg has shape \[1, \d+\]",
-        ),
+        ("optimizer", lambda key, t: t[:1] if key.endswith("exp_avg") else t, r".*exp_avg has shape \[1, \d+\]"),
         ("optimizer", lambda key, t: None, r"state\.0\.\w+ is not of this optimizer"),
         ("random", lambda key, t: t[:7], ""),
     ],
@@ -284,9 +273,6 @@ def test_a_run_killed_between_checkpoint_and_lora_writes_the_lora_on_resume(job,
     (folder.parents[1] / "lora.safetensors").unlink()
     result = run_job(job, resume=True)
     assert (folder / "lora.safetensors").read_bytes() == good == result.lora_path.read_bytes() == finished[1]
-
-
-# --- optimizers -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

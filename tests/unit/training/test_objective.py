@@ -103,9 +103,6 @@ def test_generators_depend_on_their_position_only():
     assert not torch.equal(a, torch.rand(3, generator=make_generator(1, "train", 3, 0)))
 
 
-# --- a loss that grows ------------------------------------------------------------------------------------------------
-
-
 def _said(losses):
     return [step for step in range(1, len(losses) + 1) if describe_growth(losses[:step])]
 

@@ -77,9 +77,6 @@ def test_the_learning_rate_is_that_of_the_job_whatever_the_options_say() -> None
     assert made.param_groups[0]["lr"] == 0.25
 
 
-# --- Kahan sums -------------------------------------------------------------------------------------------------------
-
-
 NAMES = ["adamw", "adafactor", "torch.optim.SGD"]
 
 
@@ -123,9 +120,6 @@ def test_the_forecast_counts_what_is_kept_and_what_a_step_takes() -> None:
     assert (kahan.state, kahan.step) == (whole.state + 2, whole.step + 8)
     average = optimizer_bytes("adamw", "bfloat16", ema=True)
     assert (average.state, average.step) == (plain.state + 4, plain.step)
-
-
-# --- the rate of text encoders ----------------------------------------------------------------------------------------
 
 
 def _optimizer(dtype: torch.dtype, **values: object) -> tuple[list[nn.Parameter], AnyOptimizer]:
