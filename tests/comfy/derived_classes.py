@@ -34,12 +34,6 @@ def _positions(ids: torch.Tensor) -> torch.Tensor:
     return (ids[..., None].float() * scales).flatten(-2)
 
 
-def _grid(batch: int, height: int, width: int, first: int, axes: int, device: torch.device) -> torch.Tensor:
-    ids = torch.zeros(height, width, axes, device=device)
-    ids[..., 0], ids[..., -2], ids[..., -1] = first, torch.arange(height)[:, None], torch.arange(width)[None]
-    return ids.flatten(0, 1)[None].expand(batch, -1, -1)
-
-
 class _Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +83,9 @@ class _Model(nn.Module):
         txt = self.txt_in(context)
         angles = torch.arange(1, 9, device=x.device) * timestep[:, None].float()
         vec = self.modulation(F.silu(self.time_in(torch.cos(angles))))[:, None]
-        ids = _grid(batch, rows, columns, 0, self.axes, x.device)
+        ids = torch.zeros(rows, columns, self.axes, device=x.device)
+        ids[..., 0], ids[..., -2], ids[..., -1] = 0, torch.arange(rows)[:, None], torch.arange(columns)[None]
+        ids = ids.flatten(0, 1)[None].expand(batch, -1, -1)
         of_text = torch.arange(txt.shape[1], device=x.device)[None, :, None].expand(batch, -1, self.axes)
         img = self.of_blocks(img, txt, vec, _positions(ids), _positions(of_text), transformer_options)
         img = self.out(F.layer_norm(img, img.shape[-1:])).mT.unflatten(-1, (rows, columns))

@@ -694,7 +694,11 @@ def by_tokens(bench: Bench) -> Figures:
             figures[what] = _shared_among(bench, 2, wanted, more)
     if bench.is_long:
         if not why_no_forecast(bench.info.family.native):
-            _planned_by_tokens(bench)
+            # A plan in which two cards compute each microbatch together, as was asked.
+            with small_sizes(bench.family), native_training():
+                asked = bench.job("plan tokens", {"split": {}, "parallel": {"strategy": "tokens"}})
+                plan = plan_job(asked, parse_cards("2x24GB"), info=bench.info)
+            assert plan.setting.strategy == "tokens" and len(plan.devices) == 2, plan
         whole = bench.run("tokens whole", _tokens_on(2))
         losses = bench.run("tokens alone", _one_card()).losses
         apart = max(abs(a / b - 1) for a, b in zip(whole.losses, losses, strict=True))
@@ -710,14 +714,6 @@ _BESIDE: dict[str, dict[str, Any]] = {
     "activation offload": {"train": {"offload_activations": "on"}},
     "weight offload": {"split": {**CARDS, "offloaded_blocks": [2, 2]}},
 }
-
-
-def _planned_by_tokens(bench: Bench) -> None:
-    """A plan in which two cards compute each microbatch together, as was asked."""
-    with small_sizes(bench.family), native_training():
-        asked = bench.job("plan tokens", {"split": {}, "parallel": {"strategy": "tokens"}})
-        plan = plan_job(asked, parse_cards("2x24GB"), info=bench.info)
-    assert plan.setting.strategy == "tokens" and len(plan.devices) == 2, plan
 
 
 def _one_card() -> dict[str, Any]:

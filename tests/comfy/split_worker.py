@@ -52,7 +52,9 @@ Digest = dict[str, int]
 def main() -> None:
     checkout, folder = Path(sys.argv[1]), Path(sys.argv[2])
     is_emulated = "--gpus" not in sys.argv
-    answers = _keep_answers_clean()
+    # Standard output for answers only; what anything prints goes to standard error.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     _import_comfyui(checkout, is_emulated)
     import torch
 
@@ -101,13 +103,6 @@ def main() -> None:
             name, _, without = name.partition(" without ")
             with emulated_machine() as machine, GUARDS[without]() if without else contextlib.nullcontext():
                 _answer(answers, _timed(lambda: run_case(CASES[name], Host(machine, folder))))  # noqa: B023
-
-
-def _keep_answers_clean() -> TextIO:
-    """Standard output for answers only; what anything prints goes to standard error."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    return answers
 
 
 def _import_comfyui(checkout: Path, is_emulated: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from devicebridge.tests.comfy.workers import run_worker
@@ -13,18 +12,13 @@ FORECAST = ("wan", "flux1", "chroma", "qwen_image", "z_image", "sd3", "ltxv", "h
 BESIDE = ("anima", "vace", "dancer")  # what is at home works beside the blocks
 
 
-def _found(name: str, comfyui: Path, tmp_path: Path) -> dict[str, Any]:
-    """What one process has found; errors: way -> card -> forecast / measured - 1."""
-    return run_worker("native_forecast_worker.py", comfyui, tmp_path, name)[0]
-
-
 @pytest.mark.parametrize(
     "name",
     ["flux2_heads"]
     + [pytest.param(name, marks=pytest.mark.long) for name in (*FORECAST, "ltx2", "voice", "h3", *BESIDE)],
 )
 def test_the_forecast_is_what_emulated_cards_hold(name: str, comfyui: Path, tmp_path: Path) -> None:
-    found = _found(name, comfyui, tmp_path)
+    found = run_worker("native_forecast_worker.py", comfyui, tmp_path, name)[0]
     errors = found["errors"]
     for way in ("recompute", "kept", "8 bits"):
         first, *others = errors[way].values()

@@ -314,14 +314,10 @@ def test_every_control_has_a_name_and_a_key_and_every_text_stands_out_in_both_th
             contrasts = page.evaluate(CONTRASTS)
             assert len(contrasts) > 60
             assert [(text, ratio) for text, ratio in contrasts if ratio < 4.5] == [], theme
-            _keep(page, theme)
-
-
-def _keep(page: Any, name: str) -> None:
-    """For somebody who looks at it: PAGE_PICTURES names a folder."""
-    folder = os.environ.get("PAGE_PICTURES")
-    if folder:
-        page.screenshot(path=Path(folder) / f"{name}.png")
+            # For somebody who looks at it: PAGE_PICTURES names a folder.
+            folder = os.environ.get("PAGE_PICTURES")
+            if folder:
+                page.screenshot(path=Path(folder) / f"{theme}.png")
 
 
 def _reached_by_tab(page: Any) -> int:

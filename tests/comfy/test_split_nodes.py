@@ -74,16 +74,13 @@ def _graph(model: list[Any], prefix: str, *, is_emulated: bool = True, **nodes: 
     return graph | nodes
 
 
-def _latent(server: Server, prefix: str) -> torch.Tensor:
-    files = sorted((server.base / "output").glob(f"{prefix}_*.latent"))
-    assert files, f"no latent was saved for {prefix}"
-    return load_file(files[-1])["latent_tensor"]
-
-
 def _run(server: Server, graph: dict[str, Any]) -> torch.Tensor:
     finished = server.run(graph)
     assert finished.status == "success", finished.error
-    return _latent(server, graph["save"]["inputs"]["filename_prefix"])
+    prefix = graph["save"]["inputs"]["filename_prefix"]
+    files = sorted((server.base / "output").glob(f"{prefix}_*.latent"))
+    assert files, f"no latent was saved for {prefix}"
+    return load_file(files[-1])["latent_tensor"]
 
 
 @pytest.fixture(scope="module")

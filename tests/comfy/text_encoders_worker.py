@@ -415,17 +415,13 @@ def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def _said(bench: Bench, trainer: Trainer) -> tuple[Mapping[str, torch.Tensor], Any, torch.Tensor]:
     """Of the first caption the states, what the model is given beside them, and its prediction."""
     model, main_device = trainer.runner.replica_for(0)
-    tokens = _first_text(trainer)
+    # Tokens of the first caption.
+    data = trainer.train_data
+    tokens = replace(data, prompt_keys={"": data.samples[0].text_keys}).text("")
     noise = torch.randn(1, 4, 1, 8, 8, generator=torch.Generator().manual_seed(5))
     made = noise_latents(bench.info.family, torch.zeros_like(noise), noise, torch.tensor([0.6]))
     prediction = predict(bench.info.family, model, made.noisy, made.sigmas, tokens, None)
     return states_of(model.text_encoders, tokens, main_device), made, prediction
-
-
-def _first_text(trainer: Trainer) -> Mapping[str, torch.Tensor]:
-    """Tokens of the first caption."""
-    data = trainer.train_data
-    return replace(data, prompt_keys={"": data.samples[0].text_keys}).text("")
 
 
 def _put_file(trainer: Trainer, lora: Mapping[str, torch.Tensor]) -> None:

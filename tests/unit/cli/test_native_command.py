@@ -45,13 +45,6 @@ def _job_file(folder: Path, **sections: Any) -> Path:
     return path
 
 
-def _without_comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
-    def find() -> Any:
-        raise RuntimeError("no ComfyUI was found (looked in nowhere)")
-
-    monkeypatch.setattr("devicebridge.cli.native.find_comfyui", find)
-
-
 @pytest.mark.parametrize("command", ["train", "check", "plan", "cache"])
 @pytest.mark.parametrize(
     ("sections", "message"),
@@ -66,7 +59,10 @@ def _without_comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_comfyui_the_job_is_refused_before_anything_is_read(
     command: str, sections: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    _without_comfyui(monkeypatch)
+    def find() -> Any:
+        raise RuntimeError("no ComfyUI was found (looked in nowhere)")
+
+    monkeypatch.setattr("devicebridge.cli.native.find_comfyui", find)
     (tmp_path / "images").mkdir()
     assert main([command, str(_job_file(tmp_path, **sections))]) == 2
     assert message in capsys.readouterr().err

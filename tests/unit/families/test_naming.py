@@ -15,29 +15,12 @@ from diffusers.loaders import single_file_utils
 VARIANTS = [(family.name, variant.name) for family in FAMILIES.values() for variant in family.variants]
 
 
-def _converter(family_name):
-    return getattr(single_file_utils, TINY[family_name].converter)
-
-
 def _shapes(family, variant):
     import diffusers
 
     with torch.device("meta"):
         model = getattr(diffusers, family.transformer_class)(**dict(variant.transformer_config))
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def _thin_state_dict(shapes):
-    """Every tensor at full height and depth, one column wide: names and rows are all that conversion touches.
-
-    Bare tables ([1, 6, D]) keep their first two dims.
-    """
-    generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn(shape[0], *(1 if i > 1 or shape[0] > 1 else s for i, s in enumerate(shape[1:], 1)),
-                          generator=generator)
-        for name, shape in shapes.items()
-    }  # fmt: skip
 
 
 def _assert_equal(ours, theirs):
@@ -48,10 +31,19 @@ def _assert_equal(ours, theirs):
 @pytest.mark.parametrize(("family_name", "variant_name"), VARIANTS)
 def test_every_published_checkpoint_converts_as_diffusers_converts_it(family_name, variant_name):
     family = find_family(family_name)
-    tensors = _thin_state_dict(_shapes(family, family.variant(variant_name)))
+    # Every tensor at full height and depth, one column wide: names and rows are all that conversion touches. Bare
+    # tables ([1, 6, D]) keep their first two dims.
+    shapes = _shapes(family, family.variant(variant_name))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(
+            shape[0], *(1 if i > 1 or shape[0] > 1 else s for i, s in enumerate(shape[1:], 1)), generator=generator
+        )
+        for name, shape in shapes.items()
+    }
     original = stack_tensors(family, tensors)
     assert len(original) < len(tensors) or family_name == "wan"
-    _assert_equal(_converter(family_name)(copy.copy(original)), tensors)
+    _assert_equal(getattr(single_file_utils, TINY[family_name].converter)(copy.copy(original)), tensors)
 
 
 @pytest.mark.parametrize(("family_name", "variant_name"), VARIANTS)

@@ -226,18 +226,14 @@ def test_a_vae_of_the_same_class_with_other_latents_is_refused(
         check_job(_copy(made, "flux1", tmp_path, cache={"vae": str(path)}))
 
 
-def _other_encoder(tmp_path: Path, family: str, width: int) -> Path:
-    for kind, layers, encoder, tokenizer in TINY[family].encoders:
-        names = {"encoder_name": encoder, "tokenizer_name": tokenizer}
-        save_tiny_text_encoder(tmp_path / "other", kind, width, layers, max_length=77, **names)  # type: ignore[arg-type]
-    return tmp_path / "other"
-
-
 @pytest.mark.parametrize(("family", "found", "wanted"), [("flux2", 96, 48), ("flux1", 32, 16), ("wan", 32, 16)])
 def test_a_text_encoder_of_another_width_is_refused(
     made: dict[str, Path], tmp_path: Path, family: str, found: int, wanted: int
 ) -> None:
-    other = _other_encoder(tmp_path, family, 32)
+    for kind, layers, encoder, tokenizer in TINY[family].encoders:
+        names = {"encoder_name": encoder, "tokenizer_name": tokenizer}
+        save_tiny_text_encoder(tmp_path / "other", kind, 32, layers, max_length=77, **names)  # type: ignore[arg-type]
+    other = tmp_path / "other"
     folder = other / TINY[family].encoders[0][2]
     message = rf"{folder} makes text states of width {found}, but this .* takes {wanted}; use the text encoders"
     with pytest.raises(ValueError, match=message):

@@ -53,12 +53,6 @@ def together(monkeypatch):
     monkeypatch.setattr(experts_module, "num_at_once", lambda experts: 2)
 
 
-def _alone(tmp_path, folder, variant, name):
-    output = {"folder": str(tmp_path / folder), "name": name, "save_every_steps": 1}
-    cache = {"folder": str(tmp_path / f"{folder} cache")}
-    return run_job(_job(tmp_path, folder, variant=variant, second=False, output=output, cache=cache))
-
-
 def test_both_are_the_bytes_of_two_separate_jobs(tmp_path, together):
     """Real processes at the same time, with dropout; one has been stopped after its first step, the other is new."""
     job = _job(tmp_path, "pair")
@@ -68,7 +62,9 @@ def test_both_are_the_bytes_of_two_separate_jobs(tmp_path, together):
     assert result.is_finished and list(result.experts) == ["high_noise", "low_noise"]
     files = []
     for variant, name in ((HIGH, "high_noise"), (LOW, "low_noise")):
-        alone = _alone(tmp_path, name, variant, f"mine_{name}")
+        output = {"folder": str(tmp_path / name), "name": f"mine_{name}", "save_every_steps": 1}
+        cache = {"folder": str(tmp_path / f"{name} cache")}
+        alone = run_job(_job(tmp_path, name, variant=variant, second=False, output=output, cache=cache))
         found = result.experts[name]
         assert found.lora_path == tmp_path / "pair" / name / f"mine_{name}.safetensors"
         files.append(found.lora_path.read_bytes())

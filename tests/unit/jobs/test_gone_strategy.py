@@ -45,15 +45,6 @@ def _run(job: JobConfig, **arguments: Any) -> TrainingResult:
         return run_job(job, **arguments)
 
 
-def _as_if_by_tensor(job: JobConfig) -> None:
-    """What such a run's newest checkpoint said of itself."""
-    path = list_checkpoints(Path(job.output.folder) / "checkpoints")[-1]
-    state = load_checkpoint(path)
-    state.facts["config"]["parallel"]["strategy"] = "tensor"
-    state.facts.update(placement=["lazy:0"] * len(state.facts["placement"]), shards=_CARDS, shares=[])
-    save_checkpoint(path.parent, state, keep_last=1)
-
-
 @pytest.mark.parametrize("strategy", ["auto", "pipeline"])
 def test_a_run_by_tensor_goes_on_over_the_same_cards(
     tmp_path: Path, strategy: Any, caplog: pytest.LogCaptureFixture
@@ -64,7 +55,12 @@ def test_a_run_by_tensor_goes_on_over_the_same_cards(
     steps: list[Any] = []
     stopped = _run(job, on_event=steps.append, should_stop=lambda: any(each.kind == "step" for each in steps))
     assert stopped.step == 1
-    _as_if_by_tensor(job)
+    # What such a run's newest checkpoint said of itself.
+    path = list_checkpoints(Path(job.output.folder) / "checkpoints")[-1]
+    state = load_checkpoint(path)
+    state.facts["config"]["parallel"]["strategy"] = "tensor"
+    state.facts.update(placement=["lazy:0"] * len(state.facts["placement"]), shards=_CARDS, shares=[])
+    save_checkpoint(path.parent, state, keep_last=1)
     caplog.clear()
     seen: list[Any] = []
     resumed = _run(job, resume=True, on_event=seen.append)

@@ -125,15 +125,6 @@ def test_stopped_and_resumed_equals_uninterrupted(name, tmp_path):
     assert resumed.lora_path.read_bytes() == straight.lora_path.read_bytes()
 
 
-def _start_training(job_file):
-    code = "import runpy, sys; sys.argv[0] = 'devicebridge'; "
-    code += f"runpy.run_path({str(ROOT / 'bootstrap.py')!r})['load_pack'](); "
-    code += "from devicebridge.tests.tiny_pipeline import short_texts; texts = short_texts(); texts.__enter__(); "
-    code += "from devicebridge.cli.main import main; sys.exit(main())"
-    command = [sys.executable, "-u", "-c", code, "train", str(job_file)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
-
-
 def _wait_for(process, text):
     lines = []
     for line in process.stdout:
@@ -157,7 +148,13 @@ def _interrupted(long_job, name, number):
     folder, job = long_job
     job = dataclasses.replace(job, output=dataclasses.replace(job.output, folder=str(folder / name)))
     save_job(job, folder / f"{name}.toml")
-    process = _start_training(folder / f"{name}.toml")
+    job_file = folder / f"{name}.toml"
+    code = "import runpy, sys; sys.argv[0] = 'devicebridge'; "
+    code += f"runpy.run_path({str(ROOT / 'bootstrap.py')!r})['load_pack'](); "
+    code += "from devicebridge.tests.tiny_pipeline import short_texts; texts = short_texts(); texts.__enter__(); "
+    code += "from devicebridge.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-u", "-c", code, "train", str(job_file)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
     _wait_for(process, "step-000004")
     if number is None:  # `| head` that has enough
         process.stdout.close()

@@ -150,11 +150,6 @@ def _long_way(layer: nn.Module) -> Any:
     return types.SimpleNamespace(a=types.SimpleNamespace(a=types.SimpleNamespace(a=types.SimpleNamespace(a=holder))))
 
 
-def _injection(layer: nn.Module) -> Any:
-    """As the host's: an object that is not callable and holds two functions."""
-    return types.SimpleNamespace(inject=_closure(layer), eject=lambda patcher: None)
-
-
 @pytest.mark.parametrize(
     "capture",
     [
@@ -164,7 +159,7 @@ def _injection(layer: nn.Module) -> Any:
         lambda layer: _Holder(layer).__call__,
         lambda layer: {"key": [_closure(layer)]},
         lambda layer: {"model_function_wrapper": _Holder(layer)},
-        lambda layer: {"key": [_injection(layer)]},
+        lambda layer: {"key": [types.SimpleNamespace(inject=_closure(layer), eject=lambda patcher: None)]},
         lambda layer: _closure(types.SimpleNamespace(model=layer)),  # type: ignore[arg-type]
         lambda layer: _closure(nn.Sequential(layer)),
         lambda layer: [_long_way(layer), _Holder(layer)],

@@ -387,12 +387,6 @@ def test_a_model_moves_to_a_card_and_back(settings):
             assert all(torch.equal(on_cpu(p.grad), expected[n]) for n, p in lora_parameters(model).items())
 
 
-def finish_all(model: nn.Module, quantizer: Quantizer, skip: str = "") -> None:
-    for name, module in list(model.named_modules()):
-        if quantizer.is_wanted(name, module) and name != skip:
-            model.set_submodule(name, quantizer.finish(name, module))
-
-
 @EVERY_VARIANT
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_stored_is_taken_as_it_is(settings, dtype, tmp_path):
@@ -467,7 +461,9 @@ def test_a_bias_of_a_taken_layer_is_frozen(settings):
 @EVERY_VARIANT
 def test_closing_catches_a_layer_that_was_left_out(settings):
     model, quantizer = Net(), Quantizer(Family(), settings)
-    finish_all(model, quantizer, skip="second")
+    for name, module in list(model.named_modules()):
+        if quantizer.is_wanted(name, module) and name != "second":
+            model.set_submodule(name, quantizer.finish(name, module))
     with pytest.raises(RuntimeError, match="1 layers were never quantized, second first; load the model again"):
         quantizer.close(model)
     quantizer.finish("second", model.second)

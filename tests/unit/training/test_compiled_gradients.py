@@ -75,11 +75,6 @@ def _run(job, **arguments):
         return run_job(job, **arguments)
 
 
-def _run_one_step(job):
-    with emulated_cards():
-        run_steps(job)
-
-
 def _instead_of_torch(monkeypatch, wrap, only=lambda index: True):
     """Blocks with wrap(their forward), in place of compiled ones; returns the handles."""
     handles = []
@@ -256,7 +251,8 @@ def test_gradients_lost_inside_of_blocks_are_found(job_of, monkeypatch, caplog, 
 
     job = job_of("run", "none")
     if is_resumed:
-        _run_one_step(job)
+        with emulated_cards():
+            run_steps(job)
     _instead_of_torch(monkeypatch, losing)
     _run(job, resume=is_resumed)
     assert all(blocks)
