@@ -23,7 +23,6 @@ _WRONG_INSIDE = (None, "x", -1, [], {}, 10**30, 1.5, True)
 
 
 def json_cases(base: Path) -> Iterator[Case]:
-    """Every JSON file of a model folder: no JSON, no object, and each key missing or of another kind."""
     for file in JSON_FILES:
         names = (Path(file).parent.name, Path(file).name)
         text = (base / file).read_bytes()
@@ -67,7 +66,6 @@ WEIGHT_FILES = (
 
 
 def weight_cases() -> Iterator[Case]:
-    """Every file of weights: damaged headers, cut files, other tensors than the config says."""
     for file in WEIGHT_FILES:
         names = (Path(file).parent.name, Path(file).name, "/model ")
         for name, change in HEADER_DAMAGE.items():
@@ -194,8 +192,6 @@ HEADER_DAMAGE: dict[str, Callable[[Header], object]] = {
 
 
 def header_changer(change: Callable[[Header], object]) -> Spoil:
-    """Rewrites the header of a safetensors file; "twice" says its first entry a second time."""
-
     def spoil(path: Path) -> None:
         data = path.read_bytes()
         length = int.from_bytes(data[:8], "little")

@@ -94,7 +94,6 @@ def _write_job(folder: Path, values: Mapping[str, Any]) -> None:
 
 
 def job_key_cases() -> Iterator[Case]:
-    """Every key of the job file with values of every wrong kind, and beyond its range."""
     for key in job_keys().values():
         for label, value, verdict in _wrong_values(key):
             spoil = set_key(key.section, key.name, value)
@@ -175,8 +174,6 @@ _MISSING = object()
 
 
 def set_key(section: str, name: str, value: Any = _MISSING) -> Spoil:
-    """Without a value the key is left out."""
-
     def spoil(folder: Path) -> None:
         values = json.loads((folder / "job.json").read_text())
         keys = _section(values, section)
@@ -223,7 +220,6 @@ _JOB_FILES: dict[str, tuple[bytes, Verdict]] = {
 
 
 def job_file_cases() -> Iterator[Case]:
-    """Files that are no job."""
     for name, (data, verdict) in _JOB_FILES.items():
         yield Case("job files", name, writer("job.toml", data), ("job.toml",), verdict)
     for name, spoil in ODD_FILES.items():

@@ -28,7 +28,6 @@ from devicebridge.tests.bad_inputs import (
 
 
 def dataset_cases() -> Iterator[Case]:
-    """Images, masks and captions that cannot be used, and folders of them."""
     for name, spoil in ODD_FILES.items():
         for file in ("image_1.png", "image_1.txt", "image_0_mask.png"):
             verdict: Verdict = "refused" if file.endswith(".txt") else "noticed"
@@ -185,7 +184,6 @@ NEWEST = "run/checkpoints/step-000002"
 
 
 def checkpoint_cases(trained: Path) -> Iterator[Case]:
-    """Checkpoints of a run that is resumed; the newest is damaged, and the one before it is whole."""
     for file in _STATE_FILES:
         for name, change in HEADER_DAMAGE.items():
             yield _of_checkpoint(file, name, header_changer(change))
@@ -223,7 +221,6 @@ def of_other_facts(key: str, value: Any, is_missing: bool = False) -> Spoil:
 
 
 def _swap_runs(folder: Path) -> None:
-    """The two checkpoints under each other's names."""
     newest, older = folder / NEWEST, folder / NEWEST.replace("2", "1")
     newest.rename(folder / "aside")
     older.rename(newest)
@@ -236,7 +233,6 @@ def _spoil_all(folder: Path) -> None:
 
 
 def cache_cases(trained: Path) -> Iterator[Case]:
-    """Entries of the cache, of a caption and of an image: computed anew, and the LoRA is the same."""
     for file in cache_files(trained):
         for name, change in HEADER_DAMAGE.items():
             yield _of_cache(file, name, header_changer(change))
@@ -252,7 +248,6 @@ def cache_cases(trained: Path) -> Iterator[Case]:
 
 
 def cache_files(trained: Path) -> list[str]:
-    """Of one caption and one image."""
     found: dict[bool, str] = {}
     for path in sorted((trained / "cache").rglob("*.safetensors")):
         found.setdefault(b"prompt_embeds" in path.read_bytes(), str(path.relative_to(trained)))
@@ -293,8 +288,6 @@ def _is_damaged(checkpoint: Path) -> bool:
 
 
 def flipped(place: int, bit: int = 0) -> Spoil:
-    """One bit of a file."""
-
     def spoil(path: Path) -> None:
         data = bytearray(path.read_bytes())
         data[place] ^= 1 << bit

@@ -42,7 +42,6 @@ _ENCODERS: Mapping[str, tuple[str, str]] = {  # suffix -> encoder, pixel format
 
 
 def plain_frames(count: int, size: tuple[int, int] = (32, 48)) -> list[np.ndarray]:
-    """[height, width, 3] each."""
     return [np.broadcast_to(COLOURS[i % len(COLOURS)], (*size, 3)).copy() for i in range(count)]
 
 
@@ -105,7 +104,6 @@ def save_video(
 
 
 def save_animation(path: Path, frames: Sequence[np.ndarray], durations_ms: Sequence[int]) -> Path:
-    """Write a GIF, WebP or APNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
     first, *others = (Image.fromarray(values) for values in frames)
     options: dict[str, Any] = {"lossless": True} if path.suffix == ".webp" else {}
@@ -114,7 +112,6 @@ def save_animation(path: Path, frames: Sequence[np.ndarray], durations_ms: Seque
 
 
 def save_sequence(folder: Path, frames: Sequence[np.ndarray]) -> Path:
-    """Write frame_0.png ... frame_10.png into a folder."""
     folder.mkdir(parents=True)
     for index, values in enumerate(frames):
         Image.fromarray(values).save(folder / f"frame_{index}.png")
@@ -132,7 +129,6 @@ def save_clip(path: Path, count: int, fps: float = 16, size: tuple[int, int] = (
 
 
 def set_display_matrix(path: Path, a: float, b: float, c: float, d: float) -> None:
-    """Write a display matrix into an MP4's track header: column, row -> a column + c row, b column + d row."""
     data = bytearray(path.read_bytes())
     start = data.index(b"tkhd") + 4 + 40
     fixed = [round(65536 * value) for value in (a, b, 0, c, d, 0, 0, 0)]
@@ -141,6 +137,5 @@ def set_display_matrix(path: Path, a: float, b: float, c: float, d: float) -> No
 
 
 def middle_colours(pixels: torch.Tensor) -> np.ndarray:
-    """The colour in the middle of each frame, 0..255. [3, F, height, width] -> [F, 3]"""
     _, _, height, width = pixels.shape
     return ((pixels[:, :, height // 2, width // 2].T + 1) * 127.5).round().numpy().astype(int)

@@ -35,8 +35,6 @@ CAPTURE_ERROR = "CUDA error: operation not permitted when stream is capturing"
 
 
 class AllocationGraph:
-    """What one thread allocates on one card between begin and end."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.owner = threading.get_ident()
@@ -171,7 +169,6 @@ class CompilingHost:
         return [getattr(self.args, name) for name in names if hasattr(self.args, name)]
 
     def active(self) -> AllocationGraph | None:
-        """This thread's graph, between its begin and its end."""
         thread = threading.get_ident()
         if self.generation == "graph per model":
             return self.module.ACTIVE_MALLOC_GRAPHS.get(thread)

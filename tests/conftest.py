@@ -184,7 +184,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What was not tested here and why."""
     terminalreporter.section("not tested here")
     for reason, count in _skipped(terminalreporter).most_common():
         terminalreporter.write_line(f"{count} skipped: {reason}")
@@ -205,7 +204,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def _skipped(reporter: pytest.TerminalReporter) -> collections.Counter[str]:
-    """How many tests were skipped, by the reason."""
     reasons: collections.Counter[str] = collections.Counter()
     for report in reporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

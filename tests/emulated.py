@@ -441,7 +441,6 @@ def live_bytes(device: torch.device) -> int:
 
 
 def live_tensors() -> list[EmulatedTensor]:
-    """Every emulated tensor that somebody holds."""
     while True:
         try:
             return list(_LIVE)

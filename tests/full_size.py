@@ -25,7 +25,6 @@ def full_model(name: str) -> nn.Module:
 
 
 def full_lora(name: str) -> dict[str, torch.Tensor]:
-    """Default targets of the family's first variant, on meta."""
     model = full_model(name)
     tensors: dict[str, torch.Tensor] = {}
     for module in resolve_targets(model, FAMILIES[name].lora_targets):

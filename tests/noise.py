@@ -9,14 +9,12 @@ from torch import nn
 
 
 def decibels(exact: torch.Tensor, found: torch.Tensor) -> float:
-    """Signal to noise, computed in float64; infinite where both are equal."""
     exact, found = exact.double(), found.double()
     noise = (found - exact).square().sum().item()
     return 10 * math.log10(exact.square().sum().item() / noise) if noise else math.inf
 
 
 def gradient(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Of a layer's input, for one of its output."""
     x = x.detach().clone().requires_grad_(True)
     layer(x).backward(grad)
     return x.grad

@@ -13,7 +13,6 @@ from torch import nn
 
 
 def place(model: nn.Module, placement: Placement) -> None:
-    """Move every parameter and buffer to its device, in place."""
     for name, module in model.named_modules():
         for held in (module._parameters, module._buffers):
             for leaf, tensor in held.items():

@@ -22,7 +22,6 @@ GB = 10**9
 
 
 def make_plan_job(**sections: dict[str, Any]) -> JobConfig:
-    """A job of nothing that is there."""
     values: dict[str, Any] = {
         "model": {"path": "x", "quantize": "fp8-compute"},
         "data": {"folders": [{"path": "x"}], "resolutions": [512]},
@@ -34,7 +33,6 @@ def make_plan_job(**sections: dict[str, Any]) -> JobConfig:
 
 
 def published_info(family_name: str = "flux2") -> CheckpointInfo:
-    """Of a family's first variant."""
     family = find_family(family_name)
     variant = family.variants[0]
     return CheckpointInfo(Path("x"), family, variant, variant.transformer_config, "diffusers", {}, None)

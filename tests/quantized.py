@@ -10,7 +10,6 @@ from torch import nn
 
 
 def apply_quantization(model: nn.Module, family: ModelFamily, settings: QuantizeSettings) -> QuantizeReport:
-    """Convert and freeze the linears of a model in place, before a LoRA is attached."""
     quantizer = Quantizer(family, settings)
     for name, module in list(model.named_modules()):
         if quantizer.is_wanted(name, module):
@@ -19,7 +18,6 @@ def apply_quantization(model: nn.Module, family: ModelFamily, settings: Quantize
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that a tensor is made of, as bytes on the CPU."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [on_cpu(tensor).detach().contiguous().view(-1).view(torch.uint8)]
     return [part for name in tensor.__tensor_flatten__()[0] for part in plain_parts(getattr(tensor, name))]

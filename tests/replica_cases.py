@@ -37,7 +37,6 @@ def make_replica(
     checkpointing: bool = True,
     seed: int = 1,
 ) -> Replica:
-    """A tiny model on a card with a LoRA that is not zero."""
     family = FAMILIES[name]
     placement = Placement(names := block_names(model, family), (card,) * len(names), card)
     split = apply_block_split(model, family, placement)
@@ -56,7 +55,6 @@ def make_replica(
 def make_replicas(
     name: str, cards: Sequence[torch.device], scheme: str | None = None, **settings: Any
 ) -> list[Replica]:
-    """One per card, copied from the first; not yet told of each other."""
     model = TINY[name].make_model(seed=0)
     if scheme is not None:
         model = quantized(model, FAMILIES[name], scheme)

@@ -21,6 +21,5 @@ def machine_of(num_cards: int = 2, flops_per_s: float = 660e12, bytes_per_s: flo
 
 
 def ways_of(work: ForwardWork, machine: MachineSpeed, can_overlap: bool = True) -> Ways:
-    """Blocks and heads in equal shares."""
     count = len(machine.flops_per_s)
     return Ways(work, machine, [1 / count] * count, [1 / count] * count, can_overlap, count)

@@ -97,8 +97,6 @@ def _again(card: torch.device, block: Any, *args: Any) -> Any:
 
 
 def microbatches(model: nn.Module, count: int, num_image: int = 11, num_text: int = 5) -> list[MicroBatch[Any]]:
-    """Of a toy, or of copies of it."""
-
     def forward(index: int, given: Any) -> torch.Tensor:
         generator = torch.Generator().manual_seed(index)
         img, txt, target = (

@@ -69,7 +69,6 @@ class TinyFamily:
         )
 
     def make_vae(self, seed: int = 0) -> Any:
-        """The VAE in float32, with batch norm statistics that are not those of a fresh one."""
         import diffusers
 
         vae = _make_random(getattr(diffusers, self.family.vae_class), dict(self.vae_config), seed)
@@ -90,27 +89,22 @@ class TinyFamily:
         return _make_random(diffusers.AutoencoderKLWan, {**self.vae_config, **levels, **scales}, seed)
 
     def make_latents(self, seed: int = 0, batch: int = _BATCH) -> torch.Tensor:
-        """[B, C, F, H, W]"""
         return torch.randn(batch, *self.latent_shape, generator=torch.Generator().manual_seed(1000 + seed))
 
     def make_text(self, seed: int = 0, batch: int = _BATCH) -> dict[str, torch.Tensor]:
-        """By name, [B, S, D] or [B, D]."""
         generator = torch.Generator().manual_seed(2000 + seed)
         return {name: torch.randn(batch, *shape, generator=generator) for name, shape in self.text_shapes.items()}
 
     def make_sigma(self, seed: int = 0, batch: int = _BATCH) -> torch.Tensor:
-        """[B] in 0..1"""
         return torch.rand(batch, generator=torch.Generator().manual_seed(3000 + seed))
 
     def make_inputs(self, seed: int = 0, batch: int = _BATCH) -> dict[str, Any]:
-        """Keyword arguments of the transformer's forward."""
         return self.family.make_inputs(
             self.make_latents(seed, batch), self.make_sigma(seed, batch), self.make_text(seed, batch), self.guidance
         )
 
 
 def stack_tensors(family: ModelFamily, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A diffusers state dict in the original layout, as the makers' files have it."""
     original = {}
     for name, stack in originals_of(tensors, family.renames).items():
         tensor = torch.cat([tensors[member] for member in stack.members])

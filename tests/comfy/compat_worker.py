@@ -109,7 +109,6 @@ def _module_of(path: str) -> tuple[Any, list[str]]:
 
 
 def _is_set_on_objects(owner: Any, name: str) -> bool:
-    """Whether methods of a class or its bases set an attribute, or read it."""
     if not isinstance(owner, type) or hasattr(owner, name):
         return False
     functions = [each for cls in owner.__mro__ for each in vars(cls).values() if inspect.isfunction(each)]

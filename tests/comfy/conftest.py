@@ -14,7 +14,6 @@ from devicebridge.tests.comfy_host import comfy_python, find_comfyui
 
 @pytest.fixture(scope="session")
 def comfyui() -> Path:
-    """ComfyUI's folder, with a Python that can run it."""
     folder = find_comfyui()
     if folder is None:
         pytest.skip("no ComfyUI: set COMFYUI_PATH to its folder, or install it with comfy-cli")
@@ -38,7 +37,6 @@ def short_texts_there(server: Server) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    """A Chromium, and the library that drives it."""
     pytest.importorskip("playwright", reason="needs playwright: pip install playwright")
     found = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
     if found is None:

@@ -61,8 +61,6 @@ class _Block(nn.Module):
 
 
 class _Model(nn.Module):
-    """What both have in front and behind. axes: of positions."""
-
     axes = 4
 
     def __init__(self, channels: int = 4, text: int = TEXT, patch: int = 2) -> None:
@@ -98,8 +96,6 @@ class _Model(nn.Module):
 
 
 class MossLike(_Model):
-    """One sequence, text first, and one modulation for all blocks."""
-
     def __init__(self, **sizes: Any) -> None:
         super().__init__(**sizes)
         self.layers = nn.ModuleList(_Block() for _ in range(42))
@@ -132,7 +128,6 @@ UNSEEN: dict[str, Callable[..., nn.Module]] = {"moss": MossLike, "flux3": Flux3L
 
 
 def filled(model: nn.Module) -> nn.Module:
-    """With weights by which every layer changes the result."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -141,7 +136,6 @@ def filled(model: nn.Module) -> nn.Module:
 
 
 def in_bfloat16(value: Any) -> Any:
-    """A model, or what it is given; its linears take what norms and positions have made float32."""
     if isinstance(value, dict):
         is_wide = lambda each: isinstance(each, torch.Tensor) and each.ndim > 1  # noqa: E731
         return {name: each.bfloat16() if is_wide(each) else each for name, each in value.items()}

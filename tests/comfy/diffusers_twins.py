@@ -43,7 +43,6 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 
 
 def make_twin(name: str) -> nn.Module:
-    """Diffusers' model of a family, of the size that the native one has in the tests."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         model: nn.Module = getattr(diffusers, find_family(name).transformer_class)(**CONFIGS[name]).eval()

@@ -36,7 +36,6 @@ class DynamicVram:
     ranges: list[_Vbar] = field(default_factory=list)
 
     def held(self, device: torch.device) -> int:
-        """Bytes of weights in memory that faults made."""
         return sum(each.loaded_size() for each in self.ranges if each.device == device)
 
 

@@ -64,7 +64,6 @@ def _answer(requests: socket.socket, data: dict[str, int]) -> None:
 
 
 def _fork(request: dict[str, Any], streams: list[int], requests: socket.socket) -> int:
-    """The script's process."""
     pid = os.fork()
     if pid:
         for stream in streams:

@@ -129,7 +129,6 @@ def _trained(kind: str, family: Any, info: Any, path: Path, folder: Path) -> dic
 
 
 def _written(job: Any, family: Any, info: Any, stock: Any) -> float:
-    """How far a model whose LoRA is random is from the stock one with the file that is written of it."""
     model = _loaded(info)
     handle = apply_lora(model, info.family, job.lora, seed=1)
     generator = torch.Generator().manual_seed(6)

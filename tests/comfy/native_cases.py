@@ -62,7 +62,6 @@ class Case:
 
     @property
     def is_there(self) -> bool:
-        """Whether this ComfyUI has the class."""
         return importlib.util.find_spec(self.module.rpartition(".")[0]) is not None
 
     def build(self) -> nn.Module:
@@ -93,7 +92,6 @@ def padded(*shape: int) -> torch.Tensor:
 
 
 def steps(scale: float = 1.0) -> torch.Tensor:
-    """Two different timesteps. [2]"""
     return torch.tensor([0.3, 0.7]) * scale
 
 
@@ -544,8 +542,6 @@ class _ConvTower(nn.Module):
 
 
 class _TokenTable(nn.Module):
-    """Stands for a table of 150,000 tokens."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(8, 32)
@@ -963,7 +959,6 @@ ACE_STEP_15 = Case(
 
 
 def _with_buffers(model: nn.Module) -> None:
-    """Fill what the class leaves to the checkpoint."""
     for buffer in model.buffers():
         buffer.copy_(rand(*buffer.shape).abs())
 

@@ -124,7 +124,6 @@ class Vision:
 
 
 def loaded(path: str) -> torch.Tensor:
-    """By ComfyUI's own Load Image."""
     return nodes.LoadImage().load_image(path)[0]
 
 
@@ -166,7 +165,6 @@ def entry_of(way: str, vae: Any) -> Any:
 
 
 def graph_of(way: str, vae: Any) -> Any:
-    """The same by ComfyUI's nodes, one after the other."""
     pictures = [loaded(str(ROOT / "before" / name)) for name in ("0.png", "0_1.png")]
     plain = Clip().encode_from_tokens_scheduled(Clip().tokenize("moves"))
     video: dict[str, Any] = {"positive": plain, "negative": plain, "vae": vae, "width": SIDES[1], "height": SIDES[0]}
@@ -311,7 +309,6 @@ def trained(what: str) -> list[list[float]]:
 
 
 def refused() -> dict[str, str]:
-    """What a job is told before any weight is read."""
     info = read_native(ROOT / "vace.safetensors", "float32")
     data = {"resolutions": [40], "frames": [5], "folders": [{"path": str(ROOT / "clips")}]}
     base = {

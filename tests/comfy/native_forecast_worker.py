@@ -164,7 +164,6 @@ def _silu(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
 
 
 def _measured(info: Any, shape: Any, text: SampleText, way: Way) -> dict[str, int]:
-    """The most that each card held in the second optimizer step."""
     names = block_names(make_empty_transformer(info), info.family)
     gc.collect()
     with emulated_cards(), factories_on_cards(), no_autocast_on_cards():

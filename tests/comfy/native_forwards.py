@@ -81,7 +81,6 @@ class _Split:
         )
 
     def prepare(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Inputs at home, with the objects a forward meets between blocks made aware of the cards."""
         from devicebridge.patches.hooks import map_tensors
 
         inputs = map_tensors(inputs, lambda tensor: tensor.to(self.main_device))
@@ -205,8 +204,6 @@ class _Asked(dict[Any, Any]):
 
 
 class _Observed:
-    """One unsplit forward, watched: which blocks and tail modules run in what order, which patches are asked for."""
-
     def __init__(self, model: nn.Module, row: NativeModel, inputs: dict[str, Any]) -> None:
         from devicebridge.parallel.block_lists import execution_order, hooked_modules
 
@@ -270,8 +267,6 @@ class _Observed:
 
 
 class _Runs:
-    """All runs of one case."""
-
     def __init__(self, case: Case, row: NativeModel, model: nn.Module | None = None) -> None:
         from devicebridge.parallel.block_lists import transport_for
 
@@ -364,7 +359,6 @@ class _Runs:
             return self._steps(lambda inputs: alone.model(**alone.prepare(inputs)), patched)
 
     def calls(self) -> str:
-        """Whether the forward really calls each thing that hooks are put on."""
         from devicebridge.parallel.block_lists import BlockCalls, execution_order
 
         order = execution_order(self.model, self.row)
@@ -503,7 +497,6 @@ class _Runs:
 
 @contextlib.contextmanager
 def _products_watched(blocks: Iterable[nn.Module]) -> Iterator[list[float]]:
-    """Operations of every linear, and of every convolution along the tokens, that is called in these blocks."""
     done: list[float] = []
     handles = []
 

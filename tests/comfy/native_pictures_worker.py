@@ -77,8 +77,6 @@ class _CellsAsPixels:
 
 
 class Bench:
-    """A tiny model, two pictures to train on, and encoders that tell captions apart."""
-
     def __init__(self, name: str, family: Any, folder: Path) -> None:
         self.name, self.family, self.folder = name, family, folder
         (folder / "images").mkdir(parents=True)
@@ -146,7 +144,6 @@ class Bench:
 
     @torch.inference_mode()
     def stock(self, lora: Mapping[str, torch.Tensor] | None, prompt: str, shape: torch.Size) -> torch.Tensor:
-        """Samples of a LATENT, as KSampler leaves them."""
         cfg, guidance, scheduler, steps, _ = ASKED[self.name]
         with small_sizes(self.family):
             model = comfy.sd.load_diffusion_model(str(self.path))

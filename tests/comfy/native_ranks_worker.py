@@ -55,7 +55,6 @@ SHARED: dict[str, Any] = {"train": TWO, "parallel": {"strategy": STRATEGY, "shar
 
 
 def refuse_whole(trainer: Trainer) -> None:
-    """Every weight is divided, and nothing of the LoRA."""
     for name, each in trainer.runner.replica_for(0)[0].named_parameters():
         assert isinstance(each, DTensor) != is_lora_name(name), f"{name} is a {type(each).__name__}"
 
@@ -70,8 +69,6 @@ def shared(bench: Bench, ranks: Ranks) -> Figures:
 
 
 def in_8_bits(scheme: str) -> Callable[[Bench, Ranks], Figures]:
-    """A rank rounds its own rows, as one process rounds them all."""
-
     def check(trainer: Trainer) -> None:
         refuse_whole(trainer)
         modules = trainer.runner.replica_for(0)[0].modules()
@@ -102,7 +99,6 @@ def compiled(bench: Bench, ranks: Ranks) -> Figures:
 
 
 def resumed(bench: Bench, ranks: Ranks) -> Figures:
-    """A whole job, stopped after its first step and continued."""
     train, seen = {"train": {"steps": 3, **TWO}}, []
     wanted = bench.run("alone", train).losses
 
@@ -127,7 +123,6 @@ STEPS: dict[str, Callable[[Bench, Ranks], Figures]] = {
 
 
 def proved(name: str, ranks: Ranks) -> dict[str, Figures]:
-    """What the first rank found, unless another one found a fault; {} where this ComfyUI lacks the class."""
     if not hasattr(comfy.supported_models, BUILDS[name].config_class):
         return {}
     with small_adapter(), endless_memory(), other_sizes():

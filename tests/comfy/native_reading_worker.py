@@ -111,7 +111,6 @@ def text_fault(name: str) -> str:
 
 
 def refusal(name: str) -> str:
-    """Why a file is refused by its header."""
     try:
         with small_sizes(BUILDS[name]):
             read(name, BUILDS[name])
@@ -138,7 +137,6 @@ def cut_apart(name: str, family: TinyFamily) -> list[str]:
 
 
 def summed(name: str) -> str:
-    """Why a file is refused whose tensors a loader would compute with."""
     own = comfy.supported_models.Stable_Cascade_C.process_unet_state_dict
 
     def process(config: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -163,7 +161,6 @@ def plan(name: str) -> str:
 
 
 def expert(name: str, file: str, asked: str) -> list[Any]:
-    """How a job of a build in a file of this name draws noise levels."""
     bench = Bench(name, Path(FOLDER) / f"{file} {asked}", save_trained(name, Path(FOLDER) / file, BUILDS[name]))
     warned: list[str] = []
     with small_sizes(bench.family):
@@ -181,7 +178,6 @@ def expert(name: str, file: str, asked: str) -> list[Any]:
 
 
 def _levels(plan: Any, schedule: Any) -> torch.Tensor:
-    """What the model is told of the noise in many samples; it is as large in a latent of nothing."""
     times = schedule.sigmas(torch.linspace(0, 1, 4003)[1:-1], 64)
     one = torch.ones(len(times), 1, 1, 1, 1)
     made = noise_latents(plan.family, one * 0, one, times)

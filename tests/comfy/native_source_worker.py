@@ -125,7 +125,6 @@ def _one_at_a_time() -> str:
 
 
 def _silent() -> list[float]:
-    """Losses of two steps of MiniMax H3 on clips without sound, and how long the sound was that they were given."""
     family = dataclasses.replace(TRAINED["MiniMax H3"], sound=())
     bench = Bench("MiniMax H3", Path(FOLDER) / "silent", family=family)
     losses = bench.run("silent", {"train": {"steps": 2}}).losses
@@ -134,7 +133,6 @@ def _silent() -> list[float]:
 
 
 def _incomplete() -> dict[str, str]:
-    """Of a whole file less some of its tensors, or with other ones."""
     weights, layer = make_weights(FAMILIES["flux2"]), "double_blocks.1.img_attn.proj.weight"
     detected = "double_blocks.0.img_attn.norm.key_norm.weight"
     blocks = {name: each for name, each in weights.items() if name.startswith("double_blocks")}

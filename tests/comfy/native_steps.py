@@ -82,7 +82,6 @@ def one_line(error: BaseException) -> str:
 
 
 def prove(name: str, steps: Mapping[str, Callable[[Any], Figures]], bench: Any) -> dict[str, Figures]:
-    """What every step finds, each on its own, with its seconds; of one that raises the error's first line."""
     found: dict[str, Figures] = {}
     for step, run in steps.items():
         at = time.process_time()
@@ -137,7 +136,6 @@ class Bench:
 
     @contextlib.contextmanager
     def trainer(self, name: str, sections: Mapping[str, Any], ranks: Ranks = ALONE) -> Iterator[Trainer]:
-        """Before its first step, with a LoRA that does something."""
         job = self.job(name, sections)
         with small_sizes(self.family), native_training(), cards_of(job), ExitStack() as cleanup:
             plan = check_job(job, info=self.info, ranks=ranks)
@@ -150,13 +148,11 @@ class Bench:
                 yield trainer
 
     def run(self, name: str, sections: Mapping[str, Any], **more: Any) -> Any:
-        """A whole job."""
         job = self.job(name, sections)
         with small_sizes(self.family), native_training(), cards_of(job):
             return run_job(job, info=self.info, **more)
 
     def stock(self) -> Any:
-        """The MODEL as ComfyUI's own loader gives it."""
         with small_sizes(self.family):
             patcher = comfy.sd.load_diffusion_model(str(self.path))
         if self.family.has_bool_masks:  # ComfyUI's attention for CPUs adds them to the scores, as if they were numbers
@@ -166,17 +162,14 @@ class Bench:
 
     @cached_property
     def in_float64(self) -> Bench:
-        """The same model and data."""
         return Bench(self.name, self.folder / "float64", self.path, self.family, "float64")
 
     @cached_property
     def plain(self) -> tuple[float, Grads]:
-        """Of one batch on one device, nothing computed again."""
         return self.first_step("plain", _PLAIN)
 
     @cached_property
     def accumulated(self) -> tuple[float, Grads]:
-        """Of two batches, one after the other."""
         return self.first_step("accumulated", {"train": TWO})
 
     def first_step(
@@ -186,7 +179,6 @@ class Bench:
         check: Callable[[Trainer], None] | None = None,
         ranks: Ranks = ALONE,
     ) -> Any:
-        """Loss and gradients."""
         with self.trainer(name, sections, ranks) as trainer:
             if check is not None:
                 check(trainer)
@@ -249,7 +241,6 @@ def _sample(family: TinyFamily, generator: torch.Generator) -> Any:
 
 @contextlib.contextmanager
 def cards_of(job: JobConfig) -> Iterator[None]:
-    """Emulated ones if the job names them; every operation takes longer there."""
     if job.split.devices == ("cpu",):
         yield
         return
@@ -534,7 +525,6 @@ def stock_loader(bench: Bench) -> Figures:
 
 
 def _prepared_mask(made: Callable[[], torch.Tensor] | None, like: torch.Tensor) -> torch.Tensor | None:
-    """By the sampler's own function."""
     return None if made is None else comfy.sampler_helpers.prepare_mask(made(), like.shape, like.device)
 
 
@@ -663,7 +653,6 @@ def compiled(bench: Bench) -> Figures:
 
 
 def _refuse_other(trainer: Trainer, sections: Mapping[str, Any]) -> None:
-    """What was asked for and left out is no proof."""
     wanted = sections.get("parallel", {}).get("strategy", "none")
     names = {"none": "PlainAccumulation", "pipeline": "Pipeline", "data": "DataParallel", "tokens": "TokenTraining"}
     reason = why_no_stages(trainer.family.native, trainer.runner.replica_for(0)[0])
@@ -854,7 +843,6 @@ def diffusers_agrees(bench: Bench) -> Figures:
 
 
 def forecast(bench: Bench) -> Figures:
-    """A plan for cards that are not there."""
     with small_sizes(bench.family), native_training():
         plan = plan_job(bench.job("forecast", {"split": {}}), parse_cards("2x24GB"), info=bench.info)
     return {"devices": len(plan.devices)}

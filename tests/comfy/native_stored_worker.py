@@ -84,7 +84,6 @@ FORMS = {
 def _save_gguf(
     path: Path, weights: Mapping[str, torch.Tensor], kinds: tuple[str, ...], lists: tuple[str, ...]
 ) -> Tensors:
-    """Returns what every tensor means."""
     written: dict[str, Any] = {}
     meant: Tensors = {}
     number = 0

@@ -31,7 +31,6 @@ FOLDER, *NAMES = sys.argv[2:]
 
 
 def derived(name: str) -> dict[str, Any]:
-    """By tokens, as its file was examined."""
     folder, kept = Path(FOLDER) / f"derived-{name.replace('/', '-')}", {"DEVICEBRIDGE_CACHE": f"{FOLDER}/kept"}
     with (
         small_adapter(), endless_memory(), other_sizes(), mock.patch.dict("os.environ", kept),
@@ -47,7 +46,6 @@ def derived(name: str) -> dict[str, Any]:
 
 
 def proved(name: str) -> dict[str, Any]:
-    """Every step, each on its own."""
     if not hasattr(comfy.supported_models, BUILDS[name].config_class):
         return {"name": name, "missing": BUILDS[name].config_class}
     begin = time.process_time()

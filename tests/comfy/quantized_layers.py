@@ -68,7 +68,6 @@ def _write_old(comfy: object, folder: Path, values: torch.Tensor, scale: torch.T
 
 
 def _loaded(ops: object, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The weight that ComfyUI's own linear holds after loading these tensors, in float32."""
     classes = ops.mixed_precision_ops(compute_dtype=torch.float32)
     linear = classes.Linear(512, 48, bias=False, device="cpu", dtype=torch.float32)
     linear.load_state_dict({name.removeprefix("x."): tensor.clone() for name, tensor in tensors.items()}, strict=False)

@@ -47,7 +47,6 @@ class Server:
         return json.loads(body) if body.startswith((b"{", b"[")) else body.decode()
 
     def post(self, path: str, data: Any) -> Any:
-        """The answer's JSON; for a refused prompt the reasons."""
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", json.dumps(data).encode())
         request.add_header("Content-Type", "application/json")
         try:
@@ -149,8 +148,6 @@ def _wait_until_ready(server: Server) -> None:
 
 
 class Messages:
-    """The websocket messages of one client: JSON ones as (type, data), progress texts as ("text", text)."""
-
     def __init__(self, port: int, client_id: str, host: str = "127.0.0.1") -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=120)
         key = base64.b64encode(os.urandom(16)).decode()
@@ -169,11 +166,9 @@ class Messages:
         self._socket.close()
 
     def until_done(self) -> list[tuple[str, Any]]:
-        """Every message up to the one that ends a prompt."""
         return self.until("execution_success", "execution_error", "execution_interrupted")
 
     def until(self, *kinds: str) -> list[tuple[str, Any]]:
-        """Every message up to one of these."""
         found = []
         while True:
             kind, data = self._next()

@@ -27,7 +27,6 @@ def save_comfy_sized_pipeline(folder: Path) -> Path:
 
 
 def original_weights(transformer: Path) -> dict[str, torch.Tensor]:
-    """The transformer under its original names, as ComfyUI's own checkpoints have them."""
     weights = load_file(transformer / "diffusion_pytorch_model.safetensors")
     originals = {}
     for name, stack in originals_of(weights, FLUX2.renames).items():

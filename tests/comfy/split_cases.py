@@ -20,8 +20,6 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Case:
-    """Collects what a case claims, whether it holds, and what was found."""
-
     host: Host
     claims: list[list[Any]] = field(default_factory=list)
 
@@ -39,7 +37,6 @@ class Case:
 
     @contextlib.contextmanager
     def logged(self, name: str, level: int = logging.WARNING) -> Iterator[list[str]]:
-        """Collects what a logger says from this level on."""
         messages: list[str] = []
         handler = logging.Handler(level)
         handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -65,13 +62,11 @@ CASES: dict[str, Run] = {}
 
 
 def case(run: Run) -> Run:
-    """Register a case under its function's name."""
     CASES[run.__name__] = run
     return run
 
 
 def long_case(run: Run) -> Run:
-    """Likewise; with LONG_TESTS=1 alone."""
     return case(run)
 
 
@@ -81,7 +76,6 @@ def in_long_runs(*more: Any) -> tuple[Any, ...]:
 
 
 def split(model: Any, *devices: torch.device, **options: Any) -> Any:
-    """Split Model Across GPUs."""
     return split_model(model, SplitRequest(devices=devices or (HOME, OTHER), **options))
 
 

@@ -533,7 +533,6 @@ _AHEAD = {"post_input", "noise_refiner", "emb_patch"}  # of the first block
 
 
 def _asked(kind: type) -> set[str]:
-    """The patches that a class's own methods ask for, and those of its bases that it has or calls."""
     found = set()
     for owner in kind.__mro__:
         methods = vars(owner).items() if owner.__module__.startswith("comfy.ldm") else ()

@@ -100,7 +100,6 @@ def _telling(forward: Callable[..., Any], blocks: Mapping[Any, str], see: Callab
 
 @case
 def forwards_in_flight(case: Case) -> None:
-    """With overlap the second forward begins while the first is still on the other card."""
     host = case.host
     entries: dict[bool, list[tuple[int, str]]] = {}
     for overlap in (False, True):
@@ -127,7 +126,6 @@ def _forward_threads() -> list[str]:
 
 @case
 def an_error_while_overlapping(case: Case) -> None:
-    """One of two forwards in flight fails; the error arrives, and the MODEL still works."""
     host = case.host
     divided = split(host.load("flux1"))
     expected = host.sample(divided, "flux1", cfg=CFG)

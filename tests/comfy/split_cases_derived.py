@@ -57,7 +57,6 @@ NEAR = 1e-5
 
 @contextlib.contextmanager
 def nobody_described() -> Iterator[None]:
-    """No class has a row, and nothing was derived on this machine."""
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.dict(token_plans.TOKEN_PLANS, clear=True),
@@ -149,7 +148,6 @@ _NATIVE = ("chroma", "qwen_image", "lumina2", "ltxv", "hunyuan_video", "sd3", "k
 
 
 def _native(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A build of a class, and what its innermost forward is given."""
     built = with_heads(next(each for each in NATIVE_CASES if each.name == name))
     model, given = built.build(), {key: value for key, value in built.inputs().items() if key not in _OWN}
     method = "_forward" if hasattr(type(model), "_forward") else "forward"
@@ -217,7 +215,6 @@ def _compare_sizes(case: Case) -> None:
 
 
 def _unseen(host: Host, model: nn.Module) -> Any:
-    """A MODEL of this class, as a loader gives it."""
     loaded = host.load("flux1")
     loaded.model.diffusion_model = filled(model)
     return loaded

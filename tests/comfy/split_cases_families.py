@@ -88,7 +88,6 @@ def what_a_model_remembers_from_step_to_step(case: Case) -> None:
 
 @case
 def three_cards(case: Case) -> None:
-    """Each of three cards has its share."""
     host = case.host
     reference = host.sample(host.load("flux1", load_device=CPU), "flux1")
     divided = split(host.load("flux1"), HOME, OTHER, THIRD)

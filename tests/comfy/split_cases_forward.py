@@ -203,8 +203,6 @@ def patches_of_the_attention(case: Case) -> None:
 
 @long_case
 def replaced_attention(case: Case) -> None:
-    """IP-Adapter for UNets replaces attn2 by name."""
-
     def unet(model: Any, device: torch.device) -> None:
         values = {width: _noise(1, 4, width, device=device) for width in (64, 128)}
 
@@ -391,7 +389,6 @@ def reference_latents(case: Case) -> None:
 
 @case
 def without_inference_mode(case: Case) -> None:
-    """Some packs run samplers under no_grad alone, where tensors have versions and copies are remembered by them."""
     host = case.host
     for name in ("flux1", "wan"):
         reference = host.sample(host.load(name, load_device=CPU), name, cfg=3.0)

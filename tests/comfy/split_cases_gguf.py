@@ -79,7 +79,6 @@ def _with_loras(host: Host, model: Any, *seeds: int, name: str = NAME) -> Any:
 
 
 def _references(host: Host, *loras: tuple[int, ...], kind: str = "Q8_0") -> dict[tuple[int, ...], torch.Tensor]:
-    """Samples of the unsplit MODEL with the LoRAs of these seeds."""
     model = _load(host, kind=kind)
     found = {seeds: host.sample(_with_loras(host, model, *seeds), NAME) for seeds in loras}
     host.unload_all()
@@ -87,7 +86,6 @@ def _references(host: Host, *loras: tuple[int, ...], kind: str = "Q8_0") -> dict
 
 
 def _quantized(model: Any, device: torch.device) -> int:
-    """How many weights of the pack's kind are on a card."""
     weights = [p for p in model.model.parameters() if isinstance(p, _tensor_class()) and p.device == device]
     return sum(weight.dtype == torch.uint8 or weight.dtype == torch.float16 for weight in weights)
 

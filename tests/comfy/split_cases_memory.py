@@ -35,7 +35,6 @@ def _reference(host: Host, lora: bool = False, **options: Any) -> torch.Tensor:
 
 
 def _weights(host: Host, model: Any) -> dict[torch.device, int]:
-    """Bytes per card once loaded."""
     host.sample(model, NAME)
     return {device: weights_on(model, device) for device in (HOME, OTHER)}
 
@@ -171,7 +170,6 @@ def limits_kept(case: Case) -> None:
 
 @case
 def a_card_too_small_is_refused(case: Case) -> None:
-    """What one step needs is said before anything is loaded."""
     host = case.host
     divided = split(host.load(NAME))
     host.machine.capacity_bytes[OTHER] = 1 << 20
@@ -220,7 +218,6 @@ def weights_exist_once_in_host_memory(case: Case) -> None:
 
 @case
 def two_split_models_in_turn(case: Case) -> None:
-    """Each card has room for the part of one of them."""
     host = case.host
     models = {name: split(host.load(name)) for name in (NAME, "wan")}
     references = {name: host.sample(host.load(name, load_device=CPU), name) for name in models}
@@ -321,7 +318,6 @@ def a_card_full_while_loading(case: Case) -> None:
 
 @case
 def nothing_is_left_on_the_modules(case: Case) -> None:
-    """Unloaded, a split MODEL has no hooks and no patched layers; the plain one never has any."""
     host = case.host
     plain = host.load(NAME)
     divided = host.lora(split(plain), NAME, LORA)

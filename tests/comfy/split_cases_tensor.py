@@ -48,7 +48,6 @@ def clones_in_turn(case: Case, name: str, model: Any, bound: float = NEAR) -> tu
 
 
 def tensor(model: Any, *devices: torch.device, **options: Any) -> Any:
-    """Split Model Across GPUs with way tensor."""
     return split(model, *devices, way="tensor", **options)
 
 
@@ -98,7 +97,6 @@ def tensor_compared_once(case: Case) -> None:
 
 @case
 def tensor_three_cards(case: Case) -> None:
-    """Heads that do not divide by the number of cards are shared out unevenly."""
     host = case.host
     for name in ("flux2_heads", "wan_heads"):
         reference = host.sample(host.load(name, load_device=CPU), name)
@@ -226,7 +224,6 @@ def tensor_refusals(case: Case) -> None:
 
 @case
 def tensor_an_error_on_one_card(case: Case) -> None:
-    """An error on either card ends the prompt with that error, and the next prompt works."""
     host, name = case.host, "flux1_heads"
     divided = tensor(host.load(name))
     reference = host.sample(divided, name)

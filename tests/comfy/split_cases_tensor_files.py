@@ -55,19 +55,16 @@ def _load(path: Path, name: str, **options: Any) -> Any:
 
 
 def load_divided(path: Path, name: str, *cards: torch.device, weight_dtype: str = "default") -> Any:
-    """Load Diffusion Model Across GPUs."""
     with small_sizes(FAMILIES[name]):
         return load_split_model(path, weight_dtype, SplitRequest(devices=cards or (HOME, OTHER), way="tensor"))
 
 
 def _numbers(weight: torch.Tensor) -> torch.Tensor:
-    """In float32, on the CPU."""
     plain = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
     return on_cpu(plain).float()
 
 
 def _exact(host: Host, path: Path, name: str) -> Any:
-    """The file's numbers in float32, on the CPU."""
     found = host.folder / f"{path.stem}-exact.safetensors"
     if not found.exists():
         parameters = _load(path, name, load_device=CPU).model.diffusion_model.named_parameters()
@@ -132,7 +129,6 @@ def _check_planned_bytes(case: Case, what: str, given: Any, divided: Any) -> Non
 
 
 def _eight_bit(divided: Any) -> dict[torch.device, dict[str, QuantizedTensor]]:
-    """Of each card the 8-bit weights that are on it, by their names in the MODEL."""
     return {
         patcher.load_device: {
             key: parameter

@@ -48,7 +48,6 @@ def tensor_nodes_for_sd3(case: Case) -> None:
 
 
 def context_windows(case: Case, name: str, divide: Callable[[Any], Any], bound: float = NEAR) -> None:
-    """A long video in overlapping windows of frames, each a batch entry of its own."""
     host, latent = case.host, (16, 4, 4, 4)
     plain, divided = host.load(name, load_device=CPU), divide(host.load(name))
     reference = host.sample(_apply(WINDOWS, plain), name, cfg=3.0, latent=latent)

@@ -54,7 +54,6 @@ IN_8_BITS = 0.01
 
 
 def tokens(model: Any, *devices: torch.device, **options: Any) -> Any:
-    """Split Model Across GPUs with way tokens."""
     return split(model, *devices, way="tokens", **options)
 
 
@@ -93,7 +92,6 @@ for _name in SHARED:
 
 @case
 def tokens_three_cards(case: Case) -> None:
-    """Rows that do not divide by the number of cards are shared out unevenly."""
     host = case.host
     for name in ("flux2", "wan"):
         reference = host.sample(host.load(name, load_device=CPU), name)
@@ -519,7 +517,6 @@ def tokens_fewer_rows_than_cards(case: Case) -> None:
 
 @case
 def tokens_verified(case: Case) -> None:
-    """A step is compared with one card, and a wrong one ends the run."""
     host, name = case.host, "wan"
     with case.logged("devicebridge", 20) as messages:
         host.sample(tokens(host.load(name), verify=True), name)
@@ -576,7 +573,6 @@ def tokens_clones_and_eviction(case: Case) -> None:
 
 @case
 def tokens_stopped_inside_a_block(case: Case) -> None:
-    """Ctrl-C and Cancel in a collective of either card, or of a preview, end the prompt; the next has the same bits."""
     host, name = case.host, "flux2"
     shared = tokens(host.load(name))
     sample, cancel = functools.partial(host.sample, shared, name), comfy.model_management.InterruptProcessingException()
@@ -684,7 +680,6 @@ def _by_tokens(
 
 
 def _apart(found: Any, expected: Any) -> float:
-    """The largest difference, of the largest value."""
     pairs = zip(
         *((list(each) if isinstance(each, (list, tuple)) else [each]) for each in (found, expected)), strict=True
     )

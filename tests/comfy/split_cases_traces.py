@@ -175,7 +175,6 @@ def cuts_by_hand_are_checked_against_the_limits(case: Case) -> None:
 
 @case
 def moving_a_split_to_another_device_is_refused(case: Case) -> None:
-    """Select Model Device behind the split."""
     host = case.host
     moved = split(host.load(NAME)).clone()
     moved.load_device = CPU

@@ -40,7 +40,6 @@ FAST_LINK, SLOW_LINK = 1e6, 1e3  # bytes per second, beside cards as slow as _ma
 
 @contextmanager
 def _machine(flops_per_s: float, bytes_per_s: float) -> Iterator[None]:
-    """Cards with streams that were measured so."""
     speed = MachineSpeed((flops_per_s, flops_per_s), bytes_per_s, "2026-11-23")
     with (
         mock.patch.object(split_module, "machine_speed", lambda devices: speed),
@@ -55,7 +54,6 @@ def _way_of(model: Any) -> str:
 
 
 def _limits(model: Any) -> tuple[float, float]:
-    """Decimal GB that hold seven tenths of the model on each of two cards."""
     return (0.7 * management.module_size(model.model.diffusion_model) / 1e9,) * 2
 
 

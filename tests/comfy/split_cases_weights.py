@@ -23,7 +23,6 @@ NAME = "flux1"
 
 
 def _reference(host: Host, *seeds: int, name: str = NAME) -> torch.Tensor:
-    """Unsplit on the CPU, with the LoRAs of these seeds."""
     return host.sample(_with_loras(host, host.load(name, load_device=CPU), *seeds, name=name), name)
 
 
@@ -82,7 +81,6 @@ def split_of_a_model_with_a_lora_that_has_run(case: Case) -> None:
 
 @case
 def split_outlives_its_source(case: Case) -> None:
-    """The weights are shared; the MODEL they came from may be forgotten in any state."""
     host = case.host
     plain = host.load(NAME)
     divided = split(plain)
@@ -259,7 +257,6 @@ def weight_wrappers(case: Case) -> None:
 
 @case
 def split_of_a_split(case: Case) -> None:
-    """Split once more, with another cut and a LoRA in between: both work, in turn."""
     host = case.host
     once = host.lora(split(host.load(NAME)), NAME, 1)
     host.sample(once, NAME)

@@ -189,7 +189,6 @@ def wholes_that_end(case: Case) -> None:
 
 @case
 def wholes_verified(case: Case) -> None:
-    """A step is compared with one card, and a wrong one ends the run."""
     host = case.host
     with case.logged("devicebridge", 20) as messages:
         host.sample(tokens(host.load(NAME), verify=True), NAME, cfg=CFG)

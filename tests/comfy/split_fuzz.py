@@ -243,7 +243,6 @@ def _disturb(
 
 
 def _apart(host: Host, name: str, pair: _Pair) -> torch.Tensor:
-    """Every picture and every conditioning by itself, unsplit."""
     options = dict(pair.options)
     if FAMILIES[name].sound:
         with one_condition_at_a_time(pair.unsplit):

@@ -47,7 +47,6 @@ class Setting:
 
     @property
     def layers(self) -> list[str]:
-        """Linears in blocks, by name in the diffusion model."""
         family = FAMILIES[self.name]
         names = [name for name, value in _shapes(self.name).items() if name.endswith(".weight") and len(value) == 2]
         return sorted(name.removesuffix(".weight") for name in names if name.startswith(family.block_lists))
@@ -87,7 +86,6 @@ def _adapter(setting: Setting, layer: str, kind: str) -> dict[str, torch.Tensor]
 
 
 def adapters(model: Any, setting: Setting) -> Any:
-    """Load LoRA: files of several kinds, some layers each."""
     chosen = setting.random
     weights: dict[str, torch.Tensor] = {}
     for layer in chosen.sample(setting.layers, k=min(6, len(setting.layers))):
@@ -100,7 +98,6 @@ def every_layer(model: Any, setting: Setting) -> Any:
 
 
 def bypass(model: Any, setting: Setting) -> Any:
-    """Load LoRA (Bypass)."""
     if "fuzz" in model.injections:
         return model  # both would take off what the other put on
     weights = dict(lora_weights(setting.name, setting.seed % 1000))
@@ -116,7 +113,6 @@ def weight_wrapper(model: Any, setting: Setting) -> Any:
 
 
 def merge(model: Any, setting: Setting) -> Any:
-    """ModelMergeSimple with a second MODEL of the same file that has a LoRA."""
     other = setting.host.lora(setting.host.load(setting.name, load_device=setting.device), setting.name, 5)
     return merging.ModelMergeSimple().merge(model, other, setting.random.choice((0.25, 0.5)))[0]
 
@@ -149,7 +145,6 @@ def replacement(model: Any, setting: Setting) -> Any:
 
 
 def between(model: Any, setting: Setting) -> Any:
-    """double_block patches that write in place, take entries out, keep what they saw, or return something new."""
     kind = setting.random.choice(("img in place", "pop", "keep", "vec in place", "new"))
     kept: list[torch.Tensor] = []
 
@@ -175,7 +170,6 @@ def between(model: Any, setting: Setting) -> Any:
 
 
 def inside(model: Any, setting: Setting) -> Any:
-    """Patches of the attention; FLUX hands over q, k, v, a UNet its inputs."""
     model = model.clone()
     writes = setting.random.random() < 0.5
     if setting.name == "sdxl":
@@ -237,7 +231,6 @@ def function_wrapper(model: Any, setting: Setting) -> Any:
 
 
 def forward_wrapper(model: Any, setting: Setting) -> Any:
-    """Around diffusion_model: once, or twice with a weaker context in between, changed in place."""
     model = model.clone()
     is_twice = setting.random.random() < 0.6
 
@@ -291,7 +284,6 @@ def object_patch(model: Any, setting: Setting) -> Any:
 
 
 def injection(model: Any, setting: Setting) -> Any:
-    """Another forward on a layer for as long as the MODEL is loaded; every third call is stronger."""
     if "bypass_lora" in model.injections:
         return model
     model = model.clone()
@@ -362,8 +354,6 @@ def forward_with_identity(id_embedding: torch.Tensor, model: Any) -> Callable[..
 
 
 class _Cached(torch.nn.Module):
-    """All blocks of FLUX in one module, with uses of what went in before the first ones."""
-
     def __init__(self, double_blocks: Any, single_blocks: Any) -> None:
         super().__init__()
         self.double_blocks, self.single_blocks = double_blocks, single_blocks

@@ -40,8 +40,6 @@ _management = comfy.model_management
 
 @dataclass
 class Machine:
-    """The emulated cards, and how much memory ComfyUI believes they have."""
-
     cards: EmulatedCards
     capacity_bytes: dict[torch.device, int] = field(default_factory=dict)
 
@@ -66,7 +64,6 @@ class Machine:
 
 @contextlib.contextmanager
 def emulated_machine() -> Iterator[Machine]:
-    """ComfyUI sees NUM_CARDS cards, the first of them its own."""
     with emulated_cards(NUM_CARDS) as cards, factories_on_cards():
         machine = Machine(cards)
         with mock.patch.multiple(
@@ -110,12 +107,10 @@ class Host:
         return path if path.exists() else save_checkpoint(FAMILIES[name], path, dtype)
 
     def load(self, name: str, file_dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-        """Load Diffusion Model from a file of this type, with its model_options."""
         with small_sizes(FAMILIES[name]):
             return comfy.sd.load_diffusion_model(str(self.checkpoint(name, file_dtype)), model_options=options)
 
     def lora(self, model: Any, name: str, seed: int = 1, strength: float = 1.0) -> Any:
-        """Load LoRA (model only)."""
         return comfy.sd.load_lora_for_models(model, None, dict(lora_weights(name, seed)), strength, 0)[0]
 
     def sample(
@@ -158,7 +153,6 @@ class Host:
         return on_cpu(pack_latents(samples.unbind())[0] if samples.is_nested else samples).clone()
 
     def free(self, device: torch.device) -> None:
-        """Some other node asks for the whole card."""
         _management.free_memory(1e30, device)
 
     def unload_all(self) -> None:
@@ -187,18 +181,15 @@ def peaks_of(machine: Machine) -> Iterator[dict[torch.device, int]]:
 
 
 def one_condition_at_a_time(model: Any) -> Any:
-    """While active ComfyUI finds no memory to compute two conditionings of this unsplit MODEL in one batch."""
     return mock.patch.object(model, "get_free_memory", lambda device: 0)
 
 
 def weights_on(model: Any, device: torch.device) -> int:
-    """Bytes of this model's parameters on a device."""
     parameters = model.model.diffusion_model.parameters()
     return sum(parameter.nbytes for parameter in parameters if parameter.device == device)
 
 
 def block_devices(model: Any, family: TinyFamily) -> dict[str, set[str]]:
-    """Block -> the devices its parameters are on."""
     devices: dict[str, set[str]] = {}
     for name, parameter in model.model.diffusion_model.named_parameters():
         if name.startswith(family.block_lists):
@@ -208,7 +199,6 @@ def block_devices(model: Any, family: TinyFamily) -> dict[str, set[str]]:
 
 
 def offloaded_layers(model: Any, device: torch.device) -> list[str]:
-    """Layers whose weights are in host memory while the card's part of this MODEL is loaded."""
     patcher = next(p for p in (model, *model.companions) if p.load_device == device)
     blocks = {id(module) for other in model.companions if other is not patcher for module in other.model.modules()}
     return [
@@ -225,5 +215,4 @@ def largest_difference(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def crossings(machine: Machine, pair: Sequence[torch.device]) -> int:
-    """How many tensors were copied between two cards, either way."""
     return sum({copy.source, copy.target} == set(pair) for copy in machine.cards.copies)

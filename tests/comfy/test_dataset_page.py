@@ -80,7 +80,6 @@ def page(chromium: str) -> Iterator[Any]:
 
 
 def _save(page: Any, text: str) -> str:
-    """Where the caption of the only row went."""
     count = page.evaluate("() => window.written.length")
     page.get_by_label("caption of 001.png", exact=True).fill(text)
     page.get_by_label("save the caption of 001.png").click()

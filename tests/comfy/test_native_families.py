@@ -27,15 +27,12 @@ _ORIGINAL_BLOCK_FAILS = "TypeError: TransformerDecoderBlock.forward() got an une
 
 
 class Results(dict[str, dict[str, str]]):
-    """{case: {run: result}}."""
-
     def __missing__(self, name: str) -> dict[str, str]:
         pytest.skip(f"the ComfyUI of these tests has no class of {name}")
 
 
 @pytest.fixture(scope="module")
 def results(comfyui: Path) -> Results:
-    """What native_forwards.py found."""
     return Results(run_worker("native_forwards.py", comfyui, timeout=1800)[-1])
 
 

@@ -27,7 +27,6 @@ EACH = [pytest.param(each, marks=[] if each in ALWAYS else pytest.mark.long) for
 def found(
     request: pytest.FixtureRequest, comfyui: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """What every step found, by form."""
     names = names_that_run(request)
     lines = run_worker("native_stored_worker.py", comfyui, tmp_path_factory.mktemp("stored"), *names, timeout=900)
     return {line["name"]: line["steps"] for line in lines}

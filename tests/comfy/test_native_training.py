@@ -33,14 +33,12 @@ NEEDED = ("loss", "gradients", "recompute", "split", "8 bits", "5 steps", "resum
 def lines(
     request: pytest.FixtureRequest, comfyui: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
-    """What one process has seen of those that run."""
     folder, names = tmp_path_factory.mktemp("native"), names_that_run(request)
     return run_worker("native_training_worker.py", comfyui, folder, *names, timeout=600 * len(names))
 
 
 @pytest.fixture(scope="module")
 def found(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The faults of every model's steps."""
     models = {
         result["name"]: {
             "class": result["class"],

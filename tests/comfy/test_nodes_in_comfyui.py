@@ -33,7 +33,6 @@ def object_info(server: Server) -> dict[str, Any]:
 
 
 def _without_words(info: dict[str, Any]) -> dict[str, Any]:
-    """What a saved workflow depends on; texts may improve."""
     inputs = {
         group: {name: _entry_without_words(name, entry) for name, entry in entries.items()}
         for group, entries in info["input"].items()
@@ -121,7 +120,6 @@ def test_the_nodes_load_and_a_split_runs_with_comfyuis_own_packages(comfyui: Pat
 
 @pytest.fixture(scope="module", autouse=True)
 def _images(server: Server) -> None:
-    """The folder that the example names."""
     folder = server.base / "input" / "my_images"
     folder.mkdir()
     Image.new("RGB", (64, 64)).save(folder / "one.png")

@@ -174,7 +174,6 @@ def _wait_until_idle(server: Server) -> None:
 
 
 def _last_texts(server: Server) -> list[str]:
-    """What the training node of the newest prompt shows."""
     newest = max(server.get("/history").values(), key=lambda entry: entry["prompt"][0])
     assert newest["status"]["status_str"] == "success", newest["status"]
     return [output["text"][0] for output in newest["outputs"].values() if "lora" in output]

@@ -21,7 +21,6 @@ NAMES = ("fp8", "e5m2", "int8", "int8_rows", "int8_convrot", "int8_convrot_16", 
 
 @pytest.fixture(scope="module")
 def folder(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of each format, and one of what ComfyUI made of it."""
     folder = tmp_path_factory.mktemp("quantized")
     run_worker("quantized_layers.py", comfyui, folder)
     return folder

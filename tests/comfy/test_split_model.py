@@ -34,8 +34,6 @@ CASES = dict(_cases())
 
 
 class Worker:
-    """The process; started once, asked by name."""
-
     def __init__(self, checkout: Path, folder: Path) -> None:
         self.log = folder / "worker.log"
         self._host = fork_host(checkout)

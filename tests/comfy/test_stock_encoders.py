@@ -51,7 +51,6 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_case(server: Server, case: str) -> None:
-    """One of stock_cases.py, which says what it compares."""
     _succeed(server.run({"1": {"class_type": "TestStockCase", "inputs": {"case": case}}}))
 
 

@@ -41,7 +41,6 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def images(server: Server) -> None:
-    """The folder that the templates name, so that a user with his images there types nothing."""
     folder = server.base / "input" / "my_images"
     if not folder.exists():
         save_tiny_dataset(folder, num_images=3)
@@ -100,7 +99,6 @@ def with_stand_ins(graph: dict[str, Any], family: str, channels: int = 32) -> di
 
 
 def over_two_cards(graph: dict[str, Any]) -> dict[str, Any]:
-    """Emulated ones, on before the loader and off behind the sampler."""
     ((_, loader),) = _of_kind(graph, "DeviceBridgeLoadDiffusionModelSplit").items()
     ((sampler, _),) = _of_kind(graph, "KSampler").items()
     ((_, decode),) = _of_kind(graph, "VAEDecode").items()

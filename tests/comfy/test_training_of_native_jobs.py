@@ -34,7 +34,6 @@ OURS = (
 
 
 def _worker(comfyui: Path, base: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
-    """A command of native_job_worker.py."""
     return run_script(WORKER.name, comfyui, base, *command)
 
 
@@ -101,7 +100,6 @@ def _node(graph: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _job(images: Path, folder: Path, **sections: dict[str, Any]) -> Path:
-    """A job file that says what _graph does."""
     values: dict[str, dict[str, Any]] = {
         "model": {"path": MODEL, "family": "comfyui", "dtype": "float32"},
         "split": {"devices": ["cpu"]},

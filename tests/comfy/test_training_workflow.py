@@ -63,7 +63,6 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _settings(pipeline: Path, dataset: Path, **train: Any) -> dict[str, Any]:
-    """Values for the example workflow that make it a quick one."""
     values = {
         **from_folder(pipeline),
         "TrainingDataset.folder": str(dataset),
@@ -271,7 +270,6 @@ def _comfy_cli() -> None:
 
 
 def _edited(folder: Path, values: dict[str, Any]) -> Path:
-    """The example with these values."""
     workflow = folder / "workflow.json"
     workflow.write_text(json.dumps(set_values(read_workflow(EXAMPLE), values)), encoding="utf-8")
     return workflow

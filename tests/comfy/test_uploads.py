@@ -113,7 +113,6 @@ def sender(server: Server, tmp_path: Path) -> Iterator[Sender]:
 
 
 def _turn(sender: Sender) -> None:
-    """Wait for a whole turn of the page's thread that began after this call."""
     with Messages(sender.server.port, uuid.uuid4().hex) as messages:
         for _ in range(2):
             run = f"told_{uuid.uuid4().hex[:8]}"

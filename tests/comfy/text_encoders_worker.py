@@ -140,7 +140,6 @@ class Bench:
 
     @contextlib.contextmanager
     def trainer(self, name: str, sections: Mapping[str, Any], scale: float | None = 0.1) -> Iterator[Trainer]:
-        """Before its first step; scale: of what its LoRA is, None to leave it as it begins."""
         with self.ready(self.job(name, sections)) as job, ExitStack() as cleanup:
             plan = check_job(job, info=self.info)
             events = cleanup.enter_context(EventLog(Path(job.output.folder)))
@@ -156,19 +155,16 @@ class Bench:
             return run_job(job, info=self.info, **more)
 
     def first_step(self, name: str, sections: Mapping[str, Any], scale: float = 0.1) -> Any:
-        """Loss and gradients of the first microbatch."""
         with self.trainer(name, sections, scale) as trainer:
             return float(native_steps.on_cpu(trainer.accumulate(1)[0])), gradients(trainer)
 
 
 def _drawn(name: str, shape: torch.Size) -> torch.Tensor:
-    """Of each layer its own."""
     seed = sum(name.encode()) * 1009 + len(name)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def other_clip(bench: Bench) -> Figures:
-    """One that a model of another kind has is refused before a caption or picture is encoded."""
     other, store, said = "sdxl" if bench.kind == "sd15" else "sd15", bench.folder / "other cache", ""
     for lora in (_LORA, {"rank": 2}):  # with text encoders that are trained, and without
         job, said = bench.job("other", {"cache": {"folder": str(store)}, "lora": lora}), ""
@@ -400,7 +396,6 @@ def same_from_nodes(bench: Bench) -> Figures:
 
 
 def _run(node: Any, *given: Any, **settings: Any) -> tuple[Any, ...]:
-    """What a node returns; the rest of its sockets have their defaults."""
     node.hidden = SimpleNamespace(unique_id="1")
     inputs = [each for each in node.define_schema().inputs if not getattr(each, "optional", False)]
     defaults = {each.id: each.default for each in inputs if getattr(each, "default", None) is not None}
@@ -413,7 +408,6 @@ def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _said(bench: Bench, trainer: Trainer) -> tuple[Mapping[str, torch.Tensor], Any, torch.Tensor]:
-    """Of the first caption the states, what the model is given beside them, and its prediction."""
     model, main_device = trainer.runner.replica_for(0)
     # Tokens of the first caption.
     data = trainer.train_data
@@ -425,7 +419,6 @@ def _said(bench: Bench, trainer: Trainer) -> tuple[Mapping[str, torch.Tensor], A
 
 
 def _put_file(trainer: Trainer, lora: Mapping[str, torch.Tensor]) -> None:
-    """A file's tensors back into the LoRA they came from."""
     has_both = any(name.startswith("lora_te2") for name in lora)
     number = {"clip_l": "1", "clip_g": "2"} if has_both else {"clip_l": "", "clip_h": ""}
 
@@ -456,7 +449,6 @@ STEPS: dict[str, Callable[[Bench], Figures]] = {
 
 
 def proved(name: str) -> dict[str, Any]:
-    """Every step, each on its own."""
     with endless_memory():
         return {"name": name, "steps": prove(name, STEPS, Bench(name, Path(FOLDER) / name))}
 

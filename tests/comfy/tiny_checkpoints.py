@@ -80,14 +80,12 @@ class TinyFamily:
 
 
 def make_config(family: TinyFamily) -> Any:
-    """The family's model config, computing in float32."""
     config = getattr(comfy.supported_models, family.config_class)(dict(family.unet_config))
     config.set_inference_dtype(torch.float32, None)
     return config
 
 
 def make_weights(family: TinyFamily, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Weights under the names ComfyUI's files have; random, of a size that keeps activations near one."""
     model = make_config(family).get_model({}, "").diffusion_model
     generator = torch.Generator().manual_seed(seed)
     weights = model.state_dict().items()
@@ -105,7 +103,6 @@ def _random(name: str, like: torch.Tensor, generator: torch.Generator, *, is_cal
 
 
 def save_checkpoint(family: TinyFamily, path: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Write the family's weights as one safetensors file, as a diffusion model is shipped."""
     weights = make_weights(family)
     save_file({name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}, path)
     return path
@@ -227,7 +224,6 @@ _HIDREAM_O1 = {
 
 
 def _token_ids(generator: torch.Generator, tokens: int) -> dict[str, Any]:
-    """Token ids that end with the one for time, as HiDream-O1's tokenizer gives them."""
     ids = torch.randint(0, 1000, (1, tokens), generator=generator)
     ids[:, -1] = 151673
     return {"text_input_ids": ids}
@@ -339,7 +335,6 @@ FAMILIES |= {
 
 @functools.cache
 def lora_weights(name: str, seed: int, rank: int = 2) -> dict[str, torch.Tensor]:
-    """A LoRA for every matrix of every block, under the names ComfyUI accepts for any model."""
     family = FAMILIES[name]
     generator = torch.Generator().manual_seed(seed)
     lora = {}

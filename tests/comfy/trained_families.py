@@ -354,7 +354,6 @@ def _wan(
     is_detected: bool = True,
     **changes: Any,
 ) -> TinyFamily:
-    """A build on the blocks of Wan."""
     config = {**FAMILIES["wan"].unet_config, **changes}
     return made_of(
         "wan", config_class=config_class, unet_config=config, latent=latent, options=options, is_detected=is_detected
@@ -457,7 +456,6 @@ _SAYS = {"SDXL v-prediction": {"v_pred": torch.zeros(1), "ztsnr": torch.zeros(1)
 
 
 def save_trained(name: str, path: Path, family: TinyFamily | None = None) -> Path:
-    """The build's weights as one safetensors file."""
     family = family or TRAINED[name]
     weights = {key: tensor.contiguous() for key, tensor in family.as_published(make_weights(family)).items()}
     save_file({**weights, **_SAYS.get(name, {})}, path)

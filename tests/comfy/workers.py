@@ -21,8 +21,6 @@ HERE = Path(__file__).resolve().parent
 
 
 class ForkHost:
-    """The process that has imported ComfyUI."""
-
     def __init__(self, comfyui: Path) -> None:
         ours, its = socket.socketpair()
         command = [str(comfy_python(comfyui)), str(HERE / "fork_host.py"), str(comfyui)]
@@ -77,14 +75,12 @@ class ForkHost:
 
 @functools.cache
 def fork_host(comfyui: Path) -> ForkHost:
-    """One for all tests of this process."""
     return ForkHost(comfyui)
 
 
 def run_script(
     name: str, comfyui: Path, *arguments: str | Path, timeout: float = 400, has_pack: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Such a script, given ComfyUI's folder and these arguments."""
     host = fork_host(comfyui)
     with open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as log:
         streams = nothing.fileno(), printed.fileno(), log.fileno()

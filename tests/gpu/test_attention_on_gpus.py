@@ -33,7 +33,6 @@ def _gradients(dtype, grad):
 
 
 def _grads(num_tokens):
-    """The same numbers in three layouts."""
     generator = torch.Generator("cuda").manual_seed(1)
     wide = torch.randn(1, num_tokens, HEADS * WIDTH + MLP, device="cuda", generator=generator).bfloat16()
     sliced = wide[..., : HEADS * WIDTH].unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)

@@ -42,7 +42,6 @@ def deterministic_algorithms():
 def train(
     device: torch.device, store: ActivationOffload | None, shape: tuple[int, ...], *, is_heavy: bool
 ) -> list[torch.Tensor]:
-    """Gradients of two steps, whose forwards all come before the backwards, on the CPU."""
     torch.manual_seed(0)
     blocks = nn.ModuleList(_Block(shape[-1], is_heavy=is_heavy) for _ in range(NUM_BLOCKS)).to(device)
     table = torch.linspace(-1, 1, shape[-1]).expand(shape).contiguous().to(device)

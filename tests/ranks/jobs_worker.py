@@ -110,7 +110,6 @@ class Kept(logging.Handler):
 
 @contextlib.contextmanager
 def loaded_encoders():
-    """Yields the names of encoders that this rank loads inside."""
     names = []
 
     def counted(load):

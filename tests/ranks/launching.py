@@ -67,7 +67,6 @@ def start_cli(*arguments, script=ROOT / "__main__.py"):
 
 
 def read_until(process, text):
-    """Lines until one has this text, that one included."""
     lines = []
     for line in process.stdout:
         lines.append(line)
@@ -95,7 +94,6 @@ def ranks_of(job_file):
 
 
 def all_of(job_file):
-    """Every process that has this job file on its command line."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -107,7 +105,6 @@ def all_of(job_file):
 
 
 def none_left(job_file, seconds=30.0):
-    """Whether all of them are gone, or go within that time."""
     end = time.monotonic() + seconds
     while all_of(job_file):
         if time.monotonic() > end:

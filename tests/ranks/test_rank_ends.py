@@ -67,7 +67,6 @@ def _goes_on(job):
 
 @pytest.fixture
 def private(tmp_path, monkeypatch):
-    """The folder in which a node's processes get their job file."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 

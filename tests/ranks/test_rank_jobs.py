@@ -92,12 +92,10 @@ def _job(folder, name, **sections):
 
 
 def _lora(job, step=STEPS):
-    """As the checkpoint after a step has it."""
     return load_file(f"{job.output.folder}/checkpoints/step-{step:06d}/adapter.safetensors")
 
 
 def _losses(job):
-    """Of every step, as the events in the run's folder have them."""
     lines = (Path(job.output.folder) / "events.jsonl").read_text().splitlines()
     return [event["loss"] for event in map(json.loads, lines) if event["kind"] == "step"]
 
@@ -115,7 +113,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    """The job in one process: result and LoRA."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     job, _ = _job(folder, "alone")

@@ -29,7 +29,6 @@ def _on_cpu(_):
 
 
 def _assert_same_model(ours, theirs):
-    """Every parameter and buffer: bytes, type, and frozen."""
     a, b = dict(ours.named_parameters()), dict(theirs.named_parameters())
     assert a.keys() == b.keys()
     for name, parameter in a.items():
@@ -143,7 +142,6 @@ def test_norms_in_comfyuis_spelling_and_shards_under_original_names(tiny_variant
 
 
 def _write_header(file, shapes, dtype="BF16"):
-    """A safetensors file with a header and no weights."""
     entries, offset = {}, 0
     for name, shape in shapes.items():
         end = offset + 2 * int(torch.Size(shape).numel())
@@ -347,7 +345,6 @@ def test_distilled_models_are_warned_of_once(tmp_path, monkeypatch, caplog):
 
 
 def _flux1_file(folder, change):
-    """A full-size FLUX.1-dev header under original names, changed."""
     family = FAMILIES["flux1"]
     shapes = _full_shapes(family, family.variants[0].transformer_config, "original")
     change(shapes)

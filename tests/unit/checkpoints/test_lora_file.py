@@ -23,7 +23,6 @@ RANK, ALPHA = 2, 3.0
 
 
 def _make_lora(model, modules, dora=False, rank=RANK, seed=0):
-    """Random A, B and, for DoRA, magnitudes near the rows' norms."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name in modules:
@@ -37,7 +36,6 @@ def _make_lora(model, modules, dora=False, rank=RANK, seed=0):
 
 
 def _adapted(weight, a, b, alpha, magnitude=None):
-    """The weight with its LoRA: W + alpha/R B A, with DoRA's rows rescaled to their magnitude."""
     changed = weight + alpha / a.shape[0] * b @ a
     return changed if magnitude is None else changed * (magnitude.reshape(-1, 1) / changed.norm(dim=1, keepdim=True))
 
@@ -54,7 +52,6 @@ def _adapt_file(weights, tensors, prefix):
 
 
 def _expected(model, lora):
-    """The diffusers state dict with every layer adapted on its own."""
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     for name in [n for n in lora if n.endswith(".lora_A.weight")]:
         module = name.removesuffix(".lora_A.weight")
@@ -134,7 +131,6 @@ _LAYER = "transformer.text_model.encoder.layers.3.self_attn.q_proj"
 
 
 def _lora(*parts: str) -> dict[str, torch.Tensor]:
-    """Of one layer of each encoder, and one of the diffusion model; rank 4."""
     layers = ["input_blocks.1.0.proj", *(f"text_encoders.{part}.{_LAYER}" for part in parts)]
     return {f"{each}.lora_{kind}.weight": torch.randn(4, 4) for each in layers for kind in "AB"}
 

@@ -101,7 +101,6 @@ class Case:
         return make_lora_tensors(self.family, self.layout, trained, self._for_comfyui(trained), ALPHA, RANK)
 
     def _for_comfyui(self, trained):
-        """As LoraHandle.tensors_for_comfyui restates magnitudes."""
         restated = dict(trained)
         for name in [name for name in trained if name.endswith("dora_scale")]:
             weight, changed = self._weights(name.removesuffix(".dora_scale"), trained)
@@ -118,7 +117,6 @@ class Case:
         return weight, weight + ALPHA / RANK * b @ a
 
     def expected(self):
-        """The trained weights by diffusers fqn."""
         trained, result = self.trained(), {}
         for module in self.targets:
             _, changed = self._weights(module, trained)
@@ -230,7 +228,6 @@ def _differences(found, case):
 
 
 def _load_in_diffusers(case):
-    """The linears' weights, by fqn, with the file's LoRA merged by PEFT."""
     model = _make_model(case.name)
     parts = [folder for encoder in TINY[case.name].encoders for folder in encoder[2:]]
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
@@ -346,7 +343,6 @@ def comfyui_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def comfyui(comfyui_folder):
-    """By case: class of the model, what ComfyUI logged, and the weights that it changed."""
     folder = comfyui_folder
     answers = json.loads((folder / "answers.json").read_text())
     return {case: (answer, _answer(folder / f"{case}.answer.safetensors")) for case, answer in answers.items()}

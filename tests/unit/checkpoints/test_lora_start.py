@@ -23,7 +23,6 @@ RANK, ALPHA = 2, 3.0
 
 
 def _trained(name: str, **settings: Any) -> tuple[nn.Module, LoraHandle]:
-    """A model with a LoRA that changes it."""
     model = TINY[name].make_model()
     handle = apply_lora(model, FAMILIES[name], LoraSettings(rank=RANK, alpha=ALPHA, **settings), seed=0)
     generator = torch.Generator().manual_seed(5)

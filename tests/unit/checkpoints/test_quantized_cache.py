@@ -49,7 +49,6 @@ def _load(folder: Path | None, info: CheckpointInfo, settings: QuantizeSettings 
 
 
 def _assert_same(found: torch.nn.Module, expected: torch.nn.Module) -> None:
-    """Every module, parameter and buffer: class, type, frozen or not, bits."""
     modules = dict(found.named_modules())
     assert {n: type(m) for n, m in expected.named_modules()} == {n: type(m) for n, m in modules.items()}
     for name, module in expected.named_modules():

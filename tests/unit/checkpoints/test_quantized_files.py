@@ -86,7 +86,6 @@ def _write(
     prefix: str = "",
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> Tensors:
-    """Write the linears among these tensors in 8 bits and the rest in bfloat16; returns what that means in float32."""
     written: Tensors = {}
     meaning: Tensors = {}
     layers = {}

@@ -16,7 +16,6 @@ FOLDER = (FolderConfig("somewhere"),)
 
 
 def _even(count, fps):
-    """A clip of frames at an even rate."""
     return ClipInfo((32, 48), count, tuple(i / fps for i in range(count)), count / fps)
 
 

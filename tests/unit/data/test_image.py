@@ -30,7 +30,6 @@ def _whole(path, height, width):
 
 
 def _bytes(pixels: torch.Tensor) -> np.ndarray:
-    """[3, H, W] in -1..1 -> [H, W, 3] uint8."""
     return ((pixels + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).numpy()
 
 

@@ -22,7 +22,6 @@ def _scan(folder, condition, latent=LATENT, **options):
 
 @pytest.fixture
 def folders(tmp_path):
-    """after/cat.png, after/dog.png; before/ has one reference of cat and three of dog."""
     for name in ("after", "before"):
         (tmp_path / name).mkdir()
     for seed, name in enumerate(("after/cat.png", "after/dog.png", "before/cat.webp"), start=1):

@@ -228,7 +228,6 @@ def _cut(path, keep):
 
 
 def _noise(count, size=(32, 48)):
-    """Frames that take room in the file."""
     return list(np.random.default_rng(1).integers(0, 255, (count, *size, 3), dtype=np.uint8))
 
 

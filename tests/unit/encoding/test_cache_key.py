@@ -290,8 +290,6 @@ WRITTEN = {
 
 
 class _Encoders:
-    """A CLIP, a VAE and conditioning nodes."""
-
     takes_clips, sees_with = False, ""
 
     def __init__(self, fingerprint: str = "") -> None:

@@ -45,7 +45,6 @@ def _batches(store, keys=KEYS, found=None, stop=lambda: None, size=1):
 
 
 def _hold_elsewhere(store, key):
-    """Another process that claims the entry and keeps it."""
     command = [sys.executable, "-c", _HOLD, str(ROOT / "bootstrap.py"), str(store.folder), key]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "True\n"

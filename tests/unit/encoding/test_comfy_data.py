@@ -214,7 +214,6 @@ def test_lists_that_do_not_belong_together_are_refused(latents, conditioning, wo
 
 
 def _pair(samples, mask, **options):
-    """The entries of one LATENT, with a CONDITIONING of as many items."""
     latent = {"samples": samples, "noise_mask": mask}
     return list(read_pairs([latent], [_conditioning(**options) * samples.shape[0]]))
 

@@ -92,7 +92,6 @@ class _Counter:
 
 
 def _encode(captions, encoders, store, specs=SPECS, dtype=torch.float32, stop_after=None):
-    """(caption -> key, number of states computed)."""
     counter = _Counter(stop_after)
     keys = encode_captions(captions, specs, encoders, "cpu", dtype, store, counter, counter.should_stop)
     assert counter.calls[-1][:2] == (counter.calls[-1][1],) * 2  # the count ends at the total
@@ -166,7 +165,6 @@ def test_outdated_entries_are_computed_again_whatever_their_dates_and_once(encod
 
 
 def _done_of(store, encoders, outdated):
-    """What progress tells."""
     seen = []
 
     def note(done, total, what):
@@ -260,7 +258,6 @@ def vae_folder(tmp_path):
 
 @pytest.fixture
 def images(tmp_path):
-    """Ten requests for ten different pictures."""
     requests, generator = [], np.random.default_rng(0)
     for number in range(10):
         path = tmp_path / f"{number}.png"
@@ -270,7 +267,6 @@ def images(tmp_path):
 
 
 def _encode_images(requests, vae_folder, store, family=None, dtype=torch.float32, stop_after=None):
-    """(request -> key, number of latents computed)."""
     family, counter = family or _family(), _Counter(stop_after)
     keys = encode_images(requests, family, family.variants[0], vae_folder, dtype, store, counter, counter.should_stop)
     assert counter.calls[-1][:2] == (counter.calls[-1][1],) * 2

@@ -41,8 +41,6 @@ class StubClip:
 
 
 class StubVae:
-    """Keeps the pixels it is given; latents are their means over 2 x 2."""
-
     fingerprint = f"comfyui 1 VAE {'b' * 64}"
     takes_clips = False
 
@@ -58,8 +56,6 @@ class StubVae:
 
 
 class StubVideoVae(StubVae):
-    """Of frames 1 + 4 n it keeps every fourth, each as StubVae makes it; one sample."""
-
     takes_clips = True
 
     def encode(self, pixels):
@@ -195,7 +191,6 @@ def test_a_vae_of_another_model_is_refused_at_its_first_image(requests, tmp_path
 
 @pytest.fixture
 def clips(requests):
-    """The first nine frames of a folder of images, and every other one of them."""
     folder = Path(requests[0].path).parent / "clip"
     folder.mkdir()
     generator = np.random.default_rng(1)

@@ -38,7 +38,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model folder per kind."""
     root = tmp_path_factory.mktemp("encoders")
     for kind in SPECS:
         save_tiny_text_encoder(root / kind, kind, 64, layers=NUM_LAYERS, max_length=64)  # type: ignore[arg-type]
@@ -139,7 +138,6 @@ def _views_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _watch_inside(encoder: TextEncoder, look: Callable[[], None]) -> HookSet:
-    """Call look whenever a linear of a layer has computed."""
     hooks = HookSet()
     for layer in layer_list(encoder.model)[1]:
         for module in layer.modules():
@@ -340,7 +338,6 @@ def test_after_an_error_in_a_layer_the_next_batch_is_right(
 
 
 def _copy_with(folder: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    """The folder with its encoder's tensors changed."""
     import shutil
 
     shutil.copytree(folder, target)

@@ -46,7 +46,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Model folders by name: flux2, klein, flux1, wan."""
     root = tmp_path_factory.mktemp("encoders")
     save_tiny_text_encoder(root / "flux2", "mistral3", max_length=LENGTH)
     save_tiny_text_encoder(root / "klein", "qwen3", max_length=LENGTH)
@@ -105,7 +104,6 @@ def _klein(folder, caption, dtype, layers):
 
 @torch.no_grad()
 def _flux1(folder, caption, dtype):
-    """(T5 states, CLIP pooled)."""
     from diffusers import FluxPipeline
 
     pipeline = FluxPipeline(

@@ -65,7 +65,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model folder per kind."""
     root = tmp_path_factory.mktemp("encoders")
     for kind in SPECS:
         save_tiny_text_encoder(root / kind, kind, 64, max_length=LENGTH)  # type: ignore[arg-type]
@@ -162,7 +161,6 @@ def test_the_embedding_is_found_under_either_name(
 
 
 def _copy(source: Path, target: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A model folder without weights, and the weights."""
     for folder in ("text_encoder", "tokenizer"):
         (target / folder).mkdir(parents=True)
         for file in (source / folder).iterdir():
@@ -172,8 +170,6 @@ def _copy(source: Path, target: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 
 class _Peak(TorchDispatchMode):
-    """Most bytes on the first emulated card after any operation."""
-
     bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -38,7 +38,6 @@ HUGE = 10**15
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model folder per kind."""
     root = tmp_path_factory.mktemp("encoders")
     for kind in SPECS:
         save_tiny_text_encoder(root / kind, kind, 64, layers=12, max_length=64)  # type: ignore[arg-type]
@@ -50,7 +49,6 @@ Machine = Callable[..., None]
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """Call with the free bytes of each card and of the host."""
     with emulated_cards(4):
 
         def have(*free: int, host: int = HUGE) -> None:
@@ -232,7 +230,6 @@ def test_twins_are_found_in_both_ways_of_declaring_them(
 
 
 def _peak(setting: str, kind: str, folder: Path, window: int) -> tuple[int, TextPlace]:
-    """Most bytes on the card inside a layer, of a batch."""
     held: list[int] = []
     place = plan_text_place(setting, SPECS[kind], folder, torch.float32, "none", window)
     encoder = open_text_encoder(SPECS[kind], folder, place, torch.float32)

@@ -39,7 +39,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(params=CASES)
 def case(request):
-    """(name, family, VAE with random weights)."""
     vae_class, config = CASES[request.param]
     torch.manual_seed(0)
     vae = getattr(diffusers, vae_class)(**config).eval()

@@ -126,7 +126,6 @@ PIPELINES = {
 
 @contextlib.contextmanager
 def _recording(model):
-    """The keyword arguments of every forward."""
     seen = []
     handle = model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
     yield seen

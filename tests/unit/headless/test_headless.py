@@ -91,7 +91,6 @@ HANGS = "time.sleep(60)"
 
 @pytest.fixture
 def comfyui(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that looks like ComfyUI and runs with our Python; torch is not asked for a GPU."""
     folder = tmp_path / "ComfyUI"
     (folder / "comfy").mkdir(parents=True)
     (folder / "main.py").write_text(FAKE_SERVER)

@@ -30,7 +30,6 @@ PARTS = CACHE_PARTS[:2]  # such jobs have no conditions
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """The bytes of the LoRA of a run of six steps that nothing disturbs."""
     folder = tmp_path_factory.mktemp("straight")
     return run_job(_job(folder)).lora_path.read_bytes()
 
@@ -152,7 +151,6 @@ def test_an_entry_that_cannot_be_computed_again_ends_the_run_after_saving(straig
 
 
 def _other_job(job, folder):
-    """Of the same cache folder, and none of whose entries are the job's."""
     folder.mkdir()
     return _job(folder, cache={"folder": job.cache.folder, "dtype": "bfloat16"})
 

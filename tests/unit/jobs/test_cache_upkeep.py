@@ -54,7 +54,6 @@ def _save_job(folder, name="job", **sections):
 
 
 def _counts(calls):
-    """What was encoded since the last time."""
     found = len(calls["text"]), calls["image"]
     calls["text"], calls["image"] = [], 0
     return found

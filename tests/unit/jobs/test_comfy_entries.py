@@ -73,7 +73,6 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def filled(made, tmp_path):
-    """Such a job of the test's own."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     return _filled_job(tmp_path)
 

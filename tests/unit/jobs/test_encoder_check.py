@@ -67,8 +67,6 @@ def _cut_short(part: str) -> Spoil:
 
 
 def _of_shape(part: str, name: str, *shape: int) -> Spoil:
-    """The first weight of that name that an encoder reads gets another shape."""
-
     def change(tensors: Tensors) -> Tensors:
         unread = ("vision", "language_model.norm")
         one = next(key for key in sorted(tensors) if name in key and not any(each in key for each in unread))

@@ -22,7 +22,6 @@ HIGH, LOW = "wan2.2-t2v-a14b-high", "wan2.2-t2v-a14b-low"
 
 
 def _save_pair(folder: Path) -> None:
-    """A model folder of two transformers."""
     save_tiny_pipeline(folder, "wan")
     tiny = TINY["wan"]
     tiny.make_model(7, **tiny.encoder_widths).save_pretrained(folder / "transformer_2")

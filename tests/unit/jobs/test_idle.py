@@ -33,7 +33,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _job(folder: Path, **values: Any) -> JobConfig:
-    """A job whose settings of these paths, with __ for a dot, are set."""
     made: dict[str, Any] = {
         "model": {"path": str(folder / "model"), "family": "comfyui"},
         "data": {"folders": [{"path": str(folder / "data")}], "condition": "reference"},

@@ -39,7 +39,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def load(config: ModelConfig) -> Any:
-    """What loading in earnest reports."""
     info = read_checkpoint(config.path)
     quantizer = Quantizer(info.family, config.quantize_settings)
     model = load_transformer(info, lambda name: torch.device("cpu"), getattr(torch, config.dtype), quantizer)
@@ -78,8 +77,6 @@ def test_a_model_that_is_left_alone_is_measured_in_bytes_only(models: dict[str, 
 
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes cuda:0, cuda:1, ... cards of the given compute capabilities."""
-
     def make(*capabilities: tuple[int, int]) -> list[torch.device]:
         devices = [torch.device("cuda", index) for index in range(len(capabilities))]
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
@@ -142,7 +139,6 @@ def test_a_card_that_cannot_is_named_before_the_file_is_opened(cards: Any) -> No
 
 @pytest.fixture(scope="module")
 def stored(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The tiny FLUX.2 with the linears of its single blocks in float8, with a scale each."""
     folder = Path(save_tiny_pipeline(tmp_path_factory.mktemp("stored") / "model", "flux2"))
     (file,) = (folder / "transformer").glob("*.safetensors")
     tensors = load_file(file)

@@ -89,13 +89,11 @@ def samples(tmp_path):
 
 @pytest.fixture
 def encoded(tmp_path):
-    """Three that arrived encoded."""
     images = [EncodedSample(f"k{number}", (text,), (8, 8, 77)) for number, text in enumerate(("t1", "t2", "t2"))]
     return _made_by(tmp_path, images)
 
 
 def _first(**changes):
-    """Other data, whose first sample differs in this."""
     return lambda found: dataclasses.replace(
         found, samples=[dataclasses.replace(found.samples[0], **changes), *found.samples[1:]]
     )

@@ -60,7 +60,6 @@ def _save(folder: Path, samples: Any, conditioning: list[Any]) -> Path:
 
 
 def _load(folder: Path, samples: Any, reader: ComfyReader, count: int) -> Any:
-    """All of a dataset as one batch."""
     path = _save(folder, samples, _conditioning(count))
     found = read_encoded_samples(str(path), reader)
     readers = partial(read_latents, reader.comfy), partial(read_text, reader.comfy)

@@ -38,7 +38,6 @@ def _save_clips(folder):
 
 
 def _make_job(folder, *, first_frame=False, **sections):
-    """A tiny Wan whose VAE has the published strides; with first_frame it is an image-to-video model."""
     tiny = TINY["wan"]
     if not (folder / "model").exists():
         save_tiny_pipeline(folder / "model", "wan")
@@ -205,7 +204,6 @@ class HostLike:
 
 
 def _stock_job(folder, **sections):
-    """A tiny Wan of 16 latent channels, of which ComfyUI's format knows the statistics, on clips; and its VAE."""
     vae = diffusers.AutoencoderKLWan(
         base_dim=4, z_dim=16, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[True, True],
         scale_factor_spatial=4, scale_factor_temporal=4,

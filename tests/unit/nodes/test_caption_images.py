@@ -16,7 +16,6 @@ from PIL import Image
 
 @pytest.fixture
 def folder(host: comfy_stub.FakeHost) -> Path:
-    """Three images, of which b.png has a caption."""
     place = host.root / "input" / "dogs"
     place.mkdir()
     for name, colour in (("a", "red"), ("b", "lime"), ("c", "blue")):

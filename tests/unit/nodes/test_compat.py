@@ -177,7 +177,6 @@ def _texts(needs: tuple[Need, ...] = KEPT) -> list[str]:
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    """Makes files the ComfyUI of this process."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.delitem(sys.modules, "comfyui_version", raising=False)

@@ -21,7 +21,6 @@ HOME, OTHER = CARDS[:2]
 
 @pytest.fixture
 def args() -> SimpleNamespace:
-    """An old host's command line, without switches."""
     return SimpleNamespace(cpu=True)
 
 
@@ -37,7 +36,6 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, args: SimpleNamesp
 
 @pytest.fixture
 def host(compiler: ModuleType, args: SimpleNamespace) -> Iterator[CompilingHost]:
-    """A new host that records allocation graphs, with two emulated cards."""
     host = CompilingHost(args)
     with emulated_cards(2), host.installed(sys.modules, sys.modules["comfy"]):
         yield host

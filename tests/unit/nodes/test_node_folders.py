@@ -268,7 +268,6 @@ def test_a_resolution_that_would_take_forever_is_refused_by_its_socket(
 
 @pytest.fixture
 def job(host: comfy_stub.FakeHost) -> Callable[..., JobConfig]:
-    """Makes a job whose folders nodes may read and write, but for the sections that are given."""
     _image_folder(host.root / "input" / "dogs")
     (host.root / "models" / "m").mkdir(parents=True)
     values = {

@@ -528,7 +528,6 @@ def test_changed_files_change_the_datasets_fingerprint(nodes: ModuleType, host: 
 
 @pytest.fixture
 def sockets(nodes: ModuleType, host: comfy_stub.FakeHost) -> dict[str, Any]:
-    """Everything the train node gets, at its defaults."""
     from devicebridge.config.job import ModelConfig, SplitConfig
 
     _make_images(host.root / "input/dogs")

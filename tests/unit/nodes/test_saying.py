@@ -107,7 +107,6 @@ def _node(nodes: ModuleType, body: Any) -> Any:
         @classmethod
         @nodes.saying.said_on_node
         def execute(cls, **sockets: Any) -> Any:
-            """Does what the test says."""
             return body(nodes.host.NodeView("7"), io.NodeOutput)
 
     return Node

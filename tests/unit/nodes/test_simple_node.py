@@ -30,7 +30,6 @@ def test_a_node_shows_at_most_six_inputs(nodes: ModuleType) -> None:
 
 @pytest.fixture
 def simple(nodes: ModuleType, host: comfy_stub.FakeHost, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The node, with few small steps."""
     module = nodes.simple
     small = module._Settings(2, 32, 2, 1e-2, 1)
     monkeypatch.setattr(module, "SETTINGS", {kind: (small, small, small) for kind in module.SETTINGS})

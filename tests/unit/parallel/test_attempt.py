@@ -20,7 +20,6 @@ def _asking(threads, store, rank, count, own_stop=never, limit_s=LIMIT_S):
 
 
 def _agreed(store, ranks, count, limit_s=LIMIT_S):
-    """What these of so many ranks find, each in a thread."""
     with ThreadPoolExecutor(len(ranks)) as threads:
         asked = [_asking(threads, store, rank, count, limit_s=limit_s) for rank in ranks]
         return [each.result() for each in asked]

@@ -30,7 +30,6 @@ def _placement(model, name, cut=None, cards=CARDS[:2]):
 
 
 def _make(name, *, lora=False, checkpointing=False, cards=CARDS[:2], cut=None):
-    """A tiny model split over cards (one card: unsplit, but computing with the same kernels)."""
     model = TINY[name].make_model(seed=0)
     split = apply_block_split(model, FAMILIES[name], _placement(model, name, cut=cut, cards=cards))
     if lora:

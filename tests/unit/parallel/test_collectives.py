@@ -25,7 +25,6 @@ def _hand_over(tensors: Tensors, rank: int, arrivals: Any) -> Tensors:
 
 
 def _together(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """work(rank) in a thread each: its result, or its error."""
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("one_thread", "no_thread_left")
 
 
 def _plainly(name, count, **settings):
-    """Losses and gradients of plain accumulation on one card, its replica never told of others."""
     with emulated_cards(4):
         (one,) = make_replicas(name, CARDS[:1], **settings)
         plain = PlainAccumulation(one.model, one.device)
@@ -33,7 +32,6 @@ def _plainly(name, count, **settings):
 
 
 def _copied(name, num_cards, count, **settings):
-    """Losses and gradients over replicas, and the cards' random states after."""
     with emulated_cards(4):
         made = make_replicas(name, CARDS[:num_cards], **settings)
         replicas = DataParallel(made)
@@ -44,7 +42,6 @@ def _copied(name, num_cards, count, **settings):
 
 
 def _assert_close(found, expected):
-    """Losses are the same bits; gradients differ by the order of summation only."""
     assert len(found[0]) == len(expected[0]) and all(map(torch.equal, found[0], expected[0]))
     assert len(found[1]) == len(expected[1]) > 0
     for gradient, other in zip(found[1], expected[1], strict=True):

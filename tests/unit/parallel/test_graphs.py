@@ -59,7 +59,6 @@ def test_replays_give_the_bits_of_what_is_computed(blocks, size, mode) -> None:
 
 
 def ready(*blocks: nn.Module, size: int = 2) -> tuple[Any, TensorParallel, Graphs, StandIn]:
-    """A model whose blocks are replayed from the next forward on."""
     model = make_model(*blocks)
     parallel = divide(model, size, plans=AS_SEPARATE)
     graphs, recorder = replaying(parallel, where)
@@ -71,7 +70,6 @@ def ready(*blocks: nn.Module, size: int = 2) -> tuple[Any, TensorParallel, Graph
 
 
 def computed(parallel: TensorParallel, model: nn.Module, x: torch.Tensor, *between: Any) -> torch.Tensor:
-    """Without graphs."""
     graphs, parallel.graphs = parallel.graphs, None
     try:
         return run(parallel, model, x, *between)
@@ -157,16 +155,12 @@ class Telling(Separate):
 
 
 class Drawing(Separate):
-    """Gives other numbers every time."""
-
     def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
         self.times = getattr(self, "times", 0) + 1
         return super().forward(x, vec) + self.times
 
 
 class Refusing(Separate):
-    """Cannot be recorded."""
-
     def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
         if type(transformer_options) is not dict:  # only what a recording is given
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -174,16 +168,12 @@ class Refusing(Separate):
 
 
 class Changing(Separate):
-    """Writes into what it is given and returns something else of that shape."""
-
     def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
         x += 1.0
         return super().forward(x, vec)
 
 
 class Hiding(Separate):
-    """Writes into what it is given, and no version tells, as with a kernel that only knows an address."""
-
     def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
         x.data.add_(1.0)
         return super().forward(x, vec)
@@ -299,8 +289,6 @@ def test_released_graphs_are_recorded_anew() -> None:
 
 
 class Adding(Separate):
-    """Writes into what other blocks are given, too."""
-
     def forward(self, x: torch.Tensor, vec: torch.Tensor, transformer_options: Any = None) -> torch.Tensor:
         vec += 1.0
         return super().forward(x, vec)

@@ -65,7 +65,6 @@ def _make(devices, **settings):
 
 
 def _job(model, bridge, seed):
-    """As the host's: a forward of its own, begun and ended inside."""
     x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed)).to(HOME)
 
     def job():
@@ -176,7 +175,6 @@ class _Interrupt(BaseException):
 
 
 def _failing(error, model, bridge, seed, block):
-    """A job that raises in a block (None: before its first, -1: after the last)."""
     inner = _job(model, bridge, seed)
 
     def job():

@@ -33,7 +33,6 @@ def _gradients(lora):
 
 
 def _step(name, cards, count, *, piped=False, ahead=0, **settings):
-    """Losses, gradients and the cards' random states after one step."""
     with emulated_cards(4):
         model, split, lora = make_tiny_split(name, cards, **settings)
         batches = make_micro_batches(model, name, count)

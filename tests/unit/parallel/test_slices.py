@@ -20,7 +20,6 @@ def _whole() -> torch.Tensor:
 
 
 def _expected(whole: torch.Tensor, part: Slice) -> torch.Tensor:
-    """By indices, element by element."""
     index = torch.tensor([i for first, last in part.ranges for i in range(first, last)])
     return whole.index_select(part.dim, index)
 
@@ -31,8 +30,6 @@ def part(request) -> Slice:
 
 
 class Made(TorchDispatchMode):
-    """Notes the bytes of every new storage."""
-
     def __init__(self, whole: torch.Tensor) -> None:
         super().__init__()
         self.bytes, self._known = 0, {whole.untyped_storage().data_ptr()}

@@ -225,7 +225,6 @@ def test_a_tail_at_home_is_left_as_it_is():
 
 
 def _races(name, monkeypatch, **changes):
-    """Kernels of a step that read what is not there yet."""
     monkeypatch.setattr(EmulatedTensor, "record_stream", lambda tensor, stream: None, raising=False)
     machine = SimulatedMachine(3)
     with emulated_cards(3), machine.installed():

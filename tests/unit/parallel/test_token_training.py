@@ -76,7 +76,6 @@ def _run(training: TokenTraining, **counts: int) -> None:
 
 
 def _check(training: TokenTraining, toy: nn.Module, **counts: int) -> None:
-    """A step on the copies gives the loss and the gradients of this toy on one card."""
     expected_losses, expected = _plainly(1, toy, **counts)
     for parameter in training.model.copies[0].parameters():
         parameter.grad = None
@@ -123,8 +122,6 @@ class _Counting(Block):
 
 
 class _Counted(Toy):
-    """Its blocks are told of a number of rows, by keyword."""
-
     index = 6
 
     def __init__(self) -> None:
@@ -221,8 +218,6 @@ def test_a_card_that_fails_ends_the_others_and_the_next_step_works(at: str, wher
 
 
 class _Host:
-    """Computes with a model and with its weights, as ComfyUI does."""
-
     def predict(self, model: Any, noisy: Any, sigmas: Any, given: Any, guidance: Any) -> torch.Tensor:
         img = noisy[:, :, 0, 0].transpose(1, 2) * sigmas * model.front.weight.mean()
         return model(img, given["txt"]) * guidance

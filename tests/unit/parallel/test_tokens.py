@@ -85,7 +85,6 @@ class Toy(nn.Module):
 
 
 def whole(func: Any, *args: Any, **named: Any) -> torch.Tensor:
-    """Attention on one card."""
     return func(*args, **named)
 
 
@@ -162,8 +161,6 @@ def test_one_row_of_an_axis_that_no_other_tensor_has_is_told(toy: Toy) -> None:
 
 
 class Mixer(nn.Module):
-    """Reads all rows."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.linspace(1, 2, x.shape[1])[:, None] * x.cumsum(1)
 
