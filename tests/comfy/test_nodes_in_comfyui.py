@@ -59,9 +59,7 @@ def test_sockets_are_as_released(object_info: dict[str, Any]) -> None:
     assert found == json.loads(GOLDEN.read_text(encoding="utf-8"))
 
 
-def test_the_frontend_finds_a_help_page_in_every_language(
-    comfyui: Path, server: Server, object_info: dict[str, Any]
-) -> None:
+def test_the_frontend_finds_a_help_page_in_every_language(comfyui, server, object_info):
     code = "import comfyui_frontend_package as it; print(it.__path__[0], end='/static')"
     command = [str(comfy_python(comfyui)), "-c", code]
     folder = os.environ.get("COMFYUI_FRONTEND") or subprocess.check_output(command, text=True)

@@ -208,9 +208,7 @@ _LOADED = """async (address) => {
 }"""
 
 
-def test_every_template_is_shown_with_its_picture_and_opens_as_what_the_suite_runs(
-    chromium: str, server: Server, tmp_path: Path
-) -> None:
+def test_every_template_is_shown_with_its_picture_and_opens_as_what_the_suite_runs(chromium, server, tmp_path):
     server.post("/api/settings/Comfy.TutorialCompleted", True)
     server.post("/api/settings/Comfy.VueNodes.Enabled", False)
     with open_page(chromium, server, tmp_path / "profile") as page:
@@ -279,9 +277,7 @@ def test_a_text_is_connected_to_a_list_of_folders_and_a_number_is_not(
         assert isinstance(page.evaluate(_LINKED, "PrimitiveString"), list), "the link is still there after a reload"
 
 
-def test_nodes_and_page_speak_chinese_where_comfyui_does(
-    chromium: str, server: Server, pipeline: Path, dataset: Path, tmp_path: Path
-) -> None:
+def test_nodes_and_page_speak_chinese_where_comfyui_does(chromium, server, pipeline, dataset, tmp_path):
     server.post("/api/settings/Comfy.TutorialCompleted", True)
     server.post("/api/settings/Comfy.Locale", "zh")
     try:

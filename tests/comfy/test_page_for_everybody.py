@@ -130,9 +130,7 @@ def _smaller(route: Any, template: str) -> None:
 
 
 @pytest.mark.long
-def test_a_new_user_is_three_clicks_from_the_first_picture_over_two_cards(
-    chromium: str, server: Server, tmp_path: Path
-) -> None:
+def test_a_new_user_is_three_clicks_from_the_first_picture_over_two_cards(chromium, server, tmp_path):
     """The page sends what the template says; emulated cards and tiny encoders stand in for what it names."""
     name, models = "sample_FLUX.2_over_two_GPUs", server.base / "models"
     pipeline = save_comfy_sized_pipeline(tmp_path / "small_flux2")
@@ -202,9 +200,7 @@ _RUNNING = _STARTING.replace("'stopped'", "'running'")
 _TELL = "([kind, detail]) => window.app.api.dispatchEvent(new CustomEvent(kind, { detail }))"
 
 
-def test_the_tab_shows_what_a_node_does_before_there_is_a_run(
-    chromium: str, server: Server, settings: None, tmp_path: Path
-) -> None:
+def test_the_tab_shows_what_a_node_does_before_there_is_a_run(chromium, server, settings, tmp_path):
     graph = read_workflow(ROOT / "example_workflows" / f"{TEMPLATE}.json")
     (node,) = (str(each["id"]) for each in graph["nodes"] if each["type"] == "DeviceBridgeCacheCaptionsAndLatents")
     told = {"node": node, "kind": "phase", "step": 0, "total": 0, "values": {"name": "captions"}}
@@ -334,9 +330,7 @@ def _reached_by_tab(page: Any) -> int:
     return seen
 
 
-def test_a_caption_is_edited_in_the_page_and_the_next_image_is_ready(
-    chromium: str, server: Server, settings: None, tmp_path: Path
-) -> None:
+def test_a_caption_is_edited_in_the_page_and_the_next_image_is_ready(chromium, server, settings, tmp_path):
     images = save_tiny_dataset(server.base / "input" / "page_images", num_images=3)
     (images / "image_1.txt").unlink()
     with open_page(chromium, server, tmp_path / "profile") as page:
@@ -383,9 +377,7 @@ def test_the_page_says_that_a_process_is_gone(chromium: str, server: Server, set
         assert page.get_by_role("button", name="Resume", exact=True).is_enabled()
 
 
-def test_a_run_of_elsewhere_is_resumed_by_whoever_has_seen_its_folders(
-    chromium: str, server: Server, settings: None, tmp_path: Path
-) -> None:
+def test_a_run_of_elsewhere_is_resumed_by_whoever_has_seen_its_folders(chromium, server, settings, tmp_path):
     run = server.base / "output" / "devicebridge" / "elsewhere"
     for name in ("model", "data", "checkpoints"):
         (run / name).mkdir(parents=True)

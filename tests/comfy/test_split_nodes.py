@@ -115,9 +115,7 @@ def test_a_device_that_is_not_there_is_named_with_what_is(server: Server, tiny_f
     assert "device 'cuda:0' does not exist on this machine; found here: cpu" in finished.error
 
 
-def test_the_log_says_what_each_card_gets_before_and_what_it_has_left_at_loading(
-    server: Server, plain: torch.Tensor
-) -> None:
+def test_the_log_says_what_each_card_gets_before_and_what_it_has_left_at_loading(server, plain):
     seen = len(server.log.read_text(encoding="utf-8"))
     split = _split("DeviceBridgeSplitModel", ["on", 0], model=["load", 0], split_at="1", balance="manual")
     _run(server, _graph(["split", 0], "logged", split=split))

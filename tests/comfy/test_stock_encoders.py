@@ -134,9 +134,7 @@ def _keep_cores_results(graph: dict[str, Any], image: Path, caption: str, folder
 
 
 @pytest.mark.parametrize("family", ["flux2", "flux1"])
-def test_the_cache_holds_what_cores_nodes_make(
-    server: Server, pipelines: dict[str, Path], images: Path, tmp_path: Path, family: str
-) -> None:
+def test_the_cache_holds_what_cores_nodes_make(server, pipelines, images, tmp_path, family):
     graph = _graph(family, pipelines[family], images, name=f"stock_{family}")
     caption = (images / "1.txt").read_text(encoding="utf-8")
     _keep_cores_results(graph, images / "1.png", caption, tmp_path)
@@ -155,9 +153,7 @@ def test_the_cache_holds_what_cores_nodes_make(
     assert torch.equal(latent["samples"], load_file(tmp_path / "latent.st")["samples"][0])
 
 
-def test_one_caption_changed_is_one_encoded_and_the_models_own_encoders_share_no_entry(
-    server: Server, pipelines: dict[str, Path], images: Path
-) -> None:
+def test_one_caption_changed_is_one_encoded_and_the_models_own_encoders_share_no_entry(server, pipelines, images):
     _succeed(server.run(_up_to_the_cache(_graph("flux2", pipelines["flux2"], images))))
     before = _entries(server, images)
     assert len(before) == 3 + 3 + 1  # images, captions and the empty one
@@ -177,9 +173,7 @@ def test_one_caption_changed_is_one_encoded_and_the_models_own_encoders_share_no
 
 
 @pytest.mark.parametrize("how", ["here", pytest.param("background", marks=pytest.mark.long)])
-def test_a_prompt_that_is_no_caption_is_drawn_and_encoded_as_core_does(
-    server: Server, pipelines: dict[str, Path], images: Path, tmp_path: Path, how: str
-) -> None:
+def test_a_prompt_that_is_no_caption_is_drawn_and_encoded_as_core_does(server, pipelines, images, tmp_path, how):
     """By the CLIP that the graph's cache node had, also for a training that runs elsewhere."""
     prompt, name = "a (blue:1.2) boat", f"drawn_{how}"
     settings = {"sample_prompts": prompt, "sample_every": 0, "background": how == "background"}
@@ -247,9 +241,7 @@ def _with_lists(graph: dict[str, Any], images: Path, bucketed: bool = False) -> 
     return graph
 
 
-def test_resolution_bucket_gives_batches_and_nothing_is_kept_twice(
-    server: Server, pipelines: dict[str, Path], images: Path
-) -> None:
+def test_resolution_bucket_gives_batches_and_nothing_is_kept_twice(server, pipelines, images):
     Image.new("RGB", (SIDE, 2 * SIDE), "orange").save(images / "2.png")  # in place of one of the size of the others
     pipeline = pipelines["flux2"]
     graph = _with_lists(_graph("flux2", pipeline, images, name="bucketed", batch_size=2), images, bucketed=True)

@@ -129,9 +129,7 @@ def _succeed(server: Server, graph: dict[str, Any]) -> dict[str, Any]:
     ("name", "family", "ending"),
     [("sample_FLUX.2_over_two_GPUs", "flux2", "png"), ("sample_Wan_over_two_GPUs", "wan", "webp")],
 )
-def test_a_sampling_template_draws_over_two_cards(
-    server: Server, files: None, name: str, family: str, ending: str
-) -> None:
+def test_a_sampling_template_draws_over_two_cards(server, files, name, family, ending):
     outputs = _succeed(server, over_two_cards(with_stand_ins(_graph(name), family)))
     (shown,) = (output["blocks"] for output in outputs.values() if "blocks" in output)
     assert [card for card, _ in shown] == ["lazy:0", "lazy:1"]
@@ -146,9 +144,7 @@ def test_the_ring_attention_template_reports_the_fix_and_draws(server: Server, f
     assert any(text.startswith(("Active", "Not needed")) for text in texts), outputs
 
 
-def test_the_training_template_trains_and_the_resuming_one_goes_on(
-    server: Server, images: None, pipeline: Path
-) -> None:
+def test_the_training_template_trains_and_the_resuming_one_goes_on(server, images, pipeline):
     """To the same LoRA as without a stop."""
     training = _graph("train_a_LoRA_over_two_GPUs")
     folder = server.base / "output" / "devicebridge"
@@ -161,9 +157,7 @@ def test_the_training_template_trains_and_the_resuming_one_goes_on(
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_the_end_to_end_template_plans_trains_draws_samples_and_samples_with_the_lora(
-    server: Server, files: None, images: None, pipeline: Path
-) -> None:
+def test_the_end_to_end_template_plans_trains_draws_samples_and_samples_with_the_lora(server, files, images, pipeline):
     graph = with_stand_ins(_graph("train_FLUX.2_on_two_24_GB_cards"), "flux2")
     values = {"DeviceBridgePlanTraining.cards": "2x24GB"}
     graph = set_values(_quick_training(graph, pipeline, name="template_end", steps=2, sample_every=2), values)

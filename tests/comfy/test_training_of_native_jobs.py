@@ -127,9 +127,7 @@ def trained(server: Server, checkpoint: Path, images: Path) -> dict[str, torch.T
     return load_file(server.base / "output" / "devicebridge" / "native_graph" / "native_graph.safetensors")
 
 
-def test_a_job_file_trains_the_lora_of_the_graph(
-    comfyui: Path, server: Server, trained: dict[str, torch.Tensor], images: Path, tmp_path: Path
-) -> None:
+def test_a_job_file_trains_the_lora_of_the_graph(comfyui, server, trained, images, tmp_path):
     """The job draws pictures as well, of which the LoRA knows nothing."""
     samples = {"prompts": ["a red house 0", "a blue boat"], "every_steps": 0, "steps": 2}
     stock = str(server.base / "models" / "diffusion_models" / MODEL)  # the worker has a VAE in the place of any file's
@@ -154,9 +152,7 @@ def test_a_job_file_trains_the_lora_of_the_graph(
 
 
 @pytest.mark.long
-def test_a_job_file_trains_with_references(
-    comfyui: Path, server: Server, trained: dict[str, torch.Tensor], images: Path, tmp_path: Path
-) -> None:
+def test_a_job_file_trains_with_references(comfyui, server, trained, images, tmp_path):
     (before := tmp_path / "before").mkdir()
     for index in range(2):
         Image.new("RGB", (96, 48), (200, 90 * index, 10)).save(before / f"{index}.png")
@@ -216,9 +212,7 @@ def test_two_ranks_encode_once_train_the_lora_of_one_process_and_draw_its_pictur
         assert np.abs(pictures[name] - pictures["alone"]).max() <= 1, name
 
 
-def test_the_command_goes_on_with_comfyuis_python_and_plans(
-    comfyui: Path, checkpoint: Path, images: Path, tmp_path: Path
-) -> None:
+def test_the_command_goes_on_with_comfyuis_python_and_plans(comfyui, checkpoint, images, tmp_path):
     """Before anything is encoded: text sizes come from the class."""
     job = _job(images, tmp_path / "planned", model={"path": str(checkpoint)}, cache={"stock_vae": str(checkpoint)})
     job.write_text(job.read_text().replace(f'stock_clip = ["{MODEL}"]', f'stock_clip = ["{checkpoint}"]'))
@@ -251,9 +245,7 @@ def test_the_command_goes_on_with_comfyuis_python_and_plans(
         ),
     ],
 )
-def test_what_a_job_file_names_wrongly_is_told(
-    comfyui: Path, server: Server, checkpoint: Path, images: Path, tmp_path: Path, sections: Any, message: str
-) -> None:
+def test_what_a_job_file_names_wrongly_is_told(comfyui, server, checkpoint, images, tmp_path, sections, message):
     for name in ("empty.safetensors", "packed.gguf"):
         (server.base / "models" / "vae" / name).touch()
     done = _worker(comfyui, server.base, "train", _job(images, tmp_path / "refused", **sections))

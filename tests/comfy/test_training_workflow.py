@@ -119,9 +119,7 @@ def _wait_for_step(folder: Path, step: int) -> None:
     raise AssertionError(f"step {step} was not reached; {_read_events(folder)[-3:]}")
 
 
-def test_the_lora_is_byte_for_byte_that_of_the_command_line(
-    server: Server, comfyui: Path, graph: Any, pipeline: Path, dataset: Path, tmp_path: Path
-) -> None:
+def test_the_lora_is_byte_for_byte_that_of_the_command_line(server, comfyui, graph, pipeline, dataset, tmp_path):
     finished = _succeed(server.run(graph(name="same", steps=4, strategy="tensor")))  # of an older version's workflow
     job = tmp_path / "job.toml"
     folder = tmp_path / "run"
@@ -162,9 +160,7 @@ def test_the_report_of_quantizing_is_an_ordinary_text(server: Server, graph: Any
     assert "auto: " in text if scheme == "auto" else "LoRA: attached later, never quantized" in text
 
 
-def test_the_trained_lora_changes_comfyuis_own_model_by_exactly_its_product(
-    server: Server, dataset: Path, tmp_path: Path
-) -> None:
+def test_the_trained_lora_changes_comfyuis_own_model_by_exactly_its_product(server, dataset, tmp_path):
     """Load Diffusion Model, Load LoRA Model with our output, Save: every adapted weight moves by B A alpha / rank."""
     pipeline = save_comfy_sized_pipeline(tmp_path / "model")
     weights = original_weights(pipeline / "transformer")
@@ -306,9 +302,7 @@ def test_devicebridge_run_starts_runs_and_stops(comfyui: Path, pipeline: Path, d
 
 
 @pytest.mark.usefixtures("_comfy_cli")
-def test_a_timeout_of_devicebridge_run_leaves_a_checkpoint(
-    comfyui: Path, pipeline: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_timeout_of_devicebridge_run_leaves_a_checkpoint(comfyui, pipeline, dataset, tmp_path, monkeypatch):
     """The time is over when a step is done, however long the server took to start."""
     monkeypatch.setattr(headless.threading, "Timer", timer := mock.Mock())
 

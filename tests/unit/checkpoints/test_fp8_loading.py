@@ -97,9 +97,7 @@ def _peaks(
 @pytest.mark.parametrize(
     "scheme", [pytest.param(each, marks=[pytest.mark.long] * (each not in ("fp8", "int8-compute"))) for each in SCHEMES]
 )
-def test_no_card_holds_more_than_the_result_and_one_layer(
-    scheme: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_card_holds_more_than_the_result_and_one_layer(scheme, tmp_path, monkeypatch):
     """With pieces as small beside these layers as the real ones are beside FLUX.2's."""
     piece = 512
     for module in (eight_bit, weight_only):

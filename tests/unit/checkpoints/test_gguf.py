@@ -20,9 +20,7 @@ SHAPES = {32: (6, 96), 256: (4, 768)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_packed_weight_has_the_bits_of_the_published_format(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_packed_weight_has_the_bits_of_the_published_format(kind, tmp_path, monkeypatch):
     shape = SHAPES[KINDS[kind].values]
     data = random_blocks(kind, shape)
     expected = meaning(kind, data, shape)

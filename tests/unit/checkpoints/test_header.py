@@ -75,9 +75,7 @@ def test_a_header_whose_length_looks_like_a_pickle_is_read(length, tmp_path):
     assert read_header(file).tensors["w"].shape == (2,)
 
 
-def test_more_tensors_than_any_model_has_are_refused_before_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_tensors_than_any_model_has_are_refused_before_they_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr("devicebridge.checkpoints.header.parse_json_object", None)
     empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     file = _write(tmp_path / "a.safetensors", {str(number): empty for number in range(50_001)}, 0)

@@ -89,9 +89,7 @@ def _state(folder: Path) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", TINY)
-def test_the_cached_model_is_the_freshly_quantized_one(
-    name: str, scheme: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cached_model_is_the_freshly_quantized_one(name, scheme, tmp_path, monkeypatch):
     monkeypatch.setattr(quantized_cache, "_SHARD_BYTES", 50_000)
     info, folder, settings = _checkpoint(tmp_path, name), tmp_path / "cache", QuantizeSettings(scheme, rotation=64)
     expected = _load(None, info, settings)
@@ -156,9 +154,7 @@ def test_a_moved_checkpoint_and_a_rotation_that_does_nothing_hit(tmp_path: Path)
     assert _state(folder) == before
 
 
-def test_a_checkpoint_in_8_bits_is_not_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_in_8_bits_is_not_copied(tmp_path, monkeypatch, caplog):
     """What the scheme takes as it is stays where it is; only layers rounded here are kept."""
     family, tiny = FAMILIES["flux2"], TINY["flux2"]
     variant = dataclasses.replace(family.variants[0], name="tiny", transformer_config=tiny.transformer_config)
@@ -247,9 +243,7 @@ def test_a_damaged_entry_is_made_again(kind: str, tmp_path: Path, caplog: pytest
     assert open_cached(folder, info, INT8, BF16) is not None
 
 
-def test_an_entry_that_is_deleted_while_it_is_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_entry_that_is_deleted_while_it_is_opened(tmp_path, monkeypatch, caplog):
     info, folder = _checkpoint(tmp_path), tmp_path / "cache"
     expected = _load(folder, info)
     (entry,) = _entries(folder)
@@ -296,9 +290,7 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and "cache" in r.name]
 
 
-def test_a_disk_too_small_is_known_before_anything_is_written(
-    tmp_path: Path, little_room: Callable[[int], None], caplog: pytest.LogCaptureFixture, monkeypatch: Any
-) -> None:
+def test_a_disk_too_small_is_known_before_anything_is_written(tmp_path, little_room, caplog, monkeypatch):
     monkeypatch.setattr(quantized_cache, "_SHARD_BYTES", 20_000)
     info, folder = _checkpoint(tmp_path), tmp_path / "cache"
     expected = _load(None, info)
@@ -314,13 +306,7 @@ def test_a_disk_too_small_is_known_before_anything_is_written(
 
 
 @pytest.mark.parametrize("failure", ["fills up", "error", "the library's own error"])
-def test_a_disk_that_fills_up_on_the_way(
-    failure: str,
-    tmp_path: Path,
-    little_room: Callable[[int], None],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_disk_that_fills_up_on_the_way(failure, tmp_path, little_room, caplog, monkeypatch):
     monkeypatch.setattr(quantized_cache, "_SHARD_BYTES", 20_000)
     info, folder = _checkpoint(tmp_path), tmp_path / "cache"
     expected = _load(None, info)
@@ -363,9 +349,7 @@ def _forked(run: Callable[[], None]) -> Iterator[Any]:
 
 
 @needs_fork
-def test_what_a_killed_run_left_is_removed_and_a_new_one_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_killed_run_left_is_removed_and_a_new_one_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr(quantized_cache, "_SHARD_BYTES", 20_000)
     info, folder = _checkpoint(tmp_path), tmp_path / "cache"
     other = folder / ".notes.tmp"

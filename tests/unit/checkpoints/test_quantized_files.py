@@ -142,9 +142,7 @@ FILES = [(name, how) for name in TINY for how in FORMATS if name == "flux1" or h
     ],
 )
 @pytest.mark.parametrize(("name", "how"), FILES)
-def test_without_a_quantizer_it_is_weight_times_scale(
-    name: str, how: str, layout: str, prefix: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_without_a_quantizer_it_is_weight_times_scale(name, how, layout, prefix, dtype, tmp_path):
     meaning = _write(tmp_path / "model.safetensors", _tensors(name, layout), FORMATS[how], prefix)
     info = read_checkpoint(tmp_path / "model.safetensors")
     assert (info.layout, info.family.name, info.variant and info.variant.name) == (layout, name, f"tiny-{name}")
@@ -421,9 +419,7 @@ def test_what_does_not_add_up_is_refused_by_name(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_scale_that_is_none_stops_before_a_weight_is_read(
-    value: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_scale_that_is_none_stops_before_a_weight_is_read(value, tmp_path, caplog):
     def change(tensors: Tensors) -> None:
         tensors[f"{QKV}.weight_scale"][3] = value
 

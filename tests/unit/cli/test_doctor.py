@@ -164,9 +164,7 @@ def test_the_report_says_what_a_comfyui_has_changed(monkeypatch: pytest.MonkeyPa
     assert judge(two).startswith("ComfyUI 0.99.0 changed what DeviceBridge relies on here: ")
 
 
-def test_a_python_without_comfyuis_packages_judges_nothing_of_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_python_without_comfyuis_packages_judges_nothing_of_it(monkeypatch, tmp_path):
     """What it cannot import is no change of ComfyUI's; --python, or COMFYUI_PYTHON, names the one that can."""
     (tmp_path / "requirements.txt").write_text("torch\ncomfy-frobnicator>=2\nother\n")
     monkeypatch.setattr(server, "_IMPORTED", ("torch", "comfy_frobnicator"))
@@ -181,9 +179,7 @@ def test_a_python_without_comfyuis_packages_judges_nothing_of_it(
     assert doctor._verdict("x", {"works": None, "reason": "why"}) == "  ?   x: why"
 
 
-def test_a_package_that_comfyui_imports_and_its_python_lacks_is_no_change(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_package_that_comfyui_imports_and_its_python_lacks_is_no_change(monkeypatch, tmp_path):
     (tmp_path / "comfy").mkdir()
     (tmp_path / "comfy" / "model_management.py").write_text("import frobnicator\n")
     found = server.ComfyUI(folder=tmp_path, python=Path(sys.executable), base=tmp_path)

@@ -40,9 +40,7 @@ def _exit_code(rank: int, error: Exception) -> int:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_stopped_before_all_have_come_is_no_failure(
-    rank: int, launch: Launch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_is_stopped_before_all_have_come_is_no_failure(rank, launch, capsys):
     """torchrun would start all anew; the command ends as after any stop."""
     assert _exit_code(rank, Stopped("stopped before all had begun")) == 0
     assert launch.code() == (0 if rank else STOPPED)
@@ -57,9 +55,7 @@ def test_a_rank_that_is_stopped_before_all_have_come_is_no_failure(
         (RankFailed("rank 1: no such file", is_refusal=True), ValueError("no such file")),
     ],
 )
-def test_a_refusal_is_said_once_and_ends_the_command_as_it_would_alone(
-    first: Exception, second: Exception, launch: Launch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refusal_is_said_once_and_ends_the_command_as_it_would_alone(first, second, launch, capsys):
     assert (_exit_code(0, first), _exit_code(1, second), launch.code()) == (0, 0, 2)
     assert capsys.readouterr().err == "devicebridge: no such file\n"
 

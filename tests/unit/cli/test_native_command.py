@@ -68,9 +68,7 @@ def test_without_a_comfyui_the_job_is_refused_before_anything_is_read(
     assert message in capsys.readouterr().err
 
 
-def test_the_command_goes_on_with_comfyuis_python_and_the_same_arguments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_goes_on_with_comfyuis_python_and_the_same_arguments(tmp_path, monkeypatch):
     """A stand-in for ComfyUI's Python takes this process's place and prints what it was given."""
     comfyui = tmp_path / "ComfyUI"
     (comfyui / "comfy").mkdir(parents=True)
@@ -129,9 +127,7 @@ def test_a_file_of_no_family_here_names_the_other_way(tmp_path: Path) -> None:
         read_checkpoint(tmp_path / "other.safetensors")
 
 
-def test_the_queue_starts_such_a_job_with_the_comfyui_that_it_belongs_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_queue_starts_such_a_job_with_the_comfyui_that_it_belongs_to(tmp_path, monkeypatch):
     started: list[list[str]] = []
 
     def start(command: list[str], log: Path, environment: Mapping[str, str]) -> ProcessMark:
@@ -164,9 +160,7 @@ def test_every_process_learns_by_what_the_first_one_encoded(tmp_path: Path, monk
     assert {name: getattr(found, name) for name in sources} == sources
 
 
-def test_the_first_process_of_another_machine_needs_no_run_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_process_of_another_machine_needs_no_run_folder(tmp_path, monkeypatch):
     from devicebridge.cli import native
     from devicebridge.jobs import encode_job
 

@@ -67,9 +67,7 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("kind", STREAMS)
-def test_a_training_ends_well_whatever_its_output_is(
-    kind: str, job: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_ends_well_whatever_its_output_is(kind, job, tmp_path, monkeypatch):
     run = tmp_path / f"run {ODD}"
     own = dataclasses.replace(job, output=dataclasses.replace(job.output, folder=str(run)))
     save_job(own, tmp_path / "job.toml")
@@ -83,9 +81,7 @@ def test_a_training_ends_well_whatever_its_output_is(
         assert "LoRA: " in text and "\\udcff" in text and not set("\x85\x9b\u202e") & set(text)
 
 
-def test_what_a_run_in_a_folder_of_odd_bytes_has_written_is_read_back(
-    job: JobConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_run_in_a_folder_of_odd_bytes_has_written_is_read_back(job, tmp_path, capsys):
     run = tmp_path / f"run {ODD}"
     own = dataclasses.replace(job, output=dataclasses.replace(job.output, folder=str(run)))
     save_job(own, tmp_path / "job.toml")
@@ -103,9 +99,7 @@ def test_what_a_run_in_a_folder_of_odd_bytes_has_written_is_read_back(
     assert main(["train", str(tmp_path / "job.toml"), "--resume"]) == 0
 
 
-def test_a_full_disk_for_events_costs_lines_of_it_and_nothing_else(
-    job: JobConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_for_events_costs_lines_of_it_and_nothing_else(job, tmp_path, caplog):
     """One line is cut short, the next are refused, and then there is room again."""
     from devicebridge.events import EventLog
 
@@ -188,9 +182,7 @@ def test_output_is_made_safe_once(monkeypatch: pytest.MonkeyPatch) -> None:
     print("nowhere", flush=True)
 
 
-def test_a_tensorboard_that_cannot_be_imported_ends_no_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensorboard_that_cannot_be_imported_ends_no_training(tmp_path, caplog, monkeypatch):
     """As one of another protobuf is, whose import raises TypeError."""
 
     def fail(name: str) -> None:

@@ -366,9 +366,7 @@ def test_one_model_over_any_number_of_devices_is_taken(strategy: str) -> None:
         ("optimizer", {"name": "prodigy", "text_encoder_learning_rate": 0.5}, r"one learning rate for all"),
     ],
 )
-def test_what_goes_with_no_text_encoder_is_refused_with_what_does(
-    section: str, values: dict[str, Any], message: str
-) -> None:
+def test_what_goes_with_no_text_encoder_is_refused_with_what_does(section, values, message):
     with pytest.raises(ValueError, match=message):
         make_job({**JOB, section: values})
 

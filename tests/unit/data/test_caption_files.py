@@ -149,9 +149,7 @@ def test_a_small_picture_of_any_kind_shows_what_the_image_does(tmp_path: Path, m
     assert small.getpixel(dark) < 16 and small.getpixel(light) > 239
 
 
-def test_of_animations_and_folders_of_images_headers_are_read_for_a_list(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_animations_and_folders_of_images_headers_are_read_for_a_list(folder, monkeypatch):
     frames = [Image.new("RGB", (48, 32), colour) for colour in ("red", "blue", "lime")]
     for name in ("e.gif", "f.webp", "g.png"):
         frames[0].save(folder / name, save_all=True, append_images=frames[1:])

@@ -164,9 +164,7 @@ def test_only_what_was_misread_is_encoded_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["float", "integer"])
 @pytest.mark.parametrize("name", ["a.tif", "a_mask.png"])
-def test_numbers_without_a_known_range_are_refused_when_a_dataset_is_looked_at(
-    tmp_path: Path, kind: str, name: str
-) -> None:
+def test_numbers_without_a_known_range_are_refused_when_a_dataset_is_looked_at(tmp_path, kind, name):
     values = np.arange(64 * 64).reshape(64, 64)
     Image.fromarray(np.zeros((64, 64), np.uint8)).save(tmp_path / "a.bmp" if "mask" in name else tmp_path / "b.png")
     Image.fromarray(values.astype({"float": np.float32, "integer": np.int32}[kind])).save(tmp_path / name, "TIFF")
@@ -299,9 +297,7 @@ def test_a_pipe_called_an_image_is_named_and_does_not_hang(tmp_path: Path) -> No
         probe_clip(tmp_path / "clip")
 
 
-def test_an_image_that_unfolds_to_too_many_pixels_is_refused_where_pillows_limit_is_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_that_unfolds_to_too_many_pixels_is_refused_where_pillows_limit_is_off(tmp_path, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
     monkeypatch.setattr(image_module, "MAX_PIXELS", 40 * 24 - 1)
     Image.new("RGB", (40, 24)).save(tmp_path / "a.png")
@@ -309,18 +305,14 @@ def test_an_image_that_unfolds_to_too_many_pixels_is_refused_where_pillows_limit
         read_size(tmp_path / "a.png")
 
 
-def test_a_video_whose_frames_are_too_large_is_refused_before_one_is_decoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_video_whose_frames_are_too_large_is_refused_before_one_is_decoded(tmp_path, monkeypatch):
     path = save_clip(tmp_path / "a.mp4", 3)
     monkeypatch.setattr(image_module, "MAX_PIXELS", 100)
     with pytest.raises(ValueError, match=r"a\.mp4.*more than 100 in all"):
         probe_clip(path)
 
 
-def test_images_that_are_open_at_once_hold_no_more_pixels_than_one_may_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_that_are_open_at_once_hold_no_more_pixels_than_one_may_have(tmp_path, monkeypatch):
     Image.new("RGB", (40, 24)).save(tmp_path / "a.png")
     monkeypatch.setattr(image_module, "MAX_PIXELS", 40 * 24 * 3 - 1)
     sizes: list[int] = []

@@ -183,9 +183,7 @@ def test_what_is_no_frame_of_a_sequence_is_named(tmp_path: Path, caplog: pytest.
     assert _counts(caplog) == [(1, {".psd": 1})] and "clip/frame_4b.psd" in caplog.text
 
 
-def test_a_look_for_what_is_left_out_refuses_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_for_what_is_left_out_refuses_nothing(tmp_path, caplog, monkeypatch):
     """Sub-folders that are large, or may not be read, as those of a system at the root of a disk."""
     monkeypatch.setattr(files, "MAX_ENTRIES", 30)
     monkeypatch.setattr(left_out, "_MOST_LOOKED_AT", 5, raising=False)

@@ -73,9 +73,7 @@ def _copies(encoder: TextEncoder) -> int:
         ("clip", False, torch.float32),
     ],
 )
-def test_states_are_those_of_the_resident_encoder_bit_by_bit(
-    folders: dict[str, Path], kind: str, keeps_host_copy: bool, dtype: torch.dtype
-) -> None:
+def test_states_are_those_of_the_resident_encoder_bit_by_bit(folders, kind, keeps_host_copy, dtype):
     expected = _resident_states(folders[kind], kind, dtype)
     encoder = _stream(folders[kind], kind, StreamPlan(4, keeps_host_copy), dtype=dtype)
     for company in (CAPTIONS, CAPTIONS[::-1], CAPTIONS[:1], CAPTIONS[3:4], PADDED):
@@ -148,9 +146,7 @@ def _watch_inside(encoder: TextEncoder, look: Callable[[], None]) -> HookSet:
 
 @pytest.mark.usefixtures("_views_allowed")
 @pytest.mark.parametrize(("kind", "keeps_host_copy"), [("qwen3", True), ("umt5", False), ("t5", True)])
-def test_a_card_holds_two_layers_and_each_crosses_once_per_pass(
-    folders: dict[str, Path], kind: str, keeps_host_copy: bool
-) -> None:
+def test_a_card_holds_two_layers_and_each_crosses_once_per_pass(folders, kind, keeps_host_copy):
     size = forecast_size(SPECS[kind], folders[kind], torch.float32)
     held: list[int] = []
     with emulated_cards(1) as cards:
@@ -223,9 +219,7 @@ _RECORDERS: list[_Recorder] = []
 
 
 @pytest.mark.parametrize("keeps_host_copy", [True, False])
-def test_the_next_layer_is_copied_while_one_computes_and_never_over_it(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, keeps_host_copy: bool
-) -> None:
+def test_the_next_layer_is_copied_while_one_computes_and_never_over_it(folders, monkeypatch, keeps_host_copy):
     monkeypatch.setattr(copies, "CopyStreams", _Recorder)
     encoder = _stream(folders["t5"], "t5", StreamPlan(2, keeps_host_copy))
     recorder = _RECORDERS.pop()
@@ -289,9 +283,7 @@ class _Refusing:
         return 0
 
 
-def test_memory_that_cannot_be_pinned_is_used_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch, caplog):
     driver, forgotten = _Refusing(), []
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -317,9 +309,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
 @pytest.mark.parametrize(
     ("broken_layer", "keeps_host_copy"), [(0, True), (1, False), (4, True), (NUM_LAYERS - 1, False)]
 )
-def test_after_an_error_in_a_layer_the_next_batch_is_right(
-    folders: dict[str, Path], broken_layer: int, keeps_host_copy: bool
-) -> None:
+def test_after_an_error_in_a_layer_the_next_batch_is_right(folders, broken_layer, keeps_host_copy):
     expected = _resident_states(folders["t5"], "t5")
     encoder = _stream(folders["t5"], "t5", StreamPlan(4, keeps_host_copy))
     hooks = HookSet()
@@ -377,9 +367,7 @@ def test_files_in_8_bits_are_refused(folders: dict[str, Path], tmp_path: Path) -
 
 @pytest.mark.usefixtures("_views_allowed")
 @pytest.mark.parametrize("stop", [False, True])
-def test_caching_through_a_stream_fills_the_same_entries_and_leaves_the_card_empty(
-    folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, stop: bool
-) -> None:
+def test_caching_through_a_stream_fills_the_same_entries_and_leaves_the_card_empty(folders, tmp_path, caplog, stop):
     spec, folder = SPECS["t5"], folders["t5"]
     size = forecast_size(spec, folder, torch.float32)
     window = size.streamed_bytes(3)

@@ -114,9 +114,7 @@ def _write_out(encoder: TextEncoder, found: TextEncoder, scheme: TextScheme) -> 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("kind", SPECS)
-def test_states_are_those_of_the_rounded_weights_and_no_noisier_than_these(
-    folders: dict[str, Path], kind: str, scheme: TextScheme
-) -> None:
+def test_states_are_those_of_the_rounded_weights_and_no_noisier_than_these(folders, kind, scheme):
     """Two bounds. Against an encoder with the nearest weights of the 8-bit grids above, written out in float32, only
     float32's own rounding is left: 100 dB and more.
 
@@ -147,9 +145,7 @@ def test_linears_are_rounded_and_nothing_else(folders: dict[str, Path], kind: st
 
 
 @pytest.mark.parametrize("left_out", ["shared.weight", "encoder.embed_tokens.weight", None])
-def test_the_embedding_is_found_under_either_name(
-    folders: dict[str, Path], tmp_path: Path, left_out: str | None
-) -> None:
+def test_the_embedding_is_found_under_either_name(folders, tmp_path, left_out):
     folder, tensors = _copy(folders["t5"], tmp_path)
     (embedding,) = (tensors.pop(name) for name in ("shared.weight", "encoder.embed_tokens.weight") if name in tensors)
     names = {"shared.weight", "encoder.embed_tokens.weight"} - {left_out}
@@ -180,9 +176,7 @@ class _Peak(TorchDispatchMode):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("kind", ROUNDED)
-def test_a_card_never_holds_more_than_the_result_and_the_rounding_of_one_linear(
-    folders: dict[str, Path], kind: str, scheme: TextScheme
-) -> None:
+def test_a_card_never_holds_more_than_the_result_and_the_rounding_of_one_linear(folders, kind, scheme):
     """Rounding a bfloat16 linear takes 2 bytes a weight, and for a moment torchao's three float32 copies, 12 bytes."""
     gc.collect()
     with emulated_cards(1):
@@ -208,9 +202,7 @@ def _encode(folder: Path, store: CacheStore, device: torch.device = CPU, **optio
 
 
 @pytest.mark.parametrize("scheme, stop", [("none", False), ("int8", False), ("fp8", False), ("fp8", True)])
-def test_after_caching_the_card_is_empty(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: TextScheme, stop: bool
-) -> None:
+def test_after_caching_the_card_is_empty(folders, tmp_path, monkeypatch, scheme, stop):
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # emulated tensors cannot be viewed in inference mode
     seen: list[int] = []
 
@@ -256,9 +248,7 @@ def _no_torchao(name: str) -> str:
     raise PackageNotFoundError(name)
 
 
-def test_missing_torchao_is_said_before_anything_is_read(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_torchao_is_said_before_anything_is_read(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(weight_only, "version", _no_torchao)
     job = make_tiny_job(tmp_path, cache={"text_quantize": "fp8"})
     with monkeypatch.context() as patch:
@@ -299,9 +289,7 @@ def test_int8_in_float16_is_refused_since_its_sums_leave_the_range(tmp_path: Pat
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("scheme", ["none", "int8"])
 @pytest.mark.parametrize("kind", ["qwen3", "t5", "clip"])
-def test_encoders_in_8_bits_already_are_refused_with_what_works(
-    folders: dict[str, Path], tmp_path: Path, kind: str, scheme: TextScheme, dtype: torch.dtype
-) -> None:
+def test_encoders_in_8_bits_already_are_refused_with_what_works(folders, tmp_path, kind, scheme, dtype):
     folder, tensors = _copy(folders[kind], tmp_path)
     name = next(name for name in sorted(tensors) if "q" in name)
     tensors[name] = tensors[name].to(dtype)
@@ -313,9 +301,7 @@ def test_encoders_in_8_bits_already_are_refused_with_what_works(
         check_encoder(SPECS[kind], folder, None)
 
 
-def test_a_single_file_and_a_quantized_config_are_refused_with_what_works(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_single_file_and_a_quantized_config_are_refused_with_what_works(folders, tmp_path):
     single = folders["t5"] / "text_encoder" / "model.safetensors"
     with pytest.raises(ValueError, match="a single file without config and tokenizer; .*bfloat16.*text_quantize"):
         check_text_device("cpu", (SPECS["t5"],), single, torch.bfloat16)

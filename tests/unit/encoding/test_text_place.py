@@ -102,9 +102,7 @@ def test_a_window_gives_no_room_on_a_card_that_is_full(folders: dict[str, Path],
         _plan(folders, "stream", window=HUGE)
 
 
-def test_auto_takes_a_card_that_holds_all_then_a_stream_then_the_cpu(
-    folders: dict[str, Path], machine: Machine
-) -> None:
+def test_auto_takes_a_card_that_holds_all_then_a_stream_then_the_cpu(folders, machine):
     size = forecast_size(SPECS["t5"], folders["t5"], torch.bfloat16)
     machine(size.resident_bytes - 1, size.resident_bytes)
     place = _plan(folders, "auto")
@@ -178,9 +176,7 @@ def test_a_named_device_is_taken_without_a_forecast(tmp_path: Path) -> None:
     assert plan_text_place("cpu", SPECS["t5"], tmp_path, torch.bfloat16) == TextPlace(CPU, None, "as requested")
 
 
-def test_what_cannot_be_is_refused_before_anything_is_loaded(
-    folders: dict[str, Path], tmp_path: Path, machine: Machine
-) -> None:
+def test_what_cannot_be_is_refused_before_anything_is_loaded(folders, tmp_path, machine):
     specs = (SPECS["t5"],)
     machine()
     check_text_device("auto", specs, folders["t5"], torch.bfloat16)
@@ -198,9 +194,7 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(
     [("none", torch.float32), ("none", torch.float16), ("int8", torch.bfloat16), ("fp8", torch.float16)],
 )
 @pytest.mark.parametrize("kind", SPECS)
-def test_forecast_counts_the_weights_as_they_are_held(
-    folders: dict[str, Path], kind: str, scheme: Any, dtype: torch.dtype
-) -> None:
+def test_forecast_counts_the_weights_as_they_are_held(folders, kind, scheme, dtype):
     if "*" in SPECS[kind].keep_full_precision:
         scheme = "none"
     size = forecast_size(SPECS[kind], folders[kind], dtype, scheme)
@@ -217,9 +211,7 @@ def test_forecast_counts_the_weights_as_they_are_held(
         assert size.rest == held - inside and inside <= size.layers
 
 
-def test_twins_are_found_in_both_ways_of_declaring_them(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_twins_are_found_in_both_ways_of_declaring_them(folders, monkeypatch):
     """transformers 4 lists names, 5 maps them to their twins."""
     model = load_text_encoder(SPECS["t5"], folders["t5"], CPU, torch.float32).model
     found = tied_names(model)
@@ -244,9 +236,7 @@ def _peak(setting: str, kind: str, folder: Path, window: int) -> tuple[int, Text
 
 
 @pytest.mark.parametrize("kind", ["mistral3", "qwen3", "t5", "umt5"])
-def test_a_card_never_holds_more_than_was_forecast(
-    folders: dict[str, Path], machine: Machine, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_card_never_holds_more_than_was_forecast(folders, machine, monkeypatch, kind):
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # emulated tensors cannot be viewed in inference mode
     spec = dataclasses.replace(SPECS[kind], layers=(1, 2, 11)) if SPECS[kind].layers else SPECS[kind]
     monkeypatch.setitem(SPECS, kind, spec)

@@ -126,9 +126,7 @@ posix_only = pytest.mark.skipif(os.name == "nt", reason="the make-believe client
 
 
 @posix_only
-def test_a_run_reports_progress_and_outputs_and_stops_the_server(
-    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_reports_progress_and_outputs_and_stops_the_server(tmp_path, comfyui, monkeypatch):
     bin_folder = _install_client(tmp_path, monkeypatch, SUCCEEDS)
     lines: list[str] = []
     result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui, on_progress=lines.append)
@@ -146,9 +144,7 @@ def test_a_run_reports_progress_and_outputs_and_stops_the_server(
 
 
 @posix_only
-def test_the_command_sets_values_and_hands_on_folder_and_flags(
-    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_command_sets_values_and_hands_on_folder_and_flags(tmp_path, comfyui, monkeypatch, capsys):
     bin_folder, base = _install_client(tmp_path, monkeypatch, SUCCEEDS), tmp_path / "data"
     old = base / "output" / "loras" / "old.safetensors"
     old.parent.mkdir(parents=True)
@@ -193,9 +189,7 @@ def test_values_are_json_where_they_can_be() -> None:
 
 
 @posix_only
-def test_the_server_gets_the_pack_the_cpu_and_nothing_of_the_users(
-    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_server_gets_the_pack_the_cpu_and_nothing_of_the_users(tmp_path, comfyui, monkeypatch):
     _install_client(tmp_path, monkeypatch, SUCCEEDS)
     headless.run_workflow(_workflow(tmp_path), comfyui=comfyui, server_arguments=["--disable-api-nodes"])
     arguments = json.loads((comfyui / "arguments.json").read_text())
@@ -205,9 +199,7 @@ def test_the_server_gets_the_pack_the_cpu_and_nothing_of_the_users(
 
 
 @posix_only
-def test_an_error_passes_on_its_exit_code_and_says_which_node(
-    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_passes_on_its_exit_code_and_says_which_node(tmp_path, comfyui, monkeypatch):
     _install_client(tmp_path, monkeypatch, FAILS)
     result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui)
     assert result.exit_code == 1
@@ -217,9 +209,7 @@ def test_an_error_passes_on_its_exit_code_and_says_which_node(
 
 
 @posix_only
-def test_a_refusal_names_every_error_once_and_the_missing_pack(
-    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_names_every_error_once_and_the_missing_pack(tmp_path, comfyui, monkeypatch):
     _install_client(tmp_path, monkeypatch, REFUSES)
     result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui)
     *lines, pack = result.message.splitlines()
@@ -264,9 +254,7 @@ def test_lines_of_the_split_are_told_from_others(line: str, told: str) -> None:
 
 
 @posix_only
-def test_a_timeout_cancels_the_prompt_before_the_server_stops(
-    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_timeout_cancels_the_prompt_before_the_server_stops(tmp_path, comfyui, monkeypatch):
     _install_client(tmp_path, monkeypatch, HANGS)
     result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui, timeout_s=1.0)
     assert result.exit_code == 124
@@ -311,9 +299,7 @@ def _until(is_so: Callable[[], bool]) -> bool:
 @pytest.mark.parametrize(
     "name", ["SIGINT", *(pytest.param(name, marks=pytest.mark.long) for name in ("SIGTERM", "SIGHUP"))]
 )
-def test_a_signal_cancels_the_prompt_and_ends_what_was_started(
-    tmp_path: Path, comfyui: Path, started: subprocess.Popen[str], name: str
-) -> None:
+def test_a_signal_cancels_the_prompt_and_ends_what_was_started(tmp_path, comfyui, started, name):
     (comfyui / "saving").touch()
     started.send_signal(getattr(signal, name))
     assert _until((comfyui / "interrupted").exists)
@@ -344,9 +330,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once_with_one_line(comfyui: Path, started
 
 
 @posix_only
-def test_a_killed_run_leaves_neither_server_nor_client(
-    tmp_path: Path, comfyui: Path, started: subprocess.Popen[str]
-) -> None:
+def test_a_killed_run_leaves_neither_server_nor_client(tmp_path, comfyui, started):
     started.kill()
     started.wait()
     for pid_file in (comfyui / "server.pid", tmp_path / "bin" / "client.pid"):
@@ -404,9 +388,7 @@ def test_comfyuis_own_python_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert server.find_python(tmp_path) == tmp_path / "named"
 
 
-def test_a_python_that_lacks_what_comfyui_needs_is_refused_before_the_start(
-    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_python_that_lacks_what_comfyui_needs_is_refused_before_the_start(tmp_path, comfyui, monkeypatch):
     _install_client(tmp_path, monkeypatch, SUCCEEDS)
     (comfyui / "requirements.txt").write_text("torch\nfrob-nicator>=2\nalembic-of-mars\n")
     assert server.python_fault(comfyui, Path(sys.executable)) == "", "ComfyUI starts without alembic"

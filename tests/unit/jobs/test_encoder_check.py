@@ -146,9 +146,7 @@ def test_files_that_no_run_can_read_are_named(made: dict[str, Path], tmp_path: P
         check_job(job)
 
 
-def test_an_encoder_that_was_exchanged_after_the_check_is_refused_as_it_is_loaded(
-    made: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_encoder_that_was_exchanged_after_the_check_is_refused_as_it_is_loaded(made, tmp_path):
     _copy(made, "wan", tmp_path)
     _, spoil, message = REFUSED["a norm of UMT5"]
     spoil(tmp_path / "wan")
@@ -208,9 +206,7 @@ def test_a_vae_of_another_family_is_refused(made: dict[str, Path], tmp_path: Pat
 
 
 @pytest.mark.parametrize("is_file", [False, True])
-def test_a_vae_of_the_same_class_with_other_latents_is_refused(
-    made: dict[str, Path], tmp_path: Path, is_file: bool
-) -> None:
+def test_a_vae_of_the_same_class_with_other_latents_is_refused(made, tmp_path, is_file):
     """Stable Diffusion's VAE is FLUX.1's class."""
     config = {**TINY["flux1"].vae_config, "latent_channels": 8}
     vae = diffusers.AutoencoderKL(**config)
@@ -225,9 +221,7 @@ def test_a_vae_of_the_same_class_with_other_latents_is_refused(
 
 
 @pytest.mark.parametrize(("family", "found", "wanted"), [("flux2", 96, 48), ("flux1", 32, 16), ("wan", 32, 16)])
-def test_a_text_encoder_of_another_width_is_refused(
-    made: dict[str, Path], tmp_path: Path, family: str, found: int, wanted: int
-) -> None:
+def test_a_text_encoder_of_another_width_is_refused(made, tmp_path, family, found, wanted):
     for kind, layers, encoder, tokenizer in TINY[family].encoders:
         names = {"encoder_name": encoder, "tokenizer_name": tokenizer}
         save_tiny_text_encoder(tmp_path / "other", kind, 32, layers, max_length=77, **names)  # type: ignore[arg-type]
@@ -255,9 +249,7 @@ def test_an_output_folder_that_cannot_be_written_is_refused(made: dict[str, Path
 
 
 @pytest.mark.parametrize(("key", "value"), [("text_device", ""), ("text_device", "stream:x"), ("vae_device", "x")])
-def test_a_device_of_an_encoder_that_is_none_is_named_with_its_key(
-    made: dict[str, Path], tmp_path: Path, key: str, value: str
-) -> None:
+def test_a_device_of_an_encoder_that_is_none_is_named_with_its_key(made, tmp_path, key, value):
     with pytest.raises(ValueError, match=rf"cache\.{key} = '{value}': "):
         check_job(_copy(made, "flux2", tmp_path, cache={key: value}))
 
@@ -269,25 +261,19 @@ def _said(job: JobConfig, caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-def test_a_job_without_fault_is_given_no_caution(
-    made: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_job_without_fault_is_given_no_caution(made, tmp_path, caplog):
     words = ("all zeros", "trained on as well", "is ignored", "lead to nothing", "each the caption")
     assert not [line for line in _said(_copy(made, "flux2", tmp_path), caplog) if any(word in line for word in words)]
 
 
-def test_a_learning_rate_among_the_options_is_said_to_be_ignored(
-    made: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_learning_rate_among_the_options_is_said_to_be_ignored(made, tmp_path, caplog):
     job = _copy(made, "flux2", tmp_path, optimizer={"options": {"lr": 0.5}})
     (line,) = [line for line in _said(job, caplog) if "options.lr" in line]
     assert "options.lr = 0.5 is ignored" in line and "learning_rate = 0.001" in line
 
 
 @pytest.mark.parametrize("is_copy", [False, True])
-def test_evaluation_on_what_is_trained_is_said(
-    made: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, is_copy: bool
-) -> None:
+def test_evaluation_on_what_is_trained_is_said(made, tmp_path, caplog, is_copy):
     job = _copy(made, "flux2", tmp_path)
     folder = tmp_path / "flux2" / "data"
     if is_copy:
@@ -299,9 +285,7 @@ def test_evaluation_on_what_is_trained_is_said(
     assert line.startswith("1 of 3 " if is_copy else "5 of 5 ") and ("other.png" if is_copy else "image_0.png") in line
 
 
-def test_weights_that_are_all_zeros_are_named(
-    made: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_that_are_all_zeros_are_named(made, tmp_path, caplog):
     job = _copy(made, "flux2", tmp_path)
     file = tmp_path / "flux2" / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(file)
@@ -316,9 +300,7 @@ def test_weights_that_are_all_zeros_are_named(
 
 
 @pytest.mark.skipif(os.name == "nt", reason="there are no named pipes in folders")
-def test_images_that_share_a_caption_links_to_nothing_and_pipes_are_named(
-    made: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_images_that_share_a_caption_links_to_nothing_and_pipes_are_named(made, tmp_path, caplog):
     job = _copy(made, "flux2", tmp_path)
     folder = tmp_path / "flux2" / "data"
     shutil.copy(folder / "image_1.png", folder / "image_1.webp")

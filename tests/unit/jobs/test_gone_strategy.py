@@ -46,9 +46,7 @@ def _run(job: JobConfig, **arguments: Any) -> TrainingResult:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "pipeline"])
-def test_a_run_by_tensor_goes_on_over_the_same_cards(
-    tmp_path: Path, strategy: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_by_tensor_goes_on_over_the_same_cards(tmp_path, strategy, caplog):
     """Its LoRA is whole in the checkpoint: losses and file are those of a run that was never stopped."""
     job = replace(_job(tmp_path, "stopped"), parallel=ParallelConfig(strategy=strategy))
     straight = _run(_job(tmp_path, "straight", parallel={"strategy": strategy}))
@@ -92,17 +90,13 @@ def test_a_job_file_that_asks_for_tensor_is_run_by_auto(tmp_path: Path, caplog: 
         ({"balance": "manual", "split_at": [2]}, "says where to cut the model"),
     ],
 )
-def test_what_tokens_cannot_do_is_refused_before_anything_is_loaded(
-    tmp_path: Path, split: dict[str, Any], message: str
-) -> None:
+def test_what_tokens_cannot_do_is_refused_before_anything_is_loaded(tmp_path, split, message):
     with emulated_cards(), pytest.raises(ValueError, match=message):
         check_job(_job(tmp_path, "run", split={"devices": _CARDS, **split}, parallel={"strategy": "tokens"}))
 
 
 @pytest.mark.parametrize("devices", [["lazy:0"], ["lazy:0", "cpu"]])
-def test_where_cards_cannot_compute_together_a_warning_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, devices: list[str]
-) -> None:
+def test_where_cards_cannot_compute_together_a_warning_says_so(tmp_path, caplog, devices):
     with emulated_cards():
         plan = check_job(_job(tmp_path, "run", split={"devices": devices}, parallel={"strategy": "tokens"}))
     assert plan.execution.strategy == "none" and plan.placement.replicas == () and "left out" in caplog.text

@@ -63,9 +63,7 @@ def _bytes(result: TrainingResult) -> bytes:
         pytest.param("int8-compute", "flux2", marks=pytest.mark.long),
     ],
 )
-def test_lokr_trains_alike_in_every_way_and_resumes_bit_for_bit(
-    tmp_path: Path, scheme: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lokr_trains_alike_in_every_way_and_resumes_bit_for_bit(tmp_path, scheme, name, monkeypatch):
     monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1024)
     train = {**TRAIN, "steps": 3}
     sections: dict[str, Any] = {"lora": LOKR, "model": {"quantize": scheme, "rotation": 16}, "train": train}
@@ -157,9 +155,7 @@ _PACKAGES = {"prodigy": "prodigyopt", "came": "pytorch_optimizer", "bitsandbytes
     ],
     ids=lambda each: each if isinstance(each, str) else each["name"],
 )
-def test_every_optimizer_by_name_trains_and_resumes_bit_for_bit(
-    tmp_path: Path, optimizer: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_optimizer_by_name_trains_and_resumes_bit_for_bit(tmp_path, optimizer, dtype, monkeypatch):
     if (package := _PACKAGES.get(optimizer["name"])) and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # torchao compiles its step
@@ -223,9 +219,7 @@ def test_the_average_resumes_bit_for_bit(tmp_path: Path, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("use_ema", [True, False])
-def test_pictures_are_drawn_with_the_average_if_asked(
-    tmp_path: Path, use_ema: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_are_drawn_with_the_average_if_asked(tmp_path, use_ema, monkeypatch):
     drawn: list[dict[str, torch.Tensor]] = []
 
     class Pictures:

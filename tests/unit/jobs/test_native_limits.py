@@ -43,9 +43,7 @@ def test_blocks_in_lists_inside_others_have_no_forecast() -> None:
 
 
 @pytest.mark.parametrize(("value", "count"), [("auto", 0), ("on", 1), ("off", 1)])
-def test_calibrate_is_taken_and_one_line_says_that_it_has_no_effect(
-    value: str, count: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_calibrate_is_taken_and_one_line_says_that_it_has_no_effect(value, count, caplog):
     info = make_published_info("flux2-klein-4b")
     assert info.variant is not None
     job = make_plan_job(split={"calibrate": value, "memory_limit_gb": [1000]})

@@ -65,9 +65,7 @@ def test_without_them_nothing_is_held() -> None:
         (_info("SDXLClipModel"), (), r"name their files with cache\.stock_clip, or"),
     ],
 )
-def test_models_without_clip_and_jobs_that_do_not_name_it_are_refused(
-    info: Any, clip: tuple[str, ...], message: str
-) -> None:
+def test_models_without_clip_and_jobs_that_do_not_name_it_are_refused(info, clip, message):
     job = _job(clip or ("/clip",))
     if not clip:
         cache = {"text_source": f"comfyui 1 CLIP {'a' * 64}"}

@@ -103,9 +103,7 @@ SOCKETS: dict[str, Any] = {"split_at": "", "memory_limit_gb": "", "transport": "
         ({"balance": ""}, (ONE, TWO, THREE)),
     ],
 )
-def test_an_allocation_names_the_devices(
-    host: comfy_stub.FakeHost, changes: dict[str, Any], devices: tuple[torch.device, ...]
-) -> None:
+def test_an_allocation_names_the_devices(host, changes, devices):
     split, host.gpus = importlib.import_module("devicebridge.nodes.split"), (ONE, TWO, THREE)
     with emulated_cards(3):
         assert split._read_request({"devices": "auto"} | SOCKETS | changes).devices == devices

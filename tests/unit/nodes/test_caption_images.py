@@ -38,9 +38,7 @@ def test_images_without_a_caption_are_given_with_their_files(nodes: ModuleType, 
     assert len(nodes.ImagesToCaption.execute(dataset=dataset, longest_side=64, at_most=1).args[0]) == 1
 
 
-def test_texts_are_asked_for_only_while_one_is_missing_and_never_replace_a_caption(
-    nodes: ModuleType, folder: Path
-) -> None:
+def test_texts_are_asked_for_only_while_one_is_missing_and_never_replace_a_caption(nodes, folder):
     dataset, node = _dataset(nodes, folder), nodes.WriteCaptions
     assert node.check_lazy_status(dataset=[dataset], caption=(None,), file=(None,)) == ["caption", "file"]
     files = [str(folder / f"{name}.png") for name in "abc"]
@@ -52,9 +50,7 @@ def test_texts_are_asked_for_only_while_one_is_missing_and_never_replace_a_capti
     assert node.execute(dataset=[dataset], caption=[None], file=[None]).args == (dataset,)
 
 
-def test_a_caption_that_a_page_saves_while_the_node_writes_stays(
-    nodes: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_caption_that_a_page_saves_while_the_node_writes_stays(nodes, folder, monkeypatch):
     real = caption_files.write_caption
 
     def save_meanwhile(*given: Any) -> None:
@@ -99,9 +95,7 @@ def test_where_all_have_a_caption_nothing_runs_behind_the_images(nodes: ModuleTy
     assert [type(each[0]).__name__ for each in (images, files)] == ["ExecutionBlocker"] * 2
 
 
-def test_files_that_are_not_of_the_dataset_are_refused_before_any_is_written(
-    nodes: ModuleType, host: comfy_stub.FakeHost, folder: Path
-) -> None:
+def test_files_that_are_not_of_the_dataset_are_refused_before_any_is_written(nodes, host, folder):
     outside = host.root / "outside.png"
     Image.new("RGB", (8, 8)).save(outside)
     for name in (str(outside), "a.png", str(folder / ".." / "dogs" / "a.png"), str(folder / "a.txt")):
@@ -114,9 +108,7 @@ def test_files_that_are_not_of_the_dataset_are_refused_before_any_is_written(
     assert not (folder / "a.txt").exists() and not outside.with_suffix(".txt").exists()
 
 
-def test_folders_outside_the_input_folder_are_read_only_here(
-    nodes: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path
-) -> None:
+def test_folders_outside_the_input_folder_are_read_only_here(nodes, host, tmp_path):
     other = tmp_path / "other_disk"
     other.mkdir()
     Image.new("RGB", (8, 8)).save(other / "a.png")

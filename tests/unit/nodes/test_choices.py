@@ -121,15 +121,7 @@ def model(nodes: ModuleType, tmp_path: Path) -> Any:
     ("family", "names", "kind"),
     [("flux2", ["mistral"], "flux2"), ("wan", ["umt5"], "wan"), ("flux1", ["clip_l", "t5xxl"], "flux")],
 )
-def test_text_encoders_of_comfyuis_folder_are_loaded_by_comfyui(
-    nodes: ModuleType,
-    host: comfy_stub.FakeHost,
-    model: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
-    names: list[str],
-    kind: str,
-) -> None:
+def test_text_encoders_of_comfyuis_folder_are_loaded_by_comfyui(nodes, host, model, monkeypatch, family, names, kind):
     for name in ("mistral", "umt5", "clip_l", "t5xxl"):
         (host.root / "models/text_encoders" / f"{name}.safetensors").touch()
     assert "umt5.safetensors" in _input(nodes, "CacheCaptionsAndLatents", "text_encoders").options["options"]
@@ -153,9 +145,7 @@ def test_a_file_too_few_is_said_with_what_would_work(nodes: ModuleType, host: co
         nodes.captions._comfy_encoders(model("flux1"), sockets)
 
 
-def test_a_diffusers_folder_of_text_encoders_stays_the_models_own(
-    nodes: ModuleType, host: comfy_stub.FakeHost, model: Any
-) -> None:
+def test_a_diffusers_folder_of_text_encoders_stays_the_models_own(nodes, host, model):
     folder = host.root / "models/text_encoders/flux2"
     (folder / "text_encoder").mkdir(parents=True)
     assert "flux2" in _input(nodes, "CacheCaptionsAndLatents", "text_encoders").options["options"]
@@ -165,9 +155,7 @@ def test_a_diffusers_folder_of_text_encoders_stays_the_models_own(
     assert nodes.captions._who_encodes(encoders, sockets)["text_encoders"] == str(folder)
 
 
-def test_the_cache_node_runs_again_only_where_something_is_gone_or_changed(
-    nodes: ModuleType, host: comfy_stub.FakeHost
-) -> None:
+def test_the_cache_node_runs_again_only_where_something_is_gone_or_changed(nodes, host):
     node, kept = nodes.CacheCaptionsAndLatents, nodes.captions.KEPT
     vae = host.root / "models/vae/ae.safetensors"
     vae.write_bytes(b"1")

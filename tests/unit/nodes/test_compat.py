@@ -257,9 +257,7 @@ PATCHES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("patch", PATCHES)
-def test_a_host_that_another_pack_has_patched_is_not_refused(
-    host: Host, monkeypatch: pytest.MonkeyPatch, patch: str
-) -> None:
+def test_a_host_that_another_pack_has_patched_is_not_refused(host, monkeypatch, patch):
     host(FILES)
     path, change = PATCHES[patch]
     owner: Any = importlib.import_module(f"fake_host.{path.split('.')[0]}")

@@ -59,9 +59,7 @@ def test_a_forward_over_two_cards_fails_in_a_graph_and_not_outside(host: Compili
         _forward(host)
 
 
-def test_a_forward_on_one_card_is_recorded_and_replayed_before_and_after(
-    host: CompilingHost, compiler: ModuleType
-) -> None:
+def test_a_forward_on_one_card_is_recorded_and_replayed_before_and_after(host, compiler):
     def forward() -> None:
         host.module.malloc_graph_begin(HOME)
         del_me = torch.ones(4, device=HOME) * 2
@@ -75,9 +73,7 @@ def test_a_forward_on_one_card_is_recorded_and_replayed_before_and_after(
     assert [graph.num_replays for graph in host.graphs] == [1]
 
 
-def test_the_switches_return_when_the_last_of_several_threads_has_left(
-    host: CompilingHost, compiler: ModuleType
-) -> None:
+def test_the_switches_return_when_the_last_of_several_threads_has_left(host, compiler):
     inside, may_leave = threading.Event(), threading.Event()
 
     def stay() -> None:
@@ -109,9 +105,7 @@ def test_a_switch_that_another_pack_has_put_back_meanwhile_stays_so(host: Compil
     assert host.switches() == [False, False]
 
 
-def test_a_hold_ends_once_and_at_the_latest_when_somebody_asks_after_its_forward(
-    host: CompilingHost, compiler: ModuleType
-) -> None:
+def test_a_hold_ends_once_and_at_the_latest_when_somebody_asks_after_its_forward(host, compiler):
     def forward(*, is_cancelled: bool) -> Any:
         held = compiler.hold([HOME, OTHER], sys._getframe())
         compiler.settle()
@@ -217,18 +211,14 @@ def test_other_errors_pass(compiler: ModuleType) -> None:
         raise RuntimeError("out of memory")
 
 
-def test_a_host_that_records_although_it_is_switched_off_is_refused(
-    host: CompilingHost, compiler: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_records_although_it_is_switched_off_is_refused(host, compiler, monkeypatch):
     monkeypatch.setattr(host.module, "malloc_graph_enabled", lambda device: True)
     with pytest.raises(RuntimeError, match=f"{OTHER}.*update the pack"), compiler.outside([OTHER]):
         pass
     assert host.switches() == [False, False]
 
 
-def test_a_host_that_records_and_has_no_switch_is_refused(
-    host: CompilingHost, compiler: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_records_and_has_no_switch_is_refused(host, compiler, monkeypatch):
     monkeypatch.delattr(host.module, "malloc_graph_enabled")
     monkeypatch.delattr(host.args, "disable_comfy_compiler")
     with pytest.raises(RuntimeError, match="update the pack"), compiler.outside([HOME]):

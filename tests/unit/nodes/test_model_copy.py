@@ -216,9 +216,7 @@ def _packed() -> Any:
     return weight
 
 
-def test_a_weight_that_gives_itself_back_is_another_tensor_over_the_same_storage(
-    model_copy: ModuleType, model: Model
-) -> None:
+def test_a_weight_that_gives_itself_back_is_another_tensor_over_the_same_storage(model_copy, model):
     model.blocks[0].gain = nn.Parameter(_packed(), requires_grad=False)
     copied, _ = _copy(model_copy, model)
     old, new = model.blocks[0].gain, copied.blocks[0].gain

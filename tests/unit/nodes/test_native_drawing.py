@@ -75,9 +75,7 @@ def test_the_start_says_whether_it_is_all_noise(drawing: ModuleType, largest: fl
     assert sampling.told == [is_all]
 
 
-def test_cancel_while_a_vae_decodes_is_left_for_the_training_to_hear(
-    drawing: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_cancel_while_a_vae_decodes_is_left_for_the_training_to_hear(drawing, monkeypatch, tmp_path):
     management: Any = sys.modules["comfy.model_management"]
     interrupted = mock.Mock(side_effect=management.InterruptProcessingException)
     home = torch.device("cpu")

@@ -49,9 +49,7 @@ SOCKETS = ["dataset", "model", "vae", "text_encoders"]
 
 
 @pytest.mark.parametrize("socket", SOCKETS)
-def test_a_path_elsewhere_is_refused_alike_whether_or_not_it_is_there(
-    folders: ModuleType, tmp_path: Path, socket: str
-) -> None:
+def test_a_path_elsewhere_is_refused_alike_whether_or_not_it_is_there(folders, tmp_path, socket):
     there, missing = _image_folder(tmp_path / "private_a"), tmp_path / "private_b"
     messages = []
     for path in (there, missing):
@@ -62,9 +60,7 @@ def test_a_path_elsewhere_is_refused_alike_whether_or_not_it_is_there(
 
 
 @pytest.mark.parametrize("socket", SOCKETS)
-def test_an_allowed_folder_and_what_lies_in_it_is_read(
-    folders: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path, socket: str
-) -> None:
+def test_an_allowed_folder_and_what_lies_in_it_is_read(folders, host, tmp_path, socket):
     inner = _image_folder(tmp_path / "private" / "dogs")
     host.allow(tmp_path / "private")
     assert Path(_ways(folders, inner)[socket]()) == inner  # type: ignore[operator]
@@ -77,9 +73,7 @@ def test_comfyuis_own_folders_are_read(folders: ModuleType, host: comfy_stub.Fak
     assert Path(_ways(folders, folder)[socket]()) == folder  # type: ignore[operator]
 
 
-def test_extra_model_paths_are_read_and_other_packs_code_is_not(
-    folders: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path
-) -> None:
+def test_extra_model_paths_are_read_and_other_packs_code_is_not(folders, host, tmp_path):
     extra = _image_folder(tmp_path / "other_disk" / "vae")
     host.folder_names_and_paths["vae"] = ([str(extra)], set())
     assert folders.find_component("vae", str(extra)) == str(extra)
@@ -89,9 +83,7 @@ def test_extra_model_paths_are_read_and_other_packs_code_is_not(
 
 
 @pytest.mark.parametrize("name", ["{allowed}/../private", "{allowed}_evil", "{allowed}/link", "~root", "/"])
-def test_no_name_leads_out_of_an_allowed_folder(
-    folders: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path, name: str
-) -> None:
+def test_no_name_leads_out_of_an_allowed_folder(folders, host, tmp_path, name):
     allowed = _image_folder(tmp_path / "allowed")
     _image_folder(tmp_path / "allowed_evil")
     (allowed / "link").symlink_to(_image_folder(tmp_path / "private"))
@@ -100,9 +92,7 @@ def test_no_name_leads_out_of_an_allowed_folder(
         folders.folder_in_input(name.format(allowed=allowed), "folder")
 
 
-def test_one_file_of_a_dataset_is_found_without_a_look_at_the_others(
-    folders: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path
-) -> None:
+def test_one_file_of_a_dataset_is_found_without_a_look_at_the_others(folders, host, tmp_path):
     place, outside = _image_folder(host.root / "input" / "dogs"), _image_folder(tmp_path / "outside")
     (place / "clip").mkdir()
     (place / "clip" / "1.png").symlink_to(outside / "a.png")
@@ -114,9 +104,7 @@ def test_one_file_of_a_dataset_is_found_without_a_look_at_the_others(
 
 
 @pytest.mark.parametrize("place", ["z.png", "clip/z.png", "a.txt"])
-def test_a_link_inside_a_dataset_that_leads_out_is_refused(
-    folders: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path, place: str
-) -> None:
+def test_a_link_inside_a_dataset_that_leads_out_is_refused(folders, host, tmp_path, place):
     secret = tmp_path / "secret"
     secret.write_text("secret")
     folder = _image_folder(host.root / "input" / "dogs")
@@ -161,9 +149,7 @@ def test_hosts_that_the_user_allows_stand_beside_the_folders(folders: ModuleType
 
 
 @pytest.mark.parametrize("place", ["input", "output", "temp"])
-def test_settings_that_a_request_could_have_written_are_not_taken(
-    folders: ModuleType, host: comfy_stub.FakeHost, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_settings_that_a_request_could_have_written_are_not_taken(folders, host, monkeypatch, place):
     """As where --output-directory is a folder above ComfyUI's user folder."""
     _image_folder(host.root / "input" / "dogs")
     monkeypatch.setattr(folders.folder_paths, f"get_{place}_directory", lambda: str(host.root))
@@ -221,9 +207,7 @@ def test_nobody_looks_deeper_than_a_sub_folder(nodes: ModuleType, host: comfy_st
     assert [name for name, _, _ in state] == ["a.png", "a.txt", "one/1.png"]
 
 
-def test_cancel_ends_the_look_through_a_folder(
-    nodes: ModuleType, host: comfy_stub.FakeHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancel_ends_the_look_through_a_folder(nodes, host, monkeypatch):
     """Pressed while images are read: none but the first of 50 is inspected after it."""
     from devicebridge.data import folders as data
 
@@ -256,9 +240,7 @@ def test_cancel_before_the_look_ends_it_as_well(nodes: ModuleType, host: comfy_s
         node.execute(**{**settings, "folder": "dogs", "resolutions": "64"})
 
 
-def test_a_resolution_that_would_take_forever_is_refused_by_its_socket(
-    nodes: ModuleType, host: comfy_stub.FakeHost
-) -> None:
+def test_a_resolution_that_would_take_forever_is_refused_by_its_socket(nodes, host):
     _image_folder(host.root / "input" / "dogs")
     node = nodes.TrainingDatasetNode
     settings = {entry.id: entry.options.get("default") for entry in node.define_schema().inputs}
@@ -283,9 +265,7 @@ KEYS = sorted({key.path for key in job_keys().values() if key.is_path} | STOCK_F
 WRITTEN = ["cache.folder", "model.quantized_cache", "output.folder"]
 
 
-def test_every_key_that_names_a_file_or_folder_is_told(
-    job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_key_that_names_a_file_or_folder_is_told(job, monkeypatch):
     made, values, folder = job(), {}, {}
     for key in job_keys().values():
         section: dict[str, Any] = folder if "." in key.section else values.setdefault(key.section, {})
@@ -296,9 +276,7 @@ def test_every_key_that_names_a_file_or_folder_is_told(
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_job_that_names_a_place_elsewhere_is_refused_with_its_key(
-    folders: ModuleType, tmp_path: Path, job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
+def test_a_job_that_names_a_place_elsewhere_is_refused_with_its_key(folders, tmp_path, job, monkeypatch, key):
     folders.refuse_job(job())
     places = [
         str(tmp_path / "outside"),
@@ -324,23 +302,14 @@ def test_a_job_that_names_a_place_elsewhere_is_refused_with_its_key(
 
 @pytest.mark.parametrize("key", WRITTEN)
 @pytest.mark.parametrize("place", ["input/dogs", "models/m", "output", "user/x"])
-def test_what_a_job_writes_lies_below_the_output_folder(
-    folders: ModuleType,
-    host: comfy_stub.FakeHost,
-    job: Callable[..., JobConfig],
-    monkeypatch: pytest.MonkeyPatch,
-    key: str,
-    place: str,
-) -> None:
+def test_what_a_job_writes_lies_below_the_output_folder(folders, host, job, monkeypatch, key, place):
     monkeypatch.setattr(folders, "paths_of", lambda job: [(key, str(host.root / place))])
     with pytest.raises(ValueError, match=rf"^{re.escape(key)}\b.*not below ComfyUI's output folder"):
         folders.refuse_job(job())
 
 
 @pytest.mark.parametrize("link", ["a", "a/checkpoints", "a/samples/.hidden/deep/1.png", "a/.run.lock"])
-def test_a_job_writes_over_no_link_to_elsewhere(
-    folders: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path, job: Callable[..., JobConfig], link: str
-) -> None:
+def test_a_job_writes_over_no_link_to_elsewhere(folders, host, tmp_path, job, link):
     path, big = host.root / "output" / "devicebridge" / link, tmp_path / "big_disk"
     path.parent.mkdir(parents=True)
     path.symlink_to(big)
@@ -351,9 +320,7 @@ def test_a_job_writes_over_no_link_to_elsewhere(
 
 
 @pytest.mark.parametrize("link", ["cache", "cache/captions", "cache/.lock", "cache/deep/er/1.safetensors"])
-def test_a_node_writes_over_no_link_to_elsewhere(
-    folders: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path, link: str
-) -> None:
+def test_a_node_writes_over_no_link_to_elsewhere(folders, host, tmp_path, link):
     path = host.root / "output" / link
     path.parent.mkdir(parents=True, exist_ok=True)
     path.symlink_to(tmp_path / "big_disk")
@@ -364,9 +331,7 @@ def test_a_node_writes_over_no_link_to_elsewhere(
 
 
 @pytest.mark.parametrize("link", ["output", "output/devicebridge"])
-def test_runs_lie_where_a_link_leads_if_nodes_may_write_there(
-    folders: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path, link: str
-) -> None:
+def test_runs_lie_where_a_link_leads_if_nodes_may_write_there(folders, host, tmp_path, link):
     elsewhere, place = tmp_path / "big_disk" / link, host.root / link
     (tmp_path / "big_disk" / "output" / "devicebridge").mkdir(parents=True)
     if place.is_dir():
@@ -379,9 +344,7 @@ def test_runs_lie_where_a_link_leads_if_nodes_may_write_there(
     assert folders.runs_folder() == found
 
 
-def test_what_is_gone_is_left_to_whoever_needs_it(
-    folders: ModuleType, host: comfy_stub.FakeHost, job: Callable[..., JobConfig]
-) -> None:
+def test_what_is_gone_is_left_to_whoever_needs_it(folders, host, job):
     """A resumed run does not read the LoRA that it began with."""
     folders.refuse_job(job(lora={"start_from": str(host.root / "output" / "gone.safetensors")}))
 
@@ -392,9 +355,7 @@ def test_a_job_that_may_import_is_a_job_of_the_command_line(folders: ModuleType,
 
 
 @pytest.mark.parametrize("place", ["input", "output/devicebridge", "temp/x"])
-def test_what_is_trusted_does_not_lie_where_browsers_send_files(
-    folders: ModuleType, host: comfy_stub.FakeHost, place: str
-) -> None:
+def test_what_is_trusted_does_not_lie_where_browsers_send_files(folders, host, place):
     folders.refuse_uploads_to(host.root / "user" / "__devicebridge")
     with pytest.raises(ValueError, match="lies in a folder that uploads go to"):
         folders.refuse_uploads_to(host.root / place / "__devicebridge")

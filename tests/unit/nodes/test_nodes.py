@@ -270,9 +270,7 @@ def test_a_model_that_is_not_there_is_named_with_what_is(nodes: ModuleType, host
         nodes.train.folders.find_model("[path below]", "/nowhere/model")
 
 
-def test_a_refused_model_is_refused_in_the_words_of_the_node(
-    nodes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_model_is_refused_in_the_words_of_the_node(nodes, tmp_path, monkeypatch):
     from safetensors.torch import save_file
 
     def no_model(*_: Any) -> Any:
@@ -306,9 +304,7 @@ def test_a_device_that_is_not_there_is_refused_with_what_is(nodes: ModuleType) -
         _split(nodes, "cpu, cuda:77", "bytes", "", "")
 
 
-def test_auto_devices_without_a_gpu_warn_and_go_on(
-    nodes: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_devices_without_a_gpu_warn_and_go_on(nodes, monkeypatch, caplog):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with caplog.at_level("WARNING"):
         assert _split(nodes, "auto", "bytes", "", "").devices == ()
@@ -345,9 +341,7 @@ def test_the_schemes_released_first_mean_the_same(nodes: ModuleType, model: Any)
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int8", "fp8-compute", "int8-compute", "none"])
-def test_the_report_is_shown_and_handed_on(
-    nodes: ModuleType, host: comfy_stub.FakeHost, model: Any, scheme: str
-) -> None:
+def test_the_report_is_shown_and_handed_on(nodes, host, model, scheme):
     from devicebridge.jobs.quantize_preview import preview_model
 
     with torch.inference_mode():  # as the host runs every node
@@ -359,9 +353,7 @@ def test_the_report_is_shown_and_handed_on(
     assert output.ui.keys() == {"text"}, "a picture of the text would push the node over its neighbours"
 
 
-def test_the_sockets_of_the_quantize_node_reach_their_settings(
-    nodes: ModuleType, host: comfy_stub.FakeHost, model: Any
-) -> None:
+def test_the_sockets_of_the_quantize_node_reach_their_settings(nodes, host, model):
     defaults = _defaults(_node(nodes, "DeviceBridgeQuantize").define_schema())
     found = _quantized(nodes, model, **{**defaults, "quantize": "int8-compute"})[0].model
     assert (found.quantize, found.rotation, found.quantized_cache) == ("int8-compute", 64, "")
@@ -409,9 +401,7 @@ def test_a_dataset_holds_what_its_sockets_say(nodes: ModuleType, host: comfy_stu
     assert host.texts[-1].splitlines()[0] == "12 samples per epoch, 4 for evaluation"
 
 
-def test_a_dataset_with_references_names_their_folders_and_runs_again_when_they_change(
-    nodes: ModuleType, host: comfy_stub.FakeHost
-) -> None:
+def test_a_dataset_with_references_names_their_folders_and_runs_again_when_they_change(nodes, host):
     _make_images(host.root / "input/dogs", 2)
     before = _make_images(host.root / "input/before", 2)
     data = _dataset(nodes, condition="kontext", references="before\n").data
@@ -427,9 +417,7 @@ def test_a_dataset_with_references_names_their_folders_and_runs_again_when_they_
         _dataset(nodes, references="before")
 
 
-def test_an_evaluation_folder_that_would_lack_references_is_refused_with_what_can_be_done(
-    nodes: ModuleType, host: comfy_stub.FakeHost
-) -> None:
+def test_an_evaluation_folder_that_would_lack_references_is_refused_with_what_can_be_done(nodes, host):
     for name in ("dogs", "before", "held_out"):
         _make_images(host.root / "input" / name, 2)
     asked = {"condition": "kontext", "references": "before", "evaluation_folder": "held_out"}
@@ -605,9 +593,7 @@ OF_TEXT = {"text_encoder", "text_encoder_rank", "text_encoder_learning_rate"}
 
 
 @pytest.mark.parametrize(("socket", "value", "key", "expected"), CHANGES)
-def test_a_socket_reaches_its_setting_and_no_other(
-    nodes: ModuleType, sockets: dict[str, Any], socket: str, value: Any, key: str, expected: Any
-) -> None:
+def test_a_socket_reaches_its_setting_and_no_other(nodes, sockets, socket, value, key, expected):
     section, name = key.split(".")
     before, after = _job(nodes, sockets), _job(nodes, sockets, **{socket: value})
     assert getattr(getattr(after, section), name) == expected
@@ -617,9 +603,7 @@ def test_a_socket_reaches_its_setting_and_no_other(
     assert dataclasses.replace(after, **changed) == before
 
 
-def test_a_lora_to_start_from_is_found_among_the_hosts(
-    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any]
-) -> None:
+def test_a_lora_to_start_from_is_found_among_the_hosts(nodes, host, sockets):
     file = host.root / "models/loras/mine.safetensors"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()
@@ -641,9 +625,7 @@ def test_every_socket_of_the_train_node_is_in_the_table(nodes: ModuleType) -> No
     }
 
 
-def test_text_encoders_are_trained_from_the_files_of_the_clip_that_encoded(
-    nodes: ModuleType, sockets: dict[str, Any]
-) -> None:
+def test_text_encoders_are_trained_from_the_files_of_the_clip_that_encoded(nodes, sockets):
     from devicebridge.config.data import CacheConfig
 
     source = "comfyui 0.33.0 CLIP " + 64 * "0"
@@ -724,9 +706,7 @@ def training(nodes: ModuleType, host: comfy_stub.FakeHost, monkeypatch: pytest.M
     return training
 
 
-def test_training_returns_what_the_cores_nodes_take(
-    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], training: Any
-) -> None:
+def test_training_returns_what_the_cores_nodes_take(nodes, host, sockets, training):
     with torch.inference_mode():  # as the host runs every node
         output = _node(nodes, "DeviceBridgeTrainLora").execute(**{**sockets, "resume": True})
     lora, losses, steps, path = output.args
@@ -761,9 +741,7 @@ def test_a_training_that_would_write_over_a_link_is_refused_before_it_begins(
     assert training.calls == [] and not outside.exists()
 
 
-def test_the_job_of_a_run_is_kept_where_no_request_writes(
-    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], training: Any
-) -> None:
+def test_the_job_of_a_run_is_kept_where_no_request_writes(nodes, host, sockets, training):
     from devicebridge.runs.record import KeptJobs
 
     _node(nodes, "DeviceBridgeTrainLora").execute(**sockets)
@@ -771,9 +749,7 @@ def test_the_job_of_a_run_is_kept_where_no_request_writes(
     assert kept.find(host.root / "output" / "devicebridge" / "my_lora") == _job(nodes, sockets)
 
 
-def test_several_processes_train_in_place_of_this_one(
-    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], training: Any, monkeypatch: Any
-) -> None:
+def test_several_processes_train_in_place_of_this_one(nodes, host, sockets, training, monkeypatch):
     from devicebridge.jobs import in_processes
 
     def run(job: Any, *, resume: bool, on_event: Any, should_stop: Any, native: Any) -> Any:
@@ -787,9 +763,7 @@ def test_several_processes_train_in_place_of_this_one(
     assert call["job"].parallel.processes == 2 and call["host"] == ["unload", "empty cache"] and output.args[2] == 3
 
 
-def test_events_go_to_the_browser(
-    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], training: Any
-) -> None:
+def test_events_go_to_the_browser(nodes, host, sockets, training):
     _node(nodes, "DeviceBridgeTrainLora").execute(**sockets)
     kinds, data = zip(*host.messages, strict=True)
     assert set(kinds) == {"devicebridge.event"}
@@ -798,9 +772,7 @@ def test_events_go_to_the_browser(
 
 
 @pytest.mark.parametrize(("resume", "hint"), [(False, "Turn on resume and run"), (None, "Run")])
-def test_cancel_ends_the_job_in_order_and_then_the_prompt(
-    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], training: Any, resume: bool | None, hint: str
-) -> None:
+def test_cancel_ends_the_job_in_order_and_then_the_prompt(nodes, host, sockets, training, resume, hint):
     """The host's progress bar raises on Cancel; were that to pass, a step would end half-way and nothing be saved."""
     training.cancel_at = 2
     with pytest.raises(comfy_stub.InterruptProcessingException):
@@ -809,9 +781,7 @@ def test_cancel_ends_the_job_in_order_and_then_the_prompt(
     assert host.is_interrupted is False, "the request is answered and must not stop the next prompt"
 
 
-def test_cancel_in_the_last_step_keeps_the_result(
-    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], training: Any
-) -> None:
+def test_cancel_in_the_last_step_keeps_the_result(nodes, host, sockets, training):
     training.cancel_at = 3
     output = _node(nodes, "DeviceBridgeTrainLora").execute(**sockets)
     assert output.args[2] == 3
@@ -849,9 +819,7 @@ def _shown_and_unread(nodes: ModuleType, node: Any, sockets: dict[str, Any]) -> 
     return len(shown), [f"{e.id} ({e.key.path})" for e in shown if e.id not in read]
 
 
-def test_the_plan_node_shows_the_plan_of_the_job(
-    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_node_shows_the_plan_of_the_job(nodes, host, sockets, monkeypatch):
     from devicebridge.jobs import job as job_module
     from devicebridge.planning import plan as plan_view
 
@@ -884,9 +852,7 @@ def test_the_plan_node_shows_the_plan_of_the_job(
     assert own == [] and calls == [] and later_calls, "ComfyUI lets go of its models only for a plan of its own cards"
 
 
-def test_the_cache_node_hands_its_settings_on(
-    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_node_hands_its_settings_on(nodes, host, sockets, monkeypatch):
     from devicebridge.jobs import encode_job
     from devicebridge.jobs import job as job_module
 
@@ -909,9 +875,7 @@ def test_the_cache_node_hands_its_settings_on(
     assert _job(nodes, {**sockets, "dataset": dataset}).cache == dataset.cache
 
 
-def test_cancel_while_caching_ends_the_prompt(
-    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancel_while_caching_ends_the_prompt(nodes, host, sockets, monkeypatch):
     from devicebridge.encoding.encode import Stopped
     from devicebridge.jobs import encode_job
     from devicebridge.jobs import job as job_module
@@ -950,13 +914,7 @@ class _Named:
         self.fingerprint = name
 
 
-def test_stock_encoders_take_the_place_of_the_models_own(
-    nodes: ModuleType,
-    host: comfy_stub.FakeHost,
-    sockets: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_stock_encoders_take_the_place_of_the_models_own(nodes, host, sockets, monkeypatch, caplog):
     from devicebridge.jobs import encode_job
     from devicebridge.jobs import job as job_module
 
@@ -1071,9 +1029,7 @@ def test_a_training_that_is_refused_loads_no_text_encoder_for_its_prompts(
     assert not {"clip", "encode"} & set(encoding.done) and not training.calls
 
 
-def test_prompts_are_encoded_after_every_check_and_as_captions_are(
-    nodes: ModuleType, sockets: dict[str, Any], training: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_encoded_after_every_check_and_as_captions_are(nodes, sockets, training, monkeypatch):
     encoding = _Encoding(nodes, monkeypatch)
     encoding.run(nodes, sockets)
     before = ["read in training", "cards", "check in training", "clip", "encode"]
@@ -1101,9 +1057,7 @@ def test_what_other_processes_train_is_checked_without_a_forecast_of_this_one(
     assert encoding.done.index("check in training") < encoding.done.index("clip")
 
 
-def test_lists_become_a_dataset_that_only_the_training_node_takes(
-    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any]
-) -> None:
+def test_lists_become_a_dataset_that_only_the_training_node_takes(nodes, host, sockets):
     from devicebridge.encoding.comfy_data import load_encoded
 
     latents = [{"samples": torch.randn(1, 16, 2, 2)}, {"samples": torch.randn(2, 16, 2, 2)}]

@@ -168,9 +168,7 @@ def test_what_a_terminal_would_obey_is_in_no_message_of_a_node(nodes: ModuleType
         _node(nodes, body).execute()
 
 
-def test_a_package_that_cannot_be_imported_is_named(
-    nodes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_cannot_be_imported_is_named(nodes, tmp_path, monkeypatch):
     (tmp_path / "broken_vision_of_nodes.py").write_text("raise AttributeError('no nms')")
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -184,9 +182,7 @@ def test_a_package_that_cannot_be_imported_is_named(
         _node(nodes, body).execute()
 
 
-def test_torchao_does_not_warn_while_it_is_imported_and_warns_afterwards(
-    nodes: ModuleType, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_torchao_does_not_warn_while_it_is_imported_and_warns_afterwards(nodes, caplog, monkeypatch, tmp_path):
     caplog.set_level(logging.WARNING, "torchao")
     (tmp_path / "torchao").mkdir()
     (tmp_path / "torchao" / "__init__.py").touch()

@@ -43,9 +43,7 @@ def _sockets(**others: Any) -> dict[str, Any]:
     return {"model": "tiny", "images": "dogs", "trigger_word": "ohwx dog", "quality": "normal", **others}
 
 
-def test_four_choices_train_the_lora_that_the_five_nodes_train(
-    nodes: ModuleType, simple: Any, host: comfy_stub.FakeHost
-) -> None:
+def test_four_choices_train_the_lora_that_the_five_nodes_train(nodes, simple, host):
     lora, path = simple.TrainLoraSimple.execute(**_sockets()).args
     assert Path(path) == host.root / "output/devicebridge/ohwx_dog/ohwx_dog.safetensors"
     (model,) = nodes.load.LoadModelForTraining.execute(model="tiny", path="").args
@@ -81,9 +79,7 @@ def test_a_run_is_called_by_what_can_name_a_folder(nodes: ModuleType, given: tup
 
 
 @pytest.mark.parametrize("has_forecast", [True, False])
-def test_what_does_not_fit_is_refused_before_captions_are_encoded(
-    nodes: ModuleType, simple: Any, host: comfy_stub.FakeHost, monkeypatch: pytest.MonkeyPatch, has_forecast: bool
-) -> None:
+def test_what_does_not_fit_is_refused_before_captions_are_encoded(nodes, simple, host, monkeypatch, has_forecast):
     from devicebridge.jobs import job as job_module
     from devicebridge.planning.dry_run import NoForecast
 
@@ -158,14 +154,7 @@ def test_encoders_are_found_by_the_names_of_comfyuis_templates(nodes: ModuleType
         ("comfyui-SD15", ["clip_l"], "connect its CLIP"),
     ],
 )
-def test_a_checkpoints_own_clip_or_as_many_files_as_its_class_takes(
-    nodes: ModuleType,
-    host: comfy_stub.FakeHost,
-    monkeypatch: pytest.MonkeyPatch,
-    variant: str,
-    names: list[str],
-    loaded: str,
-) -> None:
+def test_a_checkpoints_own_clip_or_as_many_files_as_its_class_takes(nodes, host, monkeypatch, variant, names, loaded):
     from devicebridge.nodes.host.native import files
 
     paths = [str(host.root / "models/text_encoders" / f"{name}.safetensors") for name in names]
@@ -185,9 +174,7 @@ def test_a_checkpoints_own_clip_or_as_many_files_as_its_class_takes(
         assert nodes.captions._clip_of_files(training, sockets) == (paths, loaded)
 
 
-def test_a_file_of_an_own_family_without_encoders_says_which_are_looked_for(
-    nodes: ModuleType, host: comfy_stub.FakeHost
-) -> None:
+def test_a_file_of_an_own_family_without_encoders_says_which_are_looked_for(nodes, host):
     file = host.root / "models/diffusion_models/flux1-dev-fp8.safetensors"
     file.touch()
     family, variant = SimpleNamespace(name="flux1", title="FLUX.1"), SimpleNamespace(name="flux1-dev")

@@ -37,9 +37,7 @@ def test_auto_takes_every_gpu_the_hosts_own_first(split: ModuleType, host: comfy
 
 
 @pytest.mark.parametrize("gpus", [(), (torch.device("cuda", 0),)])
-def test_with_one_device_the_model_passes_whole(
-    split: ModuleType, host: comfy_stub.FakeHost, gpus: tuple[torch.device, ...], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_with_one_device_the_model_passes_whole(split, host, gpus, caplog):
     host.gpus = gpus
     model = object()
     assert split.SplitModel.execute(model, **SOCKETS).args == (model,)

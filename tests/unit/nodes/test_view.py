@@ -84,9 +84,7 @@ def test_a_node_shows_loss_and_memory_of_every_rank(host: comfy_stub.FakeHost, t
     ]
 
 
-def test_a_log_has_a_line_of_progress_now_and_then(
-    host: comfy_stub.FakeHost, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_has_a_line_of_progress_now_and_then(host, tmp_path, caplog):
     clock = _Clock()
     view = importlib.import_module("devicebridge.nodes.view").JobView("7", clock)
     with caplog.at_level("INFO"), EventLog(tmp_path, view) as events:
@@ -98,9 +96,7 @@ def test_a_log_has_a_line_of_progress_now_and_then(
     assert [line.split()[2] for line in lines] == [f"{step}/40:" for step in (1, 11, 21, 31, 40)]
 
 
-def test_a_terminal_has_one_line_of_progress(
-    host: comfy_stub.FakeHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_terminal_has_one_line_of_progress(host, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     view = importlib.import_module("devicebridge.nodes.view").JobView("7", _Clock())
     with EventLog(tmp_path, view) as events:
@@ -132,9 +128,7 @@ def test_cancel_while_a_picture_is_shown_is_seen_by_the_run(host: comfy_stub.Fak
 
 
 @pytest.mark.parametrize(("trains", "prompts"), [(True, 0), (False, 1), (False, 0)])
-def test_cards_are_told_while_a_training_or_a_prompt_runs(
-    trains: bool, prompts: int, host: comfy_stub.FakeHost
-) -> None:
+def test_cards_are_told_while_a_training_or_a_prompt_runs(trains, prompts, host):
     page = importlib.import_module("devicebridge.nodes.host.page")
     queue = SimpleNamespace(get_tasks_remaining=lambda: prompts)
     found = page._has_work(SimpleNamespace(is_busy=trains), SimpleNamespace(prompt_queue=queue))

@@ -46,9 +46,7 @@ def test_a_second_cpu_is_refused(name):
         ("nt", {"CUDA_VISIBLE_DEVICES": "0"}, f"; {devices.ONE_GPU_ON_WINDOWS}"),
     ],
 )
-def test_a_device_that_is_not_there_is_refused_with_what_may_hide_it(
-    monkeypatch: pytest.MonkeyPatch, system: str, environment: dict[str, str], told: str
-) -> None:
+def test_a_device_that_is_not_there_is_refused_with_what_may_hide_it(monkeypatch, system, environment, told):
     monkeypatch.setattr(devices, "os", SimpleNamespace(name=system, environ=environment))
     with pytest.raises(ValueError) as error:
         devices.find_device("cuda:99")

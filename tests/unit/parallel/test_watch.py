@@ -37,9 +37,7 @@ def test_work_that_takes_too_long_is_ended_where_it_is() -> None:
     assert done.returncode == 1 and "in sleep_for_ever" in done.stderr, done.stderr
 
 
-def test_each_sign_gives_work_its_time_anew_waits_have_none_and_unknown_lengths_half_an_hour_or_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_sign_gives_work_its_time_anew_waits_have_none_and_unknown_lengths_half_an_hour_or_more(monkeypatch):
     limits: list[float] = []
     monkeypatch.setattr(module.faulthandler, "dump_traceback_later", lambda limit_s, **options: limits.append(limit_s))
     monkeypatch.setattr(module.faulthandler, "cancel_dump_traceback_later", lambda: limits.append(0))
@@ -59,9 +57,7 @@ def test_each_sign_gives_work_its_time_anew_waits_have_none_and_unknown_lengths_
         watch.close()
 
 
-def test_a_rank_that_gives_no_more_signs_is_lost_and_one_that_gives_them_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_gives_no_more_signs_is_lost_and_one_that_gives_them_is_not(monkeypatch):
     monkeypatch.setattr(module, "_BEAT_S", 0.1)
     monkeypatch.setattr(module, "_SHORTEST_S", 1.0)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))

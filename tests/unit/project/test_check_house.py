@@ -45,9 +45,7 @@ def test_circles_are_found_through_functions_type_checking_packages_and_the_pack
     assert house.import_circles(house.read_modules(tmp_path))[1] == ["b", "b.five", "b.four"]
 
 
-def test_long_modules_long_functions_and_many_parameters_are_counted_from_one_over_the_limit(
-    tmp_path: Path, house: Any
-):
+def test_long_modules_long_functions_and_many_parameters_are_counted_from_one_over_the_limit(tmp_path, house):
     def function(name: str, num_lines: int) -> str:
         return f"def {name}():\n" + "    pass\n" * (num_lines - 1)
 

@@ -11,9 +11,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("has_checkout", [False, True])
-def test_a_fresh_machine_is_told_what_brings_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_checkout: bool
-) -> None:
+def test_a_fresh_machine_is_told_what_brings_what_is_missing(monkeypatch, tmp_path, has_checkout):
     monkeypatch.setattr(comfy_host, "find_comfyui", lambda: tmp_path if has_checkout else None)
     monkeypatch.setattr(comfy_host, "comfy_python", lambda folder: None)
     monkeypatch.setattr(comfy_host.shutil, "which", lambda name: None)

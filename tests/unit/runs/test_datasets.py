@@ -120,9 +120,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *asked: Cal
         return list(threads.map(lambda each: each(), asked))
 
 
-def test_of_two_pages_that_save_one_caption_at_once_the_later_is_told_what_is_there(
-    api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_pages_that_save_one_caption_at_once_the_later_is_told_what_is_there(api, folder, monkeypatch):
     for was in (None, "kept"):
         if was:
             (folder / "b.txt").write_text(was)
@@ -151,9 +149,7 @@ with alone(folder / ".b.txt.lock") as is_alone:
 """
 
 
-def test_a_caption_that_another_process_is_writing_is_waited_for(
-    api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_caption_that_another_process_is_writing_is_waited_for(api, folder, monkeypatch):
     command = [sys.executable, "-c", _OTHER_PROCESS, str(ROOT / "bootstrap.py"), str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdin and other.stdout and other.stdout.readline() == "True\n"
@@ -165,9 +161,7 @@ def test_a_caption_that_another_process_is_writing_is_waited_for(
     assert (folder / "b.txt").read_text() == "of another process"
 
 
-def test_of_two_runs_whose_loras_get_one_name_at_once_the_later_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_runs_whose_loras_get_one_name_at_once_the_later_is_refused(tmp_path, monkeypatch):
     for run in ("a/b", "a_b"):
         (tmp_path / run / "checkpoints" / "step-000001").mkdir(parents=True)
         (tmp_path / run / "checkpoints" / "step-000001" / "lora.safetensors").write_bytes(run.encode())
@@ -205,9 +199,7 @@ def test_of_two_runs_whose_loras_get_one_name_at_once_the_later_is_refused(
         {"bucket_step": 8},
     ],
 )
-def test_what_is_not_there_or_no_caption_is_refused_and_nothing_is_written(
-    api: Api, folder: Path, values: dict[str, Any]
-) -> None:
+def test_what_is_not_there_or_no_caption_is_refused_and_nothing_is_written(api, folder, values):
     before = {path: path.read_bytes() for path in folder.parent.parent.rglob("*") if path.is_file()}
     answer = _write(api, **{"caption": "new", **values})
     assert 400 <= answer.status < 500, answer
@@ -221,9 +213,7 @@ def test_a_small_picture_is_given_of_what_is_there_only(api: Api) -> None:
         assert 400 <= _get(api, "picture", query).status < 500
 
 
-def test_for_a_small_picture_nothing_but_its_file_is_looked_at(
-    api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_for_a_small_picture_nothing_but_its_file_is_looked_at(api, folder, monkeypatch, caplog):
     (folder / "gone.png").symlink_to(folder / "nowhere.png")
     (folder / "a_mask.png").write_bytes((folder / "a.png").read_bytes())
     (folder / "sea").mkdir()

@@ -64,9 +64,7 @@ def _api(store: RunStore) -> Api:
 
 
 @pytest.mark.parametrize("unsettled_ns", [0, 1 << 62])
-def test_what_has_not_changed_is_not_opened_again(
-    store: RunStore, opened: list[str], unsettled_ns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_not_changed_is_not_opened_again(store, opened, unsettled_ns, monkeypatch):
     monkeypatch.setattr("devicebridge.runs.folders._UNSETTLED_NS", unsettled_ns)  # the latter lists all folders again
     api, news = _api(store), News(store, _queue(store))
     assert [run["run"] for run in api.state()["runs"]] == [f"run_{number}" for number in range(509, 309, -1)]
@@ -94,9 +92,7 @@ def test_a_new_run_is_told_at_once_and_an_old_one_that_is_resumed_soon(store: Ru
     assert sum("run_" in name for name in opened) < NUM_RUNS + 2 * 200 + 20
 
 
-def test_the_command_shows_the_newest_and_counts_the_others(
-    store: RunStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_shows_the_newest_and_counts_the_others(store, capsys):
     _write(store.root / "run_000", "running")
     os.utime(store.root / "run_000", (1, 1))
     assert main(["jobs", str(store.root)]) == 0

@@ -65,9 +65,7 @@ def _runs(queue: JobQueue) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("when", ["before it writes", "after it has written"])
-def test_whoever_is_killed_in_a_change_leaves_the_queue_as_before_or_as_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, when: str
-) -> None:
+def test_whoever_is_killed_in_a_change_leaves_the_queue_as_before_or_as_after(tmp_path, monkeypatch, change, when):
     queue = _queue(tmp_path)
     for name in ("a", "b", "c"):
         _add(queue, name)
@@ -95,9 +93,7 @@ def test_whoever_is_killed_in_a_change_leaves_the_queue_as_before_or_as_after(
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_nobody_changes_the_queue_while_another_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
+def test_nobody_changes_the_queue_while_another_does(tmp_path, monkeypatch, change):
     """So two moves at once are one after the other, and of none is what the other has done undone."""
     queue, held = _queue(tmp_path), []
     for name in ("a", "b", "c"):
@@ -116,9 +112,7 @@ def test_nobody_changes_the_queue_while_another_does(
     assert held and all(held), "what a change goes by was read under the lock that it is written under"
 
 
-def test_a_job_whose_start_was_cut_short_is_shown_and_not_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: list[list[str]]
-) -> None:
+def test_a_job_whose_start_was_cut_short_is_shown_and_not_started_again(tmp_path, monkeypatch, commands):
     def die(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
@@ -132,9 +126,7 @@ def test_a_job_whose_start_was_cut_short_is_shown_and_not_started_again(
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a log is not locked there")
-def test_a_process_that_was_started_but_not_noted_holds_its_cards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_was_started_but_not_noted_holds_its_cards(tmp_path, monkeypatch):
     """As where ComfyUI is killed between the two."""
     found: list[ProcessMark] = []
 
@@ -182,9 +174,7 @@ def test_a_program_that_was_not_told_what_to_refuse_starts_nothing(tmp_path: Pat
 
 
 @pytest.mark.parametrize("run", ["..", "../x", "a/../../x", ".", "linked", "linked/x", "a/linked"])
-def test_a_run_whose_name_leads_out_of_the_store_is_neither_queued_nor_started(
-    tmp_path: Path, commands: list[list[str]], run: str
-) -> None:
+def test_a_run_whose_name_leads_out_of_the_store_is_neither_queued_nor_started(tmp_path, commands, run):
     queue = _queue(tmp_path)
     (tmp_path / "runs" / "a").mkdir(parents=True)
     for link in ("linked", "a/linked"):
@@ -209,9 +199,7 @@ def test_a_store_behind_a_link_takes_jobs_by_either_name(tmp_path: Path, command
     assert len(commands) == 2
 
 
-def test_two_stores_that_are_remembered_in_one_place_keep_to_their_own_jobs(
-    tmp_path: Path, commands: list[list[str]]
-) -> None:
+def test_two_stores_that_are_remembered_in_one_place_keep_to_their_own_jobs(tmp_path, commands):
     """Two ComfyUIs of one user folder, with output folders of their own."""
     one, other = _queue(tmp_path), _queue(tmp_path, root="others")
     for queue in (one, other):
@@ -281,9 +269,7 @@ def test_a_run_that_was_started_elsewhere_is_resumed_as_it_was_shown(page: Page,
     assert page.queue.kept.find(page.run) == job
 
 
-def test_what_must_not_be_started_is_refused_before_it_is_shown_and_after(
-    page: Page, commands: list[list[str]]
-) -> None:
+def test_what_must_not_be_started_is_refused_before_it_is_shown_and_after(page, commands):
     page.record()
     shown = page.resume()[1]
     page.refused = "data is not read from there"
@@ -292,9 +278,7 @@ def test_what_must_not_be_started_is_refused_before_it_is_shown_and_after(
     assert page.queue.jobs() == [] and commands == []
 
 
-def test_a_run_of_this_comfyui_is_resumed_at_once_while_its_record_says_the_same(
-    page: Page, commands: list[list[str]]
-) -> None:
+def test_a_run_of_this_comfyui_is_resumed_at_once_while_its_record_says_the_same(page, commands):
     job = page.record()
     page.queue.kept.keep(job)
     found = replace(job.cache, text_source=f"comfyui 0.33.0 CLIP {'0' * 64}")  # what a record names besides
@@ -310,9 +294,7 @@ def test_a_run_of_this_comfyui_is_resumed_at_once_while_its_record_says_the_same
     assert page.queue.kept.find(page.run) == job
 
 
-def test_while_another_looks_after_the_queue_the_page_is_told_to_wait(
-    page: Page, monkeypatch: pytest.MonkeyPatch, commands: list[list[str]]
-) -> None:
+def test_while_another_looks_after_the_queue_the_page_is_told_to_wait(page, monkeypatch, commands):
     from devicebridge.system.locks import alone
 
     monkeypatch.setattr("devicebridge.runs.queue._WAIT_S", 0.0)

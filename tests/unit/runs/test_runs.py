@@ -170,9 +170,7 @@ def test_of_a_process_that_cannot_be_seen_the_lock_of_its_run_tells(tmp_path: Pa
     assert _add(queue, "a", "cuda:0").run == "a"
 
 
-def test_without_locks_another_computers_run_counts_as_under_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_another_computers_run_counts_as_under_way(tmp_path, monkeypatch):
     def refuse(*arguments: Any) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 
@@ -346,9 +344,7 @@ def _add(queue: JobQueue, name: str, *devices: str) -> Any:
     return queue.add(job, devices, is_resumed=False)
 
 
-def test_jobs_start_in_order_when_their_cards_are_free_and_no_later_one_takes_them(
-    tmp_path: Path, started: list[str]
-) -> None:
+def test_jobs_start_in_order_when_their_cards_are_free_and_no_later_one_takes_them(tmp_path, started):
     queue = _queue(tmp_path)
     first, both, other = (
         _add(queue, "first", "cuda:0"),
@@ -373,9 +369,7 @@ def test_jobs_start_in_order_when_their_cards_are_free_and_no_later_one_takes_th
     assert [each.run for each in queue.jobs()] == ["first", "other", "free"]
 
 
-def test_a_queue_that_is_read_again_finds_its_jobs_and_the_processes_that_run(
-    tmp_path: Path, started: list[str]
-) -> None:
+def test_a_queue_that_is_read_again_finds_its_jobs_and_the_processes_that_run(tmp_path, started):
     _add(_queue(tmp_path), "one", "cuda:0")
     _queue(tmp_path).tick()
     again = _queue(tmp_path)
@@ -386,9 +380,7 @@ def test_a_queue_that_is_read_again_finds_its_jobs_and_the_processes_that_run(
         _add(again, "one", "cuda:1")
 
 
-def test_a_job_that_waits_is_replaced_by_the_newer_one_of_its_run_and_keeps_its_place(
-    tmp_path: Path, started: list[str]
-) -> None:
+def test_a_job_that_waits_is_replaced_by_the_newer_one_of_its_run_and_keeps_its_place(tmp_path, started):
     queue = _queue(tmp_path, lambda: {"cuda:0": "ComfyUI holds models on"})
     first, second = _add(queue, "one", "cuda:0"), _add(queue, "two", "cuda:0")
     newer = queue.add(_job(tmp_path / "one", steps=20), ["cuda:0"], is_resumed=True)
@@ -411,9 +403,7 @@ def test_models_on_a_card_keep_a_job_waiting_and_are_named(tmp_path: Path, start
     assert started == ["one"]
 
 
-def test_a_process_that_ends_without_a_record_has_failed_with_its_last_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_ends_without_a_record_has_failed_with_its_last_words(tmp_path, monkeypatch):
     code = "import sys; sys.exit('log line\\ndevicebridge: no model there\\nlook again')"
 
     def start(command: Any, log: Path, environment: Any = None) -> ProcessMark:
@@ -432,9 +422,7 @@ def test_a_process_that_ends_without_a_record_has_failed_with_its_last_words(
     assert "no model there" in log.read_text() and str(log) in queue.jobs()[0].message
 
 
-def test_a_job_whose_run_has_begun_leaves_the_queue_and_its_record_holds_the_cards(
-    tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_whose_run_has_begun_leaves_the_queue_and_its_record_holds_the_cards(tmp_path, started, monkeypatch):
     queue = _queue(tmp_path)
     job = _add(queue, "one", "cuda:0")
     queue.tick()
@@ -510,9 +498,7 @@ def test_a_crash_is_news(tmp_path: Path, gone: ProcessMark) -> None:
         assert found["state"] == "crashed" and found["can_resume"]
 
 
-def test_the_command_shows_runs_and_queue_and_stops_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], started: list[str]
-) -> None:
+def test_the_command_shows_runs_and_queue_and_stops_a_run(tmp_path, capsys, started):
     run, command = tmp_path / "a", ["jobs", str(tmp_path), "--user-directory", str(tmp_path / ".user")]
     queue = _queue(tmp_path)
     with recorded_run(run, _job(run), ["cuda:0"]):
@@ -532,9 +518,7 @@ def test_the_command_shows_runs_and_queue_and_stops_a_run(
 
 
 @pytest.mark.parametrize("disk", ["comfy", "big_disk"])
-def test_the_command_finds_the_queue_beside_the_output_folder_also_where_that_is_a_link(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], disk: str
-) -> None:
+def test_the_command_finds_the_queue_beside_the_output_folder_also_where_that_is_a_link(tmp_path, capsys, disk):
     comfy, root = tmp_path / "comfy", tmp_path / disk / "output" / "devicebridge"
     root.mkdir(parents=True)
     if not (comfy / "output").exists():

@@ -84,14 +84,7 @@ MANY, WHOLE, TILED = 10**9, 500, 100
         ({}, {}, {}, ("cpu", False)),
     ],
 )
-def test_a_vae_goes_where_the_forecast_leaves_room(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    limits: dict[str, int],
-    free: dict[int, int],
-    reserved: dict[int, int],
-    place: tuple[str, bool],
-) -> None:
+def test_a_vae_goes_where_the_forecast_leaves_room(tmp_path, monkeypatch, limits, free, reserved, place):
     """Whole on the first card that has room, else in tiles, else on the CPU; never beyond what was forecast."""
     module: Any = _Module(free, reserved)
     monkeypatch.setattr(decode, "device_module", lambda device: module)

@@ -134,9 +134,7 @@ def _reference(job: JobConfig, name: str, prompt: str, shape: torch.Size, lora: 
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_pictures_are_those_of_diffusers_pipeline_with_the_same_lora(
-    name: str, tmp_path: Path, drawn: list[list[torch.Tensor]]
-) -> None:
+def test_pictures_are_those_of_diffusers_pipeline_with_the_same_lora(name, tmp_path, drawn):
     """Before the first step without a LoRA, after the last with the file that was written."""
     job = _job(tmp_path, "run", name, samples={"every_steps": 0, "width": 128, "height": 64})
     result = _run(job)
@@ -192,9 +190,7 @@ def test_a_clip_is_an_animated_webp_at_the_models_rate(tmp_path: Path) -> None:
     assert clip.info["duration"] == round(1000 / 16)
 
 
-def test_image_to_video_starts_from_the_first_frame_of_a_training_clip(
-    tmp_path: Path, drawn: list[list[torch.Tensor]]
-) -> None:
+def test_image_to_video_starts_from_the_first_frame_of_a_training_clip(tmp_path, drawn):
     save_tiny_pipeline(tmp_path / "model", "wan")
     TINY["wan"].make_video_vae().save_pretrained(tmp_path / "model" / "vae")
     for index in range(2):
@@ -311,9 +307,7 @@ def test_pictures_may_be_turned_on_and_off_when_a_run_is_resumed(tmp_path: Path)
 @pytest.mark.parametrize(
     "strategy", [*(pytest.param(name, marks=pytest.mark.long) for name in ("split", "pipeline")), "weight offload"]
 )
-def test_an_error_in_a_picture_is_a_warning_and_training_goes_on(
-    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_in_a_picture_is_a_warning_and_training_goes_on(strategy, tmp_path, monkeypatch, caplog):
     """It breaks in the middle of the model, at the second forward of the second time."""
     sections = STRATEGIES[strategy]
     plain = _run(_job(tmp_path, "plain", **sections, samples={"prompts": []}))
@@ -346,9 +340,7 @@ def _break(*arguments: Any) -> None:
     raise torch.OutOfMemoryError("no room\nand more for developers")
 
 
-def test_a_picture_that_is_not_finite_is_said_and_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_picture_that_is_not_finite_is_said_and_not_written(tmp_path, monkeypatch, caplog):
     plain = sampler.draw_latents
     monkeypatch.setattr(
         sampler,
@@ -381,9 +373,7 @@ def test_every_step_of_every_picture_is_told(tmp_path: Path) -> None:
     ]
 
 
-def test_a_vae_that_is_gone_is_a_warning_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_vae_that_is_gone_is_a_warning_too(tmp_path, monkeypatch, caplog):
     job = _job(tmp_path, "run", samples={"every_steps": 0, "before_first": False})
 
     def remove(event: Event) -> None:
