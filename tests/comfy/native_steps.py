@@ -100,14 +100,7 @@ class Bench:
     dtype: "float64" for what rounding hides in float32; jobs have no such type, so it is put into their plans.
     """
 
-    def __init__(
-        self,
-        name: str,
-        folder: Path,
-        file: Path | None = None,
-        family: TinyFamily | None = None,
-        dtype: str = "float32",
-    ) -> None:
+    def __init__(self, name, folder, file=None, family=None, dtype="float32") -> None:
         self.name, self.family, self.folder, self.dtype = name, family or TRAINED[name], folder, dtype
         self.is_long = _IS_LONG and name in TRAINED  # further models go by the same mechanisms
         folder.mkdir(parents=True)
@@ -172,13 +165,7 @@ class Bench:
     def accumulated(self) -> tuple[float, Grads]:
         return self.first_step("accumulated", {"train": TWO})
 
-    def first_step(
-        self,
-        name: str,
-        sections: Mapping[str, Any],
-        check: Callable[[Trainer], None] | None = None,
-        ranks: Ranks = ALONE,
-    ) -> Any:
+    def first_step(self, name, sections, check=None, ranks=ALONE) -> Any:
         with self.trainer(name, sections, ranks) as trainer:
             if check is not None:
                 check(trainer)
@@ -534,14 +521,7 @@ def _said(bench: Bench, patcher: Any, made: Any) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def said_by_sampling(
-    patcher: Any,
-    made: Any,
-    condition: Any,
-    latent: tuple[int, ...],
-    sound: tuple[int, ...] = (),
-    noise_mask: Callable[[], torch.Tensor] | None = None,
-) -> torch.Tensor:
+def said_by_sampling(patcher, made, condition, latent, sound=(), noise_mask=None) -> torch.Tensor:
     """What a stock MODEL's network says, by the way that ComfyUI samples; of several streams packed."""
     shapes = [(1, *sides) for sides in (latent, sound) if sides]
     noisy, sigma = made.noisy.view((1, 1, -1) if sound else shapes[0]), made.sigmas

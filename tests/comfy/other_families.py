@@ -83,18 +83,7 @@ def _refined(generator: torch.Generator, tokens: int) -> dict[str, Any]:
     return {"aesthetic_score": 7.5, "width": 1024, "height": 768}
 
 
-def _of(
-    case: Any,
-    config_class: str,
-    image_model: str,
-    latent: tuple[int, ...],
-    context: tuple[int, int],
-    blocks: tuple[str, ...],
-    *,
-    more: dict[str, Any] | None = None,
-    options: Any = None,
-    pooled: int = 0,
-) -> TinyFamily:
+def _of(case, config_class, image_model, latent, context, blocks, *, more=None, options=None, pooled=0) -> TinyFamily:
     """A build with the sizes that test_native_families.py has, which no file says."""
     named = {"image_model": image_model} if image_model else {}
     config = {**case.config, **named, **(more or {})}

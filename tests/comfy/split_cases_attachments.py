@@ -46,15 +46,7 @@ def _changed(model: Any, change: Change, device: torch.device) -> Any:
     return model
 
 
-def _compare(
-    case: Case,
-    claim: str,
-    name: str,
-    change: Change,
-    *,
-    settings: tuple[dict[str, Any], ...] = (_FIRST, {"transport": "relay"}),
-    **options: Any,
-) -> None:
+def _compare(case, claim, name, change, *, settings=(_FIRST, {"transport": "relay"}), **options) -> None:
     """A split MODEL, then changed, computes as the unsplit one changed the same way; and the change does something."""
     host = case.host
     unsplit = host.load(name, load_device=CPU)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 from devicebridge.tests.comfy.emulated_vram import dynamic_vram
-from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, long_case, split
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_cases_tensor import near, tensor
 from devicebridge.tests.comfy.split_cases_tokens import NAME, _scheduled, tokens
 from devicebridge.tests.comfy.split_host import HOME, OTHER, live_bytes
@@ -93,29 +93,6 @@ def dynamic_tensor_with_little_memory(case: Case) -> None:
         near(case, "with a limit", host.sample(limited, name), reference)
         case.check("the limit was kept", vram.refused.get(HOME, 0) > 0, vram.refused)
         host.unload_all()
-
-
-@long_case
-def dynamic_tensor_loras(case: Case) -> None:
-    """LoRAs are added where a slice arrives: before and after the split, others in turn, none again."""
-    host = case.host
-    for name in ("flux1_heads", "wan_heads"):
-        unsplit = host.load(name, load_device=CPU)
-        clean = host.sample(unsplit, name)
-        references = [host.sample(host.lora(unsplit, name, seed=seed), name) for seed in (1, 2)]
-        with dynamic_vram() as vram:
-            divided = tensor(host.load(name))
-            clones = [host.lora(divided, name, seed=seed) for seed in (1, 2)]
-            for turn in range(2):
-                for index, clone in enumerate(clones):
-                    near(case, f"{name}: {index}, turn {turn}", host.sample(clone, name), references[index])
-            near(case, f"{name}: none", host.sample(divided, name), clean)
-            before = tensor(host.lora(host.load(name), name))
-            near(case, f"{name}: before the split", host.sample(before, name), references[0])
-            host.unload_all()
-            vram.room[OTHER] = 200_000
-            near(case, f"{name}: streamed", host.sample(clones[1], name), references[1])
-            host.unload_all()
 
 
 @case

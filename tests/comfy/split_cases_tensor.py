@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -105,24 +105,28 @@ def tensor_three_cards(case: Case) -> None:
     case.refused("too few heads", lambda: tensor(host.load("wan")), ValueError, "1 heads", "1 devices at most")
 
 
-@case
-def tensor_loras(case: Case) -> None:
+def loras(case: Case, names: tuple[str, ...], divide: Callable[[Any], Any], bound: float = NEAR) -> None:
     """LoRAs before and after the split, two at once, and back to none."""
     host = case.host
-    for name in ("flux2_heads", *in_long_runs("wan_heads", "qwen_image")):
+    for name in names:
         unsplit = host.load(name, load_device=CPU)
         clean, one = host.sample(unsplit, name), host.lora(unsplit, name)
         reference = host.sample(one, name)
         both = host.sample(host.lora(one, name, seed=2, strength=0.7), name)
         case.differs(f"{name}: it does something", reference, clean)
-        divided = tensor(host.load(name))
-        near(case, f"{name}: after", host.sample(host.lora(divided, name), name), reference)
-        near(case, f"{name}: none again", host.sample(divided, name), clean)
-        before = tensor(host.lora(host.load(name), name))
-        near(case, f"{name}: before", host.sample(before, name), reference)
+        divided = divide(host.load(name))
+        near(case, f"{name}: after", host.sample(host.lora(divided, name), name), reference, bound)
+        near(case, f"{name}: none again", host.sample(divided, name), clean, bound)
+        before = divide(host.lora(host.load(name), name))
+        near(case, f"{name}: before", host.sample(before, name), reference, bound)
         two = host.lora(before, name, seed=2, strength=0.7)
-        near(case, f"{name}: before and after", host.sample(two, name), both)
+        near(case, f"{name}: before and after", host.sample(two, name), both, bound)
         host.unload_all()
+
+
+@case
+def tensor_loras(case: Case) -> None:
+    loras(case, ("flux2_heads", *in_long_runs("wan_heads", "qwen_image")), tensor)
 
 
 @long_case
@@ -171,19 +175,25 @@ def _patches(model: Any, keys: tuple[str, ...]) -> dict[str, list[tuple[float, f
     }
 
 
+def controlnets(case: Case, names: tuple[str, ...], divide: Callable[[Any], Any], bound: float = NEAR) -> None:
+    """Residuals are computed once, on the main card."""
+    host = case.host
+    for name in names:
+        outputs = []
+        for model in (host.load(name, load_device=CPU), divide(host.load(name))):
+            positive, control = FAMILIES[name].condition(1), Residuals(_RESIDUALS[name.removesuffix("_heads")])
+            positive[0][1] |= {"control": control, "control_apply_to_uncond": True}
+            outputs.append(host.sample(model, name, positive=positive))
+            case.check(f"{name}: asked on the main card", str(OTHER) not in control.asked_on, control.asked_on)
+        near(case, name, outputs[1], outputs[0], bound)
+        case.differs(f"{name}: it does something", outputs[0], host.sample(host.load(name, load_device=CPU), name))
+        host.unload_all()
+
+
 @case
 def tensor_controlnets(case: Case) -> None:
     """Residuals are added in place between two blocks, so every card's copy of the stream is out of date then."""
-    host = case.host
-    for name in ("flux1_heads", "qwen_image", "hunyuan_video_heads"):
-        outputs = []
-        for model in (host.load(name, load_device=CPU), tensor(host.load(name))):
-            positive = FAMILIES[name].condition(1)
-            positive[0][1] |= {"control": Residuals(_RESIDUALS[name.removesuffix("_heads")])}
-            outputs.append(host.sample(model, name, positive=positive))
-        near(case, name, outputs[1], outputs[0])
-        case.differs(f"{name}: it does something", outputs[0], host.sample(host.load(name, load_device=CPU), name))
-        host.unload_all()
+    controlnets(case, ("flux1_heads", "qwen_image", "hunyuan_video_heads"), tensor)
 
 
 @case

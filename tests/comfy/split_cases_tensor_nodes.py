@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -85,22 +86,25 @@ def tensor_merges(case: Case) -> None:
         host.unload_all()
 
 
+def stopped_inside_a_block(case: Case, name: str, divide: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Ctrl-C, and ComfyUI's Cancel, in a collective of either card end the prompt. The next one has the same bits."""
+    sample = functools.partial(case.host.sample, divide(case.host.load(name)), name)
+    reference, threads = sample(), threading.active_count()
+    cancel = comfy.model_management.InterruptProcessingException()
+    for what, stop in {"Ctrl-C": KeyboardInterrupt(), "Cancel": cancel}.items():
+        for rank in (0, 1):
+            with _failing_meeting(rank, 7, stop):
+                case.refused(f"{what} on card {rank}", sample, type(stop))
+            case.equal(f"after {what} on card {rank}", sample(), reference)
+    case.refused("Cancel pressed meanwhile", functools.partial(_cancelled, sample), type(cancel))
+    case.equal("after Cancel was pressed", sample(), reference)
+    case.check("no thread is left", threading.active_count() <= threads, threading.active_count())
+    return sample
+
+
 @case
 def tensor_stopped_inside_a_block(case: Case) -> None:
-    """Ctrl-C, and ComfyUI's Cancel, in a collective of either card end the prompt. The next one has the same bits."""
-    host, name = case.host, "flux1_heads"
-    stops = {"Ctrl-C": KeyboardInterrupt(), "Cancel": comfy.model_management.InterruptProcessingException()}
-    divided = tensor(host.load(name))
-    reference = host.sample(divided, name)
-    sample = functools.partial(host.sample, divided, name)
-    for what, stop in stops.items():
-        for rank in (0, 1):
-            claim = f"{what} on card {rank}"
-            with _failing_meeting(rank, 7, stop):
-                case.refused(claim, sample, type(stop))
-            case.equal(f"after {claim}", sample(), reference)
-    case.refused("Cancel pressed meanwhile", functools.partial(_cancelled, sample), type(stops["Cancel"]))
-    case.equal("after Cancel was pressed", sample(), reference)
+    stopped_inside_a_block(case, "flux1_heads", tensor)
 
 
 @case
@@ -131,29 +135,6 @@ def tensor_another_attention(case: Case) -> None:
             near(case, f"{name}, {kind}", launched[kind], reference)
             case.equal(f"{name}, {kind}, replayed", outputs[kind], launched[kind])
         case.differs(f"{name}: kinds differ", launched["split"], launched["by the node"])
-
-
-@long_case
-def tensor_refuses_code_inside_blocks(case: Case) -> None:
-    """A card has some of the heads: what other nodes do there is refused by name, and the next prompt works."""
-    host = case.host
-
-    def override(attention: Any, *args: Any, **kwargs: Any) -> Any:
-        return attention(*args, **kwargs)
-
-    for name, patches in {"flux1_heads": ("attn1_patch", "attn1_output_patch"), "wan_heads": ("attn1_patch",)}.items():
-        divided = tensor(host.load(name))
-        reference = host.sample(divided, name)
-        for patch in patches:
-            patched = divided.clone()
-            patched.set_model_patch(lambda *args, **kwargs: args, patch)
-            case.refused(patch, functools.partial(host.sample, patched, name), RuntimeError, patch, "blocks")
-        overridden = divided.clone()
-        overridden.model_options["transformer_options"]["optimized_attention_override"] = override
-        sample = functools.partial(host.sample, overridden, name)
-        case.refused("an override", sample, RuntimeError, f"attention override of {__name__}", "blocks")
-        case.equal("afterwards", host.sample(divided, name), reference)
-        host.unload_all()
 
 
 def _cancelled(sample: Any) -> None:

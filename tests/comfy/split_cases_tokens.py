@@ -37,10 +37,9 @@ from devicebridge.parallel.local.tokens import HERE, OneDeviceError, TokenParall
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
 from devicebridge.tests.comfy.native_cases import QWEN_IMAGE_21, with_heads
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, in_long_runs, long_case, split
-from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
-from devicebridge.tests.comfy.split_cases_tensor import _failing_meeting, clones_in_turn, near
+from devicebridge.tests.comfy.split_cases_tensor import clones_in_turn, controlnets, loras, near
 from devicebridge.tests.comfy.split_cases_tensor_files import FILES, _eight_bit, _load, _products_in_fp8
-from devicebridge.tests.comfy.split_cases_tensor_nodes import _cancelled, context_windows
+from devicebridge.tests.comfy.split_cases_tensor_nodes import context_windows, stopped_inside_a_block
 from devicebridge.tests.comfy.split_cases_weights import NAME
 from devicebridge.tests.comfy.split_classes import DIVIDED, SHARED
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, Host, live_bytes
@@ -163,22 +162,42 @@ def tokens_exchange(case: Case) -> None:
 
 @case
 def tokens_loras(case: Case) -> None:
-    """LoRAs before and after the split, two at once, and back to none."""
+    loras(case, ("flux2", *in_long_runs("wan", "qwen_image")), tokens, NEAR)
+
+
+@case
+def tokens_controlnets(case: Case) -> None:
+    """Each card adds the residuals of its rows."""
+    controlnets(case, ("flux1", *in_long_runs("chroma", "hunyuan_video", "qwen_image", "sd3")), tokens, NEAR)
+
+
+def verified(case: Case, name: str, layer: str, *words: str, **options: Any) -> None:
+    """A step is compared with one card, and a wrong one ends the run."""
     host = case.host
-    for name in ("flux2", *in_long_runs("wan", "qwen_image")):
-        unsplit = host.load(name, load_device=CPU)
-        clean, one = host.sample(unsplit, name), host.lora(unsplit, name)
-        reference = host.sample(one, name)
-        both = host.sample(host.lora(one, name, seed=2, strength=0.7), name)
-        case.differs(f"{name}: it does something", reference, clean)
-        shared = tokens(host.load(name))
-        near(case, f"{name}: after", host.sample(host.lora(shared, name), name), reference, NEAR)
-        near(case, f"{name}: none again", host.sample(shared, name), clean, NEAR)
-        before = tokens(host.lora(host.load(name), name))
-        near(case, f"{name}: before", host.sample(before, name), reference, NEAR)
-        two = host.lora(before, name, seed=2, strength=0.7)
-        near(case, f"{name}: before and after", host.sample(two, name), both, NEAR)
-        host.unload_all()
+    with case.logged("devicebridge", 20) as messages:
+        host.sample(tokens(host.load(name), verify=True), name, **options)
+    for word in ("on one card", *words):
+        case.check(f"it says {word}", any(word in each for each in messages), messages)
+    wrong = tokens(host.load(name), verify=True)
+    other = wrong.model.devicebridge_split.shards[OTHER].diffusion_model
+    other.get_submodule(layer).register_forward_hook(lambda module, args, output: output * 3)
+    sample = functools.partial(host.sample, wrong, name, **options)
+    case.refused("a wrong card", sample, RuntimeError, "on one card", "way to blocks")
+
+
+@case
+def tokens_verified(case: Case) -> None:
+    verified(case, "wan", "blocks.3.ffn")
+
+
+@case
+def tokens_stopped_inside_a_block(case: Case) -> None:
+    """In a preview as well."""
+    sample = stopped_inside_a_block(case, "flux2", tokens)
+    cancel = comfy.model_management.InterruptProcessingException()
+    reference = sample()
+    case.refused("Cancel of a preview", functools.partial(sample, callback=mock.Mock(side_effect=cancel)), type(cancel))
+    case.equal("after it", sample(), reference)
 
 
 def _hooked(seed: int, strengths: tuple[float, ...]) -> Any:
@@ -246,22 +265,6 @@ def tokens_scheduled_loras(case: Case) -> None:
     case.check("the given MODEL is as it was", all(torch.equal(now[name], given[name]) for name in given))
     left = [kept for each in (shared, *shared.companions) for kept in (each.hook_backup, each.cached_hook_patches)]
     case.check("nothing is kept", not any(left), [len(each) for each in left])
-
-
-@case
-def tokens_controlnets(case: Case) -> None:
-    """Residuals are computed once, on the main card, and each card adds those of its rows."""
-    host = case.host
-    for name in ("flux1", *in_long_runs("chroma", "hunyuan_video", "qwen_image", "sd3")):
-        outputs = []
-        for model in (host.load(name, load_device=CPU), tokens(host.load(name))):
-            positive, control = FAMILIES[name].condition(1), Residuals(_RESIDUALS[name])
-            positive[0][1] |= {"control": control, "control_apply_to_uncond": True}
-            outputs.append(host.sample(model, name, positive=positive))
-            case.check(f"{name}: asked on the main card", str(OTHER) not in control.asked_on, control.asked_on)
-        case.differs(f"{name}: it does something", outputs[0], host.sample(host.load(name, load_device=CPU), name))
-        near(case, name, outputs[1], outputs[0], NEAR)
-        host.unload_all()
 
 
 @case
@@ -516,22 +519,6 @@ def tokens_fewer_rows_than_cards(case: Case) -> None:
 
 
 @case
-def tokens_verified(case: Case) -> None:
-    host, name = case.host, "wan"
-    with case.logged("devicebridge", 20) as messages:
-        host.sample(tokens(host.load(name), verify=True), name)
-    case.check("it says so", any("on one card" in each for each in messages), messages)
-    wrong = tokens(host.load(name), verify=True)
-    other = wrong.model.devicebridge_split.shards[OTHER].diffusion_model
-
-    def change(module: Any, args: Any, output: Any) -> Any:
-        return output * 3
-
-    other.blocks[-1].ffn.register_forward_hook(change)
-    case.refused("a wrong card", lambda: host.sample(wrong, name), RuntimeError, "on one card", "way to blocks")
-
-
-@case
 def tokens_scaled_fp8_files(case: Case) -> None:
     """Files in 8 bits: every card has the file's own numbers, with a LoRA those that one card rounds to."""
     host = case.host
@@ -569,28 +556,6 @@ def tokens_clones_and_eviction(case: Case) -> None:
         with host.machine.room_for(size // 2, device):
             near(case, f"streamed on {device}", host.sample(clones[1], name), references[1], NEAR)
         host.unload_all()
-
-
-@case
-def tokens_stopped_inside_a_block(case: Case) -> None:
-    host, name = case.host, "flux2"
-    shared = tokens(host.load(name))
-    sample, cancel = functools.partial(host.sample, shared, name), comfy.model_management.InterruptProcessingException()
-    reference, threads = sample(), threading.active_count()
-
-    def press(*args: Any) -> None:
-        raise cancel
-
-    for what, stop in {"Ctrl-C": KeyboardInterrupt(), "Cancel": cancel}.items():
-        for rank in (0, 1):
-            with _failing_meeting(rank, 7, stop):
-                case.refused(f"{what} on card {rank}", sample, type(stop))
-            case.equal(f"after {what} on card {rank}", sample(), reference)
-    case.refused("Cancel of a preview", functools.partial(sample, callback=press), type(cancel))
-    case.equal("after it", sample(), reference)
-    case.refused("Cancel pressed meanwhile", functools.partial(_cancelled, sample), type(cancel))
-    case.equal("after Cancel was pressed", sample(), reference)
-    case.check("no thread is left", threading.active_count() <= threads, threading.active_count())
 
 
 @case
@@ -648,14 +613,7 @@ def _with_attention(inputs: dict[str, Any], rows: Any) -> dict[str, Any]:
     return {**inputs, "transformer_options": options}
 
 
-def _by_tokens(
-    model: torch.nn.Module,
-    plan: TokenPlan,
-    inputs: Callable[[], dict[str, Any]],
-    shares: tuple[int, ...],
-    groups: int = 1,
-    exchange: Any = "full",
-) -> tuple[list[Any], list[torch.Tensor]]:
+def _by_tokens(model, plan, inputs, shares, groups=1, exchange="full") -> tuple[list[Any], list[torch.Tensor]]:
     """What every rank's forward returns, and the gathered keys on the first."""
     models, keys = [copy.deepcopy(model) for _ in shares], []
     devices, send = [CPU] * len(shares), lambda tensors, rank, arrivals: tensors

@@ -23,7 +23,7 @@ from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs
 from devicebridge.tests.comfy.split_cases_batches import CFG, _combined, _each_side_alone, _one_image_at_a_time
 from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
 from devicebridge.tests.comfy.split_cases_tensor import near
-from devicebridge.tests.comfy.split_cases_tokens import NEAR, tokens
+from devicebridge.tests.comfy.split_cases_tokens import NEAR, tokens, verified
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, Host, live_bytes, one_condition_at_a_time
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
 
@@ -189,13 +189,4 @@ def wholes_that_end(case: Case) -> None:
 
 @case
 def wholes_verified(case: Case) -> None:
-    host = case.host
-    with case.logged("devicebridge", 20) as messages:
-        host.sample(tokens(host.load(NAME), verify=True), NAME, cfg=CFG)
-    case.check("it says so", any("on one card" in each for each in messages), messages)
-    case.check("and what each card holds", any("all of its activations" in each for each in messages), messages)
-    wrong = tokens(host.load(NAME), verify=True)
-    other = wrong.model.devicebridge_split.shards[OTHER].diffusion_model
-    other.single_blocks[-1].linear2.register_forward_hook(lambda module, args, output: output * 3)
-    sample = functools.partial(host.sample, wrong, NAME, cfg=CFG)
-    case.refused("a wrong card", sample, RuntimeError, "on one card", "way to blocks")
+    verified(case, NAME, "single_blocks.3.linear2", "all of its activations", cfg=CFG)

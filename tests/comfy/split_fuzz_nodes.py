@@ -324,18 +324,7 @@ def forward_with_identity(id_embedding: torch.Tensor, model: Any) -> Callable[..
     """A forward of FLUX with a tensor of its own added between blocks, as packs put in the place of forward_orig."""
     embed = comfy.ldm.flux.model.timestep_embedding
 
-    def forward_orig(
-        self: Any,
-        img: Any,
-        img_ids: Any,
-        txt: Any,
-        txt_ids: Any,
-        timesteps: Any,
-        y: Any,
-        guidance: Any,
-        *_: Any,
-        **kw: Any,
-    ) -> torch.Tensor:
+    def forward_orig(self, img, img_ids, txt, txt_ids, timesteps, y, guidance, *_, **kw) -> torch.Tensor:
         options = kw["transformer_options"]
         img, txt = self.img_in(img), self.txt_in(txt)
         vec = self.time_in(embed(timesteps, 256).to(img.dtype)) + self.vector_in(y)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -346,14 +346,7 @@ def made_of(name: str, **changes: Any) -> TinyFamily:
     return dataclasses.replace(FAMILIES[name], **changes)
 
 
-def _wan(
-    config_class: str,
-    options: Callable[[torch.Generator, int], dict[str, Any]],
-    latent: tuple[int, ...] = (16, 2, 4, 4),
-    *,
-    is_detected: bool = True,
-    **changes: Any,
-) -> TinyFamily:
+def _wan(config_class, options, latent=(16, 2, 4, 4), *, is_detected=True, **changes) -> TinyFamily:
     config = {**FAMILIES["wan"].unet_config, **changes}
     return made_of(
         "wan", config_class=config_class, unet_config=config, latent=latent, options=options, is_detected=is_detected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +79,7 @@ FORMATS = {
 }
 
 
-def _write(
-    file: Path,
-    tensors: Mapping[str, torch.Tensor],
-    how: Format,
-    prefix: str = "",
-    wanted: Callable[[str], bool] = lambda name: True,
-) -> Tensors:
+def _write(file, tensors, how, prefix="", wanted=lambda name: True) -> Tensors:
     written: Tensors = {}
     meaning: Tensors = {}
     layers = {}

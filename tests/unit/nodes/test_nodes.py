@@ -726,13 +726,8 @@ def test_training_returns_what_the_cores_nodes_take(nodes, host, sockets, traini
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_training_that_would_write_over_a_link_is_refused_before_it_begins(
-    nodes: ModuleType,
-    host: comfy_stub.FakeHost,
-    sockets: dict[str, Any],
-    training: Any,
-    tmp_path: Path,
-    background: bool,
-) -> None:
+    nodes, host, sockets, training, tmp_path, background
+):
     folder, outside = host.root / "output" / "devicebridge" / "my_lora", tmp_path.parent / f"{tmp_path.name}_outside"
     folder.mkdir(parents=True)
     (folder / "samples").symlink_to(outside)
@@ -1039,12 +1034,8 @@ def test_prompts_are_encoded_after_every_check_and_as_captions_are(nodes, socket
 
 @pytest.mark.parametrize("elsewhere", [{"background": True}, {"processes": 2}, {"resume": True}])
 def test_what_other_processes_train_is_checked_without_a_forecast_of_this_one(
-    nodes: ModuleType,
-    sockets: dict[str, Any],
-    training: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    elsewhere: dict[str, Any],
-) -> None:
+    nodes, sockets, training, monkeypatch, elsewhere
+):
     """One in the background waits for its cards in the queue, so nobody refuses them here."""
     encoding = _Encoding(nodes, monkeypatch)
     result = training.run(

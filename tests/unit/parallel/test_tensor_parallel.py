@@ -169,13 +169,7 @@ def make_model(*blocks: nn.Module) -> Model:
     return model.requires_grad_(False)
 
 
-def divide(
-    model: nn.Module,
-    size: int,
-    weights: Sequence[float] = (),
-    drop: Callable[[str, int], bool] = lambda *_: False,
-    plans: tuple[TensorPlan, ...] = PLANS,
-) -> TensorParallel:
+def divide(model, size, weights=(), drop=lambda *_: False, plans=PLANS) -> TensorParallel:
     """The blocks divided in place. drop: name of a meeting, rank -> whether this rank does not come to it."""
     shards = {}
     for block in model.blocks:  # type: ignore[union-attr]

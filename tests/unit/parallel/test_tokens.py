@@ -292,14 +292,7 @@ def test_rows_of_another_number_are_refused(toy: Toy) -> None:
 
 
 def heads_one_by_one(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    heads: int,
-    mask: torch.Tensor | None = None,
-    attn_precision: Any = None,
-    skip_reshape: bool = False,
-    skip_output_reshape: bool = False,
+    q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False
 ) -> torch.Tensor:
     """As ComfyUI's attention functions are called; no kernel of its sees how many heads there are."""
     if not skip_reshape:

@@ -32,14 +32,7 @@ class Holder(nn.Module):
         return self.to_q(x)
 
 
-def make_layer(
-    scheme: str = "none",
-    dtype: torch.dtype = torch.float32,
-    lora_dtype: torch.dtype = torch.float32,
-    *,
-    bias: bool = True,
-    **options: Any,
-) -> Any:
+def make_layer(scheme="none", dtype=torch.float32, lora_dtype=torch.float32, *, bias=True, **options) -> Any:
     """A LoRA layer of PEFT around a linear of the scheme, with a LoRA that is not zero."""
     torch.manual_seed(0)
     model = Holder(dtype, bias=bias)

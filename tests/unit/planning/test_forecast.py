@@ -71,16 +71,7 @@ def _watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Peaks]:
 
 
 def _train(
-    tiny: Any,
-    cut: int,
-    kept: Any,
-    accumulation: int,
-    scheme: str,
-    monkeypatch: Any,
-    *,
-    swapped: Any = (0, 0),
-    offloads: bool = False,
-    picture: tuple[int, int, int, int] | None = None,
+    tiny, cut, kept, accumulation, scheme, monkeypatch, *, swapped=(0, 0), offloads=False, picture=None
 ) -> dict[Any, int]:
     """Two optimizer steps of a tiny model over two emulated cards -> the most that each held.
 
@@ -130,17 +121,7 @@ def _loss(model: Any, family: Any, tiny: Any) -> torch.Tensor:
     return prediction_loss(prediction, latents.to(CARDS[0]))
 
 
-def _forecast(
-    tiny: Any,
-    cut: int,
-    kept: Any,
-    accumulation: int,
-    scheme: str,
-    *,
-    swapped: Any = (0, 0),
-    offloads: bool = False,
-    picture: tuple[int, int, int, int] | None = None,
-) -> dict[Any, int]:
+def _forecast(tiny, cut, kept, accumulation, scheme, *, swapped=(0, 0), offloads=False, picture=None) -> dict[Any, int]:
     cost = _dry_run(tiny, tiny.latent_shape, scheme)
     count = len(cost.names)
     offload_from = OFFLOAD_FROM if offloads else None

@@ -243,16 +243,7 @@ def test_host_memory_is_a_limit_too():
     _plan("24GB,24GB", host_bytes=0)  # nothing streams
 
 
-def _made_up(
-    cards: list[Card],
-    units: list[float],
-    *,
-    count: int = 10,
-    inputs: int = 10**7,
-    halves: bool = False,
-    link: float = 1e12,
-    **given: Any,
-) -> Question:
+def _made_up(cards, units, *, count=10, inputs=10**7, halves=False, link=1000000000000.0, **given) -> Question:
     """Blocks of 1 GB, or where they are quantized of half as much."""
     size = 10**8, 10**7, 10**8, 2 * 10**8, 2 * 10**8
     block = BlockCost(1000 * 10**6, 0, 0, inputs, {}, 10**7, *size, input_sizes=(inputs,))
