@@ -58,10 +58,8 @@ def main() -> int:
         os.environ["DEVICEBRIDGE_CACHE"] = str(Path(name) / "user_cache")
         bench = Bench(Path(name))
         outcomes = [*_read_outcomes(arguments.out), *_run_all(bench, arguments)]
-        missed = bench.missed_flips(arguments.flips, arguments.seed)
     _print_table(outcomes)
-    print(f"{arguments.flips} bits of a checkpoint and {arguments.flips} of a cache flipped, {len(missed)} not found")
-    return 1 if missed or any(outcome.fault for outcome in outcomes) else 0
+    return 1 if any(outcome.fault for outcome in outcomes) else 0
 
 
 def _read_outcomes(file: Path | None) -> list[Outcome]:
@@ -116,11 +114,6 @@ class Bench:
         yield from bad_runs.cache_cases(trained)
         yield from bad_runs.command_cases()
         yield from bad_runs.random_cases(trained, num_chance, seed)
-
-    def missed_flips(self, number: int, seed: int) -> list[str]:
-        from devicebridge.tests.bad_runs import missed_flips
-
-        return missed_flips(self.bases["trained"], number, seed)
 
     def run(self, case: Case, limit_s: float = LIMIT_S) -> Outcome:
         from devicebridge.tests.bad_inputs import LORA, fault_of, place_copy
@@ -185,7 +178,6 @@ def _print_table(outcomes: Sequence[Outcome]) -> None:
 def _read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chance", type=int, default=200, help="cases of random damage")
-    parser.add_argument("--flips", type=int, default=1000, help="bits flipped in a checkpoint, and in a cache")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", metavar="GROUP", help="a group of the table; may be repeated")
     parser.add_argument("--case", default="", metavar="TEXT", help="only cases whose name has this")

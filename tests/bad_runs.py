@@ -261,32 +261,6 @@ def _of_cache(file: str, name: str, spoil: Spoil) -> Case:
     return Case("caches", f"{file[-20:-12]} {name}", spoil, names, verdict, TRAIN, "trained")
 
 
-def missed_flips(trained: Path, number: int, seed: int) -> list[str]:
-    """Flips a bit at so many random places of a checkpoint, and as many of the cache; those that nobody found."""
-    from devicebridge.encoding.store import CacheStore
-
-    store, draw, missed = CacheStore(trained / "cache"), random.Random(seed), []
-    checkpoint = [trained / NEWEST / name for name in (*_STATE_FILES, "state.json")]
-    for files in (checkpoint, sorted((trained / "cache").rglob("*.safetensors"))):
-        for path in draw.choices(files, [file.stat().st_size for file in files], k=number):
-            whole, place = path.read_bytes(), draw.randrange(path.stat().st_size)
-            flipped(place, draw.randrange(8))(path)
-            is_found = _is_damaged(path.parent) if files is checkpoint else store.get(path.stem) is None
-            missed += [] if is_found else [f"{path} at byte {place}"]
-            path.write_bytes(whole)
-    return missed
-
-
-def _is_damaged(checkpoint: Path) -> bool:
-    from devicebridge.training.state import DamagedCheckpoint, load_checkpoint
-
-    try:
-        load_checkpoint(checkpoint)
-    except DamagedCheckpoint:
-        return True
-    return False
-
-
 def flipped(place: int, bit: int = 0) -> Spoil:
     def spoil(path: Path) -> None:
         data = bytearray(path.read_bytes())

@@ -12,7 +12,7 @@ from unittest import mock
 import comfy.patcher_extension
 import comfy.sample
 import torch
-from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, long_case, split
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_host import HOME, Host, live_bytes, one_condition_at_a_time
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, Condition
 
@@ -61,21 +61,6 @@ def _each_side_alone(executor: Any, model: Any, conds: list[Any], *args: Any) ->
     """ComfyUI's evaluation, asked for the positive and for the negative side by itself."""
     sides = [[cond if number == side else None for number, cond in enumerate(conds)] for side in range(len(conds))]
     return [executor(model, side, *args)[number] for number, side in enumerate(sides)]
-
-
-@long_case
-def regions_masks_and_time_ranges(case: Case) -> None:
-    host = case.host
-    options: dict[str, Any] = {"cfg": CFG, "positive": _combined()}
-    unsplit = host.load("flux1", load_device=CPU)
-    together = host.sample(unsplit, "flux1", **options)
-    case.differs("it does something", together, host.sample(unsplit, "flux1", cfg=CFG))
-    case.equal("overlap off", host.sample(split(host.load("flux1"), overlap=False), "flux1", **options), together)
-    unsplit = unsplit.clone()
-    kind = comfy.patcher_extension.WrappersMP.CALC_COND_BATCH
-    unsplit.add_wrapper_with_key(kind, "test", _each_side_alone)
-    apart = host.sample(unsplit, "flux1", **options)
-    case.equal("overlap on", host.sample(split(host.load("flux1")), "flux1", **options), apart)
 
 
 @contextlib.contextmanager

@@ -16,10 +16,10 @@ import comfy.model_management
 import comfy.ops
 import comfy.patcher_extension
 import torch
-from comfy.ldm.modules.attention import SpatialTransformer, optimized_attention
+from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
 from comfy_api.torch_helpers import set_torch_compile_wrapper
-from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, long_case, split
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs, split
 from devicebridge.tests.comfy.split_host import HOME, OTHER
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
 
@@ -136,34 +136,6 @@ def a_real_controlnet(case: Case) -> None:
     case.equal("as unsplit", outputs[HOME], outputs[CPU])
 
 
-@long_case
-def block_replacements(case: Case) -> None:
-    """One block on each card and the ones at the border: what goes in and what comes out are on the same card."""
-    blocks = {
-        "flux1": ("double_block 0", "double_block 1", "single_block 0", "single_block 3"),
-        "wan_vace": ("double_block 0", "double_block 3"),
-    }
-    for name, names in blocks.items():
-        places: set[str] = set()
-        _compare(case, name, name, lambda model, device: _scale_blocks(model, names, places))  # noqa: B023
-        case.check(f"{name}: replaced on both cards", {str(HOME), str(OTHER)} <= places, places)
-    _compare(
-        case, "in relay", "flux1", lambda model, device: _scale_blocks(model, blocks["flux1"], set()), transport="relay"
-    )
-
-
-def _scale_blocks(model: Any, names: Sequence[str], places: set[str]) -> None:
-    def replacement(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-        before = args["img"].clone()
-        places.add(str(before.device))
-        out = extra["original_block"](args)
-        return {**out, "img": out["img"] * 1.25 - 0.25 * before}
-
-    for name in names:
-        block, index = name.split()
-        model.set_model_patch_replace(replacement, "dit", block, int(index))
-
-
 @case
 def patches_between_blocks(case: Case) -> None:
     """double_block patches with a tensor of their own, which write in place and return."""
@@ -180,41 +152,6 @@ def patches_between_blocks(case: Case) -> None:
     more = in_long_runs(("qwen_image", (1, 16, 64)), ("z_image", (1, 1, 256)))
     for name, shape in (("wan", (1, 8, 128)), *more):
         _compare(case, name, name, lambda model, device: change(model, device, shape), cfg=3.0)  # noqa: B023
-
-
-@long_case
-def patches_of_the_attention(case: Case) -> None:
-    """IP-adapter style: a patch inside the blocks adds what it captured."""
-
-    def flux(model: Any, device: torch.device) -> None:
-        bias = _noise(1, 1, 1, 128, device=device)
-        model.set_model_attn1_patch(lambda q, k, v, pe, attn_mask, extra_options: {"q": q + bias, "v": v - bias})
-        model.set_model_attn1_output_patch(lambda attn, extra_options: attn + 0.1 * bias[0])
-
-    def unet(model: Any, device: torch.device) -> None:
-        tokens = {width: _noise(1, 1, width, device=device) for width in (48, 64, 128)}
-        model.set_model_attn1_patch(lambda q, k, v, extra: (q + tokens[q.shape[-1]], k, v))
-        model.set_model_attn2_patch(lambda q, k, v, extra: (q, k + tokens[48], v - tokens[48]))
-        model.set_model_attn2_output_patch(lambda attn, extra: attn + tokens[attn.shape[-1]])
-
-    _compare(case, "flux1", "flux1", flux)
-    _compare(case, "sdxl", "sdxl", unet, cfg=3.0)
-
-
-@long_case
-def replaced_attention(case: Case) -> None:
-    def unet(model: Any, device: torch.device) -> None:
-        values = {width: _noise(1, 4, width, device=device) for width in (64, 128)}
-
-        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
-            more = values[q.shape[-1]].repeat(q.shape[0], 1, 1)
-            out = optimized_attention(q, k, v, extra["n_heads"])
-            return out + 0.5 * optimized_attention(q, more, more, extra["n_heads"])
-
-        for block in (("input", 1), ("input", 3), ("middle", 0), ("output", 0), ("output", 3)):
-            model.set_model_attn2_replace(attention, *block)
-
-    _compare(case, "attn2 of a UNet", "sdxl", unet, cfg=3.0)
 
 
 @case

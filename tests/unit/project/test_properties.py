@@ -18,9 +18,7 @@ import torch
 from devicebridge.checkpoints.header import read_header
 from devicebridge.checkpoints.weight_file import load_tensors
 from devicebridge.config.job import JobConfig, job_keys, job_to_dict, load_job, make_job
-from devicebridge.encoding.store import CacheStore
 from devicebridge.system.files import parse_json_object
-from devicebridge.training.state import DamagedCheckpoint, TrainingState, load_checkpoint, save_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
@@ -174,56 +172,3 @@ def test_any_damage_to_weights_is_refused_with_the_file_or_leaves_a_sound_file(f
             assert "x.safetensors" in str(error)
         else:
             assert _same(read, load(data)), SafetensorError
-
-
-def _state(adapter: dict[str, torch.Tensor], facts: dict[str, Any]) -> TrainingState:
-    names = {"version", "step", "files", "optimizer", "digest"}
-    kept = {name: value for name, value in facts.items() if name not in names}
-    return TrainingState(3, adapter, ({}, {"a": 1}), {"cpu": torch.get_rng_state()}, kept)
-
-
-@stable
-@given(tensors(finite=True), st.dictionaries(NAMES, ANY, max_size=3))
-def test_any_checkpoint_comes_back_as_it_was(adapter: Any, facts: dict[str, Any]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        state = _state(adapter, facts)
-        found = load_checkpoint(save_checkpoint(Path(folder), state, keep_last=1))
-    assert _same(found.adapter, adapter) and found.step == 3
-    assert json.dumps(found.facts) == json.dumps(state.facts)
-
-
-@stable
-@given(
-    tensors(finite=True),
-    st.sampled_from(["state.json", "adapter.safetensors", "optimizer.safetensors", "random.safetensors"]),
-    damages(),
-)
-def test_any_damage_to_a_checkpoint_is_found(adapter: Any, name: str, damage: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = save_checkpoint(Path(folder), _state(adapter, {"config": {"a": [1.5, None]}}), keep_last=1)
-        whole = (path / name).read_bytes()
-        data = damage(whole)
-        (path / name).write_bytes(data)
-        if data == whole:
-            load_checkpoint(path)
-            return
-        with pytest.raises(DamagedCheckpoint, match=name):
-            load_checkpoint(path)
-
-
-KEY = "ab" * 32
-
-
-@stable
-@given(tensors(), damages())
-def test_any_damage_to_a_cache_entry_is_a_miss_or_leaves_its_tensors(found: Any, damage: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        store = CacheStore(folder)
-        store.put(KEY, found)
-        assert _same(store.get(KEY) or {}, found)
-        path = store.path(KEY)
-        path.write_bytes(damage(path.read_bytes()))
-        read = store.get(KEY)
-        assert read is None or _same(read, found)
-        store.put(KEY, found)
-        assert _same(store.get(KEY) or {}, found), "written over"

@@ -57,7 +57,6 @@ VARIANTS = {
     "int8-compute rotated": QuantizeSettings("int8-compute"),
 }
 EVERY_VARIANT = pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
-EVERY_FAMILY = pytest.mark.parametrize("name", sorted(FAMILIES))
 BY_NAME = {"ids": lambda settings: f"{settings.scheme} {settings.rotation}"}
 # Energy a float8 factor loses: error uniform over a step of 1/8 of a mantissa m in [1, 2), E[m^2] = 3 / (2 ln 2) when
 # log-uniform: 32.2 dB. Normal and uniform values fill binades unevenly, which moves that by less than 1 dB.
