@@ -12,13 +12,9 @@ from typing import Any
 from devicebridge.tests.bad_inputs import NO_OBJECT, ODD_FILES, Case, Spoil, Verdict, at, cut, void, writer
 
 JSON_FILES = (
-    "model/model_index.json",
-    "model/transformer/config.json",
-    "model/vae/config.json",
-    "model/text_encoder/config.json",
-    "model/tokenizer/tokenizer.json",
-    "model/tokenizer/tokenizer_config.json",
-)
+    "model/model_index.json", "model/transformer/config.json", "model/vae/config.json",
+    "model/text_encoder/config.json", "model/tokenizer/tokenizer.json", "model/tokenizer/tokenizer_config.json",
+)  # fmt: skip
 _WRONG_INSIDE = (None, "x", -1, [], {}, 10**30, 1.5, True)
 
 
@@ -92,16 +88,11 @@ _INDEXES = {
     "model/text_encoder/model.safetensors.index.json": WEIGHT_FILES[2],
 }
 _MAPS: dict[str, Any] = {
-    "a list": [],
-    "null": None,
-    "a number": 3,
-    "an empty object": {},
-    "a map that is a list": {"weight_map": []},
-    "an empty map": {"weight_map": {}},
-    "numbers for files": {"weight_map": {"a": 3}},
+    "a list": [], "null": None, "a number": 3, "an empty object": {}, "a map that is a list": {"weight_map": []},
+    "an empty map": {"weight_map": {}}, "numbers for files": {"weight_map": {"a": 3}},
     "a file elsewhere": {"weight_map": {"a": "../../data/image_0.png"}},
     "a file that is missing": {"weight_map": {"a": "model-00001.safetensors"}},
-}
+}  # fmt: skip
 
 
 def _with_index(index: str, weights: str, content: Any) -> Spoil:
@@ -120,18 +111,11 @@ def _wider_encoder(folder: Path) -> None:
 
 
 _OTHER_FILES: dict[str, bytes] = {
-    "empty": b"",
-    "one byte": b"\x08",
-    "zeros": bytes(4096),
-    "ones": b"\xff" * 4096,
-    "a pickle": b"\x80\x02}q\x00.",
-    "a zip": b"PK\x03\x04" + bytes(100),
-    "a GGUF": b"GGUF" + bytes(100),
-    "a web page": b"<!DOCTYPE html><html></html>",
+    "empty": b"", "one byte": b"\x08", "zeros": bytes(4096), "ones": b"\xff" * 4096, "a pickle": b"\x80\x02}q\x00.",
+    "a zip": b"PK\x03\x04" + bytes(100), "a GGUF": b"GGUF" + bytes(100), "a web page": b"<!DOCTYPE html><html></html>",
     "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
-    "an empty object": (2).to_bytes(8, "little") + b"{}",
-    "a huge header": (2**62).to_bytes(8, "little") + b"{}",
-}
+    "an empty object": (2).to_bytes(8, "little") + b"{}", "a huge header": (2**62).to_bytes(8, "little") + b"{}",
+}  # fmt: skip
 
 
 def _empty_tensors(count: int) -> bytes:

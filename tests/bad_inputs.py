@@ -259,16 +259,9 @@ ODD_FILES: dict[str, Spoil] = {
     "a link to nothing": _replaced(lambda path: path.symlink_to("/nowhere/x")),
 }
 NO_OBJECT: dict[str, bytes] = {
-    "list": b"[]",
-    "null": b"null",
-    "number": b"3",
-    "text": b'"x"',
-    "empty": b"",
-    "not UTF-8": b'{"a": "\xff\xfe"}',
-    "deep": b"[" * 100_000,
-    "a name twice": b'{"a": 1, "a": 2}',
-    "NUL": b"\0" * 64,
-}
+    "list": b"[]", "null": b"null", "number": b"3", "text": b'"x"', "empty": b"", "not UTF-8": b'{"a": "\xff\xfe"}',
+    "deep": b"[" * 100_000, "a name twice": b'{"a": 1, "a": 2}', "NUL": b"\0" * 64,
+}  # fmt: skip
 
 
 _OBEYED = re.compile("[\x00-\x08\x0e-\x1f\x7f\u202e]")  # by a terminal, but for what moves a line of progress

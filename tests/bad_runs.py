@@ -107,21 +107,15 @@ def _png_header(width: int, height: int, kind: int = 2) -> bytes:
 
 
 _NO_IMAGES = {
-    "empty": b"",
-    "a text": b"no image\n",
-    "zeros": bytes(2000),
-    "giant": _png_header(2**31 - 1, 2**31 - 1),
-    "wide": _png_header(2**31 - 1, 1),
-    "no pixels": _png_header(0, 0),
-    "odd kind": _png_header(40, 40, 77),
+    "empty": b"", "a text": b"no image\n", "zeros": bytes(2000), "giant": _png_header(2**31 - 1, 2**31 - 1),
+    "wide": _png_header(2**31 - 1, 1), "no pixels": _png_header(0, 0), "odd kind": _png_header(40, 40, 77),
     "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\n",
-    "an SVG": b'<svg xmlns="http://www.w3.org/2000/svg" width="40" height="40"/>',
-    "a web page": b"<!DOCTYPE html>",
+    "an SVG": b'<svg xmlns="http://www.w3.org/2000/svg" width="40" height="40"/>', "a web page": b"<!DOCTYPE html>",
     "a giant BMP": b"BM" + struct.pack("<IHHIIiiHHIIiiII", 100, 0, 0, 54, 40, 2**30, 2**30, 1, 24, 0, 0, 0, 0, 0, 0),
     "a JPEG's start": b"\xff\xd8\xff\xe0" + bytes(40),
     "a giant GIF": b"GIF89a" + struct.pack("<HHBBB", 65535, 65535, 0, 0, 0) + b";",
     "a RIFF": b"RIFF\x10\0\0\0WEBPVP8X" + bytes(20),
-}
+}  # fmt: skip
 
 
 def _replace_image(save: Callable[[Any, Path], object]) -> Spoil:

@@ -136,16 +136,11 @@ def install(monkeypatch: pytest.MonkeyPatch, root: Path) -> FakeHost:
         (root / name).mkdir(parents=True, exist_ok=True)
     host.folder_names_and_paths["custom_nodes"] = ([str(root / "custom_nodes")], set())
     modules = {
-        "comfy_api": ModuleType("comfy_api"),
-        "comfy_api.v0_0_2": _api(),
-        "comfy": ModuleType("comfy"),
-        "comfy.utils": _utils(host),
-        "comfy.model_management": _model_management(host),
-        "comfy_execution": ModuleType("comfy_execution"),
-        "comfy_execution.graph_utils": _graph_utils(),
-        "server": _server(host),
-        "folder_paths": _folder_paths(host),
-    }
+        "comfy_api": ModuleType("comfy_api"), "comfy_api.v0_0_2": _api(), "comfy": ModuleType("comfy"),
+        "comfy.utils": _utils(host), "comfy.model_management": _model_management(host),
+        "comfy_execution": ModuleType("comfy_execution"), "comfy_execution.graph_utils": _graph_utils(),
+        "server": _server(host), "folder_paths": _folder_paths(host),
+    }  # fmt: skip
     for name in [name for name in sys.modules if name.startswith("devicebridge.nodes")]:
         monkeypatch.delitem(sys.modules, name)
     for name, module in modules.items():

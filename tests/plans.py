@@ -23,12 +23,9 @@ GB = 10**9
 
 def make_plan_job(**sections: dict[str, Any]) -> JobConfig:
     values: dict[str, Any] = {
-        "model": {"path": "x", "quantize": "fp8-compute"},
-        "data": {"folders": [{"path": "x"}], "resolutions": [512]},
-        "lora": {"rank": 32},
-        "train": {"steps": 10},
-        "output": {"folder": "x"},
-    }
+        "model": {"path": "x", "quantize": "fp8-compute"}, "data": {"folders": [{"path": "x"}], "resolutions": [512]},
+        "lora": {"rank": 32}, "train": {"steps": 10}, "output": {"folder": "x"},
+    }  # fmt: skip
     return make_job({name: values.get(name, {}) | sections.get(name, {}) for name in values.keys() | sections.keys()})
 
 

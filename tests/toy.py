@@ -130,14 +130,9 @@ def _flux_shift(num_tokens: int) -> float:
 
 
 _KL = {
-    "down_block_types": ("DownEncoderBlock2D",) * 2,
-    "up_block_types": ("UpDecoderBlock2D",) * 2,
-    "block_out_channels": (8, 16),
-    "layers_per_block": 1,
-    "latent_channels": 4,
-    "norm_num_groups": 4,
-    "sample_size": 32,
-}
+    "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "block_out_channels": (8, 16), "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 4, "sample_size": 32,
+}  # fmt: skip
 
 TINY: dict[str, TinyFamily] = {
     "flux2": TinyFamily(

@@ -121,18 +121,10 @@ def _make_qwen3(hidden_size: int, layers: int, vocab_size: int, max_length: int)
 
 def _decoder_sizes(hidden_size: int, layers: int, vocab_size: int) -> dict[str, int]:
     return {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": hidden_size // 4,
-        "max_position_embeddings": 2048,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+        "vocab_size": vocab_size, "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden_size // 4,
+        "max_position_embeddings": 2048, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
 
 
 def _make_t5(hidden_size: int, layers: int, vocab_size: int, max_length: int):
@@ -149,16 +141,9 @@ def _make_umt5(hidden_size: int, layers: int, vocab_size: int, max_length: int):
 
 def _t5_sizes(hidden_size: int, layers: int, vocab_size: int) -> dict[str, object]:
     return {
-        "vocab_size": vocab_size,
-        "d_model": hidden_size,
-        "d_kv": hidden_size // 4,
-        "d_ff": 2 * hidden_size,
-        "num_layers": layers,
-        "num_heads": 4,
-        "feed_forward_proj": "gated-gelu",
-        "pad_token_id": 0,
-        "eos_token_id": 2,
-    }
+        "vocab_size": vocab_size, "d_model": hidden_size, "d_kv": hidden_size // 4, "d_ff": 2 * hidden_size,
+        "num_layers": layers, "num_heads": 4, "feed_forward_proj": "gated-gelu", "pad_token_id": 0, "eos_token_id": 2,
+    }  # fmt: skip
 
 
 def _make_clip(hidden_size: int, layers: int, vocab_size: int, max_length: int):

@@ -12,10 +12,7 @@ from devicebridge.headless.run import set_values as set_values
 def from_folder(pipeline: Path) -> dict[str, Any]:
     """Values of a training template, without the nodes' prefix: a diffusers folder in place of ComfyUI's files."""
     return {
-        "LoadModelForTraining.model": "[path below]",
-        "LoadModelForTraining.path": str(pipeline),
-        "LoadModelForTraining.devices": "cpu",
-        "LoadModelForTraining.dtype": "float32",
-        "CacheCaptionsAndLatents.text_encoders": "[model folder]",
-        "CacheCaptionsAndLatents.vae": "[model folder]",
-    }
+        "LoadModelForTraining.model": "[path below]", "LoadModelForTraining.path": str(pipeline),
+        "LoadModelForTraining.devices": "cpu", "LoadModelForTraining.dtype": "float32",
+        "CacheCaptionsAndLatents.text_encoders": "[model folder]", "CacheCaptionsAndLatents.vae": "[model folder]",
+    }  # fmt: skip

@@ -60,15 +60,11 @@ def _ask() -> dict[str, Any]:
 
 # What no ComfyUI has: each must be found out.
 WRONG = (
-    "comfy.utils.no_such_function",
-    "comfy.model_patcher.ModelPatcher.no_such_attribute",
-    "comfy.utils.get_attr(attr, obj)",
-    "comfy.utils.get_attr(obj)",
-    "comfy.sd.load_clip(no_such_keyword=)",
+    "comfy.utils.no_such_function", "comfy.model_patcher.ModelPatcher.no_such_attribute",
+    "comfy.utils.get_attr(attr, obj)", "comfy.utils.get_attr(obj)", "comfy.sd.load_clip(no_such_keyword=)",
     "comfy.samplers.get_area_and_mult mentions no_such_word",
-    "comfy.patcher_extension.WrappersMP.APPLY_MODEL = another",
-    "no_such_module.name",
-)
+    "comfy.patcher_extension.WrappersMP.APPLY_MODEL = another", "no_such_module.name",
+)  # fmt: skip
 
 
 def _lacks(line: str) -> Iterator[str]:

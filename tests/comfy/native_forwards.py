@@ -228,13 +228,10 @@ class _Observed:
         for handle in self._handles:
             handle.remove()
         self.facts: dict[str, Any] = {
-            "in order": self.order == self._expected,
-            "tail": sorted(self.later - self.between),
-            "control": control.keys_asked(),
-            "replace": sorted({name for name, _ in replace.keys_asked()}),
-            "between": patches.keys_asked("between"),
-            "inside": patches.keys_asked("inside"),
-        }
+            "in order": self.order == self._expected, "tail": sorted(self.later - self.between),
+            "control": control.keys_asked(), "replace": sorted({name for name, _ in replace.keys_asked()}),
+            "between": patches.keys_asked("between"), "inside": patches.keys_asked("inside"),
+        }  # fmt: skip
 
     def _watch_child(self, name: str, child: nn.Module, row: NativeModel) -> None:
         """Watch what is called beside the blocks: each child, or each child of what the lists of blocks are in."""

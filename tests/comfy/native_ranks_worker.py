@@ -114,12 +114,9 @@ def resumed(bench: Bench, ranks: Ranks) -> Figures:
 
 
 STEPS: dict[str, Callable[[Bench, Ranks], Figures]] = {
-    "shared": shared,
-    "int8-compute": in_8_bits("int8-compute"),
-    "fp8-compute": in_8_bits("fp8-compute"),
-    "compiled": compiled,
-    "resumed": resumed,
-}
+    "shared": shared, "int8-compute": in_8_bits("int8-compute"), "fp8-compute": in_8_bits("fp8-compute"),
+    "compiled": compiled, "resumed": resumed,
+}  # fmt: skip
 
 
 def proved(name: str, ranks: Ranks) -> dict[str, Figures]:

@@ -829,22 +829,11 @@ def forecast(bench: Bench) -> Figures:
 
 
 STEPS: dict[str, Callable[[Bench], Figures]] = {
-    "loss": loss_is_cores,
-    "core's gradients": core_gradients,
-    "gradients": central_differences,
-    "recompute": _same("recompute", {}),
-    "split": _same("split", {"split": CARDS}),
-    "pipeline": in_stages,
-    "data": _same("data", {"split": CARDS, "train": TWO, "parallel": {"strategy": "data"}}),
-    "tokens": by_tokens,
+    "loss": loss_is_cores, "core's gradients": core_gradients, "gradients": central_differences,
+    "recompute": _same("recompute", {}), "split": _same("split", {"split": CARDS}), "pipeline": in_stages,
+    "data": _same("data", {"split": CARDS, "train": TWO, "parallel": {"strategy": "data"}}), "tokens": by_tokens,
     "weight offload": _same("weights", {"split": {"devices": ["lazy:0"], "offloaded_blocks": [2]}}),
     "activation offload": _same("activations", {"split": CARDS, "train": {"offload_activations": "on"}}),
-    "in place": in_place,
-    "8 bits": eight_bits,
-    "compiled": compiled,
-    "5 steps": five_steps,
-    "resume": resumed,
-    "stock LoRA": stock_loader,
-    "diffusers": diffusers_agrees,
-    "forecast": forecast,
-}
+    "in place": in_place, "8 bits": eight_bits, "compiled": compiled, "5 steps": five_steps, "resume": resumed,
+    "stock LoRA": stock_loader, "diffusers": diffusers_agrees, "forecast": forecast,
+}  # fmt: skip

@@ -73,12 +73,8 @@ def judge(family: str, name: str) -> dict[str, Any]:
     config, info = recognised_as(name)
     kind = kind_of(info)
     found: dict[str, Any] = {
-        "family": family,
-        "kind": kind,
-        "is_native": bool(config.family),
-        "verdicts": [],
-        "hours": {},
-    }
+        "family": family, "kind": kind, "is_native": bool(config.family), "verdicts": [], "hours": {},
+    }  # fmt: skip
     found["weights_gb"] = 2e-9 * sum(math.prod(each.shape) for each in info.tensors.values())
     quick, normal, thorough = SETTINGS[kind]
     try:

@@ -133,13 +133,10 @@ def _count_in_a_class(model: Any, device: torch.device) -> None:
 @case
 def what_keeps_state_turns_overlap_off(case: Case) -> None:
     changes: dict[str, Change] = {
-        "an attention override": _count_in_the_attention,
-        "object patches": _count_in_an_object_patch,
-        "an injection": _count_in_an_injection,
-        "a hook": _count_in_a_hook,
-        "the sampling of a pack": _count_in_the_sampling,
-        "a class of a pack around the model": _count_in_a_class,
-    }
+        "an attention override": _count_in_the_attention, "object patches": _count_in_an_object_patch,
+        "an injection": _count_in_an_injection, "a hook": _count_in_a_hook,
+        "the sampling of a pack": _count_in_the_sampling, "a class of a pack around the model": _count_in_a_class,
+    }  # fmt: skip
     for claim, change in changes.items():
         with case.logged("devicebridge", logging.INFO) as messages:
             _compare(case, claim, "flux1", change, cfg=4.0, settings=({}, _FIRST))

@@ -51,15 +51,10 @@ WINDOWS: Node = (
     "nodes_context_windows",
     "WanContextWindowsManualNode",
     {
-        "context_length": 5,
-        "context_overlap": 1,
-        "context_schedule": "standard_static",
-        "context_stride": 1,
-        "closed_loop": False,
-        "fuse_method": "pyramid",
-        "freenoise": False,
+        "context_length": 5, "context_overlap": 1, "context_schedule": "standard_static", "context_stride": 1,
+        "closed_loop": False, "fuse_method": "pyramid", "freenoise": False,
     },
-)
+)  # fmt: skip
 
 
 def _apply(node: Node, model: Any) -> Any:

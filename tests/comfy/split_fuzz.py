@@ -174,12 +174,9 @@ def _draw_options(drawn: random.Random, name: str) -> dict[str, Any]:
         latent[-1] += drawn.choice((1, 2, 3))
         latent[-2] += drawn.choice((0, 1, 2))
     options: dict[str, Any] = {
-        "cfg": drawn.choice((1.0, 4.0, 4.0)),
-        "batch": 1 if family.sound else drawn.choice((1, 1, 2, 3)),
-        "steps": 2,
-        "seed": drawn.randrange(100),
-        "latent": tuple(latent),
-    }
+        "cfg": drawn.choice((1.0, 4.0, 4.0)), "batch": 1 if family.sound else drawn.choice((1, 1, 2, 3)), "steps": 2,
+        "seed": drawn.randrange(100), "latent": tuple(latent),
+    }  # fmt: skip
     if drawn.random() < 0.3:
         options["negative"] = family.condition(2, tokens=family.context[0] + 3)
     return options

@@ -386,26 +386,13 @@ _ALL = tuple(FAMILIES)
 _WITH_REPLACEMENTS = ("flux1", "flux2", "chroma", "hunyuan_video", "wan", "qwen_image")
 
 NODES: Mapping[Node, tuple[str, ...]] = {
-    adapters: _ALL,
-    every_layer: _ALL,
-    bypass: _ALL,
-    weight_wrapper: _ALL,
-    merge: _ALL,
-    replacement: _WITH_REPLACEMENTS,
-    between: ("wan", "qwen_image", "z_image", "lumina2"),
-    inside: ("flux1", "flux2", "sdxl"),
-    unet_patches: ("sdxl",),
-    attention: _ALL,
-    function_wrapper: _ALL,
-    forward_wrapper: ("flux1", "flux2", "wan", "sdxl", "qwen_image", "z_image"),
-    apply_wrapper: _ALL,
-    sampler_functions: _ALL,
-    object_patch: _ALL,
-    injection: _ALL,
-    replaced_method: ("flux1",),
-    block_cache: ("flux1",),
+    adapters: _ALL, every_layer: _ALL, bypass: _ALL, weight_wrapper: _ALL, merge: _ALL, replacement: _WITH_REPLACEMENTS,
+    between: ("wan", "qwen_image", "z_image", "lumina2"), inside: ("flux1", "flux2", "sdxl"), unet_patches: ("sdxl",),
+    attention: _ALL, function_wrapper: _ALL,
+    forward_wrapper: ("flux1", "flux2", "wan", "sdxl", "qwen_image", "z_image"), apply_wrapper: _ALL,
+    sampler_functions: _ALL, object_patch: _ALL, injection: _ALL, replaced_method: ("flux1",), block_cache: ("flux1",),
     clone: _ALL,
-}
+}  # fmt: skip
 
 # A second computation of the same step, as the split's own verify does one, makes these go on differently.
 STATEFUL = frozenset({replacement, between, attention, function_wrapper, apply_wrapper, object_patch, injection})

@@ -131,10 +131,7 @@ def _held(host: Host, models: dict[Kind, Any]) -> dict[str, int]:
     while any(each.name.startswith("devicebridge") for each in threading.enumerate()) and time.monotonic() < end:
         time.sleep(0.05)  # those of a pool that is gone end by themselves
     return {
-        "threads": threading.active_count(),
-        "files": len(os.listdir("/proc/self/fd")),
-        "tensors": len(live_tensors()),
-        "modules": sum(issubclass(type(each), torch.nn.Module) for each in gc.get_objects()),
-        "hooks": hooks,
+        "threads": threading.active_count(), "files": len(os.listdir("/proc/self/fd")), "tensors": len(live_tensors()),
+        "modules": sum(issubclass(type(each), torch.nn.Module) for each in gc.get_objects()), "hooks": hooks,
         "bytes": psutil.Process().memory_info().rss,
-    }
+    }  # fmt: skip

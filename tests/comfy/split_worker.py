@@ -29,22 +29,9 @@ from typing import Any, TextIO
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 WATCHED = (
-    "controlnet",
-    "hooks",
-    "ldm.modules.attention",
-    "lora",
-    "model_base",
-    "model_management",
-    "model_patcher",
-    "model_prefetch",
-    "ops",
-    "patcher_extension",
-    "sample",
-    "sampler_helpers",
-    "samplers",
-    "sd",
-    "utils",
-)
+    "controlnet", "hooks", "ldm.modules.attention", "lora", "model_base", "model_management", "model_patcher",
+    "model_prefetch", "ops", "patcher_extension", "sample", "sampler_helpers", "samplers", "sd", "utils",
+)  # fmt: skip
 
 Digest = dict[str, int]
 

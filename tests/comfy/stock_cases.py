@@ -126,13 +126,8 @@ def case_clips_of_wan() -> None:
 def case_captions_are_literal() -> None:
     """Every character reaches the tokenizer as it stands, with weight 1; asked to weigh, a CLIP does as core's node."""
     texts = [
-        "a (cat)",
-        "a (cat:1.3), ((dog))",
-        r"\(face\), c:\dir\(1) :)",
-        "(",
-        ")(",
-        "embedding:none, an embedding:x (y)",
-    ]
+        "a (cat)", "a (cat:1.3), ((dog))", r"\(face\), c:\dir\(1) :)", "(", ")(", "embedding:none, an embedding:x (y)",
+    ]  # fmt: skip
     for family, parts in (("sd15", ["clip_l"]), ("sdxl", ["clip_l", "clip_g"]), ("flux1", ["clip_l", "t5xxl"])):
         clip = make_clip(family)
         for part in parts:

@@ -47,13 +47,10 @@ def test_the_preset_attention_is_a_part_of_all(examined: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("what", "named"),
     [
-        ("DoKr", "(DoKr)"),
-        ("zeros", "changes nothing"),
-        ("a bias", "kind diff"),
-        ("twice", "there twice"),
+        ("DoKr", "(DoKr)"), ("zeros", "changes nothing"), ("a bias", "kind diff"), ("twice", "there twice"),
         ("LoHa", "kind loha"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_read_right_is_refused_for_what_it_is(what: str, named: str, examined: dict[str, Any]) -> None:
     layer, message = examined["refusals"][what]
     assert named in message

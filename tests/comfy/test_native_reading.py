@@ -14,23 +14,12 @@ IS_LONG = bool(os.environ.get("LONG_TESTS"))
 _IMAGE, _MASK, _SEEN = "concat_latent_image", "concat_mask", "clip_vision_output"
 # As ComfyUI's conditioning nodes for these models give it, but for what its classes do without.
 NEEDS = {
-    "Cosmos-Predict2 image-to-video": [],
-    "Kandinsky 5": [],
-    "FLUX.1 Fill": [_IMAGE],
-    "HunyuanVideo I2V": [_IMAGE],
-    "SkyReels I2V": [_IMAGE],
-    "SD 1.5 inpainting": [_IMAGE, _MASK],
-    "SD 1.5 InstructPix2Pix": [_IMAGE],
-    "CogVideoX image-to-video": [_IMAGE],
-    "HunyuanVideo 1.5": [],
-    "Wan 2.1 T2V, 2.2 T2V 14B": [],
-    "Wan 2.1 I2V": [_IMAGE, _SEEN],
-    "Wan 2.2 I2V 14B": [_IMAGE],
-    "Wan 2.1 Fun Control": [_IMAGE, _SEEN],
-    "Wan 2.2 Fun Control": [_IMAGE],
-    "Wan Dancer": [_IMAGE, _SEEN],
-    "Wan SCAIL": [_SEEN],
-}
+    "Cosmos-Predict2 image-to-video": [], "Kandinsky 5": [], "FLUX.1 Fill": [_IMAGE], "HunyuanVideo I2V": [_IMAGE],
+    "SkyReels I2V": [_IMAGE], "SD 1.5 inpainting": [_IMAGE, _MASK], "SD 1.5 InstructPix2Pix": [_IMAGE],
+    "CogVideoX image-to-video": [_IMAGE], "HunyuanVideo 1.5": [], "Wan 2.1 T2V, 2.2 T2V 14B": [],
+    "Wan 2.1 I2V": [_IMAGE, _SEEN], "Wan 2.2 I2V 14B": [_IMAGE], "Wan 2.1 Fun Control": [_IMAGE, _SEEN],
+    "Wan 2.2 Fun Control": [_IMAGE], "Wan Dancer": [_IMAGE, _SEEN], "Wan SCAIL": [_SEEN],
+}  # fmt: skip
 # What the refusal says; () for what is trained.
 REFUSED = {
     "SVD": ("SVD_img2vid is given 4 channels of another picture", "train Wan I2V"),

@@ -47,15 +47,12 @@ def test_what_training_cannot_hold_is_refused_with_the_reason(what: str, message
     ("what", "named"),
     [
         ("one missing", ("1 missing", "double_blocks.1.img_attn.proj.weight")),
-        ("one to detect by missing", ("tensors",)),
-        ("first half", ("missing",)),
-        ("blocks alone", ("24 tensors",)),
+        ("one to detect by missing", ("tensors",)), ("first half", ("missing",)), ("blocks alone", ("24 tensors",)),
         ("one narrower", ("1 mismatched", "double_blocks.1.img_attn.proj.weight", "[128, 127]", "[128, 128]")),
-        ("one flat", ("1 mismatched", "double_blocks.1.img_attn.proj.weight")),
-        ("one row", ("part.safetensors",)),
+        ("one flat", ("1 mismatched", "double_blocks.1.img_attn.proj.weight")), ("one row", ("part.safetensors",)),
         ("endless", ("double_blocks.4000.x",)),
     ],
-)
+)  # fmt: skip
 def test_an_incomplete_file_is_refused_by_what_is_missing(what: str, named: tuple[str, ...], found: Any) -> None:
     said = found["refused"][what]
     assert "part.safetensors" in said
@@ -75,14 +72,10 @@ def test_a_model_that_turns_the_next_noise_level_off_is_not_refused_for_it(found
 @pytest.mark.parametrize(
     ("file", "name"),
     [
-        ("Chroma", "Chroma"),
-        ("SD 3.5", "OpenAISignatureMMDITWrapper"),
-        ("Z-Image", "NextDiT"),
-        ("Qwen-Image", "QwenImageTransformer2DModel"),
-        ("SDXL", "UNetModel"),
-        ("SDXL checkpoint", "UNetModel"),
+        ("Chroma", "Chroma"), ("SD 3.5", "OpenAISignatureMMDITWrapper"), ("Z-Image", "NextDiT"),
+        ("Qwen-Image", "QwenImageTransformer2DModel"), ("SDXL", "UNetModel"), ("SDXL checkpoint", "UNetModel"),
         ("HiDream-O1 with a reference", "HiDreamO1Transformer"),
     ],
-)
+)  # fmt: skip
 def test_the_load_node_has_comfyui_build_what_is_of_no_own_family(file: str, name: str, found: Any) -> None:
     assert found["node"][file] == f"comfyui {name}"

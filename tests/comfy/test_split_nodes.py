@@ -36,14 +36,9 @@ def _node(kind: str, **inputs: Any) -> dict[str, Any]:
 
 def _split(kind: str, devices: Any, **inputs: Any) -> dict[str, Any]:
     defaults: dict[str, Any] = {
-        "devices": devices,
-        "balance": "memory",
-        "split_at": "",
-        "memory_limit_gb": "",
-        "transport": "auto",
-        "overlap": True,
-        "offload": True,
-    }
+        "devices": devices, "balance": "memory", "split_at": "", "memory_limit_gb": "", "transport": "auto",
+        "overlap": True, "offload": True,
+    }  # fmt: skip
     return _node(kind, **(defaults | inputs))
 
 
@@ -203,12 +198,9 @@ def test_the_page_replaces_the_nodes_of_an_old_workflow(server: Server, chromium
     behind = {"id": 2, "type": "ModelSamplingDiscrete", "order": 1, "widgets_values": ["eps", False], **place}
     behind |= {"inputs": [{"name": "model", "type": "MODEL", "link": 1}], "outputs": [{**slots, "links": []}]}
     workflow = {
-        "last_node_id": 2,
-        "last_link_id": 1,
-        "nodes": [old | {"outputs": [{**slots, "links": [1]}]}, behind],
-        "links": [[1, 1, 0, 2, 0, "MODEL"]],
-        "version": 0.4,
-    }
+        "last_node_id": 2, "last_link_id": 1, "nodes": [old | {"outputs": [{**slots, "links": [1]}]}, behind],
+        "links": [[1, 1, 0, 2, 0, "MODEL"]], "version": 0.4,
+    }  # fmt: skip
     server.post("/api/settings/Comfy.TutorialCompleted", True)  # else templates lie over everything
     with open_page(chromium, server, tmp_path / "profile") as page:
         page.evaluate("(workflow) => window.app.loadGraphData(workflow)", workflow)

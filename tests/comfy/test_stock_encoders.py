@@ -26,19 +26,10 @@ pytestmark = pytest.mark.comfy
 
 EXAMPLE_API = ROOT / "tests" / "assets" / "train_a_LoRA_over_two_GPUs_api.json"
 CASES = [
-    "a_tokenizer_without_escapes_sees_none",
-    "captions_are_literal",
-    "clip_names",
-    "clip_names_leave_out_what_checkpoints_leave_out",
-    "clips_of_wan",
-    "forward_flux1",
-    "forward_flux2",
-    "forward_flux2_long",
-    "forward_wan",
-    "normalisation",
-    "patched_clip_is_refused",
-    "vae_names",
-]
+    "a_tokenizer_without_escapes_sees_none", "captions_are_literal", "clip_names",
+    "clip_names_leave_out_what_checkpoints_leave_out", "clips_of_wan", "forward_flux1", "forward_flux2",
+    "forward_flux2_long", "forward_wan", "normalisation", "patched_clip_is_refused", "vae_names",
+]  # fmt: skip
 SIDE = 32
 _BEHIND_THE_CACHE = ("DeviceBridgeTrainLora", "SaveLoRA", "LossGraphNode")
 

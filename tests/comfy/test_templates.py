@@ -83,13 +83,9 @@ def with_stand_ins(graph: dict[str, Any], family: str, channels: int = 32) -> di
             node |= {"class_type": "TestCondition", "inputs": {"family": family, "seed": index}}
     # unipc makes tensors of lists of tensors, which emulated cards do not
     small = {
-        "sampler_name": "euler",
-        "steps": 2,
-        "width": 64,
-        "height": 64,
-        "length": 5,
+        "sampler_name": "euler", "steps": 2, "width": 64, "height": 64, "length": 5,
         "filename_prefix": f"template_{family}",
-    }
+    }  # fmt: skip
     for node in graph.values():
         if not node["class_type"].startswith("DeviceBridge"):
             node["inputs"] |= {name: value for name, value in small.items() if name in node["inputs"]}

@@ -101,15 +101,12 @@ def _node(graph: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _job(images: Path, folder: Path, **sections: dict[str, Any]) -> Path:
     values: dict[str, dict[str, Any]] = {
-        "model": {"path": MODEL, "family": "comfyui", "dtype": "float32"},
-        "split": {"devices": ["cpu"]},
+        "model": {"path": MODEL, "family": "comfyui", "dtype": "float32"}, "split": {"devices": ["cpu"]},
         "data": {"resolutions": [SIDE], "folders": [{"path": str(images)}]},
         "cache": {"stock_clip": [MODEL], "stock_clip_type": "flux2", "stock_vae": MODEL},
-        "train": {"steps": 2, "seed": 7},
-        "lora": {"rank": 2, "alpha": 2.0},
-        "optimizer": {"learning_rate": 0.01},
+        "train": {"steps": 2, "seed": 7}, "lora": {"rank": 2, "alpha": 2.0}, "optimizer": {"learning_rate": 0.01},
         "output": {"folder": str(folder), "lora_dtype": "float32", "tensorboard": False},
-    }
+    }  # fmt: skip
     import tomlkit
 
     for name, section in sections.items():

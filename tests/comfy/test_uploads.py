@@ -61,14 +61,11 @@ class Sender:
     def job(self, folder: Path, **sections: Any) -> Any:
         """One that reads outside, and asks for an uploaded module."""
         values: dict[str, Any] = {
-            "model": {"path": str(self.outside / "model")},
-            "data": {"folders": [{"path": str(self.outside / "data")}]},
-            "cache": {"folder": str(self.outside / "cache")},
-            "split": {"devices": ["cpu"]},
-            "train": {"steps": 3},
+            "model": {"path": str(self.outside / "model")}, "data": {"folders": [{"path": str(self.outside / "data")}]},
+            "cache": {"folder": str(self.outside / "cache")}, "split": {"devices": ["cpu"]}, "train": {"steps": 3},
             "optimizer": {"name": "output.devicebridge.evil.Evil", "allow_import": True},
             "output": {"folder": str(folder)},
-        }
+        }  # fmt: skip
         return make_job({**values, **sections})
 
     def record(self, job: Any) -> bytes:

@@ -282,11 +282,8 @@ def stock_loader(bench: Bench) -> Figures:
     apart = _distance(picture.view(prediction.shape), prediction)
     assert apart <= 1e-4, f"predictions differ by {apart:.2g}"
     return {
-        "keys": count,
-        "moved": float(f"{moved:.2g}"),
-        "states": float(f"{error:.2g}"),
-        "said": float(f"{apart:.2g}"),
-    }
+        "keys": count, "moved": float(f"{moved:.2g}"), "states": float(f"{error:.2g}"), "said": float(f"{apart:.2g}"),
+    }  # fmt: skip
 
 
 def started(bench: Bench) -> Figures:
@@ -355,21 +352,13 @@ def same_from_nodes(bench: Bench) -> Figures:
     allow_folders(bench.folder / "user", bench.folder)
     model, dataset = TrainingModel(job.model, job.split), TrainingDataset(job.data, job.evaluation)
     settings = {
-        "steps": job.train.steps,
-        "accumulation": 1,
-        "batch_size": job.train.batch_size,
-        "ema_decay": job.train.ema_decay,
-        "dropout": job.lora.dropout,
-        "random_seed": job.train.seed,
-        "rank": job.lora.rank,
-        "alpha": job.lora.alpha,
-        "learning_rate": job.optimizer.learning_rate,
-        "lora_dtype": "float32",
-        "sample_prompts": "a blue boat",
-        "text_encoder": True,
+        "steps": job.train.steps, "accumulation": 1, "batch_size": job.train.batch_size,
+        "ema_decay": job.train.ema_decay, "dropout": job.lora.dropout, "random_seed": job.train.seed,
+        "rank": job.lora.rank, "alpha": job.lora.alpha, "learning_rate": job.optimizer.learning_rate,
+        "lora_dtype": "float32", "sample_prompts": "a blue boat", "text_encoder": True,
         "text_encoder_rank": job.lora.text_encoder_rank,
         "text_encoder_learning_rate": job.optimizer.text_encoder_learning_rate,
-    }
+    }  # fmt: skip
     with (
         mock.patch.object(comfy.sd, "load_clip", lambda *files, **given: bench.clip()),
         mock.patch.object(files, "_load_vae", lambda path, model_path: make_vae("sd")),
@@ -434,18 +423,10 @@ def _put_file(trainer: Trainer, lora: Mapping[str, torch.Tensor]) -> None:
 
 
 STEPS: dict[str, Callable[[Bench], Figures]] = {
-    "other CLIP": other_clip,
-    "same as cached": same_as_cached,
-    "same in half": same_in_half,
-    "gradients": central_differences,
-    "recompute": _same("recompute", {}),
-    "split": _same("split", {"split": CARDS}),
-    "8 bits": eight_bits,
-    "resume": resumed,
-    "stock LoRA": stock_loader,
-    "nodes": same_from_nodes,
-    "start": started,
-}
+    "other CLIP": other_clip, "same as cached": same_as_cached, "same in half": same_in_half,
+    "gradients": central_differences, "recompute": _same("recompute", {}), "split": _same("split", {"split": CARDS}),
+    "8 bits": eight_bits, "resume": resumed, "stock LoRA": stock_loader, "nodes": same_from_nodes, "start": started,
+}  # fmt: skip
 
 
 def proved(name: str) -> dict[str, Any]:

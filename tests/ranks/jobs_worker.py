@@ -80,21 +80,15 @@ def run(item, joined_ranks):
             logging.getLogger("devicebridge").removeHandler(kept)
         graphs = joined_ranks.gather(num_graphs())
     return {
-        "graphs": graphs,
-        "loaded": joined_ranks.gather(loaded),
-        "read": joined_ranks.gather(read),
+        "graphs": graphs, "loaded": joined_ranks.gather(loaded), "read": joined_ranks.gather(read),
         "kept": joined_ranks.gather(kept_here),
-        "forecast": [parts for event in seen for parts in event.values.get("parts", {}).values()],
-        "log": kept.lines,
-        "status": result.status,
-        "step": result.step,
-        "losses": result.losses,
-        "before": result.eval_before,
+        "forecast": [parts for event in seen for parts in event.values.get("parts", {}).values()], "log": kept.lines,
+        "status": result.status, "step": result.step, "losses": result.losses, "before": result.eval_before,
         "after": result.eval_after,
         "placements": [each.values["placement"] for each in seen if "placement" in each.values],
         "memory": [sorted(event.values) for event in seen if event.kind == "memory"],
         "peak_mb": ranks.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024),
-    }
+    }  # fmt: skip
 
 
 class Kept(logging.Handler):

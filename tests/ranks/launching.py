@@ -22,17 +22,9 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOR
 def torchrun(script, *arguments, count, restarts=0, machines=1, port=0):
     """The command; of several machines the same on each."""
     flags = [
-        "--nnodes",
-        str(machines),
-        "--nproc-per-node",
-        str(count),
-        "--max-restarts",
-        str(restarts),
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        f"localhost:{port}",
-    ]
+        "--nnodes", str(machines), "--nproc-per-node", str(count), "--max-restarts", str(restarts), "--rdzv-backend",
+        "c10d", "--rdzv-endpoint", f"localhost:{port}",
+    ]  # fmt: skip
     flags += ["--rdzv-id", f"on-port-{port}" if port else uuid.uuid4().hex]
     return [sys.executable, "-m", "torch.distributed.run", *flags, str(script), *map(str, arguments)]
 

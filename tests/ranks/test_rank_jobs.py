@@ -70,14 +70,10 @@ OTHERS = {
 SHORT_OTHERS = ("steps", "folders", "model", "encoders")  # which settings are compared is in test_same_job.py
 # Ranks of fsdp that are planned as cards: by name, settings and how many blocks keep their activations.
 KEPT = {
-    "recomputed": ({}, []),
-    "chosen": ({}, [2]),
-    "stopped": ({}, [2]),
-    "resumed": ({}, [3]),
+    "recomputed": ({}, []), "chosen": ({}, [2]), "stopped": ({}, [2]), "resumed": ({}, [3]),
     "asked": ({"split": {"blocks_without_checkpointing": [1, 1]}}, [1]),
-    "all asked": ({"train": {"gradient_checkpointing": False}}, []),
-    "too small": ({}, [0]),
-}
+    "all asked": ({"train": {"gradient_checkpointing": False}}, []), "too small": ({}, [0]),
+}  # fmt: skip
 
 
 def _job(folder, name, **sections):

@@ -175,10 +175,6 @@ class StockCase:
 
 
 NODE_CLASS_MAPPINGS = {
-    "TestTinyEncoders": TinyEncoders,
-    "TestSmallModel": SmallModel,
-    "TestKeepTensors": KeepTensors,
-    "TestShortTexts": ShortTexts,
-    "TestStockCase": StockCase,
-    "TestCaption": Caption,
-}
+    "TestTinyEncoders": TinyEncoders, "TestSmallModel": SmallModel, "TestKeepTensors": KeepTensors,
+    "TestShortTexts": ShortTexts, "TestStockCase": StockCase, "TestCaption": Caption,
+}  # fmt: skip

@@ -228,14 +228,11 @@ def _write_full_folder(folder, family, config, monkeypatch):
     ("name", "variant", "is_said"),
     [
         ("Wan2_2-T2V-A14B-LOW_fp8_e4m3fn_scaled_KJ", "wan2.2-t2v-a14b-low", False),
-        ("wan22_T2V_HIGH-Q8", "wan2.2-t2v-a14b-high", False),
-        ("Wan-2.2_14B_lowNoise", "wan2.2-t2v-a14b-low", False),
-        ("Wan2.2-HIGH-LOW_merged", "wan2.1-t2v-14b", True),
-        ("wan 2.2 t2v from wan2.1", "wan2.1-t2v-14b", True),
-        ("Wan2_1-T2V-LOW_vram", "wan2.1-t2v-14b", False),
-        ("my_wan_LOW_", "wan2.1-t2v-14b", True),
+        ("wan22_T2V_HIGH-Q8", "wan2.2-t2v-a14b-high", False), ("Wan-2.2_14B_lowNoise", "wan2.2-t2v-a14b-low", False),
+        ("Wan2.2-HIGH-LOW_merged", "wan2.1-t2v-14b", True), ("wan 2.2 t2v from wan2.1", "wan2.1-t2v-14b", True),
+        ("Wan2_1-T2V-LOW_vram", "wan2.1-t2v-14b", False), ("my_wan_LOW_", "wan2.1-t2v-14b", True),
     ],
-)
+)  # fmt: skip
 def test_a_file_is_the_expert_that_its_name_says(name, variant, is_said, tmp_path, monkeypatch):
     file, wan = tmp_path / f"{name}.safetensors", FAMILIES["wan"]
     size = _write_header(file, _full_shapes(wan, wan.variant("wan2.1-t2v-14b").transformer_config, "original"))

@@ -157,12 +157,9 @@ def test_what_cannot_be_written_is_refused_with_what_would_work():
     """DoRA on a part of what the original stacks, and DoRA of Wan for both readers; nothing else."""
     refused = {str(case) for case in CASES if not case.is_writable}
     assert refused == {
-        "flux1-original-dora-parts",
-        "flux2-original-dora-parts",
-        "wan-both-dora-default",
-        "wan-both-dora-parts",
+        "flux1-original-dora-parts", "flux2-original-dora-parts", "wan-both-dora-default", "wan-both-dora-parts",
         "wan-both-dora-all",
-    }
+    }  # fmt: skip
     with pytest.raises(ValueError, match='no name of a DoRA magnitude.*choose "original" for ComfyUI or "diffusers"'):
         check_lora_layout(FAMILIES["wan"], ["blocks.0.ffn.net.2"], "both", dora=True)
     with pytest.raises(ValueError, match="without a layer in its blocks"):
@@ -197,15 +194,12 @@ _BOTH = 'lora_layout = "both" is read by both'
         ),
         ("wan", [_FFN], "original", False, "original layout, for ComfyUI and diffusers"),
         (
-            "wan",
-            [_FFN],
-            "original",
-            True,
+            "wan", [_FFN], "original", True,
             'original layout, for ComfyUI: diffusers refuses DoRA under these names; "diffusers" is the layout for it',
         ),
         ("wan", [_FFN], "diffusers", False, f"diffusers layout, for diffusers: ComfyUI loads nothing of it; {_BOTH}"),
     ],
-)
+)  # fmt: skip
 def test_it_is_said_who_reads_a_file_and_what_would_be_read_by_both(name, modules, layout, dora, line):
     assert describe_readers(FAMILIES[name], modules, layout, dora) == line
 

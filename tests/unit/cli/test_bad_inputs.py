@@ -100,13 +100,10 @@ _GROUPS = ["JSON files", "weight files", "datasets", "checkpoints", "caches", "c
 @pytest.mark.parametrize("group", _GROUPS)
 def test_damage_is_refused_or_repaired(group: str, bases: dict[str, Path]) -> None:
     made = {
-        "JSON files": lambda: bad_files.json_cases(bases["plain"]),
-        "weight files": bad_files.weight_cases,
-        "datasets": bad_runs.dataset_cases,
-        "checkpoints": lambda: bad_runs.checkpoint_cases(bases["trained"]),
-        "caches": lambda: bad_runs.cache_cases(bases["trained"]),
-        "command lines": bad_runs.command_cases,
-    }
+        "JSON files": lambda: bad_files.json_cases(bases["plain"]), "weight files": bad_files.weight_cases,
+        "datasets": bad_runs.dataset_cases, "checkpoints": lambda: bad_runs.checkpoint_cases(bases["trained"]),
+        "caches": lambda: bad_runs.cache_cases(bases["trained"]), "command lines": bad_runs.command_cases,
+    }  # fmt: skip
     wanted = (case for case in made[group]() if case.verdict != "any")
     assert not list(filter(None, (_fault(case, bases) for case in _some(wanted, _NUM_OF_GROUP))))
 

@@ -27,17 +27,12 @@ def _no_comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("first", "last", "version", "is_covered"),
     [
-        ("2.11", "2.13", "2.13.0+cpu", True),
-        ("2.11", "2.13", "2.11.1", True),
-        ("2.11", "2.13", "2.14.0.dev20261101+rocm7", False),
-        ("2.11", "2.13", "2.10.2", False),
-        ("2.11", "2.13", "2.9.0", False),
-        ("5", "5", "5.23.0", True),
-        ("5", "5", "4.57.1", False),
-        ("3.10", "3.13", "3.9.18", False),
-        ("0.42", "0.42", "0.42.0rc1", True),
+        ("2.11", "2.13", "2.13.0+cpu", True), ("2.11", "2.13", "2.11.1", True),
+        ("2.11", "2.13", "2.14.0.dev20261101+rocm7", False), ("2.11", "2.13", "2.10.2", False),
+        ("2.11", "2.13", "2.9.0", False), ("5", "5", "5.23.0", True), ("5", "5", "4.57.1", False),
+        ("3.10", "3.13", "3.9.18", False), ("0.42", "0.42", "0.42.0rc1", True),
     ],
-)
+)  # fmt: skip
 def test_versions_are_compared_by_the_parts_named(first: str, last: str, version: str, is_covered: bool) -> None:
     assert TestedRange(first, last, "").covers(version) is is_covered
 

@@ -324,12 +324,9 @@ def test_paths_that_lead_nowhere_are_left_to_whoever_reads_them(tmp_path):
 
 
 JOB: dict[str, dict[str, Any]] = {
-    "model": {"path": "sdxl.safetensors", "family": "comfyui"},
-    "data": {"folders": [{"path": "/images"}]},
-    "train": {"steps": 1},
-    "output": {"folder": "/run"},
-    "lora": {"text_encoder": True},
-}
+    "model": {"path": "sdxl.safetensors", "family": "comfyui"}, "data": {"folders": [{"path": "/images"}]},
+    "train": {"steps": 1}, "output": {"folder": "/run"}, "lora": {"text_encoder": True},
+}  # fmt: skip
 
 
 def test_a_rank_and_a_rate_of_their_own_are_those_of_the_rest_where_left_out() -> None:

@@ -42,17 +42,11 @@ def test_what_lacks_a_caption_comes_first_and_is_trained_as_training_says(folder
     config = _config(folder)
     found = list(look_at(config))
     assert [(each.path.name, each.caption) for each in found] == [
-        ("b.png", ""),
-        ("c.png", None),
-        ("a.png", "a red [trigger]"),
-        ("d.jpg", "turned"),
-    ]
+        ("b.png", ""), ("c.png", None), ("a.png", "a red [trigger]"), ("d.jpg", "turned"),
+    ]  # fmt: skip
     assert {each.path.name: each.size for each in found} == {
-        "a.png": (64, 96),
-        "b.png": (64, 64),
-        "c.png": (128, 64),
-        "d.jpg": (96, 64),
-    }
+        "a.png": (64, 96), "b.png": (64, 64), "c.png": (128, 64), "d.jpg": (96, 64),
+    }  # fmt: skip
     samples = {Path(each.path).name: each for each in scan_folders(config, LatentSpec(channels=16, spatial_stride=16))}
     for each in found:
         sample = samples[each.path.name]

@@ -186,17 +186,8 @@ _TIFFS_WITHOUT_MEANING = {  # bits, photometric interpretation, sample format
 def test_tiffs_that_would_come_out_dark_or_negative_are_refused(tmp_path: Path, kind: str) -> None:
     bits, photometric, sample_format = _TIFFS_WITHOUT_MEANING[kind]
     tags = {
-        256: 8,
-        257: 1,
-        258: bits,
-        259: 1,
-        262: photometric,
-        273: 134,
-        277: 1,
-        278: 1,
-        279: bits,
-        339: sample_format,
-    }
+        256: 8, 257: 1, 258: bits, 259: 1, 262: photometric, 273: 134, 277: 1, 278: 1, 279: bits, 339: sample_format,
+    }  # fmt: skip
     entries = [struct.pack("<HHII", tag, 3, 1, value) for tag, value in tags.items()]
     head = b"II*\0" + struct.pack("<IH", 8, len(tags)) + b"".join(entries)
     (tmp_path / "a.tif").write_bytes(head.ljust(134, b"\0") + bytes(range(bits)))

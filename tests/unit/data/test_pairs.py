@@ -50,11 +50,8 @@ def test_several_folders_follow_each_other(folders, tmp_path):
         _save(tmp_path / "style" / f"{name}_1.png", seed=9)
     cat, dog = _scan(after, "reference", references=(str(tmp_path / "style"), str(before)))
     assert _names(cat) == ["cat_1.png", "cat.webp"] and _names(dog) == [
-        "dog_1.png",
-        "dog.jpg",
-        "dog_1.png",
-        "dog_2.png",
-    ]
+        "dog_1.png", "dog.jpg", "dog_1.png", "dog_2.png",
+    ]  # fmt: skip
 
 
 def test_an_images_own_name_is_nobodys_second_reference(folders):
@@ -190,18 +187,15 @@ def test_every_name_of_the_setting_is_a_way():
 @pytest.mark.parametrize(
     ("name", "model", "channels", "beside", "words"),
     [
-        ("kontext", "Flux", 16, 0, ""),
-        ("kontext", "Flux", 128, 0, "it takes reference$"),
-        ("reference", "Flux", 128, 0, ""),
-        ("first-frame", "WanModel", 16, 20, ""),
+        ("kontext", "Flux", 16, 0, ""), ("kontext", "Flux", 128, 0, "it takes reference$"),
+        ("reference", "Flux", 128, 0, ""), ("first-frame", "WanModel", 16, 20, ""),
         ("first-frame", "WanModel", 48, 0, ""),
         ("first-frame", "WanModel", 16, 0, "0 beside the noise; nothing of folders conditions it"),
-        ("first-frame", "WanModel", 16, 32, "it takes fun-control$"),
-        ("fun-control-2.2", "WanModel", 48, 100, ""),
+        ("first-frame", "WanModel", 16, 32, "it takes fun-control$"), ("fun-control-2.2", "WanModel", 48, 100, ""),
         ("vace", "VaceWanModel", 16, 0, ""),
         ("z-image-omni", "QwenImageTransformer2DModel", 16, 0, "qwen-image-edit or qwen-image-edit-plus$"),
     ],
-)
+)  # fmt: skip
 def test_a_way_that_does_not_fit_says_which_does(name, model, channels, beside, words):
     found = way_problem(name, model, channels, beside)
     assert bool(found) == bool(words) and re.search(words, found)
@@ -210,15 +204,11 @@ def test_a_way_that_does_not_fit_says_which_does(name, model, channels, beside, 
 @pytest.mark.parametrize(
     ("name", "references", "control", "missing"),
     [
-        ("", False, False, ""),
-        ("first-frame", False, False, ""),
-        ("kontext", False, False, "references"),
-        ("kontext", True, False, ""),
-        ("vace", True, False, "control"),
-        ("vace", False, True, ""),
+        ("", False, False, ""), ("first-frame", False, False, ""), ("kontext", False, False, "references"),
+        ("kontext", True, False, ""), ("vace", True, False, "control"), ("vace", False, True, ""),
         ("fun-control-2.2", False, True, ""),
     ],
-)
+)  # fmt: skip
 def test_images_that_are_held_out_need_what_those_that_are_trained_need(name, references, control, missing):
     found = evaluation_problem(name, has_references=references, has_control=control)
     assert bool(found) == bool(missing) and f"evaluation.{missing}" in found + "evaluation."

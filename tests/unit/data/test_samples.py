@@ -254,14 +254,8 @@ def test_buckets_are_of_the_asked_area_shape_and_step(resolution, step, max_aspe
 
 def test_buckets_of_512_by_hand():
     assert make_buckets(512, 64, 2.0) == [
-        (384, 640),
-        (384, 704),
-        (448, 576),
-        (512, 512),
-        (576, 448),
-        (640, 384),
-        (704, 384),
-    ]
+        (384, 640), (384, 704), (448, 576), (512, 512), (576, 448), (640, 384), (704, 384),
+    ]  # fmt: skip
 
 
 def test_sides_are_multiples_of_what_the_model_and_the_user_ask(tmp_path):
@@ -567,16 +561,12 @@ def test_the_fingerprint_follows_the_content_and_not_the_place(tmp_path):
         return dataset_fingerprint(_scan(copy))
 
     found = [
-        changed(lambda f: _save(f / "0.png", seed=9)),
-        changed(lambda f: (f / "0.txt").write_text("another")),
+        changed(lambda f: _save(f / "0.png", seed=9)), changed(lambda f: (f / "0.txt").write_text("another")),
         changed(lambda f: Image.new("L", (64, 64), 100).save(f / "1_mask.png")),
-        changed(lambda f: (f / "1_mask.png").unlink()),
-        changed(lambda f: (f / "1_mask.png").rename(f / "2_mask.png")),
-        changed(lambda f: (f / "2.png").unlink()),
-        dataset_fingerprint(_scan(folder, resolutions=(128,))),
-        dataset_fingerprint(_scan(folder)[::-1]),
-        dataset_fingerprint(_scan(folder) * 2),
-    ]
+        changed(lambda f: (f / "1_mask.png").unlink()), changed(lambda f: (f / "1_mask.png").rename(f / "2_mask.png")),
+        changed(lambda f: (f / "2.png").unlink()), dataset_fingerprint(_scan(folder, resolutions=(128,))),
+        dataset_fingerprint(_scan(folder)[::-1]), dataset_fingerprint(_scan(folder) * 2),
+    ]  # fmt: skip
     assert len({original, *found}) == len(found) + 1
     without_mask = changed(lambda f: (f / "1_mask.png").unlink())
     assert dataset_fingerprint(_scan(folder, use_masks=False)) == without_mask

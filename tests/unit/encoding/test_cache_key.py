@@ -50,17 +50,11 @@ IMAGE = ImageRequest("a.png", (64, 96), (0, 16, 64, 64))
 CLIP = dataclasses.replace(IMAGE, frames=(0, 2, 4))
 
 SPEC_CHANGES = {
-    "kind": "pooled",
-    "folder": "text_encoder_2",
-    "tokenizer_folder": "tokenizer_2",
-    "output": "pooled",
-    "max_length": 256,
-    "layers": (10, 20, 29),
-    "system_prompt": None,
-    "template_options": {"add_generation_prompt": True, "other": [1, 2]},
-    "zero_padding": True,
+    "kind": "pooled", "folder": "text_encoder_2", "tokenizer_folder": "tokenizer_2", "output": "pooled",
+    "max_length": 256, "layers": (10, 20, 29), "system_prompt": None,
+    "template_options": {"add_generation_prompt": True, "other": [1, 2]}, "zero_padding": True,
     "keep_full_precision": ("*.wo",),
-}
+}  # fmt: skip
 # Of the caption "a cat", made before encoders could be quantized; caches hold entries under such names.
 STORED_KEYS = {
     ("flux2-dev", "prompt_embeds"): "6f8906a9eee3eb3f5042ec1ffe83d65d03baefe29586746ae0ed2dafba240a01",
@@ -278,15 +272,11 @@ def test_folders_without_a_model_are_refused(tmp_path):
 
 # Beginnings of names, and of the SHA-256 of the files' bytes, as version 0.1 of November 2026 wrote them.
 WRITTEN = {
-    "16169bbaff7a3ddac3f8": "bb9be1209c88fdc3",
-    "4dd4cdc6b2af63f4397d": "e56d721f6d8b49c8",
-    "7c05f81db0d3fccf2b74": "d927d18dea81bdc5",
-    "8a4004c22108d9934161": "7ba16db24976938d",
-    "c7d249a39b29ffc33873": "186ad53da71f0fd3",
-    "da118f32f4019327aae0": "5d3779dfcdc765bf",
-    "de84de26a0f61807fa5b": "4b42833cc80c7e7e",
-    "fddd825b006fac831c84": "ecc28249b21afae4",
-}
+    "16169bbaff7a3ddac3f8": "bb9be1209c88fdc3", "4dd4cdc6b2af63f4397d": "e56d721f6d8b49c8",
+    "7c05f81db0d3fccf2b74": "d927d18dea81bdc5", "8a4004c22108d9934161": "7ba16db24976938d",
+    "c7d249a39b29ffc33873": "186ad53da71f0fd3", "da118f32f4019327aae0": "5d3779dfcdc765bf",
+    "de84de26a0f61807fa5b": "4b42833cc80c7e7e", "fddd825b006fac831c84": "ecc28249b21afae4",
+}  # fmt: skip
 
 
 class _Encoders:

@@ -38,15 +38,10 @@ def test_none_is_no_option():
 @pytest.mark.parametrize(
     "options",
     [
-        {"guidance": 3.5},
-        {"reference_latents": [torch.ones(1)]},
-        {"hooks": object()},
-        {"area": (1, 2, 3, 4)},
-        {"attention_mask_img_shape": (4, 4)},
-        {"mask": torch.ones(1, 4, 4)},
-        {"start_percent": 0.5},
+        {"guidance": 3.5}, {"reference_latents": [torch.ones(1)]}, {"hooks": object()}, {"area": (1, 2, 3, 4)},
+        {"attention_mask_img_shape": (4, 4)}, {"mask": torch.ones(1, 4, 4)}, {"start_percent": 0.5},
     ],
-)
+)  # fmt: skip
 def test_options_that_change_what_the_model_is_given_are_refused(options):
     with pytest.raises(ValueError, match=rf"the caption: its CONDITIONING has {next(iter(options))}"):
         read_conditioning(_conditioning(pooled_output=POOLED, **options), "the caption")
@@ -63,14 +58,10 @@ def test_what_a_native_model_may_read_is_kept_under_its_name():
     ids, frames = torch.arange(7), torch.randn(1, 16, 3, 4, 4)
     seen = _Seen(last_hidden_state=torch.randn(1, 5, 8), image_embeds=torch.randn(1, 8), mm_projected=None)
     options = {
-        "width": 1024,
-        "is_long": True,
-        "attention_mask": torch.ones(1, 5),
-        "t5xxl_ids": ids,
-        "concat_latent_image": frames,
-        "reference_latents": [torch.randn(1, 4, 2, 2), torch.randn(1, 4, 3, 3)],
+        "width": 1024, "is_long": True, "attention_mask": torch.ones(1, 5), "t5xxl_ids": ids,
+        "concat_latent_image": frames, "reference_latents": [torch.randn(1, 4, 2, 2), torch.randn(1, 4, 3, 3)],
         "clip_vision_output": seen,
-    }
+    }  # fmt: skip
     entry = read_conditioning(_conditioning(**options), "it", keeps_all=True)
     assert entry["option.width"].item() == 1024 and entry["option.is_long"].dtype is torch.bool
     assert entry["option.attention_mask"].shape == (5,)
@@ -86,15 +77,10 @@ def test_strings_lists_of_numbers_and_outputs_in_lists_are_kept_under_their_plac
     seen = _Seen(last_hidden_state=torch.randn(1, 6, 8), image_sizes=[torch.Size((3, 32, 48))])
     latent = torch.randn(1, 4, 2, 2)
     options = {
-        "reference_latents_method": "index_timestep_zero",
-        "reference_latents": [latent, latent],
-        "vace_strength": [1.0, 0.5],
-        "clip_vision_outputs": [seen],
-        "attention_mask_img_shape": (4, 6),
-        "clip_vision_output_ref": None,
-        "start_percent": 0.0,
-        "end_percent": 1.0,
-    }
+        "reference_latents_method": "index_timestep_zero", "reference_latents": [latent, latent],
+        "vace_strength": [1.0, 0.5], "clip_vision_outputs": [seen], "attention_mask_img_shape": (4, 6),
+        "clip_vision_output_ref": None, "start_percent": 0.0, "end_percent": 1.0,
+    }  # fmt: skip
     entry = read_conditioning(_conditioning(**options), "it", keeps_all=True)
     assert bytes(entry["words.reference_latents_method"].tolist()) == b"index_timestep_zero"
     assert [entry[f"option.vace_strength.{index}"].item() for index in (0, 1)] == [1.0, 0.5]
@@ -114,19 +100,13 @@ def test_what_a_batch_is_given_once_must_be_equal_in_it():
 @pytest.mark.parametrize(
     "options",
     [
-        {"guidance": 3.5},
-        {"reference_latents": [torch.ones(2, 4, 2, 2)]},
+        {"guidance": 3.5}, {"reference_latents": [torch.ones(2, 4, 2, 2)]},
         {"reference_latents": [torch.ones(1, 4, 2, 2), None]},
-        {"reference_latents": [torch.ones(1, 4, 2, 2), object()]},
-        {"reference_latents": []},
-        {"a": {"name.with.points": 1.0}},
-        {"start_percent": 0.2},
-        {"keyframe_idxs": torch.ones(1, 3, 4, 2)},
-        {"unclip_conditioning": [{"strength": 1.0}]},
-        {"hooks": object()},
-        {"mask": torch.ones(1, 4, 4)},
+        {"reference_latents": [torch.ones(1, 4, 2, 2), object()]}, {"reference_latents": []},
+        {"a": {"name.with.points": 1.0}}, {"start_percent": 0.2}, {"keyframe_idxs": torch.ones(1, 3, 4, 2)},
+        {"unclip_conditioning": [{"strength": 1.0}]}, {"hooks": object()}, {"mask": torch.ones(1, 4, 4)},
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_kept_for_a_native_model_is_refused(options):
     with pytest.raises(ValueError, match=rf"it: its CONDITIONING has {next(iter(options))}"):
         read_conditioning(_conditioning(**options), "it", keeps_all=True)
@@ -160,15 +140,10 @@ def test_the_guidance_node_is_named():
 @pytest.mark.parametrize(
     "wrong",
     [
-        _conditioning() * 2,
-        [],
-        None,
-        [[STATES]],
-        [[STATES[0], {}]],
-        [[STATES.expand(2, 5, 8), {}]],
+        _conditioning() * 2, [], None, [[STATES]], [[STATES[0], {}]], [[STATES.expand(2, 5, 8), {}]],
         _conditioning(pooled_output=torch.ones(3)),
     ],
-)
+)  # fmt: skip
 def test_anything_else_is_no_conditioning(wrong):
     with pytest.raises(ValueError, match=r"it: .*(CONDITIONING|pooled_output)"):
         read_conditioning(wrong, "it")

@@ -102,12 +102,9 @@ def test_a_key_holds_what_decides_the_entry_and_nothing_else(picture, tmp_path):
     assert qwen != key(way="qwen-image-edit", caption="a dog")
     Image.new("RGB", (7, 5)).save(moved)
     others = [
-        key(path=str(moved)),
-        key(_source(megapixels=0.5)),
-        key(_source(encoders=("another",))),
-        key(way="kontext"),
+        key(path=str(moved)), key(_source(megapixels=0.5)), key(_source(encoders=("another",))), key(way="kontext"),
         qwen,
-    ]
+    ]  # fmt: skip
     assert len({key(), *others}) == 6
     assert key(way="kontext") == key(_source("kontext", megapixels=0.5), way="kontext")
 

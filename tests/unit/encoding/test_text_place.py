@@ -255,16 +255,10 @@ def test_a_card_never_holds_more_than_was_forecast(folders, machine, monkeypatch
 def test_forecast_of_flux2_devs_encoder(tmp_path: Path) -> None:
     """From the published dimensions; the help page gives these numbers."""
     sizes = {
-        "model_type": "mistral",
-        "hidden_size": 5120,
-        "intermediate_size": 32768,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 131072,
+        "model_type": "mistral", "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072,
         "sliding_window": None,
-    }
+    }  # fmt: skip
     (tmp_path / "text_encoder").mkdir()
     (tmp_path / "text_encoder" / "config.json").write_text(json.dumps(sizes))
     size = forecast_size(FAMILIES["flux2"].variant("flux2-dev").text_encoders[0], tmp_path, torch.bfloat16)

@@ -14,14 +14,9 @@ from devicebridge.tests.encoding import example_family
 from safetensors.torch import save_file
 
 KL_CONFIG = {
-    "down_block_types": ["DownEncoderBlock2D"] * 2,
-    "up_block_types": ["UpDecoderBlock2D"] * 2,
-    "block_out_channels": [8, 16],
-    "layers_per_block": 1,
-    "latent_channels": 4,
-    "norm_num_groups": 4,
-    "sample_size": 32,
-}
+    "down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2,
+    "block_out_channels": [8, 16], "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 4, "sample_size": 32,
+}  # fmt: skip
 FLUX1_CONFIG = {**KL_CONFIG, "use_quant_conv": False, "use_post_quant_conv": False}
 # The Wan conversion knows the published depth only: four levels, two residual blocks each.
 WAN_CONFIG = {"base_dim": 4, "z_dim": 4, "num_res_blocks": 2}

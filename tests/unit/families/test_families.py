@@ -17,20 +17,10 @@ from torch import nn
 VARIANTS = [(family.name, variant.name) for family in FAMILIES.values() for variant in family.variants]
 # Published sizes in billions of parameters, from the model cards and the checkpoints' own indices.
 SIZES = {
-    "flux2-dev": 32.22,
-    "flux2-klein-4b": 3.88,
-    "flux2-klein-9b": 9.08,
-    "flux1-dev": 11.90,
-    "flux1-schnell": 11.89,
-    "wan2.1-t2v-14b": 14.29,
-    "wan2.1-t2v-1.3b": 1.42,
-    "wan2.2-t2v-a14b-high": 14.29,
-    "wan2.2-t2v-a14b-low": 14.29,
-    "wan2.2-ti2v-5b": 5.00,
-    "wan2.2-i2v-a14b-high": 14.29,
-    "wan2.2-i2v-a14b-low": 14.29,
-    "wan2.2-ti2v-5b-i2v": 5.00,
-}
+    "flux2-dev": 32.22, "flux2-klein-4b": 3.88, "flux2-klein-9b": 9.08, "flux1-dev": 11.90, "flux1-schnell": 11.89,
+    "wan2.1-t2v-14b": 14.29, "wan2.1-t2v-1.3b": 1.42, "wan2.2-t2v-a14b-high": 14.29, "wan2.2-t2v-a14b-low": 14.29,
+    "wan2.2-ti2v-5b": 5.00, "wan2.2-i2v-a14b-high": 14.29, "wan2.2-i2v-a14b-low": 14.29, "wan2.2-ti2v-5b-i2v": 5.00,
+}  # fmt: skip
 
 
 def _empty_model(family, config):

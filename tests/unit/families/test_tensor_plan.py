@@ -12,13 +12,10 @@ EVEN, LARGER_LAST = "even", "larger last"
 # Heads, heads of keys and values (0: as many), features per head: of FLUX, Wan, Qwen-Image, LTX, and of grouped heads.
 BUILDS = [(24, 0, 128), (48, 0, 128), (40, 0, 128), (12, 0, 64), (32, 8, 128), (9, 0, 8)]
 PACKED = [
-    ("heads", "heads", "heads"),
-    ("heads", "kv_heads", "kv_heads"),
-    ("heads", "kv_heads", "kv_heads", "features", "features"),
-    ("features", "features"),
-    ("heads", "features"),
+    ("heads", "heads", "heads"), ("heads", "kv_heads", "kv_heads"),
+    ("heads", "kv_heads", "kv_heads", "features", "features"), ("features", "features"), ("heads", "features"),
     ("features",),
-]
+]  # fmt: skip
 
 
 def _weights(kind: str, count: int) -> tuple[float, ...]:
@@ -93,13 +90,10 @@ def test_neighbouring_ranges_become_one() -> None:
 @pytest.mark.parametrize(
     ("heads", "weights", "expected"),
     [
-        (48, (1, 1), (24, 24)),
-        (24, (1,) * 5, (4, 5, 5, 5, 5)),
-        (4, (1, 1, 1), (1, 1, 2)),
-        (40, (24, 12), (27, 13)),
+        (48, (1, 1), (24, 24)), (24, (1,) * 5, (4, 5, 5, 5, 5)), (4, (1, 1, 1), (1, 1, 2)), (40, (24, 12), (27, 13)),
         (8, (1, 1000), (1, 7)),
     ],
-)
+)  # fmt: skip
 def test_heads_go_by_weight_and_a_rest_to_the_last(heads, weights, expected) -> None:
     assert share_heads(heads, 0, heads * 8, weights).heads == expected
 

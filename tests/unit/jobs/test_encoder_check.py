@@ -158,16 +158,12 @@ def test_an_encoder_that_was_exchanged_after_the_check_is_refused_as_it_is_loade
 @pytest.mark.parametrize(
     ("class_name", "key", "value"),
     [
-        ("AutoencoderKLFlux2", "sample_size", [1024, 1024]),
-        ("AutoencoderKLFlux2", "patch_size", 2),
-        ("AutoencoderKLFlux2", "mid_block_add_attention", 1),
-        ("AutoencoderKLFlux2", "use_quant_conv", 1.0),
-        ("AutoencoderKLFlux2", "decoder_block_out_channels", None),
-        ("AutoencoderKLWan", "scale_factor_spatial", None),
-        ("Flux2Transformer2DModel", "guidance_embeds", None),
-        ("WanTransformer3DModel", "qk_norm", None),
+        ("AutoencoderKLFlux2", "sample_size", [1024, 1024]), ("AutoencoderKLFlux2", "patch_size", 2),
+        ("AutoencoderKLFlux2", "mid_block_add_attention", 1), ("AutoencoderKLFlux2", "use_quant_conv", 1.0),
+        ("AutoencoderKLFlux2", "decoder_block_out_channels", None), ("AutoencoderKLWan", "scale_factor_spatial", None),
+        ("Flux2Transformer2DModel", "guidance_embeds", None), ("WanTransformer3DModel", "qk_norm", None),
     ],
-)
+)  # fmt: skip
 def test_a_value_that_the_class_declares_legal_is_taken(class_name: str, key: str, value: object) -> None:
     refuse_other_kinds(Path("config.json"), class_name, {key: value})
 

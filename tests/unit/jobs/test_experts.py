@@ -37,12 +37,9 @@ def _job(tmp_path, folder, *, variant=HIGH, second=True, **sections):
     model = {"path": str(tmp_path / "model"), "variant": variant}
     values = {
         "model": model | ({"second_expert": str(tmp_path / "model")} if second else {}),
-        "train": {"steps": 2, "batch_size": 1, "seed": 3},
-        "lora": {"dropout": 0.2},
-        "evaluation": {"folder": ""},
-        "output": {"folder": str(tmp_path / folder), "name": "mine", "save_every_steps": 1},
-        "cache": {"folder": ""},
-    }
+        "train": {"steps": 2, "batch_size": 1, "seed": 3}, "lora": {"dropout": 0.2}, "evaluation": {"folder": ""},
+        "output": {"folder": str(tmp_path / folder), "name": "mine", "save_every_steps": 1}, "cache": {"folder": ""},
+    }  # fmt: skip
     return make_tiny_job(tmp_path, "wan", **{**values, **sections})
 
 

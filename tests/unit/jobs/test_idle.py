@@ -13,15 +13,10 @@ from devicebridge.jobs.job import _resolve_and_check, check_job
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
 VALUES: dict[str, Any] = {
-    "data.resolutions": 256,
-    "data.folders.resolutions": 256,
-    "data.frames": 33,
-    "evaluation.quantiles": 0.5,
-    "data.folders.references": "/r",
-    "evaluation.references": "/r",
-    "samples.prompts": "a cat",
+    "data.resolutions": 256, "data.folders.resolutions": 256, "data.frames": 33, "evaluation.quantiles": 0.5,
+    "data.folders.references": "/r", "evaluation.references": "/r", "samples.prompts": "a cat",
     "cache.stock_clip": "clip.safetensors",
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -74,12 +69,9 @@ def test_what_is_written_lies_in_no_folder_that_is_read(ours: str, theirs: str, 
     (given / "x.txt").touch()
     (folder / "link").symlink_to(given)
     place = {
-        "itself": given,
-        "a clip": given / "x" / "not there yet",
-        "a link": folder / "link",
-        "a link inside": folder / "link" / "x",
-        "with dots": Path(f"{given}/x/../../{theirs}"),
-    }[way]
+        "itself": given, "a clip": given / "x" / "not there yet", "a link": folder / "link",
+        "a link inside": folder / "link" / "x", "with dots": Path(f"{given}/x/../../{theirs}"),
+    }[way]  # fmt: skip
     with pytest.raises(ValueError, match=f"^{ours} ") as refused:
         refuse_overlaps(_job(folder, **{ours.replace(".", "__"): str(place)}))
     assert str(given) in str(refused.value)

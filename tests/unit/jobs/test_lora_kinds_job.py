@@ -26,14 +26,10 @@ LOKR = {"kind": "lokr", "rank": 2, "alpha": 2, "factor": 4}
 
 def _job(tmp_path: Path, folder: str, name: str = "flux2", **sections: Any) -> JobConfig:
     values = {
-        "split": {"devices": ["lazy:0"]},
-        "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
-        "train": TRAIN,
-        "parallel": {"strategy": "none"},
-        "evaluation": {"folder": ""},
-        "optimizer": {"learning_rate": 1e-2},
-        "output": {"folder": str(tmp_path / folder), "save_every_steps": 0},
-    }
+        "split": {"devices": ["lazy:0"]}, "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
+        "train": TRAIN, "parallel": {"strategy": "none"}, "evaluation": {"folder": ""},
+        "optimizer": {"learning_rate": 1e-2}, "output": {"folder": str(tmp_path / folder), "save_every_steps": 0},
+    }  # fmt: skip
     return make_tiny_job(
         tmp_path, name, **{k: {**values.get(k, {}), **sections.get(k, {})} for k in {**values, **sections}}
     )
@@ -136,13 +132,9 @@ def test_a_file_that_does_not_fit_is_refused_before_weights_are_loaded(tmp_path:
 
 
 OPTIMIZERS = [
-    {"name": "adamw"},
-    {"name": "adamw8bit"},
-    {"name": "adafactor"},
-    {"name": "prodigy", "learning_rate": 1.0},
-    {"name": "came"},
-    {"name": "bitsandbytes.optim.AdamW8bit"},
-]
+    {"name": "adamw"}, {"name": "adamw8bit"}, {"name": "adafactor"}, {"name": "prodigy", "learning_rate": 1.0},
+    {"name": "came"}, {"name": "bitsandbytes.optim.AdamW8bit"},
+]  # fmt: skip
 _PACKAGES = {"prodigy": "prodigyopt", "came": "pytorch_optimizer", "bitsandbytes.optim.AdamW8bit": "bitsandbytes"}
 
 

@@ -82,14 +82,10 @@ def test_offloaded_inputs_change_nothing_but_memory(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("devices", "accumulation", "schedule", "expected"),
     [
-        (2, 4, "auto", 1),
-        (2, 4, "pipeline", 1),
-        (2, 4, "none", None),
-        (2, 1, "auto", None),
-        (1, 4, "auto", None),
+        (2, 4, "auto", 1), (2, 4, "pipeline", 1), (2, 4, "none", None), (2, 1, "auto", None), (1, 4, "auto", None),
         (1, 4, "pipeline", None),
     ],
-)
+)  # fmt: skip
 def test_which_schedule_a_job_gets(tmp_path, caplog, devices, accumulation, schedule, expected):
     job = _job(
         tmp_path,

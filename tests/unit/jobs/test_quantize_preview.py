@@ -96,14 +96,10 @@ def _able(*devices: torch.device) -> list[str]:
 @pytest.mark.parametrize(
     ("capabilities", "scheme"),
     [
-        ([(9, 0)], "fp8-compute"),
-        ([(8, 9), (12, 0)], "fp8-compute"),
-        ([(8, 9), (8, 6)], "int8-compute"),
-        ([(7, 5)], "int8-compute"),
-        ([(9, 0), (7, 0)], "fp8"),
-        ([(6, 1)], "fp8"),
+        ([(9, 0)], "fp8-compute"), ([(8, 9), (12, 0)], "fp8-compute"), ([(8, 9), (8, 6)], "int8-compute"),
+        ([(7, 5)], "int8-compute"), ([(9, 0), (7, 0)], "fp8"), ([(6, 1)], "fp8"),
     ],
-)
+)  # fmt: skip
 def test_auto_takes_what_every_card_can_do(cards: Any, capabilities: list[tuple[int, int]], scheme: str) -> None:
     assert _able(*cards(*capabilities))[0] == scheme
 

@@ -46,13 +46,10 @@ def test_every_setting_that_a_resumed_run_must_keep_is_compared_unless_it_is_a_m
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [
-        ("evaluation", "folder", ""),
-        ("evaluation", "every_steps", 2),
-        ("output", "save_every_steps", 3),
-        ("samples", "prompts", ["a cat"]),
-        ("parallel", "strategy", "fsdp"),
+        ("evaluation", "folder", ""), ("evaluation", "every_steps", 2), ("output", "save_every_steps", 3),
+        ("samples", "prompts", ["a cat"]), ("parallel", "strategy", "fsdp"),
     ],
-)
+)  # fmt: skip
 def test_what_says_when_ranks_wait_is_compared(section: str, key: str, value: object, tmp_path: Path) -> None:
     job = make_tiny_job(tmp_path)
     found, expected = shared_settings(_changed(job, {section: {key: value}})), shared_settings(job)

@@ -20,14 +20,11 @@ _LAYER = "text_model.encoder.layers.0"
 def _job(clip: tuple[str, ...], model: str = "/model.safetensors", **lora: Any) -> JobConfig:
     return make_job(
         {
-            "model": {"path": model, "family": "comfyui"},
-            "data": {"folders": [{"path": "/images"}]},
-            "train": {"steps": 1},
-            "output": {"folder": "/run"},
-            "lora": {"text_encoder": True, "rank": 16, **lora},
+            "model": {"path": model, "family": "comfyui"}, "data": {"folders": [{"path": "/images"}]},
+            "train": {"steps": 1}, "output": {"folder": "/run"}, "lora": {"text_encoder": True, "rank": 16, **lora},
             "cache": {"stock_clip": list(clip), "stock_clip_type": "sdxl"},
         }
-    )
+    )  # fmt: skip
 
 
 def _info(text_class: str, *needs: str) -> Any:
@@ -71,14 +68,10 @@ def test_models_without_clip_and_jobs_that_do_not_name_it_are_refused(info, clip
         cache = {"text_source": f"comfyui 1 CLIP {'a' * 64}"}
         job = make_job(
             {
-                "model": {"path": "/m", "family": "comfyui"},
-                "data": {"folders": [{"path": "/i"}]},
-                "train": {"steps": 1},
-                "output": {"folder": "/run"},
-                "lora": {"text_encoder": True},
-                "cache": cache,
+                "model": {"path": "/m", "family": "comfyui"}, "data": {"folders": [{"path": "/i"}]},
+                "train": {"steps": 1}, "output": {"folder": "/run"}, "lora": {"text_encoder": True}, "cache": cache,
             }
-        )
+        )  # fmt: skip
     with pytest.raises(ValueError, match=message):
         refuse_text_encoders(job, info)
 

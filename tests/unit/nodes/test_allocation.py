@@ -112,13 +112,10 @@ def test_an_allocation_names_the_devices(host, changes, devices):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"devices": "lazy:0,lazy:2"},
-        {"devices": "lazy:0,lazy:1,lazy:2"},
-        {"way": "tensor"},
-        {"way": "tokens"},
+        {"devices": "lazy:0,lazy:2"}, {"devices": "lazy:0,lazy:1,lazy:2"}, {"way": "tensor"}, {"way": "tokens"},
         {"memory_limit_gb": "1, 1"},
     ],
-)
+)  # fmt: skip
 def test_what_contradicts_an_allocation_is_refused(host: comfy_stub.FakeHost, changes: dict[str, Any]) -> None:
     split = importlib.import_module("devicebridge.nodes.split")
     given = {"devices": "auto", "balance": "lazy:0,1gb;lazy:1,*", **SOCKETS, **changes}

@@ -53,12 +53,8 @@ def test_devices_are_chosen_by_their_cards_names(nodes: ModuleType, node: str) -
     assert "cuda:0 20.0 GB, cuda:1 20.0 GB" in socket.options["tooltip"]
     read = nodes.choices.read_devices
     assert [read(each) for each in expected] == [
-        (),
-        ("cuda:0",),
-        ("cuda:1",),
-        ("cuda:0", "cuda:1"),
-        ("cuda:1", "cuda:0"),
-    ]
+        (), ("cuda:0",), ("cuda:1",), ("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"),
+    ]  # fmt: skip
 
 
 @pytest.mark.usefixtures("two_cards")
@@ -180,14 +176,10 @@ def test_the_cache_node_runs_again_only_where_something_is_gone_or_changed(nodes
 @pytest.mark.parametrize(
     ("node", "socket"),
     [
-        ("LoadModelForTraining", "model"),
-        ("LoadModelForTraining", "devices"),
-        ("TrainingDatasetNode", "folder"),
-        ("CacheCaptionsAndLatents", "vae"),
-        ("SplitModel", "devices"),
-        ("LoadDiffusionModelSplit", "unet_name"),
+        ("LoadModelForTraining", "model"), ("LoadModelForTraining", "devices"), ("TrainingDatasetNode", "folder"),
+        ("CacheCaptionsAndLatents", "vae"), ("SplitModel", "devices"), ("LoadDiffusionModelSplit", "unet_name"),
     ],
-)
+)  # fmt: skip
 def test_a_text_may_be_linked_to_a_list_of_files_and_nothing_else(nodes: ModuleType, node: str, socket: str) -> None:
     check = getattr(nodes, node).validate_inputs
     for kind in ("STRING", "COMBO", "*", "INT,STRING", ["a", "b"], "COMFY_MATCHTYPE_V3"):

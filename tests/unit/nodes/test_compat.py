@@ -81,18 +81,14 @@ def _need(place: str, form: str, is_overridden: bool = False) -> Need:
 
 
 KEPT = (
-    _need("names", "load(ckpt, return_metadata=)"),
-    _need("names", "anything(a, b=)"),
-    _need("names", "sample(model, conds, options)"),
-    _need("names", "sample(model, conds, options)", True),
-    _need("names", "Patcher(model, device)"),
-    _need("names:Patcher", "made(path)"),
-    _need("names:Patcher", "plain(first)"),
-    _need("names", "Schema(name=, inputs=)"),
+    _need("names", "load(ckpt, return_metadata=)"), _need("names", "anything(a, b=)"),
+    _need("names", "sample(model, conds, options)"), _need("names", "sample(model, conds, options)", True),
+    _need("names", "Patcher(model, device)"), _need("names:Patcher", "made(path)"),
+    _need("names:Patcher", "plain(first)"), _need("names", "Schema(name=, inputs=)"),
     _need("patcher:Patcher", "clone(disable_dynamic=)"),
     _need("patcher:Patcher", "clone(disable_dynamic, model_override)", True),
     _need("patcher", "Patcher.load(...)", True),
-)
+)  # fmt: skip
 CHANGES = {
     "a function renamed": ("names", "def load(", "def read(", "fake_host.names.load is gone"),
     "a parameter removed": (

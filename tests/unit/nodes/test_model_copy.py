@@ -165,18 +165,10 @@ def _long_way(layer: nn.Module) -> Any:
         lambda layer: [_long_way(layer), _Holder(layer)],
     ],
     ids=[
-        "closure",
-        "partial",
-        "object",
-        "bound method",
-        "registry",
-        "option",
-        "injection",
-        "closure over a patcher",
-        "inside another module",
-        "a longer way to it first",
+        "closure", "partial", "object", "bound method", "registry", "option", "injection", "closure over a patcher",
+        "inside another module", "a longer way to it first",
     ],
-)
+)  # fmt: skip
 def test_what_captured_a_layer_is_refused(model_copy: ModuleType, model: Model, capture: Any) -> None:
     _, copies = _copy(model_copy, model)
     with pytest.raises(ValueError, match=r"a patch .* holds on to it \(Layer layer\).*directly after the loader"):

@@ -120,18 +120,11 @@ def test_a_link_inside_a_dataset_that_leads_out_is_refused(folders, host, tmp_pa
 @pytest.mark.parametrize(
     "text",
     [
-        'allowed_folders = "/data"',
-        'allowed_folders = ["data"]',
-        "allowed = []",
-        'allowed_hosts = "comfy.example"',
-        "allowed_hosts = [1]",
-        "allowed_folders = [",
-        "[x]\n",
-        "[[a]]\nb = 1\nb = 2\n",
-        r'allowed_folders = ["/C:\Users\me"]',
-        r'allowed_folders = ["/C:\train\new"]',
+        'allowed_folders = "/data"', 'allowed_folders = ["data"]', "allowed = []", 'allowed_hosts = "comfy.example"',
+        "allowed_hosts = [1]", "allowed_folders = [", "[x]\n", "[[a]]\nb = 1\nb = 2\n",
+        r'allowed_folders = ["/C:\Users\me"]', r'allowed_folders = ["/C:\train\new"]',
     ],
-)
+)  # fmt: skip
 def test_settings_that_cannot_be_read_are_named(folders: ModuleType, host: comfy_stub.FakeHost, text: str) -> None:
     _image_folder(host.root / "input" / "dogs")
     (host.root / "user" / "devicebridge.toml").write_text(text)
@@ -162,13 +155,10 @@ def test_settings_that_a_request_could_have_written_are_not_taken(folders, host,
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("dogs\0", "x00"),
-        ("/data\0/../../etc", "x00"),
-        ("D:\train", "control character '.t'"),
-        ("x" * 300, "300 bytes"),
-        ("~nobody_of_this_name/x", "home"),
+        ("dogs\0", "x00"), ("/data\0/../../etc", "x00"), ("D:\train", "control character '.t'"),
+        ("x" * 300, "300 bytes"), ("~nobody_of_this_name/x", "home"),
     ],
-)
+)  # fmt: skip
 def test_names_that_no_file_system_takes_are_refused(folders: ModuleType, name: str, message: str) -> None:
     for read in (folders.folder_in_input, folders.folder_in_output, folders.readable_path):
         with pytest.raises(ValueError, match=message):
@@ -279,11 +269,8 @@ def test_every_key_that_names_a_file_or_folder_is_told(job, monkeypatch):
 def test_a_job_that_names_a_place_elsewhere_is_refused_with_its_key(folders, tmp_path, job, monkeypatch, key):
     folders.refuse_job(job())
     places = [
-        str(tmp_path / "outside"),
-        "~/outside",
-        "../outside",
-        str(tmp_path / "comfy" / "output" / ".." / ".." / "x"),
-    ]
+        str(tmp_path / "outside"), "~/outside", "../outside", str(tmp_path / "comfy" / "output" / ".." / ".." / "x"),
+    ]  # fmt: skip
     if key not in WRITTEN:
         linked = tmp_path / "comfy" / "input" / "linked"
         linked.symlink_to(tmp_path)

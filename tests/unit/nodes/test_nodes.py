@@ -27,20 +27,12 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[3]
 NODE_IDS = [
-    "DeviceBridgeLoadModelForTraining",
-    "DeviceBridgeQuantize",
-    "DeviceBridgeTrainingDataset",
-    "DeviceBridgeImagesToCaption",
-    "DeviceBridgeWriteCaptions",
-    "DeviceBridgeCacheCaptionsAndLatents",
-    "DeviceBridgeDatasetFromLatents",
-    "DeviceBridgePlanTraining",
-    "DeviceBridgeTrainLora",
-    "DeviceBridgeTrainLoraSimple",
-    "DeviceBridgeSplitModel",
-    "DeviceBridgeLoadDiffusionModelSplit",
+    "DeviceBridgeLoadModelForTraining", "DeviceBridgeQuantize", "DeviceBridgeTrainingDataset",
+    "DeviceBridgeImagesToCaption", "DeviceBridgeWriteCaptions", "DeviceBridgeCacheCaptionsAndLatents",
+    "DeviceBridgeDatasetFromLatents", "DeviceBridgePlanTraining", "DeviceBridgeTrainLora",
+    "DeviceBridgeTrainLoraSimple", "DeviceBridgeSplitModel", "DeviceBridgeLoadDiffusionModelSplit",
     "DeviceBridgeRingLseFix",
-]
+]  # fmt: skip
 # Drop-downs of what is on the disk.
 FILES = ("model", "unet_name", "folder", "images", "evaluation_folder", "text_encoders", "text_encoder_2", "vae")
 # What the stand-in for ComfyUI has no parts of.
@@ -424,13 +416,8 @@ def test_what_a_conditioning_said_is_said_to_the_model_again(nodes: ModuleType) 
     seen = SimpleNamespace(last_hidden_state=torch.randn(1, 4, 3), image_sizes=[(3, 32, 48)])
     latents = [torch.randn(1, 2, 2, width) for width in (2, 3)]
     options = {
-        "method": "index",
-        "vace_strength": [1.0, 0.5],
-        "latents": latents,
-        "seen": [seen],
-        "steps": 3,
-        "on": True,
-    }
+        "method": "index", "vace_strength": [1.0, 0.5], "latents": latents, "seen": [seen], "steps": 3, "on": True,
+    }  # fmt: skip
     item = [[torch.randn(1, 2, 3), {**options, "ids": torch.arange(3)}]]
     entry = read_conditioning(item, "it", keeps_all=True)
     found = model._options({name: torch.stack([each] * 2) for name, each in entry.items()})
@@ -520,49 +507,32 @@ def test_defaults_make_the_jobs_defaults(nodes: ModuleType, host: comfy_stub.Fak
 
 
 CHANGES = [
-    ("name", "other", "output.name", "other"),
-    ("name", " other.safetensors", "output.name", "other"),
-    ("steps", 7, "train.steps", 7),
-    ("learning_rate", 0.5, "optimizer.learning_rate", 0.5),
-    ("rank", 3, "lora.rank", 3),
-    ("alpha", 2.5, "lora.alpha", 2.5),
-    ("batch_size", 5, "train.batch_size", 5),
-    ("accumulation", 6, "train.gradient_accumulation_steps", 6),
-    ("random_seed", 99, "train.seed", 99),
+    ("name", "other", "output.name", "other"), ("name", " other.safetensors", "output.name", "other"),
+    ("steps", 7, "train.steps", 7), ("learning_rate", 0.5, "optimizer.learning_rate", 0.5), ("rank", 3, "lora.rank", 3),
+    ("alpha", 2.5, "lora.alpha", 2.5), ("batch_size", 5, "train.batch_size", 5),
+    ("accumulation", 6, "train.gradient_accumulation_steps", 6), ("random_seed", 99, "train.seed", 99),
     ("gradient_checkpointing", False, "train.gradient_checkpointing", False),
-    ("optimizer", "adamw8bit", "optimizer.name", "adamw8bit"),
-    ("weight_decay", 0.25, "optimizer.weight_decay", 0.25),
-    ("schedule", "cosine", "schedule.name", "cosine"),
-    ("warmup_steps", 4, "schedule.warmup_steps", 4),
-    ("clip_norm", 0.0, "train.clip_norm", 0.0),
-    ("dropout", 0.5, "lora.dropout", 0.5),
+    ("optimizer", "adamw8bit", "optimizer.name", "adamw8bit"), ("weight_decay", 0.25, "optimizer.weight_decay", 0.25),
+    ("schedule", "cosine", "schedule.name", "cosine"), ("warmup_steps", 4, "schedule.warmup_steps", 4),
+    ("clip_norm", 0.0, "train.clip_norm", 0.0), ("dropout", 0.5, "lora.dropout", 0.5),
     ("dora", True, "lora.dora", True),
     ("targets", "*.to_q\n*.to_k, *.to_v", "lora.targets", ("*.to_q", "*.to_k", "*.to_v")),
     ("training_dtype", "bfloat16", "lora.dtype", "bfloat16"),
     ("timestep_sampling", "sigmoid", "objective.timestep_sampling", "sigmoid"),
-    ("shift", "3.0", "objective.shift", 3.0),
-    ("shift", "dynamic", "objective.shift", "dynamic"),
-    ("guidance", 3.5, "objective.guidance", 3.5),
-    ("save_every", 8, "output.save_every_steps", 8),
-    ("keep_last", 9, "output.keep_last", 9),
-    ("lora_layout", "diffusers", "output.lora_layout", "diffusers"),
-    ("lora_dtype", "float32", "output.lora_dtype", "float32"),
-    ("tensorboard", True, "output.tensorboard", True),
+    ("shift", "3.0", "objective.shift", 3.0), ("shift", "dynamic", "objective.shift", "dynamic"),
+    ("guidance", 3.5, "objective.guidance", 3.5), ("save_every", 8, "output.save_every_steps", 8),
+    ("keep_last", 9, "output.keep_last", 9), ("lora_layout", "diffusers", "output.lora_layout", "diffusers"),
+    ("lora_dtype", "float32", "output.lora_dtype", "float32"), ("tensorboard", True, "output.tensorboard", True),
     ("compile_blocks", "auto", "train.compile", "auto"),
     ("offload_activations", "on", "train.offload_activations", "on"),
     ("cuda_graphs", "auto", "train.cuda_graphs", "auto"),
     ("sample_prompts", "a cat, asleep\n\n a dog \n", "samples.prompts", ("a cat, asleep", "a dog")),
-    ("sample_every", 7, "samples.every_steps", 7),
-    ("sample_steps", 8, "samples.steps", 8),
-    ("sample_guidance", 1.0, "samples.guidance", 1.0),
-    ("lora_kind", "lokr", "lora.kind", "lokr"),
-    ("layers", "attention", "lora.layers", "attention"),
-    ("start_from", "", "lora.start_from", ""),
-    ("ema_decay", 0.99, "train.ema_decay", 0.99),
-    ("processes", 2, "parallel.processes", 2),
-    ("strategy", "fsdp", "parallel.strategy", "fsdp"),
-    ("expert", "low_noise", "objective.expert", "low_noise"),
-]
+    ("sample_every", 7, "samples.every_steps", 7), ("sample_steps", 8, "samples.steps", 8),
+    ("sample_guidance", 1.0, "samples.guidance", 1.0), ("lora_kind", "lokr", "lora.kind", "lokr"),
+    ("layers", "attention", "lora.layers", "attention"), ("start_from", "", "lora.start_from", ""),
+    ("ema_decay", 0.99, "train.ema_decay", 0.99), ("processes", 2, "parallel.processes", 2),
+    ("strategy", "fsdp", "parallel.strategy", "fsdp"), ("expert", "low_noise", "objective.expert", "low_noise"),
+]  # fmt: skip
 OF_TEXT = {"text_encoder", "text_encoder_rank", "text_encoder_learning_rate"}
 
 

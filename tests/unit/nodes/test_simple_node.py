@@ -48,11 +48,8 @@ def test_four_choices_train_the_lora_that_the_five_nodes_train(nodes, simple, ho
     assert Path(path) == host.root / "output/devicebridge/ohwx_dog/ohwx_dog.safetensors"
     (model,) = nodes.load.LoadModelForTraining.execute(model="tiny", path="").args
     folder = {
-        "folder": "dogs",
-        "evaluation_folder": "[none]",
-        "trigger_word": "ohwx dog",
-        "default_caption": "ohwx dog",
-    }
+        "folder": "dogs", "evaluation_folder": "[none]", "trigger_word": "ohwx dog", "default_caption": "ohwx dog",
+    }  # fmt: skip
     (dataset,) = nodes.dataset.TrainingDatasetNode.execute(**folder, resolutions="32").args
     own = {"text_encoders": "[model folder]", "vae": "[model folder]", "cache_folder": "other"}
     model = nodes.load.Quantize.execute(model=model).args[0]
@@ -66,14 +63,11 @@ def test_four_choices_train_the_lora_that_the_five_nodes_train(nodes, simple, ho
 @pytest.mark.parametrize(
     ("given", "name"),
     [
-        (("", "ohwx dog", "dogs"), "ohwx_dog"),
-        (("", "***", "/data/my dogs"), "my_dogs"),
-        (("", "", "..."), "my_lora"),
-        (("", "Cache", "dogs"), "Cache_lora"),
-        (("", "a" * 300, "dogs"), "a" * 40),
+        (("", "ohwx dog", "dogs"), "ohwx_dog"), (("", "***", "/data/my dogs"), "my_dogs"), (("", "", "..."), "my_lora"),
+        (("", "Cache", "dogs"), "Cache_lora"), (("", "a" * 300, "dogs"), "a" * 40),
         (("mine.safetensors", "ohwx", "dogs"), "mine"),
     ],
-)
+)  # fmt: skip
 def test_a_run_is_called_by_what_can_name_a_folder(nodes: ModuleType, given: tuple[str, str, str], name: str) -> None:
     assert nodes.simple.run_name(*given) == name
 
@@ -108,18 +102,11 @@ def test_encoders_are_found_by_the_names_of_comfyuis_templates(nodes: ModuleType
 
     there = {
         "text_encoders": (
-            "umt5_xxl_fp8_e4m3fn_scaled",
-            "umt5_xxl_fp16",
-            "clip_l_hidream",
-            "T5XXL_FP8_scaled",
-            "t5xxl-unchained-f16",
-            "t5xxl_fp16",
-            "qwen_3_4b-abliterated",
-            "qwen_3_8b_fp8_abliterated",
-            "qwen_3_4b",
+            "umt5_xxl_fp8_e4m3fn_scaled", "umt5_xxl_fp16", "clip_l_hidream", "T5XXL_FP8_scaled", "t5xxl-unchained-f16",
+            "t5xxl_fp16", "qwen_3_4b-abliterated", "qwen_3_8b_fp8_abliterated", "qwen_3_4b",
         ),
         "vae": ("Wan2.1_VAE_upscale2x_imageonly_real_v1", "wan_2.1_vae", "wan2.2_vae", "ae", "flux2-vae"),
-    }
+    }  # fmt: skip
     for kind, names in there.items():
         for name in names:
             file = host.root / "models" / kind / f"{name}.safetensors"
@@ -135,13 +122,10 @@ def test_encoders_are_found_by_the_names_of_comfyuis_templates(nodes: ModuleType
             name.removesuffix(".safetensors") for name in (*known.names["text_encoders"], *known.names["vae"])
         ]
     assert found == {
-        "wan2.1-t2v-14b": ["umt5_xxl_fp16", "wan_2.1_vae"],
-        "wan2.2-ti2v-5b": ["umt5_xxl_fp16", "wan2.2_vae"],
-        "flux1-dev": ["", "t5xxl_fp16", "ae"],
-        "flux2-klein-4b": ["qwen_3_4b", "flux2-vae"],
-        "flux2-klein-9b": ["", "flux2-vae"],
-        "flux2-dev": ["", "flux2-vae"],
-    }
+        "wan2.1-t2v-14b": ["umt5_xxl_fp16", "wan_2.1_vae"], "wan2.2-ti2v-5b": ["umt5_xxl_fp16", "wan2.2_vae"],
+        "flux1-dev": ["", "t5xxl_fp16", "ae"], "flux2-klein-4b": ["qwen_3_4b", "flux2-vae"],
+        "flux2-klein-9b": ["", "flux2-vae"], "flux2-dev": ["", "flux2-vae"],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,9 @@ from devicebridge.tests import comfy_stub
 from devicebridge.tests.emulated import CARDS, emulated_cards
 
 SOCKETS: dict[str, Any] = {
-    "devices": "auto",
-    "balance": "memory",
-    "split_at": "",
-    "memory_limit_gb": "",
-    "transport": "auto",
-    "overlap": True,
-    "offload": True,
-    "verify": False,
-}
+    "devices": "auto", "balance": "memory", "split_at": "", "memory_limit_gb": "", "transport": "auto", "overlap": True,
+    "offload": True, "verify": False,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -46,15 +40,9 @@ def test_with_one_device_the_model_passes_whole(split, host, gpus, caplog):
 
 def test_settings_reach_the_request(split: ModuleType) -> None:
     given = SOCKETS | {
-        "devices": "lazy:1, lazy:0",
-        "balance": "manual",
-        "split_at": "3",
-        "memory_limit_gb": "20, 14.5",
-        "transport": "relay",
-        "overlap": False,
-        "offload": False,
-        "verify": True,
-    }
+        "devices": "lazy:1, lazy:0", "balance": "manual", "split_at": "3", "memory_limit_gb": "20, 14.5",
+        "transport": "relay", "overlap": False, "offload": False, "verify": True,
+    }  # fmt: skip
     with emulated_cards(2):
         request = split._read_request(given)
     assert request.devices == (CARDS[1], CARDS[0])

@@ -35,12 +35,9 @@ def test_a_node_shows_captions_per_second_and_the_time_left(host: comfy_stub.Fak
         clock.now_s += 20
         tell(100, 100, "captions")
     assert host.texts == [
-        "Encoding captions",
-        "captions 40/100",
-        "captions 41/100, 0.067 captions/s, about 15 min left",
-        "captions 42/100, 0.067 captions/s, about 14 min left",
-        "captions 100/100",
-    ]
+        "Encoding captions", "captions 40/100", "captions 41/100, 0.067 captions/s, about 15 min left",
+        "captions 42/100, 0.067 captions/s, about 14 min left", "captions 100/100",
+    ]  # fmt: skip
     assert host.progress == [(0, 1), (40, 100), (41, 100), (42, 100), (43, 100), (100, 100)]
     told = [message for _, message in host.messages if message["kind"] == "progress"]
     assert told[2]["values"] == {"what": "captions", "per_second": pytest.approx(1 / 15), "left_s": pytest.approx(870)}

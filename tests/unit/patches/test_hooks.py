@@ -46,15 +46,9 @@ TWO = torch.full((2,), 2.0)
 
 def test_map_tensors_reaches_every_container():
     value = {
-        "tuple": (ONE, 3),
-        "named": Named(ONE, "x"),
-        "list": [ONE, [ONE]],
-        "frozen": Frozen(ONE, "n"),
-        "open": Open(ONE),
-        "slotted": Slotted(ONE, 5),
-        "ordered": collections.OrderedDict(a=ONE),
-        "none": None,
-    }
+        "tuple": (ONE, 3), "named": Named(ONE, "x"), "list": [ONE, [ONE]], "frozen": Frozen(ONE, "n"),
+        "open": Open(ONE), "slotted": Slotted(ONE, 5), "ordered": collections.OrderedDict(a=ONE), "none": None,
+    }  # fmt: skip
     out = map_tensors(value, double)
     assert torch.equal(out["tuple"][0], TWO) and out["tuple"][1] == 3
     assert isinstance(out["named"], Named) and torch.equal(out["named"].first, TWO) and out["named"].second == "x"

@@ -49,18 +49,13 @@ def attach(model: nn.Module, targets: list[str] | None = None, **options) -> nn.
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("blocks.0.to_q.lora_A.default.weight", True),
-        ("blocks.0.to_q.lora_magnitude_vector.default.weight", True),
-        ("embed.lora_embedding_A.default", True),
-        ("to_q.lora_layer.down.weight", True),
-        ("diffusion_model.blocks.0.q.lora_B.weight", True),
-        ("blocks.0.to_q.dora_scale", True),
-        ("blocks.0.to_q.base_layer.weight", False),
-        ("blocks.0.flora_A.weight", False),
-        ("blocks.0.explora.weight", False),
-        ("", False),
+        ("blocks.0.to_q.lora_A.default.weight", True), ("blocks.0.to_q.lora_magnitude_vector.default.weight", True),
+        ("embed.lora_embedding_A.default", True), ("to_q.lora_layer.down.weight", True),
+        ("diffusion_model.blocks.0.q.lora_B.weight", True), ("blocks.0.to_q.dora_scale", True),
+        ("blocks.0.to_q.base_layer.weight", False), ("blocks.0.flora_A.weight", False),
+        ("blocks.0.explora.weight", False), ("", False),
     ],
-)
+)  # fmt: skip
 def test_lora_is_known_by_its_name(name, expected):
     assert is_lora_name(name) is expected
 

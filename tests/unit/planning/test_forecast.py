@@ -251,18 +251,9 @@ def test_forecast_is_what_two_cards_held(scheme, side):
 
 def _block(**changes: Any) -> BlockCost:
     values: dict[str, Any] = {
-        "weights": 1000,
-        "lora": 10,
-        "num_trained": 5,
-        "inputs": 100,
-        "constants": {0: 7},
-        "outputs": 100,
-        "kept": 400,
-        "forward": 300,
-        "forward_kept": 600,
-        "recompute": 800,
-        "backward": 700,
-    }
+        "weights": 1000, "lora": 10, "num_trained": 5, "inputs": 100, "constants": {0: 7}, "outputs": 100, "kept": 400,
+        "forward": 300, "forward_kept": 600, "recompute": 800, "backward": 700,
+    }  # fmt: skip
     return BlockCost(**{**values, **changes})
 
 

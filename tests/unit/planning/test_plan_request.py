@@ -103,15 +103,12 @@ def test_a_clip_is_planned_by_its_length(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "model, asked, size",
     [
-        ("flux2-dev", {}, (1024, 1024, 1)),
-        ("flux1-dev", {"resolution": 500}, (496, 496, 1)),
-        ("wan2.1-t2v-14b", {}, (640, 640, 1)),
-        ("wan2.1-t2v-14b", {"frames": 81, "resolution": 480}, (480, 480, 81)),
-        ("wan2.2-ti2v-5b", {"resolution": 500}, (512, 512, 1)),
-        ("wan2.2-i2v-a14b-high", {}, (640, 640, 33)),
+        ("flux2-dev", {}, (1024, 1024, 1)), ("flux1-dev", {"resolution": 500}, (496, 496, 1)),
+        ("wan2.1-t2v-14b", {}, (640, 640, 1)), ("wan2.1-t2v-14b", {"frames": 81, "resolution": 480}, (480, 480, 81)),
+        ("wan2.2-ti2v-5b", {"resolution": 500}, (512, 512, 1)), ("wan2.2-i2v-a14b-high", {}, (640, 640, 33)),
         ("wan2.2-ti2v-5b-i2v", {"frames": 49}, (640, 640, 49)),
     ],
-)
+)  # fmt: skip
 def test_the_square_that_is_planned_for(model, asked, size):
     request = make_request(None, model=model, **asked)
     family, variant = find_variant(model)

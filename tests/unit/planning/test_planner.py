@@ -449,11 +449,8 @@ def test_cards_that_are_alike_are_counted():
     assert parse_cards("2 x 16 GiB") == parse_cards("16gib,16GiB")
     cards = parse_cards("2x24GB@1, 12GB@0.5, 1x.5GB")
     assert [(card.name, card.total_bytes, card.speed) for card in cards] == [
-        ("cuda:0", 24 * GB, 1.0),
-        ("cuda:1", 24 * GB, 1.0),
-        ("cuda:2", 12 * GB, 0.5),
-        ("cuda:3", GB // 2, 1.0),
-    ]
+        ("cuda:0", 24 * GB, 1.0), ("cuda:1", 24 * GB, 1.0), ("cuda:2", 12 * GB, 0.5), ("cuda:3", GB // 2, 1.0),
+    ]  # fmt: skip
     assert len(parse_cards("64x8GB")) == 64
 
 

@@ -75,15 +75,12 @@ def test_cards_named_by_their_model_are_not_assumed():
 @pytest.mark.parametrize(
     ("text", "name", "gib", "refuses"),
     [
-        ("3090", "RTX 3090", 24, {"fp8-compute"}),
-        ("RTX 4090", "RTX 4090", 24, set()),
-        ("2xGeForce RTX 5090", "RTX 5090", 32, set()),
-        ("4x a100", "A100", 80, {"fp8-compute"}),
-        ("RTX 6000 Ada", "RTX 6000 Ada", 48, set()),
-        ("2x RTX 3060", "RTX 3060", 12, {"fp8-compute"}),
+        ("3090", "RTX 3090", 24, {"fp8-compute"}), ("RTX 4090", "RTX 4090", 24, set()),
+        ("2xGeForce RTX 5090", "RTX 5090", 32, set()), ("4x a100", "A100", 80, {"fp8-compute"}),
+        ("RTX 6000 Ada", "RTX 6000 Ada", 48, set()), ("2x RTX 3060", "RTX 3060", 12, {"fp8-compute"}),
         ("4070 Ti", "RTX 4070 Ti", 12, set()),
     ],
-)
+)  # fmt: skip
 def test_a_card_is_known_by_its_model(text, name, gib, refuses):
     card = parse_cards(text)[-1]
     assert card.kind.name == name and not card.is_assumed

@@ -21,15 +21,12 @@ def prose() -> Any:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        (f"{SHORT} {LONG}\n\n- {LONG}\n- {SHORT}\n", [LONG, f"- {LONG}"]),
-        (LONG.replace(" ", "\n"), [LONG]),
-        (f"- {SHORT[:-1]}\n- {SHORT[:-1]}\n", []),
-        (f"```\n{LONG}\n```\n\n| {LONG} |\n", []),
-        (f"`{LONG}` [see]({'x' * 50}) it.", []),
-        (f"[{LONG[:-1]}](page.md) it.", [f"{LONG[:-1]} it."]),
+        (f"{SHORT} {LONG}\n\n- {LONG}\n- {SHORT}\n", [LONG, f"- {LONG}"]), (LONG.replace(" ", "\n"), [LONG]),
+        (f"- {SHORT[:-1]}\n- {SHORT[:-1]}\n", []), (f"```\n{LONG}\n```\n\n| {LONG} |\n", []),
+        (f"`{LONG}` [see]({'x' * 50}) it.", []), (f"[{LONG[:-1]}](page.md) it.", [f"{LONG[:-1]} it."]),
     ],
     ids=["41 words", "over lines", "list items", "code and tables", "inline code", "link"],
-)
+)  # fmt: skip
 def test_a_sentence_of_41_words_is_found(text: str, found: list[str], prose: Any) -> None:
     assert prose.long_sentences(text) == found
 

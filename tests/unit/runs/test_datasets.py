@@ -179,26 +179,12 @@ def test_of_two_runs_whose_loras_get_one_name_at_once_the_later_is_refused(tmp_p
 @pytest.mark.parametrize(
     "values",
     [
-        {"folder": "cats"},
-        {"folder": ".."},
-        {"folder": "../input/dogs"},
-        {"file": "c.png"},
-        {"file": "b.txt"},
-        {"file": "../dogs/b.png"},
-        {"file": "b.png\0"},
-        {"caption": 1},
-        {"caption": None},
-        {"caption": "a\0b"},
-        {"caption": "x" * 8001},
-        {"was": 1},
-        {"resolutions": 64},
-        {"folder_resolutions": True},
-        {"trigger_word": None},
-        {"default_caption": 1.5},
-        {"regularisation": False},
-        {"bucket_step": 8},
+        {"folder": "cats"}, {"folder": ".."}, {"folder": "../input/dogs"}, {"file": "c.png"}, {"file": "b.txt"},
+        {"file": "../dogs/b.png"}, {"file": "b.png\0"}, {"caption": 1}, {"caption": None}, {"caption": "a\0b"},
+        {"caption": "x" * 8001}, {"was": 1}, {"resolutions": 64}, {"folder_resolutions": True}, {"trigger_word": None},
+        {"default_caption": 1.5}, {"regularisation": False}, {"bucket_step": 8},
     ],
-)
+)  # fmt: skip
 def test_what_is_not_there_or_no_caption_is_refused_and_nothing_is_written(api, folder, values):
     before = {path: path.read_bytes() for path in folder.parent.parent.rglob("*") if path.is_file()}
     answer = _write(api, **{"caption": "new", **values})

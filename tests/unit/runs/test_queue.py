@@ -83,12 +83,9 @@ def test_whoever_is_killed_in_a_change_leaves_the_queue_as_before_or_as_after(tm
     assert len(writes) == 1 and not is_locked(tmp_path / "memory" / ".lock")
     found = _runs(_queue(tmp_path))
     done = {
-        "add": [*before, ("new", 9)],
-        "replace": [("a", 9), ("b", 20), ("c", 9)],
-        "remove": [("a", 9), ("c", 9)],
-        "earlier": [("b", 9), ("a", 9), ("c", 9)],
-        "later": [("a", 9), ("c", 9), ("b", 9)],
-    }
+        "add": [*before, ("new", 9)], "replace": [("a", 9), ("b", 20), ("c", 9)], "remove": [("a", 9), ("c", 9)],
+        "earlier": [("b", 9), ("a", 9), ("c", 9)], "later": [("a", 9), ("c", 9), ("b", 9)],
+    }  # fmt: skip
     assert found == (before if when == "before it writes" else done[change])
 
 
@@ -248,12 +245,8 @@ def test_a_run_that_was_started_elsewhere_is_resumed_as_it_was_shown(page: Page,
     job = page.record(cache={"folder": "/c", "vae": "/v"})
     status, shown = page.resume()
     assert status == 200 and shown["paths"] == [
-        "model.path: /m",
-        "data.folders.path: /d",
-        f"output.folder: {page.run}",
-        "cache.folder: /c",
-        "cache.vae: /v",
-    ]
+        "model.path: /m", "data.folders.path: /d", f"output.folder: {page.run}", "cache.folder: /c", "cache.vae: /v",
+    ]  # fmt: skip
     page.record(cache={"folder": "/c", "vae": "/other"})
     status, other = page.resume(confirm=shown["confirm"])
     assert status == 200 and other["confirm"] != shown["confirm"] and "cache.vae: /other" in other["paths"]

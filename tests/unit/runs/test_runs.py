@@ -47,13 +47,10 @@ def _step(step: int, loss: float, total: int = 9) -> dict[str, Any]:
 def _job(folder: Path, steps: int = 9, devices: tuple[str, ...] = ("cpu",)) -> Any:
     return make_job(
         {
-            "model": {"path": str(folder / "model")},
-            "data": {"folders": [{"path": str(folder / "data")}]},
-            "split": {"devices": list(devices)},
-            "train": {"steps": steps},
-            "output": {"folder": str(folder)},
+            "model": {"path": str(folder / "model")}, "data": {"folders": [{"path": str(folder / "data")}]},
+            "split": {"devices": list(devices)}, "train": {"steps": steps}, "output": {"folder": str(folder)},
         }
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -188,13 +185,8 @@ def _record(folder: Path, process: dict[str, Any], **values: Any) -> None:
     """The record of a run under way, as another process has written it."""
     folder.mkdir(exist_ok=True)
     record = {
-        "status": "running",
-        "process": {**OWN, **process},
-        "devices": ["cpu"],
-        "steps": 9,
-        "job": {},
-        "message": "",
-    }
+        "status": "running", "process": {**OWN, **process}, "devices": ["cpu"], "steps": 9, "job": {}, "message": "",
+    }  # fmt: skip
     (folder / "run.json").write_text(json.dumps({**record, "since": 1.0, **values}))
 
 

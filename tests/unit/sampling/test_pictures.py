@@ -46,14 +46,11 @@ def _job(tmp_path: Path, folder: str, name: str = "flux2", **sections: Any) -> J
     samples = {"prompts": PROMPTS, "every_steps": 2, "seed": SEED, "steps": STEPS, "guidance": GUIDANCE}
     samples |= {"width": 64, "height": 32} | ({"frames": 5} if name == "wan" else {})
     values = {
-        "split": {"devices": ["cpu"]},
-        "optimizer": {"learning_rate": 0.02},
-        "train": TRAIN,
-        "evaluation": {"folder": ""},
-        "parallel": {"strategy": "none"},
+        "split": {"devices": ["cpu"]}, "optimizer": {"learning_rate": 0.02}, "train": TRAIN,
+        "evaluation": {"folder": ""}, "parallel": {"strategy": "none"},
         "output": {"folder": str(tmp_path / folder), "save_every_steps": 0, "lora_layout": "diffusers"},
         "samples": samples | sections.pop("samples", {}),
-    }
+    }  # fmt: skip
     return make_cards_job(tmp_path, folder, name, **{**values, **sections})
 
 

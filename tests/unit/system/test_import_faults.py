@@ -26,16 +26,12 @@ def __getattr__(name):
     raise AttributeError(name)
 """
 FILES = {
-    "broken_vision": f"raise RuntimeError({CAUSE!r})",
-    "broken_model": "import broken_vision",
-    "lazy_models": _LAZY,
+    "broken_vision": f"raise RuntimeError({CAUSE!r})", "broken_model": "import broken_vision", "lazy_models": _LAZY,
     "outer_models": "import lazy_models\nlazy_models.Bloom",
     "optional_first": "try:\n    import never_there\nexcept ImportError:\n    import broken_vision",
-    "other_version": "from json import no_such_name",
-    "needs_missing": "import never_there",
-    "falls": "import os\nos._exit(7)",
-    "whole": "thing = 1",
-}
+    "other_version": "from json import no_such_name", "needs_missing": "import never_there",
+    "falls": "import os\nos._exit(7)", "whole": "thing = 1",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -17,16 +17,10 @@ from devicebridge.system.files import expect, read_json_object
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
 WRONG = {
-    "list": ("[]", "a list"),
-    "null": ("null", "null"),
-    "number": ("3", "a number"),
-    "text": ('"x"', "a text"),
-    "twice": ('{"a": 1, "a": 2}', "says 'a' twice"),
-    "torn": ('{"a": ', "is no JSON"),
-    "deep": ("[" * 100_000, "is no JSON"),
-    "bytes": ("\udcff", "is no JSON"),
-    "digits": ("9" * 10_000, "is no JSON"),
-}
+    "list": ("[]", "a list"), "null": ("null", "null"), "number": ("3", "a number"), "text": ('"x"', "a text"),
+    "twice": ('{"a": 1, "a": 2}', "says 'a' twice"), "torn": ('{"a": ', "is no JSON"),
+    "deep": ("[" * 100_000, "is no JSON"), "bytes": ("\udcff", "is no JSON"), "digits": ("9" * 10_000, "is no JSON"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -266,13 +266,10 @@ def _starts(tmp_path: Path) -> dict[str, Sequence[str | Path]]:
     job = tmp_path / "job.toml"
     made = make_job(
         {
-            "model": {"path": "/m"},
-            "data": {"folders": [{"path": "/d"}]},
-            "train": {"steps": 1},
-            "output": {"folder": "/o"},
-            "optimizer": {"name": "prodigy"},
+            "model": {"path": "/m"}, "data": {"folders": [{"path": "/d"}]}, "train": {"steps": 1},
+            "output": {"folder": "/o"}, "optimizer": {"name": "prodigy"},
         }
-    )
+    )  # fmt: skip
     save_job(made, job)
     return {
         "queue": train_command(made, job, (), resume=False),

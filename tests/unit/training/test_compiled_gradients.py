@@ -393,14 +393,10 @@ def test_what_one_layer_of_a_block_does_to_a_gradient_is_found(fault, name):
 @pytest.mark.parametrize(
     ("scheme", "name"),
     [
-        (None, "attn.to_q"),
-        (None, "ff.linear_in"),
-        ("fp8-compute", "attn.add_k_proj"),
-        ("fp8-compute", "attn.to_out.0"),
-        ("int8-compute", "attn.to_q"),
-        ("int8-compute", "ff.linear_in"),
+        (None, "attn.to_q"), (None, "ff.linear_in"), ("fp8-compute", "attn.add_k_proj"),
+        ("fp8-compute", "attn.to_out.0"), ("int8-compute", "attn.to_q"), ("int8-compute", "ff.linear_in"),
     ],
-)
+)  # fmt: skip
 def test_a_layer_of_a_real_block_that_loses_its_gradient_is_found(name, scheme):
     """However long the hidden states are: the norm that a block begins with makes the gradient from behind it as many
     times shorter than what passes by."""

@@ -240,20 +240,12 @@ def test_tensors_of_another_shape_are_not_spread(name, change, message, job):
 @pytest.mark.parametrize(
     "values",
     [
-        {"losses": [0.5]},
-        {"losses": ["x"] * 6},
-        {"losses": None},
-        {"order": {"epoch": "x", "index": 0}},
-        {"order": []},
-        {"evaluations": {"x": 1.0}},
-        {"evaluations": {"0": None}},
-        {"config": None},
-        {"dataset": 3},
-        {"model": {}},
-        {"placement": "cpu"},
+        {"losses": [0.5]}, {"losses": ["x"] * 6}, {"losses": None}, {"order": {"epoch": "x", "index": 0}},
+        {"order": []}, {"evaluations": {"x": 1.0}}, {"evaluations": {"0": None}}, {"config": None}, {"dataset": 3},
+        {"model": {}}, {"placement": "cpu"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_facts_of_another_kind_are_damage(values, job, caplog):
     _change(_last(job), **values)
     assert find_state(job, resume=True).step == 4
