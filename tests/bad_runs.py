@@ -52,11 +52,9 @@ def dataset_cases() -> Iterator[Case]:
     yield Case("datasets", "mask of another shape", _drawn(mask, "L", (400, 10), 128), (mask,))
     yield Case("datasets", "black mask", _drawn(mask, "L", (40, 40)), (mask,))
     yield Case(
-        "datasets",
-        "empty folder",
-        lambda folder: [each.unlink() for each in (folder / "data").iterdir()] and None,
+        "datasets", "empty folder", lambda folder: [each.unlink() for each in (folder / "data").iterdir()] and None,
         ("data",),
-    )
+    )  # fmt: skip
     for name, spoil in ODD_FILES.items():
         if name != "a folder":
             yield Case("datasets", f"folder {name}", _folder_as(spoil), ("data",))

@@ -37,20 +37,11 @@ def plain_frames(count: int, size: tuple[int, int] = (32, 48)) -> list[np.ndarra
 
 
 def save_video(
-    path: Path,
-    frames: Sequence[np.ndarray],
-    *,
-    fps: float = 16,
-    times_s: Sequence[float] | None = None,
-    encoder: str = "",
-    pixel_format: str = "",
-    key_frame_every: int = 12,
-    pixel_aspect: Fraction | None = None,
-    colours: int | None = None,
-    full_range: bool = False,
-    transfer: int | None = None,
+    path: Path, frames: Sequence[np.ndarray], *, fps: float = 16, times_s: Sequence[float] | None = None,
+    encoder: str = "", pixel_format: str = "", key_frame_every: int = 12, pixel_aspect: Fraction | None = None,
+    colours: int | None = None, full_range: bool = False, transfer: int | None = None,
     options: Mapping[str, str] | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write frames [height, width, 3 or 4] as a video; times_s says when each is shown, else they come at fps.
 
     colours: FFmpeg's number of the YUV matrix to convert by and to name in the file. full_range: whether Y goes from 0
@@ -77,12 +68,9 @@ def save_video(
             frame = av.VideoFrame.from_ndarray(values, format="rgba" if values.shape[2] == 4 else "rgb24")
             if colours:
                 frame = frame.reformat(
-                    format=stream.pix_fmt,
-                    src_colorspace=5,
-                    dst_colorspace=colours,
-                    src_color_range=2,
+                    format=stream.pix_fmt, src_colorspace=5, dst_colorspace=colours, src_color_range=2,
                     dst_color_range=2 if full_range else 1,
-                )
+                )  # fmt: skip
                 frame.colorspace = colours
                 frame.color_range = 2 if full_range else 1
             if transfer:

@@ -61,12 +61,9 @@ def _socket_type(io_type: str) -> type:
 
     class Output:
         def __init__(
-            self,
-            id: str | None = None,
-            display_name: str | None = None,
-            tooltip: str | None = None,
+            self, id: str | None = None, display_name: str | None = None, tooltip: str | None = None,
             is_output_list: bool = False,
-        ) -> None:
+        ) -> None:  # fmt: skip
             self.id, self.io_type, self.tooltip = id, io_type, tooltip
             self.display_name = display_name or id
 

@@ -248,16 +248,10 @@ class CompilingHost:
                 graph.resume(sync)
 
     def _pop_queue(
-        self,
-        queue: Any,
-        device: torch.device,
-        module: Any,
-        dtype: torch.dtype | None = None,
-        core: Callable[[], None] | None = None,
-        enable_graph: bool = False,
-        generator: Any = None,
+        self, queue: Any, device: torch.device, module: Any, dtype: torch.dtype | None = None,
+        core: Callable[[], None] | None = None, enable_graph: bool = False, generator: Any = None,
         malloc_scope: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         graph = self.active()
         if graph is not None and malloc_scope is not None:
             graph.iterate(malloc_scope if module is not None else None)

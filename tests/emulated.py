@@ -91,14 +91,9 @@ class EmulatedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, data: torch.Tensor, device: torch.device) -> EmulatedTensor:
         self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            data.shape,
-            dtype=data.dtype,
-            layout=data.layout,
-            device=device,
-            strides=data.stride(),
+            cls, data.shape, dtype=data.dtype, layout=data.layout, device=device, strides=data.stride(),
             storage_offset=data.storage_offset(),
-        )
+        )  # fmt: skip
         self.data_on_cpu = data
         _LIVE[self] = device, data
         return self
@@ -330,15 +325,11 @@ def _count(tensor: torch.Tensor, target: torch.device, copies: list[Copy]) -> No
 def emulated_cards(num_cards: int = 2) -> Iterator[EmulatedCards]:
     """A machine with this many emulated cards: `torch.device("lazy:k")` works, and `torch.lazy` is their module."""
     module = types.SimpleNamespace(
-        _initialized=False,
-        is_available=lambda: True,
-        current_device=lambda: 0,
-        device_count=lambda: num_cards,
-        device=lambda index: contextlib.nullcontext(),
-        synchronize=lambda *device: None,
+        _initialized=False, is_available=lambda: True, current_device=lambda: 0, device_count=lambda: num_cards,
+        device=lambda index: contextlib.nullcontext(), synchronize=lambda *device: None,
         get_rng_state=lambda device: _GENERATORS[torch.device(device).index].get_state(),
         set_rng_state=lambda state, device: _GENERATORS[torch.device(device).index].set_state(state),
-    )
+    )  # fmt: skip
     for index, generator in enumerate(_GENERATORS):
         generator.manual_seed(index)
     with device_module(module), EmulatedCards() as cards:

@@ -23,17 +23,10 @@ from devicebridge.families.spec import (
 
 
 def encode_captions(
-    captions: Sequence[str],
-    specs: Sequence[TextEncoderSpec],
-    folder: str | Path,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    store: CacheStore,
-    *progress: Any,
-    quantize: Any = "none",
-    window_bytes: int = 0,
+    captions: Sequence[str], specs: Sequence[TextEncoderSpec], folder: str | Path, device: torch.device | str,
+    dtype: torch.dtype, store: CacheStore, *progress: Any, quantize: Any = "none", window_bytes: int = 0,
     **options: Any,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The entries of each caption, one of every encoder; of one encoder alone its entry."""
     sources = [FolderTexts(spec, folder, device, dtype, quantize, window_bytes) for spec in specs]
     first, *others = [fill(captions, source, store, *progress, **options) for source in sources]
@@ -41,14 +34,9 @@ def encode_captions(
 
 
 def encode_images(
-    requests: Sequence[ImageRequest],
-    family: ModelFamily,
-    variant: Variant,
-    vae_path: str | Path,
-    dtype: torch.dtype,
-    store: CacheStore,
-    *progress: Any,
-) -> dict[ImageRequest, str]:
+    requests: Sequence[ImageRequest], family: ModelFamily, variant: Variant, vae_path: str | Path, dtype: torch.dtype,
+    store: CacheStore, *progress: Any,
+) -> dict[ImageRequest, str]:  # fmt: skip
     return fill(requests, FolderLatents(family, variant, vae_path, "cpu", dtype), store, *progress)
 
 

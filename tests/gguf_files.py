@@ -131,11 +131,9 @@ def setting(name: str, value: Any) -> bytes:
 
 
 def write_gguf(
-    path: Path,
-    tensors: Mapping[str, torch.Tensor | tuple[str, tuple[int, ...], bytes]],
-    settings: Mapping[str, Any] | None = None,
-    version: int = 3,
-) -> Path:
+    path: Path, tensors: Mapping[str, torch.Tensor | tuple[str, tuple[int, ...], bytes]],
+    settings: Mapping[str, Any] | None = None, version: int = 3,
+) -> Path:  # fmt: skip
     """A file of plain tensors, and of packed ones given as kind, stored shape and blocks.
 
     Tensors with more than four sides are folded, as ComfyUI-GGUF's converter does.

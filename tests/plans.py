@@ -55,13 +55,9 @@ class MadeUpCosts(ModelCosts):
     why_no_tokens = "its rows are made up"  # type: ignore[assignment]
 
     def __init__(
-        self,
-        block: BlockCost,
-        count: int = 10,
-        halved: BlockCost | None = None,
-        units: Sequence[float] = (),
+        self, block: BlockCost, count: int = 10, halved: BlockCost | None = None, units: Sequence[float] = (),
         keys: float = 0.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.info = published_info()
         self.family, self.variant = self.info.family, self.info.variant  # type: ignore[assignment]
         self.names = tuple(f"transformer_blocks.{index}" for index in range(count))

@@ -28,15 +28,9 @@ def quantized(model: nn.Module, family: ModelFamily, scheme: Any) -> nn.Module:
 
 
 def make_replica(
-    model: Any,
-    name: str,
-    card: torch.device,
-    *,
-    dropout: float = 0.0,
-    kept: int = 0,
-    checkpointing: bool = True,
+    model: Any, name: str, card: torch.device, *, dropout: float = 0.0, kept: int = 0, checkpointing: bool = True,
     seed: int = 1,
-) -> Replica:
+) -> Replica:  # fmt: skip
     family = FAMILIES[name]
     placement = Placement(names := block_names(model, family), (card,) * len(names), card)
     split = apply_block_split(model, family, placement)

@@ -20,16 +20,9 @@ from devicebridge.training.adapter import LoraHandle, apply_lora
 
 
 def make_tiny_split(
-    name: str,
-    cards: Sequence[torch.device],
-    *,
-    cuts: Sequence[int] | None = None,
-    scheme: str | None = None,
-    checkpointing: bool = True,
-    kept: Sequence[int] = (),
-    changes: dict[str, Any] | None = None,
-    **lora: Any,
-) -> tuple[torch.nn.Module, BlockSplit, LoraHandle]:
+    name: str, cards: Sequence[torch.device], *, cuts: Sequence[int] | None = None, scheme: str | None = None,
+    checkpointing: bool = True, kept: Sequence[int] = (), changes: dict[str, Any] | None = None, **lora: Any,
+) -> tuple[torch.nn.Module, BlockSplit, LoraHandle]:  # fmt: skip
     """A family's tiny model with a LoRA that is not zero, its tail on the last card.
 
     Args:

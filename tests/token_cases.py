@@ -71,14 +71,9 @@ def make_toy() -> Toy:
 
 
 def make_training(
-    toy: Toy,
-    cards: Sequence[torch.device],
-    plan: TokenPlan,
-    *,
-    recomputes: bool,
-    copies: Sequence[nn.Module] = (),
+    toy: Toy, cards: Sequence[torch.device], plan: TokenPlan, *, recomputes: bool, copies: Sequence[nn.Module] = (),
     shares: Sequence[float] = (),
-) -> TokenTraining:
+) -> TokenTraining:  # fmt: skip
     """Every parameter is trained that needs gradients. copies: on the cards, where they are made already."""
     copies = copies or [copy.deepcopy(toy).to(card) for card in cards]
     rows = TokenParallel(copies, cards, plan, shares or (1.0,) * len(cards))

@@ -33,17 +33,9 @@ _QWEN3_TEMPLATE = (
 
 
 def save_tiny_text_encoder(
-    folder: str | Path,
-    kind: EncoderKind,
-    hidden_size: int = 32,
-    layers: int = 4,
-    seed: int = 0,
-    *,
-    encoder_name: str = "text_encoder",
-    tokenizer_name: str = "tokenizer",
-    max_length: int = 64,
-    known_text: str = "",
-) -> None:
+    folder: str | Path, kind: EncoderKind, hidden_size: int = 32, layers: int = 4, seed: int = 0, *,
+    encoder_name: str = "text_encoder", tokenizer_name: str = "tokenizer", max_length: int = 64, known_text: str = "",
+) -> None:  # fmt: skip
     """Write `folder`/`encoder_name` and `folder`/`tokenizer_name`, loadable by AutoModel and AutoTokenizer.
 
     Args:
@@ -82,17 +74,13 @@ def _make_tokenizer(kind: EncoderKind, max_length: int, known_text: str):
         shape = "$A"
     tokenizer.post_processor = processors.TemplateProcessing(single=shape, special_tokens=[("<s>", 1), ("</s>", 2)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<s>" if kind in {"clip", "mistral3"} else None,
-        eos_token="</s>",
-        unk_token="<unk>",
-        pad_token="</s>" if kind == "clip" else "<pad>",
-        additional_special_tokens=[*_SPECIAL[4:], *([known_text] if known_text else [])],
-        model_max_length=max_length,
+        tokenizer_object=tokenizer, bos_token="<s>" if kind in {"clip", "mistral3"} else None, eos_token="</s>",
+        unk_token="<unk>", pad_token="</s>" if kind == "clip" else "<pad>",
+        additional_special_tokens=[*_SPECIAL[4:], *([known_text] if known_text else [])], model_max_length=max_length,
         padding_side="left" if kind == "mistral3" else "right",
         chat_template={"mistral3": _MISTRAL_TEMPLATE, "qwen3": _QWEN3_TEMPLATE}.get(kind),
         model_input_names=["input_ids", "attention_mask"],
-    )
+    )  # fmt: skip
 
 
 def _make_mistral3(hidden_size: int, layers: int, vocab_size: int, max_length: int):
@@ -100,14 +88,9 @@ def _make_mistral3(hidden_size: int, layers: int, vocab_size: int, max_length: i
 
     text = MistralConfig(**_decoder_sizes(hidden_size, layers, vocab_size), sliding_window=None)
     vision = PixtralVisionConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        head_dim=8,
-        image_size=28,
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8, image_size=28,
         patch_size=14,
-    )
+    )  # fmt: skip
     config = Mistral3Config(text_config=text, vision_config=vision, image_token_index=_SPECIAL.index("[IMG]"))
     return Mistral3ForConditionalGeneration(config)
 
@@ -156,17 +139,10 @@ def _clip_config(hidden_size: int, layers: int, vocab_size: int, max_length: int
     from transformers import CLIPTextConfig
 
     return CLIPTextConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        projection_dim=hidden_size,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        max_position_embeddings=max_length,
-        pad_token_id=2,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=2 * hidden_size, projection_dim=hidden_size,
+        num_hidden_layers=layers, num_attention_heads=4, max_position_embeddings=max_length, pad_token_id=2,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
 
 
 _MODELS = {"mistral3": _make_mistral3, "qwen3": _make_qwen3, "t5": _make_t5, "umt5": _make_umt5, "clip": _make_clip}

@@ -23,12 +23,9 @@ def open_page(chromium: str, server: Server, profile: Path) -> Iterator[Any]:
     faults: list[str] = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch_persistent_context(
-            str(profile),
-            executable_path=chromium,
-            headless=True,
-            args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
-            viewport=SIZE,
-        )
+            str(profile), executable_path=chromium, headless=True,
+            args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"], viewport=SIZE,
+        )  # fmt: skip
         page = browser.pages[0]
         page.set_default_timeout(180_000)  # a machine may be busy
         page.on("pageerror", lambda error: faults.append(str(error)))

@@ -174,18 +174,10 @@ def _measured(info: Any, shape: Any, text: SampleText, way: Way) -> dict[str, in
         if way.strategy == "tokens":
             placement = Placement(names, whole, CARDS[0], replicas=CARDS[:2], row_shares=SHARES)
         plan = ExecutionPlan(
-            placement=placement,
-            dtype=torch.float32,
-            quantize=_quantize(way),
-            quantized_cache=None,
-            strategy=way.strategy,
-            ahead=None,
-            gradient_checkpointing=True,
-            kept_blocks=way.kept,
-            offloaded_blocks=(),
-            offloads=False,
-            compiled_shapes=None,
-        )
+            placement=placement, dtype=torch.float32, quantize=_quantize(way), quantized_cache=None,
+            strategy=way.strategy, ahead=None, gradient_checkpointing=True, kept_blocks=way.kept, offloaded_blocks=(),
+            offloads=False, compiled_shapes=None,
+        )  # fmt: skip
         made = assemble_for_training(info, plan, lambda model: apply_lora(model, info.family, LORA, seed=0))
         lora: Any = made.adapter
         optimizer = torch.optim.AdamW(lora.parameters().values(), lr=1e-4, foreach=False)

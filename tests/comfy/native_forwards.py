@@ -72,13 +72,9 @@ class _Split:
             module: self.device[name] for name in order for module in hooked_modules(model.get_submodule(name), row)
         }
         self.bridge = Bridge(
-            hooked,
-            self.main_device,
-            tail=tail_modules(model, row),
-            transport=transport,
-            passed_by=row.passed_by,
+            hooked, self.main_device, tail=tail_modules(model, row), transport=transport, passed_by=row.passed_by,
             per_device=row.per_device,
-        )
+        )  # fmt: skip
 
     def prepare(self, inputs: dict[str, Any]) -> dict[str, Any]:
         from devicebridge.patches.hooks import map_tensors

@@ -322,11 +322,9 @@ def _core_step(bench: Bench, *, backward: bool) -> _CoreStep:
         small_sizes(bench.family),
     ):
         nodes_train.TrainLoraNode.execute(
-            model=[bench.stock()],
-            latents=[{"samples": bench.samples[0]}],
-            positive=[bench.conditions[0]],
+            model=[bench.stock()], latents=[{"samples": bench.samples[0]}], positive=[bench.conditions[0]],
             **{name: [value] for name, value in options.items()},
-        )
+        )  # fmt: skip
     return found
 
 
@@ -428,10 +426,8 @@ def _denoised_once(bench: Bench, noise: Any, sigmas: torch.Tensor) -> tuple[torc
     with small_sizes(bench.family):
         comfy.samplers.sample(
             *(patcher, noise, bench.conditions[0], [], 1.0, torch.device("cpu"), comfy.samplers.KSAMPLER(step)),
-            *(torch.tensor([float(sigmas[0]), 0.0]), patcher.model_options),
-            latent_image=bench.samples[0],
-            seed=0,
-        )
+            *(torch.tensor([float(sigmas[0]), 0.0]), patcher.model_options), latent_image=bench.samples[0], seed=0,
+        )  # fmt: skip
     return seen[0], seen[1]
 
 

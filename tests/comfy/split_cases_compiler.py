@@ -60,13 +60,9 @@ def _captured(host: CompilingHost, forward: Callable[..., Any]) -> Callable[...,
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         found: list[Any] = []
         host.module.prefetch_queue_pop(
-            None,
-            HOME,
-            self,
-            core=lambda: found.append(forward(self, *args, **kwargs)),
-            enable_graph=True,
+            None, HOME, self, core=lambda: found.append(forward(self, *args, **kwargs)), enable_graph=True,
             malloc_scope="block",
-        )
+        )  # fmt: skip
         return found.pop()
 
     return run
@@ -147,11 +143,9 @@ def a_graph_around_a_split(case: Case) -> None:
     with compiling("graph per model") as host:
         host.module.malloc_graph_begin(divided.model.diffusion_model, HOME)
         case.refused(
-            "where the host cannot end it",
-            lambda: _sample(case, host, divided),
-            RuntimeError,
+            "where the host cannot end it", lambda: _sample(case, host, divided), RuntimeError,
             "--disable-comfy-compiler",
-        )
+        )  # fmt: skip
     _forget_recordings(divided)
 
 

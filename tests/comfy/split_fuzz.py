@@ -159,12 +159,9 @@ def _draw_request(drawn: random.Random, ground: Ground) -> SplitRequest:
         if len(cuts) == len(devices) - 1:
             options = {"balance": "manual", "split_at": tuple(cuts)}
     return SplitRequest(
-        devices=devices,
-        transport=drawn.choice((None, None, "relay")),
-        overlap=drawn.random() < 0.7,
-        verify=drawn.random() < 0.2,
-        **options,
-    )
+        devices=devices, transport=drawn.choice((None, None, "relay")), overlap=drawn.random() < 0.7,
+        verify=drawn.random() < 0.2, **options,
+    )  # fmt: skip
 
 
 def _draw_options(drawn: random.Random, name: str) -> dict[str, Any]:

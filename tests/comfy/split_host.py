@@ -114,21 +114,11 @@ class Host:
         return comfy.sd.load_lora_for_models(model, None, dict(lora_weights(name, seed)), strength, 0)[0]
 
     def sample(
-        self,
-        model: Any,
-        name: str,
-        *,
-        cfg: float = 1.0,
-        batch: int = 1,
-        steps: int = 3,
-        seed: int = 7,
-        positive: Any = None,
-        negative: Any = None,
-        latent: tuple[int, ...] | None = None,
-        noise: torch.Tensor | None = None,
-        noise_mask: torch.Tensor | None = None,
+        self, model: Any, name: str, *, cfg: float = 1.0, batch: int = 1, steps: int = 3, seed: int = 7,
+        positive: Any = None, negative: Any = None, latent: tuple[int, ...] | None = None,
+        noise: torch.Tensor | None = None, noise_mask: torch.Tensor | None = None,
         callback: Callable[..., None] | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """What KSampler does; the samples on the CPU. [batch, *latent], of two streams [batch, 1, values of both]"""
         family = FAMILIES[name]
         samples = torch.zeros(batch, *(latent or family.latent))
@@ -136,20 +126,10 @@ class Host:
             samples = NestedTensor((samples, torch.zeros(batch, *family.sound)))
         noise = comfy.sample.prepare_noise(samples, seed) if noise is None else noise
         samples = comfy.sample.sample(
-            model,
-            noise,
-            steps,
-            cfg,
-            "euler",
-            "simple",
-            positive or family.condition(1),
-            negative or family.condition(2),
-            samples,
-            noise_mask=noise_mask,
-            callback=callback,
-            disable_pbar=True,
+            model, noise, steps, cfg, "euler", "simple", positive or family.condition(1),
+            negative or family.condition(2), samples, noise_mask=noise_mask, callback=callback, disable_pbar=True,
             seed=seed,
-        )
+        )  # fmt: skip
         return on_cpu(pack_latents(samples.unbind())[0] if samples.is_nested else samples).clone()
 
     def free(self, device: torch.device) -> None:

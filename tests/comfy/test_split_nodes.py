@@ -49,20 +49,11 @@ def _graph(model: list[Any], prefix: str, *, is_emulated: bool = True, **nodes: 
         "positive": _node("TestCondition", family=FAMILY, seed=1),
         "latent": _node("EmptyLatentImage", width=64, height=64, batch_size=1),
         "sample": _node(
-            "KSampler",
-            model=model,
-            seed=7,
-            steps=2,
-            cfg=1.0,
-            sampler_name="euler",
-            scheduler="simple",
-            positive=["positive", 0],
-            negative=["positive", 0],
-            latent_image=["latent", 0],
-            denoise=1.0,
+            "KSampler", model=model, seed=7, steps=2, cfg=1.0, sampler_name="euler", scheduler="simple",
+            positive=["positive", 0], negative=["positive", 0], latent_image=["latent", 0], denoise=1.0,
         ),
         "save": _node("SaveLatent", samples=["off" if is_emulated else "sample", 0], filename_prefix=prefix),
-    }
+    }  # fmt: skip
     if is_emulated:
         graph["on"] = _node("TestCardsOn", devices="lazy:0,lazy:1")
         graph["off"] = _node("TestCardsOff", samples=["sample", 0])

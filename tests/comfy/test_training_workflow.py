@@ -289,12 +289,9 @@ def test_devicebridge_run_starts_runs_and_stops(comfyui: Path, pipeline: Path, d
     allow_folders(tmp_path / "user", pipeline, dataset)
     lines: list[str] = []
     result = headless.run_workflow(
-        _edited(tmp_path, _settings(pipeline, dataset, name="headless", steps=3)),
-        comfyui=comfyui,
-        base=tmp_path,
-        on_progress=lines.append,
-        server_arguments=["--disable-api-nodes"],
-    )
+        _edited(tmp_path, _settings(pipeline, dataset, name="headless", steps=3)), comfyui=comfyui, base=tmp_path,
+        on_progress=lines.append, server_arguments=["--disable-api-nodes"],
+    )  # fmt: skip
     assert (result.exit_code, result.message) == (0, "")
     lora = tmp_path / "output" / "devicebridge" / "headless" / "headless.safetensors"
     assert lora in result.outputs and all(path.is_file() for path in result.outputs)
@@ -313,13 +310,9 @@ def test_a_timeout_of_devicebridge_run_leaves_a_checkpoint(comfyui, pipeline, da
     allow_folders(tmp_path / "user", pipeline, dataset)
     folder = tmp_path / "output" / "devicebridge" / "late"
     result = headless.run_workflow(
-        _edited(tmp_path, _settings(pipeline, dataset, name="late", steps=1_000_000)),
-        comfyui=comfyui,
-        base=tmp_path,
-        on_progress=end_the_time,
-        timeout_s=20.0,
-        server_arguments=["--disable-api-nodes"],
-    )
+        _edited(tmp_path, _settings(pipeline, dataset, name="late", steps=1_000_000)), comfyui=comfyui, base=tmp_path,
+        on_progress=end_the_time, timeout_s=20.0, server_arguments=["--disable-api-nodes"],
+    )  # fmt: skip
     assert result.exit_code == 124 and timer.call_args.args[0] == 20.0
     done = max(event["step"] for event in _steps(folder))
     assert (folder / "checkpoints" / f"step-{done:06d}").is_dir()
@@ -329,10 +322,8 @@ def test_a_timeout_of_devicebridge_run_leaves_a_checkpoint(comfyui, pipeline, da
 def test_devicebridge_run_passes_on_failure_and_its_reason(comfyui: Path, tmp_path: Path) -> None:
     result = headless.run_workflow(
         _edited(tmp_path, {f"DeviceBridge{key}": value for key, value in from_folder(Path("/nowhere/model")).items()}),
-        comfyui=comfyui,
-        base=tmp_path,
-        server_arguments=["--disable-api-nodes"],
-    )
+        comfyui=comfyui, base=tmp_path, server_arguments=["--disable-api-nodes"],
+    )  # fmt: skip
     assert result.exit_code == 1
     assert "/nowhere/model" in result.message or "my_images" in result.message
 

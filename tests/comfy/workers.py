@@ -32,13 +32,9 @@ class ForkHost:
         atexit.register(self.stop)
 
     def start(
-        self,
-        script: str,
-        *arguments: str | Path,
-        streams: tuple[int, int, int],
-        environment: Mapping[str, str] = {},
+        self, script: str, *arguments: str | Path, streams: tuple[int, int, int], environment: Mapping[str, str] = {},
         has_pack: bool = False,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Run a script of this folder; its process id. Streams: its standard input, output and error. has_pack: whether
         it finds the pack loaded."""
         request = {"script": script, "arguments": list(map(str, arguments)), "environment": dict(environment)}

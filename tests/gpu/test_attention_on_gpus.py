@@ -70,15 +70,11 @@ def _flux1_gradients(model, kernel):
     image, text = draw(1, 1024, 64).requires_grad_(), draw(1, 512, 4096).requires_grad_()
     with sdpa_kernel(kernel):
         output = model(
-            hidden_states=image,
-            encoder_hidden_states=text,
-            pooled_projections=draw(1, 768),
-            timestep=torch.full((1,), 0.5, device="cuda"),
-            guidance=torch.ones(1, device="cuda"),
+            hidden_states=image, encoder_hidden_states=text, pooled_projections=draw(1, 768),
+            timestep=torch.full((1,), 0.5, device="cuda"), guidance=torch.ones(1, device="cuda"),
             img_ids=torch.randn(1024, 3, device="cuda", generator=generator),
-            txt_ids=torch.zeros(512, 3, device="cuda"),
-            return_dict=False,
-        )[0]
+            txt_ids=torch.zeros(512, 3, device="cuda"), return_dict=False,
+        )[0]  # fmt: skip
         return torch.autograd.grad(output, (image, text), draw(*output.shape))
 
 

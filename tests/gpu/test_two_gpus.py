@@ -83,14 +83,9 @@ def test_a_pipeline_is_plain_accumulation_bit_for_bit(name, tmp_path):
     results = []
     for strategy in ("none", "pipeline"):
         job = make_tiny_job(
-            tmp_path,
-            name,
-            split=_split(["cuda:0", "cuda:1"]),
-            train=train,
-            lora={"dropout": 0.3},
-            parallel={"strategy": strategy},
-            output={"folder": str(tmp_path / strategy)},
-        )
+            tmp_path, name, split=_split(["cuda:0", "cuda:1"]), train=train, lora={"dropout": 0.3},
+            parallel={"strategy": strategy}, output={"folder": str(tmp_path / strategy)},
+        )  # fmt: skip
         results.append(run_job(job))
     for found in results[1:]:
         assert found.losses == results[0].losses and found.eval_after == results[0].eval_after
@@ -103,13 +98,10 @@ def test_blocks_compiled_for_any_number_of_tokens_train_in_a_pipeline(tmp_path, 
     caplog.set_level("INFO")
     for name in ("off", "auto"):
         job = make_tiny_job(
-            tmp_path,
-            "flux2",
-            data={"resolutions": [32, 64]},
-            split=_split(["cuda:0", "cuda:1"]),
+            tmp_path, "flux2", data={"resolutions": [32, 64]}, split=_split(["cuda:0", "cuda:1"]),
             train={"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 4, "seed": 3, "compile": name},
             output={"folder": str(tmp_path / name)},
-        )
+        )  # fmt: skip
         found[name] = run_job(job)
     assert "compiled for any number of tokens" in caplog.text and "graphs were compiled" in caplog.text
     assert found["auto"].losses == pytest.approx(found["off"].losses, rel=1e-4)

@@ -35,15 +35,9 @@ from PIL import Image
 from safetensors.torch import save_file
 
 SPEC = TextEncoderSpec(
-    kind="chat_hidden_states",
-    folder="text_encoder",
-    tokenizer_folder="tokenizer",
-    output="states",
-    max_length=512,
-    layers=(10, 20, 30),
-    system_prompt="You are",
-    template_options={"add_generation_prompt": False, "other": [1, 2]},
-)
+    kind="chat_hidden_states", folder="text_encoder", tokenizer_folder="tokenizer", output="states", max_length=512,
+    layers=(10, 20, 30), system_prompt="You are", template_options={"add_generation_prompt": False, "other": [1, 2]},
+)  # fmt: skip
 TEXT = {"encoder_fingerprint": "e", "tokenizer_fingerprint": "t", "dtype": torch.bfloat16}
 LATENT = LatentSettings("example", 1, "v", torch.bfloat16)
 IMAGE = ImageRequest("a.png", (64, 96), (0, 16, 64, 64))

@@ -25,14 +25,9 @@ SYSTEM = "You look.\nYou tell."
 CAPTIONS = ["a cat", "", "  two  spaces &amp;amp; ümläut ", "x" * 200, "an [IMG] in the text", "</s> <s>"]
 
 MISTRAL3 = TextEncoderSpec(
-    kind="chat_hidden_states",
-    folder="text_encoder",
-    tokenizer_folder="tokenizer",
-    output="text_states",
-    max_length=LENGTH,
-    layers=(1, 2, 3),
-    system_prompt=SYSTEM,
-)
+    kind="chat_hidden_states", folder="text_encoder", tokenizer_folder="tokenizer", output="text_states",
+    max_length=LENGTH, layers=(1, 2, 3), system_prompt=SYSTEM,
+)  # fmt: skip
 QWEN3 = dataclasses.replace(
     MISTRAL3, system_prompt=None, template_options={"add_generation_prompt": True, "enable_thinking": False}
 )
@@ -78,12 +73,10 @@ def _flux2(folder, caption, dtype, layers):
     from diffusers import Flux2Pipeline
 
     pipeline = Flux2Pipeline(
-        scheduler=None,
-        vae=None,
+        scheduler=None, vae=None,
         text_encoder=_whole("Mistral3ForConditionalGeneration", folder / "text_encoder", dtype),
-        tokenizer=_tokenizer(folder / "tokenizer"),
-        transformer=None,
-    )
+        tokenizer=_tokenizer(folder / "tokenizer"), transformer=None,
+    )  # fmt: skip
     pipeline.system_message = SYSTEM
     return pipeline.encode_prompt(caption, "cpu", max_sequence_length=LENGTH, text_encoder_out_layers=layers)[0][0]
 
@@ -93,12 +86,9 @@ def _klein(folder, caption, dtype, layers):
     from diffusers import Flux2KleinPipeline
 
     pipeline = Flux2KleinPipeline(
-        scheduler=None,
-        vae=None,
-        text_encoder=_whole("Qwen3ForCausalLM", folder / "text_encoder", dtype),
-        tokenizer=_tokenizer(folder / "tokenizer"),
-        transformer=None,
-    )
+        scheduler=None, vae=None, text_encoder=_whole("Qwen3ForCausalLM", folder / "text_encoder", dtype),
+        tokenizer=_tokenizer(folder / "tokenizer"), transformer=None,
+    )  # fmt: skip
     return pipeline.encode_prompt(caption, "cpu", max_sequence_length=LENGTH, text_encoder_out_layers=layers)[0][0]
 
 
@@ -107,14 +97,11 @@ def _flux1(folder, caption, dtype):
     from diffusers import FluxPipeline
 
     pipeline = FluxPipeline(
-        scheduler=None,
-        vae=None,
-        text_encoder=_whole("CLIPTextModel", folder / "text_encoder", dtype),
+        scheduler=None, vae=None, text_encoder=_whole("CLIPTextModel", folder / "text_encoder", dtype),
         tokenizer=_tokenizer(folder / "tokenizer"),
         text_encoder_2=_whole("T5EncoderModel", folder / "text_encoder_2", dtype),
-        tokenizer_2=_tokenizer(folder / "tokenizer_2"),
-        transformer=None,
-    )
+        tokenizer_2=_tokenizer(folder / "tokenizer_2"), transformer=None,
+    )  # fmt: skip
     states, pooled, _ = pipeline.encode_prompt(caption, device="cpu", max_sequence_length=LENGTH)
     return states[0], pooled[0]
 
@@ -126,10 +113,8 @@ def _wan(folder, caption, dtype):
     vae = AutoencoderKLWan(base_dim=4, z_dim=2, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[True])
     pipeline = WanPipeline(
         tokenizer=_tokenizer(folder / "tokenizer"),
-        text_encoder=_whole("UMT5EncoderModel", folder / "text_encoder", dtype),
-        vae=vae,
-        scheduler=None,
-    )
+        text_encoder=_whole("UMT5EncoderModel", folder / "text_encoder", dtype), vae=vae, scheduler=None,
+    )  # fmt: skip
     return pipeline.encode_prompt(caption, do_classifier_free_guidance=False, max_sequence_length=LENGTH, device="cpu")[
         0
     ][0]

@@ -293,11 +293,9 @@ def test_the_first_latents_are_given_as_by_the_pipeline_of_ti2v_5b():
     assert torch.allclose(ours["timestep"], theirs["timestep"].float(), rtol=1e-6)
     assert torch.allclose(ours["hidden_states"], theirs["hidden_states"], atol=1e-5)
     two = family.make_inputs(
-        noisy.repeat(2, 1, 1, 1, 1),
-        torch.tensor([0.25, 0.5]),
-        {**text, "first_latents": first.repeat(2, 1, 1, 1, 1)},
+        noisy.repeat(2, 1, 1, 1, 1), torch.tensor([0.25, 0.5]), {**text, "first_latents": first.repeat(2, 1, 1, 1, 1)},
         None,
-    )
+    )  # fmt: skip
     assert [sorted(set(row.tolist())) for row in two["timestep"]] == [[0, 250], [0, 500]]
 
 

@@ -24,11 +24,9 @@ pytestmark = pytest.mark.usefixtures("dry_runs_once", "one_thread", "short_texts
 
 
 _job = partial(
-    make_cards_job,
-    train={"steps": 2, "batch_size": 1, "gradient_accumulation_steps": 3, "seed": 3},
-    parallel={"strategy": "data"},
-    evaluation={"folder": ""},
-)
+    make_cards_job, train={"steps": 2, "batch_size": 1, "gradient_accumulation_steps": 3, "seed": 3},
+    parallel={"strategy": "data"}, evaluation={"folder": ""},
+)  # fmt: skip
 
 
 def _run(job, **arguments):

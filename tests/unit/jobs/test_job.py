@@ -95,14 +95,9 @@ def test_steps_of_the_split_trainer_are_those_of_a_plain_loop(name, tmp_path):
     """So many that a difference in how they are driven shows; in a long run fifty of the quickest family."""
     steps = 50 if name == "wan" and os.environ.get("LONG_TESTS") else 8
     job = make_tiny_job(
-        tmp_path,
-        name,
-        train={"steps": steps, "batch_size": 2, "seed": 3},
-        evaluation={"folder": ""},
-        output={"save_every_steps": 0},
-        split={"devices": ["lazy:0", "lazy:1"]},
-        cache={"vae_device": "cpu"},
-    )
+        tmp_path, name, train={"steps": steps, "batch_size": 2, "seed": 3}, evaluation={"folder": ""},
+        output={"save_every_steps": 0}, split={"devices": ["lazy:0", "lazy:1"]}, cache={"vae_device": "cpu"},
+    )  # fmt: skip
     expected = _plain_loop(dataclasses.replace(job, split=dataclasses.replace(job.split, devices=("cpu",))), steps)
     with emulated_cards():
         result = run_job(job)

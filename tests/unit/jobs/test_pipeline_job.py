@@ -88,12 +88,9 @@ def test_offloaded_inputs_change_nothing_but_memory(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_which_schedule_a_job_gets(tmp_path, caplog, devices, accumulation, schedule, expected):
     job = _job(
-        tmp_path,
-        "run",
-        split={"devices": [f"lazy:{index}" for index in range(devices)]},
-        train={"steps": 1, "gradient_accumulation_steps": accumulation},
-        parallel={"strategy": schedule},
-    )
+        tmp_path, "run", split={"devices": [f"lazy:{index}" for index in range(devices)]},
+        train={"steps": 1, "gradient_accumulation_steps": accumulation}, parallel={"strategy": schedule},
+    )  # fmt: skip
     with emulated_cards():
         plan = check_job(job)
         assert plan.execution.ahead == expected

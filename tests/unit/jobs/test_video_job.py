@@ -140,12 +140,9 @@ def test_the_first_latents_are_given_and_left_out_of_the_loss(tmp_path):
     error = (output - (noise - latents)).square()[:, :, 1:]
     assert loss == pytest.approx(error.mean().item(), rel=1e-5)
     two = _make_job(
-        tmp_path,
-        **settings,
-        split={"devices": ["lazy:0", "lazy:1"]},
-        cache={"vae_device": "cpu"},
+        tmp_path, **settings, split={"devices": ["lazy:0", "lazy:1"]}, cache={"vae_device": "cpu"},
         output={"folder": str(tmp_path / "two")},
-    )
+    )  # fmt: skip
     with emulated_cards():
         assert run_job(two).losses == pytest.approx([loss], rel=1e-5)
 

@@ -66,12 +66,9 @@ def _assemble(info, scheme, swapped, cache=None):
     EmulatedTensor.__init__ = made
     try:
         plan = ExecutionPlan(
-            placement,
-            torch.bfloat16,
-            quantize=None if scheme is None else QuantizeSettings(scheme, rotation=0),
-            quantized_cache=cache,
-            offloaded_blocks=swapped,
-        )
+            placement, torch.bfloat16, quantize=None if scheme is None else QuantizeSettings(scheme, rotation=0),
+            quantized_cache=cache, offloaded_blocks=swapped,
+        )  # fmt: skip
         built = assemble_for_training(info, plan, attach)
     finally:
         EmulatedTensor.__init__ = ordinary

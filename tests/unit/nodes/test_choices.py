@@ -23,11 +23,9 @@ def two_cards(host: comfy_stub.FakeHost, monkeypatch: pytest.MonkeyPatch) -> Non
     names = {0: "NVIDIA GeForce RTX 4090", 1: "Card(TM) (Pro), 2nd"}
     module = SimpleNamespace(
         get_device_properties=lambda device: SimpleNamespace(name=names[device.index]),
-        mem_get_info=lambda device: (20 * 2**30, 24 * 2**30),
-        memory_reserved=lambda device: 0,
-        memory_allocated=lambda device: 0,
-        device_count=lambda: 2,
-    )
+        mem_get_info=lambda device: (20 * 2**30, 24 * 2**30), memory_reserved=lambda device: 0,
+        memory_allocated=lambda device: 0, device_count=lambda: 2,
+    )  # fmt: skip
     host.gpus = CARDS
     monkeypatch.setattr(devices, "device_module", lambda device: module)
     monkeypatch.setattr(devices, "available_devices", lambda: list(CARDS))

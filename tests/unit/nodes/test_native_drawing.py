@@ -41,12 +41,10 @@ def _flow(largest: float = 1.0) -> Any:
         return level * noise + (1 - level) * clean
 
     return SimpleNamespace(
-        sigma_max=torch.tensor(largest),
-        told=told,
-        noise_scaling=noise_scaling,
+        sigma_max=torch.tensor(largest), told=told, noise_scaling=noise_scaling,
         calculate_denoised=lambda level, said, latents: latents - said * level,
         inverse_noise_scaling=lambda level, latents: latents / (1 - level),
-    )
+    )  # fmt: skip
 
 
 def _said(latents: torch.Tensor, level: torch.Tensor, text: float) -> torch.Tensor:

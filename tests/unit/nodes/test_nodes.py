@@ -627,16 +627,11 @@ def training(nodes: ModuleType, host: comfy_stub.FakeHost, monkeypatch: pytest.M
                 on_event(Event("step", step, 3, values))
             folder = Path(job.output.folder)
             return job_module.TrainingResult(
-                status="finished" if step == 3 else "stopped",
-                step=step,
-                lora_path=folder / f"{job.output.name}.safetensors",
-                lora={"a": torch.ones(1)},
-                losses=[0.5 / (index + 1) for index in range(step)],
-                eval_before=None,
-                eval_after=None,
-                checkpoint=folder / "checkpoints" / "step-000001",
-                resume_hint="",
-            )
+                status="finished" if step == 3 else "stopped", step=step,
+                lora_path=folder / f"{job.output.name}.safetensors", lora={"a": torch.ones(1)},
+                losses=[0.5 / (index + 1) for index in range(step)], eval_before=None, eval_after=None,
+                checkpoint=folder / "checkpoints" / "step-000001", resume_hint="",
+            )  # fmt: skip
 
     training = Training()
     training.calls = []

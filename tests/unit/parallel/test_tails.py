@@ -109,22 +109,17 @@ ROWS = {
         tail_arguments={"_finish": ("mask",)},
     ),
     "modules": NativeModel(
-        *("Modules", "toy", ("decoder.layers",), ("decoder.out",), "a toy"),
-        tail_parameters=("decoder.table",),
-        read_by_tail={"decoder.time": 0, "decoder.time_r": 0},
-        mixes_early=True,
+        *("Modules", "toy", ("decoder.layers",), ("decoder.out",), "a toy"), tail_parameters=("decoder.table",),
+        read_by_tail={"decoder.time": 0, "decoder.time_r": 0}, mixes_early=True,
     ),
-}
+}  # fmt: skip
 
 
 def _family(model, row):
     return dataclasses.replace(
-        find_family("flux2"),
-        native=row,
-        block_lists=tuple(map(BlockList, row.block_lists)),
-        tail=(*row.tail, *tail_parameters(model, row)),
-        read_by_tail=row.read_by_tail,
-    )
+        find_family("flux2"), native=row, block_lists=tuple(map(BlockList, row.block_lists)),
+        tail=(*row.tail, *tail_parameters(model, row)), read_by_tail=row.read_by_tail,
+    )  # fmt: skip
 
 
 def _split(name, cards, *, is_tail_away=True, **changes):

@@ -191,13 +191,9 @@ class Texted(Single):
 
 
 WINDOWS = TokenPlan(
-    {"blocks": BlockRows("num_text=txt x=img+txt@1 mask=img@1", "attn=img+txt")},
-    out="",
-    tail="tail=img+txt@1",
-    between="mixer=img+txt@1",
-    whole=("txt",),
-    cuts_masks=True,
-)
+    {"blocks": BlockRows("num_text=txt x=img+txt@1 mask=img@1", "attn=img+txt")}, out="", tail="tail=img+txt@1",
+    between="mixer=img+txt@1", whole=("txt",), cuts_masks=True,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("shares", [(1, 1), (3, 5), (2, 3, 3)])

@@ -50,16 +50,9 @@ class _Built:
 def _build(name, cards, *, offloaded=(), kept=(), cuts=None, scheme=None, dropout=0.0, dora=False, checkpointing=True):
     """A tiny model over cards with a LoRA that is not zero, its tail on the last card."""
     model, split, lora = make_tiny_split(
-        name,
-        cards,
-        cuts=cuts,
-        scheme=scheme,
-        checkpointing=checkpointing,
-        kept=kept,
-        changes=LAYERS[name],
-        dropout=dropout,
-        dora=dora,
-    )
+        name, cards, cuts=cuts, scheme=scheme, checkpointing=checkpointing, kept=kept, changes=LAYERS[name],
+        dropout=dropout, dora=dora,
+    )  # fmt: skip
     built = _Built(model, split, lora)
     if any(offloaded):
         built.offload = apply_weight_offload(split, list(place_offloaded(split.placement, kept, offloaded)))
@@ -290,11 +283,9 @@ class Chain(nn.Module):
 
 
 CHAIN = dataclasses.replace(
-    FAMILIES["wan"],
-    block_lists=(dataclasses.replace(FAMILIES["wan"].block_lists[0], name="transformer_blocks"),),
-    tail=(),
-    read_by_tail={},
-)
+    FAMILIES["wan"], block_lists=(dataclasses.replace(FAMILIES["wan"].block_lists[0], name="transformer_blocks"),),
+    tail=(), read_by_tail={},
+)  # fmt: skip
 
 
 def _chain(count, offloaded):

@@ -127,13 +127,9 @@ def _forecast(tiny, cut, kept, accumulation, scheme, *, swapped=(0, 0), offloads
     offload_from = OFFLOAD_FROM if offloads else None
     drawn = None if picture is None else _dry_run(tiny, picture, scheme)
     forecaster = Forecaster(
-        cost,
-        Optimizer(state=8, step=0),
-        accumulation=accumulation,
-        offload_from=offload_from,
-        backend=NO_OVERHEAD,
+        cost, Optimizer(state=8, step=0), accumulation=accumulation, offload_from=offload_from, backend=NO_OVERHEAD,
         picture=drawn,
-    )
+    )  # fmt: skip
     kept = kept or (cut, count - cut)
     plans = StagePlan(0, 2, 0, cut, kept[0], swapped[0]), StagePlan(1, 2, cut, count, kept[1], swapped[1])
     return {card: forecaster.device(str(card), plan).allocated for card, plan in zip(CARDS, plans, strict=False)}

@@ -30,13 +30,11 @@ def _write(folder: Path, **texts: str) -> Path:
 
 def test_circles_are_found_through_functions_type_checking_packages_and_the_packs_name(tmp_path: Path, house: Any):
     _write(
-        tmp_path,
-        a__one="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .two import Two\n",
-        a__two="def late():\n    from ..b import three\n",
-        b__three="import devicebridge.a.one\n",
+        tmp_path, a__one="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .two import Two\n",
+        a__two="def late():\n    from ..b import three\n", b__three="import devicebridge.a.one\n",
         b__four="from .five import five\nimport json\n",
         b__five="from json import four\nfrom devicebridge.a import two\n",
-    )
+    )  # fmt: skip
     (tmp_path / "b" / "__init__.py").write_text("from .four import something\n")
     (tmp_path / "c.py").write_text("from . import b\n")
     assert house.import_circles(house.read_modules(tmp_path)) == [["a.one", "a.two", "b.three"]]

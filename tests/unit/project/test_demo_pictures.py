@@ -19,15 +19,9 @@ def model():
 
     torch.manual_seed(0)
     return Flux2Transformer2DModel(
-        in_channels=8,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=6,
-        timestep_guidance_channels=16,
-        axes_dims_rope=(2, 2, 2, 2),
-    )
+        in_channels=8, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=6, timestep_guidance_channels=16, axes_dims_rope=(2, 2, 2, 2),
+    )  # fmt: skip
 
 
 def test_the_result_is_that_of_diffusers_scheduler(model):
@@ -44,14 +38,10 @@ def test_the_result_is_that_of_diffusers_scheduler(model):
         tokens = torch.stack([sample.reshape(channels, -1).T for sample in expected])
         with torch.no_grad():
             (velocity,) = model.eval()(
-                hidden_states=tokens,
-                encoder_hidden_states=text["prompt_embeds"].repeat(2, 1, 1),
-                timestep=timestep.expand(2) / 1000,
-                guidance=torch.full((2,), 1.5),
-                img_ids=ids,
-                txt_ids=torch.tensor([[[0, 0, 0, i] for i in range(4)]]),
-                return_dict=False,
-            )
+                hidden_states=tokens, encoder_hidden_states=text["prompt_embeds"].repeat(2, 1, 1),
+                timestep=timestep.expand(2) / 1000, guidance=torch.full((2,), 1.5), img_ids=ids,
+                txt_ids=torch.tensor([[[0, 0, 0, i] for i in range(4)]]), return_dict=False,
+            )  # fmt: skip
         velocity = torch.stack([sample.T.reshape(LATENT_SHAPE) for sample in velocity])
         expected = scheduler.step(velocity, timestep, expected, return_dict=False)[0]
     settings = {"num_images": 2, "steps": 5, "shift_factor": 2.5, "seed": 3, "guidance": 1.5}

@@ -114,15 +114,9 @@ def _reference(job: JobConfig, name: str, prompt: str, shape: torch.Size, lora: 
     if name == "wan":
         text |= {"negative_prompt_embeds": empty["prompt_embeds"], "num_frames": 1 + 2 * (frames - 1)}
     found = pipeline(
-        height=height * scale,
-        width=width * scale,
-        num_inference_steps=STEPS,
-        guidance_scale=GUIDANCE,
-        generator=torch.Generator("cpu").manual_seed(SEED),
-        output_type="latent",
-        return_dict=False,
-        **text,
-    )[0]
+        height=height * scale, width=width * scale, num_inference_steps=STEPS, guidance_scale=GUIDANCE,
+        generator=torch.Generator("cpu").manual_seed(SEED), output_type="latent", return_dict=False, **text,
+    )[0]  # fmt: skip
     if name == "flux1":
         found = pipeline._unpack_latents(found, height * scale, width * scale, 2)
     elif name == "flux2":

@@ -41,15 +41,11 @@ def job_of(shared, tmp_path):
 
     def make(folder, schedule, *, compile="auto", dropout=0.0):
         return make_tiny_job(
-            shared,
-            "flux2",
-            split={"devices": ["lazy:0", "lazy:1"]},
-            cache={"folder": encoded_before(tmp_path), "vae_device": "cpu"},
-            lora={"dropout": dropout},
+            shared, "flux2", split={"devices": ["lazy:0", "lazy:1"]},
+            cache={"folder": encoded_before(tmp_path), "vae_device": "cpu"}, lora={"dropout": dropout},
             train={"steps": 2, "batch_size": 1, "gradient_accumulation_steps": 3, "seed": 3, "compile": compile},
-            parallel={"strategy": schedule},
-            output={"folder": str(tmp_path / folder), "save_every_steps": 0},
-        )
+            parallel={"strategy": schedule}, output={"folder": str(tmp_path / folder), "save_every_steps": 0},
+        )  # fmt: skip
 
     return make
 

@@ -31,12 +31,10 @@ NAMES = ("state.json", "adapter.safetensors", "optimizer.safetensors", "random.s
 
 def _state(step=4, value=0.5):
     return TrainingState(
-        step=step,
-        adapter={"a.lora_A.weight": torch.full((2, 3), value), "a.lora_B.weight": torch.ones(3, 2)},
+        step=step, adapter={"a.lora_A.weight": torch.full((2, 3), value), "a.lora_B.weight": torch.ones(3, 2)},
         optimizer=({"state.0.exp_avg": torch.ones(2)}, {"state.0.exp_avg": {"kind": "tensor", "place": "cpu"}}),
-        random={"cpu": torch.get_rng_state()},
-        facts={"config": {"x": "é"}, "losses": [0.1, 0.25, float("nan"), 1e-30]},
-    )
+        random={"cpu": torch.get_rng_state()}, facts={"config": {"x": "é"}, "losses": [0.1, 0.25, float("nan"), 1e-30]},
+    )  # fmt: skip
 
 
 def _accept(state):

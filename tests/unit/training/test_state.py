@@ -20,12 +20,10 @@ from torch import nn
 
 def _state(step, value=0.0):
     return TrainingState(
-        step=step,
-        adapter={"a.lora_A.weight": torch.full((2, 3), value)},
+        step=step, adapter={"a.lora_A.weight": torch.full((2, 3), value)},
         optimizer=({"state.0.exp_avg": torch.ones(2)}, {"state.0.exp_avg": {"kind": "tensor", "place": "cpu"}}),
-        random={"cpu": torch.get_rng_state()},
-        facts={"config": {"x": 1}, "losses": [0.1, 0.25]},
-    )
+        random={"cpu": torch.get_rng_state()}, facts={"config": {"x": 1}, "losses": [0.1, 0.25]},
+    )  # fmt: skip
 
 
 def test_round_trip_and_pruning(tmp_path):
