@@ -28,7 +28,7 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 import torch  # noqa: E402
 from devicebridge.quantization import eight_bit_kernels as kernels  # noqa: E402
 from devicebridge.quantization.eight_bit import grad_input8, linear8, quantize_rows  # noqa: E402
-from devicebridge.quantization.frozen_linear import COMPUTE_SCHEMES, FrozenLinear8  # noqa: E402
+from devicebridge.quantization.frozen_linear import ROUNDED, FrozenLinear8  # noqa: E402
 from devicebridge.quantization.kernel_choice import (  # noqa: E402
     DeviceKernels,
     KernelChoice,
@@ -56,6 +56,7 @@ SCHEME_OPTIONS = {
     "int8-compute": ("int8-compute", 0),
     "int8-compute rotated": ("int8-compute", 64),
 }
+COMPUTE = {scheme: dtype for scheme, dtype in ROUNDED.items() if scheme.endswith("-compute")}
 Candidates = dict[str, Callable[[], Any]]
 
 
@@ -86,7 +87,7 @@ def make_rows(rows: int, width: int, size: float, seed: int) -> torch.Tensor:
 
 def choices(scheme: str) -> dict[str, KernelChoice]:
     """Every way this card could compute a scheme; "chosen" is what a layer does by itself."""
-    chosen = choose_kernels(DEVICE, COMPUTE_SCHEMES[scheme])  # type: ignore[index]
+    chosen = choose_kernels(DEVICE, ROUNDED[scheme])  # type: ignore[index]
     ways = {"chosen": chosen}
     has_triton = not kernels.fault(DEVICE)
     if has_triton:
@@ -100,7 +101,7 @@ def choices(scheme: str) -> dict[str, KernelChoice]:
 
 def forward_candidates(layers: dict[str, nn.Module], x: torch.Tensor) -> Candidates:
     found: Candidates = {name: lambda layer=layer: layer(x) for name, layer in layers.items()}  # type: ignore[misc]
-    for scheme in COMPUTE_SCHEMES:
+    for scheme in COMPUTE:
         layer: Any = layers[scheme]
         for way, choice in choices(scheme).items():
             if way != "chosen" and choice.grad_input != "dequantize":
@@ -145,7 +146,7 @@ def grad_candidates(layers: dict[str, nn.Module], x: torch.Tensor, grad: torch.T
     for name, layer in layers.items():
         out = layer(x)
         found[name] = lambda out=out: torch.autograd.grad(out, x, grad, retain_graph=True)[0]  # type: ignore[misc]
-    for scheme in COMPUTE_SCHEMES:
+    for scheme in COMPUTE:
         layer8: Any = layers[scheme]
         for way, choice in choices(scheme).items():
             if way != "chosen" and choice.forward != "unit":
@@ -289,7 +290,7 @@ def main() -> None:
     found = measure(options.rows, options.rounds, options.budget_s)
     report = {"bf16_time_over_scheme": summarize(found["cells"]), **found}
     report["setup"] = {
-        "plans": {scheme: str(choose_kernels(DEVICE, dtype)) for scheme, dtype in COMPUTE_SCHEMES.items()},
+        "plans": {scheme: str(choose_kernels(DEVICE, dtype)) for scheme, dtype in COMPUTE.items()},
         "triton_fault": kernels.fault(DEVICE),
         "tiles": tuned_tiles(),
         "rounds": options.rounds,

@@ -33,7 +33,6 @@ from devicebridge.planning.costs import ModelCosts
 from devicebridge.planning.question import Question
 from devicebridge.quantization.kernel_choice import device_kernels
 from devicebridge.quantization.quantize import Quantizer, QuantizeReport, QuantizeSettings
-from devicebridge.quantization.weight_only import plain_parts
 from devicebridge.tests.emulated import CARDS
 from devicebridge.training.adapter import LoraHandle, apply_lora
 from devicebridge.training.batches import CachedSamples
@@ -181,9 +180,9 @@ def make_device_generator(device: torch.device, seed: int) -> torch.Generator:
 
 
 def base_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Every plain tensor the model holds outside LoRA, those that quantized weights are made of included."""
+    """Every tensor the model holds outside LoRA."""
     held = [*model.named_parameters(), *model.named_buffers()]
-    return [part for name, tensor in held if "lora_" not in name for part in plain_parts(tensor)]
+    return [tensor.detach() for name, tensor in held if "lora_" not in name]
 
 
 def bytes_per_device(tensors: Sequence[torch.Tensor]) -> dict[str, int]:

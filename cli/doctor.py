@@ -264,7 +264,7 @@ def _list_schemes(facts: dict[str, Any]) -> list[dict[str, Any]]:
     """Each scheme on each accelerator, or on the CPU; one line without a device where packages are missing."""
     found = []
     for scheme in _SCHEMES:
-        reason = _training(facts) or ("" if scheme.endswith("-compute") else _missing(facts, "torchao"))
+        reason = _training(facts)
         devices = [] if reason else [device["name"] for device in _accelerators(facts) or facts["devices"]]
         pairs = [(name, _scheme_fault(scheme, name)) for name in devices] or [("", reason)]
         found += [{"scheme": scheme, "device": name, "works": not why, "reason": why} for name, why in pairs]
@@ -280,8 +280,8 @@ def _scheme_fault(scheme: str, device: str) -> str:
     settings = QuantizeSettings(scheme)  # type: ignore[arg-type]
     try:
         check_packages(settings)
-    except Exception as error:  # torchao is imported, and may be broken
-        return import_faults.import_fault(error) or str(error)
+    except RuntimeError as error:
+        return str(error)
     return refusal(settings, [torch.device(device)])
 
 

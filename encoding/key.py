@@ -32,7 +32,7 @@ IMAGE_VERSION = 1
 CLIP_VERSION = 1  # of how frames are decoded and turned, over and above IMAGE_VERSION
 COMFY_VERSION = 1  # how ComfyUI's own encoders are called, and how their weights are hashed
 CONDITION_VERSION = 1  # how ComfyUI's conditioning nodes are called on files
-ROUNDING_VERSION = 1  # of text encoders in 8 bits
+ROUNDING_VERSION = 2  # of text encoders in 8 bits
 
 _PROMPT_SYNTAX = re.compile(r"[()]|embedding:")  # what ComfyUI's tokenizers take for more than words
 

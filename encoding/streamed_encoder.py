@@ -70,7 +70,7 @@ def stream_weights(model: nn.Module, sources: Sources, storage: Storage, plan: S
         absent = [getattr(owner, leaf) for owner, leaf in owners]
         pieces, size = lay_out((tensor.shape, dtypes[name]) for tensor, name in zip(absent, names, strict=True))
         tensors = {
-            name: SlotTensor(owner, leaf, tensor, (piece,))
+            name: SlotTensor(owner, leaf, tensor, piece)
             for name, (owner, leaf), tensor, piece in zip(names, owners, absent, pieces, strict=True)
         }
         layers.append(_Layer(tensors, {name: streamed[name] for name in names}, size))
@@ -237,7 +237,7 @@ class _HostLayers:
         if not self._keeps and buffer.used is not None:
             buffer.used.synchronize()
         for name, found in read_records(layer.sources):
-            (piece,) = layer.tensors[name].pieces
+            piece = layer.tensors[name].piece
             assert found.shape == piece.shape, name  # refuse_other_shapes has looked
             piece.view(buffer.tensor).copy_(found)
         return buffer

@@ -149,7 +149,7 @@ def load_text_encoder(
         quantize: what the linears are rounded to as they are read, those in spec.keep_full_precision excepted.
         stream: let the layers pass through the device; None has all of the encoder there.
     Raises: ValueError for a folder that lacks files, is quantized or of another kind, for a scheme that the device
-        cannot hold, or one that would be streamed; RuntimeError if torchao is needed and missing.
+        cannot hold, or one that would be streamed.
     """
     folder, device = Path(folder), torch.device(device)
     tokenizer = _load_tokenizer(folder / spec.tokenizer_folder)

@@ -130,7 +130,6 @@ def check_text_device(
     setting: str | torch.device,
     specs: Sequence[TextEncoderSpec],
     folder: str | Path,
-    dtype: torch.dtype,
     quantize: TextScheme = "none",
 ) -> None:
     """Refuse what planning or loading would refuse later, memory and what the folder holds excepted.
@@ -147,7 +146,7 @@ def check_text_device(
             f"folder that has them. For the encoder in it: {WHAT_WORKS}"
         )
     for scheme in (applied_scheme(spec, quantize) for spec in specs):
-        check_scheme(scheme, device or CPU, dtype)
+        check_scheme(scheme, device or CPU)
         if is_streamed:
             refuse_streamed_scheme(scheme)
 
@@ -273,10 +272,10 @@ def forecast_size(
     # T5 hands its table of relative positions from layer to layer, with a row for every head.
     tables = 1 + (num_heads if spec.kind == "last_hidden_state" else 0)
     # What all linears of a layer give, the widest once more for its activation function; the scores of attention and
-    # their softmax, which T5 has in float32. 8-bit weights are written out for their product, by way of float32.
+    # their softmax, which T5 has in float32. 8-bit weights are written out for their product.
     linears = [module for module in layers[0].modules() if isinstance(module, nn.Linear)]
     widths = [linear.out_features for linear in linears]
-    unpacked = 0 if scheme == "none" else max(linear.weight.numel() for linear in linears) * (4 + dtype.itemsize)
+    unpacked = 0 if scheme == "none" else max(linear.weight.numel() for linear in linears) * dtype.itemsize
     scores = num_heads * spec.max_length**2 * (4 + 2 * dtype.itemsize)
     return EncoderSize(
         whole=sum(held.values()),

@@ -1,7 +1,7 @@
 """A text encoder's weights: which tensors of which files, each read straight to its device, in 8 bits on request.
 
-Quantizing. A linear is rounded to 8 bits (quantization/weight_only.py) as soon as its own tensors are there, before the
-next is read: one linear at a time is there in full precision beside what stays so. Products are computed in the
+Quantizing. A linear is rounded to 8 bits (quantization/frozen_linear.py) as soon as its own tensors are there, before
+the next is read: one linear at a time is there in full precision beside what stays so. Products are computed in the
 encoder's dtype from weights written out anew at every call: this buys room, not speed.
 
 What stays in full precision: embeddings (the tables of relative positions among them), norms and biases, and what the
@@ -30,7 +30,8 @@ from ..checkpoints.model_files import first
 from ..checkpoints.weight_file import TORCH_TYPES, read_records
 from ..families.spec import TextEncoderSpec
 from ..patches.lora import matches_any
-from ..quantization.weight_only import convert, has_float8, import_torchao
+from ..quantization.frozen_linear import FrozenLinear8
+from ..quantization.kernel_choice import has_float8
 
 logger = logging.getLogger(__name__)
 
@@ -61,24 +62,8 @@ def applied_scheme(spec: TextEncoderSpec, scheme: TextScheme) -> TextScheme:
     return "none" if "*" in spec.keep_full_precision else scheme
 
 
-def check_scheme(scheme: TextScheme, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a scheme that this machine or this dtype cannot take.
-
-    Raises: RuntimeError if torchao is missing or too old; ValueError if the device has no float8, or for int8 in
-        float16.
-    """
-    if scheme == "none":
-        return
-    if scheme == "int8" and dtype == torch.float16:  # torchao scales what the integers' products sum up to afterwards
-        raise ValueError(
-            'cache.text_quantize = "int8" was requested in float16, whose largest number, 65504, is soon exceeded by '
-            'sums over weights of up to 127; set cache.dtype to "bfloat16" or "float32", or use "fp8"'
-        )
-    try:
-        import_torchao()
-    except RuntimeError as error:  # its advice is about the transformer
-        found = str(error).partition("; ")[0]
-        raise RuntimeError(f'cache.text_quantize = "{scheme}": {found}; install or update it, or use "none"') from error
+def check_scheme(scheme: TextScheme, device: torch.device) -> None:
+    """Raises: ValueError if the device has no float8 and the scheme needs it."""
     if scheme == "fp8" and not has_float8(device):
         raise ValueError(
             f'cache.text_quantize = "fp8" was requested, but {device} cannot convert to float8 and back; use "int8" '
@@ -197,7 +182,7 @@ def read_weights(model: nn.Module, sources: Sources, storage: Storage) -> None:
 
     Raises: as check_scheme, before anything is read.
     """
-    check_scheme(storage.scheme, storage.device, storage.dtype)
+    check_scheme(storage.scheme, storage.device)
     waiting = Counter(name.rpartition(".")[0] for name in sources)
     dtypes = weight_dtypes(model, sources, storage.dtype)
     for name, tensor in read_records(sources):
@@ -208,7 +193,7 @@ def read_weights(model: nn.Module, sources: Sources, storage: Storage) -> None:
         waiting[owner] -= 1
         module = model.get_submodule(owner)
         if not waiting[owner] and storage.scheme != "none" and is_rounded(module, owner, storage.kept):
-            model.set_submodule(owner, convert(module, storage.scheme))
+            model.set_submodule(owner, FrozenLinear8.from_linear(module, storage.scheme))
     for tied, twin in tied_names(model).items():
         read, other = (tied, twin) if tied in sources else (twin, tied)
         module, leaf = find_owner(model, other)

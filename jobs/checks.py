@@ -189,8 +189,7 @@ def _check_encoders(plan: JobPlan) -> None:
         refuse_condition(plan.variant)
     if not cache.has_stock_text:
         folder = component_folder(plan, cache.text_encoders, "text_encoders")
-        dtype = getattr(torch, cache.dtype)
-        check_text_device(cache.text_device, plan.variant.text_encoders, folder, dtype, cache.text_quantize)
+        check_text_device(cache.text_device, plan.variant.text_encoders, folder, cache.text_quantize)
         for spec in plan.variant.text_encoders:
             check_encoder(spec, folder, _text_width(plan, spec))
             folder_fingerprint(folder / spec.folder)

@@ -249,10 +249,9 @@ def _why_not_sharded(job: JobConfig, ranks: Ranks) -> str:
     scheme = requested(job.model.quantize)
     faults = {
         f"each process has {len(ranks.devices)} devices; start one process per device": len(ranks.devices) != 1,
-        f'model.quantize = "{scheme}" makes tensors of torchao, which cannot be cut; use "{scheme}-compute"': (
-            scheme in ("fp8", "int8")
+        f'model.quantize = "{scheme}" keeps rows that are not cut; use "int8-compute" or "none"': (
+            scheme in ("fp8", "int8", "stored")
         ),
-        'model.quantize = "stored" keeps rows that are not cut; use "int8-compute" or "none"': scheme == "stored",
         "lora.dora = true asks for norms of whole weights; set it to false": job.lora.dora,
         'train.offload_activations = "on" is for blocks that stay on their device; set it to "off"': (
             requested(job.train.offload_activations) == "on"

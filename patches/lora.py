@@ -11,11 +11,10 @@ Names in this file are those of the model before LoRA. peft puts the adapted lay
 from __future__ import annotations
 
 import fnmatch
-import sys
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 TRAINABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NUM_NAMED = 3  # offenders an error message names
@@ -94,12 +93,6 @@ def place_lora_with_base(model: nn.Module) -> None:
                 )
             if stray:
                 module.to(device)
-
-
-def is_torchao_tensor(tensor: Tensor) -> bool:
-    """Whether a weight is one of torchao's quantized tensors; does not import torchao, for its import is slow."""
-    torchao = sys.modules.get("torchao.utils")
-    return torchao is not None and isinstance(tensor, torchao.TorchAOBaseTensor)
 
 
 def _is_lora_part(part: str) -> bool:

@@ -31,13 +31,13 @@ from torch.nn import functional as F
 
 from ..quantization.eight_bit import grad_input8, linear8
 from ..quantization.frozen_linear import FrozenLinear8, is_autocasting
-from .lora import TRAINABLE_DTYPES, is_torchao_tensor
+from .lora import TRAINABLE_DTYPES
 
 
 def apply_fused_lora(model: nn.Module) -> list[nn.Module]:
     """Let PEFT's LoRA layers around plain linears and FrozenLinear8 compute as above, in place; returns them.
 
-    No-op for layers whose base is another (torchao's weight-only tensors), that have a variant (DoRA) or dropout.
+    No-op for layers whose base is another, that have a variant (DoRA) or dropout.
     """
     from peft.tuners.lora import Linear as LoraLinear
 
@@ -79,9 +79,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def _is_known_base(base: nn.Module) -> bool:
-    if isinstance(base, FrozenLinear8):
-        return True
-    return type(base) is nn.Linear and not is_torchao_tensor(base.weight) and base.weight.dtype in TRAINABLE_DTYPES
+    return isinstance(base, FrozenLinear8) or (type(base) is nn.Linear and base.weight.dtype in TRAINABLE_DTYPES)
 
 
 def _lora_output(layer: Any, x: Tensor) -> Tensor | None:

@@ -32,7 +32,6 @@ from ..parallel.offload.recompute import BlockCall, HandOut, module_of
 from ..parallel.offload.weights import host_bytes_of
 from ..parallel.placement import block_names, blocks_with_lists, estimate_block_flops
 from ..patches.hooks import tensors_reached
-from ..quantization.weight_only import plain_parts, tensor_bytes
 from .dry_run import (
     META,
     Kernels,
@@ -204,7 +203,7 @@ def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work:
         def measured(sharing: AbstractContextManager[None]) -> _Run:
             run = _Run(short, MemoryMeter(kernels.rounding))
             latents = torch.empty(work.batch_shape, device=META)  # in host memory while training
-            run.meter.ignore([*_plain_tensors(short.model), latents])
+            run.meter.ignore([*short.model.parameters(), *short.model.buffers(), latents])
             with sharing, as_on_card(kernels), run.meter:
                 short.model.enable_gradient_checkpointing(run.measure)  # type: ignore[operator]
                 step_on_meta(short.model, info, variant, work, latents)
@@ -222,8 +221,8 @@ def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work:
         return StepCost(
             names=short.names,
             blocks=tuple(run.kinds[kind] for kind in short.kind_of),
-            outer_weights=sum(map(tensor_bytes, own)) + sum(weights for weights, _, _ in outer),
-            tail_weights=sum(_sizes_of(module)[0] for module in modules) + sum(map(tensor_bytes, parameters)),
+            outer_weights=sum(each.nbytes for each in own) + sum(weights for weights, _, _ in outer),
+            tail_weights=sum(_sizes_of(module)[0] for module in modules) + sum(each.nbytes for each in parameters),
             outer_lora=sum(lora for _, lora, _ in outer),
             outer_trained=sum(num_trained for _, _, num_trained in outer),
             front=run.front,
@@ -408,11 +407,6 @@ def _forget_gradients(block: nn.Module | BlockCall, args: Any) -> None:
 def _sizes_of(module: nn.Module) -> tuple[int, int, int]:
     """Bytes of base weights and buffers, and of LoRA; values that are trained."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    lora = sum(map(tensor_bytes, trained))
-    held = sum(map(tensor_bytes, _plain_tensors(module)))
+    lora = sum(parameter.nbytes for parameter in trained)
+    held = sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
     return held - lora, lora, sum(parameter.numel() for parameter in trained)
-
-
-def _plain_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers; for those made of others, their parts."""
-    return [part for tensor in (*module.parameters(), *module.buffers()) for part in plain_parts(tensor)]

@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..checkpoints.checkpoint import CheckpointInfo
@@ -313,15 +313,13 @@ class MemoryMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(_is_wrapper(value) for value in tree_leaves((args, kwargs))):
-            return NotImplemented  # a quantized tensor: its own dispatch comes back with what it is made of
         if func is torch.ops.aten._to_copy.default and args[0].is_meta and kwargs.get("device") == CPU:
             # Some models join what they are given to numbers that are in host memory. There is no data: zeros.
             out = torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         else:
             out = func(*args, **kwargs)
         for value in tree_leaves(out):
-            if isinstance(value, torch.Tensor) and not _is_wrapper(value):
+            if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
                 self._add(storage, self._rounded(storage.nbytes()))
         # What an operation holds while it runs and does not show: attention sums the query's gradient in float32.
@@ -339,10 +337,6 @@ class MemoryMeter(TorchDispatchMode):
 
     def _drop(self, key: int, storage: weakref.ref[Any]) -> None:
         self.live -= self._known.pop(key)[1]
-
-
-def _is_wrapper(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
 
 
 _ATTENTION_BACKWARDS = {

@@ -1,7 +1,7 @@
 """8-bit products for frozen linears that pass gradients on: 8-bit weights, 8-bit products forwards and backwards.
 
-A weight that stays as its file has it may be multiplied plainly (stored.py): made plain in the forward, and again in
-the backward, a piece at a time.
+A weight that is only stored in few bits is multiplied plainly (stored.py): made plain in the forward, and again in the
+backward, a piece at a time.
 
 Legend: M rows (tokens of the whole batch), K in_features, N out_features, B width of a rotated block. A weight W [N, K]
 is stored as q in 8 bits with a float32 scale s per output row, W = s * q. Every call rounds rows of x to a with scales
@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from . import eight_bit_kernels as kernels
 from .eight_bit_kernels import LARGEST, MAX_INT8_TERMS, SMALLEST_AMAX
 from .kernel_choice import KernelChoice, choose_kernels, kernels_for, slice_weights
-from .stored import PACKINGS, columns, make_convrot, restore
+from .stored import PACKINGS, ROWS, columns, make_convrot, restore
 
 ROTATIONS = (16, 64, 256)
 MAX_PLAIN_ROWS = 16
@@ -169,7 +169,7 @@ def linear8(
     choice = kernels_for(x, weight.dtype)
     if choice.forward == "dequantize" or not _fits(x, weight, terms=weight.shape[1]):
         x = x if rotation is None else rotate(x, rotation)
-        return _with_bias([F.linear(x, dequantize(weight[s], scale[s], x.dtype)) for s in slices], bias)
+        return _with_bias([F.linear(x, restore(weight[s], scale[s], None, ROWS, x.dtype)) for s in slices], bias)
     a, a_scale = _quantize(x, weight.dtype, choice, rotation=rotation)
     return _product(a, a_scale, weight.t(), scale, bias, x.dtype, choice)
 
@@ -196,7 +196,7 @@ def grad_input8(grad: Tensor, weight: Tensor, scale: Tensor, rotation: Tensor | 
     choice = kernels_for(grad, weight.dtype)
     if choice.grad_input == "dequantize" or not _fits(grad, weight, terms=weight.shape[0]):
         starts = range(0, weight.shape[1], width)
-        found = _joined([grad @ dequantize(weight[:, s : s + width], scale, grad.dtype) for s in starts])
+        found = _joined([grad @ restore(weight[:, s : s + width], scale, None, ROWS, grad.dtype) for s in starts])
     else:
         h, h_scale = _quantize(grad, weight.dtype, choice, multiplier=scale.view(-1))
         if choice.grad_input == "triton":
@@ -303,11 +303,6 @@ def _slice_width(device: torch.device, num_out: int, num_in: int) -> int:
     """Columns of a weight to transpose at a time; all slices are about equal: a narrow rest would idle a large card."""
     count = math.ceil(num_out * num_in / slice_weights(device))
     return math.ceil(num_in / count / _MULTIPLE) * _MULTIPLE
-
-
-def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight * scale, rounded once: every 8-bit value is exact in dtype and the product is computed in float32."""
-    return weight.to(dtype).mul_(scale)
 
 
 # ---- under torch.compile

@@ -12,18 +12,21 @@ from torch.autograd.function import once_differentiable
 from .eight_bit import (
     compiled_grad_input8,
     compiled_linear8,
-    dequantize,
     grad_input8,
     linear8,
     num_inputs,
     quantize_weight,
-    rotate,
     rotation_for,
 )
-from .stored import restore
+from .stored import ROWS, restore
 
-ComputeScheme = Literal["fp8-compute", "int8-compute"]
-COMPUTE_SCHEMES: Mapping[ComputeScheme, torch.dtype] = {"fp8-compute": torch.float8_e4m3fn, "int8-compute": torch.int8}
+RoundingScheme = Literal["fp8", "int8", "fp8-compute", "int8-compute"]
+ROUNDED: Mapping[RoundingScheme, torch.dtype] = {
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "fp8-compute": torch.float8_e4m3fn,
+    "int8-compute": torch.int8,
+}
 _FULL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -98,12 +101,12 @@ class FrozenLinear8(nn.Linear):
 
     @classmethod
     @torch.no_grad()
-    def from_linear(cls, linear: nn.Linear, scheme: ComputeScheme, *, rotation: int = 0) -> FrozenLinear8:
+    def from_linear(cls, linear: nn.Linear, scheme: RoundingScheme, *, rotation: int = 0) -> FrozenLinear8:
         """Round a linear's weight, where it is; the bias stays the same Parameter, frozen. linear is not changed.
 
         Raises: ValueError for a weight that is 8-bit already or not finite, or a rotation that does not fit.
         """
-        dtype, weight = COMPUTE_SCHEMES[scheme], linear.weight
+        dtype, weight = ROUNDED[scheme], linear.weight
         if weight.dtype not in _FULL_DTYPES:
             raise ValueError(
                 f"{scheme} was requested, but the weight is {weight.dtype}; round a bfloat16, float16 or float32 "
@@ -111,7 +114,8 @@ class FrozenLinear8(nn.Linear):
             )
         matrix = rotation_for(weight, dtype, rotation)
         values, scale = quantize_weight(weight, dtype, matrix)
-        return cls(values, scale, linear.bias, weight.dtype, matrix)
+        packing = "" if scheme.endswith("-compute") else ROWS
+        return cls(values, scale, linear.bias, weight.dtype, matrix, packing)
 
     @property
     def scheme(self) -> str:
@@ -133,11 +137,8 @@ class FrozenLinear8(nn.Linear):
     def dequantize(self) -> Tensor:
         """The weight the layer computes with, in compute_dtype; the size of the whole unrounded weight. [N, K]"""
         device = self.weight.device  # of a block that streams the weight may rest in host memory, and not the scale
-        if self.packing:
-            rotation = None if self.rotation is None else self.rotation.to(device)
-            return restore(self.weight, self.scale.to(device), rotation, self.packing, self.compute_dtype)
-        weight = dequantize(self.weight, self.scale.to(device), self.compute_dtype)
-        return weight if self.rotation is None else rotate(weight, self.rotation.to(device).t())
+        rotation = None if self.rotation is None else self.rotation.to(device)
+        return restore(self.weight, self.scale.to(device), rotation, self.packing or ROWS, self.compute_dtype)
 
     def forward(self, input: Tensor) -> Tensor:  # nn.Linear's name for it, which callers may use
         """[..., K] -> [..., N]. Raises: RuntimeError if somebody asks for a gradient of the weight."""

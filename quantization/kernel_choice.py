@@ -107,6 +107,16 @@ def choose_kernels(device: torch.device, dtype: torch.dtype) -> KernelChoice:
     return KernelChoice(forward, "transpose" if is_data_centre else "triton", has_triton=True, widest_rotation=widest)
 
 
+def has_float8(device: torch.device) -> bool:
+    """Whether values can be rounded to float8 and read again; torch lists no such thing, and MPS for one could not."""
+    if device.type in ("cuda", "lazy", "meta"):
+        return True
+    try:
+        return torch.ones(1, device=device).to(torch.float8_e4m3fn).to(torch.float32).item() == 1.0
+    except (RuntimeError, TypeError, AssertionError):  # not implemented, no such type, or no such device
+        return False
+
+
 def fault(dtype: torch.dtype, device: torch.device) -> str:
     """Why a device has no products of this 8-bit type; "" if it has."""
     if device.type in ("cpu", "lazy"):

@@ -1,6 +1,6 @@
 """8-bit weights for the frozen linears of a model that trains a LoRA: one entry for every scheme.
 
-    fp8, int8                    stored in 8 bits, multiplied in full precision (weight_only.py)
+    fp8, int8                    stored in 8 bits, multiplied in full precision (stored.py)
     fp8-compute, int8-compute    stored and multiplied in 8 bits, forwards and backwards (eight_bit.py)
     stored                       as the file has each layer, GGUF among them; multiplied in full precision (stored.py)
 
@@ -25,17 +25,16 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from ..families.spec import ModelFamily
-from ..patches.lora import is_torchao_tensor, matches_any
-from . import kernel_choice, weight_only
+from ..patches.lora import matches_any
+from . import kernel_choice
 from .eight_bit import ROTATIONS, make_rotation, num_inputs, rotate, rotation_for
-from .frozen_linear import COMPUTE_SCHEMES, FrozenLinear8
+from .frozen_linear import ROUNDED, FrozenLinear8
 from .stored import PACKINGS, ROWS, has_finite_scales
-from .weight_only import WEIGHT_ONLY, tensor_bytes
 
 _log = logging.getLogger(__name__)
 
 Scheme = Literal["fp8", "int8", "fp8-compute", "int8-compute", "stored"]
-SCHEMES: tuple[Scheme, ...] = tuple(scheme for scheme in get_args(Scheme) if scheme != "stored")  # that round
+SCHEMES: tuple[Scheme, ...] = tuple(ROUNDED)  # that round
 
 # Those that round, the fastest first; the last works wherever torch does.
 BEST_FIRST: tuple[Scheme, ...] = ("fp8-compute", "int8-compute", "fp8", "int8")
@@ -74,12 +73,12 @@ class QuantizeSettings:
     def stored_dtype(self) -> torch.dtype:
         """Of what is rounded."""
         assert self.scheme != "stored"
-        return torch.float8_e4m3fn if self.scheme.startswith("fp8") else torch.int8
+        return ROUNDED[self.scheme]
 
     @property
     def is_compute(self) -> bool:
         """Whether products are computed in 8 bits, not only weights stored."""
-        return self.scheme in COMPUTE_SCHEMES
+        return self.scheme.endswith("-compute")
 
     def rotation_of(self, in_features: int) -> int:
         """Block that rotates a layer of this width; 0 for none."""
@@ -117,10 +116,7 @@ class FileFormat:
 
 
 class Quantizer:
-    """Converts linears one at a time, as a loader hands them over.
-
-    Raises: RuntimeError if a package that the scheme needs is missing or too old.
-    """
+    """Converts linears one at a time, as a loader hands them over. Raises: RuntimeError as check_packages."""
 
     def __init__(self, family: ModelFamily, settings: QuantizeSettings) -> None:
         check_packages(settings)
@@ -137,23 +133,17 @@ class Quantizer:
     def finish(self, fqn: str, module: nn.Module) -> nn.Module:
         """Round a module whose tensors have their final values and places; returns it, or what takes its place.
 
-        Raises: ValueError for weights that are not finite; RuntimeError if torchao did not leave the layer as promised.
+        Raises: ValueError for weights that are not finite.
         """
         if not self.is_wanted(fqn, module):
             return module
         assert isinstance(module, nn.Linear)
         self._bytes_before[fqn] = _num_bytes([module])
-        exact = module.weight.detach()
-        done: nn.Linear
-        if self.settings.is_compute:
-            block = self.settings.rotation_of(module.in_features)
-            done = FrozenLinear8.from_linear(module, self.settings.scheme, rotation=block)  # type: ignore[arg-type]
-            done.train(module.training)
-        else:
-            done = weight_only.convert(module, self.settings.scheme)  # type: ignore[arg-type]
-        stored = self.store(done)
-        self._noise[layer_class(fqn)].append(sampled_noise(exact, stored.weight, stored.scale, stored.rotation))
-        return done
+        block = self.settings.rotation_of(module.in_features)
+        done = FrozenLinear8.from_linear(module, self.settings.scheme, rotation=block)  # type: ignore[arg-type]
+        noise = sampled_noise(module.weight.detach(), done.weight.detach(), done.scale, block)
+        self._noise[layer_class(fqn)].append(noise)
+        return done.train(module.training)
 
     def take(self, fqn: str, module: nn.Linear, stored: Stored8, dtype: torch.dtype) -> nn.Module:
         """Use a weight that is in 8 bits already; returns what takes the module's place.
@@ -162,7 +152,7 @@ class Quantizer:
             module: its bias is in place and stays; its weight is not read and may be on meta.
             stored: on the layer's device, taken over without a copy.
             dtype: that the layer computes in, and that the weight would have in full precision.
-        Raises: ValueError for a rotated weight that this scheme cannot multiply with, or one that is not finite.
+        Raises: ValueError for a rotated weight that fp8-compute cannot multiply with, or one that is not finite.
         """
         scheme, kind = self.settings.scheme, stored.weight.dtype
         assert self.is_wanted(fqn, module) and (scheme == "stored" or kind is self.settings.stored_dtype), (fqn, kind)
@@ -174,21 +164,18 @@ class Quantizer:
             raise ValueError(
                 f"the weight of {fqn} is stored rotated, which {scheme} cannot multiply with; use int8-compute"
             )
-        others = sum(tensor_bytes(p) for name, p in module.named_parameters(recurse=False) if name != "weight")
+        others = sum(p.nbytes for name, p in module.named_parameters(recurse=False) if name != "weight")
         self._bytes_before[fqn] = module.weight.numel() * dtype.itemsize + others
         self._num_taken += 1
         self._num_unrotated += bool(self.settings.rotation_of(width)) and not stored.rotation
-        if scheme in WEIGHT_ONLY:
-            return weight_only.adopt(module, scheme, stored.weight, stored.scale, dtype)  # type: ignore[arg-type]
         rotation = rotation_for(stored.weight, kind, stored.rotation, is_comfys=stored.is_comfys)
-        packing = stored.packing if scheme == "stored" else ""
+        packing = "" if self.settings.is_compute else stored.packing
         return FrozenLinear8(stored.weight.contiguous(), stored.scale, module.bias, dtype, rotation, packing)
 
     def store(self, module: nn.Module) -> Stored8:
         """The 8-bit weight of a layer that was rounded here, without a copy; the inverse of take."""
-        if isinstance(module, FrozenLinear8):
-            return Stored8(module.weight.detach(), module.scale, module.rotation_block)
-        return Stored8(*weight_only.values_and_scale(module.weight))
+        assert isinstance(module, FrozenLinear8)
+        return Stored8(module.weight.detach(), module.scale, module.rotation_block)
 
     def close(self, model: nn.Module) -> QuantizeReport:
         """Report on the whole model.
@@ -234,15 +221,12 @@ def _refuse_unsound(fqn: str, stored: Stored8) -> None:
 
 
 def check_packages(settings: QuantizeSettings) -> None:
-    """Raises: RuntimeError if a package that a scheme needs is missing or too old."""
-    if settings.scheme in WEIGHT_ONLY:
-        weight_only.import_torchao()
-        return
+    """Raises: RuntimeError if PEFT is too old for a scheme."""
     try:
         found = version("peft")
     except PackageNotFoundError:
         return  # then nobody attaches a LoRA with it
-    if settings.scheme in ("fp8-compute", "stored") and Version(found) < Version(_OLDEST_PEFT):
+    if not settings.scheme.startswith("int8") and Version(found) < Version(_OLDEST_PEFT):
         raise RuntimeError(
             f"{settings.scheme} needs peft {_OLDEST_PEFT} or newer and found {found}, which would round the LoRA to "
             "float8; update peft, or use int8-compute"
@@ -261,7 +245,7 @@ def auto_schemes(types: Mapping[str, int], able: Sequence[Scheme]) -> list[Schem
     most = max(types, key=types.__getitem__)
     if most in PACKINGS:
         return ["stored"]
-    faster = [scheme for scheme in able if scheme in COMPUTE_SCHEMES]
+    faster = [scheme for scheme in able if QuantizeSettings(scheme).is_compute]
     same = [scheme for scheme in faster if f"torch.{most}" == str(QuantizeSettings(scheme).stored_dtype)]
     return [*(same or faster), "stored"]
 
@@ -273,15 +257,15 @@ def refusal(settings: QuantizeSettings, devices: Iterable[torch.device]) -> str:
         fault = _device_fault(settings.scheme, device)
         if fault:
             others = [s for s in BEST_FIRST if not any(_device_fault(s, each) for each in devices)]
-            kind = "" if others[0] in COMPUTE_SCHEMES else ", which only stores in 8 bits,"
+            kind = "" if others[0].endswith("-compute") else ", which only stores in 8 bits,"
             return f"{settings.scheme} was requested, but {fault} ({device}); use {others[0]}{kind} instead"
     return ""
 
 
 def _device_fault(scheme: Scheme, device: torch.device) -> str:
-    if scheme in COMPUTE_SCHEMES:
-        return kernel_choice.fault(COMPUTE_SCHEMES[scheme], device)  # type: ignore[index]
-    return "" if scheme != "fp8" or weight_only.has_float8(device) else "there is no float8 to convert to and from"
+    if scheme.endswith("-compute"):
+        return kernel_choice.fault(ROUNDED[scheme], device)  # type: ignore[index]
+    return "" if scheme != "fp8" or kernel_choice.has_float8(device) else "there is no float8 to convert to and from"
 
 
 def stored_bytes(
@@ -306,8 +290,7 @@ def stored_bytes(
 def stored_linear_bytes(linear: nn.Linear, settings: QuantizeSettings) -> int:
     """Bytes of a linear's weight once quantized: its numbers, its scales, what else the scheme keeps."""
     stored = empty_stored(linear, settings)
-    zero_points = linear.out_features if settings.scheme == "int8" else 0  # torchao's int8 has one per row
-    return stored.weight.nbytes + stored.scale.nbytes + zero_points + 4 * stored.rotation**2
+    return stored.weight.nbytes + stored.scale.nbytes + 4 * stored.rotation**2
 
 
 def empty_stored(linear: nn.Linear, settings: QuantizeSettings) -> Stored8:
@@ -333,10 +316,7 @@ def is_taken(known: FileFormat, settings: QuantizeSettings) -> bool:
 
 def full_weight(linear: nn.Module) -> Tensor:
     """The weight a linear computes with, in full precision; of a plain linear the weight itself. [N, K]"""
-    if isinstance(linear, FrozenLinear8):
-        return linear.dequantize()
-    weight: Any = linear.weight
-    return weight.dequantize() if is_torchao_tensor(weight) else weight
+    return linear.dequantize() if isinstance(linear, FrozenLinear8) else linear.weight  # type: ignore[return-value]
 
 
 def _treatment(fqn: str, module: nn.Module, family: ModelFamily, settings: QuantizeSettings) -> str:
@@ -357,7 +337,7 @@ def _num_bytes(modules: Iterable[nn.Module]) -> int:
         tensors += module.parameters(recurse=False)
         if isinstance(module, FrozenLinear8):
             tensors += module.buffers(recurse=False)  # scales and rotation; those of others are no weights
-    return sum(map(tensor_bytes, tensors))
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 # ---- what was done

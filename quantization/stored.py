@@ -152,6 +152,8 @@ def restore(values: Tensor, scale: Tensor | None, rotation: Tensor | None, packi
     Returns: [N, K].
     """
     packed = None if packing == ROWS else PACKINGS[packing]
+    if packed is None and rotation is None:  # every 8-bit value is exact in dtype, and the product one of float32
+        return values.to(dtype) if scale is None else values.to(dtype).mul_(scale)
     rows = values.shape[0]
     width = values.shape[1] if packed is None else values.shape[1] // packed.num_bytes * packed.values
     result = torch.empty((rows, width), dtype=dtype, device=values.device)

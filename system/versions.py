@@ -52,7 +52,7 @@ TESTED: dict[str, TestedRange] = {
     "peft": TestedRange("0.21", "0.21", "LoRA training"),
     "transformers": TestedRange("5", "5", "encoding captions"),
     "safetensors": TestedRange("0.8", "0.8", "reading and writing every file"),
-    "torchao": TestedRange("0.18", "0.18", "weights held in fp8 or int8"),
+    "torchao": TestedRange("0.18", "0.18", "optimizer adamw8bit"),
     "pydantic": TestedRange("2.14", "2.14", "job configs"),
     "tomlkit": TestedRange("0.15", "0.15", "job files"),
     "av": TestedRange("18.1", "19.0", "reading videos"),

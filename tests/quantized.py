@@ -18,6 +18,4 @@ def apply_quantization(model: nn.Module, family: ModelFamily, settings: Quantize
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [on_cpu(tensor).detach().contiguous().view(-1).view(torch.uint8)]
-    return [part for name in tensor.__tensor_flatten__()[0] for part in plain_parts(getattr(tensor, name))]
+    return [on_cpu(tensor).detach().contiguous().view(-1).view(torch.uint8)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from ...families.tensor_plan import Divided, Range, Shares, TensorPlan, Unit, share_heads
 from ...patches.hooks import map_tensors
-from ...quantization.weight_only import plain_parts
 
 Cut = Callable[[torch.Tensor, "Slice"], torch.Tensor]  # a weight and a slice of it -> the slice as a weight
 
@@ -157,6 +157,15 @@ def divide_block(
                 local = shares.count(counts, number, rank) if is_unit else lengths[counts]  # type: ignore[arg-type]
                 setattr(module, attribute, local)
     return shard
+
+
+def plain_parts(tensor: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors that a quantized tensor of ComfyUI's is made of, detached; itself if it is plain."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor.detach()
+        return
+    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        yield from plain_parts(getattr(tensor, name))
 
 
 def divided_bytes(block: nn.Module, plan: TensorPlan, shares: Shares, rank: int) -> int:

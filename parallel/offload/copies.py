@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...quantization.weight_only import rebuilt
 from ..transfer import module_with_streams
 
 NUM_SLOTS = 2
@@ -110,18 +109,15 @@ class SlotTensor:
     owner: nn.Module
     leaf: str  # its name in the owner
     absent: torch.Tensor  # what the module has meanwhile
-    pieces: Sequence[Piece]  # of the plain tensors that it is made of
+    piece: Piece
 
     def in_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
         """A tensor like the absent one that views a buffer."""
-        tensor = rebuilt(self.absent, iter([piece.view(buffer) for piece in self.pieces]))
+        tensor = self.piece.view(buffer)
         return nn.Parameter(tensor, requires_grad=False) if isinstance(self.absent, nn.Parameter) else tensor
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Let the module have this one.
-
-        Objects are exchanged, not their data: `.data =` cannot give a tensor subclass other parts.
-        """
+        """Let the module have this one; objects are exchanged, not their data."""
         own: Any = self.owner._parameters if self.leaf in self.owner._parameters else self.owner._buffers
         own[self.leaf] = tensor
 

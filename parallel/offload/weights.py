@@ -29,9 +29,8 @@ import torch
 from torch import nn
 
 from ...patches.hooks import HookSet, tensors_reached
-from ...quantization.weight_only import plain_parts, rebuilt, tensor_bytes
 from ..devices import CPU, synchronize
-from .copies import Piece, PinnedBuffer, Slots, SlotTensor, lay_out
+from .copies import PinnedBuffer, Slots, SlotTensor, lay_out
 from .recompute import is_recomputing
 
 _log = logging.getLogger(__name__)
@@ -102,8 +101,7 @@ class WeightOffload:
         module = self._model.get_submodule(layer)
         for leaf, parameter in module._parameters.items():
             if parameter is not None and parameter.device != CPU and _can_leave(parameter):
-                parts = (part.to(CPU) for part in plain_parts(parameter))
-                module._parameters[leaf] = nn.Parameter(rebuilt(parameter, parts), requires_grad=False)
+                module._parameters[leaf] = nn.Parameter(parameter.detach().to(CPU), requires_grad=False)
         self._waiting[name].discard(layer)
         if not self._waiting[name]:
             self._pack(name)
@@ -124,15 +122,14 @@ class WeightOffload:
         assert self._model is not None
         module, device = self._model.get_submodule(name), self.places[name]
         found = list(_large_weights(module))
-        layouts, size = _lay_out([parameter for _, _, parameter in found])
+        pieces, size = lay_out((parameter.shape, parameter.dtype) for _, _, parameter in found)
         host = PinnedBuffer(size, device, is_wanted=self._can_pin)
         self._can_pin = self._can_pin and (host.is_pinned or device.type != "cuda" or not size)
         block = self._blocks[name] = _Block(module, host, [])
-        for (owner, leaf, parameter), pieces in zip(found, layouts, strict=True):
-            for part, piece in zip(plain_parts(parameter), pieces, strict=True):
-                piece.view(host.tensor).copy_(part)
-            on_host = SlotTensor(owner, leaf, parameter, pieces).in_buffer(host.tensor)
-            block.weights.append(SlotTensor(owner, leaf, on_host, pieces))
+        for (owner, leaf, parameter), piece in zip(found, pieces, strict=True):
+            piece.view(host.tensor).copy_(parameter)
+            on_host = SlotTensor(owner, leaf, parameter, piece).in_buffer(host.tensor)
+            block.weights.append(SlotTensor(owner, leaf, on_host, piece))
             block.weights[-1].put(on_host)
             self._on_host.add(id(on_host))
 
@@ -236,7 +233,7 @@ def _has_graph(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def host_bytes_of(block: nn.Module) -> int:
     """What of a block would be in host memory; a slot for it is as large. Works on meta tensors."""
-    return _lay_out([parameter for _, _, parameter in _large_weights(block)])[1]
+    return lay_out((parameter.shape, parameter.dtype) for _, _, parameter in _large_weights(block))[1]
 
 
 def _large_weights(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
@@ -249,16 +246,4 @@ def _large_weights(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parame
 
 def _can_leave(parameter: torch.Tensor) -> bool:
     """Whether a parameter is frozen, large, and its bytes can be copied as they lie."""
-    if parameter.requires_grad:
-        return False
-    return tensor_bytes(parameter) >= SMALLEST_BYTES and all(part.is_contiguous() for part in plain_parts(parameter))
-
-
-def _lay_out(parameters: Sequence[nn.Parameter]) -> tuple[list[list[Piece]], int]:
-    """Where the parts of each parameter lie in one buffer, and its size in bytes."""
-    layouts: list[list[Piece]] = []
-    size = 0
-    for parameter in parameters:
-        pieces, size = lay_out([(part.shape, part.dtype) for part in plain_parts(parameter)], size)
-        layouts.append(pieces)
-    return layouts, size
+    return not parameter.requires_grad and parameter.nbytes >= SMALLEST_BYTES and parameter.is_contiguous()

@@ -56,7 +56,7 @@ def load_sharded(
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-    assert settings is None or settings.is_compute, "torchao's tensors cannot be cut by FSDP"
+    assert settings is None or settings.is_compute, "others are refused"
     model = make_unfilled_transformer(info)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if found := differences(shapes, info.tensors):

@@ -230,7 +230,7 @@ def eight_bits(bench: Bench) -> Figures:
     wanted, _ = bench.first_step("8 bits plain", _PLAIN)
     with bench.trainer("8 bits", {**_PLAIN, "model": {"quantize": "int8"}}) as trainer:
         model, _ = trainer.runner.replica_for(0)
-        rounded = [name for name, each in model.named_parameters() if native_steps.is_torchao_tensor(each)]
+        rounded = [name for name, each in model.named_modules() if isinstance(each, native_steps.FrozenLinear8)]
         assert rounded and not any(name.startswith("text_encoders.") for name in rounded), rounded[:3]
         loss = float(trainer.accumulate(1)[0])
     assert abs(loss / wanted - 1) < 0.05, (loss, wanted)

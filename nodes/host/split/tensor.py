@@ -24,9 +24,17 @@ from torch import nn
 
 from ....families.tensor_plan import Shares, TensorPlan
 from ....parallel.block_lists import execution_order
-from ....parallel.local.shards import BlockShard, JoinedSlices, Slice, divide_block, divided_bytes, find_plan, shares_of
+from ....parallel.local.shards import (
+    BlockShard,
+    JoinedSlices,
+    Slice,
+    divide_block,
+    divided_bytes,
+    find_plan,
+    plain_parts,
+    shares_of,
+)
 from ....parallel.local.tensor_parallel import TensorParallel
-from ....quantization.weight_only import plain_parts
 from .attachments import KEY, OVERRIDE, ROOT, foreign_attention, is_options
 from .model_copy import Origin, copy_structure, reachable
 from .plan import SplitPlan, SplitRequest, find_streamed, layout_of

@@ -34,6 +34,7 @@ from ....parallel.local.bridge import Bridge
 from ....parallel.local.collectives import Tensors
 from ....parallel.local.heads import groups_for
 from ....parallel.local.residuals import Residuals
+from ....parallel.local.shards import plain_parts
 from ....parallel.local.tokens import OneDeviceError, RowsError, TokenParallel
 from ....parallel.local.wholes import Wholes
 from ....parallel.staged_copies import copies_between
@@ -43,7 +44,6 @@ from ....patches.hooks import HookSet, is_made_here, map_tensors
 from ....planning.cards import machine_speed
 from ....planning.derived_rows import DerivedRows
 from ....planning.times import CLIP_TOKENS, LEAST_SHARE, PICTURE_TOKENS, ForwardWork, forward_work
-from ....quantization.weight_only import plain_parts
 from .attachments import OVERRIDE, ROOT, check_attention, check_runnable
 from .deriving import Cards, Deriving, rows_of
 from .leading import home_of, led_by_name

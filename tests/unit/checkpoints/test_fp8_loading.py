@@ -13,7 +13,7 @@ from devicebridge.checkpoints.checkpoint import read_checkpoint
 from devicebridge.checkpoints.load import load_transformer, make_empty_transformer
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.placement import block_names, parameter_bytes, plan_placement
-from devicebridge.quantization import eight_bit, quantize, weight_only
+from devicebridge.quantization import eight_bit, quantize
 from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
@@ -100,8 +100,7 @@ def _peaks(
 def test_no_card_holds_more_than_the_result_and_one_layer(scheme, tmp_path, monkeypatch):
     """With pieces as small beside these layers as the real ones are beside FLUX.2's."""
     piece = 512
-    for module in (eight_bit, weight_only):
-        monkeypatch.setattr(module, "_PIECE", piece)
+    monkeypatch.setattr(eight_bit, "_PIECE", piece)
     monkeypatch.setattr(quantize, "_NUM_SAMPLED_ROWS", 4)
     info = _checkpoint(tmp_path, "flux2")
     with emulated_cards(2):

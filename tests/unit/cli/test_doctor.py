@@ -101,26 +101,6 @@ def test_every_scheme_is_judged_on_every_card(monkeypatch: pytest.MonkeyPatch) -
     assert found == dict.fromkeys(others, "")
 
 
-def test_without_torchao_only_the_computing_schemes_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.version, "hip", None)
-    found = doctor._list_schemes(_two_cards(torchao=None))
-    assert [line["scheme"] for line in found if line["works"]] == ["fp8-compute"] * 2 + ["int8-compute"] * 2
-    assert [line for line in found if not line["works"]] == [
-        {"scheme": name, "device": "", "works": False, "reason": "torchao missing (pip install torchao)"}
-        for name in ("fp8", "int8")
-    ]
-
-
-def test_a_torchao_that_cannot_be_imported_is_a_reason_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    facts = doctor.collect()
-    found = {line["scheme"]: line for line in facts["quantization"]}
-    assert not found["fp8"]["works"] and "torchao" in found["fp8"]["reason"]
-    assert found["int8-compute"]["works"]
-    assert "  no  fp8 on cpu: " in doctor.report(facts) and "  yes int8-compute on cpu" in doctor.report(facts)
-
-
 def test_a_split_model_needs_two_gpus_and_comfyui_but_nothing_for_training() -> None:
     versions = {name: {"found": "1" if name == "torch" else None} for name in TESTED}
     judge = dict(doctor._FEATURES)["Split Model Across GPUs (sampling in ComfyUI)"]

@@ -179,14 +179,14 @@ def test_a_named_device_is_taken_without_a_forecast(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_before_anything_is_loaded(folders, tmp_path, machine):
     specs = (SPECS["t5"],)
     machine()
-    check_text_device("auto", specs, folders["t5"], torch.bfloat16)
+    check_text_device("auto", specs, folders["t5"])
     with pytest.raises(ValueError, match="no GPU here"):
-        check_text_device("stream", specs, folders["t5"], torch.bfloat16)
+        check_text_device("stream", specs, folders["t5"])
     machine(HUGE)
-    check_text_device("stream", specs, folders["t5"], torch.bfloat16)
+    check_text_device("stream", specs, folders["t5"])
     with pytest.raises(ValueError, match="streamed"):
-        check_text_device("stream", specs, folders["t5"], torch.bfloat16, "int8")
-    check_text_device("stream", (SPECS["clip"],), folders["clip"], torch.bfloat16, "int8")  # stays exact anyway
+        check_text_device("stream", specs, folders["t5"], "int8")
+    check_text_device("stream", (SPECS["clip"],), folders["clip"], "int8")  # stays exact anyway
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from devicebridge.jobs import quantize_preview
 from devicebridge.jobs.quantize_preview import preview_model
 from devicebridge.jobs.resolve import Machine
 from devicebridge.planning import cards as planned_cards
-from devicebridge.quantization import weight_only
+from devicebridge.quantization import kernel_choice
 from devicebridge.quantization.quantize import (
     BEST_FIRST,
     NOT_LINEAR,
@@ -105,7 +105,7 @@ def test_auto_takes_what_every_card_can_do(cards: Any, capabilities: list[tuple[
 
 
 def test_what_cannot_convert_to_float8_is_given_int8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_only, "has_float8", lambda device: device.type != "mps")
+    monkeypatch.setattr(kernel_choice, "has_float8", lambda device: device.type != "mps")
     assert "fp8" in _able(torch.device("xpu:0")) and "fp8" not in _able(torch.device("xpu:0"), torch.device("mps"))
     assert refusal(QuantizeSettings("fp8"), [torch.device("mps")]) == (
         "fp8 was requested, but there is no float8 to convert to and from (mps); use int8, which only stores in 8 "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import gc
@@ -149,23 +148,10 @@ def test_losses_and_gradients_are_those_of_resident_blocks_bit_for_bit(name, car
     )
 
 
-@pytest.mark.parametrize("scheme", ["fp8-compute", "int8-compute"])
+@pytest.mark.parametrize("scheme", ["fp8-compute", "int8-compute", "fp8"])
 def test_8_bit_linears_stream(scheme):
     expected = _resident("flux2", CARDS[:2], scheme=scheme)
     _assert_equal(_step("flux2", CARDS[:2], kind="1f1b", offloaded=(3, 3), scheme=scheme), expected)
-
-
-@pytest.mark.parametrize("scheme", ["fp8", "int8"])
-def test_torchaos_tensors_stream(scheme):
-    """On the CPU, where their products are known; slots of raw bytes all the same."""
-    found = []
-    for offloaded in ((), (6,)):
-        built = _build("flux2", [CPU], scheme=scheme, offloaded=offloaded)
-        found.append((_run(built, "flux2", 2) + _evaluate(built, "flux2"), _gradients(built), []))
-    _assert_equal(found[1], found[0])
-    assert built.offload.num_copies > 8
-    rest = [type(p).__name__ for p in built.model.parameters() if built.offload.holds(p)]
-    assert any("Tensor" in name and name != "Tensor" for name in rest), collections.Counter(rest)
 
 
 def test_dora_is_exported_from_weights_in_host_memory():

@@ -160,12 +160,6 @@ def test_under_autocast_peft_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         assert layer(make_input(torch.float32)[0]).dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "int8"])
-def test_weight_only_layers_are_left_to_peft(scheme: str) -> None:
-    layer = make_layer(scheme, torch.bfloat16)
-    assert apply_fused_lora(layer) == []
-
-
 def test_only_what_needs_a_gradient_gets_one() -> None:
     layer = make_layer()
     apply_fused_lora(layer)

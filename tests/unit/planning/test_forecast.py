@@ -220,8 +220,6 @@ _SLICE_OF_H200 = 150_000_000_000 // 256  # about; its memory decides how much of
 )
 def test_forecast_is_what_two_cards_held(scheme, side):
     """Full-size FLUX.2, LoRA in bfloat16, cut 23 + 33, every block checkpointed. The run counted no workspaces."""
-    if scheme in ("fp8", "int8"):
-        pytest.importorskip("torchao")
     import diffusers
 
     family = find_family("flux2")

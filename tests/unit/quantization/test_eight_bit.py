@@ -13,13 +13,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from devicebridge.quantization import eight_bit, eight_bit_kernels, kernel_choice
-from devicebridge.quantization.eight_bit import ROTATIONS, grad_input8, linear8, make_rotation, quantize_rows, rotate
-from devicebridge.quantization.frozen_linear import COMPUTE_SCHEMES, FrozenLinear8
+from devicebridge.quantization.eight_bit import (
+    ROTATIONS,
+    grad_input8,
+    linear8,
+    make_rotation,
+    quantize_rows,
+    rotate,
+)
+from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.kernel_choice import DeviceKernels, KernelChoice, device_kernels, using_kernels
 from devicebridge.tests.noise import decibels, gradient
 from torch import nn
 
 FP8, INT8 = "fp8-compute", "int8-compute"
+COMPUTE = {FP8: torch.float8_e4m3fn, INT8: torch.int8}
 VARIANTS = [(FP8, 0), (INT8, 0), (INT8, 64)]
 EVERY_VARIANT = pytest.mark.parametrize(("scheme", "rotation"), VARIANTS, ids=["fp8", "int8", "int8 rotated"])
 # (M, K, N): ordinary; wide as FLUX.2's fused projection; narrow; M odd, K and N multiples of 16 and of nothing more.
@@ -227,7 +235,7 @@ def test_zero_rows_give_zeros_and_broken_rows_give_nan_there_alone(scheme, rotat
         assert found[[4, 6, 8]].isnan().all()
         sound = [index for index in range(24) if index not in (4, 6, 8)]
         assert found[sound].isfinite().all()
-        scale = quantize_rows(found_in, COMPUTE_SCHEMES[scheme], rotation=None)[1].view(-1)
+        scale = quantize_rows(found_in, COMPUTE[scheme], rotation=None)[1].view(-1)
         assert scale.isnan().nonzero().view(-1).tolist() == [4, 6, 8]
     assert layer(x)[:4, 5].eq(0).all()
     clean = make_rows(24, 64)
@@ -236,7 +244,7 @@ def test_zero_rows_give_zeros_and_broken_rows_give_nan_there_alone(scheme, rotat
 
 
 @pytest.mark.parametrize("size", [1e-38, 1e-33, 1e-20, 1e20, 1e36])
-@pytest.mark.parametrize("dtype", COMPUTE_SCHEMES.values(), ids=COMPUTE_SCHEMES)
+@pytest.mark.parametrize("dtype", COMPUTE.values(), ids=COMPUTE)
 def test_rows_of_any_size_are_rounded_without_overflow(dtype, size):
     values, scale = quantize_rows(torch.tensor([[1.0, -0.5, 0.25, 0.0]]) * size, dtype)
     assert scale.isfinite().all() and scale.gt(0).all() and values.float().isfinite().all()
@@ -254,7 +262,7 @@ def test_from_linear_leaves_the_linear_alone_and_halves_the_bytes(scheme, rotati
     layer = FrozenLinear8.from_linear(linear, scheme, rotation=rotation)
     assert torch.equal(linear.weight, before) and layer.bias is linear.bias
     assert isinstance(layer, nn.Linear) and (layer.in_features, layer.out_features) == (256, 128)
-    assert type(layer.weight) is nn.Parameter and layer.weight.dtype is COMPUTE_SCHEMES[scheme]
+    assert type(layer.weight) is nn.Parameter and layer.weight.dtype is COMPUTE[scheme]
     assert not layer.weight.requires_grad and layer.weight.is_contiguous()
     assert layer.scale.dtype is torch.float32 and layer.scale.shape == (128, 1)
     assert layer.compute_dtype is torch.bfloat16 and layer.scheme == scheme
@@ -280,9 +288,9 @@ def test_types_change_around_the_eight_bit_parts(scheme, rotation):
         assert all(found[name].dtype is value.dtype and found[name].equal(value) for name, value in parts.items())
     layer.to("meta")
     assert {value.device.type for value in layer.state_dict().values()} == {"meta"}
-    assert layer.weight.dtype is COMPUTE_SCHEMES[scheme]
+    assert layer.weight.dtype is COMPUTE[scheme]
     layer.to_empty(device="cpu")
-    assert layer.weight.dtype is COMPUTE_SCHEMES[scheme] and layer.scale.dtype is torch.float32
+    assert layer.weight.dtype is COMPUTE[scheme] and layer.scale.dtype is torch.float32
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -397,7 +405,7 @@ def test_a_bias_may_train(scheme, rotation):
 def test_amd_cards_that_lack_a_format_are_known(arch, fp8, int8, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=f"{arch}:x"))
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    faults = [kernel_choice.fault(dtype, torch.device("cuda:0")) for dtype in COMPUTE_SCHEMES.values()]
+    faults = [kernel_choice.fault(dtype, torch.device("cuda:0")) for dtype in COMPUTE.values()]
     assert [fault == "" for fault in faults] == [fp8, int8]
 
 
@@ -423,7 +431,7 @@ def test_each_card_gets_kernels_it_has(capability, fault, platform, expected, mo
     monkeypatch.setattr(eight_bit_kernels, "widest_rotation", lambda device: 64 if capability in CONSUMER else 256)
     monkeypatch.setattr(kernel_choice.sys, "platform", platform)
     choose = kernel_choice.choose_kernels.__wrapped__  # past the cache, which is for real cards
-    found = [choose(torch.device("cuda:0"), dtype) for dtype in COMPUTE_SCHEMES.values()]
+    found = [choose(torch.device("cuda:0"), dtype) for dtype in COMPUTE.values()]
     assert found == [KernelChoice(*each) for each in expected]
 
 

@@ -1,6 +1,6 @@
 """Whole models in 8 bits, then with LoRA: every scheme, on one card and on several.
 
-The arithmetic of one layer is in test_weight_only.py and test_eight_bit.py. Net is a small model whose forward, with
+The arithmetic of one layer is in test_stored.py and test_eight_bit.py. Net is a small model whose forward, with
 LoRA, is written out again here in float32; "tiny" are the families' own classes with random weights.
 """
 
@@ -18,8 +18,8 @@ import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.placement import block_names, plan_manual
-from devicebridge.patches.lora import TRAINABLE_DTYPES, is_torchao_tensor, lora_parameters
-from devicebridge.quantization import quantize, weight_only
+from devicebridge.patches.lora import TRAINABLE_DTYPES, lora_parameters
+from devicebridge.quantization import quantize
 from devicebridge.quantization.eight_bit import make_rotation, rotate
 from devicebridge.quantization.frozen_linear import FrozenLinear8, refuse_merge
 from devicebridge.quantization.quantize import (
@@ -98,8 +98,7 @@ def stored_weight(layer: nn.Module) -> torch.Tensor:
     """The weight a layer holds, in float32, from its plain tensors: values, scales, rotation. [N, K]"""
     weight: Any = layer.weight
     if not isinstance(layer, FrozenLinear8):
-        assert getattr(weight, "zero_point", torch.zeros(1)).eq(0).all()
-        return weight.qdata.float() * weight.scale if is_torchao_tensor(weight) else weight.detach().float()
+        return weight.detach().float()
     plain = weight.float() * layer.scale
     if layer.rotation is None:
         return plain
@@ -112,14 +111,8 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def contents(model: nn.Module) -> dict[str, bytes]:
-    """Every parameter and buffer, byte for byte; of a torchao weight each of its parts."""
-    found = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        parts = {"": tensor.detach()}
-        if is_torchao_tensor(tensor):
-            parts = {f".{part}": getattr(tensor, part) for part in tensor.__tensor_flatten__()[0]}
-        found |= {name + suffix: raw(part) for suffix, part in parts.items()}
-    return found
+    """Every parameter and buffer, byte for byte."""
+    return {name: raw(tensor.detach()) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def num_bytes(module: nn.Module) -> int:
@@ -138,19 +131,17 @@ def num_bytes(module: nn.Module) -> int:
 
 def is_eight_bit(layer: nn.Module, settings: QuantizeSettings) -> bool:
     """Whether a layer is of the class and of the type that the scheme promises, and frozen."""
-    if isinstance(layer, FrozenLinear8) != settings.is_compute or any(p.requires_grad for p in layer.parameters()):
+    if not isinstance(layer, FrozenLinear8) or any(p.requires_grad for p in layer.parameters()):
         return False
-    weight: Any = layer.weight
-    values = weight if settings.is_compute else weight.qdata
     dtype = torch.float8_e4m3fn if settings.scheme in ("fp8", "fp8-compute") else torch.int8
-    return not is_torchao_tensor(values) and values.dtype is dtype
+    return layer.weight.dtype is dtype and bool(layer.packing) != settings.is_compute
 
 
 def lora_trains(model: nn.Module) -> bool:
     """Whether every LoRA weight can train, and nothing else does."""
     lora = lora_parameters(model)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    plain = all(not is_torchao_tensor(p) and p.dtype in TRAINABLE_DTYPES for p in lora.values())
+    plain = all(p.dtype in TRAINABLE_DTYPES for p in lora.values())
     return bool(lora) and plain and trained == lora.keys()
 
 
@@ -255,7 +246,7 @@ def test_lora_trains_whatever_its_history(settings, history, dtypes):
     model = Net(dtype)
 
     history(model, lambda: apply_quantization(model, Family(), settings), lora_dtype)
-    assert type(model.first).__name__ == ("Linear" if settings.is_compute else "TorchaoLoraLinear")  # PEFT's own
+    assert type(model.first).__name__ == "Linear"  # PEFT's own
     layers = {name: model.get_submodule(name).get_base_layer() for name in TARGETS}
     assert all(is_eight_bit(layer, settings) for layer in layers.values())
     assert model.proj_out.weight.dtype is dtype
@@ -285,7 +276,7 @@ def test_merging_is_refused_and_changes_nothing(settings, is_safe):
     after(model, lambda: apply_quantization(model, Family(), settings), torch.float32)
     refuse_merge(model)  # as apply_lora does
     held = contents(model)
-    message = "merge a LoRA into 8-bit weights.*keep the LoRA beside the model" if settings.is_compute else None
+    message = "merge a LoRA into 8-bit weights.*keep the LoRA beside the model"
     for layer in (model.first, copy.deepcopy(model.first)):
         with pytest.raises((RuntimeError, ValueError, NotImplementedError), match=message):
             layer.merge(safe_merge=is_safe)
@@ -334,7 +325,6 @@ def test_a_split_model_is_quantized_where_it_is_and_trains_the_same(settings):
         for name, module in model.named_modules():
             if name.endswith("base_layer"):
                 parts = [*module.parameters(), *module.buffers()]
-                parts += [] if settings.is_compute else weight_only.values_and_scale(module.weight)
                 wrapper = model.get_submodule(name.rpartition(".")[0])
                 parts += lora_parameters(wrapper).values()
                 assert {part.device for part in parts} == {placement.device_of(name)}
@@ -469,11 +459,11 @@ def test_closing_catches_a_layer_that_was_left_out(settings):
     quantizer.close(model)
 
 
-def row_loss(rows: torch.Tensor, settings: QuantizeSettings, largest: float = 127.0) -> float:
-    """Energy that rounding costs these rows, as a part of theirs. int8: step^2 / 12 a value, step = amax / largest."""
+def row_loss(rows: torch.Tensor, settings: QuantizeSettings) -> float:
+    """Energy that rounding costs these rows, as a part of theirs. int8: step^2 / 12 a value, step = amax / 127."""
     if settings.stored_dtype is torch.float8_e4m3fn:
         return FLOAT8_LOSS
-    lost = (rows.abs().amax(1) / largest).square() / 12 * rows.shape[1]
+    lost = (rows.abs().amax(1) / 127).square() / 12 * rows.shape[1]
     return (lost.sum() / rows.square().sum()).item()
 
 
@@ -482,7 +472,7 @@ def expected_noise(
 ) -> dict[str, float]:
     """dB. Weight-only: the weight's loss in all three; 8-bit products add that of the other factor."""
     if not settings.is_compute:
-        weight = row_loss(exact, settings, largest=127.5)
+        weight = row_loss(exact, settings)
         losses = {"weight": weight, "output": weight, "grad_input": weight}
     else:
         turn = torch.eye(1) if layer.rotation is None else layer.rotation
@@ -542,9 +532,8 @@ def test_the_report_accounts_for_every_layer_and_byte(settings):
     assert report.bytes_before == expected_before and report.bytes_after == num_bytes(model)
     assert all(is_eight_bit(model.get_submodule(name), settings) for name in groups[QUANTIZED].names)
     quantized = [model.get_submodule(name) for name in groups[QUANTIZED].names]
-    per_row = {"int8": 5}.get(settings.scheme, 4)  # a float32 scale, and the zero points of torchao's int8
     rotations = [64 * 64 * 4 if settings.rotation_of(layer.in_features) else 0 for layer in quantized]
-    expected = sum(q.in_features * q.out_features + per_row * q.out_features for q in quantized) + sum(rotations)
+    expected = sum(q.in_features * q.out_features + 4 * q.out_features for q in quantized) + sum(rotations)
     assert groups[QUANTIZED].bytes_after == expected
     assert groups[QUANTIZED].bytes_before == sum(2 * layer.in_features * layer.out_features for layer in quantized)
     assert all(groups[r].bytes_before == groups[r].bytes_after for r in (KEPT, NOT_LINEAR))
@@ -656,32 +645,21 @@ def test_packages_a_scheme_needs_are_asked_for_before_anything_happens(monkeypat
 
         return answer
 
-    for module in (quantize, weight_only):
-        monkeypatch.setattr(module, "version", versions(peft="0.18.1", torchao=None))
-    for scheme in ("fp8", "int8"):
-        model = Net()
-        with pytest.raises(RuntimeError, match="need torchao 0.18 or newer, and none is installed"):
-            apply_quantization(model, Family(), QuantizeSettings(scheme))
-        assert model.first.weight.dtype is torch.float32
-    with pytest.raises(RuntimeError, match="fp8-compute needs peft 0.19 or newer and found 0.18.1.*use int8-compute"):
-        Quantizer(Family(), QuantizeSettings("fp8-compute"))
-    check_packages(QuantizeSettings("int8-compute"))
-    for module in (quantize, weight_only):
-        monkeypatch.setattr(module, "version", versions(peft=None, torchao="0.13.0"))
-    for scheme in ("fp8", "int8"):
-        with pytest.raises(RuntimeError, match="need torchao 0.18 or newer and found 0.13.0"):
+    monkeypatch.setattr(quantize, "version", versions(peft="0.18.1"))
+    for scheme in ("fp8", "fp8-compute", "stored"):
+        with pytest.raises(RuntimeError, match=f"{scheme} needs peft 0.19 or newer and found 0.18.1"):
+            Quantizer(Family(), QuantizeSettings(scheme))
+    for scheme in ("int8", "int8-compute"):
+        check_packages(QuantizeSettings(scheme))
+    for found in (None, "0.19.0"):
+        monkeypatch.setattr(quantize, "version", versions(peft=found))
+        for scheme in SCHEMES:
             check_packages(QuantizeSettings(scheme))
-    for scheme in ("fp8-compute", "int8-compute"):
-        check_packages(QuantizeSettings(scheme))
-    for module in (quantize, weight_only):
-        monkeypatch.setattr(module, "version", versions(peft="0.19.0", torchao="0.18.0"))
+
+
+def test_no_scheme_needs_torchao(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
     for scheme in SCHEMES:
-        check_packages(QuantizeSettings(scheme))
-
-
-def test_computing_needs_no_torchao(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    for scheme in ("fp8-compute", "int8-compute"):
         assert apply_quantization(Net(), Family(), QuantizeSettings(scheme)).num_quantized == 2
 
 
