@@ -226,7 +226,7 @@ class News:
     def gather(self) -> dict[str, Any]:
         """Look after the queue, and what is new: {} or {"runs": [...], "jobs": [...], "gone": [...]}."""
         self.queue.tick()
-        looked = [self._look(run) for run in self.store.shown()]
+        looked = [self._look(run) for run in self.store.shown(glance=True)]
         news = [values for values in looked if values is not None]
         self.is_busy = any(known.state == "running" for known in self._known.values())
         found: dict[str, Any] = {"runs": news} if news else {}

@@ -1,7 +1,7 @@
 """The folders of runs below one folder, found again without listing all of them.
 
 A folder is listed again only where its time has changed. So thousands of runs that have ended cost a look at the time
-of each of their folders.
+of each of their folders, and a glance a look at a tenth of them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _DEPTH = 3
+_TURNS = 10  # glances, after which all folders were looked at
 _MARKS = {"run.json", "checkpoints"}
 NO_RUNS = {"cache", "checkpoints", "samples", "tensorboard"}  # folders that are no run, whatever they hold
 
@@ -42,11 +43,18 @@ class RunFolders:
         self._root = root
         self._known = {"": _Folder()}
         self._changed: set[str] = set()
+        self._turn = 0
 
-    def names(self) -> list[str]:
-        """Of all runs, the newest first."""
-        for name in list(self._known):  # what a look finds, it has looked at
-            self._look(name)
+    def names(self, *, glance: bool = False) -> list[str]:
+        """Of all runs, the newest first.
+
+        Args:
+            glance: look at runs by turns, and only at other folders each time: where new ones appear.
+        """
+        self._turn += 1
+        for index, name in enumerate(list(self._known)):  # what a look finds, it has looked at
+            if not glance or (index + self._turn) % _TURNS == 0 or name not in self:
+                self._look(name)
         runs = ((known.changed, name) for name, known in self._known.items() if known.is_run)
         return [name for _, name in sorted(runs, reverse=True)]
 

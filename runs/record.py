@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args
 
 from ..config.job import JobConfig, job_to_dict, load_job, save_for_process
 from ..events import first_line
-from ..system.files import expect, read_json_object, read_ordinary, remove_leftovers, what_helps, write_atomically
+from ..system.files import expect, read_json_object, remove_leftovers, what_helps, write_atomically
 from ..system.locks import NoLocks, take_claim
 from ..system.processes import ProcessMark, own_mark
 from ..system.stopping import Requests
@@ -131,14 +131,6 @@ def read_record(folder: Path) -> RunRecord | None:
         )
     except (OSError, ValueError):
         return None
-
-
-def may_run(folder: Path) -> bool:
-    """Whether the record of a run folder may say that it is under way; without making sense of it."""
-    try:
-        return b'"running"' in read_ordinary(folder / RUN_FILE, _MOST_RECORD, "a record")
-    except (OSError, ValueError):
-        return False
 
 
 # ---- the jobs of runs that this ComfyUI has started, in a folder that no request can write: what a run is resumed

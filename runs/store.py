@@ -17,7 +17,7 @@ from typing import Any
 from ..config.ranges import STATE_FILES
 from .folders import RunFolders
 from .progress import Progress, thinned
-from .record import RUN_FILE, RunRecord, may_run, read_record
+from .record import RUN_FILE, RunRecord, read_record
 
 _Stamp = tuple[int, int, int]
 _MOST_SHOWN = 200
@@ -55,37 +55,21 @@ class RunStore:
         self._folders = RunFolders(root)
         self._progress: dict[str, Progress] = {}
         self._records: dict[str, tuple[_Stamp, RunRecord | None]] = {}
-        self._ended: dict[str, _Stamp] = {}
         self._may_run: set[str] = set()
 
     def ids(self) -> list[str]:
         """Names of all runs, relative to the root with "/", the newest first."""
         return self._folders.names()
 
-    def shown(self) -> list[str]:
-        """The newest 200, and those that are under way."""
-        return list(dict.fromkeys([*self.ids()[:_MOST_SHOWN], *self.running()]))
+    def shown(self, *, glance: bool = False) -> list[str]:
+        """The newest 200, and those that are under way. glance: old runs that change are seen some looks later."""
+        return list(dict.fromkeys([*self._folders.names(glance=glance)[:_MOST_SHOWN], *self.running()]))
 
     def running(self) -> list[str]:
-        """Of the runs that were there at the last look at all those under way."""
-        for run in self._may_run | self._folders.take_changed():
-            self._may_run.discard(run)
-            if (stamp := self._stamp(run)) is None or self._ended.get(run) == stamp:
-                continue
-            record = self.record(run) if may_run(self.root / run) else None  # of thousands few are read as JSON
-            if record is not None and record.status == "running":
-                self._may_run.add(run)
-            else:
-                self._ended[run] = stamp
+        """Of the runs that were there at the last look all those under way."""
+        records = {run: self.record(run) for run in self._may_run | self._folders.take_changed()}
+        self._may_run = {run for run, record in records.items() if record and record.status == "running"}
         return sorted(self._may_run)
-
-    def _stamp(self, run: str) -> _Stamp | None:
-        """What tells its record from the next; None if it has none."""
-        try:
-            status = os.stat(os.path.join(self.root, run, RUN_FILE))
-        except OSError:
-            return None
-        return status.st_mtime_ns, status.st_size, status.st_ino
 
     def __contains__(self, run: str) -> bool:
         """Whether it was there at the last look."""
@@ -170,8 +154,11 @@ class RunStore:
 
     def record(self, run: str) -> RunRecord | None:
         """What the run says of itself, with the status "crashed" once its process is gone; None if it says nothing."""
-        if (stamp := self._stamp(run)) is None:
+        try:
+            status = os.stat(os.path.join(self.root, run, RUN_FILE))
+        except OSError:
             return None
+        stamp = status.st_mtime_ns, status.st_size, status.st_ino
         known, record = self._records.get(run, (None, None))
         if known != stamp:
             record = read_record(self.root / run)

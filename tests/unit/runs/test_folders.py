@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from devicebridge.cli.main import main
 from devicebridge.runs.api import Api, Host, News
+from devicebridge.runs.folders import _TURNS
 from devicebridge.runs.queue import JobQueue
 from devicebridge.runs.store import NotThere, RunStore
 from devicebridge.system.processes import own_mark
@@ -84,7 +85,7 @@ def test_a_new_run_is_told_at_once_and_an_old_one_that_is_resumed_soon(store: Ru
     assert [run["run"] for run in news.gather()["runs"]] == ["new"] and news.is_busy
     _write(store.root / "run_001", "running")
     os.utime(store.root / "run_001", (1e9, 1e9))  # by a clock that was set back
-    told = [run["run"] for _ in range(2) for run in news.gather().get("runs", [])]
+    told = [run["run"] for _ in range(_TURNS) for run in news.gather().get("runs", [])]
     assert "run_001" in told
     assert "run_001" in [run["run"] for run in _api(store).state()["runs"]], (
         "what is under way is shown whatever its date"
@@ -92,7 +93,20 @@ def test_a_new_run_is_told_at_once_and_an_old_one_that_is_resumed_soon(store: Ru
     assert sum("run_" in name for name in opened) < NUM_RUNS + 2 * 200 + 20
 
 
-def test_the_command_shows_the_newest_and_counts_the_others(store, capsys):
+def test_a_glance_looks_at_a_tenth_of_the_runs(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    news, looked = News(store, _queue(store)), list[str]()
+    news.gather()
+    monkeypatch.setattr(os, "lstat", lambda path, own=os.lstat: (looked.append(str(path)), own(path))[1])
+    news.gather()
+    assert NUM_RUNS // _TURNS <= len(looked) <= NUM_RUNS // _TURNS + 3
+    for _ in range(_TURNS - 1):
+        news.gather()
+    assert len({*looked}) == NUM_RUNS + 1
+
+
+def test_the_command_shows_the_newest_and_counts_the_others(
+    store: RunStore, capsys: pytest.CaptureFixture[str]
+) -> None:
     _write(store.root / "run_000", "running")
     os.utime(store.root / "run_000", (1, 1))
     assert main(["jobs", str(store.root)]) == 0
