@@ -235,6 +235,17 @@ def _make_parser() -> argparse.ArgumentParser:
     command.add_argument("file", type=Path, help="file of a diffusion model")
     command.add_argument("--python", type=Path, help=python)
     command.set_defaults(command=_command("examine", "examine"))
+
+    command = commands.add_parser(
+        "convert",
+        help="make a job file of another trainer's",
+        description="Make a job file of a job or dataset file of ai-toolkit, diffusion-pipe, kohya's scripts, "
+        "musubi-tuner, OneTrainer or SimpleTuner. What has no counterpart is listed with the reason.",
+    )
+    command.add_argument("file", type=Path, help="the file, or a folder with kohya's folders (10_name)")
+    command.add_argument("--output", "-o", type=Path, metavar="JOB", help="write the job there; printed otherwise")
+    command.add_argument("--model", type=Path, help="the model's file or folder, in place of what the file names")
+    command.set_defaults(command=_command("convert", "convert"))
     return parser
 
 

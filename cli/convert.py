@@ -1,0 +1,326 @@
+"""`devicebridge convert`: a job or dataset file of another trainer becomes a job file of ours.
+
+Here are the readers of the formats, which differ in where settings and folders stand, and what depends on several
+settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config.job import make_job
+from ..config.ranges import toml_bytes
+from ..data.folders import is_media
+from ..system.files import read_ordinary, write_atomically
+from ..system.telling import printable, say
+from .other_trainers import MOST_BYTES, Made, Values, flat, read_values, rows_of, tables
+
+_REPEATED = re.compile(r"(\d+)_(.+)")  # a folder of kohya's
+_FILES = (".safetensors", ".gguf", ".sft", ".ckpt", ".pt", ".pth", ".bin")
+_REQUIRED = {"model.path": "-", "train.steps": 1, "output.folder": "-"}  # with what a check of the rest takes for each
+
+
+def convert(options: argparse.Namespace) -> int:
+    """The command: prints the job, or writes it and prints what it leaves out."""
+    if options.output and options.output.exists():
+        raise ValueError(f"{options.output} is there already; choose another name for --output")
+    values, notes, trainer = convert_file(options.file, options.model)
+    head = [f"Made of {options.file.name} of {trainer}. devicebridge check reads it without training.", *notes]
+    text = "".join(f"# {printable(line)}\n" for line in head).encode() + b"\n" + toml_bytes(values)
+    if options.output:
+        write_atomically(options.output, text)
+        say("\n".join(notes), sys.stderr)
+    else:
+        say(text.decode())
+    return 0
+
+
+def convert_file(path: Path, model: Path | None = None) -> tuple[dict[str, Any], list[str], str]:
+    """The values of a job of ours, lines about what was left out or is missing, and the trainer's name.
+
+    Args:
+        path: the file, or a folder with folders such as 10_name.
+        model: takes the place of the model that the file names.
+    Raises: ValueError for a file that cannot be read, that no trainer known here writes, or with a value that no job
+        takes, naming file, key and line.
+    """
+    values, text = ({"train_data_dir": str(path)}, "") if path.is_dir() else read_values(path)
+    made = Made(path, text, _recognise(values, path))
+    try:
+        _READERS[made.trainer](made, values)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not built as {made.trainer} writes it: {error!r:.200}") from error
+    if model:
+        made.set("model.path", str(model))
+    return _finished(made)
+
+
+def _recognise(values: Any, path: Path) -> str:
+    """Raises: ValueError naming the file, if it is none of the six."""
+    names = {name for name, _ in _arguments(values)}
+    first = values[0] if isinstance(values, list) and values and isinstance(values[0], dict) else {}
+    marks = {
+        "ai-toolkit": isinstance(values, dict) and isinstance(values.get("config"), dict) and "process" in names,
+        "OneTrainer": names & {"training_method", "concept_file_name", "concepts"} or "text" in first,
+        "SimpleTuner": names & {"data_backend_config", "model_family"}
+        or {"dataset_type", "instance_data_dir"} & {*first},
+        "diffusion-pipe": names & {"micro_batch_size_per_gpu", "directory"},
+        "kohya": names & {"datasets", "pretrained_model_name_or_path", "dit", "network_module", "train_data_dir"},
+    }
+    if found := next((trainer for trainer, is_so in marks.items() if is_so), ""):
+        return found
+    raise ValueError(
+        f"{path} is no file of ai-toolkit, diffusion-pipe, kohya's scripts, musubi-tuner, OneTrainer or SimpleTuner; "
+        "give one of these, or a folder with folders such as 10_name"
+    )
+
+
+def _arguments(values: Any) -> Iterator[tuple[str, Any]]:
+    """Arguments of a command line in a file, whose sections count for nothing."""
+    for name, value in values.items() if isinstance(values, Mapping) else ():
+        if isinstance(value, Mapping) and name != "general":
+            yield from _arguments(value)
+        else:
+            yield str(name).removeprefix("--"), value
+
+
+def _without(values: Values, *names: str) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+# ---- a reader per trainer
+
+
+def _ai_toolkit(made: Made, values: Any) -> None:
+    process, *others = values["config"]["process"]
+    for each in others:
+        made.leave("config.process", each.get("type"), "a file with several trainings becomes several jobs; split it")
+    made.take(dict(flat(_without(process, "datasets"))))
+    made.take_folders(process.get("datasets"))
+    if name := values["config"].get("name"):
+        made.set("output.name", name)
+        made.set("output.folder", f"{made.get('output.folder') or 'output'}/{name}")
+    if (word := made.get("data.trigger_word")) and (prompts := made.get("samples.prompts")):
+        made.set("samples.prompts", [each.replace("[trigger]", word) for each in prompts])
+
+
+def _diffusion_pipe(made: Made, values: Any) -> None:
+    dataset = values if "directory" in values else made.read_beside(values.get("dataset", "no dataset"))
+    if dataset is not values:
+        made.take(dict(flat(_without(values, "dataset"))))
+        if (rank := made.get("lora.rank")) and made.get("lora.alpha") is None:
+            made.set("lora.alpha", float(rank))
+    made.take_folders(dataset.get("directory"), _without(dataset, "directory"))
+
+
+def _kohya(made: Made, values: Any) -> None:
+    given = dict(_arguments(values))
+    config = made.read_beside(given["dataset_config"]) if given.get("dataset_config") else given
+    places = {False: given.get("train_data_dir"), True: given.get("reg_data_dir")}
+    settings = _without(given, "datasets", "general", "dataset_config", "train_data_dir", "reg_data_dir")
+    names = rows_of("kohya folder").keys() - rows_of("kohya").keys()
+    of_folders = {name: value for name, value in settings.items() if name in names}
+    made.take(_without(settings, *of_folders))
+    for dataset in config.get("datasets") or ():
+        general = {**of_folders, **config.get("general", {}), **_without(dataset, "subsets")}
+        made.take_folders(dataset.get("subsets", [{}]), general)
+    for is_regularisation, place in places.items() if not config.get("datasets") else ():
+        for folder in _repeated_folders(Path(place)) if place else ():
+            made.take(of_folders, " folder", folder)
+            made.folders.append({**folder, **({"regularisation": True} if is_regularisation else {})})
+    _texts_of_kohya(made, is_stable_diffusion="pretrained_model_name_or_path" in given)
+
+
+def _texts_of_kohya(made: Made, *, is_stable_diffusion: bool) -> None:
+    """Settings of kohya's whose values are texts of their own, and its LoRA on text encoders."""
+    network = str(made.own.get("network", "networks.lora"))
+    words = dict(part.partition("=")[::2] for part in made.own.get("network_args", ()))
+    if network == "lycoris.kohya":
+        made.take({"LoRA_type": words.pop("algo", "lora")})
+    elif not network.startswith("networks.lo"):
+        made.leave("network_module", network, "there is nothing like it here")
+    if kind := tables()["words"]["clip_types"].get(
+        network.removeprefix("networks.lora_").removeprefix("networks.lokr_")
+    ):
+        made.own["clip_type"] = kind
+    for name, value in words.items():
+        made.leave(f"network_args {name}", value, tables()["reasons"]["targets"])
+    for part in made.own.get("optimizer_args", ()):
+        name, _, value = str(part).partition("=")
+        if name == "weight_decay":
+            made.set("optimizer.weight_decay", float(value))
+        else:
+            made.leave(f"optimizer_args {name}", value, tables()["reasons"]["options"])
+    rate = made.own.get("text_rate")
+    rate = rate[0] if isinstance(rate, list) and rate else rate
+    if network == "networks.lora" and is_stable_diffusion and not made.own.get("unet_only") and rate not in (0, "0"):
+        if str(made.get("model.path")).lower().endswith(_FILES):
+            made.set("lora.text_encoder", True)
+            if rate:
+                made.set("optimizer.text_encoder_learning_rate", float(rate))
+        else:
+            made.leave("text_encoder_lr", rate, "text encoders are trained of a checkpoint in one file")
+    if (file := made.own.get("prompt_file")) and not str(file).endswith((".json", ".toml")):
+        text = read_ordinary(made.beside(file), MOST_BYTES, "a text file of prompts").decode("utf-8-sig")
+        lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
+        made.set("samples.prompts", [re.split(r"\s--\w", line)[0] for line in lines])
+    if (weight := float(made.own.get("prior_weight", 1))) != 1:
+        for folder in made.folders:
+            folder |= {"loss_weight": weight} if folder.get("regularisation") else {}
+
+
+def _repeated_folders(root: Path) -> list[dict[str, Any]]:
+    """kohya's folders, <repeats>_<name>: the name is the caption of images without one. Else the folder itself."""
+    inner = sorted(root.iterdir()) if root.is_dir() else []
+    matches = [(each, _REPEATED.fullmatch(each.name)) for each in inner if each.is_dir()]
+    found = [
+        {"path": str(each), "repeats": max(int(m[1]), 1), "caption": m[2].replace("_", " ")} for each, m in matches if m
+    ]
+    return found or [{"path": str(root)}]
+
+
+def _one_trainer(made: Made, values: Any) -> None:
+    concepts = values
+    if isinstance(values, dict):
+        made.take(dict(flat(_without(values, "concepts", "concept_file_name", "samples"))))
+        made.take({"samples": [each for each in values.get("samples") or () if each.get("enabled", True)]})
+        concepts = values.get("concepts") or (
+            made.read_beside(values["concept_file_name"]) if "concept_file_name" in values else ()
+        )
+    for each in concepts:
+        if each.get("type") == "VALIDATION" or each.get("validation_concept"):
+            made.set("evaluation.folder", each["path"])
+        elif each.get("enabled", True):
+            made.take_folders([each])
+    if file := made.own.get("output_file"):
+        made.set("output.folder", made.get("output.folder") or str(Path(file).parent))
+        made.set("output.name", Path(file).stem)
+    for what, key in (("save", "output.save_every_steps"), ("sample", "samples.every_steps")):
+        unit, count = made.own.get(f"{what}_unit"), made.own.get(f"{what}_every")
+        if unit == "STEP" and count:
+            made.set(key, int(count))
+        elif unit == "EPOCH":
+            made.own[f"{what}_epochs"] = count
+    made.own["ema"] = made.own.get("ema", "OFF") != "OFF"
+
+
+def _simple_tuner(made: Made, values: Any) -> None:
+    backends = values
+    if isinstance(values, dict):
+        given = dict(_arguments(values))
+        made.take(_without(given, "data_backend_config"))
+        backends = made.read_beside(given["data_backend_config"]) if given.get("data_backend_config") else ()
+    whole = {name: made.own.pop(name, None) for name in ("resolution", "resolution_type")}
+    if size := made.own.get("sample_size"):
+        sides = [int(each) for each in str(size).lower().split("x")]
+        made.set("samples.width", sides[0])
+        made.set("samples.height", sides[-1])
+    for each in backends:
+        if each.get("dataset_type", "image") not in ("image", "video") or each.get("disabled"):
+            continue
+        if each.get("type", "local") != "local":
+            made.leave(str(each.get("id")), each["type"], "a folder on this machine is needed")
+            continue
+        made.take_folders([each], whole)
+        size, kind = made.own.pop("resolution", None), made.own.pop("resolution_type", "pixel_area")
+        if size and made.folders:  # an area is given in megapixels
+            made.folders[-1]["resolutions"] = [round(1024 * math.sqrt(float(size)) if kind == "area" else float(size))]
+
+
+_READERS: dict[str, Callable[[Made, Any], None]] = {
+    "ai-toolkit": _ai_toolkit,
+    "diffusion-pipe": _diffusion_pipe,
+    "kohya": _kohya,
+    "OneTrainer": _one_trainer,
+    "SimpleTuner": _simple_tuner,
+}
+
+
+# ---- what depends on several settings
+
+
+def _finished(made: Made) -> tuple[dict[str, Any], list[str], str]:
+    own = made.own
+    if transformer := own.get("transformer"):
+        made.set("model.path", transformer)
+    notes = _name_encoders(made)
+    resolutions = [each.get("resolutions") for each in made.folders]
+    if made.folders and resolutions[0] and all(each == resolutions[0] for each in resolutions):
+        made.set("data.resolutions", resolutions[0])
+        for each in made.folders:
+            del each["resolutions"]
+    if made.folders:
+        made.set("data.folders", made.folders)
+    _count_steps(made)
+    defaults = tables()["defaults"].get(made.trainer, {}) if made.values.keys() & {"model", "lora", "optimizer"} else {}
+    for key, value in defaults.items():
+        made.set(key, value if made.get(key) is None else made.get(key))
+    if not own.get("ema"):
+        made.values.get("train", {}).pop("ema_decay", None)
+    elif not made.get("train.ema_decay"):
+        made.set("train.ema_decay", 0.999)
+    if own.get("no_samples"):
+        made.values.pop("samples", None)
+    _check(made)
+    notes += [f"To be filled in: {key}" for key in _REQUIRED if made.get(key) is None]
+    notes += [f"Left out, {reason}: {', '.join(settings)}" for reason, settings in made.left.items()]
+    return made.values, notes, made.trainer
+
+
+def _check(made: Made) -> None:
+    """Raises: ValueError for what no job takes, with the name and line of each setting in the file."""
+    whole: dict[str, Any] = {name: dict(section) for name, section in made.values.items()}
+    whole.setdefault("data", {}).setdefault("folders", [{"path": "-"}])
+    for key, stand_in in _REQUIRED.items():
+        section, name = key.split(".")
+        whole.setdefault(section, {}).setdefault(name, stand_in)
+    try:
+        make_job(whole)
+    except ValueError as error:
+        first, *lines = str(error).splitlines()
+        named = [(line, re.sub(r"\.\d+", "", line.strip().split(":")[0])) for line in lines]
+        told = [f"{line} ({made.origins[key]})" if key in made.origins else line for line, key in named]
+        raise ValueError("\n".join([f"{made.path}: {first}", *told])) from error
+
+
+def _name_encoders(made: Made) -> list[str]:
+    def is_file(each: Any) -> bool:
+        return str(each).lower().endswith(_FILES)
+
+    if is_file(made.get("model.path")):
+        made.set("model.family", "comfyui")
+    if vae := made.own.get("vae"):
+        made.set("cache.stock_vae" if is_file(vae) else "cache.vae", str(vae))
+    clips = [one for each in made.own.get("clip", ()) for one in (each if isinstance(each, list) else [each])]
+    for each in clips:
+        if not is_file(each):
+            made.leave("text encoder", each, "a file of ComfyUI's text encoders is named in cache.stock_clip")
+    if not (files := [str(each) for each in clips if is_file(each)]):
+        return []
+    made.set("cache.stock_clip", files)
+    if kind := made.own.get("clip_type"):
+        made.set("cache.stock_clip_type", kind)
+    return [] if kind else ["To be filled in: cache.stock_clip_type, which ComfyUI's CLIP loader calls type"]
+
+
+def _count_steps(made: Made) -> None:
+    """Steps of so many epochs, counted from the images of the folders where these are there."""
+    images = 0
+    for each in made.folders:
+        root = Path(each["path"])
+        media = sum(map(is_media, root.iterdir())) if root.is_dir() else 0
+        images += media * each.get("repeats", 1) * len(each.get("resolutions") or made.get("data.resolutions") or "1")
+    per_step = (made.get("train.batch_size") or 1) * (made.get("train.gradient_accumulation_steps") or 1)
+    keys = {"epochs": "train.steps", "save_epochs": "output.save_every_steps", "sample_epochs": "samples.every_steps"}
+    for name, key in keys.items():
+        epochs = made.own.get(name)
+        if epochs and made.get(key) is None and images and isinstance(per_step, int):
+            made.set(key, math.ceil(float(epochs) * math.ceil(images / per_step)))
+        elif epochs and made.get(key) is None:
+            made.leave(name, epochs, f"{key} counts steps, and no image is there to count them by")

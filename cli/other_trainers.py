@@ -1,0 +1,207 @@
+"""A setting of another trainer becomes ours by its row of other_trainers.toml."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from ..config.job import job_keys
+from ..config.ranges import parse_toml
+from ..system.files import read_ordinary
+
+MOST_BYTES = 10_000_000
+Values = Mapping[str, Any]
+
+
+def read_values(path: Path) -> tuple[Any, str]:
+    """Plain values of a TOML, JSON or YAML file, and its text. JSON with a comma too many is YAML."""
+    import yaml
+
+    try:
+        text = read_ordinary(path, MOST_BYTES, "a job file of another trainer").decode("utf-8-sig")
+        if path.suffix.lower() == ".toml":
+            return parse_toml(text.encode()), text
+        try:
+            return json.loads(text), text
+        except json.JSONDecodeError:
+            if any(isinstance(each, yaml.AliasEvent) for each in yaml.parse(text, yaml.SafeLoader)):
+                raise ValueError("it has aliases (*name), which may stand for endless values; write them out") from None
+            return yaml.safe_load(text), text
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); give a job file of another trainer") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ValueError(f"{path}, line {line}: {error.problem}") from error
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+class Made:
+    """A job of ours in the making.
+
+    Args:
+        text: of the file, for the lines of its keys.
+    """
+
+    def __init__(self, path: Path, text: str, trainer: str) -> None:
+        self.path, self.text, self.trainer = path, text, trainer
+        self.values: dict[str, Any] = {}
+        self.folders: list[dict[str, Any]] = []
+        self.left: dict[str, list[str]] = {}  # reason -> settings
+        self.origins: dict[str, str] = {}  # our key -> theirs
+        self.own: dict[str, Any] = {}  # what rows give to this module, by its name without the colon
+
+    def take(self, given: Values, table: str = "", folder: dict[str, Any] | None = None) -> None:
+        """Each setting by its row; those of a folder go to it, and others to the job."""
+        rows, reasons = rows_of(f"{self.trainer}{table}"), tables()["reasons"]
+        for name, value in given.items():
+            if value is None or value == "" or isinstance(value, str) and value.lower() == "none":
+                continue
+            row = rows.get(name) or next((row for key, row in rows.items() if fnmatch.fnmatchcase(name, key)), None)
+            kind, *rest = row if isinstance(row, list) else [row or "!not known here"]
+            if kind.startswith("!"):
+                if value not in (False, 0, [], {}, *rest):
+                    self.leave(name, value, reasons.get(kind[1:], kind[1:]))
+            elif kind == "=":
+                if str(value).removeprefix(".").lower() not in rest:
+                    self.leave(name, value, f"it is {' or '.join(rest)} here")
+            else:
+                self._put(name, value, kind, rest[0] if rest else "", folder)
+
+    def _put(self, name: str, value: Any, key: str, change: str, folder: dict[str, Any] | None) -> None:
+        words = tables()["words"].get(change)
+        full = key if "." in key or key.startswith(":") else f"data.folders.{key}"
+        try:
+            if words is not None:
+                value = words[str(value).lower()]
+            elif change:
+                value = _CHANGES[change](value)
+            value = _as_kind(value, full)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+            self.leave(name, value, "there is nothing like it here" + (f", but {', '.join(words)}" if words else ""))
+            return
+        if value is None:
+            return
+        self.origins.setdefault(full, f"{name}{self._line(name)}")
+        if key.startswith(":"):
+            self.own[key[1:]] = [*self.own.get("clip", ()), value] if key == ":clip" else value
+        elif folder is not None and "." not in key:
+            folder[key] = value
+        elif (before := self.get(key)) is None:
+            self.set(key, value)
+        elif before != value:
+            self.leave(name, value, f"{key} holds for the whole job, and is {before!r}")
+
+    def leave(self, name: str, value: Any, reason: str) -> None:
+        settings = self.left.setdefault(reason, [])
+        if (setting := f"{name} = {value!r:.60}") not in settings:
+            settings.append(setting)
+
+    def set(self, key: str, value: Any) -> None:
+        *sections, name = key.split(".")
+        functools.reduce(lambda values, each: values.setdefault(each, {}), sections, self.values)[name] = value
+
+    def get(self, key: str) -> Any:
+        *sections, name = key.split(".")
+        return functools.reduce(lambda values, each: values.get(each, {}), sections, self.values).get(name)
+
+    def _line(self, name: str) -> str:
+        found = re.search(rf"(?<!\w){re.escape(name.rpartition('.')[2])}[\"']?\s*[:=]", self.text)
+        return f", line {self.text.count(chr(10), 0, found.start()) + 1}" if found else ""
+
+    def read_beside(self, name: Any) -> Any:
+        values, text = read_values(self.beside(name))
+        self.text += text
+        return values
+
+    def beside(self, name: Any) -> Path:
+        """A file that this one names: from its folder, one of the two above, or where we are."""
+        places = [*self.path.resolve().parents[:3], Path.cwd()]
+        if found := next((place / str(name) for place in places if (place / str(name)).is_file()), None):
+            return found
+        raise ValueError(f"{self.path} names {name}, which is not there; it was looked for from {places[0]}")
+
+    def take_folders(self, given: Any, general: Values | None = None) -> None:
+        for each in given or ():
+            folder: dict[str, Any] = {}
+            self.take({**(general or {}), **dict(flat(each))}, " folder", folder)
+            if "path" in folder:
+                self.folders.append(folder)
+
+
+@functools.cache
+def tables() -> dict[str, Any]:
+    return parse_toml(Path(__file__).with_name("other_trainers.toml").read_bytes())
+
+
+@functools.cache
+def rows_of(table: str) -> dict[str, Any]:
+    return {name: row for names, row in tables()[table].items() for name in names.split()}
+
+
+def _as_kind(value: Any, path: str) -> Any:
+    """As the type of our key has it: 1e-4 of YAML is a text, 16.0 a count, ON a truth, one number a list.
+
+    Raises: KeyError for a word that is none of the key's.
+    """
+    if (key := job_keys().get(path)) is None:
+        return value
+    if get_origin(key.kind) is tuple:
+        values = value if isinstance(value, list) else str(value).split(",")
+        return [_number(each, get_args(key.kind)[0]) for each in values]
+    if key.choices and value not in key.choices:
+        raise KeyError(value)
+    if key.kind is bool and isinstance(value, str):
+        return value.lower() not in ("off", "false", "0")
+    return str(value) if key.kind is str else _number(value, key.kind)
+
+
+def _number(value: Any, kind: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (str, float, int)) or kind in (str, bool):
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        return value  # which the check of the whole job refuses by name
+    return int(number) if number.is_integer() and not (kind is float and isinstance(value, float)) else number
+
+
+def _side(value: Any) -> list[int]:
+    """Of "1024,768", "960x544" or [960, 544] the side of a square of that area in pixels; of a number itself."""
+    parts = value if isinstance(value, list) else str(value).lower().replace("x", ",").split(",")
+    return [round(math.prod(map(float, parts)) ** (1 / len(parts)))]
+
+
+def _sides(value: Any) -> list[int]:
+    """Several of them: numbers, or pairs of width and height."""
+    return [one for each in (value if isinstance(value, list) else str(value).split(",")) for one in _side(each)]
+
+
+_CHANGES: Mapping[str, Callable[[Any], Any]] = {
+    "side": _side,
+    "sides": _sides,
+    "prefix": lambda value: f"{value}{{caption}}",
+    "prompts": lambda value: [each if isinstance(each, str) else each["prompt"] for each in value] or None,
+    "paths": lambda value: [each["path"] for each in value],
+    "negated": lambda value: not value,
+    "not_negative": lambda value: max(int(value), 0),
+    "positive": lambda value: value or None,  # kohya_ss and SimpleTuner write 0 where epochs count
+    "rounded": lambda value: max(round(float(value)), 1),
+    "one_more": lambda value: int(value) + 1,  # SimpleTuner counts the repeats after the first
+    "stages": lambda value: "pipeline" if int(value) > 1 else None,
+    "uniform": lambda value: "uniform" if value else None,
+}
+
+
+def flat(values: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items() if isinstance(values, Mapping) else ():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value

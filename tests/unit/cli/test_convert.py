@@ -1,0 +1,505 @@
+"""`devicebridge convert`: ten files of each trainer as it publishes them. Their keys' values were written by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import yaml
+from devicebridge.cli.convert import convert_file
+from devicebridge.cli.main import main
+from devicebridge.config.job import load_job
+from devicebridge.config.ranges import toml_bytes
+from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
+
+# Of each trainer: its file of a job as text, with {} for the folder of the test.
+AI_TOOLKIT = """
+---
+job: extension
+config:
+  name: "my_lora_v1"
+  process:
+    - type: 'sd_trainer'
+      training_folder: "{0}/out"
+      device: cuda:0
+      trigger_word: "p3r5on"
+      network:
+        type: "lora"
+        linear: 32
+        linear_alpha: 16
+      save:
+        dtype: float16
+        save_every: 250
+        max_step_saves_to_keep: 4
+        push_to_hub: false
+      datasets:
+        - folder_path: "{0}/data"
+          caption_ext: "txt"
+          caption_dropout_rate: 0.05
+          cache_latents_to_disk: true
+          resolution: [ 512, 768, 1024 ]
+      train:
+        batch_size: 1
+        steps: 2000
+        gradient_accumulation_steps: 2
+        train_unet: true
+        train_text_encoder: false
+        gradient_checkpointing: true
+        noise_scheduler: "flowmatch"
+        timestep_type: 'sigmoid'
+        optimizer: "adamw8bit"
+        lr: 1e-4
+        ema_config:
+          use_ema: true
+          ema_decay: 0.99
+        dtype: bf16
+      model:
+        name_or_path: "{0}/model"
+        quantize: true
+        low_vram: true
+      sample:
+        sampler: "flowmatch"
+        sample_every: 250
+        width: 1024
+        height: 768
+        prompts:
+          - "[trigger] playing chess"
+          - "a horse, fish eye lens"
+        neg: ""
+        seed: 42
+        walk_seed: true
+        guidance_scale: 4
+        sample_steps: 20
+meta:
+  name: "[name]"
+"""
+DIFFUSION_PIPE = """
+output_dir = '{0}/out'
+dataset = 'dataset.toml'
+epochs = 10
+micro_batch_size_per_gpu = 1
+pipeline_stages = 2
+gradient_accumulation_steps = 4
+gradient_clipping = 1.0
+warmup_steps = 100
+eval_every_n_epochs = 1
+save_every_n_epochs = 2
+checkpoint_every_n_minutes = 120
+activation_checkpointing = true
+partition_method = 'parameters'
+save_dtype = 'bfloat16'
+caching_batch_size = 1
+steps_per_print = 1
+video_clip_mode = 'single_beginning'
+[model]
+type = 'flux'
+diffusers_path = '{0}/model'
+dtype = 'bfloat16'
+transformer_dtype = 'float8'
+timestep_sample_method = 'logit_normal'
+[adapter]
+type = 'lora'
+rank = 32
+dtype = 'bfloat16'
+[optimizer]
+type = 'adamw_optimi'
+lr = 2e-5
+betas = [0.9, 0.99]
+weight_decay = 0.02
+[monitoring]
+enable_wandb = false
+"""
+DIFFUSION_PIPE_DATA = """
+resolutions = [512]
+enable_ar_bucket = true
+min_ar = 0.5
+max_ar = 2.5
+num_ar_buckets = 7
+frame_buckets = [1, 33]
+[[directory]]
+path = '{0}/data'
+num_repeats = 10
+"""
+KOHYA = """
+[model_arguments]
+pretrained_model_name_or_path = "{0}/model"
+[additional_network_arguments]
+network_module = "networks.lora"
+network_dim = 8
+network_train_unet_only = true
+network_args = ["loraplus_lr_ratio=16"]
+[optimizer_arguments]
+optimizer_type = "AdamW8bit"
+optimizer_args = ["weight_decay=0.1", "betas=0.9,0.99"]
+learning_rate = 1e-4
+lr_scheduler = "cosine"
+lr_warmup_steps = 50
+max_grad_norm = 1.0
+[training_arguments]
+output_dir = "{0}/out"
+output_name = "kohya_lora"
+max_train_epochs = 4
+save_every_n_epochs = 1
+train_batch_size = 2
+seed = 42
+mixed_precision = "bf16"
+save_precision = "fp16"
+gradient_checkpointing = true
+cache_latents = true
+xformers = true
+noise_offset = 0.05
+sample_prompts = "prompts.txt"
+sample_every_n_steps = 100
+[dataset_arguments]
+train_data_dir = "{0}/images"
+resolution = "768,512"
+caption_dropout_rate = 0.1
+"""
+MUSUBI = """
+dit = "{0}/model"
+network_module = "networks.lora_wan"
+network_dim = 16
+network_alpha = 8
+learning_rate = 2e-4
+optimizer_type = "adamw8bit"
+max_train_steps = 800
+save_every_n_steps = 100
+output_dir = "{0}/out"
+output_name = "wan"
+dataset_config = "dataset.toml"
+fp8_base = true
+blocks_to_swap = 20
+timestep_sampling = "sigmoid"
+discrete_flow_shift = 3.0
+mixed_precision = "bf16"
+sdpa = true
+"""
+MUSUBI_DATA = """
+[general]
+resolution = [960, 544]
+caption_extension = ".txt"
+batch_size = 1
+enable_bucket = true
+[[datasets]]
+image_directory = "{0}/data"
+cache_directory = "{0}/cache"
+num_repeats = 3
+target_frames = [1, 25]
+frame_extraction = "head"
+source_fps = 30.0
+"""
+ONE_TRAINER = """
+{{
+    "base_model_name": "{0}/model", "model_type": "FLUX_DEV_1", "training_method": "LORA",
+    "concept_file_name": "concepts.json", "workspace_dir": "{0}/out",
+    "output_model_destination": "models/person.safetensors", "output_dtype": "BFLOAT_16",
+    "learning_rate": 0.0003, "learning_rate_scheduler": "COSINE", "learning_rate_warmup_steps": 200,
+    "epochs": 5, "batch_size": 2, "gradient_accumulation_steps": 1, "gradient_checkpointing": "CPU_OFFLOADED",
+    "ema": "GPU", "ema_decay": 0.998, "resolution": "512,768", "timestep_distribution": "LOGIT_NORMAL",
+    "optimizer": {{"optimizer": "ADAMW", "weight_decay": 0.05, "beta1": 0.9, "fused": false}},
+    "transformer": {{"train": true, "weight_dtype": "FLOAT_8"}}, "text_encoder": {{"train": false}},
+    "lora_rank": 24, "save_every": 100, "save_every_unit": "STEP", "masked_training": false,
+    "offset_noise_weight": 0.1, "samples": [{{"prompt": "a cat", "enabled": true}}, {{"prompt": "x", "enabled": false}}]
+}}
+"""
+ONE_TRAINER_DATA = """
+[{{"name": "cat", "path": "{0}/data", "enabled": true, "type": "STANDARD", "balancing": 3.0,
+   "balancing_strategy": "REPEATS", "loss_weight": 0.5,
+   "image": {{"enable_crop_jitter": true, "enable_random_flip": true}},
+   "text": {{"prompt_source": "sample", "enable_tag_shuffling": false, "tag_delimiter": ","}}}},
+ {{"name": "old", "path": "{0}/gone", "enabled": false, "image": {{}}, "text": {{}}}},
+ {{"name": "kept", "path": "{0}/held", "type": "VALIDATION", "image": {{}}, "text": {{}}}}]
+"""
+SIMPLE_TUNER = """
+{{
+    "--model_type": "lora", "--model_family": "flux2", "--pretrained_model_name_or_path": "{0}/model",
+    "--data_backend_config": "config/backend.json", "--output_dir": "{0}/out", "--max_train_steps": 100,
+    "--num_train_epochs": 0, "--learning_rate": 1e-4, "--train_batch_size": 1, "--gradient_checkpointing": true,
+    "--lora_rank": 64, "--lora_alpha": 32, "--lora_type": "standard", "--optimizer": "adamw_bf16",
+    "--lr_scheduler": "constant", "--mixed_precision": "bf16", "--base_model_precision": "int8-quanto",
+    "--flow_schedule_shift": 3, "--checkpoint_step_interval": 10, "--seed": 42, "--use_ema": false,
+    "--resolution": 1.0, "--resolution_type": "area", "--validation_prompt": "a sign", "--validation_guidance": 4.0,
+    "--validation_resolution": "1024x768", "--validation_num_inference_steps": 16, "--report_to": "wandb",
+}}
+"""
+SIMPLE_TUNER_DATA = """
+[{{"id": "one", "type": "local", "instance_data_dir": "{0}/data", "caption_strategy": "textfile", "repeats": 4,
+   "resolution": 512, "resolution_type": "pixel_area", "crop": false}},
+ {{"id": "two", "type": "local", "instance_data_dir": "{0}/more", "instance_prompt": "a dog", "repeats": 0,
+   "caption_strategy": "instanceprompt"}},
+ {{"id": "far", "type": "aws", "aws_bucket_name": "x"}},
+ {{"id": "text", "dataset_type": "text_embeds", "type": "local", "cache_dir": "cache"}}]
+"""
+TRAINERS = {  # -> suffix, the job, the name and text of its dataset
+    "ai-toolkit": (".yaml", AI_TOOLKIT, "", ""),
+    "diffusion-pipe": (".toml", DIFFUSION_PIPE, "dataset.toml", DIFFUSION_PIPE_DATA),
+    "kohya": (".toml", KOHYA, "prompts.txt", "# prompts\na cat on a mat --w 1024 --h 768 --d 1\n\na dog\n"),
+    "musubi": (".toml", MUSUBI, "dataset.toml", MUSUBI_DATA),
+    "OneTrainer": (".json", ONE_TRAINER, "concepts.json", ONE_TRAINER_DATA),
+    "SimpleTuner": (".json", SIMPLE_TUNER, "config/backend.json", SIMPLE_TUNER_DATA),
+}
+BOTH = {"train.steps": 2000, "lora.rank": 32}
+# The file as it stands, each of whose keys has a value here.
+WHOLE = {
+    "ai-toolkit": {
+        "output.folder": "{0}/out/my_lora_v1", "output.name": "my_lora_v1", "data.trigger_word": "p3r5on",
+        "lora.kind": "lora", "lora.rank": 32, "lora.alpha": 16.0, "output.lora_dtype": "float16",
+        "output.save_every_steps": 250, "output.keep_last": 4, "data.caption_dropout": 0.05,
+        "data.resolutions": (512, 768, 1024), "data.folders.path": "{0}/data", "train.batch_size": 1,
+        "train.steps": 2000, "train.gradient_accumulation_steps": 2, "optimizer.name": "adamw8bit",
+        "objective.timestep_sampling": "sigmoid", "optimizer.learning_rate": 1e-4, "train.ema_decay": 0.99,
+        "model.path": "{0}/model", "model.quantize": "auto", "samples.every_steps": 250, "samples.width": 1024,
+        "samples.height": 768, "samples.prompts": ("p3r5on playing chess", "a horse, fish eye lens"),
+        "samples.seed": 42, "samples.guidance": 4.0, "samples.steps": 20, "model.dtype": "bfloat16",
+    },
+    "diffusion-pipe": {  # 5 images x 10 repeats x 10 epochs / 4 = 13 steps an epoch
+        "output.folder": "{0}/out", "train.steps": 130, "output.save_every_steps": 26, "train.batch_size": 1,
+        "parallel.strategy": "pipeline", "train.gradient_accumulation_steps": 4, "train.clip_norm": 1.0,
+        "schedule.warmup_steps": 100, "train.gradient_checkpointing": True, "split.balance": "memory",
+        "output.lora_dtype": "bfloat16", "data.window": "start", "model.path": "{0}/model", "model.quantize": "fp8",
+        "objective.timestep_sampling": "logit_normal", "lora.kind": "lora", "lora.rank": 32, "lora.alpha": 32.0,
+        "lora.dtype": "bfloat16", "optimizer.name": "adamw", "optimizer.learning_rate": 2e-5,
+        "optimizer.weight_decay": 0.02, "optimizer.options": {"betas": [0.9, 0.99]}, "data.resolutions": (512,),
+        "data.max_aspect_ratio": 2.5, "data.frames": (1, 33), "data.folders.repeats": 10,
+    },
+    "kohya": {  # (5 images x 10 + 5 x 2) / 2 = 30 steps an epoch; the alpha that is not said is 1
+        "model.path": "{0}/model", "lora.rank": 8, "lora.alpha": 1.0, "optimizer.name": "adamw8bit",
+        "optimizer.weight_decay": 0.1, "optimizer.learning_rate": 1e-4, "schedule.name": "cosine",
+        "schedule.warmup_steps": 50, "output.folder": "{0}/out", "output.name": "kohya_lora", "train.steps": 120,
+        "output.save_every_steps": 30, "train.batch_size": 2, "train.seed": 42, "output.lora_dtype": "float16",
+        "data.caption_dropout": 0.1, "data.resolutions": (627,), "samples.every_steps": 100,
+        "samples.prompts": ("a cat on a mat", "a dog"), "lora.text_encoder": False,
+        "data.folders.path": ["{0}/images/10_my_cat", "{0}/images/2_dog"], "data.folders.repeats": [10, 2],
+        "data.folders.caption": ["my cat", "dog"],
+    },
+    "musubi": {
+        "model.path": "{0}/model", "lora.rank": 16, "lora.alpha": 8.0, "optimizer.learning_rate": 2e-4,
+        "optimizer.name": "adamw8bit", "train.steps": 800, "output.save_every_steps": 100, "output.name": "wan",
+        "model.quantize": "auto", "objective.timestep_sampling": "sigmoid", "objective.shift": 3.0,
+        "data.resolutions": (723,), "data.folders.path": "{0}/data", "data.folders.repeats": 3,
+        "data.frames": (1, 25), "data.window": "start", "train.batch_size": 1,
+    },
+    "OneTrainer": {  # 5 images x 3 x 2 sizes / 2 = 15 steps an epoch
+        "model.path": "{0}/model", "output.folder": "{0}/out", "output.name": "person", "lora.rank": 24,
+        "lora.alpha": 1.0, "optimizer.learning_rate": 3e-4, "schedule.name": "cosine", "schedule.warmup_steps": 200,
+        "train.steps": 75, "train.batch_size": 2, "train.gradient_checkpointing": True, "train.ema_decay": 0.998,
+        "data.resolutions": (512, 768), "objective.timestep_sampling": "logit_normal", "optimizer.name": "adamw",
+        "optimizer.weight_decay": 0.05, "model.quantize": "fp8", "output.save_every_steps": 100,
+        "output.lora_dtype": "bfloat16", "data.use_masks": False, "samples.prompts": ("a cat",),
+        "data.folders.path": "{0}/data", "data.folders.repeats": 3, "data.folders.loss_weight": 0.5,
+        "evaluation.folder": "{0}/held", "lora.text_encoder": False,
+    },
+    "SimpleTuner": {
+        "model.path": "{0}/model", "output.folder": "{0}/out", "train.steps": 100, "optimizer.learning_rate": 1e-4,
+        "lora.rank": 64, "lora.alpha": 32.0, "optimizer.name": "adamw", "model.quantize": "int8",
+        "objective.shift": 3.0, "output.save_every_steps": 10, "train.seed": 42, "samples.prompts": ("a sign",),
+        "samples.guidance": 4.0, "samples.width": 1024, "samples.height": 768, "samples.steps": 16,
+        "train.ema_decay": 0.0, "data.folders.path": ["{0}/data", "{0}/more"], "data.folders.repeats": [5, 1],
+        "data.folders.resolutions": [(512,), (1024,)], "data.folders.caption": ["", "a dog"],
+    },
+}  # fmt: skip
+# What else a file of each may say: what is replaced, by what, and the value of ours or the setting that is listed.
+CHANGED = {
+    "ai-toolkit": [
+        ("linear_alpha: 16", "dropout: 0.1", "lora.alpha", 1.0),
+        ('type: "lora"', "type: lokr", "lora.kind", "lokr"),
+        ('type: "lora"', "type: glora", "left", "network.type = 'glora'"),
+        ('"adamw8bit"', '"prodigy"', "optimizer.name", "prodigy"),
+        ('"adamw8bit"', '"automagic"', "left", "train.optimizer = 'automagic'"),
+        ("dtype: bf16", "skip_first_sample: true", "samples.before_first", False),
+        ("dtype: bf16", "disable_sampling: true", "samples.prompts", ()),
+        ("use_ema: true", "use_ema: false", "train.ema_decay", 0.0),
+        ('caption_ext: "txt"', 'default_caption: "a cat"', "data.folders.caption", "a cat"),
+        ("low_vram: true", "assistant_lora_path: x", "left", "model.assistant_lora_path = 'x'"),
+    ],
+    "diffusion-pipe": [
+        ("epochs = 10", "epochs = 10\nmax_steps = 77", "train.steps", 77),
+        ("pipeline_stages = 2", "pipeline_stages = 1", "parallel.strategy", "auto"),
+        ("'parameters'", "'manual'\npartition_split = [3]", "split.split_at", (3,)),
+        ("checkpointing = true", "checkpointing = 'unsloth'", "train.gradient_checkpointing", True),
+        ("'single_beginning'", "'single_middle'", "data.window", "centre"),
+        ("'single_beginning'", "'multiple_overlapping'", "left", "video_clip_mode = 'multiple_overlapping'"),
+        ("diffusers_path = '{0}/model'", "transformer_path = '{0}/a.safetensors'", "model.family", "comfyui"),
+        ("diffusers_path =", "vae_path = '{0}/v.sft'\ndiffusers_path =", "cache.stock_vae", "{0}/v.sft"),
+        ("rank = 32", "rank = 32\ninit_from_existing = '{0}/l'", "lora.start_from", "{0}/l"),
+        ("warmup_steps = 100", "blocks_to_swap = 20", "left", "blocks_to_swap = 20"),
+    ],
+    "kohya": [
+        ('"{0}/model"', '"{0}/a.safetensors"', "model.family", "comfyui"),
+        ("network_dim = 8", "network_dim = 8\nnetwork_alpha = 4", "lora.alpha", 4.0),
+        ('"networks.lora"', '"lycoris.kohya"\nunet_lr = 1e-4', "lora.kind", "lora"),
+        ('["loraplus_lr_ratio=16"]', '["algo=lokr"]', "left", "network_args algo = 'lokr'"),
+        ('"AdamW8bit"', '"Prodigy"', "optimizer.name", "prodigy"),
+        ('"cosine"', '"cosine_with_restarts"', "left", "lr_scheduler = 'cosine_with_restarts'"),
+        ("max_train_epochs = 4", "max_train_steps = 1600", "train.steps", 1600),
+        ('resolution = "768,512"', "resolution = 640", "data.resolutions", (640,)),
+        ("xformers = true", "fp8_base = true", "model.quantize", "auto"),
+        ("xformers = true", 'loss_type = "huber"', "left", "loss_type = 'huber'"),
+    ],
+    "musubi": [
+        ('dit = "{0}/model"', 'dit = "{0}/model"\nt5 = "{0}/t5.pth"', "cache.stock_clip_type", "wan"),
+        ('dit = "{0}/model"', 'dit = "{0}/model"\nvae = "{0}/v.pth"', "cache.stock_vae", "{0}/v.pth"),
+        ("network_alpha = 8", "", "lora.alpha", 1.0),
+        ("network_alpha = 8", "network_dropout = 0.2", "lora.dropout", 0.2),
+        ('"sigmoid"', '"qinglong_flux"', "left", "timestep_sampling = 'qinglong_flux'"),
+        ("max_train_steps = 800", "max_train_epochs = 2", "train.steps", 30),
+        ("sdpa = true", "gradient_accumulation_steps = 2", "train.gradient_accumulation_steps", 2),
+        ("sdpa = true", 'lr_scheduler = "constant_with_warmup"\nlr_warmup_steps = 9', "schedule.warmup_steps", 9),
+        ("sdpa = true", "guidance_scale = 1.0", "objective.guidance", 1.0),
+        ("sdpa = true", "preserve_distribution_shape = true", "left", "preserve_distribution_shape = True"),
+    ],
+    "OneTrainer": [
+        ('"ema": "GPU"', '"ema": "OFF"', "train.ema_decay", 0.0),
+        ('"lora_rank": 24', '"lora_alpha": 8', "lora.rank", 16),
+        ('"FLOAT_8"', '"NFLOAT_4"', "left", "transformer.weight_dtype = 'NFLOAT_4'"),
+        ('"FLOAT_8"', '"INT_W8A8"', "model.quantize", "int8-compute"),
+        ('"save_every_unit": "STEP"', '"save_every_unit": "EPOCH"', "output.save_every_steps", 1500),
+        ('"lora_rank": 24', '"lora_decompose": true', "lora.dora", True),
+        ('"training_method": "LORA"', '"training_method": "FINE_TUNE"', "left", "training_method = 'FINE_TUNE'"),
+        ('"ADAMW"', '"ADAFACTOR"', "optimizer.name", "adafactor"),
+        ('"CPU_OFFLOADED"', '"OFF"', "train.gradient_checkpointing", False),
+        ('"lora_rank": 24', '"peft_type": "OFT_2"', "left", "peft_type = 'OFT_2'"),
+    ],
+    "SimpleTuner": [
+        ('"--max_train_steps": 100', '"--max_train_steps": 0', "left", "train.steps"),
+        ('"--lora_alpha": 32,', "", "lora.alpha", 16.0),
+        ('"--lora_type": "standard"', '"--lora_type": "lycoris"', "left", "lora_type = 'lycoris'"),
+        ('"int8-quanto"', '"no_change"', "model.quantize", "none"),
+        ('"--use_ema": false', '"--use_ema": true', "train.ema_decay", 0.999),
+        ('"constant"', '"polynomial"', "left", "lr_scheduler = 'polynomial'"),
+        ('"--seed": 42', '"--lr_warmup_steps": 12', "schedule.warmup_steps", 12),
+        ('"--seed": 42', '"--max_grad_norm": 0.5', "train.clip_norm", 0.5),
+        ('"--seed": 42', '"--caption_dropout_probability": 0.2', "data.caption_dropout", 0.2),
+        ('"1024x768"', '"640"', "samples.height", 640),
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("convert")
+    save_tiny_pipeline(folder / "model", "flux2")
+    for name in ("data", "more", "held", "images/10_my_cat", "images/2_dog"):
+        save_tiny_dataset(folder / name)
+    return folder
+
+
+def _write(folder, trainer, old="", new=""):
+    suffix, job, name, dataset = TRAINERS[trainer]
+    assert old in job
+    path = folder / f"job{suffix}"
+    path.write_text(job.replace(old, new).format(folder) if old else job.format(folder))
+    if name:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(dataset.format(folder))
+    return path
+
+
+def _value(values, key, folder):
+    """What a converted job says, read as any job is; of folders a list where there are several."""
+    path = folder / "made.toml"
+    path.write_bytes(toml_bytes(values))
+    job = load_job(path)
+    *sections, name = key.split(".")
+    found = getattr(job, sections[0])
+    if len(sections) == 2:
+        each = [getattr(one, name) for one in found.folders]
+        return each[0] if len(each) == 1 else each
+    return getattr(found, name)
+
+
+def _there(value, folder):
+    if isinstance(value, list):
+        return [_there(each, folder) for each in value]
+    return value.format(folder) if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_each_key_of_a_published_file_becomes_ours_and_the_job_passes_a_check(folder, capsys, trainer):
+    path = _write(folder, trainer)
+    values, notes, _ = convert_file(path)
+    assert {key: _value(values, key, folder) for key in WHOLE[trainer]} == {
+        key: _there(value, folder) for key, value in WHOLE[trainer].items()
+    }
+    assert not any(note.startswith("To be filled in") or "not known here" in note for note in notes)
+    (folder / "job.ours.toml").unlink(missing_ok=True)
+    assert main(["convert", str(path), "-o", str(folder / "job.ours.toml")]) == 0
+    text = (folder / "job.ours.toml").read_text()
+    assert all(f"# {note}" in text for note in notes)
+    (folder / "job.ours.toml").write_text(text.replace("frames = [1, 33]\n", ""))  # the stand-in makes images
+    if trainer != "musubi":  # whose lengths and model are of video
+        assert main(["check", str(folder / "job.ours.toml")]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("trainer", "old", "new", "key", "expected"),
+    [(trainer, *case) for trainer, cases in CHANGED.items() for case in cases],
+)
+def test_other_values_become_ours_or_are_listed(folder, trainer, old, new, key, expected):
+    values, notes, _ = convert_file(_write(folder, trainer, old, new))
+    if key == "left":
+        assert sum(expected in note for note in notes) == 1, notes
+    else:
+        values.setdefault("train", {}).setdefault("steps", 1)
+        assert _value(values, key, folder) == _there(expected, folder)
+
+
+@pytest.mark.parametrize("trainer", ["diffusion-pipe", "musubi", "OneTrainer", "SimpleTuner"])
+def test_a_file_of_a_dataset_becomes_a_job_without_a_model(folder, trainer):
+    _write(folder, trainer)
+    values, notes, _ = convert_file(folder / TRAINERS[trainer][2])
+    assert values["data"]["folders"][0]["path"] == str(folder / "data") and set(values) <= {
+        "data",
+        "train",
+        "evaluation",
+    }
+    missing = {note.split(": ")[1] for note in notes if note.startswith("To be filled in")}
+    assert missing == {"model.path", "train.steps", "output.folder"}
+
+
+def test_folders_of_kohya_are_given_without_a_file(folder, capsys):
+    assert main(["convert", str(folder / "images"), "--model", str(folder / "model")]) == 0
+    out = capsys.readouterr().out
+    assert 'path = "' + str(folder / "images" / "10_my_cat") in out and "repeats = 10" in out and '"my cat"' in out
+    assert "To be filled in: train.steps" in out and "To be filled in: model.path" not in out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "named"),
+    [
+        ("a.yaml", "config:\n  process: [\n", ["line 3"]),
+        ("a.json", '{"--model_family": "flux",\n "--seed": [1}', ["line 2"]),
+        ("a.toml", "dit = 'x'\nseed = \n", ["line 2"]),
+        ("a.toml", "dit = 'x'\nnetwork_dim = 0\n", ["lora.rank", "network_dim, line 2"]),
+        ("a.yaml", AI_TOOLKIT.replace("1e-4", "fast"), ["optimizer.learning_rate", "train.lr, line 36"]),
+        ("a.yaml", "config: &a\n  process: [{x: *a}]\n", ["aliases"]),
+        ("a.json", "[1, 2]", ["a.json"]),
+        ("a.yaml", "config:\n  process: 5\n", ["ai-toolkit"]),
+        ("a.json", '{"training_method": "LORA", "concepts": [3]}', ["OneTrainer"]),
+        ("a.toml", "dit = 'x'\ndataset_config = 'gone.toml'\n", ["gone.toml"]),
+        ("a.toml", "x" * 100, ["a.toml"]),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name_and_line(tmp_path, capsys, name, text, named):
+    (tmp_path / name).write_text(text)
+    assert main(["convert", str(tmp_path / name)]) == 2
+    said = capsys.readouterr().err
+    assert all(each in said for each in [name, *named]), said
+
+
+def test_a_job_that_is_there_is_not_overwritten(folder, capsys):
+    path = _write(folder, "ai-toolkit")
+    (folder / "mine.toml").write_text("mine")
+    assert main(["convert", str(path), "-o", str(folder / "mine.toml")]) == 2
+    assert (folder / "mine.toml").read_text() == "mine" and "mine.toml" in capsys.readouterr().err
+
+
+def test_the_texts_of_this_file_are_what_other_readers_see(tmp_path):
+    """YAML's own reader, and JSON's where no comma is too many, agree on the numbers that the tables above expect."""
+    process = yaml.safe_load(AI_TOOLKIT.format(tmp_path))["config"]["process"][0]
+    assert process["train"]["lr"] == "1e-4" and process["network"]["linear"] == 32
+    assert json.loads(ONE_TRAINER.format(tmp_path))["lora_rank"] == 24
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(SIMPLE_TUNER.format(tmp_path))
+    shutil.rmtree(tmp_path)
