@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 from ..system.files import read_ordinary, write_atomically
 from .data import CacheConfig, DataConfig, EvaluationConfig
 from .data import FolderConfig as FolderConfig
-from .model import COMFYUI, ModelConfig, SplitConfig, holds_copies
+from .model import COMFYUI, ModelConfig, SplitConfig, Strategy, holds_copies
 from .model import ModelScheme as ModelScheme
 from .model import ParallelConfig as ParallelConfig
 from .ranges import CONTROL, STRICT, parse_toml, problems_of, toml_bytes
@@ -79,8 +79,27 @@ class JobConfig:
         """Whether only a process with ComfyUI in it can run this job."""
         return self.model.family == COMFYUI or self.cache.needs_stock_encoders
 
+    @property
+    def limits(self) -> Iterator[tuple[str, tuple[Strategy, ...]]]:
+        """Each setting that not every strategy can train, with the strategies that can."""
+        if self.lora.text_encoder:  # one model computes one microbatch at a time
+            yield "lora.text_encoder = true", ("none",)
+        if self.objective.masked_prior:  # a model goes without its LoRA while nothing else is in it
+            yield f"objective.masked_prior = {self.objective.masked_prior:g}", ("none", "data")
+
     def __post_init__(self) -> None:
         self._check_text_encoder()
+        for asked, known in self.limits:
+            if self.parallel.requested not in (None, *known):
+                raise ValueError(
+                    f"{asked} is trained with parallel.strategy {' or '.join(known)}, and it is "
+                    f'"{self.parallel.requested}"; set it to "auto", or remove {asked.partition(" ")[0]}'
+                )
+        if self.objective.masked_prior and self.train.compile != "off":
+            raise ValueError(
+                "objective.masked_prior computes each block without the LoRA, too, and compiled blocks are not made for "
+                'that; set train.compile to "off", or remove it'
+            )
         if self.data.condition and self.model.family != COMFYUI:
             raise ValueError(
                 "data.condition is made by ComfyUI's nodes, for a model of ComfyUI's own; set model.family = "

@@ -99,7 +99,7 @@ class LoraSettings:
 
 @dataclass(frozen=True, config=STRICT)
 class ObjectiveConfig:
-    """Flow matching.
+    """What the model is trained to say, and how much each noise level counts.
 
     Args:
         timestep_sampling: How noise levels are drawn. Left out: what the model was trained with.
@@ -112,6 +112,17 @@ class ObjectiveConfig:
             out: the model's usual value. Leave it there for all other models.
         expert: Which of Wan 2.2's two experts a file is that ComfyUI loads: high_noise or low_noise. It is trained at
             the noise levels that it draws. Left out: every level, as for all other models.
+        loss_weighting: How much each noise level counts in the loss of SD 1.5, SDXL and other models that predict noise
+            (eps) or v. min_snr counts levels with little noise less (Min-SNR, Hang et al. 2023). debiased counts those
+            with much noise more (debiased estimation, Yu et al. 2023). Left out: all alike.
+        min_snr_gamma: With min_snr: ratio of signal to noise from which on a level counts less. 5 is usual.
+        lowest_noise: Least noise that is trained on, 0 to 1: of flow models the share of noise (sigma), of others the
+            timestep / 1000. Above 0 leaves fine detail as it is.
+        highest_noise: Most noise that is trained on, counted likewise. Below 1 leaves composition as it is. An expert
+            keeps to its own part of the range, and evaluation.quantiles count within it.
+        masked_prior: How much the black of a loss mask is held to what the model says without the LoRA (masked prior
+            preservation): the loss there is added, so many times. Each step then computes one forward more. 0 leaves
+            the black free.
     """
 
     timestep_sampling: Literal["", "uniform", "logit_normal", "sigmoid"] = ""
@@ -121,6 +132,18 @@ class ObjectiveConfig:
     sigmoid_scale: Annotated[float, Range(0.01, 10.0)] = 1.0
     guidance: Annotated[float, Range(0.0, 1000.0)] | None = None
     expert: Literal["", "high_noise", "low_noise"] = ""
+    loss_weighting: Literal["", "min_snr", "debiased"] = ""
+    min_snr_gamma: Annotated[float, Range(0.01, 1000.0)] = 5.0
+    lowest_noise: Annotated[float, Range(0.0, 1.0)] = 0.0
+    highest_noise: Annotated[float, Range(0.0, 1.0)] = 1.0
+    masked_prior: Annotated[float, Range(0.0, 100.0)] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.lowest_noise >= self.highest_noise:
+            raise ValueError(
+                f"lowest_noise = {self.lowest_noise:g} is not below highest_noise = {self.highest_noise:g}, so no noise "
+                "level lies between them; change one of the two"
+            )
 
 
 # Options that torch's optimizers take and that train nothing here -> why.

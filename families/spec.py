@@ -322,6 +322,9 @@ class HostModel(Protocol):
                 as it does, [B, 1 or C, F, H, W]. Streams say how packed latents are taken apart.
         """
 
+    def time_of(self, level: float) -> float:
+        """The time that add_noise takes for a noise level as objective.lowest_noise counts it, both in 0..1."""
+
     def predict(
         self,
         model: nn.Module,
@@ -420,7 +423,7 @@ class ModelFamily:
     unread_lora: tuple[str, ...] = ()
     # Patterns of tensor names, in either layout -> why a checkpoint with such a tensor cannot be trained.
     unsupported: Mapping[str, str] = field(default_factory=dict)
-    # What the model predicts at sigma t: noise - data, with x_t = (1-t) data + t noise.
+    # What the model predicts at sigma t: noise - data, with x_t = (1-t) data + t noise. Of a host's: ComfyUI's word.
     prediction_target: str = "velocity"
     # How its blocks are divided among devices that all compute each of them, a plan per class of block.
     tensor: tuple[TensorPlan, ...] = ()

@@ -231,6 +231,7 @@ def give_cautions(plan: JobPlan) -> None:
             describe_idle(plan.job),
             _unused_trigger(plan),
             *_odd_rate(plan.job.optimizer),
+            _nothing_held(plan),
             _trained_on(plan),
             _zero_weights(plan),
             describe_expert(plan),
@@ -274,6 +275,13 @@ def _odd_rate(optimizer: OptimizerConfig) -> Iterator[str]:
             f"optimizer.learning_rate = {optimizer.learning_rate:g} is a factor of the rate that prodigy finds, and "
             "makes it as much smaller; 1 is usual"
         )
+
+
+def _nothing_held(plan: JobPlan) -> str:
+    has_masks = plan.job.data.use_masks and any(sample.mask_path for sample in plan.samples)
+    if not plan.job.objective.masked_prior or has_masks:
+        return ""
+    return "objective.masked_prior holds what loss masks leave black, and no image has one that is used; remove it"
 
 
 def _trained_on(plan: JobPlan) -> str:
@@ -341,6 +349,11 @@ _IDLE: tuple[tuple[Sequence[str], _Test, str], ...] = (
         ("objective.logit_mean", "objective.logit_std"),
         lambda job: job.objective.timestep_sampling not in ("", "logit_normal"),
         "objective.timestep_sampling is not logit_normal",
+    ),
+    (
+        ("objective.min_snr_gamma",),
+        lambda job: job.objective.loss_weighting != "min_snr",
+        "objective.loss_weighting is not min_snr",
     ),
     (
         ("objective.sigmoid_scale",),

@@ -259,6 +259,7 @@ def _why_not_sharded(job: JobConfig, ranks: Ranks) -> str:
         "split.offloaded_blocks asks for blocks that stream from host memory; remove it": any(
             job.split.offloaded_blocks
         ),
+        **{f"{asked} is not trained so; remove it": "fsdp" not in known for asked, known in job.limits},
     }
     return next((text for text, is_so in faults.items() if is_so), "")
 

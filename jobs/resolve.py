@@ -192,9 +192,8 @@ def search_space(job: JobConfig) -> SearchSpace:
     """What a job leaves open, as candidates; the first is what every machine can do."""
     scheme, optimizer = requested(job.model.quantize), requested(job.optimizer.name)
     strategy, offload = job.parallel.requested, requested(job.train.offload_activations)
-    # with text encoders one model computes one microbatch at a time; blocks that meet others are not compiled
-    open_strategies: tuple[Strategy, ...] = ("none",) if job.lora.text_encoder else STRATEGIES
-    if job.train.compile != "off":
+    open_strategies = tuple(each for each in STRATEGIES if all(each in known for _, known in job.limits))
+    if job.train.compile != "off":  # blocks that meet others are not compiled
         open_strategies = tuple(each for each in open_strategies if not shares_rows(each))
     return SearchSpace(
         schemes=SCHEMES if scheme is None else (scheme,),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +134,21 @@ class LoraHandle:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(tensors[name].to(parameter.device))
+
+
+@contextmanager
+def without_lora(model: nn.Module) -> Iterator[None]:
+    """Inside, this copy of a model computes as if it had no adapter; nothing of it may be under way elsewhere."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [each for each in model.modules() if isinstance(each, BaseTunerLayer)]
+    try:
+        for each in layers:
+            each._disable_adapters = True  # its own method would also end the parameters' gradients
+        yield
+    finally:
+        for each in layers:
+            each._disable_adapters = False
 
 
 @torch.no_grad()

@@ -37,6 +37,7 @@ class LoadedBatch:
             latents are taken apart; of one of ComfyUI's own models a noise mask, in the size of the latents.
             [B, 1 or C, F, H, W]
         weights: factor of each sample's loss, [B], or of each value's, [B or 1, 1, 1, 1, N]; None where all are 1.
+        outside: of mask, what the files' masks leave out of what the model could learn; None without a file.
     """
 
     latents: torch.Tensor
@@ -45,6 +46,7 @@ class LoadedBatch:
     num_tokens: int
     conditions: Mapping[str, torch.Tensor] = field(default_factory=dict)
     weights: torch.Tensor | None = None
+    outside: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class CachedSamples:
         noise_masks = _noise_masks(entries, texts, latents)
         text = join_texts(texts)
         num_tokens = int(latents[0, 0].numel() * self.tokens_per_cell)
-        mask, samples = None, [self.samples[i] for i in indices]
+        mask, outside, samples = None, None, [self.samples[i] for i in indices]
         if self.use_masks and any(sample.mask_path for sample in samples):
             height, width = latents.shape[-2:]
             masks = [
@@ -141,19 +143,20 @@ class CachedSamples:
                 for each in samples
             ]
             mask = torch.stack([torch.ones(1, 1, height, width) if each is None else each for each in masks])
+            outside = 1 - mask
         if self.gives_first_latents:
             conditions["first_latents"] = latents[:, :, :1]
-            shape = (latents.shape[0], 1, *latents.shape[2:])
-            mask = torch.ones(shape) if mask is None else mask.expand(shape).clone()
-            mask[:, :, 0] = 0
+            learned = torch.ones(latents.shape[0], 1, *latents.shape[2:])
+            learned[:, :, 0] = 0
+            mask, outside = learned * (1 if mask is None else mask), _times(outside, learned)
         if noise_masks is not None:  # what sampling does not denoise, training does not learn
             conditions[NOISE_MASK], denoised = noise_masks, noise_masks.clamp(0, 1)
-            mask = denoised if mask is None else denoised * mask
+            mask, outside = denoised * (1 if mask is None else mask), _times(outside, denoised)
         factors = [sample.loss_weight for sample in samples]
         of_samples = None if all(each == 1 for each in factors) else torch.tensor(factors)
         is_silent = all(len(entry) > len(own) for entry, own in zip(entries, stored, strict=True))
         weights = loss_weights(of_samples, conditions, is_silent=is_silent)
-        return LoadedBatch(latents, text, mask, num_tokens, conditions, weights)
+        return LoadedBatch(latents, text, mask, num_tokens, conditions, weights, outside)
 
     def read_ahead(self, batch: Batch) -> None:
         """Read the entries of the batch that will probably be loaded next; what cannot be read is left to load()."""
@@ -242,6 +245,10 @@ def join_texts(entries: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch
             )
         joined[name] = _stacked(states)
     return joined
+
+
+def _times(mask: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor | None:
+    return None if mask is None else mask * other
 
 
 def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,6 @@ from torch import nn
 from ..config.job import JobConfig, job_to_dict
 from ..data.samples import Batch, BatchOrder
 from ..events import EventLog, first_line
-from ..families.comfy.inputs import is_tokens
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import memory_in_use, random_states, restore_random_states
 from ..parallel.ranks.across import AcrossRanks, fingerprint
@@ -31,16 +30,8 @@ from ..patches.attention import sound_attention
 from ..patches.compile_blocks import CompiledBlocks
 from ..system.stopping import Request, nothing_asked
 from .adapter import LoraHandle
-from .batches import CachedSamples, LoadedBatch
-from .objective import (
-    NoiseSchedule,
-    describe_growth,
-    draw_quantiles,
-    make_generator,
-    noise_latents,
-    predict,
-    prediction_loss,
-)
+from .batches import CachedSamples
+from .objective import NoiseSchedule, NoisyBatch, Objective, describe_growth, draw_quantiles, make_generator
 from .optimizer import (
     LoraAverage,
     learning_rate_factor,
@@ -59,18 +50,6 @@ _MEMORY_EVERY_STEPS = 50
 def checkpoint_folder(job: JobConfig) -> Path:
     """Where a job keeps its checkpoints."""
     return Path(job.output.folder) / "checkpoints"
-
-
-@dataclass(frozen=True)
-class NoisyBatch:
-    """One forward's worth of data on the CPU: see LoadedBatch and NoisyLatents. text: with the conditions."""
-
-    text: Mapping[str, torch.Tensor]
-    mask: torch.Tensor | None
-    noisy: torch.Tensor
-    target: torch.Tensor
-    sigmas: torch.Tensor
-    weights: torch.Tensor | None = None
 
 
 class Samples(Protocol):
@@ -127,7 +106,9 @@ class Trainer:
         self._optimizer = make_optimizer(self._parameters, self.job.optimizer, self.lora.num_of_text)
         decay = self.job.train.ema_decay
         self._average = LoraAverage(self.lora.parameters(), decay) if decay else None
-        self._dtype = getattr(torch, self.job.model.dtype)
+        self._dtype, pins = getattr(torch, self.job.model.dtype), self.devices[0].type == "cuda"
+        of_job = self.job.objective, self.family, self.variant, self.schedule
+        self._objective = Objective(*of_job, self._dtype, pins)
         self._num_runs = 0  # of the runner
         self._first_run: dict[Any, int] = {}  # in which a shape was computed first
         self._chosen: list[Batch] = []  # of the step in hand
@@ -324,10 +305,10 @@ class Trainer:
             batch = self.train_data.load(chosen.indices, chosen.captions_dropped)
             generator = make_generator(self.job.train.seed, "train", step, index)
             quantiles = draw_quantiles(len(chosen.indices), generator)
-            return self._noisy(batch, quantiles, generator)
+            return self._objective.weighted(self._objective.noisy(batch, quantiles, generator))
 
         def forward(batch: NoisyBatch) -> torch.Tensor:
-            return self._loss(batch, model, device) / count
+            return self._objective.loss(batch, model, device) / count
 
         sample, run = self.train_data.samples[chosen.indices[0]], self._num_runs
         size = (len(chosen.indices), any(chosen.captions_dropped), sample.bucket, sample.num_frames, *sample.alike)
@@ -342,40 +323,6 @@ class Trainer:
         """Whether no batch of this shape went through this copy before this run; compiled blocks care."""
         return bool(self.compiled) and self._first_run.setdefault(shapes, run) == run
 
-    def _noisy(self, batch: LoadedBatch, quantiles: torch.Tensor, generator: torch.Generator) -> NoisyBatch:
-        """One batch at these quantiles, with noise from the generator; still on the host."""
-        noise = torch.randn(batch.latents.shape, generator=generator)
-        times = self.schedule.sigmas(quantiles, batch.num_tokens)
-        made = noise_latents(self.family, batch.latents, noise, times, batch.conditions)
-
-        def pinned(tensor: torch.Tensor) -> torch.Tensor:
-            """In memory that a GPU reads by itself, so that the host need not wait for it."""
-            return tensor.pin_memory() if self.devices[0].type == "cuda" and tensor.numel() else tensor
-
-        def typed(states: torch.Tensor) -> torch.Tensor:
-            """In the type that the model computes in; ComfyUI's own models round by themselves. Masks stay masks."""
-            is_ours = states.is_floating_point() and self.family.host is None
-            return pinned(states.to(self._dtype) if is_ours else states)
-
-        text = {name: typed(states) for name, states in {**batch.text, **batch.conditions}.items()}
-        mask = None if batch.mask is None else pinned(batch.mask)
-        return NoisyBatch(text, mask, typed(made.noisy), pinned(made.target), pinned(made.sigmas), batch.weights)
-
-    def _loss(self, batch: NoisyBatch, model: nn.Module, device: torch.device) -> torch.Tensor:
-        """Loss of one batch; a scalar on the device of the model's output, float32."""
-        guidance = self.job.objective.guidance
-        prediction = predict(
-            self.family,
-            model,
-            batch.noisy.to(device, non_blocking=True),
-            batch.sigmas.to(device, non_blocking=True),
-            {name: t if is_tokens(name) else t.to(device, non_blocking=True) for name, t in batch.text.items()},
-            self.variant.training_guidance if guidance is None else guidance,
-        )
-        target = batch.target.to(prediction.device, non_blocking=True)
-        mask = None if batch.mask is None else batch.mask.to(prediction.device, non_blocking=True)
-        return prediction_loss(prediction, target, mask, batch.weights)
-
     @torch.no_grad()
     @sound_attention()
     def evaluate(self) -> float:
@@ -389,8 +336,8 @@ class Trainer:
             batch, losses = data.load([index], [False]), []
             for quantile in settings.quantiles:
                 generator = make_generator(settings.seed, "eval", index, quantile)
-                noisy = self._noisy(batch, torch.tensor([quantile], dtype=torch.float64), generator)
-                losses.append(self._loss(noisy, model, device).item())
+                noisy = self._objective.noisy(batch, torch.tensor([quantile], dtype=torch.float64), generator)
+                losses.append(self._objective.loss(replace(noisy, outside=None), model, device).item())
             return losses
 
         model.eval()

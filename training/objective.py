@@ -3,7 +3,7 @@
 Flow matching: with t in [0, 1] and 1 = noise, x_t = (1 - t) x + t e and the target is the velocity e - x. A timestep is
 drawn as a quantile u of a base distribution (uniform, or the logistic function of a normal), then shifted towards
 noise: t' = s t / (1 + (s - 1) t). Quantiles serve training (u random), evaluation (u fixed) and the experts of Wan 2.2
-(u restricted so that t' stays in the expert's range). One of ComfyUI's own models (ModelFamily.host) makes noise and
+(u restricted so that t' stays in the expert's range, or in a job's own). One of ComfyUI's own models (ModelFamily.host) makes noise and
 target of t' by its own rules.
 
 Everything random is drawn on the CPU from a generator seeded by what it is for (seed, step, ...). So a run is the same
@@ -15,16 +15,22 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ..config.job import ObjectiveConfig
-from ..families.comfy.inputs import NOISE_MASK
+from ..families.comfy.inputs import NOISE_MASK, is_tokens
 from ..families.spec import ModelFamily, ShiftRule, TimestepSampling, Variant
 from ..parallel.local.token_training import TokenModel
+from .adapter import without_lora
+from .batches import LoadedBatch
+
+_WITH_SNR = ("EPS", "V_PREDICTION")  # what a model predicts whose sigma says its ratio of signal to noise
+_LEAST_SHARE = 1e-9  # of all timesteps that may lie in a range
+_SOME_TOKENS = 1024
 
 
 def make_generator(*position: int | float | str) -> torch.Generator:
@@ -58,6 +64,11 @@ class NoiseSchedule:
             return 0.5 * (1 + math.erf((math.log(base / (1 - base)) - self.mean) / self.std / math.sqrt(2)))
 
         low, high = map(quantile_of, self.sigma_range)
+        if high - low < _LEAST_SHARE:
+            raise ValueError(
+                f"timesteps are drawn so that none lies in {self.sigma_range[0]:g} to {self.sigma_range[1]:g}; change "
+                "objective.lowest_noise and highest_noise, or objective.timestep_sampling and what belongs to it"
+            )
         u = low + (high - low) * quantiles.double()
         base = u if self.sampling == "uniform" else torch.sigmoid(self.mean + self.std * torch.special.ndtri(u))
         return (factor * base / (1 + (factor - 1) * base)).float()
@@ -90,8 +101,37 @@ def make_noise_schedule(settings: ObjectiveConfig, family: ModelFamily, variant:
     if settings.expert:
         is_high = settings.expert == "high_noise"
         sigma_range = (variant.boundary, 1.0) if is_high else (0.0, variant.boundary)
+    time_of = family.host.time_of if family.host else float
+    low, high = (x if x in (0.0, 1.0) else time_of(x) for x in (settings.lowest_noise, settings.highest_noise))
+    both = max(sigma_range[0], low), min(sigma_range[1], high)
+    if both[0] >= both[1]:
+        raise ValueError(
+            f"objective.lowest_noise = {settings.lowest_noise:g} and highest_noise = {settings.highest_noise:g} leave "
+            f"nothing of the noise levels that {variant.name} is an expert of; change them"
+        )
+    if settings.loss_weighting and family.prediction_target not in _WITH_SNR:
+        raise ValueError(
+            f'objective.loss_weighting = "{settings.loss_weighting}" is of models that predict noise or v, such as '
+            f"SD 1.5 and SDXL, and {family.title} predicts {family.prediction_target.lower()}; remove it, and choose "
+            "objective.timestep_sampling or shift"
+        )
     mean, std = (0.0, settings.sigmoid_scale) if sampling == "sigmoid" else (settings.logit_mean, settings.logit_std)
-    return NoiseSchedule(sampling, rule, mean, std, sigma_range)
+    made = NoiseSchedule(sampling, rule, mean, std, both)
+    made.sigmas(torch.tensor([0.5]), _SOME_TOKENS)  # refuses what none would be drawn of
+    return made
+
+
+def snr_weights(settings: ObjectiveConfig, kind: str, sigmas: torch.Tensor) -> torch.Tensor | None:
+    """Factor of each sample's loss by its ratio of signal to noise, 1 / sigma^2; None where all count alike. [B] -> [B]
+
+    For eps min(snr, gamma) / snr (arXiv 2303.09556) or 1 / sqrt(snr) (arXiv 2310.08442). An error of v is
+    (snr + 1) / snr times that of eps, so for v these are divided by that.
+    """
+    if not settings.loss_weighting:
+        return None
+    snr = sigmas.double().pow(-2)
+    of_eps = snr.clamp(max=settings.min_snr_gamma) / snr if settings.loss_weighting == "min_snr" else snr.rsqrt()
+    return (of_eps if kind == "EPS" else of_eps * snr / (snr + 1)).float()
 
 
 def draw_quantiles(batch_size: int, generator: torch.Generator) -> torch.Tensor:
@@ -182,6 +222,93 @@ def predict(
 
     size = noisy.shape, tuple((name, each.shape) for name, each in sorted(given.items()))
     return model.through(of_one, is_one_frame=noisy.shape[2] == 1, size=size)
+
+
+# ---- the loss of a batch
+
+
+@dataclass(frozen=True)
+class NoisyBatch:
+    """One forward's worth of data on the CPU: see LoadedBatch and NoisyLatents. text: with the conditions."""
+
+    text: Mapping[str, torch.Tensor]
+    mask: torch.Tensor | None
+    noisy: torch.Tensor
+    target: torch.Tensor
+    sigmas: torch.Tensor
+    weights: torch.Tensor | None = None
+    outside: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Makes noisy batches, and their losses.
+
+    Args:
+        dtype: that the model computes in.
+        pins: whether batches wait in memory that a GPU reads by itself, so that the host need not wait for it.
+    """
+
+    settings: ObjectiveConfig
+    family: ModelFamily
+    variant: Variant
+    schedule: NoiseSchedule
+    dtype: torch.dtype
+    pins: bool
+
+    def noisy(self, batch: LoadedBatch, quantiles: torch.Tensor, generator: torch.Generator) -> NoisyBatch:
+        """One batch at these quantiles, with noise from the generator; still on the host."""
+        noise = torch.randn(batch.latents.shape, generator=generator)
+        times = self.schedule.sigmas(quantiles, batch.num_tokens)
+        made = noise_latents(self.family, batch.latents, noise, times, batch.conditions)
+
+        def typed(states: torch.Tensor) -> torch.Tensor:
+            """In the type that the model computes in; ComfyUI's own models round by themselves. Masks stay masks."""
+            is_ours = states.is_floating_point() and self.family.host is None
+            return self._pinned(states.to(self.dtype) if is_ours else states)
+
+        text = {name: typed(states) for name, states in {**batch.text, **batch.conditions}.items()}
+        mask, outside = (None if each is None else self._pinned(each) for each in (batch.mask, batch.outside))
+        target, sigmas = self._pinned(made.target), self._pinned(made.sigmas)
+        return NoisyBatch(text, mask, typed(made.noisy), target, sigmas, batch.weights, outside)
+
+    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory() if self.pins and tensor.numel() else tensor
+
+    def weighted(self, batch: NoisyBatch) -> NoisyBatch:
+        """For training: with the weights of its noise levels."""
+        factors = snr_weights(self.settings, self.family.prediction_target, batch.sigmas)
+        if factors is None or batch.weights is None:
+            return batch if factors is None else replace(batch, weights=factors)
+        return replace(batch, weights=batch.weights * factors.view(-1, *[1] * (batch.weights.ndim - 1)))
+
+    def loss(self, batch: NoisyBatch, model: nn.Module, device: torch.device) -> torch.Tensor:
+        """Loss of one batch; a scalar on the device of the model's output, float32."""
+        held, prior = batch.outside if self.settings.masked_prior else None, None
+        if held is not None and held.any():
+            with torch.no_grad(), without_lora(model):
+                prior = self._predicted(batch, model, device)
+        prediction = self._predicted(batch, model, device)
+        target, mask, held = (
+            None if each is None else each.to(prediction.device, non_blocking=True)
+            for each in (batch.target, batch.mask, held)
+        )
+        assert target is not None
+        loss = prediction_loss(prediction, target, mask, batch.weights)
+        if prior is None:
+            return loss
+        return loss + self.settings.masked_prior * prediction_loss(prediction, prior, held, batch.weights)
+
+    def _predicted(self, batch: NoisyBatch, model: nn.Module, device: torch.device) -> torch.Tensor:
+        guidance = self.settings.guidance
+        return predict(
+            self.family,
+            model,
+            batch.noisy.to(device, non_blocking=True),
+            batch.sigmas.to(device, non_blocking=True),
+            {name: t if is_tokens(name) else t.to(device, non_blocking=True) for name, t in batch.text.items()},
+            self.variant.training_guidance if guidance is None else guidance,
+        )
 
 
 # ---- a loss that grows without end

@@ -4,7 +4,8 @@ Takes ComfyUI's folder, a folder for files, 1 for all builds, and names of build
 {"tokens": {build: [tokens per cell as read, as its blocks are given]}, "needs": {build: what its CONDITIONING must
 hold}, "text": {build: what is wrong with the text that a plan takes before captions are encoded}, "plans": {build:
 why it has none}, "refused": {build: why, "" if it is not}, "full": {file of full size: what is wrong with its plan},
-"experts": {case: [least and largest noise level drawn, difference from all levels cut to these, what is warned of]}}.
+"experts": {case: [least and largest noise level drawn, difference from all levels cut to these, what is warned of]},
+"ranges": {build: [least and largest noise level drawn]}}.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import comfy.supported_models
 import torch
 from devicebridge.checkpoints.load import load_transformer
 from devicebridge.checkpoints.weight_file import open_weights, read_rows
+from devicebridge.config.job import ObjectiveConfig
 from devicebridge.encoding.comfy_data import read_conditioning
 from devicebridge.families.comfy.inputs import COND, POOLED
 from devicebridge.families.comfy.text_sizes import usual_text
@@ -40,7 +42,7 @@ from devicebridge.tests.comfy.native_steps import Bench, forecast, one_line
 from devicebridge.tests.comfy.other_families import OTHERS, joined, other_sizes
 from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, make_weights, small_sizes
 from devicebridge.tests.comfy.trained_families import TRAINED, save_trained, small_adapter
-from devicebridge.training.objective import noise_latents, predict
+from devicebridge.training.objective import make_noise_schedule, noise_latents, predict
 
 FOLDER, IS_LONG, *NEEDS = sys.argv[2:]
 
@@ -51,6 +53,7 @@ PATCHED = ("FLUX.1", "LTX-Video", "ERNIE-Image", "Krea 2", "Cosmos-Predict2", "W
 LONG = ("FLUX.2", "Chroma", "Qwen-Image", "Lumina 2", "SD 3.5", "HunyuanVideo", "HunyuanVideo 1.5", "Anima")
 PLANNED = ("HunyuanDiT", "Wan VACE", "Wan Dancer", "Cosmos 1", "Anima")
 REFUSED = ("SVD", "SD x4 upscaler", "SD 1.5 InstructPix2Pix", "Stable Cascade B", "Stable Cascade C")
+RANGED = ("FLUX.1", "Wan 2.1 T2V, 2.2 T2V 14B", "Cosmos 1", "SD 1.5 inpainting", "SD 2 v-prediction")
 _TEXT, _IMAGE, _OTHER = "Wan 2.1 T2V, 2.2 T2V 14B", "Wan 2.2 I2V 14B", "Wan 2.2 TI2V 5B"
 EXPERTS = (  # build, file, which one
     (_TEXT, "wan2.2_t2v_high_noise.safetensors", "high_noise"),
@@ -177,6 +180,19 @@ def expert(name: str, file: str, asked: str) -> list[Any]:
     return [float(levels.min()), float(levels.max()), apart, "; ".join(warned)]
 
 
+def ranged(name: str) -> list[float]:
+    """Least and largest noise level that are drawn of 0.3 to 0.6, as ComfyUI's own timesteps have them, in 0..1."""
+    with small_sizes(BUILDS[name]):
+        family = read(name, BUILDS[name]).family
+    schedule = make_noise_schedule(ObjectiveConfig(lowest_noise=0.3, highest_noise=0.6), family, family.variants[0])
+    times = schedule.sigmas(torch.linspace(0, 1, 4003)[1:-1], 64)
+    sampling, zeros = family.host.sampling, torch.zeros(len(times), 1, 1, 1, 1)
+    sigmas = noise_latents(family, zeros, zeros, times).sigmas
+    most = 1000 if hasattr(sampling, "num_timesteps") else getattr(sampling, "multiplier", 1)
+    levels = sampling.timestep(sigmas).double() / most
+    return [float(levels.min()), float(levels.max())]
+
+
 def _levels(plan: Any, schedule: Any) -> torch.Tensor:
     times = schedule.sigmas(torch.linspace(0, 1, 4003)[1:-1], 64)
     one = torch.ones(len(times), 1, 1, 1, 1)
@@ -219,7 +235,8 @@ if __name__ == "__main__":
         cut = {name: cut_apart(name, BUILDS[name]) for name in ("PixelDiT", "Stable Cascade C")}
         refused |= {f"{name} of a file with sums": summed(name) for name in ("Stable Cascade C",)}
         needed = {name: needs(name) for name in NEEDS}
+        ranges = {name: ranged(name) for name in RANGED}
         experts = {" ".join(case[1:]): expert(*case) for case in EXPERTS}
     found = {"cut": cut, "tokens": tokens, "needs": needed, "text": texts, "plans": plans, "refused": refused}
-    found |= {"full": full, "experts": experts}
+    found |= {"full": full, "experts": experts, "ranges": ranges}
     print(json.dumps(found), flush=True)

@@ -96,6 +96,12 @@ def test_an_expert_draws_the_noise_levels_of_its_own_as_the_whole_model_would(ca
     assert (words in warned) if words else not warned
 
 
+def test_a_range_of_noise_levels_is_the_network_s_own(found: dict[str, Any]) -> None:
+    assert len(found["ranges"]) == 5
+    for name, bounds in found["ranges"].items():
+        assert bounds == pytest.approx([0.3, 0.6], abs=2e-3), name
+
+
 def test_a_model_without_experts_refuses_one(found: dict[str, Any]) -> None:
     (says,) = found["experts"]["wan2.2_ti2v_5B.safetensors low_noise"]
     assert 'objective.expert = "low_noise" is of Wan 2.2\'s experts' in says and "remove the setting" in says

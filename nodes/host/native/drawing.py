@@ -18,6 +18,17 @@ from ..compiler import outside
 from . import files
 
 FLOWS = ("FLOW", "FLUX", "FLOW_COSMOS", "FLOW_AV")  # kinds of prediction, as ComfyUI spells them
+_HALVINGS = 40
+
+
+def time_at(sampling: Any, sigma: float) -> float:
+    """The time in 0..1, before the model's own shift, at which a model_sampling of ComfyUI's has this sigma."""
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        is_above = float(sampling.percent_to_sigma(1 - middle)) > sigma
+        low, high = (low, middle) if is_above else (middle, high)
+    return (low + high) / 2
 
 
 class ComfySteps:

@@ -36,7 +36,7 @@ from ....parallel.offload.recompute import Checkpoint, checkpoint_calls
 from ....patches.hooks import HookSet, parameters_on_meta
 from ....patches.lora import is_lora_name
 from ..split.shown_inputs import Innermost, ShownInputs
-from .drawing import FLOWS, ComfyDecoding, ComfySteps
+from .drawing import FLOWS, ComfyDecoding, ComfySteps, time_at
 from .lora import read_lora
 from .text import PARTS, attach_text_encoders, class_of_clip, encoded, recompute_layers
 
@@ -63,7 +63,8 @@ class ComfyModel:
         base = self._make_base(torch.device("meta"))
         self.sampling, self._form = base.model_sampling, base.latent_format
         self._dims = int(self._form.latent_dimensions)  # of a LATENT without batch and channels
-        self._scheduler = "simple" if kind_of(base) in FLOWS else "normal"  # as ComfyUI's templates take
+        self._kind = kind_of(base)
+        self._scheduler = "simple" if self._kind in FLOWS else "normal"  # as ComfyUI's templates take
         base.diffusion_model = None
         self._base = base  # its rules
 
@@ -116,6 +117,12 @@ class ComfyModel:
             )
             noisy = noisy * noise_mask + kept * (1 - noise_mask)
         return noisy.float(), target.float(), sigmas
+
+    def time_of(self, level: float) -> float:
+        if self._kind not in FLOWS:
+            return level
+        # Cosmos adds noise to the data, and does not mix the two.
+        return time_at(self.sampling, level / (1 - level) if self._kind == "FLOW_COSMOS" else level)
 
     def _noised(self, sigmas: torch.Tensor, noise: torch.Tensor, clean: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """A stream, noisy, and what the network should say of it."""

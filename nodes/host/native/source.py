@@ -35,7 +35,7 @@ from ....families.spec import (
 )
 from ....parallel.block_lists import block_fqns, tail_modules, tail_parameters
 from ..comfy_encoders import attached_to
-from .drawing import FLOWS
+from .drawing import FLOWS, time_at
 from .files import ask_comfyui
 from .model import ComfyModel, build, channels_of, kind_of, silence_of
 
@@ -63,7 +63,6 @@ _OF_UNETS = 2
 # Of model_base, those that were published as two experts; a file of Wan 2.1 has the same class, and often its shapes.
 _PAIRS = ("WAN21", "WAN21_Camera", "WAN21_Vace")
 _FROM_TEXT, _FROM_IMAGES = 0.875, 0.9  # noise level where the published pairs change from high to low noise
-_HALVINGS = 40
 _MOST_BLOCKS = 1000
 _MOST_READ = 2**14  # numbers of a tensor that is read to tell the model by, such as a norm's weights
 # What a whole checkpoint says of its model beside the weights: how it predicts, and from how much noise.
@@ -480,13 +479,9 @@ def _expert_of(base: Any, beside: int, path: Path) -> tuple[float, bool]:
     """
     if type(base).__name__ not in _PAIRS:
         return 0.0, False
-    wanted, low, high = _FROM_IMAGES if beside else _FROM_TEXT, 0.0, 1.0
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        is_above = float(base.model_sampling.percent_to_sigma(1 - middle)) > wanted
-        low, high = (low, middle) if is_above else (middle, high)
+    boundary = time_at(base.model_sampling, _FROM_IMAGES if beside else _FROM_TEXT)
     takes_image = bool(beside) and getattr(base.diffusion_model, "img_emb", None) is None
-    return (low + high) / 2, takes_image or any(each.search(path.name) for each in (WAN_22, OF_PAIR))
+    return boundary, takes_image or any(each.search(path.name) for each in (WAN_22, OF_PAIR))
 
 
 def _unused(*args: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +16,15 @@ from devicebridge.jobs.job import run_job
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.training.objective import (
     NoiseSchedule,
+    NoisyBatch,
+    Objective,
     describe_growth,
     draw_quantiles,
     make_generator,
     make_noise_schedule,
     noise_latents,
     prediction_loss,
+    snr_weights,
 )
 
 NO_SHIFT = ShiftRule("none")
@@ -124,3 +128,76 @@ def test_a_run_whose_loss_grows_says_so_once(tmp_path, monkeypatch, caplog):
     )
     run_job(make_tiny_job(tmp_path, evaluation={"folder": ""}))
     assert grown == [1] and caplog.text.count("the loss grows") == 1
+
+
+# --- how much each noise level counts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "gamma"), [("EPS", 5.0), ("EPS", 1.0), ("V_PREDICTION", 5.0)])
+@pytest.mark.parametrize("name", ["min_snr", "debiased"])
+def test_weights_by_snr_are_the_published_ones(name, kind, gamma):
+    """With a / (1 - a) of SD's own a, the product of 1 - beta (scaled linear, 0.00085 to 0.012, 1000 steps)."""
+    kept, expected, sigmas = 1.0, [], []
+    for step in range(1000):
+        kept *= 1 - (0.00085**0.5 + (0.012**0.5 - 0.00085**0.5) * step / 999) ** 2
+        snr = kept / (1 - kept)
+        sigmas.append(math.sqrt((1 - kept) / kept))
+        if name == "min_snr":
+            expected.append(min(snr, gamma) / (snr if kind == "EPS" else snr + 1))
+        else:  # an error of v is 1 / kept times that of eps
+            expected.append(math.sqrt(1 / snr) * (1 if kind == "EPS" else kept))
+    settings = ObjectiveConfig(loss_weighting=name, min_snr_gamma=gamma)
+    found = snr_weights(settings, kind, torch.tensor(sigmas))
+    assert torch.allclose(found, torch.tensor(expected), rtol=1e-5)
+    assert snr_weights(ObjectiveConfig(), kind, torch.tensor(sigmas)) is None
+
+
+def test_weights_by_snr_are_of_training_alone_and_go_with_a_sample_s_own():
+    objective = Objective(
+        ObjectiveConfig(loss_weighting="debiased"), _predicts("EPS"), None, None, torch.float32, False
+    )
+    batch = NoisyBatch({}, None, *[torch.zeros(2, 1, 1, 2, 2)] * 2, torch.tensor([0.5, 2.0]))
+    assert objective.weighted(batch).weights.tolist() == [0.5, 2.0]
+    own = dataclasses.replace(batch, weights=torch.tensor([3.0, 1.0]))
+    assert objective.weighted(own).weights.tolist() == [1.5, 2.0]
+
+
+def _predicts(kind, **more):
+    return dataclasses.replace(FAMILIES["flux2"], prediction_target=kind, **more)
+
+
+def test_flow_models_have_no_weights_by_snr():
+    variant = FAMILIES["flux2"].variants[0]
+    settings = ObjectiveConfig(loss_weighting="min_snr")
+    make_noise_schedule(settings, _predicts("EPS"), variant)
+    with pytest.raises(ValueError, match=r"loss_weighting = \"min_snr\" is of .* velocity"):
+        make_noise_schedule(settings, FAMILIES["flux2"], variant)
+
+
+# --- a range of noise levels ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["high", "low"])
+def test_an_expert_keeps_to_its_part_of_the_range(name):
+    variant = FAMILIES["wan"].variant(f"wan2.2-t2v-a14b-{name}")
+    made = make_noise_schedule(ObjectiveConfig(lowest_noise=0.3, highest_noise=0.95), FAMILIES["wan"], variant)
+    assert made.sigma_range == ((0.875, 0.95) if name == "high" else (0.3, 0.875))
+    others = {"lowest_noise": 0.9} if name == "low" else {"highest_noise": 0.5}
+    with pytest.raises(ValueError, match=f"a14b-{name}"):
+        make_noise_schedule(ObjectiveConfig(**others), FAMILIES["wan"], variant)
+
+
+def test_a_model_of_comfyui_s_is_asked_for_the_times_of_a_range():
+    host = SimpleNamespace(time_of=lambda level: level**2)  # whatever its shift makes of it
+    family, variant = _predicts("FLOW", host=host), FAMILIES["flux2"].variants[0]
+    made = make_noise_schedule(ObjectiveConfig(lowest_noise=0.5, highest_noise=0.9), family, variant)
+    assert made.sigma_range == (0.25, 0.81)
+    assert make_noise_schedule(ObjectiveConfig(), family, variant).sigma_range == (0.0, 1.0)
+
+
+def test_ranges_that_hold_no_noise_level_are_refused():
+    with pytest.raises(ValueError, match="lowest_noise = 0.5 is not below highest_noise = 0.5"):
+        ObjectiveConfig(lowest_noise=0.5, highest_noise=0.5)
+    narrow = ObjectiveConfig(lowest_noise=0.9, timestep_sampling="logit_normal", logit_std=0.01, shift=1.0)
+    with pytest.raises(ValueError, match="none lies in 0.9 to 1"):
+        make_noise_schedule(narrow, FAMILIES["flux2"], FAMILIES["flux2"].variants[0])

@@ -1,0 +1,84 @@
+"""What loss masks leave black is held to the model without its LoRA, wherever the model lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.families.registry import FAMILIES
+from devicebridge.jobs.job import check_job, run_job
+from devicebridge.jobs.resume import TrainingResult
+from devicebridge.tests.emulated import emulated_cards
+from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
+from devicebridge.training.objective import NoisyBatch, Objective, predict
+from diffusers import Flux2Transformer2DModel
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("one_thread", "short_texts")
+TWO = ["lazy:0", "lazy:1"]
+
+
+def _job(tmp_path: Path, run: str, **sections: Any) -> Any:
+    values: dict[str, Any] = {
+        "split": {"devices": ["cpu"]},
+        "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
+        "train": {"steps": 3, "batch_size": 2, "gradient_accumulation_steps": 2, "seed": 3},
+        "optimizer": {"learning_rate": 1e-2},
+        "objective": {"masked_prior": 0.5},
+        "parallel": {"strategy": "none"},
+        "evaluation": {"folder": ""},
+        "output": {"folder": str(tmp_path / run), "save_every_steps": 0},
+    }
+    return make_tiny_job(tmp_path, **{**values, **sections})
+
+
+def _run(job: Any) -> TrainingResult:
+    with emulated_cards(3):
+        return run_job(job)
+
+
+def test_black_is_held_to_the_model_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, seen = Objective.loss, []
+
+    def watched(self: Objective, batch: NoisyBatch, model: nn.Module, device: torch.device) -> torch.Tensor:
+        loss = own(self, batch, model, device)
+        given = self.family, model, batch.noisy, batch.sigmas, batch.text, self.variant.training_guidance
+        with torch.no_grad():
+            seen.append((loss.item(), batch, given, predict(*given)))
+        return loss
+
+    monkeypatch.setattr(Objective, "loss", watched)
+    trained = _run(_job(tmp_path, "watched"))
+    base = Flux2Transformer2DModel.from_pretrained(tmp_path / "model" / "transformer")
+    held = False
+    for loss, batch, (_, _, *given), said in seen:
+        with torch.no_grad():
+            plain = predict(FAMILIES["flux2"], base, *given)
+        white = torch.ones_like(said) if batch.mask is None else batch.mask.expand_as(said)
+        black = 1 - white
+        expected = float((white * (said - batch.target) ** 2).sum() / white.sum())
+        if black.any():
+            apart = float((black * (said - plain) ** 2).sum() / black.sum())
+            expected, held = expected + 0.5 * apart, held or apart > 1e-6
+        assert loss == pytest.approx(expected, rel=1e-4)
+    assert held
+    monkeypatch.undo()
+    assert trained.losses[0] == pytest.approx(_run(_job(tmp_path, "free", objective={})).losses[0])
+
+
+def test_it_is_the_same_on_copies_and_over_several_cards(tmp_path: Path) -> None:
+    one = _run(_job(tmp_path, "one"))
+    for name, strategy in (("split", "none"), ("copies", "data")):
+        other = _run(_job(tmp_path, name, split={"devices": TWO}, parallel={"strategy": strategy}))
+        assert other.losses == pytest.approx(one.losses, rel=1e-5), name
+    with emulated_cards(2):
+        chosen = check_job(_job(tmp_path, "auto", split={"devices": TWO}, parallel={"strategy": "auto"}))
+    assert chosen.execution.strategy in ("none", "data")
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "tokens", "fsdp"])
+def test_strategies_that_have_others_in_the_model_are_refused(tmp_path: Path, strategy: str) -> None:
+    with pytest.raises(ValueError, match=f'objective.masked_prior = 0.5 is .* "{strategy}"'):
+        _job(tmp_path, "refused", parallel={"strategy": strategy})
