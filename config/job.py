@@ -97,8 +97,8 @@ class JobConfig:
                 )
         if self.objective.masked_prior and self.train.compile != "off":
             raise ValueError(
-                "objective.masked_prior computes each block without the LoRA, too, and compiled blocks are not made for "
-                'that; set train.compile to "off", or remove it'
+                "objective.masked_prior computes each block without the LoRA, too, and compiled blocks are not made "
+                'for that; set train.compile to "off", or remove it'
             )
         if self.data.condition and self.model.family != COMFYUI:
             raise ValueError(

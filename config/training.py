@@ -116,8 +116,8 @@ class ObjectiveConfig:
             (eps) or v. min_snr counts levels with little noise less (Min-SNR, Hang et al. 2023). debiased counts those
             with much noise more (debiased estimation, Yu et al. 2023). Left out: all alike.
         min_snr_gamma: With min_snr: ratio of signal to noise from which on a level counts less. 5 is usual.
-        lowest_noise: Least noise that is trained on, 0 to 1: of flow models the share of noise (sigma), of others the
-            timestep / 1000. Above 0 leaves fine detail as it is.
+        lowest_noise: Least noise that is trained on, 0 to 1: of flow models the share of noise (sigma), of SD and
+            others the timestep / 1000. Above 0 leaves fine detail as it is.
         highest_noise: Most noise that is trained on, counted likewise. Below 1 leaves composition as it is. An expert
             keeps to its own part of the range, and evaluation.quantiles count within it.
         masked_prior: How much the black of a loss mask is held to what the model says without the LoRA (masked prior
@@ -141,8 +141,8 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         if self.lowest_noise >= self.highest_noise:
             raise ValueError(
-                f"lowest_noise = {self.lowest_noise:g} is not below highest_noise = {self.highest_noise:g}, so no noise "
-                "level lies between them; change one of the two"
+                f"lowest_noise = {self.lowest_noise:g} is not below highest_noise = {self.highest_noise:g}, so no "
+                "noise level lies between them; change one of the two"
             )
 
 

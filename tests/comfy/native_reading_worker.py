@@ -53,7 +53,7 @@ PATCHED = ("FLUX.1", "LTX-Video", "ERNIE-Image", "Krea 2", "Cosmos-Predict2", "W
 LONG = ("FLUX.2", "Chroma", "Qwen-Image", "Lumina 2", "SD 3.5", "HunyuanVideo", "HunyuanVideo 1.5", "Anima")
 PLANNED = ("HunyuanDiT", "Wan VACE", "Wan Dancer", "Cosmos 1", "Anima")
 REFUSED = ("SVD", "SD x4 upscaler", "SD 1.5 InstructPix2Pix", "Stable Cascade B", "Stable Cascade C")
-RANGED = ("FLUX.1", "Wan 2.1 T2V, 2.2 T2V 14B", "Cosmos 1", "SD 1.5 inpainting", "SD 2 v-prediction")
+RANGED = ("FLUX.1", "Wan 2.1 T2V, 2.2 T2V 14B", "Cosmos-Predict2", "SD 1.5 inpainting", "SD 2 v-prediction")
 _TEXT, _IMAGE, _OTHER = "Wan 2.1 T2V, 2.2 T2V 14B", "Wan 2.2 I2V 14B", "Wan 2.2 TI2V 5B"
 EXPERTS = (  # build, file, which one
     (_TEXT, "wan2.2_t2v_high_noise.safetensors", "high_noise"),
