@@ -341,10 +341,7 @@ def test_other_rounding_is_no_fault():
     """bfloat16 as one who rounds after every operation, and as one who computes in float32 and rounds at the end."""
     block = Block(torch.bfloat16)
 
-    def fused(x, rest):
-        return block.steps(x.float(), _wide).to(x.dtype)
-
-    comparison = _compare(block, fused, dtype=torch.bfloat16)
+    comparison = _compare(block, lambda x, rest: block.steps(x.float(), _wide).to(x.dtype), dtype=torch.bfloat16)
     assert 0 < comparison.difference < 0.02 and comparison.excess < 0.3
 
 
