@@ -1,7 +1,5 @@
 """Wrong files of a model (bad_inputs.py says what a case is): JSON and weights, damaged or of something else."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -12,8 +12,6 @@ of them through the real command; tests/unit/cli/test_bad_inputs.py a fixed part
 config says of each key, so a new key has them at once.
 """
 
-from __future__ import annotations
-
 import copy
 import datetime
 import json

@@ -1,7 +1,5 @@
 """Wrong inputs beside the job and its model (bad_inputs.py): images, checkpoints, caches, command lines, and chance."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

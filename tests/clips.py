@@ -3,8 +3,6 @@
 Frame i of a clip is of one colour, COLOURS[i % len(COLOURS)], so what was read tells which frame it was.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping, Sequence
 from fractions import Fraction

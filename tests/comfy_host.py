@@ -1,7 +1,5 @@
 """Where a ComfyUI checkout and its Python are, for the tests that ask ComfyUI itself."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

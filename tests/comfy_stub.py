@@ -4,8 +4,6 @@ It knows the schema classes we use and refuses any keyword it does not know, as 
 the host is recorded on the object that `install` returns.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -15,8 +15,6 @@ Written after what was read of comfy/model_prefetch.py and comfy_aimdo (docs/int
 versions keep one per thread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import weakref

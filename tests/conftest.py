@@ -1,7 +1,5 @@
 """Gives every test the import name `devicebridge`, from this checkout."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import gc

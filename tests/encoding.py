@@ -1,7 +1,5 @@
 """Filling a cache with a model's own encoders in one call."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The families' models and LoRA files at full size, on meta; made once, for that takes a second each."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

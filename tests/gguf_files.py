@@ -3,8 +3,6 @@
 ggml-common.h has the layouts and ggml-quants.c the formulas (dequantize_row_*); nothing of the pack is used here.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Callable, Mapping

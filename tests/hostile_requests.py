@@ -1,7 +1,5 @@
 """Requests that the page's routes must refuse: each as method, path with query, headers, body."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What tests of rounded layers measure."""
 
-from __future__ import annotations
-
 import math
 
 import torch

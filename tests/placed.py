@@ -1,7 +1,5 @@
 """Models that were made on one device, with their weights where a loader would have put them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from devicebridge.families.spec import ModelFamily

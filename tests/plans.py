@@ -1,7 +1,5 @@
 """Questions for the planner: of full-size models, each run dry once per process, and of models with made-up costs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path

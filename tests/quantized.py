@@ -1,7 +1,5 @@
 """Whole models in 8 bits: quantized at once, which the pack does layer by layer, and taken apart to bytes."""
 
-from __future__ import annotations
-
 import torch
 from devicebridge.families.spec import ModelFamily
 from devicebridge.quantization.quantize import Quantizer, QuantizeReport, QuantizeSettings

@@ -1,7 +1,5 @@
 """Copies of a tiny model on several devices, and micro-batches for them; on emulated cards and on real ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The work is what planning/times.py says of ComfyUI's classes at full size, which
 those of docs/internals/experiments.md, 2026-11-23.
 """
 
-from __future__ import annotations
-
 from devicebridge.planning.cards import MachineSpeed
 from devicebridge.planning.times import ForwardWork, Ways
 

@@ -1,7 +1,5 @@
 """What stands for the recorder of CUDA graphs where there are none."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any

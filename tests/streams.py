@@ -4,8 +4,6 @@ Kernels and copies add to it the way torch orders them. So a test sees what over
 not there yet is counted as a race.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from unittest import mock

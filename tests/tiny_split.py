@@ -1,7 +1,5 @@
 """A tiny model over emulated cards, ready to train, and micro-batches for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A toy with a front, two streams and a tail, whose copies share out the rows of each sample; for cards of any kind."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from functools import partial

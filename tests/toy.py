@@ -3,8 +3,6 @@
 Tests say `from devicebridge.tests.toy import TINY` and take a row by family name.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ tokens and lengths are easy to choose. The chat templates ask of their messages 
 typed parts, Qwen3's a string.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

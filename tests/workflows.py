@@ -1,7 +1,5 @@
 """Workflow files with inputs replaced, as `devicebridge run --set` does it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ComfyUI's page in a headless Chromium, for tests and for the docs' pictures."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A command of `devicebridge` with ComfyUI's Python; run by fork_host.py. Reads nothing of its first argument."""
 
-from __future__ import annotations
-
 import sys
 
 from devicebridge.cli.main import main

@@ -3,8 +3,6 @@
 Takes ComfyUI's folder.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """One ComfyUI server for all tests of this folder."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ linears a block, a gated feed-forward, rotary positions of 4 axes) and of FLUX 3
 joint ones, with queries, keys, values and feed-forward apart). Their widths are tiny.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

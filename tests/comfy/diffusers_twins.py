@@ -1,7 +1,5 @@
 """One model twice: ComfyUI's class and diffusers', trained by our two ways from the same weights, noise and text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ standard input, output and error of the script. It answers with
 A script starts in milliseconds and finds torch and ComfyUI as they are after their import; it may change either.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,7 +1,5 @@
 """Published models at full size, as headers without weights: planned before any caption is encoded."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

@@ -4,8 +4,6 @@ Takes ComfyUI's folder, a folder for files and names of BUILDS. Prints one line 
 this ComfyUI lacks.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

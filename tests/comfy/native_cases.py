@@ -4,8 +4,6 @@ Imports nothing of ComfyUI until a case is built. Shapes: batch 2 unless the cla
 videos 3 frames. Parts that are large by construction and have nothing to do with blocks are replaced by stand-ins.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping

@@ -7,8 +7,6 @@ the nodes make in a graph}, "trained": {way: [losses of a job on folders, losses
 "refused": {what: message}}.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ Takes ComfyUI's folder, a folder for files and names of BUILDS. Prints one line 
 {"name", "errors": {way: {card: forecast / measured - 1}}}, of LTX-2 with "operations": estimate / counted - 1.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json

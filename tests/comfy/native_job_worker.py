@@ -4,8 +4,6 @@ native_job_worker.py COMFYUI BASE train job.toml      a command of `devicebridge
 native_job_worker.py COMFYUI BASE save NAME FILE      writes a tiny checkpoint of tiny_checkpoints.FAMILIES
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@ Takes ComfyUI's folder, a folder for files, and names of trained_families.TRAINE
 reference is a KSampler's own code with the stock MODEL, CLIP and VAE.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Mapping

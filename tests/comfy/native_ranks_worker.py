@@ -6,8 +6,6 @@ other_families.BUILDS: {"name", "steps": {step: {"fault": "" or why not, figures
 process that has the whole model.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -8,8 +8,6 @@ why it has none}, "refused": {build: why, "" if it is not}, "full": {file of ful
 "ranges": {build: [least and largest noise level drawn]}}.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

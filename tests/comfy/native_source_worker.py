@@ -6,8 +6,6 @@ W = q * s where they are dequantized}, "refused": {what: message}, "node": {file
 makes of it, without a MODEL connected}}.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

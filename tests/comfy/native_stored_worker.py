@@ -5,8 +5,6 @@ Takes ComfyUI's folder, a folder for files, and names of FORMS. Prints a line of
 {"fault": "" or why not, figures}}}. The reference of each is the same model with plain weights, in a file of float32.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -6,8 +6,6 @@ JSON per name: {"name", "class", "seconds", "steps": {step: {"fault": "" or why 
 class of comfy.supported_models}.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

@@ -1,8 +1,6 @@
 """Tiny builds of further classes and models that are trained by the mechanisms of those in trained_families.py, and of
 some that are refused. ROWS are rows of the table."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator

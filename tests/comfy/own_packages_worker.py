@@ -3,8 +3,6 @@
 Takes ComfyUI's folder, one for a checkpoint and the names of what the pack asks beside that, which are not found.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,8 +1,6 @@
 """Runs in ComfyUI's Python: writes linears in its 8-bit formats, loads them again with its own code, and writes what it
 found. Arguments: ComfyUI's folder, the folder to write to."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@ quality on two cards of 24 GiB, "hours": {cards: of a whole run of normal qualit
 forecast.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import runpy

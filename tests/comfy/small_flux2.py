@@ -1,7 +1,5 @@
 """A FLUX.2 that ComfyUI's own code and diffusers both run: small, with heads as wide as ComfyUI takes for granted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import diffusers

@@ -1,7 +1,5 @@
 """The cases of test_split_model.py: what a case may claim, and all of them by name."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

@@ -3,8 +3,6 @@
 Each of these was once silently wrong on a split MODEL, or failed there with a device error.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Guidance and batches: with overlap off ComfyUI's own batch, with overlap on as one forward after the other."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import threading

@@ -1,7 +1,5 @@
 """A split beside ComfyUI's compiler: a simulated one (tests/compiling_host.py) around FLUX.2's real forward."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

@@ -3,8 +3,6 @@
 The exam takes the written rows of ten classes out.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

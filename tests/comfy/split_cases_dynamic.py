@@ -1,7 +1,5 @@
 """A split MODEL under DynamicVRAM, where layers ask for their weights while they compute."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 from devicebridge.tests.comfy.emulated_vram import dynamic_vram

@@ -1,7 +1,5 @@
 """Every family by its whole path: file, detection, split, ComfyUI's sampler; bit for bit the unsplit run on the CPU."""
 
-from __future__ import annotations
-
 import functools
 import logging
 

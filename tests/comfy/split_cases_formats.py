@@ -1,7 +1,5 @@
 """Files and weight types: loaded split from the file, half precision, fp8 with and without scales, packs' patchers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Whatever a node brings along lies on the model's own device, so it is made there
 CPU for the unsplit reference.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

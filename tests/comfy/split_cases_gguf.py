@@ -3,8 +3,6 @@
 Every reference is the same file loaded anew by the same node and run on one card, unsplit.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """ComfyUI's memory management over a split MODEL: each card's part is counted, evicted and offloaded where it is."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

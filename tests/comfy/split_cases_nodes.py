@@ -1,7 +1,5 @@
 """ComfyUI's own model nodes before and after the split: each does to a split MODEL what it does to a plain one."""
 
-from __future__ import annotations
-
 import importlib
 import random
 from typing import Any

@@ -4,8 +4,6 @@ Emulated cards record nothing. What stands for the recorder computes on the reco
 blocks read anything else, or write elsewhere, gives other bits than the launched ones.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager

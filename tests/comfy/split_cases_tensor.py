@@ -4,8 +4,6 @@ The cards add partial sums, so an output is near the reference and not its bits:
 after three steps. Two runs of the same have the same bits.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable, Iterator

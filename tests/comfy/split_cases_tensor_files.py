@@ -12,8 +12,6 @@ So where activations or patched weights are rounded, claims are about errors: bo
 numbers in float32, and the divided one may be no further away. Everything else is as near as sums in another order.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

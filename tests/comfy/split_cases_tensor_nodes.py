@@ -1,7 +1,5 @@
 """ComfyUI's own nodes around a MODEL whose blocks all cards compute: what patches it, windows, merges, stops."""
 
-from __future__ import annotations
-
 import functools
 import random
 import threading

@@ -4,8 +4,6 @@ Every row has the sums of one card, but kernels are chosen by the number of rows
 after three steps. Two runs of the same have the same bits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

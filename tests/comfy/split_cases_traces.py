@@ -1,7 +1,5 @@
 """What other nodes do to a split MODEL must leave no trace, and what they did to the MODEL before must not get lost."""
 
-from __future__ import annotations
-
 import logging
 import uuid
 from typing import Any

@@ -1,7 +1,5 @@
 """Way auto of a split: which one is taken for what reason, in the real host; speeds of cards and links are made up."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

@@ -3,8 +3,6 @@
 Every reference is the same request made of a MODEL loaded anew on the CPU and never split.
 """
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 from unittest import mock

@@ -3,8 +3,6 @@
 The reference is one card that computes each conditioning of each picture by itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

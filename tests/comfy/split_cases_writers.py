@@ -1,8 +1,6 @@
 """Code of others that writes in place what blocks are given, before, between and inside them: each was once silently
 another picture where all cards compute each block together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which tiny families of tiny_checkpoints.py are split in which way by the cases of split_cases_*.py."""
 
-from __future__ import annotations
-
 # fmt: off
 
 FAMILIES = (

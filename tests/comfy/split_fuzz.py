@@ -9,8 +9,6 @@ from float64: then their bits do not depend on the number of rows, and only a fa
 refusal the MODEL from before computes what one card computes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A node draws what it does from a generator of its own and makes its tensors and 
 given the same seed are changed in the same way. Tensors lie on the device it is told, the MODEL's own.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import types

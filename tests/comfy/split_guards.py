@@ -1,7 +1,5 @@
 """Guards of a split against other people's code; taking one of these out must break some case."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any

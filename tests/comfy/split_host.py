@@ -4,8 +4,6 @@ Three questions ComfyUI asks of the machine (which cards, how large, how much is
 its model management, loader, patcher, nodes and samplers are its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -5,8 +5,6 @@ or one of some strength, with or without CFG, its nodes cached or run anew. Now 
 and a prompt before it is cancelled, or fails on one card. scripts/soak.py asks for a thousand.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -10,8 +10,6 @@ split_prompts.py.
 ComfyUI is imported before the pack, so that what the pack does to ComfyUI's own functions shows (see `core_digest`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib.util

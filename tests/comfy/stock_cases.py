@@ -5,8 +5,6 @@ apply_model) and its own model, and through our reading of the cached entries an
 both with the same weights.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import tempfile
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny text encoders and VAEs as ComfyUI's loaders hand them on: its own classes and tokenizers, random weights."""
 
-from __future__ import annotations
-
 import base64
 import json
 from typing import Any

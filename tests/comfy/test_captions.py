@@ -1,7 +1,5 @@
 """In a real ComfyUI: a captioning node fills in what captions lack, and names of files come by links."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

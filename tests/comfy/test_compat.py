@@ -1,7 +1,5 @@
 """The ComfyUI at hand has all that the pack uses of it, and one that lacks something is refused by name."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The panel's part on a folder of images in a browser, with stand-ins for ComfyUI's modules and its server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LoRA kinds on ComfyUI's own classes: stock loaders read LoKr and DoRA in full, and training goes on from any file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

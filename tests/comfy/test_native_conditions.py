@@ -1,7 +1,5 @@
 """What a model of ComfyUI's is given beside its caption, beside what ComfyUI's sampler and nodes make of the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 The forwards run once, in ComfyUI's own Python (native_forwards.py); each test reads one result.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

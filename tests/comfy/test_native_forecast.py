@@ -1,7 +1,5 @@
 """Forecasts for ComfyUI's own models against what emulated cards hold while tiny builds of them train."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Pictures that models of ComfyUI's own classes draw while they train, beside those of a stock KSampler."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

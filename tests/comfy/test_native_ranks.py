@@ -3,8 +3,6 @@ each of them can is kept in tests/assets/native_ranks.json, of which docs/famili
 anew, UPDATE_GOLDEN="Krea 2;Anima" these rows. STEPS="compiled fp8-compute" runs these steps alone, and
 what was recorded of others stays."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What is read off ComfyUI's own models before training, against what their forwards do."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files in 8 bits that training of ComfyUI's own models keeps as they are, and what it refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

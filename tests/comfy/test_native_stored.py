@@ -1,7 +1,5 @@
 """Bases in few bits that train as their files have them: GGUF, int8 with rotation, scaled float8, mixed ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 tests/assets/native_training.json, of which docs/families.md is made; "newer" there is written by hand.
 UPDATE_GOLDEN=1 writes it anew, which takes long; UPDATE_GOLDEN="Krea 2;Anima" writes these rows."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

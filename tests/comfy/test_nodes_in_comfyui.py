@@ -1,7 +1,5 @@
 """The pack inside a real ComfyUI: it loads quickly and quietly, and its sockets do not change by accident."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The page in the real ComfyUI and a real browser, in both of its renderers: a training watched, stopped, resumed."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page for a new user, for a keyboard, a screen reader, light and dark; a folder of images; what it costs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

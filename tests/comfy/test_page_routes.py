@@ -1,7 +1,5 @@
 """The page's routes in the real server: hostile requests, and trainings in the background that nothing takes along."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Weights in ComfyUI's 8-bit formats, written by ComfyUI: we read the numbers that ComfyUI reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

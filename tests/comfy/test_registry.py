@@ -1,7 +1,5 @@
 """What the registry's tools say of the pack, and what its archive holds."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Train LoRA (simple): its settings fit two cards, it trains files of other families, and few clicks lead to it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The cases run in one process with ComfyUI's own Python (split_worker.py); each m
 reference it compares with, and reports what it found.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

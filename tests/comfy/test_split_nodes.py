@@ -1,7 +1,5 @@
 """The split nodes in graphs that a running ComfyUI executes: ComfyUI's loaders, LoRA, sampler and cache around them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training on what ComfyUI's own CLIP and VAE make, in a real ComfyUI with tiny random ones."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every shipped template runs in a real ComfyUI: its graph as shipped, with tiny files in place of the real ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A LoRA on CLIP text encoders beside that on the UNet: tiny SD 1.5, SD 2 and SDXL in a real ComfyUI."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Job files of models that only ComfyUI can build, and the graph with ComfyUI's CLIP and VAE, with tiny stand-ins."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Training through a real ComfyUI: the same LoRA as from the command line, and Cancel that loses nothing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

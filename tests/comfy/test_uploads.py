@@ -4,8 +4,6 @@ A turn of the page's thread is waited for by what it tells of a run that was sen
 is told by a turn that began when everything was there.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -5,8 +5,6 @@ Prints a line of JSON per build: {"name", "steps": {step: {"fault": "" or why no
 own: the stock CLIP's CONDITIONING, its LoRA loader, the stock MODEL's sampling; for gradients differences of losses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

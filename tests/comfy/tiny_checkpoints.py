@@ -5,8 +5,6 @@ with. Where ComfyUI reads every size from the weights, a small file is enough. W
 24 heads, Z-Image's width), `small_sizes` gives it ours at that one question; all before and after is its own code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

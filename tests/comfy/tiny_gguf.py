@@ -1,7 +1,5 @@
 """Tiny GGUF files of the families in tiny_checkpoints, written with the gguf package as converters write them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gguf

@@ -1,8 +1,6 @@
 """Tiny builds of what can be trained natively, beside those of tiny_checkpoints.py: further classes, and classes with
 all that their conditioning nodes add."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Scripts of this folder that ComfyUI's Python runs, all in forks of one process; see fork_host.py."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import json

@@ -1,7 +1,5 @@
 """What the tests on GPUs decide in the place of a clock."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Gradients of attention on a real GPU, one layout after another. Needs a CUDA device; skipped elsewhere."""
 
-from __future__ import annotations
-
 import itertools
 
 import diffusers

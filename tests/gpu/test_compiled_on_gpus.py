@@ -1,7 +1,5 @@
 """Gradients of compiled blocks on a real GPU, for every scheme. Needs a CUDA device; skipped elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 

@@ -1,7 +1,5 @@
 """Blocks that two cards compute together, recorded as one CUDA graph and replayed."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

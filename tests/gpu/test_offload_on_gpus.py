@@ -1,7 +1,5 @@
 """Block inputs in pinned host memory on real GPUs: some tests need one, the jobs two; skipped elsewhere."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """A copy of the model on each of two real GPUs. Needs two CUDA or ROCm devices; skipped, with the reason, elsewhere."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES

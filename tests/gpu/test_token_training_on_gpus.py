@@ -1,7 +1,5 @@
 """Copies on two GPUs that share out the rows of each microbatch; autograd runs the backward in threads of its own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from devicebridge.families.token_plan import TokenPlan

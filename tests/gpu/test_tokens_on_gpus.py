@@ -1,7 +1,5 @@
 """Two cards that share out the rows of one forward, by each way that keys and values travel."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """The same jobs on two real GPUs. Needs two CUDA or ROCm devices; skipped, with the reason, elsewhere."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -5,8 +5,6 @@ done after a step. "compiler" fails before the first step. "captions" and "loads
 takes as many seconds as the step's number says, and what is loaded and encoded is told.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import runpy

@@ -7,8 +7,6 @@ own, with a cache folder of its own, "others": settings of the last rank alone, 
 that each rank's CPU is taken to have free as a card has, [] for a CPU as it is}.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

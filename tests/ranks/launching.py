@@ -1,7 +1,5 @@
 """How the tests start several ranks on CPUs, and see that none is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

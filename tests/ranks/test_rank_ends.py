@@ -1,7 +1,5 @@
 """How a job of two processes ends: asked to stop, killed, hung, out of memory; and two of them at once."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import signal

@@ -1,7 +1,5 @@
 """Jobs on several processes against the same jobs in one: every strategy, and resumed on another number of ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

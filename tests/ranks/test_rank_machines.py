@@ -1,7 +1,5 @@
 """Several machines, as several torchruns on one: who encodes captions and latents, and how all begin anew."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -4,8 +4,6 @@ ComfyUI loads this folder as a custom node pack of its own. The emulation belong
 can only be entered by a node; a graph turns it on before the loader and off behind the sampler.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import runpy

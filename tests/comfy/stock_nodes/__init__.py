@@ -1,8 +1,6 @@
 """Nodes for tests of training on ComfyUI's own encoders, in a running server: tiny ones, their results kept in files,
 and the cases of stock_cases.py. ComfyUI loads this folder as a custom node pack of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import runpy

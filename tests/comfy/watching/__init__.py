@@ -3,8 +3,6 @@
 ComfyUI loads this folder as a custom node pack of its own. Python's own audit events tell, so nothing is left out.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

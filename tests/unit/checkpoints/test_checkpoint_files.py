@@ -1,7 +1,5 @@
 """Checkpoints in every form users have them, against diffusers' from_pretrained; and whatever else a user may pick."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """8 bits while loading: each layer is quantized as it arrives, and the result is that of quantizing afterwards."""
 
-from __future__ import annotations
-
 import gc
 import json
 from pathlib import Path

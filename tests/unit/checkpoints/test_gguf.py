@@ -1,7 +1,5 @@
 """GGUF files: what is read, bit for bit, and what is refused before a weight is read."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Headers of safetensors files: what is broken is refused with the file's name, before a tensor is read."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import struct

@@ -1,7 +1,5 @@
 """LoRA files: what they do to the weights, and whose names they use. Who reads them: test_lora_readers.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from devicebridge.checkpoints.lora_file import (

@@ -1,7 +1,5 @@
 """What the real loaders make of our LoRA files: the change of every weight, in diffusers' pipelines and in ComfyUI."""
 
-from __future__ import annotations
-
 import functools
 import json
 import subprocess

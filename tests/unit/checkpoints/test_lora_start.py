@@ -1,7 +1,5 @@
 """Training that goes on from a LoRA file: the model computes what it computed with that LoRA, whoever wrote it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A LoRA file changes each weight by what it was trained to, wherever its strength is written; the rest is refused."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

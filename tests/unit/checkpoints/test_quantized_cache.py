@@ -1,7 +1,5 @@
 """The cache of quantized weights: the same bits as rounding again, and no way to make it cost a run."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

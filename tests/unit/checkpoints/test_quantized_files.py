@@ -1,7 +1,5 @@
 """Checkpoints in 8 bits, against the same numbers written out in float32, which the plain path reads."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """Reading weights from a file, mapped or into memory."""
 
-from __future__ import annotations
-
 import errno
 import json
 import mmap

@@ -3,8 +3,6 @@
 What cannot be run here is left out: what needs a fork to be stopped, and what would fill the memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

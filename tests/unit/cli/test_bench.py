@@ -1,7 +1,5 @@
 """`devicebridge doctor --bench` in process: on no GPU, on one and on two emulated ones, and where something fails."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

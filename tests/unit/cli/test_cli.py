@@ -1,7 +1,5 @@
 """The command line: what it prints, what it returns, and that a user's mistake is a message and not a traceback."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

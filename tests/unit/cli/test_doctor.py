@@ -1,7 +1,5 @@
 """The doctor: right about versions, and never ill itself."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """What a process of several does when it ends."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Callable

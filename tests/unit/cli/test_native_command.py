@@ -1,7 +1,5 @@
 """Jobs that only a process with ComfyUI can run: what the command line does with them where it has none."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Whatever becomes of what the command says, it does what it was asked."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """The job config: strict, and the same in TOML and as dataclasses."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """The bounds of settings: what trains nothing, or takes all memory, is refused with the range that works."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

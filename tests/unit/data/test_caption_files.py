@@ -1,7 +1,5 @@
 """Captions beside images: what a folder has and lacks, how each image is cut, and writing one."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

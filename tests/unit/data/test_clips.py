@@ -1,7 +1,5 @@
 """What is taken from a clip: which frames at which rate, how many, and from where."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

@@ -1,7 +1,5 @@
 """Reading pixels: the plan is followed, and nothing a file can hold turns into a silently wrong picture."""
 
-from __future__ import annotations
-
 import os
 import re
 import struct

@@ -1,7 +1,5 @@
 """Files and sub-folders beside images: read where their meaning is plain, else named once, with counts."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """Files that belong to an image or clip by its name: found, or refused with the name that is missing."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

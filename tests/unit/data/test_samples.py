@@ -1,7 +1,5 @@
 """The dataset: nothing in a folder is silently lost or misread, and the order of training is exact and repeatable."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

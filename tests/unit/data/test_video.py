@@ -1,7 +1,5 @@
 """Reading clips: the right frame, upright, in the right colours; and a reason with a name for what cannot be read."""
 
-from __future__ import annotations
-
 import os
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Keys: same inputs, same key; changed inputs, new key."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The store: an entry comes back bitwise, and nothing that is not whole is ever used."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

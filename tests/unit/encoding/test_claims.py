@@ -1,7 +1,5 @@
 """Claims: one process at a time has an entry, and a killed one no longer has any."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """CONDITIONING and LATENT taken apart: what is read, and what is refused rather than lost."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from devicebridge.encoding.comfy_data import (

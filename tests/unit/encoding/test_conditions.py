@@ -1,7 +1,5 @@
 """What conditions a sample beside its caption: asked for with the files' own pixels, kept once, read with the text."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 

@@ -1,7 +1,5 @@
 """Encoding through the cache: only what is missing is computed, once, and what is done stays done."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import logging

@@ -1,7 +1,5 @@
 """Stock encoders through the cache: the same claims, store, progress and stop as our own, other names."""
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import replace
 from pathlib import Path

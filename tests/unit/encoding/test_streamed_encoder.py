@@ -1,7 +1,5 @@
 """Streamed text encoders: the same bits as resident ones, each layer copied once per pass, two of them on the card."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

@@ -1,7 +1,5 @@
 """Text encoders against diffusers' own pipelines, bitwise, on tiny random models of every kind."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """Text encoders in 8 bits: what is rounded and how well it works, and that no more than a layer is ever in full."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json

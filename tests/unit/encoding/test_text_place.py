@@ -1,7 +1,5 @@
 """Where a text encoder runs: what may be written, what is picked and why, and that the forecast holds."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json

@@ -1,7 +1,5 @@
 """VAEs from folders and from single files in their makers' layout, against the model they were saved from."""
 
-from __future__ import annotations
-
 import errno
 import json
 import re

@@ -1,7 +1,5 @@
 """Each family's description against diffusers: its classes, its pipelines, its text settings."""
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import inspect

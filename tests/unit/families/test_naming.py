@@ -1,7 +1,5 @@
 """The rename tables against diffusers' own converters, tensor by tensor."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The rows in families/comfy/ as data, and how a class finds its row; no ComfyUI needed."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

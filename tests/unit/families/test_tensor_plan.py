@@ -1,7 +1,5 @@
 """How layers are shared out among devices: every row is in one device's slices, and what cannot be cut is refused."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Running workflows, against a make-believe ComfyUI and comfy-cli that are real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

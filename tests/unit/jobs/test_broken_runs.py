@@ -1,7 +1,5 @@
 """What breaks in the middle of a run: what is done is saved first, and the message says what, where and what helps."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import math

@@ -1,7 +1,5 @@
 """`devicebridge cache` on whole jobs: what is computed, read, deleted, and said where something is wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Jobs on what ComfyUI's encoders made: with the encoders, with what they left, and with lists that arrived encoded."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import shutil

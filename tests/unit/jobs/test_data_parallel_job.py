@@ -1,7 +1,5 @@
 """Whole jobs with a copy of the model per emulated card: what they train, how they resume, what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """What `check` finds about encoders, configs and folders, before hours of captions are encoded."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

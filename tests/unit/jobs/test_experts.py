@@ -1,7 +1,5 @@
 """Two experts from one job: the files of two separate jobs, captions and latents computed once, stopped and resumed."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs that an older version trained by tensor parallel go on without it; and what training by tokens refuses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

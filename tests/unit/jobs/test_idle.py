@@ -1,7 +1,5 @@
 """Settings that would pass and mean nothing: refused, or named before anything is computed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

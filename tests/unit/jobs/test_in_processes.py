@@ -1,7 +1,5 @@
 """A job in several processes as the node that waits for it hears of its end; the command is a stand-in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole jobs on tiny models: against a plain training loop, interrupted and resumed, killed, refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json

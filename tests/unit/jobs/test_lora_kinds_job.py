@@ -1,7 +1,5 @@
 """Whole jobs with LoKr, an average of the LoRA, a LoRA to start from, other optimizers and weighted folders."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

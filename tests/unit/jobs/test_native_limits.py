@@ -1,7 +1,5 @@
 """What keeps one of ComfyUI's own models out of a pipeline."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Whole jobs with several micro-batches in flight: the same files as without, stopped, resumed and rescheduled."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 from functools import partial

@@ -1,7 +1,5 @@
 """What is said before a model is quantized, against what loading then does."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How many blocks keep their activations where processes share the weights, by full-size forecasts."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A job whose folder holds runs already: the finished one is returned, a changed one starts beside it."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from pathlib import Path

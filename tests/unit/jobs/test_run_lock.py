@@ -1,7 +1,5 @@
 """One run at a time in an output folder, and what a killed one leaves in it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

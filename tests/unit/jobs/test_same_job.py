@@ -1,7 +1,5 @@
 """What machines that train one job must be given alike, and what each of them may have its own way."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

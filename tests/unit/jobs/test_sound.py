@@ -1,7 +1,5 @@
 """Latents of audio, and of a video with its sound: read, kept, packed, weighed, and refused where they do not fit."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 from pathlib import Path

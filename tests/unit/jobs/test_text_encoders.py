@@ -1,7 +1,5 @@
 """Text encoders that are trained: which models have them, and what they take by the headers of their files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

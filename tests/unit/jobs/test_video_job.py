@@ -1,7 +1,5 @@
 """Whole jobs over clips: images and clips mixed, and clips whose first frame is given."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import diffusers

@@ -1,7 +1,5 @@
 """Jobs whose blocks stream from host memory: loaded past their cards, trained, stopped, resumed, planned."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json

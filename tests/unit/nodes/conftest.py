@@ -1,7 +1,5 @@
 """A stand-in for ComfyUI, and the pack's nodes in it."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from types import ModuleType

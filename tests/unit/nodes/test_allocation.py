@@ -1,7 +1,5 @@
 """Allocations of ComfyUI-MultiGPU: what each text says, and which are refused."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 from typing import Any

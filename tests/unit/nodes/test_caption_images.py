@@ -1,7 +1,5 @@
 """Images without a caption go to whatever captioning node a graph has, and its texts come back beside them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """Drop-downs of what a machine has, and what older or foreign workflows say in their place."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """Changed hosts are found out: a small ComfyUI is written to disk, changed in one place, and asked."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Standing outside ComfyUI's compiler: its switches, its graphs and its errors, on old and new hosts."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import threading

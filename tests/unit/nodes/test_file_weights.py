@@ -1,7 +1,5 @@
 """Tensors of a mapped file that load_state_dict takes over instead of copying."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """What the nodes and the page say in other languages: all of it, and nothing that is gone."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Steps by ComfyUI's rules against diffusers' scheduler; tests/comfy/test_native_pictures.py asks a real KSampler."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Where nodes read: ComfyUI's own folders and those that the user has allowed, and nowhere else."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

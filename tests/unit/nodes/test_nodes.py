@@ -1,7 +1,5 @@
 """The nodes against a stand-in for ComfyUI: their sockets, what they make of them, and how they treat Cancel."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """What nodes say: in the words of their sockets, and warnings where the user looks."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import logging

@@ -1,7 +1,5 @@
 """Few inputs, and the node that trains of four choices: what it decides, and that it trains as the nodes it runs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace

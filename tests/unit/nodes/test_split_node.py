@@ -1,7 +1,5 @@
 """What the split nodes' sockets become; what a split does is tested in the real host (tests/comfy)."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """What a node shows of a job: captions per second and the time left, measured by a clock of the test's own."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

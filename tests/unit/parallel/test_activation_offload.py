@@ -1,7 +1,5 @@
 """Block inputs in host memory: the same numbers, as many copies as theory says, a bounded number on the card."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

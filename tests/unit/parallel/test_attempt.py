@@ -1,7 +1,5 @@
 """Ranks agree on which start of a job they are in, whatever earlier ones have left in torchrun's store."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

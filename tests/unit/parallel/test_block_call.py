@@ -1,7 +1,5 @@
 """Calls with keywords, and results of any form, computed again for the backward as if they were plain."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

@@ -1,7 +1,5 @@
 """Finding blocks: by a row, and in models nobody described."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

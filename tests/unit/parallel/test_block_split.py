@@ -1,7 +1,5 @@
 """The bridge on emulated cards: a split model is the unsplit one, number for number."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from devicebridge.config.job import LoraSettings

@@ -1,7 +1,5 @@
 """Arguments borrowed to a function on another device: what it does to them is done to the caller's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from devicebridge.parallel.local.borrow import Borrowed

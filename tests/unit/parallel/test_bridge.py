@@ -1,7 +1,5 @@
 """The bridge alone, on emulated cards: what crosses and how often, what is left alone, and what is put back."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import gc

@@ -1,7 +1,5 @@
 """Threads that meet: everyone gets everything by rank, and one that cannot come ends it for all."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A copy of the model per card: the gradients of plain accumulation up to the order of summation, run after run."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """What is known of this machine's memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

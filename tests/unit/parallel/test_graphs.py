@@ -4,8 +4,6 @@ There are no CUDA graphs on a CPU. What stands for the recorder computes on the 
 all that graphs fix is fixed there, too.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable

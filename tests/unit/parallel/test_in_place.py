@@ -1,7 +1,5 @@
 """Blocks that write in place: their gradients are the loss's own slopes, or an error, and nothing outside changes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from devicebridge.parallel.offload.in_place import InPlaceGuard

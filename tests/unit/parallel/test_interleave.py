@@ -3,8 +3,6 @@
 Streams are simulated: each has a time up to which it is busy, kernels and copies add to it the way torch orders them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import gc

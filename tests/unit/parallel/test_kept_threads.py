@@ -1,7 +1,5 @@
 """Threads that are kept: reused, in the asker's context, holding nothing, and gone with their pool."""
 
-from __future__ import annotations
-
 import contextvars
 import gc
 import threading

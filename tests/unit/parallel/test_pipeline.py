@@ -1,7 +1,5 @@
 """Training with several micro-batches in flight: the gradients, random numbers and errors of plain accumulation."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

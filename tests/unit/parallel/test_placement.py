@@ -1,7 +1,5 @@
 """Placement is arithmetic: checked against brute force over every possible cut."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

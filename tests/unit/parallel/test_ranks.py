@@ -1,7 +1,5 @@
 """Which process of a job this is, which devices it has, and what a job says without any other process."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

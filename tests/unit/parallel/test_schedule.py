@@ -1,7 +1,5 @@
 """Orders of a pipeline's stages, against a simulation that knows only what depends on what."""
 
-from __future__ import annotations
-
 import pytest
 from devicebridge.parallel.local.schedule import Work, num_held, plan_order
 

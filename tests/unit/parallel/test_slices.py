@@ -1,7 +1,5 @@
 """Slices of a packed weight: as good as joined ones wherever they are used, without memory until they are copied."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Copies through host memory: their bits, and in which order simulated streams read and write the buffers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A tail that reads weights and tensors past its modules, as those of LTX and ACE-Step do, in a pipeline."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

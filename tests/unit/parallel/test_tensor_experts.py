@@ -3,8 +3,6 @@
 The experts' partial sums are added up once, behind all of them. What the gate chooses must be the same everywhere.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable

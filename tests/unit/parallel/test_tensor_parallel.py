@@ -4,8 +4,6 @@ The same device stands for every rank: what one hands another is a copy there, t
 described classes have: packed linears, norms of heads and over all heads, gathered modulation, residuals in place.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

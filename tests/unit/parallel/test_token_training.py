@@ -1,7 +1,5 @@
 """Copies that share out the rows of each microbatch: losses and gradients of one card, the same bits in every run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Ranks that share out the rows of a toy with two streams, text and image, joined in its second list of blocks."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Modes and streams in which copies are made, and those that are there again afterwards."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from devicebridge.parallel.transfer import CurrentStreams, SideStreams, Versioned, settle

@@ -1,7 +1,5 @@
 """What ends a process that would wait for ever."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Blocks whose weights stream from host memory: the numbers of a resident model, as few copies as theory has."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

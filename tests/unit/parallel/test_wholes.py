@@ -1,7 +1,5 @@
 """Whole forwards at once: who waits for whom, what threads take over, and how a failing one ends the others."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

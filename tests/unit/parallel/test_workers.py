@@ -1,7 +1,5 @@
 """Workers of one run: who is woken, whose error counts, and that each leaves, even one that never began."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,8 +1,6 @@
 """Gradients of attention whose kernel was planned for another layout. Torch's cache of plans is emulated on the CPU:
 it knows the layout of the first gradient that came and reads every other with its strides."""
 
-from __future__ import annotations
-
 import math
 import threading
 import warnings

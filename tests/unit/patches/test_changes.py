@@ -1,7 +1,5 @@
 """What others changed in a tree of modules is named, whatever way they took; what its owner does is not."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import types

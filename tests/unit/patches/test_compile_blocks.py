@@ -1,7 +1,5 @@
 """Compiled blocks: the numbers of uncompiled ones, one graph per kind, and no trace after removal."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 

@@ -1,7 +1,5 @@
 """Hooks attach and detach without a trace, and map_tensors reaches every tensor a block can be handed."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 

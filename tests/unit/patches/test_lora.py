@@ -1,7 +1,5 @@
 """Which weights are LoRA, which layers LoRA adapts, and whether it is fit to train."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from devicebridge.patches.lora import is_lora_name, lora_parameters, place_lora_with_base, resolve_targets

@@ -1,7 +1,5 @@
 """A frozen linear and its LoRA in one function, against PEFT and against float64."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The ring LSE fix where nothing needs fixing, and on a small module with the faults of diffusers 0.37 to 0.39."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a divided block sends, against what emulated cards are seen to send."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import types

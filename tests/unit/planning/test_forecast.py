@@ -1,7 +1,5 @@
 """A forecast against what really is held: by emulated cards while tiny models train, by two H200 as once measured."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import itertools

@@ -4,8 +4,6 @@ FakeTensorMode on the device type `lazy` runs FLUX.2's forward in about a second
 model and its LoRA are built on meta and their parameters replaced by fake ones: Module.to fails inside the mode.
 """
 
-from __future__ import annotations
-
 import json
 
 import diffusers

@@ -1,7 +1,5 @@
 """Measured once and then from disk; again if anything in the key is another."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

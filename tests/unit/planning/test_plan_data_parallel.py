@@ -1,7 +1,5 @@
 """When the planner gives every card a copy of the model, and how the user overrules it."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

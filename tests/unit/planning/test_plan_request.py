@@ -1,7 +1,5 @@
 """Plans before there are files: the same numbers as with them, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """Plans of cards that share out the rows of each micro-batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The planner on full-size models and on made-up costs: what it chooses, what it refuses, what it says would help."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What a plan says of itself, where it is more than its numbers."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

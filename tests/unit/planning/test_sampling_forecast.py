@@ -1,7 +1,5 @@
 """What is said of sampling over cards that need not be here, against what was counted and measured elsewhere."""
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import replace

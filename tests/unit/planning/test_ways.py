@@ -1,7 +1,5 @@
 """Blocks, tensor or tokens: seconds by hand, seconds that were measured, and what follows from them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

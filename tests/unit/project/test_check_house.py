@@ -1,7 +1,5 @@
 """The counting of scripts/check_house.py, on a small tree in which every fact is known."""
 
-from __future__ import annotations
-
 import runpy
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """scripts/check_prose.py finds sentences and lines that are too long, and words without a noun."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The sampler steps as diffusers' scheduler does, also over two emulated cards."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Links of README, changelog, docs and help pages lead somewhere."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The page of what each model can do is what the test suite has seen."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Scripts that no test runs import names that are there."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

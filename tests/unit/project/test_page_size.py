@@ -1,7 +1,5 @@
 """The page's JavaScript stays small, has one entry, and asks for nothing again and again."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The examples are the same in every run: derandomized, and without a database of earlier ones.
 """
 
-from __future__ import annotations
-
 import json
 import string
 import struct

@@ -1,7 +1,5 @@
 """What help pages, the reference of keys and the examples say of settings is what the config says."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The list of models for users says what the rows in families/comfy/ say."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

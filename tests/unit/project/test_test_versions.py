@@ -1,7 +1,5 @@
 """What the oldest and the newest environment of scripts/test_matrix.sh are made of, and the table of how they ended."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Legend: M rows, K in_features, N out_features. With LoRA, and by their noise, layers are in test_quantize.py.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import sys

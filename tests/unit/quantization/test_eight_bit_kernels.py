@@ -5,8 +5,6 @@
 Legend: M rows, I the contracted dim, J columns.
 """
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -4,8 +4,6 @@ The arithmetic of one layer is in test_stored.py and test_eight_bit.py. Net is a
 LoRA, is written out again here in float32; "tiny" are the families' own classes with random weights.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import sys

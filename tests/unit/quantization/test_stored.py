@@ -1,7 +1,5 @@
 """Frozen linears that keep what their file has: the numbers, bytes and gradients of the plain weights it means."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

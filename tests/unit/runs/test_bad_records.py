@@ -1,7 +1,5 @@
 """Records, events and process marks that others have written: a bad one is shown as such, and hides no other."""
 
-from __future__ import annotations
-
 import json
 import os
 from argparse import Namespace

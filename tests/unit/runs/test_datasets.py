@@ -1,7 +1,5 @@
 """What the page asks of folders of images: only those that are there, and nothing but captions is written."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Thousands of runs that have ended cost next to nothing, and a new one is seen at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Which requests the page's routes look at."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

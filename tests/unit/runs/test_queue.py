@@ -1,7 +1,5 @@
 """The queue as what it must never do: lose a job, start one twice, or start what somebody else has written."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

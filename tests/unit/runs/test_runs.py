@@ -1,7 +1,5 @@
 """Runs on the disk: what their events say, how they ended, the queue and its cards, and the page's answers."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

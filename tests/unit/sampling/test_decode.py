@@ -1,7 +1,5 @@
 """Where a VAE decodes, by what the forecast leaves; and what decoding takes, against what emulated cards hold."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

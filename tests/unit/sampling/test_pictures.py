@@ -1,7 +1,5 @@
 """Pictures of whole tiny jobs: those of diffusers' pipelines, the same on any cards; the LoRA is as without."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence

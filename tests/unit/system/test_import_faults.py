@@ -1,7 +1,5 @@
 """A package that cannot be imported is named by its first cause, wherever the error comes out."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import sys

@@ -1,7 +1,5 @@
 """JSON objects from files of others: read, or refused with the file's name and what it holds instead."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pace: work done by time taken, loading and what was there already left out."""
 
-from __future__ import annotations
-
 import pytest
 from devicebridge.system.progress import Pace, describe_duration, describe_rate
 

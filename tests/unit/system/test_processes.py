@@ -1,7 +1,5 @@
 """Processes are stopped with everything they started, and only processes.py starts any."""
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Which signals ask for a stop."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

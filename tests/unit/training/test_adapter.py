@@ -1,7 +1,5 @@
 """The LoRA that is attached: the same however the model is split, gone without a trace, and right in ComfyUI."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from devicebridge.config.job import LoraSettings

@@ -1,7 +1,5 @@
 """Batches of cached samples: captions of one length are stacked, noise masks weigh the loss, files are read ahead."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Compiled blocks must give the gradients of uncompiled ones, or the run goes on uncompiled."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import ExitStack
 

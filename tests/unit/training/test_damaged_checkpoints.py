@@ -1,7 +1,5 @@
 """Checkpoints that are not what was written: found before training goes on, and the one before takes over."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Noise levels and loss against independent computations."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

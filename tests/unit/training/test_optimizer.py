@@ -1,7 +1,5 @@
 """Optimizers: which a job may name, without running the code of other packages; sums of bfloat16; two rates."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints: whole or not there, and every optimizer continues bit for bit."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
