@@ -1,9 +1,4 @@
-"""Where the blocks of a native model are: by its description, or by looking for them in a model nobody described.
-
-Relay transport with a hook on each block is right for any model whose blocks are called as modules and return what they
-compute. So in an unknown model it is enough to find containers of alike modules that hold the weights. Whether the
-model really calls them cannot be seen from outside; `BlockCalls` watches that during one forward.
-"""
+"""Where the blocks of a native model are: by its description, or by looking for them in a model nobody described."""
 
 from __future__ import annotations
 
@@ -44,7 +39,7 @@ def block_fqns(model: nn.Module, block_lists: Sequence[str], optional: Sequence[
 
 
 def members(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
-    """The modules of a list, or the module itself, with their fqns; none of what this build lacks."""
+    """The modules of a list, or the module itself, with their fqns; [] for what this build lacks."""
     found = _find(model, name)
     if isinstance(found, (nn.ModuleList, nn.ModuleDict)):
         return [(f"{name}.{key}", each) for key, each in found._modules.items() if each is not None]
@@ -75,11 +70,7 @@ def execution_order(model: nn.Module, native: NativeModel) -> tuple[str, ...]:
 
 
 def transport_for(model: nn.Module, native: NativeModel) -> Transport:
-    """How activations travel in this model.
-
-    The last block's output goes to the main device. If a follower runs after the last block, its result would be
-    added there from another card, so such a build relays.
-    """
+    """How activations travel. A follower behind the last block would be added on the main device from another card."""
     ends_with_follower = execution_order(model, native)[-1] in followers(model, native)
     return "relay" if ends_with_follower else native.transport
 
@@ -90,24 +81,20 @@ def hooked_modules(block: nn.Module, native: NativeModel) -> tuple[nn.Module, ..
 
 
 def called_modules(model: nn.Module, family: ModelFamily, name: str) -> tuple[nn.Module, ...]:
-    """The modules of the block of this fqn that the model calls."""
     block = model.get_submodule(name)
     return (block,) if family.native is None else hooked_modules(block, family.native)
 
 
 def tail_modules(model: nn.Module, native: NativeModel) -> tuple[nn.Module, ...]:
-    """The modules of the tail that this build has; lists stand for their members."""
     return tuple(module for name in native.tail for _, module in members(model, name))
 
 
 def tail_parameters(model: nn.Module, native: NativeModel) -> tuple[str, ...]:
-    """fqns of the parameters of the tail that this build has."""
     known = dict(model.named_parameters())
     return tuple(name for name in native.tail_parameters if name in known)
 
 
 def parts_of_tail(model: nn.Module, family: ModelFamily) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """What the family's tail names."""
     own = () if family.native is None else family.native.tail_parameters
     modules = [model.get_submodule(name) for name in family.tail if name not in own]
     return modules, [model.get_parameter(name) for name in family.tail if name in own]
@@ -116,9 +103,8 @@ def parts_of_tail(model: nn.Module, family: ModelFamily) -> tuple[list[nn.Module
 def find_block_lists(model: nn.Module) -> tuple[str, ...]:
     """fqns of the lists of blocks in a model nobody described, in registration order; for relay transport only.
 
-    A list is a ModuleList or ModuleDict child with at least two entries of one class, or one that holds most of the
-    bytes; either way it holds a share of the model worth moving. If there is none, the child that holds most of the
-    bytes is searched.
+    A list is a ModuleList or ModuleDict child with two entries of one class, or with most of the bytes. If there is
+    none, the child that holds most of the bytes is searched.
 
     Raises: ValueError that says what was looked for and what is there.
     """
@@ -159,15 +145,13 @@ def _find(model: nn.Module, name: str) -> nn.Module | None:
 
 
 class BlockCalls:
-    """Watches which blocks a model calls, for models nobody described.
+    """Watches which blocks (fqns) the first forward of a model calls that nobody described.
 
     A block that is not called as a module (the model walks its children, or calls another method) gets no activations
-    from a bridge. On a card that is a device mismatch; with weights that are cast on every use it works, slowly and
-    without a word. So the first forward of an unknown model is watched.
+    from a bridge. On a card that is a device mismatch; with weights that are cast on every use it works slowly.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
-        """Start watching; blocks are fqns."""
         self._model = type(model).__name__
         self._calls = Counter(dict.fromkeys(blocks, 0))
         self._hooks = HookSet()
@@ -179,15 +163,12 @@ class BlockCalls:
         return self._hooks.ids
 
     def stop(self) -> None:
-        """Take the hooks off; a second call is a no-op."""
         self._hooks.remove()
 
     def check(self) -> None:
-        """Stop watching and judge: a list none of whose blocks was called is not what it looks like.
+        """Stop watching. Single blocks may be left out on purpose (skip-layer guidance), a whole list hardly.
 
-        Single blocks may be left out on purpose (skip-layer guidance), a whole list hardly.
-
-        Raises: RuntimeError that names the lists.
+        Raises: RuntimeError that names lists none of whose blocks was called.
         """
         self.stop()
         lists = Counter[str]()

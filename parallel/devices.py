@@ -51,7 +51,7 @@ def find_device(name: str) -> torch.device:
 
     Raises: ValueError as find_devices.
     """
-    found = _ORDINAL.fullmatch(name.strip())
+    found, existing = _ORDINAL.fullmatch(name.strip()), ", ".join(map(str, (CPU, *available_devices())))
     try:
         if found is None:
             device = torch.device(name)
@@ -59,7 +59,7 @@ def find_device(name: str) -> torch.device:
             kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
             device = torch.device(f"{kind.type if kind else 'cuda'}:{found[1]}")
     except RuntimeError as error:
-        raise ValueError(f"{name!r} is no device name; found here: {_existing()}") from error
+        raise ValueError(f"{name!r} is no device name; found here: {existing}") from error
     if device.type == "cpu":
         if device.index:
             raise ValueError(f"device {name!r} does not exist: torch has one CPU device, {CPU}; use that name")
@@ -67,7 +67,7 @@ def find_device(name: str) -> torch.device:
     index = device.index or 0
     module: Any = getattr(torch, device.type, None)
     if index >= (module.device_count() if hasattr(module, "device_count") and module.is_available() else 0):
-        raise ValueError(f"device {name!r} does not exist on this machine; found here: {_existing()}{hidden_gpus()}")
+        raise ValueError(f"device {name!r} does not exist on this machine; found here: {existing}{hidden_gpus()}")
     return torch.device(device.type, index)
 
 
@@ -76,10 +76,6 @@ def device_title(device: torch.device) -> str:
     module: Any = device_module(device)
     properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
     return str(getattr(properties, "name", ""))
-
-
-def _existing() -> str:
-    return ", ".join(str(device) for device in [CPU, *available_devices()])
 
 
 def hidden_gpus() -> str:
@@ -94,8 +90,10 @@ def free_bytes(device: torch.device) -> int | None:
     """Bytes a new allocation could take, this process's cached blocks included; None where torch cannot tell."""
     module = device_module(device)
     if module is None:  # what the system says is available, and no more than the container may still take
-        left = _cgroup_bytes(Path("/sys/fs/cgroup"))
-        return _system_bytes() if left is None else min(_system_bytes(), left)
+        import psutil
+
+        left, available = _cgroup_bytes(Path("/sys/fs/cgroup")), int(psutil.virtual_memory().available)
+        return available if left is None else min(available, left)
     if not hasattr(module, "mem_get_info"):
         return None
     free, _ = module.mem_get_info(device)
@@ -108,12 +106,6 @@ def total_bytes(device: torch.device) -> int | None:
     if module is None or not hasattr(module, "mem_get_info"):
         return None
     return module.mem_get_info(device)[1]
-
-
-def _system_bytes() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().available)
 
 
 def _cgroup_bytes(folder: Path) -> int | None:
@@ -200,7 +192,7 @@ def restore_random_states(states: dict[str, torch.Tensor]) -> None:
 
 
 def seed_devices(devices: Sequence[torch.device], seed: int) -> None:
-    """Let the default generators of the CPU and these devices start from seed, each device from another number."""
+    """Let default generators start from seed: of the CPU, and of each device from another number."""
     torch.default_generator.manual_seed(seed)
     for index, device in enumerate(devices):
         module = device_module(device)
@@ -211,8 +203,7 @@ def seed_devices(devices: Sequence[torch.device], seed: int) -> None:
 
 @contextmanager
 def own_random_states(devices: Sequence[torch.device], seed: int) -> Iterator[None]:
-    """Inside, the default generators of the CPU and these devices start from seed, each device from another number;
-    outside, nothing has happened."""
+    """Inside, as behind seed_devices; outside, nothing has happened."""
     before = random_states(devices)
     try:
         seed_devices(devices, seed)

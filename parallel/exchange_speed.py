@@ -1,7 +1,6 @@
 """How fast a machine is at what a divided block needs: exchanges between two cards, and matrix products.
 
-An exchange has both cards send at once, as an all-reduce of partial sums does, the way the blocks' own copies go:
-beside the kernels, each waiting for the one before. So what is measured has their launches in it.
+An exchange has both cards send at once, beside their kernels, as an all-reduce of partial sums does.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ Clock = Callable[[], float]  # seconds
 def exchange_speed(
     one: torch.device, other: torch.device, copies: SideStreams | None = None, clock: Clock = time.perf_counter
 ) -> float:
-    """Bytes per second that each card sends in a large exchange.
-
-    Takes about 100 MiB of each card, and some milliseconds.
-    """
+    """Bytes per second that each card sends in a large exchange; takes about 100 MiB of each card."""
     copies = copies or copies_between((one, other))
     sent = [
         (torch.ones(_EXCHANGED_BYTES, dtype=torch.uint8, device=source), to)
@@ -64,7 +60,6 @@ def product_speed(device: torch.device, clock: Clock = time.perf_counter, dtype:
 
 
 def _product(matrix: torch.Tensor) -> torch.Tensor:
-    """Of a matrix and its transpose where it has 8 bits, as the kernels for weights want them."""
     if matrix.dtype is torch.int8:
         return torch._int_mm(matrix, matrix.t())
     if matrix.dtype is torch.float8_e4m3fn:

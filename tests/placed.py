@@ -1,10 +1,12 @@
 """Models that were made on one device, with their weights where a loader would have put them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from devicebridge.families.spec import ModelFamily
 from devicebridge.parallel.local import block_split
 from devicebridge.parallel.local.block_split import BlockSplit
+from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.parallel.offload.weights import WeightOffload
 from devicebridge.parallel.placement import Placement
 from torch import nn
@@ -20,6 +22,16 @@ def place(model: nn.Module, placement: Placement) -> None:
                 moved = tensor.detach().to(device)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 held[leaf] = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved  # type: ignore[assignment]
+
+
+@contextmanager
+def forward_of(bridge: Bridge) -> Iterator[None]:
+    """Inside, a forward of this thread."""
+    bridge.begin()
+    try:
+        yield
+    finally:
+        bridge.end()
 
 
 def apply_block_split(model: nn.Module, family: ModelFamily, placement: Placement) -> BlockSplit:

@@ -9,9 +9,6 @@ in docs/internals/upstream_facts.md.
 The host has two switches, which it reads whenever a forward begins. `outside` sets those that are there and puts back
 what they were. They are the process's: while one of ours computes, nobody else's forward is recorded. What is recorded
 already stays valid. A host without switches and graphs is left as it is.
-
-torch runs no hook behind a forward that Cancel unwinds, for that is no Exception. `hold` is for forwards that only
-hooks stand around: it ends when it is told to, and otherwise when somebody asks and the forward has left its thread.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -43,12 +39,11 @@ class _Switches:
     """The host's switches, set while anybody is inside; the last to leave puts back what was there before."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # Python's collector may have a patcher detach, and so ask, at any place
+        self._lock = threading.RLock()  # Python's collector may have a patcher detach, and so leave, at any place
         self._num_inside = 0
         self._before: dict[str, bool] = {}
 
     def enter(self) -> None:
-        settle()
         args = _arguments()
         with self._lock:
             if self._num_inside == 0:
@@ -66,33 +61,7 @@ class _Switches:
                     setattr(args, name, value)
 
 
-class Hold:
-    """A stay outside ComfyUI's compiler that ends once: by `end`, or by `settle` when its forward is over."""
-
-    def __init__(self, frame: types.FrameType) -> None:
-        self._thread = threading.get_ident()
-        self._frame = id(frame), frame.f_code  # the frame itself would keep its tensors; ids are used again
-        _SWITCHES.enter()
-        _HELD.append(self)
-
-    def end(self) -> None:
-        try:
-            _HELD.remove(self)
-        except ValueError:  # it has ended
-            return
-        _SWITCHES.leave()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the frame is no longer in its thread's stack."""
-        frame = sys._current_frames().get(self._thread)
-        while frame is not None and (id(frame), frame.f_code) != self._frame:
-            frame = frame.f_back
-        return frame is None
-
-
 _SWITCHES = _Switches()
-_HELD: list[Hold] = []
 
 
 @contextmanager
@@ -112,33 +81,10 @@ def outside(devices: Iterable[torch.device] = (), about: str = _SPLIT) -> Iterat
         _prepare(devices, about)
         yield
     except RuntimeError as error:
-        explain(error, about)
+        _explain(error, about)
         raise
     finally:
         _SWITCHES.leave()
-        settle()
-
-
-def hold(devices: Iterable[torch.device], frame: types.FrameType) -> Hold:
-    """Like `outside`, for a forward over several cards that only hooks stand around.
-
-    Args:
-        frame: of this thread, left when the forward is over, also when it fails.
-    Raises: RuntimeError if the compiler cannot be switched off.
-    """
-    held = Hold(frame)
-    try:
-        _prepare(devices, _SPLIT)
-    except BaseException:
-        held.end()
-        raise
-    return held
-
-
-def settle() -> None:
-    """End every hold whose forward is over, whatever its thread."""
-    for held in [each for each in list(_HELD) if each.is_over]:
-        held.end()
 
 
 def _prepare(devices: Iterable[torch.device], about: str) -> None:
@@ -167,7 +113,7 @@ def _prepare(devices: Iterable[torch.device], about: str) -> None:
     cleanup()
 
 
-def explain(error: RuntimeError, about: str = _SPLIT) -> None:
+def _explain(error: RuntimeError, about: str) -> None:
     """Raises: RuntimeError that says what to switch off, if the error is of the compiler's and does not say so yet."""
     if isinstance(error, _Failure):
         return

@@ -1,12 +1,8 @@
 """One model over several devices: every block computes where its weights are.
 
-Whoever loads the model puts its weights where the placement says. A BlockSplit starts and ends the bridge's forward
-around the model's own. How activations reach the blocks is the bridge's matter (bridge.py).
-
-Gradient checkpointing should go through `BlockSplit.checkpoint`, which first brings the arguments to the block's
-device. That saves the copies of the recomputation, and the recomputation (recompute.py) puts back the random state of
-the device that the block draws from. torch's own looks for devices among the arguments; before the first block of a
-device these are all elsewhere, so dropout would be drawn anew and the gradient silently wrong.
+Gradient checkpointing has to go through `BlockSplit.checkpoint`, which first brings the arguments to the block's
+device, whose random state is put back for the recomputation. torch's own looks for devices among the arguments. Before
+the first block of a device these are elsewhere, so dropout would be drawn anew and the gradient silently wrong.
 """
 
 from __future__ import annotations
@@ -56,7 +52,6 @@ class BlockSplit:
         return self.placement.main_device
 
     def attach(self) -> None:
-        """Register the hooks."""
         self._hooks.before(self.model, self._start)
         self.bridge.attach()
         if self.bridge.tail_device != self.main_device:
@@ -96,15 +91,12 @@ class BlockSplit:
         self.offload = ActivationOffload(min_bytes=min_bytes)
 
     def stop_offload(self) -> None:
-        """Let it wait on the cards again, and free the host memory; a second call is a no-op."""
         if self.offload is not None:
             self.offload.close()
         self.offload = None
 
     def keep_activations(self, num_blocks: Sequence[int]) -> None:
-        """Let checkpoint recompute all but the last so many blocks of each device, which keep their activations.
-
-        The last of a device are the first whose memory its backward frees.
+        """Let checkpoint recompute all but the last blocks of each device, whose memory its backward frees first.
 
         Args:
             num_blocks: one per device, in order; () keeps none. [num_devices]
@@ -157,8 +149,7 @@ class BlockSplit:
 def apply_block_split(model: nn.Module, family: ModelFamily, placement: Placement) -> BlockSplit:
     """Hook a model whose blocks are where the placement says, the rest on the main device: one forward runs over all.
 
-    The model is used as before, from the main device or any other; its output is on the placement's tail device. Works
-    under autograd, gradient checkpointing and no_grad, and from several threads at once.
+    Its output is on the placement's tail device. Several threads may call it at once.
 
     Raises: ValueError if the placement names other blocks than the model has.
     """

@@ -1,8 +1,7 @@
 """Arguments that other people's function borrows on another device; what it writes into them is carried back.
 
-Such a function was written for one device: it may write into the tensors it is given, take entries out of a dict, and
-return what it was given. All of that shows on the tensors and containers of the caller once `settle` was called. The
-copies have a version in inference mode, too, so only what was written is copied back.
+Such a function may write into the tensors it is given, take entries out of a dict, and return what it was given.
+`settle` shows all of that on the tensors and containers of the caller.
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ from ..transfer import Versioned, copy_to, is_everywhere
 
 
 class Borrowed:
-    """A value on another device.
-
-    Two borrowed tensors that are views of each other stay two tensors: a write into one does not show in the other
-    before it is settled.
+    """A value on another device. A write into one of two views does not show in the other before it is settled.
 
     Args:
         value: tuples, lists and dicts of tensors; other objects are entered as map_tensors does.

@@ -1,17 +1,11 @@
 """Activations travel, weights do not: hooks that bring what a block is called with to the device of the block.
 
-The model's own forward runs on the main device and passes its constants (modulation, rotary tables, text) into every
-block. A pre-hook on each block brings the arguments to its device. The transport says which outputs go back: the last
-block's ("stream"), or every block's ("relay"), which is right for any model and costs two copies per foreign block.
+A copy of a constant (modulation, rotary tables, text) is remembered while its source lives, until the forward ends,
+under the source's version and the grad mode: one made under no_grad must not serve a block that needs gradients. In
+inference mode tensors have no version, and whatever a block returns counts as new.
 
-A copy is remembered while its source lives, until the forward ends or raises, under the source's version and the grad
-mode: one made under no_grad must not serve a block that needs gradients. In inference mode tensors have no version, and
-whatever a block returns counts as new. While blocks are recomputed no forward is running, and nothing is remembered.
-
-`runs_alone` says whether nothing but the model's own code runs between and inside the blocks. A described model changes
-no constant in place. Other people's code may, at any time. Nothing that was copied before is then used again: a copy
-serves one call of a block. Copies have versions in inference mode, too, and what a block writes into a copy is written
-into its source when the block ends.
+Other people's code between and inside the blocks (not `runs_alone`) may change constants in place at any time. A copy
+then serves one call of a block, has a version, and what the block writes into it is written into its source.
 
 Hooks are not compiled: the compiler would keep a copy for all forwards. While a foreign block runs, the current device
 is the block's, since hand-written kernels launch there. torch calls no hook for KeyboardInterrupt, so `end` restores
@@ -107,12 +101,10 @@ class Bridge:
 
     @property
     def hook_ids(self) -> set[int]:
-        """The numbers by which torch knows the hooks of this bridge."""
         return self._hooks.ids
 
     @property
     def is_running(self) -> bool:
-        """Whether this thread is inside a forward."""
         return self._local.copies is not None
 
     @property
@@ -125,7 +117,6 @@ class Bridge:
         self._local.device = device
 
     def attach(self) -> None:
-        """Register the hooks; a second call is a no-op."""
         if self._hooks:
             return
         last = next(reversed(self.blocks))
@@ -138,7 +129,6 @@ class Bridge:
             self._hooks.before(module, self._make_enter(module, self.tail_device, is_block=False))
 
     def remove(self) -> None:
-        """Take the hooks off; a second call is a no-op."""
         self._hooks.remove()
 
     def begin(self) -> None:
@@ -169,15 +159,6 @@ class Bridge:
         """Forget the copies of this thread's forward: what they were made of may have changed."""
         if self._local.copies is not None:
             self._local.copies.clear()
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """One forward of this thread: begin, and end whatever happens."""
-        self.begin()
-        try:
-            yield
-        finally:
-            self.end()
 
     @contextmanager
     def interleaved(self, traffic: Traffic) -> Iterator[None]:
@@ -229,7 +210,7 @@ class Bridge:
         if copy is None:
             copy = copies.keep(tensor, device, self._transfer(tensor, device))
         if self._local.calls:
-            self._local.calls[-1].copies.append(_Handed(tensor, copy, copy._version))
+            self._local.calls[-1].copies.append((tensor, copy, copy._version))
         return copy
 
     def _transfer(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -312,19 +293,11 @@ class Bridge:
             guard.__exit__(None, None, None)
 
 
-class _Handed(NamedTuple):
-    """A copy that a block was given, and its version then."""
-
-    source: torch.Tensor
-    copy: torch.Tensor
-    version: int
-
-
 class _Call(NamedTuple):
-    """One call of a block by a forward that is watched."""
+    """One call of a block, and what it was given: source, copy, and the copy's version then."""
 
     module: nn.Module
-    copies: list[_Handed]
+    copies: list[tuple[torch.Tensor, torch.Tensor, int]]
 
 
 class _Known(NamedTuple):
@@ -368,7 +341,7 @@ class Copies:
             self._known.pop(id(tensor), None)
 
     def clear(self) -> None:
-        """Forget everything; needed, since the callbacks that watch the sources refer back to this memory."""
+        """Forget everything; the callbacks that watch the sources refer back to this memory."""
         self._known.clear()
 
     def _known_of(self, tensor: torch.Tensor) -> _Known | None:

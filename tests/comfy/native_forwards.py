@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from devicebridge.parallel.local.bridge import Bridge
     from devicebridge.tests.comfy.native_cases import Case, Counted
     from devicebridge.tests.emulated import EmulatedCards
+    from devicebridge.tests.placed import forward_of
 
 
 # Of one forward, by card: as many heads each, and unevenly. Heads that do not divide go to the last.
@@ -307,7 +308,7 @@ class _Runs:
 
             def job(inputs: dict[str, Any]) -> Callable[[], list[torch.Tensor]]:
                 def forward() -> list[torch.Tensor]:
-                    with split.bridge.forward():
+                    with forward_of(split.bridge):
                         return _flat(split.model(**split.prepare(inputs)))
 
                 return forward
@@ -400,7 +401,7 @@ class _Runs:
             bridge.attach()
 
             def forward() -> list[torch.Tensor]:
-                with bridge.forward():
+                with forward_of(bridge):
                     return _flat(model(**alone.prepare(_inputs(self.case, self.row))))
 
             yield forward, alone, machine
@@ -482,7 +483,7 @@ class _Runs:
             split.bridge.attach()
 
             def forward(inputs: dict[str, Any]) -> Any:
-                with split.bridge.forward():
+                with forward_of(split.bridge):
                     return split.model(**split.prepare(inputs))
 
             return _same(self._steps(forward, patched), expected)

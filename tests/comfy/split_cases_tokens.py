@@ -27,10 +27,10 @@ from comfy_extras.nodes_nag import NAGuidance
 from devicebridge.families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS
 from devicebridge.families.token_plan import TokenPlan
 from devicebridge.nodes.host.split import tokens as tokens_module
+from devicebridge.nodes.host.split.attachments import RowResiduals
 from devicebridge.nodes.host.split.model import describe_split
 from devicebridge.nodes.host.split.tokens import led_by_name
 from devicebridge.parallel.local.heads import Gathered
-from devicebridge.parallel.local.residuals import Residuals as TokenResiduals
 from devicebridge.parallel.local.tokens import HERE, OneDeviceError, TokenParallel
 from devicebridge.tests.comfy.native_cases import CASES as NATIVE_CASES
 from devicebridge.tests.comfy.native_cases import QWEN_IMAGE_21, with_heads
@@ -624,9 +624,7 @@ def _by_tokens(model, plan, inputs, shares, groups=1, exchange="full") -> tuple[
         if given.get("control") and plan.control:
             here = rows.rows
             assert here is not None
-            given["control"] = {
-                name: TokenResiduals(each, here, plan.control) for name, each in given["control"].items()
-            }
+            given["control"] = {name: RowResiduals(each, here, plan.control) for name, each in given["control"].items()}
         return models[rank](**(_with_attention(given, rows) if plan.passes_options else given))
 
     with contextlib.nullcontext() if plan.passes_options else led_by_name(model):

@@ -10,6 +10,7 @@ import torch
 from devicebridge.parallel.local.graphs import RECORDED_AFTER
 from devicebridge.parallel.local.shards import Slice, divide_block, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
+from devicebridge.tests.placed import forward_of
 from devicebridge.tests.unit.parallel.test_graphs import where
 from devicebridge.tests.unit.parallel.test_tensor_parallel import PLANS, WIDTH, Fused, Separate, make_model
 
@@ -104,7 +105,7 @@ def test_a_model_with_replayed_blocks_gives_the_bits_of_launched_ones(mode) -> N
         x = torch.randn(2, 700, WIDTH, generator=torch.Generator().manual_seed(seed)).to(CARDS[0])
         outputs = []
         for parallel.graphs in (graphs, None):
-            with mode(), parallel.forward():
+            with mode(), forward_of(parallel):
                 outputs.append(model(x))
         parallel.graphs = graphs
         assert torch.equal(*outputs), seed

@@ -33,7 +33,6 @@ from ....parallel.devices import device_title
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.collectives import Tensors
 from ....parallel.local.heads import groups_for
-from ....parallel.local.residuals import Residuals
 from ....parallel.local.shards import plain_parts
 from ....parallel.local.tokens import OneDeviceError, RowsError, TokenParallel
 from ....parallel.local.wholes import Wholes
@@ -44,7 +43,7 @@ from ....patches.hooks import HookSet, is_made_here, map_tensors
 from ....planning.cards import machine_speed
 from ....planning.derived_rows import DerivedRows
 from ....planning.times import CLIP_TOKENS, LEAST_SHARE, PICTURE_TOKENS, ForwardWork, forward_work
-from .attachments import OVERRIDE, ROOT, check_attention, check_runnable
+from .attachments import OVERRIDE, ROOT, RowResiduals, check_attention, check_runnable
 from .deriving import Cards, Deriving, rows_of
 from .leading import home_of, led_by_name
 from .model_copy import RUNTIME_STATE, copy_structure
@@ -418,7 +417,7 @@ class TokensExecutor(Executor):
         assert here is not None
         if isinstance(given.get("control"), dict):
             given["control"] = {
-                name: Residuals(each, here, rows.plan.control) for name, each in given["control"].items()
+                name: RowResiduals(each, here, rows.plan.control) for name, each in given["control"].items()
             }
         if rows.plan.passes_options:
             options = given.setdefault(OPTIONS, {})

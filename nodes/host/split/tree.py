@@ -9,7 +9,6 @@ lists (`main_only`). Everything else, LoRA key maps, injections, the forward, se
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from ....parallel.block_lists import BlockCalls, hooked_modules
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.interleave import Interleave
 from ....patches.hooks import HookSet
-from ..compiler import hold, outside, settle
+from ..compiler import outside
 from .attachments import ROOT, guard_options, replaced_methods, seen_attachments, unseen_attachments, wrap_control
 from .model_copy import Origin
 from .plan import SplitPlan
@@ -143,7 +142,7 @@ class SplitTree:
         self._unseen: dict[tuple[str, ...], tuple[str, ...]] = {}  # by the names of modules that were looked into
         self.is_plain = False  # whether forwards run plainly now
         self._is_step = False
-        self._held = threading.local()  # what keeps a thread's forward outside the compiler
+        self._held = threading.local()  # what keeps a thread's forward outside the compiler; its end leaves, too
         self._said: set[str] = set()  # what needs saying once
         self.is_to_verify = False  # the next step
         self.fits_each_card = False  # the whole model with what a step takes, by the last forecast
@@ -273,7 +272,7 @@ class SplitTree:
         self._attached_by = None
         self.executor.remove()
         self._hooks.remove()
-        settle()
+        self._held = threading.local()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -289,9 +288,8 @@ class SplitTree:
     def end(self) -> None:
         """End what a forward of this thread left behind: torch calls no hook of ours when an interrupt unwinds one."""
         self.bridge.end()
-        if held := self._held.__dict__.pop("hold", None):
-            held.end()
-        settle()
+        if held := self._held.__dict__.pop("stay", None):
+            held.__exit__(None, None, None)
 
     @property
     def unseen(self) -> tuple[str, ...]:
@@ -350,7 +348,9 @@ class SplitTree:
                 self._calls.stop()
             self._calls = BlockCalls(self.diffusion_model, self.plan.blocks)
         if not self._is_step:  # run by somebody else than ComfyUI's sampler
-            self._held.hold = hold(self.plan.devices, sys._getframe(1))
+            stay = outside(self.plan.devices)
+            stay.__enter__()
+            self._held.stay = stay
         kwargs = dict(kwargs)
         if isinstance(kwargs.get("control"), dict):
             kwargs["control"] = wrap_control(kwargs["control"], self.bridge)
@@ -358,8 +358,7 @@ class SplitTree:
             options, has_copies = kwargs["transformer_options"], self.executor.has_copies
             guarded = guard_options(options, self.bridge, self.plan, has_copies=has_copies)
             kwargs["transformer_options"] = self.executor.guard(guarded)
-        args, kwargs = self.bridge.move((args, kwargs), self.plan.main_device)
-        return args, _Arguments(kwargs)
+        return self.bridge.move((args, kwargs), self.plan.main_device)
 
     def _finish(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         try:
@@ -369,13 +368,6 @@ class SplitTree:
             return self.bridge.move(output, self.plan.main_device) if output is not None else None
         finally:
             self.end()
-
-
-class _Arguments(dict[str, Any]):
-    """Keyword arguments that torch holds while the forward runs; when they go, a hold whose forward is over ends."""
-
-    def __del__(self) -> None:
-        settle()
 
 
 def _containers_of(blocks: Sequence[str]) -> list[str]:

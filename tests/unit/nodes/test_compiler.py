@@ -103,43 +103,11 @@ def test_a_switch_that_another_pack_has_put_back_meanwhile_stays_so(host: Compil
     assert host.switches() == [False, False]
 
 
-def test_a_hold_ends_once_and_at_the_latest_when_somebody_asks_after_its_forward(host, compiler):
-    def forward(*, is_cancelled: bool) -> Any:
-        held = compiler.hold([HOME, OTHER], sys._getframe())
-        compiler.settle()
-        assert host.switches() == [True, True]
-        if is_cancelled:
-            raise KeyboardInterrupt
-        held.end()
-        assert host.switches() == [False, False]
-        return held
-
-    held = forward(is_cancelled=False)
-    with pytest.raises(KeyboardInterrupt):
-        forward(is_cancelled=True)
-    held.end()
+def test_a_stay_that_nobody_ends_is_over_when_it_is_dropped(host, compiler):
+    stay = compiler.outside([HOME, OTHER])
+    stay.__enter__()
     assert host.switches() == [True, True]
-    with compiler.outside():
-        assert host.switches() == [True, True]
-    assert host.switches() == [False, False]
-
-
-def test_a_hold_of_another_thread_lasts_as_long_as_its_forward(host: CompilingHost, compiler: ModuleType) -> None:
-    inside, may_leave = threading.Event(), threading.Event()
-
-    def forward() -> None:
-        compiler.hold([HOME, OTHER], sys._getframe())
-        inside.set()
-        may_leave.wait(10)
-
-    thread = threading.Thread(target=forward)
-    thread.start()
-    assert inside.wait(10)
-    compiler.settle()
-    assert host.switches() == [True, True]
-    may_leave.set()
-    thread.join(10)
-    compiler.settle()
+    del stay
     assert host.switches() == [False, False]
 
 

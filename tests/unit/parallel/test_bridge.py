@@ -13,6 +13,7 @@ import torch
 from devicebridge.parallel import transfer as transfer_module
 from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
+from devicebridge.tests.placed import forward_of
 from torch import nn
 
 HOME, NEXT, THIRD = CARDS[:3]
@@ -94,7 +95,7 @@ def _expected(num_blocks=4, between=None, **inputs):
 
 
 def _run(model, bridge, mode=torch.no_grad, **inputs):
-    with mode(), bridge.forward():
+    with mode(), forward_of(bridge):
         return on_cpu(model(_input(), **inputs))
 
 
@@ -205,7 +206,7 @@ def test_each_device_has_an_object_of_its_own_to_share_tensors_through(transport
         bridge.attach()
         for _ in range(2):  # what one forward shared is not the next one's
             shared, x = Shared(), torch.ones(WIDTH).to(HOME)
-            with bridge.forward():
+            with forward_of(bridge):
                 for block in blocks:
                     x = block(x, shared=shared)
                 own = [bridge._local.shared["shared", device] for device in (NEXT, THIRD)]
@@ -215,7 +216,7 @@ def test_each_device_has_an_object_of_its_own_to_share_tensors_through(transport
         bridge.remove()
         bridge.per_device = ()
         bridge.attach()
-        with bridge.forward(), pytest.raises(RuntimeError, match="same device"):
+        with forward_of(bridge), pytest.raises(RuntimeError, match="same device"):
             for block in blocks:
                 x = block(x, shared=shared)
 
@@ -234,7 +235,7 @@ def test_a_function_handed_to_a_block_is_made_anew_around_its_tensors():
         block = Calling()
         bridge = Bridge({block: NEXT}, HOME)
         bridge.attach()
-        with bridge.forward():
+        with forward_of(bridge):
             assert torch.equal(on_cpu(block(inputs, attend)), torch.full((WIDTH,), 3.0))
         assert mask.device == HOME
 
@@ -290,7 +291,7 @@ def test_copies_are_freed_with_the_forward_without_a_garbage_collection(mode):
         gc.collect()
         gc.disable()
         try:
-            with bridge.forward():
+            with forward_of(bridge):
                 copy = weakref.ref(bridge.move(source, NEXT))
                 assert copy() is not None and bridge.move(source, NEXT) is copy()
             assert copy() is None
@@ -301,7 +302,7 @@ def test_copies_are_freed_with_the_forward_without_a_garbage_collection(mode):
 def test_a_copy_lives_as_long_as_its_source():
     with emulated_cards(), torch.no_grad():
         _, bridge = _make(PLACES)
-        with bridge.forward():
+        with forward_of(bridge):
             source = _input()
             copy = weakref.ref(bridge.move(source, NEXT))
             assert len(bridge._local.copies) == 1 and copy() is not None
@@ -313,7 +314,7 @@ def test_a_source_changed_in_place_is_copied_again():
     with emulated_cards(), torch.no_grad():
         _, bridge = _make(PLACES)
         source = torch.ones(3).to(HOME)
-        with bridge.forward():
+        with forward_of(bridge):
             first = bridge.move(source, NEXT)
             source.add_(1)
             second = bridge.move(source, NEXT)
@@ -336,7 +337,7 @@ def test_in_inference_mode_what_a_block_returns_counts_as_new():
         look, change = Look(), InPlace()
         bridge = Bridge({look: NEXT, change: HOME, nn.Identity(): HOME}, HOME)
         bridge.attach()
-        with bridge.forward():
+        with forward_of(bridge):
             x = torch.ones(2).to(HOME)
             assert x.is_inference()
             assert on_cpu(look(x)).tolist() == [1, 1]
@@ -348,7 +349,7 @@ def test_grad_modes_do_not_share_copies():
     with emulated_cards():
         _, bridge = _make(PLACES)
         source = torch.ones(2).to(HOME).requires_grad_()
-        with bridge.forward():
+        with forward_of(bridge):
             with torch.no_grad():
                 quiet = bridge.move(source, NEXT)
             loud = bridge.move(source, NEXT)
@@ -373,7 +374,7 @@ def test_gradients_are_those_of_one_card_bit_for_bit():
     with emulated_cards(4):
         for devices in ([HOME] * 4, PLACES, [HOME, NEXT, THIRD, THIRD]):
             model, bridge = _make(devices)
-            with bridge.forward():
+            with forward_of(bridge):
                 model(_input()).square().mean().backward()
             gradients.append({name: on_cpu(p.grad) for name, p in model.named_parameters()})
     assert all(gradient.abs().sum() > 0 for gradient in gradients[0].values())
@@ -471,7 +472,7 @@ def test_an_error_that_is_caught_inside_the_forward_leaves_the_device_alone(mach
         failing = Failing()
         bridge = Bridge({failing: NEXT}, HOME)
         bridge.attach()
-        with bridge.forward():
+        with forward_of(bridge):
             with pytest.raises(KeyError):
                 failing(_input())
             assert machine.current == 0 and machine.entered == machine.left == 1
@@ -498,7 +499,7 @@ def test_another_packs_hook_that_raises_before_ours_leaves_the_device_alone(mach
             raise KeyError("before ours")
 
         inner.register_forward_pre_hook(fail, prepend=True)
-        with torch.no_grad(), bridge.forward():
+        with torch.no_grad(), forward_of(bridge):
             assert on_cpu(outer(_input())).unique().tolist() == [1]
         assert machine.current == 0 and machine.entered == machine.left == 1
 
@@ -507,7 +508,7 @@ def test_forwards_of_one_thread_do_not_nest_and_those_of_two_do_not_meet():
     with emulated_cards():
         _, bridge = _make(PLACES)
         source, states = _input(), []
-        with bridge.forward():
+        with forward_of(bridge):
             with pytest.raises(RuntimeError, match="running already"):
                 bridge.begin()
             mine = bridge.move(source, NEXT)
@@ -539,7 +540,7 @@ def test_hooks_are_not_compiled_into_a_block():
     with torch.no_grad():
         for seed in range(3):
             x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))
-            with bridge.forward():
+            with forward_of(bridge):
                 for block in compiled:
                     x = block(x)
                     assert bridge.current_device == meta and x.device == meta
@@ -591,7 +592,7 @@ def test_compiled_blocks_stay_compiled_under_hooks_on_their_wrappers() -> None:
     with torch.no_grad():
         expected = plain[1](plain[0](x))
         for _ in range(3):
-            with bridge.forward():
+            with forward_of(bridge):
                 assert torch.equal(compiled[1](compiled[0](x)), expected)
     bridge.remove()
     assert len(graphs) in (1, 2)  # one per class of block, or per block; never one per forward

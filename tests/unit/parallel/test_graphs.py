@@ -15,6 +15,7 @@ import pytest
 import torch
 from devicebridge.parallel.local.graphs import RECORDED_AFTER, Graphs
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
+from devicebridge.tests.placed import forward_of
 from devicebridge.tests.stand_in_recorder import StandIn, replaying
 from devicebridge.tests.unit.parallel.test_tensor_parallel import PLANS, WIDTH, Fused, Separate, divide, make_model, run
 from torch import nn
@@ -48,9 +49,9 @@ def test_replays_give_the_bits_of_what_is_computed(blocks, size, mode) -> None:
     plain, parallel = divide(other, size), divide(model, size)
     graphs, recorder = replaying(parallel, where)
     for number, x in enumerate(inputs(RECORDED_AFTER + 6)):
-        with mode(), parallel.forward():
+        with mode(), forward_of(parallel):
             found = model(x)
-        with mode(), plain.forward():
+        with mode(), forward_of(plain):
             expected = other(x)
         assert torch.equal(found, expected), number
     assert recorder.num_recorded == len(blocks) and graphs.num_replays >= 3 * len(blocks) and not graphs.fault
@@ -259,7 +260,7 @@ def test_where_others_code_may_run_nothing_is_replayed() -> None:
     parallel.runs_alone = False
     run(parallel, model, x)
     parallel.runs_alone = True
-    with torch.enable_grad(), parallel.forward():
+    with torch.enable_grad(), forward_of(parallel):
         model(x)
     assert graphs.num_replays == 0
     run(parallel, model, x)
@@ -399,5 +400,5 @@ def test_a_thread_that_died_in_its_forward_leaves_nothing_held() -> None:
     thread.start()
     thread.join()
     assert graphs._held
-    with parallel.forward():
+    with forward_of(parallel):
         assert not graphs._held

@@ -19,7 +19,7 @@ from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.parallel.local.interleave import Interleave
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, on_cpu
-from devicebridge.tests.placed import apply_block_split
+from devicebridge.tests.placed import apply_block_split, forward_of
 from devicebridge.tests.streams import Clock, SimulatedMachine
 from devicebridge.tests.toy import TINY
 from torch import nn
@@ -66,7 +66,7 @@ def _job(model, bridge, seed):
     x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed)).to(HOME)
 
     def job():
-        with bridge.forward():
+        with forward_of(bridge):
             return model(x)
 
     return job
@@ -318,7 +318,7 @@ def test_an_error_holds_no_memory_once_it_is_handled():
         def job():
             x = torch.ones(2, WIDTH).to(HOME)
             held.append(weakref.ref(x))
-            with bridge.forward():
+            with forward_of(bridge):
                 model(x)
                 raise MemoryError
 
@@ -359,7 +359,7 @@ def test_a_job_that_never_crosses_and_one_that_never_calls_the_model():
         expected = [on_cpu(job()) for job in real]
 
         def at_home():
-            with bridge.forward():
+            with forward_of(bridge):
                 return model.blocks[0](torch.ones(2, WIDTH).to(HOME), torch.ones(()))
 
         results = Interleave(bridge).run([lambda: "nothing", real[0], at_home, real[1], lambda: "nothing"])

@@ -17,6 +17,7 @@ from devicebridge.parallel.local.schedule import Work, plan_order
 from devicebridge.parallel.offload.recompute import recompute
 from devicebridge.parallel.runner import MicroBatch, PlainAccumulation
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
+from devicebridge.tests.placed import forward_of
 from devicebridge.tests.streams import Clock, SimulatedMachine
 from devicebridge.tests.tiny_split import BrokenBackward, make_micro_batches, make_tiny_split
 from torch import nn
@@ -237,7 +238,7 @@ def _chain(devices):
 
 def _chain_batches(model, bridge, count, fail_at=None):
     def forward(x):
-        with bridge.forward():
+        with forward_of(bridge):
             loss = model(bridge.move(x, bridge.main_device)).square().mean()
         if fail_at is not None:
             raise fail_at

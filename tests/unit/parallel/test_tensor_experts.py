@@ -13,6 +13,7 @@ from devicebridge.families.tensor_plan import Divided, TensorPlan, mlp_plan
 from devicebridge.parallel.local.shards import BlockShard, divide_block, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.emulated import CARDS, EmulatedCards, emulated_cards, on_cpu
+from devicebridge.tests.placed import forward_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -122,7 +123,7 @@ def _sampled(
     bridge = TensorParallel(CARDS[:count], shards)
     bridge.attach()
     cards.copies.clear()
-    with torch.no_grad(), bridge.forward():
+    with torch.no_grad(), forward_of(bridge):
         return on_cpu(model.to(CARDS[0])(_input().to(CARDS[0])))
 
 

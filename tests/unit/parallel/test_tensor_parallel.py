@@ -23,6 +23,7 @@ from devicebridge.parallel.local import collectives, shards, tensor_parallel
 from devicebridge.parallel.local.shards import BlockShard, Slice, divide_block, divided_bytes, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import ForwardWorkers, TensorParallel
 from devicebridge.parallel.local.workers import ThreadPool
+from devicebridge.tests.placed import forward_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -187,7 +188,7 @@ def divide(model, size, weights=(), drop=lambda *_: False, plans=PLANS) -> Tenso
 
 
 def run(parallel: TensorParallel, model: Model, x: torch.Tensor, *between: Any) -> torch.Tensor:
-    with torch.inference_mode(), parallel.forward():
+    with torch.inference_mode(), forward_of(parallel):
         return model(x, *between)
 
 
@@ -211,7 +212,7 @@ def test_the_blocks_compute_what_the_whole_ones_do_and_the_same_bits_again(block
     parallel = divide(model, size)
     outputs = []
     for _ in range(2):
-        with mode(), parallel.forward():
+        with mode(), forward_of(parallel):
             outputs.append(model(x))
     assert difference(outputs[0], expected) < NEAR and expected.std() > 0.1
     assert torch.equal(outputs[0], outputs[1])
@@ -326,7 +327,7 @@ def test_a_residual_added_in_place_between_two_blocks_is_seen_by_all(mode, size,
     with mode():
         plain, expected = model(x), model(x, between)
     parallel = divide(model, size)
-    with mode(), parallel.forward():
+    with mode(), forward_of(parallel):
         found = model(x, between)
     assert difference(found, expected) < NEAR < difference(plain, expected)
 
@@ -518,9 +519,9 @@ def test_a_gradient_through_a_block_is_refused(x) -> None:
     """Each device would have a part of it."""
     model = make_model()
     parallel = divide(model, 2)
-    with parallel.forward():
+    with forward_of(parallel):
         model(x)
-    with pytest.raises(RuntimeError, match="a gradient .* was asked for.*way 'blocks'"), parallel.forward():
+    with pytest.raises(RuntimeError, match="a gradient .* was asked for.*way 'blocks'"), forward_of(parallel):
         model(x.clone().requires_grad_(True))
 
 
@@ -620,7 +621,7 @@ def test_sums_of_slices_are_the_bits_of_direct_ones(size, mode, x, monkeypatch) 
         expected = model(x)
         parallel = divide(model, size)
         for _ in range(2):
-            with mode(), parallel.forward():
+            with mode(), forward_of(parallel):
                 outputs.append(model(x))
     assert all(torch.equal(each, outputs[0]) for each in outputs) and difference(outputs[0], expected) < NEAR
 

@@ -17,6 +17,7 @@ from devicebridge.parallel.placement import block_flops, native_list
 from devicebridge.planning import times as work_module
 from devicebridge.planning.times import SampledBlock, forward_work, has_guidance, key_bytes, work_of
 from devicebridge.tests.emulated import CARDS, emulated_cards
+from devicebridge.tests.placed import forward_of
 from devicebridge.tests.toy import TINY
 from devicebridge.tests.unit.parallel.test_tensor_experts import PLAN, Block
 from devicebridge.tests.unit.parallel.test_tensor_parallel import HIDDEN, PLANS, WIDTH, Fused, Model, Separate
@@ -46,7 +47,7 @@ def test_bytes_are_those_that_one_card_sends_another(make, size, monkeypatch) ->
         parallel = TensorParallel(CARDS[:size], {own.block: (own, others)})
         parallel.attach()
         x, vec = torch.randn(1, TOKENS, WIDTH).to(CARDS[0]), torch.randn(1, 1, WIDTH).to(CARDS[0])
-        with parallel.forward():
+        with forward_of(parallel):
             block(x, vec)
         back = [each for each in cards.copies if (each.source, each.target) == (CARDS[1], CARDS[0])]
         parallel.remove()
