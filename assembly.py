@@ -59,7 +59,6 @@ class Assembled:
 
     @property
     def all_compiled(self) -> tuple[CompiledBlocks, ...]:
-        """Of all parts, in the order they were made in; () if blocks are not compiled."""
         return tuple(each.compiled for each in self.parts if each.compiled is not None)
 
 

@@ -19,16 +19,13 @@ class ExecutionPlan:
     Args:
         placement: of every block and of the tail; with replicas, a copy of the model goes onto each of their devices.
         dtype: of what is not quantized, and of activations.
-        quantize: how the frozen linears are held; None as they are.
-        quantized_cache: folder that keeps quantized weights for the next time; None for none.
-        strategy: jobs/build.py makes its runner.
-        ahead: how many microbatches a pipeline runs ahead; None for other strategies.
+        quantized_cache: folder that keeps quantized weights for the next time.
+        ahead: how many microbatches a pipeline runs ahead.
         gradient_checkpointing: whether blocks are computed again for their backward.
         kept_blocks: then, per device, how many of its last blocks keep their activations; () none.
         offloaded_blocks: then, per device, how many of its blocks stream from host memory; () none.
         offloads: then, whether inputs of blocks wait in host memory.
-        compiled_shapes: shapes of batches that blocks are compiled for, 0 if their number is unknown; None compiles
-            nothing.
+        compiled_shapes: shapes of batches that blocks are compiled for, 0 if their number is unknown.
     """
 
     placement: Placement

@@ -256,7 +256,6 @@ def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any], condition: st
 
 
 def _named_clip(find: Callable[[], Any], weighs: bool) -> Any:
-    """A CLIP as the cache asks it, by its name; None where it is gone."""
     return None if (clip := find()) is None else HostClip(clip, weighs=weighs)
 
 
@@ -359,7 +358,7 @@ def encode_prompts(
 ) -> None:
     """Have the job's sample prompts in its cache, where a CLIP of ComfyUI's encoded the captions.
 
-    To be called outside of TrainingModel.prepared, as captions are encoded: there ComfyUI's kernels are others.
+    To be called outside of TrainingModel.prepared, in which ComfyUI's kernels are others.
 
     Args:
         info: the job's model, if only ComfyUI can read it.

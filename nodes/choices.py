@@ -1,8 +1,7 @@
 """Drop-down lists of what this machine has: devices, folders and files.
 
-A workflow saved elsewhere, or before there was a list, names what is not in it. `validate_inputs` of the nodes lets
-that pass ComfyUI's own check, so that the node can say what is wrong and what would work. comfy-cli makes that check
-too, unless a list is marked as one of files that come and go.
+A workflow saved elsewhere names what is not in them. `validate_inputs` of the nodes lets that pass ComfyUI's own check,
+so that the node can say what would work. comfy-cli passes it only for lists marked as files that come and go.
 """
 
 from __future__ import annotations

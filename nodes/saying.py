@@ -1,8 +1,4 @@
-"""What a node says to its user: warnings on the node itself, and errors in the words of its sockets.
-
-The folders below name settings by their keys in a job file ("cache.text_encoders"); a user of nodes sees sockets. The
-pack's warnings go to the log, which few read; here they also appear on the node.
-"""
+"""What a node says to its user: warnings on the node itself, and errors in the words of its sockets."""
 
 from __future__ import annotations
 

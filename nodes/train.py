@@ -34,7 +34,6 @@ _RUN_FOLDER = "The run folder is devicebridge/<name> in ComfyUI's output folder.
 
 
 def plain_name(text: str) -> str:
-    """Without spaces around it, and without the extension that the LoRA file gets."""
     return text.strip().removesuffix(LORA_ENDING)
 
 

@@ -63,7 +63,6 @@ class Placement:
         return [(name, len(list(blocks))) for name, blocks in itertools.groupby(map(str, self.devices))]
 
     def items(self) -> list[tuple[str, torch.device]]:
-        """Every block with its device."""
         return list(zip(self.blocks, self.devices, strict=True))
 
     @property
@@ -92,7 +91,6 @@ class Placement:
         return Placement(self.blocks, (device,) * len(self.blocks), device)
 
     def num_blocks_on(self, device: torch.device) -> int:
-        """How many blocks a device holds."""
         return len(self.blocks) if device in self.replicas else self.devices.count(device)
 
     def device_of(self, fqn: str) -> torch.device:
@@ -105,7 +103,7 @@ class Placement:
         return self.main_device
 
     def describe(self) -> str:
-        """One line for a log: "cuda:0: 20 blocks, cuda:1: 36 blocks"."""
+        """Such as "cuda:0: 20 blocks, cuda:1: 36 blocks"."""
         if self.replicas:
             shared = ", which share out the tokens" * bool(self.row_shares)
             shared += f" {ratio(self.row_shares)}" * (len({*self.row_shares}) > 1)
@@ -335,10 +333,8 @@ def check_budgets(
 
 
 def spread_offloaded(num_blocks: int, num_kept: int, num_offloaded: int) -> tuple[int, ...]:
-    """Which of a device's blocks stream from host memory: spread evenly over those that do not keep their activations.
-
-    While the blocks between two of them compute, the next one is copied, so gaps of one width hide the most. The last
-    num_kept blocks keep their activations.
+    """Which of a device's blocks stream from host memory: spread evenly over those that do not keep their activations,
+    as the last num_kept do. While the blocks between two of them compute, the next one is copied.
 
     Returns: indices within the device's blocks, rising. [num_offloaded]
     """

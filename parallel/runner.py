@@ -1,8 +1,6 @@
 """What computes the microbatches of a training step. Every parallel strategy for training is a Runner.
 
-The training loop asks the runner which copy of the model a microbatch goes through, and hands it the microbatches of a
-step. It knows nothing else of devices; training/objective.py alone asks for a TokenModel. `PlainAccumulation` below is
-what a single device needs; `parallel/local` has Pipeline, DataParallel and TokenTraining.
+The training loop knows nothing else of devices; training/objective.py alone asks for a TokenModel.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Copies between cards that cannot read each other's memory: through pinned host memory, piece by piece.
 
-The source's copy engine fills one of two buffers while the target's empties the other, so both directions of both slots
-are in use. Order, per pair of cards: the source's side stream waits for the kernels so far, and for a buffer until the
-target has read what was in it. The target's side stream waits until a buffer is filled. `settle` has the target's
-current stream wait for the last piece, as with copies that take the direct way.
+The source's copy engine fills one of two buffers while the target's empties the other. The source's side stream waits
+until the target has read what was in a buffer, the target's until it is filled.
 """
 
 from __future__ import annotations

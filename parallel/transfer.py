@@ -1,9 +1,8 @@
 """How a tensor gets to another device, and which device is the current one.
 
-torch's own copy between cards runs on the source's current stream and first waits for all work of the target's current
-stream. Where several forwards are in flight, that work may be another forward's. `SideStreams` copies beside the
-kernels: the copy waits for the source's kernels so far, and the target waits for the copy when `settle` is called.
-Both tensors are recorded on the streams that use them, lest the caching allocator hand out their memory early.
+torch's own copy between cards waits for all work of the target's current stream, which may be another forward's.
+`SideStreams` copies beside the kernels: the copy waits for the source's kernels so far, and the target waits for the
+copy when `settle` is called. Both tensors are recorded on the streams that use them.
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ class SideStreams:
 class CurrentStreams:
     """Two cards' current streams while active, which gives those that were; for copies between these cards.
 
-    torch runs a copy on the source's current stream and has it wait for the target's, so that both must be ours. Its
-    own context, once for each stream, takes the host as long as the copy (docs/internals/experiments.md).
+    torch's own context, once for each stream, takes the host as long as the copy (docs/internals/experiments.md).
     """
 
     def __init__(self, module: Any, *streams: Any) -> None:

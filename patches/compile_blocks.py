@@ -51,14 +51,14 @@ class Compiler:
 
     def __init__(self, backend: str | Callable[..., Any], **options: Any) -> None:
         self._backend, self._options = backend, options
-        self._out_of_place = {keeps: OutOfPlace(backend, keeps_arguments=keeps) for keeps in (False, True)}
+        self._out_of_place = OutOfPlace(backend)
 
     def __call__(self, forward: Forward) -> Forward:
         return torch.compile(forward, backend=self._backend, **self._options)
 
-    def out_of_place(self, forward: Forward, *, keeps_arguments: bool) -> Forward:
+    def out_of_place(self, forward: Forward) -> Forward:
         """Of one that writes into tensors; see OutOfPlace."""
-        return torch.compile(forward, backend=self._out_of_place[keeps_arguments], **self._options)
+        return torch.compile(forward, backend=self._out_of_place, **self._options)
 
 
 @runtime_checkable
@@ -257,18 +257,17 @@ class OutOfPlace:
     stays what it was where a view of x, or what x is a view of, is read afterwards. Rows x[a:b] are renewed together
     with x, unless another write to the same storage has to stay, such as x[0] = y or one by out=.
 
-    What is written into an argument never reaches it then. A caller that reads it there, or a block that returns its
-    argument, needs keeps_arguments: the graph computes with a copy of such an argument, which is written into when the
-    graph is done. Which block needs that is for others to know (../parallel/offload/in_place.py).
+    What is written into an argument never reaches it then, and a block may return its argument. So the graph computes
+    with a copy of such an argument, which is written into when the graph is done.
     """
 
-    def __init__(self, backend: str | Callable[..., Any], *, keeps_arguments: bool) -> None:
-        self._backend, self._keeps_arguments = backend, keeps_arguments
+    def __init__(self, backend: str | Callable[..., Any]) -> None:
+        self._backend = backend
 
     def __call__(self, module: GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
         backend = torch._dynamo.lookup_backend(self._backend) if isinstance(self._backend, str) else self._backend
-        num_outputs = len(_output(module.graph).args[0])
-        written: list[int] = []
+        end = _output(module.graph)
+        num_outputs = len(end.args[0])
         nodes = module.graph.nodes
         assigned = Counter(_storage(node.args[0]) for node in nodes if _operation(node) is not None and node.args)
         kept = {  # of which no rows are renewed: there are other writes, or nobody can tell
@@ -277,13 +276,11 @@ class OutOfPlace:
             if (storage := _storage(node)) is not None
             and (_value(node).is_inference() or _value(node)._version > assigned[storage])
         }
-        if self._keeps_arguments:  # have the graph return those it writes into, too; one that has two names stays out
-            places = list(module.graph.find_nodes(op="placeholder"))
-            targets = assigned.keys() - {None}
-            names = Counter(map(_storage, places))
-            written = [at for at, each in enumerate(map(_storage, places)) if each in targets and names[each] == 1]
-            end = _output(module.graph)
-            end.args = ((*end.args[0], *(places[at] for at in written)),)
+        # Have the graph return those arguments it writes into, too; one that has two names stays out.
+        places = list(module.graph.find_nodes(op="placeholder"))
+        targets, names = assigned.keys() - {None}, Counter(map(_storage, places))
+        written = [at for at, each in enumerate(map(_storage, places)) if each in targets and names[each] == 1]
+        end.args = ((*end.args[0], *(places[at] for at in written)),)
         while torn := _renew_all(copy.deepcopy(module.graph), kept):
             kept |= torn
         _renew_all(module.graph, kept)

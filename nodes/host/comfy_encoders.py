@@ -1,11 +1,8 @@
 """ComfyUI's own CLIP and VAE as sources of the cache: what they make, and a name for everything that decides it.
 
-They are called as core's CLIPTextEncode and VAEEncode call them. The name holds ComfyUI's version (its code tokenizes,
-weighs prompts and picks layers), the classes involved, their settings, the tokenizer with its vocabulary, and samples
-of the weights. The device and its attention kernel are left out, as for our own encoders.
-
-What has no such name is refused: LoRA patches and hooks on a CLIP (ComfyUI knows them by random ids), wrappers and
-replaced methods of other packs, weights that hide their bytes.
+The name holds ComfyUI's version (its code tokenizes, weighs prompts and picks layers), the classes involved, their
+settings, the tokenizer with its vocabulary, and samples of the weights. What has no such name is refused: LoRA patches
+and hooks on a CLIP (ComfyUI knows them by random ids), wrappers and replaced methods of other packs.
 """
 
 from __future__ import annotations
@@ -62,7 +59,6 @@ _VAE_SETTINGS = (
 
 
 def release_models() -> None:
-    """Take ComfyUI's models out of device memory."""
     from comfy.model_management import soft_empty_cache, unload_all_models
 
     unload_all_models()
@@ -84,8 +80,6 @@ class _Encoder:
 
 
 class _LiteralTokenizer:
-    """A tokenizer of ComfyUI's to which a text is words alone: no weights, no files of embeddings, no escapes."""
-
     def __init__(self, tokenizer: Any) -> None:
         self._inner = _without_embeddings(tokenizer)
 

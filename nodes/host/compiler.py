@@ -1,14 +1,10 @@
 """ComfyUI's compiler, and how this pack's forwards stay outside of it.
 
-Since 0.35 ComfyUI records what a forward allocates (an allocation graph, comfy/model_prefetch.py over
-comfy_aimdo.malloc_graph) and hands out the same addresses at the next one. It also captures single blocks as CUDA
-graphs. Both belong to one thread, one stream and one card. A forward over several cards would be handed memory of the
-wrong card, and what several threads recorded would never be freed. What was read about it, with files and commits, is
-in docs/internals/upstream_facts.md.
-
-The host has two switches, which it reads whenever a forward begins. `outside` sets those that are there and puts back
-what they were. They are the process's: while one of ours computes, nobody else's forward is recorded. What is recorded
-already stays valid. A host without switches and graphs is left as it is.
+Since 0.35 ComfyUI records what a forward allocates (an allocation graph, comfy/model_prefetch.py) and hands out the
+same addresses at the next one. It also captures single blocks as CUDA graphs. Both belong to one thread, one stream and
+one card (docs/internals/upstream_facts.md). The host has two switches, which it reads whenever a forward begins.
+`outside` sets those that are there and puts back what they were. They are the process's: while one of ours computes,
+nobody else's forward is recorded.
 """
 
 from __future__ import annotations

@@ -99,7 +99,6 @@ def find_component(kind: str, name: str) -> str:
 
 
 def list_components(kind: str) -> list[str]:
-    """Files in models/<kind>, and diffusers folders there, sorted."""
     files = [name for name in folder_paths.get_filename_list(kind) if Path(name).suffix in (".safetensors", ".sft")]
     folders = [
         entry.name
@@ -125,7 +124,6 @@ def list_input_folders() -> list[str]:
 
 
 def own_datasets() -> list[str]:
-    """Those of list_input_folders that lie in ComfyUI's input folder, where captions may be written."""
     return [name for name in list_input_folders() if not Path(name).is_absolute()]
 
 
@@ -230,7 +228,6 @@ def _gguf_files() -> list[str]:
 
 
 def list_checkpoints() -> list[str]:
-    """Names of all files in models/diffusion_models, sorted."""
     return sorted(folder_paths.get_filename_list("diffusion_models"))
 
 
@@ -339,7 +336,6 @@ def _refuse_writing_elsewhere(folder: Path, key: str) -> None:
 
 
 def _writable_folders() -> list[str]:
-    """Raises: ValueError as _allowed."""
     return [os.path.realpath(place) for place in (folder_paths.get_output_directory(), *_allowed("folders"))]
 
 

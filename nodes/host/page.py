@@ -1,8 +1,4 @@
-"""What ComfyUI's own page asks this pack for, below /devicebridge/, and what it receives once a second.
-
-The answers are made in runs/, without knowing ComfyUI. A thread looks after the queue of trainings in the background
-and reads what running ones have written; what is new goes to every open page as a message `devicebridge.page`.
-"""
+"""What ComfyUI's own page asks this pack for, below /devicebridge/, and what it receives once a second."""
 
 from __future__ import annotations
 
@@ -171,7 +167,6 @@ def _tell(news: News) -> None:
 
 
 def _has_work(news: News, server: Any) -> bool:
-    """Whether memory and load of cards change: a training runs, or a prompt."""
     return news.is_busy or server.prompt_queue.get_tasks_remaining() > 0
 
 

@@ -1,9 +1,8 @@
 """Rows of all ranks gathered on each of them, with a backward: the gradient of a row returns to the rank that has it.
 
-Every rank computes the loss of its own copy of a sample, and the sum of the gradients of all copies is wanted. So what
-goes forward to other ranks has the exact transpose backward: each rank gives the gradients of other ranks' rows to
-these, and adds up what it is given for its own rows, in the order of ranks. The loss of the first rank counts alone
-(`CountedOnce`), so layers behind the last gathering have their gradient once.
+Every rank computes the loss of its own copy of a sample, and the sum of the gradients of all copies is wanted: each
+rank gives the gradients of other ranks' rows to these, and adds up what it is given, in the order of ranks. The loss of
+the first rank counts alone (`CountedOnce`), so layers behind the last gathering have their gradient once.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ class Layout:
     """Where ranks have their rows in a tensor of all rows.
 
     Args:
-        dim: along which rows are.
         counts: by segment of the axis, the rows of every rank.
         own: by segment, whether the tensor has this rank's rows of it alone.
     """
@@ -34,7 +32,6 @@ class Layout:
     own: tuple[bool, ...]
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The rows of all ranks' tensors in the order of one card."""
         pieces, starts = [], [0] * len(parts)
         for counts, is_own in zip(self.counts, self.own, strict=True):
             for rank, part in enumerate(parts):

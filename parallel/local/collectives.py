@@ -1,15 +1,8 @@
 """Collectives between threads of one process, a thread per device, and where blocks that are divided call them.
 
 After Megatron-LM (https://arxiv.org/abs/1909.08053). Between column- and row-parallel linears a device has a part;
-everything else is computed whole by every device, with the same bits.
-
-    output of a row-parallel linear       all-reduce
-    output of a gathered linear           all-gather
-    mean square of a norm over all heads  all-reduce
-    choice of a module                    broadcast
-
-These have no backward; that of tokens' is in all_rows.py. A linear and its LoRA count as one: partial sums are added up
-behind both.
+everything else is computed whole by every device, with the same bits. These have no backward; that of tokens' is in
+all_rows.py. A linear and its LoRA count as one: partial sums are added up behind both.
 
 Where links are slow, partial sums may travel in 8 bits (`encode`). Every rank then adds the same decoded numbers, its
 own among them, so that all ranks still have the same bits.
@@ -47,8 +40,6 @@ _SHORTEST_ROW = 16  # the scale of a shorter one, 4 bytes, would be most of what
 
 def encode(tensor: torch.Tensor, run: int | None = None, mean_along: int | None = None) -> list[torch.Tensor]:
     """A tensor in 8 bits: what `decode` takes. A number is off by at most 1/254 of the largest one that has its scale.
-
-    Integers, as every card has them, are nearer than float8 at this size: rows hold numbers of one order of magnitude.
 
     Args:
         tensor: [..., width].
@@ -99,9 +90,8 @@ def bytes_to_one(parts_bytes: float, num_parts: float, size: int) -> float:
 class Collective:
     """A group of ranks, each a thread, that call the same collectives in the same order.
 
-    A rank that fails calls `abort`, which ends every collective of the group. A part is copied to its receivers as soon
-    as it is given: a later copy would wait for all that was launched in between. Collectives belong to rounds, such as
-    the calls of a block. A rank that finished a round is at a different place for ranks that still wait in it.
+    A rank that fails calls `abort`, which ends every collective of the group. Collectives belong to rounds, such as the
+    calls of a block. A rank that finished a round is at a different place for ranks that still wait in it.
 
     Args:
         size: number of ranks.
@@ -157,8 +147,7 @@ class Collective:
     def all_reduce(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of the tensors of all ranks, added in the order of ranks: the same bits on all ranks, in every run.
 
-        In 8 bits the decoded parts are added, in float32, each rank's own among them. Of slices it is the sums that
-        all ranks decode; what a rank adds to its slice's sum itself is exact.
+        In 8 bits the decoded parts are added in float32; what a rank adds to its own slice's sum is exact.
 
         Args:
             tensor: the same shape on all ranks; it is not changed.
@@ -221,7 +210,6 @@ class Collective:
 
     @property
     def error(self) -> BaseException | None:
-        """The first error that `abort` was given."""
         return self._errors.get("first")
 
     def abort(self, error: BaseException) -> None:
@@ -273,11 +261,7 @@ FindGroup = Callable[[], Collective]  # of the forward that is running
 
 
 def attach_collectives(shards: Mapping[str, BlockShard], rank: int, find_group: FindGroup) -> HookSet:
-    """Attach the collectives to the blocks of one device; to be called when their linears and LoRAs are final.
-
-    Args:
-        shards: name of a block -> this device's part of it.
-    """
+    """Attach one device's collectives (shards: by block), when linears and LoRAs are final."""
     hooks = HookSet()
     for name, shard in shards.items():
         for each in shard.collectives:
@@ -293,7 +277,6 @@ def attach_collectives(shards: Mapping[str, BlockShard], rank: int, find_group: 
 
 
 def _exchange(find_group: FindGroup, rank: int, name: str, how: str, tensor: torch.Tensor) -> torch.Tensor:
-    """What the devices make of a layer's output: joined along the features, the first one's, or the sum."""
     group = find_group()
     if how not in ("all_gather", "broadcast"):
         return group.all_reduce(rank, name, tensor)

@@ -1,14 +1,9 @@
 """Data parallel in one process: every device holds a copy of the whole model, and the microbatches are distributed.
 
-Each device has one worker, which takes its share of a step's microbatches, forwards and backwards, into gradients of
-its own. One more worker prepares the microbatches in order, one ahead of each device. When all are done, the first
-replica's device (the main device) adds up:
-
-    gradient = ((first's sum + second's sum) + third's sum) + ...        one flat copy per device
-
-It clips, and steps the only optimizer; sync() then copies the trained values to the others. Who has which microbatch,
-and every order of summation, are fixed. Against one device gradients differ by that order, and dropout draws other
-masks. Reasons, and what is left for later: docs/decisions/0010-replicas.md.
+Each device has one worker; one more prepares the microbatches, one ahead of each device. Behind a step the first
+replica's device (the main device) adds up gradients in the order of devices, clips, and steps the only optimizer;
+sync() copies the trained values to the others. Against one device gradients differ by the order of summation, and
+dropout draws other masks. Reasons: docs/decisions/0010-replicas.md.
 """
 
 from __future__ import annotations
@@ -139,7 +134,6 @@ class DataParallel:
                 parameter.copy_(part)
 
     def _drop_gradients(self) -> None:
-        """Of all but the first."""
         for parameter in itertools.chain.from_iterable(replica.parameters for replica in self._replicas[1:]):
             parameter.grad = None
 
@@ -165,9 +159,8 @@ def copy_model(
 ) -> nn.Module:
     """The same model on another device, bit for bit: no file is read again and nothing is rounded again.
 
-    One tensor after the other is copied; model is left alone. It has no hooks yet and nothing that refers to it.
-
     Args:
+        model: has no hooks yet, and nothing refers to it; it is left alone.
         is_shared: of a tensor in host memory, whether both have it.
     """
     memo: dict[int, Any] = {}
@@ -184,6 +177,5 @@ def copy_model(
 
 
 def _parts(flat: torch.Tensor, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Each parameter with its part of the flat buffer."""
     parts = flat.split([parameter.numel() for parameter in parameters])
     return ((each, part.view(each.shape)) for each, part in zip(parameters, parts, strict=True))

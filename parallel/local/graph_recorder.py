@@ -18,7 +18,6 @@ _ONE_AT_A_TIME = threading.Lock()  # recordings of this process
 
 
 def can_record(devices: Sequence[torch.device]) -> bool:
-    """Whether launches on these devices can be recorded."""
     return all(device.type == "cuda" for device in devices) and torch.version.hip is None
 
 
@@ -45,14 +44,12 @@ class GraphRecorder:
         weakref.finalize(self, _release, self._taken)
 
     def mark(self) -> Callable[[], bool]:
-        """Whether the first card has done all that was launched on it before this mark; asked without waiting."""
+        """See Recorder."""
         return torch.cuda.current_stream(self._devices[0]).record_event().query
 
     def record(self, run: Run, work: Sequence[Work]) -> Callable[[], None]:
-        """What replays all that the ranks' work launches, behind the work on the cards' current streams.
+        """What replays all that the ranks' work launches, behind the work on the cards' current streams; see Recorder.
 
-        Args:
-            run: computes each rank's work in its rank's thread.
         Raises: an error of a rank, and RuntimeError for launches that cannot be recorded.
         """
         with _ONE_AT_A_TIME:

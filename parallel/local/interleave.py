@@ -2,16 +2,10 @@
 
 m forwards of equal cost over n equal cards take (m + n - 1) / n of one forward's time, instead of m. Inference only.
 
-Every forward (a job) has a worker, since only a thread can be halted in the middle of code that is not ours. But one
-token goes round and only its holder runs, so patches and wrappers never meet each other. It is handed on at every
-block, to the next job in order that can run. At borders only would not do: a card's launch queue takes about a thousand
-kernels, then the host stands still and feeds no other card.
-
-A job needs the token and the device it computes on. It gets the main device in the order of the jobs. At a border it
-lets go of one device and queues for the next. There is no deadlock: a job that waits for a device holds none.
-
-At a border a copy is issued while the source is still held, so it waits for this forward's own kernels only. When a job
-raises, the others are stopped where they next enter a block, still one at a time.
+Every forward (a job) has a worker. One token goes round and only its holder runs, so patches and wrappers never meet
+each other. It is handed on at every block, to the next job in order that can run; at borders only, a card's full launch
+queue would keep the host from feeding the others. At a border a job lets go of one device and queues for the next. A
+job that waits for a device holds none, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -49,8 +43,7 @@ class Interleave:
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Run jobs, each one forward pass through the model, interleaved; their results in the order of the jobs.
 
-        Each runs in a thread that takes over this thread's grad and inference mode, autocast, dispatch modes, context
-        variables, current device and streams. A single job runs in this thread.
+        Each runs in a thread that takes over this thread's state (workers.py). A single job runs in this thread.
 
         Raises: the first exception of a job, after all have ended; RuntimeError under autograd or inside another run.
         """
@@ -98,7 +91,6 @@ class Interleave:
         return self.bridge.side_streams.copy(tensor, device, self._local.state.arrivals)
 
     def settle(self) -> None:
-        """Have the current streams wait for the copies this job has under way."""
         if self._local.state is not None:
             settle(self._local.state.arrivals)
 
@@ -148,7 +140,6 @@ class RoundRobin:
             self._run.wait(lambda: self._holder is state)
 
     def leave(self, index: int) -> None:
-        """Let go of everything for good."""
         state = self._states[index]
         with self._run.changing():
             self._queues[state.device].remove(state)

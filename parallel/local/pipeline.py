@@ -1,19 +1,15 @@
 """All cards of a split model train at once: microbatches follow each other through the stages, forwards and backwards.
 
 A stage is the run of blocks on one device; the first has the model's front as well, the last its tail and the loss.
-Each follows an order of its own (schedule.py). A model that returns to a device is refused.
-
-A worker carries one microbatch after the other, forwards and backwards, for only a thread can leave the model's forward
-in the middle. There are as many workers as microbatches in flight, and no two on one stage at a time. One more worker
-prepares the next microbatches on the host, two ahead at most.
+Each follows an order of its own (schedule.py). A worker carries one microbatch after the other, forwards and backwards.
+One more prepares the next microbatches on the host, two ahead at most.
 
 A stage's graph ends at its border. What crosses and needs a gradient arrives as the copy of a detached tensor, and a
 scalar stands where it left. After the stage's backward the gradients of the copies go back to where the tensors came
 from. There a backward of the scalars hands them out. So the border itself holds no activations.
 
-Random numbers are drawn, and gradients summed, in the order of plain accumulation. Only a tensor that crosses to
-several devices and needs a gradient sums its parts in another order. Reasons:
-docs/decisions/0007-pipelined-training.md.
+Random numbers are drawn, and gradients summed, in the order of plain accumulation, but for a tensor that crosses to
+several devices. Reasons: docs/decisions/0007-pipelined-training.md.
 """
 
 from __future__ import annotations
@@ -84,7 +80,7 @@ class Pipeline(OneModel):
         return [losses[index] for index in range(len(microbatches))]
 
     def _carry(self, index: int, microbatch: MicroBatch[Any], order: StageOrder, prefetch: Prefetch) -> torch.Tensor:
-        """A microbatch through all stages and back; its loss."""
+        """Through all stages and back; the loss."""
         self._local.flight = flight = _Flight(index, order)
         try:
             loss = self._forward(flight, microbatch, prefetch)
@@ -166,7 +162,6 @@ class Pipeline(OneModel):
         return copy
 
     def settle(self) -> None:
-        """Have the current streams wait for the copies that this worker has under way."""
         flight = self._local.flight
         if flight is not None and flight.stage is not None:
             settle(flight.arrivals)
@@ -227,7 +222,6 @@ class _Flight:
         self.stage = stage
 
     def leave(self) -> None:
-        """Its forward's work on the stage is issued."""
         assert self.stage is not None
         self.order.finish(self.stage)
         self.stage = None

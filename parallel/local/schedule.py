@@ -1,14 +1,9 @@
 """Which microbatch a stage works on when: the plans, and the policies that make workers keep to them.
 
-Pipeline (1f1b). A step has m microbatches, each of which goes forwards through n stages (F) and backwards through them
-(B). Every stage has a fixed order; each entry waits for its input only: F for the same microbatch's F one stage
-earlier, B for its B one stage later (on the last stage: its F). A stage takes as many F as it may hold, then B and F
-alternately, then the remaining B. The last stage takes every B at once and holds one; stage k holds n - k, or `ahead`
-more, which fills the gaps that uneven stages leave.
-
-The B of a stage follow each other as the microbatches do, so a parameter's gradient is summed in the order of plain
-accumulation. It takes (m + n - 1) / m of the time of a full pipeline when stages are equally fast. All F before all B
-(GPipe, arXiv 1811.06965) would take as long and hold all m. Source: PipeDream-Flush in Megatron-LM, arXiv 2104.04473.
+Pipeline (1f1b: PipeDream-Flush in Megatron-LM, arXiv 2104.04473). A step has m microbatches, which go forwards through
+n stages (F) and backwards (B). A stage takes as many F as it may hold, then B and F alternately, then the remaining B.
+The last stage holds one; stage k holds n - k, or `ahead` more, which fills the gaps that uneven stages leave. The B of
+a stage follow each other as the microbatches do, so gradients are summed in the order of plain accumulation.
 
 Data parallel. The microbatches are distributed round robin; a stage is a device with a whole copy of the model.
 """
@@ -59,10 +54,7 @@ def plan_order(num_stages: int, num_microbatches: int, ahead: int = 0) -> list[l
 
 
 class StageOrder:
-    """Lets every stage's work begin in its order, and one that must be alone when no stage works.
-
-    A waiting worker is on no stage, so there is no deadlock as long as the orders of the stages agree.
-    """
+    """Lets every stage's work begin in its order, and one that must be alone when no stage works."""
 
     def __init__(self, run: Coordinator, orders: Sequence[Sequence[Work]], trace: Trace | None = None) -> None:
         self._run = run
@@ -91,14 +83,12 @@ class StageOrder:
                 self._trace.append((stage, work))
 
     def finish(self, stage: int) -> None:
-        """The stage's work in hand is issued."""
         with self._run.changing():
             self._busy.remove(stage)
             self._is_exclusive = False
             self._position[stage] += 1
 
     def num_forwards(self, stage: int) -> int:
-        """How many have begun on this stage."""
         return self._num_forwards[stage]
 
 
@@ -116,7 +106,6 @@ class Prefetch:
         self._prepared: dict[int, Any] = {}
 
     def work(self) -> None:
-        """For a worker."""
         for index, microbatch in enumerate(self._microbatches):
             with self._run.when(lambda index=index: self._may_prepare(index)):  # type: ignore[misc]
                 pass

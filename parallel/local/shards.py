@@ -24,7 +24,6 @@ class BlockCollective:
     """A module behind which the devices exchange something.
 
     Args:
-        name: inside the block; the same on every device.
         how: what is done with its outputs: "all_gather" is along the features, "broadcast" takes the first
             device's, and "norm" corrects those of an RMS norm by the mean square of all.
         width: the number of features of all devices: of an RMS norm, or of gathered outputs.
@@ -42,7 +41,6 @@ class HeadArguments:
 
     Args:
         dims: name of the argument -> the dimension of the heads. One row for all heads stays.
-        rank: of the device in shares.
     """
 
     module: nn.Module
@@ -86,7 +84,6 @@ class BlockShard:
 
 
 def find_plan(plans: tuple[TensorPlan, ...], block: nn.Module) -> TensorPlan | None:
-    """The plan for blocks of this class."""
     return next((plan for plan in plans if fnmatchcase(type(block).__name__, plan.block)), None)
 
 
@@ -190,7 +187,6 @@ def divided_bytes(block: nn.Module, plan: TensorPlan, shares: Shares, rank: int)
 
 
 def _share(shares: Shares, parts: tuple[Unit, ...], size: int, rank: int) -> float:
-    """Of a dimension of this size, that one device has."""
     return sum(last - first for first, last in shares.slices(parts, size, rank)) / size
 
 
@@ -326,7 +322,6 @@ class JoinedSlices(torch.Tensor):
         return self.joined()
 
     def joined(self) -> torch.Tensor:
-        """One ordinary tensor."""
         return torch.cat(list(self.pieces), self.along)
 
     @classmethod

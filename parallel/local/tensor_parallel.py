@@ -1,16 +1,12 @@
 """Several devices together compute each block of one forward, every device with its part of the weights.
 
-The model's own forward runs once, on the main device, with the main device's part of each block. A hook on the block
-hands the same arguments to a thread per further device, which runs that device's part. Row-parallel linears and the
-like are followed by collectives (collectives.py), in which each device adds the partial sums of all in the order
-of ranks. So every device has the same bits, and the block's output. The next block finds it there, if it is handed the
-very tensor that this block returned, unchanged. Everything else is copied from the main device.
+The model's own forward runs once, on the main device. A hook on a block hands the same arguments to a thread per
+further device, which runs that device's part. Each device adds the partial sums of all in the order of ranks
+(collectives.py), so every device has the same bits. The next block finds them there, if it is handed the very tensor
+that this block returned, unchanged. Everything else is copied from the main device.
 
-The code between two blocks, and other people's code in it, sees ordinary tensors of one device. Outputs have a version
-also in inference mode: a residual that is added in place makes the other devices' copies out of date.
-
-The threads live as long as one forward. One forward runs at a time, whichever thread begins it. A device's error ends
-the collectives of all, and the forward with that error.
+Outputs have a version also in inference mode: a residual that is added in place makes the other devices' copies out of
+date. One forward runs at a time, whichever thread begins it. A device's error ends the forward with that error.
 """
 
 from __future__ import annotations

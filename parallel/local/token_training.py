@@ -1,8 +1,7 @@
 """Training with copies of a model on several devices, which share out the rows (tokens) of each microbatch (tokens.py).
 
-Every device has one worker, which runs the whole forward, loss and backward of a microbatch through its copy. The
-copies exchange keys and values inside their blocks, and rows behind the last one. The LoRAs are those of
-data_parallel.py. Reasons: docs/decisions/0062-training-by-tokens.md.
+Every device runs the whole forward, loss and backward of a microbatch through its copy, whose blocks exchange keys and
+values. Reasons: docs/decisions/0062-training-by-tokens.md.
 """
 
 from __future__ import annotations
@@ -149,13 +148,7 @@ class TokenModel(nn.Module):
 
 
 class TokenTraining(DataParallel):
-    """Trains copies of a model that share out the rows of each microbatch; see Runner.
-
-    Every copy has a part of the gradients, as under data parallelism, and its loss is the first one's alone.
-
-    Args:
-        model: of the replicas' models.
-    """
+    """Trains copies of a model that share out the rows of each microbatch, which each have a part of the gradients."""
 
     num_replicas = 1
 
@@ -167,7 +160,6 @@ class TokenTraining(DataParallel):
         return self.model, self.devices[0]
 
     def _losses(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
-        """After forward and backward, one microbatch after the other, into the gradients of every copy."""
         losses: list[torch.Tensor] = []
         with ThreadPoolExecutor(1) as host:  # prepares the next one meanwhile
             coming = [host.submit(each.prepare) for each in microbatches[:1]]

@@ -1,4 +1,4 @@
-"""Several forwards at once, a whole one on each device, each in a thread of its own; nothing travels between devices.
+"""Several forwards at once, a whole one on each device, each in a thread of its own.
 
 The code around a forward runs on the main device, whose current stream all threads have in common. So no forward begins
 before every device has its inputs: the main device's own kernels would be ahead of them in that stream.

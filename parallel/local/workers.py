@@ -1,16 +1,12 @@
 """Threads that work on one run together: how they wait for each other, and how the run ends.
 
-A run is a pipeline's step, a data-parallel step, or a batch of interleaved forwards. Each of its workers is a function
-with a thread of its own. A policy says what a worker may do when (StageOrder, Prefetch, RoundRobin). It keeps plain
-data, which is read and changed only inside `when` or `changing`. The Coordinator has everything else, once:
+A run is a step of training, or a batch of forwards. Each worker is a function with a thread of its own. A policy says
+what a worker may do when (StageOrder, Prefetch, RoundRobin); its data is read and changed only inside `when` or
+`changing`. The Coordinator has everything else:
 
-- A worker waits for a condition of its own. Whoever changes something wakes those whose condition has become true, and
-  nobody else.
-- No worker begins before every thread could be had.
-- The first error ends the run. The others are unwound where they next wait, by `Stopped`; what they raise meanwhile is
-  a consequence, and is dropped.
-- The caller's wait is open to KeyboardInterrupt, which ends the run as well.
-- No thread works on when `run` returns or raises, and nothing of the run is held by the threads.
+- Whoever changes something wakes those whose condition has become true, and nobody else.
+- No worker begins before every thread could be had, and none works on when `run` returns or raises.
+- The first error, or KeyboardInterrupt, ends the run. The others are unwound where they next wait, by `Stopped`.
 
 torch keeps grad mode, autocast, dispatch modes, current device and streams per thread; workers take over the caller's.
 """
@@ -276,7 +272,6 @@ class _Idle:
         tasks.put(task)
 
     def take_back(self, tasks: Tasks) -> None:
-        """The thread with this queue waits for more."""
         self._queues.append(tasks)
         if self._is_dismissed:
             self.dismiss()

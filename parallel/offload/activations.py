@@ -1,18 +1,12 @@
 """Activation offload: what recomputed blocks keep is in host memory until their backward, instead of on their cards.
 
-That is one hidden state per block and microbatch in flight. It goes to pinned host memory while later blocks compute,
-and comes back one block ahead of the backward, with the same bytes and strides.
+It goes to pinned host memory while later blocks compute, and comes back one block ahead of the backward, with the same
+bytes and strides. What two neighbouring blocks of a device are both called with (modulation, rotary tables) is on the
+card anyway and stays, told by identity. So do small tensors, parameters, and tensors with gaps between their elements.
 
-What two neighbouring blocks of a device are both called with (modulation, rotary tables) is on the card anyway and
-stays, told by identity. So do small tensors, parameters, and tensors with gaps between their elements.
-
-`keep` is called after a block's forward. The newest block's tensors stay, those before are being copied, and those
-before that are dropped. So at most NUM_WAITING blocks' tensors are on a card besides those of the block at work,
-however many microbatches it holds. In a backward there is the block at work and one that arrives. Memory on the card is
-taken and given back on the computing stream (copies.py), also when an error drops a tensor on its way.
-
-Memory that cannot be pinned is refused: copies through ordinary memory would hold up the host and all cards. There is
-one backward per forward, for what came back is given away. docs/decisions/0008-blocks-from-host-memory.md says more.
+At most NUM_WAITING blocks' tensors are on a card besides those of the block at work, in a backward one. Memory that
+cannot be pinned is refused: copies through ordinary memory would hold up the host and all cards. There is one backward
+per forward. docs/decisions/0008-blocks-from-host-memory.md says more.
 """
 
 from __future__ import annotations
@@ -36,11 +30,7 @@ NUM_WAITING = 2  # blocks whose tensors are on a card besides those of the block
 
 
 class ActivationOffload:
-    """A store for the inputs of one split model's recomputed blocks; see recompute.py.
-
-    Args:
-        min_bytes: smaller tensors stay where they are.
-    """
+    """A store for the inputs of one split model's recomputed blocks; see recompute.py."""
 
     def __init__(self, *, min_bytes: int = MIN_BYTES) -> None:
         self._min_bytes = min_bytes
@@ -77,7 +67,6 @@ class ActivationOffload:
 
     @property
     def host_bytes(self) -> int:
-        """Held in host memory now, in use or not."""
         return sum(device.pool.num_bytes for device in self._devices.values())
 
     def _may_leave(self, tensor: torch.Tensor, device: torch.device) -> bool:
@@ -139,7 +128,6 @@ class Handle:
                     each.stays = other.stays = True
 
     def leave(self) -> None:
-        """Start copying what goes to the host."""
         for each in self._on_card():
             if not each.stays and each.host is None:
                 flat, streams = _flat(each.checked()), self._device.streams
@@ -252,5 +240,4 @@ def _elements(buffer: PinnedBuffer, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as they lie in memory."""
     return tensor.detach().as_strided((math.prod(tensor.shape),), (1,))

@@ -1,16 +1,11 @@
 """Copies between host memory and a device, beside what the device computes: streams, events and slots.
 
-What is copied when is for its users to say: weights.py, activations.py and encoding/streamed_encoder.py.
+Order. The host runs far ahead of the device, so streams wait for events and the host waits for none of them. A copy
+waits until nothing uses its target any more. The computing stream waits for a copy before it reads what arrives.
 
-Order. The host runs far ahead of the device, so streams wait for events and the host waits for none of them. Each
-device has one stream for copies to it and one for copies to the host; it computes on its current stream. A copy waits
-until nothing uses its target any more. The computing stream waits for a copy before it reads what arrives.
-
-Memory. A tensor that a copy stream uses is not recorded there (record_stream): the allocator would keep its memory
-until it sees the copy's end, and with the host far ahead tensors would pile up. Instead memory on the device is taken
-and given back on the computing stream, which waits for the last copy before that.
-
-Slots. A third slot would only let copies run further ahead of a computation that they do not wait for.
+Memory. A tensor that a copy stream uses is not recorded there (record_stream): with the host far ahead tensors would
+pile up. Instead memory on the device is taken and given back on the computing stream, which waits for the last copy
+before that.
 
 Devices without streams copy at once; their events are None.
 """
@@ -50,7 +45,6 @@ class CopyStreams:
         return None if self._module is None else self.computing().record_event()
 
     def wait(self, event: Any) -> None:
-        """Let what is computed from here on wait for an event."""
         if event is not None:
             self.computing().wait_event(event)
 
@@ -146,7 +140,6 @@ class Slots:
         self.slots = [Slot(buffer, used=used) for buffer in buffers]
 
     def find(self, index: int) -> Slot | None:
-        """The slot that has a part."""
         return next((slot for slot in self.slots if slot.index == index), None)
 
     @torch.no_grad()
@@ -182,7 +175,6 @@ class Slots:
             slot.used = self._streams.now()
 
     def clear(self) -> None:
-        """Empty all slots."""
         for slot in self.slots:
             self.unbind(slot)
             slot.index = None
@@ -257,7 +249,6 @@ class BufferPool:
 
     @property
     def num_bytes(self) -> int:
-        """Of all buffers, in use or not."""
         return sum(buffer.num_bytes for buffer in self._all)
 
     def take(self, num_bytes: int) -> PinnedBuffer:
@@ -278,7 +269,6 @@ class BufferPool:
         return made
 
     def give_back(self, buffer: PinnedBuffer) -> None:
-        """Free for the next use, or freed after close."""
         if not self._is_closed:
             self._free.append(buffer)
 

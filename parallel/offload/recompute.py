@@ -1,14 +1,10 @@
 """Blocks that are computed again for the backward, instead of keeping their activations (gradient checkpointing).
 
-torch.utils.checkpoint does this for any code, with Python hooks on every saved tensor; where the host is the bottleneck
-that costs some per cent of a step, and its care for random numbers sets the CPU's generator, which all threads share.
+torch.utils.checkpoint has Python hooks on every saved tensor, and sets the CPU's generator, which all threads share.
 Here a block is one autograd node: forward without a graph, and in the backward once more with one, run at once.
 
-Random numbers (dropout) come out as the first time: if the first forward advanced the generator of the block's device,
-it is set back for the second and then restored. No other generator is looked at: the CPU's is shared by all threads,
-and another stage of a pipeline, or the host, may draw from it meanwhile.
-
-A block that changes an argument in place is refused: the second forward would start from the changed one.
+If the first forward advanced the generator of the block's device (dropout), it is set back for the second. A block that
+changes an argument in place is refused: the second forward would start from the changed one.
 
 Only tensors among the positional arguments get gradients, at any depth; outputs are a tensor or a tuple of tensors.
 Until the backward autograd keeps the arguments, or a store does (activations.py).
@@ -197,7 +193,6 @@ class BlockCall:
 
 
 def module_of(block: nn.Module | BlockCall) -> nn.Module:
-    """The block that is called."""
     return block.module if isinstance(block, BlockCall) else block
 
 

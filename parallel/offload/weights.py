@@ -1,20 +1,15 @@
 """Weight offload: blocks that do not fit their card keep their weights in host memory and pass them through two slots.
 
 A hook behind the bridge's own sees to it that the block is in a slot. It starts copying the next one of its device into
-the other slot: the next higher in a forward, the next lower while blocks are computed again for the backward. Nothing
-is evicted before its slot is needed. The base is frozen, so nothing is copied back. copies.py keeps order on the card.
+the other slot: the next higher in a forward, the next lower while blocks are computed again for the backward. The base
+is frozen, so nothing is copied back. copies.py keeps order on the card.
 
-A backward never reads evicted weights: the graph of an offloaded block is made, used and dropped within one visit. A
-call that would leave a graph behind is refused, as of a block that keeps its activations.
+A backward never reads evicted weights: a call that would leave a graph behind is refused, as of a block that keeps its
+activations. In host memory are frozen tensors of 64 KiB and more. Between visits the module has its host tensors:
+names, state dict and sizes are as ever. A block has one pinned buffer: buffers per layer could share pages, which
+cannot be pinned twice. Copies of a model on several devices stream one set of host tensors (`of_copy`).
 
-In host memory are frozen tensors of 64 KiB and more; LoRA, buffers and what trains stay on the card. Between visits the
-module has its host tensors: names, state dict and sizes are as ever. A block has one pinned buffer, since buffers per
-layer could share pages, which cannot be pinned twice.
-
-Copies of a model on several devices (tokens.py) stream one set of host tensors (`of_copy`).
-
-One thread at a time works on a device (pipeline.py), so nothing is locked. Reasons, and what a step takes:
-docs/decisions/0008-blocks-from-host-memory.md.
+One thread at a time works on a device (pipeline.py), so nothing is locked.
 """
 
 from __future__ import annotations
@@ -50,8 +45,6 @@ class _Block:
 class WeightOffload:
     """Handle of blocks whose weights are in host memory; made before a model is loaded.
 
-    The loader hands over every layer that is final (begin, finish); attach() makes slots and hooks.
-
     Args:
         places: fqn of each offloaded block -> its device, in execution order.
     """
@@ -69,12 +62,10 @@ class WeightOffload:
 
     @property
     def num_copies(self) -> int:
-        """Blocks that were copied to a card so far."""
         return sum(each.slots.num_copies for each in self._devices)
 
     @property
     def host_bytes(self) -> int:
-        """Of the buffers in host memory."""
         return sum(block.host.num_bytes for block in self._blocks.values())
 
     def holds(self, parameter: torch.Tensor) -> bool:
@@ -111,7 +102,6 @@ class WeightOffload:
         return num_bytes >= SMALLEST_BYTES and self._block_of(fqn) is not None
 
     def _block_of(self, fqn: str) -> str | None:
-        """The offloaded block that a module or parameter belongs to."""
         parts = fqn.split(".")
         names = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
         return next((name for name in names if name in self.places), None)
@@ -224,7 +214,6 @@ def _enter(device: _Device, index: int, block: nn.Module, args: tuple[Any, ...],
 
 
 def _has_graph(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call with gradients would leave a graph behind."""
     return any(tensor.requires_grad for tensor in (*block.parameters(), *tensors_reached((args, kwargs))))
 
 

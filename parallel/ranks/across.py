@@ -1,13 +1,10 @@
 """Data parallel between processes: each rank computes its share of a step's microbatches, gradients are added up once.
 
-The microbatches are dealt out as DataParallel deals them to the cards of one process: rank r has r, r + n, r + 2n, ...
-Each rank passes its share on to a runner of its own, for one card, a pipeline, replicas or divided blocks. Afterwards
-gradients and losses of all ranks go through one flat all-reduce, and every rank has those of the whole step. So each of
-them clips and steps alike, and their LoRAs stay equal bit for bit.
+Rank r of n has microbatches r, r + n, r + 2n, ... and passes them on to a runner of its own. Gradients and losses of
+all ranks go through one flat all-reduce. So each rank clips and steps alike, and LoRAs stay equal bit for bit.
 
-What is drawn on a device (dropout) has a stream of its own for every microbatch, which depends on the job's seed, the
-step and the microbatch and on nothing else. Between runs of the runner all ranks have the same stream, for optimizers
-that draw.
+What is drawn on a device (dropout) has a stream of its own for every microbatch, by the job's seed, the step and the
+microbatch. Between runs of the runner all ranks have the same stream, for optimizers that draw.
 """
 
 from __future__ import annotations
@@ -50,7 +47,6 @@ class AcrossRanks:
         return self._inner.num_replicas * self._ranks.count
 
     def replica_for(self, index: int) -> tuple[nn.Module, torch.device]:
-        """The copy of this rank that a microbatch of its own goes through."""
         return self._inner.replica_for(index // self._ranks.count)
 
     def sync(self) -> None:

@@ -1,10 +1,9 @@
 """Which start of a job the ranks are in, agreed between them before they connect.
 
-torchrun keeps one store while it starts ranks anew, and in it lie the addresses of ranks that are gone. What it says of
-restarts does not tell them apart: each machine counts only those that a failure of its own began. So the first rank
-numbers the starts, and tells each rank that asks by a name which no earlier process has had. An answer to one that is
-gone is read by nobody. All go on when the newest asker of every rank has heard the number. If one was asked to stop
-before, none does. torchrun has ended every rank of a start before it begins the next.
+torchrun keeps one store while it starts ranks anew, and in it lie the addresses of ranks that are gone; each machine
+counts only those restarts that a failure of its own began. So the first rank numbers the starts, and tells each rank
+that asks by a name which no earlier process has had. All go on when the newest asker of every rank has heard the
+number. If one was asked to stop before, none does.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def _asked_for(store: Any, place: RankPlace, pause: Pause) -> int:
 
 
 def _decided(store: Any, attempt: int, outcome: str) -> str:
-    """What this start comes to: this, unless another rank was earlier."""
+    """This outcome, unless another rank was earlier."""
     return str(store.compare_set(f"met {attempt}", "", outcome).decode())
 
 

@@ -1,10 +1,8 @@
 """What the processes of a job (its ranks) say to each other: agree, wait, share, add up. torch.distributed underneath.
 
 Every method that says "all ranks" must be called by all of them, in the same order; what they decide by has to be the
-same on each. Plain values travel as JSON and tensors as safetensors' bytes, so nothing is unpickled.
-
-Gradients travel through the backend of their device (NCCL, on ROCm RCCL; gloo on CPUs). Everything else goes through a
-group of gloo, where a rank may wait for hours, for instance while the first one encodes captions.
+same on each. Plain values travel as JSON, so nothing is unpickled. Gradients travel through the backend of their device
+(NCCL, on ROCm RCCL; gloo on CPUs), everything else through a group of gloo, where a rank may wait for hours.
 """
 
 from __future__ import annotations
@@ -104,7 +102,6 @@ class Ranks:
             return self.own_stop() or bool(self._store.check([_STOP]))
 
     def alive(self) -> None:
-        """See Watch.alive."""
         if self.watch is not None:
             self.watch.alive()
 
@@ -150,7 +147,6 @@ class Ranks:
         return self.any(self.own_stop())
 
     def wait(self) -> None:
-        """Until all ranks are here."""
         self.any(False)
 
     def gather(self, value: Any) -> list[Any]:

@@ -1,15 +1,10 @@
 """A model whose weights several processes share: FSDP2 over its blocks, each process reading its own rows of the file.
 
 The model is made without weights, `fully_shard` divides every tensor by rows, and each process reads its rows, so none
-ever holds the whole model, on its device or in host memory. A block is whole only while it computes; what is outside
-the blocks stays whole from the first forward on.
+ever holds the whole model. A block is whole only while it computes. Rows of frozen linears in 8 bits (FrozenLinear8)
+are rounded alone, with one scale each, so they have the bits that one process gives them; everybody has the scales.
 
-Frozen linears in 8 bits (FrozenLinear8) are divided like all others: rows are rounded alone, with one scale each, so a
-process rounds its own rows, and they have the bits that one process gives them. The scales, a number per row, are
-gathered and held by everybody.
-
-There are no gradients of the weights. The LoRA is attached afterwards and is whole on every process; AcrossRanks adds
-up its gradients. Reasons: docs/decisions/0030-several-processes.md.
+The LoRA is attached afterwards and is whole on every process. Reasons: docs/decisions/0030-several-processes.md.
 """
 
 from __future__ import annotations

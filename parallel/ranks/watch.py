@@ -1,11 +1,9 @@
 """Ends a process that would wait for ever: it hangs, another rank does, or the launcher that started it is gone.
 
-Python's own faulthandler ends a rank whose work takes longer than `timeout_s`, also one that keeps Python's lock, and
-prints where all of its threads are. torchrun then ends the other ranks, and starts all anew where it may.
-
-A rank that waits for others has no limit, for the first one may encode for hours. But every rank changes a line of
-torchrun's store every two seconds. Whoever does not, being stopped or on a machine that is gone, is lost. Those of this
-machine are killed, so that whoever is inside a collective with them comes out and saves.
+Python's own faulthandler ends a rank whose work takes longer than `timeout_s`, and prints where all of its threads are;
+torchrun then ends the other ranks. A rank that waits for others has no limit, but every rank changes a line of
+torchrun's store every two seconds. Whoever does not is lost. Those of this machine are killed, so that whoever is
+inside a collective with them comes out and saves.
 """
 
 from __future__ import annotations
@@ -67,7 +65,6 @@ class Watch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, this rank waits for others."""
         yield from self._within(0.0)
 
     def _within(self, limit_s: float) -> Iterator[None]:
@@ -87,7 +84,6 @@ class Watch:
             faulthandler.cancel_dump_traceback_later()
 
     def leave(self) -> None:
-        """This rank knows that another one is lost, and ends by itself."""
         self._is_leaving = True
 
     def _guard_launcher(self) -> None:

@@ -46,7 +46,6 @@ from devicebridge.nodes.host.native.model import native_training
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.parallel.devices import own_random_states
 from devicebridge.parallel.local import token_training
-from devicebridge.parallel.offload.in_place import InPlaceGuard
 from devicebridge.parallel.ranks.group import ALONE, Ranks
 from devicebridge.patches.compile_blocks import apply_compile
 from devicebridge.planning.cards import parse_cards
@@ -721,17 +720,6 @@ def _apart(found: Grads, wanted: Grads) -> float:
     return max(float((found[name] - each).norm() / each.norm().clamp_min(least)) for name, each in wanted.items())
 
 
-def in_place(bench: Bench) -> Figures:
-    """Tensors that the in-place guard of a block copies in one call, and arguments that it makes anew, at most."""
-    with bench.trainer("in place", {}) as trainer:
-        list(trainer.accumulate(1))
-        model, _ = trainer.runner.replica_for(0)
-        guards = [each.forward for each in model.modules() if isinstance(each.forward, InPlaceGuard)]
-        known = [writes for guard in guards for writes in guard.known.values()]
-    copied = max(len(writes.arguments) + writes.num_copied for writes in known)
-    return {"copied": copied, "renewed": max(len(writes.renewed) for writes in known)}
-
-
 def eight_bits(bench: Bench) -> Figures:
     """The base is rounded, the LoRA is not; what is computed stays close, and two steps are finite."""
     schemes = ("int8", "fp8", "int8-compute", "fp8-compute") if bench.name in _IN_EVERY_SCHEME else ("int8",)
@@ -826,6 +814,6 @@ STEPS: dict[str, Callable[[Bench], Figures]] = {
     "data": _same("data", {"split": CARDS, "train": TWO, "parallel": {"strategy": "data"}}), "tokens": by_tokens,
     "weight offload": _same("weights", {"split": {"devices": ["lazy:0"], "offloaded_blocks": [2]}}),
     "activation offload": _same("activations", {"split": CARDS, "train": {"offload_activations": "on"}}),
-    "in place": in_place, "8 bits": eight_bits, "compiled": compiled, "5 steps": five_steps, "resume": resumed,
+    "8 bits": eight_bits, "compiled": compiled, "5 steps": five_steps, "resume": resumed,
     "stock LoRA": stock_loader, "diffusers": diffusers_agrees, "forecast": forecast,
 }  # fmt: skip

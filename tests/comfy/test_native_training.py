@@ -91,11 +91,5 @@ def test_what_can_be_trained_is_trained_right(name: str, found: dict[str, Any]) 
     assert not any(faults.values()), faults
 
 
-@pytest.mark.parametrize("name", [each for each in EACH if str(each.values[0]).startswith("FLUX")])
-def test_blocks_of_flux_that_add_in_place_take_no_copies(name: str, lines: list[dict[str, Any]]) -> None:
-    figures = next(each["steps"]["in place"] for each in lines if each.get("name") == name)
-    assert figures["copied"] == 0 and figures["renewed"] == 2
-
-
 def test_no_class_is_left_out(request: pytest.FixtureRequest, lines: list[dict[str, Any]]) -> None:
     assert tuple(each["name"] for each in lines) == names_that_run(request)

@@ -151,7 +151,6 @@ def load_encoders(job: JobConfig) -> tuple[HostClip | None, HostVae | None, Host
 
 
 def load_clip_files(paths: Sequence[str], kind: str, model_path: str) -> Any:
-    """A CLIP as ComfyUI's loaders make it: of a checkpoint, or of files of text encoders."""
     import comfy.sd
     import folder_paths
 

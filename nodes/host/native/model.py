@@ -398,7 +398,6 @@ def _trained_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def kind_of(base: Any) -> str:
-    """What it predicts, as ComfyUI spells it: "FLOW", "EPS"."""
     return str(base.model_type).rpartition(".")[2]
 
 
@@ -416,7 +415,6 @@ def channels_of(form: Any) -> int:
 
 
 def silence_of(form: Any) -> Callable[[int], tuple[int, ...]] | None:
-    """See ComfyInputs."""
     return (lambda frames: _empty_streams(form, frames)[1]) if len(_empty_streams(form, 1)) > 1 else None
 
 

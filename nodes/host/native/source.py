@@ -255,7 +255,6 @@ def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
 
 
 def _patch_of(model: Any) -> int:
-    """Cells of a latent that a token is wide."""
     if type(model).__name__ in _PACKED:
         return 1
     holder = getattr(model, "patchifier", model)
@@ -385,14 +384,12 @@ def _some_latents(base: Any) -> tuple[int, ...]:
 
 
 def _beside(base: Any) -> int:
-    """Channels that the model is given beside the noise."""
     noise = torch.empty(_some_latents(base), device="meta")
     beside = base.concat_cond(noise=noise, latent_image=noise, device=noise.device)
     return 0 if beside is None else int(beside.shape[1])
 
 
 def _outside(model: Any, lists: tuple[str, ...]) -> list[str]:
-    """Names of the modules that are in no block and hold none."""
     return [
         name
         for name, _ in model.named_modules()

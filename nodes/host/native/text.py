@@ -83,7 +83,6 @@ def attach_text_encoders(
 
 
 def recompute_layers(stage: nn.Module) -> None:
-    """Have the layers of the encoders computed again for their backward."""
     checkpoint_calls(_layers(stage), lambda call, *values: recompute(call, values, values[0].device), ())
 
 

@@ -1,21 +1,14 @@
 """What other nodes attached to a split MODEL, and how it is made right for a model on several cards.
 
-- ComfyUI calls some attachments through transformer_options, so each of their runs is seen: patches, replacements,
-  wrappers, an attention override.
-- Others are inside the modules and run unseen: object patches, injections, forwards and hooks on a layer.
-- Replaced methods of the diffusion model and exchanged lists of blocks may do anything between two blocks.
-
-Any of them may keep state from call to call, so forwards are not interleaved beside them. ComfyUI's own bypass LoRA and
-blocks compiled one by one keep none.
-
-Their authors wrote for the device that the model is loaded on, so whatever they brought along lies on the main card:
+ComfyUI calls some attachments through transformer_options, so each of their runs is seen. Others are inside the modules
+and run unseen: object patches, injections, forwards and hooks on a layer. Any of them may keep state from call to call,
+so forwards are not interleaved beside them, but for ComfyUI's own bypass LoRA and blocks compiled one by one. Whatever
+their authors brought along lies on the main card:
 
 - A patch gets its tensors there, and what it returns goes back to where the block computes.
 - A block replacement calls the block, so it runs on the block's card with its arguments brought there.
 - What either writes into its arguments is carried back to where they came from (parallel/local/borrow.py).
-- It may write into whatever else it was ever given, at any time: beside such code no copy serves two calls (bridge.py).
-- ControlNet residuals are taken out of their lists one by one between blocks; each travels to the card that has just
-  computed.
+- ControlNet residuals travel, when they are taken out, to the card that has just computed.
 """
 
 from __future__ import annotations
@@ -106,7 +99,6 @@ def _is_comfy_bypass(function: Any) -> bool:
 
 
 def is_compiled(value: Any) -> bool:
-    """Whether this is what torch.compile made of a module: it computes the same and keeps nothing."""
     return hasattr(value, "_orig_mod")
 
 
@@ -192,7 +184,6 @@ def _reasons(model: Any, unseen: tuple[str, ...], conds: list[Any], options: Map
 
 
 def _nearby(value: Any) -> Iterator[Any]:
-    """value, and what is in it where it is a container."""
     yield value
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     for item in items:

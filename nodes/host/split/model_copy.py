@@ -1,14 +1,11 @@
 """A second module tree over the same weights: what a split works on, so that the user's own MODEL is never touched.
 
-ComfyUI keeps the load state of a model on its modules: where each weight is, which LoRA is baked in, which address of
-the dynamic memory it owns. Two patchers of one module tree therefore see each other's placement. So a split makes new
-module and Parameter objects over the same storages; the two trees are loaded, patched and evicted independently. While
-the old tree stays in host memory the weights exist there once. After both have been on cards each has its own weights.
+ComfyUI keeps the load state of a model on its modules, so two patchers of one module tree see each other's placement. A
+split makes new module and Parameter objects over the same storages; the two trees are loaded, patched and evicted
+independently. While the old tree stays in host memory the weights exist there once.
 
-A model that is loaded for a split lies over its file: weights stay in the mapped file until a card takes them. Under
-DynamicVRAM ComfyUI does this itself. Without it, ComfyUI would copy every weight into the model. Here its loader gets
-tensors that it does not copy into a Parameter of the same shape and type: the Parameter takes the mapped tensor.
-Whatever else the loader does with them sees and makes ordinary tensors.
+A model that is loaded for a split lies over its file: weights stay in the mapped file until a card takes them. Without
+DynamicVRAM, ComfyUI's loader gets tensors that it does not copy into a Parameter of the same shape and type.
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
 Two classes are mixed into whatever patcher class the incoming MODEL has (classic, dynamic, a pack's own):
 
-- SplitMixin: the patcher a user holds. It is the main card's: while ComfyUI loads, unloads or measures, the tree shows
-  the main part alone; patches, hooks, callbacks and injections see the whole. Its `model_patches_models()` names the
-  patchers of the shards. Every `load_models_gpu` asks that before it makes room, so ComfyUI accounts, evicts and
-  offloads each card's share on that card.
-- ShardMixin: the patcher of one further card. It shares the main patcher's patches, so a LoRA is applied where the
-  weight lives. It puts object patches into its own blocks, so what they bring is loaded and patched there.
+- SplitMixin: the main card's, which a user holds. While ComfyUI loads, unloads or measures, the tree shows the main
+  part alone; patches, hooks, callbacks and injections see the whole. Its `model_patches_models()` names the shards'
+  patchers, so that ComfyUI accounts, evicts and offloads each card's share on that card.
+- ShardMixin: of one further card. It shares the main patcher's patches, so a LoRA is applied where the weight lives.
 
 Nothing of ComfyUI's is replaced. compat.py lists what is overridden, as ComfyUI 0.33 has it.
 """
@@ -58,7 +56,6 @@ class _CardPatcher(_Patcher):
             main.unpatch_hooks()
 
     def _own_part(self) -> AbstractContextManager[None]:
-        """While active, ComfyUI sees this card's part alone, and nothing wrapped around it."""
         raise NotImplementedError
 
     def partially_load(self, device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False) -> Any:
@@ -399,7 +396,6 @@ class SplitMixin(_CardPatcher):
 
     @property
     def _copies(self) -> tuple[Any, ...]:
-        """Patchers of other cards that have the whole model."""
         return self.companions if self._tree().executor.has_copies else ()
 
     def get_all_callbacks(self, call_type: str) -> list[Callable[..., Any]]:

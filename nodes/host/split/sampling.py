@@ -1,17 +1,12 @@
 """What a split does around ComfyUI's sampling: a forecast before it, micro-batches in each step, a comparison.
 
-Before anything is loaded, what each card needs is said, and refused where it cannot work.
-
 ComfyUI joins cond and uncond into one batch, which a model split by blocks computes card after card. Here each of them,
-and each image of the batch, becomes a micro-batch: while the second card works on one, the first works on the next
-(parallel/local/interleave.py). Where every card has a copy of the model, each computes a whole micro-batch (wholes.py).
-ComfyUI's own function computes each, so regions, masks and default conditionings mean what they always mean. Patches,
-wrappers and ControlNets may keep state; scheduled LoRA changes weights between conditionings. Where something could
-notice that micro-batches are apart, ComfyUI's way is used and the log says so once.
+and each image of the batch, becomes a micro-batch, which the cards work on at the same time (interleave.py, wholes.py).
+ComfyUI's own function computes each, so regions, masks and default conditionings mean what they always mean. Where
+something could notice that micro-batches are apart, ComfyUI's way is used and the log says so once.
 
-A step to be verified is computed a second time in the plainest way. That way has one forward at a time and remembers no
-copies: nothing is left that could be out of date. What it computes must be what the fast way computed: bit for bit, or
-within the executor's `tolerance`.
+A step to be verified is computed a second time in the plainest way: one forward at a time, no copies remembered. What
+it computes must be the same bit for bit, or within the executor's `tolerance`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Way tensor: every card computes a part of each block, with its own slices of the weights.
 
-The slices stay views of the given weights until a card takes them. LoRAs and other patches are made for whole weights.
-So a card patches the whole weight and takes its slice of the result: right for every kind of patch, also for those that
-depend on the weight. Of a plain LoRA one factor is sliced instead.
+LoRAs and other patches are made for whole weights. So a card patches the whole weight and takes its slice of the
+result: right for every kind of patch. Of a plain LoRA one factor is sliced instead.
 """
 
 from __future__ import annotations

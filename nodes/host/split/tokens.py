@@ -1,9 +1,8 @@
 """Way tokens: every card has the whole model and computes its share of the rows (tokens) of one forward.
 
-The result has the sums of one card. The cards exchange keys and values alone, over any link. Each card's copy of the
-model is made of the same storages, so the weights exist once in host memory. ComfyUI loads, patches and evicts every
-copy by itself. The innermost forward of the class is what the cards share: wrappers, step caches and ControlNets
-around it run once, on the main card.
+Each card's copy of the model is made of the same storages, so the weights exist once in host memory. ComfyUI loads,
+patches and evicts every copy by itself. The innermost forward of the class is what the cards share: wrappers, step
+caches and ControlNets around it run once, on the main card.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The module tree of a split model: which part of it each card answers for, and how a forward runs over all of them.
 
-One tree belongs to one split. Its blocks, or the other cards' parts of them, are also members of one small model per
-further card (a shard), under the names they have in the whole. So ComfyUI's own patcher can load, patch, offload and
-evict each part by itself. While ComfyUI works on the main card's part, the other cards' blocks are taken out of their
-lists (`main_only`). Everything else, LoRA key maps, injections, the forward, sees the whole tree.
+The other cards' blocks, or parts of blocks, are also members of one small model per card (a shard), under the names
+they have in the whole, so that ComfyUI's own patcher can load, patch, offload and evict each part. While it works on
+the main card's part, the other cards' blocks are taken out of their lists (`main_only`).
 """
 
 from __future__ import annotations
@@ -166,7 +165,6 @@ class SplitTree:
         return {self.plan.main_device: int(here)} | sizes
 
     def origin_on(self, device: torch.device) -> Origin | None:
-        """Where the unpatched weights of a card's part lie in host memory; None if nobody knows."""
         return self.executor.origin_on(device, self._origin)
 
     # ---- views
@@ -227,7 +225,6 @@ class SplitTree:
         return self.device_of(key) != self.plan.main_device
 
     def is_block(self, key: str) -> bool:
-        """Whether this is the name of a whole block."""
         return key.removeprefix(f"{ROOT}.") in self._blocks
 
     def block(self, name: str) -> nn.Module:
@@ -310,7 +307,6 @@ class SplitTree:
 
     @property
     def own_hooks(self) -> set[int]:
-        """The numbers of the hooks of this split."""
         watching = self._calls.hook_ids if self._calls is not None else set()
         return self.bridge.hook_ids | self._hooks.ids | watching
 
