@@ -65,10 +65,8 @@ class Assembled:
 def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adapter: AttachAdapter) -> Assembled:
     """Load a transformer straight onto its devices and make it trainable as the plan says.
 
-    What the plan asks for and torch cannot do (compiling) is logged and left out.
-
-    Args:
-        attach_adapter: adds the LoRA in place and returns its handle.
+    What the plan asks for and torch cannot do (compiling) is logged and left out. attach_adapter adds the LoRA in
+    place.
     """
     placement = plan.placement
     # 1. Every tensor goes from the file to its device; loading first and splitting later would need one device, or the

@@ -42,9 +42,6 @@ class Allocation:
         """Bytes of weights by device, filled in the order of the text; together they are the model.
 
         A rest that no device was given is the CPU's; of fractions without a CPU, the first device's.
-
-        Args:
-            device_bytes: memory of each device, for fractions.
         """
         found, left = dict.fromkeys(self.amounts, 0), model_bytes
         rest = _CPU if self.unit == "bytes" or _CPU in found else next(iter(found))

@@ -338,11 +338,7 @@ def _who_encodes(encoders: ComfyEncoders, sockets: dict[str, Any]) -> dict[str, 
 def remember_clip(sockets: Mapping[str, Any], load: Callable[[dict[str, Any]], Any]) -> Callable[[], Any]:
     """A function that gives the CLIP of a cache node's sockets again; None where it is gone.
 
-    A connected one is held by ComfyUI, as long as it likes: a dataset must not keep a text encoder in memory. One of
-    files is loaded anew.
-
-    Args:
-        load: a CLIP of the files that these sockets name.
+    A connected one is held by ComfyUI alone: a dataset must not keep a text encoder in memory. One of files is loaded.
     """
     if sockets.get("stock_clip") is not None:
         return weakref.ref(sockets["stock_clip"])
@@ -384,8 +380,6 @@ def encode_tokens(
 ) -> None:
     """Have the tokens of all captions and prompts in the job's cache, for a CLIP that is trained itself.
 
-    Args:
-        info: as of encode_prompts.
     Raises: ValueError where the CLIP is gone; as check_job.
     """
     from ..events import EventLog

@@ -26,11 +26,7 @@ TEXT_LINKS = frozenset(
 
 
 def device_options(*first: str, several: bool = False, has_cpu: bool = True) -> dict[str, Any]:
-    """Options of a drop-down of devices, such as "cuda:0 (NVIDIA GeForce RTX 4090, 24 GB)".
-
-    Args:
-        several: with lists of two and of all, in order.
-    """
+    """Options of a drop-down of devices, or of `several`, such as "cuda:0 (NVIDIA GeForce RTX 4090, 24 GB)"."""
     from ..parallel.devices import device_title, total_bytes
 
     gpus = []
@@ -84,11 +80,8 @@ def read_file(text: str) -> str:
 def links_fit(node: type[io.ComfyNode], received: Mapping[str, Any] | None) -> bool | str:
     """Whether every link of a node carries what its input takes, as ComfyUI asks; else which does not.
 
-    ComfyUI does not check the links of a node that asks for their types. So this is its own rule, and beside it that a
-    text goes into a list of TEXT_LINKS. What the text says is checked where the node is run.
-
-    Args:
-        received: by input, the type of the output that is linked to it.
+    ComfyUI does not check the links of a node that asks for their types (received, by input). So this is its own rule,
+    and beside it that a text goes into a list of TEXT_LINKS. What the text says is checked where the node is run.
     """
     wanted = {each.id: str(each.io_type) for each in node.define_schema().inputs}
     for name, kind in (received or {}).items():

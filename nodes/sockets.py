@@ -28,14 +28,11 @@ _KIND_NAMES: dict[Callable[[str], object], str] = {int: "whole number", float: "
 
 
 class Socket:
-    """A node's input for one setting.
+    """A node's input for one setting ("section.key").
 
     Args:
-        id: its name in workflows.
-        path: of the setting, "section.key".
-        note: what only this node has to say.
+        note: what only this node has to say. text: what it says in place of the setting's own text.
         read: makes the setting's value, where the rules below do not.
-        text: what the socket says in place of the setting's own text, which speaks of job files.
         released: options that differ from what the setting says.
     """
 
@@ -111,13 +108,8 @@ def make_inputs(entries: Iterable[Socket | io.Input], node: str = "") -> list[io
 
 
 def read_section(kind: type[T], entries: Sequence[Socket | io.Input], given: Mapping[str, Any], **more: Any) -> T:
-    """One section of a job config.
+    """One section of a job config, of sockets of a node and what they have; more: settings that the node decides.
 
-    Args:
-        kind: its class.
-        entries: sockets of the node, of any section.
-        given: what they have.
-        more: settings of the section that the node decides.
     Raises: ValueError with one line per setting that the section refuses.
     """
     own = [each for each in entries if isinstance(each, Socket) and each.key.owner is kind]

@@ -27,11 +27,7 @@ class TrainingModel:
     split: SplitConfig
 
     def prepared(self, info: CheckpointInfo | None = None) -> AbstractContextManager[CheckpointInfo | None]:
-        """Inside, ComfyUI is ready to train its own model, which is given; None for a family that we build.
-
-        Args:
-            info: the model, if it was read already.
-        """
+        """Inside, ComfyUI is ready to train its own model, which is given (again); None for a family that we build."""
         return host.native_model(self.model, info) if self.model.family == COMFYUI else nullcontext()
 
     def read(self) -> CheckpointInfo:

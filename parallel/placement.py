@@ -25,13 +25,10 @@ from .block_lists import placed_blocks
 
 @dataclass(frozen=True)
 class Placement:
-    """One device per block.
+    """One device per block; everything else is on the main device. Names are fqns in execution order. [num_blocks]
 
     Args:
-        blocks: fqns in execution order. [num_blocks]
-        devices: where each lives. [num_blocks]
-        main_device: where everything else lives.
-        tail: fqns of the modules and parameters behind the last block that live on its device instead, for pipelines.
+        tail: modules and parameters behind the last block that live on its device instead, for pipelines.
         replicas: devices that each hold a copy of all of it, the main device first; () for one model over all devices.
             devices are those of the main device's copy then.
         row_shares: of replicas that compute each microbatch together: how many of its rows each has, relative to the
@@ -348,8 +345,6 @@ def place_offloaded(
 ) -> dict[str, torch.device]:
     """The blocks that stream from host memory, with their devices, in execution order.
 
-    Args:
-        kept_blocks, offloaded_blocks: per device, in order; () for none. [num_devices]
     Raises: ValueError for another number of devices, or a device with fewer blocks than that.
     """
     places: dict[str, torch.device] = {}
@@ -375,8 +370,8 @@ def estimate_block_flops(
 ) -> list[float]:
     """Floating-point operations of one forward of each block, in execution order, batch 1. Works on meta tensors.
 
-    Linears, and convolutions along the tokens, cost 2 * weights * tokens they see. Attention over all tokens is counted
-    alike for every block (4 S² D), which is exact for joint attention and only shifts all blocks equally elsewhere.
+    Linears and convolutions cost 2 * weights * tokens they see; attention over all tokens is counted alike for every
+    block (4 S² D), which is exact for joint attention and only shifts all blocks equally elsewhere.
     """
     return [
         block_flops(block, block_list, num_image_tokens, num_text_tokens)

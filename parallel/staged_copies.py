@@ -32,10 +32,8 @@ def copies_between(devices: Sequence[torch.device]) -> SideStreams:
 
 
 class StagedCopies(SideStreams):
-    """As SideStreams, through host memory. A pair of cards takes two buffers of it, and is one thread's at a time.
-
-    Args:
-        pairs: that go through host memory, the others directly; None for all.
+    """As SideStreams, through host memory for some pairs (None: all). A pair takes two buffers, and is one thread's at
+    a time.
     """
 
     def __init__(self, piece_bytes: int = PIECE_BYTES, pairs: Collection[Pair] | None = None) -> None:

@@ -62,10 +62,8 @@ _SWITCHES = _Switches()
 
 @contextmanager
 def outside(devices: Iterable[torch.device] = (), about: str = _SPLIT) -> Iterator[None]:
-    """Inside, ComfyUI records no allocation graph and captures no block, in any thread.
-
-    An allocation graph that is active in this thread already is ended first, by ComfyUI's own way of doing so: one that
-    somebody opened around us, or that a forward left behind when it failed.
+    """Inside, ComfyUI records no allocation graph and captures no block, in any thread; one that is active in this
+    thread already is ended first, by ComfyUI's own way of doing so.
 
     Args:
         devices: where the forward runs; each is asked about.
@@ -77,7 +75,12 @@ def outside(devices: Iterable[torch.device] = (), about: str = _SPLIT) -> Iterat
         _prepare(devices, about)
         yield
     except RuntimeError as error:
-        _explain(error, about)
+        is_known, text = isinstance(error, _Failure), str(error)
+        if text.startswith(_ERROR) and not is_known:
+            raise _failure(about, f"it says {text!r}", _ALLOCATIONS) from error
+        if any(words in text for words in _CAPTURE_ERRORS) and not is_known:
+            first_line = text.partition("\n")[0]
+            raise _failure(about, f"the capture of a block failed with {first_line!r}", _CAPTURES) from error
         raise
     finally:
         _SWITCHES.leave()
@@ -107,17 +110,6 @@ def _prepare(devices: Iterable[torch.device], about: str) -> None:
         raise _failure(about, "an allocation graph is active around it", _ALLOCATIONS)
     _log.info("an allocation graph of ComfyUI's was active around %s; it is ended here", about)
     cleanup()
-
-
-def _explain(error: RuntimeError, about: str) -> None:
-    """Raises: RuntimeError that says what to switch off, if the error is of the compiler's and does not say so yet."""
-    if isinstance(error, _Failure):
-        return
-    if str(error).startswith(_ERROR):
-        raise _failure(about, f"it says {str(error)!r}", _ALLOCATIONS) from error
-    if any(words in str(error) for words in _CAPTURE_ERRORS):
-        first_line = str(error).partition("\n")[0]
-        raise _failure(about, f"the capture of a block failed with {first_line!r}", _CAPTURES) from error
 
 
 def _failure(about: str, what: str, switch: str) -> _Failure:

@@ -128,10 +128,8 @@ def own_datasets() -> list[str]:
 
 
 def own_dataset(name: str, file: str) -> Path:
-    """The folder of one of own_datasets.
+    """The folder of one of own_datasets; of a `file` no other is looked at.
 
-    Args:
-        file: name of the only file or folder that is wanted of it, so that no other is looked at; "" for all.
     Raises: ValueError if it leads out of the input folder, or what is wanted of it to where nodes may not read.
     """
     path = _named_folder(name, "folder")
@@ -379,8 +377,6 @@ def _entries(folder: Path, ask: Callable[[], None]) -> Iterator[Path]:
 def state_of(place: Path, ask: Callable[[], None] = go_on) -> list[tuple[str, int, int]]:
     """Equal while a file, or the files of a folder and of its folders, are the same: names, bytes, times of change.
 
-    Args:
-        ask: called now and then; raises to stop.
     Raises: ValueError for a folder of far more than a dataset.
     """
     found = []

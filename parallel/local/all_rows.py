@@ -19,11 +19,8 @@ from .collectives import Collective
 
 @dataclass(frozen=True)
 class Layout:
-    """Where ranks have their rows in a tensor of all rows.
-
-    Args:
-        counts: by segment of the axis, the rows of every rank.
-        own: by segment, whether the tensor has this rank's rows of it alone.
+    """Where ranks have their rows in a tensor of all rows: by segment of the axis, the rows of every rank (counts), and
+    whether the tensor has this rank's rows of it alone (own).
     """
 
     rank: int

@@ -66,10 +66,8 @@ def decode(
     means: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """What encode was given, nearly; the same codes give the same bits on every device of one kind.
-
-    Args:
-        means: is added. It may also be what else there is to add.
+    """What encode was given, nearly, with `means`, or what else there is, added. The same codes give the same bits on
+    every device of one kind.
     """
     num_runs = scales.shape[-1]
     runs, made = codes.unflatten(-1, (num_runs, -1)), torch.empty(codes.shape, dtype=dtype, device=codes.device)
@@ -94,8 +92,6 @@ class Collective:
     calls of a block. A rank that finished a round is at a different place for ranks that still wait in it.
 
     Args:
-        size: number of ranks.
-        send: issues the copies for a receiving rank.
         exchange: how the parts of all-reduces travel, and keys and values (heads.py).
     """
 
@@ -110,20 +106,15 @@ class Collective:
         self.sliced_from_bytes = SLICED_FROM_BYTES
 
     def all_gather(self, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all ranks, by rank, on this rank's device.
+        """The tensors of all ranks, by rank, on this rank's device; other ranks may give other shapes.
 
-        Args:
-            tensor: any shape; other ranks may give other shapes.
-            name: of the collective, equal on all ranks.
-        Raises: RuntimeError if the ranks are in different collectives; the error that `abort` was given.
+        Raises: RuntimeError if the ranks are in different collectives (name); the error that `abort` was given.
         """
         self.post(rank, name, (tensor,))
         return [found[0] for found in self.take(rank, name, (tensor,))]
 
     def post(self, rank: int, name: str, tensors: Tensors, only: int | None = None, *, as_one: bool = False) -> None:
-        """Send tensors of this rank to the others, or to one, in one message. It may be the first of several.
-
-        What copies read later must not be changed.
+        """Send tensors, which must not be changed, to the other ranks, or to one, in one message of several.
 
         Args:
             as_one: join their bytes. Each copy takes the host's time, and through host memory that of a piece.
@@ -145,12 +136,9 @@ class Collective:
         return [own if each == rank else self._from(each, rank, name) for each in range(self.size)]
 
     def all_reduce(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of the tensors of all ranks, added in the order of ranks: the same bits on all ranks, in every run.
+        """The sum of the tensors of all ranks, of one shape, in the order of ranks: the same bits on all, in every run.
 
         In 8 bits the decoded parts are added in float32; what a rank adds to its own slice's sum is exact.
-
-        Args:
-            tensor: the same shape on all ranks; it is not changed.
         Raises: as all_gather.
         """
         has_rows = tensor.is_floating_point() and tensor.ndim > 0 and tensor.shape[-1] >= _SHORTEST_ROW
@@ -170,10 +158,8 @@ class Collective:
         return torch.cat(sums).view(tensor.shape)
 
     def reduce_scatter(self, rank: int, name: str, parts: Tensors) -> torch.Tensor:
-        """The sum of what all ranks have for this one, added in the order of ranks.
+        """The sum of what all ranks have for this one, in the order of ranks. parts: what this rank has for each.
 
-        Args:
-            parts: what this rank has for each rank; those for one rank have the same shape on all ranks.
         Raises: as all_gather.
         """
         return _sum(self._scatter(rank, name, [(each,) for each in parts]), parts[rank].dtype)

@@ -28,12 +28,7 @@ from .workers import Coordinator, ThreadPool
 
 @dataclass(frozen=True)
 class Replica:
-    """One copy of a model.
-
-    Args:
-        model: all of it on device.
-        parameters: the trained ones, in the same order in every replica.
-    """
+    """One copy of a model, all of it on device; the trained parameters are in the same order in every replica."""
 
     model: nn.Module
     device: torch.device
@@ -41,10 +36,8 @@ class Replica:
 
 
 class DataParallel:
-    """Trains copies of a model on several devices; their trained values are made equal at once.
+    """Trains copies of a model on several devices; the first has the optimizer, and is what the outside knows.
 
-    Args:
-        replicas: the first has the optimizer, and is what the outside knows as the model.
     Raises: ValueError for two on one device, one on the CPU (whose random numbers all threads share), or copies that
         differ in what is trained.
     """
@@ -157,10 +150,9 @@ def dealt(num_microbatches: int, num_replicas: int) -> list[range]:
 def copy_model(
     model: nn.Module, device: torch.device, is_shared: Callable[[torch.Tensor], bool] = lambda tensor: False
 ) -> nn.Module:
-    """The same model on another device, bit for bit: no file is read again and nothing is rounded again.
+    """The same model, which has no hooks yet, on another device, bit for bit: no file is read again.
 
     Args:
-        model: has no hooks yet, and nothing refers to it; it is left alone.
         is_shared: of a tensor in host memory, whether both have it.
     """
     memo: dict[int, Any] = {}

@@ -22,15 +22,11 @@ def can_record(devices: Sequence[torch.device]) -> bool:
 
 
 class GraphRecorder:
-    """Records on several CUDA cards. Tests have another with the same methods, for devices without graphs.
+    """Records on several CUDA cards, the first of which launches the graphs. Tests have another for other devices.
 
-    All graphs share pools of memory, so each must be launched behind the one before: on the same stream of the first
-    card, or on one that waits for it. Allocations of a thread on the further cards come from a pool of its own: torch's
-    allocator tells by the thread what belongs to a recording there, and other threads may allocate meanwhile.
-
-    Args:
-        devices: by rank; the first launches the graphs.
-        side_streams: for the copies between the cards.
+    All graphs share pools of memory, so each must be launched behind the one before. Allocations of a thread on the
+    further cards come from a pool of its own: torch's allocator tells by the thread what belongs to a recording there,
+    and other threads may allocate meanwhile.
     """
 
     def __init__(self, devices: Sequence[torch.device], side_streams: SideStreams) -> None:

@@ -31,7 +31,6 @@ class Interleave:
     """Runs forwards through a bridged model interleaved; one run at a time per bridge.
 
     Args:
-        bridge: of the model; attached.
         trace: takes (job, device) for each time a job arrives on a device or enters a block there, in order of issue.
     """
 
@@ -42,8 +41,6 @@ class Interleave:
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Run jobs, each one forward pass through the model, interleaved; their results in the order of the jobs.
-
-        Each runs in a thread that takes over this thread's state (workers.py). A single job runs in this thread.
 
         Raises: the first exception of a job, after all have ended; RuntimeError under autograd or inside another run.
         """

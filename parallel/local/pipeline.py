@@ -33,14 +33,9 @@ from .workers import Coordinator
 
 
 class Pipeline(OneModel):
-    """Trains a bridged model with several microbatches in flight; one step at a time per bridge.
+    """Trains a bridged model with several microbatches in flight (`ahead`: schedule.py); one step at a time per bridge.
 
-    Args:
-        model: what the microbatches' forwards call.
-        bridge: of the model; attached, with its tail on the last device.
-        ahead: see schedule.py.
-        trace: takes what the stages work on, in order.
-    Raises: ValueError if the model's tail is elsewhere.
+    Raises: ValueError if the model's tail is not on the last device.
     """
 
     def __init__(self, model: nn.Module, bridge: Bridge, *, ahead: int = 1, trace: Trace | None = None) -> None:
@@ -59,8 +54,7 @@ class Pipeline(OneModel):
     def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
         """See Runner.
 
-        Raises: RuntimeError inside another run, without autograd, and for a model that goes through its devices in
-            another order.
+        Raises: RuntimeError inside another run, without autograd, and where devices do not follow each other.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("a pipeline is for training; call the model itself for a forward without gradients")
@@ -172,7 +166,6 @@ class _Border:
     """Where a stage's backward starts.
 
     Args:
-        stage: whose graph it is.
         start: a scalar: the loss, or what stands for a tensor that crossed and hands out `gradients` there.
         goes_to: the stage with the tensor's copy; None for the loss.
         arrived: the copy's gradient, until it is sent back.
@@ -202,11 +195,8 @@ class _Arrival(torch.autograd.Function):
 
 @dataclass
 class _Flight:
-    """One microbatch on its way.
-
-    Args:
-        stage: where its forward is; None while it waits for one, and in its backward. Then what the bridge moves in
-            this thread is not its own.
+    """One microbatch on its way. stage: where its forward is; None while it waits for one, and in its backward, when
+    what the bridge moves in this thread is not its own.
     """
 
     index: int

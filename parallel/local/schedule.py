@@ -30,11 +30,7 @@ Trace = list[tuple[int, Work]]  # stage, what it worked on; in the order in whic
 
 
 def num_held(num_stages: int, num_microbatches: int, ahead: int = 0) -> list[int]:
-    """How many microbatches each stage holds at once, between their F and their B. [num_stages]
-
-    Args:
-        ahead: microbatches that every stage but the last may hold beyond what 1f1b needs.
-    """
+    """How many microbatches each stage holds at once, between F and B, all but the last with `ahead` more. [num_stages]"""
     last = num_stages - 1
     held = [num_stages - stage + (ahead if stage < last else 0) for stage in range(num_stages)]
     return [min(count, num_microbatches) for count in held]
@@ -93,11 +89,7 @@ class StageOrder:
 
 
 class Prefetch:
-    """Prepares the microbatches of a step in order, ahead of the workers that take them.
-
-    Args:
-        may_prepare: whether a microbatch is near enough to its forward; prepared ones take the host's memory.
-    """
+    """Prepares the microbatches of a step in order, ahead of the workers, where they are near to their forward."""
 
     def __init__(
         self, run: Coordinator, microbatches: Sequence[MicroBatch[Any]], may_prepare: Callable[[int], bool]

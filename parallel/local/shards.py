@@ -24,8 +24,8 @@ class BlockCollective:
     """A module behind which the devices exchange something.
 
     Args:
-        how: what is done with its outputs: "all_gather" is along the features, "broadcast" takes the first
-            device's, and "norm" corrects those of an RMS norm by the mean square of all.
+        how: "all_gather" is along the features, "broadcast" takes the first device's output, and "norm" corrects that
+            of an RMS norm by the mean square of all.
         width: the number of features of all devices: of an RMS norm, or of gathered outputs.
     """
 
@@ -37,10 +37,8 @@ class BlockCollective:
 
 @dataclass(frozen=True)
 class HeadArguments:
-    """A hook before a module: of keyword arguments with tensors of all heads it gets those of one device's heads.
-
-    Args:
-        dims: name of the argument -> the dimension of the heads. One row for all heads stays.
+    """A hook before a module: of keyword arguments with tensors of all heads it gets those of one device's heads, along
+    `dims`, by name. One row for all heads stays.
     """
 
     module: nn.Module
@@ -67,14 +65,7 @@ class HeadArguments:
 
 @dataclass
 class BlockShard:
-    """What one device holds of one block.
-
-    Args:
-        collectives: in the order of the block's modules.
-        arguments: of modules that are handed something of all heads.
-        slices: name of each divided parameter inside the block -> its slice of the whole.
-        wholes: of the same names, the whole parameters.
-    """
+    """What one device holds of one block: by name of a divided parameter its slice, and the whole."""
 
     block: nn.Module
     collectives: list[BlockCollective] = field(default_factory=list)
@@ -116,10 +107,8 @@ def collectives_in(block: nn.Module, plan: TensorPlan) -> set[str]:
 def divide_block(
     block: nn.Module, plan: TensorPlan, shares: Shares, rank: int, cut: Cut = lambda w, s: s.of(w)
 ) -> BlockShard:
-    """Turn a block, which holds all of its weights, into what one device computes of it; in place.
+    """Turn a whole block into what one device computes of it, in place.
 
-    Args:
-        rank: of the device in shares. cut: makes the slice of a weight.
     Raises: ValueError if a linear does not consist of the parts that the plan says.
     """
     shard = BlockShard(block)

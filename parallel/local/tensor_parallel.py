@@ -36,13 +36,7 @@ _WAY_BLOCKS = "use the model with whole blocks on each device (way 'blocks')"
 
 
 class ForwardWorkers:
-    """The ranks of one forward. Rank 0 is the thread that makes this, whose grad mode and the like the others take.
-
-    Args:
-        pool: whose threads they use.
-        devices: by rank.
-        send, exchange: see Collective.
-    """
+    """The ranks of one forward. Rank 0 is the thread that makes this, whose grad mode and the like the others take."""
 
     def __init__(
         self, pool: ThreadPool, devices: Sequence[torch.device], send: Send, exchange: Exchange = "full"
@@ -134,10 +128,8 @@ class TensorParallel(Bridge):
     """Runs the forwards of a model whose blocks are divided among devices; see the module's docstring.
 
     Args:
-        devices: the main device first.
         shards: the main device's part of each block, in execution order -> those of the others, in their order.
         passed_by, per_device: as of Bridge; the other devices get a copy of a dict.
-        exchange: how partial sums travel.
     Raises: ValueError if there is no block.
     """
 
@@ -342,11 +334,7 @@ class TensorParallel(Bridge):
         return copy
 
     def _kept(self, output: Any, found: Sequence[Sequence[torch.Tensor]]) -> Any:
-        """The main device's output with a version, by which the next block finds what the other devices have of it.
-
-        Args:
-            found: the tensors in every device's output.
-        """
+        """The main device's output with a version, by which the next block finds what the others have of it (found)."""
         copies = self._local.copies
         assert copies is not None, "a forward is running"
         with Versioned():

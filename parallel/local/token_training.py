@@ -36,8 +36,6 @@ class TokenModel(nn.Module):
     """Copies of a model, one per device, called as one: the output is the first device's, and the same on all.
 
     Args:
-        copies: with their LoRAs, in the order of devices.
-        rows: which the devices share out; attached.
         is_derived: whether nobody wrote the plan of the rows. Then the first sample of each size is also computed
             whole, and compared: code may do something else where there are more rows.
     """
@@ -69,9 +67,6 @@ class TokenModel(nn.Module):
         """What call(copy, device) returns on the main device, computed by all; inside `together` on this device alone.
 
         A sample whose rows cannot be shared out, every device computes whole; the loss of the first one counts.
-
-        Args:
-            size: of the sample.
         Raises: RowsError where derived rows have another result than one device.
         """
         rank = self._local.rank

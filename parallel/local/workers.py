@@ -37,12 +37,7 @@ class Stopped(BaseException):
 
 
 class Coordinator:
-    """The workers of one run.
-
-    Args:
-        pool: whose threads they take.
-        devices: which the run uses.
-    """
+    """The workers of one run."""
 
     def __init__(self, pool: ThreadPool, devices: Sequence[torch.device]) -> None:
         self.is_stopping = False

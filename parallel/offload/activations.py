@@ -41,11 +41,7 @@ class ActivationOffload:
     def keep(
         self, tensors: Sequence[torch.Tensor], device: torch.device
     ) -> tuple[Handle | None, Sequence[torch.Tensor]]:
-        """A handle of the tensors that may leave the device, and the others, in order, which are the caller's to keep.
-
-        Args:
-            tensors: what a block of the device was called with; its forward has been issued.
-        """
+        """A handle of those tensors that may leave the device, and the others, in order, which are for the caller."""
         inputs = [_Input(tensor) if self._may_leave(tensor, device) else None for tensor in tensors]
         if not any(inputs):
             return None, tensors
@@ -97,8 +93,6 @@ class Handle:
     def fetch(self, others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """All tensors in order, ready for the computing stream; those of the block before start their way back.
 
-        Args:
-            others: what keep left to the caller.
         Raises: RuntimeError for the second time, and if one was changed in place since keep.
         """
         if self.is_over:

@@ -197,11 +197,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every card
 
 
 class PinnedBuffer:
-    """Pinned bytes; ordinary memory for devices other than accelerators, or where pinning fails.
-
-    Args:
-        is_wanted: False leaves it ordinary memory, e.g. since the last buffer could not be registered.
-    """
+    """Pinned bytes; ordinary memory for devices other than accelerators, where pinning fails, or is not wanted."""
 
     def __init__(self, num_bytes: int, device: torch.device, *, is_wanted: bool = True) -> None:
         # Bytes at the start of whole pages that nothing else shares, since pages are what is registered. Torch pins

@@ -34,11 +34,8 @@ _PLACE = torch.empty(0)  # stands where a tensor was
 def recompute(
     block: nn.Module | BlockCall, args: tuple[Any, ...], device: torch.device, store: ActivationOffload | None = None
 ) -> Any:
-    """What block(*args) returns, its activations not kept.
+    """What block(*args) returns, its activations not kept; args are on the block's device, or in a store.
 
-    Args:
-        device: of the block and of all tensors in args.
-        store: keeps args until the backward; None for autograd.
     Raises: TypeError if the block returns something else than a tensor or a tuple of tensors; RuntimeError under
         autocast, without which the second forward would compute in other types.
     """
@@ -160,10 +157,7 @@ Checkpoint = Callable[..., Any]  # (block, *values) -> what block(*values) gives
 
 class BlockCall:
     """One call of a block, to be made any number of times with values that it does not hold: autograd holds the call
-    until a whole backward has ended.
-
-    Args:
-        passed_by: names of keyword arguments that are no values, but the same objects in every call.
+    until a whole backward has ended. Keyword arguments in passed_by are no values, but the same objects in every call.
     """
 
     def __init__(self, module: nn.Module, kwargs: dict[str, Any], passed_by: Sequence[str]) -> None:

@@ -43,11 +43,7 @@ class _Block:
 
 
 class WeightOffload:
-    """Handle of blocks whose weights are in host memory; made before a model is loaded.
-
-    Args:
-        places: fqn of each offloaded block -> its device, in execution order.
-    """
+    """Handle of blocks, by fqn in execution order, whose weights are in host memory; made before a model is loaded."""
 
     def __init__(self, places: Mapping[str, torch.device]) -> None:
         self.places = dict(places)

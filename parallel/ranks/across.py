@@ -23,12 +23,8 @@ from .group import Ranks
 
 
 class AcrossRanks:
-    """See Runner.
+    """See Runner. Ranks may have to compute equally many microbatches (in_lockstep, FSDP).
 
-    Args:
-        inner: this rank's runner.
-        parameters: the trained ones, of the first copy of the model, in the same order on every rank.
-        in_lockstep: whether all ranks have to compute equally many microbatches (FSDP).
     Attributes:
         rank_losses: of the last run, the mean loss of each rank's microbatches, by rank.
     """

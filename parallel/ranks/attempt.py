@@ -27,11 +27,8 @@ Pause = Callable[[str], None]  # given what is waited for
 def agreed_attempt(
     store: Any, place: RankPlace, own_stop: Callable[[], bool] = never, limit_s: float = _LIMIT_S
 ) -> int:
-    """How often ranks have met in this store, this time included; all ranks.
+    """How often ranks have met in this store, torchrun's, this time included; all ranks.
 
-    Args:
-        store: torchrun's, the same for all.
-        own_stop: whether this process was asked to stop.
     Raises: Stopped if a rank was asked to stop before all had come; RuntimeError if not all ranks come in time.
     """
     deadline = time.monotonic() + limit_s

@@ -38,11 +38,7 @@ class RankLost(RuntimeError):
 
 
 class RankFailed(RuntimeError):
-    """Another rank has said why it cannot go on.
-
-    Attributes:
-        is_refusal: whether that was a ValueError: what was asked for cannot be.
-    """
+    """Another rank has said why it cannot go on; is_refusal if that was a ValueError: what was asked for cannot be."""
 
     def __init__(self, text: str, *, is_refusal: bool = False) -> None:
         super().__init__(text)
@@ -55,8 +51,7 @@ class Ranks:
     Args:
         devices: of this rank, the first for what it exchanges.
         own_stop: whether somebody has asked this very process to stop.
-        control: the gloo group of all ranks; None for a job of one process.
-        watch: ends this process where it hangs; None for a job of one process.
+        control, watch: the gloo group of all ranks, and what ends this process where it hangs; None for one process.
         store: what ranks can leave for each other without meeting.
         names: of the ranks, by number, where these are not all of a job.
     """
@@ -240,11 +235,7 @@ ALONE = Ranks()
 
 @contextmanager
 def _losses_named(watch: Watch | None, *, is_all: bool = True) -> Iterator[None]:
-    """Raises: RankLost where torch says that a rank does not answer.
-
-    Args:
-        is_all: whether nothing else raises a RuntimeError here.
-    """
+    """Raises: RankLost where torch says that a rank does not answer; is_all: nothing else raises RuntimeError."""
     try:
         yield
     except RuntimeError as error:
@@ -269,9 +260,6 @@ def joined(
     """The ranks of a job while they are connected; all ranks.
 
     On an error they are not disconnected: others may hang, and this process shall end.
-
-    Args:
-        devices: of this rank. timeout_s: see Watch.
     Raises: Stopped if a rank was asked to stop before all had come.
     """
     module: Any = device_module(devices[0])

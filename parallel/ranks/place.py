@@ -19,12 +19,8 @@ _ALSO = ("MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One process of a job.
-
-    Args:
-        rank: of num_ranks, over all machines. local_rank: of num_local, on this machine.
-        num_restarts: how often torchrun has started all of them anew; before they are joined as far as this machine
-            knows.
+    """One process of a job: its rank over all machines and on this one, and how often torchrun has started all anew;
+    before they are joined as far as this machine knows.
     """
 
     rank: int
@@ -51,8 +47,7 @@ def find_place(environment: Mapping[str, str] = os.environ) -> RankPlace | None:
 
 
 def refuse_other_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """To be called where find_place has found nothing: warn of a part of what torchrun sets, which something else, such
-    as SLURM or a script for MPI, has set or left.
+    """Where find_place has found nothing: warn of a part of what torchrun sets, as SLURM or a script for MPI does.
 
     Raises: ValueError where it speaks of several processes, each of which would train the whole job.
     """

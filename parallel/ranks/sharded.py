@@ -44,8 +44,6 @@ def load_sharded(
 
     Args:
         mesh: its last dimension shares a copy of the weights.
-        device: of this process.
-        dtype: of the weights, except those the class keeps in float32.
         settings: how linears are held; only those that compute in 8 bits.
     Raises: ValueError if the file's tensors are not exactly the model's.
     """

@@ -31,11 +31,9 @@ _LONGEST_S = 1800.0  # at least, for what nobody knows the length of
 
 
 class Watch:
-    """Watches the thread that makes it.
+    """Watches the thread that makes it. A rank may be silent for nine tenths of timeout_s, so that it is named. The
+    first rank, which saves, ends last.
 
-    Args:
-        timeout_s: that one piece of work may take; a rank may be silent for nine tenths of it, so that it is named.
-        is_first: whether this is the rank that saves. It ends last, so that it saves where another one hangs.
     Attributes:
         lost: what is known of a rank that gives no sign of life; "" while all do. Who waits for it need not.
     """
@@ -56,10 +54,8 @@ class Watch:
 
     @contextmanager
     def doing(self, *, is_long: bool = False) -> Iterator[None]:
-        """Inside, this rank does work, and is ended if it does not come out.
-
-        Args:
-            is_long: whether half an hour is no hang: it loads, connects, compiles or decodes.
+        """Inside, this rank does work, and is ended if it does not come out. is_long: half an hour is no hang: it
+        loads, connects, compiles or decodes.
         """
         yield from self._within((max(_LONGEST_S, self._timeout_s) if is_long else self._timeout_s) + self._extra_s)
 
@@ -92,11 +88,7 @@ class Watch:
                 _end("the launcher of this process is gone")
 
     def listen(self, store: Any, place: RankPlace) -> None:
-        """From now on give signs of life, and look for those of others.
-
-        Args:
-            store: torchrun's, for the ranks of this start.
-        """
+        """From now on give signs of life in torchrun's store, and look for those of others."""
         arguments = (store.clone(), place)  # a connection of its own: others wait in theirs
         threading.Thread(target=self._listen, args=arguments, name="devicebridge-signs", daemon=True).start()
 

@@ -32,12 +32,7 @@ def time_at(sampling: Any, sigma: float) -> float:
 
 
 class ComfySteps:
-    """Euler steps between the noise levels of a model's own sampling; see EulerSteps of families/spec.py.
-
-    Args:
-        sampling: ComfyUI's model_sampling, on the CPU.
-        scheduler: name of what chooses the levels.
-    """
+    """Euler steps between the noise levels of ComfyUI's model_sampling, on the CPU; see EulerSteps of families/spec.py."""
 
     def __init__(self, sampling: Any, scheduler: str, steps: int) -> None:
         import comfy.samplers
@@ -69,11 +64,7 @@ class ComfySteps:
 
 
 class ComfyDecoding:
-    """A stock VAE; see HostDecoding of families/spec.py.
-
-    Args:
-        form: ComfyUI's latent format of the model that draws. has_sequence: whether a LATENT of it has frames.
-    """
+    """A stock VAE; see HostDecoding of families/spec.py. form: ComfyUI's latent format of the model that draws."""
 
     def __init__(self, path: Path, form: Any, *, has_sequence: bool) -> None:
         self._path, self._form, self._has_sequence = path, form, has_sequence

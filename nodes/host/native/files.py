@@ -222,10 +222,8 @@ def path_of_vae(vae: Any) -> str:
 
 
 def files_of_clip(clip: Any, model_path: str) -> tuple[tuple[str, ...], str]:
-    """The files that a stock CLIP was loaded from, and their type; ((), "") where nobody knows.
-
-    Args:
-        model_path: of the diffusion model, whose checkpoint may hold them. Of another checkpoint they are not loaded.
+    """The files that a stock CLIP was loaded from, and their type; ((), "") where nobody knows, or for another
+    checkpoint than the diffusion model's.
     """
     init = getattr(getattr(clip, "patcher", None), "cached_patcher_init", None)
     if init is None or clip.layer_idx is not None:  # a node behind its loader has chosen a layer

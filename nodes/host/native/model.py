@@ -54,8 +54,7 @@ class ComfyModel:
 
     Args:
         config: what comfy.model_detection made of its file, with the type it computes in.
-        names: the file's tensors, without data, under the names ComfyUI's loader has for them.
-        prefix: of those names.
+        names: the file's tensors, without data, under the names ComfyUI's loader has for them, and their prefix.
     """
 
     def __init__(self, config: Any, names: Mapping[str, torch.Tensor], prefix: str, row: NativeModel) -> None:
@@ -134,9 +133,8 @@ class ComfyModel:
     def _levels(self, sigmas: torch.Tensor, num_streams: int) -> list[torch.Tensor]:
         """The noise levels of each stream, [B]: the sound of MiniMax H3 has a shift of its own.
 
-        Its sampler carries the sound scaled onto the video's levels. The model undoes that, so the network is given
-        what these levels make, and says the sound's own velocity. A loss of what is carried would weigh the sound by up
-        to the square of that scale.
+        Its sampler carries the sound scaled onto the video's levels, and the model undoes that. A loss of what is
+        carried would weigh the sound by up to the square of that scale.
         """
         own: Any = getattr(self.sampling, "shift", None)
         of_sound: Any = getattr(self.sampling, "audio_shift", None)

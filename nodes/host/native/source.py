@@ -470,9 +470,6 @@ def _expert_of(base: Any, beside: int, path: Path) -> tuple[float, bool]:
     """The time in 0..1, before the model's own shift, where the pair's experts meet; 0.0 for a class without pairs.
 
     And whether the file is one of two experts: by its name, or as only Wan 2.2 takes an image without CLIP vision.
-
-    Args:
-        beside: channels that it is given beside the noise.
     """
     if type(base).__name__ not in _PAIRS:
         return 0.0, False

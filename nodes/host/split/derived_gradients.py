@@ -25,11 +25,7 @@ from .shown_inputs import FUNCTIONS, OPTIONS
 
 
 def gradient_fault(cards: Cards, plan: TokenPlan, given: Mapping[str, Any]) -> str:
-    """What differs between gradients of all cards, added up, and those of one; "" if nothing does.
-
-    Args:
-        given: arguments of a forward.
-    """
+    """What differs between gradients of all cards, added up, and those of one; "" if nothing does."""
     with left_as_it_was(cards.models):
         small = small_forwards(cards, given)[0].given
         try:

@@ -42,11 +42,9 @@ _WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
 
 
 def split_model(model: Any, request: SplitRequest) -> Any:
-    """A MODEL that computes as this one does, its blocks spread over the devices; the given one is not touched.
+    """A MODEL that computes as this one does, its blocks spread over the devices; the given one is only unloaded.
 
-    If the given MODEL is on a card now it is unloaded first, as ComfyUI's own multi-GPU nodes do. Weights move when a
-    sampler loads the result.
-
+    Weights move when a sampler loads the result.
     Raises: ValueError or RuntimeError, before anything moves, if the model cannot be split as asked.
     """
     _check_splittable(model)
@@ -294,11 +292,7 @@ def compare_ways(
     num_tokens: int,
     tokens: TokensPlan | None = None,
 ) -> Ways:
-    """What this machine's cards and links, as they were measured, make of each way for so many picture tokens.
-
-    Args:
-        tensor, tokens: None where that way is not possible.
-    """
+    """What this machine's cards and links, as measured, make of each possible way for so many picture tokens."""
     devices, placed, main = (tensor or tokens or blocks).devices, blocks.placement, blocks.main_device
     divided: Mapping[str, Any] = tensor.divided if tensor else dict.fromkeys(blocks.blocks)
     heads = [shares.heads for _, shares in tensor.divided.values()] if tensor else []

@@ -118,8 +118,6 @@ def alias(tensor: torch.Tensor, *, is_copy: bool = False) -> torch.Tensor:
 def follow_copy(value: Any, copies: ModuleMap, held: Collection[int], what: str) -> Any:
     """value with modules of the old tree replaced by their counterparts; bound methods are bound anew.
 
-    Args:
-        held: ids of what nothing may hold on to, see check_independent.
     Raises: ValueError if value holds on to a module of the old tree where nobody can reach it.
     """
     if id(value) in copies:
@@ -131,12 +129,9 @@ def follow_copy(value: Any, copies: ModuleMap, held: Collection[int], what: str)
 
 
 def check_independent(value: Any, held: Collection[int], what: str) -> None:
-    """Refuse what captured a layer of the old tree: it would work on weights that nobody loads.
+    """Refuse what captured a layer of the old tree (held: ids of its modules): it would work on weights that nobody
+    loads.
 
-    Looks through containers, closures, default and partial arguments, bound methods and objects' attributes.
-
-    Args:
-        held: ids of the modules of the old tree that matter: the model itself and everything in its diffusion model.
     Raises: ValueError that says which order of nodes works.
     """
     for part in reachable(value):

@@ -152,7 +152,6 @@ class SplitPlan:
         devices: that are used, the main device first.
         layout: what the class is; for a class nobody described a row made from its block lists.
         request: what was asked for; in place of an allocation it has limits.
-        transport, overlap: as in SplitRequest, decided.
     """
 
     blocks: tuple[str, ...]

@@ -217,10 +217,8 @@ def _cut(entry: Mapping[str, Any], image: slice, num_images: int) -> dict[str, A
 
 
 def _verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) -> list[torch.Tensor]:
-    """What compute() gives, after a comparison with compute(is_plain=True) in the plain way.
-
-    A patch that keeps state from call to call computes something else the second time. A third computation shows that;
-    the step then passes with a warning. What the model remembers from step to step is the same for all of them.
+    """What compute() gives, after a comparison with compute(is_plain=True) in the plain way. A third computation shows
+    whether something keeps state from call to call; the step then passes with a warning.
 
     Raises: RuntimeError that says what differs, if the plain way gives the same twice and the fast way something else;
         for a class that was only read also if the plain way gives two things.

@@ -124,9 +124,6 @@ class ShownInputs:
         """Inputs of this kind, of random numbers as large as these: a base, and some that differ in one length each.
 
         Values are those given where they are no floats. The wider and the higher one are at lower levels of noise.
-
-        Args:
-            unit: of cells, of which a class may want whole ones. has_lists: as of a Size.
         """
         (rows, more_rows), (columns, more_columns) = ([unit * each for each in of] for of in (_ROWS, _COLUMNS))
         base = Size(has_lists, rows, columns)

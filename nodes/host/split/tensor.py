@@ -126,11 +126,7 @@ def _check_formats(name: str, block: nn.Module, plan: TensorPlan) -> None:
 
 
 class TensorExecutor(Executor):
-    """The main device's parts take the blocks' places; every other card has a copy of each block for its part.
-
-    Args:
-        tree: the blocks of its diffusion model become the main device's parts.
-    """
+    """The main device's parts take the blocks' places; every other card has a copy of each block for its part."""
 
     plain = "without overlap, with every card given all that a block is called with anew"
     plainer = "way to blocks"
@@ -389,13 +385,9 @@ def addresses_on(layer: nn.Module, device: torch.device) -> tuple[int, ...] | No
 
 
 def check_divisible(unseen: Sequence[str], options: Mapping[str, Any], inside: Sequence[str]) -> None:
-    """Refuse what other nodes would do inside a block, where each card has some of the heads.
+    """Refuse what other nodes would do inside a block, where each card has some of the heads. ComfyUI's own attention
+    functions compute every head by itself.
 
-    ComfyUI's own attention functions compute every head by itself, and a block calls them with its card's heads.
-
-    Args:
-        unseen: what is attached inside the model. options: transformer_options of the forward.
-        inside: names of the patches that this class calls inside a block.
     Raises: RuntimeError that names it.
     """
     patches = options.get("patches", {})

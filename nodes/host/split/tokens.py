@@ -147,11 +147,7 @@ def _num_groups(request: SplitRequest, work: ForwardWork) -> int:
 
 
 class TokensExecutor(Executor):
-    """Has every card run the class's own forward.
-
-    Args:
-        tree: its diffusion model is the main card's.
-    """
+    """Has every card run the class's own forward."""
 
     plain = "on one card"
     plainer = "way to blocks"

@@ -377,11 +377,8 @@ def tree_of(base: nn.Module) -> SplitTree | None:
 
 
 def make_tree(base: nn.Module, plan: SplitPlan, way: Way, origin: Origin | None = None) -> SplitTree:
-    """Make a BaseModel that nobody else uses the tree of a split.
-
-    Args:
-        way: makes the executor that carries out such a plan.
-    Raises: ValueError for weights that cannot be divided.
+    """Make a BaseModel that nobody else uses the tree of a split. Raises: ValueError for weights that cannot be
+    divided.
     """
     tree = base.__dict__[_ATTRIBUTE] = SplitTree(base, plan, way, origin)
     return tree
