@@ -110,7 +110,7 @@ def _without_embeddings(tokenizer: Any) -> Any:
 
 
 class HostClip(_Encoder):
-    """A CLIP socket's value, as encoding/sources.py asks for one; texts are literal, or have ComfyUI's syntax (weighs)."""
+    """A CLIP socket's value, as encoding/sources.py asks for one; texts are literal, or weighed as in prompts."""
 
     def __init__(self, clip: Any, *, weighs: bool = False) -> None:
         import comfy.sd

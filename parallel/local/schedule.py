@@ -30,7 +30,7 @@ Trace = list[tuple[int, Work]]  # stage, what it worked on; in the order in whic
 
 
 def num_held(num_stages: int, num_microbatches: int, ahead: int = 0) -> list[int]:
-    """How many microbatches each stage holds at once, between F and B, all but the last with `ahead` more. [num_stages]"""
+    """How many microbatches each stage holds at once, between F and B; `ahead`: all but the last. [num_stages]"""
     last = num_stages - 1
     held = [num_stages - stage + (ahead if stage < last else 0) for stage in range(num_stages)]
     return [min(count, num_microbatches) for count in held]

@@ -32,7 +32,7 @@ def time_at(sampling: Any, sigma: float) -> float:
 
 
 class ComfySteps:
-    """Euler steps between the noise levels of ComfyUI's model_sampling, on the CPU; see EulerSteps of families/spec.py."""
+    """Euler steps between the noise levels of ComfyUI's model_sampling; see EulerSteps of families/spec.py."""
 
     def __init__(self, sampling: Any, scheduler: str, steps: int) -> None:
         import comfy.samplers
