@@ -427,9 +427,8 @@ def refuse_start(path: Path, layers: Mapping[str, Layer], targets: Sequence[str]
             f"lora.start_from = {path} changes {left_out[0]} ({len(left_out)} such layers), which is not trained; add "
             "it with lora.targets, or choose other lora.layers"
         )
-    is_lokr = any("lokr_w1" in layer for layer in layers.values())
-    if is_lokr != (settings.kind == "lokr"):
-        kind = "lokr" if is_lokr else "lora"
+    kind = "lokr" if any("lokr_w1" in layer for layer in layers.values()) else "lora"
+    if kind != settings.kind:
         raise ValueError(f'lora.start_from = {path} is of lora.kind = "{kind}"; set it, or give another file')
     if not settings.dora and any(DORA in layer or MAGNITUDE in layer for layer in layers.values()):
         raise ValueError(f"lora.start_from = {path} is a DoRA; set lora.dora = true, or give another file")

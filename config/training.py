@@ -39,7 +39,8 @@ class LoraSettings:
         dtype: Number type of the LoRA while training. bfloat16 takes half the memory and loses small steps; see
             optimizer.kahan.
         kind: lora, or lokr (LyCORIS), which multiplies two small matrices into a large one (Kronecker product): a
-            smaller file for the same size of change. lokr is read by ComfyUI's stock LoRA loaders.
+            smaller file for the same size of change. loha (LyCORIS) multiplies two LoRAs value by value: a change of up
+            to rank squared, slower and with more memory. Both are read by ComfyUI's stock LoRA loaders.
         layers: Which linear layers get a LoRA, by a preset: attention takes those of the attention alone, all takes
             every one in the blocks. Left out: the model family's usual ones.
         factor: With lokr: size of the smaller of the two matrices, as far as a layer can be cut so. Left out: about the
@@ -57,7 +58,7 @@ class LoraSettings:
     dora: bool = False
     targets: tuple[str, ...] = ()
     dtype: Literal["float32", "bfloat16"] = "float32"
-    kind: Literal["lora", "lokr"] = "lora"
+    kind: Literal["lora", "lokr", "loha"] = "lora"
     layers: Literal["", "attention", "all"] = ""
     factor: Annotated[int, Range(2, 4096, or_zero=True)] = 0
     start_from: PathText = ""
@@ -77,7 +78,7 @@ class LoraSettings:
     def __post_init__(self) -> None:
         if self.text_encoder_rank and not self.text_encoder:
             raise ValueError("text_encoder_rank is of a LoRA on text encoders; set text_encoder = true, or remove it")
-        others = {'kind = "lokr"': self.kind == "lokr", "dora": self.dora}
+        others = {f'kind = "{self.kind}"': self.kind != "lora", "dora": self.dora}
         if self.text_encoder and (found := [name for name, is_set in others.items() if is_set]):
             raise ValueError(
                 f"text_encoder trains a plain LoRA on the text encoders, and {found[0]} asks for another; "
@@ -90,9 +91,9 @@ class LoraSettings:
                 f"targets name a text encoder ({found[0]}), and are of the diffusion model alone; remove the pattern, "
                 "and set text_encoder = true to train all layers of the text encoders"
             )
-        if self.kind == "lokr" and (self.dora or self.dropout):
+        if self.kind != "lora" and (self.dora or self.dropout):
             other = "dora" if self.dora else "dropout"
-            raise ValueError(f'{other} is of kind = "lora" alone, and kind is "lokr"; remove one of the two')
+            raise ValueError(f'{other} is of kind = "lora" alone, and kind is "{self.kind}"; remove one of the two')
         if self.factor and self.kind != "lokr":
             raise ValueError('factor belongs to kind = "lokr"; remove one of the two')
 

@@ -25,8 +25,8 @@ def lora_file_tensors(plan: JobPlan, lora: LoraHandle) -> dict[str, torch.Tensor
     output, settings = plan.job.output, plan.job.lora
     dtype, whole = getattr(torch, output.lora_dtype), lora.tensors()
     trained, text = lora_file.without_text(whole), lora_file.text_lora_for_comfyui(whole, settings.strength)
-    if settings.kind == "lokr":
-        factors = lora_file.lokr_for_comfyui(plan.family, trained, settings.strength)
+    if settings.kind != "lora":
+        factors = lora_file.lycoris_for_comfyui(plan.family, trained, settings.strength)
         return {name: tensor.to(dtype) for name, tensor in factors.items()}
     for_comfyui = {} if output.lora_layout == "diffusers" else lora_file.without_text(lora.tensors_for_comfyui())
     tensors = text | lora_file.make_lora_tensors(
@@ -52,7 +52,8 @@ def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path, *, must_change: boo
             f'{plan.job.output.lora_dtype}, first {wrong[0]}; resume with output.lora_dtype = "float32", which holds '
             "all that was trained, or start anew with another output.folder and a lower optimizer.learning_rate"
         )
-    zero = ("lokr_w1",) if plan.job.lora.kind == "lokr" else ("lora_B.weight", "lora_up.weight")  # at the start
+    at_start = {"lokr": ("lokr_w1",), "loha": ("hada_w2_b",), "lora": ("lora_B.weight", "lora_up.weight")}
+    zero = at_start[plan.job.lora.kind]
     if must_change and not any(tensor.any() for name, tensor in tensors.items() if name.endswith(zero)):
         raise RuntimeError(
             f"{path} is not written: after {plan.job.train.steps} steps the LoRA changes nothing, for {zero[0]} is "
@@ -75,8 +76,8 @@ def describe_kind(output: OutputConfig) -> str:
 
 def describe_file(plan: JobPlan) -> str:
     """Who reads the job's LoRA file; one line."""
-    if plan.job.lora.kind == "lokr":
-        return "LoKr, for ComfyUI"
+    if (kind := plan.job.lora.kind) != "lora":
+        return f"{lora_file.LYCORIS[kind]}, for ComfyUI"
     return lora_file.describe_readers(plan.family, plan.targets, plan.job.output.lora_layout, plan.job.lora.dora)
 
 
@@ -106,7 +107,7 @@ def lora_metadata(plan: JobPlan) -> dict[str, str]:
         "modelspec.resolution": f"{resolution}x{resolution}",
         "modelspec.prediction_type": plan.family.prediction_target,
         "ss_base_model_version": plan.family.ss_base_model_version,
-        "ss_network_module": "lycoris.kohya" if job.lora.kind == "lokr" else "networks.lora",
+        "ss_network_module": "networks.lora" if job.lora.kind == "lora" else "lycoris.kohya",
         "ss_network_dim": str(job.lora.rank),
         "ss_network_alpha": str(job.lora.alpha),
         "ss_learning_rate": str(job.optimizer.learning_rate),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..checkpoints.header import FLOAT_TYPES, read_header
 from ..checkpoints.load import make_empty_transformer
-from ..checkpoints.lora_file import check_lokr_layout, check_lora_layout, is_of_text
+from ..checkpoints.lora_file import check_lora_layout, check_lycoris_layout, is_of_text
 from ..checkpoints.lora_start import read_start, refuse_start
 from ..config.job import JobConfig
 from ..data.folders import scan_folders
@@ -148,8 +148,8 @@ def read_job(
         raise ValueError(f"objective.guidance is set, but {variant.name} has no guidance input; remove the setting")
     model = make_empty_transformer(info)
     targets = tuple(find_targets(model, info.family, job.lora))
-    if job.lora.kind == "lokr":
-        check_lokr_layout(info.family, targets, job.output.lora_layout)
+    if job.lora.kind != "lora":
+        check_lycoris_layout(info.family, targets, job.output.lora_layout, job.lora.kind)
     check_lora_layout(info.family, targets, job.output.lora_layout, job.lora.dora)
     latent = info.family.latent_of(variant)
     _refuse_condition(job, info, variant)

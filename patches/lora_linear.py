@@ -1,4 +1,5 @@
-"""A frozen linear and its LoRA or LoKr computed together, in the type of x. float32 weights are rounded to x's type.
+"""A frozen linear and its LoRA, LoKr or LoHa computed together, in the type of x, to which float32 weights are
+rounded.
 
 Legend: M rows, K in_features, N out_features, R rank, s scaling (alpha / rank).
 
@@ -12,6 +13,9 @@ rows X [in1, in2], kron(W1, W2) x is W1 X W2^T: two small products in place of a
 for every call and keeps for the backward.
 
     y = base(x) + s W1 X W2^T        W1 [out1, in1], W2 [out2, in2], N = out1 out2, K = in1 in2
+
+LoHa (LyCORIS) adds s (W1a W1b) * (W2a W2b), value by value. That matrix [N, K] is made in x's type, where PEFT makes
+it and the product in float32. Autograd keeps it and both of its factors for the backward, in a recomputed block.
 
 PEFT keeps its layers: names, state dict, adapters and merging are untouched. Each layer gets a subclass of its class.
 Its forward computes this way where PEFT would compute exactly that (one active adapter, no dropout, not merged, no
@@ -47,13 +51,16 @@ def apply_fused_lora(model: nn.Module) -> list[nn.Module]:
     return list(layers)
 
 
-def apply_fused_lokr(model: nn.Module) -> None:
-    """Let PEFT's LoKr layers around linears compute as above, in place."""
+def apply_fused_lycoris(model: nn.Module) -> None:
+    """Let PEFT's LoKr and LoHa layers around linears compute as above, in place."""
+    from peft.tuners.loha.layer import Linear as LohaLinear
     from peft.tuners.lokr import Linear as LokrLinear
 
+    kinds: dict[type, Callable[[Any, Tensor], Tensor | None]] = {LokrLinear: _lokr_output, LohaLinear: _loha_output}
     for layer in model.modules():
-        if type(layer) is LokrLinear:
-            layer.__class__ = _fused_class(LokrLinear, _lokr_output)
+        if type(layer) in kinds:
+            own: Any = type(layer)
+            layer.__class__ = _fused_class(own, kinds[own])
 
 
 @cache
@@ -148,17 +155,28 @@ class _LoraLinear(torch.autograd.Function):
         return grad_x, grad_a, grad_b, None, None
 
 
-# ---- LoKr
+# ---- LoKr and LoHa
+
+
+def _only_adapter(layer: Any, x: Tensor, tucker: Any) -> str | None:
+    """The one active adapter, if it is of a linear and drops nothing; else None."""
+    active = [name for name in layer.active_adapters if name in layer._available_adapters]
+    if layer.disable_adapters or layer.merged or is_autocasting(x) or len(active) != 1 or active[0] in tucker:
+        return None
+    (name,) = active
+    return None if layer.module_dropout[name] or layer.rank_dropout[name] else str(name)
+
+
+def _loha_output(layer: Any, x: Tensor) -> Tensor | None:
+    if (name := _only_adapter(layer, x, layer.hada_t1)) is None:
+        return None
+    a1, b1, a2, b2 = (getattr(layer, f"hada_w{n}_{side}")[name].to(x.dtype) for n in (1, 2) for side in "ab")
+    added = F.linear(x, (a1 @ b1) * (a2 @ b2))
+    return layer.base_layer(x) + added * layer.scaling[name]  # type: ignore[no-any-return]
 
 
 def _lokr_output(layer: Any, x: Tensor) -> Tensor | None:
-    if layer.disable_adapters or layer.merged or is_autocasting(x):
-        return None
-    active = [name for name in layer.active_adapters if name in layer.lokr_w1 or name in layer.lokr_w1_a]
-    if len(active) != 1 or active[0] in layer.lokr_t2:
-        return None
-    (name,) = active
-    if layer.module_dropout[name] or layer.rank_dropout[name]:
+    if (name := _only_adapter(layer, x, layer.lokr_t2)) is None:
         return None
     first = layer.lokr_w1[name] if name in layer.lokr_w1 else layer.lokr_w1_a[name] @ layer.lokr_w1_b[name]
     second = (layer.lokr_w2[name],) if name in layer.lokr_w2 else (layer.lokr_w2_b[name], layer.lokr_w2_a[name])

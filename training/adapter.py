@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.lora_file import DORA, LOKR, MAGNITUDE, A, B, is_of_text
+from ..checkpoints.lora_file import DORA, LOHA, LOKR, MAGNITUDE, A, B, is_of_text
 from ..config.job import LoraSettings
 from ..families.spec import TEXT_ENCODERS, ModelFamily
 from ..patches.lora import lora_parameters, matches_any, place_lora_with_base, resolve_targets
-from ..patches.lora_linear import apply_fused_lokr, apply_fused_lora
+from ..patches.lora_linear import apply_fused_lora, apply_fused_lycoris
 from ..quantization.frozen_linear import refuse_merge
 from ..quantization.quantize import full_weight
 
 _ADAPTER = "default"
-_KINDS = "|".join(("lora_A", "lora_B", "lora_magnitude_vector", *LOKR))
+_KINDS = "|".join(("lora_A", "lora_B", "lora_magnitude_vector", *LOKR, *LOHA))
 _PARAMETER = re.compile(rf"^(?P<module>.+)\.(?P<kind>{_KINDS})\.{_ADAPTER}(\.weight)?$")
 _SUFFIX = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude_vector": "dora_scale"}
 _TEXT_TARGETS = (f"{TEXT_ENCODERS}.*.encoder.layers.*",)
@@ -49,7 +49,8 @@ class LoraHandle:
         """The adapter on the CPU: "<linear>.lora_A.weight" [R, in], ".lora_B.weight" [out, R], ".dora_scale" [out].
 
         Of LoKr ".lokr_w1" [out1, in1], and ".lokr_w2" [out2, in2] or its factors ".lokr_w2_a" [out2, R] and
-        ".lokr_w2_b" [R, in2]: the Kronecker product of the two is [out, in].
+        ".lokr_w2_b" [R, in2]: the Kronecker product of the two is [out, in]. Of LoHa ".hada_w1_a" and ".hada_w2_a"
+        [out, R], ".hada_w1_b" and ".hada_w2_b" [R, in].
         """
         return {
             _file_name(name): parameter.detach().to("cpu", copy=True) for name, parameter in self.parameters().items()
@@ -196,25 +197,26 @@ def find_targets(model: nn.Module, family: ModelFamily, settings: LoraSettings) 
 
 
 def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *, seed: int) -> LoraHandle:
-    """Attach a fresh LoRA in place: A random, B zero, so the model's output does not change yet. LoKr likewise, where
-    the first factor is zero.
+    """Attach a fresh LoRA in place: A random, B zero, so the model's output does not change yet. LoKr and LoHa
+    likewise, where one factor is zero.
 
     A is drawn on the CPU from seed alone, so it is the same however the model is split. Every LoRA weight is in
     settings.dtype, on the device of the layer it adapts, and the only thing that requires gradients afterwards.
 
     Raises: ValueError for target patterns that match no linear.
     """
-    from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
+    from peft import LoHaConfig, LoKrConfig, LoraConfig, inject_adapter_in_model
 
     targets = find_targets(model, family, settings)
     modules, has_text = "|".join(re.escape(name) for name in targets), any(map(is_of_text, targets))
     config: Any
-    if settings.kind == "lokr":
-        config = LoKrConfig(
+    if settings.kind != "lora":
+        of_kind = {"decompose_factor": settings.factor or -1} if settings.kind == "lokr" else {}
+        config = {"lokr": LoKrConfig, "loha": LoHaConfig}[settings.kind](
             r=settings.rank,
-            alpha=settings.alpha,  # type: ignore[arg-type]  # PEFT only divides by the rank; fractions work
-            decompose_factor=settings.factor or -1,
+            alpha=settings.alpha,  # PEFT only divides by the rank; fractions work
             target_modules=modules,
+            **of_kind,
         )
     else:
         config = LoraConfig(
@@ -237,5 +239,5 @@ def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *,
     for name in lora_parameters(model):
         model.get_submodule(name.rpartition(".")[0]).to(dtype)
     apply_fused_lora(model)
-    apply_fused_lokr(model)
+    apply_fused_lycoris(model)
     return LoraHandle(model, tuple(targets))

@@ -36,14 +36,16 @@ FOLDER, *NAMES = sys.argv[2:]
 BUILDS = FAMILIES | {"qwen_image_21": TRAINED["Qwen-Image 2.1 edit"]}
 KINDS: dict[str, dict[str, Any]] = {
     "lokr": {"kind": "lokr", "rank": 2, "alpha": 2.0},
+    "loha": {"kind": "loha", "rank": 2, "alpha": 4.0},
     "dora": {"dora": True, "rank": 2, "alpha": 2.0},
 }
 CARDS = {"devices": ["lazy:0", "lazy:1"]}
 TWO = {"gradient_accumulation_steps": 2}
 PLAIN = {"train": {"gradient_checkpointing": False}}
-# LoKr in every way is in tests/unit/jobs/test_lora_kinds_job.py.
+# LoKr and LoHa in every way are in tests/unit/jobs/test_lora_kinds_job.py.
 WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "lokr": {"plain": PLAIN},
+    "loha": {"plain": PLAIN},
     "dora": {
         "plain": PLAIN,
         "accumulated": {"train": TWO},
@@ -114,13 +116,17 @@ def _trained(kind: str, family: Any, info: Any, path: Path, folder: Path) -> dic
     assert trained.lora_path is not None
     stock = _stock(path)
     mapped = comfy.lora.load_lora(dict(trained.lora), comfy.lora.model_lora_keys_unet(stock, {}))
-    started = _prediction(family, info, _started(info, trained.lora_path, **KINDS[kind]))
     modules = {key.partition(".lora_")[0].removesuffix(".dora_scale").removesuffix(".alpha") for key in trained.lora}
-    modules = {key.partition(".lokr_")[0] for key in modules}
-    return {
+    modules = {key.partition(".lokr_")[0].partition(".hada_")[0] for key in modules}
+    found = {
         "written": _written(_job(path, encoded, folder, {"lora": KINDS[kind]}), family, info, stock),
         "losses": {way: result.losses for way, result in results.items()},
         "keys": [len(mapped), len(modules)],
+    }
+    if kind == "loha":  # no training begins with one
+        return found
+    started = _prediction(family, info, _started(info, trained.lora_path, **KINDS[kind]))
+    return found | {
         "difference": _distance(started, _prediction(family, info, _patched(info, stock, mapped))),
         "change": _distance(started, _prediction(family, info, _loaded(info))),
     }

@@ -10,11 +10,11 @@ import diffusers
 import pytest
 import torch
 from devicebridge.checkpoints.lora_file import (
-    check_lokr_layout,
     check_lora_layout,
+    check_lycoris_layout,
     describe_readers,
-    lokr_for_comfyui,
     lora_to_diffusers,
+    lycoris_for_comfyui,
     make_lora_tensors,
     what_is_lost,
 )
@@ -95,7 +95,7 @@ class Case:
     def file(self):
         trained = self.trained()
         if self.is_lokr:
-            return lokr_for_comfyui(self.family, trained, ALPHA / RANK)
+            return lycoris_for_comfyui(self.family, trained, ALPHA / RANK)
         return make_lora_tensors(self.family, self.layout, trained, self._for_comfyui(trained), ALPHA, RANK)
 
     def _for_comfyui(self, trained):
@@ -203,9 +203,9 @@ def test_it_is_said_who_reads_a_file_and_what_would_be_read_by_both(name, module
 
 
 def test_lokr_is_refused_where_comfyui_would_find_no_layer():
-    check_lokr_layout(FAMILIES["flux2"], [_TO_Q, "single_transformer_blocks.0.attn.to_out"], "original")
+    check_lycoris_layout(FAMILIES["flux2"], [_TO_Q, "single_transformer_blocks.0.attn.to_out"], "original", "lokr")
     with pytest.raises(ValueError, match="is of plain LoRA"):
-        check_lokr_layout(FAMILIES["flux2"], [_TO_Q], "diffusers")
+        check_lycoris_layout(FAMILIES["flux2"], [_TO_Q], "diffusers", "loha")
 
 
 def _differences(found, case):

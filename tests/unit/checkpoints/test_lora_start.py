@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.checkpoints.lora_file import lokr_for_comfyui, make_lora_tensors
+from devicebridge.checkpoints.lora_file import lycoris_for_comfyui, make_lora_tensors
 from devicebridge.checkpoints.lora_start import read_start, refuse_start
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
@@ -133,7 +133,7 @@ def test_dora_goes_on_from_plain_lora(name: str, tmp_path: Path) -> None:
 
 def test_lokr_goes_on_from_its_own_file_and_no_other_cut(tmp_path: Path) -> None:
     model, handle = _trained("wan", kind="lokr")
-    written = lokr_for_comfyui(FAMILIES["wan"], handle.tensors(), ALPHA / RANK)
+    written = lycoris_for_comfyui(FAMILIES["wan"], handle.tensors(), ALPHA / RANK)
     layers = _read(tmp_path / "a.safetensors", "wan", written)
     started = _started("wan", layers, kind="lokr", rank=RANK, alpha=ALPHA)
     assert torch.allclose(_output("wan", started), _output("wan", model), rtol=1e-4, atol=1e-5)

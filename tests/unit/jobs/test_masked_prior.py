@@ -24,9 +24,9 @@ def _job(tmp_path: Path, run: str, **sections: Any) -> Any:
     values: dict[str, Any] = {
         "split": {"devices": ["cpu"]},
         "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
-        "train": {"steps": 3, "batch_size": 2, "gradient_accumulation_steps": 2, "seed": 3},
-        "optimizer": {"learning_rate": 1e-2},
-        "objective": {"masked_prior": 0.5},
+        "train": {"steps": 4, "batch_size": 2, "gradient_accumulation_steps": 2, "seed": 3},
+        "optimizer": {"learning_rate": 3e-2},
+        "objective": {"masked_prior": 50.0},
         "parallel": {"strategy": "none"},
         "evaluation": {"folder": ""},
         "output": {"folder": str(tmp_path / run), "save_every_steps": 0},
@@ -61,7 +61,7 @@ def test_black_is_held_to_the_model_of_the_file(tmp_path: Path, monkeypatch: pyt
         expected = float((white * (said - batch.target) ** 2).sum() / white.sum())
         if black.any():
             apart = float((black * (said - plain) ** 2).sum() / black.sum())
-            expected, held = expected + 0.5 * apart, held or apart > 1e-6
+            expected, held = expected + 50 * apart, held or 50 * apart > 0.01
         assert loss == pytest.approx(expected, rel=1e-4)
     assert held
     monkeypatch.undo()
@@ -80,5 +80,5 @@ def test_it_is_the_same_on_copies_and_over_several_cards(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("strategy", ["pipeline", "tokens", "fsdp"])
 def test_strategies_that_have_others_in_the_model_are_refused(tmp_path: Path, strategy: str) -> None:
-    with pytest.raises(ValueError, match=f'objective.masked_prior = 0.5 is .* "{strategy}"'):
+    with pytest.raises(ValueError, match=f'objective.masked_prior = 50 is .* "{strategy}"'):
         _job(tmp_path, "refused", parallel={"strategy": strategy})

@@ -9,7 +9,7 @@ import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.patches import lora_linear
-from devicebridge.patches.lora_linear import apply_fused_lokr, apply_fused_lora
+from devicebridge.patches.lora_linear import apply_fused_lora, apply_fused_lycoris
 from devicebridge.quantization.quantize import QuantizeSettings, full_weight
 from devicebridge.tests.quantized import apply_quantization
 from devicebridge.tests.toy import TINY
@@ -220,13 +220,15 @@ def test_training_uses_it(name: str) -> None:
 
 
 # out_features, in_features, rank, factor; some with a full second matrix, some with a factorised one, none square
-SIZES = [(24, 36, 2, -1), (24, 36, 16, -1), (30, 8, 2, 2), (64, 96, 4, 8), (7, 11, 2, -1)]
+SIZES = [(24, 36, 2, -1), (24, 36, 16, -1), (30, 8, 2, 2), (64, 96, 4, 8), (7, 11, 2, -1), (7, 11, 3, 0)]
 
 
 def _model(out: int, width: int, rank: int, factor: int) -> nn.Module:
+    """Of LoKr; of LoHa with factor 0."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(width, out)).requires_grad_(False)
-    config = peft.LoKrConfig(r=rank, alpha=3 * rank, decompose_factor=factor, target_modules=["0"], init_weights=False)
+    common = {"r": rank, "alpha": 3 * rank, "target_modules": ["0"], "init_weights": False}
+    config = peft.LoKrConfig(decompose_factor=factor, **common) if factor else peft.LoHaConfig(**common)
     peft.inject_adapter_in_model(config, model)
     return model
 
@@ -251,14 +253,14 @@ def test_output_and_gradients_are_those_of_peft(size: tuple[int, int, int, int],
     model = _model(*size)
     x = torch.randn(*shape, size[1], generator=torch.Generator().manual_seed(1))
     expected = _run(model, x)
-    apply_fused_lokr(model)
+    apply_fused_lycoris(model)
     for ours, theirs in zip(_run(model, x), expected, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_the_weight_is_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model(24, 36, 2, -1)
-    apply_fused_lokr(model)
+    apply_fused_lycoris(model)
     layer = model[0]  # type: ignore[index]
     monkeypatch.setattr(type(layer), "get_delta_weight", lambda *args, **kwargs: pytest.fail("the weight was made"))
     assert model(torch.ones(2, 36)).shape == (2, 24)
@@ -266,7 +268,7 @@ def test_the_weight_is_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_layer_that_is_merged_or_switched_off_is_left_to_peft() -> None:
     model = _model(24, 36, 2, -1)
-    apply_fused_lokr(model)
+    apply_fused_lycoris(model)
     layer, x = model[0], torch.ones(2, 36)  # type: ignore[index]
     before = model(x)
     layer.merge()

@@ -109,6 +109,7 @@ def test_a_pattern_behind_an_exclamation_mark_leaves_layers_out():
         ({"layers": "all", "targets": ("*.to_q",)}, "both say what is trained"),
         ({"kind": "lokr", "dora": True}, "dora is of kind"),
         ({"kind": "lokr", "dropout": 0.5}, "dropout is of kind"),
+        ({"kind": "loha", "dora": True}, 'kind is "loha"'),
         ({"factor": 4}, 'belongs to kind = "lokr"'),
         ({"targets": ("text_encoder.*",)}, "set text_encoder = true"),
     ],
@@ -116,6 +117,24 @@ def test_a_pattern_behind_an_exclamation_mark_leaves_layers_out():
 def test_settings_that_contradict_each_other_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         LoraSettings(**values)
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("flux1", "none"), ("wan", "int8-compute")])
+def test_loha_begins_with_no_change_and_is_a_product_of_two_loras(name, scheme):
+    model, inputs = TINY[name].make_model(), TINY[name].make_inputs()
+    if scheme != "none":
+        apply_quantization(model, FAMILIES[name], QuantizeSettings(scheme))
+    before = model(**inputs, return_dict=False)[0]
+    handle = apply_lora(model, FAMILIES[name], LoraSettings(rank=2, alpha=4, kind="loha"), seed=0)
+    assert torch.equal(model(**inputs, return_dict=False)[0], before)
+    _randomise(handle)
+    tensors = handle.tensors()
+    for target in handle.targets:
+        layer = model.get_submodule(target)
+        a1, b1, a2, b2 = (tensors[f"{target}.hada_w{part}"].double() for part in ("1_a", "1_b", "2_a", "2_b"))
+        change = 4 / 2 * torch.einsum("or,ri,os,si->oi", a1, b1, a2, b2).float()
+        x = torch.randn(3, change.shape[1], generator=torch.Generator().manual_seed(1))
+        assert torch.allclose(layer(x) - layer.base_layer(x), x @ change.T, rtol=1e-3, atol=1e-3), target
 
 
 @pytest.mark.parametrize(
