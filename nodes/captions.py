@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,30 +112,8 @@ def _inputs() -> list[Socket | io.Input]:
     ]
 
 
-class KeptFiles:
-    """Files by the folder they are kept in.
-
-    Which dataset a node was given is not known when ComfyUI asks for a fingerprint, so all of a folder count.
-    """
-
-    def __init__(self) -> None:
-        self._files: dict[str, set[Path]] = {}
-        self._losses: Counter[str] = Counter()
-
-    def remember(self, folder: str | Path, files: Iterable[Path]) -> None:
-        """These are there now."""
-        self._files.setdefault(str(folder), set()).update(files)
-
-    def losses(self, folder: str | Path) -> int:
-        """How often something of the folder was found gone: another number means that its node must run again."""
-        known = self._files.get(str(folder), set())
-        if not all(file.is_file() for file in known):
-            known.clear()  # what is still needed is remembered by the node that runs now
-            self._losses[str(folder)] += 1
-        return self._losses[str(folder)]
-
-
-KEPT = KeptFiles()
+# Entries that this process has made or found, by their folder: ComfyUI asks for a fingerprint without the dataset.
+KEPT = defaultdict[str, set[Path]](set)
 
 
 class CacheCaptionsAndLatents(io.ComfyNode):
@@ -185,8 +163,12 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         try:
             chosen = (("text_encoders", text_encoders), ("text_encoders", text_encoder_2), ("vae", vae))
             paths = [folders.find_component(kind, read_file(name)) for kind, name in chosen]
-            losses = KEPT.losses(folders.folder_in_output(cache_folder, "cache_folder"))
-            return [losses, *paths, *(folders.state_of(Path(path)) for path in paths if path)]
+            kept = KEPT[str(folders.folder_in_output(cache_folder, "cache_folder"))]
+            return [
+                sum(not each.is_file() for each in kept),
+                *paths,
+                *(folders.state_of(Path(path)) for path in paths if path),
+            ]
         except (ValueError, OSError) as error:
             return str(error)  # execute says it where the user sees it
 
@@ -216,7 +198,7 @@ class CacheCaptionsAndLatents(io.ComfyNode):
                 view.show_text("Cancelled. What was encoded is kept; run again to continue.")
                 raise
         for each in filter(None, (data, held_out)):
-            KEPT.remember(folder, map(each.store.path, each.keys()))
+            KEPT[str(folder)].update(map(each.store.path, each.keys()))
         # With what a job file needs to find the entries of stock encoders.
         sources = {name: getattr(cache, name) for name in ("text_source", "latent_source", "vision_source")}
         lines = (f'{name} = "{source}"' for name, source in sources.items() if source)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import folder_paths
 
 from ...config.job import JobConfig
+from ...parallel.devices import describe_cards
 from ...runs.api import PREFIX, Answer, Api, Host, News
 from ...runs.datasets import FREE_ROUTES
 from ...runs.guard import MOST_BODY, Refused, check_origin
@@ -51,7 +52,7 @@ def add_page() -> None:
 
     queue = background_queue()
     store = queue.store
-    api = Api(store, queue, Host(_loras, _cards, _free, own_datasets, own_dataset, cards_of, _names))
+    api = Api(store, queue, Host(_loras, describe_cards, _free, own_datasets, own_dataset, cards_of, _names))
     if any((left := runs_folder() / ".jobs").glob("*.json")):
         # It lay where browsers can write, so nobody knows who put its jobs there.
         _log.warning(
@@ -158,7 +159,7 @@ def _tell(news: News) -> None:
                 found = news.gather()
             listening = [each for each, line in list(server.sockets.items()) if line in _listeners]
             if turn % _CARDS_EVERY == 0 and listening and _has_work(news, server):
-                found["cards"] = _cards()
+                found["cards"] = describe_cards()
             for each in listening if found else ():
                 server.send_sync(_MESSAGE, found, each)
         except Exception:
@@ -184,12 +185,6 @@ def _names() -> set[str]:
     own = socket.gethostname()
     first, listens = own.partition(".")[0], str(vars(args).get("listen", "")).split(",")
     return {each.lower() for each in (own, first, f"{first}.local", *listens, *allowed_hosts())}
-
-
-def _cards() -> list[dict[str, Any]]:
-    from ...parallel.devices import describe_cards
-
-    return describe_cards()
 
 
 def _held_by_models() -> Held:

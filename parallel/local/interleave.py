@@ -1,6 +1,7 @@
-"""Several forwards in flight over one split model: while one computes on the second card, the next is on the first.
+"""Several forwards in flight at once: over one split model, or a whole one on each card. Inference only.
 
-m forwards of equal cost over n equal cards take (m + n - 1) / n of one forward's time, instead of m. Inference only.
+While one computes on the second card of a split model, the next is on the first: m forwards of equal cost over n equal
+cards take (m + n - 1) / n of one forward's time, instead of m.
 
 Every forward (a job) has a worker. One token goes round and only its holder runs, so patches and wrappers never meet
 each other. It is handed on at every block, to the next job in order that can run; at borders only, a card's full launch
@@ -21,7 +22,8 @@ import torch
 
 from ..transfer import Arrivals, copy_to, settle
 from .bridge import Bridge
-from .workers import Coordinator
+from .tokens import HERE
+from .workers import Coordinator, ThreadPool
 
 T = TypeVar("T")
 Trace = list[tuple[int, torch.device]]
@@ -149,3 +151,61 @@ class RoundRobin:
         in_order = (*self._states[state.index + 1 :], *self._states[: state.index + 1])
         ready = (each for each in in_order if each.device is not None and self._queues[each.device][0] is each)
         self._holder = next(ready, None)
+
+
+class Wholes:
+    """Runs as many jobs at once as there are devices, each with forwards of its own device's model.
+
+    The code around a forward runs on the main device, whose current stream all threads have in common. So no forward
+    begins before every device has its inputs (`meet`): the main device's own kernels would be ahead of them there.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices, self._pool, self._here = tuple(devices), ThreadPool(), _Job()
+
+    @property
+    def rank(self) -> int | None:
+        """Whose job this thread does; None outside of one."""
+        return self._here.rank
+
+    def meet(self) -> None:
+        """Return when every rank is about to begin as many forwards as this one, or has done its job.
+
+        Raises: workers.Stopped if another rank's job has failed.
+        """
+        self._here.meet()
+
+    def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        """What the jobs return, by rank. Their threads take over this one's modes, current device and streams.
+
+        Raises: the first exception of a job. The others end at their next block whose hooks are a TokenParallel's.
+        """
+        run = Coordinator(self._pool, self._devices)
+        begun, results, before = [0.0] * len(jobs), dict[int, T](), HERE.on_block
+
+        def meet(rank: int) -> None:
+            with run.changing():
+                begun[rank] += 1
+            with run.when(lambda: min(begun) >= begun[rank]):
+                pass
+
+        def check() -> None:
+            with run.when():
+                pass
+
+        def work(rank: int, job: Callable[[], T]) -> None:
+            self._here.rank, self._here.meet, HERE.on_block = rank, partial(meet, rank), check
+            try:
+                results[rank] = job()
+            finally:
+                self._here.rank, HERE.on_block = None, before
+                with run.changing():
+                    begun[rank] = float("inf")
+
+        run.run([partial(work, rank, job) for rank, job in enumerate(jobs)])
+        return [results[rank] for rank in range(len(jobs))]
+
+
+class _Job(threading.local):
+    rank: int | None = None
+    meet: Callable[[], None] = staticmethod(lambda: None)

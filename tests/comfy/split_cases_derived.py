@@ -19,9 +19,8 @@ from devicebridge.families.comfy import registry, token_plans
 from devicebridge.nodes.host.native.model import native_training, plain_attention
 from devicebridge.nodes.host.split import deriving
 from devicebridge.nodes.host.split.attachments import OVERRIDE
-from devicebridge.nodes.host.split.derived_gradients import gradient_fault, gradients_of
 from devicebridge.nodes.host.split.deriving import Cards, find_rows, small_forwards
-from devicebridge.nodes.host.split.examine import examine
+from devicebridge.nodes.host.split.examine import examine, gradient_fault, gradients_of
 from devicebridge.nodes.host.split.model import describe_split
 from devicebridge.nodes.host.split.shown_inputs import ShownInputs
 from devicebridge.parallel.block_lists import find_block_lists

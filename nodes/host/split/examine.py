@@ -18,20 +18,25 @@ import comfy.sample
 import torch
 from torch import nn
 
+from ....events import first_line
 from ....families.comfy.inputs import COND, POOLED
 from ....families.comfy.registry import find_native
 from ....families.comfy.text_sizes import usual_text
 from ....families.comfy.token_plans import NO_TOKENS, TOKEN_PLANS
+from ....families.token_plan import TokenPlan
 from ....parallel.local.deriving import written
-from ....parallel.local.tokens import RowsError
-from ....patches.hooks import HookSet
+from ....parallel.local.token_training import TokenModel
+from ....parallel.local.tokens import RowsError, TokenParallel
+from ....parallel.local.watching import apart
+from ....patches.hooks import HookSet, map_tensors, tensors_reached
 from ....planning.derived_rows import Verdict
-from .derived_gradients import gradient_fault
-from .deriving import Cards, copied, find_rows, rows_of
+from ..native.model import native_training, plain_attention
+from .attachments import OVERRIDE
+from .deriving import Cards, copied, find_rows, left_as_it_was, rows_of, small_forwards
 from .model import load_split_model
 from .model_copy import alias, copy_structure
 from .plan import layout_of
-from .shown_inputs import Innermost, ShownInputs
+from .shown_inputs import FUNCTIONS, OPTIONS, Innermost, ShownInputs
 
 _TEXT, _SIDE, _FRAMES = 9, 16, 3  # tokens, cells
 _MADE_UP = {COND: 1009, POOLED: 2003}  # widths that no model has, until a layer says which it reads
@@ -177,3 +182,64 @@ def _sample(model: Any, widths: dict[str, int], *, has_pooled: bool, has_mask: b
         except _Done:
             return
     raise RuntimeError(f"no text was found that {type(root).__name__} reads")
+
+
+# ---- gradients of the inputs, which went through every block, and through the keys of all cards
+
+
+def gradient_fault(cards: Cards, plan: TokenPlan, given: Mapping[str, Any]) -> str:
+    """What differs between gradients of all cards, added up, and those of one; "" if nothing does."""
+    with left_as_it_was(cards.models):
+        small = small_forwards(cards, given)[0].given
+        try:
+            with native_training():
+                expected, found = (gradients_of(cards, each, small) for each in (None, plan))
+        except (management.InterruptProcessingException, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a class may compute what has no backward
+            return first_line(error)
+    if not any(float(each.abs().max()) for each in expected):
+        return "nothing that it is given has a gradient"
+    far = apart(found, expected)
+    return "" if far <= 1 else f"gradients differ {far:.3g} times as much as rounding may"
+
+
+def gradients_of(cards: Cards, plan: TokenPlan | None, given: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Of every tensor of floats that the forward is given; by the plan the sum of what the cards have.
+
+    Not of a number for each sample, such as its timestep: all rows add up to it, and nearly cancel each other.
+    """
+    found: dict[int, list[torch.Tensor]] = {}
+
+    def of_card(index: int) -> torch.Tensor:
+        leaves = found.setdefault(index, [])
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            made = tensor.detach().to(cards.devices[index]).clone()
+            if not made.is_floating_point() or made.ndim < 2:
+                return made
+            leaves.append(made.requires_grad_())
+            return made * 1  # a forward may write into it, as it may not into what gradients are asked of
+
+        made = {name: map_tensors(value, own, FUNCTIONS) for name, value in given.items()}
+        made[OPTIONS] = {**(made.get(OPTIONS) or {}), OVERRIDE: plain_attention}
+        # What a forward writes into a tensor that it has kept would be lost for its backward.
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept):
+            outputs = tensors_reached(cards.forwards[index](**made))
+        # Every number counts otherwise.
+        counts = [torch.linspace(-1, 1, each.numel(), device=each.device).reshape(each.shape) for each in outputs]
+        return torch.stack([(each * count).sum() for each, count in zip(outputs, counts, strict=True)]).sum()
+
+    if plan is None:
+        of_card(0).backward()
+    else:
+        rows = TokenParallel(cards.models, cards.devices, plan, (1.0,) * len(cards.models))
+        rows.attach()
+        whole, indices = TokenModel(cards.models, cards.devices, rows), list(map(id, cards.models))
+        try:
+            whole.together(lambda: whole.through(lambda model, device: of_card(indices.index(id(model)))).backward())
+        finally:
+            rows.remove()
+    device, of_cards = cards.devices[0], [leaves for _, leaves in sorted(found.items())]
+    gradients = [[torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in each] for each in of_cards]
+    return [torch.stack([part.to(device) for part in each]).sum(0) for each in zip(*gradients, strict=True)]

@@ -1,7 +1,7 @@
 """What a split does around ComfyUI's sampling: a forecast before it, micro-batches in each step, a comparison.
 
 ComfyUI joins cond and uncond into one batch, which a model split by blocks computes card after card. Here each of them,
-and each image of the batch, becomes a micro-batch, which the cards work on at the same time (interleave.py, wholes.py).
+and each image of the batch, becomes a micro-batch, which the cards work on at the same time (interleave.py).
 ComfyUI's own function computes each, so regions, masks and default conditionings mean what they always mean. Where
 something could notice that micro-batches are apart, ComfyUI's way is used and the log says so once.
 

@@ -32,9 +32,9 @@ from ....parallel.devices import device_title
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.collectives import Tensors
 from ....parallel.local.heads import groups_for
+from ....parallel.local.interleave import Wholes
 from ....parallel.local.shards import plain_parts
 from ....parallel.local.tokens import OneDeviceError, RowsError, TokenParallel
-from ....parallel.local.wholes import Wholes
 from ....parallel.staged_copies import copies_between
 from ....parallel.transfer import Arrivals, copy_to, current_device, is_everywhere, module_with_streams
 from ....patches.changes import Unchanged, code_of, foreign_methods

@@ -160,7 +160,7 @@ def test_the_cache_node_runs_again_only_where_something_is_gone_or_changed(nodes
     assert before == fingerprint(), "equal to itself, which NaN is not"
     entry.parent.mkdir(parents=True)
     entry.touch()
-    kept.remember(entry.parent, [entry])
+    kept[str(entry.parent)].add(entry)
     assert fingerprint() == before, "what the node itself has made does not make it run again"
     entry.unlink()
     gone = fingerprint()

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from devicebridge.parallel.local.interleave import Wholes
 from devicebridge.parallel.local.tokens import HERE
-from devicebridge.parallel.local.wholes import Wholes
 
 CPU = torch.device("cpu")
 
