@@ -8,8 +8,7 @@ copy when `settle` is called. Both tensors are recorded on the streams that use 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -154,13 +153,7 @@ def with_version(tensor: torch.Tensor) -> torch.Tensor:
     return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload,no-any-return]
 
 
-def device_switch(device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
-    """Makes the context in which device is the current one; None for kinds without a current device."""
-    switch = getattr(device_module(device), "device", None)
-    return None if switch is None else functools.partial(switch, device.index)
-
-
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
     """While active device is the current one, where its kind has such a thing."""
-    switch = device_switch(device)
-    return contextlib.nullcontext() if switch is None else switch()
+    switch: Any = getattr(device_module(device), "device", None)
+    return contextlib.nullcontext() if switch is None else switch(device.index)

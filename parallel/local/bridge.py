@@ -17,16 +17,16 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors, tensors_reached
-from ..transfer import SideStreams, Versioned, copy_to, device_switch, is_everywhere, version_of
+from ..transfer import SideStreams, Versioned, copy_to, current_device, is_everywhere, version_of
 from .workers import ThreadPool
 
 T = TypeVar("T")
@@ -218,7 +218,6 @@ class Bridge:
             return copy_to(tensor, device) if self.traffic is None else self.traffic.copy(tensor, device)
 
     def _make_enter(self, block: nn.Module, device: torch.device, *, is_block: bool = True) -> BeforeHook:
-        change_device = device_switch(device) if device != self.main_device else None
         try:
             parameters = list(inspect.signature(block.forward).parameters)
         except (TypeError, ValueError):  # a callable written in C tells no names
@@ -234,8 +233,8 @@ class Bridge:
                 self.forget()
                 if is_block:
                     local.calls.append(_Call(module, []))
-            if change_device is not None:
-                guard = change_device()
+            if device != self.main_device:
+                guard = current_device(device)
                 guard.__enter__()
                 local.guards.append((module, guard))
             rest = tuple(a if i in kept else map_tensors(a, change, self.passed_by) for i, a in enumerate(args))
@@ -300,54 +299,36 @@ class _Call(NamedTuple):
     copies: list[tuple[torch.Tensor, torch.Tensor, int]]
 
 
-class _Known(NamedTuple):
-    """The copies of one living tensor, in the state it had."""
-
-    source: weakref.ref[torch.Tensor]
-    version: int | None
-    copies: dict[tuple[Place, bool], torch.Tensor]  # by place and grad mode
-
-
 class Copies:
     """The copies made for one forward; each is kept while its source lives."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
+        # By tensor: the version that it had, and its copies by place and grad mode.
+        self._known: MutableMapping[torch.Tensor, tuple[int | None, dict[tuple[Place, bool], torch.Tensor]]]
+        self._known = WeakIdKeyDictionary()
 
     def __len__(self) -> int:
         return len(self._known)
 
     def find(self, tensor: torch.Tensor, device: Place) -> torch.Tensor | None:
-        known = self._known_of(tensor)
-        return None if known is None else known.copies.get((device, torch.is_grad_enabled()))
+        version, copies = self._known.get(tensor, (None, {}))
+        return copies.get((device, torch.is_grad_enabled())) if version == version_of(tensor) else None
 
     def keep(self, tensor: torch.Tensor, device: Place, copy: torch.Tensor) -> torch.Tensor:
         """Remember copy as the tensor's on device, and return it."""
-        known = self._known_of(tensor)
-        if known is None:
-            key, entries = id(tensor), self._known
-
-            def drop(source: weakref.ref[torch.Tensor]) -> None:
-                if key in entries and entries[key].source is source:
-                    entries.pop(key, None)
-
-            known = self._known[key] = _Known(weakref.ref(tensor, drop), version_of(tensor), {})
-        known.copies[device, torch.is_grad_enabled()] = copy
+        version, copies = self._known.get(tensor, (None, None))
+        if copies is None or version != version_of(tensor):
+            _, copies = self._known[tensor] = version_of(tensor), {}
+        copies[device, torch.is_grad_enabled()] = copy
         return copy
 
     def forget(self, value: Any) -> None:
         """Copy the tensors in value again when they are next asked for."""
         for tensor in tensors_reached(value) if self._known else ():
-            self._known.pop(id(tensor), None)
+            self._known.pop(tensor, None)
 
     def clear(self) -> None:
-        """Forget everything; the callbacks that watch the sources refer back to this memory."""
         self._known.clear()
-
-    def _known_of(self, tensor: torch.Tensor) -> _Known | None:
-        known = self._known.get(id(tensor))
-        is_current = known is not None and known.source() is tensor and known.version == version_of(tensor)
-        return known if is_current else None
 
 
 class _Local(threading.local):

@@ -154,7 +154,7 @@ class WeightOffload:
             self._devices.append(_Device(device, blocks))
             for index, block in enumerate(blocks):
                 self.move_others(block.module, device)
-                self._hooks.just_before(block.module, torch.compiler.disable(partial(_enter, self._devices[-1], index)))
+                self._hooks.just_before(block.module, torch.compiler.disable(partial(self._devices[-1].before, index)))
         kind = "pinned" if all(block.host.is_pinned for block in self._blocks.values()) else "not pinned"
         _log.info("%d blocks stream from host memory (%.2f GB, %s)", len(self._blocks), self.host_bytes / 1e9, kind)
 
@@ -180,10 +180,19 @@ class _Device:
     """The offloaded blocks of one device, in execution order, and its slots."""
 
     def __init__(self, device: torch.device, blocks: Sequence[_Block]) -> None:
-        self.device = device
         self.blocks = list(blocks)
         size = max(block.host.num_bytes for block in blocks)
         self.slots = Slots([block.weights for block in blocks], size, device)
+
+    def before(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        is_backward = is_recomputing()
+        if torch.is_grad_enabled() and not is_backward and _has_graph(block, args, kwargs):
+            raise RuntimeError(
+                f"a {type(block).__name__} whose weights stream from host memory was called with gradients, outside of "
+                "BlockSplit.checkpoint; its weights would be gone at the backward. Enable gradient checkpointing with "
+                "the split's checkpoint, or keep this block's weights on its card"
+            )
+        self.enter(index, is_backward=is_backward)
 
     def enter(self, index: int, *, is_backward: bool) -> None:
         """Have the block's weights in place for what is computed from here on, and the next one's on their way."""
@@ -196,17 +205,6 @@ class _Device:
         if 0 <= ahead < len(self.blocks) and self.slots.find(ahead) is None:
             other = next(each for each in self.slots.slots if each is not slot)
             self.slots.load(other, ahead, self.blocks[ahead].host.tensor)
-
-
-def _enter(device: _Device, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    is_backward = is_recomputing()
-    if torch.is_grad_enabled() and not is_backward and _has_graph(block, args, kwargs):
-        raise RuntimeError(
-            f"a {type(block).__name__} whose weights stream from host memory was called with gradients, outside of "
-            "BlockSplit.checkpoint; its weights would be gone at the backward. Enable gradient checkpointing with the "
-            "split's checkpoint, or keep this block's weights on its card"
-        )
-    device.enter(index, is_backward=is_backward)
 
 
 def _has_graph(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -15,8 +15,8 @@ import comfy.model_management
 import torch
 from comfy.model_base import BaseModel
 from comfy.patcher_extension import WrappersMP
+from devicebridge.parallel.local.interleave import Wholes
 from devicebridge.parallel.local.tokens import TokenParallel
-from devicebridge.parallel.local.wholes import Wholes
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, in_long_runs
 from devicebridge.tests.comfy.split_cases_batches import CFG, _combined, _each_side_alone, _one_image_at_a_time
 from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals

@@ -109,7 +109,7 @@ class _CardPatcher(_Patcher):
         tree = self._tree()
         tree.executor.check_possible(_CHANGING)
         weight = get_attr(self.model, key)
-        is_shared = tree.executor.has_copies or tree.origin_on(self.load_device) is not None
+        is_shared = tree.executor.has_copies or tree.executor.origin_on(self.load_device, tree.origin) is not None
         if is_shared and weight.device == self.offload_device and key not in self.hook_backup:
             for owner in (self,) if tree.executor.has_copies else (self, *self.companions):
                 if key in owner.pinned:  # else the old storage would stay registered with the driver
@@ -134,7 +134,8 @@ class _CardPatcher(_Patcher):
 
     def _use_origins(self) -> None:
         """Point every unpatched weight back to its original in host memory instead of copying it from the card."""
-        origin, device = self._tree().origin_on(self.load_device), self.offload_device
+        tree, device = self._tree(), self.offload_device
+        origin = tree.executor.origin_on(self.load_device, tree.origin)
         if origin is None or self.is_dynamic():
             return
         self.unpin_all_weights()

@@ -124,7 +124,7 @@ class SplitTree:
     def __init__(self, base: nn.Module, plan: SplitPlan, way: Way, origin: Origin | None) -> None:
         self._base: Callable[[], Any] = weakref.ref(base)
         self.plan = plan
-        self._origin = origin
+        self.origin = origin
         root = self.diffusion_model
         self._blocks = {name: root.get_submodule(name) for name in plan.blocks}
         self._lists = {name: root.get_submodule(name) for name in _containers_of(plan.blocks) if name}
@@ -163,9 +163,6 @@ class SplitTree:
         here = management.module_size(self._base()) - sum(map(management.module_size, elsewhere))
         sizes = {device: int(management.module_size(shard)) for device, shard in self.shards.items()}
         return {self.plan.main_device: int(here)} | sizes
-
-    def origin_on(self, device: torch.device) -> Origin | None:
-        return self.executor.origin_on(device, self._origin)
 
     # ---- views
 
