@@ -170,7 +170,7 @@ def derived_gradients(case: Case) -> None:
 
 
 def _compare_gradients(case: Case) -> None:
-    made = {name: functools.partial(_native, name) for name in ("flux1", "wan", *in_long_runs(*_NATIVE))}
+    made = {name: functools.partial(_native, name) for name in ("flux1", *in_long_runs("wan", *_NATIVE))}
     made |= {name: lambda make=make: (filled(make()), _given()) for name, make in UNSEEN.items()}
     for name, make in made.items():
         model, given = make()

@@ -520,7 +520,7 @@ def tokens_fewer_rows_than_cards(case: Case) -> None:
 def tokens_scaled_fp8_files(case: Case) -> None:
     """Files in 8 bits: every card has the file's own numbers, with a LoRA those that one card rounds to."""
     host = case.host
-    kinds = {"scaled_fp8": "flux1", "fp8": "wan", **dict(in_long_runs(("int8", "flux1"), ("int8_rows", "wan")))}
+    kinds = {"fp8": "wan", **dict(in_long_runs(("scaled_fp8", "flux1"), ("int8", "flux1"), ("int8_rows", "wan")))}
     for kind, name in kinds.items():
         path = FILES[kind](host, name)
         one = _load(path, name, load_device=CPU)

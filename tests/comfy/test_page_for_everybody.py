@@ -375,6 +375,7 @@ def test_the_page_says_that_a_process_is_gone(chromium: str, server: Server, set
         assert page.get_by_role("button", name="Resume", exact=True).is_enabled()
 
 
+@pytest.mark.long
 def test_a_run_of_elsewhere_is_resumed_by_whoever_has_seen_its_folders(chromium, server, settings, tmp_path):
     run = server.base / "output" / "devicebridge" / "elsewhere"
     for name in ("model", "data", "checkpoints"):

@@ -103,6 +103,7 @@ def _ask(port: int, method: str, path: str, headers: dict[str, str], body: bytes
         connection.close()
 
 
+@pytest.mark.long
 def test_a_training_in_the_background_survives_comfyui_and_its_own_kill_is_seen(comfyui: Path, tmp_path: Path) -> None:
     base, steps = tmp_path / "comfy", 1500
     pipeline = save_tiny_pipeline(tmp_path / "model", "flux2")

@@ -138,7 +138,7 @@ def test_a_case_does_not_hold_without_its_guard(worker: Worker, guard: str, case
     assert not all(holds for _, holds, _ in answer.get("claims", [["an error", False, ""]]))
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 30))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 30))])
 def test_random_tokens(worker: Worker, seed: int) -> None:
     """Some of what scripts/fuzz_split.py --tokens plays by the thousand."""
     history = worker.ask(f"tokens {seed}")

@@ -164,9 +164,8 @@ HANGS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "an evaluation" else pytest.mark.long) for kind in HANGS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", HANGS)
 def test_a_rank_that_hangs_between_two_steps_ends_the_job(kind, folder):
     sections, fault = HANGS[kind]
     parallel = {"timeout_s": 15.0, **sections.get("parallel", {})}

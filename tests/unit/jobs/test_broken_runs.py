@@ -233,7 +233,6 @@ def test_a_mask_that_is_deleted_in_the_middle_of_a_run_is_named_after_saving(tmp
     ("file", "number", "message"),
     [
         ("state.json", 2, r"step-000004 cannot be written: No space left on device; make room there and resume"),
-        ("lora.safetensors", 2, r"step-000004/lora\.safetensors cannot be written: No space left.*make room there"),
         ("lora.safetensors", 4, r"run/lora\.safetensors cannot be written: No space left.*make room there"),
     ],
 )
@@ -268,7 +267,7 @@ def _spoil_weights(value):
     return spoil
 
 
-@pytest.mark.parametrize(("steps", "value"), [(1, math.nan), (4, math.inf)])
+@pytest.mark.parametrize(("steps", "value"), [(1, math.nan), pytest.param(4, math.inf, marks=pytest.mark.long)])
 def test_weights_that_are_not_finite_are_never_saved(steps, value, tmp_path, monkeypatch):
     """In the last step, where no loss shows it, and in another."""
     job = _job(tmp_path, train={"steps": steps, "batch_size": 2, "seed": 3}, output={"save_every_steps": 2})

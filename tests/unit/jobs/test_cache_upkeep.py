@@ -106,7 +106,7 @@ def test_regenerate_computes_all_again_and_gives_the_same_bytes(job, tmp_path, c
     assert _entries(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGINT", *(pytest.param(e, marks=pytest.mark.long) for e in ("SIGTERM", "SIGHUP"))])
 def test_a_signal_to_stop_keeps_what_is_done(job, calls, capsys, monkeypatch, name):
     count_and_encode = TextEncoder.encode_batch
 

@@ -214,7 +214,7 @@ def _with_last(job: JobConfig) -> JobConfig:
     return dataclasses.replace(job, output=dataclasses.replace(job.output, use_ema=False))
 
 
-@pytest.mark.parametrize("strategy", ["none", "data"])
+@pytest.mark.parametrize("strategy", ["none", pytest.param("data", marks=pytest.mark.long)])
 def test_the_average_resumes_bit_for_bit(tmp_path: Path, strategy: str) -> None:
     sections: dict[str, Any] = {
         "train": {"ema_decay": 0.8, "steps": 3},

@@ -230,8 +230,15 @@ def test_without_the_guard_there_is_an_error_and_no_gradient(cls, way):
         _gradients(_made(cls), WAYS[way])
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("cls", [each for each in WRITING if each not in (*THROUGH_VIEWS, LookingAtOut)])
+def _each_once(classes):
+    """Each class in one way, and each way with one class; the other pairs in long runs."""
+    pairs = [(cls, way, i % len(WAYS) == j) for i, cls in enumerate(classes) for j, way in enumerate(WAYS)]
+    return [pytest.param(cls, way, marks=[] if once else pytest.mark.long) for cls, way, once in pairs]
+
+
+@pytest.mark.parametrize(
+    ("cls", "way"), _each_once([each for each in WRITING if each not in (*THROUGH_VIEWS, LookingAtOut)])
+)
 def test_compiled_blocks_have_the_gradients_of_uncompiled_ones(cls, way):
     block = _guarded(cls)
     expected, guard = _gradients(block, WAYS[way]), block.forward
@@ -256,8 +263,7 @@ def test_a_compiled_block_may_return_the_tensors_that_it_has_written_into():
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("cls", THROUGH_VIEWS)
+@pytest.mark.parametrize(("cls", "way"), _each_once(THROUGH_VIEWS))
 def test_a_block_that_cannot_be_compiled_is_an_error_and_no_gradient(cls, way):
     block = _guarded(cls)
     block.forward = _compiled(block.forward)

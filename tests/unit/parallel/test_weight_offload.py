@@ -131,12 +131,12 @@ def test_each_device_has_its_own():
     [
         ("flux2", 1, None, {"offloaded": (6,)}),
         ("flux2", 1, None, {"offloaded": (3,), "kept": (2,)}),
-        ("flux2", 2, None, {"offloaded": (3, 2), "dropout": 0.5}),
+        pytest.param("flux2", 2, None, {"offloaded": (3, 2), "dropout": 0.5}, marks=pytest.mark.long),
         ("flux2", 2, "1f1b", {"offloaded": (3, 2), "dropout": 0.5}),
         ("flux2", 2, "1f1b", {"offloaded": (0, 4), "kept": (1, 0), "cuts": [2]}),
         ("flux2", 3, "1f1b", {"offloaded": (1, 0, 3), "cuts": [1, 3]}),
         ("wan", 2, "1f1b", {"offloaded": (3, 3)}),
-        ("flux1", 1, None, {"offloaded": (4,)}),
+        pytest.param("flux1", 1, None, {"offloaded": (4,)}, marks=pytest.mark.long),
     ],
 )
 def test_losses_and_gradients_are_those_of_resident_blocks_bit_for_bit(name, cards, kind, settings):
@@ -146,7 +146,7 @@ def test_losses_and_gradients_are_those_of_resident_blocks_bit_for_bit(name, car
     )
 
 
-@pytest.mark.parametrize("scheme", ["fp8-compute", "int8-compute", "fp8"])
+@pytest.mark.parametrize("scheme", [pytest.param("fp8-compute", marks=pytest.mark.long), "int8-compute", "fp8"])
 def test_8_bit_linears_stream(scheme):
     expected = _resident("flux2", CARDS[:2], scheme=scheme)
     _assert_equal(_step("flux2", CARDS[:2], kind="1f1b", offloaded=(3, 3), scheme=scheme), expected)
@@ -421,7 +421,7 @@ class _Block(nn.Module):
         return x + self.to_out(torch.tanh(self.to_q(x)))
 
 
-@pytest.mark.parametrize("scheme", [None, "int8-compute"])
+@pytest.mark.parametrize("scheme", [None, pytest.param("int8-compute", marks=pytest.mark.long)])
 def test_compiled_blocks_are_compiled_no_more_often(scheme):
     """Weights are exchanged between calls; graphs are shared as those of resident blocks are."""
     counts, results = [], []

@@ -60,9 +60,8 @@ class _Counted:
 @pytest.mark.parametrize(
     ("name", "scheme"),
     [
-        ("wan", None),
         ("flux2", "int8-compute"),
-        *(pytest.param(name, None, marks=pytest.mark.long) for name in ("flux1", "flux2")),
+        *(pytest.param(name, None, marks=pytest.mark.long) for name in ("flux1", "flux2", "wan")),
         pytest.param("flux2", "fp8-compute", marks=pytest.mark.long),
     ],
 )
@@ -93,6 +92,7 @@ def _check_blocks(model, lora, name, handle, expected):
     assert all(torch.equal(gradients[parameter], gradient) for parameter, gradient in expected[1].items())
 
 
+@pytest.mark.long
 def test_blocks_alike_share_their_graphs():
     """Two per kind at most: the first block's input needs no gradient."""
     model, lora = _make("flux2")

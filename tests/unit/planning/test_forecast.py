@@ -183,7 +183,7 @@ def test_forecast_is_what_emulated_cards_hold(name, cut, kept, accumulation, sch
     assert all(-0.035 < error < 0.025 for error in errors.values()), errors
 
 
-@pytest.mark.parametrize("scheme", ["none", "int8-compute"])
+@pytest.mark.parametrize("scheme", [pytest.param("none", marks=pytest.mark.long), "int8-compute"])
 def test_forecast_of_swapped_blocks_is_what_emulated_cards_hold(scheme, monkeypatch):
     """Of 7 single blocks on the second card 1 keeps its activations and 5 stream through two slots."""
     monkeypatch.setattr(swap_module, "SMALLEST_BYTES", 1024)
@@ -435,7 +435,7 @@ def test_video_variants_are_forecast_with_what_they_are_given(name):
     assert kept[1] / kept[0] == pytest.approx(5 / 3, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["flux2", "flux1", "wan"])
+@pytest.mark.parametrize("name", ["flux2", "wan", pytest.param("flux1", marks=pytest.mark.long)])
 def test_a_large_picture_takes_no_more_than_is_forecast(name, monkeypatch):
     """Four times the cells that are trained on. The forecast gives its tail a backward, which a picture has not."""
     tiny = _tiny(name)

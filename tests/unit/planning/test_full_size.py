@@ -90,7 +90,13 @@ def _device_module():
         yield
 
 
-@pytest.mark.parametrize(("family_name", "variant_name"), VARIANTS)
+LONG = ("flux2-klein-9b", "flux1-schnell", "wan2.1-t2v-1.3b")  # as others, but for their size or one module
+
+
+@pytest.mark.parametrize(
+    ("family_name", "variant_name"),
+    [pytest.param(*each, marks=[pytest.mark.long] * (each[1] in LONG)) for each in VARIANTS],
+)
 def test_forward_of_every_variant(family_name, variant_name):
     family = FAMILIES[family_name]
     variant = family.variant(variant_name)
