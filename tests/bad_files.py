@@ -149,28 +149,20 @@ def _shift(by: int) -> Callable[[Header], object]:
 
 
 HEADER_DAMAGE: dict[str, Callable[[Header], object]] = {
-    "unknown type": _set("dtype", "F99"),
-    "type is a number": _set("dtype", 3),
-    "other type": _set("dtype", "I64"),
-    "no shape": lambda header: _first_entry(header).pop("shape"),
-    "shape is a text": _set("shape", "2"),
-    "negative shape": _set("shape", [-1, 2]),
-    "huge shape": _set("shape", [2**62, 2**62]),
-    "float shape": _set("shape", [2.0, 2.0]),
-    "no offsets": lambda header: _first_entry(header).pop("data_offsets"),
-    "one offset": _set("data_offsets", [0]),
-    "offsets backwards": _set("data_offsets", [8, 0]),
-    "negative offsets": _set("data_offsets", [-8, 0]),
-    "offsets far outside": _set("data_offsets", [2**60, 2**60 + 4]),
-    "offsets moved": _shift(4),
-    "entry is a list": lambda header: header.update({min(header): []}),
+    "unknown type": _set("dtype", "F99"), "type is a number": _set("dtype", 3), "other type": _set("dtype", "I64"),
+    "no shape": lambda header: _first_entry(header).pop("shape"), "shape is a text": _set("shape", "2"),
+    "negative shape": _set("shape", [-1, 2]), "huge shape": _set("shape", [2**62, 2**62]),
+    "float shape": _set("shape", [2.0, 2.0]), "no offsets": lambda header: _first_entry(header).pop("data_offsets"),
+    "one offset": _set("data_offsets", [0]), "offsets backwards": _set("data_offsets", [8, 0]),
+    "negative offsets": _set("data_offsets", [-8, 0]), "offsets far outside": _set("data_offsets", [2**60, 2**60 + 4]),
+    "offsets moved": _shift(4), "entry is a list": lambda header: header.update({min(header): []}),
     "entry is null": lambda header: header.update({max(header): None}),
     "metadata is a list": lambda header: header.update({"__metadata__": []}) or header.update({"__metadata__": [1]}),
     "metadata of numbers": lambda header: header.update({"__metadata__": {"a": 1}}),
     "one entry less": lambda header: header.pop(max(name for name in header if name != "__metadata__")),
     "a name that a terminal obeys": lambda header: header.update({"\x1b[31m": header.pop(_names(header)[0])}),
     "one name twice": lambda header: header.update({"twice": True}),
-}
+}  # fmt: skip
 
 
 def header_changer(change: Callable[[Header], object]) -> Spoil:
@@ -224,12 +216,10 @@ def _filled(value: float) -> Callable[[dict[str, Any]], None]:
 
 
 OTHER_TENSORS: dict[str, tuple[Callable[[dict[str, Any]], None], Verdict]] = {
-    "all zeros": (_filled(0.0), "refused"),
-    "all NaN": (_filled(math.nan), "refused"),
-    "all inf": (_filled(math.inf), "refused"),
-    "one matrix flat": (_flat, "refused"),
+    "all zeros": (_filled(0.0), "refused"), "all NaN": (_filled(math.nan), "refused"),
+    "all inf": (_filled(math.inf), "refused"), "one matrix flat": (_flat, "refused"),
     "one matrix narrower": (_narrow, "refused"),
     "one matrix missing": (lambda tensors: void(tensors.pop(_matrix(tensors))), "refused"),
     "one more": (lambda tensors: tensors.update(nonsense=tensors[_matrix(tensors)].clone()), "refused"),
     "nothing": (lambda tensors: tensors.clear(), "refused"),
-}
+}  # fmt: skip

@@ -155,16 +155,8 @@ def _wrong_numbers(key: Key, *, is_whole: bool, is_text: bool) -> Iterator[tuple
 def _wrong_paths() -> Iterator[tuple[str, Any, Verdict]]:
     yield from (("NUL", "a\0b", "refused"), ("too long", "x" * 300, "refused"))
     for text in (
-        "/nonexistent/xyz",
-        "/dev/zero",
-        "pipe",
-        "loop",
-        "job.toml",
-        "/proc/self/xyz",
-        "~nobody/xyz",
-        " ",
-        "data/",
-    ):
+        "/nonexistent/xyz", "/dev/zero", "pipe", "loop", "job.toml", "/proc/self/xyz", "~nobody/xyz", " ", "data/",
+    ):  # fmt: skip
         yield text, text, "any"
 
 
@@ -249,13 +241,11 @@ def cut(share: float) -> Spoil:
 
 
 ODD_FILES: dict[str, Spoil] = {
-    "missing": lambda path: path.unlink(),
-    "a folder": _replaced(lambda path: path.mkdir()),
-    "a pipe": _replaced(os.mkfifo),
-    "a link to itself": _replaced(lambda path: path.symlink_to(path)),
+    "missing": lambda path: path.unlink(), "a folder": _replaced(lambda path: path.mkdir()),
+    "a pipe": _replaced(os.mkfifo), "a link to itself": _replaced(lambda path: path.symlink_to(path)),
     "a link to /dev/zero": _replaced(lambda path: path.symlink_to("/dev/zero")),
     "a link to nothing": _replaced(lambda path: path.symlink_to("/nowhere/x")),
-}
+}  # fmt: skip
 NO_OBJECT: dict[str, bytes] = {
     "list": b"[]", "null": b"null", "number": b"3", "text": b'"x"', "empty": b"", "not UTF-8": b'{"a": "\xff\xfe"}',
     "deep": b"[" * 100_000, "a name twice": b'{"a": 1, "a": 2}', "NUL": b"\0" * 64,

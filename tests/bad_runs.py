@@ -89,11 +89,9 @@ def _drawn(name: str, mode: str, size: tuple[int, int] = (40, 64), value: int = 
 
 
 _CAPTIONS = {
-    "not UTF-8": b"\xff\xfea",
-    "2 MB": b"x" * 2_000_000,
-    "UTF-16": "picture".encode("utf-16"),
+    "not UTF-8": b"\xff\xfea", "2 MB": b"x" * 2_000_000, "UTF-16": "picture".encode("utf-16"),
     "cut UTF-8": "é".encode()[:1],
-}
+}  # fmt: skip
 
 
 def _png_header(width: int, height: int, kind: int = 2) -> bytes:

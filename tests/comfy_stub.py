@@ -18,11 +18,9 @@ _COMMON = {"id", "display_name", "optional", "tooltip", "advanced"}
 _WIDGET = _COMMON | {"default"}
 _INPUT_OPTIONS = {
     "COMBO": _WIDGET | {"options", "extra_dict"},
-    "STRING": _WIDGET | {"multiline", "placeholder", "force_input", "lazy"},
-    "INT": _WIDGET | {"min", "max", "step"},
-    "FLOAT": _WIDGET | {"min", "max", "step", "round"},
-    "BOOLEAN": _WIDGET,
-}
+    "STRING": _WIDGET | {"multiline", "placeholder", "force_input", "lazy"}, "INT": _WIDGET | {"min", "max", "step"},
+    "FLOAT": _WIDGET | {"min", "max", "step", "round"}, "BOOLEAN": _WIDGET,
+}  # fmt: skip
 
 
 class InterruptProcessingException(BaseException):
@@ -117,17 +115,9 @@ def install(monkeypatch: pytest.MonkeyPatch, root: Path) -> FakeHost:
     """Put the stand-in into sys.modules until the test ends, with its folders under root; forgets our own nodes."""
     host = FakeHost(root)
     for name in (
-        "input",
-        "output",
-        "models/diffusion_models",
-        "models/checkpoints",
-        "models/diffusers",
-        "models/vae",
-        "models/text_encoders",
-        "user",
-        "temp",
-        "custom_nodes",
-    ):
+        "input", "output", "models/diffusion_models", "models/checkpoints", "models/diffusers", "models/vae",
+        "models/text_encoders", "user", "temp", "custom_nodes",
+    ):  # fmt: skip
         (root / name).mkdir(parents=True, exist_ok=True)
     host.folder_names_and_paths["custom_nodes"] = ([str(root / "custom_nodes")], set())
     modules = {
@@ -150,12 +140,8 @@ def _api() -> ModuleType:
     kinds = {"Combo": "COMBO", "String": "STRING", "Int": "INT", "Float": "FLOAT", "Boolean": "BOOLEAN"}
     kinds |= {"AnyType": "*", "LoraModel": "LORA_MODEL", "LossMap": "LOSS_MAP", "Model": "MODEL", "Image": "IMAGE"}
     kinds |= {
-        "Clip": "CLIP",
-        "ClipVision": "CLIP_VISION",
-        "Vae": "VAE",
-        "Latent": "LATENT",
-        "Conditioning": "CONDITIONING",
-    }
+        "Clip": "CLIP", "ClipVision": "CLIP_VISION", "Vae": "VAE", "Latent": "LATENT", "Conditioning": "CONDITIONING",
+    }  # fmt: skip
     module.io = SimpleNamespace(  # type: ignore[attr-defined]
         **{name: _socket_type(io_type) for name, io_type in kinds.items()},
         Custom=_socket_type,

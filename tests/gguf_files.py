@@ -84,15 +84,13 @@ def _q6_k(block: bytes) -> list[Any]:
 
 
 KINDS: Mapping[str, Kind] = {
-    "Q4_0": Kind(2, 32, 18, (0,), _of_32(4, False)),
-    "Q4_1": Kind(3, 32, 20, (0, 2), _of_32(4, True)),
-    "Q5_0": Kind(6, 32, 22, (0,), _of_32(5, False)),
-    "Q5_1": Kind(7, 32, 24, (0, 2), _of_32(5, True)),
+    "Q4_0": Kind(2, 32, 18, (0,), _of_32(4, False)), "Q4_1": Kind(3, 32, 20, (0, 2), _of_32(4, True)),
+    "Q5_0": Kind(6, 32, 22, (0,), _of_32(5, False)), "Q5_1": Kind(7, 32, 24, (0, 2), _of_32(5, True)),
     "Q8_0": Kind(8, 32, 34, (0,), _q8_0),
     "Q4_K": Kind(12, 256, 144, (0, 2), lambda block: _of_k(block, block[16:], bytes(32))),
     "Q5_K": Kind(13, 256, 176, (0, 2), lambda block: _of_k(block, block[48:], block[16:48])),
     "Q6_K": Kind(14, 256, 210, (208,), _q6_k),
-}
+}  # fmt: skip
 _PLAIN = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 
 

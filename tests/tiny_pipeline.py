@@ -83,15 +83,12 @@ def make_tiny_job(folder: Path, family_name: str = "flux2", **sections: dict[str
         save_tiny_dataset(folder / "held_out", num_images=2, seed=9)
     values: dict[str, Any] = {
         "model": {"path": str(folder / "model"), "dtype": "float32"},
-        "data": {"folders": [{"path": str(folder / "data")}], "resolutions": [32]},
-        "split": {"devices": ["cpu"]},
-        "lora": {"rank": 4, "alpha": 4},
-        "cache": {"folder": str(folder / "cache"), "dtype": "float32"},
-        "optimizer": {"learning_rate": 1e-3},
-        "train": {"steps": 6, "batch_size": 2, "seed": 3},
+        "data": {"folders": [{"path": str(folder / "data")}], "resolutions": [32]}, "split": {"devices": ["cpu"]},
+        "lora": {"rank": 4, "alpha": 4}, "cache": {"folder": str(folder / "cache"), "dtype": "float32"},
+        "optimizer": {"learning_rate": 1e-3}, "train": {"steps": 6, "batch_size": 2, "seed": 3},
         "evaluation": {"folder": str(folder / "held_out"), "quantiles": [0.25, 0.75]},
         "output": {"folder": str(folder / "run"), "save_every_steps": 2, "lora_dtype": "float32", "tensorboard": False},
-    }
+    }  # fmt: skip
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section}
     return make_job(values)
@@ -100,11 +97,9 @@ def make_tiny_job(folder: Path, family_name: str = "flux2", **sections: dict[str
 def make_cards_job(folder: Path, run: str, family_name: str = "flux2", **sections: dict[str, Any]) -> JobConfig:
     """A job with dropout over two emulated cards, into folder/run, that saves at its end; sections replace its own."""
     values: dict[str, dict[str, Any]] = {
-        "split": {"devices": ["lazy:0", "lazy:1"]},
-        "cache": {"folder": encoded_before(folder), "vae_device": "cpu"},
-        "lora": {"dropout": 0.3},
-        "output": {"folder": str(folder / run), "save_every_steps": 0},
-    }
+        "split": {"devices": ["lazy:0", "lazy:1"]}, "cache": {"folder": encoded_before(folder), "vae_device": "cpu"},
+        "lora": {"dropout": 0.3}, "output": {"folder": str(folder / run), "save_every_steps": 0},
+    }  # fmt: skip
     return make_tiny_job(folder, family_name, **{**values, **sections})
 
 

@@ -47,13 +47,11 @@ def _ask() -> dict[str, Any]:
     imported = sorted(set(sys.modules) - before)
     lines = [line for line in NAMES.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     return {
-        "faults": faults,
-        "imported": imported,
-        "asked": len(lines),
+        "faults": faults, "imported": imported, "asked": len(lines),
         "lacking": [text for line in lines for text in _lacks(line)],
         "not as lines say": [line for line in WRONG if not list(_lacks(line))],
         "overrides": list(_overrides_that_differ()),
-    }
+    }  # fmt: skip
 
 
 # What no ComfyUI has: each must be found out.
@@ -153,13 +151,11 @@ def _ask_without_a_function(pack: Any) -> dict[str, Any]:
     except RuntimeError as error:
         said = str(error)
     return {
-        "log": logged.getvalue(),
-        "said": said,
-        "other": named["DeviceBridgeRingLseFix"].execute(enabled=False).args,
+        "log": logged.getvalue(), "said": said, "other": named["DeviceBridgeRingLseFix"].execute(enabled=False).args,
         "same schemas": infos == [node.GET_NODE_INFO_V1() for node in after],
         "refusing": [info["name"] for info, node in zip(infos, listed, strict=True) if node not in after],
         "ids": [info["name"] for info in infos],
-    }
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

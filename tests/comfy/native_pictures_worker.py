@@ -42,16 +42,14 @@ PROMPTS, SEED, TRAIN_STEPS = ("a cat", "a dog, asleep"), 5, 2
 CLIP, VAE = f"comfyui 0 CLIP {'a' * 64}", f"comfyui 0 VAE {'b' * 64}"
 # Name -> a KSampler's cfg, guidance of FluxGuidance if there is one, scheduler and steps; what a job says of them.
 ASKED: dict[str, tuple[float, float | None, str, int, dict[str, Any]]] = {
-    "FLUX.2": (1.0, None, "simple", 3, {"steps": 3}),
-    "FLUX.1": (1.0, 3.5, "simple", 3, {"steps": 3, "guidance": 3.5}),
+    "FLUX.2": (1.0, None, "simple", 3, {"steps": 3}), "FLUX.1": (1.0, 3.5, "simple", 3, {"steps": 3, "guidance": 3.5}),
     "Wan 2.1 T2V, 2.2 T2V 14B": (4.0, None, "simple", 3, {"steps": 3, "frames": 5}),
-    "SD 1.5": (7.0, None, "normal", 20, {}),
-    "SDXL": (7.0, None, "normal", 20, {}),
+    "SD 1.5": (7.0, None, "normal", 20, {}), "SDXL": (7.0, None, "normal", 20, {}),
     "SDXL v-prediction": (2.5, None, "normal", 4, {"steps": 4, "guidance": 2.5}),
     "Cosmos-Predict2": (4.0, None, "simple", 3, {"steps": 3}),
     "HunyuanVideo": (1.0, None, "simple", 3, {"steps": 3, "frames": 5}),
     "LTX-2 without sound": (4.0, None, "simple", 3, {"steps": 3, "frames": 9}),
-}
+}  # fmt: skip
 
 
 class _CellsAsPixels:

@@ -193,9 +193,7 @@ if __name__ == "__main__":
         looked = {form: _look(form) for form in SCHEMES}
         answer = {
             "missing": {form: each[0] for form, each in looked.items()},
-            "wrong": {form: each[1] for form, each in looked.items()},
-            "refused": _refused(),
-            "silent": _silent(),
+            "wrong": {form: each[1] for form, each in looked.items()}, "refused": _refused(), "silent": _silent(),
             "node": {name: _of_node(name) for name in NODE},
-        }
+        }  # fmt: skip
     print(json.dumps(answer), flush=True)

@@ -43,23 +43,19 @@ def _without_last(generator: torch.Generator, tokens: int) -> dict[str, Any]:
 
 def _reference(frames: tuple[int, ...] = (), *, is_masked: bool = False) -> Any:
     """As ReferenceLatent gives it, beside a text with a mask where the model wants one."""
-
     def options(generator: torch.Generator, tokens: int) -> dict[str, Any]:
         mask = _all_tokens(generator, tokens) if is_masked else {}
         return {"reference_latents": [torch.randn(1, 16, *frames, 4, 6, generator=generator)], **mask}
-
     return options
 
 
 def _given(*latent: int, mask: tuple[int, ...] = ()) -> Any:
     """As InpaintModelConditioning and InstructPixToPixConditioning give it, and nodes of videos."""
-
     def options(generator: torch.Generator, tokens: int) -> dict[str, Any]:
         image = {"concat_latent_image": torch.randn(1, *latent, generator=generator)}
         if not mask:
             return image
         return {**image, "concat_mask": torch.rand(1, 1, *mask, generator=generator).round()}
-
     return options
 
 

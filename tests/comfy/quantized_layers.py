@@ -15,12 +15,10 @@ FORMATS = {
     "int8_rows": ("TensorWiseINT8Layout", "int8_tensorwise", {"per_channel": True}, {}),
     "int8_convrot": ("TensorWiseINT8Layout", "int8_tensorwise", {"per_channel": True, "convrot": True}, {}),
     "int8_convrot_16": (
-        "TensorWiseINT8Layout",
-        "int8_tensorwise",
-        {"per_channel": True, "convrot": True, "convrot_groupsize": 16},
+        "TensorWiseINT8Layout", "int8_tensorwise", {"per_channel": True, "convrot": True, "convrot_groupsize": 16},
         {"convrot_groupsize": 16},
     ),
-}
+}  # fmt: skip
 
 
 def main() -> None:
@@ -55,11 +53,9 @@ def _write_old(comfy: object, folder: Path, values: torch.Tensor, scale: torch.T
     from safetensors.torch import save_file
 
     tensors = {
-        "x.weight": values,
-        "x.scale_weight": scale,
-        "x.scale_input": torch.tensor(0.25),
+        "x.weight": values, "x.scale_weight": scale, "x.scale_input": torch.tensor(0.25),
         "scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn),
-    }
+    }  # fmt: skip
     save_file(tensors, folder / "fp8_scaled.safetensors")
     converted, _ = comfy.utils.convert_old_quants(dict(tensors))
     save_file({"x.weight": _loaded(comfy.ops, converted)}, folder / "fp8_scaled.found")

@@ -29,7 +29,6 @@ def _family(name: str, case: Case) -> None:
     reference = host.sample(unsplit, name, steps=STEPS)
     guided = host.sample(unsplit, name, steps=STEPS, cfg=4.0)
     case.differs("guidance does something", guided, reference)
-
     divided = split(model)
     host.machine.cards.copies.clear()
     output = host.sample(divided, name, steps=STEPS)
@@ -38,7 +37,6 @@ def _family(name: str, case: Case) -> None:
     crossed = crossings(host.machine, (HOME, OTHER))
     case.check("every step crossed to the other card and back", crossed >= 2 * STEPS, crossed)
     case.check("the MODEL that was split stays off the cards", not weights_on(model, HOME), weights_on(model, HOME))
-
     in_one_batch = split(model, overlap=False)
     case.equal("cond and uncond in one batch", host.sample(in_one_batch, name, steps=STEPS, cfg=4.0), guided)
     with one_condition_at_a_time(unsplit):

@@ -115,11 +115,9 @@ def way_auto_leaves_tokens_to_models_that_others_left_alone(case: Case) -> None:
         )
 
     for change, word in (
-        (patched, "the patch 'double_block'"),
-        (replaced, "the replacement 'dit'"),
-        (object_patched, "the object patch of diffusion_model.double_blocks.0.marked"),
-        (attended, "the attention of"),
-    ):
+        (patched, "the patch 'double_block'"), (replaced, "the replacement 'dit'"),
+        (object_patched, "the object patch of diffusion_model.double_blocks.0.marked"), (attended, "the attention of"),
+    ):  # fmt: skip
         model = host.load(name)
         change(model)
         with _machine(1e9, FAST_LINK), case.logged("", logging.INFO) as messages:
@@ -249,19 +247,14 @@ def keys_travel_as_was_measured(case: Case) -> None:
     flux2 |= {"mlp_silu_act": True, "ops_bias": False}
     z_image: dict[str, Any] = {"in_channels": 16, "dim": 3840, "n_layers": 30, "n_heads": 30, "n_kv_heads": 30}
     z_image |= {
-        "axes_dims": [32, 48, 48],
-        "axes_lens": [1536, 512, 512],
-        "cap_feat_dim": 2560,
-        "z_image_modulation": True,
-    }
+        "axes_dims": [32, 48, 48], "axes_lens": [1536, 512, 512], "cap_feat_dim": 2560, "z_image_modulation": True,
+    }  # fmt: skip
     wan = {"model_type": "t2v", "dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
     for name, kind, given, tokens, num_text, expected in (
-        ("FLUX.1", Flux, flux, 4096, 512, 1.61e9),
-        ("FLUX.2", Flux, flux2, 4096, 512, 3.17e9),
+        ("FLUX.1", Flux, flux, 4096, 512, 1.61e9), ("FLUX.2", Flux, flux2, 4096, 512, 3.17e9),
         ("Qwen-Image", QwenImageTransformer2DModel, {"num_layers": 60}, 4096, 128, 1.56e9),
-        ("Z-Image", NextDiT, z_image, 4096, 512, 1.10e9),
-        ("Wan 14B", WanModel, wan, 14040, 512, 5.75e9),
-    ):
+        ("Z-Image", NextDiT, z_image, 4096, 512, 1.10e9), ("Wan 14B", WanModel, wan, 14040, 512, 5.75e9),
+    ):  # fmt: skip
         model = kind(**given, device="meta", dtype=torch.bfloat16, operations=comfy.ops.disable_weight_init)
         layout = layout_of(model)
         blocks = dict.fromkeys(execution_order(model, layout))
@@ -296,11 +289,9 @@ def way_auto_takes_blocks_where_others_would_be_refused(case: Case) -> None:
         raise RuntimeError("no room on cuda:1\nand more")
 
     asked: list[tuple[str, dict[str, Any], str]] = [
-        ("offload off", {"offload": False}, "offload off is"),
-        ("transport", {"transport": "relay"}, "transport is"),
-        ("balance", {"balance": "time"}, "balance is"),
-        ("limits", {"memory_limit_gb": (1e-6, 1e-6)}, "may hold"),
-    ]
+        ("offload off", {"offload": False}, "offload off is"), ("transport", {"transport": "relay"}, "transport is"),
+        ("balance", {"balance": "time"}, "balance is"), ("limits", {"memory_limit_gb": (1e-6, 1e-6)}, "may hold"),
+    ]  # fmt: skip
     with _machine(1e9, FAST_LINK):
         with case.logged("", logging.INFO) as messages:
             found = split(host.load(name), way=None, verify=True)

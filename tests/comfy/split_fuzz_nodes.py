@@ -286,7 +286,6 @@ def injection(model: Any, setting: Setting) -> Any:
         return model
     model = model.clone()
     layer, calls = setting.random.choice(setting.layers), itertools.count(1)
-
     found: list[Any] = []
 
     def inject(patcher: Any) -> None:

@@ -51,12 +51,10 @@ def _compare_forwards(name: str, tokens: int) -> None:
     state = theirs.model_config.process_unet_state_dict(stack_tensors(family, ours.state_dict()))
     missing, unexpected = theirs.diffusion_model.load_state_dict(state, strict=False)
     assert not missing and not unexpected, (missing, unexpected)
-
     condition = native.condition(seed=3, tokens=tokens)
     samples = torch.randn(1, *native.latent, generator=torch.Generator().manual_seed(4)) * 2 + 0.3
     noise = torch.randn(samples.shape, generator=torch.Generator().manual_seed(5))
     expected = _their_velocity(theirs, samples, noise, condition)
-
     clean = read_latents(family.comfy, read_samples(samples, "test")[0])[None]
     noisy = (1 - _SIGMA) * clean + _SIGMA * noise.view(clean.shape)
     text = read_text(family.comfy, read_conditioning(condition, "test"))
@@ -86,11 +84,9 @@ def case_normalisation() -> None:
     """Ours is ComfyUI's process_in, bit for bit."""
     formats = comfy.latent_formats
     shapes = {
-        "flux1": (formats.Flux(), (1, 16, 4, 6)),
-        "flux2": (formats.Flux2(), (1, 128, 4, 6)),
-        "wan": (formats.Wan21(), (1, 16, 3, 4, 6)),
-        "wan 2.2": (formats.Wan22(), (1, 48, 3, 4, 6)),
-    }
+        "flux1": (formats.Flux(), (1, 16, 4, 6)), "flux2": (formats.Flux2(), (1, 128, 4, 6)),
+        "wan": (formats.Wan21(), (1, 16, 3, 4, 6)), "wan 2.2": (formats.Wan22(), (1, 48, 3, 4, 6)),
+    }  # fmt: skip
     for name, (latent_format, shape) in shapes.items():
         samples = torch.randn(shape) * 3 + 1
         comfy_inputs = find_family(name.partition(" ")[0]).comfy

@@ -22,11 +22,9 @@ NEEDS = {
 REFUSED = {
     "SVD": ("SVD_img2vid is given 4 channels of another picture", "train Wan I2V"),
     "SD x4 upscaler": ("SD_X4Upscaler is given 3 channels of another picture", "draws from text alone"),
-    "SD 1.5 InstructPix2Pix": (),
-    "Stable Cascade B": ("stage B draws from what stage C has made", "train stage C"),
-    "Stable Cascade C": (),
-    "Stable Cascade C of a file with sums": ("cuts, joins or makes tensors", ".to_q.weight"),
-}
+    "SD 1.5 InstructPix2Pix": (), "Stable Cascade B": ("stage B draws from what stage C has made", "train stage C"),
+    "Stable Cascade C": (), "Stable Cascade C of a file with sums": ("cuts, joins or makes tensors", ".to_q.weight"),
+}  # fmt: skip
 # File and setting -> least and largest noise level, and what is warned of. Wan's published pairs change at 0.875 of the
 # noise, those with an image at 0.9; the model's shift of 8 has no part in it.
 _SAYS_NOT = "objective.expert does not say which"
@@ -34,13 +32,10 @@ EXPERTS: dict[str, tuple[tuple[float, float], str]] = {
     "wan2.2_t2v_high_noise.safetensors high_noise": ((0.875, 1.0), ""),
     "wan2.2_t2v_low_noise.safetensors low_noise": ((0.0, 0.875), ""),
     "wan2.2_t2v_low_noise.safetensors high_noise": ((0.875, 1.0), "seems to be the other one"),
-    "wan2.2_t2v_low_noise.safetensors ": ((0.0, 1.0), _SAYS_NOT),
-    "wan2.1_t2v.safetensors ": ((0.0, 1.0), ""),
-    "image_to_video.safetensors ": ((0.0, 1.0), _SAYS_NOT),
-    "image_to_video.safetensors high_noise": ((0.9, 1.0), ""),
-    "image_to_video.safetensors low_noise": ((0.0, 0.9), ""),
-    "wan2.2_ti2v_5B.safetensors ": ((0.0, 1.0), ""),
-}
+    "wan2.2_t2v_low_noise.safetensors ": ((0.0, 1.0), _SAYS_NOT), "wan2.1_t2v.safetensors ": ((0.0, 1.0), ""),
+    "image_to_video.safetensors ": ((0.0, 1.0), _SAYS_NOT), "image_to_video.safetensors high_noise": ((0.9, 1.0), ""),
+    "image_to_video.safetensors low_noise": ((0.0, 0.9), ""), "wan2.2_ti2v_5B.safetensors ": ((0.0, 1.0), ""),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

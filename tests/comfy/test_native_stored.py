@@ -12,11 +12,9 @@ pytestmark = pytest.mark.comfy
 KINDS = {
     "GGUF mixed": {"Q4_0 torch.uint8 0", "Q4_K torch.uint8 0", "Q5_1 torch.uint8 0"},
     "mixed": {f"rows torch.{kind}" for kind in ("float8_e4m3fn 0", "float8_e5m2 0", "int8 0", "int8 16")},
-    "GGUF Q8_0": {"Q8_0 torch.uint8 0"},
-    "GGUF of Z-Image": {"Q8_0 torch.uint8 0", "Q5_0 torch.uint8 0"},
-    "int8 convrot": {"rows torch.int8 16"},
-    "scaled fp8": {"rows torch.float8_e4m3fn 0"},
-}
+    "GGUF Q8_0": {"Q8_0 torch.uint8 0"}, "GGUF of Z-Image": {"Q8_0 torch.uint8 0", "Q5_0 torch.uint8 0"},
+    "int8 convrot": {"rows torch.int8 16"}, "scaled fp8": {"rows torch.float8_e4m3fn 0"},
+}  # fmt: skip
 ALWAYS = ("GGUF mixed", "mixed")
 EACH = [pytest.param(each, marks=[] if each in ALWAYS else pytest.mark.long) for each in KINDS]
 

@@ -118,7 +118,6 @@ def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
         _wait_for_state(page, run, "stopped")
         step = int(_fact(page, "Step").split()[0])
         assert 0 < step < STEPS
-
         page.reload()
         page.wait_for_function(READY)
         open_tab(page)
@@ -129,13 +128,11 @@ def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
         _wait_for_state(page, run, "running")
         _wait_for_state(page, run, "finished")
         assert _fact(page, "Step") == f"{STEPS} of {STEPS}"
-
         page.evaluate("(graph) => window.app.loadGraphData(graph)", _workflow(pipeline, dataset, run))
         page.get_by_test_id("queue-button").click()
         _wait_until_idle(server)
         assert _last_texts(server)[-1].startswith("Finished before: nothing was trained.")
         assert [each["run"] for each in server.get("/devicebridge/state")["runs"] if run in each["run"]] == [run]
-
         page.evaluate("() => window.app.graph.add(window.LiteGraph.createNode('LoraLoaderModelOnly'))")
         page.get_by_role("button", name="use the LoRA of final LoRA").click()
         page.get_by_text(f"Copied to models/loras: {run}.safetensors").first.wait_for()

@@ -263,12 +263,10 @@ def _full_panel(server: Server, name: str, num_waiting: int = 2) -> Iterator[Pat
 def _job(folder: Path) -> Any:
     return make_job(
         {
-            "model": {"path": str(folder / "model")},
-            "data": {"folders": [{"path": str(folder / "data")}]},
-            "train": {"steps": 100},
-            "output": {"folder": str(folder)},
+            "model": {"path": str(folder / "model")}, "data": {"folders": [{"path": str(folder / "data")}]},
+            "train": {"steps": 100}, "output": {"folder": str(folder)},
         }
-    )
+    )  # fmt: skip
 
 
 def _step(step: int) -> dict[str, Any]:

@@ -17,12 +17,10 @@ pytestmark = pytest.mark.comfy
 # Family -> encoders of TestTinyEncoders, whose text is as wide as the model takes it; arguments in place of its own.
 _OF_48: dict[str, Any] = {"family": "flux1", "width": 48, "vae": "sd", "channels": 16}
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "chroma": (_OF_48, {}),
-    "z_image": (_OF_48, {}),
-    "qwen_image": (_OF_48 | {"vae": "wan"}, {}),
+    "chroma": (_OF_48, {}), "z_image": (_OF_48, {}), "qwen_image": (_OF_48 | {"vae": "wan"}, {}),
     "sd3": (_OF_48, {"adm_in_channels": 48}),
     "sdxl": ({"family": "sdxl", "vae": "sd"}, {"adm_in_channels": 6 * 256 + 32}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.long

@@ -132,7 +132,6 @@ def test_the_cache_holds_what_cores_nodes_make(server, pipelines, images, tmp_pa
     store = CacheStore(server.base / "output" / f"cache_{images.name}")
     clip, vae = metadata["devicebridge_text_source"], metadata["devicebridge_latent_source"]
     assert clip.startswith("comfyui ") and " CLIP " in clip and " VAE " in vae
-
     text = store.get(comfy_text_key(caption, clip, weighs=True))
     core = load_file(tmp_path / "text.st")
     assert text.keys() == core.keys() == ({"cond", "pooled_output"} if family == "flux1" else {"cond"})
@@ -150,7 +149,6 @@ def test_one_caption_changed_is_one_encoded_and_the_models_own_encoders_share_no
     _succeed(server.run(_graph("flux2", pipelines["flux2"], images, name="edited_once")))
     after = _entries(server, images)
     assert len(after) == len(before) + 1 and before.items() <= after.items()
-
     own = _graph("flux2", pipelines["flux2"], images, name="edited_own")
     inputs = _node(own, "CacheCaptionsAndLatents")["inputs"]
     del inputs["stock_clip"], inputs["stock_vae"], own["encoders"]

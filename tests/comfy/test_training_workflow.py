@@ -177,7 +177,6 @@ def test_the_trained_lora_changes_comfyuis_own_model_by_exactly_its_product(serv
     _succeed(server.run(graph))
     log = server.log.read_bytes()[log_start:].decode()
     assert "lora key not loaded" not in log
-
     (saved,) = (server.base / "output").glob("merged*.safetensors")
     merged = {name.removeprefix("model.diffusion_model."): tensor for name, tensor in load_file(saved).items()}
     tensors = load_file(_run_folder(server, "applied") / "applied.safetensors")
@@ -218,7 +217,6 @@ def test_cancel_leaves_a_checkpoint_that_continues_exactly(server: Server, graph
     done = max(event["step"] for event in _read_events(folder) if event["kind"] == "step")
     assert 2 <= done < steps
     assert (folder / "checkpoints" / f"step-{done:06d}").is_dir()
-
     _succeed(server.run(graph(name="cancelled", steps=steps, resume=True)))
     whole = load_file(_run_folder(server, "whole") / "whole.safetensors")
     resumed = load_file(folder / "cancelled.safetensors")

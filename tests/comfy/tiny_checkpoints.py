@@ -113,10 +113,8 @@ def small_sizes(family: TinyFamily) -> Iterator[None]:
         yield
         return
     detect = comfy.model_detection.detect_unet_config
-
     def detect_small(*args: Any, **kwargs: Any) -> dict[str, Any] | None:
         return None if detect(*args, **kwargs) is None else dict(family.unet_config)
-
     with (
         mock.patch.object(comfy.model_detection, "detect_unet_config", detect_small),
         mock.patch.object(comfy.model_detection, "model_config_from_unet_config", _config_of(family)),

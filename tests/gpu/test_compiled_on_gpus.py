@@ -31,11 +31,9 @@ MOST_DIFFERENCE = {"none": 0.05, "fp8": 0.05, "int8": 0.05, "int8-compute": 0.15
 
 def _model():
     config = FLUX2.transformer_config | {
-        "attention_head_dim": 64,
-        "num_attention_heads": 8,
-        "axes_dims_rope": (16, 16, 16, 16),
+        "attention_head_dim": 64, "num_attention_heads": 8, "axes_dims_rope": (16, 16, 16, 16),
         "joint_attention_dim": 64,
-    }
+    }  # fmt: skip
     torch.manual_seed(0)
     return diffusers.Flux2Transformer2DModel(**config)
 

@@ -107,16 +107,14 @@ def test_jobs_over_two_gpus_are_those_without_bit_for_bit(name, tmp_path, monkey
             tmp_path,
             name,
             split={
-                "devices": ["cuda:0", "cuda:1"],
-                "blocks_without_checkpointing": [0, 0],
-                "balance": "manual",
+                "devices": ["cuda:0", "cuda:1"], "blocks_without_checkpointing": [0, 0], "balance": "manual",
                 "split_at": [1],
             },
             train={**train, "offload_activations": asked},
             lora={"dropout": 0.3},
             parallel={"strategy": strategy},
             output={"folder": str(tmp_path / f"{strategy}-{asked}")},
-        )
+        )  # fmt: skip
         results.append(run_job(job))
     for found in results[1:]:
         assert found.losses == results[0].losses and found.eval_after == results[0].eval_after

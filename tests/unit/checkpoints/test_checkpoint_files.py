@@ -262,12 +262,10 @@ def test_experts_of_a_pair_are_told_apart_by_boundary_and_folder(tmp_path, monke
 @pytest.mark.parametrize(
     ("name", "variant", "num_others"),
     [
-        ("wan2.2_t2v_high_noise_14B", "wan2.2-t2v-a14b-high", 0),
-        ("Wan22-lowNoise", "wan2.2-t2v-a14b-low", 0),
-        ("Wan2_1-T2V-14B_fp8", "wan2.1-t2v-14b", 0),
-        ("wan2.2_high_noise_low_noise", "wan2.1-t2v-14b", 2),
+        ("wan2.2_t2v_high_noise_14B", "wan2.2-t2v-a14b-high", 0), ("Wan22-lowNoise", "wan2.2-t2v-a14b-low", 0),
+        ("Wan2_1-T2V-14B_fp8", "wan2.1-t2v-14b", 0), ("wan2.2_high_noise_low_noise", "wan2.1-t2v-14b", 2),
     ],
-)
+)  # fmt: skip
 def test_a_file_of_one_of_two_experts_is_told_by_its_name(name, variant, num_others, tmp_path, monkeypatch):
     wan = FAMILIES["wan"]
     file = tmp_path / f"{name}.safetensors"

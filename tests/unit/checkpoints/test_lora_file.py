@@ -136,12 +136,10 @@ def _lora(*parts: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("parts", "prefixes"),
     [
-        (("clip_l",), ("lora_te",)),
-        (("clip_h",), ("lora_te",)),
-        (("clip_g",), ("lora_te",)),
+        (("clip_l",), ("lora_te",)), (("clip_h",), ("lora_te",)), (("clip_g",), ("lora_te",)),
         (("clip_l", "clip_g"), ("lora_te1", "lora_te2")),
     ],
-)
+)  # fmt: skip
 def test_encoders_are_numbered_where_there_are_two(parts: tuple[str, ...], prefixes: tuple[str, ...]) -> None:
     given = _lora(*parts)
     written = text_lora_for_comfyui(given, 0.5)

@@ -473,14 +473,12 @@ def test_folders_of_kohya_are_given_without_a_file(folder, capsys):
         ("a.toml", "dit = 'x'\nseed = \n", ["line 2"]),
         ("a.toml", "dit = 'x'\nnetwork_dim = 0\n", ["lora.rank", "network_dim, line 2"]),
         ("a.yaml", AI_TOOLKIT.replace("1e-4", "fast"), ["optimizer.learning_rate", "train.lr, line 36"]),
-        ("a.yaml", "config: &a\n  process: [{x: *a}]\n", ["aliases"]),
-        ("a.json", "[1, 2]", ["a.json"]),
+        ("a.yaml", "config: &a\n  process: [{x: *a}]\n", ["aliases"]), ("a.json", "[1, 2]", ["a.json"]),
         ("a.yaml", "config:\n  process: 5\n", ["ai-toolkit"]),
         ("a.json", '{"training_method": "LORA", "concepts": [3]}', ["OneTrainer"]),
-        ("a.toml", "dit = 'x'\ndataset_config = 'gone.toml'\n", ["gone.toml"]),
-        ("a.toml", "x" * 100, ["a.toml"]),
+        ("a.toml", "dit = 'x'\ndataset_config = 'gone.toml'\n", ["gone.toml"]), ("a.toml", "x" * 100, ["a.toml"]),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_file_is_refused_by_name_and_line(tmp_path, capsys, name, text, named):
     (tmp_path / name).write_text(text)
     assert main(["convert", str(tmp_path / name)]) == 2

@@ -22,11 +22,9 @@ from devicebridge.config.job import (
 from devicebridge.config.ranges import BACKSLASHES
 
 MINIMAL = {
-    "model": {"path": "/models/a"},
-    "data": {"folders": [{"path": "/data/cats", "repeats": 2}]},
-    "train": {"steps": 10},
+    "model": {"path": "/models/a"}, "data": {"folders": [{"path": "/data/cats", "repeats": 2}]}, "train": {"steps": 10},
     "output": {"folder": "/runs/a"},
-}
+}  # fmt: skip
 CLIP = f"comfyui 0.33.0 CLIP {'0a' * 32}"
 
 

@@ -14,11 +14,9 @@ from devicebridge.config.setting import Key
 from pydantic import AfterValidator
 
 MINIMAL: dict[str, Any] = {
-    "model": {"path": "/models/a"},
-    "data": {"folders": [{"path": "/data/cats"}]},
-    "train": {"steps": 10},
+    "model": {"path": "/models/a"}, "data": {"folders": [{"path": "/data/cats"}]}, "train": {"steps": 10},
     "output": {"folder": "/runs/a"},
-}
+}  # fmt: skip
 
 
 _WIDE = {code: code + 0xFEE0 for code in range(ord("a"), ord("z") + 1)}  # letters that some disks take for a to z

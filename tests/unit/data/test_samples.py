@@ -134,12 +134,10 @@ def test_every_image_comes_at_every_resolution_and_as_often_as_asked(tmp_path):
 @pytest.mark.parametrize(
     ("data", "caption"),
     [
-        (b"\xef\xbb\xbfcaf\xc3\xa9\r\n", "café"),
-        ("eine Katze, 猫".encode(), "eine Katze, 猫"),
-        (b"", ""),
+        (b"\xef\xbb\xbfcaf\xc3\xa9\r\n", "café"), ("eine Katze, 猫".encode(), "eine Katze, 猫"), (b"", ""),
         (b"two\nlines ", "two\nlines"),
     ],
-)
+)  # fmt: skip
 def test_captions_are_utf8_with_or_without_a_byte_order_mark(tmp_path, data, caption):
     _save(tmp_path / "a.png")
     (tmp_path / "a.txt").write_bytes(data)

@@ -104,12 +104,9 @@ def test_everything_about_an_image_is_in_the_latent_key(monkeypatch):
         keys.add(latent_key("i", dataclasses.replace(IMAGE, **change), LATENT))
     keys.add(latent_key("i", dataclasses.replace(IMAGE, frames=(1, 0)), LATENT))
     for field, value in (
-        ("family", "other"),
-        ("normalisation_version", 2),
-        ("vae_fingerprint", "x"),
-        ("dtype", torch.float32),
+        ("family", "other"), ("normalisation_version", 2), ("vae_fingerprint", "x"), ("dtype", torch.float32),
         ("condition", "first_frame"),
-    ):
+    ):  # fmt: skip
         keys.add(latent_key("i", IMAGE, dataclasses.replace(LATENT, **{field: value})))
     assert latent_key("i", dataclasses.replace(IMAGE, path="b.png"), LATENT) in keys
     monkeypatch.setattr(key_module, "CLIP_VERSION", 99)
@@ -161,11 +158,9 @@ def test_what_stock_encoders_make_has_keys_of_its_own(monkeypatch):
 def test_weights_in_memory_are_told_by_their_content(monkeypatch, whole_file_bytes):
     monkeypatch.setattr(fingerprint_module, "_WHOLE_FILE_BYTES", whole_file_bytes)
     weights = {
-        "one": torch.arange(9000, dtype=torch.float32).view(90, 100),
-        "two": torch.arange(5).to(torch.float8_e4m3fn),
-        "none": torch.empty(0),
-        "scalar": torch.tensor(True),
-    }
+        "one": torch.arange(9000, dtype=torch.float32).view(90, 100), "two": torch.arange(5).to(torch.float8_e4m3fn),
+        "none": torch.empty(0), "scalar": torch.tensor(True),
+    }  # fmt: skip
     name = tensors_fingerprint(weights)
     assert tensors_fingerprint(dict(reversed(weights.items()))) == name
     turned = {**weights, "one": torch.nn.Parameter(weights["one"].T.contiguous().T)}
@@ -312,7 +307,6 @@ def test_entries_have_the_names_and_bytes_that_earlier_versions_wrote(tmp_path: 
     for way, captions, megapixels in (("reference", ("a cat", ""), 0.5), ("qwen-image-edit", ("a (big) cat",), 1.0)):
         source = ComfyConditions(way, ("enc",), fits, megapixels, _Encoders())
         fill([(caption, Condition(way, (path,), ((12, 8),))) for caption in captions], source, store)
-
     files = (tmp_path / "cache").glob("??/*.safetensors")
     found = {file.name[:20]: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
     assert found == WRITTEN

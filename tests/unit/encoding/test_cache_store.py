@@ -20,10 +20,8 @@ def _tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         "states": torch.randn(7, 5, generator=generator).to(torch.bfloat16),
-        "pooled": torch.randn(3, generator=generator),
-        "count": torch.tensor(4),
-        "empty": torch.zeros(0, 2),
-    }
+        "pooled": torch.randn(3, generator=generator), "count": torch.tensor(4), "empty": torch.zeros(0, 2),
+    }  # fmt: skip
 
 
 def _same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -168,7 +166,6 @@ def test_check_tells_whole_missing_and_damaged_and_a_damaged_entry_is_a_miss_aft
     assert store.check(KEY) == "whole" and store.stamps().keys() == {KEY}
     whole = store.path(KEY).read_bytes()
     store.path(KEY).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-
     assert store.check(KEY) == "damaged" and KEY not in store and store.check(KEY) == "missing"
     store.path(KEY).write_bytes(whole[:-1])
     assert store.check(KEY) == "damaged"
@@ -180,11 +177,8 @@ def test_keys_are_those_of_entries_and_removing_one_tells_its_bytes(tmp_path):
     store.put(KEY, _tensors())
     store.put(OTHER, _tensors(1))
     for name in (
-        "ab/note.txt",
-        f"ab/.{KEY}.safetensors.0.tmp",
-        f"cd/{KEY}.safetensors",
-        f"quantized/{KEY}.safetensors",
-    ):
+        "ab/note.txt", f"ab/.{KEY}.safetensors.0.tmp", f"cd/{KEY}.safetensors", f"quantized/{KEY}.safetensors",
+    ):  # fmt: skip
         (store.folder / name).parent.mkdir(exist_ok=True)
         (store.folder / name).write_text("not an entry")
     assert sorted(store.keys()) == [KEY, OTHER]

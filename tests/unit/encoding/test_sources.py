@@ -79,7 +79,6 @@ def test_texts_are_kept_as_they_came_and_encoded_once(tmp_path):
         assert torch.equal(entry["cond"], states[0]) and torch.equal(
             entry["pooled_output"], options["pooled_output"][0]
         )
-
     again = StubClip()
     assert fill(CAPTIONS, _texts(again), store) == keys and not again.texts and not again.released
     edited = StubClip()

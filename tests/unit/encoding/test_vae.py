@@ -54,14 +54,11 @@ def _ldm_name(key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
         rest = found[3].replace("resnets.", "block.").replace("samplers.0.", "sample.")
         key = f"{found[1]}.{level}.{rest}"
     for new, old in (
-        ("mid_block.resnets.0", "mid.block_1"),
-        ("mid_block.resnets.1", "mid.block_2"),
+        ("mid_block.resnets.0", "mid.block_1"), ("mid_block.resnets.1", "mid.block_2"),
         ("mid_block.attentions.0.group_norm", "mid.attn_1.norm"),
-        ("mid_block.attentions.0.to_out.0", "mid.attn_1.proj_out"),
-        ("mid_block.attentions.0.to_", "mid.attn_1."),
-        ("conv_norm_out", "norm_out"),
-        ("conv_shortcut", "nin_shortcut"),
-    ):
+        ("mid_block.attentions.0.to_out.0", "mid.attn_1.proj_out"), ("mid_block.attentions.0.to_", "mid.attn_1."),
+        ("conv_norm_out", "norm_out"), ("conv_shortcut", "nin_shortcut"),
+    ):  # fmt: skip
         key = key.replace(new, old)
     key = re.sub(r"^quant_conv", "encoder.quant_conv", key)
     return re.sub(r"^post_quant_conv", "decoder.post_quant_conv", key), tensor

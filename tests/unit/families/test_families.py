@@ -104,12 +104,10 @@ def _unpack_wan(latents, _):
 
 # One row per kind of model: family, whether it is the kind without guidance, how its pipeline runs.
 PIPELINES = {
-    "flux2": ("flux2", False, _run_flux2, _unpack_flux2),
-    "flux2-klein": ("flux2", True, _run_klein, _unpack_klein),
+    "flux2": ("flux2", False, _run_flux2, _unpack_flux2), "flux2-klein": ("flux2", True, _run_klein, _unpack_klein),
     "flux1-dev": ("flux1", False, _run_flux1, _unpack_flux1),
-    "flux1-schnell": ("flux1", True, _run_flux1, _unpack_flux1),
-    "wan": ("wan", False, _run_wan, _unpack_wan),
-}
+    "flux1-schnell": ("flux1", True, _run_flux1, _unpack_flux1), "wan": ("wan", False, _run_wan, _unpack_wan),
+}  # fmt: skip
 
 
 @contextlib.contextmanager

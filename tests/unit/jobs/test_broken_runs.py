@@ -113,12 +113,10 @@ def _entries(job):
 @pytest.mark.parametrize(
     ("how", "part"),
     [
-        ("deleted", "latents"),
-        ("damaged", "captions"),
-        pytest.param("deleted", "captions", marks=pytest.mark.long),
+        ("deleted", "latents"), ("damaged", "captions"), pytest.param("deleted", "captions", marks=pytest.mark.long),
         pytest.param("damaged", "latents", marks=pytest.mark.long),
     ],
-)
+)  # fmt: skip
 def test_cache_entries_that_go_in_the_middle_of_a_run_are_computed_again(how, part, straight, tmp_path, caplog):
     job = _job(tmp_path)
 

@@ -136,12 +136,10 @@ def test_what_the_planner_thinks_today_changes_no_resumed_run(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("devices", "accumulation", "expected"),
     [
-        (["lazy:0", "lazy:1"], 3, CARDS[:2]),
-        (["lazy:0", "lazy:1"], 1, ()),
-        (["lazy:0"], 3, ()),
+        (["lazy:0", "lazy:1"], 3, CARDS[:2]), (["lazy:0", "lazy:1"], 1, ()), (["lazy:0"], 3, ()),
         (["lazy:0", "cpu"], 3, ()),
     ],
-)
+)  # fmt: skip
 def test_when_a_job_gets_replicas(tmp_path, caplog, devices, accumulation, expected):
     job = _job(
         tmp_path, "run", split={"devices": devices}, train={"steps": 1, "gradient_accumulation_steps": accumulation}

@@ -169,13 +169,11 @@ def test_a_value_that_the_class_declares_legal_is_taken(class_name: str, key: st
 @pytest.mark.parametrize(
     ("class_name", "key", "value"),
     [
-        ("AutoencoderKLFlux2", "sample_size", ["1024"]),
-        ("AutoencoderKLFlux2", "patch_size", "2"),
-        ("AutoencoderKLFlux2", "use_quant_conv", 2),
-        ("AutoencoderKLFlux2", "latent_channels", [32]),
+        ("AutoencoderKLFlux2", "sample_size", ["1024"]), ("AutoencoderKLFlux2", "patch_size", "2"),
+        ("AutoencoderKLFlux2", "use_quant_conv", 2), ("AutoencoderKLFlux2", "latent_channels", [32]),
         ("WanTransformer3DModel", "num_layers", None),
     ],
-)
+)  # fmt: skip
 def test_a_value_that_it_does_not_is_refused(class_name: str, key: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"config\.json: {key} is .*; use the config.json published with the model"):
         refuse_other_kinds(Path("config.json"), class_name, {key: value})

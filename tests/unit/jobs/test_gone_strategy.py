@@ -29,12 +29,10 @@ _CARDS = ["lazy:0", "lazy:1"]
 
 def _job(tmp_path: Path, folder: str, **sections: dict[str, Any]) -> JobConfig:
     values: dict[str, dict[str, Any]] = {
-        "split": {"devices": _CARDS},
-        "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
+        "split": {"devices": _CARDS}, "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
         "train": {"steps": 3, "batch_size": 1, "seed": 3, "gradient_accumulation_steps": 2},
-        "evaluation": {"folder": ""},
-        "output": {"folder": str(tmp_path / folder), "save_every_steps": 0},
-    }
+        "evaluation": {"folder": ""}, "output": {"folder": str(tmp_path / folder), "save_every_steps": 0},
+    }  # fmt: skip
     return make_tiny_job(tmp_path, "flux2", **{**values, **sections})
 
 

@@ -29,11 +29,9 @@ def _job(folder: Path, **values: Any) -> JobConfig:
     made: dict[str, Any] = {
         "model": {"path": str(folder / "model"), "family": "comfyui"},
         "data": {"folders": [{"path": str(folder / "data")}], "condition": "reference"},
-        "evaluation": {"folder": str(folder / "held")},
-        "train": {"steps": 5},
-        "output": {"folder": str(folder / "run")},
-        "cache": {"folder": str(folder / "cache")},
-    }
+        "evaluation": {"folder": str(folder / "held")}, "train": {"steps": 5},
+        "output": {"folder": str(folder / "run")}, "cache": {"folder": str(folder / "cache")},
+    }  # fmt: skip
     for path, value in values.items():
         *sections, name = path.split("__")
         section = made

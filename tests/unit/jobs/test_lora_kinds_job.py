@@ -170,11 +170,9 @@ def test_every_optimizer_by_name_trains_and_resumes_bit_for_bit(tmp_path, optimi
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # torchao compiles its step
     is_kahan = dtype == "kahan"
     sections: dict[str, Any] = {
-        "optimizer": {**optimizer, "kahan": is_kahan},
-        "lora": {"dtype": "bfloat16" if is_kahan else "float32"},
-        "split": {"devices": ["cpu"]},
-        "train": {"steps": 3, "gradient_accumulation_steps": 1},
-    }
+        "optimizer": {**optimizer, "kahan": is_kahan}, "lora": {"dtype": "bfloat16" if is_kahan else "float32"},
+        "split": {"devices": ["cpu"]}, "train": {"steps": 3, "gradient_accumulation_steps": 1},
+    }  # fmt: skip
     straight = _run(_job(tmp_path, "straight", "wan", **sections))
     assert len(set(straight.losses)) == 3
     resumed = _stopped_and_resumed(_job(tmp_path, "resumed", "wan", **sections))
@@ -217,11 +215,9 @@ def _with_last(job: JobConfig) -> JobConfig:
 @pytest.mark.parametrize("strategy", ["none", pytest.param("data", marks=pytest.mark.long)])
 def test_the_average_resumes_bit_for_bit(tmp_path: Path, strategy: str) -> None:
     sections: dict[str, Any] = {
-        "train": {"ema_decay": 0.8, "steps": 3},
-        "lora": {"dtype": "bfloat16" if strategy == "none" else "float32"},
-        "split": {"devices": ["cpu"]} if strategy == "none" else CARDS,
-        "parallel": {"strategy": strategy},
-    }
+        "train": {"ema_decay": 0.8, "steps": 3}, "lora": {"dtype": "bfloat16" if strategy == "none" else "float32"},
+        "split": {"devices": ["cpu"]} if strategy == "none" else CARDS, "parallel": {"strategy": strategy},
+    }  # fmt: skip
     straight = _run(_job(tmp_path, "straight", "wan", **sections))
     resumed = _stopped_and_resumed(_job(tmp_path, "resumed", "wan", **sections))
     assert resumed.losses == straight.losses and _bytes(resumed) == _bytes(straight)

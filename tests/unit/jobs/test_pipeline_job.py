@@ -137,11 +137,9 @@ def test_what_blocks_cannot_do_is_refused_before_anything_is_loaded(tmp_path, se
 def test_lora_on_what_the_tail_reads_past_its_modules_trains_in_a_pipeline(tmp_path):
     """Wan mixes the time embedding into the stream after the last block; the stage that made it is another's."""
     sections = {
-        "split": {"devices": ["lazy:0", "lazy:1"]},
-        "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
-        "lora": {"targets": ["*time_embedder*", "*to_q"]},
-        "train": {"steps": 2, "gradient_accumulation_steps": 3},
-    }
+        "split": {"devices": ["lazy:0", "lazy:1"]}, "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
+        "lora": {"targets": ["*time_embedder*", "*to_q"]}, "train": {"steps": 2, "gradient_accumulation_steps": 3},
+    }  # fmt: skip
     jobs = [
         make_tiny_job(
             tmp_path, "wan", parallel={"strategy": schedule}, output={"folder": str(tmp_path / schedule)}, **sections

@@ -38,11 +38,9 @@ def _job(scheme: str = "fp8-compute", **sections: dict) -> JobConfig:
     values = {
         "model": {"path": "flux2-dev", "quantize": scheme},
         "data": {"folders": [{"path": "data"}], "resolutions": [512]},
-        "lora": {"rank": 32, "alpha": 32, "dtype": "bfloat16"},
-        "optimizer": {"name": "adamw"},
-        "train": {"steps": 5},
+        "lora": {"rank": 32, "alpha": 32, "dtype": "bfloat16"}, "optimizer": {"name": "adamw"}, "train": {"steps": 5},
         "output": {"folder": "run"},
-    }
+    }  # fmt: skip
     return make_job({**values, **{name: {**values.get(name, {}), **each} for name, each in sections.items()}})
 
 

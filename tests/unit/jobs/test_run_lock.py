@@ -82,11 +82,9 @@ def test_what_killed_writers_left_is_swept_and_nothing_else(tmp_path):
     (run / "checkpoints" / ".step-000004.77.tmp").mkdir()
     (run / "checkpoints" / ".step-000001.77.old").mkdir()
     left = [
-        run / f".lora.safetensors.{name}.tmp",
-        run / "checkpoints" / "step-000002" / f".lora.safetensors.{name}.tmp",
-        run / "checkpoints" / ".step-000004.77.tmp",
-        run / "checkpoints" / ".step-000001.77.old",
-    ]
+        run / f".lora.safetensors.{name}.tmp", run / "checkpoints" / "step-000002" / f".lora.safetensors.{name}.tmp",
+        run / "checkpoints" / ".step-000004.77.tmp", run / "checkpoints" / ".step-000001.77.old",
+    ]  # fmt: skip
     for path in left[:2]:
         path.write_text("half")
     others = [run / "mine.tmp", run / ".hidden.tmp", run / ".lora.safetensors.1234.tmp"]

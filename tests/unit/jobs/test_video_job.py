@@ -59,7 +59,6 @@ def test_images_and_clips_train_together_and_a_resumed_run_is_the_same(tmp_path)
     latents = [entry["latents"] for entry in entries if "latents" in entry]
     assert sorted(tensor.shape[1] for tensor in latents) == [1, 1, 1, 2, 3, 3, 3]
     assert len({round(loss, 6) for loss in whole.losses}) == 6
-
     run_steps(_make_job(tmp_path), 3)
     resumed = run_job(_make_job(tmp_path), resume=True)
     assert resumed.losses == whole.losses

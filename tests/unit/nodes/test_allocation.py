@@ -125,10 +125,7 @@ def test_one_device_alone_holds_the_whole_model(host: comfy_stub.FakeHost) -> No
     split, host.gpus = importlib.import_module("devicebridge.nodes.split"), (ONE, TWO)
     with emulated_cards(2):
         for devices, balance, expected in [
-            ("lazy:1", "memory", TWO),
-            ("cpu", "memory", CPU),
-            ("auto", "lazy:1,4gb;cpu,*", TWO),
-            ("auto", "memory", None),
-            ("auto", "lazy:1,4gb;lazy:0,*", None),
-        ]:
+            ("lazy:1", "memory", TWO), ("cpu", "memory", CPU), ("auto", "lazy:1,4gb;cpu,*", TWO),
+            ("auto", "memory", None), ("auto", "lazy:1,4gb;lazy:0,*", None),
+        ]:  # fmt: skip
             assert split._only_device({"devices": devices, "balance": balance} | SOCKETS) == expected

@@ -129,18 +129,14 @@ CHANGES = {
     "a class gone": ("patcher", "class Patcher", "class Loader", "fake_host.names.Patcher is gone"),
     "a field gone": ("patcher", "    inputs: list = None\n", "", "unexpected keyword argument 'inputs'"),
     "a method of a class changed": (
-        "patcher",
-        "def made(cls, path,",
-        "def made(cls, file,",
+        "patcher", "def made(cls, path,", "def made(cls, file,",
         "fake_host.names.Patcher.made takes 'file' where 'path' was",
     ),
     "a module that cannot be imported": (
-        "names",
-        "from . import patcher",
-        "import no_such_package_here",
+        "names", "from . import patcher", "import no_such_package_here",
         "fake_host.names cannot be imported (No module named 'no_such_package_here')",
     ),
-}
+}  # fmt: skip
 HARMLESS = {
     "a further parameter": ("names", "safe=False", "safe=False, threads=1"),
     "a further method": ("base", "    def load", "    def more(self):\n        return 1\n\n    def load"),
@@ -228,7 +224,6 @@ def _wrapping(function: Any) -> Any:
 def _subclass(cls: Any) -> Any:
     class StandIn(cls):  # type: ignore[misc]
         def __init__(self, first: Any, second: Any, third: Any) -> None: ...
-
         def clone(self, own: Any) -> Any: ...
 
     return StandIn

@@ -35,11 +35,9 @@ NODE_IDS = [
 FILES = ("model", "unet_name", "folder", "images", "evaluation_folder", "text_encoders", "text_encoder_2", "vae")
 # What the stand-in for ComfyUI has no parts of.
 STUB_LACKS = {
-    "DeviceBridgeCacheCaptionsAndLatents",
-    "DeviceBridgeTrainLoraSimple",
-    "DeviceBridgeSplitModel",
+    "DeviceBridgeCacheCaptionsAndLatents", "DeviceBridgeTrainLoraSimple", "DeviceBridgeSplitModel",
     "DeviceBridgeLoadDiffusionModelSplit",
-}
+}  # fmt: skip
 
 
 def _schemas(nodes: ModuleType) -> dict[str, Any]:
@@ -861,7 +859,6 @@ def test_stock_encoders_take_the_place_of_the_models_own(nodes, host, sockets, m
     shown = "\n".join(host.texts[-1].splitlines()[:-1])
     assert shown == f'2 samples are encoded\ntext_source = "{clip}"\nlatent_source = "{vae}"'
     assert "gone.safetensors" in caplog.text and _job(nodes, {**sockets, "dataset": dataset}).cache == dataset.cache
-
     one = node.execute(**links, **{**settings, "vae": ""}, stock_clip=stock).args[0].cache
     assert (one.text_source, one.latent_source) == (clip, "") and seen[1][3].vae is None
     for socket in ("stock_clip", "stock_vae"):
@@ -992,14 +989,12 @@ def test_lists_become_a_dataset_that_only_the_training_node_takes(nodes, host, s
     assert path.parent == host.root / "output" / "mine" / "datasets" and len(load_encoded(path)) == 3
     assert host.progress[-1] == (3, 3) and host.texts[-1].startswith("3 samples are kept")
     assert _job(nodes, {**sockets, "dataset": dataset}).data.encoded == str(path)
-
     cache = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
     with pytest.raises(ValueError, match="arrived encoded; connect it to the training node"):
         cache.execute(model=sockets["model"], dataset=dataset, **_defaults(cache.define_schema()))
     folder = _node(nodes, "DeviceBridgeTrainingDataset")
     with pytest.raises(ValueError, match="previous is a dataset that arrived encoded"):
         folder.execute(**{**_defaults(folder.define_schema()), "folder": str(host.root)}, previous=dataset)
-
     host.is_interrupted = True
     with pytest.raises(comfy_stub.InterruptProcessingException):
         node.execute(**{**lists, "cache_folder": ["another"]})

@@ -129,13 +129,11 @@ def test_encoders_are_found_by_the_names_of_comfyuis_templates(nodes: ModuleType
 @pytest.mark.parametrize(
     ("variant", "names", "loaded"),
     [
-        ("comfyui-SD15", ["model"], ""),
-        ("comfyui-SDXL", ["model"], ""),
-        ("comfyui-SDXL", ["clip_l", "clip_g"], "sdxl"),
-        ("comfyui-SDXL", ["clip_l"], "takes 2"),
+        ("comfyui-SD15", ["model"], ""), ("comfyui-SDXL", ["model"], ""),
+        ("comfyui-SDXL", ["clip_l", "clip_g"], "sdxl"), ("comfyui-SDXL", ["clip_l"], "takes 2"),
         ("comfyui-SD15", ["clip_l"], "connect its CLIP"),
     ],
-)
+)  # fmt: skip
 def test_a_checkpoints_own_clip_or_as_many_files_as_its_class_takes(nodes, host, monkeypatch, variant, names, loaded):
     from devicebridge.nodes.host.native import files
 
@@ -169,13 +167,11 @@ def test_a_file_of_an_own_family_without_encoders_says_which_are_looked_for(node
 @pytest.mark.parametrize(
     ("name", "ranges", "is_expert", "expert"),
     [
-        ("wan2.2_14B", ((0.0, 1.0), (0.9, 1.0)), False, None),
-        ("flux1-dev", ((0.0, 1.0), (0.0, 1.0)), False, ""),
-        ("wan2.2_vace", ((0.0, 1.0),), True, None),
-        ("wan2.2_vace_low_noise", ((0.0, 1.0),), True, "low_noise"),
+        ("wan2.2_14B", ((0.0, 1.0), (0.9, 1.0)), False, None), ("flux1-dev", ((0.0, 1.0), (0.0, 1.0)), False, ""),
+        ("wan2.2_vace", ((0.0, 1.0),), True, None), ("wan2.2_vace_low_noise", ((0.0, 1.0),), True, "low_noise"),
         ("wan2.1_vace", ((0.0, 1.0),), False, ""),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_may_be_one_of_two_experts_is_refused_or_trained_as_its_name_says(
     nodes: ModuleType, tmp_path: Path, name: str, ranges: Any, is_expert: bool, expert: str | None
 ) -> None:

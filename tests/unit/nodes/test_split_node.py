@@ -71,12 +71,9 @@ def test_a_device_that_is_not_there_is_refused_with_what_is(split: ModuleType) -
     [
         ({"memory_limit_gb": "20"}, r"20.0 for 2 devices \(lazy:0, lazy:1\); give one"),
         ({"devices": "lazy:1"}, "two or more different devices; asked for lazy:1"),
-        ({"devices": "lazy:0,cpu"}, "the CPU was named too"),
-        ({"memory_limit_gb": "20, 0"}, "above 0"),
-        ({"balance": "manual"}, "balance manual needs split_at"),
-        ({"memory_limit_gb": "much, more"}, "'much'"),
-        ({"shares": "3:5"}, "shares .* way is auto"),
-        ({"shares": "3:5", "way": "blocks"}, "shares .* way is blocks"),
+        ({"devices": "lazy:0,cpu"}, "the CPU was named too"), ({"memory_limit_gb": "20, 0"}, "above 0"),
+        ({"balance": "manual"}, "balance manual needs split_at"), ({"memory_limit_gb": "much, more"}, "'much'"),
+        ({"shares": "3:5"}, "shares .* way is auto"), ({"shares": "3:5", "way": "blocks"}, "shares .* way is blocks"),
         ({"shares": "3:5:1", "way": "tokens"}, r"shares 3:5:1 are 3 for 2 devices \(lazy:0, lazy:1\)"),
         ({"shares": "3:0", "way": "tokens"}, "shares 3:0: every share must be above 0"),
         ({"shares": "nan:1", "way": "tokens"}, "shares nan:1"),
@@ -84,7 +81,7 @@ def test_a_device_that_is_not_there_is_refused_with_what_is(split: ModuleType) -
         ({"balance": "manual", "way": "tokens"}, "needs shares"),
         ({"balance": "manual", "way": "tokens", "shares": "1:1", "split_at": "3"}, "balance manual"),
     ],
-)
+)  # fmt: skip
 def test_contradictions_are_refused(split: ModuleType, changes: dict[str, Any], message: str) -> None:
     with emulated_cards(2), pytest.raises(ValueError, match=message):
         split._read_request(SOCKETS | {"devices": "lazy:0,lazy:1"} | changes)

@@ -53,12 +53,10 @@ def _step(name, num_cards, kind, *, offload, **settings):
 @pytest.mark.parametrize(
     ("name", "num_cards", "kind", "kept"),
     [
-        *((name, 2, "1f1b", (1, 0)) for name in sorted(FAMILIES)),
-        ("flux2", 3, "1f1b", ()),
-        ("wan", 2, None, ()),
+        *((name, 2, "1f1b", (1, 0)) for name in sorted(FAMILIES)), ("flux2", 3, "1f1b", ()), ("wan", 2, None, ()),
         ("wan", 1, None, ()),
     ],
-)
+)  # fmt: skip
 def test_numbers_are_those_without(name, num_cards, kind, kept):
     expected = _step(name, num_cards, kind, offload=False, kept=kept)
     found = _step(name, num_cards, kind, offload=True, kept=kept)

@@ -219,13 +219,11 @@ def test_options_that_a_block_looked_up_must_be_those_of_the_recording(monkeypat
 @pytest.mark.parametrize(
     ("block", "fault"),
     [
-        (Telling, "changes the transformer_options"),
-        (Drawing, "a replay gives something else"),
+        (Telling, "changes the transformer_options"), (Drawing, "a replay gives something else"),
         (Refusing, "operation not permitted when stream is capturing"),
-        (Changing, "it returns something else in the shape of what it writes to"),
-        (Hiding, "torch does not see it"),
+        (Changing, "it returns something else in the shape of what it writes to"), (Hiding, "torch does not see it"),
     ],
-)
+)  # fmt: skip
 def test_a_block_that_cannot_be_replayed_ends_recording_and_is_computed(block, fault, caplog) -> None:
     model = make_model(block(), Separate())
     other = copy.deepcopy(model)
@@ -295,7 +293,6 @@ class Adding(Separate):
 
 def test_what_a_computed_block_wrote_to_is_given_anew() -> None:
     """A tensor without a version, which one replayed block was given, and another is after somebody wrote into it."""
-
     model = make_model(Separate(), Adding(), Separate())
     parallel = divide(model, 2, plans=AS_SEPARATE)
     graphs, recorder = replaying(parallel, lambda layer, device: None if isinstance(layer, Adding) else ())

@@ -206,11 +206,9 @@ class _HandedOn(torch.autograd.Function):
 
 
 WAYS = {
-    "plain": lambda block, *args: block(*args),
-    "recomputed": _recomputed,
-    "intercepted": _intercepted,
+    "plain": lambda block, *args: block(*args), "recomputed": _recomputed, "intercepted": _intercepted,
     "handed on": lambda block, *args: block(*_HandedOn.apply(*args)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("cls", WRITING)

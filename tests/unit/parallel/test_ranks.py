@@ -199,13 +199,9 @@ def test_all_from_loading_on_has_a_limit_and_loading_restoring_and_the_last_save
         monkeypatch.setattr(owner, name, noting)
 
     for owner, name in (
-        (job_module, "build_trainer"),
-        (Trainer, "restore"),
-        (Trainer, "_timed_step"),
-        (Trainer, "_save_before_the_end"),
-        (job_module, "save_lora"),
-        (load_module, "put_tensor"),
-    ):
+        (job_module, "build_trainer"), (Trainer, "restore"), (Trainer, "_timed_step"),
+        (Trainer, "_save_before_the_end"), (job_module, "save_lora"), (load_module, "put_tensor"),
+    ):  # fmt: skip
         note(owner, name)
     alive = []
     monkeypatch.setattr(load_module, "alive", lambda: alive.append(1))

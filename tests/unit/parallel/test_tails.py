@@ -188,12 +188,10 @@ def _detached(value):
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("methods", {"read_by_tail": {}}),
-        ("methods", {"tail_arguments": {}}),
-        ("modules", {"read_by_tail": {}}),
+        ("methods", {"read_by_tail": {}}), ("methods", {"tail_arguments": {}}), ("modules", {"read_by_tail": {}}),
         ("modules", {"tail_parameters": ()}),
     ],
-)
+)  # fmt: skip
 def test_what_a_row_does_not_name_stays_at_home_and_is_noticed(name, changes):
     with pytest.raises(RuntimeError, match="same device"):
         _step(name, CARDS[:2], piped=True, **changes)

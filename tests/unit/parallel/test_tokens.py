@@ -135,12 +135,10 @@ def test_a_mask_of_another_size_is_refused(toy: Toy) -> None:
 @pytest.mark.parametrize(
     ("counts", "shares", "words"),
     [
-        ((11, 1), (1, 1), "1 rows of txt for 2 devices"),
-        ((1, 5), (1, 1), "1 rows of img for 2 devices"),
-        ((11, 2), (1, 1, 1), "2 rows of txt for 3 devices"),
-        ((11, 2), (1, 1, 100), "2 rows of txt for 3 devices"),
+        ((11, 1), (1, 1), "1 rows of txt for 2 devices"), ((1, 5), (1, 1), "1 rows of img for 2 devices"),
+        ((11, 2), (1, 1, 1), "2 rows of txt for 3 devices"), ((11, 2), (1, 1, 100), "2 rows of txt for 3 devices"),
     ],
-)
+)  # fmt: skip
 def test_a_rank_without_rows_is_told(toy: Toy, counts: tuple[int, int], shares: tuple[int, ...], words: str) -> None:
     with pytest.raises(OneDeviceError, match=words):
         shared(toy, shares, counts=counts)
@@ -526,14 +524,10 @@ def test_residuals_are_cut_until_rows_are_gathered() -> None:
     assert [each if each is None else each.shape[1] for each in residuals] == [6, None]
     assert [each if each is None else each.shape[1] for each in reversed(residuals)] == [None, 6]
     for act, words in (
-        (lambda: residuals[:1], "slice"),
-        (residuals.copy, "copy"),
-        (lambda: copy.copy(residuals), "copy"),
-        (lambda: residuals + [None], "copy"),
-        (lambda: [None] + residuals, "copy"),
-        (lambda: residuals * 2, "copy"),
+        (lambda: residuals[:1], "slice"), (residuals.copy, "copy"), (lambda: copy.copy(residuals), "copy"),
+        (lambda: residuals + [None], "copy"), (lambda: [None] + residuals, "copy"), (lambda: residuals * 2, "copy"),
         (lambda: 2 * residuals, "copy"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(RuntimeError, match=f"{words}.*way 'blocks'"):
             act()
     here.is_gathered = True

@@ -129,16 +129,14 @@ def test_each_device_has_its_own():
 @pytest.mark.parametrize(
     ("name", "cards", "kind", "settings"),
     [
-        ("flux2", 1, None, {"offloaded": (6,)}),
-        ("flux2", 1, None, {"offloaded": (3,), "kept": (2,)}),
+        ("flux2", 1, None, {"offloaded": (6,)}), ("flux2", 1, None, {"offloaded": (3,), "kept": (2,)}),
         pytest.param("flux2", 2, None, {"offloaded": (3, 2), "dropout": 0.5}, marks=pytest.mark.long),
         ("flux2", 2, "1f1b", {"offloaded": (3, 2), "dropout": 0.5}),
         ("flux2", 2, "1f1b", {"offloaded": (0, 4), "kept": (1, 0), "cuts": [2]}),
-        ("flux2", 3, "1f1b", {"offloaded": (1, 0, 3), "cuts": [1, 3]}),
-        ("wan", 2, "1f1b", {"offloaded": (3, 3)}),
+        ("flux2", 3, "1f1b", {"offloaded": (1, 0, 3), "cuts": [1, 3]}), ("wan", 2, "1f1b", {"offloaded": (3, 3)}),
         pytest.param("flux1", 1, None, {"offloaded": (4,)}, marks=pytest.mark.long),
     ],
-)
+)  # fmt: skip
 def test_losses_and_gradients_are_those_of_resident_blocks_bit_for_bit(name, cards, kind, settings):
     found = _step(name, CARDS[:cards], kind=kind, **settings)
     _assert_equal(

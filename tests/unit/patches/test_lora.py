@@ -99,7 +99,6 @@ def test_lora_follows_the_layer_it_adapts(use_dora):
         model.image[0].to_q.base_layer.to(CARDS[1])  # the layer moved, its LoRA did not
         model.image[0].to_out.to(CARDS[1])
         model.image[0].norm_q.to(CARDS[1])
-
         place_lora_with_base(model)
         for name, parameter in lora_parameters(model).items():
             owner = model.get_submodule(name.partition(".lora_")[0])

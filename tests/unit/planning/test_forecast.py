@@ -167,13 +167,11 @@ def _tiny(name: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "cut", "kept", "accumulation", "scheme"),
     [
-        ("flux2", 2, (0, 0), 1, "none"),
-        ("flux2", 1, (0, 2), 2, "int8-compute"),
-        pytest.param("flux2", 3, None, 1, "none", marks=pytest.mark.long),
-        ("flux1", 2, (1, 0), 1, "none"),
+        ("flux2", 2, (0, 0), 1, "none"), ("flux2", 1, (0, 2), 2, "int8-compute"),
+        pytest.param("flux2", 3, None, 1, "none", marks=pytest.mark.long), ("flux1", 2, (1, 0), 1, "none"),
         ("wan", 1, (0, 0), 1, "none"),
     ],
-)
+)  # fmt: skip
 def test_forecast_is_what_emulated_cards_hold(name, cut, kept, accumulation, scheme, monkeypatch):
     tiny = _tiny(name)
     measured = _train(tiny, cut, kept, accumulation, scheme, monkeypatch)

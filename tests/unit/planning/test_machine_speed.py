@@ -62,11 +62,9 @@ def test_what_the_key_has_is_measured_again_if_it_changes(folder, measured, monk
     (folder.parent / "driver").write_text("NVRM version: 600.1\n")
     _ask()
     changes = {
-        "_VERSION": 99,
-        "_DRIVER": folder.parent / "driver",
-        "has_peer_access": lambda source, target: False,
+        "_VERSION": 99, "_DRIVER": folder.parent / "driver", "has_peer_access": lambda source, target: False,
         "total_bytes": lambda device: 2**40,
-    }
+    }  # fmt: skip
     for number, (name, value) in enumerate(changes.items(), start=2):
         with monkeypatch.context() as changed:
             changed.setattr(cards_module, name, value)

@@ -168,12 +168,10 @@ def test_rows_that_are_refused_are_left_alone_unless_they_were_asked_for() -> No
 @pytest.mark.parametrize(
     "sections",
     [
-        {"split": {"balance": "manual", "split_at": [5]}},
-        {"split": {"blocks_without_checkpointing": [1, 2]}},
-        {"split": {"offloaded_blocks": [1, 1]}},
-        {"train": {"gradient_accumulation_steps": 1, "compile": "auto"}},
+        {"split": {"balance": "manual", "split_at": [5]}}, {"split": {"blocks_without_checkpointing": [1, 2]}},
+        {"split": {"offloaded_blocks": [1, 1]}}, {"train": {"gradient_accumulation_steps": 1, "compile": "auto"}},
     ],
-)
+)  # fmt: skip
 def test_what_the_user_says_of_a_split_is_kept_to(sections: Any) -> None:
     assert _plan(make_cards(100, 100), **sections).setting.strategy == "none"
 

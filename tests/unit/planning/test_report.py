@@ -97,9 +97,7 @@ def test_what_torch_calls_a_card_is_recognised_and_its_cousins_are_not():
     known = {name: kind_called(name) for name in ("NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3", "NVIDIA H200")}
     assert [kind.name for kind in known.values()] == ["RTX 4090", "H100", "H200"]
     for name in (
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA GeForce RTX 3080 Ti Laptop GPU",
+        "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 3080 Ti Laptop GPU",
         "cpu",
-    ):
+    ):  # fmt: skip
         assert kind_called(name) is None, name

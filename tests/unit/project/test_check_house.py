@@ -36,7 +36,6 @@ def test_circles_are_found_through_functions_type_checking_packages_and_the_pack
     (tmp_path / "b" / "__init__.py").write_text("from .four import something\n")
     (tmp_path / "c.py").write_text("from . import b\n")
     assert house.import_circles(house.read_modules(tmp_path)) == [["a.one", "a.two", "b.three"]]
-
     (tmp_path / "b" / "five.py").write_text("from . import NUMBER\n")
     assert house.import_circles(house.read_modules(tmp_path))[1] == ["b", "b.five", "b.four"]
 

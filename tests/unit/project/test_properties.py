@@ -41,11 +41,9 @@ ANY = st.recursive(
 NAMES = st.text(string.ascii_letters + ".0", min_size=1, max_size=12)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
 MINIMAL: dict[str, Any] = {
-    "model": {"path": "/models/a"},
-    "data": {"folders": [{"path": "/data/cats"}]},
-    "train": {"steps": 10},
+    "model": {"path": "/models/a"}, "data": {"folders": [{"path": "/data/cats"}]}, "train": {"steps": 10},
     "output": {"folder": "/runs/a"},
-}
+}  # fmt: skip
 
 
 @st.composite

@@ -275,11 +275,9 @@ def test_types_change_around_the_eight_bit_parts(scheme, rotation):
     layer = FrozenLinear8.from_linear(make_linear(64, 32, torch.bfloat16), scheme, rotation=rotation)
     parts = {name: value.clone() for name, value in layer.state_dict().items() if name != "bias"}
     for change, dtype in (
-        (lambda: layer.to(torch.float32), torch.float32),
-        (lambda: layer.half(), torch.float16),
-        (lambda: layer.to("cpu", torch.bfloat16), torch.bfloat16),
-        (lambda: layer.double(), torch.float64),
-    ):
+        (lambda: layer.to(torch.float32), torch.float32), (lambda: layer.half(), torch.float16),
+        (lambda: layer.to("cpu", torch.bfloat16), torch.bfloat16), (lambda: layer.double(), torch.float64),
+    ):  # fmt: skip
         assert change() is layer
         assert layer.compute_dtype is layer.bias.dtype is dtype
         found = layer.state_dict()

@@ -182,13 +182,11 @@ def test_rescale(sums_dtype, has_bias):
 @pytest.mark.parametrize(
     "choice",
     [
-        KernelChoice("triton", "triton", True),
-        KernelChoice("triton", "transpose", True),
-        KernelChoice("vendor", "transpose", True),
-        KernelChoice("unit", "triton", True),
+        KernelChoice("triton", "triton", True), KernelChoice("triton", "transpose", True),
+        KernelChoice("vendor", "transpose", True), KernelChoice("unit", "triton", True),
     ],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.parametrize(("scheme", "rotation"), [("fp8-compute", 0), ("int8-compute", 0), ("int8-compute", 64)])
 def test_a_layer_on_these_kernels_computes_what_plain_torch_computes(choice, scheme, rotation):
     torch.manual_seed(0)

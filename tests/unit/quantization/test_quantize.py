@@ -48,12 +48,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 VARIANTS = {
-    "fp8": QuantizeSettings("fp8"),
-    "int8": QuantizeSettings("int8"),
-    "fp8-compute": QuantizeSettings("fp8-compute"),
+    "fp8": QuantizeSettings("fp8"), "int8": QuantizeSettings("int8"), "fp8-compute": QuantizeSettings("fp8-compute"),
     "int8-compute": QuantizeSettings("int8-compute", rotation=0),
     "int8-compute rotated": QuantizeSettings("int8-compute"),
-}
+}  # fmt: skip
 EVERY_VARIANT = pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
 BY_NAME = {"ids": lambda settings: f"{settings.scheme} {settings.rotation}"}
 # Energy a float8 factor loses: error uniform over a step of 1/8 of a mantissa m in [1, 2), E[m^2] = 3 / (2 ln 2) when
@@ -242,7 +240,6 @@ DTYPES = {  # of the base and of LoRA
 def test_lora_trains_whatever_its_history(settings, history, dtypes):
     dtype, lora_dtype = dtypes
     model = Net(dtype)
-
     history(model, lambda: apply_quantization(model, Family(), settings), lora_dtype)
     assert type(model.first).__name__ == "Linear"  # PEFT's own
     layers = {name: model.get_submodule(name).get_base_layer() for name in TARGETS}
@@ -251,7 +248,6 @@ def test_lora_trains_whatever_its_history(settings, history, dtypes):
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     active = {name for name in lora_parameters(model) if name.split(".")[-2] in model.first.active_adapters}
     assert set(trained) == active and {p.dtype for p in lora_parameters(model).values()} == {lora_dtype}
-
     x, direction = random(48, 64).to(dtype), random(48, 32, seed=2).to(dtype)
     expected = reference_gradients(model, x, direction)
     model(x).backward(direction)
@@ -259,7 +255,6 @@ def test_lora_trains_whatever_its_history(settings, history, dtypes):
     noise = {name: decibels(expected[name], gradient.float()) for name, gradient in found.items()}
     assert noise.keys() == trained.keys() and all(gradient.abs().sum() > 0 for gradient in found.values())
     assert min(noise.values()) > least_decibels(settings, dtype, lora_dtype), noise
-
     held = contents(model)
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
     optimizer.step()
@@ -606,11 +601,8 @@ def cards_of(monkeypatch):
 @pytest.mark.parametrize(
     ("capabilities", "scheme", "expected"),
     [
-        ([(8, 9)], "fp8-compute", ""),
-        ([(8, 6), (7, 5)], "int8-compute", ""),
-        ([(9, 0), (12, 0)], "fp8-compute", ""),
-        ([(7, 0)], "fp8", ""),
-        ([(7, 0)], "int8", ""),
+        ([(8, 9)], "fp8-compute", ""), ([(8, 6), (7, 5)], "int8-compute", ""), ([(9, 0), (12, 0)], "fp8-compute", ""),
+        ([(7, 0)], "fp8", ""), ([(7, 0)], "int8", ""),
         ([(8, 6)], "fp8-compute", "compute capability 8.9 and the card has 8.6 (cuda:0); use int8-compute instead"),
         ([(8, 6), (8, 9)], "fp8-compute", "capability 8.9 and the card has 8.6 (cuda:0); use int8-compute instead"),
         ([(8, 9), (8, 6)], "fp8-compute", "capability 8.9 and the card has 8.6 (cuda:1); use int8-compute instead"),

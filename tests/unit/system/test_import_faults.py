@@ -62,14 +62,12 @@ def _raised(act: Callable[[], Any]) -> Exception:
 @pytest.mark.parametrize(
     ("module", "named"),
     [
-        ("broken_vision", ("broken_vision 0.9.0", CAUSE, "torch")),
-        ("broken_model", ("broken_vision 0.9.0", CAUSE)),
-        ("outer_models", ("broken_vision 0.9.0", CAUSE)),
-        ("optional_first", ("broken_vision 0.9.0", CAUSE)),
+        ("broken_vision", ("broken_vision 0.9.0", CAUSE, "torch")), ("broken_model", ("broken_vision 0.9.0", CAUSE)),
+        ("outer_models", ("broken_vision 0.9.0", CAUSE)), ("optional_first", ("broken_vision 0.9.0", CAUSE)),
         ("other_version", ("other_version", "no_such_name")),
         ("needs_missing", ("never_there", "pip install never_there")),
     ],
-)
+)  # fmt: skip
 def test_the_first_cause_is_named(module: str, named: tuple[str, ...]) -> None:
     said = import_fault(_raised(lambda: importlib.import_module(module)))
     assert [each for each in named if each not in said] == [], said

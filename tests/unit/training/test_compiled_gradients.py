@@ -338,7 +338,6 @@ def _compare(block, compiled, *, dtype=torch.float32):
 def test_other_rounding_is_no_fault():
     """bfloat16 as one who rounds after every operation, and as one who computes in float32 and rounds at the end."""
     block = Block(torch.bfloat16)
-
     comparison = _compare(block, lambda x, rest: block.steps(x.float(), _wide).to(x.dtype), dtype=torch.bfloat16)
     assert 0 < comparison.difference < 0.02 and comparison.excess < 0.3
 

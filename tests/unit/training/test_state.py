@@ -64,13 +64,11 @@ def _train(optimizer, parameter, steps, seed):
 @pytest.mark.parametrize(
     "config",
     [
-        OptimizerConfig(),
-        OptimizerConfig(name="adamw8bit"),
-        OptimizerConfig(name="torch.optim.SGD", options={"momentum": 0.9}),
-        OptimizerConfig(name="torch.optim.Adagrad"),
+        OptimizerConfig(), OptimizerConfig(name="adamw8bit"),
+        OptimizerConfig(name="torch.optim.SGD", options={"momentum": 0.9}), OptimizerConfig(name="torch.optim.Adagrad"),
     ],
     ids=lambda config: config.name,
-)
+)  # fmt: skip
 def test_optimizers_continue_bit_for_bit(config, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # torchao compiles its step
     start = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
@@ -81,7 +79,6 @@ def test_optimizers_continue_bit_for_bit(config, tmp_path, monkeypatch):
     state = TrainingState(3, {"p": straight.detach().clone()}, pack_optimizer(optimizer), {}, {})
     path = save_checkpoint(tmp_path, state, keep_last=1)
     _train(optimizer, straight, 3, seed=20)
-
     loaded = load_checkpoint(path)
     resumed = nn.Parameter(loaded.adapter["p"].clone())
     fresh = make_optimizer([resumed], config)
