@@ -1,6 +1,5 @@
 """Bases in few bits that train as their files have them: GGUF, int8 with rotation, scaled float8, mixed ones."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +19,7 @@ EACH = [pytest.param(each, marks=[] if each in ALWAYS else pytest.mark.long) for
 
 
 @pytest.fixture(scope="module")
-def found(
-    request: pytest.FixtureRequest, comfyui: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, Any]]:
+def found(request, comfyui, tmp_path_factory):
     names = names_that_run(request)
     lines = run_worker("native_stored_worker.py", comfyui, tmp_path_factory.mktemp("stored"), *names, timeout=900)
     return {line["name"]: line["steps"] for line in lines}

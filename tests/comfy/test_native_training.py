@@ -28,9 +28,7 @@ NEEDED = ("loss", "gradients", "recompute", "split", "8 bits", "5 steps", "resum
 
 
 @pytest.fixture(scope="module")
-def lines(
-    request: pytest.FixtureRequest, comfyui: Path, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
+def lines(request, comfyui, tmp_path_factory):
     folder, names = tmp_path_factory.mktemp("native"), names_that_run(request)
     return run_worker("native_training_worker.py", comfyui, folder, *names, timeout=600 * len(names))
 

@@ -52,9 +52,7 @@ def test_it_is_the_model_quantized_afterwards(name: str, scheme: Any, tmp_path: 
     assert all(isinstance(m, FrozenLinear8) for n, m in streamed.named_modules() if quantizer.is_wanted(n, m))
 
 
-def _peaks(
-    info: Any, settings: QuantizeSettings | None
-) -> tuple[dict[torch.device, int], dict[torch.device, int], nn.Module]:
+def _peaks(info, settings):
     """Most bytes on each card whenever a layer has just arrived, bytes at the end, and the model."""
     model = make_empty_transformer(info)
     blocks = block_names(model, info.family)

@@ -52,9 +52,7 @@ def _lora(name: str, **more: Tensor) -> dict[str, Tensor]:
     return {**pair, **{f"{name}.{kind}": each for kind, each in more.items()}}
 
 
-def _read(
-    folder: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None, name: str = "a.safetensors"
-) -> dict[str, dict[str, Tensor]]:
+def _read(folder, tensors, metadata=None, name="a.safetensors"):
     save_file(tensors, folder / name, metadata)
     return read_start(folder / name, FAMILIES[FLUX], _linears())
 

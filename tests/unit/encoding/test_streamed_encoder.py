@@ -42,15 +42,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: root / kind for kind in SPECS}
 
 
-def _stream(
-    folder: Path, kind: str, plan: StreamPlan, device: torch.device = CPU, dtype: torch.dtype = torch.float32
-) -> TextEncoder:
+def _stream(folder, kind, plan, device=CPU, dtype=torch.float32):
     return load_text_encoder(SPECS[kind], folder, device, dtype, stream=plan)
 
 
-def _resident_states(
-    folder: Path, kind: str, dtype: torch.dtype = torch.float32, device: torch.device = CPU
-) -> dict[str, torch.Tensor]:
+def _resident_states(folder, kind, dtype=torch.float32, device=CPU):
     encoder = load_text_encoder(SPECS[kind], folder, device, dtype)
     return {caption: encoder.encode(caption).to(CPU) for caption in CAPTIONS}
 

@@ -66,9 +66,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: root / kind for kind in SPECS}
 
 
-def _load(
-    folders: dict[str, Path], kind: str, scheme: TextScheme, dtype: torch.dtype = torch.float32, **changes: Any
-) -> TextEncoder:
+def _load(folders, kind, scheme, dtype=torch.float32, **changes):
     return load_text_encoder(dataclasses.replace(SPECS[kind], **changes), folders[kind], CPU, dtype, scheme)
 
 

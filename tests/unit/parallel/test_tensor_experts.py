@@ -12,7 +12,7 @@ import torch
 from devicebridge.families.tensor_plan import Divided, TensorPlan, mlp_plan
 from devicebridge.parallel.local.shards import BlockShard, divide_block, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
-from devicebridge.tests.emulated import CARDS, EmulatedCards, emulated_cards, on_cpu
+from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.placed import forward_of
 from torch import nn
 from torch.nn import functional as F
@@ -108,9 +108,7 @@ def _divide(block: nn.Module, count: int, rank: int, plan: TensorPlan = PLAN) ->
 Change = Callable[[BlockShard, int], None]
 
 
-def _sampled(
-    model: Model, count: int, cards: EmulatedCards, change: Change = lambda shard, rank: None, plan: TensorPlan = PLAN
-) -> torch.Tensor:
+def _sampled(model, count, cards, change=lambda shard, rank: None, plan=PLAN):
     """The output, computed by so many cards. change: is made to each card's part of a block."""
     model, shards = copy.deepcopy(model).requires_grad_(False), {}
     for block in model.blocks:

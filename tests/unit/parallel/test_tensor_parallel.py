@@ -97,9 +97,7 @@ class Fused(nn.Module):
         self.norm_q, self.norm_k = nn.RMSNorm(PER_HEAD), nn.RMSNorm(PER_HEAD)
         self.modulation = Modulation()
 
-    def forward(
-        self, x: torch.Tensor, vec: torch.Tensor, transformer_options: dict[str, Any] | None = None
-    ) -> torch.Tensor:
+    def forward(self, x, vec, transformer_options=None):
         shift, scale, gate = self.modulation(vec)
         kv = self.hidden_size // self.num_heads * self.num_kv_heads
         q, k, v, mlp = self.linear1(x * (1 + scale) + shift).split(
@@ -135,9 +133,7 @@ class Separate(nn.Module):
         self.attn = Attention()
         self.mlp = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
 
-    def forward(
-        self, x: torch.Tensor, vec: torch.Tensor, transformer_options: dict[str, Any] | None = None
-    ) -> torch.Tensor:
+    def forward(self, x, vec, transformer_options=None):
         x = x + self.attn(x) * vec
         return x + self.mlp(x)
 

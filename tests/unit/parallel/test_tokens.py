@@ -70,9 +70,7 @@ class Toy(nn.Module):
         self.singles = nn.ModuleList(Single() for _ in range(2))
         self.last = nn.Linear(6, 2)
 
-    def forward(
-        self, img: torch.Tensor, txt: torch.Tensor, attend: Any, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, img, txt, attend, mask=None):
         pe = torch.linspace(-1, 1, txt.shape[1] + img.shape[1])[None, :, None]
         for block in self.doubles:
             img, txt = block(img, txt, pe, attend)
@@ -98,9 +96,7 @@ def inputs(num_image: int = 11, num_text: int = 5) -> dict[str, torch.Tensor]:
     return {"img": draw(2, num_image, 6), "txt": draw(2, num_text, 6)}
 
 
-def shared(
-    toy: nn.Module, shares: Sequence[float], plan: TokenPlan = PLAN, counts: tuple[int, int] = (11, 5), **more: Any
-) -> list[torch.Tensor]:
+def shared(toy, shares, plan=PLAN, counts=(11, 5), **more):
     models = [copy.deepcopy(toy) for _ in shares]
     rows = TokenParallel(models, [CPU] * len(shares), plan, shares, lambda tensors, rank, arrivals: tensors)
     rows.attach()
@@ -283,9 +279,7 @@ def test_rows_of_another_number_are_refused(toy: Toy) -> None:
         shared(toy, (1, 1), plan)
 
 
-def heads_one_by_one(
-    q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False
-) -> torch.Tensor:
+def heads_one_by_one(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False):
     """As ComfyUI's attention functions are called; no kernel of its sees how many heads there are."""
     if not skip_reshape:
         q, k, v = (each.reshape(*each.shape[:2], heads, -1).transpose(1, 2) for each in (q, k, v))
@@ -336,9 +330,7 @@ class HeadedModel(nn.Module):
 HEADED = TokenPlan({"blocks": BlockRows("x=x@1", "=x")})
 
 
-def headed(
-    model: nn.Module, shares: Sequence[float], groups: int, exchange: Any = "full", batch: int = 2, **more: Any
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[str]]:
+def headed(model, shares, groups, exchange="full", batch=2, **more):
     """Every rank's output, and of the first its keys, its messages for the second, and its attentions."""
     events: list[str] = []
     keys: list[torch.Tensor] = []

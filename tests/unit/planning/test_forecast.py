@@ -68,9 +68,7 @@ def _watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Peaks]:
         yield peaks
 
 
-def _train(
-    tiny, cut, kept, accumulation, scheme, monkeypatch, *, swapped=(0, 0), offloads=False, picture=None
-) -> dict[Any, int]:
+def _train(tiny, cut, kept, accumulation, scheme, monkeypatch, *, swapped=(0, 0), offloads=False, picture=None):
     """Two optimizer steps of a tiny model over two emulated cards -> the most that each held.
 
     picture: latents of a forward without gradients after them.

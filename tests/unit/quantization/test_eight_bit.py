@@ -32,9 +32,7 @@ EVERY_VARIANT = pytest.mark.parametrize(("scheme", "rotation"), VARIANTS, ids=["
 SHAPES = [(64, 256, 128), (48, 128, 1152), (96, 1024, 64), (33, 192, 208)]
 
 
-def make_linear(
-    num_in: int, num_out: int, dtype: torch.dtype = torch.float32, bias: bool = True, decades: float = 2.5
-) -> nn.Linear:
+def make_linear(num_in, num_out, dtype=torch.float32, bias=True, decades=2.5):
     torch.manual_seed(0)
     linear = nn.Linear(num_in, num_out, bias=bias, dtype=dtype)
     # Rows of different sizes, as trained layers have: a scale per tensor, or one applied to the wrong dim, would show.
@@ -43,9 +41,7 @@ def make_linear(
     return linear.requires_grad_(False)
 
 
-def make_rows(
-    num_rows: int, width: int, dtype: torch.dtype = torch.float32, seed: int = 1, decades: float = 2.0
-) -> torch.Tensor:
+def make_rows(num_rows, width, dtype=torch.float32, seed=1, decades=2.0):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_rows, width, generator=generator)
     return (x * torch.logspace(-decades, 0, num_rows)[:, None]).to(dtype)

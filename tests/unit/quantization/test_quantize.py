@@ -460,9 +460,7 @@ def row_loss(rows: torch.Tensor, settings: QuantizeSettings) -> float:
     return (lost.sum() / rows.square().sum()).item()
 
 
-def expected_noise(
-    layer: nn.Module, exact: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, settings: QuantizeSettings
-) -> dict[str, float]:
+def expected_noise(layer, exact, x, grad, settings):
     """dB. Weight-only: the weight's loss in all three; 8-bit products add that of the other factor."""
     if not settings.is_compute:
         weight = row_loss(exact, settings)

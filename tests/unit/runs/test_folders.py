@@ -102,9 +102,7 @@ def test_a_glance_looks_at_a_tenth_of_the_runs(store: RunStore, monkeypatch: pyt
     assert len({*looked}) == NUM_RUNS + 1
 
 
-def test_the_command_shows_the_newest_and_counts_the_others(
-    store: RunStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_shows_the_newest_and_counts_the_others(store, capsys):
     _write(store.root / "run_000", "running")
     os.utime(store.root / "run_000", (1, 1))
     assert main(["jobs", str(store.root)]) == 0

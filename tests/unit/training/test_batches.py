@@ -33,9 +33,7 @@ def test_lengths_that_differ_are_refused() -> None:
         join_texts(_states(3, 2))
 
 
-def _cached(
-    folder: Path, latents: list[dict[str, torch.Tensor]], texts: list[dict[str, torch.Tensor]]
-) -> CachedSamples:
+def _cached(folder, latents, texts):
     """Of one of ComfyUI's own models; each sample has a caption of its own."""
     store = CacheStore(folder)
     for kind, entries in (("a", latents), ("b", texts)):
